@@ -1,0 +1,46 @@
+# `make train` and `make test` need only Python 3.11 or newer, and set up the rest.
+#   make test PYTHON=python3.12    with another interpreter, in a folder of its own
+#   make test ARGS='-k layout'     with options for pytest; the same for train and bench
+
+PYTHON ?= python3
+version := $(shell $(PYTHON) -c 'import platform; print(platform.python_version())')
+VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(version))
+python := $(VENV)/bin/python
+
+.PHONY: help train test lint types bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+
+train: $(VENV)/.installed-examples  ## train the example with several codecs and compare
+	$(python) examples/image_classification.py --compare $(ARGS)
+
+test: $(VENV)/.installed-test  ## run all tests and doctests
+	$(python) -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-test  ## check the style with ruff
+	$(python) -m ruff check
+
+# mypy finds modules by their folders: see mypy_path in pyproject.toml.
+types: $(VENV)/.installed-test  ## check the types with mypy
+	mkdir -p build/types/gradcomp
+	ln -sfn ../../../kernels build/types/gradcomp/kernels
+	$(python) -m mypy
+
+bench: $(VENV)/.installed-bench  ## time the codecs against a memory copy
+	$(python) benchmarks/codec_speed.py $(ARGS)
+
+clean:  ## remove the virtual environment, builds and caches
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .*_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The package in place, with one of its extras.
+$(VENV)/.installed-%: pyproject.toml $(VENV)/.made-by-$(version)
+	$(python) -m pip install --editable '.[$*]'
+	@touch $@
+
+$(VENV)/.made-by-$(version):
+	@test ! -e $(VENV) || { echo "$(VENV) was not made by $(PYTHON) $(version):" \
+	  "run 'make clean', or choose another folder with VENV=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@touch $@

@@ -1,0 +1,186 @@
+"""The wheel holds the whole library and needs no more than it says."""
+
+import ast
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import gradcomp
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+FOLDERS = {package: ROOT / path for package, path in SETUPTOOLS["package-dir"].items()}
+
+COLLECTIVES = (
+  *("all_gather", "all_to_all", "pbroadcast", "pmax", "pmean", "pmin", "ppermute"),
+  *("pshuffle", "psum", "pswapaxes", "ragged_all_to_all", "unreduced_psum"),
+)
+
+
+def sources():
+  """The files of the library, by the name that each has in the wheel."""
+  return {
+    f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}": path
+    for package, folder in FOLDERS.items()
+    for path in folder.rglob("*.py")
+  }
+
+
+def run(*args, cwd, **env):
+  result = subprocess.run(
+    [sys.executable, *map(str, args)],
+    cwd=cwd,
+    env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+  """A wheel, built of a copy because setuptools leaves a folder and packs it again."""
+  source = tmp_path_factory.mktemp("source")
+  for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copy(ROOT / name, source)
+  for folder in FOLDERS.values():
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(folder, source / folder.relative_to(ROOT), ignore=ignore)
+  offline = ("--no-deps", "--no-index", "--no-build-isolation")
+  run("-m", "pip", "wheel", *offline, "--wheel-dir", "wheels", ".", cwd=source)
+  (path,) = source.glob("wheels/*.whl")
+  return path
+
+
+def test_every_package_is_listed():
+  found = {
+    name.removesuffix("/__init__.py").replace("/", ".")
+    for name in sources()
+    if name.endswith("/__init__.py")
+  }
+  assert sorted(SETUPTOOLS["packages"]) == sorted(found)
+
+
+def test_the_wheel_holds_every_file(wheel):
+  names = set(zipfile.ZipFile(wheel).namelist())
+  info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
+  assert names - info == {*sources(), "gradcomp/py.typed"}
+  assert any(name.endswith("/LICENSE") for name in info)
+
+
+def test_the_wheel_needs_three_distributions(wheel):
+  archive = zipfile.ZipFile(wheel)
+  (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+  required = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist")
+  always = [line for line in required if "extra ==" not in line]
+  names = sorted(re.match(r"[\w.-]+", line).group() for line in always)
+  assert names == ["jax", "numpy", "optax"]
+
+
+def test_the_wheel_imports_alone(wheel, tmp_path):
+  """Every module, where nothing of the extras is installed and JAX has not started."""
+  target, elsewhere = tmp_path / "target", tmp_path / "elsewhere"
+  zipfile.ZipFile(wheel).extractall(target)
+  elsewhere.mkdir()
+  code = f"""
+import importlib, pkgutil, sys
+
+class Absent:
+  names = {{"chex", "flax", "matplotlib", "sklearn", "tensorflow_datasets", "tqdm"}}
+  def find_spec(self, name, path=None, target=None):
+    if name.partition(".")[0] in self.names:
+      raise ModuleNotFoundError(f"{{name}} is not installed", name=name)
+
+sys.meta_path.insert(0, Absent())
+import gradcomp
+modules = [info.name for info in pkgutil.walk_packages(gradcomp.__path__, "gradcomp.")]
+assert "gradcomp.kernels" in modules
+for name in modules:
+  assert importlib.import_module(name).__file__.startswith({str(target)!r}), name
+
+import jax
+jax.config.update("jax_num_cpu_devices", 3)  # an error once a back-end is there
+assert jax.device_count() == 3
+"""
+  run("-W", "error", "-c", code, cwd=elsewhere, PYTHONPATH=str(target))
+
+
+def test_the_tests_run_on_this_tree():
+  """An environment that came with a copied tree would test the tree it was made for."""
+  for package, folder in FOLDERS.items():
+    assert Path(sys.modules[package].__file__).parent == folder
+
+
+def test_no_file_is_imported_twice():
+  """pytest would name kernels/ after its folder: see conftest.py."""
+  modules = {id(module): module for module in sys.modules.values()}.values()
+  files = [getattr(module, "__file__", None) for module in modules]
+  ours = [file for file in files if file in set(map(str, sources().values()))]
+  assert len(ours) == len(set(ours))
+  assert gradcomp.kernels.__name__ == "gradcomp.kernels"
+
+
+def jax_names(path):
+  """The full names that a file imports from JAX or reads off what it imported."""
+  tree = ast.parse(path.read_text())
+  imported = {}
+  for node in ast.walk(tree):
+    if isinstance(node, ast.ImportFrom):
+      for alias in node.names:
+        imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    elif isinstance(node, ast.Import):
+      for alias in node.names:
+        first = alias.name.partition(".")[0]
+        imported[alias.asname or first] = alias.name if alias.asname else first
+        imported[alias.name] = alias.name
+  names = set(imported.values())
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Attribute):
+      first, _, rest = ast.unparse(node).partition(".")
+      names.add(f"{imported.get(first, first)}.{rest}")
+  return {name for name in names if name.startswith("jax.")}
+
+
+def test_only_the_exchange_calls_collectives():
+  callers = {
+    file
+    for file, path in sources().items()
+    for name in jax_names(path)
+    if name.startswith("jax.lax.") and name.split(".")[-1].startswith(COLLECTIVES)
+  }
+  assert callers == {"gradcomp/exchange.py"}
+
+
+def test_only_kernels_import_pallas():
+  users = {
+    file
+    for file, path in sources().items()
+    if any("pallas" in name for name in jax_names(path))
+  }
+  assert all(user.startswith("gradcomp/kernels/") for user in users), users
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    "from jax import lax\nlax.psum(x, 'i')",
+    "import jax\ny = jax.lax.psum(x, 'i').sum()",
+    "import jax.lax as l\nl.psum(x, 'i')",
+    "from jax.lax import psum as add",
+    "import jax.numpy as jnp, jax.lax\njax.lax.psum",
+  ],
+)
+def test_the_check_sees_every_spelling(line, tmp_path):
+  path = tmp_path / "module.py"
+  path.write_text(line)
+  assert "jax.lax.psum" in jax_names(path)
