@@ -1,0 +1,5 @@
+"""How codecs choose between two neighbouring codes."""
+
+from typing import Literal
+
+Rounding = Literal["stochastic", "nearest"]

@@ -1,0 +1,113 @@
+"""Codes of a few bits in 32-bit words, planar across buckets (docs/wire-format.md).
+
+Element ``w`` of each of the ``P = 32 // bits`` buckets of a tile shares word ``w``.
+Planes are whole buckets, so packing is shifts between arrays, never a shuffle within
+one: the one layout that is fast in XLA on CPU and that Pallas can lower for GPUs.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+def planes_per_word(bits: int) -> int:
+  """How many codes of ``bits`` bits share a word: ``floor(32 / bits)``.
+
+  Example:
+    >>> [planes_per_word(bits) for bits in (1, 2, 3, 4, 5, 8, 16)]
+    [32, 16, 10, 8, 6, 4, 2]
+  """
+  return 32 // bits
+
+
+class Segment(NamedTuple):
+  """Consecutive tiles of a flat array, by buckets and by planes."""
+
+  first_row: int
+  buckets: jax.Array  # [at least rows * P, B], the tiles' buckets first
+  planes: list[jax.Array]  # P arrays [rows, B]
+
+
+def tile_segments(x: jax.Array, planes: int, bucket_size: int) -> list[Segment]:
+  """Cuts a flat array into tiles and hands out their planes.
+
+  The full tiles are one segment of strided slices, which XLA fuses into whatever
+  reads them; only the last, partial tile is padded (with zeros). Padding the whole
+  array instead would cost a temporary of the gradient's size.
+
+  Args:
+    x: ``[n]``.
+    planes: buckets a tile, ``P``.
+    bucket_size: elements a bucket, ``B``.
+
+  Returns:
+    At most two segments; none for an empty array.
+
+  Example:
+    >>> full, last = tile_segments(jnp.arange(7), planes=2, bucket_size=2)
+    >>> [plane.tolist() for plane in full.planes], last.buckets.tolist()
+    ([[[0, 1]], [[2, 3]]], [[4, 5], [6, 0]])
+  """
+  tile = planes * bucket_size
+  full = x.size // tile
+  segments = []
+  if full:
+    buckets = x[: x.size // bucket_size * bucket_size].reshape(-1, bucket_size)
+    stop = (full - 1) * planes + 1
+    strided = [
+      jax.lax.slice(buckets, (k, 0), (k + stop, bucket_size), (planes, 1))
+      for k in range(planes)
+    ]
+    segments.append(Segment(0, buckets, strided))
+  if x.size > full * tile:
+    last = jnp.pad(x[full * tile :], (0, (full + 1) * tile - x.size))
+    last = last.reshape(planes, bucket_size)
+    segments.append(Segment(full, last, [last[k : k + 1] for k in range(planes)]))
+  return segments
+
+
+def pack_planes(codes: Sequence[jax.Array], bits: int) -> jax.Array:
+  """Packs one code array a plane into words: plane ``k`` in bits ``[k*bits, ...)``.
+
+  Args:
+    codes: at most ``32 // bits`` arrays ``uint32[rows, B]`` with values below
+      ``2**bits``.
+    bits: width of a code.
+
+  Returns:
+    ``uint32[rows, B]``.
+
+  Example:
+    >>> hex(pack_planes([jnp.uint32(1), jnp.uint32(11)], 4))
+    '0xb1'
+  """
+  words = codes[0]
+  for k, code in enumerate(codes[1:], start=1):
+    words = words | (code << (k * bits))
+  return words
+
+
+def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
+  """The inverse of :func:`pack_planes`, by one broadcast shift.
+
+  Args:
+    words: ``uint32[..., rows, B]``.
+    bits: width of a code.
+
+  Returns:
+    ``uint32[..., rows, 32 // bits, B]``.
+
+  Example:
+    >>> unpack_planes(jnp.array([[0xB1]], jnp.uint32), 4)[0, :2, 0].tolist()
+    [1, 11]
+  """
+  shifts = jnp.arange(planes_per_word(bits), dtype=jnp.uint32) * jnp.uint32(bits)
+  codes = words[..., None, :] >> shifts[:, None]
+  return codes if bits == 32 else codes & jnp.uint32(2**bits - 1)
+
+
+def untile(tiles: jax.Array, size: int) -> jax.Array:
+  """The first ``size`` elements of ``[rows, P, B]`` tiles, as a flat array."""
+  return tiles.reshape(-1)[:size]

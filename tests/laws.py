@@ -1,0 +1,179 @@
+"""The laws that every codec obeys, as functions of a codec.
+
+A new codec is one more line in ``CODECS``. A law raises AssertionError; where it allows
+a difference, the reason stands beside the number.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.codecs import QSGD, Dense
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+LEVELS = ("sign_magnitude", "uniform")
+
+QSGD_CODECS = [
+  QSGD(bits=bits, bucket_size=bucket_size, norm=norm, levels=levels, rounding=rounding)
+  for bits in WIDTHS
+  for levels in LEVELS
+  for bucket_size, norm, rounding in (
+    (64, "max", "stochastic"),
+    (32, "l2", "nearest"),
+    (None, "l2", "stochastic"),
+    (None, "max", "nearest"),
+  )
+  if (bits, levels) != (1, "sign_magnitude")
+]
+DENSE_CODECS = [Dense(), Dense(dtype=jnp.bfloat16), Dense(dtype=jnp.float16)]
+CODECS = QSGD_CODECS + DENSE_CODECS
+
+KEY = jnp.array([0x9E3779B9, 0x7F4A7C15], jnp.uint32)
+
+
+def name(codec):
+  """A short test id."""
+  if isinstance(codec, Dense):
+    return f"dense-{jnp.dtype(codec.dtype).name}"
+  return (
+    f"qsgd{codec.bits}-{codec.levels}-{codec.bucket_size}-{codec.norm}-{codec.rounding}"
+  )
+
+
+@functools.cache
+def encoder(codec):
+  return jax.jit(lambda x, key: codec.encode(x, key=key if codec.needs_key else None))
+
+
+@functools.cache
+def decoder(codec, shape, dtype=jnp.float32):
+  like = jax.ShapeDtypeStruct(shape, dtype)
+  return jax.jit(lambda payload: codec.decode(payload, like=like))
+
+
+def round_trip(codec, x, key=KEY):
+  x = jnp.asarray(x)
+  return np.asarray(decoder(codec, x.shape, x.dtype)(encoder(codec)(x, key)))
+
+
+def gaussian(size, seed=0):
+  return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+
+
+def payload_is_the_documented_rows(codec, x):
+  """Rows of one tile each, nothing beside them, and all bytes are in the leaves."""
+  payload = encoder(codec)(jnp.asarray(x), KEY)
+  (rows,) = jax.tree.leaves(payload)
+  assert rows.dtype == jnp.uint32
+  assert rows.shape == (-(-x.size // codec.tile_size), codec.row_words)
+  assert sum(leaf.nbytes for leaf in payload) == 4 * rows.size
+
+
+def shape_and_dtype_return(codec, shape, dtype):
+  """Half precision is computed in float32 and comes back as it was."""
+  x = jnp.asarray(gaussian(shape), dtype)
+  restored = round_trip(codec, x)
+  assert restored.shape == shape and restored.dtype == jnp.dtype(dtype)
+  wide = round_trip(codec, x.astype(jnp.float32))
+  np.testing.assert_array_equal(np.asarray(jnp.asarray(wide).astype(dtype)), restored)
+
+
+def zeros_stay(codec, size):
+  assert (round_trip(codec, np.zeros(size, np.float32)) == 0).all()
+
+
+def rows_stand_alone(codec, x):
+  """Each row decodes alone to its own tile: what lets workers own ranges of rows."""
+  rows = np.asarray(encoder(codec)(jnp.asarray(x), KEY).rows)
+  together = np.asarray(codec.decode_rows(jnp.asarray(rows)))
+  for i, row in enumerate(rows):
+    alone = np.asarray(codec.decode_rows(jnp.asarray(row[None])))
+    np.testing.assert_array_equal(together[i], alone[0])
+
+
+def rows_encode_like_leaves(codec, x):
+  """``encode_rows`` of whole tiles is ``encode`` of the same elements."""
+  tiles = jnp.asarray(x[: x.size // codec.tile_size * codec.tile_size])
+  key = KEY if codec.needs_key else None
+  shaped = tiles.reshape(-1, codec.tile_size // 32, 32)
+  np.testing.assert_array_equal(
+    np.asarray(codec.encode(tiles, key=key).rows),
+    np.asarray(codec.encode_rows(shaped, key=key)),
+  )
+
+
+def padding_never_leaks(codec, x):
+  """A short leaf is the same leaf with zeros behind it."""
+  missing = -x.size % codec.tile_size
+  padded = np.concatenate([x, np.zeros(missing, np.float32)])
+  np.testing.assert_array_equal(
+    np.asarray(encoder(codec)(jnp.asarray(x), KEY).rows),
+    np.asarray(encoder(codec)(jnp.asarray(padded), KEY).rows),
+  )
+
+
+def batches_are_independent(codec, x):
+  """vmap over leaves and keys is a loop."""
+  batch = jnp.stack([jnp.asarray(x), 3 * jnp.asarray(x[::-1].copy())])
+  keys = jnp.stack([KEY, KEY + 1])
+  encode = lambda x, key: codec.encode(x, key=key if codec.needs_key else None)
+  rows = jax.jit(jax.vmap(encode))(batch, keys).rows
+  for i in range(2):
+    np.testing.assert_array_equal(
+      np.asarray(rows[i]), np.asarray(encoder(codec)(batch[i], keys[i]).rows)
+    )
+
+
+def non_finite_buckets_are_nan(codec, x, bad):
+  """The bucket of a NaN or infinity comes out NaN, all others as if it were not there.
+
+  Dense codecs keep each element: there a bucket is one element, and what it holds.
+  """
+  position = x.size // 2
+  dirty = x.copy()
+  dirty[position] = bad
+  clean, restored = round_trip(codec, x), round_trip(codec, dirty)
+  if isinstance(codec, Dense):
+    bucket = np.arange(x.size) == position
+    np.testing.assert_array_equal(restored[position], dirty[position])
+  else:
+    bucket_size = codec.bucket_size or x.size
+    bucket = np.arange(x.size) // bucket_size == position // bucket_size
+    assert np.isnan(restored[bucket]).all()
+  np.testing.assert_array_equal(restored[~bucket], clean[~bucket])
+
+
+def mean_is_the_input(codec, x, draws, z=5.0):
+  """z-test of unbiasedness: |mean - x| <= z * sigma / sqrt(draws) for every element.
+
+  With z = 5 and at most 10^4 elements a correct codec fails with probability 6e-3;
+  the keys are fixed, so it does so always or never. An element between two levels that
+  are a step apart has sigma <= step / 2; the fixed-point grid adds 2^-16 of a step.
+  """
+  keys = jax.vmap(lambda i: jnp.stack([KEY[0], i]))(jnp.arange(draws, dtype=jnp.uint32))
+
+  @jax.jit
+  def total(x, keys):
+    def add(sums, key):
+      value = codec.decode(codec.encode(x, key=key), like=x).astype(jnp.float32)
+      error = value - x
+      return (sums[0] + error, sums[1] + error * error), None
+
+    zeros = jnp.zeros_like(x)
+    return jax.lax.scan(add, (zeros, zeros), keys)[0]
+
+  first, second = (
+    np.asarray(s, np.float64) / draws for s in total(jnp.asarray(x), keys)
+  )
+  step = 2 * np.abs(round_trip(codec, x) - x).max() + np.abs(x).max()
+  assert np.isfinite(first).all()
+  sigma = np.sqrt(np.maximum(second, 0))
+  # An element that rounds up with a probability below about 1 / draws may never do so:
+  # its sample sigma is then too small; one more draw of a step covers it.
+  slack = (z * z / draws + 2.0**-16) * step
+  assert (np.abs(first) <= z * sigma / np.sqrt(draws) + slack).all()
+  # All elements together: errors are independent, so the mean error is sharper.
+  pooled = z * np.sqrt(second.sum() / draws) / x.size + 2.0**-16 * step
+  assert abs(first.mean()) <= pooled

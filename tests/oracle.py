@@ -1,0 +1,366 @@
+"""The arithmetic of QSGD and of the exchanges in plain NumPy, to test against.
+
+Two descriptions of the same quantiser, neither taken from the library:
+
+* :func:`qsgd_encode` follows the fixed-point rule of docs/wire-format.md bit by bit;
+* :func:`qsgd_ideal` is equation 1 of Grubic et al. 2018 on real numbers (float64).
+
+Binary32 arithmetic here is NumPy's: each operation rounds once, to nearest even, and
+subnormal numbers are kept.
+"""
+
+import numpy as np
+
+PER_TENSOR_WORDS = 512
+DENSE_WORDS = 128
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def threefry2x32(key, c0, c1):
+  """Threefry-2x32 with 20 rounds (Salmon et al. 2011).
+
+  Args:
+    key: two 32-bit words.
+    c0: the first word of each counter, an integer or an array.
+    c1: the second word.
+
+  Returns:
+    Two uint32 arrays of the broadcast shape of `c0` and `c1`.
+
+  Example:
+    >>> a, b = threefry2x32((0, 0), 0, 0)
+    >>> hex(a), hex(b)
+    ('0x6b200159', '0x99ba4efe')
+  """
+  k0, k1 = (np.asarray(word, np.uint32) for word in key)
+  schedule = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
+  x0, x1 = np.broadcast_arrays(np.asarray(c0, np.uint32), np.asarray(c1, np.uint32))
+  with np.errstate(over="ignore"):  # NumPy warns where scalars wrap around
+    x0, x1 = x0 + schedule[0], x1 + schedule[1]
+    for group in range(5):
+      for rotation in _ROTATIONS[group % 2]:
+        x0 = x0 + x1
+        x1 = (x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))
+        x1 = x1 ^ x0
+      x0 = x0 + schedule[(group + 1) % 3]
+      x1 = x1 + schedule[(group + 2) % 3] + np.uint32(group + 1)
+  return x0, x1
+
+
+def random_lanes(key, tiles, *, bits, bucket_size, first_row=0):
+  """The 16-bit integers of stochastic rounding, uint32[tiles, P, B].
+
+  Args:
+    key: the leaf's key, two 32-bit words.
+    tiles: the number of rows.
+    bits: the bits of a code.
+    bucket_size: the words of a row; None is one scale a tensor, 512 words.
+    first_row: the index of the first of the rows.
+  """
+  per_word, words = _geometry(bits, bucket_size)
+  groups = -(-per_word // 4)
+  row = np.arange(first_row, first_row + tiles, dtype=np.uint32)[:, None]
+  column = np.arange(groups * words, dtype=np.uint32)
+  a, b = (
+    out.reshape(tiles, groups, 1, words) for out in threefry2x32(key, row, column)
+  )
+  low, high = np.uint32(0xFFFF), np.uint32(16)
+  lanes = np.concatenate([a & low, a >> high, b & low, b >> high], axis=2)
+  return lanes.reshape(tiles, groups * 4, words)[:, :per_word]
+
+
+def pack(codes, bits, bucket_size):
+  """Codes in the leaf's order to planar words, uint32[tiles, B]; code 0 fills."""
+  per_word, words = _geometry(bits, bucket_size)
+  planes = _tiled(np.asarray(codes, np.uint32), per_word, words)
+  if bits < 32 and (planes >> np.uint32(bits)).any():
+    raise ValueError(f"a code does not fit in {bits} bits.")
+  packed = np.zeros((len(planes), words), np.uint32)
+  for plane in range(per_word):
+    packed |= planes[:, plane] << np.uint32(plane * bits)
+  return packed
+
+
+def unpack(packed, size, bits):
+  """The inverse of :func:`pack`: the first `size` codes, uint32[size]."""
+  per_word = 32 // bits
+  planes = np.empty((len(packed), per_word, packed.shape[1]), np.uint32)
+  for plane in range(per_word):
+    planes[:, plane] = packed >> np.uint32(plane * bits) & np.uint32(2**bits - 1)
+  return planes.ravel()[:size]
+
+
+def qsgd_scales(x, *, bits, bucket_size, norm, scale_per_row=False):
+  """The scales that a row carries, float32[tiles, P], or [tiles, 1] per tensor.
+
+  The l2 norm is accumulated in float64 and rounded once, so it neither overflows nor
+  underflows on the way; a sum in binary32 may differ in the last bits.
+
+  Args:
+    x: the leaf, of any shape.
+    bits: the bits of a code.
+    bucket_size: the elements that share a scale; None is one scale a tensor.
+    norm: "max" or "l2".
+    scale_per_row: with `bucket_size=None`, one scale for each row instead, as in the
+      second stage of `two_shot`.
+  """
+  per_word, words = _geometry(bits, bucket_size)
+  tiles = _tiled(_leaf(x), per_word, words)
+  if bucket_size is not None:
+    buckets = tiles
+  elif scale_per_row:
+    buckets = tiles.reshape(len(tiles), 1, per_word * words)
+  else:
+    buckets = tiles.reshape(1, 1, tiles.size)
+  wide = np.abs(buckets.astype(np.float64))
+  with np.errstate(over="ignore", invalid="ignore"):
+    if norm == "max":
+      scales = wide.max(axis=2, initial=0).astype(np.float32)
+    elif norm == "l2":
+      scales = np.sqrt(np.square(wide).sum(axis=2)).astype(np.float32)
+    else:
+      raise ValueError(f"`norm` must be 'max' or 'l2', got {norm!r}.")
+    raised = np.maximum(scales, np.float32(2.0**-96))
+    scales = np.where(scales < np.float32(2.0**-126), np.float32(0), raised)
+  scales[~np.isfinite(buckets).all(axis=2)] = np.nan
+  return np.broadcast_to(scales, (len(tiles), scales.shape[1])).copy()
+
+
+def qsgd_encode(
+  x,
+  *,
+  key=None,
+  bits,
+  bucket_size,
+  norm,
+  levels,
+  rounding,
+  scales=None,
+  lanes=None,
+  first_row=0,
+  scale_per_row=False,
+):
+  """The rows that the specification asks for, uint32[tiles, B + scales].
+
+  Where the scale is NaN the page leaves the codes open; here they are those of zero.
+
+  Args:
+    x: the leaf, of any shape.
+    key: the leaf's key, two 32-bit words; only read for stochastic rounding.
+    bits: the bits of a code, 1 to 8 or 16.
+    bucket_size: the elements that share a scale; None is one scale a tensor.
+    norm: "max" or "l2".
+    levels: "sign_magnitude" or "uniform".
+    rounding: "nearest" or "stochastic".
+    scales: float32[tiles, P or 1] to use instead of :func:`qsgd_scales`.
+    lanes: uint32[tiles, P, B] to use instead of :func:`random_lanes`.
+    first_row: the index of the first row, for :func:`random_lanes`.
+    scale_per_row: as in :func:`qsgd_scales`.
+  """
+  per_word, words = _geometry(bits, bucket_size)
+  top = _levels(bits, levels)
+  tiles = _tiled(_leaf(x), per_word, words)
+  if scales is None:
+    scales = qsgd_scales(
+      x, bits=bits, bucket_size=bucket_size, norm=norm, scale_per_row=scale_per_row
+    )
+  scales = np.asarray(scales, np.float32)
+  expected = (len(tiles), 1 if bucket_size is None else per_word)
+  if scales.shape != expected:
+    raise ValueError(f"`scales` must have the shape {expected}, got {scales.shape}.")
+
+  # L * 2^16 is an integer of 16 significant bits at most: exact in binary32.
+  full = top << 16 if levels == "sign_magnitude" else top << 15
+  above = np.nextafter(np.float32(full), np.float32(np.inf))
+  with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+    multiplier = np.where(scales == 0, np.float32(0), above / scales)
+    product = np.abs(tiles) * multiplier[:, :, None]
+  product = np.where(np.isnan(product), np.float32(0), product)
+  fixed = np.minimum(np.trunc(product), np.float32(full)).astype(np.uint32)
+
+  if rounding == "nearest":
+    addend = np.uint32(2**15)
+  elif rounding == "stochastic":
+    if lanes is None:
+      lanes = random_lanes(
+        key, len(tiles), bits=bits, bucket_size=bucket_size, first_row=first_row
+      )
+    addend = lanes
+  else:
+    raise ValueError(f"`rounding` must be 'nearest' or 'stochastic', got {rounding!r}.")
+  negative = tiles < 0
+  if levels == "sign_magnitude":
+    sign = np.signbit(tiles).astype(np.uint32) << np.uint32(bits - 1)
+    codes = (fixed + addend) >> np.uint32(16) | sign
+  else:
+    centre = np.uint32(full)
+    position = np.where(negative, centre - fixed, centre + fixed)
+    codes = (position + addend) >> np.uint32(16)
+  packed = pack(codes, bits, words)
+  return np.concatenate([packed, scales.view(np.uint32)], axis=1)
+
+
+def dense_encode(x, dtype):
+  """The rows of a Dense payload, uint32[tiles, 128]; the cast rounds to nearest even.
+
+  Args:
+    x: the leaf, of any shape.
+    dtype: float32, float16 or ml_dtypes.bfloat16.
+  """
+  dtype = np.dtype(dtype)
+  bits = 8 * dtype.itemsize
+  with np.errstate(over="ignore"):
+    values = _leaf(x).astype(dtype)
+  return pack(values.view(f"uint{bits}"), bits, DENSE_WORDS)
+
+
+def qsgd_ideal(x, uniform, *, bits, bucket_size, norm, levels, scales=None):
+  """Equation 1 of Grubic et al. 2018 in float64, float64 of the shape of `x`.
+
+  With `sign_magnitude`, section 2.3: |v| / norm is in [l / s, (l + 1) / s] and becomes
+  (l + 1) / s with probability p = |v| / norm * s - l. With `uniform`, section 3.2.2:
+  the same on [-norm, norm], cut into s = 2^bits - 1 intervals. A zero bucket is zero.
+
+  The upper end is taken where `uniform >= 1 - p`, so that `uniform = (r + 0.5) / 2^16`
+  makes the choice that the fixed-point rule makes with the integer r, and 0.5 rounds
+  to the nearest level.
+
+  Args:
+    x: the leaf, of any shape.
+    uniform: in [0, 1): a number, or an array of the shape of `x`.
+    bits: the bits of a code.
+    bucket_size: the elements that share a norm; None is one norm a tensor.
+    norm: "max" or "l2".
+    levels: "sign_magnitude" or "uniform".
+    scales: float[tiles, P or 1] to use as norms.
+  """
+  x = np.asarray(x, np.float64)
+  norms = _norms(x, bits, bucket_size, norm, scales)
+  lower, p, step = _interval(x.ravel(), norms, bits, levels)
+  level = lower + (np.broadcast_to(uniform, x.shape).ravel() >= 1 - p)
+  if levels == "uniform":
+    value = np.where(norms == 0, 0, level * step - norms)
+  else:
+    value = np.copysign(level * step, x.ravel())
+  return value.reshape(x.shape)
+
+
+def qsgd_expected_variance(x, *, bits, bucket_size, norm, levels, scales=None):
+  """E || Q(x) - x ||^2 under stochastic rounding, exactly: the sum of step^2 p (1 - p).
+
+  The arguments are those of :func:`qsgd_ideal`.
+  """
+  x = np.asarray(x, np.float64).ravel()
+  norms = _norms(x, bits, bucket_size, norm, scales)
+  _, p, step = _interval(x, norms, bits, levels)
+  return float(np.sum(np.square(step) * p * (1 - p)))
+
+
+def qsgd_variance_bound(x, *, bits, bucket_size, levels):
+  """The published bound on :func:`qsgd_expected_variance`, summed over the buckets.
+
+  For a bucket v of n elements and `sign_magnitude` it is min(n / s^2, sqrt(n) / s)
+  ||v||_2^2 (Alistarh et al. 2017, lemma 3.1). The second term needs a level at zero,
+  which `uniform` has not: its bound is n / s^2 ||v||_2^2. Both hold for `norm="max"`
+  too, since that norm is the smaller one.
+  """
+  x = np.asarray(x, np.float64).ravel()
+  top = _levels(bits, levels)
+  bound = 0.0
+  for start in range(0, x.size, bucket_size or max(x.size, 1)):
+    bucket = x[start : start + (bucket_size or x.size)]
+    factor = bucket.size / top**2
+    if levels == "sign_magnitude":
+      factor = min(factor, np.sqrt(bucket.size) / top)
+    bound += factor * float(bucket @ bucket)
+  return bound
+
+
+def exchange_all_gather(values):
+  """The mean that every worker computes, float32: workers in order, then times 1 / N.
+
+  Args:
+    values: float32[N, ...], what the payload of each worker decodes to.
+  """
+  values = np.asarray(values, np.float32)
+  total = values[0]
+  with np.errstate(over="ignore", invalid="ignore"):
+    for value in values[1:]:
+      total = total + value
+    return total * (np.float32(1) / np.float32(len(values)))
+
+
+def exchange_two_shot(values, recode=None):
+  """What every worker ends with after `two_shot`, float32[R, tile].
+
+  Args:
+    values: float32[N, R, tile], the first-stage rows of each worker, decoded.
+    recode: called as `recode(mean, owner)` with the mean of the share of a worker,
+      float32[ceil(R / N), tile], and that worker's index; returns what its
+      second-stage rows decode to. None sends the mean as it is (Dense, float32).
+  """
+  values = np.asarray(values, np.float32)
+  workers, rows, tile = values.shape
+  share = -(-rows // workers)
+  padded = np.zeros((workers, share * workers, tile), np.float32)
+  padded[:, :rows] = values
+  result = []
+  for owner in range(workers):
+    mean = exchange_all_gather(padded[:, owner * share : (owner + 1) * share])
+    result.append(mean if recode is None else recode(mean, owner))
+  return np.concatenate(result)[:rows]
+
+
+def _geometry(bits, bucket_size):
+  """The codes of a word, and the words of a row."""
+  return 32 // bits, PER_TENSOR_WORDS if bucket_size is None else bucket_size
+
+
+def _levels(bits, levels):
+  if levels == "sign_magnitude" and bits >= 2:
+    return 2 ** (bits - 1) - 1
+  if levels == "uniform":
+    return 2**bits - 1
+  raise ValueError(f"no levels {levels!r} of {bits} bits.")
+
+
+def _leaf(x):
+  return np.asarray(x).astype(np.float32).ravel()
+
+
+def _tiled(flat, per_word, words):
+  """The elements as [tiles, P, B], filled with zeros."""
+  flat = flat.ravel()
+  tiles = -(-flat.size // (per_word * words))
+  padded = np.zeros(tiles * per_word * words, flat.dtype)
+  padded[: flat.size] = flat
+  return padded.reshape(tiles, per_word, words)
+
+
+def _norms(x, bits, bucket_size, norm, scales):
+  """The norm of each element's bucket, float64[size]."""
+  per_word, words = _geometry(bits, bucket_size)
+  if scales is not None:
+    per_bucket = np.asarray(scales, np.float64)
+    per_bucket = np.broadcast_to(per_bucket, (len(per_bucket), per_word))
+    return np.repeat(per_bucket.ravel(), words)[: x.size]
+  tiles = _tiled(x, per_word, words)
+  if bucket_size is None:
+    tiles = tiles.reshape(1, 1, -1)
+  order = {"max": np.inf, "l2": 2}[norm]
+  per_bucket = np.linalg.norm(tiles, ord=order, axis=2) if x.size else np.zeros(0)
+  return np.repeat(per_bucket.ravel(), tiles.shape[2])[: x.size]
+
+
+def _interval(x, norms, bits, levels):
+  """The level below each element, the probability of the next, and their distance."""
+  top = _levels(bits, levels)
+  safe = np.where(norms == 0, 1, norms)
+  if levels == "uniform":
+    position, step = (x / safe + 1) / 2 * top, 2 * norms / top
+  else:
+    position, step = np.abs(x) / safe * top, norms / top
+  position = np.clip(position, 0, top)  # a rounded norm may be below an element
+  lower = np.minimum(np.floor(position), top - 1)
+  return lower, position - lower, step

@@ -1,0 +1,93 @@
+"""Packing and random bits: exact, for every width and size."""
+
+import jax
+import jax.numpy as jnp
+import laws
+import numpy as np
+import oracle
+import pytest
+from jax.extend.random import threefry_2x32
+
+from gradcomp.kernels import (
+  pack_planes,
+  planes,
+  random_lanes,
+  threefry2x32,
+  unpack_planes,
+)
+
+
+@pytest.mark.parametrize("bits", laws.WIDTHS)
+def test_every_size_round_trips_through_packing(bits):
+  bucket_size = 8  # so that 200 elements are up to 12 tiles and a part of one
+  count = planes.planes_per_word(bits)
+  rng = np.random.default_rng(bits)
+  leaves = [rng.integers(0, 2**bits, size, dtype=np.uint32) for size in range(201)]
+
+  @jax.jit
+  def pack(leaves):
+    empty = jnp.zeros((0, bucket_size), jnp.uint32)
+    return [
+      jnp.concatenate(
+        [empty]
+        + [
+          pack_planes(segment.planes, bits)
+          for segment in planes.tile_segments(leaf, count, bucket_size)
+        ]
+      )
+      for leaf in leaves
+    ]
+
+  words = pack([jnp.asarray(leaf) for leaf in leaves])
+  unpacked = jax.jit(lambda words: [unpack_planes(w, bits) for w in words])(words)
+  for leaf, word, codes in zip(leaves, words, unpacked, strict=True):
+    np.testing.assert_array_equal(
+      np.asarray(word), oracle.pack(leaf, bits, bucket_size)
+    )
+    np.testing.assert_array_equal(np.asarray(codes).reshape(-1)[: leaf.size], leaf)
+    assert not np.asarray(codes).reshape(-1)[leaf.size :].any()
+
+
+def test_threefry_is_jaxs_own():
+  key = jnp.array([123, 456], jnp.uint32)
+  counter = jnp.arange(2000, dtype=jnp.uint32) * jnp.uint32(2654435761)
+  ours = threefry2x32(key, (counter[:1000], counter[1000:]))
+  np.testing.assert_array_equal(
+    np.concatenate([np.asarray(word) for word in ours]),
+    np.asarray(threefry_2x32(key, counter)),
+  )
+
+
+def test_lanes_use_every_bit_of_the_cipher_once():
+  shape, lanes = (3, 64), 10
+  got = random_lanes(laws.KEY, shape, lanes, first_row=5)
+  counters = set()
+  for k, lane in enumerate(got):
+    for row in range(shape[0]):
+      for column in (0, 63):
+        counter = (5 + row, column + shape[1] * (k // 4))
+        counters.add((counter, k % 4))
+        words = oracle.threefry2x32(
+          np.asarray(laws.KEY), np.uint32(counter[0]), np.uint32(counter[1])
+        )
+        word = int(words[k % 4 // 2])
+        assert int(lane[row, column]) == (word >> 16 * (k % 2)) & 0xFFFF
+  assert len(counters) == lanes * shape[0] * 2
+
+
+def test_part_of_the_rows_draws_the_same_bits():
+  whole = random_lanes(laws.KEY, (8, 32), 4)
+  part = random_lanes(laws.KEY, (3, 32), 4, first_row=5)
+  for all_rows, last_rows in zip(whole, part, strict=True):
+    np.testing.assert_array_equal(np.asarray(all_rows[5:]), np.asarray(last_rows))
+
+
+def test_lanes_are_uniform():
+  """Mean and variance of 2^20 lanes, and each bit's frequency, within 5 sigma."""
+  lanes = np.stack(random_lanes(laws.KEY, (256, 512), 8)).astype(np.float64) / 65535
+  n = lanes.size
+  assert abs(lanes.mean() - 0.5) <= 5 * np.sqrt(1 / 12 / n)
+  assert abs(lanes.var() - 1 / 12) <= 5 * np.sqrt(1 / 180 / n)
+  codes = np.stack(random_lanes(laws.KEY, (256, 512), 8))
+  for bit in range(16):
+    assert abs(((codes >> bit) & 1).mean() - 0.5) <= 5 * 0.5 / np.sqrt(n)

@@ -1,0 +1,192 @@
+"""Reads payloads and messages as docs/wire-format.md describes them, with NumPy only.
+
+Written from that page and from nothing else in this repository, so a payload that this
+module reads is one that a program outside JAX can read too. It refuses, with
+``ValueError``, what no encoder that follows the page could have sent.
+"""
+
+import ml_dtypes
+import numpy as np
+
+PER_TENSOR_WORDS = 512  # the words of a row of QSGD with `bucket_size=None`
+DENSE_WORDS = 128
+MIN_SCALE = np.float32(2.0**-96)
+
+_QSGD_BITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+_DENSE_BITS = {
+  np.dtype(np.float32): 32,
+  np.dtype(np.float16): 16,
+  np.dtype(ml_dtypes.bfloat16): 16,
+}
+
+
+def decode_qsgd(rows, size, *, bits, bucket_size, levels):
+  """The values of a QSGD payload.
+
+  Args:
+    rows: uint32[tiles, words], the payload.
+    size: the number of elements of the leaf.
+    bits: the bits of a code, 1 to 8 or 16.
+    bucket_size: the elements that share a scale; None is one scale a tensor.
+    levels: "sign_magnitude" or "uniform".
+
+  Returns:
+    float32[size]. A bucket with a NaN scale is NaN throughout.
+  """
+  codes, scales = _padded_qsgd_codes(rows, size, bits, bucket_size)
+  if levels == "sign_magnitude":
+    if bits < 2:
+      raise ValueError(f"`bits` of sign_magnitude must be at least 2, got {bits}.")
+    # Zero has the code 0 under every scale, except where a NaN spoils the bucket.
+    filler = codes[size:][np.isfinite(scales[size:])]
+    if filler.any():
+      raise ValueError("the elements that fill the last tile must have the code 0.")
+  codes, scales = codes[:size], scales[:size]
+  if levels == "sign_magnitude":
+    top = 2 ** (bits - 1) - 1
+    negative = codes >> np.uint32(bits - 1) == 1
+    magnitude = codes & np.uint32(top)
+  elif levels == "uniform":
+    top = 2**bits - 1
+    signed = 2 * codes.astype(np.int64) - top
+    negative = signed < 0
+    magnitude = np.abs(signed)
+  else:
+    raise ValueError(f"`levels` must be 'sign_magnitude' or 'uniform', got {levels!r}.")
+  with np.errstate(invalid="ignore"):
+    step = scales * (np.float32(1) / np.float32(top))
+    below = magnitude.astype(np.float32) * step
+  value = np.where(magnitude == top, scales, below)
+  return np.where(negative, -value, value)
+
+
+def qsgd_codes(rows, size, *, bits, bucket_size):
+  """The codes of a QSGD payload, uint32[size], and each one's scale, float32[size]."""
+  codes, scales = _padded_qsgd_codes(rows, size, bits, bucket_size)
+  return codes[:size], scales[:size]
+
+
+def decode_dense(rows, size, dtype):
+  """The values of a Dense payload as float32[size]; the widening loses nothing.
+
+  Args:
+    rows: uint32[tiles, 128], the payload.
+    size: the number of elements of the leaf.
+    dtype: what the values travelled as: float32, float16 or ml_dtypes.bfloat16.
+  """
+  dtype = np.dtype(dtype)
+  if dtype not in _DENSE_BITS:
+    raise ValueError(f"`dtype` must be float32, float16 or bfloat16, got {dtype}.")
+  bits = _DENSE_BITS[dtype]
+  rows = _checked_rows(rows, size, bits, DENSE_WORDS, scales=0)
+  codes = _codes_of_words(rows, bits)
+  if codes[size:].any():
+    raise ValueError("the elements that fill the last tile must be zero.")
+  patterns = codes[:size].astype(np.uint32 if bits == 32 else np.uint16)
+  return patterns.view(dtype).astype(np.float32)
+
+
+def split_all_gather(message, matrices):
+  """The matrices of an `all_gather` message.
+
+  Args:
+    message: uint32[M], what one worker sends, or uint32[N, M], what each receives.
+    matrices: a list of (rows, words a row), in the order of the message.
+
+  Returns:
+    A list of uint32[rows, words], or of uint32[N, rows, words].
+  """
+  message = _checked_words(message, (1, 2), "message")
+  lines = [rows * words for rows, words in matrices]
+  if message.shape[-1] != sum(lines):
+    raise ValueError(
+      f"the message must have {sum(lines)} words, got {message.shape[-1]}."
+    )
+  parts = np.split(message, np.cumsum(lines)[:-1], axis=-1) if lines else []
+  return [
+    part.reshape(*message.shape[:-1], rows, words)
+    for part, (rows, words) in zip(parts, matrices, strict=True)
+  ]
+
+
+def split_two_shot(gathered, matrices, *, stage=2):
+  """The matrices of a `two_shot` message, without the rows that pad them.
+
+  Args:
+    gathered: uint32[N, M]. Line d holds share d of every matrix, both in what one
+      worker sends in the first stage and in what all have after the second.
+    matrices: a list of (rows, words a row), in the order of the message; rows are
+      counted before the padding to a multiple of N.
+    stage: with 1, checks that the padding is zero. In the second stage it is an
+      encoded mean of zeros, which has other codes than 0 in some codecs.
+
+  Returns:
+    A list of uint32[rows, words].
+  """
+  gathered = _checked_words(gathered, (2,), "gathered")
+  if stage not in (1, 2):
+    raise ValueError(f"`stage` must be 1 or 2, got {stage}.")
+  workers = gathered.shape[0]
+  if workers == 0:
+    raise ValueError("a message of no workers has no matrices.")
+  shares = [(-(-rows // workers), words) for rows, words in matrices]
+  result = []
+  for part, (rows, words) in zip(
+    split_all_gather(gathered, shares), matrices, strict=True
+  ):
+    padded = part.reshape(-1, words)
+    if stage == 1 and padded[rows:].any():
+      raise ValueError("the rows that pad a matrix must be zero in the first stage.")
+    result.append(padded[:rows])
+  return result
+
+
+def _padded_qsgd_codes(rows, size, bits, bucket_size):
+  if bits not in _QSGD_BITS:
+    raise ValueError(f"`bits` must be 1 to 8 or 16, got {bits}.")
+  per_word = 32 // bits
+  words = PER_TENSOR_WORDS if bucket_size is None else bucket_size
+  scales = 1 if bucket_size is None else per_word
+  rows = _checked_rows(rows, size, bits, words, scales)
+  patterns = np.ascontiguousarray(rows[:, words:])
+  scale = patterns.view(np.float32)
+  with np.errstate(invalid="ignore"):
+    legal = np.isnan(scale) | (patterns == 0) | (scale >= MIN_SCALE)
+  if not legal.all():
+    raise ValueError("a scale must be +0, NaN or at least 2^-96.")
+  if bucket_size is not None and patterns.ravel()[-(-size // words) :].any():
+    raise ValueError("a bucket beyond the end of the leaf must have the scale 0.")
+  per_bucket = np.broadcast_to(scale, (len(rows), per_word)).ravel()
+  return _codes_of_words(rows[:, :words], bits), np.repeat(per_bucket, words)
+
+
+def _codes_of_words(words, bits):
+  """The planes of every row, one after the other: elements in the leaf's order."""
+  per_word = 32 // bits
+  used = per_word * bits
+  if used < 32 and (words >> np.uint32(used)).any():
+    raise ValueError(f"bits {used} to 31 of a word must be zero.")
+  shifts = bits * np.arange(per_word, dtype=np.uint32)
+  planes = words[:, None, :] >> shifts[:, None]
+  return (planes & np.uint32(2**bits - 1)).ravel()
+
+
+def _checked_rows(rows, size, bits, words, scales):
+  rows = _checked_words(rows, (2,), "rows")
+  if words < 1:
+    raise ValueError(f"`bucket_size` must be at least 1, got {words}.")
+  if size < 0:
+    raise ValueError(f"`size` must not be negative, got {size}.")
+  expected = (-(-size // (32 // bits * words)), words + scales)
+  if rows.shape != expected:
+    raise ValueError(f"the rows must have the shape {expected}, got {rows.shape}.")
+  return rows
+
+
+def _checked_words(array, ranks, name):
+  array = np.asarray(array)
+  if array.dtype != np.uint32:
+    raise ValueError(f"`{name}` must be uint32, got {array.dtype}.")
+  if array.ndim not in ranks:
+    raise ValueError(f"`{name}` has the wrong shape {array.shape}.")
+  return array
