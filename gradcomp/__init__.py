@@ -1,0 +1,15 @@
+"""Compressed gradient exchange for data-parallel training in JAX."""
+
+from gradcomp import codecs as codecs
+from gradcomp import kernels as kernels
+from gradcomp._version import __version__ as __version__
+from gradcomp.aliases import dense as dense
+from gradcomp.aliases import qsgd as qsgd
+from gradcomp.sharding import state_specs as state_specs
+from gradcomp.train import defer_reduction as defer_reduction
+from gradcomp.train import make_train_step as make_train_step
+from gradcomp.train import value_and_grad as value_and_grad
+from gradcomp.transform import CompressState as CompressState
+from gradcomp.transform import compress as compress
+from gradcomp.wire import WireReport as WireReport
+from gradcomp.wire import wire_report as wire_report

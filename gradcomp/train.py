@@ -1,0 +1,182 @@
+"""Gradients that stay per worker, and a train step for people who want no plumbing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from gradcomp import _axes
+from gradcomp.exchange import pmean
+from gradcomp.sharding import state_specs
+
+
+def defer_reduction(params: Any, axis_name: str) -> Any:
+  """Types the parameters as differing between workers, so that gradients stay local.
+
+  Inside ``jax.shard_map`` with its default ``check_vma=True``, ``jax.grad`` with
+  respect to replicated parameters is all-reduced in full precision before anyone could
+  compress it. Call this on the parameters before ``jax.grad``. Under ``jax.pmap``,
+  ``jax.vmap`` and ``check_vma=False``, gradients are local anyway: the parameters come
+  back as they are.
+
+  Args:
+    params: a tree of arrays, replicated over the axis.
+    axis_name: an axis of the enclosing map.
+
+  Returns:
+    The same values.
+
+  Raises:
+    ValueError: the axis is not bound.
+
+  Example:
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> def grads(w):
+    ...   w = gradcomp.defer_reduction(w, "data")
+    ...   return jax.grad(lambda w: jnp.sum(w**2))(w)
+    >>> jax.shard_map(
+    ...   grads, mesh=mesh, in_specs=P(), out_specs=P("data")
+    ... )(jnp.ones(2))
+    Array([2., 2.], dtype=float32)
+  """
+  _axes.require_size(axis_name)
+  return _axes.mark_varying(params, axis_name)
+
+
+def value_and_grad(
+  loss_fn: Callable[..., Any],
+  *,
+  axis_name: str | None,
+  argnums: int | tuple[int, ...] = 0,
+  has_aux: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+  """``jax.value_and_grad`` whose gradients stay per worker, wherever it runs.
+
+  Args:
+    loss_fn: returns the worker's loss, or ``(loss, aux)``: the mean over its part of
+      the batch.
+    axis_name: the axis of the enclosing shard_map, pmap or vmap; None for none.
+    argnums: the arguments to differentiate, as in JAX.
+    has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+
+  Returns:
+    A function like ``loss_fn`` that returns ``(loss, grads)`` or
+    ``((loss, aux), grads)``. The loss is averaged over the axis; gradients and ``aux``
+    are the worker's own.
+
+  Raises:
+    ValueError: when called, if the axis is not bound.
+
+  Example:
+    >>> grad_fn = value_and_grad(lambda w, x: jnp.mean(w * x), axis_name="data")
+    >>> x = jnp.array([[1.0], [3.0]])
+    >>> jax.vmap(grad_fn, in_axes=(None, 0), axis_name="data")(jnp.float32(2.0), x)
+    (Array([4., 4.], dtype=float32), Array([1., 3.], dtype=float32))
+  """
+  grad_fn = jax.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
+  if axis_name is None:
+    return grad_fn
+  differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+  def local_value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    marked = list(args)
+    for i in differentiated:
+      marked[i] = defer_reduction(marked[i], axis_name)
+    value, grads = grad_fn(*marked, **kwargs)
+    if has_aux:
+      loss, aux = value
+      return (pmean(loss, axis_name), aux), grads
+    return pmean(value, axis_name), grads
+
+  return local_value_and_grad
+
+
+def make_train_step(
+  loss_fn: Callable[..., Any],
+  optimizer: optax.GradientTransformation,
+  *,
+  axis_name: str | None,
+  mesh: Mesh | None = None,
+  has_aux: bool = False,
+  donate: bool = True,
+) -> Callable[..., tuple[Any, Any, dict[str, Any]]]:
+  """A jitted data-parallel train step: gradients, exchange and update.
+
+  Args:
+    loss_fn: ``loss_fn(params, batch)`` returns the mean loss over ``batch``, or
+      ``(loss, aux)``.
+    optimizer: an optax transformation with gradcomp's in it, over the same axis.
+    axis_name: the mesh axis that batches are cut over; None for one device.
+    mesh: the devices; by default the mesh of ``jax.set_mesh``.
+    has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+    donate: whether parameters and state are updated in place: the arrays that were
+      passed in are gone.
+
+  Returns:
+    A jitted ``step(params, opt_state, batch) -> (params, opt_state, metrics)``.
+    Parameters are replicated; every array of ``batch`` is cut on its first axis;
+    ``opt_state`` is ``optimizer.init(params)`` under ``jax.set_mesh(mesh)``. Put the
+    parameters on the mesh first, ``jax.device_put(params, NamedSharding(mesh, P()))``:
+    parameters on one device work, but then the second step compiles again.
+    ``metrics["loss"]``, and ``metrics["aux"]`` with ``has_aux``, are means over the
+    workers.
+
+  Raises:
+    ValueError: an axis that the mesh does not have; when called, a batch that cannot
+      be cut into equal parts.
+
+  Example:
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+    >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
+    >>> step = make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
+    >>> params = {"w": jnp.ones((4, 1))}
+    >>> with jax.set_mesh(mesh):
+    ...   opt_state = optimizer.init(params)
+    >>> params, opt_state, metrics = step(params, opt_state, jnp.ones((2, 4)))
+    >>> metrics["loss"]
+    Array(16., dtype=float32)
+  """
+  grad_fn = value_and_grad(loss_fn, axis_name=axis_name, has_aux=has_aux)
+
+  def local_step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+    value, grads = grad_fn(params, batch)
+    metrics = dict(zip(("loss", "aux"), value if has_aux else (value,), strict=False))
+    if has_aux and axis_name is not None:
+      metrics["aux"] = pmean(metrics["aux"], axis_name)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, metrics
+
+  if axis_name is None:
+    return jax.jit(local_step, donate_argnums=(0, 1) if donate else ())
+  mesh = jax.sharding.get_mesh() if mesh is None else mesh
+  if axis_name not in mesh.shape:
+    raise ValueError(
+      f"`axis_name` must be an axis of the mesh, got {axis_name!r} and a mesh with the "
+      f"axes {mesh.axis_names}; pass mesh=, or call this under jax.set_mesh(mesh)."
+    )
+  workers = mesh.shape[axis_name]
+  explicit = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  cut = PartitionSpec(axis_name)
+
+  def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+      if not leaf.shape or leaf.shape[0] % workers:
+        raise ValueError(
+          f"`batch`{jax.tree_util.keystr(path)} must have a first axis that {workers} "
+          f"workers can share equally, got the shape {leaf.shape}."
+        )
+    if explicit[axis_name] == AxisType.Explicit:
+      batch = jax.reshard(batch, jax.sharding.NamedSharding(mesh, cut))
+    specs = state_specs(opt_state, axis_name)
+    mapped = jax.shard_map(
+      local_step,
+      mesh=mesh,
+      in_specs=(PartitionSpec(), specs, cut),
+      out_specs=(PartitionSpec(), specs, PartitionSpec()),
+    )
+    return mapped(params, opt_state, batch)
+
+  return jax.jit(step, donate_argnums=(0, 1) if donate else ())

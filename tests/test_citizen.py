@@ -1,0 +1,451 @@
+"""Every transformation through what optax, flax and JAX expect of a good citizen.
+
+A new transformation is one more line in ``FACTORIES``. Gradients pass through a wrapper
+as they would without it, bit for bit: whatever compiles the codecs, the bits agree.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.flatten_util import ravel_pytree
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp.codecs import QSGD
+
+qsgd4 = functools.partial(gradcomp.qsgd, bits=4, bucket_size=32)
+error4 = functools.partial(qsgd4, feedback="error")
+
+FACTORIES = {
+  "qsgd4": qsgd4,
+  "qsgd4-error": error4,
+  "qsgd8-nearest": functools.partial(
+    gradcomp.qsgd, bits=8, bucket_size=32, rounding="nearest"
+  ),
+  "qsgd2-uniform-tensor": functools.partial(
+    gradcomp.qsgd, bits=2, levels="uniform", bucket_size=None
+  ),
+  "dense": gradcomp.dense,
+  "dense-bfloat16": functools.partial(gradcomp.dense, jnp.bfloat16),
+}
+KEEP_RESIDUAL = ("qsgd4-error", "qsgd8-nearest", "dense-bfloat16")
+every_transformation = pytest.mark.parametrize("name", FACTORIES)
+
+
+def gradients(seed=0):
+  """A leaf to compress, an odd one, a small one, a scalar and an empty one."""
+  rng = np.random.default_rng(seed)
+  shapes = {"m": (32, 32), "odd": (3, 5, 43), "b": (5,), "s": (), "none": (0, 3)}
+  return {
+    name: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    for name, shape in shapes.items()
+  }
+
+
+def pick(tree, *names):
+  return {name: tree[name] for name in names}
+
+
+def signs():
+  """1,024 numbers of magnitude 1, whose norm is 32: every codec is exact on them."""
+  rng = np.random.default_rng(3)
+  return {"m": jnp.asarray(rng.choice([-1.0, 1.0], (32, 32)), jnp.float32)}
+
+
+def assert_equal(got, expected):
+  """The same tree and types, and the same values: NaN equals NaN."""
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+  assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, expected)
+  jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def steps(tx, grads, jit=False):
+  """The outputs and states of a transformation, one for each tree of gradients."""
+  update = jax.jit(tx.update) if jit else tx.update
+  state, outputs, states = tx.init(grads[0]), [], []
+  for tree in grads:
+    output, state = update(tree, state)
+    outputs.append(output)
+    states.append(state)
+  assert not jit or update._cache_size() == 1
+  return outputs, states
+
+
+@functools.cache
+def plain(name):
+  """Three steps without any wrapper, jitted: they compile once."""
+  return steps(FACTORIES[name](), [gradients(seed) for seed in range(3)], jit=True)
+
+
+@functools.cache
+def alone(name, *leaves):
+  """The first step of a tree that has only these leaves."""
+  return steps(FACTORIES[name](), [pick(gradients(), *leaves)])[0][0]
+
+
+@every_transformation
+def test_takes_no_parameters_and_any_extra_argument(name):
+  tx, grads = FACTORIES[name](), gradients()
+  assert isinstance(tx, optax.GradientTransformationExtraArgs)
+  state = tx.init(grads)
+  extra = dict(value=jnp.float32(1), value_fn=print, anything=None)
+  expected = plain(name)[0][0], plain(name)[1][0]
+  assert_equal(tx.update(grads, state, grads, **extra), expected)
+  assert_equal(tx.update(grads, state, params=None), expected)
+
+
+@every_transformation
+def test_compresses_what_is_large_and_nothing_else(name):
+  """So that the tests below compare what a codec has touched."""
+  grads, output = gradients(), plain(name)[0][0]
+  for leaf in ("m", "odd"):
+    assert (output[leaf] == grads[leaf]).all() == (name == "dense")
+  assert_equal(pick(output, "b", "s", "none"), pick(grads, "b", "s", "none"))
+
+
+@every_transformation
+def test_dtypes_return_and_sums_are_in_float32(name):
+  tx, grads = FACTORIES[name](), gradients()
+  for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+    args = optax.tree.cast(grads, dtype), tx.init(optax.tree.cast(grads, dtype))
+    assert jax.eval_shape(tx.update, *args) == jax.eval_shape(lambda *args: args, *args)
+  kinds = dict(m=jnp.bfloat16, odd=jnp.float16, b=jnp.float16, s=jnp.float32)
+  kinds["none"] = jnp.bfloat16
+  mixed = jax.tree.map(jnp.astype, grads, kinds)
+  got, state = tx.update(mixed, tx.init(mixed))
+  wide = optax.tree.cast(mixed, jnp.float32)
+  expected, expected_state = tx.update(wide, tx.init(wide))
+  assert_equal(got, jax.tree.map(jnp.astype, expected, kinds))
+  assert_equal(state, expected_state)  # ... and the residual is float32 for all
+
+
+@every_transformation
+def test_state_is_stable_under_scan_and_cond(name):
+  tx, grads = FACTORIES[name](), [gradients(seed) for seed in range(3)]
+  stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+
+  def step(state, tree):
+    keep = lambda state: (optax.tree.zeros_like(tree), state)
+    output, state = jax.lax.cond(
+      state.step >= 0, lambda state: tx.update(tree, state), keep, state
+    )
+    return state, output
+
+  state, outputs = jax.jit(lambda s, g: jax.lax.scan(step, s, g))(
+    tx.init(grads[0]), stacked
+  )
+  expected, states = plain(name)
+  assert_equal(outputs, jax.tree.map(lambda *xs: jnp.stack(xs), *expected))
+  assert_equal(state, states[-1])
+  assert int(state.step) == 3
+
+
+@every_transformation
+def test_init_takes_abstract_parameters(name):
+  tx, grads = FACTORIES[name](), gradients()
+  state, abstract = tx.init(grads), jax.eval_shape(lambda: grads)
+  assert_equal(tx.init(abstract), state)
+  assert_equal(jax.jit(tx.init)(grads), state)
+  assert jax.eval_shape(tx.init, abstract) == jax.eval_shape(lambda: state)
+  assert (state.residual is not None) == (name in KEEP_RESIDUAL)
+  for leaf, like in zip(
+    jax.tree.leaves(state.residual), jax.tree.leaves(grads), strict=False
+  ):
+    assert leaf.shape == (like.shape or (1,)) and leaf.dtype == jnp.float32
+    assert not leaf.any()
+
+
+@every_transformation
+def test_init_takes_numpy_arrays_and_numbers(name):
+  """As optax's own do; ``jax.grad`` makes arrays of both."""
+  params = {"m": np.ones((32, 32), np.float32), "s": 1.0}
+  state = FACTORIES[name]().init(params)
+  assert_equal(state, FACTORIES[name]().init(jax.tree.map(jnp.asarray, params)))
+
+
+@every_transformation
+def test_what_is_no_array_passes_through(name):
+  tx, holes = FACTORIES[name](), {"a": None, "x": optax.MaskedNode(), "z": [None, {}]}
+  output = steps(tx, [{**gradients(), **holes}])[0][0]
+  assert_equal(output, {**plain(name)[0][0], **holes})
+
+
+@every_transformation
+@pytest.mark.parametrize(
+  "tree", [{}, None, (), [None], optax.MaskedNode(), {"e": jnp.zeros((0, 3))}], ids=str
+)
+def test_trees_without_anything_to_send(name, tree):
+  tx = FACTORIES[name]()
+  assert_equal(steps(tx, [tree, tree])[0], [tree, tree])
+  tx = FACTORIES[name](axis_name="data")
+  update = jax.vmap(tx.update, in_axes=None, axis_name="data", axis_size=2)
+  output, _ = update(tree, tx.init(tree))
+  assert jax.tree.structure(output) == jax.tree.structure(tree)
+
+
+@every_transformation
+def test_chains(name):
+  tx, grads = FACTORIES[name](), gradients()
+  expected = jax.tree.map(jnp.negative, plain(name)[0][0])
+  (output,), _ = steps(optax.chain(tx, optax.scale(-1.0)), [grads])
+  assert_equal(output, expected)
+  named = optax.named_chain(("compress", tx), ("negate", optax.scale(-1.0)))
+  (output,), (state,) = steps(named, [grads])
+  assert_equal(output, expected)
+  assert_equal(state["compress"], plain(name)[1][0])
+
+
+@every_transformation
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_clip_by_global_norm(name, first):
+  order = [optax.clip_by_global_norm(8.0), FACTORIES[name]()]
+  (output,), _ = steps(optax.chain(*(order if first else order[::-1])), [signs()])
+  assert_equal(output, jax.tree.map(lambda x: x / 4, signs()))  # 32 is clipped to 8
+
+
+@every_transformation
+def test_masked_and_partition(name):
+  tx, grads = FACTORIES[name](), gradients()
+  chosen, others = ("odd", "s"), ("b", "m", "none")
+  expected = {**pick(grads, *others), **alone(name, *chosen)}
+  mask = {leaf: leaf in chosen for leaf in grads}
+  (output,), (state,) = steps(optax.masked(tx, mask), [grads])
+  assert_equal(output, expected)
+  residual = state.inner_state.residual
+  count = len(chosen) if name in KEEP_RESIDUAL else 0
+  assert len(jax.tree.leaves(residual)) == count
+  labels = {leaf: "compressed" if mask[leaf] else "dense" for leaf in grads}
+  by_label = {"compressed": tx, "dense": gradcomp.dense()}
+  assert_equal(steps(optax.partition(by_label, labels), [grads])[0][0], expected)
+  nothing = optax.masked(tx, jax.tree.map(lambda _: False, mask))
+  assert_equal(steps(nothing, [grads])[0][0], grads)
+
+
+@every_transformation
+def test_flatten(name):
+  flat, unravel = ravel_pytree(gradients())
+  (expected,), (flat_state,) = steps(FACTORIES[name](), [flat])
+  (output,), (state,) = steps(optax.flatten(FACTORIES[name]()), [gradients()])
+  assert_equal(output, unravel(expected))
+  assert_equal(state, flat_state)
+
+
+@every_transformation
+def test_multi_steps(name):
+  """The mean of two equal gradients is exact: the second step emits what one would."""
+  tx = optax.MultiSteps(FACTORIES[name](), every_k_schedule=2)
+  grads = [gradients(0), gradients(0), gradients(1), gradients(1)]
+  outputs, states = steps(tx, grads, jit=True)
+  zeros = optax.tree.zeros_like(grads[0])
+  assert_equal(outputs, [zeros, plain(name)[0][0], zeros, plain(name)[0][1]])
+  assert_equal(states[-1].inner_opt_state, plain(name)[1][1])
+
+
+@every_transformation
+def test_apply_if_finite_after_it(name):
+  guarded = optax.chain(FACTORIES[name](), optax.apply_if_finite(optax.scale(-1.0), 5))
+  bad = gradients(1)
+  bad["m"] = bad["m"].at[3, 4].set(jnp.nan)
+  outputs, states = steps(guarded, [gradients(0), bad, gradients(2)])
+  assert_equal(outputs[1], optax.tree.zeros_like(bad))
+  assert [int(state[1].notfinite_count) for state in states] == [0, 1, 0]
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(states[2][0]))
+  if name not in KEEP_RESIDUAL:  # the third step does not know of the second one
+    assert_equal(outputs[2], jax.tree.map(jnp.negative, plain(name)[0][2]))
+
+
+def test_inject_hyperparams_with_a_codec():
+  make = optax.inject_hyperparams(gradcomp.compress)
+  tx = make(codec=QSGD(bits=4, bucket_size=32), feedback="error", key=0)
+  outputs, states = steps(tx, [gradients(seed) for seed in range(3)])
+  assert_equal(outputs, plain("qsgd4-error")[0])
+  assert_equal(states[-1].inner_state, plain("qsgd4-error")[1][-1])
+
+
+def test_inject_hyperparams_with_static_arguments():
+  make = optax.inject_hyperparams(
+    gradcomp.qsgd, static_args=("bits", "bucket_size", "min_leaf_size")
+  )
+  tx = make(bits=4, bucket_size=32, min_leaf_size=100, feedback="error")
+  outputs, states = steps(tx, [gradients(seed) for seed in range(3)])
+  assert_equal(outputs, plain("qsgd4-error")[0])
+  assert_equal(states[-1].inner_state, plain("qsgd4-error")[1][-1])
+
+
+@every_transformation
+def test_state_is_found_and_mapped_by_name(name):
+  tx, grads = FACTORIES[name](), gradients()
+  residual = optax.tree.zeros_like(jax.tree.map(jnp.atleast_1d, grads))
+  expected = residual if name in KEEP_RESIDUAL else None
+  for wrapped in (
+    tx,
+    optax.chain(tx, optax.adam(1e-3)),
+    optax.named_chain(("compress", tx), ("adam", optax.adam(1e-3))),
+    optax.MultiSteps(optax.chain(tx, optax.adam(1e-3)), 2),
+    optax.apply_if_finite(optax.masked(tx, True), 3),
+  ):
+    assert_equal(optax.tree.get(wrapped.init(grads), "residual"), expected)
+  chained = optax.chain(tx, optax.trace(0.9))
+  state = chained.init(grads)
+  mapped = optax.tree.map_params(chained, lambda leaf: leaf + 1, state)
+  ones = functools.partial(jax.tree.map, jnp.ones_like)
+  assert_equal(mapped[0], state[0]._replace(residual=ones(expected)))
+  assert_equal(mapped[1].trace, ones(grads))
+
+
+@every_transformation
+def test_state_survives_plain_numpy(name, tmp_path):
+  outputs, states = plain(name)
+  leaves, treedef = jax.tree.flatten(states[1])
+  np.savez(tmp_path / "state.npz", *(np.asarray(leaf) for leaf in leaves))
+  with np.load(tmp_path / "state.npz") as file:
+    restored = jax.tree.unflatten(treedef, [file[key] for key in file])
+  got = FACTORIES[name]().update(gradients(2), restored)
+  assert_equal(got, (outputs[2], states[2]))
+
+
+@every_transformation
+def test_flax_train_state(name):
+  """``apply_gradients`` hands over no extra argument."""
+  grads, optimizer = gradients(), optax.chain(FACTORIES[name](), optax.scale(-1.0))
+  state = TrainState.create(apply_fn=None, params=grads, tx=optimizer)
+  state = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+  assert_equal(state.params, jax.tree.map(jnp.subtract, grads, plain(name)[0][0]))
+  assert_equal(state.opt_state[0], plain(name)[1][0])
+
+
+@every_transformation
+def test_nnx_optimizer(name):
+  """nnx wraps every array in a Variable and hands over keyword arguments."""
+  grads = pick(gradients(), "m")
+  model = nnx.Dict(m=nnx.Param(jnp.zeros((32, 32))))
+  chained = optax.chain(FACTORIES[name](), optax.scale(-1.0))
+  optimizer = nnx.Optimizer(model, chained, wrt=nnx.Param)
+
+  @nnx.jit
+  def step(model, optimizer):
+    tree = nnx.grad(lambda model: jnp.sum(model["m"][...] * grads["m"]))(model)
+    optimizer.update(model, tree, value=1.0)
+
+  step(model, optimizer)
+  assert_equal(model["m"][...], -alone(name, "m")["m"])
+  residual = optax.tree.get(optimizer.opt_state, "residual")
+  assert (residual is not None) == (name in KEEP_RESIDUAL)
+
+
+SGD = optax.sgd(0.5, momentum=0.5)  # powers of two: no compiler rounds it differently
+CHOSEN, OTHERS = {"b": False, "m": True}, {"b": True, "m": False}
+sent, dense = error4(axis_name="data"), gradcomp.dense(axis_name="data")
+injected = optax.inject_hyperparams(gradcomp.compress)(
+  codec=QSGD(bits=4, bucket_size=32), axis_name="data", feedback="error"
+)
+multi_steps = lambda tx: optax.MultiSteps(tx, 2).gradient_transformation()
+COMPOSITIONS = {
+  "chain": optax.chain(sent, SGD),
+  "masked": optax.chain(optax.masked(sent, CHOSEN), optax.masked(dense, OTHERS), SGD),
+  "partition": optax.chain(optax.partition({True: sent, False: dense}, CHOSEN), SGD),
+  "inject_hyperparams": optax.chain(injected, SGD),
+  "flatten": optax.chain(optax.flatten(sent), SGD),
+  "apply_if_finite": optax.chain(sent, optax.apply_if_finite(SGD, 3)),
+  "MultiSteps_after": optax.chain(sent, multi_steps(SGD)),
+}
+AROUND = multi_steps(optax.chain(sent, SGD))
+
+
+def problem():
+  """A loss that is linear: its gradient is the batch. Two workers, three batches."""
+  trees = [pick(gradients(seed), *CHOSEN) for seed in range(6)]
+  pairs = [jax.tree.map(lambda *xs: jnp.stack(xs), *trees[i : i + 2]) for i in (0, 2, 4)]
+
+  def loss_fn(params, batch):
+    return optax.tree.vdot(params, jax.tree.map(lambda leaf: leaf[0], batch))
+
+  return loss_fn, trees[0], pairs
+
+
+def emulated(optimizer):
+  """The parameters after each step, by vmap, where nothing is typed."""
+  _, params, batches = problem()
+  update = jax.jit(jax.vmap(optimizer.update, axis_name="data"))
+  state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), optimizer.init(params))
+  results = []
+  for grads in batches:
+    updates, state = update(grads, state)
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u[0], u[1]), updates)
+    params = optax.apply_updates(params, jax.tree.map(lambda u: u[0], updates))
+    results.append(params)
+  return results
+
+
+def assert_trains_as_emulated(optimizer, params, state):
+  """In a typed shard_map: what comes out is proved to be equal on all workers."""
+  loss_fn, _, batches = problem()
+  step = gradcomp.make_train_step(
+    loss_fn, optimizer, axis_name="data", mesh=modes.mesh(2), donate=False
+  )
+  for batch, expected in zip(batches, emulated(optimizer), strict=True):
+    params, state, _ = step(params, state, batch)
+    assert_equal(jax.device_get(params), jax.device_get(expected))
+  assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_composes_in_a_typed_train_step(name):
+  optimizer, mesh = COMPOSITIONS[name], modes.mesh(2)
+  params = jax.device_put(problem()[1], NamedSharding(mesh, P()))
+  with jax.set_mesh(mesh):
+    state = optimizer.init(params)
+  assert_trains_as_emulated(optimizer, params, state)
+
+
+def init_around(params):
+  """MultiSteps adds up what is not sent yet: it differs, and must be typed so."""
+  state = AROUND.init(params)
+  return state._replace(acc_grads=gradcomp.defer_reduction(state.acc_grads, "data"))
+
+
+def test_multi_steps_around_it_inside_one_typed_map():
+  _, params, batches = problem()
+
+  def train(params, *batches):
+    state = init_around(params)
+    for grads in batches:
+      grads = jax.tree.map(lambda leaf: leaf[0], grads)
+      updates, state = AROUND.update(grads, state)
+      params = optax.apply_updates(params, updates)
+    return params
+
+  specs = (P(), P("data"), P("data"))
+  mapped = jax.shard_map(train, mesh=modes.mesh(2), in_specs=specs, out_specs=P())
+  trained = jax.jit(mapped)(params, *batches[:2])
+  jax.tree.map(np.testing.assert_array_equal, trained, emulated(AROUND)[1])
+
+
+def test_multi_steps_around_it_in_a_typed_train_step():
+  params = jax.device_put(problem()[1], NamedSharding(modes.mesh(2), P()))
+  specs = gradcomp.state_specs(jax.eval_shape(AROUND.init, params), "data")
+  mapped = jax.shard_map(init_around, mesh=modes.mesh(2), in_specs=P(), out_specs=specs)
+  assert_trains_as_emulated(AROUND, params, jax.jit(mapped)(params))
+
+
+@pytest.mark.parametrize("name", [*COMPOSITIONS, "MultiSteps_around"])
+def test_state_specs(name):
+  """Residuals differ between workers, and gradients that are yet to be sent."""
+  optimizer, params = COMPOSITIONS.get(name, AROUND), problem()[1]
+  fields = (".residual",) if name in COMPOSITIONS else (".residual", ".acc_grads")
+  for state in (optimizer.init(params), jax.eval_shape(optimizer.init, params)):
+    specs = gradcomp.state_specs(state, "data")
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    found = jax.tree_util.tree_leaves_with_path(specs)
+    for path, spec in found:
+      differs = any(field in jax.tree_util.keystr(path) for field in fields)
+      assert spec == (P("data") if differs else P()), path
+    assert {spec for _, spec in found} == {P(), P("data")}

@@ -1,0 +1,72 @@
+"""Which leaves are compressed, and that the plan is what is encoded."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import laws
+import numpy as np
+import pytest
+
+from gradcomp.codecs import QSGD, Dense
+from gradcomp.layout import default_min_leaf_size, plan
+
+
+def shapes(*sizes):
+  return [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
+
+
+@hypothesis.given(st.lists(st.integers(0, 10**7), max_size=40))
+def test_more_than_99_percent_are_above_the_default_size(sizes):
+  smallest = default_min_leaf_size(sizes)
+  dense = sum(size for size in sizes if size < smallest)
+  assert dense <= 0.01 * sum(sizes)
+  if sum(sizes):
+    assert dense < 0.01 * sum(sizes)
+    # ... and with the next larger leaves it would be above the share of 0.5 %.
+    assert sum(size for size in sizes if size <= smallest) >= 0.005 * sum(sizes)
+
+
+def test_a_resnet_keeps_its_norms_and_biases_dense():
+  sizes = [64, 64, 9408, *[36864, 64, 64] * 8, *[2359296, 512, 512] * 6, 2048000, 1000]
+  layout = plan(shapes(*sizes), QSGD(bits=4))
+  for size, slot in zip(sizes, layout.slots, strict=True):
+    assert layout.codecs[slot.group] == (Dense() if size < 36864 else QSGD(bits=4))
+
+
+def test_a_leaf_is_never_sent_in_more_bytes_than_dense():
+  """A tile of 4,096 codes and 8 scales is 2,080 bytes: 520 floats."""
+  codec = QSGD(bits=4)
+  layout = plan(shapes(500, 1000), codec, min_leaf_size=0)
+  assert [layout.codecs[slot.group] for slot in layout.slots] == [Dense(), codec]
+
+
+def test_min_leaf_size_is_in_elements():
+  codec = QSGD(bits=4)
+  layout = plan(shapes(4095, 4096), codec, min_leaf_size=4096)
+  assert [layout.codecs[slot.group] for slot in layout.slots] == [Dense(), codec]
+
+
+@pytest.mark.parametrize("codec", [QSGD(bits=4, bucket_size=64), QSGD(bits=3), Dense()])
+def test_the_plan_is_what_is_encoded(codec):
+  tree = {
+    "a": jnp.asarray(laws.gaussian((33, 64))),
+    "b": jnp.asarray(laws.gaussian(10)),
+    "c": jnp.asarray(laws.gaussian((3, 700))),
+    "none": None,
+    "empty": jnp.zeros((0, 2)),
+  }
+  layout = plan(tree, codec)
+  keys = jnp.stack([laws.KEY] * len(layout.slots))
+  matrices = layout.encode(tree, keys)
+  assert [matrix.shape for matrix in matrices] == [
+    (rows, codec.row_words)
+    for rows, codec in zip(layout.rows, layout.codecs, strict=True)
+  ]
+  assert sum(matrix.nbytes for matrix in matrices) == layout.nbytes
+  back = layout.decode([matrix[None] for matrix in matrices])
+  assert jax.tree.structure(back) == jax.tree.structure(tree)
+  for name in "abc":
+    slot = layout.slots["abc".index(name)]
+    alone = laws.round_trip(layout.codecs[slot.group], tree[name])
+    np.testing.assert_array_equal(back[name], alone)

@@ -1,0 +1,102 @@
+"""What crosses the wire is what the codec says, read from the optimized HLO."""
+
+import jax
+import jax.numpy as jnp
+import laws
+import modes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp.codecs import QSGD, Dense
+from gradcomp.layout import plan
+
+SHAPES = {"w": (512, 512), "b": (512,), "v": (3, 3, 64, 128), "c": (100, 37)}
+ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+
+def compiled_step(transformation, workers):
+  """A whole train step; every parameter is in the loss, which is averaged in f32."""
+  mesh = modes.mesh(workers)
+
+  def loss_fn(params, batch):
+    return sum(jnp.sum(leaf**2) for leaf in params.values()) * jnp.mean(batch)
+
+  optimizer = optax.chain(transformation, optax.sgd(0.1))
+  params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+  params = jax.device_put(params, NamedSharding(mesh, P()))
+  with jax.set_mesh(mesh):
+    state = optimizer.init(params)
+  step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
+  return step.lower(params, state, jnp.ones((2 * workers, 3))).compile()
+
+
+def is_loss(collective):
+  """The mean of the loss: one float."""
+  return collective.kind == "all-reduce" and collective.bytes_sent <= 8
+
+
+def padded_nbytes(layout, workers):
+  return sum(
+    4 * codec.row_words * (rows + -rows % workers)
+    for codec, rows in zip(layout.codecs, layout.rows, strict=True)
+  )
+
+
+@pytest.mark.parametrize("feedback", [None, "error"])
+@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize(
+  "codec", [QSGD(bits=4), QSGD(bits=2), Dense(dtype=jnp.bfloat16)], ids=laws.name
+)
+def test_two_shot_sends_two_stages_of_words(codec, workers, feedback):
+  """2 (N-1)/N c bytes, one u32 message a stage, and no float but the loss."""
+  tx = gradcomp.compress(
+    codec, axis_name="data", exchange="two_shot", feedback=feedback
+  )
+  report = gradcomp.wire_report(compiled_step(tx, workers))
+  exchange = [c for c in report.collectives if not is_loss(c)]
+  assert sorted(c.kind for c in exchange) == ["all-gather", "all-to-all"]
+  assert {c.dtype for c in exchange} == {"u32"}
+  like = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in SHAPES.items()}
+  stage = padded_nbytes(plan(like, codec), workers) * (workers - 1) // workers
+  assert [c.bytes_sent for c in exchange] == [stage, stage]
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_all_gather_sends_one_message_of_words(workers):
+  codec = QSGD(bits=4)
+  tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather")
+  report = gradcomp.wire_report(compiled_step(tx, workers))
+  (gather,) = [c for c in report.collectives if not is_loss(c)]
+  assert (gather.kind, gather.dtype) == ("all-gather", "u32")
+  like = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in SHAPES.items()}
+  assert gather.bytes_sent == (workers - 1) * plan(like, codec).nbytes
+
+
+def test_report_says_what_a_plain_mean_would_send():
+  workers = 8
+  tx = gradcomp.qsgd(bits=4, axis_name="data")
+  report = gradcomp.wire_report(compiled_step(tx, workers))
+  plain = gradcomp.wire_report(compiled_step(gradcomp.dense(axis_name="data"), workers))
+  assert report.dense_bytes == plain.bytes_sent == plain.dense_bytes
+  loss = 2 * 4 * (workers - 1) // workers
+  assert plain.bytes_sent == 2 * 4 * ELEMENTS * (workers - 1) // workers + loss
+  assert report.ratio == report.bytes_sent / plain.bytes_sent < 0.14
+  assert "all-to-all" in str(report)
+
+
+def test_pmap_sends_the_same():
+  workers = 4
+  tx = gradcomp.compress(QSGD(bits=4), axis_name="data", exchange="two_shot")
+  grads = {name: jnp.ones((workers, *shape)) for name, shape in SHAPES.items()}
+  state = jax.tree.map(
+    lambda x: jnp.stack([x] * workers), tx.init({k: v[0] for k, v in grads.items()})
+  )
+  mapped = jax.pmap(lambda g, s: tx.update(g, s), axis_name="data")
+  report = gradcomp.wire_report(mapped.lower(grads, state).compile())
+  step = gradcomp.wire_report(compiled_step(tx, workers))
+  sent = [c.bytes_sent for c in step.collectives if not is_loss(c)]
+  assert [c.bytes_sent for c in report.collectives] == sent
