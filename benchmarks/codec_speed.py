@@ -1,0 +1,156 @@
+"""Speed of encode, decode and decode-and-sum, as multiples of a memory copy.
+
+  python benchmarks/codec_speed.py [--sizes 16777216 ...] [--repeats 9] [--quick]
+
+Prints, for each codec and size: ns an element, the ratio to a copy of as many float32
+into a buffer in use and into a new one (see timing.py), and the temporary memory of the
+compiled encoder. Then the same for ResNet-50's 161 leaves as one message, and what a
+train step of 300 leaves costs to trace and compile. Writes JSON with --output.
+"""
+
+import argparse
+import json
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import models
+import optax
+import timing
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp.codecs import QSGD, Codec, Dense
+from gradcomp.layout import mean_of_rows, plan
+
+_WORKERS = 4  # whose payloads decode-and-sum adds
+_MIB = 2**20
+
+CODECS: dict[str, Codec] = {
+  **{f"qsgd-{bits}": QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 7, 8, 16)},
+  "qsgd-1 uniform": QSGD(bits=1, levels="uniform"),
+  "qsgd-4 uniform": QSGD(bits=4, levels="uniform"),
+  "qsgd-4 nearest": QSGD(bits=4, rounding="nearest"),
+  "qsgd-4 l2": QSGD(bits=4, norm="l2"),
+  "qsgd-4 tensor": QSGD(bits=4, bucket_size=None),
+  "dense-f32": Dense(),
+  "dense-bf16": Dense(dtype=jnp.bfloat16),
+}
+
+
+def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, Any]:
+  """One codec on one array of ``size`` elements."""
+  x = jax.random.normal(jax.random.key(0), (size,))
+  key = jnp.array([1, 2], jnp.uint32)
+  encode = jax.jit(lambda x, key: codec.encode(x, key=key)).lower(x, key).compile()
+  payload = encode(x, key)
+  decode = jax.jit(lambda p: codec.decode(p, like=x)).lower(payload).compile()
+  share = payload.rows.shape[0] // _WORKERS
+  received = jnp.stack([payload.rows[:share]] * _WORKERS)
+  add = jax.jit(lambda rows: mean_of_rows(codec, rows)).lower(received).compile()
+  seconds = timing.interleaved(
+    {
+      **timing.copies(size),
+      "encode": lambda: encode(x, key),
+      "decode": lambda: decode(payload),
+      "decode and sum, a worker": lambda: add(received),
+    },
+    repeats,
+  )
+  temp = encode.memory_analysis().temp_size_in_bytes
+  return _report(f"{name}, {size:,}", seconds, size, temp, payload.rows.nbytes)
+
+
+def resnet50_rows(repeats: int) -> dict[str, Any]:
+  """ResNet-50's gradients to the rows of one message and back to leaves."""
+  tree = models.resnet50()
+  size = sum(leaf.size for leaf in tree)
+  layout = plan(tree, QSGD(bits=4))
+  keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
+  encode = jax.jit(layout.encode).lower(tree, keys).compile()
+  matrices = encode(tree, keys)
+  back = lambda matrices: layout.decode([matrix[None] for matrix in matrices])
+  decode = jax.jit(back).lower(matrices).compile()
+  seconds = timing.interleaved(
+    {
+      **timing.copies(size),
+      "encode": lambda: encode(tree, keys),
+      "decode": lambda: decode(matrices),
+    },
+    repeats,
+  )
+  temp = encode.memory_analysis().temp_size_in_bytes
+  sent = sum(matrix.nbytes for matrix in matrices)
+  return _report("ResNet-50, qsgd-4", seconds, size, temp, sent)
+
+
+def compile_rows(leaves: int = 300) -> dict[str, Any]:
+  """Seconds to trace and compile a train step: plain mean, and QSGD-4."""
+  devices = min(2, jax.device_count())
+  mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+  params, loss_fn, batch = models.deep_mlp(leaves // 2)
+  result = {}
+  for name, mean in (
+    ("plain mean", gradcomp.dense(axis_name="data")),
+    ("qsgd-4", gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot")),
+  ):
+    optimizer = optax.chain(mean, optax.sgd(0.1))
+    with jax.set_mesh(mesh):
+      state = optimizer.init(params)
+      placed = jax.device_put(params, jax.NamedSharding(mesh, P()))
+    step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
+    start = time.perf_counter()
+    lowered = step.lower(placed, state, batch)
+    traced = time.perf_counter()
+    lowered.compile()
+    result[name] = {"trace": traced - start, "compile": time.perf_counter() - traced}
+    print(
+      f"train step of {leaves} leaves, {name}: trace {result[name]['trace']:.1f} s, "
+      f"compile {result[name]['compile']:.1f} s"
+    )
+  return result
+
+
+def _report(
+  title: str, seconds: dict[str, float], size: int, temp: int, sent: int
+) -> dict[str, Any]:
+  print(f"{title}: {8 * sent / size:.3f} bits an element", end="; ")
+  print(f"encoder's temporaries {temp / _MIB:.1f} MiB, payload {sent / _MIB:.1f} MiB")
+  for name, value in seconds.items():
+    print(
+      f"  {name:26}{1e9 * value / size:7.3f} ns/element"
+      f"{value / seconds['copy']:8.2f} x copy"
+      f"{value / seconds['copy to new']:8.2f} x copy to new"
+    )
+  return {"elements": size, "seconds": seconds, "temp_bytes": temp, "sent_bytes": sent}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--sizes", type=int, nargs="+", default=[2**20, 2**24])
+  parser.add_argument("--repeats", type=int, default=9)
+  parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
+  parser.add_argument("--quick", action="store_true", help="one size, two codecs")
+  parser.add_argument("--output", type=pathlib.Path, help="JSON file to write")
+  options = parser.parse_args()
+  if options.quick:
+    options.sizes, options.codecs = [2**20], ["qsgd-4", "dense-f32"]
+  print(json.dumps(timing.machine()))
+  results: dict[str, Any] = {"machine": timing.machine()}
+  for size in options.sizes:
+    for name in options.codecs:
+      key = f"{name}, {size}"
+      results[key] = codec_rows(name, CODECS[name], size, options.repeats)
+  results["resnet50"] = resnet50_rows(options.repeats)
+  if not options.quick:
+    results["compile"] = compile_rows()
+  if options.output:
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+  jax.config.update("jax_num_cpu_devices", 2)
+  main()

@@ -1,0 +1,40 @@
+"""Shapes of real gradients, without the models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def resnet50() -> list[jax.Array]:
+  """Random gradients of ResNet-50's 161 leaves: 25,557,032 elements."""
+  shapes: list[tuple[int, ...]] = [(7, 7, 3, 64), (64,), (64,)]
+  channels = 64
+  for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+    for block in range(blocks):
+      out = 4 * width
+      shapes += [(1, 1, channels, width), (width,), (width,)]
+      shapes += [(3, 3, width, width), (width,), (width,)]
+      shapes += [(1, 1, width, out), (out,), (out,)]
+      if block == 0:
+        shapes += [(1, 1, channels, out), (out,), (out,)]
+      channels = out
+  shapes += [(channels, 1000), (1000,)]
+  return [jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes)]
+
+
+def deep_mlp(layers: int, width: int = 128) -> tuple[Any, Callable[..., Any], Any]:
+  """Parameters, loss and batch of a network with two leaves a layer, all distinct."""
+  params = [
+    {"kernel": jnp.full((width, width), 0.01), "bias": jnp.zeros(width)}
+    for _ in range(layers)
+  ]
+
+  def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+    x = batch
+    for layer in params:
+      x = x + jnp.tanh(x @ layer["kernel"] + layer["bias"])
+    return jnp.mean(x**2)
+
+  return params, loss_fn, jnp.ones((8, width))

@@ -1,0 +1,54 @@
+"""Medians of interleaved runs, against a memory copy of the same run."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def interleaved(
+  calls: Mapping[str, Callable[[], Any]], repeats: int
+) -> dict[str, float]:
+  """The median seconds of each call; all run in turn, so that drift hits all alike."""
+  seconds: dict[str, list[float]] = {name: [] for name in calls}
+  for call in calls.values():
+    jax.block_until_ready(call())
+  for _ in range(repeats):
+    for name, call in calls.items():
+      start = time.perf_counter()
+      jax.block_until_ready(call())
+      seconds[name].append(time.perf_counter() - start)
+  return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def copies(size: int) -> dict[str, Callable[[], Any]]:
+  """Two memory copies of ``size`` floats: into a buffer in use, and into a new one.
+
+  The second is what an XLA program does at best, whose output is a new buffer: with
+  glibc's defaults the pages of a large one are new too, and faulting them in costs more
+  than the copy. ``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184`` keep them.
+  """
+  source = np.ones(size, np.float32)
+  target = np.empty_like(source)
+  device_source = jnp.asarray(source)
+  new = jax.jit(jnp.copy).lower(device_source).compile()
+  return {
+    "copy": lambda: np.copyto(target, source),
+    "copy to new": lambda: new(device_source),
+  }
+
+
+def machine() -> dict[str, Any]:
+  """What the numbers depend on besides the code."""
+  return {
+    "jax": jax.__version__,
+    "platform": jax.default_backend(),
+    "cores": os.cpu_count(),
+    "load": os.getloadavg()[0],
+    "malloc": {k: v for k, v in sorted(os.environ.items()) if k.startswith("MALLOC_")},
+  }

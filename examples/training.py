@@ -1,0 +1,154 @@
+"""One training run: a compiled step, its bytes, and the curve of one seed."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from data import Split
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+import gradcomp
+
+AXIS = "data"
+
+
+class Point(NamedTuple):
+  """One point of a curve."""
+
+  step: int
+  bytes_sent: int  # by each worker, in all steps so far
+  train_loss: float  # mean over the steps since the point before
+  test_loss: float
+  test_accuracy: float
+
+
+class Run(NamedTuple):
+  """What one codec did with one seed."""
+
+  codec: str
+  seed: int
+  bytes_a_step: int  # sent by each worker, read from the compiled step
+  f32_bytes_a_step: int  # what a plain float32 mean of the same gradient sends
+  step_ms: float  # median
+  points: list[Point]
+
+
+class Task:
+  """A model and a test set on a mesh: what all runs of a comparison share.
+
+  Args:
+    model: makes the network from ``rngs``.
+    test: evaluated whole, on one device of each process.
+    mesh: all devices, on the axis ``AXIS``.
+  """
+
+  def __init__(self, model: Callable[..., nnx.Module], test: Split, mesh: Mesh):
+    replicated = NamedSharding(mesh, PartitionSpec())
+    graph, _ = nnx.split(nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0))))
+
+    def predict(params: Any, batch: Split) -> tuple[jax.Array, jax.Array]:
+      logits = nnx.merge(graph, params)(batch.images)
+      losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+      return losses, logits.argmax(axis=-1) == batch.labels
+
+    def loss_fn(params: Any, batch: Split) -> jax.Array:
+      return predict(params, batch)[0].mean()
+
+    def scores(params: Any, batch: Split) -> jax.Array:
+      return jnp.array([x.sum() for x in predict(params, batch)])
+
+    self.mesh = mesh
+    self.loss_fn = loss_fn
+    self._scores = jax.jit(scores)
+    self._test = test
+    # Jitted, so that every process places the same parameters on its own devices.
+    self._init = jax.jit(
+      lambda key: nnx.state(model(rngs=nnx.Rngs(key)), nnx.Param),
+      out_shardings=replicated,
+    )
+
+  def init_params(self, seed: int) -> Any:
+    """Fresh parameters on all devices; equal seeds give equal parameters."""
+    # The initialisers compile in a second with this generator, in six with the default.
+    return self._init(jax.random.key(seed, impl="rbg"))
+
+  def place(self, batch: Split) -> Split:
+    """Cuts a batch, of which each process holds its part, over the workers."""
+    cut = NamedSharding(self.mesh, PartitionSpec(AXIS))
+    return Split(*(jax.make_array_from_process_local_data(cut, x) for x in batch))
+
+  def evaluate(self, params: Any) -> tuple[float, float]:
+    """Mean loss and accuracy on the test set.
+
+    Every worker holds the same parameters, to the bit, so one device's copy serves and
+    no process has to wait for another.
+    """
+    local = jax.tree.map(lambda x: x.addressable_data(0), params)
+    count = len(self._test.labels)
+    totals = np.zeros(2)
+    for start in range(0, count, 1000):
+      part = Split(*(x[start : start + 1000] for x in self._test))
+      totals += jax.device_get(self._scores(local, part))
+    loss, accuracy = (totals / count).tolist()
+    return loss, accuracy
+
+
+def compile_step(
+  task: Task, optimizer: optax.GradientTransformation, batch: Split
+) -> tuple[Callable[..., Any], Any]:
+  """The compiled train step, and the report of the bytes that it sends."""
+  step = gradcomp.make_train_step(
+    task.loss_fn, optimizer, axis_name=AXIS, mesh=task.mesh
+  )
+  params = task.init_params(0)
+  opt_state = init_state(task, optimizer, params)
+  compiled = step.lower(params, opt_state, task.place(batch)).compile()
+  return compiled, gradcomp.wire_report(compiled)
+
+
+def init_state(task: Task, optimizer: optax.GradientTransformation, params: Any) -> Any:
+  """The optimizer's state, with the workers' residuals spread over the mesh."""
+  with jax.set_mesh(task.mesh):
+    return optimizer.init(params)
+
+
+def train(
+  task: Task,
+  step: Callable[..., Any],
+  params: Any,
+  opt_state: Any,
+  batches: Iterator[Split],
+  *,
+  steps: int,
+  evaluate_every: int,
+  bytes_a_step: int,
+  progress: tqdm,
+) -> tuple[list[Point], float]:
+  """Runs ``steps`` steps.
+
+  Returns:
+    The curve, and the median time of a step in milliseconds.
+  """
+  points = []
+  losses, seconds = [], []
+  for done in range(1, steps + 1):
+    batch = task.place(next(batches))
+    start = time.perf_counter()
+    params, opt_state, metrics = step(params, opt_state, batch)
+    losses.append(float(metrics["loss"]))  # waits for the step
+    seconds.append(time.perf_counter() - start)
+    if done % evaluate_every == 0 or done == steps:
+      test_loss, accuracy = task.evaluate(params)
+      train_loss = statistics.fmean(losses)
+      points.append(Point(done, done * bytes_a_step, train_loss, test_loss, accuracy))
+      losses.clear()
+      progress.set_postfix(loss=f"{train_loss:.4f}", test=f"{accuracy:.2%}")
+    progress.update()
+  return points, 1000 * statistics.median(seconds)

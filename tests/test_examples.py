@@ -1,0 +1,193 @@
+"""The example trainer, run as its users run it: as a script."""
+
+import csv
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPT = EXAMPLES / "image_classification.py"
+SHORT = ["--steps", 20, "--batch-size", 64]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def on_path():
+  """The scripts import each other by their bare names."""
+  sys.path.insert(0, str(EXAMPLES))
+  yield
+  sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+  """The embedded set and the folder that it was prepared in."""
+  import data
+
+  folder = str(tmp_path_factory.mktemp("datasets"))
+  return data.load("digits", folder), folder
+
+
+def start(*args):
+  """The script on emulated devices, whatever this machine has."""
+  return subprocess.Popen(
+    [sys.executable, str(SCRIPT), *map(str, args)],
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def finish(process):
+  out, err = process.communicate(timeout=300)
+  assert process.returncode == 0, err
+  return out
+
+
+def read(path):
+  with path.open(newline="") as file:
+    return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def comparison(digits, tmp_path_factory):
+  """Two codecs from two seeds on four workers: what was printed, and the folder."""
+  folder = tmp_path_factory.mktemp("comparison")
+  args = ["--compare", "f32", "qsgd-4", "--seeds", 2, "--devices", 4, *SHORT]
+  return finish(start(*args, "--data-dir", digits[1], "--output", folder)), folder
+
+
+def test_table_and_summary(comparison):
+  out, folder = comparison
+  summary = read(folder / "summary.csv")
+  assert [(row["codec"], row["seed"]) for row in summary] == [
+    ("f32", "0"),
+    ("f32", "1"),
+    ("qsgd-4", "0"),
+    ("qsgd-4", "1"),
+  ]
+  f32, qsgd = summary[0], summary[2]
+  assert f32["bytes_a_step"] == f32["f32_bytes_a_step"] == qsgd["f32_bytes_a_step"]
+  assert int(qsgd["bytes_a_step"]) < 0.14 * int(f32["bytes_a_step"])
+  for row in summary:
+    assert f"{int(row['bytes_a_step']):,}" in out
+    assert float(row["step_ms"]) > 0
+  assert "±" in out
+
+
+def test_curves(comparison):
+  _, folder = comparison
+  curves = read(folder / "curves.csv")
+  assert [(row["codec"], row["seed"], row["step"]) for row in curves] == [
+    (codec, seed, step)
+    for codec in ("f32", "qsgd-4")
+    for seed in ("0", "1")
+    for step in ("10", "20")
+  ]
+  for row in curves:
+    assert math.isfinite(float(row["test_loss"]))
+    assert 0 <= float(row["test_accuracy"]) <= 1
+  for first, second in zip(curves[::2], curves[1::2], strict=True):
+    assert 0 < float(second["train_loss"]) < float(first["train_loss"])
+    assert int(second["bytes_sent"]) == 2 * int(first["bytes_sent"])
+  assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_processes_train_like_one(digits, comparison, tmp_path):
+  """The same batches on the same four workers, spread over two processes."""
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    address = f"localhost:{probe.getsockname()[1]}"
+  args = ["--codec", "qsgd", "--bits", 4, *SHORT, "--data-dir", digits[1]]
+  args += ["--coordinator", address, "--num-processes", 2, "--devices", 2]
+  folders = [tmp_path / "first", tmp_path / "second"]
+  processes = [
+    start(*args, "--process-id", i, "--output", folder)
+    for i, folder in enumerate(folders)
+  ]
+  outputs = [finish(process) for process in processes]
+
+  assert "4 workers" in outputs[0] and "4 workers" not in outputs[1]
+  assert not folders[1].exists()  # the first process alone writes
+  curve = read(folders[0] / "curves.csv")
+  expected = read(comparison[1] / "curves.csv")[4:6]  # qsgd-4 from seed 0
+  for row, like in zip(curve, expected, strict=True):
+    assert (row["step"], row["bytes_sent"]) == (like["step"], like["bytes_sent"])
+    # The mean of the workers' losses is summed in another order.
+    assert float(row["train_loss"]) == pytest.approx(float(like["train_loss"]), 1e-5)
+    assert float(row["test_loss"]) == pytest.approx(float(like["test_loss"]), 1e-5)
+
+
+def test_resnet_with_adam_and_feedback(digits, tmp_path):
+  args = ["--model", "resnet", "--codec", "bf16", "--optimizer", "adam", "--steps", 2]
+  args += ["--learning-rate", 1e-3, "--feedback", "error", "--batch-size", 16]
+  finish(start(*args, "--devices", 2, "--data-dir", digits[1], "--output", tmp_path))
+  (row,) = read(tmp_path / "summary.csv")
+  assert 0.5 <= int(row["bytes_a_step"]) / int(row["f32_bytes_a_step"]) < 0.51
+  assert math.isfinite(float(row["test_loss"]))
+
+
+def test_wrong_names_are_answered_with_the_choices(capsys):
+  import image_classification
+
+  for args in (["--codec", "qsgd5"], ["--compare", "f32", "qsgd-9"], ["--steps", "0"]):
+    with pytest.raises(SystemExit):
+      image_classification.make_parser().parse_args(args)
+  errors = capsys.readouterr().err
+  assert "'none', 'f32', 'bf16', 'qsgd'" in errors
+  assert "'qsgd-8', 'qsgd-16'" in errors
+  assert "must be at least 1, got 0" in errors
+
+
+def test_digits_are_what_the_docstring_says(digits):
+  from sklearn.datasets import load_digits
+
+  (train, test, classes), _ = digits
+  assert classes == 10
+  assert (train.images.shape, test.images.shape) == ((1437, 8, 8, 1), (360, 8, 8, 1))
+  for split in (train, test):
+    assert (split.images.dtype, split.labels.dtype) == (np.uint8, np.int32)
+    assert (split.images.min(), split.images.max()) == (0, 255)
+    shares = np.bincount(split.labels) / np.bincount(load_digits().target)
+    assert np.ptp(shares) < 0.01  # 35 to 37 of 174 to 183 images
+  found = np.concatenate([train.images, test.images]).reshape(1797, -1)
+  source = np.rint(load_digits().data * 255 / 16)
+  # All source images differ, so equal sets of rows mean that none is in both splits.
+  assert np.array_equal(np.unique(found, axis=0), np.unique(source, axis=0))
+
+
+def test_digits_split_is_fixed(digits, tmp_path):
+  import data
+
+  again = data.load("digits", str(tmp_path))
+  for split, other in zip(digits[0][:2], again[:2], strict=True):
+    assert np.array_equal(split.images, other.images)
+    assert np.array_equal(split.labels, other.labels)
+
+
+def test_batches(digits):
+  import data
+
+  train = digits[0].train
+  split = data.Split(np.arange(len(train.labels)), train.labels)
+
+  def draw(count, **options):
+    batches = data.batches(split, 100, **options)
+    return [next(batches).images for _ in range(count)]
+
+  epochs = draw(28, seed=5)  # two, of 14 whole batches each
+  first, second = np.concatenate(epochs[:14]), np.concatenate(epochs[14:])
+  assert len(np.unique(first)) == len(np.unique(second)) == 1400
+  assert not np.array_equal(first, second)
+  assert np.array_equal(epochs, draw(28, seed=5))
+  assert not np.array_equal(epochs[0], draw(1, seed=6)[0])
+  parts = [draw(28, seed=5, part=i, parts=4) for i in range(4)]
+  assert np.array_equal(epochs, np.concatenate(parts, axis=1))
+  with pytest.raises(ValueError, match="at most 1437"):
+    next(data.batches(split, 1438, seed=0))
