@@ -103,8 +103,9 @@ def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
     >>> unpack_planes(jnp.array([[0xB1]], jnp.uint32), 4)[0, :2, 0].tolist()
     [1, 11]
   """
-  shifts = jnp.arange(planes_per_word(bits), dtype=jnp.uint32) * jnp.uint32(bits)
-  codes = words[..., None, :] >> shifts[:, None]
+  shape = (*[1] * (words.ndim - 1), planes_per_word(bits), 1)
+  plane = jax.lax.broadcasted_iota(jnp.uint32, shape, words.ndim - 1)
+  codes = words[..., None, :] >> (plane * bits)
   return codes if bits == 32 else codes & jnp.uint32(2**bits - 1)
 
 

@@ -15,6 +15,7 @@ from gradcomp.codecs import QSGD, Dense
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 LEVELS = ("sign_magnitude", "uniform")
 
+# Each width and level scheme by bucket; a tensor's one scale is the same code for all.
 QSGD_CODECS = [
   QSGD(bits=bits, bucket_size=bucket_size, norm=norm, levels=levels, rounding=rounding)
   for bits in WIDTHS
@@ -25,7 +26,7 @@ QSGD_CODECS = [
     (None, "l2", "stochastic"),
     (None, "max", "nearest"),
   )
-  if (bits, levels) != (1, "sign_magnitude")
+  if (bits, levels) != (1, "sign_magnitude") and (bucket_size or bits in (3, 8))
 ]
 DENSE_CODECS = [Dense(), Dense(dtype=jnp.bfloat16), Dense(dtype=jnp.float16)]
 CODECS = QSGD_CODECS + DENSE_CODECS

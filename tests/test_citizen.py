@@ -363,7 +363,8 @@ AROUND = multi_steps(optax.chain(sent, SGD))
 def problem():
   """A loss that is linear: its gradient is the batch. Two workers, three batches."""
   trees = [pick(gradients(seed), *CHOSEN) for seed in range(6)]
-  pairs = [jax.tree.map(lambda *xs: jnp.stack(xs), *trees[i : i + 2]) for i in (0, 2, 4)]
+  stack = functools.partial(jax.tree.map, lambda *xs: jnp.stack(xs))
+  pairs = [stack(*trees[i : i + 2]) for i in (0, 2, 4)]
 
   def loss_fn(params, batch):
     return optax.tree.vdot(params, jax.tree.map(lambda leaf: leaf[0], batch))

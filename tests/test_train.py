@@ -211,3 +211,24 @@ def test_init_inside_and_outside_the_map_agree():
     assert state.residual["s"].shape == (WORKERS,)
     for leaf in jax.tree.leaves(state.residual):
       assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), leaf.ndim)
+
+
+@pytest.mark.parametrize(
+  "bits, options",
+  [
+    (3, {"levels": "uniform", "norm": "l2", "feedback": "error"}),
+    (8, {"bucket_size": None, "rounding": "nearest"}),
+  ],
+)
+def test_users_may_forbid_promotion(bits, options):
+  """JAX's strictest settings, which some projects train with."""
+  params, batch = problem()
+  mesh = modes.mesh(WORKERS)
+  optimizer = optax.chain(
+    gradcomp.qsgd(bits=bits, axis_name="data", **options), optax.sgd(0.1)
+  )
+  step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
+  rank, dtype = jax.numpy_rank_promotion, jax.numpy_dtype_promotion
+  with rank("raise"), dtype("strict"), jax.set_mesh(mesh):
+    params = jax.tree.map(jnp.asarray, params) | {"b": jnp.zeros((1, 256))}
+    step(params, optimizer.init(params), batch)

@@ -596,6 +596,22 @@ def test_calls_multiply_and_are_followed():
   assert twice.bytes_sent == 2 * wire_report(text).bytes_sent
 
 
+def test_known_loop_in_an_unknown_one():
+  computations = f"""{BODY}
+%outer (s: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {{
+  %t = (s32[], f32[8,128]{{1,0}}) parameter(0)
+  ROOT %w = {WHILE}, {TRIPS}
+}}
+"""
+  loop = "(s32[], f32[8,128]{1,0}) while(%t), condition=%condition, body=%outer"
+  collectives = wire_report(hlo(f"%w = {loop}", computations)).collectives
+  assert [(c.kind, c.times, c.in_loop) for c in collectives] == [
+    ("all-reduce", 1, True),
+    ("all-reduce", 6, True),
+    ("collective-permute", 5, True),
+  ]
+
+
 @pytest.mark.parametrize(
   "branches",
   [
@@ -616,13 +632,40 @@ def test_branches(branches):
 }}
 """
   line = f"%c = f32[8,128]{{1,0}} conditional(%i, %x, %x), {branches}"
-  text = hlo(line, computations)
+  text = hlo(f"{line}\n  %r = f32[8,128]{{1,0}} all-to-all(%x), {G8}", computations)
   assert times(text) == {
+    "all-to-all": (1, False, False),
     "all-gather": (1, False, True),
     "collective-permute": (1, True, True),
     "all-reduce": (1, True, True),
   }
-  assert "loop branch 1" in str(wire_report(text))
+  table = str(wire_report(text))
+  assert "loop branch 1" in table
+  assert "a lower bound" in table and "an upper bound" in table
+
+
+def test_short_text_in_any_order():
+  """Without percent signs, signatures and layouts, which XLA can leave out."""
+  text = """HloModule short, replica_count=4
+sum {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT add.1 = f32[] add(a, b)
+}
+ENTRY main-2.0 {
+  x = f32[8] parameter(0)
+  y = f32[8] call(x), to_apply=called.1
+  ROOT z = (f32[8], f32[8]) conditional(x, y, y), branch_computations={called.1, none}
+}
+none {
+  ROOT x = f32[8] parameter(0)
+}
+called.1 {
+  x = f32[8] parameter(0)
+  ROOT y = f32[8] all-reduce(x), replica_groups={{0,1},{2,3}}, to_apply=sum
+}"""
+  collectives = wire_report(text).collectives
+  assert [(c.in_branch, c.bytes_sent) for c in collectives] == [(False, 32), (True, 32)]
 
 
 def test_strings_are_not_parsed():
@@ -670,17 +713,18 @@ def test_table():
     f"{scoped('gradcomp_first_stage_320000_elements/all_to_all')}\n"
     f"  %b = u8[9] all-gather(u32[1,5000] %x), "
     f"{scoped('gradcomp_second_stage/all_gather')}\n"
-    "  %c = u8[9] all-reduce(f32[] %x, f32[] %x, u8[3] %x), replica_groups={{0,1}}\n"
+    "  %c = u8[9] all-reduce(f32[] %x, u8[4] %x, f32[] %x, u8[3] %x), "
+    "replica_groups={{0,1}}\n"
     "  %d = u8[9] all-reduce(u8[] %x, u8[1] %x, u8[2] %x, u8[3] %x, u8[3] %x)"
   )
   lines = str(wire_report(hlo(entry))).splitlines()
   expected = """\
-collective  dtype   operands       workers  times  bytes sent  as f32 mean  scope
-all-to-all  u32     8 x [1, 5000]        8      1     140,000    2,240,000  first
-all-gather  u32     [1, 5000]            8      1     140,000            0  second
-all-reduce  f32+u8  2 x [] [3]           2      1          11           11
-all-reduce  u8      5 arrays             8      1          18           18
-total                                                 280,029    2,240,029
+collective  dtype   operands        workers  times  bytes sent  as f32 mean  scope
+all-to-all  u32     8 x [1, 5000]         8      1     140,000    2,240,000  first
+all-gather  u32     [1, 5000]             8      1     140,000            0  second
+all-reduce  f32+u8  2 x [] [4] [3]        2      1          15           15
+all-reduce  u8      5 arrays              8      1          18           18
+total                                                  280,033    2,240,033
 Sends 0.125 x the bytes of a plain f32 mean."""
   first, second = "gradcomp_first_stage_320000_elements", "gradcomp_second_stage"
   expected = expected.replace("first", f"{first}/all_to_all")
@@ -698,7 +742,8 @@ def test_text_that_is_not_optimized_hlo():
   rule = r"`program` must be .* one HloModule .*, got 'module @jit_sin.*; pass jax.jit"
   with pytest.raises(ValueError, match=rule):
     wire_report(text)
-  for other in ["", "HloModule empty", hlo("") + hlo("")]:
+  headless = hlo("").replace("HloModule", "module")
+  for other in ["", "HloModule empty", headless, hlo("") + hlo("")]:
     with pytest.raises(ValueError, match="one HloModule with one ENTRY, got '"):
       wire_report(other)
 

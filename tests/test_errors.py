@@ -1,0 +1,332 @@
+"""Every bad input: the right exception, which names the argument, the rule, the value.
+
+And the cure, where there is one. Messages are for people, so that the tests ask for the
+parts that a person needs, not for whole sentences.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp.codecs import QSGD, Dense
+
+WORKERS = 4
+GRADS = {"w": np.linspace(-1, 1, 8 * 256, dtype=np.float32).reshape(8, 256)}
+residual4 = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
+
+
+def says(*parts):
+  """A pattern for all parts, in this order."""
+  return "(?s)" + ".*".join(re.escape(part) for part in parts)
+
+
+def in_shard_map(f, *args, **options):
+  return jax.jit(jax.shard_map(f, mesh=modes.mesh(WORKERS), **options))(*args)
+
+
+def update_once(tx, grads):
+  """``update`` with a state that it made for these gradients."""
+  return tx.update(grads, tx.init(grads))[0]
+
+
+@pytest.mark.parametrize("make", [QSGD, gradcomp.qsgd])
+@pytest.mark.parametrize("bits", [0, 9, 17, -1, 4.0, True, None, "4", [4]], ids=repr)
+def test_bits(make, bits):
+  """A float that equals an integer too: it would fail later, in a shape."""
+  with pytest.raises(ValueError, match=says("`bits`", "1 to 8 or 16", repr(bits))):
+    make(bits=bits, levels="uniform")
+
+
+@pytest.mark.parametrize("make", [QSGD, gradcomp.qsgd])
+@pytest.mark.parametrize("size", [0, 1, 100, -32, 64.0, True, "512", [64]], ids=repr)
+def test_bucket_size(make, size):
+  parts = ("`bucket_size`", "multiple of 32", "None", repr(size))
+  with pytest.raises(ValueError, match=says(*parts)):
+    make(bucket_size=size)
+
+
+def test_integers_of_numpy_are_integers():
+  codec = QSGD(bits=np.int64(4), bucket_size=np.int32(64))
+  assert codec == QSGD(bits=4, bucket_size=64)
+  assert hash(codec) == hash(QSGD(bits=4, bucket_size=64))
+
+
+@pytest.mark.parametrize("make", [QSGD, gradcomp.qsgd])
+@pytest.mark.parametrize("value", ["L2", "", None, 2, ["max"]], ids=repr)
+@pytest.mark.parametrize(
+  "name, choices",
+  [
+    ("norm", ("max", "l2")),
+    ("levels", ("sign_magnitude", "uniform")),
+    ("rounding", ("stochastic", "nearest")),
+  ],
+)
+def test_named_choices_of_the_codec(make, name, choices, value):
+  with pytest.raises(ValueError, match=says(f"`{name}`", *choices, repr(value))):
+    make(**{name: value})
+
+
+@pytest.mark.parametrize("make", [QSGD, gradcomp.qsgd])
+def test_one_bit_has_no_room_for_a_sign(make):
+  parts = ("`bits`", "at least 2", "sign_magnitude", "1", 'levels="uniform"')
+  with pytest.raises(ValueError, match=says(*parts)):
+    make(bits=1)
+  make(bits=1, levels="uniform")
+
+
+@pytest.mark.parametrize("value", ["ring", "", None, True, ["auto"]], ids=repr)
+@pytest.mark.parametrize("make", [gradcomp.qsgd, gradcomp.dense])
+def test_exchange(make, value):
+  choices = ("auto", "all_gather", "two_shot", "psum", "local")
+  with pytest.raises(ValueError, match=says("`exchange`", *choices, repr(value))):
+    make(exchange=value)
+
+
+@pytest.mark.parametrize("value", ["none", "", True, False, 1, ["error"]], ids=repr)
+@pytest.mark.parametrize("make", [gradcomp.qsgd, gradcomp.dense])
+def test_feedback(make, value):
+  parts = ("`feedback`", '"auto"', '"error"', "None", repr(value))
+  with pytest.raises(ValueError, match=says(*parts)):
+    make(feedback=value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, np.float64, "float8", None, 3], ids=repr)
+@pytest.mark.parametrize("make", [Dense, gradcomp.dense])
+def test_dense_dtype(make, dtype):
+  parts = ("`dtype`", "float32, bfloat16 or float16", repr(dtype))
+  with pytest.raises(ValueError, match=says(*parts)):
+    make(dtype=dtype)
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, True, "large"], ids=repr)
+def test_min_leaf_size(size):
+  with pytest.raises(ValueError, match=says("`min_leaf_size`", repr(size))):
+    gradcomp.qsgd(min_leaf_size=size)
+
+
+@pytest.mark.parametrize("codec", [QSGD, "qsgd", None, 4], ids=repr)
+def test_a_codec_is_an_instance(codec):
+  """The class has every attribute that is asked for, as a true property object."""
+  with pytest.raises(TypeError, match=says("`codec`", repr(codec))):
+    gradcomp.compress(codec)
+
+
+@pytest.mark.parametrize("name", ["bits", "bucket_size", "min_leaf_size"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_injected_hyperparameters_that_make_shapes(jit, name):
+  """inject_hyperparams turns integers into arrays, traced ones under jit."""
+  static = {"bits", "bucket_size", "min_leaf_size"} - {name}
+  make = optax.inject_hyperparams(gradcomp.qsgd, static_args=static)
+  with pytest.raises(ValueError, match=says(f"`{name}`", "static_args")):
+    init = make(min_leaf_size=3).init
+    (jax.jit(init) if jit else init)(GRADS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64])
+@pytest.mark.parametrize("make", [gradcomp.qsgd, gradcomp.dense])
+def test_gradients_that_are_not_real_floats(make, dtype):
+  grads = {"layer": [GRADS["w"], {"ids": jnp.ones(3, dtype)}]}
+  parts = ("`updates`['layer'][1]['ids']", "real float", jnp.dtype(dtype).name)
+  with pytest.raises(TypeError, match=says(*parts)):
+    update_once(make(), grads)
+
+
+def test_gradients_of_integers():
+  """What jax.grad(..., allow_int=True) returns for a table of indices."""
+  grads = jax.grad(lambda p: jnp.sum(p["w"]), allow_int=True)({"w": 1.0, "ids": 2})
+  with pytest.raises(TypeError, match=says("`updates`['ids']", "real float", "float0")):
+    update_once(gradcomp.qsgd(), grads)
+
+
+@pytest.mark.parametrize("codec", [QSGD(), QSGD(rounding="nearest"), Dense()])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
+def test_encode_takes_real_floats(codec, dtype):
+  parts = ("`x`", "real float", jnp.dtype(dtype).name)
+  with pytest.raises(TypeError, match=says(*parts)):
+    codec.encode(jnp.ones(3, dtype), key=jax.random.key(0))
+
+
+def test_stochastic_encode_needs_a_key():
+  parts = ("`key`", "stochastic", "jax.random.key(", 'rounding="nearest"')
+  with pytest.raises(ValueError, match=says(*parts)):
+    QSGD().encode(jnp.ones(3))
+  QSGD(rounding="nearest").encode(jnp.ones(3))
+
+
+WRONG_KEYS = {
+  "rbg": (lambda: jax.random.key(0, impl="rbg"), "uint32[4]"),
+  "batch": (lambda: jax.random.split(jax.random.key(0)), "uint32[2, 2]"),
+  "signed": (lambda: jnp.zeros(2, jnp.int32), "int32[2]"),
+  "float": (lambda: jnp.float32(1.5), "float32[]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KEYS)
+def test_keys_are_one_threefry_key(name):
+  make, value = WRONG_KEYS[name]
+  parts = ("`key`", "threefry2x32", value, 'impl="threefry2x32"')
+  with pytest.raises(ValueError, match=says(*parts)):
+    QSGD().encode(jnp.ones(3), key=make())
+  with pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.qsgd(key=make()).init(GRADS)
+
+
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1, -1])
+def test_seeds_are_what_jax_takes(seed):
+  expected = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
+  np.testing.assert_array_equal(gradcomp.qsgd(key=seed).init(GRADS).key, expected)
+
+
+UNBOUND = ("`axis_name`", "jax.shard_map, jax.pmap or jax.vmap", "'data'", "not bound")
+
+
+def test_unbound_axis():
+  parts = (*UNBOUND, "make_train_step", "axis_name=None")
+  with pytest.raises(ValueError, match=says(*parts)):
+    update_once(residual4, GRADS)
+  with pytest.raises(ValueError, match=says(*UNBOUND)):
+    gradcomp.defer_reduction(GRADS, "data")
+  with pytest.raises(ValueError, match=says(*UNBOUND)):
+    gradcomp.value_and_grad(jnp.sum, axis_name="data")(GRADS["w"])
+  another = jax.vmap(functools.partial(update_once, residual4), axis_name="model")
+  with pytest.raises(ValueError, match=says(*UNBOUND)):
+    another({"w": GRADS["w"][None]})
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "shard_map_unchecked", "pmap"])
+def test_no_axis_name_inside_a_map(mode):
+  parts = ("`axis_name`", "('data',)", "None", "axis_name=", 'exchange="local"')
+  typed, data = mode == "shard_map", P("data")
+  run = lambda f, x: in_shard_map(f, x, in_specs=data, out_specs=data, check_vma=typed)
+  if mode == "pmap":
+    run = lambda f, x: jax.pmap(f, axis_name="data")(x.reshape(WORKERS, 2, -1))
+  with pytest.raises(ValueError, match=says(*parts)):
+    run(functools.partial(update_once, gradcomp.qsgd()), GRADS["w"])
+  local = functools.partial(update_once, gradcomp.qsgd(exchange="local"))
+  assert run(local, GRADS["w"]).size == GRADS["w"].size
+
+
+def loss_fn(params, batch):
+  return jnp.mean((batch @ params["w"]) ** 2)
+
+
+BATCH = np.ones((8, 8), np.float32)
+REDUCED = (
+  "`updates`['w']",
+  "'data'",
+  "jax.grad",
+  "already all-reduced",
+  "gradcomp.value_and_grad",
+  "gradcomp.defer_reduction",
+)
+
+
+@pytest.mark.parametrize("make", [gradcomp.qsgd, gradcomp.dense])
+def test_gradients_that_are_reduced_already(make):
+  tx = optax.chain(make(axis_name="data"), optax.sgd(0.1))
+
+  def step(params, batch):
+    return tx.update(jax.grad(loss_fn)(params, batch), tx.init(params))[0]
+
+  with pytest.raises(ValueError, match=says(*REDUCED)):
+    in_shard_map(step, GRADS, BATCH, in_specs=(P(), P("data")), out_specs=P())
+
+
+@pytest.mark.parametrize("cure", ["value_and_grad", "defer_reduction"])
+def test_the_cures_of_reduced_gradients(cure):
+  def step(params, batch):
+    if cure == "value_and_grad":
+      _, grads = gradcomp.value_and_grad(loss_fn, axis_name="data")(params, batch)
+    else:
+      grads = jax.grad(loss_fn)(gradcomp.defer_reduction(params, "data"), batch)
+    return update_once(residual4, grads)
+
+  in_shard_map(step, GRADS, BATCH, in_specs=(P(), P("data")), out_specs=P())
+
+
+RESIDUAL = ("`state.residual`['w']", "(8, 256)", "(2, 256)", "state_specs", "set_mesh")
+
+
+def test_state_made_outside_the_mesh():
+  """Its residual is one worker's, and is cut as if it were all workers'."""
+  state = residual4.init(GRADS)
+  specs = gradcomp.state_specs(state, "data")
+  update = lambda grads, state: residual4.update({"w": grads["w"][0]}, state)[0]
+  stacked = {"w": np.stack([GRADS["w"]] * WORKERS)}
+  with pytest.raises(ValueError, match=says(*RESIDUAL)):
+    in_shard_map(update, stacked, state, in_specs=(P("data"), specs), out_specs=P())
+
+
+def train_step(optimizer=residual4, rows=8, batch=None, mesh=None, axis_name="data"):
+  """One step of make_train_step, with a state that was made outside the mesh."""
+  params = {"w": jnp.ones((rows, 256))}
+  batch = jnp.ones((8, rows)) if batch is None else batch
+  step = gradcomp.make_train_step(
+    lambda params, batch: loss_fn(params, batch["x"] if type(batch) is dict else batch),
+    optimizer,
+    axis_name=axis_name,
+    mesh=modes.mesh(WORKERS) if mesh is None else mesh,
+  )
+  return step(params, optimizer.init(params), batch)
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+def test_state_made_outside_the_mesh_of_a_train_step(rows):
+  """Whether or not the workers divide the leaf, on which JAX fails by itself."""
+  with pytest.raises(ValueError, match=says("residual", "['w']", "set_mesh")):
+    train_step(rows=rows)
+
+
+def test_multi_steps_around_the_exchange_in_a_train_step():
+  """Its sums differ between workers; init outside the map cannot make them so."""
+  with pytest.raises(ValueError, match="MultiSteps"):
+    train_step(optax.MultiSteps(gradcomp.qsgd(axis_name="data"), 2))
+
+
+@pytest.mark.parametrize("size", [256, 4096])
+@pytest.mark.parametrize(
+  "codec", [QSGD(), Dense(dtype=jnp.bfloat16)], ids=["qsgd", "bfloat16"]
+)
+def test_psum_cannot_add_codes(codec, size):
+  """A mistake whatever the leaves: 256 elements would travel dense and hide it."""
+  parts = ("`exchange`", '"psum"', type(codec).__name__, '"auto"', "gradcomp.dense()")
+  with pytest.raises(ValueError, match=says(*parts)):
+    tx = gradcomp.compress(codec, axis_name="data", exchange="psum")
+    jax.vmap(functools.partial(update_once, tx), axis_name="data")(jnp.ones((2, size)))
+
+
+@pytest.mark.parametrize("axes", ["('data',)", "()"], ids=["another", "no_mesh"])
+def test_train_step_on_an_axis_that_the_mesh_does_not_have(axes):
+  mesh = None if axes == "()" else modes.mesh(2)
+  parts = ("`axis_name`", "axis of the mesh", "'model'", axes, "mesh=", "jax.set_mesh")
+  with pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.make_train_step(loss_fn, residual4, axis_name="model", mesh=mesh)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 9])
+def test_batches_that_workers_cannot_share(rows):
+  parts = ("`batch`['x']", "4 workers", "equally", f"({rows}, 8)")
+  dense = gradcomp.dense(axis_name="data")
+  with pytest.raises(ValueError, match=says(*parts)):
+    train_step(dense, batch={"x": jnp.ones((rows, 8))})
+
+
+@pytest.mark.parametrize("scalar", [jnp.float32(1), 1.0, np.int64(3)], ids=repr)
+def test_scalars_in_a_batch(scalar):
+  parts = ("`batch`['rate']", "4 workers", "()")
+  dense = gradcomp.dense(axis_name="data")
+  with pytest.raises(ValueError, match=says(*parts)):
+    train_step(dense, batch={"x": jnp.ones((8, 8)), "rate": scalar})
+
+
+def test_train_step_of_another_axis_than_the_transformation():
+  with pytest.raises(ValueError, match=says("`axis_name`", "'model'", "not bound")):
+    train_step(gradcomp.dense(axis_name="model"))
