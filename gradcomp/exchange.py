@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp import _axes
-from gradcomp.codecs import Dense
+from gradcomp.codecs import Codec, Dense
 from gradcomp.layout import Layout, mean_of_rows
 
 Exchange = Literal["auto", "all_gather", "two_shot", "psum", "local"]
@@ -25,34 +25,30 @@ Exchange = Literal["auto", "all_gather", "two_shot", "psum", "local"]
 _TINY_MESSAGE = 1 << 16
 
 
-def check_exchange(exchange: str) -> None:
-  """ValueError for an unknown name."""
+def check_exchange(exchange: str, codec: Codec) -> None:
+  """ValueError for an unknown name, and for a sum of codes that cannot be added."""
   if exchange not in get_args(Exchange):
     raise ValueError(
       f"`exchange` must be one of {get_args(Exchange)}, got {exchange!r}."
     )
+  if exchange == "psum" and codec != Dense():
+    raise ValueError(
+      '`exchange` must not be "psum" for a codec whose codes cannot be added, got '
+      f'{codec}; use exchange="auto", or gradcomp.dense() for the plain mean.'
+    )
 
 
 def choose(exchange: Exchange, layout: Layout, workers: int) -> Exchange:
-  """The strategy behind ``"auto"``, and the check of one that was asked for.
+  """The strategy behind ``"auto"``; one that was asked for as it is.
 
   A worker receives ``(N-1) c`` bytes by ``all_gather`` and ``2 (N-1)/N c`` by
   ``two_shot``, which quantizes twice. So ``all_gather`` serves up to two workers, where
   the bytes are equal, and tiny messages; ``two_shot`` all others. Where every leaf is
   dense float32 there is nothing to encode, and ``psum`` is the plain mean.
-
-  Raises:
-    ValueError: ``"psum"`` was asked for and a codec is not ``Dense(float32)``.
   """
-  dense = all(codec == Dense() for codec in layout.codecs)
-  if exchange == "psum" and not dense:
-    raise ValueError(
-      '`exchange` must not be "psum" for codecs whose codes cannot be added, got '
-      f'{layout.codecs}; use exchange="auto", or gradcomp.dense() for the plain mean.'
-    )
   if exchange != "auto":
     return exchange
-  if dense:
+  if all(codec == Dense() for codec in layout.codecs):
     return "psum"
   if workers <= 2 or workers * layout.nbytes <= _TINY_MESSAGE:
     return "all_gather"

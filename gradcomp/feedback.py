@@ -20,7 +20,7 @@ def zero_residual(params: Any, axis_name: str | None) -> Any:
 
   def local() -> Any:
     zeros = jax.tree.map(
-      lambda leaf: jnp.zeros(leaf.shape or (1,), jnp.float32), params
+      lambda leaf: jnp.zeros(getattr(leaf, "shape", ()) or (1,), jnp.float32), params
     )
     if axis_name is None or _axes.bound_size(axis_name) is None:
       return zeros

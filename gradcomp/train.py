@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from gradcomp import _axes
 from gradcomp.exchange import pmean
-from gradcomp.sharding import state_specs
+from gradcomp.sharding import check_stacked, state_specs
 
 
 def defer_reduction(params: Any, axis_name: str) -> Any:
@@ -125,7 +125,7 @@ def make_train_step(
 
   Raises:
     ValueError: an axis that the mesh does not have; when called, a batch that cannot
-      be cut into equal parts.
+      be cut into equal parts, or a state that was made outside the mesh.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -171,6 +171,7 @@ def make_train_step(
     if explicit[axis_name] == AxisType.Explicit:
       batch = jax.reshard(batch, jax.sharding.NamedSharding(mesh, cut))
     specs = state_specs(opt_state, axis_name)
+    check_stacked(opt_state, specs, params, workers)
     mapped = jax.shard_map(
       local_step,
       mesh=mesh,

@@ -9,6 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from gradcomp import _axes
+from gradcomp._checks import static_integer
 from gradcomp.codecs import Codec
 from gradcomp.exchange import Exchange, average, check_exchange
 from gradcomp.feedback import correct, remainder, zero_residual
@@ -68,10 +69,12 @@ def compress(
     :func:`gradcomp.state_specs`.
 
   Raises:
-    ValueError: an unknown ``exchange`` or ``feedback``; in ``update``, an axis that is
-      not bound, manual axes and no ``axis_name``, gradients that are already reduced,
-      or a residual of another shape than the gradient.
-    TypeError: in ``update``, a gradient leaf that is not real floating point.
+    ValueError: an unknown ``exchange`` or ``feedback``, ``"psum"`` with a codec whose
+      codes cannot be added, a bad ``min_leaf_size`` or ``key``; in ``update``, an axis
+      that is not bound, manual axes and no ``axis_name``, gradients that are already
+      reduced, or a residual of another shape than the gradient.
+    TypeError: ``codec`` is not one; in ``update``, a gradient leaf that is not real
+      floating point.
 
   Example:
     >>> tx = compress(gradcomp.codecs.QSGD(bits=8, rounding="nearest"))
@@ -85,7 +88,14 @@ def compress(
     Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
     Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018
   """
-  check_exchange(exchange)
+  if isinstance(codec, type) or not isinstance(codec, Codec):
+    raise TypeError(f"`codec` must be an instance of a codec, got {codec!r}.")
+  check_exchange(exchange, codec)
+  if min_leaf_size is not None:
+    rule = "a number of elements, 0 or more, or None"
+    min_leaf_size = static_integer("min_leaf_size", rule, min_leaf_size)
+    if min_leaf_size < 0:
+      raise ValueError(f"`min_leaf_size` must be {rule}, got {min_leaf_size}.")
   if feedback not in ("auto", "error", None):
     raise ValueError(f'`feedback` must be "auto", "error" or None, got {feedback!r}.')
   keeps_residual = feedback == "error" or (feedback == "auto" and not codec.unbiased)
@@ -115,8 +125,9 @@ def compress(
 
 def _seed_words(key: ArrayLike) -> jax.Array:
   """``uint32[2]`` of a seed or of a threefry key."""
-  key = jnp.asarray(key)
-  if key.shape == () and jnp.issubdtype(key.dtype, jnp.integer):
+  if not isinstance(key, jax.Array):
+    key = key if isinstance(key, int) else jnp.asarray(key)
+  if jnp.shape(key) == () and jnp.issubdtype(jnp.result_type(key), jnp.integer):
     key = jax.random.key(key, impl="threefry2x32")
   return key_words(key)
 

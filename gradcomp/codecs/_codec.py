@@ -1,6 +1,6 @@
 """What every codec is: the facts and the five functions that the exchange relies on."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ class Payload(NamedTuple):
   rows: jax.Array  # uint32[tiles, words and scales of a tile]
 
 
+@runtime_checkable
 class Codec(Protocol):
   """A pair of pure functions between an array and a :class:`Payload`.
 

@@ -7,12 +7,18 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
+from gradcomp._checks import static_integer
 from gradcomp.codecs._codec import Payload, as_float32, codec_key, from_tiles
 from gradcomp.codecs._rounding import Rounding
 from gradcomp.kernels import planes, qsgd
 
 _TENSOR_ROW = 512  # words in a row when the whole tensor is one bucket
 _BUCKET_MULTIPLE = 32  # of words, so that planes stay whole vectors
+
+_BITS_RULE = "1 to 8 or 16"
+_BUCKET_RULE = (
+  f"a positive multiple of {_BUCKET_MULTIPLE}, or None for one scale a tensor"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,14 +92,15 @@ class QSGD:
   rounding: Rounding = "stochastic"
 
   def __post_init__(self) -> None:
-    if self.bits not in (1, 2, 3, 4, 5, 6, 7, 8, 16):
-      raise ValueError(f"`bits` must be 1 to 8 or 16, got {self.bits!r}.")
-    size = self.bucket_size
-    if size is not None and (size < 1 or size % _BUCKET_MULTIPLE):
-      raise ValueError(
-        f"`bucket_size` must be a positive multiple of {_BUCKET_MULTIPLE}, or None for "
-        f"one scale a tensor, got {size!r}."
-      )
+    bits = static_integer("bits", _BITS_RULE, self.bits)
+    if bits not in (1, 2, 3, 4, 5, 6, 7, 8, 16):
+      raise ValueError(f"`bits` must be {_BITS_RULE}, got {bits}.")
+    object.__setattr__(self, "bits", bits)
+    if self.bucket_size is not None:
+      size = static_integer("bucket_size", _BUCKET_RULE, self.bucket_size)
+      if size < 1 or size % _BUCKET_MULTIPLE:
+        raise ValueError(f"`bucket_size` must be {_BUCKET_RULE}, got {size}.")
+      object.__setattr__(self, "bucket_size", size)
     for name, choices in (
       ("norm", qsgd.Norm),
       ("levels", qsgd.Levels),
