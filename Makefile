@@ -42,5 +42,6 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.made-by-$(version)
 $(VENV)/.made-by-$(version):
 	@test ! -e $(VENV) || { echo "$(VENV) was not made by $(PYTHON) $(version):" \
 	  "run 'make clean', or choose another folder with VENV=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11")'
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	@touch $@

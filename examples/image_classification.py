@@ -146,7 +146,7 @@ def load_everywhere(name: str, data_dir: str | None) -> data.ImageSet:
 def footnote(workers: int) -> str:
   """What the table's columns mean here."""
   text = (
-    f"{workers} workers. Bytes: what each sends, read from the compiled step's HLO.\n"
+    f"Workers: {workers}. Bytes: what each sends, read from the compiled step's HLO.\n"
     "Ratio: to a plain f32 mean. Time: the median step, compilation excluded."
   )
   if jax.default_backend() == "cpu":
@@ -172,24 +172,45 @@ def make_parser() -> argparse.ArgumentParser:
     help="digits (default) is embedded, the others download once",
   )
   group.add_argument("--data-dir", help="default: tensorflow-datasets' own")
-  group.add_argument("--model", choices=tuple(MODELS), default="lenet")
-  group.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
-  group.add_argument("--learning-rate", type=float, default=0.05)
-  group.add_argument("--batch-size", type=positive, default=128, help="of all workers")
-  group.add_argument("--steps", type=positive, default=200)
-  group.add_argument("--seed", type=int, default=0)
+  group.add_argument(
+    "--model", choices=tuple(MODELS), default="lenet", help="default: lenet"
+  )
+  group.add_argument(
+    "--optimizer", choices=("sgd", "adam"), default="sgd", help="default: sgd"
+  )
+  group.add_argument(
+    "--learning-rate", type=float, default=0.05, help="at the start; default: 0.05"
+  )
+  group.add_argument(
+    "--batch-size", type=positive, default=64, help="of all workers; default: 64"
+  )
+  group.add_argument("--steps", type=positive, default=200, help="default: 200")
+  group.add_argument(
+    "--seed", type=int, default=0, help="of parameters, batches and rounding"
+  )
 
   group = parser.add_argument_group("exchange")
   group.add_argument(
     "--codec",
     choices=("none", "f32", "bf16", "qsgd"),
     default="qsgd",
-    help="f32 is the plain mean through gradcomp, none the same without it",
+    help="qsgd (default); f32 is the plain mean, none the same without gradcomp",
   )
-  group.add_argument("--bits", type=int, choices=WIDTHS, default=4, help="of qsgd")
-  group.add_argument("--bucket-size", type=positive, default=512, help="of qsgd")
-  group.add_argument("--exchange", choices=EXCHANGES, default="auto")
-  group.add_argument("--feedback", choices=("auto", "error", "none"), default="auto")
+  group.add_argument(
+    "--bits", type=int, choices=WIDTHS, default=4, help="of --codec qsgd; default: 4"
+  )
+  group.add_argument(
+    "--bucket-size", type=positive, default=512, help="of qsgd; default: 512"
+  )
+  group.add_argument(
+    "--exchange", choices=EXCHANGES, default="auto", help="default: auto"
+  )
+  group.add_argument(
+    "--feedback",
+    choices=("auto", "error", "none"),
+    default="auto",
+    help="whether workers keep what they did not send; auto (default): biased codecs",
+  )
 
   group = parser.add_argument_group("comparison")
   group.add_argument(
@@ -201,19 +222,28 @@ def make_parser() -> argparse.ArgumentParser:
     f"without names: {' '.join(COMPARED)}",
   )
   group.add_argument(
-    "--seeds", type=positive, default=1, help="repeat from this many seeds"
+    "--seeds", type=positive, default=1, help="repeat from as many seeds; default: 1"
   )
   group.add_argument(
-    "--evaluate-every", type=positive, default=10, help="steps between two points"
+    "--evaluate-every",
+    type=positive,
+    default=10,
+    help="steps between two points of the curves; default: 10",
   )
-  group.add_argument("--output", type=Path, default=Path("results"), help="folder")
+  group.add_argument(
+    "--output",
+    type=Path,
+    default=Path("results"),
+    help="folder of summary.csv, curves.csv and curves.png; default: results",
+  )
 
   group = parser.add_argument_group("devices and processes")
   group.add_argument(
     "--devices",
     type=positive,
     default=8,
-    help="CPU devices to emulate in each process; accelerators, if any, are all used",
+    help="CPU devices to emulate in each process, where there are no accelerators; "
+    "default: 8",
   )
   group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
   group.add_argument("--num-processes", type=positive)

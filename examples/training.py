@@ -141,9 +141,9 @@ def train(
   for done in range(1, steps + 1):
     batch = task.place(next(batches))
     start = time.perf_counter()
-    params, opt_state, metrics = step(params, opt_state, batch)
-    losses.append(float(metrics["loss"]))  # waits for the step
+    params, opt_state, metrics = jax.block_until_ready(step(params, opt_state, batch))
     seconds.append(time.perf_counter() - start)
+    losses.append(float(metrics["loss"]))
     if done % evaluate_every == 0 or done == steps:
       test_loss, accuracy = task.evaluate(params)
       train_loss = statistics.fmean(losses)

@@ -43,7 +43,7 @@ every_transformation = pytest.mark.parametrize("name", FACTORIES)
 def gradients(seed=0):
   """A leaf to compress, an odd one, a small one, a scalar and an empty one."""
   rng = np.random.default_rng(seed)
-  shapes = {"m": (32, 32), "odd": (3, 5, 43), "b": (5,), "s": (), "none": (0, 3)}
+  shapes = {"m": (32, 32), "odd": (3, 5, 43), "b": (5,), "s": (), "empty": (0, 3)}
   return {
     name: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     for name, shape in shapes.items()
@@ -79,6 +79,12 @@ def steps(tx, grads, jit=False):
   return outputs, states
 
 
+def zero_residual(name):
+  """Shaped like the leaves, scalars as (1,); None where no residual is kept."""
+  zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape or (1,)), gradients())
+  return zeros if name in KEEP_RESIDUAL else None
+
+
 @functools.cache
 def plain(name):
   """Three steps without any wrapper, jitted: they compile once."""
@@ -108,7 +114,7 @@ def test_compresses_what_is_large_and_nothing_else(name):
   grads, output = gradients(), plain(name)[0][0]
   for leaf in ("m", "odd"):
     assert (output[leaf] == grads[leaf]).all() == (name == "dense")
-  assert_equal(pick(output, "b", "s", "none"), pick(grads, "b", "s", "none"))
+  assert_equal(pick(output, "b", "s", "empty"), pick(grads, "b", "s", "empty"))
 
 
 @every_transformation
@@ -118,13 +124,17 @@ def test_dtypes_return_and_sums_are_in_float32(name):
     args = optax.tree.cast(grads, dtype), tx.init(optax.tree.cast(grads, dtype))
     assert jax.eval_shape(tx.update, *args) == jax.eval_shape(lambda *args: args, *args)
   kinds = dict(m=jnp.bfloat16, odd=jnp.float16, b=jnp.float16, s=jnp.float32)
-  kinds["none"] = jnp.bfloat16
+  kinds["empty"] = jnp.bfloat16
   mixed = jax.tree.map(jnp.astype, grads, kinds)
   got, state = tx.update(mixed, tx.init(mixed))
   wide = optax.tree.cast(mixed, jnp.float32)
   expected, expected_state = tx.update(wide, tx.init(wide))
   assert_equal(got, jax.tree.map(jnp.astype, expected, kinds))
   assert_equal(state, expected_state)  # ... and the residual is float32 for all
+  large = jnp.full((2, 1024), 49152, jnp.float16)  # a sum of two is infinite
+  tx = FACTORIES[name](axis_name="data")
+  average = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")
+  assert_equal(average(large, tx.init(large[0]))[0], large)
 
 
 @every_transformation
@@ -155,12 +165,7 @@ def test_init_takes_abstract_parameters(name):
   assert_equal(tx.init(abstract), state)
   assert_equal(jax.jit(tx.init)(grads), state)
   assert jax.eval_shape(tx.init, abstract) == jax.eval_shape(lambda: state)
-  assert (state.residual is not None) == (name in KEEP_RESIDUAL)
-  for leaf, like in zip(
-    jax.tree.leaves(state.residual), jax.tree.leaves(grads), strict=False
-  ):
-    assert leaf.shape == (like.shape or (1,)) and leaf.dtype == jnp.float32
-    assert not leaf.any()
+  assert_equal(state.residual, zero_residual(name))
 
 
 @every_transformation
@@ -214,7 +219,7 @@ def test_clip_by_global_norm(name, first):
 @every_transformation
 def test_masked_and_partition(name):
   tx, grads = FACTORIES[name](), gradients()
-  chosen, others = ("odd", "s"), ("b", "m", "none")
+  chosen, others = ("odd", "s"), ("b", "m", "empty")
   expected = {**pick(grads, *others), **alone(name, *chosen)}
   mask = {leaf: leaf in chosen for leaf in grads}
   (output,), (state,) = steps(optax.masked(tx, mask), [grads])
@@ -262,20 +267,17 @@ def test_apply_if_finite_after_it(name):
     assert_equal(outputs[2], jax.tree.map(jnp.negative, plain(name)[0][2]))
 
 
-def test_inject_hyperparams_with_a_codec():
-  make = optax.inject_hyperparams(gradcomp.compress)
-  tx = make(codec=QSGD(bits=4, bucket_size=32), feedback="error", key=0)
-  outputs, states = steps(tx, [gradients(seed) for seed in range(3)])
-  assert_equal(outputs, plain("qsgd4-error")[0])
-  assert_equal(states[-1].inner_state, plain("qsgd4-error")[1][-1])
-
-
-def test_inject_hyperparams_with_static_arguments():
-  make = optax.inject_hyperparams(
-    gradcomp.qsgd, static_args=("bits", "bucket_size", "min_leaf_size")
-  )
-  tx = make(bits=4, bucket_size=32, min_leaf_size=100, feedback="error")
-  outputs, states = steps(tx, [gradients(seed) for seed in range(3)])
+@pytest.mark.parametrize("factory", [gradcomp.compress, gradcomp.qsgd])
+def test_inject_hyperparams(factory):
+  """A codec passes as it is; integers that make shapes are to be named static."""
+  if factory is gradcomp.compress:
+    make = optax.inject_hyperparams(factory)
+    tx = make(codec=QSGD(bits=4, bucket_size=32), feedback="error", key=0)
+  else:
+    static = ("bits", "bucket_size", "min_leaf_size")
+    make = optax.inject_hyperparams(factory, static_args=static)
+    tx = make(bits=4, bucket_size=32, min_leaf_size=100, feedback="error")
+  outputs, states = steps(tx, [gradients(seed) for seed in range(3)], jit=True)
   assert_equal(outputs, plain("qsgd4-error")[0])
   assert_equal(states[-1].inner_state, plain("qsgd4-error")[1][-1])
 
@@ -283,8 +285,7 @@ def test_inject_hyperparams_with_static_arguments():
 @every_transformation
 def test_state_is_found_and_mapped_by_name(name):
   tx, grads = FACTORIES[name](), gradients()
-  residual = optax.tree.zeros_like(jax.tree.map(jnp.atleast_1d, grads))
-  expected = residual if name in KEEP_RESIDUAL else None
+  expected = zero_residual(name)
   for wrapped in (
     tx,
     optax.chain(tx, optax.adam(1e-3)),
