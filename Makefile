@@ -16,7 +16,7 @@ train: $(VENV)/.installed-examples  ## train the example with several codecs and
 	$(python) examples/image_classification.py --compare $(ARGS)
 
 test: $(VENV)/.installed-test  ## run all tests and doctests
-	$(python) -m pytest $(ARGS)
+	$(python) -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-test  ## check the style with ruff
 	$(python) -m ruff check

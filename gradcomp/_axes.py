@@ -40,11 +40,6 @@ def is_typed(axis_name: str) -> bool:
   return axis_name in varying(lax.axis_index(axis_name))
 
 
-def is_reduced(x: jax.Array, axis_name: str) -> bool:
-  """Whether types are tracked and say that ``x`` is equal on all workers."""
-  return axis_name not in varying(x) and is_typed(axis_name)
-
-
 def mark_varying(tree: Any, axis_name: str) -> Any:
   """Types every leaf as varying over the axis where types are tracked."""
   if not is_typed(axis_name):

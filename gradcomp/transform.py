@@ -125,9 +125,11 @@ def compress(
 
 def _seed_words(key: ArrayLike) -> jax.Array:
   """``uint32[2]`` of a seed or of a threefry key."""
-  if not isinstance(key, jax.Array):
-    key = key if isinstance(key, int) else jnp.asarray(key)
-  if jnp.shape(key) == () and jnp.issubdtype(jnp.result_type(key), jnp.integer):
+  if not isinstance(key, int | jax.Array):
+    key = jnp.asarray(key)
+  if isinstance(key, int) or (
+    key.shape == () and jnp.issubdtype(key.dtype, jnp.integer)
+  ):
     key = jax.random.key(key, impl="threefry2x32")
   return key_words(key)
 
@@ -148,8 +150,10 @@ def _step_keys(
 
 def _check_gradients(updates: Any, axis_name: str | None, exchange: Exchange) -> None:
   """What can be wrong with a gradient, said before anything is computed from it."""
+  typed = False
   if axis_name is not None:
     _axes.require_size(axis_name)
+    typed = _axes.is_typed(axis_name)
   elif _axes.manual_axes() and exchange != "local":
     raise ValueError(
       f"`axis_name` must name the axis to average over inside a map with the axes "
@@ -160,7 +164,7 @@ def _check_gradients(updates: Any, axis_name: str | None, exchange: Exchange) ->
     name = f"`updates`{jax.tree_util.keystr(path)}"
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise TypeError(f"{name} must have a real float dtype, got {leaf.dtype}.")
-    if axis_name is not None and _axes.is_reduced(leaf, axis_name):
+    if typed and axis_name not in _axes.varying(leaf):
       raise ValueError(
         f"{name} must differ between the workers of {axis_name!r}, but its type says "
         "that it is equal on all: inside jax.shard_map, jax.grad with respect to "

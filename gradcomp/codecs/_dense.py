@@ -1,6 +1,7 @@
 """Dense: every element as it is, in 32 or 16 bits."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,9 @@ class Dense:
 
   dtype: DTypeLike = jnp.float32
 
+  needs_key: ClassVar[bool] = False
+  shares_stats: ClassVar[bool] = False
+
   def __post_init__(self) -> None:
     choices = (jnp.float32, jnp.bfloat16, jnp.float16)
     if self.dtype not in [jnp.dtype(choice) for choice in choices]:
@@ -50,14 +54,6 @@ class Dense:
   @property
   def unbiased(self) -> bool:
     return self._bits == 32
-
-  @property
-  def needs_key(self) -> bool:
-    return False
-
-  @property
-  def shares_stats(self) -> bool:
-    return False
 
   @property
   def summable(self) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import get_args
+from typing import ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,9 @@ class QSGD:
   levels: qsgd.Levels = "sign_magnitude"
   rounding: Rounding = "stochastic"
 
+  shares_stats: ClassVar[bool] = False
+  summable: ClassVar[bool] = False
+
   def __post_init__(self) -> None:
     bits = static_integer("bits", _BITS_RULE, self.bits)
     if bits not in (1, 2, 3, 4, 5, 6, 7, 8, 16):
@@ -123,14 +126,6 @@ class QSGD:
   @property
   def needs_key(self) -> bool:
     return self.rounding == "stochastic"
-
-  @property
-  def shares_stats(self) -> bool:
-    return False
-
-  @property
-  def summable(self) -> bool:
-    return False
 
   @property
   def tile_size(self) -> int:
