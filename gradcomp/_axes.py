@@ -20,6 +20,8 @@ def bound_size(axis_name: str) -> int | None:
 
 def require_size(axis_name: str) -> int:
   """The number of workers on the axis; ValueError where it is unbound."""
+  if not isinstance(axis_name, str):
+    raise ValueError(f"`axis_name` must be the name of one axis, got {axis_name!r}.")
   size = bound_size(axis_name)
   if size is None:
     raise ValueError(

@@ -109,6 +109,11 @@ def compress(
   ) -> tuple[Any, CompressState]:
     del params, extra_args
     _check_gradients(updates, axis_name, exchange)
+    if keeps_residual != (state.residual is not None) and jax.tree.leaves(updates):
+      raise ValueError(
+        f"`state.residual` must {'' if keeps_residual else 'not '}be kept with "
+        f"feedback={feedback!r} and {codec}; make the state with this transformation."
+      )
     corrected = correct(updates, state.residual)
     layout = plan(corrected, codec, min_leaf_size=min_leaf_size)
     keys = _step_keys(state, layout, axis_name)

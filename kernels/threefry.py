@@ -93,6 +93,7 @@ def key_words(key: jax.Array) -> jax.Array:
     >>> key_words(jax.random.key(7, impl="threefry2x32"))
     Array([0, 7], dtype=uint32)
   """
+  key = jnp.asarray(key)
   typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
   words = jax.random.key_data(key) if typed else key
   if words.shape != (2,) or words.dtype != jnp.uint32:

@@ -166,6 +166,7 @@ WRONG_KEYS = {
   "batch": (lambda: jax.random.split(jax.random.key(0)), "uint32[2, 2]"),
   "signed": (lambda: jnp.zeros(2, jnp.int32), "int32[2]"),
   "float": (lambda: jnp.float32(1.5), "float32[]"),
+  "vector": (lambda: np.arange(3, dtype=np.uint32), "uint32[3]"),
 }
 
 
@@ -301,6 +302,25 @@ def test_psum_cannot_add_codes(codec, size):
   with pytest.raises(ValueError, match=says(*parts)):
     tx = gradcomp.compress(codec, axis_name="data", exchange="psum")
     jax.vmap(functools.partial(update_once, tx), axis_name="data")(jnp.ones((2, size)))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_state_of_another_feedback(keeps):
+  """Else feedback would be off, or a residual lost, and nobody told."""
+  made, used = (None, "error") if keeps else ("error", None)
+  state = gradcomp.qsgd(feedback=made).init(GRADS)
+  rule = "must be kept" if keeps else "must not be kept"
+  with pytest.raises(ValueError, match=says("`state.residual`", rule, repr(used))):
+    gradcomp.qsgd(feedback=used).update(GRADS, state)
+
+
+@pytest.mark.parametrize("axis_name", [("data",), 3], ids=repr)
+def test_axis_names_are_names(axis_name):
+  tx = gradcomp.qsgd(axis_name=axis_name)
+  with pytest.raises(
+    ValueError, match=says("`axis_name`", "one axis", repr(axis_name))
+  ):
+    jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(GRADS)
 
 
 @pytest.mark.parametrize("axes", ["('data',)", "()"], ids=["another", "no_mesh"])
