@@ -20,6 +20,7 @@ test: $(VENV)/.installed-test  ## run all tests and doctests
 
 lint: $(VENV)/.installed-test  ## check the style with ruff
 	$(python) -m ruff check
+	$(python) -m ruff format --check
 
 # mypy finds modules by their folders: see mypy_path in pyproject.toml.
 types: $(VENV)/.installed-test  ## check the types with mypy
