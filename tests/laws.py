@@ -15,18 +15,25 @@ from gradcomp.codecs import QSGD, Dense
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 LEVELS = ("sign_magnitude", "uniform")
 
+# One bit has no room for a sign.
+SCHEMES = [
+  (bits, levels)
+  for bits in WIDTHS
+  for levels in LEVELS
+  if (bits, levels) != (1, "sign_magnitude")
+]
+
 # Each width and level scheme by bucket; a tensor's one scale is the same code for all.
 QSGD_CODECS = [
   QSGD(bits=bits, bucket_size=bucket_size, norm=norm, levels=levels, rounding=rounding)
-  for bits in WIDTHS
-  for levels in LEVELS
+  for bits, levels in SCHEMES
   for bucket_size, norm, rounding in (
     (64, "max", "stochastic"),
     (32, "l2", "nearest"),
     (None, "l2", "stochastic"),
     (None, "max", "nearest"),
   )
-  if (bits, levels) != (1, "sign_magnitude") and (bucket_size or bits in (3, 8))
+  if bucket_size or bits in (3, 8)
 ]
 DENSE_CODECS = [Dense(), Dense(dtype=jnp.bfloat16), Dense(dtype=jnp.float16)]
 CODECS = QSGD_CODECS + DENSE_CODECS
