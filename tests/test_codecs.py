@@ -190,6 +190,18 @@ def test_the_largest_element_never_misses_its_level(codec):
 
 
 @pytest.mark.parametrize("norm", ["max", "l2"])
+@pytest.mark.parametrize("bucket_size", [64, 512])
+def test_a_nan_is_seen_wherever_it_is(bucket_size, norm):
+  """One in each bucket but the last, at every position: a maximum may drop it."""
+  buckets = np.ones((bucket_size + 1, bucket_size), np.float32)
+  np.fill_diagonal(buckets, np.nan)
+  codec = QSGD(bits=4, bucket_size=bucket_size, norm=norm)
+  restored = laws.round_trip(codec, buckets)
+  assert np.isnan(restored[:-1]).all()
+  assert np.isfinite(restored[-1]).all()
+
+
+@pytest.mark.parametrize("norm", ["max", "l2"])
 def test_zeros_among_others_stay_zero(norm):
   x = laws.gaussian(512)
   x[::3] = 0
