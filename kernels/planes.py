@@ -107,8 +107,3 @@ def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
   plane = jax.lax.broadcasted_iota(jnp.uint32, shape, words.ndim - 1)
   codes = words[..., None, :] >> (plane * bits)
   return codes if bits == 32 else codes & jnp.uint32(2**bits - 1)
-
-
-def untile(tiles: jax.Array, size: int) -> jax.Array:
-  """The first ``size`` elements of ``[rows, P, B]`` tiles, as a flat array."""
-  return tiles.reshape(-1)[:size]

@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
-from typing import ClassVar, get_args
+from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp._checks import static_integer
 from gradcomp.codecs._codec import Payload, as_float32, codec_key, from_tiles
-from gradcomp.codecs._rounding import Rounding
 from gradcomp.kernels import planes, qsgd
+
+Rounding = Literal["stochastic", "nearest"]
 
 _TENSOR_ROW = 512  # words in a row when the whole tensor is one bucket
 _BUCKET_MULTIPLE = 32  # of words, so that planes stay whole vectors
