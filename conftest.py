@@ -29,6 +29,14 @@ def pytest_report_header() -> str:
   return f"jax {jax.__version__}, numpy {np.__version__}, optax {optax.__version__}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+  parser.addoption(
+    "--every-mode",
+    action="store_true",
+    help="run the law of the exchanges in every mode for every number of workers",
+  )
+
+
 @pytest.fixture(autouse=True, scope="session")
 def names_in_doctests(doctest_namespace):
   doctest_namespace.update(jax=jax, jnp=jnp, np=np, optax=optax, gradcomp=gradcomp, P=P)

@@ -2,9 +2,12 @@
 
 from gradcomp import codecs as codecs
 from gradcomp import kernels as kernels
+from gradcomp._explain import Explanation as Explanation
+from gradcomp._explain import explain as explain
 from gradcomp._version import __version__ as __version__
 from gradcomp.aliases import dense as dense
 from gradcomp.aliases import qsgd as qsgd
+from gradcomp.sharding import init_state as init_state
 from gradcomp.sharding import state_specs as state_specs
 from gradcomp.train import defer_reduction as defer_reduction
 from gradcomp.train import make_train_step as make_train_step

@@ -4,24 +4,46 @@ The spellings here are those of JAX 0.10.2 to 0.12; what differs among versions,
 between pmap, vmap and shard_map, stays in this file.
 """
 
+import math
 from typing import Any
 
 import jax
 from jax import lax
 
+# One axis, or several that are reduced together, as jax.lax.psum takes them.
+AxisName = str | tuple[str, ...]
 
-def bound_size(axis_name: str) -> int | None:
-  """The number of workers on an axis of the enclosing map, None where it is unbound."""
+
+def names(axis_name: AxisName) -> tuple[str, ...]:
+  """The axes as a tuple; ValueError for what names none."""
+  result = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+  named = all(isinstance(name, str) for name in result)
+  if not result or not named or len(set(result)) < len(result):
+    raise ValueError(
+      f"`axis_name` must be the name of an axis or a tuple of different ones, got "
+      f"{axis_name!r}."
+    )
+  return result
+
+
+def bound_size(axis_name: AxisName) -> int | None:
+  """The number of workers on axes of the enclosing maps, None where one is unbound."""
   try:
-    return lax.axis_size(axis_name)
+    return math.prod(lax.axis_size(name) for name in names(axis_name))
   except NameError:
     return None
 
 
-def require_size(axis_name: str) -> int:
-  """The number of workers on the axis; ValueError where it is unbound."""
-  if not isinstance(axis_name, str):
-    raise ValueError(f"`axis_name` must be the name of one axis, got {axis_name!r}.")
+def mesh_size(axis_name: AxisName) -> int | None:
+  """The number of workers on axes of the mesh of ``jax.set_mesh``, None outside it."""
+  shape = jax.sharding.get_abstract_mesh().shape
+  if any(name not in shape for name in names(axis_name)):
+    return None
+  return math.prod(shape[name] for name in names(axis_name))
+
+
+def require_size(axis_name: AxisName) -> int:
+  """The number of workers on the axes; ValueError where one is unbound."""
   size = bound_size(axis_name)
   if size is None:
     raise ValueError(
@@ -37,18 +59,19 @@ def varying(x: jax.Array) -> frozenset[str]:
   return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def is_typed(axis_name: str) -> bool:
+def is_typed(axis_name: AxisName) -> bool:
   """Whether the enclosing map tracks what varies: shard_map with check_vma=True."""
-  return axis_name in varying(lax.axis_index(axis_name))
+  return names(axis_name)[0] in varying(lax.axis_index(axis_name))
 
 
-def mark_varying(tree: Any, axis_name: str) -> Any:
-  """Types every leaf as varying over the axis where types are tracked."""
+def mark_varying(tree: Any, axis_name: AxisName) -> Any:
+  """Types every leaf as varying over the axes where types are tracked."""
   if not is_typed(axis_name):
     return tree
 
   def mark(x: jax.Array) -> jax.Array:
-    return x if axis_name in varying(x) else lax.pcast(x, axis_name, to="varying")
+    missing = tuple(name for name in names(axis_name) if name not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
   return jax.tree.map(mark, tree)
 
@@ -56,9 +79,3 @@ def mark_varying(tree: Any, axis_name: str) -> Any:
 def manual_axes() -> tuple[str, ...]:
   """Mesh axes that an enclosing shard_map or pmap has made manual."""
   return tuple(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def maps_outside(axis_name: str) -> bool:
-  """Whether ``jax.set_mesh`` has a mesh with the axis and no map has bound it yet."""
-  in_mesh = axis_name in jax.sharding.get_abstract_mesh().axis_names
-  return in_mesh and bound_size(axis_name) is None

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from gradcomp._axes import AxisName
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.exchange import Exchange
 from gradcomp.transform import compress
@@ -18,10 +19,14 @@ def qsgd(
   norm: Literal["max", "l2"] = "max",
   levels: Literal["sign_magnitude", "uniform"] = "sign_magnitude",
   rounding: Literal["stochastic", "nearest"] = "stochastic",
-  axis_name: str | None = None,
+  share_scale: bool = False,
+  axis_name: AxisName | None = None,
   exchange: Exchange = "auto",
+  group_size: int | None = None,
   feedback: Literal["auto", "error"] | None = "auto",
+  second_stage_feedback: bool = True,
   min_leaf_size: int | None = None,
+  message_bytes: int | None = None,
   key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """QSGD: averages gradients over ``axis_name`` in ``bits`` bits an element.
@@ -47,14 +52,22 @@ def qsgd(
     3.2.2 and 4
   """
   codec = QSGD(
-    bits=bits, bucket_size=bucket_size, norm=norm, levels=levels, rounding=rounding
+    bits=bits,
+    bucket_size=bucket_size,
+    norm=norm,
+    levels=levels,
+    rounding=rounding,
+    share_scale=share_scale,
   )
   return compress(
     codec,
     axis_name=axis_name,
     exchange=exchange,
+    group_size=group_size,
     feedback=feedback,
+    second_stage_feedback=second_stage_feedback,
     min_leaf_size=min_leaf_size,
+    message_bytes=message_bytes,
     key=key,
   )
 
@@ -62,9 +75,12 @@ def qsgd(
 def dense(
   dtype: DTypeLike = jnp.float32,
   *,
-  axis_name: str | None = None,
+  axis_name: AxisName | None = None,
   exchange: Exchange = "auto",
+  group_size: int | None = None,
   feedback: Literal["auto", "error"] | None = "auto",
+  second_stage_feedback: bool = True,
+  message_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """The baseline: averages gradients over ``axis_name`` in 32 or 16 bits an element.
 
@@ -79,5 +95,11 @@ def dense(
     {'w': Array([1.001, 2.   ], dtype=float32)}
   """
   return compress(
-    Dense(dtype=dtype), axis_name=axis_name, exchange=exchange, feedback=feedback
+    Dense(dtype=dtype),
+    axis_name=axis_name,
+    exchange=exchange,
+    group_size=group_size,
+    feedback=feedback,
+    second_stage_feedback=second_stage_feedback,
+    message_bytes=message_bytes,
   )

@@ -1,14 +1,14 @@
-"""Which leaf travels where: leaves of a tree to rows of a few matrices, and back."""
+"""Which leaf travels where: leaves to rows of a few matrices, and back."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs import Codec, Dense
+from gradcomp.codecs import Codec, Dense, SharedCodec
 
 # Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more
 # than 99 % of all parameters are quantized. Half of that share: 1 % in float32 would
@@ -17,6 +17,9 @@ _DENSE_SHARE = 0.005
 
 # More payloads than this are added in a loop, which bounds the compile time.
 _UNROLLED = 16
+
+# From a range of a matrix's rows, [start, stop), to their values, float32 tiles.
+RowDecoder = Callable[[int, int], jax.Array]
 
 
 class Slot(NamedTuple):
@@ -33,15 +36,13 @@ class Layout:
 
   Attributes:
     codecs: one for each matrix, in the order of their first leaf.
-    slots: one for each leaf of the flattened tree.
+    slots: one for each leaf.
     like: shape and dtype of each leaf.
-    treedef: the tree.
   """
 
   codecs: tuple[Codec, ...]
   slots: tuple[Slot, ...]
   like: tuple[jax.ShapeDtypeStruct, ...]
-  treedef: Any
 
   @property
   def elements(self) -> int:
@@ -58,106 +59,160 @@ class Layout:
 
   @property
   def nbytes(self) -> int:
-    """Bytes of one payload of the whole tree."""
+    """Bytes of one payload's rows."""
     words = [codec.row_words for codec in self.codecs]
     return 4 * sum(r * w for r, w in zip(self.rows, words, strict=True))
 
-  def encode(self, tree: Any, keys: jax.Array | None) -> list[jax.Array]:
-    """The matrices of a tree: ``uint32[rows, row_words]`` for each codec.
+  def stats(self, leaves: Sequence[jax.Array]) -> list[jax.Array | None]:
+    """The statistics of each leaf whose codec shares them, None for others."""
+    codecs = [self.codecs[slot.group] for slot in self.slots]
+    return [
+      _stats(codec, leaf) if codec.shares_stats else None
+      for codec, leaf in zip(codecs, leaves, strict=True)
+    ]
+
+  def row_stats(self, stats: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+    """The statistics of each matrix, a line for each row; None where there are none."""
+    parts: list[list[jax.Array]] = [[] for _ in self.codecs]
+    for stat, slot in zip(stats, self.slots, strict=True):
+      if stat is not None:
+        shape = (slot.stop - slot.start, stat.shape[1])
+        parts[slot.group].append(jnp.broadcast_to(stat, shape))
+    return [jnp.concatenate(lines) if lines else None for lines in parts]
+
+  def encode(
+    self,
+    leaves: Sequence[jax.Array],
+    keys: jax.Array | None,
+    stats: Sequence[jax.Array | None],
+  ) -> list[jax.Array]:
+    """The matrices of a list of leaves: ``uint32[rows, row_words]`` for each codec.
 
     Every leaf is encoded by itself and the rows are stacked: flattening the gradient
     in float32 first would cost five times as much.
 
     Args:
-      tree: arrays as in ``like``.
+      leaves: arrays as in ``like``.
       keys: ``uint32[leaves, 2]``, or None if no codec needs one.
+      stats: what workers share, for each leaf; None where they share nothing.
     """
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
-    for i, (leaf, slot) in enumerate(
-      zip(jax.tree.leaves(tree), self.slots, strict=True)
-    ):
+    for i, (leaf, slot) in enumerate(zip(leaves, self.slots, strict=True)):
       key = None if keys is None else keys[i]
-      parts[slot.group].append(_encode(self.codecs[slot.group], leaf, key))
+      parts[slot.group].append(_encode(self.codecs[slot.group], leaf, key, stats[i]))
     return [jnp.concatenate(rows) for rows in parts]
 
-  def decode(self, matrices: Sequence[jax.Array]) -> Any:
-    """The mean of K payloads, ``uint32[K, rows, row_words]`` each codec, as a tree.
+  def decode(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
+    """The leaves, in float32, from one decoder for each matrix.
 
-    Leaves are float32, whatever dtype the gradient has.
+    Rows are cut before they are decoded, so that each leaf is written once.
     """
     leaves = []
     for like, slot in zip(self.like, self.slots, strict=True):
-      rows = matrices[slot.group][:, slot.start : slot.stop]
-      tiles = mean_of_rows(self.codecs[slot.group], rows)
+      tiles = decoders[slot.group](slot.start, slot.stop)
       leaves.append(tiles.reshape(-1)[: like.size].reshape(like.shape))
-    return jax.tree.unflatten(self.treedef, leaves)
+    return leaves
+
+  def tiles(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """The leaves as ``float32[rows, tile_size]`` for each codec, filled with zeros."""
+    parts: list[list[jax.Array]] = [[] for _ in self.codecs]
+    for leaf, slot in zip(leaves, self.slots, strict=True):
+      size = self.codecs[slot.group].tile_size
+      padded = jnp.pad(
+        leaf.reshape(-1), (0, (slot.stop - slot.start) * size - leaf.size)
+      )
+      parts[slot.group].append(padded.reshape(-1, size))
+    return [jnp.concatenate(rows) for rows in parts]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _encode(codec: Codec, leaf: jax.Array, key: jax.Array | None) -> jax.Array:
+def _encode(
+  codec: Codec, leaf: jax.Array, key: jax.Array | None, stats: jax.Array | None
+) -> jax.Array:
   """Jitted by itself, so that leaves of one shape are traced once."""
-  return codec.encode(leaf, key=key).rows
+  return codec.encode(leaf, key=key, stats=stats).rows
 
 
-def mean_of_rows(codec: Codec, rows: jax.Array) -> jax.Array:
-  """Decodes K payloads and averages: ``uint32[K, rows, words]`` to float32 tiles.
+@functools.partial(jax.jit, static_argnums=0)
+def _stats(codec: SharedCodec, leaf: jax.Array) -> jax.Array:
+  return codec.stats(leaf)
+
+
+def mean_of_rows(codec: Codec, rows: jax.Array, scale: float) -> jax.Array:
+  """Decodes K payloads, adds and scales: ``uint32[K, rows, words]`` to float32 tiles.
 
   The sum runs over the payloads in order, written out, so that every worker, mode and
   device adds in the same order, and XLA fuses decoding and adding into one pass.
   """
-  count = rows.shape[0]
-  total = codec.decode_rows(rows[0])
-  if count <= _UNROLLED:
+  return scaled(sum_in_order(codec.decode_rows, rows), scale)
+
+
+def sum_in_order(
+  decode: Callable[[jax.Array], jax.Array], rows: jax.Array
+) -> jax.Array:
+  """``decode(rows[0]) + decode(rows[1]) + ...``"""
+  total = decode(rows[0])
+  if rows.shape[0] <= _UNROLLED:
     for payload in rows[1:]:
-      total = total + codec.decode_rows(payload)
-  else:
-    total = jax.lax.fori_loop(
-      1, count, lambda i, total: total + codec.decode_rows(rows[i]), total
-    )
-  return total if count == 1 else total * jnp.float32(1 / count)
+      total = total + decode(payload)
+    return total
+  return jax.lax.fori_loop(
+    1, rows.shape[0], lambda i, total: total + decode(rows[i]), total
+  )
 
 
-def plan(tree: Any, codec: Codec, *, min_leaf_size: int | None = None) -> Layout:
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+  """``x * scale``, with the scale rounded to binary32."""
+  return x if scale == 1 else x * jnp.float32(scale)
+
+
+def plan(
+  leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
+  codec: Codec,
+  *,
+  min_leaf_size: int | None = None,
+) -> Layout:
   """Assigns a codec to each leaf: ``codec``, or ``Dense(float32)`` to small leaves.
 
   A leaf is small if it has fewer than ``min_leaf_size`` elements; by default, if it is
   among the smallest leaves that together hold less than 0.5 % of all elements. A leaf
   also stays dense where its payload would not be smaller.
 
-  Args:
-    tree: arrays or ``jax.ShapeDtypeStruct``.
-    codec: for the large leaves.
-    min_leaf_size: elements, or None for the default.
-
   Example:
     >>> from gradcomp.codecs import QSGD
-    >>> tree = {"bias": jnp.zeros(512), "kernel": jnp.zeros((512, 512))}
-    >>> layout = plan(tree, QSGD(bits=4))
+    >>> leaves = [jnp.zeros(512), jnp.zeros((512, 512))]
+    >>> layout = plan(leaves, QSGD(bits=4))
     >>> [type(codec).__name__ for codec in layout.codecs], layout.rows
     (['Dense', 'QSGD'], [4, 64])
   """
-  leaves, treedef = jax.tree.flatten(tree)
   like = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
   if min_leaf_size is None:
     min_leaf_size = default_min_leaf_size([leaf.size for leaf in like])
   codecs: dict[Codec, int] = {}  # each with the rows that it has so far
   slots = []
   for leaf in like:
-    chosen: Codec = Dense()
-    if leaf.size >= min_leaf_size and _words(codec, leaf) < _words(chosen, leaf):
-      chosen = codec
+    chosen = leaf_codec(leaf, codec, min_leaf_size)
     start = codecs.setdefault(chosen, 0)
-    codecs[chosen] += _rows(chosen, leaf)
+    codecs[chosen] += leaf_rows(chosen, leaf)
     slots.append(Slot(list(codecs).index(chosen), start, codecs[chosen]))
-  return Layout(tuple(codecs), tuple(slots), like, treedef)
+  return Layout(tuple(codecs), tuple(slots), like)
 
 
-def _rows(codec: Codec, leaf: jax.ShapeDtypeStruct) -> int:
+def leaf_codec(
+  leaf: jax.Array | jax.ShapeDtypeStruct, codec: Codec, min_leaf_size: int
+) -> Codec:
+  """The codec of one leaf."""
+
+  def words(codec: Codec) -> int:
+    return leaf_rows(codec, leaf) * codec.row_words
+
+  compressed = leaf.size >= min_leaf_size and words(codec) < words(Dense())
+  return codec if compressed else Dense()
+
+
+def leaf_rows(codec: Codec, leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+  """The rows that a leaf fills."""
   return -(-leaf.size // codec.tile_size)
-
-
-def _words(codec: Codec, leaf: jax.ShapeDtypeStruct) -> int:
-  return _rows(codec, leaf) * codec.row_words
 
 
 def default_min_leaf_size(sizes: Sequence[int]) -> int:

@@ -1,15 +1,20 @@
 """Which parts of an optimizer state differ between workers."""
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gradcomp import _axes
+from gradcomp._axes import AxisName
+from gradcomp.explicit import is_spec, stacked, stacked_over
 from gradcomp.transform import CompressState
 
 
-def state_specs(opt_state: Any, axis_name: str) -> Any:
+def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None) -> Any:
   """The ``PartitionSpec`` of every array of an optimizer state.
 
   Residuals differ between workers: the global array stacks them on their first axis,
@@ -19,7 +24,10 @@ def state_specs(opt_state: Any, axis_name: str) -> Any:
   Args:
     opt_state: the state of any optax transformation that holds gradcomp's, or its
       ``jax.eval_shape``.
-    axis_name: the axis given to the gradcomp transformation.
+    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
+    param_specs: the specs of the parameters, where a map makes other mesh axes manual,
+      too; a tree like the parameters. Whatever has the structure of the parameters,
+      like momentum, gets them; residuals get them after the data axis.
 
   Returns:
     A tree of the same structure, for ``in_specs`` and ``out_specs`` of
@@ -31,24 +39,103 @@ def state_specs(opt_state: Any, axis_name: str) -> Any:
     >>> specs[0].residual["w"] == P("data"), specs[0].step == P()
     (True, True)
   """
+  structure: Any = jax.tree.structure(param_specs, is_leaf=is_spec)
 
   def specs(node: Any) -> Any:
-    replicated = jax.tree.map(lambda _: PartitionSpec(), node)
     if isinstance(node, CompressState):
-      return replicated._replace(residual=per_worker(node.residual))
-    if isinstance(node, optax.MultiStepsState) and _exchanges(node.inner_opt_state):
-      inner = state_specs(node.inner_opt_state, axis_name)
-      gradients = per_worker(node.acc_grads)
-      return replicated._replace(inner_opt_state=inner, acc_grads=gradients)
-    return replicated
+      replicated = jax.tree.map(lambda _: PartitionSpec(), node)
+      return replicated._replace(
+        residual=per_worker(node.residual),
+        owner_residual=owned(node.owner_residual),
+      )
+    if isinstance(node, optax.MultiStepsState):
+      return optax.MultiStepsState(
+        mini_step=PartitionSpec(),
+        gradient_step=PartitionSpec(),
+        inner_opt_state=state_specs(
+          node.inner_opt_state, axis_name, param_specs=param_specs
+        ),
+        acc_grads=per_worker(node.acc_grads),
+        skip_state=jax.tree.map(lambda _: PartitionSpec(), node.skip_state),
+      )
+    return param_specs if like_params(node) else PartitionSpec()
+
+  def owned(residuals: Any) -> Any:
+    """What stacks them is in their names; axes that a map leaves alone are no part."""
+    if residuals is None:
+      return None
+    result = {}
+    for axes, arrays in residuals.items():
+      names = axes.split(",")
+      inside = names if param_specs is not None else _axes.names(axis_name)
+      result[axes] = (stacked_over(names, inside),) * len(arrays)
+    return result
 
   def per_worker(tree: Any) -> Any:
-    return jax.tree.map(lambda _: PartitionSpec(axis_name), tree)
+    if like_params(tree):
+      return jax.tree.map(
+        lambda spec: stacked(axis_name, spec), param_specs, is_leaf=is_spec
+      )
+    return jax.tree.map(lambda _: stacked(axis_name, PartitionSpec()), tree)
+
+  def like_params(node: Any) -> bool:
+    return param_specs is not None and jax.tree.structure(node) == structure
 
   def is_leaf(node: Any) -> bool:
-    return isinstance(node, CompressState | optax.MultiStepsState)
+    if isinstance(node, optax.MultiStepsState):
+      return _exchanges(node.inner_opt_state)
+    return isinstance(node, CompressState) or like_params(node)
 
   return jax.tree.map(specs, opt_state, is_leaf=is_leaf)
+
+
+def init_state(
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  axis_name: AxisName,
+  *,
+  param_specs: Any,
+  mesh: Mesh | None = None,
+) -> Any:
+  """``optimizer.init(params)`` for a map that makes all mesh axes manual.
+
+  Where parameters are sharded over other axes, and your ``jax.shard_map`` makes these
+  manual, too, each device keeps residuals of its own part. ``optimizer.init`` outside
+  the map cannot know that; with the data axes alone manual, use it.
+
+  Args:
+    optimizer: with gradcomp's transformation in it.
+    params: the parameters, whole.
+    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
+    param_specs: how the map cuts the parameters; a tree like them.
+    mesh: the devices; by default the mesh of ``jax.set_mesh``.
+
+  Returns:
+    The global state, for maps with ``state_specs(opt_state, axis_name,
+    param_specs=param_specs)``.
+
+  Example:
+    >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
+    >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
+    >>> params, specs = {"w": jnp.zeros((64, 64))}, {"w": P(None, "model")}
+    >>> state = init_state(tx, params, "data", param_specs=specs, mesh=mesh)
+    >>> state.residual["w"].sharding.spec == P("data", "model")
+    True
+  """
+  mesh = jax.sharding.get_mesh() if mesh is None else mesh
+  place = functools.partial(NamedSharding, mesh)
+  shardings = jax.tree.map(place, param_specs, is_leaf=is_spec)
+  params = jax.device_put(params, shardings)
+  found: list[Any] = []
+
+  def probe(params: Any) -> jax.Array:
+    found.append(jax.tree.map(jax.typeof, optimizer.init(params)))
+    return jnp.zeros([])
+
+  map_over = functools.partial(jax.shard_map, mesh=mesh, in_specs=(param_specs,))
+  jax.eval_shape(map_over(probe, out_specs=PartitionSpec()), params)
+  specs = state_specs(found[0], axis_name, param_specs=param_specs)
+  return jax.jit(map_over(optimizer.init, out_specs=specs))(params)
 
 
 def _exchanges(opt_state: Any) -> bool:

@@ -1,18 +1,20 @@
 """Gradients that stay per worker, and a train step for people who want no plumbing."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gradcomp import _axes
+from gradcomp import _axes, explicit
+from gradcomp._axes import AxisName
 from gradcomp.exchange import pmean
 from gradcomp.sharding import check_stacked, state_specs
 
 
-def defer_reduction(params: Any, axis_name: str) -> Any:
+def defer_reduction(params: Any, axis_name: AxisName) -> Any:
   """Types the parameters as differing between workers, so that gradients stay local.
 
   Inside ``jax.shard_map`` with its default ``check_vma=True``, ``jax.grad`` with
@@ -21,15 +23,22 @@ def defer_reduction(params: Any, axis_name: str) -> Any:
   ``jax.vmap`` and ``check_vma=False``, gradients are local anyway: the parameters come
   back as they are.
 
+  In plain ``jax.jit`` under Explicit axes it types them as ``reduced``, so that
+  ``jax.grad`` returns gradients typed ``{U:data}``, where JAX has rules for that:
+  matrix products, einsums, gathers and scans, but as of JAX 0.12 neither convolutions
+  nor what combines a parameter and a batch element by element, like a bias.
+  :func:`value_and_grad` works for every model.
+
   Args:
     params: a tree of arrays, replicated over the axis.
-    axis_name: an axis of the enclosing map.
+    axis_name: an axis of the enclosing map, or an Explicit axis of the mesh; or a tuple
+      of them.
 
   Returns:
     The same values.
 
   Raises:
-    ValueError: the axis is not bound.
+    ValueError: the axis is neither.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -41,6 +50,8 @@ def defer_reduction(params: Any, axis_name: str) -> Any:
     ... )(jnp.ones(2))
     Array([2., 2.], dtype=float32)
   """
+  if _in_explicit_jit(params, axis_name):
+    return explicit.mark_reduced(params, axis_name)
   _axes.require_size(axis_name)
   return _axes.mark_varying(params, axis_name)
 
@@ -48,26 +59,34 @@ def defer_reduction(params: Any, axis_name: str) -> Any:
 def value_and_grad(
   loss_fn: Callable[..., Any],
   *,
-  axis_name: str | None,
+  axis_name: AxisName | None,
   argnums: int | tuple[int, ...] = 0,
   has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
   """``jax.value_and_grad`` whose gradients stay per worker, wherever it runs.
 
+  In plain ``jax.jit`` under Explicit axes, it runs the loss in a ``jax.shard_map`` over
+  the axis, on arguments cut as their types say, and returns gradients typed
+  ``{U:data}``: each worker's divided by N, whose sum is the gradient of the loss over
+  the whole batch.
+
   Args:
     loss_fn: returns the worker's loss, or ``(loss, aux)``: the mean over its part of
       the batch.
-    axis_name: the axis of the enclosing shard_map, pmap or vmap; None for none.
+    axis_name: the axis of the enclosing shard_map, pmap or vmap, or an Explicit axis of
+      the mesh; a tuple of axes; None for none.
     argnums: the arguments to differentiate, as in JAX.
     has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
 
   Returns:
     A function like ``loss_fn`` that returns ``(loss, grads)`` or
     ``((loss, aux), grads)``. The loss is averaged over the axis; gradients and ``aux``
-    are the worker's own.
+    are the worker's own. Under Explicit axes, where a value has no worker, ``aux`` is
+    averaged, too.
 
   Raises:
-    ValueError: when called, if the axis is not bound.
+    ValueError: when called, if the axis is not bound; under Explicit axes, if no
+      argument is cut over the axis, or a differentiated one is.
 
   Example:
     >>> grad_fn = value_and_grad(lambda w, x: jnp.mean(w * x), axis_name="data")
@@ -80,24 +99,64 @@ def value_and_grad(
     return grad_fn
   differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
+  def averaged(value: Any) -> Any:
+    return (
+      (pmean(value[0], axis_name), value[1]) if has_aux else pmean(value, axis_name)
+    )
+
   def local_value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    if _in_explicit_jit((args, kwargs), axis_name):
+      _check_cut([args[i] for i in differentiated], (args, kwargs), axis_name)
+      return explicit.addends(
+        lambda *args, **kwargs: _both_averaged(grad_fn(*args, **kwargs), axis_name),
+        axis_name,
+        *args,
+        **kwargs,
+      )
     marked = list(args)
     for i in differentiated:
       marked[i] = defer_reduction(marked[i], axis_name)
     value, grads = grad_fn(*marked, **kwargs)
-    if has_aux:
-      loss, aux = value
-      return (pmean(loss, axis_name), aux), grads
-    return pmean(value, axis_name), grads
+    return averaged(value), grads
 
   return local_value_and_grad
+
+
+def _both_averaged(result: tuple[Any, Any], axis_name: AxisName) -> tuple[Any, Any]:
+  value, grads = result
+  return pmean(value, axis_name), grads
+
+
+def _in_explicit_jit(tree: Any, axis_name: AxisName) -> bool:
+  """Whether the axes are Explicit ones of the mesh, which no map has made manual."""
+  if _axes.bound_size(axis_name) is not None:
+    return False
+  return explicit.is_explicit(explicit.mesh_of(tree), axis_name)
+
+
+def _check_cut(params: Any, arguments: Any, axis_name: AxisName) -> None:
+  """ValueError unless the parameters are whole and something else is not."""
+  names = _axes.names(axis_name)
+  for leaf in jax.tree.leaves(params):
+    if cut := explicit.sharded(explicit.typed_spec(leaf)).intersection(names):
+      raise ValueError(
+        "`argnums` must name arguments that every worker has whole, but one is cut "
+        f"over {sorted(cut)}; compress gradients over the axes of the batch alone."
+      )
+  specs = [explicit.typed_spec(leaf) for leaf in jax.tree.leaves(arguments)]
+  if not all(any(name in explicit.sharded(spec) for spec in specs) for name in names):
+    raise ValueError(
+      f"`axis_name` must cut an argument, but none is sharded over {axis_name!r}: "
+      "every worker would compute the same gradient. Put the batch there: "
+      "jax.device_put(batch, jax.NamedSharding(mesh, jax.P(axis_name)))."
+    )
 
 
 def make_train_step(
   loss_fn: Callable[..., Any],
   optimizer: optax.GradientTransformation,
   *,
-  axis_name: str | None,
+  axis_name: AxisName | None,
   mesh: Mesh | None = None,
   has_aux: bool = False,
   donate: bool = True,
@@ -108,15 +167,18 @@ def make_train_step(
     loss_fn: ``loss_fn(params, batch)`` returns the mean loss over ``batch``, or
       ``(loss, aux)``.
     optimizer: an optax transformation with gradcomp's in it, over the same axis.
-    axis_name: the mesh axis that batches are cut over; None for one device.
-    mesh: the devices; by default the mesh of ``jax.set_mesh``.
+    axis_name: the mesh axis that batches are cut over, or a tuple of them; None for one
+      device.
+    mesh: the devices; by default the mesh of ``jax.set_mesh``. Its other axes stay as
+      they are: parameters may be sharded over them.
     has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
     donate: whether parameters and state are updated in place: the arrays that were
       passed in are gone.
 
   Returns:
     A jitted ``step(params, opt_state, batch) -> (params, opt_state, metrics)``.
-    Parameters are replicated; every array of ``batch`` is cut on its first axis;
+    Parameters are replicated over the axis; every array of ``batch`` is cut on its
+    first axis;
     ``opt_state`` is ``optimizer.init(params)`` under ``jax.set_mesh(mesh)``. Put the
     parameters on the mesh first, ``jax.device_put(params, NamedSharding(mesh, P()))``:
     parameters on one device work, but then the second step compiles again.
@@ -152,13 +214,14 @@ def make_train_step(
   if axis_name is None:
     return jax.jit(local_step, donate_argnums=(0, 1) if donate else ())
   mesh = jax.sharding.get_mesh() if mesh is None else mesh
-  if axis_name not in mesh.shape:
+  names = _axes.names(axis_name)
+  if not set(names).issubset(mesh.shape):
     raise ValueError(
       f"`axis_name` must be an axis of the mesh, got {axis_name!r} and a mesh with the "
       f"axes {mesh.axis_names}; pass mesh=, or call this under jax.set_mesh(mesh)."
     )
-  workers = mesh.shape[axis_name]
-  explicit = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  workers = math.prod(mesh.shape[name] for name in names)
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   cut = PartitionSpec(axis_name)
 
   def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
@@ -168,8 +231,8 @@ def make_train_step(
           f"`batch`{jax.tree_util.keystr(path)} must have a first axis that {workers} "
           f"workers can share equally, got the shape {leaf.shape}."
         )
-    if explicit[axis_name] == AxisType.Explicit:
-      batch = jax.reshard(batch, jax.sharding.NamedSharding(mesh, cut))
+    if all(kinds[name] == AxisType.Explicit for name in names):
+      batch = jax.reshard(batch, NamedSharding(mesh, cut))
     specs = state_specs(opt_state, axis_name)
     check_stacked(opt_state, specs, params, workers)
     mapped = jax.shard_map(
@@ -177,6 +240,7 @@ def make_train_step(
       mesh=mesh,
       in_specs=(PartitionSpec(), specs, cut),
       out_specs=(PartitionSpec(), specs, PartitionSpec()),
+      axis_names=set(names),
     )
     return mapped(params, opt_state, batch)
 

@@ -34,8 +34,10 @@ _DTYPES = {
 }
 _SIZES = {dtype: size for size, names in _DTYPES.items() for dtype in names.split()}
 
-# The scope that gradcomp.exchange puts around the one collective of its first stage.
-_FIRST_STAGE = re.compile(r"gradcomp_first_stage_(\d+)_elements")
+# The scopes that gradcomp.exchange puts around the collective that completes a mean,
+# and around the stages before it.
+_MEAN = re.compile(r"gradcomp_mean_(\d+)_over_(\d+)")
+_STAGE = "gradcomp_stage"
 
 # "ENTRY %main (x: f32[8]) -> f32[8] {" or in short "ENTRY main {".
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -92,9 +94,10 @@ class Collective:
   @property
   def dense_bytes(self) -> int:
     """What a worker would send each time if the mean were a plain f32 all-reduce."""
-    if match := _FIRST_STAGE.search(self.scope):
-      return math.ceil(_SHARE_SENT["all-reduce"](self.workers) * 4 * int(match[1]))
-    return 0 if "gradcomp_second_stage" in self.scope else self.bytes_sent
+    if match := _MEAN.search(self.scope):
+      elements, workers = map(int, match.groups())
+      return math.ceil(_SHARE_SENT["all-reduce"](workers) * 4 * elements)
+    return 0 if _STAGE in self.scope else self.bytes_sent
 
   def _row(self) -> list[str]:
     counts = collections.Counter(self.shapes).items()
@@ -185,7 +188,7 @@ def wire_report(program: jax.stages.Compiled | jax.stages.Lowered | str) -> Wire
     >>> text = '''HloModule jit_step, num_partitions=4
     ... ENTRY main {
     ... x = u32[8] parameter(0)
-    ... y = u32[32] all-gather(x), metadata={op_name="gradcomp_first_stage_64_elements"}
+    ... y = u32[32] all-gather(x), metadata={op_name="gradcomp_mean_64_over_4"}
     ... }'''
     >>> print(wire_report(text))  # doctest: +ELLIPSIS
     collective  dtype  operands  workers  times  bytes sent  as f32 mean  scope

@@ -103,6 +103,7 @@ def encode_rows(
   levels: Levels,
   key: jax.Array | None,
   scale: jax.Array | None = None,
+  inline: bool = True,
 ) -> jax.Array:
   """Encodes a flat array as rows of words and scales.
 
@@ -113,10 +114,12 @@ def encode_rows(
     norm: what a bucket's scale is.
     levels: where the levels are.
     key: ``uint32[2]`` for stochastic rounding, None for nearest.
-    scale: ``float32[rows, 1]``, one for each row, instead of one for each bucket.
+    scale: ``float32[rows, 1]`` or ``float32[rows, P]``, instead of the norms.
+    inline: whether the scales follow the words of a row.
 
   Returns:
-    ``uint32[rows, B + P]``, or ``uint32[rows, B + 1]`` with ``scale``.
+    ``uint32[rows, B + P]``; ``uint32[rows, B + 1]`` with one scale a row; and
+    ``uint32[rows, B]`` if they are not inline.
   """
   planes = planes_per_word(bits)
   parts = []
@@ -134,11 +137,14 @@ def encode_rows(
       _round(plane, multiplier[:, k : k + 1], lanes[k], bits, levels)
       for k, plane in enumerate(plane_list)
     ]
-    scale_words = jax.lax.bitcast_convert_type(row_scale, jnp.uint32)
-    parts.append(jnp.concatenate([pack_planes(codes, bits), scale_words], axis=1))
+    words = pack_planes(codes, bits)
+    if inline:
+      scale_words = jax.lax.bitcast_convert_type(row_scale, jnp.uint32)
+      words = jnp.concatenate([words, scale_words], axis=1)
+    parts.append(words)
   if not parts:
-    words = bucket_size + (planes if scale is None else 1)
-    return jnp.zeros((0, words), jnp.uint32)
+    scale_count = planes if scale is None else scale.shape[1]
+    return jnp.zeros((0, bucket_size + inline * scale_count), jnp.uint32)
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
@@ -194,5 +200,51 @@ def decode_rows(
     sign = jax.lax.bitcast_convert_type(signed, jnp.uint32) & jnp.uint32(1 << 31)
   step = scale * np.float32(1 / s)
   value = jnp.where(magnitude == s, scale, magnitude.astype(jnp.float32) * step)
+  return _signed(value, sign)
+
+
+def signed_codes(
+  rows: jax.Array, *, bits: int, bucket_size: int, levels: Levels
+) -> jax.Array:
+  """The codes of rows as integers from ``-s`` to ``s``, which add up.
+
+  Args:
+    rows: ``uint32[..., rows, words]``.
+    bits: width of a code.
+    bucket_size: elements a bucket, ``B``.
+    levels: where the levels are.
+
+  Returns:
+    ``int32[..., rows, P, B]``.
+  """
+  s = intervals(bits, levels)
+  codes = unpack_planes(rows[..., :bucket_size], bits).astype(jnp.int32)
+  if levels == "uniform":
+    return 2 * codes - s
+  magnitude = codes & s
+  return jnp.where(codes > s, -magnitude, magnitude)
+
+
+def from_signed_codes(codes: jax.Array, scale: jax.Array, s: int) -> jax.Array:
+  """The values of sums of codes; whole multiples of the scale are exact.
+
+  Args:
+    codes: ``int32[..., rows, P, B]``, of one worker or added over several.
+    scale: ``float32[rows, P]`` or ``float32[rows, 1]``.
+    s: the code whose value is the scale.
+
+  Returns:
+    ``float32[..., rows, P, B]``.
+  """
+  magnitude = jnp.abs(codes)
+  scale = scale[..., None]
+  step = scale * np.float32(1 / s)
+  whole = (magnitude // s).astype(jnp.float32) * scale
+  value = jnp.where(magnitude % s == 0, whole, magnitude.astype(jnp.float32) * step)
+  sign = jax.lax.bitcast_convert_type(codes, jnp.uint32) & jnp.uint32(1 << 31)
+  return _signed(value, sign)
+
+
+def _signed(value: jax.Array, sign: jax.Array) -> jax.Array:
   value_bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
   return jax.lax.bitcast_convert_type(value_bits | sign, jnp.float32)

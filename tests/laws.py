@@ -45,9 +45,9 @@ def name(codec):
   """A short test id."""
   if isinstance(codec, Dense):
     return f"dense-{jnp.dtype(codec.dtype).name}"
-  return (
-    f"qsgd{codec.bits}-{codec.levels}-{codec.bucket_size}-{codec.norm}-{codec.rounding}"
-  )
+  parts = (codec.levels, codec.bucket_size, codec.norm, codec.rounding)
+  shared = "-shared" if codec.share_scale else ""
+  return "-".join([f"qsgd{codec.bits}", *map(str, parts)]) + shared
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def payload_is_the_documented_rows(codec, x):
   (rows,) = jax.tree.leaves(payload)
   assert rows.dtype == jnp.uint32
   assert rows.shape == (-(-x.size // codec.tile_size), codec.row_words)
-  assert sum(leaf.nbytes for leaf in payload) == 4 * rows.size
+  assert sum(leaf.nbytes for leaf in jax.tree.leaves(payload)) == 4 * rows.size
 
 
 def shape_and_dtype_return(codec, shape, dtype):

@@ -1,27 +1,38 @@
-"""N workers in every place where a transformation runs: the same call, four maps."""
+"""N workers in every place where a transformation runs: the same call, five times."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp.explicit import unreduce
 
+# Maps, in which the mean of the workers' gradients is taken.
 MODES = ("shard_map", "shard_map_unchecked", "pmap", "vmap")
 
+# Plain jit, in which the sum of addends is taken: gradients over N, which is exact for
+# N a power of two.
+EXPLICIT = "explicit"
 
-def mesh(workers):
+
+def modes_for(workers):
+  return (*MODES, EXPLICIT) if workers & (workers - 1) == 0 else MODES
+
+
+def mesh(workers, kind=AxisType.Auto):
   devices = jax.devices()[:workers]
-  return jax.make_mesh((workers,), ("data",), (AxisType.Auto,), devices=devices)
+  return jax.make_mesh((workers,), ("data",), (kind,), devices=devices)
 
 
 def run(mode, transformation, gradients):
   """Feeds ``gradients`` to ``update``, step by step.
 
   Args:
-    mode: one of ``MODES``.
+    mode: one of ``modes_for(workers)``.
     transformation: over the axis "data".
     gradients: a list of trees with leaves ``[N, ...]``, one tree a step.
 
@@ -29,6 +40,12 @@ def run(mode, transformation, gradients):
     The list of outputs, leaves ``[N, ...]``, and the residuals, leaves ``[N, ...]`` or
     None: what each worker holds.
   """
+  outputs, residual, _ = run_all(mode, transformation, gradients)
+  return outputs, residual
+
+
+def run_all(mode, transformation, gradients):
+  """Like :func:`run`, and the residuals of the second stage ``[N, share, tile]``."""
   workers = jax.tree.leaves(gradients[0])[0].shape[0]
   params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
   mapped = _MAPS[mode](transformation, workers)
@@ -36,30 +53,48 @@ def run(mode, transformation, gradients):
   for gradient in gradients:
     output, state = mapped(gradient, state, params)
     outputs.append(output)
-  return outputs, _residual(mode, state, params, workers)
+  residual, owned = state.residual, state.owner_residual
+  if mode not in ("pmap", "vmap"):
+    residual, owned = (
+      jax.tree.map(lambda x: _unstack(np.asarray(x), workers), tree)
+      for tree in (residual, owned)
+    )
+  if mode == EXPLICIT:  # in the units of addends
+    scale = lambda tree: jax.tree.map(lambda x: x * workers, tree)
+    residual = scale(residual)
+  return outputs, residual, owned
 
 
-def _residual(mode, state, params, workers):
-  if state.residual is None or mode in ("pmap", "vmap"):
-    return state.residual
-  return jax.tree.map(
-    lambda leaf, like: leaf.reshape(workers, *(like.shape or (1,))),
-    state.residual,
-    params,
-  )
+def _unstack(x, workers):
+  return x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
 
 
 def _replicated_map(transform, transformation, workers):
-  @functools.partial(transform, axis_name="data")
-  def update(gradient, state):
-    return transformation.update(gradient, state)
+  update = transform(transformation.update, axis_name="data")
+  init = transform(transformation.init, axis_name="data")
 
   def mapped(gradient, state, params):
-    if state is None:
-      state = jax.tree.map(
-        lambda leaf: jnp.stack([leaf] * workers), transformation.init(params)
-      )
+    if state is None:  # inside the map, for the second stage counts the workers
+      state = init(jax.tree.map(lambda leaf: jnp.stack([leaf] * workers), params))
     return update(gradient, state)
+
+  return mapped
+
+
+def _explicit(transformation, workers):
+  devices = mesh(workers, AxisType.Explicit)
+
+  @jax.jit
+  def update(gradient, state):
+    addends = jax.tree.map(lambda leaf: leaf * (1 / workers), gradient)
+    return transformation.update(unreduce(addends, "data"), state)
+
+  def mapped(gradient, state, params):
+    with jax.set_mesh(devices):
+      state = transformation.init(params) if state is None else state
+    gradient = jax.device_put(gradient, NamedSharding(devices, P("data")))
+    output, state = update(gradient, state)
+    return jax.tree.map(lambda leaf: np.stack([leaf] * workers), output), state
 
   return mapped
 
@@ -100,6 +135,7 @@ def _sharded_map(check_vma, transformation, workers):
 
 
 _MAPS = {
+  EXPLICIT: _explicit,
   "shard_map": functools.partial(_sharded_map, True),
   "shard_map_unchecked": functools.partial(_sharded_map, False),
   "pmap": functools.partial(_replicated_map, jax.pmap),

@@ -130,8 +130,8 @@ def test_dtypes_return_and_sums_are_in_float32(name):
   assert_equal(state, expected_state)  # ... and the residual is float32 for all
   large = jnp.full((2, 1024), 49152, jnp.float16)  # a sum of two is infinite
   tx = FACTORIES[name](axis_name="data")
-  average = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")
-  assert_equal(average(large, tx.init(large[0]))[0], large)
+  average = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
+  assert_equal(average(large), large)
 
 
 @every_transformation
@@ -188,8 +188,8 @@ def test_trees_without_anything_to_send(name, tree):
   tx = FACTORIES[name]()
   assert_equal(steps(tx, [tree, tree])[0], [tree, tree])
   tx = FACTORIES[name](axis_name="data")
-  update = jax.vmap(tx.update, in_axes=None, axis_name="data", axis_size=2)
-  output, _ = update(tree, tx.init(tree))
+  update = lambda tree: tx.update(tree, tx.init(tree))[0]
+  output = jax.vmap(update, in_axes=None, axis_name="data", axis_size=2)(tree)
   assert jax.tree.structure(output) == jax.tree.structure(tree)
 
 

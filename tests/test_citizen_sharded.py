@@ -53,7 +53,8 @@ def emulated(optimizer):
   """The parameters after each step, by vmap, where nothing is typed."""
   _, params, batches = problem()
   update = jax.jit(jax.vmap(optimizer.update, axis_name="data"))
-  state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), optimizer.init(params))
+  whole = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), params)
+  state = jax.vmap(optimizer.init, axis_name="data")(whole)
   results = []
   for grads in batches:
     updates, state = update(grads, state)
@@ -109,7 +110,8 @@ def test_multi_steps_around_it_inside_one_typed_map():
 
 def test_multi_steps_around_it_in_a_typed_train_step():
   params = jax.device_put(problem()[1], NamedSharding(modes.mesh(2), P()))
-  specs = gradcomp.state_specs(jax.eval_shape(AROUND.init, params), "data")
+  with jax.set_mesh(modes.mesh(2)):
+    specs = gradcomp.state_specs(jax.eval_shape(AROUND.init, params), "data")
   mapped = jax.shard_map(init_around, mesh=modes.mesh(2), in_specs=P(), out_specs=specs)
   assert_trains_as_emulated(AROUND, params, jax.jit(mapped)(params))
 
@@ -119,7 +121,9 @@ def test_state_specs(name):
   """Residuals differ between workers, and gradients that are yet to be sent."""
   optimizer, params = COMPOSITIONS.get(name, AROUND), problem()[1]
   fields = (".residual",) if name in COMPOSITIONS else (".residual", ".acc_grads")
-  for state in (optimizer.init(params), jax.eval_shape(optimizer.init, params)):
+  with jax.set_mesh(modes.mesh(2)):
+    states = optimizer.init(params), jax.eval_shape(optimizer.init, params)
+  for state in states:
     specs = gradcomp.state_specs(state, "data")
     assert jax.tree.structure(specs) == jax.tree.structure(state)
     found = jax.tree_util.tree_leaves_with_path(specs)

@@ -82,10 +82,10 @@ def test_one_bit_has_no_room_for_a_sign(make):
   make(bits=1, levels="uniform")
 
 
-@pytest.mark.parametrize("value", ["ring", "", None, True, ["auto"]], ids=repr)
+@pytest.mark.parametrize("value", ["gossip", "", None, True, ["auto"]], ids=repr)
 @pytest.mark.parametrize("make", [gradcomp.qsgd, gradcomp.dense])
 def test_exchange(make, value):
-  choices = ("auto", "all_gather", "two_shot", "psum", "local")
+  choices = ("auto", "all_gather", "two_shot", "psum", "ring", "hierarchical", "local")
   with pytest.raises(ValueError, match=says("`exchange`", *choices, repr(value))):
     make(exchange=value)
 
@@ -314,13 +314,100 @@ def test_state_of_another_feedback(keeps):
     gradcomp.qsgd(feedback=used).update(GRADS, state)
 
 
-@pytest.mark.parametrize("axis_name", [("data",), 3], ids=repr)
+@pytest.mark.parametrize(
+  "axis_name", [(), 3, ("data", 3), ("data", "data"), ["data"]], ids=repr
+)
 def test_axis_names_are_names(axis_name):
-  tx = gradcomp.qsgd(axis_name=axis_name)
+  with pytest.raises(ValueError, match=says("`axis_name`", "tuple", repr(axis_name))):
+    gradcomp.qsgd(axis_name=axis_name)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "hierarchical"])
+def test_partial_sums_have_no_shared_scale(exchange):
+  parts = ("`exchange`", exchange, "share_scale=True", '"psum"', "share_scale=False")
+  with pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.qsgd(axis_name="data", share_scale=True, exchange=exchange, group_size=2)
+
+
+@pytest.mark.parametrize(
+  "axis_name, group_size", [("data", None), (("a", "b"), 2), (("a", "b", "c"), None)]
+)
+def test_hierarchical_needs_groups(axis_name, group_size):
+  parts = ("`axis_name`", "two axes", "group_size=", repr(axis_name))
+  with pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.qsgd(axis_name=axis_name, exchange="hierarchical", group_size=group_size)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True], ids=repr)
+def test_group_size(value):
+  with pytest.raises(ValueError, match=says("`group_size`", "1 or more", repr(value))):
+    gradcomp.qsgd(axis_name="data", exchange="hierarchical", group_size=value)
+
+
+def test_group_size_of_another_exchange():
+  with pytest.raises(ValueError, match=says("`group_size`", "hierarchical", "2")):
+    gradcomp.qsgd(axis_name="data", exchange="two_shot", group_size=2)
+
+
+def test_groups_that_workers_do_not_fill():
+  tx = gradcomp.qsgd(axis_name="data", exchange="hierarchical", group_size=3)
   with pytest.raises(
-    ValueError, match=says("`axis_name`", "one axis", repr(axis_name))
+    ValueError, match=says("`group_size`", "divide", "4 workers", "3")
   ):
-    jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(GRADS)
+    jax.vmap(lambda g: update_once(tx, g), axis_name="data")(jnp.ones((4, 64, 64)))
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "9", True], ids=repr)
+def test_message_bytes(value):
+  with pytest.raises(ValueError, match=says("`message_bytes`", "bytes", repr(value))):
+    gradcomp.qsgd(message_bytes=value)
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"], ids=repr)
+def test_second_stage_feedback(value):
+  parts = ("`second_stage_feedback`", "bool", repr(value))
+  with pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.qsgd(second_stage_feedback=value)
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"], ids=repr)
+@pytest.mark.parametrize("make", [QSGD, gradcomp.qsgd])
+def test_share_scale(make, value):
+  with pytest.raises(ValueError, match=says("`share_scale`", "bool", repr(value))):
+    make(share_scale=value)
+
+
+def test_sums_that_no_integer_holds():
+  """40,000 workers of 16 bits: found when the exchange is planned."""
+  tx = gradcomp.qsgd(16, levels="uniform", share_scale=True, axis_name="data")
+  with pytest.raises(ValueError, match=says("`codec`", "2**31", "40000", "fewer bits")):
+    gradcomp.explain(tx, {"w": jnp.zeros((512, 512))}, workers=40_000)
+
+
+def test_state_of_an_unknown_number_of_workers():
+  """Made outside a map and a mesh; the second stage of four workers keeps residuals."""
+  state = residual4.init({"w": jnp.ones((64, 512))})
+  parts = ("`state.owner_residual`", "4 workers", "set_mesh", "second_stage_feedback")
+  with pytest.raises(ValueError, match=says(*parts)):
+    jax.vmap(lambda g: residual4.update({"w": g}, state)[0], axis_name="data")(
+      jnp.ones((4, 64, 512))
+    )
+
+
+def test_state_of_another_number_of_workers():
+  tx = gradcomp.qsgd(axis_name="data", feedback="error", exchange="two_shot")
+  grads = {"w": jnp.ones((4, 64, 512))}
+  four = jax.vmap(tx.init, axis_name="data")(grads)
+  two = jax.tree.map(lambda x: x[:2], (grads, four))
+  parts = ("`state.owner_residual`", "(4, 4096)", "(2, 4096)", "as many workers")
+  with pytest.raises(ValueError, match=says(*parts)):
+    jax.vmap(lambda g, s: tx.update(g, s), axis_name="data")(*two)
+
+
+@pytest.mark.parametrize("value", [0, -2, 1.5, None, (), (2, 0), (2, 2, 2)], ids=repr)
+def test_explain_workers(value):
+  with pytest.raises(ValueError, match=says("`workers`", "1 or more")):
+    gradcomp.explain(gradcomp.qsgd(), GRADS, workers=value)
 
 
 @pytest.mark.parametrize("axes", ["('data',)", "()"], ids=["another", "no_mesh"])

@@ -1,25 +1,45 @@
 """The exchange: the mean of what was sent, the same bits everywhere, in every mode."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import laws
 import modes
 import numpy as np
+import optax
 import oracle
 import pytest
 import wire_decoder
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
-from gradcomp.exchange import choose
+from gradcomp.exchange import choose, plan_messages
+from gradcomp.exchange._sums import sum_dtype
 from gradcomp.layout import plan
 
 CODECS = [
-  QSGD(bits=4, bucket_size=64),
-  QSGD(bits=3, bucket_size=None, norm="l2", levels="uniform"),
-  QSGD(bits=8, bucket_size=32, rounding="nearest"),
+  QSGD(bits=4, bucket_size=32),
+  QSGD(bits=8, bucket_size=32, levels="uniform", rounding="nearest"),
+  QSGD(bits=3, bucket_size=None, levels="uniform", norm="l2"),
   Dense(dtype=jnp.bfloat16),
 ]
+SHARED = [
+  QSGD(bits=4, bucket_size=32, share_scale=True),
+  QSGD(bits=3, bucket_size=None, levels="uniform", share_scale=True),
+]
+# Every exchange that a codec can take, with what it needs beside its name.
+CASES = [
+  *itertools.product(CODECS, ["all_gather", "two_shot", "ring", "hierarchical"]),
+  *itertools.product(SHARED, ["all_gather", "two_shot", "psum"]),
+]
+
+
+def transformation(codec, exchange, workers, **options):
+  if exchange == "hierarchical":
+    options["group_size"] = 2 if workers % 2 == 0 else 1
+  return gradcomp.compress(codec, axis_name="data", exchange=exchange, **options)
 
 
 def gradients(workers, seed=0):
@@ -32,29 +52,96 @@ def gradients(workers, seed=0):
   }
 
 
+def small_gradients(workers, seed=0):
+  """As little as has every case: a leaf of no whole tiles, and one that stays dense."""
+  rng = np.random.default_rng(seed)
+  shapes = {"a": (9, 70), "b": (3,)}
+  return {
+    name: jnp.asarray(rng.standard_normal((workers, *shape)), jnp.float32)
+    for name, shape in shapes.items()
+  }
+
+
 def assert_trees_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
-@pytest.mark.parametrize("codec", CODECS, ids=laws.name)
-@pytest.mark.parametrize("workers", [3, 8])
-def test_same_bits_in_every_mode_and_on_every_worker(codec, exchange, workers):
-  tx = gradcomp.compress(codec, axis_name="data", exchange=exchange, feedback="error")
-  steps = [gradients(workers, seed) for seed in range(2)]
-  expected, residual = modes.run("vmap", tx, steps)
-  for output in expected:
+def owned_leaves(tx_plan, tree, owned):
+  """The residuals of the second stage, cut into the leaves that they belong to."""
+  leaves, treedef = jax.tree.flatten(jax.tree.map(lambda leaf: leaf[0], tree))
+  zeros = jax.tree.unflatten(treedef, [np.zeros(leaf.shape) for leaf in leaves])
+  if not owned:
+    return zeros
+  (message,) = tx_plan(leaves, [()] * len(leaves))
+  layout = message.layout
+  (arrays,) = owned.values()
+  arrays = iter(arrays)
+  cutters = []
+  for codec in layout.codecs:
+    lossy = codec != Dense()
+    rows = np.concatenate(np.asarray(next(arrays))) if lossy else None
+    tile = codec.tile_size
+    cutters.append(
+      lambda a, b, rows=rows, tile=tile: (
+        jnp.zeros((b - a, tile)) if rows is None else jnp.asarray(rows[a:b])
+      )
+    )
+  return jax.tree.unflatten(treedef, layout.decode(cutters))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+  "codec, exchange", CASES, ids=lambda x: x if isinstance(x, str) else laws.name(x)
+)
+def test_one_law_for_every_exchange(codec, exchange, workers, request):
+  """The same bits on every worker and in every mode, and nothing is lost.
+
+  N times the outputs, the residuals, and N times the residuals of the second stage, are
+  together the sum of all gradients. Two steps, so that residuals are used.
+  """
+  tx = transformation(codec, exchange, workers, feedback="error")
+  steps = [small_gradients(workers, seed) for seed in range(2)]
+  expected = modes.run_all("vmap", tx, steps)
+  for output in expected[0]:
     for leaf in jax.tree.leaves(output):
       np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
-  for mode in modes.MODES:
-    got, got_residual = modes.run(mode, tx, steps)
-    assert_trees_equal(got, expected)
-    assert_trees_equal(got_residual, residual)
+  # All modes for all numbers take minutes: --every-mode.
+  every = workers in (3, 4) or request.config.getoption("--every-mode")
+  for mode in modes.modes_for(workers) if every else ["shard_map"]:
+    assert_trees_equal(modes.run_all(mode, tx, steps), expected)
+
+  outputs, residual, owned = expected
+  tx_plan = functools.partial(
+    plan_messages,
+    codec=codec,
+    exchange=exchange,
+    workers=workers,
+    min_leaf_size=None,
+    message_bytes=None,
+  )
+  assert bool(owned) == (exchange in ("two_shot", "hierarchical") and codec in CODECS)
+  kept = owned_leaves(tx_plan, steps[0], owned)
+  for out, own, rest, given in zip(
+    zip(*map(jax.tree.leaves, outputs), strict=True),
+    *map(jax.tree.leaves, (kept, residual)),
+    zip(*map(jax.tree.leaves, steps), strict=True),
+    strict=True,
+  ):
+    sent = workers * sum(np.asarray(x[0], np.float64) for x in out)
+    waiting = np.asarray(rest, np.float64).sum(axis=0).reshape(sent.shape)
+    total = sent + waiting + workers * np.asarray(own, np.float64)
+    gradient = sum(np.asarray(x, np.float64).sum(axis=0) for x in given)
+    # Every number that is rounded, at most 4 N + 8 of them an element, is below this;
+    # one l2 norm a tensor makes residuals much larger than gradients.
+    size = max(5.0, np.abs(rest).max(), workers * np.abs(own).max())
+    bound = (4 * workers + 8) * 2.0**-24 * size * 2
+    np.testing.assert_allclose(total, gradient, rtol=0, atol=bound)
 
 
 def sent_rows(codec, tree, workers, exchange_keys):
   """Each worker's rows and values by the oracle alone, for the leaves of one codec."""
-  layout = plan(jax.tree.map(lambda leaf: leaf[0], tree), codec)
+  layout = plan([leaf[0] for leaf in jax.tree.leaves(tree)], codec)
   values = []
   for worker in range(workers):
     leaves = []
@@ -140,31 +227,6 @@ def test_dense_float32_is_the_plain_mean(exchange):
       assert (np.abs(leaf[0] - np.mean(np.float64(x), axis=0)) <= bound).all()
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
-@pytest.mark.parametrize("codec", CODECS, ids=laws.name)
-def test_residuals_telescope(codec, exchange):
-  """Per worker, all that was sent plus the residual is the sum of the gradients.
-
-  With ``local`` the output is what was sent; with an exchange the residuals are the
-  same, because they depend on the worker's own payload alone.
-  """
-  steps = [gradients(1, seed) for seed in range(20)]
-  local = gradcomp.compress(codec, exchange="local", axis_name="data", feedback="error")
-  outputs, residual = modes.run("vmap", local, steps)
-  sent = jax.tree.map(lambda *xs: np.sum(np.float64(xs), axis=0), *outputs)
-  given = jax.tree.map(lambda *xs: np.sum(np.float64(xs), axis=0), *steps)
-  for s, r, g in zip(*map(jax.tree.leaves, (sent, residual, given)), strict=True):
-    # Each step rounds g + e, and minus what was sent, to 2^-24 of what they are. One l2
-    # norm a tensor at 3 bits makes them grow from step to step: feedback needs a codec
-    # whose error is smaller than its input.
-    size = max(np.abs(r).max(initial=0), 20)
-    assert np.abs(s + np.asarray(r).reshape(s.shape) - g).max(initial=0) < size * 4e-6
-  tx = gradcomp.compress(codec, axis_name="data", exchange=exchange, feedback="error")
-  stacked = [jax.tree.map(lambda x: jnp.concatenate([x, x]), tree) for tree in steps]
-  _, exchanged = modes.run("vmap", tx, stacked)
-  assert_trees_equal(jax.tree.map(lambda r: r[:1], exchanged), residual)
-
-
 def test_gathered_means_and_residuals_conserve_the_gradient():
   """N * sum of outputs + residuals = sum of all workers' gradients."""
   workers, codec = 4, QSGD(bits=2, bucket_size=64)
@@ -181,23 +243,80 @@ def test_gathered_means_and_residuals_conserve_the_gradient():
     assert np.abs(o + kept - g).max(initial=0) < 10 * 4 * 4e-6
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_non_finite_gradients_reach_everyone_and_no_residual(bad, exchange):
-  workers, codec = 4, QSGD(bits=4, bucket_size=64)
-  clean = gradients(workers)
+@pytest.mark.parametrize("exchange", ["all_gather", "two_shot", "ring", "hierarchical"])
+def test_non_finite_gradients_reach_everyone_and_no_residual(exchange, bad):
+  """The bucket is NaN on every worker, and what any worker kept of it stays."""
+  workers, codec = 4, QSGD(bits=4, bucket_size=32)
+  clean = small_gradients(workers)
   dirty = {**clean, "a": clean["a"].at[2, 5, 7].set(bad)}
-  tx = gradcomp.compress(codec, axis_name="data", exchange=exchange, feedback="error")
-  for mode in ("shard_map", "vmap"):
-    _, before = modes.run(mode, tx, [clean])
-    outputs, after = modes.run(mode, tx, [clean, dirty])
-    bucket = slice((5 * 71 + 7) // 64 * 64, (5 * 71 + 7) // 64 * 64 + 64)
-    assert np.isnan(np.asarray(outputs[1]["a"]).reshape(workers, -1)[:, bucket]).all()
-    kept = np.asarray(after["a"])[2].ravel()[bucket]
-    np.testing.assert_array_equal(kept, np.asarray(before["a"])[2].ravel()[bucket])
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
-    clean_leaves = {name: outputs[1][name] for name in ("b", "c", "w")}
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(clean_leaves))
+  tx = transformation(codec, exchange, workers, feedback="error")
+  _, before, owned = modes.run_all("shard_map", tx, [clean])
+  outputs, after, owned_after = modes.run_all("shard_map", tx, [clean, dirty])
+  start = (5 * 70 + 7) // 32 * 32
+  output = np.asarray(outputs[1]["a"]).reshape(workers, -1)
+  assert np.isnan(output[:, start : start + 32]).all()
+  assert np.isfinite(np.delete(output, slice(start, start + 32), axis=1)).all()
+  assert np.isfinite(outputs[1]["b"]).all()
+  kept, old = (np.asarray(x["a"]).reshape(workers, -1) for x in (after, before))
+  np.testing.assert_array_equal(kept[:, start : start + 32], old[:, start : start + 32])
+  assert (kept != old).any()
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((after, owned_after)))
+  if owned:  # 32 elements of a row of an owner
+    ours, theirs = (np.asarray(x["data"][0]) for x in (owned_after, owned))
+    assert (ours != theirs).any() and (ours == theirs).sum() >= 32
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "two_shot", "ring", "hierarchical"])
+def test_guards_after_the_exchange_skip_the_step(exchange):
+  """A NaN of one worker changes neither parameters nor momentum of any."""
+  workers, codec = 4, QSGD(bits=4, bucket_size=32)
+  sgd = optax.sgd(0.5, momentum=0.5)
+  optimizer = optax.chain(
+    transformation(codec, exchange, workers, feedback="error"),
+    optax.apply_if_finite(sgd, 5),
+  )
+  clean = small_gradients(workers)
+  dirty = {**clean, "a": clean["a"].at[1, 0, 0].set(np.nan)}
+
+  @functools.partial(jax.vmap, axis_name="data")
+  def train(clean, dirty):
+    state = optimizer.init(clean)
+    _, state = optimizer.update(clean, state)
+    updates, after = optimizer.update(dirty, state)
+    return updates, state[1].inner_state, after
+
+  updates, momentum, (sent, guard) = jax.jit(train)(clean, dirty)
+  assert all((leaf == 0).all() for leaf in jax.tree.leaves(updates))
+  assert_trees_equal(guard.inner_state, momentum)
+  assert (guard.notfinite_count == 1).all()
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(sent.residual))
+
+
+@pytest.mark.parametrize("codec", SHARED, ids=laws.name)
+@pytest.mark.parametrize("workers", [2, 4])
+def test_sums_of_shared_codes_are_exact(codec, workers):
+  """So all exchanges agree, bit for bit: none rounds but the first encoding."""
+  steps = [small_gradients(workers, seed) for seed in range(2)]
+  results = [
+    modes.run("vmap", transformation(codec, exchange, workers, key=3), steps)
+    for exchange in ("all_gather", "two_shot", "psum", "auto")
+  ]
+  for result in results[1:]:
+    assert_trees_equal(result, results[0])
+
+
+@pytest.mark.parametrize("workers, dtype", [(18, "s8"), (19, "s16")])
+def test_sums_at_the_edge_of_an_integer(workers, dtype):
+  """18 workers at the top level of 7 make 126; 19 would be 133 and wrap around."""
+  codec = QSGD(bits=4, bucket_size=32, share_scale=True, rounding="nearest")
+  assert sum_dtype(codec, workers) == {"s8": jnp.int8, "s16": jnp.int16}[dtype]
+  extremes = np.where(np.arange(512) % 2, 3.0, -3.0).astype(np.float32)
+  grads = {"w": jnp.asarray(np.broadcast_to(extremes, (workers, 512)))}
+  tx = transformation(codec, "psum", workers)
+  (output,), _ = modes.run("vmap", tx, [grads])
+  # 19 * 3 * (1/19) is one rounding away from 3.
+  np.testing.assert_allclose(output["w"][0], extremes, rtol=2.0**-23)
 
 
 def test_sixty_four_emulated_workers():
@@ -212,9 +331,9 @@ def test_sixty_four_emulated_workers():
 
 
 def test_auto_picks_by_facts_workers_and_bytes():
-  small = plan({"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, QSGD(bits=4))
-  large = plan({"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}, QSGD(bits=4))
-  dense = plan({"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}, Dense())
+  small = plan([jax.ShapeDtypeStruct((64, 64), jnp.float32)], QSGD(bits=4))
+  large = plan([jax.ShapeDtypeStruct((1024, 1024), jnp.float32)], QSGD(bits=4))
+  dense = plan([jax.ShapeDtypeStruct((1024, 1024), jnp.float32)], Dense())
   assert choose("auto", dense, 8) == "psum"
   assert choose("auto", large, 2) == "all_gather"
   assert choose("auto", large, 3) == "two_shot"

@@ -209,10 +209,10 @@ def test_pmap():
 
 def test_an_exchange_knows_the_plain_mean():
   def function(x):
-    with jax.named_scope("gradcomp_first_stage_3000_elements"):
+    with jax.named_scope("gradcomp_mean_3000_over_8"):
       received = lax.all_to_all(x, "d", 0, 0, tiled=True)
     mean = received * jnp.uint32(3)
-    with jax.named_scope("gradcomp_second_stage"):
+    with jax.named_scope("gradcomp_stage"):
       return lax.all_gather(mean, "d", tiled=True), lax.psum(received.sum(), "d")[None]
 
   def loop(x):
@@ -231,7 +231,7 @@ def test_an_exchange_knows_the_plain_mean():
 
 def test_other_collectives_cost_themselves():
   def function(x):
-    with jax.named_scope("gradcomp_first_stage_384_elements"):
+    with jax.named_scope("gradcomp_mean_384_over_8"):
       gathered = lax.all_gather(x, "d")
     return gathered, lax.psum(x.astype(jnp.float32), "d")
 
@@ -690,14 +690,16 @@ def test_scopes_inside_longer_names(longer):
     line = f"%a = u32[64,128]{{1,0}} all-gather(%x), {G8}, {metadata}"
     return only(wire_report(hlo(line))).dense_bytes
 
-  assert dense_bytes("gradcomp_first_stage_1234_elements") == 2 * 7 * 4 * 1234 // 8
-  assert dense_bytes("gradcomp_first_stage_0_elements") == 0
-  assert dense_bytes("gradcomp_second_stage") == 0
+  assert dense_bytes("gradcomp_mean_1234_over_8") == 2 * 7 * 4 * 1234 // 8
+  # Of 16 workers, although 8 exchange with each other here: a stage inside groups.
+  assert dense_bytes("gradcomp_mean_1234_over_16") == 2 * 15 * 4 * 1234 // 16
+  assert dense_bytes("gradcomp_mean_0_over_8") == 0
+  assert dense_bytes("gradcomp_stage") == 0
   assert dense_bytes("another_scope") == 7 * NBYTES
 
 
 def test_ratio_without_a_plain_mean():
-  metadata = 'metadata={op_name="gradcomp_second_stage/all_gather"}'
+  metadata = 'metadata={op_name="gradcomp_stage/all_gather"}'
   report = wire_report(hlo(f"%a = u32[64,128] all-gather(%x), {G8}, {metadata}"))
   assert report.ratio == math.inf
   assert str(report).endswith("Sends inf x the bytes of a plain f32 mean.")
@@ -710,9 +712,9 @@ def test_table():
   pieces = ", ".join(["u32[1,5000] %x"] * 8)
   entry = (
     f"%a = u8[9] all-to-all({pieces}), "
-    f"{scoped('gradcomp_first_stage_320000_elements/all_to_all')}\n"
+    f"{scoped('gradcomp_mean_320000_over_8/all_to_all')}\n"
     f"  %b = u8[9] all-gather(u32[1,5000] %x), "
-    f"{scoped('gradcomp_second_stage/all_gather')}\n"
+    f"{scoped('gradcomp_stage/all_gather')}\n"
     "  %c = u8[9] all-reduce(f32[] %x, u8[4] %x, f32[] %x, u8[3] %x), "
     "replica_groups={{0,1}}\n"
     "  %d = u8[9] all-reduce(u8[] %x, u8[1] %x, u8[2] %x, u8[3] %x, u8[3] %x)"
@@ -726,7 +728,7 @@ all-reduce  f32+u8  2 x [] [4] [3]        2      1          15           15
 all-reduce  u8      5 arrays              8      1          18           18
 total                                                  280,033    2,240,033
 Sends 0.125 x the bytes of a plain f32 mean."""
-  first, second = "gradcomp_first_stage_320000_elements", "gradcomp_second_stage"
+  first, second = "gradcomp_mean_320000_over_8", "gradcomp_stage"
   expected = expected.replace("first", f"{first}/all_to_all")
   assert lines == expected.replace("second", f"{second}/all_gather").splitlines()
 

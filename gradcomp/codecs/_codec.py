@@ -1,6 +1,6 @@
 """What every codec is: the facts and the five functions that the exchange relies on."""
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ class Payload(NamedTuple):
   """The arrays that cross the wire for one leaf; their bytes are all that is sent."""
 
   rows: jax.Array  # uint32[tiles, words and scales of a tile]
+  stats: jax.Array | None = None  # float32, of a codec that shares them; else None
 
 
 @runtime_checkable
@@ -67,6 +68,33 @@ class Codec(Protocol):
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     """Tiles of rows: ``uint32[..., rows, words]`` to ``float32[..., rows, P, B]``."""
+
+
+@runtime_checkable
+class SharedCodec(Codec, Protocol):
+  """A codec with ``shares_stats``: all workers encode with the same statistics.
+
+  The exchange takes the largest of all workers' ``stats`` before anyone encodes. Rows
+  then hold codes alone, and the codes of several workers add up as integers.
+  """
+
+  @property
+  def max_code(self) -> int:
+    """The largest magnitude of a code."""
+
+  def stats(self, x: jax.Array) -> jax.Array:
+    """``float32[rows, k]``, or ``[1, 1]`` for all rows: zero or more, or NaN."""
+
+  def codes(self, rows: jax.Array) -> jax.Array:
+    """Codes of rows: ``uint32[..., rows, words]`` to ``int32[..., rows, P, B]``."""
+
+  def from_codes(self, codes: jax.Array, stats: jax.Array) -> jax.Array:
+    """Values of codes, or of sums of them: ``float32[rows, P, B]``."""
+
+
+def is_shared(codec: Codec) -> TypeGuard[SharedCodec]:
+  """Whether a codec is a :class:`SharedCodec`, which its hyperparameters decide."""
+  return codec.shares_stats
 
 
 def as_float32(x: jax.Array) -> jax.Array:

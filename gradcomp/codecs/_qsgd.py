@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,10 @@ class QSGD:
   ``norm="l2"`` and ``sign_magnitude``. Biased with nearest rounding (ties away from
   zero): use error feedback.
 
+  With ``share_scale``, all workers encode with the largest of their norms, which the
+  exchange finds first. Rows carry no scales; codes add up as integers, exactly, so that
+  ``psum`` and both stages of ``two_shot`` round nothing after the first encoding.
+
   A bucket that holds a NaN or an infinity decodes to NaN, all of it. A norm below
   2**-126 counts as zero; between that and 2**-96 the scale is 2**-96.
 
@@ -65,6 +69,7 @@ class QSGD:
       the definition that its variance bound holds for.
     levels: ``"sign_magnitude"`` or ``"uniform"``.
     rounding: ``"stochastic"`` or ``"nearest"``.
+    share_scale: whether the scales are those of all workers together.
 
   Raises:
     ValueError: a hyperparameter outside these, when the codec is made; ``encode``
@@ -91,9 +96,7 @@ class QSGD:
   norm: qsgd.Norm = "max"
   levels: qsgd.Levels = "sign_magnitude"
   rounding: Rounding = "stochastic"
-
-  shares_stats: ClassVar[bool] = False
-  summable: ClassVar[bool] = False
+  share_scale: bool = False
 
   def __post_init__(self) -> None:
     bits = static_integer("bits", _BITS_RULE, self.bits)
@@ -119,6 +122,8 @@ class QSGD:
         '`bits` must be at least 2 with levels="sign_magnitude", which spends one bit '
         'on the sign, got 1; use levels="uniform".'
       )
+    if not isinstance(self.share_scale, bool):
+      raise ValueError(f"`share_scale` must be a bool, got {self.share_scale!r}.")
 
   @property
   def unbiased(self) -> bool:
@@ -129,17 +134,45 @@ class QSGD:
     return self.rounding == "stochastic"
 
   @property
+  def shares_stats(self) -> bool:
+    return self.share_scale
+
+  @property
+  def summable(self) -> bool:
+    return self.share_scale
+
+  @property
   def tile_size(self) -> int:
     return planes.planes_per_word(self.bits) * self._row_size
 
   @property
   def row_words(self) -> int:
+    if self.share_scale:
+      return self._row_size
     one_scale = self.bucket_size is None
     return self._row_size + (1 if one_scale else planes.planes_per_word(self.bits))
 
   @property
+  def max_code(self) -> int:
+    return qsgd.intervals(self.bits, self.levels)
+
+  @property
   def _row_size(self) -> int:
     return _TENSOR_ROW if self.bucket_size is None else self.bucket_size
+
+  def stats(self, x: jax.Array) -> jax.Array:
+    """The scales: ``float32[1, 1]`` of a tensor, ``float32[rows, P]`` of buckets."""
+    flat = as_float32(x)
+    if self.bucket_size is None:
+      largest = qsgd.norms(flat, self.norm) if flat.size else jnp.zeros([])
+      return qsgd.scales(largest).reshape(1, 1)
+    count = planes.planes_per_word(self.bits)
+    norms = [jnp.zeros([0, count])]
+    for segment in planes.tile_segments(flat, count, self.bucket_size):
+      size = segment.planes[0].shape[0] * count
+      buckets = qsgd.norms(segment.buckets, self.norm)[:size]
+      norms.append(buckets.reshape(-1, count))
+    return qsgd.scales(jnp.concatenate(norms))
 
   def encode(
     self,
@@ -148,16 +181,21 @@ class QSGD:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
-    del stats
     flat = as_float32(x)
-    scale = None
-    if self.bucket_size is None and flat.size:
-      rows = -(-flat.size // self.tile_size)
-      scale = jnp.full((rows, 1), qsgd.scales(qsgd.norms(flat, self.norm)))
-    return Payload(self._encode(flat, key=codec_key(key, self), scale=scale))
+    key = codec_key(key, self)
+    if not self.share_scale and self.bucket_size is not None:
+      return Payload(self._encode(flat, key=key))
+    scale = self.stats(flat) if stats is None or not self.share_scale else stats
+    rows = jnp.broadcast_to(scale, (-(-flat.size // self.tile_size), scale.shape[1]))
+    words = self._encode(flat, key=key, scale=rows, inline=not self.share_scale)
+    return Payload(words, scale if self.share_scale else None)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    return from_tiles(self.decode_rows(payload.rows), like)
+    if not self.share_scale:
+      return from_tiles(self.decode_rows(payload.rows), like)
+    assert payload.stats is not None
+    tiles = self.from_codes(self.codes(payload.rows), payload.stats)
+    return from_tiles(tiles, like)
 
   def encode_rows(self, tiles: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
     scale = None
@@ -170,6 +208,14 @@ class QSGD:
     return qsgd.decode_rows(
       rows, bits=self.bits, bucket_size=self._row_size, levels=self.levels
     )
+
+  def codes(self, rows: jax.Array) -> jax.Array:
+    return qsgd.signed_codes(
+      rows, bits=self.bits, bucket_size=self._row_size, levels=self.levels
+    )
+
+  def from_codes(self, codes: jax.Array, stats: jax.Array) -> jax.Array:
+    return qsgd.from_signed_codes(codes, stats, self.max_code)
 
   @property
   def _encode(self) -> functools.partial[jax.Array]:

@@ -1,0 +1,254 @@
+"""What every host of link_speed.py runs: one process, one device, gloo between them.
+
+  python link_worker.py '{"rank": 0, ...}'    link_speed.py starts it
+
+The gradient is donated and its mean comes back in its place, as in a train step. The
+hosts meet in a tiny psum before each timed call, and once more after it, so that the
+interface's counter is read when nobody has anything left to send.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import links
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp.codecs import QSGD, Codec, Dense, Payload
+from gradcomp.exchange import Exchange
+
+_BASELINE = "plain f32 mean"
+_ALL = tuple(name for name in get_args(Exchange) if name not in ("auto", "local"))
+
+# Each codec with the exchanges to time; those that the codec or the number of hosts
+# rules out are skipped.
+CODECS: dict[str, tuple[Codec, tuple[str, ...]]] = {
+  "f32": (Dense(), ("psum",)),
+  "bf16": (Dense(dtype=jnp.bfloat16), ("all_gather", "two_shot")),
+  "qsgd-8": (QSGD(bits=8), _ALL),
+  "qsgd-4": (QSGD(bits=4), _ALL),
+  "qsgd-2": (QSGD(bits=2), _ALL),
+}
+_GROUP = 2
+_OPTIONS: dict[str, dict[str, Any]] = {"hierarchical": {"group_size": _GROUP}}
+_IN_PARTS = "qsgd-4"  # the codec whose two_shot is also timed part by part
+
+# Bytes that one of n hosts sends for payloads of c bytes, f in float32. Hierarchical:
+# shares of f inside a group, of c between groups, and the means to all.
+_SENT: dict[str, Callable[[int, int, int], float]] = {
+  "psum": lambda n, c, f: 2 * (n - 1) / n * f,
+  "all_gather": lambda n, c, f: (n - 1) * c,
+  "two_shot": lambda n, c, f: 2 * (n - 1) / n * c,
+  "ring": lambda n, c, f: 2 * (n - 1) / n * c,
+  "hierarchical": lambda n, c, f: (
+    (_GROUP - 1) / _GROUP * f + (1 / _GROUP - 1 / n + (n - 1) / n) * c
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+  """A program on all hosts, its arguments, and the bytes that a host should send."""
+
+  program: Any
+  arguments: Callable[[], tuple[Any, ...]]  # new ones each time if they are donated
+  arithmetic: float | None = None
+
+
+def spread(mesh: jax.sharding.Mesh, local: np.ndarray) -> jax.Array:
+  """The global array whose part on this host is ``local``."""
+  sharding = jax.NamedSharding(mesh, P("data"))
+  return jax.make_array_from_process_local_data(sharding, local)
+
+
+def local_like(
+  mesh: jax.sharding.Mesh, grads: list[jax.Array]
+) -> list[jax.ShapeDtypeStruct]:
+  """What one host holds of the global gradients."""
+  return [jax.ShapeDtypeStruct((x.size // mesh.size,), x.dtype) for x in grads]
+
+
+def payload_bytes(codec: Codec, like: list[jax.ShapeDtypeStruct], shares: int) -> int:
+  """Of all leaves, each encoded by itself, in equal shares of whole rows."""
+  rows = sum(-(-leaf.size // codec.tile_size) for leaf in like)
+  return 4 * codec.row_words * shares * -(-rows // shares)
+
+
+def steps(
+  mesh: jax.sharding.Mesh, grads: list[jax.Array], codecs: list[str]
+) -> Iterator[tuple[str, Timed]]:
+  """The plain mean, then every codec with every exchange: encode, exchange, decode."""
+  hosts = mesh.size
+  like = local_like(mesh, grads)
+  copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+  def timed(update: Callable[..., Any], state: Any, specs: Any, sent: Any) -> Timed:
+    both = (P("data"), specs)
+    step = jax.shard_map(update, mesh=mesh, in_specs=both, out_specs=both)
+    step = jax.jit(step, donate_argnums=0).lower(grads, state).compile()
+    return Timed(step, lambda: (copy(grads), state), sent)
+
+  floats = 4 * sum(leaf.size for leaf in like)
+  plain = lambda grads, state: (lax.pmean(grads, "data"), state)
+  yield _BASELINE, timed(plain, (), (), _SENT["psum"](hosts, floats, floats))
+  for name in codecs:
+    codec, exchanges = CODECS[name]
+    for exchange in exchanges:
+      options = _OPTIONS.get(exchange, {})
+      group = options.get("group_size", 1)
+      if group >= hosts or hosts % group:
+        continue
+      try:
+        tx = gradcomp.compress(
+          codec, axis_name="data", exchange=exchange, feedback=None, **options
+        )
+      except ValueError:  # the library says that these do not go together
+        continue
+      specs = gradcomp.state_specs(jax.eval_shape(tx.init, like), "data")
+      init = jax.shard_map(tx.init, mesh=mesh, in_specs=P("data"), out_specs=specs)
+      # Codes that are added travel in integers of a width that only the library knows.
+      counted = exchange != "psum" or codec == Dense()
+      formula = _SENT.get(exchange) if counted else None
+      payload = payload_bytes(codec, like, 1 if exchange == "all_gather" else hosts)
+      sent = formula and formula(hosts, payload, floats)
+      yield f"{name} {exchange}", timed(tx.update, jax.jit(init)(grads), specs, sent)
+
+
+def parts(
+  mesh: jax.sharding.Mesh, grads: list[jax.Array], codec: Codec
+) -> Iterator[tuple[str, Timed]]:
+  """A two_shot exchange, cut into programs that hand their results on."""
+  hosts = mesh.size
+  like = local_like(mesh, grads)
+  key = jnp.array([1, 2], jnp.uint32)
+  rows = -(-like[0].size // codec.tile_size)  # of a leaf; all are of one size
+
+  def encode(*leaves: jax.Array) -> jax.Array:
+    matrix = jnp.concatenate([codec.encode(leaf, key=key).rows for leaf in leaves])
+    padded = jnp.pad(matrix, ((0, -len(matrix) % hosts), (0, 0)))
+    return padded.reshape(hosts, -1, codec.row_words)
+
+  def all_to_all(shares: jax.Array) -> jax.Array:
+    return lax.all_to_all(shares, "data", 0, 0, tiled=True)
+
+  def average_own(received: jax.Array) -> jax.Array:
+    total = codec.decode_rows(received[0])
+    for share in received[1:]:
+      total = total + codec.decode_rows(share)
+    return codec.encode_rows(total * jnp.float32(1 / hosts), key=key)
+
+  def all_gather(own: jax.Array) -> jax.Array:
+    return lax.all_gather(own, "data", tiled=True)
+
+  def decode(matrix: jax.Array) -> list[jax.Array]:
+    return [
+      codec.decode(Payload(matrix[i * rows : (i + 1) * rows]), like=leaf)
+      for i, leaf in enumerate(like)
+    ]
+
+  share = (hosts - 1) / hosts * payload_bytes(codec, like, hosts)
+  sent = {all_to_all: share, all_gather: share}
+  values: tuple[jax.Array, ...] = tuple(grads)
+  for function in (encode, all_to_all, average_own, all_gather, decode):
+    on_hosts = jax.shard_map(
+      function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    program = jax.jit(on_hosts).lower(*values).compile()
+    timed = Timed(program, lambda values=values: values, sent.get(function, 0.0))
+    yield function.__name__, timed
+    values = (program(*values),)
+
+
+def measure(
+  programs: dict[str, Timed], repeats: int, meet: Callable[[], Any], interface: str
+) -> dict[str, dict[str, Any]]:
+  """All programs in turn, a first time for warmth; lists have an entry a repeat."""
+  results: dict[str, dict[str, Any]] = {
+    name: {
+      "seconds": [],
+      "cpu_seconds": [],
+      "sent": [],
+      "arithmetic": timed.arithmetic,
+      "wire_report": gradcomp.wire_report(timed.program).bytes_sent,
+    }
+    for name, timed in programs.items()
+  }
+  mean = None
+  for repeat in range(repeats + 1):
+    for name, timed in programs.items():
+      arguments = jax.block_until_ready(timed.arguments())
+      meet()
+      sent = links.bytes_sent(interface)
+      cpu, start = time.process_time(), time.perf_counter()
+      outputs = jax.block_until_ready(timed.program(*arguments))
+      seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+      meet()
+      sent = links.bytes_sent(interface) - sent
+      if repeat:
+        results[name]["seconds"].append(seconds)
+        results[name]["cpu_seconds"].append(cpu)
+        results[name]["sent"].append(sent)
+      elif isinstance(outputs, tuple):  # a step's: the mean and the state
+        leaves = [np.ravel(leaf.addressable_data(0)) for leaf in outputs[0]]
+        result = np.concatenate(leaves)
+        mean = result if mean is None else mean
+        error = np.linalg.norm(result - mean) / np.linalg.norm(mean)
+        results[name] |= {"error": float(error), "crc32": zlib.crc32(result)}
+      del arguments, outputs
+  return results
+
+
+def main(options: dict[str, Any]) -> None:
+  rank, ends = options["rank"], [tuple(end) for end in options["ends"]]
+  report: dict[str, Any] = {}
+  if options["probe_bytes"]:
+    report["probe"] = links.probe(rank, ends, options["probe_bytes"])
+  jax.distributed.initialize(
+    options["coordinator"],
+    len(ends),
+    rank,
+    initialization_timeout=60,
+    heartbeat_timeout_seconds=20,
+    shutdown_timeout_seconds=20,
+  )
+  mesh = jax.make_mesh((len(ends),), ("data",))
+  rng = np.random.default_rng(rank)
+  size = options["mib"] * 2**20 // 4 // options["leaves"]
+  grads = [
+    spread(mesh, rng.standard_normal(size, np.float32))
+    for _ in range(options["leaves"])
+  ]
+  total = jax.shard_map(
+    lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+  )
+  one = spread(mesh, np.ones(1, np.float32))
+  tiny = jax.jit(total).lower(one).compile()
+  programs = dict(steps(mesh, grads, options["codecs"]))
+  count = len(programs)
+  programs |= parts(mesh, grads, CODECS[_IN_PARTS][0])
+  meet = lambda: jax.block_until_ready(tiny(one))
+  results = measure(programs, options["repeats"], meet, options["interface"])
+  report["steps"] = dict(list(results.items())[:count])
+  report["parts"] = dict(list(results.items())[count:])
+  pathlib.Path(options["output"]).write_text(json.dumps(report))
+  jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+  try:
+    main(json.loads(sys.argv[1]))
+  except BaseException:
+    traceback.print_exc()
+    os._exit(1)  # leaving normally would wait for the others, and they for us

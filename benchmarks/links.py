@@ -1,0 +1,236 @@
+"""Hosts as network namespaces, each on its own rate-limited full-duplex link.
+
+A switch namespace holds a bridge; each host is a namespace whose ``eth0`` is one end of
+a veth pair, the other end is a port of the bridge. A token bucket (tbf) on either end
+limits a direction each.
+
+Every trap here makes plain f32 slower, and so flatters compression:
+
+- a bucket below 1 ms of the rate loses packets, one above it carries small messages for
+  nothing;
+- frames (GSO) that do not fit into the bucket are cut in software, on the hosts' cores;
+- gloo binds the address that the host's own name resolves to, so each host needs its
+  own name (a UTS namespace) and its own hosts file;
+- BBR, if it is the system's congestion control, slows down for 0.2 s every 10 s;
+- a bucket is one queue: 4 MB of one connection would stand before all others. Queues of
+  real hosts are fair or short, so a connection may queue a bucketful at most.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+_BURST_SECONDS = 0.001
+_MTU = 1500
+_SUBNET = "10.77.0.0/24"
+_LARGEST_FRAME = 65536
+_NETNS = pathlib.Path("/etc/netns")
+_COUNTER = "/sys/class/net/{}/statistics/tx_bytes"
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+  """One host: its address, its interface and how to start a program on it."""
+
+  address: str
+  interface: str
+  prefix: tuple[str, ...] = ()
+
+
+def bits_per_second(rate: str) -> float:
+  """Of tc's spelling.
+
+  Example:
+    >>> bits_per_second("2.5gbit")
+    2500000000.0
+  """
+  match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
+  if not match:
+    raise ValueError(f"`rate` must be like 100mbit or 2.5gbit, got {rate!r}.")
+  return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+@contextlib.contextmanager
+def loopback(count: int) -> Iterator[list[Host]]:
+  """Hosts that are plain processes: nothing limits their links."""
+  yield [Host("127.0.0.1", "lo")] * count
+
+
+@contextlib.contextmanager
+def limited(count: int, rate: str) -> Iterator[list[Host]]:
+  """``count`` hosts with links of ``rate``, removed at the end whatever happens."""
+  prefix = f"gc{os.getpid()}"
+  switch, names = f"{prefix}sw", [f"{prefix}h{i}" for i in range(count)]
+  hosts = [
+    Host(f"10.77.0.{i + 1}", "eth0", _on_host(name, f"host{i}"))
+    for i, name in enumerate(names)
+  ]
+  own_folder = not _NETNS.exists()
+  try:
+    _run("ip", "netns", "add", switch)
+    _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", "br0", "up")
+    for i, (name, host) in enumerate(zip(names, hosts, strict=True)):
+      _add_host(name, host.address, switch, f"p{i}", rate)
+      files = _NETNS / name
+      files.mkdir(parents=True)
+      lines = [f"127.0.0.1 localhost\n{host.address} host{i}\n"]
+      (files / "hosts").write_text("".join(lines))
+    yield hosts
+  finally:
+    for name in (*names, switch):  # with a namespace go its devices
+      subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
+      with contextlib.suppress(FileNotFoundError):
+        (_NETNS / name / "hosts").unlink()
+      with contextlib.suppress(FileNotFoundError):
+        (_NETNS / name).rmdir()
+    if own_folder:
+      with contextlib.suppress(OSError):
+        _NETNS.rmdir()
+
+
+def _on_host(name: str, hostname: str) -> tuple[str, ...]:
+  script = 'hostname "$0" && exec "$@"'
+  return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", script, hostname)
+
+
+def _add_host(name: str, address: str, switch: str, port: str, rate: str) -> None:
+  burst = max(2 * _MTU, int(bits_per_second(rate) / 8 * _BURST_SECONDS))
+  frame = min(_LARGEST_FRAME, int(0.9 * burst))  # tbf counts 5 % of headers too
+  peer = ("type", "veth", "peer", "name", port, "netns", switch)
+  _run("ip", "netns", "add", name)
+  _run("ip", "-n", name, "link", "add", "eth0", *peer)
+  _run("ip", "-n", switch, "link", "set", port, "master", "br0")
+  for namespace, device in ((name, "eth0"), (switch, port)):
+    bucket = ("tbf", "rate", rate, "burst", str(burst), "latency", "50ms")
+    _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
+    size = ("gso_max_size", str(frame))
+    _run("ip", "-n", namespace, "link", "set", "dev", device, *size, "up")
+  _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+  _run("ip", "-n", name, "link", "set", "lo", "up")
+  subnet = (_SUBNET, "dev", "eth0", "src", address)
+  _run("ip", "-n", name, "route", "replace", *subnet, "congctl", "cubic")
+  queued = f"echo {burst} > /proc/sys/net/ipv4/tcp_limit_output_bytes"
+  _run("ip", "netns", "exec", name, "sh", "-c", queued)
+
+
+def _run(*command: str) -> None:
+  done = subprocess.run(command, capture_output=True, text=True)
+  if done.returncode:
+    raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def run(
+  hosts: Sequence[Host],
+  commands: Sequence[Sequence[str]],
+  environment: dict[str, str],
+  limit: float,
+) -> None:
+  """Runs a command on each host; none is left when this returns or raises.
+
+  Raises:
+    RuntimeError: one has failed, or is not done after ``limit`` seconds; with the ends
+      of what all have written.
+  """
+  deadline = time.monotonic() + limit
+  with contextlib.ExitStack() as stack:
+    logs, processes = [], []
+    for host, command in zip(hosts, commands, strict=True):
+      logs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
+      process = subprocess.Popen(
+        [*host.prefix, *command],
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=logs[-1],
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C is for us
+      )
+      processes.append(process)
+      stack.callback(_kill, process)
+    codes: list[int | None] = [None]
+    while None in codes and not any(codes) and time.monotonic() < deadline:
+      time.sleep(0.1)
+      codes = [process.poll() for process in processes]
+    if any(code != 0 for code in codes):
+      time.sleep(1)  # for the others to say why they fail
+      parts = [f"The hosts' programs have ended with {codes}; None: still running."]
+      for i, log in enumerate(logs):
+        log.seek(0)
+        parts.append(f"--- host {i}\n{log.read()[-3000:]}")
+      raise RuntimeError("\n".join(parts))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+  if process.poll() is None:
+    os.killpg(process.pid, signal.SIGKILL)  # JAX swallows SIGTERM
+  process.wait()
+
+
+def bytes_sent(interface: str) -> int:
+  """The kernel's counter of an interface, with one header a GSO frame."""
+  return int(pathlib.Path(_COUNTER.format(interface)).read_text())
+
+
+def free_ports(count: int) -> list[int]:
+  """Ports that nothing listens on."""
+  with contextlib.ExitStack() as stack:
+    sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+    for one in sockets:
+      one.bind(("", 0))
+    return [one.getsockname()[1] for one in sockets]
+
+
+def probe(rank: int, ends: Sequence[tuple[str, int]], nbytes: int) -> float:
+  """Bytes a second that this host receives when each sends to the next, all at once.
+
+  Args:
+    rank: this host.
+    ends: address and port of each host.
+    nbytes: how much each sends.
+  """
+  deadline = time.monotonic() + 60
+  with contextlib.ExitStack() as stack:
+    listener = stack.enter_context(socket.create_server(ends[rank]))
+    listener.settimeout(60)
+    to_next = stack.enter_context(_connect(ends[(rank + 1) % len(ends)], deadline))
+    from_previous = stack.enter_context(listener.accept()[0])
+    for stream in (to_next, from_previous):
+      stream.settimeout(600)
+    for _ in range(2):  # a token passes twice: then all are there
+      if rank == 0:
+        to_next.sendall(b"!")
+      from_previous.recv(1)
+      if rank > 0:
+        to_next.sendall(b"!")
+    sender = threading.Thread(target=to_next.sendall, args=(bytes(nbytes),))
+    buffer = bytearray(1 << 20)
+    left = nbytes
+    start = time.perf_counter()
+    sender.start()
+    while left:
+      count = from_previous.recv_into(buffer, min(left, len(buffer)))
+      if not count:
+        raise ConnectionError("The previous host has closed the connection.")
+      left -= count
+    seconds = time.perf_counter() - start
+    sender.join()
+  return nbytes / seconds
+
+
+def _connect(end: tuple[str, int], deadline: float) -> socket.socket:
+  while True:
+    try:
+      return socket.create_connection(end, timeout=5)
+    except OSError:
+      if time.monotonic() > deadline:
+        raise
+      time.sleep(0.05)

@@ -1,0 +1,195 @@
+"""What a transformation sends, and why, before anything runs."""
+
+import dataclasses
+import math
+from fractions import Fraction
+from typing import Any
+
+import jax
+import optax
+
+from gradcomp import _planning
+from gradcomp._checks import static_integer
+from gradcomp.codecs import Codec
+from gradcomp.exchange import bytes_by_leaf, inside_bytes
+
+_WORKERS_RULE = "a number of workers, 1 or more, or a tuple of the sizes of two axes"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafPlan:
+  """How one leaf travels.
+
+  Attributes:
+    path: of the leaf in the parameters.
+    shape: of the leaf.
+    codec: what encodes it.
+    exchange: what its message takes.
+    message: the number of the message that it shares with other leaves.
+    bytes_sent: what a worker sends for it in a step, and receives; fractional, because
+      leaves share rows that fill up a message.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  codec: Codec
+  exchange: str
+  message: int
+  bytes_sent: Fraction
+
+  @property
+  def elements(self) -> int:
+    """Elements of the leaf."""
+    return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+  """What :func:`explain` returns; ``str(explanation)`` is a table.
+
+  Attributes:
+    leaves: one plan a leaf.
+    workers: N.
+    bytes_inside: of all bytes, those that ``hierarchical`` sends inside groups.
+  """
+
+  leaves: tuple[LeafPlan, ...]
+  workers: int
+  bytes_inside: int
+
+  @property
+  def bytes_sent(self) -> int:
+    """What each worker sends in a step, rounded up."""
+    return math.ceil(sum((leaf.bytes_sent for leaf in self.leaves), Fraction(0)))
+
+  @property
+  def bytes_received(self) -> int:
+    """What each worker receives in a step: as much as it sends, in every exchange."""
+    return self.bytes_sent
+
+  @property
+  def messages(self) -> int:
+    """Messages a stage."""
+    return len({leaf.message for leaf in self.leaves})
+
+  def ratio(self, bits: int = 32) -> float:
+    """``bytes_sent`` over those of a plain mean in so many bits an element."""
+    elements = sum(leaf.elements for leaf in self.leaves)
+    return _ratio(Fraction(self.bytes_sent), elements, self.workers, bits)
+
+  def __str__(self) -> str:
+    header = "leaf,shape,codec,bits,exchange,message,sent,received,/f32,/bf16"
+    rows = [header.split(","), *map(self._row, self.leaves)]
+    total = f"{self.bytes_sent:,}"
+    ratios = [f"{self.ratio(32):.4g}", f"{self.ratio(16):.4g}"]
+    rows.append(["total", "", "", "", "", "", total, total, *ratios])
+    columns = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+      width = max(map(len, column))
+      left = i in (0, 1, 2, 4)
+      columns.append([x.ljust(width) if left else x.rjust(width) for x in column])
+    lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+    lines.append(
+      f"Bytes that each of {self.workers} workers sends and receives a step."
+    )
+    if self.bytes_inside:
+      lines.append(f"{self.bytes_inside:,} of them stay inside groups.")
+    return "\n".join(lines)
+
+  def _row(self, leaf: LeafPlan) -> list[str]:
+    sent = f"{math.ceil(leaf.bytes_sent):,}"
+    ratios = [
+      _ratio(leaf.bytes_sent, leaf.elements, self.workers, bits) for bits in (32, 16)
+    ]
+    return [
+      leaf.path,
+      str(list(leaf.shape)),
+      type(leaf.codec).__name__,
+      f"{32 * leaf.codec.row_words / leaf.codec.tile_size:.4g}",
+      leaf.exchange,
+      str(leaf.message),
+      sent,
+      sent,
+      *(f"{ratio:.4g}" for ratio in ratios),
+    ]
+
+
+def _ratio(sent: Fraction, elements: int, workers: int, bits: int) -> float:
+  """1 if both are 0, as in a WireReport."""
+  plain = Fraction(2 * (workers - 1), workers) * elements * bits / 8
+  if plain:
+    return float(sent / plain)
+  return math.inf if sent else 1.0
+
+
+def explain(
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  *,
+  workers: int | tuple[int, int],
+) -> Explanation:
+  """What the gradcomp transformations in an optimizer would do with these parameters.
+
+  Nothing is computed, and no axis or device is needed: ``update`` is traced with shapes
+  alone. A leaf that no gradcomp transformation sees is not in the table; one that two
+  see is there twice.
+
+  Args:
+    optimizer: an optax transformation with gradcomp's in it.
+    params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
+    workers: how many share the axis; ``(hosts, chips)`` for ``"hierarchical"`` over two
+      axes.
+
+  Returns:
+    An :class:`Explanation`. ``print`` shows for each leaf the codec, its real bits an
+    element on the wire, the exchange (see :func:`gradcomp.exchange.choose`), the bytes
+    that a worker sends and receives, and these against plain means in float32 and in
+    16 bits.
+
+  Raises:
+    ValueError: ``workers`` is not a number of workers.
+
+  Example:
+    >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
+    >>> params = {"b": jnp.zeros(64), "w": jnp.zeros((256, 256))}
+    >>> print(explain(optimizer, params, workers=4))
+    leaf   shape       codec   bits  exchange  message    sent  received    /f32   /bf16
+    ['b']  [64]        Dense     32  two_shot        0   3,072     3,072       8      16
+    ['w']  [256, 256]  QSGD   4.062  two_shot        0  49,920    49,920   0.127  0.2539
+    total                                               52,992    52,992  0.1346  0.2693
+    Bytes that each of 4 workers sends and receives a step.
+  """
+  sizes: tuple[int, ...] = workers if isinstance(workers, tuple) else (workers,)
+  if len(sizes) not in (1, 2):
+    raise ValueError(f"`workers` must be {_WORKERS_RULE}, got {workers!r}.")
+  sizes = tuple(static_integer("workers", _WORKERS_RULE, size) for size in sizes)
+  if min(sizes) < 1:
+    raise ValueError(f"`workers` must be {_WORKERS_RULE}, got {workers!r}.")
+  count = math.prod(sizes)
+  with _planning.planning(count) as plans:
+    jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
+  leaves: list[LeafPlan] = []
+  inside, number = Fraction(0), 0
+  for plan in plans:
+    group_size = plan.group_size or sizes[-1]
+    found = []
+    for message in plan.messages:
+      layout = message.layout
+      sent = bytes_by_leaf(message.exchange, layout, count, group_size)
+      for i, slot, bytes_sent in zip(message.leaves, layout.slots, sent, strict=True):
+        leaf = LeafPlan(
+          path=plan.paths[i],
+          shape=layout.like[message.leaves.index(i)].shape,
+          codec=layout.codecs[slot.group],
+          exchange=message.exchange,
+          message=number,
+          bytes_sent=bytes_sent,
+        )
+        found.append((i, leaf))
+      if message.exchange == "hierarchical" and plan.group_size is None:
+        inside += inside_bytes(layout, count, group_size)
+      number += 1
+    leaves += [leaf for _, leaf in sorted(found, key=lambda pair: pair[0])]
+  return Explanation(
+    leaves=tuple(leaves), workers=count, bytes_inside=math.ceil(inside)
+  )

@@ -1,0 +1,64 @@
+"""Asking a transformation what it would send, without sending: for explain alone."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from gradcomp.exchange import Message
+
+
+class Plan(NamedTuple):
+  """The messages of one transformation.
+
+  Attributes:
+    paths: of the leaves that it was given.
+    messages: with the numbers of those leaves.
+    group_size: of ``hierarchical`` over one axis.
+  """
+
+  paths: tuple[str, ...]
+  messages: tuple[Message, ...]
+  group_size: int | None
+
+
+class Study(NamedTuple):
+  """For how many workers, and the plans so far."""
+
+  workers: int
+  plans: list[Plan]
+
+  def add(
+    self,
+    updates: Any,
+    plan: Callable[..., tuple[Message, ...]],
+    group_size: int | None,
+  ) -> None:
+    """Adds what a transformation would do with these gradients."""
+    paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(updates), strict=True)
+    messages = plan(leaves, [()] * len(leaves), workers=self.workers)
+    names = tuple(map(jax.tree_util.keystr, paths))
+    self.plans.append(Plan(names, messages, group_size))
+
+
+_current: contextvars.ContextVar[Study | None] = contextvars.ContextVar(
+  "study", default=None
+)
+
+
+def current() -> Study | None:
+  """Where transformations shall add their plans, instead of exchanging anything."""
+  return _current.get()
+
+
+@contextlib.contextmanager
+def planning(workers: int) -> Iterator[list[Plan]]:
+  """Collects the plans of the transformations that are called inside."""
+  study = Study(workers, [])
+  token = _current.set(study)
+  try:
+    yield study.plans
+  finally:
+    _current.reset(token)

@@ -1,0 +1,15 @@
+"""Payloads to their mean: the only folder that calls collectives."""
+
+from gradcomp.exchange._choice import Exchange as Exchange
+from gradcomp.exchange._choice import bytes_by_leaf as bytes_by_leaf
+from gradcomp.exchange._choice import bytes_sent as bytes_sent
+from gradcomp.exchange._choice import check_exchange as check_exchange
+from gradcomp.exchange._choice import choose as choose
+from gradcomp.exchange._choice import inside_bytes as inside_bytes
+from gradcomp.exchange._collectives import Workers as Workers
+from gradcomp.exchange._collectives import pmean as pmean
+from gradcomp.exchange._messages import OwnerResiduals as OwnerResiduals
+from gradcomp.exchange._messages import average_messages as average_messages
+from gradcomp.exchange._messages import owner_shapes as owner_shapes
+from gradcomp.exchange._plan import Message as Message
+from gradcomp.exchange._plan import plan_messages as plan_messages

@@ -1,0 +1,212 @@
+"""One message: encode, exchange, decode, and what was lost on the way."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp.codecs import Codec, Dense, SharedCodec, is_shared
+from gradcomp.exchange._all_gather import all_gather
+from gradcomp.exchange._collectives import (
+  Workers,
+  final_stage,
+  largest,
+  pmean,
+  psum,
+  split,
+)
+from gradcomp.exchange._hierarchical import hierarchical
+from gradcomp.exchange._plan import Message
+from gradcomp.exchange._ring import ring
+from gradcomp.exchange._sums import add_codes, sum_dtype, unpack_sums
+from gradcomp.exchange._two_shot import two_shot
+from gradcomp.layout import Layout, RowDecoder, mean_of_rows, scaled
+
+Leaves = list[jax.Array]
+Residuals = list[jax.Array | None]  # of the second stage, one for each codec
+
+
+class Keys(NamedTuple):
+  """Of one worker and step."""
+
+  leaves: jax.Array  # uint32[leaves, 2]
+  stages: jax.Array  # uint32[codecs, 2], for what is encoded after the leaves
+
+
+class Outcome(NamedTuple):
+  """What :func:`average` returns.
+
+  Attributes:
+    mean: float32 leaves, equal on all workers.
+    unsent: what this worker did not send, in the units of the leaves; None for a plain
+      mean, which loses nothing, and where nobody asked.
+    residuals: what the owners' encodings lost.
+  """
+
+  mean: Leaves
+  unsent: Leaves | None
+  residuals: Residuals
+
+
+def average(
+  message: Message,
+  leaves: Leaves,
+  keys: Keys | None,
+  workers: Workers | None,
+  *,
+  group_size: int | None,
+  residuals: Residuals,
+  keep: bool,
+) -> Outcome:
+  """The mean of all workers' leaves, and what was lost.
+
+  Args:
+    message: the plan.
+    leaves: float32 arrays.
+    keys: for stochastic rounding, or None.
+    workers: who exchanges; None to exchange nothing.
+    group_size: for ``hierarchical`` over one axis.
+    residuals: of the second stage, ``float32[share, tile_size]`` for each codec; None
+      where none is kept.
+    keep: whether to return what was not sent.
+  """
+  layout, exchange = message.layout, message.exchange
+  if workers is None or not layout.elements or exchange == "local":
+    own = _encode(layout, leaves, keys, layout.stats(leaves))
+    sent = layout.decode(own.decoders)
+    return Outcome(sent, _minus(leaves, sent) if keep else None, residuals)
+  if exchange == "psum" and layout.codecs == (Dense(),):
+    reduce = psum if workers.scale == 1 else pmean
+    return Outcome(reduce(leaves, workers.axis_name), None, residuals)
+  stages = None if keys is None else keys.stages
+
+  if exchange in ("ring", "hierarchical"):
+    tiles = layout.tiles(leaves)
+    if exchange == "ring":
+      rows, lost = ring(layout, tiles, workers, stages)
+      scale = workers.scale
+    else:
+      rows, lost, residuals = hierarchical(
+        layout, tiles, workers, group_size, stages, residuals
+      )
+      scale = 1.0
+    decoders = [
+      _rows_decoder(codec, words[None], None, scale)
+      for codec, words in zip(layout.codecs, rows, strict=True)
+    ]
+    unsent = layout.decode([_cutter(x) for x in lost]) if keep else None
+    return Outcome(layout.decode(decoders), unsent, residuals)
+
+  own = _encode(layout, leaves, keys, _shared(layout.stats(leaves), workers))
+  if exchange == "all_gather":
+    gathered = all_gather(layout, own.matrices, workers)
+    decoders = [
+      _rows_decoder(codec, rows, stats, workers.scale)
+      for codec, rows, stats in zip(layout.codecs, gathered, own.stats, strict=True)
+    ]
+  elif exchange == "two_shot":
+    gathered, residuals = two_shot(layout, own.matrices, workers, stages, residuals)
+    decoders = [
+      _owned_decoder(codec, rows, stats, workers, total)
+      for codec, rows, stats, total in zip(
+        layout.codecs, gathered, own.stats, layout.rows, strict=True
+      )
+    ]
+  else:
+    decoders = [
+      _psum_decoder(layout, codec, rows, stats, workers)
+      for codec, rows, stats in zip(layout.codecs, own.matrices, own.stats, strict=True)
+    ]
+  unsent = _minus(leaves, layout.decode(own.decoders)) if keep else None
+  return Outcome(layout.decode(decoders), unsent, residuals)
+
+
+class _Encoded(NamedTuple):
+  """What this worker sends: for each codec its rows, their statistics and decoder."""
+
+  matrices: list[jax.Array]
+  stats: list[jax.Array | None]
+  decoders: list[RowDecoder]
+
+
+def _encode(
+  layout: Layout, leaves: Leaves, keys: Keys | None, stats: Sequence[jax.Array | None]
+) -> _Encoded:
+  matrices = layout.encode(leaves, None if keys is None else keys.leaves, stats)
+  row_stats = layout.row_stats(stats)
+  decoders = [
+    _rows_decoder(codec, rows[None], stat, 1.0)
+    for codec, rows, stat in zip(layout.codecs, matrices, row_stats, strict=True)
+  ]
+  return _Encoded(matrices, row_stats, decoders)
+
+
+def _minus(leaves: Leaves, sent: Leaves) -> Leaves:
+  return [leaf - gone for leaf, gone in zip(leaves, sent, strict=True)]
+
+
+def _shared(stats: Sequence[jax.Array | None], workers: Workers) -> Residuals:
+  """The largest statistics of all workers, in one message."""
+  own = [x for x in stats if x is not None]
+  if not own:
+    return list(stats)
+  message = jnp.concatenate([x.reshape(-1) for x in own])
+  agreed = iter(
+    split(largest(message, workers.axis_name)[None], [x.shape for x in own])
+  )
+  return [None if x is None else next(agreed)[0] for x in stats]
+
+
+def _cutter(tiles: jax.Array) -> RowDecoder:
+  """Of values that nothing encodes."""
+  return lambda start, stop: tiles[start:stop]
+
+
+def _rows_decoder(
+  codec: Codec, rows: jax.Array, stats: jax.Array | None, scale: float
+) -> RowDecoder:
+  """Of K payloads, ``uint32[K, rows, words]``."""
+  if is_shared(codec):
+    return _sums_decoder(codec, add_codes(codec, rows), stats, scale)
+  return lambda start, stop: mean_of_rows(codec, rows[:, start:stop], scale)
+
+
+def _owned_decoder(
+  codec: Codec, rows: jax.Array, stats: jax.Array | None, workers: Workers, total: int
+) -> RowDecoder:
+  """Of what the owners sent, ``uint32[N, rows, words]``."""
+  if not is_shared(codec):
+    stacked = rows.reshape(1, rows.shape[0] * rows.shape[1], rows.shape[2])
+    return _rows_decoder(codec, stacked, None, 1.0)
+  share = -(-total // workers.size)
+  unpack = functools.partial(unpack_sums, codec, rows=share, workers=workers.size)
+  sums = jax.vmap(unpack)(rows)
+  stacked = sums.reshape(sums.shape[0] * share, *sums.shape[2:])
+  return _sums_decoder(codec, stacked, stats, workers.scale)
+
+
+def _psum_decoder(
+  layout: Layout,
+  codec: Codec,
+  rows: jax.Array,
+  stats: jax.Array | None,
+  workers: Workers,
+) -> RowDecoder:
+  """Of the exact sum of all workers' codes, in the narrowest integers that hold it."""
+  assert is_shared(codec)  # plan_messages puts nothing else into such a message
+  codes = codec.codes(rows).astype(sum_dtype(codec, workers.size))
+  with final_stage(layout.elements, workers):
+    sums = psum(codes, workers.axis_name)
+  return _sums_decoder(codec, sums.astype(jnp.int32), stats, workers.scale)
+
+
+def _sums_decoder(
+  codec: SharedCodec, sums: jax.Array, stats: jax.Array | None, scale: float
+) -> RowDecoder:
+  """Of sums of codes, ``int32[rows, P, B]``."""
+  assert stats is not None
+  return lambda start, stop: scaled(
+    codec.from_codes(sums[start:stop], stats[start:stop]), scale
+  )

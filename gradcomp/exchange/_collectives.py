@@ -1,0 +1,129 @@
+"""The collectives, by what they do to lines of words.
+
+Whatever they carry is 32-bit words or whole bytes: XLA widens narrower floats and
+sub-byte integers on the way. In each exchange exactly one collective is named after the
+elements whose mean it completes, which is how :func:`gradcomp.wire_report` knows what a
+plain mean would have sent; the others are named as its stages.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp import _axes
+from gradcomp._axes import AxisName
+
+
+class Workers(NamedTuple):
+  """Who exchanges, and what each summand counts: ``1/N`` for a mean, 1 for a sum."""
+
+  axis_name: AxisName
+  size: int
+  scale: float
+
+
+def final_stage(elements: int, workers: Workers) -> Any:
+  """The scope of the collective that completes an exchange."""
+  return jax.named_scope(f"gradcomp_mean_{elements}_over_{workers.size}")
+
+
+def stage() -> Any:
+  """The scope of every other collective."""
+  return jax.named_scope("gradcomp_stage")
+
+
+def pmean(tree: Any, axis_name: AxisName) -> Any:
+  """The plain mean over the axis, in the arrays' own dtype."""
+  return lax.pmean(tree, axis_name)
+
+
+def psum(tree: Any, axis_name: AxisName) -> Any:
+  """The plain sum over the axis, in the arrays' own dtype."""
+  return lax.psum(tree, axis_name)
+
+
+def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
+  """The maximum over the workers of ``float32`` that is zero or more; NaN wins.
+
+  Such floats are ordered as their bit patterns are, NaN above all. A maximum of floats
+  may drop NaN on the way.
+  """
+  magnitude = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+  with stage():
+    return lax.bitcast_convert_type(lax.pmax(magnitude, axis_name), jnp.float32)
+
+
+def gather(message: jax.Array, axis_name: AxisName) -> jax.Array:
+  """``[M]`` to ``[N, M]``, typed as equal on all workers where types are tracked."""
+  if _axes.is_typed(axis_name):
+    return lax.all_gather(message, axis_name, to="invarying")
+  return lax.all_gather(message, axis_name)
+
+
+def scatter(lines: jax.Array, axis_name: AxisName) -> jax.Array:
+  """``[N, M]``: line d goes to worker d; line s of the result comes from worker s."""
+  return lax.all_to_all(lines, axis_name, 0, 0, tiled=True)
+
+
+def scatter_within(
+  lines: jax.Array, axis_name: str, members: Sequence[Sequence[int]]
+) -> jax.Array:
+  """:func:`scatter` among the members of groups of one axis.
+
+  One permutation for each distance in a group: ``jax.vmap`` has no rule for grouped
+  collectives.
+
+  Args:
+    lines: ``[K, M]``, a line for each member of the worker's group.
+    axis_name: the axis.
+    members: groups of K workers, which are all workers.
+
+  Returns:
+    ``[K, M]``, a line from each member.
+  """
+  size = lines.shape[0]
+  place = [0] * sum(map(len, members))
+  for group in members:
+    for i, worker in enumerate(group):
+      place[worker] = i
+  own = jnp.array(place)[lax.axis_index(axis_name)]
+  received = [lines[own]]
+  for distance in range(1, size):
+    pairs = [(g[i], g[(i + distance) % size]) for g in members for i in range(size)]
+    line = lines[(own + distance) % size]
+    received.append(lax.ppermute(line, axis_name, pairs))
+  return jnp.stack(received)[(own - jnp.arange(size)) % size]
+
+
+def pass_on(message: Any, axis_name: AxisName, count: int) -> Any:
+  """Each worker's message to the next one in the ring."""
+  ring = [(i, (i + 1) % count) for i in range(count)]
+  return lax.ppermute(message, axis_name, ring)
+
+
+def split(lines: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+  """The inverse of :func:`join`: ``[lines, M]`` to arrays ``[lines, *shape]``."""
+  result = []
+  start = 0
+  for shape in shapes:
+    stop = start + math.prod(shape)
+    result.append(lines[:, start:stop].reshape(lines.shape[0], *shape))
+    start = stop
+  return result
+
+
+def shares(rows: jax.Array, workers: Workers) -> jax.Array:
+  """``[rows, width]``, filled with zeros, as ``[N, share, width]``."""
+  share = -(-rows.shape[0] // workers.size)
+  padding = workers.size * share - rows.shape[0]
+  padded = jnp.pad(rows, ((0, padding), (0, 0)))
+  return padded.reshape(workers.size, share, rows.shape[1])
+
+
+def join(parts: Sequence[jax.Array], lines: int) -> jax.Array:
+  """Arrays ``[lines, ...]`` side by side: ``[lines, M]``."""
+  return jnp.concatenate([x.reshape(lines, x.size // lines) for x in parts], axis=1)

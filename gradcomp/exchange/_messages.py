@@ -1,0 +1,136 @@
+"""All messages of a step, and the residuals of their second stages."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp import _axes
+from gradcomp._axes import AxisName
+from gradcomp.exchange._average import Keys, Residuals, average
+from gradcomp.exchange._collectives import Workers
+from gradcomp.exchange._plan import Message
+from gradcomp.exchange._two_shot import loses
+
+# The second stages' residuals by the axes that stack them, joined by commas: "data", or
+# "data,model" of leaves that are sharded over a model axis.
+OwnerResiduals = dict[str, tuple[jax.Array, ...]]
+
+
+def owner_shapes(
+  messages: Sequence[Message], workers: int, axis_name: AxisName
+) -> dict[str, list[tuple[int, int]]]:
+  """The shapes of what one worker keeps of the rows that it owns, where they lose."""
+  result: dict[str, list[tuple[int, int]]] = {}
+  for message in messages:
+    shapes = [shape for shape in _shapes(message, workers) if shape is not None]
+    if shapes:
+      result.setdefault(_stack(axis_name, message), []).extend(shapes)
+  return result
+
+
+def average_messages(
+  messages: Sequence[Message],
+  leaves: Sequence[jax.Array],
+  keys: jax.Array | None,
+  workers: Workers | None,
+  *,
+  group_size: int | None,
+  owned: OwnerResiduals | None,
+  keep: bool,
+) -> tuple[list[jax.Array], list[jax.Array], OwnerResiduals | None]:
+  """The mean of all workers' leaves, and what was lost.
+
+  Args:
+    messages: the plan, which holds every leaf once.
+    leaves: float32 arrays.
+    keys: ``uint32[leaves + codecs of all messages, 2]``, or None.
+    workers: who exchanges; None to exchange nothing.
+    group_size: for ``hierarchical`` over one axis.
+    owned: the residuals of the second stage, in :func:`owner_shapes`, or None.
+    keep: whether to return what was not sent.
+
+  Returns:
+    The mean of each leaf; what this worker did not send of each, in the units of the
+    leaves (an empty list without ``keep``); and the new ``owned``.
+  """
+  mean: dict[int, jax.Array] = {}
+  unsent: dict[int, jax.Array] = {}
+  waiting = {axes: list(arrays) for axes, arrays in (owned or {}).items()}
+  kept: dict[str, list[jax.Array]] = {axes: [] for axes in waiting}
+  stage = len(leaves)
+  for message in messages:
+    stop = stage + len(message.layout.codecs)
+    message_keys = None
+    if keys is not None:
+      message_keys = Keys(keys[jnp.array(message.leaves)], keys[stage:stop])
+    stage = stop
+    residuals: Residuals = [None] * len(message.layout.codecs)
+    axes = "" if workers is None else _stack(workers.axis_name, message)
+    if owned is not None and workers is not None:
+      shapes = _shapes(message, workers.size)
+      residuals = [_take(waiting, axes, shape) for shape in shapes]
+    outcome = average(
+      message,
+      [leaves[i] for i in message.leaves],
+      message_keys,
+      workers,
+      group_size=group_size,
+      residuals=residuals,
+      keep=keep,
+    )
+    for i, number in enumerate(message.leaves):
+      mean[number] = outcome.mean[i]
+      if keep:
+        lost = outcome.unsent
+        unsent[number] = jnp.zeros_like(leaves[number]) if lost is None else lost[i]
+    if axes in kept:
+      kept[axes] += [x for x in outcome.residuals if x is not None]
+  if owned is not None and workers is not None:
+    _check_all_taken(waiting)
+    owned = {axes: tuple(arrays) for axes, arrays in kept.items()}
+  return _in_order(mean), _in_order(unsent), owned
+
+
+def _in_order(arrays: dict[int, jax.Array]) -> list[jax.Array]:
+  return [arrays[i] for i in sorted(arrays)]
+
+
+def _shapes(message: Message, workers: int) -> list[tuple[int, int] | None]:
+  """For each codec of a message, ``[share, tile_size]`` where a residual is kept."""
+  layout = message.layout
+  if message.exchange not in ("two_shot", "hierarchical"):
+    return [None] * len(layout.codecs)
+  return [
+    (-(-rows // workers), codec.tile_size) if loses(codec) and rows else None
+    for codec, rows in zip(layout.codecs, layout.rows, strict=True)
+  ]
+
+
+def _stack(axis_name: AxisName, message: Message) -> str:
+  return ",".join((*_axes.names(axis_name), *message.others))
+
+
+def _take(
+  waiting: dict[str, list[jax.Array]], axes: str, shape: tuple[int, int] | None
+) -> jax.Array | None:
+  if shape is None:
+    return None
+  array = waiting[axes].pop(0) if waiting.get(axes) else None
+  if array is None or array.shape != shape:
+    got = "none" if array is None else array.shape
+    raise ValueError(
+      f"`state.owner_residual`[{axes!r}] must have an array of the shape {shape} here, "
+      f"got {got}; make the state by optimizer.init with as many workers, inside the "
+      "map or under jax.set_mesh(mesh), and pass it through with gradcomp.state_specs."
+    )
+  return array
+
+
+def _check_all_taken(waiting: dict[str, list[jax.Array]]) -> None:
+  for axes, arrays in waiting.items():
+    if arrays:
+      raise ValueError(
+        f"`state.owner_residual`[{axes!r}] must have {len(arrays)} arrays less here; "
+        "make the state by optimizer.init with this transformation and as many workers."
+      )

@@ -1,0 +1,81 @@
+"""The messages of a step: which leaves travel together, and how."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from gradcomp.codecs import Codec, Dense
+from gradcomp.exchange._choice import Exchange, choose, reencoding
+from gradcomp.layout import Layout, default_min_leaf_size, leaf_codec, leaf_rows, plan
+
+
+class Message(NamedTuple):
+  """Leaves that share the collectives of one exchange.
+
+  Attributes:
+    leaves: their numbers in the flattened tree.
+    layout: how they become rows.
+    exchange: never ``"auto"``.
+    others: axes beside the data axis over which the leaves differ.
+  """
+
+  leaves: tuple[int, ...]
+  layout: Layout
+  exchange: Exchange
+  others: tuple[str, ...]
+
+
+def plan_messages(
+  leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
+  others: Sequence[tuple[str, ...]],
+  codec: Codec,
+  *,
+  exchange: Exchange,
+  workers: int,
+  min_leaf_size: int | None,
+  message_bytes: int | None,
+) -> tuple[Message, ...]:
+  """Cuts a list of leaves into messages.
+
+  One message, unless
+
+  - ``message_bytes`` asks for more: consecutive leaves share a message as long as its
+    payload is not larger;
+  - leaves differ over different ``others``: a message has one type;
+  - codes are added by ``psum``: dense leaves have no integer codes.
+
+  Args:
+    leaves: of the flattened tree.
+    others: for each leaf, the axes beside the data axis over which it differs.
+    codec: for the large leaves.
+    exchange: the one that was asked for.
+    workers: N.
+    min_leaf_size: elements, or None for the default.
+    message_bytes: bytes of a payload, or None for no limit.
+  """
+  if min_leaf_size is None:
+    min_leaf_size = default_min_leaf_size([leaf.size for leaf in leaves])
+  apart = codec.shares_stats and exchange in ("psum", "auto")
+  groups: dict[tuple[tuple[str, ...], bool], list[list[int]]] = {}
+  filled: dict[tuple[tuple[str, ...], bool], int] = {}
+  for i, leaf in enumerate(leaves):
+    chosen = leaf_codec(leaf, codec, min_leaf_size)
+    group = (others[i], apart and chosen == Dense())
+    nbytes = 4 * leaf_rows(chosen, leaf) * chosen.row_words
+    pieces = groups.setdefault(group, [[]])
+    size = filled.get(group, 0)
+    if message_bytes is not None and pieces[-1] and size + nbytes > message_bytes:
+      pieces.append([])
+      size = 0
+    pieces[-1].append(i)
+    filled[group] = size + nbytes
+  messages = []
+  for (axes, dense), pieces in groups.items():
+    for piece in pieces:
+      layout = plan([leaves[i] for i in piece], codec, min_leaf_size=min_leaf_size)
+      picked = (
+        reencoding(layout, workers) if dense else choose(exchange, layout, workers)
+      )
+      messages.append(Message(tuple(piece), layout, picked, axes))
+  return tuple(messages)

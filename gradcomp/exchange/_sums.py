@@ -1,0 +1,90 @@
+"""Sums of integer codes: how many bits they need, and how they travel.
+
+Codes of a :class:`gradcomp.codecs.SharedCodec` lie in ``[-m, m]``, so sums over N
+workers lie in ``[-N m, N m]``, whatever the gradients are. Nothing here rounds.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp.codecs import SharedCodec
+from gradcomp.kernels import pack_planes, planes, unpack_planes
+from gradcomp.layout import sum_in_order
+
+
+def sum_limit(codec: SharedCodec, workers: int) -> int:
+  """The largest magnitude of a sum: ``N m``; ValueError where 32 bits are too few.
+
+  Example:
+    >>> sum_limit(gradcomp.codecs.QSGD(bits=4, share_scale=True), 8)
+    56
+  """
+  limit = workers * codec.max_code
+  if limit >= 2**31:
+    raise ValueError(
+      f"`codec` must have sums of {workers} workers below 2**31, got sums up to "
+      f"{limit} with {codec}; use fewer bits."
+    )
+  return limit
+
+
+def sum_bits(codec: SharedCodec, workers: int) -> int:
+  """``ceil(log2(2 N m + 1))``: the bits that hold every sum.
+
+  Example:
+    >>> sum_bits(gradcomp.codecs.QSGD(bits=4, share_scale=True), 8)
+    7
+  """
+  return (2 * sum_limit(codec, workers)).bit_length()
+
+
+def sum_dtype(codec: SharedCodec, workers: int) -> jnp.dtype:
+  """The narrowest integer type that no sum of N workers can overflow.
+
+  Example:
+    >>> codec = gradcomp.codecs.QSGD(bits=4, share_scale=True)  # m = 7
+    >>> [str(sum_dtype(codec, n)) for n in (18, 19, 4681, 4682)]
+    ['int8', 'int16', 'int16', 'int32']
+  """
+  limit = sum_limit(codec, workers)
+  return next(
+    jnp.dtype(dtype)
+    for dtype in (jnp.int8, jnp.int16, jnp.int32)
+    if limit <= jnp.iinfo(dtype).max
+  )
+
+
+def packed_shape(codec: SharedCodec, workers: int, rows: int) -> tuple[int, int]:
+  """Rows and words of the packed sums of so many rows of codes."""
+  per_word = planes.planes_per_word(sum_bits(codec, workers))
+  buckets = rows * codec.tile_size // codec.row_words
+  return -(-buckets // per_word), codec.row_words
+
+
+def pack_sums(codec: SharedCodec, sums: jax.Array, workers: int) -> jax.Array:
+  """``int32[rows, P, B]`` to words that each hold a sum of several buckets.
+
+  Code ``k`` of word ``w`` of row ``t`` is the sum of element ``w`` of bucket
+  ``t P' + k``, plus ``N m``, where P' sums share a word.
+  """
+  bits = sum_bits(codec, workers)
+  per_word = planes.planes_per_word(bits)
+  rows, words = packed_shape(codec, workers, sums.shape[0])
+  buckets = (sums + sum_limit(codec, workers)).astype(jnp.uint32).reshape(-1, words)
+  padded = jnp.pad(buckets, ((0, rows * per_word - buckets.shape[0]), (0, 0)))
+  return pack_planes([padded[k::per_word] for k in range(per_word)], bits)
+
+
+def unpack_sums(
+  codec: SharedCodec, words: jax.Array, rows: int, workers: int
+) -> jax.Array:
+  """The inverse of :func:`pack_sums`: ``int32[rows, P, B]``."""
+  codes = unpack_planes(words, sum_bits(codec, workers)).astype(jnp.int32)
+  count = codec.tile_size // codec.row_words
+  buckets = codes.reshape(-1, codec.row_words)[: rows * count]
+  return buckets.reshape(rows, count, -1) - sum_limit(codec, workers)
+
+
+def add_codes(codec: SharedCodec, rows: jax.Array) -> jax.Array:
+  """Sums of K workers' codes: ``uint32[K, rows, words]`` to ``int32[rows, P, B]``."""
+  return sum_in_order(codec.codes, rows)

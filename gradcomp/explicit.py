@@ -1,0 +1,225 @@
+"""Explicit axes: what the type of an array says of the mesh, and the maps that follow.
+
+Under Explicit axes the type of an array says how it is sharded, and over which axes it
+is ``unreduced``: each device holds an addend, and nothing has been communicated. Code
+that works on the part of one device then enters a ``jax.shard_map`` by itself.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from gradcomp import _axes
+from gradcomp._axes import AxisName
+
+
+def typed_spec(x: Any) -> PartitionSpec:
+  """The spec in the type of an array: of Explicit axes alone."""
+  return jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else PartitionSpec()
+
+
+def placed_spec(x: Any) -> PartitionSpec:
+  """How an array lies on the mesh: a concrete one also over Auto axes."""
+  if isinstance(x, jax.core.Tracer):
+    return typed_spec(x)
+  sharding = getattr(x, "sharding", None)
+  return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+
+def sharded(spec: PartitionSpec) -> frozenset[str]:
+  """The axes that a spec cuts an array over."""
+  entries = [() if entry is None else entry for entry in _entries(spec)]
+  return frozenset(
+    name
+    for entry in entries
+    for name in ((entry,) if isinstance(entry, str) else entry)
+  )
+
+
+def is_spec(x: Any) -> bool:
+  """For ``is_leaf``: a PartitionSpec is a tuple to some versions of JAX."""
+  return isinstance(x, PartitionSpec)
+
+
+def reduced(spec: PartitionSpec) -> PartitionSpec:
+  """The spec of an array once it is no longer unreduced."""
+  return PartitionSpec(*_entries(spec))
+
+
+def stacked(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:
+  """The spec of workers' arrays of this spec, stacked on their first axis."""
+  first, *rest = _entries(spec) or (None,)
+  first = () if first is None else (first,) if isinstance(first, str) else first
+  names = (*_axes.names(axis_name), *first)
+  return PartitionSpec(names if len(names) > 1 else names[0], *rest)
+
+
+def stacked_over(axes: Sequence[str], inside: Collection[str]) -> PartitionSpec:
+  """The spec of arrays stacked over those of the axes that a map makes manual."""
+  names = tuple(name for name in axes if name in inside)
+  return PartitionSpec(names if len(names) > 1 else names[0] if names else None)
+
+
+def _entries(spec: PartitionSpec) -> tuple[Any, ...]:
+  return tuple(spec.partitions if hasattr(spec, "partitions") else spec)
+
+
+def unreduced_axes(x: Any) -> frozenset[str]:
+  """The Explicit axes over which an array is still a sum of addends."""
+  return frozenset(typed_spec(x).unreduced)
+
+
+def mesh_of(tree: Any) -> AbstractMesh:
+  """The mesh in the types of a tree's arrays; that of ``jax.set_mesh`` if in none."""
+  for leaf in jax.tree.leaves(tree):
+    mesh = jax.typeof(leaf).sharding.mesh if isinstance(leaf, jax.Array) else None
+    if mesh is not None and not mesh.empty:
+      return mesh
+  return jax.sharding.get_abstract_mesh()
+
+
+def is_explicit(mesh: AbstractMesh, axis_name: AxisName) -> bool:
+  """Whether the mesh has the axes, and all of them are Explicit."""
+  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  names = _axes.names(axis_name)
+  return all(types.get(name) == AxisType.Explicit for name in names)
+
+
+def other_axes(x: Any, axis_name: AxisName | None) -> tuple[str, ...]:
+  """The axes beside the data axis over which an array's type says that it differs."""
+  own = () if axis_name is None else _axes.names(axis_name)
+  found = sharded(typed_spec(x))
+  if isinstance(x, jax.Array):
+    found |= _axes.varying(x)
+  return tuple(sorted(found.difference(own)))
+
+
+def per_device(
+  function: Callable[[Any, Any], Any],
+  updates: Any,
+  state: Any,
+  axis_name: AxisName | None,
+  *,
+  keeps_addends: bool,
+) -> tuple[Any, Any]:
+  """``function(updates, state)`` on each device's parts, in a map where types need one.
+
+  Args:
+    function: returns ``(updates, state)`` like its arguments.
+    updates: gradients, perhaps unreduced or sharded over Explicit axes.
+    state: arrays.
+    axis_name: the axes to reduce over, which the map binds if none has; or None.
+    keeps_addends: whether the updates that it returns are as unreduced as its own.
+  """
+  specs = jax.tree.map(typed_spec, updates)
+  leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+  cut = frozenset().union(*map(sharded, leaves))
+  addends = axis_name is not None and _axes.bound_size(axis_name) is None
+  if not addends and not cut:
+    return function(updates, state)
+  state_specs = jax.tree.map(typed_spec, state)
+  out = specs if keeps_addends else _map_specs(reduced, specs)
+  mesh = mesh_of(updates)
+  outside = not _axes.manual_axes()
+  mapped = jax.shard_map(
+    function,
+    mesh=mesh if outside else None,
+    in_specs=(specs, state_specs),
+    out_specs=(out, state_specs),
+    # JAX 0.10 takes unreduced arrays only where all axes are manual.
+    axis_names=set(mesh.axis_names) if addends else set(cut),
+    # An unreduced argument is allowed only where types are not checked.
+    check_vma=not outside and _checks_types(updates),
+  )
+  return mapped(updates, state)
+
+
+def _map_specs(function: Callable[[PartitionSpec], Any], specs: Any) -> Any:
+  return jax.tree.map(function, specs, is_leaf=is_spec)
+
+
+def _checks_types(tree: Any) -> bool:
+  """Whether the enclosing map tracks what varies."""
+  return any(_axes.varying(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def addends(
+  function: Callable[..., tuple[Any, Any]],
+  axis_name: AxisName,
+  *args: Any,
+  **kwargs: Any,
+) -> tuple[Any, Any]:
+  """Runs ``value, grads = function(*args, **kwargs)`` on each worker's arguments.
+
+  Args:
+    function: returns a value that is equal on all workers, and the worker's gradients.
+    axis_name: the axes over which arguments are cut, as their types say.
+    *args: arrays, and anything else as it is.
+    **kwargs: the same.
+
+  Returns:
+    The value, and the gradients divided by N, unreduced over the axes.
+  """
+  leaves, treedef = jax.tree.flatten((args, kwargs))
+  arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+  names = _axes.names(axis_name)
+
+  def local(*arrays: jax.Array) -> tuple[Any, Any]:
+    parts = iter(arrays)
+    own = [next(parts) if isinstance(x, jax.Array) else x for x in leaves]
+    args, kwargs = jax.tree.unflatten(treedef, own)
+    value, grads = function(*args, **kwargs)
+    share = 1 / _axes.require_size(axis_name)
+    return value, jax.tree.map(lambda g: (g * share)[None], grads)
+
+  value, stack = jax.shard_map(
+    local,
+    mesh=mesh_of(arrays),
+    in_specs=tuple(_restricted(typed_spec(x), names) for x in arrays),
+    out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
+    axis_names=set(names),
+    check_vma=False,
+  )(*arrays)
+  return value, unreduce(stack, axis_name)
+
+
+def _restricted(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
+  """A spec without other axes than these."""
+
+  def kept(entry: Any) -> Any:
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    own = tuple(name for name in axes if name in names)
+    return own if len(own) > 1 else own[0] if own else None
+
+  return PartitionSpec(*map(kept, _entries(spec)))
+
+
+def mark_reduced(tree: Any, axis_name: AxisName) -> Any:
+  """Types arrays so that gradients with respect to them are unreduced over the axes."""
+  names = set(_axes.names(axis_name))
+
+  def mark(x: jax.Array) -> jax.Array:
+    return jax.reshard(x, PartitionSpec(*_entries(typed_spec(x)), reduced=names))
+
+  return jax.tree.map(mark, tree)
+
+
+def unreduce(tree: Any, axis_name: AxisName) -> Any:
+  """Workers' addends, stacked ``[N, ...]`` over the axis, as unreduced arrays."""
+  mesh = mesh_of(tree)
+  names = set(_axes.names(axis_name))
+  if mesh.size == 1:  # which JAX has no unreduced arrays on
+    return jax.tree.map(lambda x: x[0], tree)
+
+  def spec(x: jax.Array) -> PartitionSpec:
+    return PartitionSpec(*_entries(typed_spec(x))[1:], unreduced=names)
+
+  return jax.shard_map(
+    lambda tree: jax.tree.map(lambda x: x[0], tree),
+    mesh=mesh,
+    in_specs=(jax.tree.map(typed_spec, tree),),
+    out_specs=jax.tree.map(spec, tree),
+    check_vma=False,
+  )(tree)

@@ -1,0 +1,101 @@
+"""What a gradient's type says of how it shall be reduced, and what is wrong with it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp import _axes, explicit
+from gradcomp._axes import AxisName
+
+
+class Reduction(NamedTuple):
+  """How workers' gradients become one.
+
+  Attributes:
+    axis_name: the axes to reduce over, None to exchange nothing.
+    is_sum: whether gradients are addends of their sum (Explicit axes), not samples of
+      their mean.
+  """
+
+  axis_name: AxisName | None
+  is_sum: bool
+
+
+def check_dtypes(updates: Any) -> None:
+  """TypeError for leaves that are not real floating point."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+      raise TypeError(f"{_name(path)} must have a real float dtype, got {leaf.dtype}.")
+
+
+def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduction:
+  """The reduction that the types ask for; ValueError where they contradict it.
+
+  Inside a map the loss is a mean over the worker's part of the batch, so that the mean
+  of the gradients is wanted. Under Explicit axes a gradient typed ``{U:data}`` is the
+  sum of what the devices hold, which is the gradient of the loss over the whole batch.
+
+  Args:
+    updates: the gradients.
+    axis_name: the one that the transformation was given.
+    local: whether nothing shall be exchanged.
+  """
+  paths = jax.tree_util.tree_leaves_with_path(updates)
+  addends = [explicit.unreduced_axes(leaf) for _, leaf in paths]
+  found = frozenset().union(*addends)
+  if found:
+    return Reduction(_addends(paths, addends, axis_name), is_sum=True)
+  if axis_name is None:
+    if _axes.manual_axes() and not local:
+      raise ValueError(
+        f"`axis_name` must name the axis to average over inside a map with the axes "
+        f'{_axes.manual_axes()}, got None; pass axis_name=, or exchange="local" to '
+        "exchange nothing."
+      )
+    return Reduction(None, is_sum=False)
+  if not paths and _axes.bound_size(axis_name) is None:
+    return Reduction(None, is_sum=False)
+  mesh = explicit.mesh_of(updates)
+  if _axes.bound_size(axis_name) is None and explicit.is_explicit(mesh, axis_name):
+    if mesh.size > 1:
+      raise _already_reduced(paths[0][0], axis_name)
+    return Reduction(axis_name, is_sum=True)  # the one addend, see explicit.unreduce
+  _axes.require_size(axis_name)
+  if _axes.is_typed(axis_name):
+    for path, leaf in paths:
+      if not _axes.varying(leaf).issuperset(_axes.names(axis_name)):
+        raise _already_reduced(path, axis_name)
+  return Reduction(axis_name, is_sum=False)
+
+
+def _addends(
+  paths: Any, addends: list[frozenset[str]], axis_name: AxisName | None
+) -> AxisName:
+  """The axes that every leaf is unreduced over."""
+  mesh = explicit.mesh_of([leaf for _, leaf in paths])
+  names = tuple(name for name in mesh.axis_names if name in addends[0])
+  if axis_name is not None:
+    names = _axes.names(axis_name)
+  for (path, _), axes in zip(paths, addends, strict=True):
+    if axes != set(names):
+      raise ValueError(
+        f"{_name(path)} must be unreduced over {names}, as `axis_name` or the first "
+        f"gradient says, but its type says {tuple(sorted(axes))}; gradients from "
+        "gradcomp.value_and_grad are, or leave axis_name out to take it from the type."
+      )
+  return names if len(names) > 1 else names[0]
+
+
+def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:
+  return ValueError(
+    f"{_name(path)} must differ between the workers of {axis_name!r}, but its type "
+    "says that it is equal on all: inside jax.shard_map, and under Explicit axes, "
+    "jax.grad with respect to replicated parameters has already all-reduced it in full "
+    "precision. Use gradcomp.value_and_grad in place of jax.value_and_grad, or "
+    "gradcomp.defer_reduction(params, axis_name) before jax.grad."
+  )
+
+
+def _name(path: Any) -> str:
+  return f"`updates`{jax.tree_util.keystr(path)}"
