@@ -48,6 +48,16 @@ def threefry2x32(key, c0, c1):
   return x0, x1
 
 
+def fold_in(key, number):
+  """The key that `jax.random.fold_in` makes of a threefry key and a number.
+
+  Example:
+    >>> fold_in((0, 7), 3)
+    (2467461003, 428148500)
+  """
+  return tuple(int(word) for word in threefry2x32(key, 0, number))
+
+
 def random_lanes(key, tiles, *, bits, bucket_size, first_row=0):
   """The 16-bit integers of stochastic rounding, uint32[tiles, P, B].
 
@@ -127,6 +137,12 @@ def qsgd_scales(x, *, bits, bucket_size, norm, scale_per_row=False):
   return np.broadcast_to(scales, (len(tiles), scales.shape[1])).copy()
 
 
+def shared_scales(parts, *, bits, bucket_size, norm):
+  """The largest scales of all workers' parts, as :func:`qsgd_scales`; NaN wins."""
+  options = dict(bits=bits, bucket_size=bucket_size, norm=norm)
+  return np.max([qsgd_scales(x, **options) for x in parts], axis=0)
+
+
 def qsgd_encode(
   x,
   *,
@@ -140,6 +156,7 @@ def qsgd_encode(
   lanes=None,
   first_row=0,
   scale_per_row=False,
+  inline=True,
 ):
   """The rows that the specification asks for, uint32[tiles, B + scales].
 
@@ -157,6 +174,7 @@ def qsgd_encode(
     lanes: uint32[tiles, P, B] to use instead of :func:`random_lanes`.
     first_row: the index of the first row, for :func:`random_lanes`.
     scale_per_row: as in :func:`qsgd_scales`.
+    inline: whether the scales follow the words; not where workers share them.
   """
   per_word, words = _geometry(bits, bucket_size)
   top = _levels(bits, levels)
@@ -198,7 +216,43 @@ def qsgd_encode(
     position = np.where(negative, centre - fixed, centre + fixed)
     codes = (position + addend) >> np.uint32(16)
   packed = pack(codes, bits, words)
+  if not inline:
+    return packed
   return np.concatenate([packed, scales.view(np.uint32)], axis=1)
+
+
+def sum_of_codes(rows, *, bits, levels):
+  """The integers of rows that share their scales, added: int64[tiles * P * B].
+
+  Args:
+    rows: uint32[N, tiles, B], of N workers.
+    bits: the bits of a code.
+    levels: "sign_magnitude" or "uniform".
+  """
+  top, size = _levels(bits, levels), rows[0].size * (32 // bits)
+  codes = np.array([unpack(words, size, bits) for words in rows], np.int64)
+  signed = np.where(codes > top, top + 1 - codes, codes)  # s + 1 is the sign bit
+  return (2 * codes - top if levels == "uniform" else signed).sum(axis=0)
+
+
+def values_of_sums(sums, scales, *, bits, bucket_size, levels):
+  """What sums of codes stand for, float32, under float32[tiles, P or 1] scales."""
+  per_word, words = _geometry(bits, bucket_size)
+  top = _levels(bits, levels)
+  scale = np.broadcast_to(scales, (len(scales), per_word)).repeat(words)
+  size = np.abs(sums)
+  with np.errstate(over="ignore", invalid="ignore"):
+    whole = (size // top).astype(np.float32) * scale
+    part = size.astype(np.float32) * (scale * (np.float32(1) / np.float32(top)))
+  value = np.where(size % top == 0, whole, part)
+  return np.where(sums < 0, -value, value)
+
+
+def pack_sums(sums, workers, *, bits, bucket_size, levels):
+  """The sums of a share as its owner sends them in `two_shot`, uint32[rows, B]."""
+  limit = workers * _levels(bits, levels)
+  width = int(np.ceil(np.log2(2 * limit + 1)))
+  return pack(sums + limit, width, _geometry(bits, bucket_size)[1])
 
 
 def dense_encode(x, dtype):
@@ -277,18 +331,19 @@ def qsgd_variance_bound(x, *, bits, bucket_size, levels):
   return bound
 
 
-def exchange_all_gather(values):
+def exchange_all_gather(values, count=None):
   """The mean that every worker computes, float32: workers in order, then times 1 / N.
 
   Args:
     values: float32[N, ...], what the payload of each worker decodes to.
+    count: divide by this number instead of N.
   """
   values = np.asarray(values, np.float32)
   total = values[0]
   with np.errstate(over="ignore", invalid="ignore"):
     for value in values[1:]:
       total = total + value
-    return total * (np.float32(1) / np.float32(len(values)))
+    return total * (np.float32(1) / np.float32(count or len(values)))
 
 
 def exchange_two_shot(values, recode=None):
@@ -300,16 +355,98 @@ def exchange_two_shot(values, recode=None):
       float32[ceil(R / N), tile], and that worker's index; returns what its
       second-stage rows decode to. None sends the mean as it is (Dense, float32).
   """
-  values = np.asarray(values, np.float32)
-  workers, rows, tile = values.shape
+  parts = _shares(values)
+  means = [exchange_all_gather(parts[:, owner]) for owner in range(len(parts))]
+  if recode is not None:
+    means = [recode(mean, owner) for owner, mean in enumerate(means)]
+  return np.concatenate(means)[: values[0].shape[0]]
+
+
+def with_feedback(recode, residuals):
+  """`recode` of the mean plus what the owner's last encoding lost.
+
+  Args:
+    recode: as in :func:`exchange_two_shot`.
+    residuals: float32[N, ceil(R / N), tile]; each call replaces its owner's in place.
+  """
+
+  def corrected(mean, owner):
+    total = mean + residuals[owner]
+    sent = recode(total, owner)
+    lost = total - sent
+    residuals[owner] = np.where(np.isfinite(lost), lost, residuals[owner])
+    return sent
+
+  return corrected
+
+
+def exchange_ring(values, recode):
+  """What every worker ends with after `ring`, and what its encodings lost.
+
+  Args:
+    values: float32[N, R, tile], the rows of each worker, not encoded.
+    recode: called as `recode(rows, worker, hop)`; returns what the rows that the worker
+      sends in that hop decode to. Hop N - 1 is the one to all.
+
+  Returns:
+    float32[R, tile] and float32[N, R, tile].
+  """
+  parts = _shares(values)
+  workers, rows = len(parts), values[0].shape[0]
+  lost = np.zeros_like(parts)
+  for share in range(workers):
+    for hop in range(workers):
+      worker = (share + 1 + hop) % workers
+      part = parts[worker, share]
+      total = part if hop == 0 else sent + part
+      sent = recode(total, worker, hop)
+      lost[worker, share] = total - sent
+    parts[:, share] = sent * (np.float32(1) / np.float32(workers))
+  return _rows(parts)[0, :rows], _rows(lost)[:, :rows]
+
+
+def exchange_hierarchical(values, group_size, encode_sum, encode_mean):
+  """What every worker ends with after `hierarchical`, and what its encodings lost.
+
+  Args:
+    values: float32[N, R, tile], the rows of each worker, not encoded.
+    group_size: the workers of a group, which follow each other.
+    encode_sum: called as `encode_sum(rows, worker)` with the sums of its group, of all
+      shares that lie at its place in their groups; returns what it sends, decoded.
+    encode_mean: as `recode` in :func:`exchange_two_shot`.
+
+  Returns:
+    float32[R, tile] and float32[N, R, tile].
+  """
+  parts = _shares(values)
+  workers, rows = len(parts), values[0].shape[0]
+  lost, result = np.zeros_like(parts), np.zeros_like(parts[0])
+  for place in range(group_size):
+    column, sent = slice(place, None, group_size), []
+    for first in range(0, workers, group_size):
+      group = parts[first : first + group_size, column]
+      total = exchange_all_gather(group, count=1)
+      flat = encode_sum(total.reshape(-1, total.shape[2]), first + place)
+      sent.append(flat.reshape(total.shape))
+      lost[first + place, column] = total - sent[-1]
+    for number, owner in enumerate(range(place, workers, group_size)):
+      mean = exchange_all_gather([x[number] for x in sent], workers)
+      result[owner] = encode_mean(mean, owner)
+  return _rows(result[None])[0, :rows], _rows(lost)[:, :rows]
+
+
+def _shares(values):
+  """float32[N, R, tile] as [N, N, ceil(R / N), tile], filled with zeros."""
+  workers, rows, tile = np.shape(values)
   share = -(-rows // workers)
   padded = np.zeros((workers, share * workers, tile), np.float32)
   padded[:, :rows] = values
-  result = []
-  for owner in range(workers):
-    mean = exchange_all_gather(padded[:, owner * share : (owner + 1) * share])
-    result.append(mean if recode is None else recode(mean, owner))
-  return np.concatenate(result)[:rows]
+  return padded.reshape(workers, workers, share, tile)
+
+
+def _rows(shares):
+  """The shares of each worker one after the other: [N, rows, tile]."""
+  return shares.reshape(len(shares), -1, shares.shape[-1])
 
 
 def _geometry(bits, bucket_size):

@@ -36,6 +36,10 @@ CASES = [
 ]
 
 
+def case_name(part):
+  return part if isinstance(part, str) else laws.name(part)
+
+
 def transformation(codec, exchange, workers, **options):
   if exchange == "hierarchical":
     options["group_size"] = 2 if workers % 2 == 0 else 1
@@ -91,9 +95,7 @@ def owned_leaves(tx_plan, tree, owned):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize(
-  "codec, exchange", CASES, ids=lambda x: x if isinstance(x, str) else laws.name(x)
-)
+@pytest.mark.parametrize("codec, exchange", CASES, ids=case_name)
 def test_one_law_for_every_exchange(codec, exchange, workers, request):
   """The same bits on every worker and in every mode, and nothing is lost.
 

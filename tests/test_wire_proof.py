@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_exchange import CASES, case_name, transformation
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
@@ -102,3 +103,44 @@ def test_pmap_sends_the_same():
   step = gradcomp.wire_report(compiled_step(tx, workers))
   sent = [c.bytes_sent for c in step.collectives if not is_loss(c)]
   assert [c.bytes_sent for c in report.collectives] == sent
+
+
+def is_float_stage(exchange, collective):
+  """The one stage that sends full precision, and says so: inside groups."""
+  return exchange == "hierarchical" and collective.dtype == "f32"
+
+
+@pytest.mark.parametrize("workers", [3, 8])
+@pytest.mark.parametrize("codec, exchange", CASES, ids=case_name)
+def test_explain_says_what_is_sent(codec, exchange, workers):
+  """The table, before anything runs, and the optimized HLO of the update agree."""
+  tx = transformation(codec, exchange, workers, feedback="error")
+  like = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in SHAPES.items()}
+  mesh = modes.mesh(workers)
+  with jax.set_mesh(mesh):
+    state = jax.eval_shape(tx.init, like)
+  specs = gradcomp.state_specs(state, "data")
+  local = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)
+  update = jax.shard_map(
+    local, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs)
+  )
+  grads = {
+    k: jax.ShapeDtypeStruct((workers, *s), jnp.float32) for k, s in SHAPES.items()
+  }
+  report = gradcomp.wire_report(jax.jit(update).lower(grads, state))
+  explanation = gradcomp.explain(tx, like, workers=workers)
+  # Dense leaves have no integers to add up: they travel apart from psum's.
+  others = {leaf.exchange for leaf in explanation.leaves} - {exchange}
+  assert others <= ({"all_gather", "two_shot"} if exchange == "psum" else set())
+  # Each collective's bytes are rounded up to whole ones, once a time that it runs.
+  rounded = sum(c.times for c in report.collectives)
+  assert 0 <= report.bytes_sent - explanation.bytes_sent <= rounded
+  # Hierarchical pairs every group of two with f32 before; every exchange is one mean.
+  assert report.dense_bytes >= 2 * 4 * ELEMENTS * (workers - 1) // workers
+  assert report.dense_bytes <= 2 * 4 * ELEMENTS * (workers - 1) // workers + rounded
+  floats = [c for c in report.collectives if not c.dtype.startswith(("u", "s"))]
+  assert all(is_float_stage(exchange, c) for c in floats)
+  integers = {c.dtype for c in report.collectives} - {"f32"}
+  sums = {"s8", "s16"} if exchange == "psum" else set()
+  assert integers <= {"u32", "s32", *sums}  # s32: patterns of shared scales
+  assert not sums or sums & integers

@@ -1,0 +1,186 @@
+"""Several messages: the same mean, and each can go once its own leaves are there."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_exchange import assert_trees_equal, small_gradients, transformation
+
+import gradcomp
+from gradcomp.codecs import QSGD, Dense
+from gradcomp.exchange import plan_messages
+
+WORKERS = 4
+LAYERS = 6
+WIDTH = 64
+CODEC = QSGD(bits=4, bucket_size=32)
+
+
+def plan(sizes, codec=CODEC, others=None, **options):
+  leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
+  options = dict(exchange="two_shot", min_leaf_size=0, message_bytes=None) | options
+  others = [()] * len(sizes) if others is None else others
+  return plan_messages(leaves, others, codec, workers=WORKERS, **options)
+
+
+def test_leaves_share_a_message_up_to_its_bytes():
+  """Four rows of 32 words and 8 scales are 640 bytes; a leaf is never cut."""
+  four_rows = [4 * CODEC.tile_size] * 5
+  assert [m.leaves for m in plan(four_rows)] == [(0, 1, 2, 3, 4)]
+  two = plan(four_rows, message_bytes=1280)
+  assert [m.leaves for m in two] == [(0, 1), (2, 3), (4,)]
+  assert all(m.layout.nbytes <= 1280 for m in two)
+  each = plan(four_rows, message_bytes=0)
+  assert [m.leaves for m in each] == [(0,), (1,), (2,), (3,), (4,)]
+
+
+def test_a_message_has_one_type():
+  messages = plan([1024] * 3, others=[(), ("model",), ()])
+  assert [(m.leaves, m.others) for m in messages] == [((0, 2), ()), ((1,), ("model",))]
+
+
+def test_dense_leaves_travel_apart_from_sums():
+  shared = QSGD(bits=4, bucket_size=32, share_scale=True)
+  messages = plan([8, 2048], shared, exchange="psum", min_leaf_size=100)
+  assert [m.leaves for m in messages] == [(0,), (1,)]
+  assert [m.exchange for m in messages] == ["all_gather", "psum"]
+  assert messages[0].layout.codecs == (Dense(),)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "psum"])
+def test_pieces_have_the_mean_of_the_whole(exchange):
+  """Rounding is keyed by the leaf, so that only second stages differ."""
+  codec = QSGD(bits=4, bucket_size=32, share_scale=exchange == "psum")
+  steps = [small_gradients(WORKERS, seed) for seed in range(2)]
+  tx = [
+    transformation(codec, exchange, WORKERS, feedback="error", message_bytes=size)
+    for size in (None, 100)
+  ]
+  whole, pieces = (modes.run("vmap", t, steps) for t in tx)
+  assert_trees_equal(whole, pieces)
+
+
+def test_pieces_keep_the_residuals_of_their_second_stages():
+  steps = [
+    {f"w{i}": x["a"] for i, x in enumerate([small_gradients(WORKERS, s)] * 3)}
+    for s in range(2)
+  ]
+  tx = transformation(CODEC, "two_shot", WORKERS, feedback="error", message_bytes=500)
+  results = [modes.run_all(mode, tx, steps) for mode in ("vmap", "shard_map")]
+  assert_trees_equal(*results)
+  outputs, residual, owned = results[0]
+  assert [x.shape for x in owned["data"]] == [(WORKERS, 1, 256)] * 3
+  for name, own in zip(outputs[0], owned["data"], strict=True):
+    size = steps[0][name][0].size
+    kept = np.float64(residual[name]).sum(axis=0).ravel()
+    kept += WORKERS * np.float64(own).reshape(-1)[:size]
+    sent = WORKERS * sum(np.float64(o[name][0]) for o in outputs).ravel()
+    given = sum(np.float64(s[name]).sum(axis=0) for s in steps).ravel()
+    # At most 24 roundings of numbers below 8 an element.
+    np.testing.assert_allclose(sent + kept, given, rtol=0, atol=24 * 8 * 2.0**-24)
+
+
+def entry_instructions(text):
+  """Of the ENTRY computation: each name with its operands and the whole line."""
+  body = text[text.index("\nENTRY ") :]
+  instructions = {}
+  for line in body.splitlines()[1:]:
+    if match := re.match(r"\s*(?:ROOT )?%([\w.\-]+) = .*? [a-z][\w\-]*\((.*)$", line):
+      operands = re.sub(
+        r"metadata=\{.*|calls=%[\w.\-]+|to_apply=%[\w.\-]+", "", match[2]
+      )
+      instructions[match[1]] = (re.findall(r"%([\w.\-]+)", operands), line)
+  return instructions
+
+
+def ancestors(instructions, name):
+  found, waiting = set(), [name]
+  while waiting:
+    for operand in instructions[waiting.pop()][0]:
+      if operand in instructions and operand not in found:
+        found.add(operand)
+        waiting.append(operand)
+  return found
+
+
+def compiled(function, *arguments):
+  return entry_instructions(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+def first_collectives(instructions):
+  """Those that no other collective comes before."""
+  named = [n for n, (_, line) in instructions.items() if " all-to-all(" in line]
+  return [n for n in named if not set(named) & ancestors(instructions, n)]
+
+
+def test_a_piece_depends_on_its_own_leaves_alone():
+  tx = gradcomp.compress(
+    CODEC, axis_name="data", exchange="two_shot", message_bytes=6000, min_leaf_size=0
+  )
+  grads = [jnp.ones((WORKERS, WIDTH, WIDTH)) for _ in range(LAYERS)]
+  state = tx.init([g[0] for g in grads])
+
+  def update(state, *grads):
+    return tx.update([g[0] for g in grads], state)[0]
+
+  mapped = jax.shard_map(
+    update,
+    mesh=modes.mesh(WORKERS),
+    in_specs=(P(), *[P("data")] * LAYERS),
+    out_specs=P(),
+  )
+  instructions = compiled(mapped, state, *grads)
+  like = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
+  messages = gradcomp.explain(tx, like, workers=WORKERS).messages
+  assert messages == 3
+  pieces = []
+  for name in first_collectives(instructions):
+    lines = [instructions[n][1] for n in ancestors(instructions, name)]
+    shape = rf"f32\[1,{WIDTH},{WIDTH}\]"
+    leaves = [re.search(rf"{shape}.* parameter\((\d+)\)", line) for line in lines]
+    pieces.append(sorted(int(leaf[1]) for leaf in leaves if leaf))
+  assert sorted(pieces) == [[2, 3], [4, 5], [6, 7]]  # after the step and the key
+
+
+def test_pieces_can_go_before_the_backward_pass_is_done():
+  """The last layers' message needs no weight gradient of an earlier layer."""
+  optimizer = gradcomp.compress(
+    CODEC, axis_name="data", exchange="two_shot", message_bytes=2600, min_leaf_size=0
+  )
+
+  def loss_fn(params, x):
+    for w in params:
+      x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+  def step(params, state, x):
+    grads = gradcomp.value_and_grad(loss_fn, axis_name="data")(params, x)[1]
+    return optimizer.update(grads, state)[0]
+
+  mapped = jax.shard_map(
+    step,
+    mesh=modes.mesh(WORKERS),
+    in_specs=(P(), P(), P("data")),
+    out_specs=P(),
+  )
+  params = [jnp.eye(WIDTH)] * LAYERS
+  state = optimizer.init(params)
+  instructions = compiled(mapped, params, state, jnp.ones((32, WIDTH)))
+  # Of all products in the backward pass, those of the shape of the weights.
+  weights = rf"= f32\[{WIDTH},{WIDTH}\]\S* (dot|fusion|custom-call)\("
+  gradient = re.compile(rf"{weights}.*transpose\(jvp\(\)\)")
+  lines = [line for _, line in instructions.values()]
+  assert sum(bool(gradient.search(line)) for line in lines) == LAYERS
+  needed = []
+  for name in first_collectives(instructions):
+    before = [instructions[n][1] for n in ancestors(instructions, name)]
+    needed.append(sum(bool(gradient.search(line)) for line in before))
+  assert needed == [1] * LAYERS
+  # XLA has put them in this order: the first message goes before the last product.
+  order = [i for i, line in enumerate(lines) if gradient.search(line)]
+  sends = [i for i, line in enumerate(lines) if " all-to-all(" in line]
+  assert min(sends) < max(order)
