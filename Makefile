@@ -7,7 +7,7 @@ version := $(shell $(PYTHON) -c 'import platform; print(platform.python_version(
 VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(version))
 python := $(VENV)/bin/python
 
-.PHONY: help train test lint types bench clean
+.PHONY: help train test lint types bench links clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
@@ -30,6 +30,9 @@ types: $(VENV)/.installed-test  ## check the types with mypy
 
 bench: $(VENV)/.installed-bench  ## time the codecs against a memory copy
 	$(python) benchmarks/codec_speed.py $(ARGS)
+
+links: $(VENV)/.installed-bench  ## time the exchanges over slow links (as root)
+	$(python) benchmarks/link_speed.py $(ARGS)
 
 clean:  ## remove the virtual environment, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .*_cache

@@ -49,7 +49,8 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
   decode = jax.jit(lambda p: codec.decode(p, like=x)).lower(payload).compile()
   share = payload.rows.shape[0] // _WORKERS
   received = jnp.stack([payload.rows[:share]] * _WORKERS)
-  add = jax.jit(lambda rows: mean_of_rows(codec, rows)).lower(received).compile()
+  mean = lambda rows: mean_of_rows(codec, rows, 1 / _WORKERS)
+  add = jax.jit(mean).lower(received).compile()
   seconds = timing.interleaved(
     {
       **timing.copies(size),
@@ -69,10 +70,15 @@ def resnet50_rows(repeats: int) -> dict[str, Any]:
   size = sum(leaf.size for leaf in tree)
   layout = plan(tree, QSGD(bits=4))
   keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
-  encode = jax.jit(layout.encode).lower(tree, keys).compile()
+  rows = lambda tree, keys: layout.encode(tree, keys, [None] * len(tree))
+  encode = jax.jit(rows).lower(tree, keys).compile()
   matrices = encode(tree, keys)
-  back = lambda matrices: layout.decode([matrix[None] for matrix in matrices])
-  decode = jax.jit(back).lower(matrices).compile()
+
+  def leaves(matrices: list[jax.Array]) -> list[jax.Array]:
+    decoder = lambda codec, rows: lambda a, b: mean_of_rows(codec, rows[None, a:b], 1)
+    return layout.decode(list(map(decoder, layout.codecs, matrices)))
+
+  decode = jax.jit(leaves).lower(matrices).compile()
   seconds = timing.interleaved(
     {
       **timing.copies(size),

@@ -17,11 +17,13 @@ class Plan(NamedTuple):
     paths: of the leaves that it was given.
     messages: with the numbers of those leaves.
     group_size: of ``hierarchical`` over one axis.
+    planner: what made the messages; one transformation has one.
   """
 
   paths: tuple[str, ...]
   messages: tuple[Message, ...]
   group_size: int | None
+  planner: Any
 
 
 class Study(NamedTuple):
@@ -36,11 +38,17 @@ class Study(NamedTuple):
     plan: Callable[..., tuple[Message, ...]],
     group_size: int | None,
   ) -> None:
-    """Adds what a transformation would do with these gradients."""
+    """Adds what a transformation would do with these gradients.
+
+    Some of optax's, like MultiSteps, trace what they hold twice; it counts once.
+    """
+    if not jax.tree.leaves(updates):
+      return
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(updates), strict=True)
     messages = plan(leaves, [()] * len(leaves), workers=self.workers)
     names = tuple(map(jax.tree_util.keystr, paths))
-    self.plans.append(Plan(names, messages, group_size))
+    if not any(p.planner is plan and p.paths == names for p in self.plans):
+      self.plans.append(Plan(names, messages, group_size, plan))
 
 
 _current: contextvars.ContextVar[Study | None] = contextvars.ContextVar(

@@ -201,7 +201,8 @@ def mark_reduced(tree: Any, axis_name: AxisName) -> Any:
   names = set(_axes.names(axis_name))
 
   def mark(x: jax.Array) -> jax.Array:
-    return jax.reshard(x, PartitionSpec(*_entries(typed_spec(x)), reduced=names))
+    spec = PartitionSpec(*_entries(typed_spec(x)), reduced=names)
+    return jax.reshard(x, NamedSharding(mesh_of(x), spec))
 
   return jax.tree.map(mark, tree)
 

@@ -162,8 +162,16 @@ def sum_in_order(
 
 
 def scaled(x: jax.Array, scale: float) -> jax.Array:
-  """``x * scale``, with the scale rounded to binary32."""
-  return x if scale == 1 else x * jnp.float32(scale)
+  """``x * scale``, with the scale and the product rounded to binary32.
+
+  The sign is set last, by a bit operation, so that no compiler contracts the product
+  with a following addition, such as that of a residual.
+  """
+  if scale == 1:
+    return x
+  value = jax.lax.bitcast_convert_type(jnp.abs(x) * jnp.float32(scale), jnp.uint32)
+  sign = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(1 << 31)
+  return jax.lax.bitcast_convert_type(value | sign, jnp.float32)
 
 
 def plan(

@@ -55,7 +55,8 @@ def test_dense_leaves_travel_apart_from_sums():
 def test_pieces_have_the_mean_of_the_whole(exchange):
   """Rounding is keyed by the leaf, so that only second stages differ."""
   codec = QSGD(bits=4, bucket_size=32, share_scale=exchange == "psum")
-  steps = [small_gradients(WORKERS, seed) for seed in range(2)]
+  pairs = [[small_gradients(WORKERS, seed)["a"] for seed in (s, s + 9)] for s in (1, 2)]
+  steps = [dict(zip("ab", pair, strict=True)) for pair in pairs]
   tx = [
     transformation(codec, exchange, WORKERS, feedback="error", message_bytes=size)
     for size in (None, 100)

@@ -1,4 +1,4 @@
-"""The README's example runs as it stands there, in a process of its own."""
+"""The README's examples run as they stand there, in a process of their own."""
 
 import pathlib
 import re
@@ -13,6 +13,8 @@ def test_the_fifteen_lines_run(tmp_path):
   (code,) = [block for block in blocks if block.startswith("import jax")]
   assert len([line for line in code.splitlines() if line]) == 15
   code += 'assert metrics["loss"] < 0.5 * loss_fn({"w": np.zeros((512, 512))}, batch)\n'
+  (plain_jit,) = [block for block in blocks if block.startswith("@jax.jit")]
+  code += f'{plain_jit}assert loss < metrics["loss"]\n'
   result = subprocess.run(
     [sys.executable, "-W", "error", "-c", code],
     cwd=tmp_path,

@@ -34,25 +34,20 @@ def decode_qsgd(rows, size, *, bits, bucket_size, levels):
     float32[size]. A bucket with a NaN scale is NaN throughout.
   """
   codes, scales = _padded_qsgd_codes(rows, size, bits, bucket_size)
+  top = _top(bits, levels)
   if levels == "sign_magnitude":
-    if bits < 2:
-      raise ValueError(f"`bits` of sign_magnitude must be at least 2, got {bits}.")
     # Zero has the code 0 under every scale, except where a NaN spoils the bucket.
     filler = codes[size:][np.isfinite(scales[size:])]
     if filler.any():
       raise ValueError("the elements that fill the last tile must have the code 0.")
   codes, scales = codes[:size], scales[:size]
   if levels == "sign_magnitude":
-    top = 2 ** (bits - 1) - 1
     negative = codes >> np.uint32(bits - 1) == 1
     magnitude = codes & np.uint32(top)
-  elif levels == "uniform":
-    top = 2**bits - 1
+  else:
     signed = 2 * codes.astype(np.int64) - top
     negative = signed < 0
     magnitude = np.abs(signed)
-  else:
-    raise ValueError(f"`levels` must be 'sign_magnitude' or 'uniform', got {levels!r}.")
   with np.errstate(invalid="ignore"):
     step = scales * (np.float32(1) / np.float32(top))
     below = magnitude.astype(np.float32) * step
@@ -64,6 +59,103 @@ def qsgd_codes(rows, size, *, bits, bucket_size):
   """The codes of a QSGD payload, uint32[size], and each one's scale, float32[size]."""
   codes, scales = _padded_qsgd_codes(rows, size, bits, bucket_size)
   return codes[:size], scales[:size]
+
+
+def shared_codes(rows, size, *, bits, bucket_size, levels):
+  """The integers of rows whose scales all workers share, int64[size].
+
+  Args:
+    rows: uint32[tiles, B], words alone.
+    size: the number of elements of the leaf.
+    bits: the bits of a code, 1 to 8 or 16.
+    bucket_size: the elements that share a scale; None is one scale a tensor.
+    levels: "sign_magnitude" or "uniform".
+  """
+  top = _top(bits, levels)
+  words = PER_TENSOR_WORDS if bucket_size is None else bucket_size
+  rows = _checked_rows(rows, size, bits, words, scales=0)
+  codes = _codes_of_words(rows, bits)[:size].astype(np.int64)
+  if levels == "uniform":
+    return 2 * codes - top
+  magnitude = codes % (top + 1)
+  return np.where(codes == magnitude, magnitude, -magnitude)
+
+
+def unpack_sums(words, size, workers, *, bits, bucket_size, levels):
+  """The sums that an owner sends in the second stage of `two_shot`, int64[size].
+
+  Args:
+    words: uint32[rows, B].
+    size: the number of elements of the share, whole tiles.
+    workers: N.
+    bits: the bits of a code, not of a sum.
+    bucket_size: the elements that share a scale; None is one scale a tensor.
+    levels: "sign_magnitude" or "uniform".
+  """
+  limit = workers * _top(bits, levels)
+  width = 1
+  while 2**width < 2 * limit + 1:
+    width += 1
+  row = PER_TENSOR_WORDS if bucket_size is None else bucket_size
+  if size % (32 // bits * row):
+    raise ValueError(f"a share has whole tiles, got {size} elements.")
+  words = _checked_rows(words, size, width, row, scales=0)
+  fields = _codes_of_words(words, width)
+  if fields[size:].any():
+    raise ValueError("the fields behind the last bucket must be zero.")
+  if (fields[:size] > 2 * limit).any():
+    raise ValueError(f"a sum of {workers} codes is at most {limit}.")
+  return fields[:size].astype(np.int64) - limit
+
+
+def decode_sums(sums, scales, *, bits, bucket_size, levels):
+  """The values of sums of codes that share their scales, float32[size].
+
+  Args:
+    sums: integers, in the leaf's order; codes of one worker are sums as well.
+    scales: float32[tiles, P], or float32[1, 1] with `bucket_size=None`.
+    bits: the bits of a code.
+    bucket_size: the elements that share a scale; None is one scale a tensor.
+    levels: "sign_magnitude" or "uniform".
+  """
+  top = _top(bits, levels)
+  size = len(sums)
+  scale = np.asarray(scales, np.float32).repeat(bucket_size or max(size, 1))[:size]
+  magnitude = np.abs(sums)
+  with np.errstate(invalid="ignore", over="ignore"):
+    exact = (magnitude // top).astype(np.float32) * scale
+    step = scale * (np.float32(1) / np.float32(top))
+    between = magnitude.astype(np.float32) * step
+  value = np.where(magnitude % top == 0, exact, between)
+  return np.where(np.asarray(sums) < 0, -value, value)
+
+
+def split_stats(message, sizes, *, bits, bucket_size):
+  """The scales of each leaf in a message of statistics.
+
+  Args:
+    message: int32[floats], bit patterns.
+    sizes: the elements of each leaf that the codec encodes.
+    bits: the bits of a code.
+    bucket_size: the elements that share a scale; None is one scale a tensor.
+
+  Returns:
+    A list of float32[tiles, P], or of float32[1, 1].
+  """
+  per_word = 32 // bits
+  shapes = [
+    (1, 1) if bucket_size is None else (-(-size // (per_word * bucket_size)), per_word)
+    for size in sizes
+  ]
+  counts = [rows * width for rows, width in shapes]
+  if np.shape(message) != (sum(counts),):
+    raise ValueError(f"the message must have {sum(counts)} floats.")
+  scales = np.ascontiguousarray(message, np.int32).view(np.float32)
+  with np.errstate(invalid="ignore"):
+    if not (np.isnan(scales) | (scales == 0) | (scales >= MIN_SCALE)).all():
+      raise ValueError("a scale must be 0, NaN or at least 2^-96.")
+  parts = np.split(scales, np.cumsum(counts)[:-1])
+  return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def decode_dense(rows, size, dtype):
@@ -139,6 +231,14 @@ def split_two_shot(gathered, matrices, *, stage=2):
       raise ValueError("the rows that pad a matrix must be zero in the first stage.")
     result.append(padded[:rows])
   return result
+
+
+def _top(bits, levels):
+  if levels == "uniform":
+    return 2**bits - 1
+  if levels != "sign_magnitude" or bits < 2:
+    raise ValueError(f"no levels {levels!r} of {bits} bits.")
+  return 2 ** (bits - 1) - 1
 
 
 def _padded_qsgd_codes(rows, size, bits, bucket_size):

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import jax
 
-from gradcomp.codecs import Codec, Dense
+from gradcomp.codecs import Codec, Dense, is_shared
 from gradcomp.exchange._choice import Exchange, choose, reencoding
+from gradcomp.exchange._sums import sum_limit
 from gradcomp.layout import Layout, default_min_leaf_size, leaf_codec, leaf_rows, plan
 
 
@@ -54,6 +55,8 @@ def plan_messages(
     min_leaf_size: elements, or None for the default.
     message_bytes: bytes of a payload, or None for no limit.
   """
+  if is_shared(codec):
+    sum_limit(codec, workers)  # raises where 32 bits are too few
   if min_leaf_size is None:
     min_leaf_size = default_min_leaf_size([leaf.size for leaf in leaves])
   apart = codec.shares_stats and exchange in ("psum", "auto")

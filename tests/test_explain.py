@@ -1,0 +1,122 @@
+"""What explain says, against arithmetic by hand; test_wire_proof.py has the HLO."""
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gradcomp
+from gradcomp.codecs import QSGD, Dense
+
+PARAMS = {
+  "b": jax.ShapeDtypeStruct((512,), jnp.float32),
+  "w": jax.ShapeDtypeStruct((512, 512), jnp.float32),
+}
+ROW = 4 * (512 + 8)  # bytes of 512 words and 8 scales, for 4096 elements at 4 bits
+
+
+def explain(workers, params=PARAMS, wrap=lambda tx: tx, **options):
+  tx = wrap(gradcomp.qsgd(bits=4, axis_name="data", **options))
+  return gradcomp.explain(optax.chain(tx, optax.adam(1e-3)), params, workers=workers)
+
+
+def test_bytes_of_each_leaf_by_hand():
+  """64 rows of w, 16 a worker; 4 rows of 128 floats of b, one a worker."""
+  b, w = explain(workers=4).leaves
+  assert (b.path, b.codec, b.exchange) == ("['b']", Dense(), "two_shot")
+  assert (w.path, w.codec, w.exchange) == ("['w']", QSGD(bits=4), "two_shot")
+  assert b.bytes_sent == 2 * 3 * 512
+  assert w.bytes_sent == 2 * 3 * 16 * ROW
+  explanation = explain(workers=4)
+  assert (
+    explanation.bytes_sent == explanation.bytes_received == 2 * 3 * (512 + 16 * ROW)
+  )
+  plain = 2 * 3 * (512 + 512 * 512) * 4 / 4
+  assert explanation.ratio() == explanation.bytes_sent / plain
+  assert explanation.ratio(16) == 2 * explanation.ratio()
+
+
+def test_rows_that_fill_up_shares_are_counted():
+  """65 rows among 4 workers are 4 shares of 17."""
+  params = {"w": jax.ShapeDtypeStruct((65 * 4096,), jnp.float32)}
+  (leaf,) = explain(workers=4, params=params).leaves
+  assert leaf.bytes_sent == 2 * 3 * 17 * ROW
+
+
+@pytest.mark.parametrize(
+  "workers, exchange, sent",
+  [(1, "all_gather", 0), (2, "all_gather", 2048 + 64 * ROW), (8, "two_shot", None)],
+)
+def test_auto(workers, exchange, sent):
+  explanation = explain(workers=workers)
+  assert {leaf.exchange for leaf in explanation.leaves} == {exchange}
+  assert sent is None or explanation.bytes_sent == sent
+  if workers == 1:
+    assert explanation.ratio() == 1.0
+
+
+def test_shared_scales_take_the_cheaper_of_two_exact_sums():
+  """At 4 workers, sums of 2-bit codes need 4 bits, or 8 as integers that are added."""
+  params = {"w": jax.ShapeDtypeStruct((2**20,), jnp.float32)}
+  options = dict(params=params, share_scale=True)
+  (leaf,) = explain(workers=4, **options).leaves
+  assert leaf.exchange == "two_shot"
+  rows, stats = 2**20 // 4096, Fraction(2 * 3, 4) * 4 * 2**20 // 512
+  # 57 sums need 6 bits: 5 buckets of 512 share 512 words.
+  sums = -(-rows // 4 * 8 // 5) * 2048
+  assert leaf.bytes_sent == 3 * (rows // 4 * 2048 + sums) + stats
+
+
+def test_messages_are_numbered():
+  leaves = explain(workers=4, message_bytes=1000).leaves
+  assert [leaf.message for leaf in leaves] == [0, 1]
+
+
+def test_hierarchical_over_two_axes():
+  """2 hosts of 4 chips: 64 rows are 8 shares of 8."""
+  params = {"w": PARAMS["w"]}
+  tx = gradcomp.qsgd(axis_name=("host", "chip"), exchange="hierarchical")
+  explanation = gradcomp.explain(tx, params, workers=(2, 4))
+  dense, inside = 3 * 2 * 8 * 4096 * 4, 3 * 2 * 8 * ROW
+  assert explanation.bytes_inside == dense + inside
+  assert explanation.bytes_sent == dense + 1 * 8 * ROW + 7 * 8 * ROW
+  assert "stay inside groups" in str(explanation)
+
+
+def test_transformations_inside_others():
+  """Only what a gradcomp transformation is given is in the table, each time."""
+  masked = explain(4, wrap=lambda tx: optax.masked(tx, {"b": False, "w": True}))
+  assert [leaf.path for leaf in masked.leaves] == ["['w']"]
+  every = explain(4, wrap=lambda tx: optax.MultiSteps(tx, 2).gradient_transformation())
+  assert len(every.leaves) == 2
+  other = gradcomp.qsgd(bits=2)
+  twice = explain(4, wrap=lambda tx: optax.chain(tx, other))
+  assert [leaf.path for leaf in twice.leaves] == ["['b']", "['w']"] * 2
+  none = gradcomp.explain(optax.sgd(0.1), PARAMS, workers=4)
+  assert none.leaves == () and none.bytes_sent == 0 and none.ratio() == 1.0
+  assert explain(4, params={}).leaves == ()
+
+
+def test_nothing_runs_otherwise_while_it_is_asked():
+  """The same transformation works before, after, and after an error inside."""
+  tx = gradcomp.qsgd(bits=8, rounding="nearest")
+  grads = {"w": jnp.linspace(-1.0, 1.0, 512)}
+  before = tx.update(grads, tx.init(grads))
+  with pytest.raises(TypeError, match="`updates`"):
+    gradcomp.explain(tx, {"w": jnp.arange(3)}, workers=2)
+  gradcomp.explain(tx, grads, workers=2)
+  after = tx.update(grads, tx.init(grads))
+  assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), before, after))
+
+
+def test_table():
+  lines = str(explain(workers=4)).splitlines()
+  assert lines[0].split() == (
+    "leaf shape codec bits exchange message sent received /f32 /bf16".split()
+  )
+  assert lines[2].split()[-7:] == (
+    "4.062 two_shot 0 199,680 199,680 0.127 0.2539".split()
+  )
+  assert lines[-1] == "Bytes that each of 4 workers sends and receives a step."
