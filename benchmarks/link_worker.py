@@ -40,6 +40,7 @@ CODECS: dict[str, tuple[Codec, tuple[str, ...]]] = {
   "qsgd-8": (QSGD(bits=8), _ALL),
   "qsgd-4": (QSGD(bits=4), _ALL),
   "qsgd-2": (QSGD(bits=2), _ALL),
+  "qsgd-4 shared": (QSGD(bits=4, share_scale=True), ("two_shot", "psum")),
 }
 _GROUP = 2
 _OPTIONS: dict[str, dict[str, Any]] = {"hierarchical": {"group_size": _GROUP}}
@@ -118,9 +119,8 @@ def steps(
         continue
       specs = gradcomp.state_specs(jax.eval_shape(tx.init, like), "data")
       init = jax.shard_map(tx.init, mesh=mesh, in_specs=P("data"), out_specs=specs)
-      # Codes that are added travel in integers of a width that only the library knows.
-      counted = exchange != "psum" or codec == Dense()
-      formula = _SENT.get(exchange) if counted else None
+      # Sums of codes travel in integers of a width that only the library knows.
+      formula = None if codec.shares_stats else _SENT.get(exchange)
       payload = payload_bytes(codec, like, 1 if exchange == "all_gather" else hosts)
       sent = formula and formula(hosts, payload, floats)
       yield f"{name} {exchange}", timed(tx.update, jax.jit(init)(grads), specs, sent)

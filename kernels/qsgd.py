@@ -238,9 +238,13 @@ def from_signed_codes(codes: jax.Array, scale: jax.Array, s: int) -> jax.Array:
   """
   magnitude = jnp.abs(codes)
   scale = scale[..., None]
-  step = scale * np.float32(1 / s)
-  whole = (magnitude // s).astype(jnp.float32) * scale
-  value = jnp.where(magnitude % s == 0, whole, magnitude.astype(jnp.float32) * step)
+  inverse = np.float32(1 / s)
+  # How many whole scales, without an integer division: off by less than a half as long
+  # as they are fewer than 2**21, which is to say workers.
+  as_float = magnitude.astype(jnp.float32)
+  whole = jnp.round(as_float * inverse)
+  is_whole = whole.astype(jnp.int32) * s == magnitude
+  value = jnp.where(is_whole, whole * scale, as_float * (scale * inverse))
   sign = jax.lax.bitcast_convert_type(codes, jnp.uint32) & jnp.uint32(1 << 31)
   return _signed(value, sign)
 
