@@ -28,6 +28,7 @@ class LeafPlan:
     message: the number of the message that it shares with other leaves.
     bytes_sent: what a worker sends for it in a step, and receives; fractional, because
       leaves share rows that fill up a message.
+    reason: for the exchange: it was asked for, or ``"auto"`` took it.
   """
 
   path: str
@@ -36,6 +37,7 @@ class LeafPlan:
   exchange: str
   message: int
   bytes_sent: Fraction
+  reason: str
 
   @property
   def elements(self) -> int:
@@ -92,6 +94,8 @@ class Explanation:
     lines.append(
       f"Bytes that each of {self.workers} workers sends and receives a step."
     )
+    reasons = dict.fromkeys((leaf.exchange, leaf.reason) for leaf in self.leaves)
+    lines += [f"{exchange}: {reason}." for exchange, reason in reasons]
     if self.bytes_inside:
       lines.append(f"{self.bytes_inside:,} of them stay inside groups.")
     return "\n".join(lines)
@@ -122,6 +126,19 @@ def _ratio(sent: Fraction, elements: int, workers: int, bits: int) -> float:
   return math.inf if sent else 1.0
 
 
+def _check_groups(group_size: int | None, sizes: tuple[int, ...]) -> None:
+  """ValueError if workers are not groups as ``hierarchical`` would find them."""
+  if group_size is None and len(sizes) != 2:
+    raise ValueError(
+      "`workers` must be the sizes of both axes, (between, inside), for "
+      f'exchange="hierarchical" over two axes, got {sizes[0]}.'
+    )
+  if group_size is not None and math.prod(sizes) % group_size:
+    raise ValueError(
+      f"`workers` must be a multiple of group_size={group_size}, got {sizes}."
+    )
+
+
 def explain(
   optimizer: optax.GradientTransformation,
   params: Any,
@@ -147,7 +164,8 @@ def explain(
     16 bits.
 
   Raises:
-    ValueError: ``workers`` is not a number of workers.
+    ValueError: ``workers`` is no number of workers, or does not fit the groups of
+      ``"hierarchical"``.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
@@ -158,6 +176,7 @@ def explain(
     ['w']  [256, 256]  QSGD   4.062  two_shot        0  49,920    49,920   0.127  0.2539
     total                                               52,992    52,992  0.1346  0.2693
     Bytes that each of 4 workers sends and receives a step.
+    two_shot: it sends 2/N of all_gather's bytes.
   """
   sizes: tuple[int, ...] = workers if isinstance(workers, tuple) else (workers,)
   if len(sizes) not in (1, 2):
@@ -167,11 +186,15 @@ def explain(
     raise ValueError(f"`workers` must be {_WORKERS_RULE}, got {workers!r}.")
   count = math.prod(sizes)
   with _planning.planning(count) as plans:
-    jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
+    # Without jit inside, whose cache would give back traces of another occasion.
+    with jax.disable_jit():
+      jax.make_jaxpr(lambda p: optimizer.update(p, optimizer.init(p), p))(params)
   leaves: list[LeafPlan] = []
   inside, number = Fraction(0), 0
   for plan in plans:
     group_size = plan.group_size or sizes[-1]
+    if any(message.exchange == "hierarchical" for message in plan.messages):
+      _check_groups(plan.group_size, sizes)
     found = []
     for message in plan.messages:
       layout = message.layout
@@ -184,6 +207,7 @@ def explain(
           exchange=message.exchange,
           message=number,
           bytes_sent=bytes_sent,
+          reason=message.reason,
         )
         found.append((i, leaf))
       if message.exchange == "hierarchical" and plan.group_size is None:

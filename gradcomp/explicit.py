@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from gradcomp import _axes
 from gradcomp._axes import AxisName
+from gradcomp.exchange import pmean
 
 
 def typed_spec(x: Any) -> PartitionSpec:
@@ -69,6 +70,20 @@ def _entries(spec: PartitionSpec) -> tuple[Any, ...]:
 def unreduced_axes(x: Any) -> frozenset[str]:
   """The Explicit axes over which an array is still a sum of addends."""
   return frozenset(typed_spec(x).unreduced)
+
+
+def check_stacked(residual: Any, updates: Any, axis_name: AxisName | None) -> None:
+  """ValueError for residuals that every device would take for its own."""
+  if mesh_of(updates).size == 1:
+    return
+  for path, leaf in jax.tree_util.tree_leaves_with_path(residual):
+    names = () if axis_name is None else _axes.names(axis_name)
+    if not sharded(typed_spec(leaf)).issuperset(names):
+      raise ValueError(
+        f"`state.residual`{jax.tree_util.keystr(path)} must stack the parts of all "
+        f"workers of {axis_name!r}, but its type says {jax.typeof(leaf)}; give "
+        "axis_name= and make the state by optimizer.init under jax.set_mesh(mesh)."
+      )
 
 
 def mesh_of(tree: Any) -> AbstractMesh:
@@ -154,13 +169,13 @@ def addends(
   """Runs ``value, grads = function(*args, **kwargs)`` on each worker's arguments.
 
   Args:
-    function: returns a value that is equal on all workers, and the worker's gradients.
+    function: returns the worker's value, and its gradients.
     axis_name: the axes over which arguments are cut, as their types say.
     *args: arrays, and anything else as it is.
     **kwargs: the same.
 
   Returns:
-    The value, and the gradients divided by N, unreduced over the axes.
+    The mean of the values, and the gradients divided by N, unreduced over the axes.
   """
   leaves, treedef = jax.tree.flatten((args, kwargs))
   arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
@@ -172,7 +187,8 @@ def addends(
     args, kwargs = jax.tree.unflatten(treedef, own)
     value, grads = function(*args, **kwargs)
     share = 1 / _axes.require_size(axis_name)
-    return value, jax.tree.map(lambda g: (g * share)[None], grads)
+    grads = jax.tree.map(lambda g: (g * share)[None], grads)
+    return pmean(value, axis_name), grads
 
   value, stack = jax.shard_map(
     local,

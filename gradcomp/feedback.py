@@ -114,8 +114,8 @@ def correct(updates: Any, residual: Any) -> Any:
 def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
   """What was not sent; where that or the mean is not finite, the residual as it was.
 
-  So a gradient that is not finite, and its whole bucket with it, is never kept, and no
-  worker counts as sent what a guard behind the exchange will throw away.
+  So a gradient that is not finite, and its whole bucket with it, is never kept, and of
+  that bucket no worker counts as sent what nobody can use.
   """
   finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
   return jnp.where(finite.reshape(old.shape), unsent.reshape(old.shape), old)

@@ -1,6 +1,7 @@
 """Which parts of an optimizer state differ between workers."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,7 +59,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
         acc_grads=per_worker(node.acc_grads),
         skip_state=jax.tree.map(lambda _: PartitionSpec(), node.skip_state),
       )
-    return param_specs if like_params(node) else PartitionSpec()
+    return of_params(lambda spec: spec, node) if like_params(node) else PartitionSpec()
 
   def owned(residuals: Any) -> Any:
     """What stacks them is in their names; axes that a map leaves alone are no part."""
@@ -73,13 +74,26 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
 
   def per_worker(tree: Any) -> Any:
     if like_params(tree):
-      return jax.tree.map(
-        lambda spec: stacked(axis_name, spec), param_specs, is_leaf=is_spec
-      )
+      return of_params(lambda spec: stacked(axis_name, spec), tree)
     return jax.tree.map(lambda _: stacked(axis_name, PartitionSpec()), tree)
 
+  def of_params(function: Callable[[PartitionSpec], PartitionSpec], tree: Any) -> Any:
+    """Holes of optax.masked and optax.partition stay."""
+    return jax.tree.map(
+      lambda leaf, spec: leaf if is_hole(leaf) else function(spec),
+      tree,
+      param_specs,
+      is_leaf=is_hole,
+    )
+
+  def is_hole(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
   def like_params(node: Any) -> bool:
-    return param_specs is not None and jax.tree.structure(node) == structure
+    if param_specs is None or jax.tree.structure(node, is_leaf=is_hole) != structure:
+      return False
+    # Of one bare array, numbers like a count of steps have the structure, too.
+    return not is_spec(param_specs) or getattr(node, "ndim", 0) >= len(param_specs) > 0
 
   def is_leaf(node: Any) -> bool:
     if isinstance(node, optax.MultiStepsState):
@@ -154,6 +168,8 @@ def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None
   for (path, leaf), spec in zip(
     jax.tree_util.tree_leaves_with_path(opt_state), jax.tree.leaves(specs), strict=True
   ):
+    if ".owner_residual" in jax.tree_util.keystr(path):
+      continue  # rows, whose number update checks
     whole = leaf.shape and leaf.shape not in own and leaf.shape[0] % workers == 0
     if spec != PartitionSpec() and leaf.shape not in stacked and not whole:
       raise ValueError(

@@ -99,32 +99,19 @@ def value_and_grad(
     return grad_fn
   differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
-  def averaged(value: Any) -> Any:
-    return (
-      (pmean(value[0], axis_name), value[1]) if has_aux else pmean(value, axis_name)
-    )
-
   def local_value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     if _in_explicit_jit((args, kwargs), axis_name):
       _check_cut([args[i] for i in differentiated], (args, kwargs), axis_name)
-      return explicit.addends(
-        lambda *args, **kwargs: _both_averaged(grad_fn(*args, **kwargs), axis_name),
-        axis_name,
-        *args,
-        **kwargs,
-      )
+      return explicit.addends(grad_fn, axis_name, *args, **kwargs)
     marked = list(args)
     for i in differentiated:
       marked[i] = defer_reduction(marked[i], axis_name)
     value, grads = grad_fn(*marked, **kwargs)
-    return averaged(value), grads
+    if has_aux:
+      return (pmean(value[0], axis_name), value[1]), grads
+    return pmean(value, axis_name), grads
 
   return local_value_and_grad
-
-
-def _both_averaged(result: tuple[Any, Any], axis_name: AxisName) -> tuple[Any, Any]:
-  value, grads = result
-  return pmean(value, axis_name), grads
 
 
 def _in_explicit_jit(tree: Any, axis_name: AxisName) -> bool:

@@ -67,17 +67,19 @@ def compress(
   returns that sum, replicated. There is then no :math:`1/N` in the formula.
 
   A non-finite gradient makes (at least) its bucket NaN on every worker and leaves the
-  residuals there as they were: guard with ``optax.apply_if_finite`` *after* this.
+  residuals there as they were: guard with ``optax.apply_if_finite`` *after* this. The
+  residuals of other buckets go on, as if the guard had not dropped the step.
 
   Args:
     codec: how leaves are encoded, e.g. :class:`gradcomp.codecs.QSGD`.
     axis_name: the axis of the enclosing shard_map, pmap or vmap to average over, or a
       tuple of axes to average over together; under Explicit axes, the axes that the
-      gradients are unreduced over. None takes these from the type, and elsewhere
-      exchanges nothing and applies the codec's noise: ``Q(g + e)``.
+      gradients are unreduced over. None takes these from the type, if no residual is
+      kept, and elsewhere exchanges nothing and applies the codec's noise: ``Q(g + e)``.
     exchange: ``"all_gather"``, ``"two_shot"``, ``"ring"``, ``"hierarchical"``,
       ``"psum"`` (dense float32, and codecs that share their scale), ``"local"``
-      (nothing is exchanged) or ``"auto"``: see :func:`gradcomp.exchange.choose`.
+      (nothing is exchanged: outputs differ between workers, and under Explicit axes
+      stay unreduced) or ``"auto"``: see :func:`gradcomp.exchange.choose`.
     group_size: workers in a group of ``"hierarchical"`` over one axis, which sends full
       precision inside groups of consecutive workers. Over two axes, ``("host",
       "chip")``, the groups are the workers of the second.
@@ -87,8 +89,9 @@ def compress(
       and ``hierarchical`` keeps what encoding the mean lost, an Nth of the gradient a
       worker in float32. ``init`` must then know the number of workers: call it inside
       the map, or under ``jax.set_mesh(mesh)``.
-    min_leaf_size: leaves with fewer elements travel in float32, in the same message.
-      By default the smallest leaves that together hold less than 0.5 % of all elements.
+    min_leaf_size: leaves with fewer elements travel in float32, in the same message;
+      where sums of codes are exact, in one of their own. By default the smallest leaves
+      that together hold less than 0.5 % of all elements.
     message_bytes: the largest payload in bytes that leaves share; None for one message.
       Several can be on their way before the whole backward pass is done. A leaf is
       never cut.
@@ -179,6 +182,8 @@ def compress(
         f"`state.residual` must {'' if keeps_residual else 'not '}be kept with "
         f"feedback={feedback!r} and {codec}; make the state with this transformation."
       )
+    if is_sum:
+      explicit.check_stacked(state.residual, updates, axes)
     others = [explicit.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
 
     def on_device(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
@@ -199,12 +204,12 @@ def compress(
         owned=state.owner_residual,
         keep=keeps_residual,
       )
+      result = optax.tree.cast_like(jax.tree.unflatten(treedef, mean), updates)
       residual = state.residual
       if residual is not None:
-        old = jax.tree.leaves(residual)
-        kept = [remainder(*x) for x in zip(unsent, mean, old, strict=True)]
+        old, given = jax.tree.leaves(residual), jax.tree.leaves(result)
+        kept = [remainder(*x) for x in zip(unsent, given, old, strict=True)]
         residual = jax.tree.unflatten(treedef, kept)
-      result = optax.tree.cast_like(jax.tree.unflatten(treedef, mean), updates)
       step = optax.safe_increment(state.step)
       return result, CompressState(step, state.key, residual, owned)
 
@@ -237,14 +242,14 @@ def _optional_size(name: str, unit: str, value: Any) -> int | None:
 
 
 def _seed_words(key: ArrayLike) -> jax.Array:
-  """``uint32[2]`` of a seed or of a threefry key."""
+  """``uint32[2]`` of a seed or of a threefry key; a copy, which may be donated."""
   if not isinstance(key, int | jax.Array):
     key = jnp.asarray(key)
   if isinstance(key, int) or (
     key.shape == () and jnp.issubdtype(key.dtype, jnp.integer)
   ):
     key = jax.random.key(key, impl="threefry2x32")
-  return key_words(key)
+  return jnp.array(key_words(key))
 
 
 def _step_keys(

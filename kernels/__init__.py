@@ -4,6 +4,7 @@ from gradcomp.kernels import planes as planes
 from gradcomp.kernels import qsgd as qsgd
 from gradcomp.kernels.planes import pack_planes as pack_planes
 from gradcomp.kernels.planes import unpack_planes as unpack_planes
+from gradcomp.kernels.threefry import fold_key as fold_key
 from gradcomp.kernels.threefry import key_words as key_words
 from gradcomp.kernels.threefry import random_lanes as random_lanes
 from gradcomp.kernels.threefry import threefry2x32 as threefry2x32

@@ -69,6 +69,25 @@ def test_shared_scales_take_the_cheaper_of_two_exact_sums():
   assert leaf.bytes_sent == 3 * (rows // 4 * 2048 + sums) + stats
 
 
+def test_workers_that_are_no_groups():
+  over_two = gradcomp.qsgd(axis_name=("host", "chip"), exchange="hierarchical")
+  with pytest.raises(ValueError, match="`workers` must be the sizes of both axes"):
+    gradcomp.explain(over_two, PARAMS, workers=8)
+  with pytest.raises(ValueError, match="`workers` must be a multiple of group_size=4"):
+    explain(workers=6, exchange="hierarchical", group_size=4)
+
+
+def test_jit_inside_the_optimizer_keeps_no_trace():
+  """Neither does explain see an old one, nor does an update after it."""
+  tx = gradcomp.qsgd(bits=4, rounding="nearest")
+  jitted = optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
+  grads = {"w": jnp.linspace(-1.0, 1.0, 4096)}
+  for _ in range(2):
+    assert len(gradcomp.explain(jitted, grads, workers=4).leaves) == 1
+    output, _ = jitted.update(grads, jitted.init(grads))
+    assert (output["w"] != grads["w"]).any()
+
+
 def test_messages_are_numbered():
   leaves = explain(workers=4, message_bytes=1000).leaves
   assert [leaf.message for leaf in leaves] == [0, 1]
@@ -119,4 +138,5 @@ def test_table():
   assert lines[2].split()[-7:] == (
     "4.062 two_shot 0 199,680 199,680 0.127 0.2539".split()
   )
-  assert lines[-1] == "Bytes that each of 4 workers sends and receives a step."
+  assert lines[-2] == "Bytes that each of 4 workers sends and receives a step."
+  assert lines[-1] == "two_shot: it sends 2/N of all_gather's bytes."

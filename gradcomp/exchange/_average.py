@@ -147,7 +147,9 @@ def _minus(leaves: Leaves, sent: Leaves) -> Leaves:
   return [leaf - gone for leaf, gone in zip(leaves, sent, strict=True)]
 
 
-def _shared(stats: Sequence[jax.Array | None], workers: Workers) -> Residuals:
+def _shared(
+  stats: Sequence[jax.Array | None], workers: Workers
+) -> list[jax.Array | None]:
   """The largest statistics of all workers, in one message."""
   own = [x for x in stats if x is not None]
   if not own:

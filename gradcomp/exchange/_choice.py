@@ -1,7 +1,7 @@
 """Which exchange: what can be asked for, what "auto" takes, and what it costs."""
 
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 
@@ -30,7 +30,7 @@ def check_exchange(
     raise ValueError(
       f"`exchange` must be one of {get_args(Exchange)}, got {exchange!r}."
     )
-  if exchange == "psum" and codec != Dense() and not codec.shares_stats:
+  if exchange == "psum" and not codec.summable:
     raise ValueError(
       '`exchange` must not be "psum" for a codec whose codes cannot be added, got '
       f'{codec}; use exchange="auto", a codec that shares its scale '
@@ -65,7 +65,14 @@ def check_exchange(
     )
 
 
-def choose(exchange: Exchange, layout: Layout, workers: int) -> Exchange:
+class Choice(NamedTuple):
+  """An exchange, and why."""
+
+  exchange: Exchange
+  reason: str
+
+
+def choose(exchange: Exchange, layout: Layout, workers: int) -> Choice:
   """The exchange behind ``"auto"``; one that was asked for as it is.
 
   1. Where every leaf is dense float32 there is nothing to encode: ``psum``.
@@ -79,19 +86,24 @@ def choose(exchange: Exchange, layout: Layout, workers: int) -> Exchange:
   know which links are fast. They are for those who ask for them.
   """
   if exchange != "auto":
-    return exchange
+    return Choice(exchange, "asked for")
   if all(codec == Dense() for codec in layout.codecs):
-    return "psum"
+    return Choice("psum", "all is dense float32, and there is nothing to encode")
   if any(codec.shares_stats for codec in layout.codecs):
-    return min("psum", "two_shot", key=lambda e: bytes_sent(e, layout, workers))
+    psum, two_shot = (bytes_sent(e, layout, workers) for e in ("psum", "two_shot"))
+    if psum <= two_shot:
+      return Choice("psum", "sums of codes are exact, and integers send less")
+    return Choice("two_shot", "sums of codes are exact, and packed they send less")
   return reencoding(layout, workers)
 
 
-def reencoding(layout: Layout, workers: int) -> Exchange:
+def reencoding(layout: Layout, workers: int) -> Choice:
   """Rules 3 and 4."""
-  if workers <= 2 or workers * layout.nbytes <= _TINY_MESSAGE:
-    return "all_gather"
-  return "two_shot"
+  if workers <= 2:
+    return Choice("all_gather", "up to two workers it sends no more, and encodes once")
+  if workers * layout.nbytes <= _TINY_MESSAGE:
+    return Choice("all_gather", "the message is tiny, and a second stage takes longer")
+  return Choice("two_shot", "it sends 2/N of all_gather's bytes")
 
 
 def bytes_sent(

@@ -19,6 +19,7 @@ from gradcomp.exchange._collectives import (
   stage,
 )
 from gradcomp.exchange._two_shot import encode_with_residual
+from gradcomp.kernels import fold_key
 from gradcomp.layout import Layout, mean_of_rows
 
 
@@ -28,6 +29,11 @@ def group_shape(workers: Workers, group_size: int | None) -> tuple[int, int]:
   Groups are the second of two axes, or ``group_size`` consecutive workers of one.
   """
   if group_size is None:
+    if len(_axes.names(workers.axis_name)) != 2:
+      raise ValueError(
+        '`axis_name` must be two axes (between, inside) for exchange="hierarchical" '
+        f"without group_size=, got {workers.axis_name!r}."
+      )
     outer, inner = _axes.names(workers.axis_name)
     return _axes.require_size(outer), _axes.require_size(inner)
   if workers.size % group_size:
@@ -78,7 +84,7 @@ def hierarchical(
   shapes = [(groups, *part.shape[1:]) for part in parts]
   lines = join(parts, workers.size).reshape(groups, size, -1).swapaxes(0, 1)
   with stage():
-    received = _scatter_inside(lines.reshape(size, -1), workers, groups, size)
+    received = _scatter(lines.reshape(size, -1), workers, groups, size, inside=True)
   total = received[0]
   for line in received[1:]:
     total = total + line
@@ -92,7 +98,7 @@ def hierarchical(
     sent.append(codec.encode_rows(x, key=_fold(keys, i, 0)))
     lost.append(x - codec.decode_rows(sent[i]).reshape(x.shape))
   with stage():
-    received = _scatter_between(join(sent, groups), workers, groups, size)
+    received = _scatter(join(sent, groups), workers, groups, size, inside=False)
   owned = split(received, [(x.shape[0] // groups, x.shape[1]) for x in sent])
   means, kept = [], []
   for i, (codec, rows) in enumerate(zip(layout.codecs, owned, strict=True)):
@@ -109,21 +115,16 @@ def hierarchical(
   )
 
 
-def _scatter_inside(
-  lines: jax.Array, workers: Workers, groups: int, size: int
+def _scatter(
+  lines: jax.Array, workers: Workers, groups: int, size: int, *, inside: bool
 ) -> jax.Array:
+  """Inside groups, or between workers of the same place in different groups."""
   if isinstance(workers.axis_name, tuple):
-    return scatter(lines, workers.axis_name[1])
-  members = [range(g * size, (g + 1) * size) for g in range(groups)]
-  return scatter_within(lines, workers.axis_name, members)
-
-
-def _scatter_between(
-  lines: jax.Array, workers: Workers, groups: int, size: int
-) -> jax.Array:
-  if isinstance(workers.axis_name, tuple):
-    return scatter(lines, workers.axis_name[0])
-  members = [range(c, groups * size, size) for c in range(size)]
+    return scatter(lines, workers.axis_name[1 if inside else 0])
+  if inside:
+    members = [range(g * size, (g + 1) * size) for g in range(groups)]
+  else:
+    members = [range(c, groups * size, size) for c in range(size)]
   return scatter_within(lines, workers.axis_name, members)
 
 
@@ -155,7 +156,4 @@ def _place(
 
 
 def _fold(keys: jax.Array | None, i: int, number: int) -> jax.Array | None:
-  if keys is None:
-    return None
-  key = jax.random.wrap_key_data(keys[i], impl="threefry2x32")
-  return jax.random.fold_in(key, number)
+  return None if keys is None else fold_key(keys[i], number)

@@ -131,6 +131,7 @@ def _check_all_taken(waiting: dict[str, list[jax.Array]]) -> None:
   for axes, arrays in waiting.items():
     if arrays:
       raise ValueError(
-        f"`state.owner_residual`[{axes!r}] must have {len(arrays)} arrays less here; "
-        "make the state by optimizer.init with this transformation and as many workers."
+        f"`state.owner_residual`[{axes!r}] must have what the second stage keeps here, "
+        f"got {len(arrays)} arrays too many; make the state by optimizer.init with "
+        "this transformation and as many workers."
       )

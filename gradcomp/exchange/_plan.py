@@ -19,12 +19,14 @@ class Message(NamedTuple):
     layout: how they become rows.
     exchange: never ``"auto"``.
     others: axes beside the data axis over which the leaves differ.
+    reason: for the exchange.
   """
 
   leaves: tuple[int, ...]
   layout: Layout
   exchange: Exchange
   others: tuple[str, ...]
+  reason: str
 
 
 def plan_messages(
@@ -59,7 +61,7 @@ def plan_messages(
     sum_limit(codec, workers)  # raises where 32 bits are too few
   if min_leaf_size is None:
     min_leaf_size = default_min_leaf_size([leaf.size for leaf in leaves])
-  apart = codec.shares_stats and exchange in ("psum", "auto")
+  apart = is_shared(codec) and exchange in ("psum", "auto")
   groups: dict[tuple[tuple[str, ...], bool], list[list[int]]] = {}
   filled: dict[tuple[tuple[str, ...], bool], int] = {}
   for i, leaf in enumerate(leaves):
@@ -80,5 +82,6 @@ def plan_messages(
       picked = (
         reencoding(layout, workers) if dense else choose(exchange, layout, workers)
       )
-      messages.append(Message(tuple(piece), layout, picked, axes))
+      choice = Message(tuple(piece), layout, picked.exchange, axes, picked.reason)
+      messages.append(choice)
   return tuple(messages)

@@ -17,6 +17,7 @@ from gradcomp.exchange._collectives import (
   split,
   stage,
 )
+from gradcomp.kernels import fold_key
 from gradcomp.layout import Layout
 
 
@@ -65,7 +66,7 @@ def ring(
     share = (index - 1 - hop) % n
     words, errors = [], []
     for i, (codec, x) in enumerate(zip(layout.codecs, sums, strict=True)):
-      key = None if keys is None else jax.random.fold_in(_wrap(keys[i]), hop)
+      key = None if keys is None else fold_key(keys[i], hop)
       words.append(codec.encode_rows(x, key=key))
       error = x - codec.decode_rows(words[i]).reshape(x.shape)
       errors.append(lax.dynamic_update_index_in_dim(lost[i], error, share, 0))
@@ -94,7 +95,3 @@ def ring(
 
 def _stack(x: jax.Array) -> jax.Array:
   return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
-
-
-def _wrap(key: jax.Array) -> jax.Array:
-  return jax.random.wrap_key_data(key, impl="threefry2x32")
