@@ -10,6 +10,7 @@ import optax
 
 from gradcomp import _planning
 from gradcomp._checks import static_integer
+from gradcomp._table import aligned
 from gradcomp.codecs import Codec
 from gradcomp.exchange import bytes_by_leaf, inside_bytes
 
@@ -85,12 +86,7 @@ class Explanation:
     total = f"{self.bytes_sent:,}"
     ratios = [f"{self.ratio(32):.4g}", f"{self.ratio(16):.4g}"]
     rows.append(["total", "", "", "", "", "", total, total, *ratios])
-    columns = []
-    for i, column in enumerate(zip(*rows, strict=True)):
-      width = max(map(len, column))
-      left = i in (0, 1, 2, 4)
-      columns.append([x.ljust(width) if left else x.rjust(width) for x in column])
-    lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+    lines = aligned(rows, right=(3, 5, 6, 7, 8, 9))
     lines.append(
       f"Bytes that each of {self.workers} workers sends and receives a step."
     )
@@ -199,10 +195,12 @@ def explain(
     for message in plan.messages:
       layout = message.layout
       sent = bytes_by_leaf(message.exchange, layout, count, group_size)
-      for i, slot, bytes_sent in zip(message.leaves, layout.slots, sent, strict=True):
+      for i, like, slot, bytes_sent in zip(
+        message.leaves, layout.like, layout.slots, sent, strict=True
+      ):
         leaf = LeafPlan(
           path=plan.paths[i],
-          shape=layout.like[message.leaves.index(i)].shape,
+          shape=like.shape,
           codec=layout.codecs[slot.group],
           exchange=message.exchange,
           message=number,

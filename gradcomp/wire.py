@@ -13,6 +13,8 @@ from fractions import Fraction
 
 import jax
 
+from gradcomp._table import aligned
+
 # What one of n workers sends for each byte of its operands.
 _SHARE_SENT: dict[str, Callable[[int], Fraction]] = {
   "all-reduce": lambda n: Fraction(2 * (n - 1), n),
@@ -142,12 +144,8 @@ class WireReport:
       return "The program has no collectives: it sends nothing."
     header = "collective,dtype,operands,workers,times,bytes sent,as f32 mean,scope"
     total = ["total", *[""] * 4, f"{self.bytes_sent:,}", f"{self.dense_bytes:,}", ""]
-    rows = [header.split(","), *(c._row() for c in self.collectives)]
-    columns = []
-    for i, column in enumerate(zip(*rows, total, strict=True)):
-      width = max(map(len, column))
-      columns.append([x.rjust(width) if 3 <= i < 7 else x.ljust(width) for x in column])
-    lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+    rows = [header.split(","), *(c._row() for c in self.collectives), total]
+    lines = aligned(rows, right=range(3, 7))
     lines.append(f"Sends {self.ratio:.4g} x the bytes of a plain f32 mean.")
     if any(c.in_loop for c in self.collectives):
       lines.append("loop: its trip count is unknown; counted once, a lower bound.")

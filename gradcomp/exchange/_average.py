@@ -16,6 +16,7 @@ from gradcomp.exchange._collectives import (
   pmean,
   psum,
   split,
+  stacked,
 )
 from gradcomp.exchange._hierarchical import hierarchical
 from gradcomp.exchange._plan import Message
@@ -180,13 +181,11 @@ def _owned_decoder(
 ) -> RowDecoder:
   """Of what the owners sent, ``uint32[N, rows, words]``."""
   if not is_shared(codec):
-    stacked = rows.reshape(1, rows.shape[0] * rows.shape[1], rows.shape[2])
-    return _rows_decoder(codec, stacked, None, 1.0)
+    return _rows_decoder(codec, stacked(rows)[None], None, 1.0)
   share = -(-total // workers.size)
   unpack = functools.partial(unpack_sums, codec, rows=share, workers=workers.size)
-  sums = jax.vmap(unpack)(rows)
-  stacked = sums.reshape(sums.shape[0] * share, *sums.shape[2:])
-  return _sums_decoder(codec, stacked, stats, workers.scale)
+  sums = stacked(jax.vmap(unpack)(rows))
+  return _sums_decoder(codec, sums, stats, workers.scale)
 
 
 def _psum_decoder(

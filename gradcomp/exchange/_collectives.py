@@ -124,6 +124,11 @@ def shares(rows: jax.Array, workers: Workers) -> jax.Array:
   return padded.reshape(workers.size, share, rows.shape[1])
 
 
+def stacked(x: jax.Array) -> jax.Array:
+  """The inverse of :func:`shares`, filling included: ``[N * share, ...]``."""
+  return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
 def join(parts: Sequence[jax.Array], lines: int) -> jax.Array:
   """Arrays ``[lines, ...]`` side by side: ``[lines, M]``."""
   return jnp.concatenate([x.reshape(lines, x.size // lines) for x in parts], axis=1)

@@ -16,6 +16,7 @@ from gradcomp.exchange._collectives import (
   scatter_within,
   shares,
   split,
+  stacked,
   stage,
 )
 from gradcomp.exchange._two_shot import encode_with_residual
@@ -89,7 +90,7 @@ def hierarchical(
   for line in received[1:]:
     total = total + line
   sums = [
-    x.reshape(groups * x.shape[1], x.shape[2])
+    stacked(x)
     for x in split(total.reshape(groups, -1), [shape[1:] for shape in shapes])
   ]
 
@@ -109,7 +110,7 @@ def hierarchical(
   gathered = _gather(layout, join(means, 1)[0], workers, group_size)
   result = split(gathered, [x.shape for x in means])
   return (
-    [x.reshape(x.shape[0] * x.shape[1], x.shape[2]) for x in result],
+    [stacked(x) for x in result],
     [_place(x, shape, workers, size) for x, shape in zip(lost, shapes, strict=True)],
     kept,
   )

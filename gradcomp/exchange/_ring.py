@@ -15,6 +15,7 @@ from gradcomp.exchange._collectives import (
   pass_on,
   shares,
   split,
+  stacked,
   stage,
 )
 from gradcomp.kernels import fold_key
@@ -90,8 +91,4 @@ def ring(
   with final_stage(layout.elements, workers):
     gathered = gather(join(words, 1)[0], workers.axis_name)
   result = split(gathered, [x.shape for x in words])
-  return [_stack(x) for x in result], [_stack(x) for x in lost]
-
-
-def _stack(x: jax.Array) -> jax.Array:
-  return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+  return [stacked(x) for x in result], [stacked(x) for x in lost]
