@@ -22,8 +22,17 @@ import timing
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp.codecs import QSGD, Codec, Dense
-from gradcomp.layout import mean_of_rows, plan
+from gradcomp.codecs import (
+  QSGD,
+  Codec,
+  Dense,
+  EightBit,
+  OneBit,
+  RemainderCodec,
+  Ternary,
+  is_shared,
+)
+from gradcomp.layout import mean_of_rows, plan, sum_in_order
 
 _WORKERS = 4  # whose payloads decode-and-sum adds
 _MIB = 2**20
@@ -35,6 +44,20 @@ CODECS: dict[str, Codec] = {
   "qsgd-4 nearest": QSGD(bits=4, rounding="nearest"),
   "qsgd-4 l2": QSGD(bits=4, norm="l2"),
   "qsgd-4 tensor": QSGD(bits=4, bucket_size=None),
+  **{
+    f"qsgd-{bits} nonuniform": QSGD(bits=bits, levels="nonuniform")
+    for bits in (2, 3, 4)
+  },
+  **{f"onebit-{size}": OneBit(bucket_size=size) for size in (64, 512)},
+  "terngrad": Ternary(),
+  "terngrad base3": Ternary(packing="base3"),
+  "terngrad no clip": Ternary(clip_sigmas=None),
+  **{
+    name: EightBit(data_type=name)
+    for name in ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
+  },
+  "dynamic_tree 512": EightBit(block_size=512),
+  "dynamic_tree stochastic": EightBit(rounding="stochastic"),
   "dense-f32": Dense(),
   "dense-bf16": Dense(dtype=jnp.bfloat16),
 }
@@ -44,23 +67,31 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
   """One codec on one array of ``size`` elements."""
   x = jax.random.normal(jax.random.key(0), (size,))
   key = jnp.array([1, 2], jnp.uint32)
+  start = time.perf_counter()
   encode = jax.jit(lambda x, key: codec.encode(x, key=key)).lower(x, key).compile()
+  compile_seconds = time.perf_counter() - start
   payload = encode(x, key)
   decode = jax.jit(lambda p: codec.decode(p, like=x)).lower(payload).compile()
   share = payload.rows.shape[0] // _WORKERS
   received = jnp.stack([payload.rows[:share]] * _WORKERS)
-  mean = lambda rows: mean_of_rows(codec, rows, 1 / _WORKERS)
+
+  def mean(rows: jax.Array) -> jax.Array:
+    if is_shared(codec):
+      return codec.from_codes(sum_in_order(codec.codes, rows), payload.stats[:1])
+    return mean_of_rows(codec, rows, 1 / _WORKERS)
+
   add = jax.jit(mean).lower(received).compile()
-  seconds = timing.interleaved(
-    {
-      **timing.copies(size),
-      "encode": lambda: encode(x, key),
-      "decode": lambda: decode(payload),
-      "decode and sum, a worker": lambda: add(received),
-    },
-    repeats,
-  )
+  calls = {
+    "encode": lambda: encode(x, key),
+    "decode": lambda: decode(payload),
+    "decode and sum, a worker": lambda: add(received),
+  }
+  if isinstance(codec, RemainderCodec):
+    both = jax.jit(lambda x: codec.encode_with_residual(x)).lower(x).compile()
+    calls["encode and residual"] = lambda: both(x)
+  seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
   temp = encode.memory_analysis().temp_size_in_bytes
+  print(f"compiled in {compile_seconds:.1f} s", end="; ")
   return _report(f"{name}, {size:,}", seconds, size, temp, payload.rows.nbytes)
 
 
@@ -70,7 +101,7 @@ def resnet50_rows(repeats: int) -> dict[str, Any]:
   size = sum(leaf.size for leaf in tree)
   layout = plan(tree, QSGD(bits=4))
   keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
-  rows = lambda tree, keys: layout.encode(tree, keys, [None] * len(tree))
+  rows = lambda tree, keys: layout.encode(tree, keys, [None] * len(tree))[0]
   encode = jax.jit(rows).lower(tree, keys).compile()
   matrices = encode(tree, keys)
 

@@ -6,7 +6,10 @@ from gradcomp._explain import Explanation as Explanation
 from gradcomp._explain import explain as explain
 from gradcomp._version import __version__ as __version__
 from gradcomp.aliases import dense as dense
+from gradcomp.aliases import eight_bit as eight_bit
+from gradcomp.aliases import onebit_sgd as onebit_sgd
 from gradcomp.aliases import qsgd as qsgd
+from gradcomp.aliases import terngrad as terngrad
 from gradcomp.sharding import init_state as init_state
 from gradcomp.sharding import state_specs as state_specs
 from gradcomp.train import defer_reduction as defer_reduction

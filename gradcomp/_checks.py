@@ -1,9 +1,13 @@
 """Checks of hyperparameters that several constructors share."""
 
+import math
 import operator
-from typing import Any
+from typing import Any, get_args
 
 import jax
+import numpy as np
+
+_BUCKET_MULTIPLE = 32
 
 
 def static_integer(name: str, rule: str, value: Any) -> int:
@@ -14,14 +18,58 @@ def static_integer(name: str, rule: str, value: Any) -> int:
     rule: what it must be, for the message.
     value: what was given.
   """
-  if isinstance(value, jax.Array):
-    raise ValueError(
-      f"`{name}` must be {rule}, and known when a program is traced because it makes "
-      f"shapes, got an array; with optax.inject_hyperparams, name it in static_args."
-    )
+  _check_static(name, rule, value)
   try:
     if isinstance(value, bool):
       raise TypeError
     return operator.index(value)
   except TypeError:
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.") from None
+
+
+def static_number(name: str, rule: str, value: Any) -> float:
+  """A positive, finite Python float; ValueError for all else."""
+  _check_static(name, rule, value)
+  if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
+  if not 0 < value < math.inf:
+    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
+  return float(value)
+
+
+def _check_static(name: str, rule: str, value: Any) -> None:
+  if isinstance(value, jax.Array):
+    raise ValueError(
+      f"`{name}` must be {rule}, and known when a program is traced because codecs are "
+      f"static, got an array; with optax.inject_hyperparams, name it in static_args."
+    )
+
+
+def one_of(name: str, choices: Any, value: Any) -> None:
+  """ValueError unless the value is one of those of a ``Literal``."""
+  if value not in get_args(choices):
+    raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}.")
+
+
+def flag(name: str, value: Any) -> None:
+  """ValueError unless the value is a bool."""
+  if not isinstance(value, bool):
+    raise ValueError(f"`{name}` must be a bool, got {value!r}.")
+
+
+def bucket(name: str, value: Any) -> int:
+  """The elements of a bucket: a multiple of 32, so that planes stay whole vectors."""
+  return _multiple(name, f"a positive multiple of {_BUCKET_MULTIPLE}", value)
+
+
+def optional_bucket(name: str, value: Any) -> int | None:
+  """The same, or None for one scale a tensor."""
+  rule = f"a positive multiple of {_BUCKET_MULTIPLE}, or None for one scale a tensor"
+  return None if value is None else _multiple(name, rule, value)
+
+
+def _multiple(name: str, rule: str, value: Any) -> int:
+  size = static_integer(name, rule, value)
+  if size < 1 or size % _BUCKET_MULTIPLE:
+    raise ValueError(f"`{name}` must be {rule}, got {size}.")
+  return size

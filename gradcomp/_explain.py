@@ -12,7 +12,7 @@ from gradcomp import _planning
 from gradcomp._checks import static_integer
 from gradcomp._table import aligned
 from gradcomp.codecs import Codec
-from gradcomp.exchange import bytes_by_leaf, inside_bytes
+from gradcomp.exchange import bytes_by_leaf, fit_bytes, inside_bytes
 
 _WORKERS_RULE = "a number of workers, 1 or more, or a tuple of the sizes of two axes"
 
@@ -54,16 +54,19 @@ class Explanation:
     leaves: one plan a leaf.
     workers: N.
     bytes_inside: of all bytes, those that ``hierarchical`` sends inside groups.
+    bytes_fitting: of all bytes, those that fit a codec to the gradients, in the steps
+      that do.
   """
 
   leaves: tuple[LeafPlan, ...]
   workers: int
   bytes_inside: int
+  bytes_fitting: Fraction
 
   @property
   def bytes_sent(self) -> int:
-    """What each worker sends in a step, rounded up."""
-    return math.ceil(sum((leaf.bytes_sent for leaf in self.leaves), Fraction(0)))
+    """What each worker sends in a step, at most, rounded up."""
+    return math.ceil(sum((leaf.bytes_sent for leaf in self.leaves), self.bytes_fitting))
 
   @property
   def bytes_received(self) -> int:
@@ -94,6 +97,10 @@ class Explanation:
     lines += [f"{exchange}: {reason}." for exchange, reason in reasons]
     if self.bytes_inside:
       lines.append(f"{self.bytes_inside:,} of them stay inside groups.")
+    if self.bytes_fitting:
+      lines.append(
+        f"{math.ceil(self.bytes_fitting):,} of them only where levels are fitted."
+      )
     return "\n".join(lines)
 
   def _row(self, leaf: LeafPlan) -> list[str]:
@@ -186,12 +193,13 @@ def explain(
     with jax.disable_jit():
       jax.make_jaxpr(lambda p: optimizer.update(p, optimizer.init(p), p))(params)
   leaves: list[LeafPlan] = []
-  inside, number = Fraction(0), 0
+  inside, fitting, number = Fraction(0), Fraction(0), 0
   for plan in plans:
     group_size = plan.group_size or sizes[-1]
     if any(message.exchange == "hierarchical" for message in plan.messages):
       _check_groups(plan.group_size, sizes)
     found = []
+    fitting += fit_bytes(plan.codec, plan.messages, count)
     for message in plan.messages:
       layout = message.layout
       sent = bytes_by_leaf(message.exchange, layout, count, group_size)
@@ -213,5 +221,8 @@ def explain(
       number += 1
     leaves += [leaf for _, leaf in sorted(found, key=lambda pair: pair[0])]
   return Explanation(
-    leaves=tuple(leaves), workers=count, bytes_inside=math.ceil(inside)
+    leaves=tuple(leaves),
+    workers=count,
+    bytes_inside=math.ceil(inside),
+    bytes_fitting=fitting,
   )

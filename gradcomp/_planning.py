@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from gradcomp.codecs import Codec
 from gradcomp.exchange import Message
 
 
@@ -17,12 +18,14 @@ class Plan(NamedTuple):
     paths: of the leaves that it was given.
     messages: with the numbers of those leaves.
     group_size: of ``hierarchical`` over one axis.
+    codec: of the large leaves.
     planner: what made the messages; one transformation has one.
   """
 
   paths: tuple[str, ...]
   messages: tuple[Message, ...]
   group_size: int | None
+  codec: Codec
   planner: Any
 
 
@@ -37,6 +40,7 @@ class Study(NamedTuple):
     updates: Any,
     plan: Callable[..., tuple[Message, ...]],
     group_size: int | None,
+    codec: Codec,
   ) -> None:
     """Adds what a transformation would do with these gradients.
 
@@ -48,7 +52,7 @@ class Study(NamedTuple):
     messages = plan(leaves, [()] * len(leaves), workers=self.workers)
     names = tuple(map(jax.tree_util.keystr, paths))
     if not any(p.planner is plan and p.paths == names for p in self.plans):
-      self.plans.append(Plan(names, messages, group_size, plan))
+      self.plans.append(Plan(names, messages, group_size, codec, plan))
 
 
 _current: contextvars.ContextVar[Study | None] = contextvars.ContextVar(

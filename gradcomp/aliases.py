@@ -7,7 +7,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from gradcomp._axes import AxisName
-from gradcomp.codecs import QSGD, Dense
+from gradcomp.codecs import QSGD, Dense, EightBit, OneBit, Ternary
 from gradcomp.exchange import Exchange
 from gradcomp.transform import compress
 
@@ -17,9 +17,10 @@ def qsgd(
   *,
   bucket_size: int | None = 512,
   norm: Literal["max", "l2"] = "max",
-  levels: Literal["sign_magnitude", "uniform"] = "sign_magnitude",
+  levels: Literal["sign_magnitude", "uniform", "nonuniform"] = "sign_magnitude",
   rounding: Literal["stochastic", "nearest"] = "stochastic",
   share_scale: bool = False,
+  refit_every: int = 100,
   axis_name: AxisName | None = None,
   exchange: Exchange = "auto",
   group_size: int | None = None,
@@ -58,6 +59,161 @@ def qsgd(
     levels=levels,
     rounding=rounding,
     share_scale=share_scale,
+    refit_every=refit_every,
+  )
+  return compress(
+    codec,
+    axis_name=axis_name,
+    exchange=exchange,
+    group_size=group_size,
+    feedback=feedback,
+    second_stage_feedback=second_stage_feedback,
+    min_leaf_size=min_leaf_size,
+    message_bytes=message_bytes,
+    key=key,
+  )
+
+
+def onebit_sgd(
+  bucket_size: int = 64,
+  *,
+  per_column: bool = False,
+  axis_name: AxisName | None = None,
+  exchange: Exchange = "auto",
+  group_size: int | None = None,
+  second_stage_feedback: bool = True,
+  min_leaf_size: int | None = None,
+  message_bytes: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """1-bit SGD: averages gradients over ``axis_name`` in a sign and two means a bucket.
+
+  :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.OneBit`; the two say
+  what the arguments mean. Always with error feedback. The default, buckets of 64
+  consecutive values, is the paper's 1bitSGD*; ``per_column`` is CNTK's.
+
+  Sends about ``1 + 64 / bucket_size`` bits an element. Biased, with a residual.
+
+  Example:
+    >>> tx = gradcomp.onebit_sgd(min_leaf_size=0)
+    >>> grads = {"w": jnp.tile(jnp.array([-3.0, -1.0, 2.0, 4.0]), 512)}
+    >>> updates, state = tx.update(grads, tx.init(grads))
+    >>> updates["w"][:4].tolist(), state.residual["w"][:4].tolist()
+    ([-2.0, -2.0, 3.0, 3.0], [-1.0, 1.0, -1.0, 1.0])
+
+  References:
+    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
+    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.2,
+    3.2.1 and 4
+  """
+  return compress(
+    OneBit(bucket_size=bucket_size, per_column=per_column),
+    axis_name=axis_name,
+    exchange=exchange,
+    group_size=group_size,
+    feedback="error",
+    second_stage_feedback=second_stage_feedback,
+    min_leaf_size=min_leaf_size,
+    message_bytes=message_bytes,
+  )
+
+
+def terngrad(
+  clip_sigmas: float | None = 2.5,
+  *,
+  bucket_size: int | None = None,
+  share_scale: bool = True,
+  packing: Literal["2bit", "base3"] = "2bit",
+  scaler: Literal["clipped", "sigma"] = "clipped",
+  axis_name: AxisName | None = None,
+  exchange: Exchange = "auto",
+  group_size: int | None = None,
+  feedback: Literal["auto", "error"] | None = "auto",
+  second_stage_feedback: bool = True,
+  min_leaf_size: int | None = None,
+  message_bytes: int | None = None,
+  key: ArrayLike = 0,
+) -> optax.GradientTransformationExtraArgs:
+  """TernGrad: averages gradients over ``axis_name`` in three values, scaled by leaf.
+
+  :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Ternary`; the two say
+  what the arguments mean. Unbiased of the clipped gradient, and without feedback by
+  default, as in the paper, which also suggests a last layer in full precision:
+  ``optax.partition({"tern": gradcomp.terngrad(axis_name="data"), "full":
+  gradcomp.dense(axis_name="data")}, labels)``.
+
+  Sends 2 or 1.6 bits an element; sums of N workers at ``ceil(log2(2N + 1))`` bits.
+
+  Example:
+    >>> tx = gradcomp.terngrad(clip_sigmas=None)
+    >>> grads = {"w": jnp.tile(jnp.array([-1.0, 0.0, 1.0, 1.0]), 2048)}
+    >>> updates, _ = tx.update(grads, tx.init(grads))
+    >>> updates["w"][:4]
+    Array([-1.,  0.,  1.,  1.], dtype=float32)
+
+  References:
+    Wen et al., `TernGrad <https://arxiv.org/abs/1705.07878>`_, 2017
+  """
+  codec = Ternary(
+    clip_sigmas=clip_sigmas,
+    bucket_size=bucket_size,
+    share_scale=share_scale,
+    packing=packing,
+    scaler=scaler,
+  )
+  return compress(
+    codec,
+    axis_name=axis_name,
+    exchange=exchange,
+    group_size=group_size,
+    feedback=feedback,
+    second_stage_feedback=second_stage_feedback,
+    min_leaf_size=min_leaf_size,
+    message_bytes=message_bytes,
+    key=key,
+  )
+
+
+def eight_bit(
+  data_type: Literal[
+    "dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"
+  ] = "dynamic_tree",
+  *,
+  block_size: int | None = None,
+  rounding: Literal["nearest", "stochastic"] = "nearest",
+  exponent_offset: int | None = None,
+  axis_name: AxisName | None = None,
+  exchange: Exchange = "auto",
+  group_size: int | None = None,
+  feedback: Literal["auto", "error"] | None = "auto",
+  second_stage_feedback: bool = True,
+  min_leaf_size: int | None = None,
+  message_bytes: int | None = None,
+  key: ArrayLike = 0,
+) -> optax.GradientTransformationExtraArgs:
+  """8-bit types: averages gradients over ``axis_name`` in 8 bits an element.
+
+  :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.EightBit`; the two
+  say what the arguments mean. Nearest rounding is biased, and keeps a residual by
+  default; the paper keeps none (``feedback=None``).
+
+  Sends 8 bits an element and one scale a leaf, or a block.
+
+  Example:
+    >>> tx = gradcomp.eight_bit("linear", feedback=None)
+    >>> grads = {"w": jnp.tile(jnp.array([-127.0, 0.4, 0.6, 5.0]), 512)}
+    >>> updates, _ = tx.update(grads, tx.init(grads))
+    >>> updates["w"][:4]
+    Array([-127.,    0.,    1.,    5.], dtype=float32)
+
+  References:
+    Dettmers, `8-Bit Approximations for Parallelism in Deep Learning
+    <https://arxiv.org/abs/1511.04561>`_, 2016
+  """
+  codec = EightBit(
+    data_type=data_type,
+    block_size=block_size,
+    rounding=rounding,
+    exponent_offset=exponent_offset,
   )
   return compress(
     codec,

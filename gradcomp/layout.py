@@ -8,7 +8,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs import Codec, Dense, SharedCodec
+from gradcomp.codecs import (
+  Codec,
+  Dense,
+  RemainderCodec,
+  SharedCodec,
+  from_tiles,
+  is_by_column,
+  to_tiles,
+)
 
 # Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more
 # than 99 % of all parameters are quantized. Half of that share: 1 % in float32 would
@@ -85,7 +93,10 @@ class Layout:
     leaves: Sequence[jax.Array],
     keys: jax.Array | None,
     stats: Sequence[jax.Array | None],
-  ) -> list[jax.Array]:
+    *,
+    memory: jax.Array | None = None,
+    keep: bool = False,
+  ) -> tuple[list[jax.Array], list[jax.Array | None]]:
     """The matrices of a list of leaves: ``uint32[rows, row_words]`` for each codec.
 
     Every leaf is encoded by itself and the rows are stacked: flattening the gradient
@@ -95,12 +106,23 @@ class Layout:
       leaves: arrays as in ``like``.
       keys: ``uint32[leaves, 2]``, or None if no codec needs one.
       stats: what workers share, for each leaf; None where they share nothing.
+      memory: of the codec that has one.
+      keep: whether to return what is not sent.
+
+    Returns:
+      The matrices, and of each leaf what is not sent, float32, where ``keep`` asks for
+      it and the codec knows it without decoding; else None.
     """
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
+    unsent = []
     for i, (leaf, slot) in enumerate(zip(leaves, self.slots, strict=True)):
+      codec = self.codecs[slot.group]
       key = None if keys is None else keys[i]
-      parts[slot.group].append(_encode(self.codecs[slot.group], leaf, key, stats[i]))
-    return [jnp.concatenate(rows) for rows in parts]
+      agreed = memory if codec.fitted else stats[i]
+      rows, rest = _encode(codec, keep, leaf, key, agreed)
+      parts[slot.group].append(rows)
+      unsent.append(rest)
+    return [jnp.concatenate(rows) for rows in parts], unsent
 
   def decode(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
     """The leaves, in float32, from one decoder for each matrix.
@@ -110,27 +132,30 @@ class Layout:
     leaves = []
     for like, slot in zip(self.like, self.slots, strict=True):
       tiles = decoders[slot.group](slot.start, slot.stop)
-      leaves.append(tiles.reshape(-1)[: like.size].reshape(like.shape))
+      leaves.append(from_tiles(tiles, like, self.codecs[slot.group]))
     return leaves
 
   def tiles(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
     """The leaves as ``float32[rows, tile_size]`` for each codec, filled with zeros."""
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
     for leaf, slot in zip(leaves, self.slots, strict=True):
-      size = self.codecs[slot.group].tile_size
-      padded = jnp.pad(
-        leaf.reshape(-1), (0, (slot.stop - slot.start) * size - leaf.size)
-      )
-      parts[slot.group].append(padded.reshape(-1, size))
+      parts[slot.group].append(to_tiles(leaf, self.codecs[slot.group]))
     return [jnp.concatenate(rows) for rows in parts]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _encode(
-  codec: Codec, leaf: jax.Array, key: jax.Array | None, stats: jax.Array | None
-) -> jax.Array:
+  codec: Codec,
+  keep: bool,
+  leaf: jax.Array,
+  key: jax.Array | None,
+  stats: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
   """Jitted by itself, so that leaves of one shape are traced once."""
-  return codec.encode(leaf, key=key, stats=stats).rows
+  if keep and isinstance(codec, RemainderCodec):
+    payload, rest = codec.encode_with_residual(leaf, key=key, stats=stats)
+    return payload.rows, rest
+  return codec.encode(leaf, key=key, stats=stats).rows, None
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -210,6 +235,8 @@ def leaf_codec(
   leaf: jax.Array | jax.ShapeDtypeStruct, codec: Codec, min_leaf_size: int
 ) -> Codec:
   """The codec of one leaf."""
+  if is_by_column(codec):
+    codec = codec.with_rows(leaf.shape[0] if leaf.shape else 1)
 
   def words(codec: Codec) -> int:
     return leaf_rows(codec, leaf) * codec.row_words
@@ -220,7 +247,7 @@ def leaf_codec(
 
 def leaf_rows(codec: Codec, leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
   """The rows that a leaf fills."""
-  return -(-leaf.size // codec.tile_size)
+  return -(-leaf.size // codec.tile_size) if leaf.size else 0
 
 
 def default_min_leaf_size(sizes: Sequence[int]) -> int:

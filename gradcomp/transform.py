@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from gradcomp import _axes, _planning, explicit
 from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
-from gradcomp.codecs import Codec
+from gradcomp.codecs import Codec, is_fitted
 from gradcomp.exchange import (
   Exchange,
   Message,
@@ -23,6 +23,7 @@ from gradcomp.exchange import (
   check_exchange,
   owner_shapes,
   plan_messages,
+  refit,
 )
 from gradcomp.feedback import correct, remainder, zero_residuals
 from gradcomp.gradients import check_dtypes, reduction
@@ -36,6 +37,7 @@ class CompressState(NamedTuple):
   key: jax.Array  # uint32[2], replicated
   residual: Any  # float32, like the parameters but at least 1-d, per worker; or None
   owner_residual: OwnerResiduals | None  # float32, rows that a worker owns; or None
+  memory: jax.Array | None  # of a codec that has one, replicated; or None
 
 
 def compress(
@@ -156,7 +158,8 @@ def compress(
     if keeps_residual and not _planning.current():
       residual, owned = zero_residuals(params, axis_name, shapes_owned)
     step = jnp.zeros([], jnp.int32)
-    return CompressState(step, _seed_words(key), residual, owned or None)
+    memory = codec.init() if is_fitted(codec) else None
+    return CompressState(step, _seed_words(key), residual, owned or None, memory)
 
   def shapes_owned(
     leaves: Sequence[jax.ShapeDtypeStruct],
@@ -174,7 +177,7 @@ def compress(
     del params, extra_args
     check_dtypes(updates)
     if study := _planning.current():
-      study.add(updates, plan, group_size)
+      study.add(updates, plan, group_size, codec)
       return updates, state
     axes, is_sum = reduction(updates, axis_name, local=exchange == "local")
     if keeps_residual != (state.residual is not None) and jax.tree.leaves(updates):
@@ -195,6 +198,9 @@ def compress(
       messages = plan(corrected, others, workers=count)
       if keeps_owned and state.owner_residual is None:
         _check_nothing_owned(messages, workers)
+      memory = state.memory
+      if is_fitted(codec) and memory is not None:
+        memory = refit(codec, memory, messages, corrected, state.step, axes)
       mean, unsent, owned = average_messages(
         messages,
         corrected,
@@ -202,6 +208,7 @@ def compress(
         workers,
         group_size=group_size,
         owned=state.owner_residual,
+        memory=memory,
         keep=keeps_residual,
       )
       result = optax.tree.cast_like(jax.tree.unflatten(treedef, mean), updates)
@@ -211,7 +218,7 @@ def compress(
         kept = [remainder(*x) for x in zip(unsent, given, old, strict=True)]
         residual = jax.tree.unflatten(treedef, kept)
       step = optax.safe_increment(state.step)
-      return result, CompressState(step, state.key, residual, owned)
+      return result, CompressState(step, state.key, residual, owned, memory)
 
     unreduced = exchange == "local"
     return explicit.per_device(on_device, updates, state, axes, keeps_addends=unreduced)

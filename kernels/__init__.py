@@ -1,7 +1,13 @@
 """Inner loops of the codecs: a jnp reference that is also the fast path on CPU."""
 
+from gradcomp.kernels import eight_bit as eight_bit
+from gradcomp.kernels import levels as levels
+from gradcomp.kernels import lines as lines
+from gradcomp.kernels import one_bit as one_bit
 from gradcomp.kernels import planes as planes
 from gradcomp.kernels import qsgd as qsgd
+from gradcomp.kernels import scales as scales
+from gradcomp.kernels import ternary as ternary
 from gradcomp.kernels.planes import pack_planes as pack_planes
 from gradcomp.kernels.planes import unpack_planes as unpack_planes
 from gradcomp.kernels.threefry import fold_key as fold_key

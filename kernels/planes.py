@@ -5,7 +5,7 @@ Planes are whole buckets, so packing is shifts between arrays, never a shuffle w
 one: the one layout that is fast in XLA on CPU and that Pallas can lower for GPUs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -28,6 +28,16 @@ class Segment(NamedTuple):
   first_row: int
   buckets: jax.Array  # [at least rows * P, B], the tiles' buckets first
   planes: list[jax.Array]  # P arrays [rows, B]
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """Of a plane."""
+    rows, columns = self.planes[0].shape
+    return rows, columns
+
+  def rows_of(self, x: jax.Array) -> jax.Array:
+    """The lines of ``x``, which has one for each row of the array, for these rows."""
+    return x[self.first_row : self.first_row + self.shape[0]]
 
 
 def tile_segments(x: jax.Array, planes: int, bucket_size: int) -> list[Segment]:
@@ -107,3 +117,38 @@ def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
   plane = jax.lax.broadcasted_iota(jnp.uint32, shape, words.ndim - 1)
   codes = words[..., None, :] >> (plane * bits)
   return codes if bits == 32 else codes & jnp.uint32(2**bits - 1)
+
+
+def stack_rows(
+  x: jax.Array,
+  planes: int,
+  bucket_size: int,
+  row_words: int,
+  encode: Callable[[Segment], Sequence[jax.Array]],
+) -> jax.Array:
+  """Encodes a flat array segment by segment: ``uint32[rows, row_words]``.
+
+  Args:
+    x: ``[n]``.
+    planes: buckets a tile, ``P``.
+    bucket_size: elements a bucket, ``B``.
+    row_words: what the parts of a row add up to.
+    encode: from a segment to the parts of its rows, ``uint32[rows, words]`` each.
+  """
+  rows = [
+    jnp.concatenate(encode(segment), axis=1)
+    for segment in tile_segments(x, planes, bucket_size)
+  ]
+  if not rows:
+    return jnp.zeros((0, row_words), jnp.uint32)
+  return rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+
+
+def float_words(x: jax.Array) -> jax.Array:
+  """The bit patterns of ``float32``, which travel in the rows."""
+  return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def floats(words: jax.Array) -> jax.Array:
+  """The inverse of :func:`float_words`."""
+  return jax.lax.bitcast_convert_type(words, jnp.float32)

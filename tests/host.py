@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp.codecs import QSGD, Dense
+from gradcomp.codecs import QSGD, Dense, EightBit, OneBit, Ternary
 
 # In seconds: no wait is endless, and none ends early where many processes share a core.
 LIMITS = {
@@ -41,6 +41,13 @@ CASES = {
   "qsgd4-shared-psum": dict(
     codec=QSGD(bits=4, bucket_size=32, share_scale=True), exchange="psum"
   ),
+  "nonuniform-two_shot": dict(
+    codec=QSGD(bits=3, bucket_size=32, levels="nonuniform"), exchange="two_shot"
+  ),
+  "onebit-two_shot": dict(codec=OneBit(bucket_size=32), exchange="two_shot"),
+  "terngrad-psum": dict(codec=Ternary(), exchange="psum"),
+  "terngrad-two_shot": dict(codec=Ternary(packing="base3"), exchange="two_shot"),
+  "dynamic_tree-two_shot": dict(codec=EightBit(block_size=32), exchange="two_shot"),
   "bfloat16-all_gather": dict(codec=Dense(dtype=jnp.bfloat16), exchange="all_gather"),
   "float32-psum": dict(codec=Dense(), exchange="psum"),
 }

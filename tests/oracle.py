@@ -80,10 +80,32 @@ def random_lanes(key, tiles, *, bits, bucket_size, first_row=0):
   return lanes.reshape(tiles, groups * 4, words)[:, :per_word]
 
 
+def as_leaf(x):
+  """An array of any shape as a flat float32 one."""
+  return np.asarray(x).astype(np.float32).ravel()
+
+
+def tiled(flat, per_word, words):
+  """The elements as [tiles, P, B], filled with zeros."""
+  flat = flat.ravel()
+  tiles = -(-flat.size // (per_word * words))
+  padded = np.zeros(tiles * per_word * words, flat.dtype)
+  padded[: flat.size] = flat
+  return padded.reshape(tiles, per_word, words)
+
+
+def scales_of_norms(norms):
+  """The page's table: norms, NaN where an element is not finite, to float32 scales."""
+  with np.errstate(over="ignore", invalid="ignore"):
+    norms = np.minimum(np.asarray(norms), np.finfo(np.float32).max).astype(np.float32)
+    raised = np.maximum(norms, np.float32(2.0**-96))
+    return np.where(norms < np.float32(2.0**-126), np.float32(0), raised)
+
+
 def pack(codes, bits, bucket_size):
   """Codes in the leaf's order to planar words, uint32[tiles, B]; code 0 fills."""
   per_word, words = _geometry(bits, bucket_size)
-  planes = _tiled(np.asarray(codes, np.uint32), per_word, words)
+  planes = tiled(np.asarray(codes, np.uint32), per_word, words)
   if bits < 32 and (planes >> np.uint32(bits)).any():
     raise ValueError(f"a code does not fit in {bits} bits.")
   packed = np.zeros((len(planes), words), np.uint32)
@@ -116,7 +138,7 @@ def qsgd_scales(x, *, bits, bucket_size, norm, scale_per_row=False):
       second stage of `two_shot`.
   """
   per_word, words = _geometry(bits, bucket_size)
-  tiles = _tiled(_leaf(x), per_word, words)
+  tiles = tiled(as_leaf(x), per_word, words)
   if bucket_size is not None:
     buckets = tiles
   elif scale_per_row:
@@ -126,13 +148,12 @@ def qsgd_scales(x, *, bits, bucket_size, norm, scale_per_row=False):
   wide = np.abs(buckets.astype(np.float64))
   with np.errstate(over="ignore", invalid="ignore"):
     if norm == "max":
-      scales = wide.max(axis=2, initial=0).astype(np.float32)
+      norms = wide.max(axis=2, initial=0)
     elif norm == "l2":
-      scales = np.sqrt(np.square(wide).sum(axis=2)).astype(np.float32)
+      norms = np.sqrt(np.square(wide).sum(axis=2))
     else:
       raise ValueError(f"`norm` must be 'max' or 'l2', got {norm!r}.")
-    raised = np.maximum(scales, np.float32(2.0**-96))
-    scales = np.where(scales < np.float32(2.0**-126), np.float32(0), raised)
+  scales = scales_of_norms(norms)
   scales[~np.isfinite(buckets).all(axis=2)] = np.nan
   return np.broadcast_to(scales, (len(tiles), scales.shape[1])).copy()
 
@@ -178,7 +199,7 @@ def qsgd_encode(
   """
   per_word, words = _geometry(bits, bucket_size)
   top = _levels(bits, levels)
-  tiles = _tiled(_leaf(x), per_word, words)
+  tiles = tiled(as_leaf(x), per_word, words)
   if scales is None:
     scales = qsgd_scales(
       x, bits=bits, bucket_size=bucket_size, norm=norm, scale_per_row=scale_per_row
@@ -265,7 +286,7 @@ def dense_encode(x, dtype):
   dtype = np.dtype(dtype)
   bits = 8 * dtype.itemsize
   with np.errstate(over="ignore"):
-    values = _leaf(x).astype(dtype)
+    values = as_leaf(x).astype(dtype)
   return pack(values.view(f"uint{bits}"), bits, DENSE_WORDS)
 
 
@@ -344,19 +365,6 @@ def _levels(bits, levels):
   raise ValueError(f"no levels {levels!r} of {bits} bits.")
 
 
-def _leaf(x):
-  return np.asarray(x).astype(np.float32).ravel()
-
-
-def _tiled(flat, per_word, words):
-  """The elements as [tiles, P, B], filled with zeros."""
-  flat = flat.ravel()
-  tiles = -(-flat.size // (per_word * words))
-  padded = np.zeros(tiles * per_word * words, flat.dtype)
-  padded[: flat.size] = flat
-  return padded.reshape(tiles, per_word, words)
-
-
 def _norms(x, bits, bucket_size, norm, scales):
   """The norm of each element's bucket, float64[size]."""
   per_word, words = _geometry(bits, bucket_size)
@@ -364,7 +372,7 @@ def _norms(x, bits, bucket_size, norm, scales):
     per_bucket = np.asarray(scales, np.float64)
     per_bucket = np.broadcast_to(per_bucket, (len(per_bucket), per_word))
     return np.repeat(per_bucket.ravel(), words)[: x.size]
-  tiles = _tiled(x, per_word, words)
+  tiles = tiled(x, per_word, words)
   if bucket_size is None:
     tiles = tiles.reshape(1, 1, -1)
   order = {"max": np.inf, "l2": 2}[norm]

@@ -11,8 +11,9 @@ import numpy as np
 import oracle
 import pytest
 import wire_decoder
+import wire_decoder_codecs
 
-from gradcomp.codecs import QSGD, Dense
+from gradcomp.codecs import QSGD, Dense, EightBit, OneBit, Ternary
 
 every_codec = pytest.mark.parametrize("codec", laws.CODECS, ids=laws.name)
 every_qsgd = pytest.mark.parametrize("codec", laws.QSGD_CODECS, ids=laws.name)
@@ -33,7 +34,7 @@ def ragged(codec):
 def test_laws_on_a_ragged_leaf(codec):
   x = ragged(codec)
   laws.payload_is_the_documented_rows(codec, x)
-  if (getattr(codec, "bucket_size", 1), getattr(codec, "norm", "")) != (None, "l2"):
+  if (laws.sharing(codec), getattr(codec, "norm", "")) != (None, "l2"):
     # A whole tensor's l2 norm is added in another order when zeros follow.
     laws.padding_never_leaks(codec, x)
   laws.rows_stand_alone(codec, x)
@@ -45,17 +46,32 @@ def test_laws_on_a_ragged_leaf(codec):
 
 @pytest.mark.parametrize(
   "codec",
-  [c for c in laws.CODECS if getattr(c, "bucket_size", 1) is not None],
+  [c for c in laws.CODECS if laws.sharing(c) is not None and not laws.clips(c)],
   ids=laws.name,
 )
 def test_rows_encode_like_leaves(codec):
-  """With one scale a tensor they do not: then each row has its own."""
+  """With one scale a tensor they do not: then each row has its own.
+
+  Nor where a leaf is clipped: rows have no standard deviation.
+  """
   laws.rows_encode_like_leaves(codec, ragged(codec))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-  "codec", [QSGD(bits=4), QSGD(bits=3, bucket_size=None, levels="uniform"), Dense()]
+  "codec",
+  [
+    QSGD(bits=4),
+    QSGD(bits=3, bucket_size=None, levels="uniform"),
+    QSGD(bits=3, levels="nonuniform"),
+    Dense(),
+    OneBit(),
+    OneBit(per_column=True),
+    Ternary(),
+    Ternary(packing="base3", share_scale=False),
+    EightBit(),
+  ],
+  ids=laws.name,
 )
 def test_shapes_and_dtypes_return(codec, dtype):
   for shape in ((), (1,), (0,), (0, 3), (5, 7), (3, 3, 8, 16)):
@@ -92,21 +108,36 @@ def test_payload_is_the_oracles(codec):
   )
 
 
+def decode_by_the_page(codec, rows, size):
+  """The values of a payload, by the decoders that know the page alone."""
+  if isinstance(codec, Dense):
+    dtype = _DTYPES[jnp.dtype(codec.dtype).name]
+    return wire_decoder.decode_dense(rows, size, dtype)
+  if isinstance(codec, OneBit):
+    return wire_decoder_codecs.decode_one_bit(rows, size, bucket_size=codec.bucket_size)
+  if isinstance(codec, Ternary):
+    return wire_decoder_codecs.decode_ternary(
+      rows, size, packing=codec.packing, bucket_size=codec.bucket_size
+    )
+  if isinstance(codec, EightBit):
+    return wire_decoder_codecs.decode_eight_bit(
+      rows,
+      size,
+      data_type=codec.data_type,
+      block_size=codec.block_size,
+      exponent_offset=codec.exponent_offset,
+    )
+  hyper = dict(bits=codec.bits, bucket_size=codec.bucket_size)
+  if codec.fitted:
+    return wire_decoder_codecs.decode_nonuniform(rows, size, **hyper)
+  return wire_decoder.decode_qsgd(rows, size, levels=codec.levels, **hyper)
+
+
 @every_codec
 def test_an_independent_decoder_reads_every_payload(codec):
   x = ragged(codec)
   rows = np.asarray(laws.encoder(codec)(jnp.asarray(x), laws.KEY).rows)
-  if isinstance(codec, Dense):
-    dtype = _DTYPES[jnp.dtype(codec.dtype).name]
-    expected = np.asarray(wire_decoder.decode_dense(rows, x.size, dtype), np.float32)
-  else:
-    expected = wire_decoder.decode_qsgd(
-      rows,
-      x.size,
-      bits=codec.bits,
-      bucket_size=codec.bucket_size,
-      levels=codec.levels,
-    )
+  expected = decode_by_the_page(codec, rows, x.size)
   np.testing.assert_array_equal(laws.round_trip(codec, x), expected)
 
 

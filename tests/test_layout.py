@@ -53,7 +53,7 @@ def test_the_plan_is_what_is_encoded(codec):
   leaves.append(jnp.zeros((0, 2)))
   layout = plan(leaves, codec)
   keys = jnp.stack([laws.KEY] * len(leaves))
-  matrices = layout.encode(leaves, keys, [None] * len(leaves))
+  matrices, _ = layout.encode(leaves, keys, [None] * len(leaves))
   assert [matrix.shape for matrix in matrices] == [
     (rows, codec.row_words)
     for rows, codec in zip(layout.rows, layout.codecs, strict=True)

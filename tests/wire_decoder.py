@@ -73,8 +73,8 @@ def shared_codes(rows, size, *, bits, bucket_size, levels):
   """
   top = _top(bits, levels)
   words = PER_TENSOR_WORDS if bucket_size is None else bucket_size
-  rows = _checked_rows(rows, size, bits, words, scales=0)
-  codes = _codes_of_words(rows, bits)[:size].astype(np.int64)
+  rows = checked_rows(rows, size, 32 // bits, words)
+  codes = codes_of_words(rows, bits)[:size].astype(np.int64)
   if levels == "uniform":
     return 2 * codes - top
   magnitude = codes % (top + 1)
@@ -99,8 +99,8 @@ def unpack_sums(words, size, workers, *, bits, bucket_size, levels):
   row = PER_TENSOR_WORDS if bucket_size is None else bucket_size
   if size % (32 // bits * row):
     raise ValueError(f"a share has whole tiles, got {size} elements.")
-  words = _checked_rows(words, size, width, row, scales=0)
-  fields = _codes_of_words(words, width)
+  words = checked_rows(words, size, 32 // width, row)
+  fields = codes_of_words(words, width)
   if fields[size:].any():
     raise ValueError("the fields behind the last bucket must be zero.")
   if (fields[:size] > 2 * limit).any():
@@ -170,8 +170,8 @@ def decode_dense(rows, size, dtype):
   if dtype not in _DENSE_BITS:
     raise ValueError(f"`dtype` must be float32, float16 or bfloat16, got {dtype}.")
   bits = _DENSE_BITS[dtype]
-  rows = _checked_rows(rows, size, bits, DENSE_WORDS, scales=0)
-  codes = _codes_of_words(rows, bits)
+  rows = checked_rows(rows, size, 32 // bits, DENSE_WORDS)
+  codes = codes_of_words(rows, bits)
   if codes[size:].any():
     raise ValueError("the elements that fill the last tile must be zero.")
   patterns = codes[:size].astype(np.uint32 if bits == 32 else np.uint16)
@@ -188,7 +188,7 @@ def split_all_gather(message, matrices):
   Returns:
     A list of uint32[rows, words], or of uint32[N, rows, words].
   """
-  message = _checked_words(message, (1, 2), "message")
+  message = checked_words(message, (1, 2), "message")
   lines = [rows * words for rows, words in matrices]
   if message.shape[-1] != sum(lines):
     raise ValueError(
@@ -215,7 +215,7 @@ def split_two_shot(gathered, matrices, *, stage=2):
   Returns:
     A list of uint32[rows, words].
   """
-  gathered = _checked_words(gathered, (2,), "gathered")
+  gathered = checked_words(gathered, (2,), "gathered")
   if stage not in (1, 2):
     raise ValueError(f"`stage` must be 1 or 2, got {stage}.")
   workers = gathered.shape[0]
@@ -247,20 +247,33 @@ def _padded_qsgd_codes(rows, size, bits, bucket_size):
   per_word = 32 // bits
   words = PER_TENSOR_WORDS if bucket_size is None else bucket_size
   scales = 1 if bucket_size is None else per_word
-  rows = _checked_rows(rows, size, bits, words, scales)
-  patterns = np.ascontiguousarray(rows[:, words:])
-  scale = patterns.view(np.float32)
+  rows = checked_rows(rows, size, per_word, words, floats=scales)
+  per_element = checked_scales(rows[:, words:], size, per_word, words)
+  return codes_of_words(rows[:, :words], bits), per_element
+
+
+def floats_of_words(words):
+  return np.ascontiguousarray(words).view(np.float32)
+
+
+def checked_scales(patterns, size, per_word, words):
+  """Each element's scale, in the leaf's order, of a row's scales: [tiles, P or 1]."""
+  scale = floats_of_words(patterns)
   with np.errstate(invalid="ignore"):
     legal = np.isnan(scale) | (patterns == 0) | (scale >= MIN_SCALE)
-  if not legal.all():
-    raise ValueError("a scale must be +0, NaN or at least 2^-96.")
-  if bucket_size is not None and patterns.ravel()[-(-size // words) :].any():
+  if not legal.all() or np.isinf(scale).any():
+    raise ValueError("a scale must be +0, NaN or finite and at least 2^-96.")
+  if scale.shape[1] > 1 and patterns.ravel()[-(-size // words) :].any():
     raise ValueError("a bucket beyond the end of the leaf must have the scale 0.")
-  per_bucket = np.broadcast_to(scale, (len(rows), per_word)).ravel()
-  return _codes_of_words(rows[:, :words], bits), np.repeat(per_bucket, words)
+  return per_element(scale, per_word, words)
 
 
-def _codes_of_words(words, bits):
+def per_element(scale, per_word, words):
+  """float32[tiles, P or 1] for each element of the tiles, in the leaf's order."""
+  return np.broadcast_to(scale, (len(scale), per_word)).ravel().repeat(words)
+
+
+def codes_of_words(words, bits):
   """The planes of every row, one after the other: elements in the leaf's order."""
   per_word = 32 // bits
   used = per_word * bits
@@ -271,19 +284,19 @@ def _codes_of_words(words, bits):
   return (planes & np.uint32(2**bits - 1)).ravel()
 
 
-def _checked_rows(rows, size, bits, words, scales):
-  rows = _checked_words(rows, (2,), "rows")
+def checked_rows(rows, size, per_word, words, floats=0):
+  rows = checked_words(rows, (2,), "rows")
   if words < 1:
     raise ValueError(f"`bucket_size` must be at least 1, got {words}.")
   if size < 0:
     raise ValueError(f"`size` must not be negative, got {size}.")
-  expected = (-(-size // (32 // bits * words)), words + scales)
+  expected = (-(-size // (per_word * words)), words + floats)
   if rows.shape != expected:
     raise ValueError(f"the rows must have the shape {expected}, got {rows.shape}.")
   return rows
 
 
-def _checked_words(array, ranks, name):
+def checked_words(array, ranks, name):
   array = np.asarray(array)
   if array.dtype != np.uint32:
     raise ValueError(f"`{name}` must be uint32, got {array.dtype}.")

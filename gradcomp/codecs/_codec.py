@@ -1,11 +1,14 @@
-"""What every codec is: the facts and the five functions that the exchange relies on."""
+"""What every codec is: the facts and the functions that the exchange relies on."""
 
-from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
+import math
+from typing import Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp.kernels import key_words
+
+Rounding = Literal["stochastic", "nearest"]
 
 
 class Payload(NamedTuple):
@@ -44,6 +47,14 @@ class Codec(Protocol):
     """Whether codes of several workers can be added as integers."""
 
   @property
+  def by_column(self) -> bool:
+    """Whether a row is a column of a leaf's matrix: see :class:`ColumnCodec`."""
+
+  @property
+  def fitted(self) -> bool:
+    """Whether the codec has a memory: see :class:`FittedCodec`."""
+
+  @property
   def tile_size(self) -> int:
     """Elements in a row."""
 
@@ -58,12 +69,25 @@ class Codec(Protocol):
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
-    """The payload of an array of any shape and float dtype."""
+    """The payload of an array of any shape and float dtype.
+
+    Args:
+      x: the array.
+      key: of stochastic rounding.
+      stats: what workers agree on: shared statistics, or a memory. By default they are
+        those of ``x`` alone.
+    """
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """The array of a payload, with the shape and dtype of ``like``."""
 
-  def encode_rows(self, tiles: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> jax.Array:
     """Rows of ``float32[rows, ...]`` tiles: ``uint32[rows, row_words]``."""
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
@@ -92,9 +116,66 @@ class SharedCodec(Codec, Protocol):
     """Values of codes, or of sums of them: ``float32[rows, P, B]``."""
 
 
+@runtime_checkable
+class ColumnCodec(Codec, Protocol):
+  """A codec with ``by_column``: tiles are the columns of a leaf's matrix.
+
+  The first dimension of a leaf is the row, all others are flattened to columns.
+  """
+
+  def with_rows(self, count: int) -> "ColumnCodec":
+    """The codec of leaves whose first dimension is ``count``."""
+
+
+@runtime_checkable
+class FittedCodec(Codec, Protocol):
+  """A codec that is fitted to the gradients of all workers every few steps.
+
+  Its memory is one array, which the transformation's state carries, and which
+  ``encode`` and ``encode_rows`` take as ``stats``. Rows can be decoded without it.
+  """
+
+  @property
+  def refit_every(self) -> int:
+    """Steps from one fit to the next."""
+
+  def init(self) -> jax.Array:
+    """The memory before the first fit."""
+
+  def measure(self, x: jax.Array) -> jax.Array:
+    """Counts of a leaf, ``int32[k]``, which are added over leaves and workers."""
+
+  def fit(self, counts: jax.Array, memory: jax.Array) -> jax.Array:
+    """The memory that fits the counts; the old one where nothing was counted."""
+
+
+@runtime_checkable
+class RemainderCodec(Codec, Protocol):
+  """A codec that knows what it does not send, without decoding."""
+
+  def encode_with_residual(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> tuple[Payload, jax.Array]:
+    """``encode(x)``, and ``x - decode(encode(x))``: float32 in the shape of ``x``."""
+
+
 def is_shared(codec: Codec) -> TypeGuard[SharedCodec]:
   """Whether a codec is a :class:`SharedCodec`, which its hyperparameters decide."""
   return codec.shares_stats
+
+
+def is_by_column(codec: Codec) -> TypeGuard[ColumnCodec]:
+  """Whether a codec is a :class:`ColumnCodec`."""
+  return codec.by_column
+
+
+def is_fitted(codec: Codec) -> TypeGuard[FittedCodec]:
+  """Whether a codec is a :class:`FittedCodec`, which its hyperparameters decide."""
+  return codec.fitted
 
 
 def as_float32(x: jax.Array) -> jax.Array:
@@ -104,9 +185,33 @@ def as_float32(x: jax.Array) -> jax.Array:
   return x.astype(jnp.float32).reshape(-1)
 
 
-def from_tiles(tiles: jax.Array, like: jax.Array) -> jax.Array:
-  """Cuts the padding off ``float32[rows, P, B]`` tiles and restores shape and dtype."""
-  return tiles.reshape(-1)[: like.size].reshape(like.shape).astype(like.dtype)
+def as_matrix(x: jax.Array) -> jax.Array:
+  """The first axis by all others; a scalar is 1 by 1.
+
+  Example:
+    >>> as_matrix(jnp.zeros((3, 3, 64))).shape, as_matrix(jnp.zeros(())).shape
+    ((3, 192), (1, 1))
+  """
+  rows = x.shape[0] if x.ndim else 1
+  return x.reshape(rows, x.size // rows if rows else 0)
+
+
+def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
+  """The elements of a leaf as ``float32[rows, tile_size]``, filled with zeros."""
+  if is_by_column(codec):
+    return as_matrix(x).T
+  padded = jnp.pad(x.reshape(-1), (0, -x.size % codec.tile_size))
+  return padded.reshape(-1, codec.tile_size)
+
+
+def from_tiles(
+  tiles: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
+) -> jax.Array:
+  """The inverse: ``float32[rows, P, B]`` to the shape of ``like``, filling cut off."""
+  if is_by_column(codec):
+    columns = tiles.reshape(tiles.shape[0], math.prod(tiles.shape[1:]))
+    return columns.T.reshape(like.shape)
+  return tiles.reshape(-1)[: like.size].reshape(like.shape)
 
 
 def codec_key(key: jax.Array | None, codec: Codec) -> jax.Array | None:
@@ -114,8 +219,9 @@ def codec_key(key: jax.Array | None, codec: Codec) -> jax.Array | None:
   if not codec.needs_key:
     return None
   if key is None:
+    cure = ', or choose rounding="nearest"' if hasattr(codec, "rounding") else ""
     raise ValueError(
       f"`key` must be given to {codec}.encode, whose rounding is stochastic; pass "
-      'jax.random.key(seed), or choose rounding="nearest".'
+      f"jax.random.key(seed){cure}."
     )
   return key_words(key)

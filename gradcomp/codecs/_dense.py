@@ -42,6 +42,8 @@ class Dense:
 
   needs_key: ClassVar[bool] = False
   shares_stats: ClassVar[bool] = False
+  by_column: ClassVar[bool] = False
+  fitted: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     choices = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -82,10 +84,17 @@ class Dense:
     return Payload(self._encode(as_float32(x)))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    return from_tiles(self.decode_rows(payload.rows), like)
+    tiles = self.decode_rows(payload.rows)
+    return from_tiles(tiles, like, self).astype(like.dtype)
 
-  def encode_rows(self, tiles: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-    del key
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> jax.Array:
+    del key, stats
     return self._encode(tiles.reshape(-1))
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:

@@ -1,25 +1,22 @@
 """QSGD: stochastic quantization on equal levels, bucket by bucket."""
 
 import dataclasses
-import functools
-from typing import Literal, get_args
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
-from gradcomp._checks import static_integer
-from gradcomp.codecs._codec import Payload, as_float32, codec_key, from_tiles
+from gradcomp._checks import flag, one_of, optional_bucket, static_integer
+from gradcomp.codecs._codec import Payload, Rounding, as_float32, codec_key, from_tiles
+from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
+from gradcomp.kernels import levels as fitted_levels
 from gradcomp.kernels import planes, qsgd
+from gradcomp.kernels.scales import Norm, scales, tensor_norm
 
-Rounding = Literal["stochastic", "nearest"]
-
-_TENSOR_ROW = 512  # words in a row when the whole tensor is one bucket
-_BUCKET_MULTIPLE = 32  # of words, so that planes stay whole vectors
+Levels = Literal["sign_magnitude", "uniform", "nonuniform"]
 
 _BITS_RULE = "1 to 8 or 16"
-_BUCKET_RULE = (
-  f"a positive multiple of {_BUCKET_MULTIPLE}, or None for one scale a tensor"
-)
+_REFIT_RULE = "a number of steps, 1 or more"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,16 @@ class QSGD:
                                          bits >= 2; zeros stay zeros
   ``uniform``         ``2**bits-1``      s equal intervals of [-norm, norm]; zero is
                                          not a level, zero buckets stay zeros
+  ``nonuniform``      ``2**bits-1``      s intervals of [-norm, norm] that are small
+                                         where many elements are; 2, 3 or 4 bits
   ==================  ================  ==========================================
+
+  Non-uniform levels are those, of all multiples of 1/256 of the norm that are the same
+  on both sides of zero, that make the variance of stochastic rounding least. They are
+  fitted to the gradients of all workers every ``refit_every`` steps, for all leaves
+  together, and travel in every row: see :class:`FittedCodec`. On Gaussian buckets of
+  512 they have 0.77, 0.67 and 0.65 of the variance of ``uniform`` levels at 2, 3 and 4
+  bits, and 0.38, 0.49 and 0.57 of that of ``sign_magnitude``.
 
   Sends ``32 / floor(32 / bits)`` bits an element and 32 bits a bucket: at 4 bits and
   buckets of 512, 4.0625 bits. A payload has whole tiles of ``floor(32 / bits)``
@@ -67,9 +73,10 @@ class QSGD:
       uses one scale a row of ``512 * floor(32 / bits)`` elements.
     norm: ``"max"`` or ``"l2"``. The paper found ``"max"`` more accurate; ``"l2"`` is
       the definition that its variance bound holds for.
-    levels: ``"sign_magnitude"`` or ``"uniform"``.
+    levels: ``"sign_magnitude"``, ``"uniform"`` or ``"nonuniform"``.
     rounding: ``"stochastic"`` or ``"nearest"``.
     share_scale: whether the scales are those of all workers together.
+    refit_every: steps from one fit of non-uniform levels to the next.
 
   Raises:
     ValueError: a hyperparameter outside these, when the codec is made; ``encode``
@@ -88,42 +95,58 @@ class QSGD:
   References:
     Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
     Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.3 and
-    3.2.2; Alistarh et al., `QSGD <https://arxiv.org/abs/1610.02132>`_, 2017
+    3.2.2; Alistarh et al., `QSGD <https://arxiv.org/abs/1610.02132>`_, 2017; Zhang et
+    al., `ZipML <https://arxiv.org/abs/1611.05402>`_, 2017, section 3
   """
 
   bits: int = 4
   bucket_size: int | None = 512
-  norm: qsgd.Norm = "max"
-  levels: qsgd.Levels = "sign_magnitude"
+  norm: Norm = "max"
+  levels: Levels = "sign_magnitude"
   rounding: Rounding = "stochastic"
   share_scale: bool = False
+  refit_every: int = 100
+
+  by_column: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     bits = static_integer("bits", _BITS_RULE, self.bits)
     if bits not in (1, 2, 3, 4, 5, 6, 7, 8, 16):
       raise ValueError(f"`bits` must be {_BITS_RULE}, got {bits}.")
     object.__setattr__(self, "bits", bits)
-    if self.bucket_size is not None:
-      size = static_integer("bucket_size", _BUCKET_RULE, self.bucket_size)
-      if size < 1 or size % _BUCKET_MULTIPLE:
-        raise ValueError(f"`bucket_size` must be {_BUCKET_RULE}, got {size}.")
-      object.__setattr__(self, "bucket_size", size)
-    for name, choices in (
-      ("norm", qsgd.Norm),
-      ("levels", qsgd.Levels),
-      ("rounding", Rounding),
-    ):
-      if getattr(self, name) not in get_args(choices):
-        raise ValueError(
-          f"`{name}` must be one of {get_args(choices)}, got {getattr(self, name)!r}."
-        )
-    if self.bits == 1 and self.levels == "sign_magnitude":
+    size = optional_bucket("bucket_size", self.bucket_size)
+    object.__setattr__(self, "bucket_size", size)
+    one_of("norm", Norm, self.norm)
+    one_of("levels", Levels, self.levels)
+    one_of("rounding", Rounding, self.rounding)
+    flag("share_scale", self.share_scale)
+    if bits == 1 and self.levels == "sign_magnitude":
       raise ValueError(
         '`bits` must be at least 2 with levels="sign_magnitude", which spends one bit '
         'on the sign, got 1; use levels="uniform".'
       )
-    if not isinstance(self.share_scale, bool):
-      raise ValueError(f"`share_scale` must be a bool, got {self.share_scale!r}.")
+    steps = static_integer("refit_every", _REFIT_RULE, self.refit_every)
+    if steps < 1:
+      raise ValueError(f"`refit_every` must be {_REFIT_RULE}, got {steps}.")
+    object.__setattr__(self, "refit_every", steps)
+    if self.fitted:
+      self._check_fitted()
+
+  def _check_fitted(self) -> None:
+    if self.bits not in (2, 3, 4):
+      raise ValueError(
+        f'`bits` must be 2, 3 or 4 with levels="nonuniform", got {self.bits}; more '
+        'levels than that gain nothing over levels="uniform".'
+      )
+    if self.norm != "max":
+      raise ValueError(
+        f'`norm` must be "max" with levels="nonuniform", got {self.norm!r}.'
+      )
+    if self.share_scale:
+      raise ValueError(
+        '`share_scale` must be False with levels="nonuniform", whose codes cannot be '
+        "added, got True."
+      )
 
   @property
   def unbiased(self) -> bool:
@@ -142,37 +165,52 @@ class QSGD:
     return self.share_scale
 
   @property
+  def fitted(self) -> bool:
+    return self.levels == "nonuniform"
+
+  @property
   def tile_size(self) -> int:
-    return planes.planes_per_word(self.bits) * self._row_size
+    return planes.planes_per_word(self.bits) * bucket_words(self.bucket_size)
 
   @property
   def row_words(self) -> int:
+    words = bucket_words(self.bucket_size)
     if self.share_scale:
-      return self._row_size
-    one_scale = self.bucket_size is None
-    return self._row_size + (1 if one_scale else planes.planes_per_word(self.bits))
+      return words
+    scales = 1 if self.bucket_size is None else planes.planes_per_word(self.bits)
+    return words + scales + (2 ** (self.bits - 1) if self.fitted else 0)
 
   @property
   def max_code(self) -> int:
-    return qsgd.intervals(self.bits, self.levels)
+    return qsgd.intervals(self.bits, self._equal_levels)
 
   @property
-  def _row_size(self) -> int:
-    return _TENSOR_ROW if self.bucket_size is None else self.bucket_size
+  def _equal_levels(self) -> qsgd.Levels:
+    assert self.levels != "nonuniform"
+    return self.levels
 
   def stats(self, x: jax.Array) -> jax.Array:
     """The scales: ``float32[1, 1]`` of a tensor, ``float32[rows, P]`` of buckets."""
-    flat = as_float32(x)
-    if self.bucket_size is None:
-      largest = qsgd.norms(flat, self.norm) if flat.size else jnp.zeros([])
-      return qsgd.scales(largest).reshape(1, 1)
     count = planes.planes_per_word(self.bits)
-    norms = [jnp.zeros([0, count])]
-    for segment in planes.tile_segments(flat, count, self.bucket_size):
-      size = segment.planes[0].shape[0] * count
-      buckets = qsgd.norms(segment.buckets, self.norm)[:size]
-      norms.append(buckets.reshape(-1, count))
-    return qsgd.scales(jnp.concatenate(norms))
+    return scales(leaf_scales(as_float32(x), count, self.bucket_size, self.norm))
+
+  def init(self) -> jax.Array:
+    """Equally spaced levels: ``float32[2**(bits - 1)]``, those above zero."""
+    return fitted_levels.first_levels(self.bits)
+
+  def measure(self, x: jax.Array) -> jax.Array:
+    """A histogram of normalised magnitudes in a sample of buckets: ``int32[256]``."""
+    flat = as_float32(x)
+    return fitted_levels.histogram(
+      flat,
+      bucket_size=bucket_words(self.bucket_size),
+      scale=None if self.bucket_size else scales(tensor_norm(flat, self.norm)),
+      norm=self.norm,
+    )
+
+  def fit(self, counts: jax.Array, memory: jax.Array) -> jax.Array:
+    """The levels with the least variance; ``memory`` where nothing was counted."""
+    return fitted_levels.fit(counts, memory)
 
   def encode(
     self,
@@ -183,46 +221,69 @@ class QSGD:
   ) -> Payload:
     flat = as_float32(x)
     key = codec_key(key, self)
-    if not self.share_scale and self.bucket_size is not None:
-      return Payload(self._encode(flat, key=key))
-    scale = self.stats(flat) if stats is None or not self.share_scale else stats
-    rows = jnp.broadcast_to(scale, (-(-flat.size // self.tile_size), scale.shape[1]))
-    words = self._encode(flat, key=key, scale=rows, inline=not self.share_scale)
+    if self.fitted and stats is None:
+      stats = self.fit(self.measure(x), self.init())
+    scale = stats if self.share_scale and stats is not None else self.stats(x)
+    words = self._encode(flat, scale, key, stats)
     return Payload(words, scale if self.share_scale else None)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    if not self.share_scale:
-      return from_tiles(self.decode_rows(payload.rows), like)
-    assert payload.stats is not None
-    tiles = self.from_codes(self.codes(payload.rows), payload.stats)
-    return from_tiles(tiles, like)
+    if payload.stats is None:
+      tiles = self.decode_rows(payload.rows)
+    else:
+      tiles = self.from_codes(self.codes(payload.rows), payload.stats)
+    return from_tiles(tiles, like, self).astype(like.dtype)
 
-  def encode_rows(self, tiles: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-    scale = None
-    if self.bucket_size is None:
-      flat_rows = tiles.reshape(tiles.shape[0], -1)
-      scale = qsgd.scales(qsgd.norms(flat_rows, self.norm))[:, None]
-    return self._encode(tiles.reshape(-1), key=codec_key(key, self), scale=scale)
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> jax.Array:
+    flat = tiles.reshape(-1)
+    count = planes.planes_per_word(self.bits)
+    scale = scales(row_scales(tiles, count, self.bucket_size, self.norm))
+    if self.fitted and stats is None:
+      stats = self.fit(self.measure(flat), self.init())
+    return self._encode(flat, scale, codec_key(key, self), stats)
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
-    return qsgd.decode_rows(
-      rows, bits=self.bits, bucket_size=self._row_size, levels=self.levels
-    )
+    words = bucket_words(self.bucket_size)
+    if self.levels == "nonuniform":
+      return fitted_levels.decode_rows(rows, bits=self.bits, bucket_size=words)
+    return qsgd.decode_rows(rows, bits=self.bits, bucket_size=words, levels=self.levels)
 
   def codes(self, rows: jax.Array) -> jax.Array:
+    words = bucket_words(self.bucket_size)
     return qsgd.signed_codes(
-      rows, bits=self.bits, bucket_size=self._row_size, levels=self.levels
+      rows, bits=self.bits, bucket_size=words, levels=self._equal_levels
     )
 
   def from_codes(self, codes: jax.Array, stats: jax.Array) -> jax.Array:
     return qsgd.from_signed_codes(codes, stats, self.max_code)
 
-  @property
-  def _encode(self) -> functools.partial[jax.Array]:
-    return functools.partial(
-      qsgd.encode_rows,
+  def _encode(
+    self,
+    flat: jax.Array,
+    scale: jax.Array,
+    key: jax.Array | None,
+    stats: jax.Array | None,
+  ) -> jax.Array:
+    rows = -(-flat.size // self.tile_size)
+    scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
+    words = bucket_words(self.bucket_size)
+    if self.levels == "nonuniform":
+      assert stats is not None
+      return fitted_levels.encode_rows(
+        flat, scale, stats, bits=self.bits, bucket_size=words, key=key
+      )
+    return qsgd.encode_rows(
+      flat,
+      scale,
       bits=self.bits,
-      bucket_size=self._row_size,
-      norm=self.norm,
+      bucket_size=words,
       levels=self.levels,
+      key=key,
+      inline=not self.share_scale,
     )

@@ -8,6 +8,8 @@ from gradcomp.exchange._choice import choose as choose
 from gradcomp.exchange._choice import inside_bytes as inside_bytes
 from gradcomp.exchange._collectives import Workers as Workers
 from gradcomp.exchange._collectives import pmean as pmean
+from gradcomp.exchange._fit import fit_bytes as fit_bytes
+from gradcomp.exchange._fit import refit as refit
 from gradcomp.exchange._messages import OwnerResiduals as OwnerResiduals
 from gradcomp.exchange._messages import average_messages as average_messages
 from gradcomp.exchange._messages import owner_shapes as owner_shapes

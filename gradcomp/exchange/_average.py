@@ -59,6 +59,7 @@ def average(
   *,
   group_size: int | None,
   residuals: Residuals,
+  memory: jax.Array | None,
   keep: bool,
 ) -> Outcome:
   """The mean of all workers' leaves, and what was lost.
@@ -71,13 +72,16 @@ def average(
     group_size: for ``hierarchical`` over one axis.
     residuals: of the second stage, ``float32[share, tile_size]`` for each codec; None
       where none is kept.
+    memory: of the codec that has one, equal on all workers.
     keep: whether to return what was not sent.
   """
   layout, exchange = message.layout, message.exchange
   if workers is None or not layout.elements or exchange == "local":
-    own = _encode(layout, leaves, keys, layout.stats(leaves))
+    if exchange == "local":
+      memory = None  # nobody agrees on anything
+    own = _encode(layout, leaves, keys, layout.stats(leaves), memory, keep)
     sent = layout.decode(own.decoders)
-    return Outcome(sent, _minus(leaves, sent) if keep else None, residuals)
+    return Outcome(sent, _unsent(leaves, own, sent) if keep else None, residuals)
   if exchange == "psum" and layout.codecs == (Dense(),):
     reduce = psum if workers.scale == 1 else pmean
     return Outcome(reduce(leaves, workers.axis_name), None, residuals)
@@ -86,11 +90,11 @@ def average(
   if exchange in ("ring", "hierarchical"):
     tiles = layout.tiles(leaves)
     if exchange == "ring":
-      rows, lost = ring(layout, tiles, workers, stages)
+      rows, lost = ring(layout, tiles, workers, stages, memory)
       scale = workers.scale
     else:
       rows, lost, residuals = hierarchical(
-        layout, tiles, workers, group_size, stages, residuals
+        layout, tiles, workers, group_size, stages, residuals, memory
       )
       scale = 1.0
     decoders = [
@@ -100,7 +104,8 @@ def average(
     unsent = layout.decode([_cutter(x) for x in lost]) if keep else None
     return Outcome(layout.decode(decoders), unsent, residuals)
 
-  own = _encode(layout, leaves, keys, _shared(layout.stats(leaves), workers))
+  shared = _shared(layout.stats(leaves), workers)
+  own = _encode(layout, leaves, keys, shared, memory, keep)
   if exchange == "all_gather":
     gathered = all_gather(layout, own.matrices, workers)
     decoders = [
@@ -108,7 +113,9 @@ def average(
       for codec, rows, stats in zip(layout.codecs, gathered, own.stats, strict=True)
     ]
   elif exchange == "two_shot":
-    gathered, residuals = two_shot(layout, own.matrices, workers, stages, residuals)
+    gathered, residuals = two_shot(
+      layout, own.matrices, workers, stages, residuals, memory
+    )
     decoders = [
       _owned_decoder(codec, rows, stats, workers, total)
       for codec, rows, stats, total in zip(
@@ -120,32 +127,46 @@ def average(
       _psum_decoder(layout, codec, rows, stats, workers)
       for codec, rows, stats in zip(layout.codecs, own.matrices, own.stats, strict=True)
     ]
-  unsent = _minus(leaves, layout.decode(own.decoders)) if keep else None
+  unsent = _unsent(leaves, own, layout.decode(own.decoders)) if keep else None
   return Outcome(layout.decode(decoders), unsent, residuals)
 
 
 class _Encoded(NamedTuple):
-  """What this worker sends: for each codec its rows, their statistics and decoder."""
+  """What this worker sends: for each codec its rows, their statistics and decoder.
+
+  And of each leaf what is not sent, where encoding says so; else None.
+  """
 
   matrices: list[jax.Array]
   stats: list[jax.Array | None]
   decoders: list[RowDecoder]
+  unsent: list[jax.Array | None]
 
 
 def _encode(
-  layout: Layout, leaves: Leaves, keys: Keys | None, stats: Sequence[jax.Array | None]
+  layout: Layout,
+  leaves: Leaves,
+  keys: Keys | None,
+  stats: Sequence[jax.Array | None],
+  memory: jax.Array | None,
+  keep: bool,
 ) -> _Encoded:
-  matrices = layout.encode(leaves, None if keys is None else keys.leaves, stats)
+  leaf_keys = None if keys is None else keys.leaves
+  matrices, unsent = layout.encode(leaves, leaf_keys, stats, memory=memory, keep=keep)
   row_stats = layout.row_stats(stats)
   decoders = [
     _rows_decoder(codec, rows[None], stat, 1.0)
     for codec, rows, stat in zip(layout.codecs, matrices, row_stats, strict=True)
   ]
-  return _Encoded(matrices, row_stats, decoders)
+  return _Encoded(matrices, row_stats, decoders, unsent)
 
 
-def _minus(leaves: Leaves, sent: Leaves) -> Leaves:
-  return [leaf - gone for leaf, gone in zip(leaves, sent, strict=True)]
+def _unsent(leaves: Leaves, own: _Encoded, sent: Leaves) -> Leaves:
+  """What this worker did not send of each leaf."""
+  return [
+    leaf - gone if rest is None else rest
+    for leaf, gone, rest in zip(leaves, sent, own.unsent, strict=True)
+  ]
 
 
 def _shared(

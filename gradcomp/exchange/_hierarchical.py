@@ -52,6 +52,7 @@ def hierarchical(
   group_size: int | None,
   keys: jax.Array | None,
   residuals: Sequence[jax.Array | None],
+  memory: jax.Array | None,
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array | None]]:
   r"""Sums of groups in float32, then two_shot between groups, then all_gather.
 
@@ -71,6 +72,7 @@ def hierarchical(
     keys: ``uint32[codecs, 2]``; ``fold_in(key, 0)`` rounds the sums of groups and
       ``fold_in(key, 1)`` the means; or None.
     residuals: ``float32[share, tile_size]`` for each codec, or None.
+    memory: of the codec that has one.
 
   Returns:
     For each codec the encoded means ``uint32[rows, words]``, rows padded to a multiple
@@ -96,7 +98,7 @@ def hierarchical(
 
   sent, lost = [], []
   for i, (codec, x) in enumerate(zip(layout.codecs, sums, strict=True)):
-    sent.append(codec.encode_rows(x, key=_fold(keys, i, 0)))
+    sent.append(codec.encode_rows(x, key=_fold(keys, i, 0), stats=memory))
     lost.append(x - codec.decode_rows(sent[i]).reshape(x.shape))
   with stage():
     received = _scatter(join(sent, groups), workers, groups, size, inside=False)
@@ -104,7 +106,9 @@ def hierarchical(
   means, kept = [], []
   for i, (codec, rows) in enumerate(zip(layout.codecs, owned, strict=True)):
     mean = mean_of_rows(codec, rows, workers.scale)
-    words, residual = encode_with_residual(codec, mean, _fold(keys, i, 1), residuals[i])
+    words, residual = encode_with_residual(
+      codec, mean, _fold(keys, i, 1), residuals[i], memory
+    )
     means.append(words)
     kept.append(residual)
   gathered = _gather(layout, join(means, 1)[0], workers, group_size)

@@ -37,6 +37,7 @@ def average_messages(
   *,
   group_size: int | None,
   owned: OwnerResiduals | None,
+  memory: jax.Array | None,
   keep: bool,
 ) -> tuple[list[jax.Array], list[jax.Array], OwnerResiduals | None]:
   """The mean of all workers' leaves, and what was lost.
@@ -48,6 +49,7 @@ def average_messages(
     workers: who exchanges; None to exchange nothing.
     group_size: for ``hierarchical`` over one axis.
     owned: the residuals of the second stage, in :func:`owner_shapes`, or None.
+    memory: of the codec that has one.
     keep: whether to return what was not sent.
 
   Returns:
@@ -77,6 +79,7 @@ def average_messages(
       workers,
       group_size=group_size,
       residuals=residuals,
+      memory=memory,
       keep=keep,
     )
     for i, number in enumerate(message.leaves):

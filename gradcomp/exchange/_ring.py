@@ -27,6 +27,7 @@ def ring(
   tiles: Sequence[jax.Array],
   workers: Workers,
   keys: jax.Array | None,
+  memory: jax.Array | None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
   r"""Reduce-scatter over N-1 hops, then all_gather.
 
@@ -44,6 +45,7 @@ def ring(
     tiles: ``float32[rows, tile_size]`` for each codec.
     workers: who exchanges.
     keys: ``uint32[codecs, 2]``; hop k rounds with ``fold_in(key, k)``; or None.
+    memory: of the codec that has one.
 
   Returns:
     For each codec the encoded sums ``uint32[rows, words]``, rows padded to a multiple
@@ -68,7 +70,7 @@ def ring(
     words, errors = [], []
     for i, (codec, x) in enumerate(zip(layout.codecs, sums, strict=True)):
       key = None if keys is None else fold_key(keys[i], hop)
-      words.append(codec.encode_rows(x, key=key))
+      words.append(codec.encode_rows(x, key=key, stats=memory))
       error = x - codec.decode_rows(words[i]).reshape(x.shape)
       errors.append(lax.dynamic_update_index_in_dim(lost[i], error, share, 0))
     return words, errors

@@ -31,6 +31,7 @@ def two_shot(
   workers: Workers,
   keys: jax.Array | None,
   residuals: Sequence[jax.Array | None],
+  memory: jax.Array | None,
 ) -> tuple[list[jax.Array], list[jax.Array | None]]:
   r"""The owner receives its rows from all, adds, and sends what it made of them to all.
 
@@ -49,6 +50,7 @@ def two_shot(
     workers: who exchanges.
     keys: ``uint32[codecs, 2]`` for rounding the rows that this worker owns, or None.
     residuals: ``float32[share, tile_size]`` for each codec, or None.
+    memory: of the codec that has one.
 
   Returns:
     For each codec ``uint32[N, rows, words]``, what the owners made of their shares, the
@@ -69,7 +71,7 @@ def two_shot(
     else:
       key = None if keys is None else keys[i]
       mean = mean_of_rows(codec, rows, workers.scale)
-      words, residual = encode_with_residual(codec, mean, key, residual)
+      words, residual = encode_with_residual(codec, mean, key, residual, memory)
       sent.append(words)
     kept.append(residual)
   with final_stage(layout.elements, workers):
@@ -78,7 +80,11 @@ def two_shot(
 
 
 def encode_with_residual(
-  codec: Codec, tiles: jax.Array, key: jax.Array | None, residual: jax.Array | None
+  codec: Codec,
+  tiles: jax.Array,
+  key: jax.Array | None,
+  residual: jax.Array | None,
+  memory: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Rows of ``tiles + residual``, and what they lost; the old where that is not finite.
 
@@ -87,10 +93,11 @@ def encode_with_residual(
     tiles: ``float32[rows, ...]``.
     key: for rounding.
     residual: ``float32[rows, tile_size]``, or None to keep none.
+    memory: of a codec that has one.
   """
   if residual is None:
-    return codec.encode_rows(tiles, key=key), None
+    return codec.encode_rows(tiles, key=key, stats=memory), None
   corrected = tiles.reshape(residual.shape) + residual
-  words = codec.encode_rows(corrected, key=key)
+  words = codec.encode_rows(corrected, key=key, stats=memory)
   lost = corrected - codec.decode_rows(words).reshape(residual.shape)
   return words, jnp.where(jnp.isfinite(lost), lost, residual)

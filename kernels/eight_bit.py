@@ -1,0 +1,97 @@
+"""8-bit types: a sign and a level of a table, over planes.
+
+See docs/wire-format.md for the rule.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.kernels.fixed_point import (
+  FRACTION,
+  Lane,
+  rounding_lanes,
+  sign_bit,
+  signed,
+)
+from gradcomp.kernels.lines import Line, coordinate, to_units
+from gradcomp.kernels.planes import (
+  Segment,
+  float_words,
+  floats,
+  pack_planes,
+  planes_per_word,
+  stack_rows,
+  unpack_planes,
+)
+
+_SIGN = 1 << 7
+PLANES = planes_per_word(8)
+
+
+def encode_rows(
+  x: jax.Array,
+  scale: jax.Array,
+  *,
+  lines: Sequence[Line],
+  tops: tuple[int, int],
+  bucket_size: int,
+  key: jax.Array | None,
+) -> jax.Array:
+  """Encodes a flat array as rows of words and scales.
+
+  Args:
+    x: ``float32[n]``.
+    scale: ``float32[rows, 1]`` or ``float32[rows, 4]``.
+    lines: between the levels.
+    tops: the largest magnitude of a positive and of a negative code.
+    bucket_size: elements a bucket, ``B``.
+    key: ``uint32[2]`` for stochastic rounding, None for nearest.
+
+  Returns:
+    ``uint32[rows, B + scales]``.
+  """
+
+  def encode(segment: Segment) -> list[jax.Array]:
+    row_scale = segment.rows_of(scale)
+    factor = jnp.broadcast_to(to_units(row_scale), (segment.shape[0], PLANES))
+    lanes = rounding_lanes(key, segment.shape, PLANES, first_row=segment.first_row)
+    codes = [
+      _round(plane, factor[:, k : k + 1], lanes[k], lines, tops)
+      for k, plane in enumerate(segment.planes)
+    ]
+    return [pack_planes(codes, 8), float_words(row_scale)]
+
+  return stack_rows(x, PLANES, bucket_size, bucket_size + scale.shape[1], encode)
+
+
+def _round(
+  x: jax.Array,
+  factor: jax.Array,
+  lane: Lane,
+  lines: Sequence[Line],
+  tops: tuple[int, int],
+) -> jax.Array:
+  """Codes of one plane. Nothing becomes minus zero: its code, 128, is the magnitude of
+  the largest level of a type that has 256."""
+  positive, negative = (jnp.uint32(top << FRACTION) for top in tops)
+  top = positive if tops[0] == tops[1] else jnp.where(x < 0, negative, positive)
+  fixed = jnp.minimum(coordinate(jnp.abs(x) * factor, lines), top)
+  magnitude = (fixed + jnp.uint32(lane)) >> FRACTION
+  negative = (x < 0) & (magnitude > 0)
+  return jnp.where(negative, magnitude | jnp.uint32(_SIGN), magnitude)
+
+
+def decode_rows(rows: jax.Array, *, table: np.ndarray, bucket_size: int) -> jax.Array:
+  """The values of rows: ``uint32[..., rows, words]`` to ``float32[..., rows, 4, B]``.
+
+  Args:
+    rows: ``uint32[..., rows, words]``.
+    table: the values of 256 codes, ``float32[256]``.
+    bucket_size: elements a bucket, ``B``.
+  """
+  values = jnp.asarray(table)[unpack_planes(rows[..., :bucket_size], 8)]
+  scale = floats(rows[..., bucket_size:])[..., None]
+  return signed(jnp.abs(values) * scale, sign_bit(values))

@@ -1,0 +1,178 @@
+"""Levels that fit the gradients: histogram, dynamic program, rounding, over planes.
+
+See docs/wire-format.md for the rule. Levels are multiples of 1/256 of the scale, the
+same on both sides of zero; the last is 1.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.kernels.fixed_point import FRACTION, Lane, rounding_lanes, signed
+from gradcomp.kernels.lines import Line, coordinate, to_units
+from gradcomp.kernels.planes import (
+  Segment,
+  float_words,
+  floats,
+  pack_planes,
+  planes_per_word,
+  stack_rows,
+  unpack_planes,
+)
+from gradcomp.kernels.scales import Norm, norms, scales
+
+BINS = 256
+_SAMPLED = 128  # buckets of a leaf
+
+
+def first_levels(bits: int) -> jax.Array:
+  """Equally spaced levels: ``float32[2**(bits - 1)]``.
+
+  Example:
+    >>> first_levels(2) * 3
+    Array([0.99609375, 3.        ], dtype=float32)
+  """
+  count = 2 ** (bits - 1)
+  places = np.round(BINS * (np.arange(count) + 0.5) / (count - 0.5))
+  return jnp.asarray(places / BINS, jnp.float32)
+
+
+def histogram(
+  x: jax.Array, *, bucket_size: int, scale: jax.Array | None, norm: Norm
+) -> jax.Array:
+  """How many normalised magnitudes of a sample lie in each of 256 bins: ``int32[256]``.
+
+  Up to 128 whole buckets count, evenly spaced; an array shorter than a bucket is one.
+
+  Args:
+    x: ``float32[n]``.
+    bucket_size: elements a bucket.
+    scale: ``float32[]`` for all of them, or None for each one's own.
+    norm: what a bucket's own scale is.
+  """
+  if not x.size:
+    return jnp.zeros(BINS, jnp.int32)
+  whole = max(1, x.size // bucket_size)
+  size = min(x.size, bucket_size)
+  picked = np.arange(min(whole, _SAMPLED)) * whole // min(whole, _SAMPLED)
+  sample = x[: whole * size].reshape(whole, size)[picked]
+  if scale is None:
+    scale = scales(norms(sample, norm))[:, None]
+  valid = jnp.broadcast_to(scale > 0, sample.shape)  # neither zero nor NaN
+  place = jnp.abs(sample) * (np.float32(BINS) / scale)
+  place = jnp.minimum(jnp.where(valid, place, 0.0).astype(jnp.int32), BINS - 1)
+  return jnp.zeros(BINS, jnp.int32).at[place].add(valid.astype(jnp.int32))
+
+
+def fit(counts: jax.Array, levels: jax.Array) -> jax.Array:
+  r"""The levels that minimise the variance of stochastic rounding.
+
+  A magnitude :math:`\mu` between neighbouring levels :math:`a \le \mu \le b` has the
+  variance :math:`(b - \mu)(\mu - a)`, and one below the first level :math:`l` has
+  :math:`l^2 - \mu^2`, since its neighbours are :math:`\pm l`. A dynamic program over
+  the 257 edges of the bins finds the least sum, exactly for magnitudes in the middle of
+  their bins.
+
+  Args:
+    counts: ``int32[256]`` of all workers.
+    levels: ``float32[L]``, kept where nothing was counted.
+
+  Returns:
+    ``float32[L]``.
+
+  References:
+    Zhang et al., `ZipML <https://arxiv.org/abs/1611.05402>`_, 2017, section 3
+  """
+  edge = np.arange(BINS + 1, dtype=np.float32)
+  middle = edge[:-1] + np.float32(0.5)
+  below = np.maximum(edge[:, None] - middle, 0)  # [edge, bin]
+  above = np.maximum(middle - edge[:, None], 0)
+  weight = counts / jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
+  cost = jnp.dot(above * weight, below.T, precision=jax.lax.Precision.HIGHEST)
+  cost = jnp.where(edge[:, None] < edge, cost, jnp.inf)  # from edge to edge
+  least = jnp.sum(below * (edge[:, None] + middle) * weight, axis=1)
+  arrived = []
+  for _ in range(levels.size - 1):
+    totals = least[:, None] + cost
+    arrived.append(jnp.argmin(totals, axis=0))
+    least = jnp.min(totals, axis=0)
+  places = [jnp.int32(BINS)]
+  for source in reversed(arrived):
+    places.append(source[places[-1]].astype(jnp.int32))
+  fitted = jnp.stack(places[::-1]).astype(jnp.float32) / BINS
+  return jnp.where(jnp.any(counts > 0), fitted, levels)
+
+
+def _lines(levels: jax.Array) -> list[Line]:
+  """Coordinates from zero, which is half a code below the first level."""
+  places = (levels * BINS).astype(jnp.int32)
+  unit = 1 << FRACTION
+  lines = [Line(np.float32(0), np.float32(BINS // 2) / places[0], np.int32(0))]
+  for i in range(levels.size - 1):
+    distance = places[i + 1] - places[i]
+    offset = i * unit + unit // 2 - places[i] * unit // distance
+    lines.append(Line(levels[i] * unit, np.float32(BINS) / distance, offset))
+  return lines
+
+
+def encode_rows(
+  x: jax.Array,
+  scale: jax.Array,
+  levels: jax.Array,
+  *,
+  bits: int,
+  bucket_size: int,
+  key: jax.Array | None,
+) -> jax.Array:
+  """Encodes a flat array as rows of words, scales and levels.
+
+  Args:
+    x: ``float32[n]``.
+    scale: ``float32[rows, 1]`` or ``float32[rows, P]``.
+    levels: ``float32[L]``.
+    bits: width of a code.
+    bucket_size: elements a bucket, ``B``.
+    key: ``uint32[2]`` for stochastic rounding, None for nearest.
+
+  Returns:
+    ``uint32[rows, B + scales + L]``.
+  """
+  planes = planes_per_word(bits)
+  lines = _lines(levels)
+
+  def encode(segment: Segment) -> list[jax.Array]:
+    rows = segment.shape[0]
+    row_scale = segment.rows_of(scale)
+    factor = jnp.broadcast_to(to_units(row_scale), (rows, planes))
+    lanes = rounding_lanes(key, segment.shape, planes, first_row=segment.first_row)
+    codes = [
+      _round(plane, factor[:, k : k + 1], lanes[k], lines)
+      for k, plane in enumerate(segment.planes)
+    ]
+    row_levels = jnp.broadcast_to(levels, (rows, levels.size))
+    return [pack_planes(codes, bits), float_words(row_scale), float_words(row_levels)]
+
+  row_words = bucket_size + scale.shape[1] + levels.size
+  return stack_rows(x, planes, bucket_size, row_words, encode)
+
+
+def _round(x: jax.Array, factor: jax.Array, lane: Lane, lines: list[Line]) -> jax.Array:
+  """Codes of one plane, from the lowest negative level to the highest."""
+  limit = jnp.uint32((2 * len(lines) - 1) << (FRACTION - 1))
+  fixed = jnp.minimum(coordinate(jnp.abs(x) * factor, lines), limit)
+  fixed = jnp.where(x < 0, limit - fixed, limit + fixed)
+  return (fixed + jnp.uint32(lane)) >> FRACTION
+
+
+def decode_rows(rows: jax.Array, *, bits: int, bucket_size: int) -> jax.Array:
+  """``uint32[..., rows, words]`` to values, ``float32[..., rows, P, B]``."""
+  count = 2 ** (bits - 1)
+  code = unpack_planes(rows[..., :bucket_size], bits).astype(jnp.int32)
+  scale = floats(rows[..., bucket_size:-count])[..., None]
+  levels = floats(rows[..., -count:])
+  negative = code < count
+  number = jnp.where(negative, count - 1 - code, code - count)
+  level = levels[..., :1, None]
+  for i in range(1, count):
+    level = jnp.where(number >= i, levels[..., i : i + 1, None], level)
+  return signed(level * scale, jnp.where(negative, jnp.uint32(1 << 31), jnp.uint32(0)))

@@ -1,0 +1,75 @@
+"""Rounding to levels that are not equally spaced, along straight lines between them.
+
+The coordinate of a value is the number of the level below it plus the share of the way
+to the next one. It is piecewise linear, with one line for each run of equally spaced
+levels, so that rounding the coordinate rounds to the nearest level, or to either
+neighbour with the right probability. No table is searched.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.kernels.fixed_point import FRACTION
+
+
+class Line(NamedTuple):
+  """From values to coordinates, both in units of ``2**-16``.
+
+  The coordinate of ``t`` is ``trunc(t * slope) + offset``.
+
+  Attributes:
+    start: float32, the smallest value that it holds for.
+    slope: float32.
+    offset: int32.
+  """
+
+  start: jax.Array | np.float32
+  slope: jax.Array | np.float32
+  offset: jax.Array | np.int32
+
+
+def lines_between(levels: np.ndarray) -> list[Line]:
+  """The lines of increasing float64 levels, of which the first is zero.
+
+  Example:
+    >>> [line.start.item() for line in lines_between(np.array([0, 1, 2, 3, 5, 7.0]))]
+    [0.0, 196608.0]
+  """
+  unit = 1 << FRACTION
+  lines: list[Line] = []
+  last = 0.0
+  for number, distance in enumerate(np.diff(levels)):
+    # Levels are computed in float64: runs differ by far more than their rounding.
+    if abs(distance - last) > 1e-9 * distance:
+      offset = round(unit * (number - levels[number] / distance))
+      start = np.float32(unit * levels[number])
+      lines.append(Line(start, np.float32(1 / distance), np.int32(offset)))
+    last = distance
+  return lines
+
+
+def coordinate(t: jax.Array, lines: Sequence[Line]) -> jax.Array:
+  """The coordinates of values of zero or more, as ``uint32``.
+
+  What is too large for an integer, and NaN, become numbers that are too large, for the
+  caller to clamp.
+  """
+  slope = jnp.full_like(t, lines[0].slope)
+  offset = jnp.full(t.shape, lines[0].offset)
+  for line in lines[1:]:
+    reached = t >= line.start
+    slope = jnp.where(reached, line.slope, slope)
+    offset = jnp.where(reached, line.offset, offset)
+  return ((t * slope).astype(jnp.int32) + offset).astype(jnp.uint32)
+
+
+def to_units(scale: jax.Array) -> jax.Array:
+  """What makes values fixed point: ``2**16 / scale``, and 0 for a scale of 0.
+
+  The plain inverse of a scale above 2**126 would be subnormal, and zero on CPUs.
+  """
+  return jnp.where(scale == 0, 0.0, np.float32(1 << FRACTION) / scale)

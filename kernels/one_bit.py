@@ -1,0 +1,156 @@
+"""1-bit SGD's inner loops: two means, signs, and what they leave, bucket by bucket.
+
+See docs/wire-format.md for the rule. A side of a bucket that has no elements has the
+mean zero. Where one mean is not finite, both are NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.kernels.planes import (
+  Segment,
+  float_words,
+  floats,
+  pack_planes,
+  planes_per_word,
+  stack_rows,
+  tile_segments,
+  unpack_planes,
+)
+from gradcomp.kernels.scales import sum_by_halves, sum_lanes
+
+WORD = planes_per_word(1)  # signs in a word, and buckets in a tile
+
+# Sums are taken over chunks, in lanes of at most 16 steps, and then over these: XLA:CPU
+# unrolls and vectorises such short sums, and takes twice as long for longer ones.
+_CHUNK = 128
+_STEPS = 16
+_LANES = 4  # at least
+
+
+def means(x: jax.Array, bucket_size: int) -> jax.Array:
+  """``avg+`` and ``avg-`` of a flat array's buckets: ``float32[rows, 2, 32]``.
+
+  Elements that fill the last tile do not count.
+  """
+  lines = [jnp.zeros([0, 2, WORD])]
+  for first_row, buckets, planes in tile_segments(x, WORD, bucket_size):
+    count = planes[0].shape[0] * WORD
+    start = (np.arange(count) + first_row * WORD) * bucket_size
+    present = np.clip(x.size - start, 0, bucket_size)
+    pair = _bucket_means(buckets[:count], present)
+    lines.append(jnp.stack([side.reshape(-1, WORD) for side in pair], axis=1))
+  return jnp.concatenate(lines)
+
+
+def _bucket_means(
+  buckets: jax.Array, present: np.ndarray
+) -> tuple[jax.Array, jax.Array]:
+  """Of ``float32[m, B]``, where so many elements are present; others are zeros."""
+  count, size = buckets.shape
+  chunk = min(_CHUNK, size & -size)
+  lanes = max(_LANES, chunk // _STEPS)
+  shape = (count, size // chunk, chunk // lanes, lanes)
+  partial = sum_lanes(tuple(x.reshape(shape) for x in _sides(buckets)))
+  sums = [sum_by_halves(x.reshape(count, -1)) for x in partial]
+  return _means_of_sums(sums, buckets[:, 0], present, size)
+
+
+def _sides(x: jax.Array) -> tuple[jax.Array, ...]:
+  """What is added over the last axis: elements of zero or more; the others; how many
+  those are; and how many differ from the first.
+
+  The elements times a power of two, so that no sum of finite ones overflows.
+  """
+  down = np.float32(1 / _power_of_two(x.shape[-1]))
+  negative = x < 0
+  return (
+    jnp.where(negative, 0.0, x * down),
+    jnp.where(negative, x * down, 0.0),
+    negative.astype(jnp.int32),
+    (x != x[..., :1]).astype(jnp.int32),
+  )
+
+
+def _means_of_sums(
+  sums: list[jax.Array], first: jax.Array, present: np.ndarray, size: int
+) -> tuple[jax.Array, jax.Array]:
+  """``avg+`` and ``avg-``. The mean of a constant is that, whatever sums round to."""
+  up = np.float32(_power_of_two(size))
+  positive_sum, negative_sum, below, others = sums
+  constant = others == size - present  # elements that are not present are zeros
+
+  def mean(total: jax.Array, count: jax.Array, side: jax.Array) -> jax.Array:
+    average = total / (jnp.maximum(count, 1).astype(jnp.float32) / up)
+    return jnp.where(constant & side, first, average)
+
+  positive = mean(positive_sum, jnp.asarray(present) - below, first > 0)
+  negative = mean(negative_sum, below, first < 0)
+  finite = jnp.isfinite(positive) & jnp.isfinite(negative)
+  return jnp.where(finite, positive, jnp.nan), jnp.where(finite, negative, jnp.nan)
+
+
+def _power_of_two(size: int) -> int:
+  """The smallest that is not below ``size``."""
+  return 1 << (size - 1).bit_length()
+
+
+def encode_rows(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Array:
+  """Encodes a flat array, with its means: ``uint32[rows, B + 64]``."""
+
+  def encode(segment: Segment) -> list[jax.Array]:
+    signs = [(plane < 0).astype(jnp.uint32) for plane in segment.planes]
+    scales = segment.rows_of(pairs).reshape(-1, 2 * WORD)
+    return [pack_planes(signs, 1), float_words(scales)]
+
+  return stack_rows(x, WORD, bucket_size, bucket_size + 2 * WORD, encode)
+
+
+def remainder(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Array:
+  """What the code of a flat array leaves: ``x`` less the mean of its side."""
+
+  def spread(side: jax.Array) -> jax.Array:
+    """From a bucket to its elements."""
+    return jnp.broadcast_to(side.reshape(-1, 1), (side.size, bucket_size)).reshape(-1)[
+      : x.size
+    ]
+
+  return x - jnp.where(x < 0, spread(pairs[:, 1]), spread(pairs[:, 0]))
+
+
+def decode_rows(rows: jax.Array, *, bucket_size: int) -> jax.Array:
+  """``uint32[..., rows, words]`` to values, ``float32[..., rows, 32, B]``."""
+  negative = unpack_planes(rows[..., :bucket_size], 1) == 1
+  scales = floats(rows[..., bucket_size:])[..., None]
+  return jnp.where(negative, scales[..., WORD:, :], scales[..., :WORD, :])
+
+
+def encode_columns(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The columns of ``float32[d, n]`` and what their codes leave.
+
+  Returns:
+    ``uint32[n, ceil(d / 32) + 2]`` and ``float32[d, n]``.
+  """
+  size, count = matrix.shape
+  present = np.full(count, size)
+  columns = [a.T for a in _sides(matrix.T)]
+  # Over the first axis, a column in each lane.
+  sums = sum_lanes(tuple(columns))
+  pair = _means_of_sums(sums, matrix[0] if size else jnp.zeros(count), present, size)
+  signs = jnp.pad((matrix < 0).astype(jnp.uint32), ((0, -size % WORD), (0, 0)))
+  place = np.arange(WORD, dtype=np.uint32)[:, None]
+  signs = signs.reshape(-(-size // WORD), WORD, count)
+  words = jnp.sum(signs << place, axis=1, dtype=jnp.uint32)
+  rows = jnp.concatenate([words.T, float_words(jnp.stack(pair, axis=1))], axis=1)
+  return rows, matrix - jnp.where(matrix < 0, pair[1], pair[0])
+
+
+def decode_columns(rows: jax.Array, *, size: int) -> jax.Array:
+  """Columns of rows: ``uint32[..., n, words]`` to ``float32[..., n, 1, d]``."""
+  place = jax.lax.broadcasted_iota(jnp.uint32, (WORD,), 0)
+  bits = (rows[..., :-2, None] >> place) & jnp.uint32(1)
+  words = rows.shape[-1] - 2
+  negative = bits.reshape(*rows.shape[:-1], words * WORD)[..., :size] == 1
+  pair = floats(rows[..., -2:])
+  return jnp.where(negative, pair[..., 1:], pair[..., :1])[..., None, :]

@@ -1,0 +1,168 @@
+"""What values are divided by: norms and deviations, with the same bits in every mode.
+
+A plain reduction of floats adds in an order that depends on the shape around it, so
+that a worker emulated by ``vmap`` would not get the bits of a real one; and it may drop
+NaN. The sums here have one order, and the maximum keeps NaN.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.kernels.planes import tile_segments
+
+Norm = Literal["max", "l2"]
+
+# Below the smallest normal number a norm counts as zero (CPUs flush subnormals), and
+# a scale is at least 2**-96, so that its reciprocal times 2**31 is finite.
+_SMALLEST_NORMAL = np.float32(2.0**-126)
+_SMALLEST_SCALE = np.float32(2.0**-96)
+
+_MAX_BLOCK = 512  # elements: a maximum over short rows is faster than over long ones
+# Sums of 128 elements as 16 additions of 8 lanes: XLA:CPU unrolls and vectorises these.
+_LANES = 8
+_STEPS = 16
+_BLOCK = _LANES * _STEPS
+
+
+def scales(norm: jax.Array) -> jax.Array:
+  """What travels: the norm, 0 if it is subnormal, else at least ``2**-96``."""
+  return jnp.where(norm < _SMALLEST_NORMAL, 0.0, jnp.maximum(norm, _SMALLEST_SCALE))
+
+
+def norms(x: jax.Array, norm: Norm) -> jax.Array:
+  """The norm over the last axis, NaN where anything in it is not finite.
+
+  The maximum is taken by one variadic reduction of maximum and minimum, because
+  XLA:CPU's library call for a plain maximum drops NaN (seen in 0.10.2 and 0.12.0).
+  The l2 norm is scaled by the maximum, so that squares neither overflow nor vanish,
+  and is cut to the largest finite number, which is still at least the maximum.
+
+  Args:
+    x: ``float32[..., n]``.
+    norm: ``"max"`` or ``"l2"``.
+
+  Returns:
+    ``float32[...]``.
+
+  Example:
+    >>> norms(jnp.array([[3., -4.], [0., jnp.inf]]), "l2")
+    Array([ 5., nan], dtype=float32)
+  """
+  high, low = jax.lax.reduce(
+    (x, x),
+    (np.float32(-np.inf), np.float32(np.inf)),
+    lambda a, b: (jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1])),
+    (x.ndim - 1,),
+  )
+  largest = jnp.maximum(high, -low)
+  largest = jnp.where(jnp.isfinite(largest), largest, jnp.nan)
+  if norm == "max":
+    return largest
+  unit = x / jnp.where(largest == 0, 1.0, largest)[..., None]
+  length = largest * jnp.sqrt(sum_by_halves(_square(unit)))
+  return jnp.minimum(length, jnp.finfo(jnp.float32).max)
+
+
+def tensor_norm(x: jax.Array, norm: Norm) -> jax.Array:
+  """The norm of a whole flat array: ``float32[]``.
+
+  Example:
+    >>> tensor_norm(jnp.arange(-3.0, 2.0), "max")
+    Array(3., dtype=float32)
+  """
+  if not x.size:
+    return jnp.zeros([])
+  whole = x.size // _MAX_BLOCK * _MAX_BLOCK
+  if norm == "l2" or not whole:
+    return norms(x, norm)
+  parts = [norms(x[:whole].reshape(-1, _MAX_BLOCK), norm)]
+  if whole < x.size:
+    parts.append(norms(x[whole:], norm)[None])
+  return norms(jnp.concatenate(parts), norm)
+
+
+def bucket_norms(x: jax.Array, planes: int, bucket_size: int, norm: Norm) -> jax.Array:
+  """The norms of a flat array's buckets, a line for each tile: ``float32[rows, P]``.
+
+  Buckets that only fill the last tile are zero.
+  """
+  lines = [jnp.zeros([0, planes])]
+  for segment in tile_segments(x, planes, bucket_size):
+    count = segment.planes[0].shape[0] * planes
+    lines.append(norms(segment.buckets, norm)[:count].reshape(-1, planes))
+  return jnp.concatenate(lines)
+
+
+def deviation(x: jax.Array, largest: jax.Array) -> jax.Array:
+  """The standard deviation of a flat array, in one pass: ``float32[]``.
+
+  Sums are of differences from the first element, so that a constant has none, and a
+  mean far from zero loses no digits; over a power of two near the largest element, so
+  that no square overflows, and none that matters vanishes.
+
+  Args:
+    x: ``float32[n]``.
+    largest: the norm of ``x``, a number from 0 to infinity, or NaN.
+
+  Example:
+    >>> deviation(jnp.array([1., 3., 1., 3.]), jnp.float32(3))
+    Array(1., dtype=float32)
+  """
+  if not x.size:
+    return jnp.zeros([])
+  exponent = jnp.clip(jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23, 1, 253)
+  up = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+  down = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
+  whole = x.size // _BLOCK * _BLOCK
+  parts = []
+  for part in (x[:whole] - x[0], _filled(x[whole:] - x[0])):
+    d = (part * down).reshape(-1, _STEPS, _LANES)
+    parts.append(sum_lanes((d, _square(d))))
+  sums = [jnp.concatenate(halves).reshape(-1) for halves in zip(*parts, strict=True)]
+  while sums[0].size > _BLOCK:
+    blocks = [_filled(a).reshape(-1, _STEPS, _LANES) for a in sums]
+    sums = [a.reshape(-1) for a in sum_lanes(tuple(blocks))]
+  # Compilers regroup products, or contract one with the subtraction, in some places and
+  # not in others.
+  fixed = jax.lax.optimization_barrier
+  mean, mean_square = fixed([sum_by_halves(a) * np.float32(1 / x.size) for a in sums])
+  squared_mean = fixed(mean * mean)
+  return jnp.sqrt(jnp.maximum(mean_square - squared_mean, 0.0)) * up
+
+
+def _filled(x: jax.Array) -> jax.Array:
+  """With zeros to whole blocks."""
+  return jnp.pad(x, (0, -x.size % _BLOCK))
+
+
+def sum_lanes(operands: tuple[jax.Array, ...]) -> list[jax.Array]:
+  """Sums over the last axis but one, each lane from first to last, in one pass.
+
+  Of several operands at once, which XLA reduces in this order and no library call in
+  an order of its own.
+  """
+  return jax.lax.reduce(
+    operands,
+    tuple(np.zeros((), operand.dtype)[()] for operand in operands),
+    lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)),
+    (operands[0].ndim - 2,),
+  )
+
+
+def sum_by_halves(x: jax.Array) -> jax.Array:
+  """The sum over the last axis: its halves are added until one element is left."""
+  while (size := x.shape[-1]) > 1:
+    if size % 2:
+      x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+    half = x.shape[-1] // 2
+    x = x[..., :half] + x[..., half:]
+  return x[..., 0]
+
+
+def _square(x: jax.Array) -> jax.Array:
+  """The maximum with zero keeps compilers from contracting the product with a sum in
+  some places and not in others."""
+  return jnp.maximum(x * x, 0.0)

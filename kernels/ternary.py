@@ -1,0 +1,151 @@
+"""TernGrad's inner loops: clipping, ternary rounding, two bits or 1.6 a code.
+
+See docs/wire-format.md for the rule.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.kernels.fixed_point import (
+  FRACTION,
+  Lane,
+  rounding_lanes,
+  top_multiplier,
+)
+from gradcomp.kernels.planes import (
+  Segment,
+  float_words,
+  pack_planes,
+  stack_rows,
+  unpack_planes,
+)
+
+Packing = Literal["2bit", "base3"]
+
+_TRITS = 20  # in a word: 3**20 < 2**32
+# floor(2**64 * (2**32 - 3**20) / 3**20), as two words.
+_EXCESS = ((2**32 - 3**_TRITS) << 64) // 3**_TRITS
+_EXCESS_HIGH, _EXCESS_LOW = _EXCESS >> 32, _EXCESS & (2**32 - 1)
+
+
+def planes(packing: Packing) -> int:
+  """Codes in a word, which are the buckets of a tile.
+
+  Example:
+    >>> planes("2bit"), planes("base3")
+    (16, 20)
+  """
+  return 16 if packing == "2bit" else _TRITS
+
+
+def encode_rows(
+  x: jax.Array,
+  scale: jax.Array,
+  limit: jax.Array,
+  *,
+  packing: Packing,
+  bucket_size: int,
+  key: jax.Array,
+  inline: bool,
+) -> jax.Array:
+  """Clips and rounds a flat array to ``-scale``, 0 or ``scale``.
+
+  Args:
+    x: ``float32[n]``.
+    scale: ``float32[rows, 1]`` or ``float32[rows, P]``.
+    limit: ``float32[]``, where values are clipped; infinity for nowhere.
+    packing: how codes become words.
+    bucket_size: elements a bucket, ``B``.
+    key: ``uint32[2]``.
+    inline: whether the scales follow the words of a row.
+
+  Returns:
+    ``uint32[rows, B + scales]``, or ``uint32[rows, B]`` if they are not inline.
+  """
+  count = planes(packing)
+
+  def encode(segment: Segment) -> list[jax.Array]:
+    row_scale = segment.rows_of(scale)
+    multiplier = top_multiplier(1 << FRACTION, row_scale)
+    multiplier = jnp.broadcast_to(multiplier, (segment.shape[0], count))
+    lanes = rounding_lanes(key, segment.shape, count, first_row=segment.first_row)
+    magnitudes = [
+      _round(jnp.minimum(jnp.abs(plane), limit), multiplier[:, k : k + 1], lanes[k])
+      for k, plane in enumerate(segment.planes)
+    ]
+    negative = [plane < 0 for plane in segment.planes]
+    if packing == "2bit":
+      codes = [
+        jnp.where(n, 3 * m, m) for m, n in zip(magnitudes, negative, strict=True)
+      ]
+      words = pack_planes(codes, 2)
+    else:
+      trits = [
+        jnp.where(n, 1 - m, 1 + m) for m, n in zip(magnitudes, negative, strict=True)
+      ]
+      words = pack_trits(trits)
+    return [words, float_words(row_scale)] if inline else [words]
+
+  row_words = bucket_size + inline * scale.shape[1]
+  return stack_rows(x, count, bucket_size, row_words, encode)
+
+
+def _round(x: jax.Array, multiplier: jax.Array, lane: Lane) -> jax.Array:
+  """0 or 1. The clamp also keeps the code of a NaN inside its own bits."""
+  fixed = (x * multiplier).astype(jnp.int32).astype(jnp.uint32)
+  fixed = jnp.minimum(fixed, jnp.uint32(1 << FRACTION))
+  return (fixed + jnp.uint32(lane)) >> FRACTION
+
+
+def codes(rows: jax.Array, *, packing: Packing, bucket_size: int) -> jax.Array:
+  """-1, 0 and 1: ``uint32[..., rows, words]`` to ``int32[..., rows, P, B]``."""
+  words = rows[..., :bucket_size]
+  if packing == "base3":
+    return unpack_trits(words).astype(jnp.int32) - 1
+  code = unpack_planes(words, 2).astype(jnp.int32)
+  return jnp.where(code == 3, -1, code)
+
+
+def pack_trits(trits: list[jax.Array]) -> jax.Array:
+  """Twenty digits in base 3 as one 32-bit fraction, rounded up.
+
+  With the digits as the number ``v`` below ``3**20``, most significant first, the word
+  is ``floor(v * 2**32 / 3**20) + 1``. Its digits can then be read without a division,
+  each by itself: a digit is three times what remains behind the point.
+
+  Args:
+    trits: 20 arrays ``uint32[...]`` of 0, 1 and 2.
+
+  Returns:
+    ``uint32[...]``.
+
+  Example:
+    >>> word = pack_trits([jnp.uint32(k % 3) for k in range(20)])
+    >>> unpack_trits(word[None])[:7, 0].tolist()
+    [0, 1, 2, 0, 1, 2, 0]
+  """
+  value = trits[0]
+  for trit in trits[1:]:
+    value = value * jnp.uint32(3) + trit
+  # 2**32 / 3**20 is 1 + excess: the high word of value * excess, with its carry.
+  low = value * jnp.uint32(_EXCESS_HIGH)
+  carry = low + _high_word(value, _EXCESS_LOW) < low
+  high = _high_word(value, _EXCESS_HIGH) + carry.astype(jnp.uint32)
+  return value + high + jnp.uint32(1)
+
+
+def unpack_trits(words: jax.Array) -> jax.Array:
+  """The inverse of :func:`pack_trits`: ``uint32[..., B]`` to ``uint32[..., 20, B]``."""
+  powers = np.array([3**k % 2**32 for k in range(_TRITS)], np.uint32)
+  return _high_word(words[..., None, :] * powers[:, None], 3)
+
+
+def _high_word(x: jax.Array, factor: int) -> jax.Array:
+  """``floor(x * factor / 2**32)`` of 32-bit numbers, in 32-bit arithmetic."""
+  high, low = jnp.uint32(factor >> 16), jnp.uint32(factor & 0xFFFF)
+  x_high, x_low = x >> 16, x & jnp.uint32(0xFFFF)
+  middle = x_high * low + ((x_low * low) >> 16)
+  return x_high * high + (middle >> 16) + ((x_low * high + (middle & 0xFFFF)) >> 16)

@@ -1,0 +1,74 @@
+"""Whatever a leaf holds: the promises of every codec that no distribution can break."""
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import laws
+import numpy as np
+import pytest
+
+from gradcomp.codecs import QSGD, EightBit, OneBit, Ternary
+
+# Around buckets of 32 and 64. Each size compiles anew, so few of those up to 200.
+SIZES = (0, 1, 32, 65, 200)
+
+SPECIAL = np.float32(
+  [0, -0.0, 1e-45, -1e-40, 2.0**-126, 2.0**-96, 1, -1, 3e38, -np.finfo(np.float32).max]
+)
+
+CODECS = [
+  OneBit(bucket_size=32),
+  OneBit(per_column=True),
+  Ternary(bucket_size=32, share_scale=False),
+  Ternary(packing="base3", scaler="sigma"),
+  EightBit(data_type="dynamic_map", block_size=32, rounding="stochastic"),
+  EightBit(data_type="mantissa", exponent_offset=0),
+  EightBit(),
+  QSGD(bits=3, bucket_size=32, levels="nonuniform"),
+]
+
+
+@st.composite
+def leaves(draw):
+  """Constants, special values, one huge range, or any floats; finite or not."""
+  size = draw(st.sampled_from(SIZES))
+  elements = draw(
+    st.sampled_from(
+      [
+        st.just(draw(st.sampled_from(SPECIAL))),
+        st.sampled_from(SPECIAL),
+        st.floats(-1, 1, width=32),
+        st.floats(width=32, allow_nan=False, allow_infinity=False),
+        st.floats(width=32),
+      ]
+    )
+  )
+  # Without a fill every element is drawn, so that few leaves are almost constant.
+  return draw(hnp.arrays(np.float32, size, elements=elements, fill=st.nothing()))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=laws.name)
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.given(x=leaves())
+def test_any_values(codec, x):
+  """Finite buckets stay finite, within the largest element; others are NaN."""
+  restored = laws.round_trip(codec, x)
+  assert restored.shape == x.shape and restored.dtype == x.dtype
+  by_column = isinstance(codec, OneBit) and codec.per_column
+  count = (None if by_column else laws.sharing(codec)) or max(x.size, 1)
+  for start in range(0, x.size, count):
+    bucket, got = x[start : start + count], restored[start : start + count]
+    if not np.isfinite(bucket).all():
+      assert np.isnan(got).all()
+      continue
+    assert np.isfinite(got).all()
+    largest = np.abs(bucket.astype(np.float64)).max()
+    if largest == 0:
+      assert (got == 0).all()
+    if getattr(codec, "exponent_offset", None) is not None:
+      continue  # levels do not depend on the leaf: one above may be the nearest
+    if isinstance(codec, Ternary) and codec.scaler == "sigma":
+      largest *= codec.clip_sigmas  # sigma is at most the largest element
+    # The smallest scale; and the order of additions in a sum of 200 at most.
+    limit = max(largest * (1 + 200 * 2.0**-24), 2.0**-96)
+    assert (np.abs(got.astype(np.float64)) <= limit).all()
