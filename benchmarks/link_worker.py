@@ -26,11 +26,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp.codecs import QSGD, Codec, Dense, Payload
+from gradcomp.codecs import QSGD, Codec, Dense, EightBit, OneBit, Payload, Ternary
 from gradcomp.exchange import Exchange
 
 _BASELINE = "plain f32 mean"
 _ALL = tuple(name for name in get_args(Exchange) if name not in ("auto", "local"))
+_GATHERS = ("all_gather", "two_shot", "ring")
+_SUMS = ("two_shot", "psum")
 
 # Each codec with the exchanges to time; those that the codec or the number of hosts
 # rules out are skipped.
@@ -40,7 +42,13 @@ CODECS: dict[str, tuple[Codec, tuple[str, ...]]] = {
   "qsgd-8": (QSGD(bits=8), _ALL),
   "qsgd-4": (QSGD(bits=4), _ALL),
   "qsgd-2": (QSGD(bits=2), _ALL),
-  "qsgd-4 shared": (QSGD(bits=4, share_scale=True), ("two_shot", "psum")),
+  "qsgd-4 shared": (QSGD(bits=4, share_scale=True), _SUMS),
+  "onebit-64": (OneBit(bucket_size=64), _GATHERS),
+  "onebit-512": (OneBit(bucket_size=512), _GATHERS),
+  "terngrad": (Ternary(), _SUMS),
+  "terngrad-base3": (Ternary(packing="base3"), _SUMS),
+  "dynamic-tree": (EightBit(data_type="dynamic_tree"), _GATHERS),
+  "linear": (EightBit(data_type="linear"), _GATHERS),
 }
 _GROUP = 2
 _OPTIONS: dict[str, dict[str, Any]] = {"hierarchical": {"group_size": _GROUP}}

@@ -1,7 +1,7 @@
 """Trains an image classifier on several workers and counts the bytes they exchange.
 
     python examples/image_classification.py --codec qsgd --bits 4
-    python examples/image_classification.py --compare f32 qsgd-8 qsgd-4 --seeds 3
+    python examples/image_classification.py --compare f32 qsgd-8 onebit-64 --seeds 3
 
 Without accelerators it emulates eight devices on the CPU; with them it uses all of
 them. Under several processes, every process runs the same line with ``--coordinator``,
@@ -10,6 +10,7 @@ them. Under several processes, every process runs the same line with ``--coordin
 """
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +26,25 @@ from tqdm import tqdm
 from training import AXIS, Run, Task, compile_step, init_state, train
 
 import gradcomp
+from gradcomp.codecs import QSGD, Codec, Dense, EightBit, OneBit, Ternary
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
-CODECS = ("none", "f32", "bf16", *(f"qsgd-{bits}" for bits in WIDTHS))
+TYPES = ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
+# What crosses the wire; None is JAX's own mean.
+CODECS: dict[str, Codec | None] = {
+  "none": None,
+  "f32": Dense(),
+  "bf16": Dense(dtype=jnp.bfloat16),
+  **{f"qsgd-{n}": QSGD(bits=n) for n in WIDTHS},
+  **{f"qsgd-{n}-nonuniform": QSGD(bits=n, levels="nonuniform") for n in (2, 3, 4)},
+  "onebit-64": OneBit(),
+  "onebit-512": OneBit(bucket_size=512),
+  "onebit-column": OneBit(per_column=True),
+  "terngrad": Ternary(),
+  "terngrad-base3": Ternary(packing="base3"),
+  "terngrad-noclip": Ternary(clip_sigmas=None),
+  **{name.replace("_", "-"): EightBit(data_type=name) for name in TYPES},
+}
 COMPARED = ("f32", "qsgd-8", "qsgd-4", "qsgd-2")
 EXCHANGES = ("auto", "all_gather", "two_shot", "psum")
 
@@ -36,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   """Trains as the command line says, prints the table and writes the files."""
   parser = make_parser()
   args = parser.parse_args(argv)
+  codecs = choose_codecs(parser, args)
   join_processes(args)
   mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
   if args.batch_size % mesh.size:
@@ -45,13 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     MODELS[args.model], images.train.images.shape[1:], images.classes
   )
   task = Task(model, images.test, mesh)
-  if args.compare is None:
-    codecs = [f"qsgd-{args.bits}" if args.codec == "qsgd" else args.codec]
-  else:
-    codecs = args.compare or COMPARED
   runs = []
-  for codec in dict.fromkeys(codecs):
-    runs += run_codec(codec, task, images.train, args)
+  for name, codec in codecs.items():
+    runs += run_codec(name, codec, task, images.train, args)
   if jax.process_index() == 0:
     print(report.table(runs))
     print(footnote(mesh.size))
@@ -59,10 +73,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("wrote", *written)
 
 
+def choose_codecs(
+  parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> dict[str, Codec | None]:
+  """Those that the command line names, with its bucket size where they are QSGD."""
+  if args.compare is None:
+    names = [f"qsgd-{args.bits}" if args.codec == "qsgd" else args.codec]
+  else:
+    names = args.compare or COMPARED
+  codecs = {name: CODECS[name] for name in names}
+  for name, codec in codecs.items():
+    if isinstance(codec, OneBit) and args.feedback == "none":
+      parser.error(
+        f"--feedback none does not go with {name}: two means a bucket leave much of a "
+        "gradient out, which later steps must make up for"
+      )
+    if isinstance(codec, QSGD):
+      codecs[name] = dataclasses.replace(codec, bucket_size=args.bucket_size)
+  return codecs
+
+
 def run_codec(
-  codec: str, task: Task, train_set: data.Split, args: argparse.Namespace
+  name: str,
+  codec: Codec | None,
+  task: Task,
+  train_set: data.Split,
+  args: argparse.Namespace,
 ) -> list[Run]:
-  """Compiles the step once and trains it from every seed."""
+  """Compiles the step once, which serves all seeds, and trains from each."""
   processes = {"part": jax.process_index(), "parts": jax.process_count()}
   batches = functools.partial(data.batches, train_set, args.batch_size, **processes)
   seeds = range(args.seed, args.seed + args.seeds)
@@ -74,7 +112,7 @@ def run_codec(
     params = task.init_params(seed)
     opt_state = init_state(task, make_optimizer(codec, args, seed=seed), params)
     with tqdm(
-      total=args.steps, desc=f"{codec} seed {seed}", disable=jax.process_index() != 0
+      total=args.steps, desc=f"{name} seed {seed}", disable=jax.process_index() != 0
     ) as progress:
       points, step_ms = train(
         task,
@@ -87,39 +125,35 @@ def run_codec(
         bytes_a_step=wire.bytes_sent,
         progress=progress,
       )
-    runs.append(Run(codec, seed, wire.bytes_sent, wire.dense_bytes, step_ms, points))
+    runs.append(Run(name, seed, wire.bytes_sent, wire.dense_bytes, step_ms, points))
   return runs
 
 
 def make_optimizer(
-  codec: str, args: argparse.Namespace, *, seed: int
+  codec: Codec | None, args: argparse.Namespace, *, seed: int
 ) -> optax.GradientTransformation:
-  """The exchange, then the optimizer, whose learning rate falls along a cosine.
-
-  The seed goes into the state alone: one compiled step serves all seeds.
-  """
+  """The exchange, then the optimizer; the seed goes into the state alone."""
   schedule = optax.cosine_decay_schedule(args.learning_rate, args.steps)
   if args.optimizer == "adam":
     optimizer = optax.adam(schedule)
   else:
-    optimizer = optax.sgd(schedule, momentum=0.9)
+    optimizer = optax.sgd(schedule, momentum=args.momentum)
   return optax.chain(make_exchange(codec, args, seed=seed), optimizer)
 
 
 def make_exchange(
-  codec: str, args: argparse.Namespace, *, seed: int
+  codec: Codec | None, args: argparse.Namespace, *, seed: int
 ) -> optax.GradientTransformation:
-  """The transformation of one of ``CODECS``; "none" is JAX's own mean."""
-  feedback = None if args.feedback == "none" else args.feedback
-  options = {"axis_name": AXIS, "exchange": args.exchange, "feedback": feedback}
-  if codec == "none":
+  """The transformation that averages the gradients of the workers."""
+  if codec is None:
     return optax.stateless(lambda grads, _: jax.lax.pmean(grads, AXIS))
-  if codec == "f32":
-    return gradcomp.dense(**options)
-  if codec == "bf16":
-    return gradcomp.dense(jnp.bfloat16, **options)
-  bits = int(codec.removeprefix("qsgd-"))
-  return gradcomp.qsgd(bits, bucket_size=args.bucket_size, key=seed, **options)
+  return gradcomp.compress(
+    codec,
+    axis_name=AXIS,
+    exchange=args.exchange,
+    feedback=None if args.feedback == "none" else args.feedback,
+    key=seed,
+  )
 
 
 def join_processes(args: argparse.Namespace) -> None:
@@ -178,6 +212,7 @@ def make_parser() -> argparse.ArgumentParser:
   group.add_argument(
     "--optimizer", choices=("sgd", "adam"), default="sgd", help="default: sgd"
   )
+  group.add_argument("--momentum", type=float, default=0.9, help="of sgd; default: 0.9")
   group.add_argument(
     "--learning-rate", type=float, default=0.05, help="at the start; default: 0.05"
   )
@@ -192,9 +227,11 @@ def make_parser() -> argparse.ArgumentParser:
   group = parser.add_argument_group("exchange")
   group.add_argument(
     "--codec",
-    choices=("none", "f32", "bf16", "qsgd"),
+    choices=("qsgd", *CODECS),
     default="qsgd",
-    help="qsgd (default); f32 is the plain mean, none the same without gradcomp",
+    metavar="CODEC",
+    help=f"qsgd (default) with --bits, or one of {', '.join(CODECS)}; f32 is the plain "
+    "mean, none the same without gradcomp",
   )
   group.add_argument(
     "--bits", type=int, choices=WIDTHS, default=4, help="of --codec qsgd; default: 4"
@@ -218,8 +255,7 @@ def make_parser() -> argparse.ArgumentParser:
     nargs="*",
     choices=CODECS,
     metavar="CODEC",
-    help=f"train several codecs from one initialisation, of {', '.join(CODECS)}; "
-    f"without names: {' '.join(COMPARED)}",
+    help=f"train several from one initialisation; without names: {' '.join(COMPARED)}",
   )
   group.add_argument(
     "--seeds", type=positive, default=1, help="repeat from as many seeds; default: 1"

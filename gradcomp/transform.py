@@ -185,6 +185,11 @@ def compress(
         f"`state.residual` must {'' if keeps_residual else 'not '}be kept with "
         f"feedback={feedback!r} and {codec}; make the state with this transformation."
       )
+    if is_fitted(codec) != (state.memory is not None):
+      raise ValueError(
+        f"`state.memory` must {'' if is_fitted(codec) else 'not '}be kept with "
+        f"{codec}; make the state with this transformation."
+      )
     if is_sum:
       explicit.check_stacked(state.residual, updates, axes)
     others = [explicit.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]

@@ -13,7 +13,6 @@ from gradcomp.kernels.fixed_point import (
   FRACTION,
   Lane,
   rounding_lanes,
-  sign_bit,
   signed,
 )
 from gradcomp.kernels.lines import Line, coordinate, to_units
@@ -84,14 +83,20 @@ def _round(
   return jnp.where(negative, magnitude | jnp.uint32(_SIGN), magnitude)
 
 
-def decode_rows(rows: jax.Array, *, table: np.ndarray, bucket_size: int) -> jax.Array:
+def decode_rows(
+  rows: jax.Array, *, table: np.ndarray, last: float, bucket_size: int
+) -> jax.Array:
   """The values of rows: ``uint32[..., rows, words]`` to ``float32[..., rows, 4, B]``.
 
   Args:
     rows: ``uint32[..., rows, words]``.
-    table: the values of 256 codes, ``float32[256]``.
+    table: the values of 128 magnitudes, ``float32[128]``.
+    last: the value of the code 128, minus zero.
     bucket_size: elements a bucket, ``B``.
   """
-  values = jnp.asarray(table)[unpack_planes(rows[..., :bucket_size], 8)]
+  codes = unpack_planes(rows[..., :bucket_size], 8).astype(jnp.int32)
+  level = jnp.asarray(table)[codes & (_SIGN - 1)]
+  level = jnp.where(codes == _SIGN, np.float32(last), level)
   scale = floats(rows[..., bucket_size:])[..., None]
-  return signed(jnp.abs(values) * scale, sign_bit(values))
+  sign = jnp.where(codes > _SIGN, jnp.uint32(1 << 31), jnp.uint32(0))
+  return signed(level * scale, sign)

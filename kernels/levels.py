@@ -22,7 +22,10 @@ from gradcomp.kernels.planes import (
 from gradcomp.kernels.scales import Norm, norms, scales
 
 BINS = 256
-_SAMPLED = 128  # buckets of a leaf
+_SAMPLED = 128  # buckets of a leaf, at most
+MOST_COUNTED = 1 << 16  # elements of a leaf
+_WEIGHT = (1 << 13) - BINS  # what counts are cut to, with room for their rounding
+_NEVER = np.uint32(1 << 31)
 
 
 def first_levels(bits: int) -> jax.Array:
@@ -42,7 +45,8 @@ def histogram(
 ) -> jax.Array:
   """How many normalised magnitudes of a sample lie in each of 256 bins: ``int32[256]``.
 
-  Up to 128 whole buckets count, evenly spaced; an array shorter than a bucket is one.
+  Up to 128 whole buckets count, evenly spaced, and no more than 2**16 elements; an
+  array shorter than a bucket is one.
 
   Args:
     x: ``float32[n]``.
@@ -54,10 +58,12 @@ def histogram(
     return jnp.zeros(BINS, jnp.int32)
   whole = max(1, x.size // bucket_size)
   size = min(x.size, bucket_size)
-  picked = np.arange(min(whole, _SAMPLED)) * whole // min(whole, _SAMPLED)
+  count = min(whole, _SAMPLED, max(1, MOST_COUNTED // size))
+  picked = np.arange(count) * whole // count
   sample = x[: whole * size].reshape(whole, size)[picked]
   if scale is None:
     scale = scales(norms(sample, norm))[:, None]
+  sample = sample[:, :MOST_COUNTED]
   valid = jnp.broadcast_to(scale > 0, sample.shape)  # neither zero nor NaN
   place = jnp.abs(sample) * (np.float32(BINS) / scale)
   place = jnp.minimum(jnp.where(valid, place, 0.0).astype(jnp.int32), BINS - 1)
@@ -70,8 +76,8 @@ def fit(counts: jax.Array, levels: jax.Array) -> jax.Array:
   A magnitude :math:`\mu` between neighbouring levels :math:`a \le \mu \le b` has the
   variance :math:`(b - \mu)(\mu - a)`, and one below the first level :math:`l` has
   :math:`l^2 - \mu^2`, since its neighbours are :math:`\pm l`. A dynamic program over
-  the 257 edges of the bins finds the least sum, exactly for magnitudes in the middle of
-  their bins.
+  the 257 edges of the bins finds the least sum, with magnitudes in the middle of their
+  bins, and counts rounded to one in 7936 of all.
 
   Args:
     counts: ``int32[256]`` of all workers.
@@ -83,19 +89,22 @@ def fit(counts: jax.Array, levels: jax.Array) -> jax.Array:
   References:
     Zhang et al., `ZipML <https://arxiv.org/abs/1611.05402>`_, 2017, section 3
   """
-  edge = np.arange(BINS + 1, dtype=np.float32)
-  middle = edge[:-1] + np.float32(0.5)
-  below = np.maximum(edge[:, None] - middle, 0)  # [edge, bin]
-  above = np.maximum(middle - edge[:, None], 0)
-  weight = counts / jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
-  cost = jnp.dot(above * weight, below.T, precision=jax.lax.Precision.HIGHEST)
-  cost = jnp.where(edge[:, None] < edge, cost, jnp.inf)  # from edge to edge
-  least = jnp.sum(below * (edge[:, None] + middle) * weight, axis=1)
+  # In integers, whose sums have one value in any order: four times the variances, of
+  # counts cut to a total below 2**13, stay below 2**31.
+  total = jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
+  weight = jnp.round(counts * (np.float32(_WEIGHT) / total)).astype(jnp.uint32)
+  edge = np.arange(BINS + 1)
+  twice = 2 * np.arange(BINS) + 1  # the middle of a bin
+  below = np.maximum(2 * edge[:, None] - twice, 0).astype(np.uint32)  # [edge, bin]
+  above = np.maximum(twice - 2 * edge[:, None], 0).astype(np.uint32)
+  around = np.maximum((2 * edge[:, None]) ** 2 - twice**2, 0).astype(np.uint32)
+  cost = jnp.where(edge[:, None] < edge, jnp.dot(above * weight, below.T), _NEVER)
+  least = jnp.dot(around, weight)
   arrived = []
   for _ in range(levels.size - 1):
     totals = least[:, None] + cost
     arrived.append(jnp.argmin(totals, axis=0))
-    least = jnp.min(totals, axis=0)
+    least = jnp.minimum(jnp.min(totals, axis=0), _NEVER - 1)
   places = [jnp.int32(BINS)]
   for source in reversed(arrived):
     places.append(source[places[-1]].astype(jnp.int32))

@@ -4,6 +4,8 @@ See docs/wire-format.md for the rule. A side of a bucket that has no elements ha
 mean zero. Where one mean is not finite, both are NaN.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,7 @@ WORD = planes_per_word(1)  # signs in a word, and buckets in a tile
 _CHUNK = 128
 _STEPS = 16
 _LANES = 4  # at least
+_HALF = 1 << 16  # of a word, for one of two counts
 
 
 def means(x: jax.Array, bucket_size: int) -> jax.Array:
@@ -34,7 +37,7 @@ def means(x: jax.Array, bucket_size: int) -> jax.Array:
 
   Elements that fill the last tile do not count.
   """
-  lines = [jnp.zeros([0, 2, WORD])]
+  lines = [jnp.zeros([0, 2, WORD], jnp.float32)]
   for first_row, buckets, planes in tile_segments(x, WORD, bucket_size):
     count = planes[0].shape[0] * WORD
     start = (np.arange(count) + first_row * WORD) * bucket_size
@@ -58,19 +61,18 @@ def _bucket_means(
 
 
 def _sides(x: jax.Array) -> tuple[jax.Array, ...]:
-  """What is added over the last axis: elements of zero or more; the others; how many
-  those are; and how many differ from the first.
+  """What is added over the last axis: elements of zero or more, the others, and counts.
 
-  The elements times a power of two, so that no sum of finite ones overflows.
+  The elements times a power of two, so that no sum of finite ones overflows. The low
+  half of a count is of elements below zero, the high half of those that differ from the
+  first, as long as both fit.
   """
   down = np.float32(1 / _power_of_two(x.shape[-1]))
   negative = x < 0
-  return (
-    jnp.where(negative, 0.0, x * down),
-    jnp.where(negative, x * down, 0.0),
-    negative.astype(jnp.int32),
-    (x != x[..., :1]).astype(jnp.int32),
-  )
+  counts = negative.astype(jnp.uint32)
+  if x.shape[-1] < _HALF:
+    counts = counts | ((x != x[..., :1]).astype(jnp.uint32) * np.uint32(_HALF))
+  return jnp.where(negative, 0.0, x * down), jnp.where(negative, x * down, 0.0), counts
 
 
 def _means_of_sums(
@@ -78,8 +80,12 @@ def _means_of_sums(
 ) -> tuple[jax.Array, jax.Array]:
   """``avg+`` and ``avg-``. The mean of a constant is that, whatever sums round to."""
   up = np.float32(_power_of_two(size))
-  positive_sum, negative_sum, below, others = sums
-  constant = others == size - present  # elements that are not present are zeros
+  positive_sum, negative_sum, counts = sums
+  below, constant = counts.astype(jnp.int32), jnp.zeros(counts.shape, bool)
+  if size < _HALF:
+    below = (counts % np.uint32(_HALF)).astype(jnp.int32)
+    # Elements that are not present are zeros.
+    constant = (counts >> 16).astype(jnp.int32) == size - present
 
   def mean(total: jax.Array, count: jax.Array, side: jax.Array) -> jax.Array:
     average = total / (jnp.maximum(count, 1).astype(jnp.float32) / up)
@@ -96,6 +102,24 @@ def _power_of_two(size: int) -> int:
   return 1 << (size - 1).bit_length()
 
 
+def filled(x: jax.Array, bucket_size: int) -> jax.Array:
+  """A flat array whose last bucket repeats its own elements in turn.
+
+  Copies get the codes and values of what they copy in every stage, so that a mean that
+  counts them, where rows have no leaf any more, is nearly that of the elements alone.
+  Zeros would draw it to zero.
+
+  Example:
+    >>> filled(jnp.arange(7), 4).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 4]
+  """
+  rest = x.size % bucket_size
+  if not rest:
+    return x
+  copies = np.arange(bucket_size - rest) % rest + x.size - rest
+  return jnp.concatenate([x, x[copies]])
+
+
 def encode_rows(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Array:
   """Encodes a flat array, with its means: ``uint32[rows, B + 64]``."""
 
@@ -104,7 +128,8 @@ def encode_rows(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Arra
     scales = segment.rows_of(pairs).reshape(-1, 2 * WORD)
     return [pack_planes(signs, 1), float_words(scales)]
 
-  return stack_rows(x, WORD, bucket_size, bucket_size + 2 * WORD, encode)
+  fill = functools.partial(filled, bucket_size=bucket_size)
+  return stack_rows(x, WORD, bucket_size, bucket_size + 2 * WORD, encode, fill=fill)
 
 
 def remainder(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Array:
@@ -137,7 +162,9 @@ def encode_columns(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
   columns = [a.T for a in _sides(matrix.T)]
   # Over the first axis, a column in each lane.
   sums = sum_lanes(tuple(columns))
-  pair = _means_of_sums(sums, matrix[0] if size else jnp.zeros(count), present, size)
+  pair = _means_of_sums(
+    sums, matrix[0] if size else jnp.zeros(count, jnp.float32), present, size
+  )
   signs = jnp.pad((matrix < 0).astype(jnp.uint32), ((0, -size % WORD), (0, 0)))
   place = np.arange(WORD, dtype=np.uint32)[:, None]
   signs = signs.reshape(-(-size // WORD), WORD, count)

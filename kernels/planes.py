@@ -40,7 +40,12 @@ class Segment(NamedTuple):
     return x[self.first_row : self.first_row + self.shape[0]]
 
 
-def tile_segments(x: jax.Array, planes: int, bucket_size: int) -> list[Segment]:
+def tile_segments(
+  x: jax.Array,
+  planes: int,
+  bucket_size: int,
+  fill: Callable[[jax.Array], jax.Array] = lambda rest: rest,
+) -> list[Segment]:
   """Cuts a flat array into tiles and hands out their planes.
 
   The full tiles are one segment of strided slices, which XLA fuses into whatever
@@ -51,6 +56,7 @@ def tile_segments(x: jax.Array, planes: int, bucket_size: int) -> list[Segment]:
     x: ``[n]``.
     planes: buckets a tile, ``P``.
     bucket_size: elements a bucket, ``B``.
+    fill: what is done with the elements of the last, partial tile before zeros fill it.
 
   Returns:
     At most two segments; none for an empty array.
@@ -72,8 +78,8 @@ def tile_segments(x: jax.Array, planes: int, bucket_size: int) -> list[Segment]:
     ]
     segments.append(Segment(0, buckets, strided))
   if x.size > full * tile:
-    last = jnp.pad(x[full * tile :], (0, (full + 1) * tile - x.size))
-    last = last.reshape(planes, bucket_size)
+    rest = fill(x[full * tile :])
+    last = jnp.pad(rest, (0, tile - rest.size)).reshape(planes, bucket_size)
     segments.append(Segment(full, last, [last[k : k + 1] for k in range(planes)]))
   return segments
 
@@ -125,6 +131,7 @@ def stack_rows(
   bucket_size: int,
   row_words: int,
   encode: Callable[[Segment], Sequence[jax.Array]],
+  fill: Callable[[jax.Array], jax.Array] = lambda rest: rest,
 ) -> jax.Array:
   """Encodes a flat array segment by segment: ``uint32[rows, row_words]``.
 
@@ -134,10 +141,11 @@ def stack_rows(
     bucket_size: elements a bucket, ``B``.
     row_words: what the parts of a row add up to.
     encode: from a segment to the parts of its rows, ``uint32[rows, words]`` each.
+    fill: see :func:`tile_segments`.
   """
   rows = [
     jnp.concatenate(encode(segment), axis=1)
-    for segment in tile_segments(x, planes, bucket_size)
+    for segment in tile_segments(x, planes, bucket_size, fill)
   ]
   if not rows:
     return jnp.zeros((0, row_words), jnp.uint32)

@@ -74,7 +74,7 @@ def tensor_norm(x: jax.Array, norm: Norm) -> jax.Array:
     Array(3., dtype=float32)
   """
   if not x.size:
-    return jnp.zeros([])
+    return jnp.zeros([], jnp.float32)
   whole = x.size // _MAX_BLOCK * _MAX_BLOCK
   if norm == "l2" or not whole:
     return norms(x, norm)
@@ -89,7 +89,7 @@ def bucket_norms(x: jax.Array, planes: int, bucket_size: int, norm: Norm) -> jax
 
   Buckets that only fill the last tile are zero.
   """
-  lines = [jnp.zeros([0, planes])]
+  lines = [jnp.zeros([0, planes], jnp.float32)]
   for segment in tile_segments(x, planes, bucket_size):
     count = segment.planes[0].shape[0] * planes
     lines.append(norms(segment.buckets, norm)[:count].reshape(-1, planes))
@@ -112,7 +112,7 @@ def deviation(x: jax.Array, largest: jax.Array) -> jax.Array:
     Array(1., dtype=float32)
   """
   if not x.size:
-    return jnp.zeros([])
+    return jnp.zeros([], jnp.float32)
   exponent = jnp.clip(jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23, 1, 253)
   up = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
   down = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
@@ -125,12 +125,10 @@ def deviation(x: jax.Array, largest: jax.Array) -> jax.Array:
   while sums[0].size > _BLOCK:
     blocks = [_filled(a).reshape(-1, _STEPS, _LANES) for a in sums]
     sums = [a.reshape(-1) for a in sum_lanes(tuple(blocks))]
-  # Compilers regroup products, or contract one with the subtraction, in some places and
-  # not in others.
-  fixed = jax.lax.optimization_barrier
-  mean, mean_square = fixed([sum_by_halves(a) * np.float32(1 / x.size) for a in sums])
-  squared_mean = fixed(mean * mean)
-  return jnp.sqrt(jnp.maximum(mean_square - squared_mean, 0.0)) * up
+  mean, mean_square = (
+    _held(jnp.abs(sum_by_halves(a)) * np.float32(1 / x.size)) for a in sums
+  )
+  return jnp.sqrt(jnp.maximum(mean_square - _square(mean), 0.0)) * up
 
 
 def _filled(x: jax.Array) -> jax.Array:
@@ -163,6 +161,12 @@ def sum_by_halves(x: jax.Array) -> jax.Array:
 
 
 def _square(x: jax.Array) -> jax.Array:
-  """The maximum with zero keeps compilers from contracting the product with a sum in
-  some places and not in others."""
-  return jnp.maximum(x * x, 0.0)
+  return _held(x * x)
+
+
+def _held(x: jax.Array) -> jax.Array:
+  """A product of zero or more, as it is: clearing a sign that it does not have keeps
+  compilers from regrouping it, or contracting it with a sum, in some places and not
+  in others."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32((1 << 31) - 1)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)

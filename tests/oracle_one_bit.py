@@ -39,7 +39,11 @@ def one_bit_encode(x, *, bucket_size, means=None):
   """
   if means is None:
     means = one_bit_means(x, bucket_size=bucket_size)
-  words = oracle.pack(oracle.as_leaf(x) < 0, 1, bucket_size)
+  leaf = oracle.as_leaf(x)
+  whole = leaf.size // bucket_size * bucket_size
+  copies = np.resize(leaf[whole:], bucket_size if leaf.size > whole else 0)
+  negative = np.concatenate([leaf[:whole], copies]) < 0
+  words = oracle.pack(negative, 1, bucket_size)
   return np.concatenate([words, np.asarray(means, np.float32).view(np.uint32)], axis=1)
 
 

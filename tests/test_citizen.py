@@ -271,7 +271,7 @@ def test_inject_hyperparams(factory):
     make = optax.inject_hyperparams(factory)
     tx = make(codec=QSGD(bits=4, bucket_size=32), feedback="error", key=0)
   else:
-    static = ("bits", "bucket_size", "min_leaf_size")
+    static = ("bits", "bucket_size", "min_leaf_size", "refit_every")
     make = optax.inject_hyperparams(factory, static_args=static)
     tx = make(bits=4, bucket_size=32, min_leaf_size=100, feedback="error")
   outputs, states = steps(tx, [gradients(seed) for seed in range(3)], jit=True)

@@ -1,5 +1,8 @@
 """What the exchange does for single codecs: exact ternary means, fitted levels."""
 
+import dataclasses
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import laws
@@ -9,10 +12,12 @@ import oracle_ternary
 import pytest
 import wire_decoder_codecs
 from jax.sharding import PartitionSpec as P
-from test_exchange import documented_key
+from test_exchange import documented_key, transformation
 
 import gradcomp
-from gradcomp.codecs import QSGD, Ternary
+from gradcomp.codecs import QSGD, OneBit, Ternary
+from gradcomp.exchange import Message, refit
+from gradcomp.layout import plan
 
 
 @pytest.mark.parametrize("workers", [3, 8])
@@ -126,6 +131,49 @@ def test_a_leaf_that_nobody_encodes_fits_nothing():
   first = QSGD(bits=3, levels="nonuniform").init()
   (memory,) = states_of("vmap", tx, steps)
   np.testing.assert_array_equal(memory, np.stack([first] * 2))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ManyCounts(QSGD):
+  """As if of very many leaves: 2**30 counts in the first bin."""
+
+  most_counted: ClassVar[int] = 2**30
+
+  def measure(self, x):
+    return super().measure(x).at[0].set(2**30)
+
+
+def test_counts_of_many_workers_do_not_overflow():
+  """Eight times 2**30 would be zero, as if the first bin were empty."""
+  codec = ManyCounts(bits=3, bucket_size=64, levels="nonuniform")
+  leaf = jnp.asarray(laws.gaussian(6400))
+  layout = plan([leaf], codec)
+  message = Message((0,), layout, "all_gather", (), "asked for")
+  fit = lambda leaf: refit(codec, codec.init(), [message], [leaf], jnp.int32(0), "data")
+  fitted = jax.jit(jax.vmap(fit, axis_name="data"))(jnp.stack([leaf] * 8))
+  # The first bin is worth two levels; what the others get is settled by what is left.
+  np.testing.assert_array_equal(fitted[:, :2] * 256, np.float32([[0, 1]] * 8))
+
+
+def test_a_state_of_another_codec_is_refused():
+  grads = {"w": jnp.ones(512)}
+  fitted, plain = gradcomp.qsgd(bits=3, levels="nonuniform"), gradcomp.qsgd(bits=3)
+  for tx, other, negation in ((fitted, plain, ""), (plain, fitted, "not ")):
+    with pytest.raises(ValueError, match=f"`state.memory` must {negation}be kept"):
+      tx.update(grads, other.init(grads))
+
+
+@pytest.mark.parametrize("exchange", ["two_shot", "ring", "hierarchical"])
+def test_means_of_a_short_last_bucket_are_of_its_elements(exchange):
+  """Rows know no leaf: what fills them up must not draw means to zero.
+
+  Two elements behind two whole tiles, equal on all workers: both means are exact.
+  """
+  codec = OneBit()
+  x = np.concatenate([laws.gaussian(codec.tile_size), np.float32([2.5, -1.5])])
+  tx = transformation(codec, exchange, 4, feedback="error")
+  (output,), _ = modes.run("vmap", tx, [{"w": jnp.asarray(np.stack([x] * 4))}])
+  np.testing.assert_array_equal(output["w"][:, -2:], np.float32([[2.5, -1.5]] * 4))
 
 
 def test_alone_a_worker_fits_its_own_levels():

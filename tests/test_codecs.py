@@ -44,6 +44,22 @@ def test_laws_on_a_ragged_leaf(codec):
     laws.non_finite_buckets_are_nan(codec, x, bad)
 
 
+@every_codec
+def test_double_precision_changes_nothing(codec):
+  """With jax_enable_x64, where what has no dtype of its own becomes float64."""
+  x = ragged(codec)
+  key = laws.KEY if codec.needs_key else None
+  encode = lambda x: codec.encode(x, key=key)
+  rows = np.asarray(jax.jit(encode)(jnp.asarray(x)).rows)
+  with jax.enable_x64(True):
+    wide = jax.jit(lambda x: encode(x))(jnp.asarray(x))
+    empty = codec.encode(jnp.zeros(0, jnp.float32), key=key)
+    restored = jax.jit(lambda p: codec.decode(p, like=x))(wide)
+  assert wide.rows.dtype == empty.rows.dtype == jnp.uint32
+  assert restored.dtype == jnp.float32
+  np.testing.assert_array_equal(wide.rows, rows)
+
+
 @pytest.mark.parametrize(
   "codec",
   [c for c in laws.CODECS if laws.sharing(c) is not None and not laws.clips(c)],

@@ -133,6 +133,25 @@ def test_resnet_with_adam_and_feedback(digits, tmp_path):
   assert math.isfinite(float(row["test_loss"]))
 
 
+def test_one_bit_ternary_and_fitted_codecs_train(digits, tmp_path):
+  codecs = ["onebit-64", "terngrad", "qsgd-2-nonuniform"]
+  args = ["--compare", *codecs, "--steps", 3, "--devices", 2, "--batch-size", 16]
+  finish(start(*args, "--data-dir", digits[1], "--output", tmp_path))
+  summary = read(tmp_path / "summary.csv")
+  assert [row["codec"] for row in summary] == codecs
+  for row in summary:
+    assert int(row["bytes_a_step"]) < 0.15 * int(row["f32_bytes_a_step"])
+    assert float(row["test_loss"]) < math.log(10)  # of equal chances
+
+
+def test_one_bit_without_feedback_is_refused(capsys):
+  import image_classification
+
+  with pytest.raises(SystemExit):
+    image_classification.main(["--codec", "onebit-64", "--feedback", "none"])
+  assert "later steps must make up for" in capsys.readouterr().err
+
+
 def test_wrong_names_are_answered_with_the_choices(capsys):
   import image_classification
 
@@ -140,8 +159,8 @@ def test_wrong_names_are_answered_with_the_choices(capsys):
     with pytest.raises(SystemExit):
       image_classification.make_parser().parse_args(args)
   errors = capsys.readouterr().err
-  assert "'none', 'f32', 'bf16', 'qsgd'" in errors
-  assert "'qsgd-8', 'qsgd-16'" in errors
+  assert "'qsgd', 'none', 'f32', 'bf16'" in errors
+  assert "'qsgd-8', 'qsgd-16', 'qsgd-2-nonuniform'" in errors
   assert "must be at least 1, got 0" in errors
 
 

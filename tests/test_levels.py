@@ -78,9 +78,9 @@ def test_the_fit_is_the_optimum(bits, kind):
   assert (np.diff(k) > 0).all()
   best = oracle_levels.best_levels(counts, bits)
   least = oracle_levels.levels_variance(counts, best)
-  # Sums in binary32 make near ties equal, in which levels may differ but not this.
+  # Counts are rounded to one in 7936 of all; 7e-4 is the worst that this costs here.
   found = oracle_levels.levels_variance(counts, k.astype(int))
-  assert least * (1 - 1e-9) <= found <= least * (1 + 1e-4)
+  assert least * (1 - 1e-9) <= found <= least * (1 + 2e-3)
   # And the search matters: equally spaced levels are worse.
   first = oracle_levels.first_levels(bits)
   assert kind == "uniform" or found < 0.95 * oracle_levels.levels_variance(

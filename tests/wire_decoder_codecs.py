@@ -28,8 +28,14 @@ def decode_one_bit(rows, size, *, bucket_size):
   """
   rows = checked_rows(rows, size, 32, bucket_size, floats=64)
   negative = codes_of_words(rows[:, :bucket_size], 1) == 1
-  if negative[size:].any():
-    raise ValueError("the elements that fill the last tile must have the code 0.")
+  start = size // bucket_size * bucket_size
+  expected = np.zeros(negative.size - start, bool)
+  if size > start:
+    expected[:bucket_size] = np.resize(negative[start:size], bucket_size)
+  if (negative[start:] != expected).any():
+    raise ValueError(
+      "the elements that fill the last tile must have the codes of what they repeat."
+    )
   real = np.arange(negative.size) < size
   means = floats_of_words(rows[:, bucket_size:])
   positive_mean, negative_mean = _checked_means(

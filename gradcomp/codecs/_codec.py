@@ -139,6 +139,10 @@ class FittedCodec(Codec, Protocol):
   def refit_every(self) -> int:
     """Steps from one fit to the next."""
 
+  @property
+  def most_counted(self) -> int:
+    """The largest sum of one leaf's counts."""
+
   def init(self) -> jax.Array:
     """The memory before the first fit."""
 
@@ -151,7 +155,13 @@ class FittedCodec(Codec, Protocol):
 
 @runtime_checkable
 class RemainderCodec(Codec, Protocol):
-  """A codec that knows what it does not send, without decoding."""
+  """A codec that knows what it does not send, without decoding.
+
+  Its buckets have means, which what fills the last one would change.
+  """
+
+  def filled(self, flat: jax.Array) -> jax.Array:
+    """A flat leaf with what fills its last bucket."""
 
   def encode_with_residual(
     self,
@@ -197,10 +207,16 @@ def as_matrix(x: jax.Array) -> jax.Array:
 
 
 def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
-  """The elements of a leaf as ``float32[rows, tile_size]``, filled with zeros."""
+  """The elements of a leaf as ``float32[rows, tile_size]``, filled with zeros.
+
+  Or with what a :class:`RemainderCodec` puts there first.
+  """
   if is_by_column(codec):
     return as_matrix(x).T
-  padded = jnp.pad(x.reshape(-1), (0, -x.size % codec.tile_size))
+  flat = x.reshape(-1)
+  if isinstance(codec, RemainderCodec):
+    flat = codec.filled(flat)
+  padded = jnp.pad(flat, (0, -flat.size % codec.tile_size))
   return padded.reshape(-1, codec.tile_size)
 
 

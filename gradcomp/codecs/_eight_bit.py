@@ -48,14 +48,9 @@ def levels(data_type: DataType) -> np.ndarray:
 
 @functools.cache
 def _table(data_type: DataType) -> np.ndarray:
-  """The values of 256 codes, ``float32[256]``; those that are never sent are zero."""
-  table = np.zeros(256, np.float32)
+  """The values of 128 magnitudes, ``float32[128]``; those never sent are zero."""
   numbers = levels(data_type).astype(np.float32)
-  table[: numbers.size] = numbers
-  table[129 : 128 + numbers.size] = -numbers[1:]
-  if data_type == "dynamic_map":
-    table[128] = 1
-  return table
+  return np.pad(numbers, (0, 128 - numbers.size))
 
 
 @functools.cache
@@ -206,7 +201,12 @@ class EightBit:
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     words = bucket_words(self.block_size)
-    return eight_bit.decode_rows(rows, table=_table(self.data_type), bucket_size=words)
+    return eight_bit.decode_rows(
+      rows,
+      table=_table(self.data_type),
+      last=float(self.data_type == "dynamic_map"),
+      bucket_size=words,
+    )
 
   def _scale(self, largest: jax.Array) -> jax.Array:
     """What a level of 1 stands for."""

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import jax
 
-from gradcomp._checks import bucket, flag
+from gradcomp._checks import bucket, flag, static_integer
 from gradcomp.codecs._codec import Payload, as_float32, as_matrix, from_tiles
 from gradcomp.kernels import one_bit
 
@@ -73,7 +73,9 @@ class OneBit:
 
   def __post_init__(self) -> None:
     flag("per_column", self.per_column)
-    if not self.per_column:
+    if self.per_column:
+      static_integer("bucket_size", "a number of rows", self.bucket_size)
+    else:
       object.__setattr__(self, "bucket_size", bucket("bucket_size", self.bucket_size))
 
   @property
@@ -93,6 +95,10 @@ class OneBit:
   def with_rows(self, count: int) -> "OneBit":
     """The codec of leaves whose first dimension is ``count``: that is the bucket."""
     return dataclasses.replace(self, bucket_size=count)
+
+  def filled(self, flat: jax.Array) -> jax.Array:
+    """A flat leaf whose last bucket repeats its own elements in turn."""
+    return one_bit.filled(flat, self.bucket_size)
 
   def encode(
     self,

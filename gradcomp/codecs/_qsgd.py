@@ -108,6 +108,7 @@ class QSGD:
   refit_every: int = 100
 
   by_column: ClassVar[bool] = False
+  most_counted: ClassVar[int] = fitted_levels.MOST_COUNTED
 
   def __post_init__(self) -> None:
     bits = static_integer("bits", _BITS_RULE, self.bits)

@@ -34,7 +34,7 @@ class Ternary:
 
   Unbiased of what is clipped, ``E[decode(encode(x))] == f(x)``, up to the fixed-point
   grid: probabilities are multiples of 2**-16, cut downwards. Clipping itself is a bias:
-  at 2.5 it shortens a Gaussian gradient by 1.1 % and turns it by 2.7 degrees. The
+  at 2.5 it shortens a Gaussian gradient by 1.1 % and turns it by 2.8 degrees. The
   variance of an element is :math:`|f| (s - |f|)`, which is large, and grows with the
   leaf without clipping. No residual is kept by default: rounding errors may be longer
   than the gradient, and a residual could grow without bound.

@@ -1,5 +1,7 @@
 """What codecs with a memory remember: fitted to the gradients of all workers."""
 
+import functools
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -37,17 +39,28 @@ def refit(
   encoded = _encoded(codec, messages)
   if not encoded:
     return memory
-  axes: set[str] = set().union(*(message.others for message in messages))
+  names: tuple[str, ...] = ()
+  if axis_name is not None:
+    others = {axis for number in encoded for axis in encoded[number]}
+    names = (*_axes.names(axis_name), *sorted(others))
+  measured = len(encoded) * math.prod(map(_axes.require_size, names))
+  # The counts of all leaves and workers fit in 32 bits, cut to fewer digits if need be.
+  shift = max(0, (measured * codec.most_counted).bit_length() - 31)
 
   def fit() -> jax.Array:
-    counts = sum(codec.measure(leaves[number]) for number in encoded)
-    if axis_name is not None:
-      names = (*_axes.names(axis_name), *sorted(axes))
+    counts = sum(_measure(codec, leaves[number]) >> shift for number in encoded)
+    if names:
       with stage():
         counts = psum(counts, names if len(names) > 1 else names[0])
     return codec.fit(jnp.asarray(counts), memory)
 
   return lax.cond(step % codec.refit_every == 0, fit, lambda: memory)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _measure(codec: FittedCodec, leaf: jax.Array) -> jax.Array:
+  """Jitted by itself, so that leaves of one shape are traced once."""
+  return codec.measure(leaf)
 
 
 def fit_bytes(codec: Codec, messages: Sequence[Message], workers: int) -> Fraction:
@@ -58,12 +71,13 @@ def fit_bytes(codec: Codec, messages: Sequence[Message], workers: int) -> Fracti
   return Fraction(2 * (workers - 1), workers) * 4 * counts.size
 
 
-def _encoded(codec: Codec, messages: Sequence[Message]) -> list[int]:
-  """The numbers of the leaves that the codec encodes, where anything is exchanged."""
-  return [
-    number
+def _encoded(codec: Codec, messages: Sequence[Message]) -> dict[int, tuple[str, ...]]:
+  """The leaves that the codec encodes, where anything is exchanged: their numbers, and
+  the axes beside the data axis over which they differ."""
+  return {
+    number: message.others
     for message in messages
     if message.exchange != "local"
     for number, slot in zip(message.leaves, message.layout.slots, strict=True)
     if message.layout.codecs[slot.group] == codec
-  ]
+  }

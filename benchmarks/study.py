@@ -1,0 +1,221 @@
+"""What the codecs cost in accuracy, at their papers' settings and where these warn.
+
+  python benchmarks/study.py [--seeds 5] [--tables paper failures 64-sgd] [--quick]
+
+Trains the example's LeNet on the embedded digits with a rate that falls along a cosine,
+from the same initialisations and with the same batches for every codec; none has a rate
+of its own. With --output, writes codec_study.json and codec_study.md there.
+
+  paper        8 workers, momentum 0.9, 200 steps: the example's own setting, and the
+               codecs as in their papers. An accuracy half a point below that of f32 is
+               allowed, one point to TernGrad.
+  longer       The same in 400 steps for 1-bit SGD, which the paper says takes longer.
+  failures     8 workers, Adam, 100 steps: what the papers warn of. The images to train
+               on and to test on change places: 360 to learn from are harder, 1,437 to
+               test on a finer measure.
+  64-momentum  TernGrad's figure 3: 64 workers with an image each.
+  64-sgd       The same without momentum.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from gradcomp.codecs import QSGD, Codec, Dense, EightBit, OneBit, Ternary
+from gradcomp.layout import plan
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import data  # noqa: E402
+import image_classification as example  # noqa: E402
+from training import AXIS, Run, Task  # noqa: E402
+
+# Each with the points of accuracy that it may lose; None for no promise.
+Codecs = dict[str, tuple[Codec, float | None]]
+
+
+class Table(NamedTuple):
+  """A comparison: the options of the example, and the codecs after the plain mean."""
+
+  title: str
+  options: str
+  workers: int
+  codecs: Codecs
+  swapped: bool = False  # whether the images to train on and to test on change places
+
+
+ONE_BIT: Codecs = {"1-bit SGD, buckets of 64": (OneBit(), 0.5)}
+PAPER: Codecs = {
+  "QSGD, 8 bits": (QSGD(bits=8), 0.5),
+  "QSGD, 4 bits": (QSGD(bits=4), 0.5),
+  "QSGD, 2 bits, buckets of 128": (QSGD(bits=2, bucket_size=128), 0.5),
+  **{
+    f"QSGD, {bits} bits, non-uniform": (QSGD(bits=bits, levels="nonuniform"), 0.5)
+    for bits in (4, 3, 2)
+  },
+  **ONE_BIT,
+  "1-bit SGD, buckets of 512": (OneBit(bucket_size=512), None),
+  "1-bit SGD, columns": (OneBit(per_column=True), 0.5),
+  "TernGrad": (Ternary(), 1.0),
+  "TernGrad, base 3": (Ternary(packing="base3"), 1.0),
+  **{f"8 bits, {name}": (EightBit(data_type=name), 0.5) for name in example.TYPES},
+}
+FAILURES: Codecs = {
+  "QSGD, 4 bits": (QSGD(bits=4), None),
+  "QSGD, 4 bits, one scale a tensor": (QSGD(bits=4, bucket_size=None), None),
+  "QSGD, 2 bits, buckets of 128": (QSGD(bits=2, bucket_size=128), None),
+  "QSGD, 2 bits, one scale a tensor": (QSGD(bits=2, bucket_size=None), None),
+  "TernGrad": (Ternary(), None),
+  "TernGrad, not clipped": (Ternary(clip_sigmas=None), None),
+}
+TERNARY: Codecs = {"TernGrad": (Ternary(), 1.0)}
+ONE_IMAGE = "64 workers with an image each, 60 steps"
+TABLES = {
+  "paper": Table("8 workers, momentum, 200 steps", "", 8, PAPER),
+  "longer": Table("8 workers, momentum, 400 steps", "--steps 400", 8, ONE_BIT),
+  "failures": Table(
+    "8 workers, Adam, 100 steps, 360 images to train on",
+    "--optimizer adam --learning-rate 1e-3 --steps 100",
+    8,
+    FAILURES,
+    swapped=True,
+  ),
+  "64-momentum": Table(f"{ONE_IMAGE}, momentum", "--steps 60", 64, TERNARY),
+  "64-sgd": Table(
+    f"{ONE_IMAGE}, no momentum",
+    "--momentum 0 --learning-rate 0.2 --steps 60",
+    64,
+    TERNARY,
+  ),
+}
+OPTIONS = ("model", "optimizer", "momentum", "learning_rate", "batch_size", "steps")
+COLUMNS = (
+  "codec",
+  "test accuracy",
+  "points to f32",
+  "allowed",
+  "bytes a step",
+  "ratio",
+)
+
+
+def study(table: Table, images: data.ImageSet, args: argparse.Namespace) -> Any:
+  """All codecs of a table, the plain mean first."""
+  devices = jax.devices()[: table.workers]
+  mesh = jax.make_mesh((table.workers,), (AXIS,), devices=devices)
+  train, test = images[1::-1] if table.swapped else images[:2]
+  model = functools.partial(
+    example.MODELS[args.model], train.images.shape[1:], images.classes
+  )
+  task = Task(model, test, mesh)
+  baseline = example.run_codec("f32", Dense(), task, train, args)
+  rows = [row(baseline, baseline, None)]
+  for name, (codec, limit) in table.codecs.items():
+    runs = example.run_codec(name, codec, task, train, args)
+    rows.append(row(runs, baseline, limit))
+    print(" | ".join(cells(rows[-1])), flush=True)
+  shapes = jax.eval_shape(lambda: task.init_params(0))
+  layout = plan(jax.tree.leaves(shapes), QSGD())
+  return {
+    "title": table.title,
+    "options": {name: getattr(args, name) for name in OPTIONS},
+    "seeds": args.seeds,
+    "workers": table.workers,
+    "swapped": table.swapped,
+    "elements": layout.elements,
+    "compressed": sum(
+      like.size
+      for like, slot in zip(layout.like, layout.slots, strict=True)
+      if layout.codecs[slot.group] == QSGD()
+    ),
+    "rows": rows,
+  }
+
+
+def row(runs: list[Run], baseline: list[Run], limit: float | None) -> dict[str, Any]:
+  """What is left of the runs of a codec, one a seed."""
+  accuracy, exact = (
+    [100 * run.points[-1].test_accuracy for run in group] for group in (runs, baseline)
+  )
+  return {
+    "codec": runs[0].codec,
+    "accuracy_percent": accuracy,
+    "points_to_f32": [a - b for a, b in zip(accuracy, exact, strict=True)],
+    "points_allowed": limit,
+    "test_loss": [run.points[-1].test_loss for run in runs],
+    "bytes_a_step": runs[0].bytes_a_step,
+    "ratio": runs[0].bytes_a_step / runs[0].f32_bytes_a_step,
+    "step_ms": statistics.median(run.step_ms for run in runs),
+  }
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+  """A line of the table in Markdown."""
+  limit = row["points_allowed"]
+  return [
+    row["codec"],
+    spread(row["accuracy_percent"]) + " %",
+    "" if row["codec"] == "f32" else spread(row["points_to_f32"], "+"),
+    "" if limit is None else f"-{limit}",
+    f"{row['bytes_a_step']:,}",
+    f"{row['ratio']:.3f}",
+  ]
+
+
+def spread(values: list[float], sign: str = "") -> str:
+  """Mean and standard deviation."""
+  deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+  return f"{statistics.fmean(values):{sign}.2f} ± {deviation:.2f}"
+
+
+def markdown(results: list[dict[str, Any]]) -> str:
+  """All tables."""
+  parts = []
+  for result in results:
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, result["rows"])]
+    parts += [
+      f"{result['title']}; mean and standard deviation over {result['seeds']} seeds, "
+      f"differences seed by seed; {result['compressed']:,} of {result['elements']:,} "
+      "elements compressed, the others in float32.",
+      "\n".join(f"| {' | '.join(line)} |" for line in lines),
+    ]
+  return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
+  parser.add_argument("--seeds", type=int, default=5)
+  parser.add_argument("--quick", action="store_true", help="two steps of each: a test")
+  parser.add_argument("--data-dir", help="default: tensorflow-datasets' own")
+  parser.add_argument("--output", type=Path, help="folder of the two files")
+  options = parser.parse_args()
+  tables = [TABLES[name] for name in options.tables]
+  jax.config.update("jax_num_cpu_devices", max(table.workers for table in tables))
+  images = data.load("digits", options.data_dir)
+  results = []
+  for table in tables:
+    args = example.make_parser().parse_args(table.options.split())
+    args.seeds = options.seeds
+    args.steps = 2 if options.quick else args.steps
+    args.evaluate_every = args.steps
+    print(table.title)
+    results.append(study(table, images, args))
+    if options.output:
+      options.output.mkdir(parents=True, exist_ok=True)
+      report = json.dumps(results, indent=1)
+      (options.output / "codec_study.json").write_text(report + "\n")
+      (options.output / "codec_study.md").write_text(markdown(results))
+  print(markdown(results))
+
+
+if __name__ == "__main__":
+  main()
