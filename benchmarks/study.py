@@ -12,7 +12,10 @@ of its own. With --output, writes codec_study.json and codec_study.md there.
   longer       The same in 400 steps for 1-bit SGD, which the paper says takes longer.
   failures     8 workers, Adam, 100 steps: what the papers warn of. The images to train
                on and to test on change places: 360 to learn from are harder, 1,437 to
-               test on a finer measure.
+               test on a finer measure. This setting was chosen to show the failures,
+               after trials of seven others with two seeds: with Adam (three) both were
+               there; with momentum (four, rates 0.05 to 0.15) QSGD's was in two, and
+               TernGrad's in none beyond the spread of the seeds.
   64-momentum  TernGrad's figure 3: 64 workers with an image each.
   64-sgd       The same without momentum.
 """
