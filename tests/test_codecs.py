@@ -44,7 +44,21 @@ def test_laws_on_a_ragged_leaf(codec):
     laws.non_finite_buckets_are_nan(codec, x, bad)
 
 
-@every_codec
+@pytest.mark.parametrize(
+  "codec",
+  [
+    QSGD(bits=4, bucket_size=64),
+    QSGD(bits=4, bucket_size=None, norm="l2"),
+    QSGD(bits=3, bucket_size=64, levels="nonuniform"),
+    OneBit(),
+    OneBit(per_column=True),
+    Ternary(bucket_size=64),
+    Ternary(packing="base3"),
+    EightBit(block_size=64),
+    Dense(dtype=jnp.bfloat16),
+  ],
+  ids=laws.name,
+)
 def test_double_precision_changes_nothing(codec):
   """With jax_enable_x64, where what has no dtype of its own becomes float64."""
   x = ragged(codec)
