@@ -119,11 +119,14 @@ def test_a_codec_is_an_instance(codec):
     gradcomp.compress(codec)
 
 
-@pytest.mark.parametrize("name", ["bits", "bucket_size", "min_leaf_size"])
+STATIC = ["bits", "bucket_size", "min_leaf_size", "refit_every"]
+
+
+@pytest.mark.parametrize("name", STATIC)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_injected_hyperparameters_that_make_shapes(jit, name):
   """inject_hyperparams turns integers into arrays, traced ones under jit."""
-  static = {"bits", "bucket_size", "min_leaf_size"} - {name}
+  static = set(STATIC) - {name}
   make = optax.inject_hyperparams(gradcomp.qsgd, static_args=static)
   with pytest.raises(ValueError, match=says(f"`{name}`", "static_args")):
     init = make(min_leaf_size=3).init
