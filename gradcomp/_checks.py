@@ -40,8 +40,8 @@ def static_number(name: str, rule: str, value: Any) -> float:
 def _check_static(name: str, rule: str, value: Any) -> None:
   if isinstance(value, jax.Array):
     raise ValueError(
-      f"`{name}` must be {rule}, and known when a program is traced, got an array; with "
-      "optax.inject_hyperparams, name it in static_args."
+      f"`{name}` must be {rule}, and known when a program is traced, got an array; "
+      "with optax.inject_hyperparams, name it in static_args."
     )
 
 
