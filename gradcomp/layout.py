@@ -17,6 +17,7 @@ from gradcomp.codecs import (
   is_by_column,
   to_tiles,
 )
+from gradcomp.kernels.fixed_point import sign_bit, signed
 
 # Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more
 # than 99 % of all parameters are quantized. Half of that share: 1 % in float32 would
@@ -194,9 +195,7 @@ def scaled(x: jax.Array, scale: float) -> jax.Array:
   """
   if scale == 1:
     return x
-  value = jax.lax.bitcast_convert_type(jnp.abs(x) * jnp.float32(scale), jnp.uint32)
-  sign = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(1 << 31)
-  return jax.lax.bitcast_convert_type(value | sign, jnp.float32)
+  return signed(jnp.abs(x) * jnp.float32(scale), sign_bit(x))
 
 
 def plan(

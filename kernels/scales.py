@@ -91,7 +91,7 @@ def bucket_norms(x: jax.Array, planes: int, bucket_size: int, norm: Norm) -> jax
   """
   lines = [jnp.zeros([0, planes], jnp.float32)]
   for segment in tile_segments(x, planes, bucket_size):
-    count = segment.planes[0].shape[0] * planes
+    count = segment.shape[0] * planes
     lines.append(norms(segment.buckets, norm)[:count].reshape(-1, planes))
   return jnp.concatenate(lines)
 

@@ -230,6 +230,18 @@ def from_tiles(
   return tiles.reshape(-1)[: like.size].reshape(like.shape)
 
 
+def decode_payload(
+  payload: Payload, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
+) -> jax.Array:
+  """The array of a payload, whose statistics are in it where workers share them."""
+  if payload.stats is None:
+    tiles = codec.decode_rows(payload.rows)
+  else:
+    assert is_shared(codec)
+    tiles = codec.from_codes(codec.codes(payload.rows), payload.stats)
+  return from_tiles(tiles, like, codec).astype(like.dtype)
+
+
 def codec_key(key: jax.Array | None, codec: Codec) -> jax.Array | None:
   """The ``uint32[2]`` that a codec's rounding needs; None for one that needs none."""
   if not codec.needs_key:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from gradcomp.codecs._codec import Payload, as_float32, from_tiles
+from gradcomp.codecs._codec import Payload, as_float32, decode_payload
 from gradcomp.kernels import planes
 
 _ROW_SIZE = 128  # words in a row: small, because small leaves fill rows badly
@@ -84,8 +84,7 @@ class Dense:
     return Payload(self._encode(as_float32(x)))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    tiles = self.decode_rows(payload.rows)
-    return from_tiles(tiles, like, self).astype(like.dtype)
+    return decode_payload(payload, like, self)
 
   def encode_rows(
     self,

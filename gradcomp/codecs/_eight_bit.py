@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._checks import one_of, optional_bucket, static_integer
-from gradcomp.codecs._codec import Payload, Rounding, as_float32, codec_key, from_tiles
+from gradcomp.codecs._codec import (
+  Payload,
+  Rounding,
+  as_float32,
+  codec_key,
+  decode_payload,
+)
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
 from gradcomp.kernels import eight_bit
 from gradcomp.kernels.lines import Line, lines_between
@@ -185,8 +191,7 @@ class EightBit:
     return Payload(self._encode(flat, scale, key))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    tiles = self.decode_rows(payload.rows)
-    return from_tiles(tiles, like, self).astype(like.dtype)
+    return decode_payload(payload, like, self)
 
   def encode_rows(
     self,

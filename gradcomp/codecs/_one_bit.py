@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 
 from gradcomp._checks import bucket, flag, static_integer
-from gradcomp.codecs._codec import Payload, as_float32, as_matrix, from_tiles
+from gradcomp.codecs._codec import Payload, as_float32, as_matrix, decode_payload
 from gradcomp.kernels import one_bit
 
 
@@ -136,8 +136,7 @@ class OneBit:
     codec = self
     if self.per_column:
       codec = self.with_rows(like.shape[0] if like.shape else 1)
-    tiles = codec.decode_rows(payload.rows)
-    return from_tiles(tiles, like, codec).astype(like.dtype)
+    return decode_payload(payload, like, codec)
 
   def encode_rows(
     self,

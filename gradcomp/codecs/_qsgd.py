@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._checks import flag, one_of, optional_bucket, static_integer
-from gradcomp.codecs._codec import Payload, Rounding, as_float32, codec_key, from_tiles
+from gradcomp.codecs._codec import (
+  Payload,
+  Rounding,
+  as_float32,
+  codec_key,
+  decode_payload,
+)
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
 from gradcomp.kernels import levels as fitted_levels
 from gradcomp.kernels import planes, qsgd
@@ -222,18 +228,12 @@ class QSGD:
   ) -> Payload:
     flat = as_float32(x)
     key = codec_key(key, self)
-    if self.fitted and stats is None:
-      stats = self.fit(self.measure(x), self.init())
     scale = stats if self.share_scale and stats is not None else self.stats(x)
     words = self._encode(flat, scale, key, stats)
     return Payload(words, scale if self.share_scale else None)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    if payload.stats is None:
-      tiles = self.decode_rows(payload.rows)
-    else:
-      tiles = self.from_codes(self.codes(payload.rows), payload.stats)
-    return from_tiles(tiles, like, self).astype(like.dtype)
+    return decode_payload(payload, like, self)
 
   def encode_rows(
     self,
@@ -245,8 +245,6 @@ class QSGD:
     flat = tiles.reshape(-1)
     count = planes.planes_per_word(self.bits)
     scale = scales(row_scales(tiles, count, self.bucket_size, self.norm))
-    if self.fitted and stats is None:
-      stats = self.fit(self.measure(flat), self.init())
     return self._encode(flat, scale, codec_key(key, self), stats)
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
@@ -275,7 +273,8 @@ class QSGD:
     scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
     words = bucket_words(self.bucket_size)
     if self.levels == "nonuniform":
-      assert stats is not None
+      if stats is None:
+        stats = self.fit(self.measure(flat), self.init())
       return fitted_levels.encode_rows(
         flat, scale, stats, bits=self.bits, bucket_size=words, key=key
       )

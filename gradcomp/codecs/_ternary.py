@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._checks import flag, one_of, optional_bucket, static_number
-from gradcomp.codecs._codec import Payload, as_float32, codec_key, from_tiles
+from gradcomp.codecs._codec import Payload, as_float32, codec_key, decode_payload
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
 from gradcomp.kernels import ternary
+from gradcomp.kernels.planes import floats
 from gradcomp.kernels.qsgd import from_signed_codes
 from gradcomp.kernels.scales import deviation, norms, scales
 
@@ -158,11 +159,7 @@ class Ternary:
     return Payload(rows, scale if self.share_scale else None)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    if payload.stats is None:
-      tiles = self.decode_rows(payload.rows)
-    else:
-      tiles = self.from_codes(self.codes(payload.rows), payload.stats)
-    return from_tiles(tiles, like, self).astype(like.dtype)
+    return decode_payload(payload, like, self)
 
   def encode_rows(
     self,
@@ -178,10 +175,8 @@ class Ternary:
     return self._encode(tiles.reshape(-1), scale, jnp.float32(jnp.inf), key)
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
-    scale = rows[..., bucket_words(self.bucket_size) :]
-    return self.from_codes(
-      self.codes(rows), jax.lax.bitcast_convert_type(scale, jnp.float32)
-    )
+    scale = floats(rows[..., bucket_words(self.bucket_size) :])
+    return self.from_codes(self.codes(rows), scale)
 
   def codes(self, rows: jax.Array) -> jax.Array:
     words = bucket_words(self.bucket_size)
