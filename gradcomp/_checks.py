@@ -37,6 +37,14 @@ def static_number(name: str, rule: str, value: Any) -> float:
   return float(value)
 
 
+def static_factor(name: str, rule: str, value: Any) -> float:
+  """A positive number that is normal in ``float32``, and so is its inverse."""
+  number = static_number(name, rule, value)
+  if not 2.0**-126 <= number <= 2.0**126:
+    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
+  return number
+
+
 def _check_static(name: str, rule: str, value: Any) -> None:
   if isinstance(value, jax.Array):
     raise ValueError(

@@ -1,0 +1,118 @@
+"""All-reduces in a format, emulated on one device, and how far off they are."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._checks import one_of, static_integer
+from gradcomp.floats._rounding import check_float
+from gradcomp.floats._sums import Method, sum
+from gradcomp.kernels.float_formats import FloatFormat
+
+Order = Literal["gathered", "ring", "hierarchical"]
+
+_GROUP_RULE = 'a divisor of the number of workers with order="hierarchical"'
+
+
+def all_reduce(
+  x: jax.Array,
+  fmt: FloatFormat,
+  order: Order = "gathered",
+  *,
+  group_size: int | None = None,
+  method: Method = "sequential",
+) -> jax.Array:
+  """The sum of the workers' arrays, as an all-reduce in a format would make it.
+
+  ================  ====================================================================
+  ``order``         who is added to whom
+  ================  ====================================================================
+  ``gathered``      everyone adds all workers' numbers, in their order
+  ``ring``          the elements are cut into as many shares as there are workers; share
+                    d starts at worker d + 1, goes around, and ends at worker d
+  ``hierarchical``  first the workers of each group of consecutive ones, in their order,
+                    then the groups' sums, in their order
+  ================  ====================================================================
+
+  The exchanges of :func:`gradcomp.aps` add in these orders on real workers; a ring
+  there cuts rows, not elements, into shares.
+
+  Args:
+    x: ``[N, ...]``, what each worker has.
+    fmt: the format.
+    order: see above.
+    group_size: workers in a group.
+    method: how numbers are added one by one: see :func:`gradcomp.floats.sum`.
+
+  Returns:
+    ``float32[...]``, numbers of the format.
+
+  Raises:
+    ValueError: an unknown ``order`` or ``method``, no first axis, or a ``group_size``
+      that does not fit.
+    TypeError: ``x`` is not real floating point.
+
+  Example:
+    >>> ones = jnp.ones((64, 3))
+    >>> all_reduce(ones, FloatFormat(5, 2), "ring")
+    Array([8., 8., 8.], dtype=float32)
+    >>> all_reduce(ones, FloatFormat(5, 2), "hierarchical", group_size=8)
+    Array([64., 64., 64.], dtype=float32)
+
+  References:
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, sections 4.2 and 5.1
+  """
+  one_of("order", Order, order)
+  x = check_float(x, "x")
+  if not x.ndim or not x.shape[0]:
+    raise ValueError(f"`x` must have a first axis of workers, got the shape {x.shape}.")
+  workers, shape = x.shape[0], x.shape[1:]
+  if order == "hierarchical":
+    size = static_integer("group_size", _GROUP_RULE, group_size)
+    if size < 1 or workers % size:
+      raise ValueError(
+        f"`group_size` must be {_GROUP_RULE}, got {size} of {workers} workers."
+      )
+    groups = x.reshape(workers // size, size, *shape)
+    return sum(sum(groups, fmt, 1, method), fmt, 0, method)
+  if group_size is not None:
+    raise ValueError(
+      f'`group_size` must be None unless order="hierarchical", got {group_size} with '
+      f"{order!r}."
+    )
+  if order == "gathered":
+    return sum(x, fmt, 0, method)
+  flat = x.reshape(workers, -1)
+  padded = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % workers)))
+  shares = padded.reshape(workers, workers, -1)
+  share = jnp.arange(workers)
+  turns = (share + 1 + share[:, None]) % workers  # [hop, share]: the worker
+  summed = sum(shares[turns, share], fmt, 0, method)
+  return summed.reshape(-1)[: flat.shape[1]].reshape(shape)
+
+
+def round_off_error(exact: jax.Array, rounded: jax.Array) -> jax.Array:
+  r"""The mean relative error, :math:`\frac{1}{n} \sum |(h_i - l_i) / h_i|`.
+
+  Elements whose exact value is zero have none, and are left out.
+
+  Args:
+    exact: :math:`h`, an array of any shape.
+    rounded: :math:`l`, of the same shape.
+
+  Returns:
+    ``float32[]``, 1 for 100 %; 0 if nothing is left.
+
+  Example:
+    >>> round_off_error(jnp.array([1.0, 2.0, 0.0]), jnp.array([1.5, 2.0, 1.0]))
+    Array(0.25, dtype=float32)
+
+  References:
+    Han et al., 2021, equation 5
+  """
+  used = exact != 0
+  error = jnp.abs((exact - rounded) / jnp.where(used, exact, 1.0))
+  count = jnp.maximum(jnp.sum(used), 1).astype(jnp.float32)
+  return jnp.sum(jnp.where(used, error, 0.0)).astype(jnp.float32) / count

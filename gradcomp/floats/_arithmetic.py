@@ -1,0 +1,113 @@
+"""Sums and products in a format: the exact result, rounded once.
+
+A binary32 operation rounds to 24 bits, and rounding its result again would round twice.
+With few mantissa bits that makes no difference (Figueroa 1995: 24 bits are at least
+2p + 1 for sums, 2p for products of p bits); with more, what the operation lost decides.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.floats._rounding import check_float, round_to
+from gradcomp.kernels.fixed_point import sign_bit, signed
+from gradcomp.kernels.float_codes import from_codes, to_codes
+from gradcomp.kernels.float_formats import FloatFormat
+
+_MOST_FOR_SUMS = 10  # mantissa bits: 2 (m + 1) + 1 <= 24
+_MOST_FOR_PRODUCTS = 11
+_NO_EXPONENT, _ONE = np.uint32(0x807FFFFF), np.uint32(0x3F800000)
+_HIGH_HALF = np.uint32(0xFFFFF000)  # of a significand: 12 bits
+
+
+def add(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
+  """``a + b`` in a format: both are rounded to it, and so is their exact sum.
+
+  To nearest even, once. Processors that take subnormal ``float32`` for zero, as XLA
+  makes CPUs do, do so with operands and exact results below 2**-126; few formats but
+  those with 8 exponent bits have numbers that small.
+
+  Args:
+    a: an array of real float dtype.
+    b: one that broadcasts with it.
+    fmt: the format.
+
+  Returns:
+    ``float32`` numbers of the format.
+
+  Raises:
+    TypeError: an operand is not real floating point.
+
+  Example:
+    >>> add(jnp.float32(8.0), jnp.array([1.0, 1.5]), FloatFormat(5, 2))
+    Array([ 8., 10.], dtype=float32)
+  """
+  a, b = check_float(a, "a"), check_float(b, "b")
+  return rounded_sum(round_to(a, fmt), round_to(b, fmt), fmt)
+
+
+def multiply(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
+  """``a * b`` in a format: both are rounded to it, and so is their exact product.
+
+  The rest is as for :func:`add`.
+
+  Example:
+    >>> multiply(jnp.float32(1.25), jnp.array([1.25, 3.0]), FloatFormat(5, 2))
+    Array([1.5, 4. ], dtype=float32)
+  """
+  a, b = check_float(a, "a"), check_float(b, "b")
+  return rounded_product(round_to(a, fmt), round_to(b, fmt), fmt)
+
+
+def rounded_sum(
+  a: jax.Array, b: jax.Array, fmt: FloatFormat, *, saturate: bool = False
+) -> jax.Array:
+  """The sum of two numbers of a format, in it: :func:`add` without its checks.
+
+  Args:
+    a: ``float32``, of the format.
+    b: the same.
+    fmt: the format.
+    saturate: whether a finite sum that is too large becomes the largest number.
+  """
+  total = a + b
+  lost = None
+  if fmt.mantissa_bits > _MOST_FOR_SUMS:
+    of_b = total - a
+    lost = (a - (total - of_b)) + (b - of_b)
+  return _rounded(total, lost, fmt, saturate)
+
+
+def rounded_product(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
+  """The product of two numbers of a format, in it."""
+  product = a * b
+  if fmt.mantissa_bits <= _MOST_FOR_PRODUCTS:
+    return _rounded(product, None, fmt, False)
+  # Whether something is lost, and on which side, is the same for any exponents.
+  a, b = _near_one(a), _near_one(b)
+  (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+  # The sign is set by a bit operation, so that no compiler contracts this product.
+  near = signed(jnp.abs(a) * jnp.abs(b), sign_bit(a) ^ sign_bit(b))
+  lost = a_low * b_low - (((near - a_high * b_high) - a_low * b_high) - a_high * b_low)
+  lost = jnp.where(product == 0, np.float32(0), lost)
+  return _rounded(product, lost, fmt, False)
+
+
+def _near_one(x: jax.Array) -> jax.Array:
+  """The sign and the significand of ``x``, from 1 to 2."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & _NO_EXPONENT
+  return jax.lax.bitcast_convert_type(bits | _ONE, jnp.float32)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Two numbers of 12 bits whose sum is ``x``; products of such are exact."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & _HIGH_HALF
+  high = jax.lax.bitcast_convert_type(bits, jnp.float32)
+  return high, x - high
+
+
+def _rounded(
+  x: jax.Array, lost: jax.Array | None, fmt: FloatFormat, saturate: bool
+) -> jax.Array:
+  codes = to_codes(x, fmt, lost=lost, saturate=saturate)
+  return jnp.where(jnp.isnan(x), x, from_codes(codes, fmt))

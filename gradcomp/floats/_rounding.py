@@ -1,0 +1,181 @@
+"""Rounding to a format, and codes."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._checks import one_of
+from gradcomp.kernels import float_codes, key_words
+from gradcomp.kernels.float_codes import FloatRounding
+from gradcomp.kernels.float_formats import FloatFormat
+
+
+def to_code(
+  x: jax.Array,
+  fmt: FloatFormat,
+  rounding: FloatRounding = "nearest_even",
+  *,
+  key: jax.Array | None = None,
+) -> jax.Array:
+  """The codes of the numbers that ``x`` rounds to.
+
+  Args:
+    x: an array of any shape and real float dtype.
+    fmt: the format.
+    rounding: as in :func:`round_to`.
+    key: for stochastic rounding.
+
+  Returns:
+    ``uint32`` in the shape of ``x``, below ``2**fmt.bits``. Where a format has no code
+    for NaN, it is minus zero's; where it has one for both, infinity's.
+
+  Raises:
+    ValueError: an unknown ``rounding``, or no ``key`` where it is needed.
+    TypeError: ``x`` is not real floating point.
+
+  Example:
+    >>> to_code(jnp.array([1.0, -1.75]), FloatFormat(3, 0)).tolist()
+    [3, 12]
+  """
+  wide, draw = _checked(x, rounding, key)
+  return _to_code(wide, fmt, rounding, draw)
+
+
+def from_code(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
+  """The numbers of codes: ``float32`` in their shape.
+
+  Args:
+    codes: integers from 0 to ``2**fmt.bits - 1``; of others the lowest bits count.
+    fmt: the format.
+
+  Raises:
+    TypeError: ``codes`` are no integers.
+
+  Example:
+    >>> from_code(jnp.array([3, 12], jnp.uint32), FloatFormat(3, 0))
+    Array([ 1., -2.], dtype=float32)
+  """
+  codes = jnp.asarray(codes)
+  if not jnp.issubdtype(codes.dtype, jnp.integer):
+    raise TypeError(f"`codes` must have an integer dtype, got {codes.dtype}.")
+  return _from_code(codes, fmt)
+
+
+def round_to(
+  x: jax.Array,
+  fmt: FloatFormat,
+  rounding: FloatRounding = "nearest_even",
+  *,
+  key: jax.Array | None = None,
+  straight_through: bool = False,
+) -> jax.Array:
+  r"""Rounds each element to a number of a format.
+
+  Correctly, subnormal numbers and the carry beyond the largest number included:
+
+  ================  ====================================================================
+  ``rounding``      the result
+  ================  ====================================================================
+  ``nearest_even``  the nearest number; of two, the one whose code is even. That is IEEE
+                    754's rule, which without mantissa bits always takes the larger.
+                    From the largest number plus half a step on (beyond it where that
+                    number's code is even), infinity
+  ``stochastic``    one of the two neighbours, so that the mean is :math:`x`: the upper
+                    with probability :math:`(x - l) / (u - l)`, a multiple of 2**-32.
+                    Unbiased up to the largest number
+  ``toward_zero``   the neighbour nearer to zero: never infinity
+  ================  ====================================================================
+
+  Formats without infinity have NaN in its place, and without NaN the largest number.
+  NaN stays NaN, and infinities stay what they are where the format has them.
+
+  Args:
+    x: an array of any shape and real float dtype, which is rounded from ``float32``.
+    fmt: the format.
+    rounding: see above.
+    key: one threefry key, as ``jax.random.key`` makes, for stochastic rounding.
+    straight_through: whether the derivative is that of the identity; else it is zero.
+
+  Returns:
+    The numbers, in the dtype of ``x``.
+
+  Raises:
+    ValueError: an unknown ``rounding``, or no ``key`` where it is needed.
+    TypeError: ``x`` is not real floating point.
+
+  Example:
+    >>> round_to(jnp.array([1.1, 61440.0, 1e-5, jnp.nan]), FloatFormat(5, 2))
+    Array([1.0000000e+00,           inf, 1.5258789e-05,           nan],
+          dtype=float32)
+
+  References:
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 5
+  """
+  wide, draw = _checked(x, rounding, key)
+
+  # The random bits are an argument: what is differentiated must not close over tracers.
+  def rounded(wide: jax.Array, draw: jax.Array | None) -> jax.Array:
+    return _round(wide, fmt, rounding, draw)
+
+  if straight_through:
+    rounded = with_derivative_of(lambda wide, draw: wide, rounded)
+  return rounded(wide, draw).astype(jnp.asarray(x).dtype)
+
+
+def with_derivative_of(
+  surrogate: Callable[..., jax.Array], function: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+  """``function`` with the derivative of ``surrogate``: a straight-through estimator."""
+  wrapped = jax.custom_jvp(function)
+  wrapped.defjvp(lambda x, dx: (function(*x), jax.jvp(surrogate, x, dx)[1]))
+  return wrapped
+
+
+def check_float(x: jax.Array, name: str) -> jax.Array:
+  """As ``float32``; TypeError if it is not real floating point."""
+  x = jnp.asarray(x)
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise TypeError(f"`{name}` must have a real float dtype, got {x.dtype}.")
+  return x.astype(jnp.float32)
+
+
+def _checked(
+  x: jax.Array, rounding: str, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+  """``x`` in float32, and the random bits that its rounding needs."""
+  wide = check_float(x, "x")
+  one_of("rounding", FloatRounding, rounding)
+  if rounding != "stochastic":
+    return wide, None
+  if key is None:
+    raise ValueError(
+      "`key` must be given for stochastic rounding; pass jax.random.key(seed), or "
+      'choose rounding="nearest_even".'
+    )
+  key = jax.random.wrap_key_data(key_words(key), impl="threefry2x32")
+  return wide, jax.random.bits(key, wide.shape, jnp.uint32)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _to_code(
+  x: jax.Array, fmt: FloatFormat, rounding: FloatRounding, draw: jax.Array | None
+) -> jax.Array:
+  return float_codes.to_codes(x, fmt, rounding=rounding, draw=draw)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _from_code(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
+  codes = codes.astype(jnp.uint32) & jnp.uint32(2**fmt.bits - 1)
+  return float_codes.from_codes(codes, fmt)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _round(
+  x: jax.Array, fmt: FloatFormat, rounding: FloatRounding, draw: jax.Array | None
+) -> jax.Array:
+  """By way of codes; NaN, which not every format has, by itself."""
+  codes = float_codes.to_codes(x, fmt, rounding=rounding, draw=draw)
+  return jnp.where(jnp.isnan(x), x, float_codes.from_codes(codes, fmt))
