@@ -27,12 +27,15 @@ from gradcomp.codecs import (
   Codec,
   Dense,
   EightBit,
+  FloatCast,
   OneBit,
   RemainderCodec,
   Ternary,
+  is_adding,
   is_fitted,
   is_shared,
 )
+from gradcomp.exchange._fold import fold
 from gradcomp.layout import mean_of_rows, plan, sum_in_order
 
 _WORKERS = 4  # whose payloads decode-and-sum adds
@@ -59,6 +62,11 @@ CODECS: dict[str, Codec] = {
   },
   "dynamic_tree 512": EightBit(block_size=512),
   "dynamic_tree stochastic": EightBit(rounding="stochastic"),
+  **{
+    f"aps-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m)
+    for e, m in ((5, 2), (4, 3), (3, 0), (5, 10))
+  },
+  "cast-5-2": FloatCast(scale=1.0),
   "dense-f32": Dense(),
   "dense-bf16": Dense(dtype=jnp.bfloat16),
 }
@@ -82,6 +90,8 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
   def mean(rows: jax.Array) -> jax.Array:
     if is_shared(codec):
       return codec.from_codes(sum_in_order(codec.codes, rows), payload.stats[:1])
+    if is_adding(codec):
+      return codec.unscaled(fold(codec, rows, keep=False).total, payload.stats)
     return mean_of_rows(codec, rows, 1 / _WORKERS)
 
   add = jax.jit(mean).lower(received).compile()

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from training import AXIS, Run, Task, compile_step, init_state, train
 
 import gradcomp
-from gradcomp.codecs import QSGD, Codec, Dense, EightBit, OneBit, Ternary
+from gradcomp.codecs import QSGD, Codec, Dense, EightBit, FloatCast, OneBit, Ternary
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
 TYPES = ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
@@ -44,6 +44,10 @@ CODECS: dict[str, Codec | None] = {
   "terngrad-base3": Ternary(packing="base3"),
   "terngrad-noclip": Ternary(clip_sigmas=None),
   **{name.replace("_", "-"): EightBit(data_type=name) for name in TYPES},
+  **{
+    f"aps-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m)
+    for e, m in ((5, 2), (4, 3), (3, 0))
+  },
 }
 COMPARED = ("f32", "qsgd-8", "qsgd-4", "qsgd-2")
 EXCHANGES = ("auto", "all_gather", "two_shot", "psum")

@@ -1,6 +1,7 @@
 """Compressed gradient exchange for data-parallel training in JAX."""
 
 from gradcomp import codecs as codecs
+from gradcomp import floats as floats
 from gradcomp import kernels as kernels
 from gradcomp._explain import Explanation as Explanation
 from gradcomp._explain import explain as explain
@@ -10,6 +11,8 @@ from gradcomp.aliases import eight_bit as eight_bit
 from gradcomp.aliases import onebit_sgd as onebit_sgd
 from gradcomp.aliases import qsgd as qsgd
 from gradcomp.aliases import terngrad as terngrad
+from gradcomp.low_precision import aps as aps
+from gradcomp.low_precision import loss_scaling_cast as loss_scaling_cast
 from gradcomp.sharding import init_state as init_state
 from gradcomp.sharding import state_specs as state_specs
 from gradcomp.train import defer_reduction as defer_reduction

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from gradcomp.codecs import (
   is_by_column,
   to_tiles,
 )
-from gradcomp.kernels.fixed_point import sign_bit, signed
+from gradcomp.kernels.fixed_point import scaled
 
 # Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more
 # than 99 % of all parameters are quantized. Half of that share: 1 % in float32 would
@@ -177,25 +177,18 @@ def sum_in_order(
   decode: Callable[[jax.Array], jax.Array], rows: jax.Array
 ) -> jax.Array:
   """``decode(rows[0]) + decode(rows[1]) + ...``"""
-  total = decode(rows[0])
-  if rows.shape[0] <= _UNROLLED:
-    for payload in rows[1:]:
-      total = total + decode(payload)
-    return total
-  return jax.lax.fori_loop(
-    1, rows.shape[0], lambda i, total: total + decode(rows[i]), total
+  return in_order(
+    lambda k, total: total + decode(rows[k]), rows.shape[0], decode(rows[0])
   )
 
 
-def scaled(x: jax.Array, scale: float) -> jax.Array:
-  """``x * scale``, with the scale and the product rounded to binary32.
-
-  The sign is set last, by a bit operation, so that no compiler contracts the product
-  with a following addition, such as that of a residual.
-  """
-  if scale == 1:
-    return x
-  return signed(jnp.abs(x) * jnp.float32(scale), sign_bit(x))
+def in_order(step: Callable[[Any, Any], Any], count: int, first: Any) -> Any:
+  """``step(count - 1, ... step(2, step(1, first)))``, written out if that is short."""
+  if count > _UNROLLED:
+    return jax.lax.fori_loop(1, count, step, first)
+  for k in range(1, count):
+    first = step(k, first)
+  return first
 
 
 def plan(
@@ -208,7 +201,8 @@ def plan(
 
   A leaf is small if it has fewer than ``min_leaf_size`` elements; by default, if it is
   among the smallest leaves that together hold less than 0.5 % of all elements. A leaf
-  also stays dense where its payload would not be smaller.
+  also stays dense where its payload would not be smaller (or would be larger, of a
+  codec that adds in its own format).
 
   Example:
     >>> from gradcomp.codecs import QSGD
@@ -240,7 +234,9 @@ def leaf_codec(
   def words(codec: Codec) -> int:
     return leaf_rows(codec, leaf) * codec.row_words
 
-  compressed = leaf.size >= min_leaf_size and words(codec) < words(Dense())
+  # Rounding to a format is asked for by itself, also where it saves nothing.
+  most = words(Dense()) if codec.adds else words(Dense()) - 1
+  compressed = leaf.size >= min_leaf_size and words(codec) <= most
   return codec if compressed else Dense()
 
 

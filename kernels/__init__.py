@@ -1,6 +1,9 @@
 """Inner loops of the codecs: a jnp reference that is also the fast path on CPU."""
 
 from gradcomp.kernels import eight_bit as eight_bit
+from gradcomp.kernels import float_cast as float_cast
+from gradcomp.kernels import float_codes as float_codes
+from gradcomp.kernels import float_formats as float_formats
 from gradcomp.kernels import levels as levels
 from gradcomp.kernels import lines as lines
 from gradcomp.kernels import one_bit as one_bit

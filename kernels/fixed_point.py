@@ -69,3 +69,14 @@ def signed(value: jax.Array, sign: jax.Array) -> jax.Array:
 def sign_bit(x: jax.Array) -> jax.Array:
   """The highest bit of a 32-bit number, alone, as ``uint32``."""
   return jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(1 << 31)
+
+
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+  """``x * scale``, with the scale and the product rounded to binary32.
+
+  The sign is set last, by a bit operation, so that no compiler contracts the product
+  with a following addition, such as that of a residual, or regroups it.
+  """
+  if scale == 1:
+    return x
+  return signed(jnp.abs(x) * jnp.float32(scale), sign_bit(x))

@@ -133,8 +133,8 @@ def test_resnet_with_adam_and_feedback(digits, tmp_path):
   assert math.isfinite(float(row["test_loss"]))
 
 
-def test_one_bit_ternary_and_fitted_codecs_train(digits, tmp_path):
-  codecs = ["onebit-64", "terngrad", "qsgd-2-nonuniform"]
+def test_one_bit_ternary_fitted_and_float_codecs_train(digits, tmp_path):
+  codecs = ["onebit-64", "terngrad", "qsgd-2-nonuniform", "aps-3-0"]
   args = ["--compare", *codecs, "--steps", 3, "--devices", 2, "--batch-size", 16]
   finish(start(*args, "--data-dir", digits[1], "--output", tmp_path))
   summary = read(tmp_path / "summary.csv")

@@ -2,6 +2,8 @@
 
 import numpy as np
 import oracle_eight_bit
+import oracle_float_cast
+import oracle_floats
 import oracle_levels
 import oracle_one_bit
 import oracle_ternary
@@ -56,6 +58,17 @@ def read_levels(rows):
   return wire_decoder_codecs.decode_nonuniform(rows, SIZE, bits=3, bucket_size=64)
 
 
+def float_rows(fmt, byte=None):
+  cast = oracle_float_cast.Cast(oracle_floats.Format(*fmt), byte=byte)
+  return cast.encode(X)
+
+
+def read_floats(fmt, byte=None):
+  return lambda rows: wire_decoder_codecs.decode_float_cast(
+    rows, SIZE, exponent_bits=fmt[0], mantissa_bits=fmt[1], byte=byte
+  )
+
+
 ONE_BIT = oracle_one_bit.one_bit_encode(X, bucket_size=64)
 COLUMN = oracle_one_bit.one_bit_encode_columns(X)
 LEVELS = oracle_levels.levels_encode(
@@ -91,6 +104,9 @@ LEVELS = oracle_levels.levels_encode(
       word(10),
       "a scale must be 15",
     ),
+    (read_floats((4, 2)), float_rows((4, 2)), 0, 1 << 7, "bits 7 to 7 of a code"),
+    (read_floats((5, 2)), float_rows((5, 2)), 127, 1, "fill the last tile"),
+    (read_floats((5, 2), 126), float_rows((5, 2), 126), 0, 0x7C, "that of a number"),
     (read_levels, LEVELS, -1, word(0.5), "the last of them 1"),
     (read_levels, LEVELS, -2, word(0.3), "multiples of 1/256"),
     (read_levels, LEVELS, -4, word(0.75), "increasing"),
@@ -111,6 +127,7 @@ def test_what_no_encoder_sends_is_refused(read, rows, place, value, reason):
     (read_column, COLUMN),
     (read_ternary("2bit"), ternary_rows("2bit")),
     (read_eight_bit("linear"), eight_bit_rows("linear")),
+    (read_floats((5, 2)), float_rows((5, 2))),
     (read_levels, LEVELS),
   ],
 )
@@ -119,3 +136,8 @@ def test_rows_of_another_shape_are_refused(read, rows):
     read(rows[:, 1:])
   with pytest.raises(ValueError, match="must be uint32"):
     read(rows.astype(np.int64))
+
+
+def test_floats_under_a_byte_of_nan_are_all_nan():
+  values = read_floats((5, 2), 255)(float_rows((5, 2)))
+  assert values.shape == (SIZE,) and np.isnan(values).all()

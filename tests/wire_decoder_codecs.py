@@ -1,4 +1,4 @@
-"""Reads payloads of OneBit, Ternary, EightBit and QSGD with fitted levels.
+"""Reads payloads of OneBit, Ternary, EightBit, FloatCast and QSGD with fitted levels.
 
 Like wire_decoder.py: from docs/wire-format.md alone, with NumPy only, and refusing,
 with ``ValueError``, what no encoder that follows the page could have sent.
@@ -6,6 +6,7 @@ with ``ValueError``, what no encoder that follows the page could have sent.
 
 import numpy as np
 from wire_decoder import (
+  DENSE_WORDS,
   PER_TENSOR_WORDS,
   checked_rows,
   checked_scales,
@@ -158,6 +159,51 @@ def decode_nonuniform(rows, size, *, bits, bucket_size):
   negative = codes < count
   value = scale * levels[0][np.where(negative, count - 1 - codes, codes - count)]
   return np.where(negative, -value, value)[:size]
+
+
+def decode_float_cast(
+  rows, size, *, exponent_bits, mantissa_bits, byte=None, addends=1, scale=1.0
+):
+  """The values of a FloatCast payload, float32[size].
+
+  Args:
+    rows: uint32[tiles, 128], the payload.
+    size: the number of elements of the leaf.
+    exponent_bits: e.
+    mantissa_bits: m.
+    byte: what the workers agreed on, or None with a constant scale.
+    addends: N, with a byte.
+    scale: the constant factor.
+  """
+  used = 1 + exponent_bits + mantissa_bits
+  width = min(b for b in (4, 8, 16, 32) if b >= used)
+  rows = checked_rows(rows, size, 32 // width, DENSE_WORDS)
+  codes = codes_of_words(rows, width).astype(np.int64)
+  if (codes >> used).any():
+    raise ValueError(f"bits {used} to {width - 1} of a code must be zero.")
+  if codes[size:].any() and byte != 255:
+    raise ValueError("the elements that fill the last tile must have the code 0.")
+  if byte == 255:
+    return np.full(size, np.nan, np.float32)
+  negative, magnitude = np.divmod(codes[:size], 2 ** (used - 1))
+  field, mantissa = np.divmod(magnitude, 2**mantissa_bits)
+  last = field == 2**exponent_bits - 1
+  if byte is not None and last.any():
+    raise ValueError("with a byte every code must be that of a number.")
+  bias = 2 ** (exponent_bits - 1) - 1
+  fraction = mantissa / 2.0**mantissa_bits
+  value = np.where(
+    field == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (field - bias)
+  )
+  infinite = (mantissa == 0) & (mantissa_bits > 0)
+  value = np.where(last, np.where(infinite, np.inf, np.nan), value)
+  value = np.where(negative == 1, -value, value)
+  with np.errstate(over="ignore"):
+    if byte is None:
+      return value.astype(np.float32) * np.float32(1 / scale)
+    room = int(np.ceil(np.log2(addends)))  # of an integer below 2^23: exact
+    value = value * 2.0 ** -(bias - (byte - 126 + room) if byte else 0)
+    return np.where(np.abs(value) < 2.0**-126, 0, value).astype(np.float32)
 
 
 def _checked_means(positive_mean, negative_mean, negative, real):

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from gradcomp.kernels import key_words
 
 Rounding = Literal["stochastic", "nearest"]
+Accumulate = Literal["format", "kahan", "float32"]
 
 
 class Payload(NamedTuple):
   """The arrays that cross the wire for one leaf; their bytes are all that is sent."""
 
   rows: jax.Array  # uint32[tiles, words and scales of a tile]
-  stats: jax.Array | None = None  # float32, of a codec that shares them; else None
+  stats: jax.Array | None = None  # of a codec that shares them; else None
 
 
 @runtime_checkable
@@ -53,6 +54,10 @@ class Codec(Protocol):
   @property
   def fitted(self) -> bool:
     """Whether the codec has a memory: see :class:`FittedCodec`."""
+
+  @property
+  def adds(self) -> bool:
+    """Whether sums are numbers of the codec's format: see :class:`AddingCodec`."""
 
   @property
   def tile_size(self) -> int:
@@ -96,7 +101,7 @@ class Codec(Protocol):
 
 @runtime_checkable
 class SharedCodec(Codec, Protocol):
-  """A codec with ``shares_stats``: all workers encode with the same statistics.
+  """A ``summable`` codec with ``shares_stats``: all workers encode with the same.
 
   The exchange takes the largest of all workers' ``stats`` before anyone encodes. Rows
   then hold codes alone, and the codes of several workers add up as integers.
@@ -154,6 +159,40 @@ class FittedCodec(Codec, Protocol):
 
 
 @runtime_checkable
+class AddingCodec(Codec, Protocol):
+  """A codec with ``adds``: sums of what it sends are numbers of its own format.
+
+  Its rows stand for scaled numbers, which ``encode_rows`` takes and ``decode_rows``
+  gives. The scale leaves room for the sum of all workers' numbers, and with
+  ``shares_stats`` the workers agree on it: on the largest of their bytes.
+  """
+
+  @property
+  def accumulate(self) -> Accumulate:
+    """How numbers are added one by one."""
+
+  def for_addends(self, count: int) -> "AddingCodec":
+    """The codec that leaves room for so many."""
+
+  def stats(self, x: jax.Array) -> jax.Array:
+    """``uint8[1, 1]``."""
+
+  def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
+    """The sum of two numbers of the format, rounded to it."""
+
+  def add_compensated(
+    self, total: jax.Array, compensation: jax.Array, x: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """The next sum and compensation of Kahan's algorithm, all in the format."""
+
+  def encode_sums(self, tiles: jax.Array) -> jax.Array:
+    """Rows of scaled sums, rounded to nearest: exact for numbers of the format."""
+
+  def unscaled(self, tiles: jax.Array, stats: jax.Array | None) -> jax.Array:
+    """What scaled numbers stand for: ``float32[rows, P, B]``, stats a line a row."""
+
+
+@runtime_checkable
 class RemainderCodec(Codec, Protocol):
   """A codec that knows what it does not send, without decoding.
 
@@ -175,7 +214,12 @@ class RemainderCodec(Codec, Protocol):
 
 def is_shared(codec: Codec) -> TypeGuard[SharedCodec]:
   """Whether a codec is a :class:`SharedCodec`, which its hyperparameters decide."""
-  return codec.shares_stats
+  return codec.shares_stats and codec.summable
+
+
+def is_adding(codec: Codec) -> TypeGuard[AddingCodec]:
+  """Whether a codec is an :class:`AddingCodec`."""
+  return codec.adds
 
 
 def is_by_column(codec: Codec) -> TypeGuard[ColumnCodec]:

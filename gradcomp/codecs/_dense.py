@@ -44,6 +44,7 @@ class Dense:
   shares_stats: ClassVar[bool] = False
   by_column: ClassVar[bool] = False
   fitted: ClassVar[bool] = False
+  adds: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     choices = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -143,6 +143,7 @@ class EightBit:
   summable: ClassVar[bool] = False
   by_column: ClassVar[bool] = False
   fitted: ClassVar[bool] = False
+  adds: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     one_of("data_type", DataType, self.data_type)

@@ -70,6 +70,7 @@ class OneBit:
   shares_stats: ClassVar[bool] = False
   summable: ClassVar[bool] = False
   fitted: ClassVar[bool] = False
+  adds: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     flag("per_column", self.per_column)

@@ -114,6 +114,7 @@ class QSGD:
   refit_every: int = 100
 
   by_column: ClassVar[bool] = False
+  adds: ClassVar[bool] = False
   most_counted: ClassVar[int] = fitted_levels.MOST_COUNTED
 
   def __post_init__(self) -> None:

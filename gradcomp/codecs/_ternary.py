@@ -90,6 +90,7 @@ class Ternary:
   needs_key: ClassVar[bool] = True
   by_column: ClassVar[bool] = False
   fitted: ClassVar[bool] = False
+  adds: ClassVar[bool] = False
 
   max_code: ClassVar[int] = 1
 

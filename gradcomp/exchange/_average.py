@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs import Codec, Dense, SharedCodec, is_shared
+from gradcomp.codecs import Codec, Dense, SharedCodec, is_adding, is_shared
 from gradcomp.exchange._all_gather import all_gather
 from gradcomp.exchange._collectives import (
   Workers,
@@ -19,11 +19,13 @@ from gradcomp.exchange._collectives import (
   stacked,
 )
 from gradcomp.exchange._hierarchical import hierarchical
+from gradcomp.exchange._in_format import sums_in_format
 from gradcomp.exchange._plan import Message
 from gradcomp.exchange._ring import ring
 from gradcomp.exchange._sums import add_codes, sum_dtype, unpack_sums
 from gradcomp.exchange._two_shot import two_shot
-from gradcomp.layout import Layout, RowDecoder, mean_of_rows, scaled
+from gradcomp.kernels.fixed_point import scaled
+from gradcomp.layout import Layout, RowDecoder, mean_of_rows
 
 Leaves = list[jax.Array]
 Residuals = list[jax.Array | None]  # of the second stage, one for each codec
@@ -85,6 +87,8 @@ def average(
   if exchange == "psum" and layout.codecs == (Dense(),):
     reduce = psum if workers.scale == 1 else pmean
     return Outcome(reduce(leaves, workers.axis_name), None, residuals)
+  if any(is_adding(codec) for codec in layout.codecs):
+    return _in_format(message, leaves, keys, workers, group_size, residuals, keep)
   stages = None if keys is None else keys.stages
 
   if exchange in ("ring", "hierarchical"):
@@ -129,6 +133,51 @@ def average(
     ]
   unsent = _unsent(leaves, own, layout.decode(own.decoders)) if keep else None
   return Outcome(layout.decode(decoders), unsent, residuals)
+
+
+def _in_format(
+  message: Message,
+  leaves: Leaves,
+  keys: Keys | None,
+  workers: Workers,
+  group_size: int | None,
+  residuals: Residuals,
+  keep: bool,
+) -> Outcome:
+  """The mean where a codec adds in its own numbers."""
+  layout = message.layout
+  shared = _shared(layout.stats(leaves), workers)
+  own = _encode(layout, leaves, keys, shared, None, keep)
+  sums, lost = sums_in_format(
+    message.exchange, layout, own.matrices, workers, group_size, keep=keep
+  )
+
+  def unscaled(decoders: Sequence[RowDecoder], scale: float) -> Leaves:
+    parts = zip(layout.codecs, decoders, own.stats, strict=True)
+    return layout.decode([_unscaled(*part, scale) for part in parts])
+
+  unsent = None
+  if lost is not None:
+    coded = _unsent(leaves, own, layout.decode(own.decoders))
+    unsent = [x + y for x, y in zip(coded, unscaled(lost, 1.0), strict=True)]
+  return Outcome(unscaled(sums, workers.scale), unsent, residuals)
+
+
+def _unscaled(
+  codec: Codec, decode: RowDecoder, stats: jax.Array | None, scale: float
+) -> RowDecoder:
+  """What scaled sums of K payloads stand for, times ``scale``."""
+  if not is_adding(codec):
+    return lambda start, stop: scaled(decode(start, stop), scale)
+
+  def values(start: int, stop: int) -> jax.Array:
+    tiles = scaled(decode(start, stop), scale)
+    # What is lost comes as whole rows.
+    planes = codec.tile_size // codec.row_words
+    tiles = tiles.reshape(stop - start, planes, codec.row_words)
+    return codec.unscaled(tiles, None if stats is None else stats[start:stop])
+
+  return values
 
 
 class _Encoded(NamedTuple):
@@ -194,6 +243,12 @@ def _rows_decoder(
   """Of K payloads, ``uint32[K, rows, words]``."""
   if is_shared(codec):
     return _sums_decoder(codec, add_codes(codec, rows), stats, scale)
+  if is_adding(codec):
+    return _unscaled(codec, _mean_decoder(codec, rows, 1.0), stats, scale)
+  return _mean_decoder(codec, rows, scale)
+
+
+def _mean_decoder(codec: Codec, rows: jax.Array, scale: float) -> RowDecoder:
   return lambda start, stop: mean_of_rows(codec, rows[:, start:stop], scale)
 
 

@@ -7,7 +7,8 @@ import jax
 
 from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
-from gradcomp.codecs import Codec, Dense, is_shared
+from gradcomp.codecs import Codec, Dense, is_adding, is_shared
+from gradcomp.exchange._fold import compensates
 from gradcomp.exchange._sums import packed_shape, sum_dtype
 from gradcomp.layout import Layout
 
@@ -30,13 +31,18 @@ def check_exchange(
     raise ValueError(
       f"`exchange` must be one of {get_args(Exchange)}, got {exchange!r}."
     )
+  if exchange == "psum" and codec.adds:
+    raise ValueError(
+      '`exchange` must not be "psum" for a codec that adds in its own format, which no '
+      f'backend does, got {codec}; use exchange="auto", "two_shot" or "ring".'
+    )
   if exchange == "psum" and not codec.summable:
     raise ValueError(
       '`exchange` must not be "psum" for a codec whose codes cannot be added, got '
       f'{codec}; use exchange="auto", a codec that shares its scale '
       "(share_scale=True), or gradcomp.dense() for the plain mean."
     )
-  if exchange in ("ring", "hierarchical") and codec.shares_stats:
+  if exchange in ("ring", "hierarchical") and is_shared(codec):
     raise ValueError(
       f'`exchange` must not be "{exchange}" for a codec that shares its scale, because '
       f"partial sums are encoded again with scales of their own, got {codec}; use "
@@ -89,7 +95,7 @@ def choose(exchange: Exchange, layout: Layout, workers: int) -> Choice:
     return Choice(exchange, "asked for")
   if all(codec == Dense() for codec in layout.codecs):
     return Choice("psum", "all is dense float32, and there is nothing to encode")
-  if any(codec.shares_stats for codec in layout.codecs):
+  if any(is_shared(codec) for codec in layout.codecs):
     psum, two_shot = (bytes_sent(e, layout, workers) for e in ("psum", "two_shot"))
     if psum <= two_shot:
       return Choice("psum", "sums of codes are exact, and integers send less")
@@ -122,7 +128,8 @@ def bytes_sent(
   ``psum``          ``2 (N-1)/N`` times the integers, or the float32 elements
   ================  =====================================================
 
-  Statistics that workers share add an all-reduce of their own.
+  Statistics that workers share add an all-reduce of their own. With a codec that adds
+  in its own format, f is c, and Kahan's compensation doubles the first half of a ring.
 
   Args:
     exchange: not ``"auto"``.
@@ -145,7 +152,8 @@ def bytes_by_leaf(
     if exchange == "psum" and not codec.shares_stats:
       result.append(Fraction(2 * (workers - 1), workers) * 4 * like.size)
       continue
-    total = _codec_bytes(exchange, codec, rows, workers, group_size)
+    inside = _inside_row(layout, codec)
+    total = _codec_bytes(exchange, codec, rows, workers, group_size, inside)
     stats = _stats_bytes(codec, like, workers)
     result.append(stats + (total * (stop - start) / rows if rows else 0))
   return result
@@ -156,14 +164,25 @@ def inside_bytes(layout: Layout, workers: int, group_size: int) -> Fraction:
   total = Fraction(0)
   for codec, rows in zip(layout.codecs, layout.rows, strict=True):
     share = -(-rows // workers)
-    dense = 4 * codec.tile_size * Fraction(workers, group_size)
+    dense = _inside_row(layout, codec) * Fraction(workers, group_size)
     gathered = 4 * codec.row_words * Fraction(workers, group_size)
     total += (group_size - 1) * share * (dense + gathered)
   return total
 
 
+def _inside_row(layout: Layout, codec: Codec) -> int:
+  """Bytes of a row inside groups: of float32, or of codes where codecs add those."""
+  adding = any(is_adding(codec) for codec in layout.codecs)
+  return 4 * (codec.row_words if adding else codec.tile_size)
+
+
 def _codec_bytes(
-  exchange: Exchange, codec: Codec, rows: int, workers: int, group_size: int
+  exchange: Exchange,
+  codec: Codec,
+  rows: int,
+  workers: int,
+  group_size: int,
+  inside_row: int,
 ) -> Fraction:
   """What the rows of one codec add."""
   n = Fraction(workers)
@@ -180,14 +199,18 @@ def _codec_bytes(
     second = (n - 1) * sums * 4 * words
   if exchange == "hierarchical":
     inside, groups = Fraction(group_size), n / group_size
-    dense = (inside - 1) * groups * share * codec.tile_size * 4
+    dense = (inside - 1) * groups * share * inside_row
     return dense + (groups - 1) * share * row + second
-  return (n - 1) * share * row + second
+  first = (n - 1) * share * row
+  if exchange == "ring" and compensates(codec):
+    first *= 2
+  return first + second
 
 
 def _stats_bytes(codec: Codec, like: jax.ShapeDtypeStruct, workers: int) -> Fraction:
-  """What the maximum of a leaf's statistics adds: an all-reduce of 32-bit words."""
-  if not is_shared(codec):
+  """What the maximum of a leaf's statistics adds: an all-reduce."""
+  if not codec.shares_stats:
     return Fraction(0)
+  assert is_shared(codec) or is_adding(codec)
   stats = jax.eval_shape(codec.stats, like)
-  return Fraction(2 * (workers - 1), workers) * 4 * stats.size
+  return Fraction(2 * (workers - 1), workers) * stats.dtype.itemsize * stats.size

@@ -47,11 +47,14 @@ def psum(tree: Any, axis_name: AxisName) -> Any:
 
 
 def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
-  """The maximum over the workers of ``float32`` that is zero or more; NaN wins.
+  """The maximum over the workers of bytes, or of ``float32`` that is zero or more.
 
   Such floats are ordered as their bit patterns are, NaN above all. A maximum of floats
   may drop NaN on the way.
   """
+  if x.dtype == jnp.uint8:
+    with stage():
+      return lax.pmax(x, axis_name)
   magnitude = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
   with stage():
     return lax.bitcast_convert_type(lax.pmax(magnitude, axis_name), jnp.float32)

@@ -87,7 +87,7 @@ def hierarchical(
   shapes = [(groups, *part.shape[1:]) for part in parts]
   lines = join(parts, workers.size).reshape(groups, size, -1).swapaxes(0, 1)
   with stage():
-    received = _scatter(lines.reshape(size, -1), workers, groups, size, inside=True)
+    received = regroup(lines.reshape(size, -1), workers, groups, size, inside=True)
   total = received[0]
   for line in received[1:]:
     total = total + line
@@ -101,7 +101,7 @@ def hierarchical(
     sent.append(codec.encode_rows(x, key=_fold(keys, i, 0), stats=memory))
     lost.append(x - codec.decode_rows(sent[i]).reshape(x.shape))
   with stage():
-    received = _scatter(join(sent, groups), workers, groups, size, inside=False)
+    received = regroup(join(sent, groups), workers, groups, size, inside=False)
   owned = split(received, [(x.shape[0] // groups, x.shape[1]) for x in sent])
   means, kept = [], []
   for i, (codec, rows) in enumerate(zip(layout.codecs, owned, strict=True)):
@@ -111,16 +111,19 @@ def hierarchical(
     )
     means.append(words)
     kept.append(residual)
-  gathered = _gather(layout, join(means, 1)[0], workers, group_size)
+  gathered = gather_groups(layout, join(means, 1)[0], workers, group_size)
   result = split(gathered, [x.shape for x in means])
   return (
     [stacked(x) for x in result],
-    [_place(x, shape, workers, size) for x, shape in zip(lost, shapes, strict=True)],
+    [
+      place(x.reshape(shape), workers, size)
+      for x, shape in zip(lost, shapes, strict=True)
+    ],
     kept,
   )
 
 
-def _scatter(
+def regroup(
   lines: jax.Array, workers: Workers, groups: int, size: int, *, inside: bool
 ) -> jax.Array:
   """Inside groups, or between workers of the same place in different groups."""
@@ -133,7 +136,7 @@ def _scatter(
   return scatter_within(lines, workers.axis_name, members)
 
 
-def _gather(
+def gather_groups(
   layout: Layout, message: jax.Array, workers: Workers, group_size: int | None
 ) -> jax.Array:
   """``[N, M]``: first between groups, where each line crosses once, then inside."""
@@ -148,15 +151,21 @@ def _gather(
   return inside.swapaxes(0, 1).reshape(workers.size, -1)
 
 
-def _place(
-  lost: jax.Array, shape: tuple[int, ...], workers: Workers, size: int
-) -> jax.Array:
-  """The errors of shares ``(*, c)`` among all rows, which lost nothing here."""
-  groups, share, width = shape
+def place(lost: jax.Array, workers: Workers, size: int) -> jax.Array:
+  """The errors of shares ``(*, c)`` among all rows, which lost nothing here.
+
+  Args:
+    lost: ``float32[groups, share, width]``.
+    workers: who exchanges; this one has place c in its group.
+    size: workers in a group.
+
+  Returns:
+    ``float32[groups * size * share, width]``.
+  """
+  groups, share, width = lost.shape
   own = lax.axis_index(workers.axis_name) % size
   mine = (jnp.arange(size) == own)[None, :, None, None]
-  errors = lost.reshape(groups, 1, share, width)
-  placed = jnp.where(mine, errors, 0.0)
+  placed = jnp.where(mine, lost[:, None], 0.0)
   return placed.reshape(groups * size * share, width)
 
 

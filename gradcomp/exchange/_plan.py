@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from gradcomp.codecs import Codec, Dense, is_shared
+from gradcomp.codecs import Codec, Dense, is_adding, is_shared
 from gradcomp.exchange._choice import Exchange, choose, reencoding
 from gradcomp.exchange._sums import sum_limit
 from gradcomp.layout import Layout, default_min_leaf_size, leaf_codec, leaf_rows, plan
@@ -59,6 +59,8 @@ def plan_messages(
   """
   if is_shared(codec):
     sum_limit(codec, workers)  # raises where 32 bits are too few
+  if is_adding(codec) and exchange != "local":
+    codec = codec.for_addends(workers)
   if min_leaf_size is None:
     min_leaf_size = default_min_leaf_size([leaf.size for leaf in leaves])
   apart = is_shared(codec) and exchange in ("psum", "auto")

@@ -22,7 +22,7 @@ from gradcomp.layout import Layout, mean_of_rows
 
 def loses(codec: Codec) -> bool:
   """Whether encoding a mean once more loses something: a second residual helps."""
-  return codec != Dense() and not codec.shares_stats
+  return codec != Dense() and not codec.shares_stats and not codec.adds
 
 
 def two_shot(

@@ -1,0 +1,226 @@
+"""FloatCast: floats of few bits, with a scale by layer or a constant one."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+
+from gradcomp._checks import one_of, static_factor, static_integer
+from gradcomp.codecs._codec import (
+  Accumulate,
+  Payload,
+  as_float32,
+  codec_key,
+  from_tiles,
+)
+from gradcomp.floats import FloatFormat, FloatRounding, kahan_step, rounded_sum
+from gradcomp.kernels import float_cast
+from gradcomp.kernels.fixed_point import scaled
+from gradcomp.kernels.planes import planes_per_word
+from gradcomp.kernels.scales import tensor_norm
+
+_ROW_WORDS = 128  # rows carry no scale: short ones cost nothing, and waste less
+
+_SCALE_RULE = 'a number from 2**-126 to 2**126, or "auto"'
+_ADDENDS_RULE = "a number of addends, 1 or more"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FloatCast:
+  r"""Casts to an IEEE float of few bits, scaled so that sums just fit: APS.
+
+  With ``scale="auto"``, Auto Precision Scaling, a leaf is multiplied by the largest
+  power of two that no sum of N workers' elements can overflow with, and the sum is
+  divided by it:
+
+  .. math:: Q(g) = 2^{-f} \, \mathrm{cast}(2^f g), \qquad
+     f = 2^{e - 1} - 1 - \max_{workers} \lceil \log_2 (N \max_i |g_i|) \rceil
+
+  The workers agree on that exponent, one byte a leaf, before anyone casts. Powers of
+  two lose nothing; what lies more than the format's range below the largest element
+  underflows. A number for ``scale`` is the baseline, loss scaling: one constant factor
+  for all leaves, with which elements may overflow to infinity.
+
+  Sums of several workers' codes are numbers of the format too: every partial sum is
+  rounded to it, in ``ring``, ``hierarchical``, ``two_shot`` and, by everyone, in
+  ``all_gather``: see ``accumulate``. So all that crosses the wire is in the format.
+
+  Biased: use error feedback. With stochastic rounding the cast alone would be unbiased
+  (probabilities are multiples of 2**-16, cut downwards), but partial sums are rounded
+  to nearest even in any case.
+
+  Sends 4, 8, 16 or 32 bits an element, the fewest that hold 1 + e + m, in whole rows of
+  128 words, and a byte a leaf.
+
+  With ``"auto"`` a leaf that holds a NaN or an infinity decodes to NaN, all of it; a
+  leaf of zeros, or of nothing that reaches 2**-126, to zeros. With a constant factor
+  each element is by itself: NaN and infinities stay what they are (NaN, both, without
+  mantissa bits), and what is too large becomes infinite.
+
+  Departures from the paper: the byte holds the exponent less :math:`\lceil \log_2 N
+  \rceil`, so that it never overflows; a layer of zeros has one (there its logarithm is
+  minus infinity); and where addends were rounded up so far that a sum is too large
+  after all, as may be with stochastic rounding, or with ``kahan`` or ``float32`` in
+  formats of two or three exponent bits, the largest number stands for it.
+
+  Attributes:
+    exponent_bits: 1 to 8.
+    mantissa_bits: 0 to 23. The paper uses (5, 2), (4, 3) and (3, 0).
+    rounding: of the cast: ``"nearest_even"``, as in the paper, ``"stochastic"`` or
+      ``"toward_zero"``.
+    scale: ``"auto"``, or a constant factor; 1 is a plain cast.
+    accumulate: how several workers' numbers are added. ``"format"`` rounds each partial
+      sum, as in the paper. ``"kahan"`` is Kahan's compensated summation, in the format
+      too; its compensation travels around a ring, and doubles what is sent there.
+      ``"float32"`` adds in float32, and rounds once what it sends on; in a ring that is
+      after each addition.
+    addends: how many numbers the scale leaves room for; exchanges set it to N.
+
+  Raises:
+    ValueError: a hyperparameter outside these, one exponent bit and no mantissa, or so
+      many addends that the largest element would be cast to zero (64 with (3, 0)), when
+      the codec is made; ``encode`` without a key when rounding is stochastic.
+    TypeError: ``encode`` of integers or complex numbers.
+
+  Example:
+    >>> codec = FloatCast(exponent_bits=4, mantissa_bits=3)
+    >>> x = jnp.array([3.0, -1.1, 0.0]) * 2**-60
+    >>> payload = codec.encode(x)
+    >>> codec.decode(payload, like=x) * 2**60, payload.stats
+    (Array([ 3.   , -1.125,  0.   ], dtype=float32), Array([[68]], dtype=uint8))
+
+  References:
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, sections 3 and 4.2, algorithm 1
+  """
+
+  exponent_bits: int = 5
+  mantissa_bits: int = 2
+  rounding: FloatRounding = "nearest_even"
+  scale: float | Literal["auto"] = "auto"
+  accumulate: Accumulate = "format"
+  addends: int = 1
+
+  unbiased: ClassVar[bool] = False
+  summable: ClassVar[bool] = False
+  by_column: ClassVar[bool] = False
+  fitted: ClassVar[bool] = False
+  adds: ClassVar[bool] = True
+
+  row_words: ClassVar[int] = _ROW_WORDS
+
+  def __post_init__(self) -> None:
+    for name in ("exponent_bits", "mantissa_bits"):
+      rule = "1 to 8" if name == "exponent_bits" else "0 to 23"
+      value = static_integer(name, rule, getattr(self, name))
+      object.__setattr__(self, name, value)
+    if not self.format.max_finite:
+      raise ValueError(
+        "`mantissa_bits` must be 1 or more with one exponent bit, got 0: the format "
+        "has no number but zero."
+      )
+    one_of("rounding", FloatRounding, self.rounding)
+    one_of("accumulate", Accumulate, self.accumulate)
+    if self.scale != "auto":
+      scale = static_factor("scale", _SCALE_RULE, self.scale)
+      object.__setattr__(self, "scale", scale)
+    addends = static_integer("addends", _ADDENDS_RULE, self.addends)
+    if not 1 <= addends < 2**23:
+      raise ValueError(f"`addends` must be {_ADDENDS_RULE}, got {addends}.")
+    object.__setattr__(self, "addends", addends)
+    room = 2.0**self.format.max_exponent / addends
+    if self.shares_stats and room <= self.format.smallest / 2:
+      raise ValueError(
+        "`exponent_bits` must leave room for the sum of all workers' numbers, got "
+        f"{self.exponent_bits}, with {self.mantissa_bits} mantissa bits and {addends} "
+        "workers: scaled so that it cannot overflow, even the largest element would be "
+        "cast to zero. Use more bits, or a constant scale."
+      )
+
+  @property
+  def format(self) -> FloatFormat:
+    """The number format."""
+    return FloatFormat(self.exponent_bits, self.mantissa_bits)
+
+  @property
+  def needs_key(self) -> bool:
+    return self.rounding == "stochastic"
+
+  @property
+  def shares_stats(self) -> bool:
+    return self.scale == "auto"
+
+  @property
+  def tile_size(self) -> int:
+    return planes_per_word(float_cast.width(self.format)) * _ROW_WORDS
+
+  def for_addends(self, count: int) -> "FloatCast":
+    return dataclasses.replace(self, addends=count)
+
+  def stats(self, x: jax.Array) -> jax.Array:
+    """The byte of the sum's exponent: ``uint8[1, 1]``; 0 for zeros, 255 for NaN."""
+    largest = tensor_norm(as_float32(x), "max").reshape(1, 1)
+    return float_cast.exponent_byte(largest, self.addends)
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> Payload:
+    flat = as_float32(x)
+    if self.scale != "auto":
+      return Payload(self._encode(scaled(flat, self.scale), None, key))
+    byte = self.stats(x) if stats is None else stats
+    exponent = float_cast.shift(byte[0, 0], self.format, self.addends)
+    return Payload(self._encode(flat, exponent, key), byte)
+
+  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    tiles = self.unscaled(self.decode_rows(payload.rows), payload.stats)
+    return from_tiles(tiles, like, self).astype(like.dtype)
+
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> jax.Array:
+    del stats
+    return self._encode(tiles.reshape(-1), None, key)
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    return float_cast.decode_rows(rows, self.format)
+
+  def encode_sums(self, tiles: jax.Array) -> jax.Array:
+    nearest = dataclasses.replace(self, rounding="nearest_even")
+    return nearest.encode_rows(tiles)
+
+  def unscaled(self, tiles: jax.Array, stats: jax.Array | None) -> jax.Array:
+    if self.scale != "auto":
+      return scaled(tiles, 1 / self.scale)
+    assert stats is not None
+    return float_cast.unshifted(tiles, stats, self.format, self.addends)
+
+  def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
+    return rounded_sum(total, x, self.format, saturate=self.shares_stats)
+
+  def add_compensated(
+    self, total: jax.Array, compensation: jax.Array, x: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    saturate = self.shares_stats
+    return kahan_step(total, compensation, x, self.format, saturate=saturate)
+
+  def _encode(
+    self, flat: jax.Array, exponent: jax.Array | None, key: jax.Array | None
+  ) -> jax.Array:
+    return float_cast.encode_rows(
+      flat,
+      self.format,
+      rounding=self.rounding,
+      exponent=exponent,
+      saturate=self.shares_stats,
+      row_words=_ROW_WORDS,
+      key=codec_key(key, self),
+    )

@@ -1,0 +1,148 @@
+"""FloatCast's inner loops: scale by a power of two, cast, pack; and the way back.
+
+See docs/wire-format.md for the rule.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp.kernels.float_codes import (
+  FloatRounding,
+  from_codes,
+  times_power_of_two,
+  to_codes,
+)
+from gradcomp.kernels.float_formats import FloatFormat
+from gradcomp.kernels.planes import (
+  Segment,
+  float_words,
+  pack_planes,
+  planes_per_word,
+  stack_rows,
+  unpack_planes,
+)
+from gradcomp.kernels.threefry import random_lanes
+
+# A byte stands for an exponent less 126; the two ends stand for zero and for NaN.
+_BYTE_BIAS = 126
+_NOT_FINITE = 255
+
+
+def width(fmt: FloatFormat) -> int:
+  """The bits that a code travels in: 4, 8, 16 or 32.
+
+  Example:
+    >>> [width(FloatFormat(e, m)) for e, m in ((3, 0), (5, 2), (5, 10), (8, 23))]
+    [4, 8, 16, 32]
+  """
+  return next(bits for bits in (4, 8, 16, 32) if fmt.bits <= bits)
+
+
+def exponent_byte(largest: jax.Array, addends: int) -> jax.Array:
+  """``ceil(log2(N a))``, less ``ceil(log2 N)``, as a byte: ``uint8`` like ``largest``.
+
+  Exactly, from the bits of :math:`a`: with :math:`a = f 2^k`, :math:`1 \\le f < 2`, it
+  is ``k`` or ``k + 1``, as :math:`f` is above ``2**ceil(log2 N) / N`` or not.
+
+  Args:
+    largest: float32, zero or more, or NaN: :math:`a`.
+    addends: N.
+
+  Example:
+    >>> exponent_byte(jnp.array([0.0, 1.0, 1.5, jnp.nan]), addends=3) - 126
+    Array([130,   0,   1, 129], dtype=uint8)
+  """
+  bits = float_words(largest)
+  limit = ((1 << 23) << _ceil_log2(addends)) // addends
+  above = ((bits & jnp.uint32((1 << 23) - 1)) | jnp.uint32(1 << 23)) > limit
+  field = (bits >> 23).astype(jnp.int32)
+  exponent = field - 127 + above.astype(jnp.int32)
+  byte = jnp.maximum(exponent + _BYTE_BIAS, 1)
+  byte = jnp.where(field == 0, 0, byte)
+  return jnp.where(jnp.isfinite(largest), byte, _NOT_FINITE).astype(jnp.uint8)
+
+
+def shift(byte: jax.Array, fmt: FloatFormat, addends: int) -> jax.Array:
+  """The power of two that makes N largest elements just fit: ``int32`` like ``byte``.
+
+  Algorithm 1's ``factor_exp``, the format's largest exponent less that of the sum.
+  """
+  exponent = byte.astype(jnp.int32) - _BYTE_BIAS + _ceil_log2(addends)
+  return jnp.where(byte == 0, 0, fmt.max_exponent - exponent)
+
+
+def unshifted(
+  x: jax.Array, byte: jax.Array, fmt: FloatFormat, addends: int
+) -> jax.Array:
+  """What scaled values stand for: NaN where the byte says so.
+
+  Args:
+    x: ``float32[rows, P, B]``.
+    byte: ``uint8[rows, 1]``.
+    fmt: the format.
+    addends: N.
+  """
+  value = times_power_of_two(x, -shift(byte, fmt, addends)[..., None])
+  return jnp.where(byte[..., None] == _NOT_FINITE, jnp.nan, value)
+
+
+def encode_rows(
+  x: jax.Array,
+  fmt: FloatFormat,
+  *,
+  rounding: FloatRounding,
+  exponent: jax.Array | None,
+  saturate: bool,
+  row_words: int,
+  key: jax.Array | None,
+) -> jax.Array:
+  """Casts a flat array, or ``x * 2**exponent``: ``uint32[rows, row_words]``.
+
+  Args:
+    x: ``float32[n]``.
+    fmt: the format.
+    rounding: how.
+    exponent: ``int32[]`` or None.
+    saturate: whether what is too large becomes the largest number, not infinity.
+    row_words: words in a row, ``B``.
+    key: ``uint32[2]`` for stochastic rounding, else None.
+  """
+  bits = width(fmt)
+  planes = planes_per_word(bits)
+
+  def encode(segment: Segment) -> list[jax.Array]:
+    lanes: list[jax.Array | None] = [None] * planes
+    if key is not None:
+      first = segment.first_row
+      drawn = random_lanes(key, segment.shape, planes, first_row=first)
+      lanes = [lane << 16 for lane in drawn]
+    codes = [
+      to_codes(
+        plane,
+        fmt,
+        rounding=rounding,
+        draw=lane,
+        exponent=exponent,
+        saturate=saturate,
+      )
+      for plane, lane in zip(segment.planes, lanes, strict=True)
+    ]
+    return [pack_planes(codes, bits)]
+
+  return stack_rows(x, planes, row_words, row_words, encode)
+
+
+def decode_rows(rows: jax.Array, fmt: FloatFormat) -> jax.Array:
+  """The numbers of rows: ``uint32[..., rows, B]`` to ``float32[..., rows, P, B]``.
+
+  Without mantissa bits there is one code for what is not finite: NaN.
+  """
+  codes = unpack_planes(rows, width(fmt))
+  if width(fmt) > fmt.bits:
+    codes = codes & jnp.uint32((1 << fmt.bits) - 1)
+  value = from_codes(codes, fmt)
+  return value if fmt.mantissa_bits else jnp.where(jnp.isinf(value), jnp.nan, value)
+
+
+def _ceil_log2(count: int) -> int:
+  return (count - 1).bit_length()
