@@ -123,22 +123,24 @@ def study(table: Table, images: data.ImageSet, args: argparse.Namespace) -> Any:
     runs = example.run_codec(name, codec, task, train, args)
     rows.append(row(runs, baseline, limit))
     print(" | ".join(cells(rows[-1])), flush=True)
-  shapes = jax.eval_shape(lambda: task.init_params(0))
-  layout = plan(jax.tree.leaves(shapes), QSGD())
   return {
     "title": table.title,
     "options": {name: getattr(args, name) for name in OPTIONS},
     "seeds": args.seeds,
     "workers": table.workers,
     "swapped": table.swapped,
-    "elements": layout.elements,
-    "compressed": sum(
-      like.size
-      for like, slot in zip(layout.like, layout.slots, strict=True)
-      if layout.codecs[slot.group] == QSGD()
-    ),
+    **sizes(task, QSGD()),
     "rows": rows,
   }
+
+
+def sizes(task: Task, codec: Codec, min_leaf_size: int | None = None) -> dict[str, int]:
+  """How many elements the model has, and how many of them a codec gets."""
+  shapes = jax.eval_shape(lambda: task.init_params(0))
+  layout = plan(jax.tree.leaves(shapes), codec, min_leaf_size=min_leaf_size)
+  leaves = zip(layout.like, layout.slots, strict=True)
+  compressed = [x.size for x, slot in leaves if layout.codecs[slot.group] == codec]
+  return {"elements": layout.elements, "compressed": sum(compressed)}
 
 
 def row(runs: list[Run], baseline: list[Run], limit: float | None) -> dict[str, Any]:

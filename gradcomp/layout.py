@@ -25,7 +25,7 @@ from gradcomp.kernels.fixed_point import scaled
 _DENSE_SHARE = 0.005
 
 # More payloads than this are added in a loop, which bounds the compile time.
-_UNROLLED = 16
+UNROLLED = 16
 
 # From a range of a matrix's rows, [start, stop), to their values, float32 tiles.
 RowDecoder = Callable[[int, int], jax.Array]
@@ -182,9 +182,11 @@ def sum_in_order(
   )
 
 
-def in_order(step: Callable[[Any, Any], Any], count: int, first: Any) -> Any:
+def in_order(
+  step: Callable[[Any, Any], Any], count: int, first: Any, unrolled: int = UNROLLED
+) -> Any:
   """``step(count - 1, ... step(2, step(1, first)))``, written out if that is short."""
-  if count > _UNROLLED:
+  if count > unrolled:
     return jax.lax.fori_loop(1, count, step, first)
   for k in range(1, count):
     first = step(k, first)

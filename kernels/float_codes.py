@@ -48,7 +48,8 @@ def to_codes(
       code), ``"stochastic"`` or ``"toward_zero"``, which never overflows.
     draw: uint32 like ``x``, uniform, for stochastic rounding.
     exponent: int32 that broadcasts to ``x``, from -512 to 512; then what is below
-      2**-126 counts as zero, before and after the product.
+      2**-126 counts as zero, before and after the product, and the codes of what is
+      not finite, or not below ``2**(fmt.max_exponent + 1)`` then, mean nothing.
     lost: float32 like ``x``: what was lost when an exact result was rounded to ``x``,
       at most half a unit in its last place. ``x + lost`` is rounded, exactly.
     saturate: whether finite numbers that are too large become the largest one, also
@@ -91,7 +92,10 @@ def to_codes(
     unused = jnp.where(below > 0, m, 0)
     drop = drop + unused
     unit = unused.astype(jnp.uint32)
-  base = jnp.clip(field - 1, 0, 1 << fmt.exponent_bits).astype(jnp.uint32) << m
+  base = jnp.maximum(field - 1, 0)
+  if exponent is None:
+    base = jnp.minimum(base, 1 << fmt.exponent_bits)
+  base = base.astype(jnp.uint32) << m
   if rounding == "stochastic":
     significand = significand >> jnp.clip(drop - 31, 0, 31).astype(jnp.uint32)
   drop = jnp.minimum(drop, 31).astype(jnp.uint32)
@@ -106,10 +110,11 @@ def to_codes(
   has_more = fmt.specials != "none"  # infinity, or the NaN of formats without one
   to_highest = saturate or rounding == "toward_zero" or not has_more
   code = jnp.minimum(code, jnp.uint32(fmt.max_code + (not to_highest)))
-  infinite = jnp.uint32(fmt.max_code + has_more)
-  nan = jnp.uint32(fmt.max_code + 1 + fmt.quiet_bit)
-  special = jnp.where(magnitude > _INFINITY, nan, infinite)
-  code = jnp.where(magnitude >= _INFINITY, special, code)
+  if exponent is None:
+    infinite = jnp.uint32(fmt.max_code + has_more)
+    nan = jnp.uint32(fmt.max_code + 1 + fmt.quiet_bit)
+    special = jnp.where(magnitude > _INFINITY, nan, infinite)
+    code = jnp.where(magnitude >= _INFINITY, special, code)
   sign = (bits >> 31) << (fmt.bits - 1)
   if fmt.specials == "negative_zero":
     sign = jnp.where(code == 0, jnp.uint32(0), sign)

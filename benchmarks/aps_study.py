@@ -1,0 +1,248 @@
+"""What low-precision floats cost in accuracy, with Auto Precision Scaling and without.
+
+  python benchmarks/aps_study.py [--seeds 5] [--tables paper ...] [--quick]
+
+The example's LeNet on the embedded digits, 8 workers, momentum 0.9, 200 steps, as in
+study.py. As in Han et al., 2021: a ring, all leaves in the format, and no feedback but
+where the table says so. A cast is to the format without any scale; partial sums are
+rounded, too.
+
+  paper  Tables 4 and 6: (5, 2), (4, 3) and (3, 0), each with APS and without. With APS,
+         an accuracy 0.3 points below that of f32 is allowed to 8 bits.
+  small  Gradients of 2^-12 of their size, made so by the loss; the mean is multiplied
+         by 2^12 behind the exchange, so that f32 trains as before, to the bit. Loss
+         scaling by 2^12 is the constant that undoes it.
+  lars   Table 5: optax.lars behind the exchange. The rate is the best of four for f32.
+  fails  As small, by several factors, one seed: where which format stops training.
+  cures  What the paper says helps, and what the library adds, where there is something
+         to cure: (3, 0) with the last layer in f32, with hybrid precision (f32 in the
+         first third), with error feedback and with Kahan sums.
+
+With --output, writes aps_study.json and aps_study.md there.
+"""
+
+import argparse
+import copy
+import functools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+import study
+
+import gradcomp
+from gradcomp.codecs import FloatCast
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import data  # noqa: E402
+import image_classification as example  # noqa: E402
+from training import AXIS, Point, Run, Task, compile_step, init_state  # noqa: E402
+
+WORKERS, BATCH, STEPS = 8, 64, 200
+LEARNING_RATE, LARS_RATE = 0.05, 2.0
+Transform = optax.GradientTransformation
+
+
+class Way(NamedTuple):
+  """What exchanges the gradients, and what is around it."""
+
+  exchange: Transform
+  allowed: float | None = None  # points below f32
+  scale: float = 1.0  # of the loss
+  full_first: float = 0.0  # the part of the steps with f32, before the others
+  lars: bool = False
+
+
+class Table(NamedTuple):
+  title: str
+  full: Way
+  ways: dict[str, Way]
+  seeds: int | None = None
+
+
+PAPER = {"axis_name": AXIS, "exchange": "ring", "feedback": None, "min_leaf_size": 0}
+
+
+def aps(e: int, m: int, **options: Any) -> Transform:
+  """As in the paper, but for what the options say."""
+  return gradcomp.aps(e, m, **PAPER | options)
+
+
+def cast(e: int, m: int, factor: float = 1.0) -> Transform:
+  """With one factor for all: 1 is none."""
+  return gradcomp.loss_scaling_cast(factor, e, m, **PAPER)
+
+
+def head_full(e: int, m: int) -> Transform:
+  """The last layer in f32."""
+
+  def labels(params: Any) -> Any:
+    name = lambda path, _: "full" if path[0].key == "head" else "low"
+    return jax.tree_util.tree_map_with_path(name, params)
+
+  return optax.partition({"low": aps(e, m), "full": FULL}, labels)
+
+
+FULL = gradcomp.dense(axis_name=AXIS)
+FORMATS = ((5, 2), (4, 3), (3, 0))
+FACTORS = {(5, 2): (-8, -12, -16), (4, 3): (-4, -8), (3, 0): (4,)}
+TABLES = {
+  "paper": Table(
+    "8 workers, momentum, 200 steps",
+    Way(FULL),
+    {
+      name: way
+      for bits in FORMATS
+      for name, way in {
+        f"{bits}, APS": Way(aps(*bits), 0.3 if sum(bits) == 7 else None),
+        f"{bits}, cast": Way(cast(*bits)),
+      }.items()
+    },
+  ),
+  "small": Table(
+    "Gradients of 2^-12 of their size, 8 workers, momentum, 200 steps",
+    Way(FULL),
+    {
+      "(4, 3), cast": Way(cast(4, 3), scale=2.0**-12),
+      "(4, 3), loss scaling by 2^12": Way(cast(4, 3, 2.0**12), scale=2.0**-12),
+    },
+  ),
+  "lars": Table(
+    f"LARS with a rate of {LARS_RATE:g}, 8 workers, 200 steps",
+    Way(FULL, lars=True),
+    {f"{bits}, APS": Way(aps(*bits), 0.3, lars=True) for bits in FORMATS[:2]},
+  ),
+  "fails": Table(
+    "Gradients of another size, 8 workers, momentum, 200 steps",
+    Way(FULL),
+    {
+      "f32, times 2^-12": Way(FULL, scale=2.0**-12),
+      "(4, 3), APS, times 2^-12": Way(aps(4, 3), scale=2.0**-12),
+      **{
+        f"{bits}, cast, times 2^{k}": Way(cast(*bits), scale=2.0**k)
+        for bits, exponents in FACTORS.items()
+        for k in exponents
+      },
+    },
+    seeds=1,
+  ),
+  "cures": Table(
+    "4 bits, 8 workers, momentum, 200 steps",
+    Way(FULL),
+    {
+      "(3, 0), APS, last layer f32": Way(head_full(3, 0)),
+      "(3, 0), APS, first third f32": Way(aps(3, 0), full_first=1 / 3),
+      "(3, 0), APS, error feedback": Way(aps(3, 0, feedback="error")),
+      "(3, 0), APS, Kahan": Way(aps(3, 0, accumulate="kahan")),
+    },
+  ),
+}
+
+
+class Bench:
+  """Trains by ways, each from the same initialisations, with the same batches."""
+
+  def __init__(self, images: data.ImageSet, steps: int):
+    self.train, self.steps = images.train, steps
+    shape = images.train.images.shape[1:]
+    model = functools.partial(example.MODELS["lenet"], shape, images.classes)
+    self.task = Task(model, images.test, jax.make_mesh((WORKERS,), (AXIS,)))
+
+  @functools.cache  # noqa: B019
+  def runs(self, name: str, way: Way, seeds: int) -> list[Run]:
+    """One a seed; the steps of both precisions are compiled once."""
+    batches = functools.partial(data.batches, self.train, BATCH)
+    full_steps = round(way.full_first * self.steps)
+    phases = []
+    for exchange, count in ((FULL, full_steps), (way.exchange, self.steps)):
+      if count:
+        compiled = self.compile(exchange, way, next(batches(seed=0)))
+        phases.append((exchange, *compiled))
+    ends = [full_steps, self.steps][-len(phases) :]
+    found = []
+    for seed in range(seeds):
+      params, inner = self.task.init_params(seed), None
+      draw, done, sent = batches(seed=seed), 0, 0
+      start = time.perf_counter()
+      for (exchange, step, wire), end in zip(phases, ends, strict=True):
+        fresh = init_state(self.task, self.optimizer(exchange, way), params)
+        # The exchange is another; momenta and the place in the schedule stay.
+        state = (fresh[0], fresh[1] if inner is None else inner)
+        for _ in range(done, end):
+          batch = self.task.place(next(draw))
+          # Emulated devices lock each other out if several steps are under way.
+          params, state, _ = jax.block_until_ready(step(params, state, batch))
+        sent, done, inner = sent + (end - done) * wire.bytes_sent, end, state[1]
+      loss, accuracy = self.task.evaluate(params)
+      ms = 1000 * (time.perf_counter() - start) / self.steps
+      point = Point(self.steps, sent, float("nan"), loss, accuracy)
+      bytes_a_step = round(sent / self.steps)
+      found.append(Run(name, seed, bytes_a_step, wire.dense_bytes, ms, [point]))
+    return found
+
+  def compile(
+    self, exchange: Transform, way: Way, batch: data.Split
+  ) -> tuple[Any, Any]:
+    """A step and its wire report."""
+    task = copy.copy(self.task)
+    task.loss_fn = lambda params, batch: way.scale * self.task.loss_fn(params, batch)
+    return compile_step(task, self.optimizer(exchange, way), batch)
+
+  def optimizer(self, exchange: Transform, way: Way) -> Transform:
+    """The exchange, then what undoes the loss scale, then the optimizer."""
+    rate = optax.cosine_decay_schedule(
+      LARS_RATE if way.lars else LEARNING_RATE, self.steps
+    )
+    inner = optax.lars(rate) if way.lars else optax.sgd(rate, momentum=0.9)
+    return optax.chain(exchange, optax.chain(optax.scale(1 / way.scale), inner))
+
+
+def run_table(
+  bench: Bench, table: Table, seeds: int, result: dict[str, Any]
+) -> Iterator[None]:
+  """All ways of a table, f32 first; pauses after each."""
+  full = bench.runs("f32", table.full, seeds)
+  rows = [study.row(full, full, None)]
+  sizes = study.sizes(bench.task, FloatCast(), 0)
+  result |= {"title": table.title, "seeds": seeds, **sizes, "rows": rows}
+  for name, way in table.ways.items():
+    rows.append(study.row(bench.runs(name, way, seeds), full, way.allowed))
+    print(
+      " | ".join(study.cells(rows[-1])), f"{rows[-1]['step_ms']:.0f} ms", flush=True
+    )
+    yield
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
+  parser.add_argument("--seeds", type=int, default=5)
+  parser.add_argument("--quick", action="store_true", help="three steps: a test")
+  parser.add_argument("--data-dir", help="default: tensorflow-datasets' own")
+  parser.add_argument("--output", type=Path, help="folder of the two files")
+  options = parser.parse_args()
+  jax.config.update("jax_num_cpu_devices", WORKERS)
+  bench = Bench(data.load("digits", options.data_dir), 3 if options.quick else STEPS)
+  results: list[dict[str, Any]] = []
+  for table in (TABLES[name] for name in options.tables):
+    print(table.title, flush=True)
+    results.append({})
+    for _ in run_table(bench, table, table.seeds or options.seeds, results[-1]):
+      if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        report = json.dumps(results, indent=1)
+        (options.output / "aps_study.json").write_text(report + "\n")
+        (options.output / "aps_study.md").write_text(study.markdown(results))
+  print(study.markdown(results))
+
+
+if __name__ == "__main__":
+  main()
