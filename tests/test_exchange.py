@@ -53,8 +53,15 @@ CASES = [
   (FloatCast(accumulate="kahan", rounding="stochastic"), "ring"),
   (FloatCast(exponent_bits=3, mantissa_bits=0), "hierarchical"),
 ]
-# One codec of each kind of sum is tried with all numbers of workers; more take minutes.
-NUMBERS = {CODECS[0]: (1, 2, 3, 4, 8), SHARED[0]: (1, 2, 3, 4, 8)}
+# A codec of each kind of sum is tried with all numbers of workers, it and one of each
+# other kind of codec in every place, with four. More take minutes.
+NUMBERS = {CODECS[0]: (1, 2, 3, 4, 8), SHARED[0]: (1, 2, 3, 4)}
+_KINDS = {(type(c), c.fitted): (c, exchange) for c, exchange in reversed(CASES)}
+
+
+def numbers(case):
+  """Of workers, for a case."""
+  return NUMBERS.get(case[0], (4,) if case in _KINDS.values() else (3,))
 
 
 def case_name(part):
@@ -117,7 +124,7 @@ def owned_leaves(tx_plan, tree, owned):
 
 @pytest.mark.parametrize(
   "codec, exchange, workers",
-  [(*case, n) for case in CASES for n in NUMBERS.get(case[0], (3, 4))],
+  [(*case, n) for case in CASES for n in numbers(case)],
   ids=case_name,
 )
 def test_one_law_for_every_exchange(codec, exchange, workers, request):
@@ -133,7 +140,7 @@ def test_one_law_for_every_exchange(codec, exchange, workers, request):
     for leaf in jax.tree.leaves(output):
       np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
   # All modes of all codecs for all numbers take minutes: --every-mode.
-  others = ["shard_map"] if codec in NUMBERS else []
+  others = ["shard_map"] if codec in NUMBERS and workers == 3 else []
   if workers == 4 or request.config.getoption("--every-mode"):
     others = [mode for mode in modes.modes_for(workers) if mode != "vmap"]
   for mode in others:
