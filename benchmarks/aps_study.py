@@ -10,8 +10,8 @@ rounded, too.
   paper  Tables 4 and 6: (5, 2), (4, 3) and (3, 0), each with APS and without. With APS,
          an accuracy 0.3 points below that of f32 is allowed to 8 bits.
   small  Gradients of 2^-12 of their size, made so by the loss; the mean is multiplied
-         by 2^12 behind the exchange, so that f32 trains as before, to the bit. Loss
-         scaling by 2^12 is the constant that undoes it.
+         by 2^12 behind the exchange, so that f32 trains as before: powers of two are
+         exact. Loss scaling by 2^12 is the constant that undoes it.
   lars   Table 5: optax.lars behind the exchange. The rate is the best of four for f32.
   fails  As small, by several factors, one seed: where which format stops training.
   cures  What the paper says helps, and what the library adds, where there is something
@@ -117,6 +117,7 @@ TABLES = {
     f"LARS with a rate of {LARS_RATE:g}, 8 workers, 200 steps",
     Way(FULL, lars=True),
     {f"{bits}, APS": Way(aps(*bits), 0.3, lars=True) for bits in FORMATS[:2]},
+    seeds=3,
   ),
   "fails": Table(
     "Gradients of another size, 8 workers, momentum, 200 steps",
@@ -141,6 +142,7 @@ TABLES = {
       "(3, 0), APS, error feedback": Way(aps(3, 0, feedback="error")),
       "(3, 0), APS, Kahan": Way(aps(3, 0, accumulate="kahan")),
     },
+    seeds=3,
   ),
 }
 
