@@ -43,9 +43,9 @@ def aps(
 
   Example:
     >>> tx = gradcomp.aps(4, 3, feedback=None)
-    >>> grads = {"w": jnp.tile(jnp.array([1.0, -1.1, 3e-9, 0.0]), 512) * 2**-40}
+    >>> grads = {"w": jnp.tile(jnp.array([1.0, -1.1, 3e-9, 0.0]), 512) * 2.0**-40}
     >>> updates, _ = tx.update(grads, tx.init(grads))
-    >>> updates["w"][:4] * 2**40
+    >>> updates["w"][:4] * 2.0**40
     Array([ 1.   , -1.125,  0.   ,  0.   ], dtype=float32)
 
   References:

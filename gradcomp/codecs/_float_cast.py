@@ -84,9 +84,9 @@ class FloatCast:
 
   Example:
     >>> codec = FloatCast(exponent_bits=4, mantissa_bits=3)
-    >>> x = jnp.array([3.0, -1.1, 0.0]) * 2**-60
+    >>> x = jnp.array([3.0, -1.1, 0.0]) * 2.0**-60
     >>> payload = codec.encode(x)
-    >>> codec.decode(payload, like=x) * 2**60, payload.stats
+    >>> codec.decode(payload, like=x) * 2.0**60, payload.stats
     (Array([ 3.   , -1.125,  0.   ], dtype=float32), Array([[68]], dtype=uint8))
 
   References:
