@@ -79,6 +79,24 @@ def stats_of(byte):
   return jnp.full((1, 1), byte, jnp.uint8)
 
 
+def assert_documented(codec, payload, cast, x):
+  """Rows are the oracle's, and both it and the page's decoder read the same values."""
+  rows = cast.encode(x, np.asarray(laws.KEY))
+  np.testing.assert_array_equal(payload.rows, rows)
+  decoded = laws.decoder(codec, x.shape)(payload)
+  assert_same_bits(decoded, cast.decode(rows, x.size))
+  read = wire_decoder_codecs.decode_float_cast(
+    np.asarray(payload.rows),
+    x.size,
+    exponent_bits=codec.exponent_bits,
+    mantissa_bits=codec.mantissa_bits,
+    byte=cast.byte,
+    scale=cast.scale,
+    addends=codec.addends,
+  )
+  np.testing.assert_array_equal(decoded, read)
+
+
 @pytest.mark.parametrize("fmt, rounding, scale", CASES)
 def test_rows_are_the_documented_ones(fmt, rounding, scale):
   """Rows and values bit for bit, the byte, and that unused bits are zero."""
@@ -94,20 +112,8 @@ def test_rows_are_the_documented_ones(fmt, rounding, scale):
   else:
     assert payload.stats is None
   assert codec.tile_size == 32 // cast.width * 128
-  rows = cast.encode(x, np.asarray(laws.KEY))
   assert payload.rows.shape == (2, 128)
-  np.testing.assert_array_equal(payload.rows, rows)
-  decoded = laws.decoder(codec, x.shape)(payload)
-  assert_same_bits(decoded, cast.decode(rows, x.size))
-  read = wire_decoder_codecs.decode_float_cast(
-    np.asarray(payload.rows),
-    x.size,
-    exponent_bits=fmt[0],
-    mantissa_bits=fmt[1],
-    byte=cast.byte,
-    scale=cast.scale,
-  )
-  np.testing.assert_array_equal(decoded, read)
+  assert_documented(codec, payload, cast, x)
 
 
 @pytest.mark.parametrize("fmt, rounding, scale", [CASES[0], CASES[5], CASES[10]])
@@ -119,19 +125,7 @@ def test_under_the_byte_of_others(fmt, rounding, scale):
   byte = oracle_float_cast.aps_byte(8 * x, 5)
   cast = cast_of(codec, byte)
   payload = encoder(codec)(jnp.asarray(x), stats_of(byte))
-  rows = cast.encode(x, np.asarray(laws.KEY))
-  np.testing.assert_array_equal(payload.rows, rows)
-  decoded = laws.decoder(codec, x.shape)(payload)
-  assert_same_bits(decoded, cast.decode(rows, x.size))
-  read = wire_decoder_codecs.decode_float_cast(
-    np.asarray(payload.rows),
-    x.size,
-    exponent_bits=fmt[0],
-    mantissa_bits=fmt[1],
-    byte=byte,
-    addends=5,
-  )
-  np.testing.assert_array_equal(decoded, read)
+  assert_documented(codec, payload, cast, x)
 
 
 def test_results_below_the_smallest_normal_number_are_zero():

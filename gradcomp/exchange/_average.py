@@ -25,7 +25,7 @@ from gradcomp.exchange._ring import ring
 from gradcomp.exchange._sums import add_codes, sum_dtype, unpack_sums
 from gradcomp.exchange._two_shot import two_shot
 from gradcomp.kernels.fixed_point import scaled
-from gradcomp.layout import Layout, RowDecoder, mean_of_rows
+from gradcomp.layout import Layout, RowDecoder, mean_of_rows, row_cutter
 
 Leaves = list[jax.Array]
 Residuals = list[jax.Array | None]  # of the second stage, one for each codec
@@ -105,7 +105,7 @@ def average(
       _rows_decoder(codec, words[None], None, scale)
       for codec, words in zip(layout.codecs, rows, strict=True)
     ]
-    unsent = layout.decode([_cutter(x) for x in lost]) if keep else None
+    unsent = layout.decode([row_cutter(x) for x in lost]) if keep else None
     return Outcome(layout.decode(decoders), unsent, residuals)
 
   shared = _shared(layout.stats(leaves), workers)
@@ -230,11 +230,6 @@ def _shared(
     split(largest(message, workers.axis_name)[None], [x.shape for x in own])
   )
   return [None if x is None else next(agreed)[0] for x in stats]
-
-
-def _cutter(tiles: jax.Array) -> RowDecoder:
-  """Of values that nothing encodes."""
-  return lambda start, stop: tiles[start:stop]
 
 
 def _rows_decoder(

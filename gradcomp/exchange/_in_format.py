@@ -14,8 +14,6 @@ from gradcomp.codecs import Codec
 from gradcomp.exchange._all_gather import all_gather
 from gradcomp.exchange._collectives import (
   Workers,
-  final_stage,
-  gather,
   join,
   pass_on,
   scatter,
@@ -26,7 +24,7 @@ from gradcomp.exchange._collectives import (
 )
 from gradcomp.exchange._fold import Sum, compensates, fold, plus, start, sum_rows
 from gradcomp.exchange._hierarchical import gather_groups, group_shape, place, regroup
-from gradcomp.layout import Layout, RowDecoder
+from gradcomp.layout import Layout, RowDecoder, row_cutter
 
 # What a worker lost: of all rows of each codec, float32[rows, tile_size], in scaled
 # numbers; None where nobody asks.
@@ -71,15 +69,11 @@ def sums_in_format(
   else:
     rows, lost = _hierarchical(layout, matrices, workers, group_size, keep)
   decoders = [_decoder(codec, x) for codec, x in zip(layout.codecs, rows, strict=True)]
-  return decoders, None if lost is None else [_cutter(x) for x in lost]
+  return decoders, None if lost is None else [row_cutter(x) for x in lost]
 
 
 def _decoder(codec: Codec, rows: jax.Array) -> RowDecoder:
   return lambda first, stop: codec.decode_rows(rows[first:stop])
-
-
-def _cutter(tiles: jax.Array) -> RowDecoder:
-  return lambda first, stop: tiles[first:stop]
 
 
 def _gathered(
@@ -143,9 +137,7 @@ def _two_shot(
   words, lost = _reduce(
     layout.codecs, lines, lambda x: scatter(x, workers.axis_name), keep
   )
-  with final_stage(layout.elements, workers):
-    gathered = gather(join(words, 1)[0], workers.axis_name)
-  rows = [stacked(x) for x in split(gathered, [x.shape for x in words])]
+  rows = [stacked(x) for x in all_gather(layout, words, workers)]
   if lost is not None:
     lost = [place(x[None], workers, workers.size) for x in lost]
   return rows, lost
@@ -235,7 +227,5 @@ def _ring(
   ]
   zeros = _axes.mark_varying((extra, lost), workers.axis_name)
   words, _, lost = lax.fori_loop(0, n - 1, hop, (words, *zeros))
-  with final_stage(layout.elements, workers):
-    gathered = gather(join(words, 1)[0], workers.axis_name)
-  rows = [stacked(x) for x in split(gathered, [x.shape for x in words])]
+  rows = [stacked(x) for x in all_gather(layout, words, workers)]
   return rows, [stacked(x) for x in lost] if keep else None

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp import _axes
+from gradcomp.exchange._all_gather import all_gather
 from gradcomp.exchange._collectives import (
   Workers,
-  final_stage,
-  gather,
   join,
   pass_on,
   shares,
@@ -90,7 +89,5 @@ def ring(
   zeros = [_axes.mark_varying(jnp.zeros_like(x), workers.axis_name) for x in parts]
   sums, lost = lax.fori_loop(0, n - 1, hop, (own((index - 1) % n), zeros))
   words, lost = encode(sums, lost, n - 1)
-  with final_stage(layout.elements, workers):
-    gathered = gather(join(words, 1)[0], workers.axis_name)
-  result = split(gathered, [x.shape for x in words])
+  result = all_gather(layout, words, workers)
   return [stacked(x) for x in result], [stacked(x) for x in lost]

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp.codecs import Codec, Dense, is_shared
+from gradcomp.exchange._all_gather import all_gather
 from gradcomp.exchange._collectives import (
   Workers,
-  final_stage,
-  gather,
   join,
   scatter,
   shares,
@@ -74,9 +73,7 @@ def two_shot(
       words, residual = encode_with_residual(codec, mean, key, residual, memory)
       sent.append(words)
     kept.append(residual)
-  with final_stage(layout.elements, workers):
-    gathered = gather(join(sent, 1)[0], workers.axis_name)
-  return split(gathered, [words.shape for words in sent]), kept
+  return all_gather(layout, sent, workers), kept
 
 
 def encode_with_residual(

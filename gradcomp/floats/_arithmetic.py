@@ -13,6 +13,7 @@ from gradcomp.floats._rounding import check_float, round_to
 from gradcomp.kernels.fixed_point import sign_bit, signed
 from gradcomp.kernels.float_codes import from_codes, to_codes
 from gradcomp.kernels.float_formats import FloatFormat
+from gradcomp.kernels.planes import float_words, floats
 
 _MOST_FOR_SUMS = 10  # mantissa bits: 2 (m + 1) + 1 <= 24
 _MOST_FOR_PRODUCTS = 11
@@ -95,14 +96,12 @@ def rounded_product(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
 
 def _near_one(x: jax.Array) -> jax.Array:
   """The sign and the significand of ``x``, from 1 to 2."""
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & _NO_EXPONENT
-  return jax.lax.bitcast_convert_type(bits | _ONE, jnp.float32)
+  return floats(float_words(x) & _NO_EXPONENT | _ONE)
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Two numbers of 12 bits whose sum is ``x``; products of such are exact."""
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & _HIGH_HALF
-  high = jax.lax.bitcast_convert_type(bits, jnp.float32)
+  high = floats(float_words(x) & _HIGH_HALF)
   return high, x - high
 
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._checks import one_of
-from gradcomp.floats._arithmetic import rounded_product, rounded_sum
+from gradcomp.floats._arithmetic import rounded_product
 from gradcomp.floats._rounding import check_float, round_to, with_derivative_of
-from gradcomp.floats._sums import Method, kahan_step, sum_rounded
+from gradcomp.floats._sums import Method, sum_of_terms, sum_rounded
 from gradcomp.kernels.float_formats import FloatFormat
 
 _BLOCK = 1 << 18  # elements of the result, or of products: what caches hold
@@ -110,17 +110,7 @@ def _matmul(
 
     if method == "pairwise":
       return sum_rounded(products(part.T[:, :, None], b[:, None]), accumulator, method)
-    if method == "sequential":
-      return jax.lax.fori_loop(
-        1, depth, lambda k, s: rounded_sum(s, term(k), accumulator), term(0)
-      )
-    total, _ = jax.lax.fori_loop(
-      1,
-      depth,
-      lambda k, carry: kahan_step(carry[0], carry[1], term(k), accumulator),
-      (term(0), jnp.zeros((size, columns), jnp.float32)),
-    )
-    return total
+    return sum_of_terms(term, depth, accumulator, method)
 
   result = jax.lax.map(block, blocks.reshape(-1, size, depth))
   return result.reshape(-1, columns)[:rows]

@@ -1,6 +1,7 @@
 """Sums whose every partial sum is rounded to a format."""
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -84,15 +85,24 @@ def sum_rounded(x: jax.Array, fmt: FloatFormat, method: Method) -> jax.Array:
       paired = rounded_sum(x[0 : count // 2 * 2 : 2], x[1::2], fmt)
       x = jnp.concatenate([paired, x[count // 2 * 2 :]])
     return x[0]
+  return sum_of_terms(lambda k: x[k], x.shape[0], fmt, method)
+
+
+def sum_of_terms(
+  term: Callable[[jax.Array | int], jax.Array],
+  count: int,
+  fmt: FloatFormat,
+  method: Literal["sequential", "kahan"],
+) -> jax.Array:
+  """Of ``term(0)`` to ``term(count - 1)``, numbers of the format, one by one."""
+  first = term(0)
   if method == "sequential":
-    return jax.lax.fori_loop(
-      1, x.shape[0], lambda k, s: rounded_sum(s, x[k], fmt), x[0]
-    )
+    return jax.lax.fori_loop(1, count, lambda k, s: rounded_sum(s, term(k), fmt), first)
   total, _ = jax.lax.fori_loop(
     1,
-    x.shape[0],
-    lambda k, carry: kahan_step(carry[0], carry[1], x[k], fmt),
-    (x[0], jnp.zeros_like(x[0])),
+    count,
+    lambda k, carry: kahan_step(carry[0], carry[1], term(k), fmt),
+    (first, jnp.zeros_like(first)),
   )
   return total
 
