@@ -37,6 +37,16 @@ def static_number(name: str, rule: str, value: Any) -> float:
   return float(value)
 
 
+def share_below_1(name: str, value: Any) -> float:
+  """A Python float of at least 0 and below 1; ValueError for all else."""
+  rule = "a number of at least 0 and below 1"
+  _check_static(name, rule, value)
+  number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
+  if not number or not 0 <= value < 1:
+    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
+  return float(value)
+
+
 def static_factor(name: str, rule: str, value: Any) -> float:
   """A positive number that is normal in ``float32``, and so is its inverse."""
   number = static_number(name, rule, value)

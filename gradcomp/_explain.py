@@ -11,8 +11,9 @@ import optax
 from gradcomp import _planning
 from gradcomp._checks import static_integer
 from gradcomp._table import aligned
-from gradcomp.codecs import Codec
+from gradcomp.codecs import Codec, SparseCodec
 from gradcomp.exchange import bytes_by_leaf, fit_bytes, inside_bytes
+from gradcomp.layout import Slot
 
 _WORKERS_RULE = "a number of workers, 1 or more, or a tuple of the sizes of two axes"
 
@@ -30,6 +31,8 @@ class LeafPlan:
     bytes_sent: what a worker sends for it in a step, and receives; fractional, because
       leaves share rows that fill up a message.
     reason: for the exchange: it was asked for, or ``"auto"`` took it.
+    slots: entries that a sparse message of the leaf has room for; None of a dense one.
+    used: how many of them a worker filled in the last step; None where nobody knows.
   """
 
   path: str
@@ -39,6 +42,8 @@ class LeafPlan:
   message: int
   bytes_sent: Fraction
   reason: str
+  slots: int | None = None
+  used: float | None = None
 
   @property
   def elements(self) -> int:
@@ -89,7 +94,10 @@ class Explanation:
     total = f"{self.bytes_sent:,}"
     ratios = [f"{self.ratio(32):.4g}", f"{self.ratio(16):.4g}"]
     rows.append(["total", "", "", "", "", "", total, total, *ratios])
-    lines = aligned(rows, right=(3, 5, 6, 7, 8, 9))
+    if any(leaf.slots is not None for leaf in self.leaves):
+      columns = [["slots", "used"], *map(_slots, self.leaves), ["", ""]]
+      rows = [row + column for row, column in zip(rows, columns, strict=True)]
+    lines = aligned(rows, right=(3, 5, 6, 7, 8, 9, 10, 11))
     lines.append(
       f"Bytes that each of {self.workers} workers sends and receives a step."
     )
@@ -121,12 +129,23 @@ class Explanation:
     ]
 
 
+def _slots(leaf: LeafPlan) -> list[str]:
+  used = "" if leaf.slots is None or leaf.used is None else f"{leaf.used:,.0f}"
+  return ["" if leaf.slots is None else f"{leaf.slots:,}", used]
+
+
 def _ratio(sent: Fraction, elements: int, workers: int, bits: int) -> float:
   """1 if both are 0, as in a WireReport."""
   plain = Fraction(2 * (workers - 1), workers) * elements * bits / 8
   if plain:
     return float(sent / plain)
   return math.inf if sent else 1.0
+
+
+def _leaf_slots(codec: Codec, slot: Slot) -> int | None:
+  if not isinstance(codec, SparseCodec):
+    return None
+  return (slot.stop - slot.start) * codec.slots
 
 
 def _check_groups(group_size: int | None, sizes: tuple[int, ...]) -> None:
@@ -147,18 +166,21 @@ def explain(
   params: Any,
   *,
   workers: int | tuple[int, int],
+  opt_state: Any = None,
 ) -> Explanation:
   """What the gradcomp transformations in an optimizer would do with these parameters.
 
   Nothing is computed, and no axis or device is needed: ``update`` is traced with shapes
   alone. A leaf that no gradcomp transformation sees is not in the table; one that two
-  see is there twice.
+  see is there twice. Of :func:`gradcomp.switch`, it is the last transformation's.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
     workers: how many share the axis; ``(hosts, chips)`` for ``"hierarchical"`` over two
       axes.
+    opt_state: the state after a step, outside of any transformed function: says how
+      many slots of sparse messages were used, as a mean over the workers.
 
   Returns:
     An :class:`Explanation`. ``print`` shows for each leaf the codec, its real bits an
@@ -191,7 +213,11 @@ def explain(
   with _planning.planning(count) as plans:
     # Without jit inside, whose cache would give back traces of another occasion.
     with jax.disable_jit():
-      jax.make_jaxpr(lambda p: optimizer.update(p, optimizer.init(p), p))(params)
+      jax.make_jaxpr(
+        lambda p: optimizer.update(
+          p, optimizer.init(p) if opt_state is None else opt_state, p
+        )
+      )(params)
   leaves: list[LeafPlan] = []
   inside, fitting, number = Fraction(0), Fraction(0), 0
   for plan in plans:
@@ -214,6 +240,8 @@ def explain(
           message=number,
           bytes_sent=bytes_sent,
           reason=message.reason,
+          slots=_leaf_slots(layout.codecs[slot.group], slot),
+          used=plan.used.get(i),
         )
         found.append((i, leaf))
       if message.exchange == "hierarchical" and plan.group_size is None:

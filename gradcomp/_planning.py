@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ class Plan(NamedTuple):
     group_size: of ``hierarchical`` over one axis.
     codec: of the large leaves.
     planner: what made the messages; one transformation has one.
+    used: entries that a worker sent of each leaf in the last step, where that is known.
   """
 
   paths: tuple[str, ...]
@@ -27,6 +28,7 @@ class Plan(NamedTuple):
   group_size: int | None
   codec: Codec
   planner: Any
+  used: Mapping[int, float]
 
 
 class Study(NamedTuple):
@@ -41,6 +43,7 @@ class Study(NamedTuple):
     plan: Callable[..., tuple[Message, ...]],
     group_size: int | None,
     codec: Codec,
+    used: Callable[[tuple[Message, ...]], Mapping[int, float]],
   ) -> None:
     """Adds what a transformation would do with these gradients.
 
@@ -52,7 +55,8 @@ class Study(NamedTuple):
     messages = plan(leaves, [()] * len(leaves), workers=self.workers)
     names = tuple(map(jax.tree_util.keystr, paths))
     if not any(p.planner is plan and p.paths == names for p in self.plans):
-      self.plans.append(Plan(names, messages, group_size, codec, plan))
+      found = Plan(names, messages, group_size, codec, plan, used(messages))
+      self.plans.append(found)
 
 
 _current: contextvars.ContextVar[Study | None] = contextvars.ContextVar(

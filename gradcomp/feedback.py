@@ -1,7 +1,8 @@
-"""Error feedback: what was not sent is added to what comes next."""
+"""Feedback: what was not sent is added to what comes next, with or without momentum."""
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,28 +11,36 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradcomp import _axes, explicit
 from gradcomp._axes import AxisName
-from gradcomp.exchange import OwnerResiduals
+from gradcomp.kernels.fixed_point import scaled
+
+Own = dict[str, Any]  # arrays by the axes that stack them, joined by commas
 
 
-class OwnerShapes(Protocol):
-  """From a worker's leaves to the shapes of what it keeps as an owner."""
+class OwnShapes(Protocol):
+  """From a worker's leaves to the shapes of what it keeps besides their residuals."""
 
   def __call__(
     self,
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
     workers: int | None,
-  ) -> dict[str, list[tuple[int, int]]]: ...
+  ) -> dict[str, Any]: ...
 
 
-def zero_residuals(
-  params: Any, axis_name: AxisName | None, owner_shapes: OwnerShapes
-) -> tuple[Any, OwnerResiduals]:
-  """Zero residuals: of each leaf, float32 and at least 1-d, and of the second stage.
+def zero_state(
+  params: Any, axis_name: AxisName | None, trees: int, own_shapes: OwnShapes
+) -> tuple[list[Any], Own]:
+  """Zeros for what differs between workers: like the leaves, and what else they keep.
 
   Inside the map, or without any: the worker's own, shaped like the leaf. Outside it,
   under a mesh that has the axis: the global arrays, the workers' stacked on their first
   axis and sharded over it.
+
+  Args:
+    params: the leaves.
+    axis_name: the axes of the workers.
+    trees: how many trees like the leaves, float32 and at least 1-d.
+    own_shapes: by the axes that stack them, trees of ``jax.ShapeDtypeStruct``.
   """
   leaves, treedef = jax.tree.flatten(params)
   names = () if axis_name is None else _axes.names(axis_name)
@@ -46,36 +55,39 @@ def zero_residuals(
   # The second stage is planned from what update will see: a part of a leaf where types
   # say so, but not where Auto axes cut it.
   seen = [_part(leaf, explicit.typed_spec(leaf), mesh) for leaf in leaves]
-  owned = owner_shapes(seen, others, bound or on_mesh)
+  owned = own_shapes(seen, others, bound or on_mesh)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
 
-  def local() -> tuple[list[jax.Array], OwnerResiduals]:
-    residual = [
-      _zeros(part.shape or (1,), (*names, *axes))
-      for part, axes in zip(parts, others, strict=True)
+  def local() -> tuple[list[list[jax.Array]], Own]:
+    like = [
+      [
+        _zeros(jax.ShapeDtypeStruct(part.shape or (1,), jnp.float32), (*names, *axes))
+        for part, axes in zip(parts, others, strict=True)
+      ]
+      for _ in range(trees)
     ]
-    return residual, {
-      axes: tuple(_zeros(shape, axes.split(",")) for shape in shapes)
+    return like, {
+      axes: jax.tree.map(functools.partial(_zeros, axes=axes.split(",")), shapes)
       for axes, shapes in owned.items()
     }
 
   cut = frozenset().union(*map(explicit.sharded, specs))
   if not on_mesh and not cut:
-    residual, owner = local()
-    return jax.tree.unflatten(treedef, residual), owner
+    like, own = local()
+    return [jax.tree.unflatten(treedef, tree) for tree in like], own
   if on_mesh:
     specs = [explicit.stacked(names, spec) for spec in specs]
   inside = frozenset(mesh.axis_names) if on_mesh else cut
-  owner_specs = {axes: explicit.stacked_over(axes.split(","), inside) for axes in owned}
+  own_specs = {axes: explicit.stacked_over(axes.split(","), inside) for axes in owned}
   mapped = jax.shard_map(
     local,
     in_specs=(),
-    out_specs=(specs, owner_specs),
+    out_specs=([specs] * trees, own_specs),
     axis_names=set(inside),
     check_vma=not on_mesh,
   )
-  residual, owner = jax.jit(mapped)()
-  return jax.tree.unflatten(treedef, residual), owner
+  like, own = jax.jit(mapped)()
+  return [jax.tree.unflatten(treedef, tree) for tree in like], own
 
 
 def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
@@ -86,29 +98,62 @@ def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _zeros(shape: tuple[int, ...], axes: Sequence[str]) -> jax.Array:
+def _zeros(like: jax.ShapeDtypeStruct, axes: Sequence[str]) -> jax.Array:
   """Zeros, typed as different over those of the axes that maps have bound."""
-  bound = tuple(name for name in axes if _axes.bound_size(name) is not None)
-  zeros = jnp.zeros(shape, jnp.float32)
+  bound = tuple(name for name in axes if name and _axes.bound_size(name) is not None)
+  zeros = jnp.zeros(like.shape, like.dtype)
   return _axes.mark_varying(zeros, bound) if bound else zeros
+
+
+class Momentum(NamedTuple):
+  """Momentum before the exchange, as each worker has it of its own gradients."""
+
+  decay: float
+  nesterov: bool
+
+  def accumulate(self, updates: Any, momentum: Any) -> tuple[Any, Any]:
+    """What is to be sent of a step, and the new momentum: float32.
+
+    ``u' = m u + g``, of which ``u'`` is sent, or, after Nesterov, ``m u' + g``.
+    """
+    accumulated = _add(optax.tree.cast(updates, jnp.float32), momentum, self.decay)
+    sent = accumulated
+    if self.nesterov:
+      sent = _add(updates, accumulated, self.decay)
+    shaped = jax.tree.map(lambda x, old: x.reshape(old.shape), accumulated, momentum)
+    return sent, shaped
+
+
+def _add(updates: Any, tree: Any, factor: float) -> Any:
+  """``factor * tree + updates``, each rounded, so that all modes have the same bits."""
+  return jax.tree.map(
+    lambda g, x: scaled(x.reshape(g.shape), factor) + g.astype(jnp.float32),
+    updates,
+    tree,
+  )
 
 
 def correct(updates: Any, residual: Any) -> Any:
   """The gradient plus the residual, in float32; the gradient alone without one."""
   if residual is None:
     return optax.tree.cast(updates, jnp.float32)
+  return _add(updates, residual, 1.0)
 
-  def add(path: Any, update: jax.Array, leaf: jax.Array) -> jax.Array:
+
+def check_own(name: str, tree: Any, updates: Any) -> None:
+  """ValueError for a worker's own tree that is not like its gradient."""
+
+  def check(path: Any, update: jax.Array, leaf: jax.Array) -> None:
     if leaf.shape != (update.shape or (1,)):
       raise ValueError(
-        f"`state.residual`{jax.tree_util.keystr(path)} must have the gradient's shape "
+        f"`state.{name}`{jax.tree_util.keystr(path)} must have the gradient's shape "
         f"{update.shape or (1,)} here, got {leaf.shape}; inside a map, pass the state "
         "through with gradcomp.state_specs, and make it by optimizer.init inside the "
         "map or under jax.set_mesh(mesh)."
       )
-    return update.astype(jnp.float32) + leaf.reshape(update.shape)
 
-  return jax.tree_util.tree_map_with_path(add, updates, residual)
+  if tree is not None:
+    jax.tree_util.tree_map_with_path(check, updates, tree)
 
 
 def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
@@ -119,3 +164,30 @@ def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
   """
   finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
   return jnp.where(finite.reshape(old.shape), unsent.reshape(old.shape), old)
+
+
+def mask_momentum(
+  momentum: jax.Array,
+  old: jax.Array,
+  corrected: jax.Array,
+  unsent: jax.Array,
+  mean: jax.Array,
+  *,
+  sparse: bool,
+) -> jax.Array:
+  """The new momentum: zero where a sparse codec sent something, so that it is not sent
+  again as momentum of what is old. The old one where something is not finite.
+
+  Args:
+    momentum: with this step's gradient.
+    old: without it.
+    corrected: what was to be sent.
+    unsent: what of that was not.
+    mean: of all workers.
+    sparse: whether the codec sends some elements and not others.
+  """
+  finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
+  if sparse:
+    sent = (unsent != corrected).reshape(old.shape)
+    momentum = jnp.where(sent, 0.0, momentum)
+  return jnp.where(finite.reshape(old.shape), momentum, old)

@@ -12,9 +12,12 @@ from gradcomp.codecs import (
   Codec,
   Dense,
   RemainderCodec,
+  SelectingCodec,
   SharedCodec,
+  SparseCodec,
   from_tiles,
   is_by_column,
+  sum_entries,
   to_tiles,
 )
 from gradcomp.kernels.fixed_point import scaled
@@ -23,6 +26,7 @@ from gradcomp.kernels.fixed_point import scaled
 # than 99 % of all parameters are quantized. Half of that share: 1 % in float32 would
 # add 8 % to a 4-bit message.
 _DENSE_SHARE = 0.005
+_DENSE_SHARE_OF_SPARSE = 0.0001
 
 # More payloads than this are added in a loop, which bounds the compile time.
 UNROLLED = 16
@@ -95,7 +99,6 @@ class Layout:
     keys: jax.Array | None,
     stats: Sequence[jax.Array | None],
     *,
-    memory: jax.Array | None = None,
     keep: bool = False,
   ) -> tuple[list[jax.Array], list[jax.Array | None]]:
     """The matrices of a list of leaves: ``uint32[rows, row_words]`` for each codec.
@@ -106,23 +109,30 @@ class Layout:
     Args:
       leaves: arrays as in ``like``.
       keys: ``uint32[leaves, 2]``, or None if no codec needs one.
-      stats: what workers share, for each leaf; None where they share nothing.
-      memory: of the codec that has one.
+      stats: for each leaf what its codec encodes with: what workers share, or a memory;
+        None for nothing.
       keep: whether to return what is not sent.
 
     Returns:
       The matrices, and of each leaf what is not sent, float32, where ``keep`` asks for
       it and the codec knows it without decoding; else None.
     """
-    parts: list[list[jax.Array]] = [[] for _ in self.codecs]
-    unsent = []
+    encoded: dict[int, tuple[jax.Array, jax.Array | None]] = {}
+    alike: dict[tuple[SelectingCodec, int], list[int]] = {}
     for i, (leaf, slot) in enumerate(zip(leaves, self.slots, strict=True)):
       codec = self.codecs[slot.group]
-      key = None if keys is None else keys[i]
-      agreed = memory if codec.fitted else stats[i]
-      rows, rest = _encode(codec, keep, leaf, key, agreed)
-      parts[slot.group].append(rows)
-      unsent.append(rest)
+      if isinstance(codec, SelectingCodec):
+        alike.setdefault((codec, leaf.size), []).append(i)
+      else:
+        key = None if keys is None else keys[i]
+        encoded[i] = _encode(codec, keep, leaf, key, stats[i])
+    for (selecting, _), numbers in alike.items():
+      given = [leaves[i] for i in numbers], [stats[i] for i in numbers]
+      encoded |= zip(numbers, selecting.encode_leaves(*given), strict=True)
+    parts: list[list[jax.Array]] = [[] for _ in self.codecs]
+    for i, slot in enumerate(self.slots):
+      parts[slot.group].append(encoded[i][0])
+    unsent = [encoded[i][1] for i in range(len(leaves))]
     return [jnp.concatenate(rows) for rows in parts], unsent
 
   def decode(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
@@ -174,7 +184,10 @@ def mean_of_rows(codec: Codec, rows: jax.Array, scale: float) -> jax.Array:
 
   The sum runs over the payloads in order, written out, so that every worker, mode and
   device adds in the same order, and XLA fuses decoding and adding into one pass.
+  Entries of sparse payloads are scaled and added to one array, and zeros are not.
   """
+  if isinstance(codec, SparseCodec):
+    return sum_entries(codec, *codec.entries(rows), scale)
   return scaled(sum_in_order(codec.decode_rows, rows), scale)
 
 
@@ -203,6 +216,7 @@ def plan(
   codec: Codec,
   *,
   min_leaf_size: int | None = None,
+  ranges: int = 1,
 ) -> Layout:
   """Assigns a codec to each leaf: ``codec``, or ``Dense(float32)`` to small leaves.
 
@@ -220,11 +234,11 @@ def plan(
   """
   like = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
   if min_leaf_size is None:
-    min_leaf_size = default_min_leaf_size([leaf.size for leaf in like])
+    min_leaf_size = default_min_leaf_size([leaf.size for leaf in like], codec)
   codecs: dict[Codec, int] = {}  # each with the rows that it has so far
   slots = []
   for leaf in like:
-    chosen = leaf_codec(leaf, codec, min_leaf_size)
+    chosen = leaf_codec(leaf, codec, min_leaf_size, ranges)
     start = codecs.setdefault(chosen, 0)
     codecs[chosen] += leaf_rows(chosen, leaf)
     slots.append(Slot(list(codecs).index(chosen), start, codecs[chosen]))
@@ -232,18 +246,25 @@ def plan(
 
 
 def leaf_codec(
-  leaf: jax.Array | jax.ShapeDtypeStruct, codec: Codec, min_leaf_size: int
+  leaf: jax.Array | jax.ShapeDtypeStruct,
+  codec: Codec,
+  min_leaf_size: int,
+  ranges: int = 1,
 ) -> Codec:
-  """The codec of one leaf."""
+  """The codec of one leaf, a sparse one of so many ranges of it."""
   if is_by_column(codec):
     codec = codec.with_rows(leaf.shape[0] if leaf.shape else 1)
+  if isinstance(codec, SparseCodec):
+    codec = codec.for_leaf(leaf.size, ranges)
 
   def words(codec: Codec) -> int:
     return leaf_rows(codec, leaf) * codec.row_words
 
   # Rounding to a format is asked for by itself, also where it saves nothing.
   most = words(Dense()) if codec.adds else words(Dense()) - 1
-  compressed = leaf.size >= min_leaf_size and words(codec) <= most
+  # All elements as they are need no positions.
+  whole = isinstance(codec, SparseCodec) and codec.density == 1
+  compressed = leaf.size >= min_leaf_size and words(codec) <= most and not whole
   return codec if compressed else Dense()
 
 
@@ -252,8 +273,11 @@ def leaf_rows(codec: Codec, leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
   return -(-leaf.size // codec.tile_size) if leaf.size else 0
 
 
-def default_min_leaf_size(sizes: Sequence[int]) -> int:
+def default_min_leaf_size(sizes: Sequence[int], codec: Codec | None = None) -> int:
   """The size from which leaves are compressed: all smaller ones hold less than 0.5 %.
+
+  With a sparse codec, less than 0.01 %, or they would be most of what is sent; whatever
+  the density, so that densities can follow one another.
 
   Example:
     >>> default_min_leaf_size([10, 64, 100_000, 50_000])
@@ -261,7 +285,8 @@ def default_min_leaf_size(sizes: Sequence[int]) -> int:
     >>> default_min_leaf_size([300, 300])
     300
   """
-  allowed = _DENSE_SHARE * sum(sizes)
+  sparse = isinstance(codec, SparseCodec)
+  allowed = (_DENSE_SHARE_OF_SPARSE if sparse else _DENSE_SHARE) * sum(sizes)
   passed = 0
   for size in sorted(sizes):
     passed += size

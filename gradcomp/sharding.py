@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gradcomp import _axes
 from gradcomp._axes import AxisName
 from gradcomp.explicit import is_spec, stacked, stacked_over
-from gradcomp.transform import CompressState
+from gradcomp.state import CompressState
 
 
 def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None) -> Any:
@@ -20,7 +20,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
 
   Residuals differ between workers: the global array stacks them on their first axis,
   ``P(axis_name)``. So do the gradients that ``optax.MultiSteps`` around the exchange
-  has not sent yet. Everything else, momentum too, is replicated: ``P()``.
+  has not sent yet, and what gradcomp keeps of momentum. Everything else, an optimizer's
+  momentum too, is replicated: ``P()``.
 
   Args:
     opt_state: the state of any optax transformation that holds gradcomp's, or its
@@ -48,6 +49,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       return replicated._replace(
         residual=per_worker(node.residual),
         owner_residual=owned(node.owner_residual),
+        momentum=per_worker(node.momentum),
+        selection=owned(node.selection),
       )
     if isinstance(node, optax.MultiStepsState):
       return optax.MultiStepsState(
@@ -61,15 +64,16 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       )
     return of_params(lambda spec: spec, node) if like_params(node) else PartitionSpec()
 
-  def owned(residuals: Any) -> Any:
+  def owned(arrays: Any) -> Any:
     """What stacks them is in their names; axes that a map leaves alone are no part."""
-    if residuals is None:
+    if arrays is None:
       return None
     result = {}
-    for axes, arrays in residuals.items():
+    for axes, tree in arrays.items():
       names = axes.split(",")
       inside = names if param_specs is not None else _axes.names(axis_name)
-      result[axes] = (stacked_over(names, inside),) * len(arrays)
+      spec = stacked_over(names, inside)
+      result[axes] = jax.tree.map(lambda _, spec=spec: spec, tree)
     return result
 
   def per_worker(tree: Any) -> Any:
@@ -168,7 +172,8 @@ def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None
   for (path, leaf), spec in zip(
     jax.tree_util.tree_leaves_with_path(opt_state), jax.tree.leaves(specs), strict=True
   ):
-    if ".owner_residual" in jax.tree_util.keystr(path):
+    name = jax.tree_util.keystr(path)
+    if ".owner_residual" in name or ".selection" in name:
       continue  # rows, whose number update checks
     whole = leaf.shape and leaf.shape not in own and leaf.shape[0] % workers == 0
     if spec != PartitionSpec() and leaf.shape not in stacked and not whole:

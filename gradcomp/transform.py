@@ -2,42 +2,46 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.typing import ArrayLike
 
 from gradcomp import _axes, _planning, explicit
 from gradcomp._axes import AxisName
-from gradcomp._checks import static_integer
-from gradcomp.codecs import Codec, is_fitted
+from gradcomp._checks import flag, share_below_1, static_integer
+from gradcomp.codecs import (
+  Codec,
+  SelectingCodec,
+  SparseCodec,
+  is_fitted,
+)
 from gradcomp.exchange import (
   Exchange,
   Message,
-  OwnerResiduals,
   Workers,
   average_messages,
   check_exchange,
   owner_shapes,
   plan_messages,
+  recall,
   refit,
+  remember,
+  selected_rows,
+  used_entries,
 )
-from gradcomp.feedback import correct, remainder, zero_residuals
+from gradcomp.feedback import (
+  Momentum,
+  check_own,
+  correct,
+  mask_momentum,
+  remainder,
+  zero_state,
+)
 from gradcomp.gradients import check_dtypes, reduction
-from gradcomp.kernels import key_words
-
-
-class CompressState(NamedTuple):
-  """The state of :func:`compress`, in plain arrays that any checkpointer saves."""
-
-  step: jax.Array  # int32[], replicated
-  key: jax.Array  # uint32[2], replicated
-  residual: Any  # float32, like the parameters but at least 1-d, per worker; or None
-  owner_residual: OwnerResiduals | None  # float32, rows that a worker owns; or None
-  memory: jax.Array | None  # of a codec that has one, replicated; or None
+from gradcomp.state import CompressState, seed_words, selected_shapes, step_keys
 
 
 def compress(
@@ -46,7 +50,9 @@ def compress(
   axis_name: AxisName | None = None,
   exchange: Exchange = "auto",
   group_size: int | None = None,
-  feedback: Literal["auto", "error"] | None = "auto",
+  feedback: Literal["auto", "error", "momentum"] | None = "auto",
+  momentum: float = 0.9,
+  nesterov: bool = False,
   second_stage_feedback: bool = True,
   min_leaf_size: int | None = None,
   message_bytes: int | None = None,
@@ -86,14 +92,19 @@ def compress(
       precision inside groups of consecutive workers. Over two axes, ``("host",
       "chip")``, the groups are the workers of the second.
     feedback: ``"error"`` keeps what was not sent and adds it to the next gradient;
-      None does not; ``"auto"`` does for biased codecs.
+      None does not; ``"auto"`` does for biased codecs. ``"momentum"`` does so with
+      each worker's momentum of its gradients, ``u' = m u + g``, in place of the
+      gradient: put no momentum behind it. Where a sparse codec sends something, ``u``
+      becomes zero, so that what waited is not pushed on once it is sent.
+    momentum: m, with ``feedback="momentum"``.
+    nesterov: whether ``m u' + g`` takes the place of ``u'``.
     second_stage_feedback: whether, with feedback, the owner of a share in ``two_shot``
       and ``hierarchical`` keeps what encoding the mean lost, an Nth of the gradient a
       worker in float32. ``init`` must then know the number of workers: call it inside
       the map, or under ``jax.set_mesh(mesh)``.
     min_leaf_size: leaves with fewer elements travel in float32, in the same message;
       where sums of codes are exact, in one of their own. By default the smallest leaves
-      that together hold less than 0.5 % of all elements.
+      that together hold less than 0.5 % of all elements, 0.01 % with a sparse codec.
     message_bytes: the largest payload in bytes that leaves share; None for one message.
       Several can be on their way before the whole backward pass is done. A leaf is
       never cut.
@@ -108,10 +119,10 @@ def compress(
 
   Raises:
     ValueError: an unknown ``exchange`` or ``feedback``, an exchange that the codec or
-      the axes do not allow, a bad ``group_size``, ``min_leaf_size``, ``message_bytes``
-      or ``key``; in ``update``, an axis that is not bound, manual axes and no
-      ``axis_name``, gradients that are already reduced, or residuals of other shapes
-      than it needs.
+      the axes do not allow, a bad ``momentum``, ``nesterov``, ``group_size``,
+      ``min_leaf_size``, ``message_bytes`` or ``key``; in ``update``, an axis that is
+      not bound, manual axes and no ``axis_name``, gradients that are already reduced,
+      or residuals of other shapes than it needs.
     TypeError: ``codec`` is not one; in ``update``, a gradient leaf that is not real
       floating point.
 
@@ -137,13 +148,25 @@ def compress(
   check_exchange(exchange, codec, axis_name, group_size)
   min_leaf_size = _optional_size("min_leaf_size", "elements", min_leaf_size)
   message_bytes = _optional_size("message_bytes", "bytes", message_bytes)
-  if feedback not in ("auto", "error", None):
-    raise ValueError(f'`feedback` must be "auto", "error" or None, got {feedback!r}.')
-  if not isinstance(second_stage_feedback, bool):
+  if feedback not in ("auto", "error", "momentum", None):
     raise ValueError(
-      f"`second_stage_feedback` must be a bool, got {second_stage_feedback!r}."
+      f'`feedback` must be "auto", "error", "momentum" or None, got {feedback!r}.'
     )
-  keeps_residual = feedback == "error" or (feedback == "auto" and not codec.unbiased)
+  flag("second_stage_feedback", second_stage_feedback)
+  flag("nesterov", nesterov)
+  accumulator = None
+  decay = share_below_1("momentum", momentum)
+  if feedback == "momentum":
+    if exchange == "hierarchical" and isinstance(codec, SparseCodec):
+      raise ValueError(
+        '`feedback` must not be "momentum" for a sparse codec in a "hierarchical" '
+        "exchange, where no worker knows what of its own momentum a group has sent, "
+        f'got {codec}; use feedback="error", with momentum behind it.'
+      )
+    accumulator = Momentum(decay, nesterov)
+  keeps_residual = feedback in ("error", "momentum") or (
+    feedback == "auto" and not codec.unbiased
+  )
   keeps_owned = keeps_residual and second_stage_feedback
   plan = functools.partial(
     plan_messages,
@@ -154,22 +177,49 @@ def compress(
   )
 
   def init_fn(params: Any) -> CompressState:
-    residual, owned = None, None
-    if keeps_residual and not _planning.current():
-      residual, owned = zero_residuals(params, axis_name, shapes_owned)
-    step = jnp.zeros([], jnp.int32)
-    memory = codec.init() if is_fitted(codec) else None
-    return CompressState(step, _seed_words(key), residual, owned or None, memory)
+    step, memory = jnp.zeros([], jnp.int32), None
+    if is_fitted(codec):
+      memory = codec.init()
+    trees: list[Any] = []
+    own: dict[str, Any] = {}
+    if not _planning.current():
+      count = keeps_residual + bool(accumulator)
+      trees, own = zero_state(params, axis_name, count, own_shapes)
+    residual, moving, *_ = (*trees, None, None)
+    owned = {axes: arrays for axes, (arrays, _) in own.items() if arrays}
+    selection = {axes: found for axes, (_, found) in own.items() if found}
+    return CompressState(
+      step,
+      seed_words(key),
+      residual,
+      owned or None,
+      memory,
+      moving,
+      selection or None,
+    )
 
-  def shapes_owned(
+  def own_shapes(
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
     workers: int | None,
-  ) -> dict[str, list[tuple[int, int]]]:
-    if not keeps_owned or axis_name is None or workers is None:
+  ) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], Any]]:
+    """What a worker keeps as an owner, and of what it selected."""
+    if axis_name is None:
+      workers = 1
+    if workers is None:
       return {}  # if update needs some, it says so
     messages = plan(leaves, others, workers=workers)
-    return owner_shapes(messages, workers, axis_name)
+    owned: dict[str, list[tuple[int, int]]] = {}
+    if keeps_owned and axis_name is not None:
+      owned = owner_shapes(messages, workers, axis_name)
+    rows = selected_rows(codec, messages, axis_name)
+    return {
+      axes: (
+        tuple(jax.ShapeDtypeStruct(x, jnp.float32) for x in owned.get(axes, ())),
+        selected_shapes(rows[axes]) if axes in rows else None,
+      )
+      for axes in {**owned, **rows}
+    }
 
   def update_fn(
     updates: Any, state: CompressState, params: Any = None, **extra_args: Any
@@ -177,25 +227,32 @@ def compress(
     del params, extra_args
     check_dtypes(updates)
     if study := _planning.current():
-      study.add(updates, plan, group_size, codec)
+      used = functools.partial(used_entries, codec, state.selection, axis_name)
+      study.add(updates, plan, group_size, codec, used)
       return updates, state
     axes, is_sum = reduction(updates, axis_name, local=exchange == "local")
-    if keeps_residual != (state.residual is not None) and jax.tree.leaves(updates):
-      raise ValueError(
-        f"`state.residual` must {'' if keeps_residual else 'not '}be kept with "
-        f"feedback={feedback!r} and {codec}; make the state with this transformation."
-      )
-    if is_fitted(codec) != (state.memory is not None):
-      raise ValueError(
-        f"`state.memory` must {'' if is_fitted(codec) else 'not '}be kept with "
-        f"{codec}; make the state with this transformation."
-      )
+    needs = {
+      "residual": keeps_residual and bool(jax.tree.leaves(updates)),
+      "momentum": accumulator is not None and bool(jax.tree.leaves(updates)),
+      "memory": is_fitted(codec),
+    }
+    for name, needed in needs.items():
+      if needed and getattr(state, name) is None:
+        raise ValueError(
+          f"`state.{name}` must be kept with feedback={feedback!r} and {codec}; make "
+          "the state with this transformation."
+        )
     if is_sum:
       explicit.check_stacked(state.residual, updates, axes)
     others = [explicit.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
 
     def on_device(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
-      corrected, treedef = jax.tree.flatten(correct(updates, state.residual))
+      check_own("residual", state.residual, updates)
+      check_own("momentum", state.momentum, updates)
+      given, moving = updates, state.momentum
+      if accumulator:
+        given, moving = accumulator.accumulate(updates, moving)
+      corrected, treedef = jax.tree.flatten(correct(given, state.residual))
       count = 1 if axes is None else _axes.require_size(axes)
       workers = (
         None if axes is None else Workers(axes, count, 1 if is_sum else 1 / count)
@@ -206,24 +263,58 @@ def compress(
       memory = state.memory
       if is_fitted(codec) and memory is not None:
         memory = refit(codec, memory, messages, corrected, state.step, axes)
-      mean, unsent, owned = average_messages(
+      turn = memory
+      if isinstance(codec, SelectingCodec) and codec.alternates:
+        turn = codec.turn(state.step)
+      thresholds = recall(codec, state.selection, messages, state.step, axes)
+      owned = None
+      if keeps_owned and workers and owner_shapes(messages, count, workers.axis_name):
+        owned = state.owner_residual
+      exchanged = average_messages(
         messages,
         corrected,
-        _step_keys(state, messages, axes),
+        step_keys(state, messages, axes),
         workers,
         group_size=group_size,
-        owned=state.owner_residual,
-        memory=memory,
+        owned=owned,
+        memory=turn,
+        thresholds=thresholds,
         keep=keeps_residual,
       )
-      result = optax.tree.cast_like(jax.tree.unflatten(treedef, mean), updates)
+      unflatten = functools.partial(jax.tree.unflatten, treedef)
+      result = optax.tree.cast_like(unflatten(exchanged.mean), updates)
+      unsent, means = exchanged.unsent, jax.tree.leaves(result)
       residual = state.residual
       if residual is not None:
-        old, given = jax.tree.leaves(residual), jax.tree.leaves(result)
-        kept = [remainder(*x) for x in zip(unsent, given, old, strict=True)]
-        residual = jax.tree.unflatten(treedef, kept)
-      step = optax.safe_increment(state.step)
-      return result, CompressState(step, state.key, residual, owned, memory)
+        # One that an earlier transformation left, see switch, is sent once and for all.
+        lost = unsent if keeps_residual else [jnp.zeros_like(x) for x in corrected]
+        old = jax.tree.leaves(residual)
+        residual = unflatten(
+          [remainder(*x) for x in zip(lost, means, old, strict=True)]
+        )
+      if accumulator:
+        trees = map(jax.tree.leaves, (moving, state.momentum))
+        sparse = _sparse_leaves(messages)
+        moving = unflatten(
+          [
+            mask_momentum(*x, sparse=i in sparse)
+            for i, x in enumerate(zip(*trees, corrected, unsent, means, strict=True))
+          ]
+        )
+      selection = remember(
+        codec, state.selection, messages, thresholds, exchanged.sent, axes
+      )
+      # What an earlier transformation kept, and this one does not, stays: see switch.
+      owned = state.owner_residual if owned is None else exchanged.owned
+      return result, CompressState(
+        optax.safe_increment(state.step),
+        state.key,
+        residual,
+        owned,
+        memory,
+        moving,
+        selection,
+      )
 
     unreduced = exchange == "local"
     return explicit.per_device(on_device, updates, state, axes, keeps_addends=unreduced)
@@ -242,6 +333,16 @@ def _check_nothing_owned(messages: Sequence[Message], workers: Workers | None) -
     )
 
 
+def _sparse_leaves(messages: Sequence[Message]) -> set[int]:
+  """The numbers of the leaves of which some elements are sent and others not."""
+  return {
+    number
+    for message in messages
+    for number, slot in zip(message.leaves, message.layout.slots, strict=True)
+    if isinstance(message.layout.codecs[slot.group], SparseCodec)
+  }
+
+
 def _optional_size(name: str, unit: str, value: Any) -> int | None:
   """A hyperparameter that counts something, or None."""
   if value is None:
@@ -251,29 +352,3 @@ def _optional_size(name: str, unit: str, value: Any) -> int | None:
   if size < 0:
     raise ValueError(f"`{name}` must be {rule}, got {size}.")
   return size
-
-
-def _seed_words(key: ArrayLike) -> jax.Array:
-  """``uint32[2]`` of a seed or of a threefry key; a copy, which may be donated."""
-  if not isinstance(key, int | jax.Array):
-    key = jnp.asarray(key)
-  if isinstance(key, int) or (
-    key.shape == () and jnp.issubdtype(key.dtype, jnp.integer)
-  ):
-    key = jax.random.key(key, impl="threefry2x32")
-  return jnp.array(key_words(key))
-
-
-def _step_keys(
-  state: CompressState, messages: Sequence[Message], axis_name: AxisName | None
-) -> jax.Array | None:
-  """``uint32[leaves + codecs, 2]``: a key a leaf, then a key a codec's later stages."""
-  layouts = [message.layout for message in messages]
-  if not any(codec.needs_key for layout in layouts for codec in layout.codecs):
-    return None
-  fold = jax.random.fold_in
-  step_key = fold(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
-  count = sum(len(layout.slots) + len(layout.codecs) for layout in layouts)
-  worker = 0 if axis_name is None else lax.axis_index(axis_name)
-  keys = jax.vmap(fold, (None, 0))(step_key, jnp.arange(count))
-  return jax.random.key_data(jax.vmap(fold, (0, None))(keys, worker))

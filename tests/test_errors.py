@@ -307,14 +307,15 @@ def test_psum_cannot_add_codes(codec, size):
     jax.vmap(functools.partial(update_once, tx), axis_name="data")(jnp.ones((2, size)))
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_state_of_another_feedback(keeps):
-  """Else feedback would be off, or a residual lost, and nobody told."""
-  made, used = (None, "error") if keeps else ("error", None)
-  state = gradcomp.qsgd(feedback=made).init(GRADS)
-  rule = "must be kept" if keeps else "must not be kept"
-  with pytest.raises(ValueError, match=says("`state.residual`", rule, repr(used))):
-    gradcomp.qsgd(feedback=used).update(GRADS, state)
+def test_state_of_another_feedback():
+  """Else feedback would be off, and nobody told. More than is needed is no mistake."""
+  state = gradcomp.qsgd(feedback=None).init(GRADS)
+  with pytest.raises(
+    ValueError, match=says("`state.residual`", "must be kept", "'error'")
+  ):
+    gradcomp.qsgd(feedback="error").update(GRADS, state)
+  state = gradcomp.qsgd(feedback="error").init(GRADS)
+  gradcomp.qsgd(feedback=None).update(GRADS, state)
 
 
 @pytest.mark.parametrize(

@@ -18,4 +18,12 @@ from gradcomp.codecs._eight_bit import EightBit as EightBit
 from gradcomp.codecs._float_cast import FloatCast as FloatCast
 from gradcomp.codecs._one_bit import OneBit as OneBit
 from gradcomp.codecs._qsgd import QSGD as QSGD
+from gradcomp.codecs._random_k import RandomK as RandomK
+from gradcomp.codecs._sparse import LinearCodec as LinearCodec
+from gradcomp.codecs._sparse import SelectingCodec as SelectingCodec
+from gradcomp.codecs._sparse import SparseCodec as SparseCodec
+from gradcomp.codecs._sparse import sum_entries as sum_entries
 from gradcomp.codecs._ternary import Ternary as Ternary
+from gradcomp.codecs._top_k import Quantize as Quantize
+from gradcomp.codecs._top_k import Selection as Selection
+from gradcomp.codecs._top_k import TopK as TopK

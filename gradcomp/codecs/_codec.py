@@ -293,7 +293,7 @@ def codec_key(key: jax.Array | None, codec: Codec) -> jax.Array | None:
   if key is None:
     cure = ', or choose rounding="nearest"' if hasattr(codec, "rounding") else ""
     raise ValueError(
-      f"`key` must be given to {codec}.encode, whose rounding is stochastic; pass "
+      f"`key` must be given to {codec}.encode, which draws random numbers; pass "
       f"jax.random.key(seed){cure}."
     )
   return key_words(key)

@@ -1,31 +1,33 @@
 """One message: encode, exchange, decode, and what was lost on the way."""
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs import Codec, Dense, SharedCodec, is_adding, is_shared
+from gradcomp.codecs import Codec, Dense, LinearCodec, SelectingCodec, is_adding
 from gradcomp.exchange._all_gather import all_gather
 from gradcomp.exchange._collectives import (
   Workers,
-  final_stage,
   largest,
   pmean,
   psum,
   split,
-  stacked,
+)
+from gradcomp.exchange._decoders import (
+  linear_decoders,
+  owned_decoder,
+  psum_decoder,
+  rows_decoder,
+  unscaled,
 )
 from gradcomp.exchange._hierarchical import hierarchical
 from gradcomp.exchange._in_format import sums_in_format
 from gradcomp.exchange._plan import Message
 from gradcomp.exchange._ring import ring
-from gradcomp.exchange._sums import add_codes, sum_dtype, unpack_sums
 from gradcomp.exchange._two_shot import two_shot
-from gradcomp.kernels.fixed_point import scaled
-from gradcomp.layout import Layout, RowDecoder, mean_of_rows, row_cutter
+from gradcomp.layout import Layout, RowDecoder, row_cutter
 
 Leaves = list[jax.Array]
 Residuals = list[jax.Array | None]  # of the second stage, one for each codec
@@ -46,11 +48,13 @@ class Outcome(NamedTuple):
     unsent: what this worker did not send, in the units of the leaves; None for a plain
       mean, which loses nothing, and where nobody asked.
     residuals: what the owners' encodings lost.
+    sent: this worker's own rows for each codec; None where it does not encode leaves.
   """
 
   mean: Leaves
   unsent: Leaves | None
   residuals: Residuals
+  sent: list[jax.Array] | None = None
 
 
 def average(
@@ -62,6 +66,7 @@ def average(
   group_size: int | None,
   residuals: Residuals,
   memory: jax.Array | None,
+  thresholds: Sequence[jax.Array | None],
   keep: bool,
 ) -> Outcome:
   """The mean of all workers' leaves, and what was lost.
@@ -75,15 +80,18 @@ def average(
     residuals: of the second stage, ``float32[share, tile_size]`` for each codec; None
       where none is kept.
     memory: of the codec that has one, equal on all workers.
+    thresholds: for each leaf those that its codec uses again, this worker's own; None
+      where there are none.
     keep: whether to return what was not sent.
   """
   layout, exchange = message.layout, message.exchange
   if workers is None or not layout.elements or exchange == "local":
-    if exchange == "local":
-      memory = None  # nobody agrees on anything
-    own = _encode(layout, leaves, keys, layout.stats(leaves), memory, keep)
+    if exchange == "local" and any(codec.fitted for codec in layout.codecs):
+      memory = None  # nobody agrees on levels
+    own = _encode(layout, leaves, keys, layout.stats(leaves), memory, thresholds, keep)
     sent = layout.decode(own.decoders)
-    return Outcome(sent, _unsent(leaves, own, sent) if keep else None, residuals)
+    unsent = _unsent(leaves, own, sent) if keep else None
+    return Outcome(sent, unsent, residuals, own.matrices)
   if exchange == "psum" and layout.codecs == (Dense(),):
     reduce = psum if workers.scale == 1 else pmean
     return Outcome(reduce(leaves, workers.axis_name), None, residuals)
@@ -102,18 +110,18 @@ def average(
       )
       scale = 1.0
     decoders = [
-      _rows_decoder(codec, words[None], None, scale)
+      rows_decoder(codec, words[None], None, scale)
       for codec, words in zip(layout.codecs, rows, strict=True)
     ]
     unsent = layout.decode([row_cutter(x) for x in lost]) if keep else None
     return Outcome(layout.decode(decoders), unsent, residuals)
 
   shared = _shared(layout.stats(leaves), workers)
-  own = _encode(layout, leaves, keys, shared, memory, keep)
+  own = _encode(layout, leaves, keys, shared, memory, thresholds, keep)
   if exchange == "all_gather":
     gathered = all_gather(layout, own.matrices, workers)
     decoders = [
-      _rows_decoder(codec, rows, stats, workers.scale)
+      rows_decoder(codec, rows, stats, workers.scale)
       for codec, rows, stats in zip(layout.codecs, gathered, own.stats, strict=True)
     ]
   elif exchange == "two_shot":
@@ -121,18 +129,21 @@ def average(
       layout, own.matrices, workers, stages, residuals, memory
     )
     decoders = [
-      _owned_decoder(codec, rows, stats, workers, total)
+      owned_decoder(codec, rows, stats, workers, total)
       for codec, rows, stats, total in zip(
         layout.codecs, gathered, own.stats, layout.rows, strict=True
       )
     ]
+  elif any(isinstance(codec, LinearCodec) for codec in layout.codecs):
+    assert keys is not None  # which choose the elements
+    decoders = linear_decoders(layout, own.matrices, keys.leaves, workers)
   else:
     decoders = [
-      _psum_decoder(layout, codec, rows, stats, workers)
+      psum_decoder(layout, codec, rows, stats, workers)
       for codec, rows, stats in zip(layout.codecs, own.matrices, own.stats, strict=True)
     ]
   unsent = _unsent(leaves, own, layout.decode(own.decoders)) if keep else None
-  return Outcome(layout.decode(decoders), unsent, residuals)
+  return Outcome(layout.decode(decoders), unsent, residuals, own.matrices)
 
 
 def _in_format(
@@ -147,37 +158,20 @@ def _in_format(
   """The mean where a codec adds in its own numbers."""
   layout = message.layout
   shared = _shared(layout.stats(leaves), workers)
-  own = _encode(layout, leaves, keys, shared, None, keep)
+  own = _encode(layout, leaves, keys, shared, None, [None] * len(leaves), keep)
   sums, lost = sums_in_format(
     message.exchange, layout, own.matrices, workers, group_size, keep=keep
   )
 
-  def unscaled(decoders: Sequence[RowDecoder], scale: float) -> Leaves:
+  def values(decoders: Sequence[RowDecoder], scale: float) -> Leaves:
     parts = zip(layout.codecs, decoders, own.stats, strict=True)
-    return layout.decode([_unscaled(*part, scale) for part in parts])
+    return layout.decode([unscaled(*part, scale) for part in parts])
 
   unsent = None
   if lost is not None:
     coded = _unsent(leaves, own, layout.decode(own.decoders))
-    unsent = [x + y for x, y in zip(coded, unscaled(lost, 1.0), strict=True)]
-  return Outcome(unscaled(sums, workers.scale), unsent, residuals)
-
-
-def _unscaled(
-  codec: Codec, decode: RowDecoder, stats: jax.Array | None, scale: float
-) -> RowDecoder:
-  """What scaled sums of K payloads stand for, times ``scale``."""
-  if not is_adding(codec):
-    return lambda start, stop: scaled(decode(start, stop), scale)
-
-  def values(start: int, stop: int) -> jax.Array:
-    tiles = scaled(decode(start, stop), scale)
-    # What is lost comes as whole rows.
-    planes = codec.tile_size // codec.row_words
-    tiles = tiles.reshape(stop - start, planes, codec.row_words)
-    return codec.unscaled(tiles, None if stats is None else stats[start:stop])
-
-  return values
+    unsent = [x + y for x, y in zip(coded, values(lost, 1.0), strict=True)]
+  return Outcome(values(sums, workers.scale), unsent, residuals)
 
 
 class _Encoded(NamedTuple):
@@ -198,16 +192,31 @@ def _encode(
   keys: Keys | None,
   stats: Sequence[jax.Array | None],
   memory: jax.Array | None,
+  thresholds: Sequence[jax.Array | None],
   keep: bool,
 ) -> _Encoded:
   leaf_keys = None if keys is None else keys.leaves
-  matrices, unsent = layout.encode(leaves, leaf_keys, stats, memory=memory, keep=keep)
+  codecs = [layout.codecs[slot.group] for slot in layout.slots]
+  remembered = [
+    memory if _remembers(codec) else own
+    for codec, own in zip(codecs, thresholds, strict=True)
+  ]
+  agreed = [
+    other if stat is None else stat
+    for stat, other in zip(stats, remembered, strict=True)
+  ]
+  matrices, unsent = layout.encode(leaves, leaf_keys, agreed, keep=keep)
   row_stats = layout.row_stats(stats)
   decoders = [
-    _rows_decoder(codec, rows[None], stat, 1.0)
+    rows_decoder(codec, rows[None], stat, 1.0)
     for codec, rows, stat in zip(layout.codecs, matrices, row_stats, strict=True)
   ]
   return _Encoded(matrices, row_stats, decoders, unsent)
+
+
+def _remembers(codec: Codec) -> bool:
+  """Whether a codec encodes with a memory that is equal on all workers."""
+  return codec.fitted or (isinstance(codec, SelectingCodec) and codec.alternates)
 
 
 def _unsent(leaves: Leaves, own: _Encoded, sent: Leaves) -> Leaves:
@@ -230,55 +239,3 @@ def _shared(
     split(largest(message, workers.axis_name)[None], [x.shape for x in own])
   )
   return [None if x is None else next(agreed)[0] for x in stats]
-
-
-def _rows_decoder(
-  codec: Codec, rows: jax.Array, stats: jax.Array | None, scale: float
-) -> RowDecoder:
-  """Of K payloads, ``uint32[K, rows, words]``."""
-  if is_shared(codec):
-    return _sums_decoder(codec, add_codes(codec, rows), stats, scale)
-  if is_adding(codec):
-    return _unscaled(codec, _mean_decoder(codec, rows, 1.0), stats, scale)
-  return _mean_decoder(codec, rows, scale)
-
-
-def _mean_decoder(codec: Codec, rows: jax.Array, scale: float) -> RowDecoder:
-  return lambda start, stop: mean_of_rows(codec, rows[:, start:stop], scale)
-
-
-def _owned_decoder(
-  codec: Codec, rows: jax.Array, stats: jax.Array | None, workers: Workers, total: int
-) -> RowDecoder:
-  """Of what the owners sent, ``uint32[N, rows, words]``."""
-  if not is_shared(codec):
-    return _rows_decoder(codec, stacked(rows)[None], None, 1.0)
-  share = -(-total // workers.size)
-  unpack = functools.partial(unpack_sums, codec, rows=share, workers=workers.size)
-  sums = stacked(jax.vmap(unpack)(rows))
-  return _sums_decoder(codec, sums, stats, workers.scale)
-
-
-def _psum_decoder(
-  layout: Layout,
-  codec: Codec,
-  rows: jax.Array,
-  stats: jax.Array | None,
-  workers: Workers,
-) -> RowDecoder:
-  """Of the exact sum of all workers' codes, in the narrowest integers that hold it."""
-  assert is_shared(codec)  # plan_messages puts nothing else into such a message
-  codes = codec.codes(rows).astype(sum_dtype(codec, workers.size))
-  with final_stage(layout.elements, workers):
-    sums = psum(codes, workers.axis_name)
-  return _sums_decoder(codec, sums.astype(jnp.int32), stats, workers.scale)
-
-
-def _sums_decoder(
-  codec: SharedCodec, sums: jax.Array, stats: jax.Array | None, scale: float
-) -> RowDecoder:
-  """Of sums of codes, ``int32[rows, P, B]``."""
-  assert stats is not None
-  return lambda start, stop: scaled(
-    codec.from_codes(sums[start:stop], stats[start:stop]), scale
-  )

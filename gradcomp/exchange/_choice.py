@@ -7,7 +7,15 @@ import jax
 
 from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
-from gradcomp.codecs import Codec, Dense, is_adding, is_shared
+from gradcomp.codecs import (
+  Codec,
+  Dense,
+  LinearCodec,
+  SelectingCodec,
+  SparseCodec,
+  is_adding,
+  is_shared,
+)
 from gradcomp.exchange._fold import compensates
 from gradcomp.exchange._sums import packed_shape, sum_dtype
 from gradcomp.layout import Layout
@@ -36,7 +44,25 @@ def check_exchange(
       '`exchange` must not be "psum" for a codec that adds in its own format, which no '
       f'backend does, got {codec}; use exchange="auto", "two_shot" or "ring".'
     )
-  if exchange == "psum" and not codec.summable:
+  sparse = isinstance(codec, SparseCodec)
+  if sparse and exchange == "ring":
+    raise ValueError(
+      '`exchange` must not be "ring" for a sparse codec, which would choose anew among '
+      f'the elements of every partial sum, got {codec}; use "two_shot", whose owners '
+      "choose once."
+    )
+  if isinstance(codec, LinearCodec) and exchange in ("two_shot", "hierarchical"):
+    raise ValueError(
+      f'`exchange` must not be "{exchange}" for a codec that sends the same elements '
+      f'from all workers, got {codec}: their sums need no second encoding; use "psum".'
+    )
+  reuses = isinstance(codec, SelectingCodec) and codec.reuses
+  if reuses and exchange == "hierarchical":
+    raise ValueError(
+      '`exchange` must not be "hierarchical" for a codec that uses thresholds again, '
+      f'got {codec}: what is encoded there are sums of groups; use selection="auto".'
+    )
+  if exchange == "psum" and not codec.summable and not isinstance(codec, LinearCodec):
     raise ValueError(
       '`exchange` must not be "psum" for a codec whose codes cannot be added, got '
       f'{codec}; use exchange="auto", a codec that shares its scale '
@@ -83,9 +109,12 @@ def choose(exchange: Exchange, layout: Layout, workers: int) -> Choice:
 
   1. Where every leaf is dense float32 there is nothing to encode: ``psum``.
   2. A codec that shares its statistics has exact sums: ``psum`` or ``two_shot``,
-     whichever sends less.
+     whichever sends less. Of one that sends the same elements from all workers, the
+     values are added: ``psum``.
   3. Up to two workers, where the bytes are equal, and for messages that are tiny:
-     ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes by it.
+     ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes by it. Also
+     for other sparse codecs, whose owners would drop what other workers chose, as long
+     as it sends less than a plain mean.
   4. Else ``two_shot``: ``2 (N-1)/N c`` bytes, whatever N is, for a second encoding.
 
   ``ring`` sends as much as ``two_shot`` and encodes N times; ``hierarchical`` needs to
@@ -100,6 +129,12 @@ def choose(exchange: Exchange, layout: Layout, workers: int) -> Choice:
     if psum <= two_shot:
       return Choice("psum", "sums of codes are exact, and integers send less")
     return Choice("two_shot", "sums of codes are exact, and packed they send less")
+  if any(isinstance(codec, LinearCodec) for codec in layout.codecs):
+    return Choice("psum", "all workers send the same elements, whose values are added")
+  if any(isinstance(codec, SparseCodec) for codec in layout.codecs):
+    dense = Fraction(8 * (workers - 1), workers) * layout.elements
+    if bytes_sent("all_gather", layout, workers) < dense:
+      return Choice("all_gather", "it adds up what all workers chose, in one encoding")
   return reencoding(layout, workers)
 
 
@@ -150,7 +185,11 @@ def bytes_by_leaf(
   for like, (group, start, stop) in zip(layout.like, layout.slots, strict=True):
     codec, rows = layout.codecs[group], layout.rows[group]
     if exchange == "psum" and not codec.shares_stats:
-      result.append(Fraction(2 * (workers - 1), workers) * 4 * like.size)
+      sent = like.size
+      if any(isinstance(other, LinearCodec) for other in layout.codecs):
+        header = codec.header_words if isinstance(codec, LinearCodec) else 0
+        sent = (stop - start) * (codec.row_words - header)
+      result.append(Fraction(2 * (workers - 1), workers) * 4 * sent)
       continue
     inside = _inside_row(layout, codec)
     total = _codec_bytes(exchange, codec, rows, workers, group_size, inside)

@@ -1,20 +1,38 @@
 """All messages of a step, and the residuals of their second stages."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gradcomp import _axes
 from gradcomp._axes import AxisName
 from gradcomp.exchange._average import Keys, Residuals, average
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._plan import Message
+from gradcomp.exchange._selected import Thresholds, stack_name
 from gradcomp.exchange._two_shot import loses
 
 # The second stages' residuals by the axes that stack them, joined by commas: "data", or
 # "data,model" of leaves that are sharded over a model axis.
 OwnerResiduals = dict[str, tuple[jax.Array, ...]]
+
+
+class Exchanged(NamedTuple):
+  """What :func:`average_messages` returns.
+
+  Attributes:
+    mean: of each leaf.
+    unsent: what this worker did not send of each, in the units of the leaves; an empty
+      list where nobody asked.
+    owned: the new residuals of the second stage.
+    sent: for each message this worker's own rows, or None.
+  """
+
+  mean: list[jax.Array]
+  unsent: list[jax.Array]
+  owned: OwnerResiduals | None
+  sent: list[list[jax.Array] | None]
 
 
 def owner_shapes(
@@ -25,7 +43,7 @@ def owner_shapes(
   for message in messages:
     shapes = [shape for shape in _shapes(message, workers) if shape is not None]
     if shapes:
-      result.setdefault(_stack(axis_name, message), []).extend(shapes)
+      result.setdefault(stack_name(axis_name, message), []).extend(shapes)
   return result
 
 
@@ -38,8 +56,9 @@ def average_messages(
   group_size: int | None,
   owned: OwnerResiduals | None,
   memory: jax.Array | None,
+  thresholds: Sequence[Thresholds],
   keep: bool,
-) -> tuple[list[jax.Array], list[jax.Array], OwnerResiduals | None]:
+) -> Exchanged:
   """The mean of all workers' leaves, and what was lost.
 
   Args:
@@ -50,25 +69,23 @@ def average_messages(
     group_size: for ``hierarchical`` over one axis.
     owned: the residuals of the second stage, in :func:`owner_shapes`, or None.
     memory: of the codec that has one.
+    thresholds: for each message those that its codecs use again.
     keep: whether to return what was not sent.
-
-  Returns:
-    The mean of each leaf; what this worker did not send of each, in the units of the
-    leaves (an empty list without ``keep``); and the new ``owned``.
   """
   mean: dict[int, jax.Array] = {}
   unsent: dict[int, jax.Array] = {}
   waiting = {axes: list(arrays) for axes, arrays in (owned or {}).items()}
   kept: dict[str, list[jax.Array]] = {axes: [] for axes in waiting}
+  sent: list[list[jax.Array] | None] = []
   stage = len(leaves)
-  for message in messages:
+  for message, again in zip(messages, thresholds, strict=True):
     stop = stage + len(message.layout.codecs)
     message_keys = None
     if keys is not None:
       message_keys = Keys(keys[jnp.array(message.leaves)], keys[stage:stop])
     stage = stop
     residuals: Residuals = [None] * len(message.layout.codecs)
-    axes = "" if workers is None else _stack(workers.axis_name, message)
+    axes = "" if workers is None else stack_name(workers.axis_name, message)
     if owned is not None and workers is not None:
       shapes = _shapes(message, workers.size)
       residuals = [_take(waiting, axes, shape) for shape in shapes]
@@ -80,8 +97,10 @@ def average_messages(
       group_size=group_size,
       residuals=residuals,
       memory=memory,
+      thresholds=again,
       keep=keep,
     )
+    sent.append(outcome.sent)
     for i, number in enumerate(message.leaves):
       mean[number] = outcome.mean[i]
       if keep:
@@ -92,7 +111,7 @@ def average_messages(
   if owned is not None and workers is not None:
     _check_all_taken(waiting)
     owned = {axes: tuple(arrays) for axes, arrays in kept.items()}
-  return _in_order(mean), _in_order(unsent), owned
+  return Exchanged(_in_order(mean), _in_order(unsent), owned, sent)
 
 
 def _in_order(arrays: dict[int, jax.Array]) -> list[jax.Array]:
@@ -108,10 +127,6 @@ def _shapes(message: Message, workers: int) -> list[tuple[int, int] | None]:
     (-(-rows // workers), codec.tile_size) if loses(codec) and rows else None
     for codec, rows in zip(layout.codecs, layout.rows, strict=True)
   ]
-
-
-def _stack(axis_name: AxisName, message: Message) -> str:
-  return ",".join((*_axes.names(axis_name), *message.others))
 
 
 def _take(

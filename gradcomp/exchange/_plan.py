@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from gradcomp.codecs import Codec, Dense, is_adding, is_shared
+from gradcomp.codecs import Codec, Dense, SparseCodec, is_adding, is_shared
 from gradcomp.exchange._choice import Exchange, choose, reencoding
 from gradcomp.exchange._sums import sum_limit
 from gradcomp.layout import Layout, default_min_leaf_size, leaf_codec, leaf_rows, plan
@@ -20,6 +20,7 @@ class Message(NamedTuple):
     exchange: never ``"auto"``.
     others: axes beside the data axis over which the leaves differ.
     reason: for the exchange.
+    workers: N.
   """
 
   leaves: tuple[int, ...]
@@ -27,6 +28,7 @@ class Message(NamedTuple):
   exchange: Exchange
   others: tuple[str, ...]
   reason: str
+  workers: int
 
 
 def plan_messages(
@@ -62,12 +64,19 @@ def plan_messages(
   if is_adding(codec) and exchange != "local":
     codec = codec.for_addends(workers)
   if min_leaf_size is None:
-    min_leaf_size = default_min_leaf_size([leaf.size for leaf in leaves])
+    min_leaf_size = default_min_leaf_size([leaf.size for leaf in leaves], codec)
+  decided = None
+  if isinstance(codec, SparseCodec):  # for all messages, before ranges are cut
+    whole = plan(leaves, codec, min_leaf_size=min_leaf_size)
+    decided = choose(exchange, whole, workers)
+    exchange = decided.exchange
+  # Where workers own ranges of rows, every leaf has a row for each of them.
+  ranges = workers if exchange in ("two_shot", "hierarchical") else 1
   apart = is_shared(codec) and exchange in ("psum", "auto")
   groups: dict[tuple[tuple[str, ...], bool], list[list[int]]] = {}
   filled: dict[tuple[tuple[str, ...], bool], int] = {}
   for i, leaf in enumerate(leaves):
-    chosen = leaf_codec(leaf, codec, min_leaf_size)
+    chosen = leaf_codec(leaf, codec, min_leaf_size, ranges)
     group = (others[i], apart and chosen == Dense())
     nbytes = 4 * leaf_rows(chosen, leaf) * chosen.row_words
     pieces = groups.setdefault(group, [[]])
@@ -80,10 +89,14 @@ def plan_messages(
   messages = []
   for (axes, dense), pieces in groups.items():
     for piece in pieces:
-      layout = plan([leaves[i] for i in piece], codec, min_leaf_size=min_leaf_size)
-      picked = (
+      layout = plan(
+        [leaves[i] for i in piece], codec, min_leaf_size=min_leaf_size, ranges=ranges
+      )
+      picked = decided or (
         reencoding(layout, workers) if dense else choose(exchange, layout, workers)
       )
-      choice = Message(tuple(piece), layout, picked.exchange, axes, picked.reason)
-      messages.append(choice)
+      message = Message(
+        tuple(piece), layout, picked.exchange, axes, picked.reason, workers
+      )
+      messages.append(message)
   return tuple(messages)

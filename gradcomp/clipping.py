@@ -1,0 +1,82 @@
+"""Clipping of each worker's gradient, where the mean of all is not known yet."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradcomp import _axes, _planning, explicit
+from gradcomp._axes import AxisName
+from gradcomp._checks import static_number
+from gradcomp.exchange import psum
+from gradcomp.gradients import check_dtypes, reduction
+
+
+def clip_by_local_norm(
+  max_norm: float, *, axis_name: AxisName | None = None
+) -> optax.GradientTransformation:
+  r"""Scales each worker's gradient so that its norm is at most ``max_norm / sqrt(N)``.
+
+  .. math:: g_i' = g_i \min(1, \frac{c}{\sqrt{N} \lVert g_i \rVert})
+
+  Put it in front of a compressed exchange that keeps residuals: clipping behind it
+  would clip what has waited for many steps. If gradients of N workers are independent,
+  the norm of their sum is :math:`\sqrt{N}` times that of one, so that the sum of all is
+  cut where ``optax.clip_by_global_norm(max_norm)`` would cut it. The norm is that of
+  all leaves of a worker; a gradient that is not finite stays so.
+
+  Args:
+    max_norm: c.
+    axis_name: the axis of the workers, or a tuple of axes; None for one worker, or for
+      the axes that gradients are unreduced over.
+
+  Raises:
+    ValueError: a bad ``max_norm``; in ``update``, what :func:`gradcomp.compress` raises
+      about axes.
+
+  Example:
+    >>> tx = clip_by_local_norm(1.0, axis_name="data")
+    >>> clip = lambda g: tx.update(g, tx.init(g))[0]
+    >>> gradients = jnp.tile(jnp.array([3.0, 4.0]), (4, 1))  # of four workers
+    >>> jax.vmap(clip, axis_name="data")(gradients)[0]
+    Array([0.3, 0.4], dtype=float32)
+
+  References:
+    Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018,
+    section 3.2; Fang et al., 2018, section 2.4
+  """
+  max_norm = static_number("max_norm", "a positive, finite number", max_norm)
+  if axis_name is not None:
+    _axes.names(axis_name)
+
+  def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    del params
+    check_dtypes(updates)
+    if _planning.current():
+      return updates, state
+    axes, is_sum = reduction(updates, axis_name, local=False)
+    others = [explicit.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
+
+    def on_device(updates: Any, state: Any) -> tuple[Any, Any]:
+      workers = 1 if axes is None else _axes.require_size(axes)
+      limit = max_norm / math.sqrt(workers)
+      if is_sum:  # of addends, which are gradients over N
+        limit /= workers
+      norm = _norm(jax.tree.leaves(updates), others)
+      factor = jnp.where(norm > limit, limit / norm, 1.0)
+      return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state
+
+    return explicit.per_device(on_device, updates, state, axes, keeps_addends=True)
+
+  return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
+
+
+def _norm(leaves: list[jax.Array], others: list[tuple[str, ...]]) -> jax.Array:
+  """Of all leaves; of those that other axes cut, with the parts of all devices."""
+  total = jnp.zeros([], jnp.float32)
+  for leaf, axes in zip(leaves, others, strict=True):
+    square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+    total = total + (psum(square, axes) if axes else square)
+  return jnp.sqrt(total)

@@ -1,0 +1,160 @@
+"""Random-k: a random element of every stride, the same on all workers."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp.codecs._codec import (
+  Payload,
+  as_float32,
+  codec_key,
+  decode_payload,
+  to_tiles,
+)
+from gradcomp.codecs._sparse import (
+  checked_density,
+  checked_range,
+  decode_sparse_rows,
+  range_of,
+  sent_of,
+)
+from gradcomp.kernels.threefry import threefry2x32
+
+_KEY_WORDS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomK:
+  r"""Sends one random element of every ``stride`` consecutive ones, as it is.
+
+  .. math:: Q(v)_i = v_i \text{ with probability } 1 / \mathrm{stride}, \quad
+     0 \text{ otherwise}
+
+  with ``stride = ceil(n / ceil(density * n))``. The control experiment for
+  :class:`TopK`: what is gained by choosing large elements, and not just fewer. The
+  choice follows from the key, which all workers share: with ``exchange="psum"`` the
+  values alone are added, as a dense array of k numbers.
+
+  Sends 32 bits for each stride, and 64 a row for the key where payloads are gathered.
+
+  Biased, as :class:`TopK` is: what is not sent is lost without feedback. Unbiased would
+  be ``stride`` times as much, whose variance is ``stride - 1`` times the squared
+  length.
+
+  Attributes:
+    density: the share of the elements to send, at most one in ``1 / density``.
+    range_size: elements of a row: consecutive ones of a leaf. None for whole leaves,
+      and for an Nth of a leaf where workers own ranges of it.
+
+  Raises:
+    ValueError: a hyperparameter outside these, when the codec is made; ``encode``
+      without a key.
+    TypeError: ``encode`` of integers or complex numbers.
+
+  Example:
+    >>> codec = RandomK(density=0.25)
+    >>> x = jnp.arange(1.0, 9.0)
+    >>> sent = codec.decode(codec.encode(x, key=jax.random.key(0)), like=x)
+    >>> [int((part != 0).sum()) for part in (sent[:4], sent[4:])]
+    [1, 1]
+
+  References:
+    Stich et al., `Sparsified SGD with memory <https://arxiv.org/abs/1809.07599>`_,
+    2018, section 2
+  """
+
+  density: float = 0.001
+  range_size: int | None = None
+
+  unbiased: ClassVar[bool] = False
+  needs_key: ClassVar[bool] = True
+  shares_stats: ClassVar[bool] = False
+  summable: ClassVar[bool] = False
+  by_column: ClassVar[bool] = False
+  fitted: ClassVar[bool] = False
+  adds: ClassVar[bool] = False
+  header_words: ClassVar[int] = _KEY_WORDS
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "density", checked_density(self.density))
+    object.__setattr__(self, "range_size", checked_range(self.range_size))
+
+  @property
+  def tile_size(self) -> int:
+    return self.range_size or 0  # of no leaf yet
+
+  @property
+  def row_words(self) -> int:
+    return _KEY_WORDS + self.slots
+
+  @property
+  def slots(self) -> int:
+    """Entries of a row, one for each stride; the last may be cut short."""
+    return -(-self.tile_size // self._stride)
+
+  @property
+  def _stride(self) -> int:
+    return -(-self.tile_size // sent_of(self.density, self.tile_size)) or 1
+
+  def for_leaf(self, size: int, ranges: int = 1) -> "RandomK":
+    if self.range_size is not None:
+      return self
+    return dataclasses.replace(self, range_size=range_of(size, ranges))
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> Payload:
+    del stats
+    codec = self.for_leaf(x.size)
+    return Payload(codec.encode_rows(to_tiles(as_float32(x), codec), key=key))
+
+  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    return decode_payload(payload, like, self.for_leaf(like.size))
+
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> jax.Array:
+    del stats
+    tiles = tiles.reshape(-1, self.tile_size)
+    words = codec_key(key, self)
+    assert words is not None  # it needs one
+    keys = self.header(words, tiles.shape[0])
+    positions = self._positions(keys)
+    values = jnp.take_along_axis(tiles, positions, axis=1, mode="fill", fill_value=0)
+    return jnp.concatenate(
+      [keys, jax.lax.bitcast_convert_type(values, jnp.uint32)], axis=1
+    )
+
+  def header(self, key: jax.Array, rows: int) -> jax.Array:
+    """Of every row its own key, from which it can be decoded alone."""
+    number = jnp.arange(rows, dtype=jnp.uint32)
+    return jnp.stack(threefry2x32(key, (number, number)), axis=1)
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    return decode_sparse_rows(self, rows)
+
+  def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    values = jax.lax.bitcast_convert_type(rows[..., _KEY_WORDS:], jnp.float32)
+    return self._positions(rows[..., :_KEY_WORDS]), values
+
+  def _positions(self, keys: jax.Array) -> jax.Array:
+    """``uint32[..., 2]`` to ``int32[..., slots]``; some of the last lie behind a row.
+
+    A random 32-bit number modulo the stride: no element is more likely than another by
+    more than ``stride / 2**32`` of its share.
+    """
+    slot = jnp.arange(self.slots, dtype=jnp.uint32)
+    key = jnp.moveaxis(keys[..., None], -2, 0)
+    bits, _ = threefry2x32(key, (slot, jnp.zeros_like(slot)))
+    position = slot * jnp.uint32(self._stride) + bits % jnp.uint32(self._stride)
+    return position.astype(jnp.int32)

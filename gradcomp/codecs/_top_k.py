@@ -1,0 +1,358 @@
+"""Top-k: the elements of largest magnitude, their positions in 16 bits each."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from gradcomp._checks import one_of, static_integer, static_number
+from gradcomp.codecs._codec import Payload, as_float32, decode_payload, to_tiles
+from gradcomp.codecs._entry_values import (
+  Quantize,
+  decode_values,
+  encode_values,
+  is_negative,
+  value_words,
+)
+from gradcomp.codecs._sparse import (
+  checked_density,
+  checked_range,
+  decode_sparse_rows,
+  range_of,
+  sent_of,
+)
+from gradcomp.kernels import sparse
+from gradcomp.kernels.selection import Row, at_least, largest, trimmed
+
+Selection = Literal["auto", "exact", "trimmed", "threshold", "sampled"]
+
+# Fang 2018, sections 2.1 and 3.1: 128 KB of float32.
+_SMALL = 1 << 15
+# A leaf of which as much as twice the elements that are needed is no large message.
+_LARGE = 1 << 20
+
+_SLACK_RULE = "a number from 1 to 2"
+
+
+class _Entries(NamedTuple):
+  """What one row sends."""
+
+  words: jax.Array  # uint32[row_words]
+  positions: jax.Array  # int32[slots], the range's size in slots that are not used
+  unsent: jax.Array  # float32[slots], what is left of the values there
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopK:
+  r"""Sends the ``k = ceil(density * n)`` elements of largest magnitude of each leaf.
+
+  .. math:: Q(v)_i = v_i \text{ if } |v_i| \ge t, \quad 0 \text{ otherwise}
+
+  where :math:`t` is the threshold that the selection finds:
+
+  ==============  ==================================================================
+  ``exact``       the k largest, by sorting: ``jax.lax.top_k``. k slots
+  ``trimmed``     the k largest of what a threshold leaves. k slots
+  ``threshold``   all that reach a threshold which k to ``slack * k`` elements reach
+  ``sampled``     the same with the threshold of up to ``interval`` steps before
+  ``auto``        ``exact`` below 128 KB of float32, ``trimmed`` below 4 MB, else
+                  ``threshold``
+  ==============  ==================================================================
+
+  The threshold is searched by bisection, on a sample of the leaf first: it is then
+  right after one pass over the leaf unless the sample misled it. Where equal elements
+  leave no such threshold, the larger ones are sent and as many of the equal as make k.
+  (The paper bisects between the mean and the maximum, and reads the leaf for each step;
+  its ``trimmed`` lowers a ratio until k elements survive, however many these are. Both
+  send what is sent here: all of the k largest.) A ``sampled`` threshold that more
+  elements reach than there are slots is searched anew, so that none is left out for
+  where it lies.
+
+  Sends for each of ``slots`` entries a position in 16 bits and a value; with
+  ``quantize="asq"`` a position and, for all entries together, one mean: elements of
+  positive and negative sign take turns from step to step. ``quantize="mean"`` (Strom)
+  sends both signs at once, a mean each. Blocks of 65,536 elements (32,768 with
+  ``"mean"``) add 4 bytes each. The output layer is best left out of quantization:
+  ``optax.partition({"rest": gradcomp.redsync(quantize="asq"), "out":
+  gradcomp.redsync()}, labels)``.
+
+  Biased: what is not sent is lost without feedback. Non-finite elements are the largest
+  of all, and are sent as they are; under a mean they make the mean non-finite.
+
+  Attributes:
+    density: the share of the elements to send, k / n.
+    selection: see above.
+    quantize: None, ``"asq"`` or ``"mean"``.
+    value_dtype: of values on the wire: ``float32``, ``bfloat16`` or ``float16``. What
+      rounding to 16 bits loses is part of the residual, and so is what is beyond the
+      largest number.
+    slack: slots for each of the k elements in ``threshold`` and ``sampled``, from 1 to
+      2. The less, the more often the sample misses, and a pass over the leaf with it.
+    interval: steps that a ``sampled`` threshold is used for.
+    range_size: elements that k and the threshold are of: consecutive ones of a leaf.
+      None for whole leaves, and for an Nth of a leaf where workers own ranges of it.
+
+  Raises:
+    ValueError: a hyperparameter outside these, or ``sampled`` with a quantizer, when
+      the codec is made.
+    TypeError: ``encode`` of integers or complex numbers.
+
+  Example:
+    >>> codec = TopK(density=0.25)
+    >>> x = jnp.array([1.0, -5.0, 0.5, 2.0])
+    >>> payload, residual = codec.encode_with_residual(x)
+    >>> codec.decode(payload, like=x)
+    Array([ 0., -5.,  0.,  0.], dtype=float32)
+    >>> residual
+    Array([1. , 0. , 0.5, 2. ], dtype=float32)
+
+  References:
+    Fang et al., `RedSync: Reducing Synchronization Bandwidth for Distributed Deep
+    Learning Training System <https://arxiv.org/abs/1808.04357>`_, 2018, sections 2.1
+    and 2.2; Strom, `Scalable distributed DNN training using commodity GPU cloud
+    computing <https://www.isca-archive.org/interspeech_2015/strom15_interspeech.html>`_,
+    2015
+  """
+
+  density: float = 0.001
+  selection: Selection = "auto"
+  quantize: Quantize | None = None
+  value_dtype: DTypeLike = jnp.float32
+  slack: float = 2.0
+  interval: int = 5
+  range_size: int | None = None
+
+  unbiased: ClassVar[bool] = False
+  needs_key: ClassVar[bool] = False
+  shares_stats: ClassVar[bool] = False
+  summable: ClassVar[bool] = False
+  by_column: ClassVar[bool] = False
+  fitted: ClassVar[bool] = False
+  adds: ClassVar[bool] = False
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "density", checked_density(self.density))
+    object.__setattr__(self, "range_size", checked_range(self.range_size))
+    one_of("selection", Selection, self.selection)
+    if self.quantize is not None:
+      one_of("quantize", Quantize, self.quantize)
+    choices = (jnp.float32, jnp.bfloat16, jnp.float16)
+    if self.value_dtype not in [jnp.dtype(choice) for choice in choices]:
+      raise ValueError(
+        f"`value_dtype` must be float32, bfloat16 or float16, got {self.value_dtype!r}."
+      )
+    object.__setattr__(self, "value_dtype", jnp.dtype(self.value_dtype))
+    if self.quantize is not None and self.selection == "sampled":
+      raise ValueError(
+        f'`selection` must not be "sampled" with quantize={self.quantize!r}: the '
+        "threshold of one step says nothing of the next, whose elements are of the "
+        'other sign or no longer as large as their mean; take "threshold".'
+      )
+    if self.quantize is not None and self.value_dtype != jnp.float32:
+      raise ValueError(
+        f"`value_dtype` must be float32 with quantize={self.quantize!r}, whose means "
+        f"are all its values, got {self.value_dtype}."
+      )
+    slack = static_number("slack", _SLACK_RULE, self.slack)
+    if not 1 <= slack <= 2:
+      raise ValueError(f"`slack` must be {_SLACK_RULE}, got {slack!r}.")
+    object.__setattr__(self, "slack", slack)
+    rule = "a number of steps, 1 or more"
+    object.__setattr__(
+      self, "interval", static_integer("interval", rule, self.interval)
+    )
+    if self.interval < 1:
+      raise ValueError(f"`interval` must be {rule}, got {self.interval}.")
+
+  @property
+  def tile_size(self) -> int:
+    return self.range_size or 0  # of no leaf yet
+
+  @property
+  def row_words(self) -> int:
+    values = value_words(self.quantize, self.value_dtype, self.slots)
+    return self._blocks + sparse.half_words(self.slots) + values
+
+  @property
+  def slots(self) -> int:
+    """Entries that a row has room for."""
+    sent = sent_of(self.density, self.tile_size)
+    if self.method in ("exact", "trimmed"):
+      return sent
+    return min(self.tile_size, int(self.slack * sent))
+
+  @property
+  def method(self) -> Selection:
+    """The selection of a row of this size."""
+    if self.selection != "auto":
+      return self.selection
+    if self.tile_size < _SMALL:
+      return "exact"
+    return "trimmed" if self.tile_size < _LARGE else "threshold"
+
+  @property
+  def reuses(self) -> bool:
+    return self.selection == "sampled"
+
+  @property
+  def alternates(self) -> bool:
+    return self.quantize == "asq"
+
+  def for_leaf(self, size: int, ranges: int = 1) -> "TopK":
+    if self.range_size is not None:
+      return self
+    return dataclasses.replace(self, range_size=range_of(size, ranges))
+
+  def turn(self, step: jax.Array) -> jax.Array:
+    return jnp.where(step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> Payload:
+    return self.encode_with_residual(x, key=key, stats=stats)[0]
+
+  def encode_with_residual(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> tuple[Payload, jax.Array]:
+    """The payload, and ``x`` less what it decodes to, without decoding it.
+
+    Returns:
+      A :class:`Payload`, and ``float32`` in the shape of ``x``.
+    """
+    del key
+    leaf = as_float32(x).reshape(x.shape)
+    ((rows, rest),) = self.for_leaf(x.size).encode_leaves([leaf], [stats])
+    return Payload(rows), rest
+
+  def encode_leaves(
+    self, leaves: Sequence[jax.Array], stats: Sequence[jax.Array | None]
+  ) -> list[tuple[jax.Array, jax.Array]]:
+    matrices = [to_tiles(leaf, self) for leaf in leaves]
+    entries = self._entries(matrices, stats)
+    count = matrices[0].shape[0]
+    result = []
+    for i, leaf in enumerate(leaves):
+      own = _Entries(*(x[i * count : (i + 1) * count] for x in entries))
+      start = self.tile_size * jnp.arange(count, dtype=jnp.int32)[:, None]
+      used = own.positions < self.tile_size
+      place = jnp.where(used, start + own.positions, leaf.size).reshape(-1)
+      lost = own.unsent.reshape(-1)
+      rest = leaf.reshape(-1).at[place].set(lost, mode="drop", unique_indices=True)
+      result.append((own.words, rest.reshape(leaf.shape)))
+    return result
+
+  def filled(self, flat: jax.Array) -> jax.Array:
+    """The leaf as it is: zeros that fill a range are no elements of note."""
+    return flat
+
+  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    return decode_payload(payload, like, self.for_leaf(like.size))
+
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> jax.Array:
+    del key
+    return self._entries([tiles.reshape(-1, self.tile_size)], [stats]).words
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    return decode_sparse_rows(self, rows)
+
+  def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if not rows.size:
+      empty = jnp.zeros((*rows.shape[:-1], self.slots))
+      return empty.astype(jnp.int32), empty
+    flat = jax.vmap(self._parse)(rows.reshape(-1, self.row_words))
+    positions, values = (x.reshape(*rows.shape[:-1], self.slots) for x in flat)
+    return positions, values
+
+  def used(self, rows: jax.Array) -> jax.Array:
+    return rows[..., self._blocks - 1].astype(jnp.int32)
+
+  def thresholds(self, rows: jax.Array) -> jax.Array:
+    positions, values = self.entries(rows)
+    magnitude = jnp.where(positions < self.tile_size, jnp.abs(values), jnp.inf)
+    smallest = magnitude.min(axis=1, initial=jnp.inf)
+    return jnp.where(jnp.isfinite(smallest), smallest, 0.0)
+
+  @property
+  def _block(self) -> int:
+    """Elements of a block: of 16 bits, a mean of each sign needs one for the sign."""
+    return sparse.BLOCK // 2 if self.quantize == "mean" else sparse.BLOCK
+
+  @property
+  def _blocks(self) -> int:
+    return -(-self.tile_size // self._block)
+
+  def _entries(
+    self, matrices: Sequence[jax.Array], stats: Sequence[jax.Array | None]
+  ) -> _Entries:
+    """Of the rows of several matrices of one shape, one after the other."""
+    count = matrices[0].shape[0]
+    total = count * len(matrices)
+    if not total:
+      empty = jnp.zeros((0, self.slots))
+      words = jnp.zeros((0, self.row_words), jnp.uint32)
+      return _Entries(words, empty.astype(jnp.int32), empty)
+    given = [jnp.broadcast_to(stat, (count,)) for stat in stats if stat is not None]
+    every = jnp.concatenate(given) if given else None
+
+    def encode(number: jax.Array) -> _Entries:
+      own = None if every is None else every[number]
+      return self._encode_row(Row(matrices, number), own)
+
+    if total == 1:
+      return _Entries(*(x[None] for x in encode(jnp.int32(0))))
+    return jax.lax.map(encode, jnp.arange(total, dtype=jnp.int32))
+
+  def _encode_row(self, x: Row, stats: jax.Array | None) -> _Entries:
+    sign = None
+    if self.alternates:
+      sign = jnp.float32(1) if stats is None else stats
+    positions = self._select(x, sign, stats if self.reuses else None)
+    values = x.at(positions)
+    used = positions < x.size
+    code = jnp.where(used, positions % self._block, 0).astype(jnp.uint32)
+    if self.quantize == "mean":
+      code = code | (is_negative(values).astype(jnp.uint32) * self._block)
+    tail, sent = encode_values(values, used, self.quantize, self.value_dtype)
+    ends = sparse.block_ends(positions, x.size, self._block)
+    words = jnp.concatenate([ends, sparse.pack_halves(code), tail])
+    return _Entries(words, positions, values - sent)
+
+  def _select(
+    self, x: Row, sign: jax.Array | None, first: jax.Array | None
+  ) -> jax.Array:
+    sent = sent_of(self.density, x.size)
+    if self.method == "exact":
+      return largest(x, sent, sign)
+    if self.method == "trimmed":
+      return trimmed(x, sent, min(x.size, 2 * sent), sign)
+    return at_least(x, sent, self.slots, sign=sign, first=first)
+
+  def _parse(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Positions and values of a row's slots; positions are its size in unused ones."""
+    ends, rest = row[: self._blocks], row[self._blocks :]
+    half = sparse.half_words(self.slots)
+    code = sparse.unpack_halves(rest[:half], self.slots)
+    slot = jnp.arange(self.slots, dtype=jnp.int32)
+    used = slot < ends[-1].astype(jnp.int32)
+    within = (code % self._block).astype(jnp.int32)
+    positions = sparse.slot_blocks(ends, self.slots) * self._block + within
+    negative = code >= self._block
+    values = decode_values(rest[half:], negative, self.quantize, self.value_dtype)
+    return jnp.where(used, positions, self.tile_size), jnp.where(used, values, 0.0)

@@ -1,0 +1,194 @@
+"""What a worker remembers of its own selections: thresholds, and how much was sent."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp import _axes
+from gradcomp._axes import AxisName
+from gradcomp.codecs import Codec, SelectingCodec
+from gradcomp.exchange._plan import Message
+from gradcomp.layout import leaf_rows
+
+
+class Selected(NamedTuple):
+  """Of the rows of all leaves that a worker selected from, in the order of messages."""
+
+  threshold: jax.Array  # float32[rows]: the smallest magnitude sent at the last search
+  used: jax.Array  # int32[rows]: entries sent in this step
+
+
+# By the axes that stack the workers' own, joined by commas, as in OwnerResiduals.
+Selections = dict[str, Selected]
+
+Thresholds = list[jax.Array | None]  # for each leaf of a message
+
+
+def selected_rows(
+  codec: Codec, messages: Sequence[Message], axis_name: AxisName | None
+) -> dict[str, int]:
+  """The rows that one worker selects from, by the axes over which they differ."""
+  result: dict[str, int] = {}
+  for message in messages:
+    if count := sum(_rows(codec, message)):
+      key = stack_name(axis_name, message)
+      result[key] = result.get(key, 0) + count
+  return result
+
+
+def recall(
+  codec: Codec,
+  selections: Selections | None,
+  messages: Sequence[Message],
+  step: jax.Array,
+  axis_name: AxisName | None,
+) -> list[Thresholds]:
+  """The thresholds to use again, for each leaf of each message.
+
+  ``float32[rows]``, zeros in steps that search anew; None for leaves without.
+  """
+  result: list[Thresholds] = [[None] * len(message.leaves) for message in messages]
+  if not isinstance(codec, SelectingCodec) or not codec.reuses:
+    return result
+  again = step % codec.interval != 0
+  taken: dict[str, int] = {}
+  for number, message in enumerate(messages):
+    key = stack_name(axis_name, message)
+    for leaf, count in enumerate(_rows(codec, message)):
+      start = taken.get(key, 0)
+      taken[key] = start + count
+      old = _thresholds(selections, key)
+      if old.shape[0] < taken[key]:
+        raise ValueError(
+          f"`state.selection`[{key!r}] must have a threshold for each of at least "
+          f"{taken[key]} rows, got {old.shape[0]}; give axis_name=, and make the state "
+          "by optimizer.init with as many workers, inside the map or under "
+          "jax.set_mesh(mesh), and pass it through with gradcomp.state_specs."
+        )
+      if _selects(message, leaf):
+        _, first, last = message.layout.slots[leaf]
+        own = old[start : start + last - first]
+        result[number][leaf] = jnp.where(again, own, 0.0)
+  return result
+
+
+def remember(
+  codec: Codec,
+  selections: Selections | None,
+  messages: Sequence[Message],
+  again: Sequence[Thresholds],
+  sent: Sequence[list[jax.Array] | None],
+  axis_name: AxisName | None,
+) -> Selections | None:
+  """The selections of this step; those of the last of what does not select.
+
+  Args:
+    codec: of the large leaves.
+    selections: of the last step; None to remember nothing.
+    messages: the plan.
+    again: what :func:`recall` gave.
+    sent: this worker's own rows for each message and codec.
+    axis_name: the axes of the workers.
+  """
+  if selections is None:
+    return None
+  parts: dict[str, list[Selected]] = {}
+  for message, thresholds, matrices in zip(messages, again, sent, strict=True):
+    own = parts.setdefault(stack_name(axis_name, message), [])
+    for leaf, count in enumerate(_rows(codec, message)):
+      own.append(_selected(message, leaf, count, thresholds[leaf], matrices))
+  made = {
+    key: Selected(*map(jnp.concatenate, zip(*own, strict=True)))
+    for key, own in parts.items()
+    if own
+  }
+  if axis_name is not None:  # dense leaves' are constants, and are typed as such
+    made = {
+      key: _axes.mark_varying(own, tuple(key.split(","))) for key, own in made.items()
+    }
+  return {key: made.get(key, old) for key, old in selections.items()}
+
+
+def used_entries(
+  codec: Codec,
+  selections: Selections | None,
+  axis_name: AxisName | None,
+  messages: Sequence[Message],
+) -> dict[int, float]:
+  """Entries that a worker sent of each leaf, by its number: the mean over workers.
+
+  Of a state that holds numbers, not of one inside a transformed function.
+  """
+  result = {}
+  taken: dict[str, int] = {}
+  for message in messages:
+    key = stack_name(axis_name, message)
+    found = (selections or {}).get(key)
+    if found is None or isinstance(found.used, jax.core.Tracer):
+      continue
+    total = selected_rows(codec, messages, axis_name)[key]
+    if found.used.size != total * (message.workers if axis_name is not None else 1):
+      raise ValueError(
+        f"`opt_state` must be that of {message.workers} workers with {total} rows "
+        f"each, got {found.used.size} rows."
+      )
+    used = np.asarray(found.used).reshape(-1, total).mean(axis=0)
+    for number, count in zip(message.leaves, _rows(codec, message), strict=True):
+      start = taken.get(key, 0)
+      taken[key] = start + count
+      result[number] = float(used[start : taken[key]].sum())
+  return result
+
+
+def stack_name(axis_name: AxisName | None, message: Message) -> str:
+  """The axes over which workers' own arrays are stacked, joined by commas."""
+  names = () if axis_name is None else _axes.names(axis_name)
+  return ",".join((*names, *message.others))
+
+
+def _selected(
+  message: Message,
+  leaf: int,
+  count: int,
+  old: jax.Array | None,
+  matrices: list[jax.Array] | None,
+) -> Selected:
+  group, start, stop = message.layout.slots[leaf]
+  codec = message.layout.codecs[group]
+  if matrices is not None and isinstance(codec, SelectingCodec):
+    rows = matrices[group][start:stop]
+    threshold, used = codec.thresholds(rows), codec.used(rows)
+    if old is not None:
+      threshold = jnp.where(old > 0, old, threshold)
+  else:  # all of a dense leaf
+    used = jnp.full(min(count, 1), message.layout.like[leaf].size, jnp.int32)
+    threshold = jnp.zeros(used.shape, jnp.float32)
+  unused = (0, count - used.size)
+  return Selected(jnp.pad(threshold, unused), jnp.pad(used, unused))
+
+
+def _rows(codec: Codec, message: Message) -> list[int]:
+  """For each leaf of a message the most rows that there are to select from.
+
+  Which leaves are dense, and whether they are cut into ranges, depends on the density;
+  how much is remembered does not, so that densities can follow one another.
+  """
+  if not isinstance(codec, SelectingCodec) or message.exchange == "hierarchical":
+    return []  # which selects from sums of groups
+  return [
+    leaf_rows(codec.for_leaf(like.size, message.workers), like)
+    for like in message.layout.like
+  ]
+
+
+def _selects(message: Message, leaf: int) -> bool:
+  codec = message.layout.codecs[message.layout.slots[leaf].group]
+  return isinstance(codec, SelectingCodec)
+
+
+def _thresholds(selections: Selections | None, key: str) -> jax.Array:
+  found = (selections or {}).get(key)
+  return jnp.zeros(0) if found is None else found.threshold

@@ -1,0 +1,60 @@
+"""The state of a transformation, and the keys of a step that derive from it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from gradcomp._axes import AxisName
+from gradcomp.codecs import LinearCodec
+from gradcomp.exchange import Message, OwnerResiduals, Selected, Selections
+from gradcomp.kernels import key_words
+
+
+class CompressState(NamedTuple):
+  """The state of :func:`compress`, in plain arrays that any checkpointer saves."""
+
+  step: jax.Array  # int32[], replicated
+  key: jax.Array  # uint32[2], replicated
+  residual: Any  # float32, like the parameters but at least 1-d, per worker; or None
+  owner_residual: OwnerResiduals | None  # float32, rows that a worker owns; or None
+  memory: jax.Array | None  # of a codec that has one, replicated; or None
+  momentum: Any = None  # float32, like the residual; or None
+  selection: Selections | None = None  # of a codec that selects, per worker; or None
+
+
+def selected_shapes(rows: int) -> Any:
+  """What is remembered of so many rows that a worker selects from."""
+  dtypes = Selected(threshold=jnp.float32, used=jnp.int32)
+  return jax.tree.map(lambda dtype: jax.ShapeDtypeStruct((rows,), dtype), dtypes)
+
+
+def seed_words(key: ArrayLike) -> jax.Array:
+  """``uint32[2]`` of a seed or of a threefry key; a copy, which may be donated."""
+  if not isinstance(key, int | jax.Array):
+    key = jnp.asarray(key)
+  if isinstance(key, int) or (
+    key.shape == () and jnp.issubdtype(key.dtype, jnp.integer)
+  ):
+    key = jax.random.key(key, impl="threefry2x32")
+  return jnp.array(key_words(key))
+
+
+def step_keys(
+  state: CompressState, messages: Sequence[Message], axis_name: AxisName | None
+) -> jax.Array | None:
+  """``uint32[leaves + codecs, 2]``: a key a leaf, then a key a codec's later stages."""
+  layouts = [message.layout for message in messages]
+  if not any(codec.needs_key for layout in layouts for codec in layout.codecs):
+    return None
+  fold = jax.random.fold_in
+  step_key = fold(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
+  count = sum(len(layout.slots) + len(layout.codecs) for layout in layouts)
+  linear = any(isinstance(c, LinearCodec) for layout in layouts for c in layout.codecs)
+  # Workers that shall choose the same elements have the same keys.
+  worker = 0 if axis_name is None or linear else lax.axis_index(axis_name)
+  keys = jax.vmap(fold, (None, 0))(step_key, jnp.arange(count))
+  return jax.random.key_data(jax.vmap(fold, (0, None))(keys, worker))

@@ -1,0 +1,134 @@
+"""Transformations that take over from one another, at given steps."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from gradcomp import _planning
+from gradcomp._checks import static_integer
+
+
+class SwitchState(NamedTuple):
+  """The state of :func:`switch`."""
+
+  step: jax.Array  # int32[], replicated
+  inner: Any  # of the transformation that keeps most; the others keep a part of it
+
+
+def switch(
+  boundaries: Sequence[int],
+  transformations: Sequence[optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
+  """Applies one transformation after the other, each from its boundary on.
+
+  The first until step ``boundaries[0]``, the second from there until ``boundaries[1]``,
+  and so on. All are part of one program, of which ``jax.lax.switch`` runs one branch a
+  step: nothing is compiled again. They share one state: residuals and momentum that one
+  leaves behind are what the next goes on with. So each must keep the state of the one
+  that keeps most, or the same without some arrays.
+
+  Fang et al. warm up with a dense exchange, Lin et al. with falling densities::
+
+    densities = [0.25, 0.0625, 0.015625, 0.004, 0.001]
+    epochs = [steps * (i + 1) for i in range(4)]
+    exchange = gradcomp.switch(
+      epochs,
+      [gradcomp.redsync(d, axis_name="data", exchange="all_gather") for d in densities],
+    )
+
+  A density of 1 is the dense exchange, with the momentum of :func:`gradcomp.redsync`.
+  Han et al. train the first third in float32: ``switch([steps // 3], [dense(...),
+  aps(...)])``. A residual that the next does not keep goes out with its first gradient.
+  Take one exchange for all: what owners keep in ``two_shot``, none but owners can send.
+
+  Args:
+    boundaries: steps, in ascending order, one fewer than transformations.
+    transformations: of optax, or gradcomp's.
+
+  Returns:
+    A gradient transformation; its state is a :class:`SwitchState`.
+
+  Raises:
+    ValueError: boundaries that are not ascending steps, or too few or many; in
+      ``init``, transformations whose states do not fit together.
+
+  Example:
+    >>> tx = switch([2], [optax.scale(1.0), optax.scale(-1.0)])
+    >>> state = tx.init(jnp.ones(()))
+    >>> for _ in range(3):
+    ...   update, state = tx.update(jnp.ones(()), state)
+    ...   print(update)
+    1.0
+    1.0
+    -1.0
+
+  References:
+    Fang et al., 2018, section 2.5; Lin et al., `Deep Gradient Compression
+    <https://arxiv.org/abs/1712.01887>`_, 2018, section 3.3; Han et al., 2021
+  """
+  rule = "steps in ascending order, above 0"
+  if not isinstance(boundaries, Sequence):
+    raise ValueError(f"`boundaries` must be {rule}, got {boundaries!r}.")
+  steps = [static_integer("boundaries", rule, step) for step in boundaries]
+  if any(a >= b for a, b in zip([0, *steps], steps, strict=False)):
+    raise ValueError(f"`boundaries` must be {rule}, got {list(boundaries)}.")
+  choices = [optax.with_extra_args_support(tx) for tx in transformations]
+  if len(choices) != len(steps) + 1:
+    raise ValueError(
+      f"`transformations` must be one more than the {len(steps)} boundaries, got "
+      f"{len(choices)}."
+    )
+
+  def init_fn(params: Any) -> SwitchState:
+    states = [tx.init(params) for tx in choices]
+    largest = max(states, key=lambda state: len(jax.tree.leaves(state)))
+    for i, state in enumerate(states):
+      _check_part(i, state, largest)
+    return SwitchState(jnp.zeros([], jnp.int32), largest)
+
+  def update_fn(
+    updates: Any, state: SwitchState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, SwitchState]:
+    if _planning.current():
+      updates, inner = choices[-1].update(updates, state.inner, params, **extra_args)
+      return updates, SwitchState(state.step, inner)
+
+    def branch(tx: optax.GradientTransformationExtraArgs) -> Any:
+      return lambda updates, inner: tx.update(updates, inner, params, **extra_args)
+
+    number = jnp.sum(state.step >= jnp.array(steps, jnp.int32), dtype=jnp.int32)
+    updates, inner = lax.switch(
+      number, [branch(tx) for tx in choices], updates, state.inner
+    )
+    return updates, SwitchState(optax.safe_increment(state.step), inner)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_part(number: int, state: Any, largest: Any) -> None:
+  """ValueError unless every array of a state is one of the largest state, too."""
+  shapes = {
+    jax.tree_util.keystr(path): (leaf.shape, leaf.dtype)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(largest)
+  }
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    name = jax.tree_util.keystr(path)
+    if shapes.get(name) != (leaf.shape, leaf.dtype):
+      raise ValueError(
+        f"`transformations`[{number}] must keep a part of the state that another of "
+        f"them keeps, but its state{name} is {leaf.dtype}{list(leaf.shape)}, and there "
+        f"it is {shapes.get(name, 'missing')}; give all the same feedback=, exchange= "
+        "and min_leaf_size=, and the same transformations around them."
+      )
+    shapes.pop(name)
+  for name in shapes:
+    if ".owner_residual" in name:
+      raise ValueError(
+        f"`transformations`[{number}] must keep the residuals of owners, state{name}, "
+        "as another of them does, or what waits there would not be sent; give all "
+        'exchange="all_gather", or second_stage_feedback=False.'
+      )

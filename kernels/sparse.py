@@ -1,0 +1,115 @@
+"""Sparse rows: positions in 16 bits, values, and the dense sums of many of them.
+
+Positions are relative to blocks of 65,536 elements; a row says where the entries of
+each block end. Entries lie block by block.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp.kernels.listing import groups_of_slots
+
+HALF = 16  # bits of a position in its block
+BLOCK = 1 << HALF
+
+
+def block_ends(positions: jax.Array, size: int, block: int = BLOCK) -> jax.Array:
+  """How many entries lie in each block or before it: ``uint32[blocks]``.
+
+  The last is the number of all entries.
+
+  Args:
+    positions: ``int32[slots]``, block by block; ``size`` in slots that are not used.
+    size: elements of a row.
+    block: elements of a block.
+
+  Example:
+    >>> block_ends(jnp.array([7, 5, 70_000, 80_000]), 80_000)
+    Array([2, 3], dtype=uint32)
+  """
+  blocks = -(-size // block)
+  owner = jnp.where(positions < size, positions // block, blocks)
+  numbers = lax.iota(jnp.int32, blocks)
+
+  # Bisection of all blocks at once. jnp.searchsorted fails in some maps (JAX 0.10.2).
+  def halve(_: jax.Array, sides: tuple[jax.Array, jax.Array]) -> tuple:
+    low, high = sides
+    middle = low + (high - low) // 2
+    right = (owner.at[middle].get(mode="clip") <= numbers) & (low < high)
+    return jnp.where(right, middle + 1, low), jnp.where(right, high, middle)
+
+  none = numbers * 0 + owner[:1] * 0
+  steps = positions.size.bit_length()
+  ends, _ = lax.fori_loop(0, steps, halve, (none, none + positions.size))
+  return ends.astype(jnp.uint32)
+
+
+def slot_blocks(ends: jax.Array, slots: int) -> jax.Array:
+  """The block that each slot belongs to: ``int32[slots]``, in used slots."""
+  if ends.size == 1:
+    return jnp.zeros(slots, jnp.int32)
+  ends = ends.astype(jnp.int32)
+  return groups_of_slots(jnp.diff(ends, prepend=ends[:1] * 0), slots)[0]
+
+
+def pack_halves(values: jax.Array) -> jax.Array:
+  """``uint32[ceil(slots / 2)]``: the second half of the values above the first.
+
+  Args:
+    values: ``uint32[slots]`` of at most 16 bits.
+
+  Example:
+    >>> pack_halves(jnp.array([1, 2, 3], jnp.uint32)).tolist() == [1 + (3 << 16), 2]
+    True
+  """
+  half = half_words(values.size)
+  above = jnp.pad(values[half:], (0, 2 * half - values.size))
+  return values[:half] | (above << HALF)
+
+
+def unpack_halves(words: jax.Array, slots: int) -> jax.Array:
+  """The inverse of :func:`pack_halves`: ``uint32[slots]``."""
+  both = jnp.concatenate([words & (BLOCK - 1), words >> HALF])
+  return both[:slots]
+
+
+def half_words(slots: int) -> int:
+  """Words that so many halves fill."""
+  return -(-slots // 2)
+
+
+def add_entries(
+  shape: tuple[int, int], positions: jax.Array, values: jax.Array, scale: float
+) -> jax.Array:
+  """The sum of several payloads times ``scale``: ``float32[rows, size]``.
+
+  One dense array is written, and the entries of one payload after the other are added
+  to it. Those of one payload differ, so that no device adds in an order of its own: a
+  single scatter of all would, on GPUs, and workers would differ in the last bit.
+
+  Args:
+    shape: rows and their elements.
+    positions: ``int32[K, rows, slots]``; ``size`` or more in slots that are not used.
+    values: ``float32[K, rows, slots]``.
+    scale: of each value.
+  """
+  rows, size = shape
+  row = lax.iota(jnp.int32, rows)[:, None]
+  used = (positions >= 0) & (positions < size)
+  flat = jnp.where(used, row * size + positions, rows * size)
+  values = values * scale
+
+  def add(k: jax.Array | int, total: jax.Array) -> jax.Array:
+    where = total.at[flat[k].reshape(-1)]
+    return where.add(values[k].reshape(-1), mode="drop", unique_indices=True)
+
+  total = zeros_of_type(values, (rows * size,))
+  return lax.fori_loop(0, positions.shape[0], add, total).reshape(rows, size)
+
+
+def zeros_of_type(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """``float32`` zeros that a map takes to vary over the same axes as ``x``."""
+  bits = lax.bitcast_convert_type(x.reshape(-1)[:1], jnp.uint32) & 0
+  zero = lax.bitcast_convert_type(bits, jnp.float32)
+  return jnp.broadcast_to(zero, shape) if x.size else jnp.zeros(shape, jnp.float32)

@@ -1,0 +1,254 @@
+"""redsync as a whole: warm-up, clipping, states, and that it trains."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import optax
+import oracle_top_k
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_errors import says
+from test_sparse_exchange import N, check_conservation, gradients, trail
+
+import gradcomp
+from gradcomp.codecs import RandomK, TopK
+from gradcomp.explicit import unreduce
+
+redsync = functools.partial(
+  gradcomp.redsync, axis_name="data", exchange="all_gather", min_leaf_size=64
+)
+
+
+def inner_trail(tx, steps):
+  """As :func:`trail` of a switch: the states of what it switches."""
+  return [(output, state.inner) for output, state in trail(tx, steps)]
+
+
+def test_switch_changes_the_density_in_one_compilation():
+  """Dense until step 2, then sparse, then sparser; residuals and momentum go on."""
+  densities, steps = [1, 0.25, 0.02], gradients(7)
+  tx = gradcomp.switch([2, 4], [redsync(d, 0.9) for d in densities])
+  passed = inner_trail(tx, steps)  # which asserts that there is one program
+  check_conservation(passed, steps, 0.9, True, sparse=lambda step: step >= 2)
+  sent = [np.count_nonzero(output["w"][0]) for output, _ in passed]
+  waiting = [np.count_nonzero(state.residual["w"]) for _, state in passed]
+  k = [oracle_top_k.entries_of(d, 630) for d in densities]
+  assert sent[:2] == [630, 630] and waiting[:2] == [0, 0]
+  assert all(k[1] <= count <= 4 * k[1] for count in sent[2:4])
+  assert all(k[2] <= count <= 4 * k[2] for count in sent[4:])
+  assert min(waiting[2:]) > 0
+  # The rows of w are the last, as many as there are workers; here one is in use.
+  counts = [int(state.selection["data"].used[0, -N]) for _, state in passed]
+  assert counts == [630, 630, k[1], k[1], k[2], k[2], k[2]]
+  assert [int(state.step[0]) for _, state in passed] == list(range(1, 8))
+
+
+def test_a_residual_that_nothing_keeps_is_sent():
+  """Once and for all, by a part without feedback: nothing is lost."""
+  steps = gradients(3)
+  plain = gradcomp.dense(axis_name="data", exchange="psum", feedback=None)
+  tx = gradcomp.switch([1, 2], [redsync(0.02, None), plain, redsync(0.02, None)])
+  passed = inner_trail(tx, steps)
+  check_conservation(passed, steps, None, False)
+  waiting = [np.count_nonzero(state.residual["w"]) for _, state in passed]
+  assert waiting[0] > 600 and waiting[1] == 0 and waiting[2] > 600
+
+
+@pytest.mark.parametrize(
+  "boundaries, parts",
+  [
+    ([0], ("`boundaries`", "ascending", "[0]")),
+    ([-1], ("`boundaries`", "ascending", "[-1]")),
+    ([2, 2], ("`boundaries`", "ascending", "[2, 2]")),
+    ([3, 2], ("`boundaries`", "ascending", "[3, 2]")),
+    ([1.5], ("`boundaries`", "ascending", "1.5")),
+    ([True], ("`boundaries`", "ascending", "True")),
+    (3, ("`boundaries`", "ascending", "3")),
+    ([], ("`transformations`", "one more", "0 boundaries", "2")),
+    ([1, 2], ("`transformations`", "one more", "2 boundaries", "2")),
+  ],
+  ids=str,
+)
+def test_bad_boundaries(boundaries, parts):
+  with pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.switch(boundaries, [optax.identity(), optax.identity()])
+
+
+@pytest.mark.parametrize(
+  "other",
+  [
+    optax.trace(0.9),
+    optax.scale_by_adam(),
+    gradcomp.compress(TopK(), exchange="hierarchical", group_size=2, axis_name="data"),
+    redsync(0.02, exchange="two_shot"),
+  ],
+  ids=["trace", "adam", "hierarchical", "two_shot"],
+)
+def test_states_that_do_not_fit_together(other):
+  params = {"w": jnp.ones((9, 70))}
+  tx = gradcomp.switch([3], [redsync(0.02), other])
+  init = jax.vmap(lambda p: tx.init(params), axis_name="data")
+  with pytest.raises(ValueError, match=says("`transformations`", "must keep")):
+    init(jnp.arange(N))
+
+
+def clipped_mean(gradient, max_norm):
+  parts = [
+    oracle_top_k.clip([x[i] for x in gradient.values()], max_norm, N) for i in range(N)
+  ]
+  return [np.mean(leaves, axis=0) for leaves in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("place", ["vmap", "shard_map", modes.EXPLICIT])
+def test_local_clipping(place):
+  """Of each worker's whole gradient; some are below the limit, one is zero."""
+  (gradient,) = gradients(1)
+  gradient = {
+    name: x * np.float32([1, 0.01, 30, 0]).reshape(N, *[1] * (x.ndim - 1))
+    for name, x in gradient.items()
+  }
+  max_norm = 20.0  # over 2: a normal gradient here has a norm of about 35
+  tx = optax.chain(
+    gradcomp.clip_by_local_norm(max_norm, axis_name="data"),
+    gradcomp.dense(axis_name="data"),
+  )
+  update = lambda g: tx.update(g, tx.init(g))[0]
+  if place == "vmap":
+    output = jax.jit(jax.vmap(update, axis_name="data"))(gradient)
+    output = jax.tree.map(lambda x: x[0], output)
+  elif place == "shard_map":
+    local = lambda g: update(jax.tree.map(lambda x: x[0], g))
+    mesh = modes.mesh(N)
+    output = jax.jit(
+      jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P())
+    )(gradient)
+  else:
+    mesh = modes.mesh(N, AxisType.Explicit)
+    addends = jax.tree.map(lambda x: x / np.float32(N), gradient)
+    addends = jax.device_put(addends, NamedSharding(mesh, P("data")))
+    output = jax.jit(lambda g: update(unreduce(g, "data")))(addends)
+  for x, expected in zip(
+    jax.tree.leaves(output), clipped_mean(gradient, max_norm), strict=True
+  ):
+    # A norm of 1,263 squares, a factor and a mean of four: elements are below 2.
+    np.testing.assert_allclose(x, expected, rtol=0, atol=2e-6)
+
+
+def test_redsync_clips_in_front_of_momentum():
+  """Of the first step, sent and waiting are Nesterov's (1 + m) g of clipped g."""
+  steps = gradients(1)
+  ((output, (_, state)),) = trail(redsync(0.05, 0.9, max_norm=1.0), steps)
+  sent = N * np.float64(output["w"][0])
+  waiting = np.float64(state.residual["w"]).sum(axis=0)
+  expected = 1.9 * N * clipped_mean(steps[0], 1.0)[-1]
+  # Sums of four elements below 0.3.
+  np.testing.assert_allclose(sent + waiting, expected, rtol=0, atol=1e-6)
+
+
+def test_a_clipped_gradient_that_is_not_finite_stays_so():
+  tx = gradcomp.clip_by_local_norm(1.0)
+  x = jnp.array([1.0, jnp.nan, 2.0])
+  (output,), _ = tx.update([x], tx.init([x]))
+  assert not jnp.isfinite(output).all()
+
+
+@pytest.mark.parametrize(
+  "codec, exchange",
+  [
+    (TopK(density=0.05, selection="sampled"), "two_shot"),
+    (TopK(density=0.05), "all_gather"),
+    (RandomK(density=0.05), "psum"),
+  ],
+  ids=["sampled-two_shot", "auto-all_gather", "RandomK-psum"],
+)
+def test_states_are_stacked_under_a_mesh(codec, exchange):
+  """What a worker has of its own is cut over the axis, all else is replicated."""
+  tx = gradcomp.compress(
+    codec, axis_name="data", exchange=exchange, feedback="momentum", min_leaf_size=64
+  )
+  params = {"b": jnp.ones(3), "w": jnp.ones((10, 70))}
+  with jax.set_mesh(modes.mesh(N)):
+    state = tx.init(params)
+  specs = gradcomp.state_specs(state, "data")
+  assert state.momentum["w"].shape == state.residual["w"].shape == (4 * 10, 70)
+  assert specs.momentum["w"] == specs.residual["w"] == P("data")
+  assert specs.step == specs.key == P()
+  if isinstance(codec, RandomK):
+    assert state.selection is None and specs.selection is None
+    return
+  # Of each leaf as many rows as it may be cut into, for density may change.
+  rows = 3 + N
+  assert state.selection["data"].used.shape == (N * rows,)
+  assert specs.selection["data"].used == specs.selection["data"].threshold == P("data")
+  assert bool(state.owner_residual) == (exchange == "two_shot")
+  local = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(N))
+  assert local.selection["data"].used.shape == (N, rows)
+
+
+def test_without_a_map_or_a_mesh_nothing_is_selected_again():
+  """Nobody knows the workers; only what uses thresholds again needs them."""
+  params = {"w": jnp.ones((10, 70))}
+  gradient = {"w": jnp.ones((N, 10, 70))}
+  for selection in ("exact", "sampled"):
+    tx = redsync(0.05, selection=selection)
+    state = tx.init(params)
+    assert state.selection is None
+    local = lambda g, tx=tx, state=state: tx.update(g, state)[0]
+    update = jax.jit(jax.vmap(local, axis_name="data"))
+    if selection == "exact":
+      assert jnp.count_nonzero(update(gradient)["w"][0]) == 35
+      continue
+    with pytest.raises(ValueError, match=says("`state.selection`", "4 rows", "got 0")):
+      update(gradient)
+
+
+FEATURES, STEPS = 256, 400
+
+
+@functools.cache
+def problem():
+  """Noisy least squares, of which each worker has its own part: features, targets."""
+  rng = np.random.default_rng(0)
+  x = rng.standard_normal((N, 256, FEATURES)).astype(np.float32)
+  y = x @ rng.standard_normal(FEATURES) + 3 * rng.standard_normal((N, 256))
+  return jnp.asarray(x), jnp.asarray(y, jnp.float32)
+
+
+def train(exchange, sgd):
+  """The loss over all workers' data, after training from zero."""
+  x, y = problem()
+  loss = lambda w, x, y: jnp.mean((x @ w - y) ** 2)
+  optimizer = optax.chain(exchange, sgd)
+
+  @functools.partial(jax.vmap, axis_name="data")
+  def run(x, y):
+    def step(carry, _):
+      w, state = carry
+      updates, state = optimizer.update(jax.grad(loss)(w, x, y), state)
+      return (optax.apply_updates(w, updates), state), None
+
+    w = jnp.zeros(FEATURES)
+    return jax.lax.scan(step, (w, optimizer.init(w)), length=STEPS)[0][0]
+
+  w = jax.jit(run)(x, y)
+  np.testing.assert_array_equal(w, jnp.broadcast_to(w[:1], w.shape))
+  return float(jax.vmap(loss, in_axes=(None, 0, 0))(w[0], x, y).mean())
+
+
+def test_redsync_trains_as_dense_momentum_does():
+  """One in twenty elements at a time; without what waits, it does not."""
+  rate = optax.cosine_decay_schedule(0.01, STEPS)
+  dense = train(
+    gradcomp.dense(axis_name="data"), optax.sgd(rate, momentum=0.9, nesterov=True)
+  )
+  for quantize in (None, "asq"):
+    sparse = train(redsync(0.05, 0.9, quantize=quantize), optax.sgd(rate))
+    assert sparse == pytest.approx(dense, rel=0.01), quantize
+  lost = gradcomp.compress(
+    TopK(density=0.05), axis_name="data", exchange="all_gather", feedback=None
+  )
+  assert train(lost, optax.sgd(rate, momentum=0.9, nesterov=True)) > 1.5 * dense

@@ -1,0 +1,317 @@
+"""Exchanges of sparse codecs: against the page's arithmetic, in every mode."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import oracle
+import oracle_exchange
+import oracle_top_k
+import pytest
+from test_exchange import assert_trees_equal
+
+import gradcomp
+from gradcomp.codecs import RandomK, TopK
+
+N, DENSITY, SIZE = 4, 0.05, 630
+EXACT = TopK(density=DENSITY)
+# Each with the exchange, and m and the kind of momentum.
+CASES = [
+  (EXACT, "all_gather", None, False),
+  (TopK(density=DENSITY, selection="threshold"), "all_gather", 0.9, True),
+  (TopK(density=DENSITY, quantize="asq"), "all_gather", 0.9, False),
+  (TopK(density=DENSITY, quantize="mean"), "two_shot", 0.7, True),
+  (TopK(density=DENSITY, quantize="asq"), "two_shot", None, False),
+  (TopK(density=DENSITY, selection="sampled"), "two_shot", 0.9, False),
+  (TopK(density=DENSITY, value_dtype=jnp.bfloat16), "hierarchical", None, False),
+  (RandomK(density=DENSITY), "psum", 0.9, False),
+  (RandomK(density=DENSITY), "all_gather", None, False),
+]
+# Each takes seconds to compile: every mode with some of the cases.
+IN_MODES = {
+  CASES[1]: ("shard_map", modes.EXPLICIT),
+  CASES[4]: ("shard_map_unchecked", "pmap", modes.EXPLICIT),
+  CASES[6]: ("shard_map",),
+  CASES[7]: ("shard_map", modes.EXPLICIT),
+}
+
+
+def short_name(case):
+  codec, exchange = case[:2]
+  kind = (getattr(codec, name, None) for name in ("selection", "quantize"))
+  return "-".join([type(codec).__name__, *map(str, kind), exchange])
+
+
+def transformation(codec, exchange, momentum=None, nesterov=False, **options):
+  if exchange == "hierarchical":
+    options["group_size"] = 2
+  if momentum is not None:
+    options.update(feedback="momentum", momentum=momentum, nesterov=nesterov)
+  options.setdefault("min_leaf_size", 64)
+  return gradcomp.compress(codec, axis_name="data", exchange=exchange, **options)
+
+
+def gradients(steps, workers=N):
+  """A leaf that stays dense and two of one size, which share a matrix."""
+  rng = np.random.default_rng(workers)
+  shapes = {"b": (3,), "v": (SIZE,), "w": (9, 70)}
+  return [
+    {
+      name: rng.standard_normal((workers, *shape)).astype(np.float32)
+      for name, shape in shapes.items()
+    }
+    for _ in range(steps)
+  ]
+
+
+def trail(tx, steps):
+  """What ``update`` returns in each step, under vmap: leaves [N, ...]."""
+  like = jax.tree.map(jnp.asarray, steps[0])
+  state = jax.vmap(tx.init, axis_name="data")(like)
+  update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s), axis_name="data"))
+  result = []
+  for gradient in steps:
+    output, state = update(gradient, state)
+    result.append((output, state))
+  assert update._cache_size() == 1
+  return result
+
+
+def owned_of(state, leaf):
+  """What owners keep of one of the two leaves: the first ranges are those of v."""
+  if not state.owner_residual:
+    return np.zeros(SIZE)
+  (rows,) = state.owner_residual["data"]
+  rows = np.float64(rows)
+  rows = rows.reshape(-1, rows.shape[-1])
+  first = N * (leaf == "w")
+  return rows[first : first + N].ravel()[:SIZE]
+
+
+def check_conservation(passed, steps, momentum, nesterov, sparse=lambda step: True):
+  """What was sent and what waits is all that was ever to be sent, at every step.
+
+  Momentum is computed here from gradients alone, but for where something was sent.
+  """
+  for leaf in ("b", "v", "w"):
+    shape = steps[0][leaf].shape[1:]
+    workers = [oracle_top_k.Worker(shape, momentum, nesterov) for _ in range(N)]
+    total, largest = 0.0, 0.0
+    for number, ((output, state), gradient) in enumerate(
+      zip(passed, steps, strict=True)
+    ):
+      for i, worker in enumerate(workers):
+        x = worker.correct(gradient[leaf][i])
+        rest = np.asarray(state.residual[leaf][i])
+        worker.keep(x, rest, sparse=leaf != "b" and sparse(number))
+        largest = max(largest, np.abs(x).max(), np.abs(rest).max())
+        if momentum is not None:
+          np.testing.assert_array_equal(state.momentum[leaf][i], worker.u)
+      out = np.asarray(output[leaf])
+      np.testing.assert_array_equal(out, np.broadcast_to(out[:1], out.shape))
+      total = total + N * np.float64(out[0])
+      waiting = sum(np.float64(worker.residual) for worker in workers)
+      if leaf != "b":
+        waiting = waiting + N * owned_of(state, leaf).reshape(shape)
+      given = sum(worker.given for worker in workers)
+      # Each step rounds 4 N + 8 numbers at most that enter; none is above N largest.
+      bound = (number + 1) * (4 * N + 8) * 2.0**-24 * N * largest
+      np.testing.assert_allclose(total + waiting, given, rtol=0, atol=bound)
+
+
+def state_rows(exchange):
+  """Rows of a leaf that something was selected from."""
+  return N if exchange == "two_shot" else 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=short_name)
+def test_nothing_is_lost(case):
+  codec, exchange, momentum, nesterov = case
+  steps = gradients(6)
+  passed = trail(transformation(*case), steps)
+  check_conservation(passed, steps, momentum, nesterov)
+  _, state = passed[-1]
+  assert bool(state.owner_residual) == (exchange in ("two_shot", "hierarchical"))
+  # Something waits and, but where a second stage sends all of it, something was sent.
+  assert np.count_nonzero(state.residual["w"]) > 100
+  if isinstance(codec, TopK) and exchange != "hierarchical":
+    used = np.asarray(state.selection["data"].used)
+    assert used.shape == (N, 3 + 2 * N)  # rows that leaves may be cut into
+    assert (np.count_nonzero(used[:, -N:], axis=1) == state_rows(exchange)).all()
+
+
+@pytest.mark.parametrize("case", IN_MODES, ids=short_name)
+def test_every_mode_has_the_same_bits(case):
+  """On every worker; the turns of `asq` too."""
+  tx, steps = transformation(*case), gradients(3)
+  steps = [jax.tree.map(jnp.asarray, {k: g[k] for k in "bw"}) for g in steps]
+  expected = modes.run_all("vmap", tx, steps)
+  for mode in IN_MODES[case]:
+    assert_trees_equal(modes.run_all(mode, tx, steps), expected)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
+def test_the_mean_is_the_oracles(exchange):
+  """Bit for bit, for three workers, whose third no binary fraction is."""
+  workers = 3
+  steps = [{k: g[k] for k in "bw"} for g in gradients(4, workers)]
+  steps = [jax.tree.map(jnp.asarray, g) for g in steps]
+  tx = transformation(EXACT, exchange)
+  expected, residual = [], np.zeros((workers, SIZE), np.float32)
+  owned = np.zeros((workers, SIZE // workers), np.float32)
+  for gradient in steps:
+    corrected = residual + np.asarray(gradient["w"]).reshape(workers, SIZE)
+    if exchange == "all_gather":
+      mean, residual = oracle_top_k.all_gather(corrected, DENSITY)
+    else:
+      mean, residual = oracle_top_k.two_shot(corrected, DENSITY, owned)
+    expected.append(mean)
+  for mode in ("vmap", "shard_map"):
+    outputs, rest, kept = modes.run_all(mode, tx, steps)
+    for output, mean, gradient in zip(outputs, expected, steps, strict=True):
+      for i in range(workers):
+        np.testing.assert_array_equal(output["w"][i].ravel(), mean)
+        np.testing.assert_array_equal(
+          output["b"][i], oracle_exchange.exchange_all_gather(gradient["b"])
+        )
+    np.testing.assert_array_equal(np.reshape(rest["w"], residual.shape), residual)
+    if exchange == "two_shot":
+      np.testing.assert_array_equal(np.ravel(kept["data"][0]), owned.ravel())
+    else:
+      assert not kept
+
+
+def test_random_k_sends_the_same_elements_from_all():
+  """Those of worker 0's key, which change from step to step."""
+  steps = gradients(3)
+  passed = trail(transformation(RandomK(density=DENSITY), "psum", key=7), steps)
+  seen = set()
+  for number, (output, _) in enumerate(passed):
+    for leaf, name in ((1, "v"), (2, "w")):
+      key = (0, 7)
+      for part in (number, leaf, 0):
+        key = oracle.fold_in(key, part)
+      place = oracle_top_k.random_k_positions(key, 1, SIZE, DENSITY)[0]
+      sent = np.flatnonzero(output[name][0])
+      np.testing.assert_array_equal(sent, place[place < SIZE])
+      seen.add(tuple(sent))
+  assert len(seen) == 6
+  first = np.mean(np.float64(steps[0]["v"]), axis=0)
+  sent = np.flatnonzero(passed[0][0]["v"][0])
+  # Three additions and a division of at most 4 or 5 each.
+  np.testing.assert_allclose(passed[0][0]["v"][0][sent], first[sent], 0, 4 * 2.0**-21)
+
+
+@pytest.mark.parametrize("quantize", [None, "asq"])
+def test_local_is_what_each_worker_would_do_alone(quantize):
+  codec = TopK(density=DENSITY, quantize=quantize)
+  steps = gradients(3)
+  passed = trail(transformation(codec, "local", 0.9, True), steps)
+  options = dict(feedback="momentum", nesterov=True, min_leaf_size=64)
+  alone = gradcomp.compress(codec, **options)
+  update = jax.jit(alone.update)
+  for i in range(2):
+    state = alone.init({k: v[i] for k, v in steps[0].items()})
+    for gradient, (together, both) in zip(steps, passed, strict=True):
+      output, state = update({k: v[i] for k, v in gradient.items()}, state)
+      for name in output:
+        np.testing.assert_array_equal(output[name], together[name][i])
+        np.testing.assert_array_equal(state.momentum[name], both.momentum[name][i])
+
+
+@pytest.mark.parametrize(
+  "exchange, bad", [("all_gather", np.inf), ("two_shot", np.nan)]
+)
+def test_what_is_not_finite_reaches_all_and_nothing_that_is_kept(exchange, bad):
+  steps = gradients(2)
+  steps[1]["w"][2, 5, 7] = bad
+  (_, old), (output, state) = trail(transformation(EXACT, exchange, 0.9), steps)
+  assert not np.isfinite(output["w"][:, 5, 7]).any()
+  dirty = ~np.isfinite(output["w"])
+  assert dirty.sum() == N
+  for name in ("residual", "momentum"):
+    new, before = getattr(state, name)["w"], getattr(old, name)["w"]
+    np.testing.assert_array_equal(new[:, 5, 7], before[:, 5, 7])
+    assert np.isfinite(new).all() and (new != before).any()
+  if exchange == "two_shot":
+    assert np.isfinite(owned_of(state, "w")).all()
+
+
+SHAPES = {"b": (50,), "w": (300, 301)}
+LIKE = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in SHAPES.items()}
+
+
+@pytest.mark.parametrize(
+  "codec, exchange, kinds",
+  [
+    (TopK(density=0.01), "all_gather", ["all-gather"]),
+    (TopK(density=0.01, quantize="asq"), "two_shot", ["all-gather", "all-to-all"]),
+    (RandomK(density=0.01), "psum", ["all-reduce"]),
+  ],
+  ids=["TopK-all_gather", "TopK-two_shot", "RandomK-psum"],
+)
+def test_explain_says_what_is_sent(codec, exchange, kinds):
+  """One message of words a stage: lengths, positions and values of all leaves."""
+  workers, size = 3, 300 * 301
+  tx = transformation(codec, exchange, 0.9)
+  mesh = modes.mesh(workers)
+  with jax.set_mesh(mesh):
+    state = jax.eval_shape(tx.init, LIKE)
+  specs = gradcomp.state_specs(state, "data")
+  local = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)
+  P = jax.sharding.PartitionSpec
+  update = jax.shard_map(
+    local, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs)
+  )
+  grads = {
+    k: jax.ShapeDtypeStruct((workers, *s), jnp.float32) for k, s in SHAPES.items()
+  }
+  report = gradcomp.wire_report(jax.jit(update).lower(grads, state))
+  sent = report.collectives
+  assert sorted({c.kind for c in sent}) == kinds
+  assert {c.dtype for c in sent} == {"f32" if exchange == "psum" else "u32"}
+  explanation = gradcomp.explain(tx, LIKE, workers=workers)
+  rounded = sum(c.times for c in sent)
+  assert 0 <= report.bytes_sent - explanation.bytes_sent <= rounded
+  # By hand, from the page: b is one dense row of 128 words.
+  k = oracle_top_k.entries_of(0.01, size)
+  if exchange == "all_gather":
+    words = 128 + 2 + -(-k // 2) + k
+    assert explanation.bytes_sent == 4 * words * (workers - 1)
+  elif exchange == "two_shot":
+    k = oracle_top_k.entries_of(0.01, -(-size // 3))
+    row = 1 + -(-k // 2) + 1
+    # The dense row is one of three shares; the others are filled.
+    assert explanation.bytes_sent == 2 * 4 * (128 + row) * (workers - 1)
+  else:
+    slots = -(-size // oracle_top_k.random_k_stride(0.01, size))
+    assert explanation.bytes_sent == -(-4 * 2 * 2 * (slots + 128) // 3)
+
+
+@functools.cache
+def sent_bytes(density, exchange, workers):
+  like = {"w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
+  tx = gradcomp.redsync(density, axis_name="data", exchange=exchange)
+  (leaf,) = gradcomp.explain(tx, like, workers=workers).leaves
+  return leaf.exchange, float(leaf.bytes_sent)
+
+
+def test_two_shots_bytes_do_not_grow_with_the_workers():
+  """2 (N-1)/N c, and rounding up in N ranges; all_gather's are (N-1) c."""
+  two_shot = [sent_bytes(0.01, "two_shot", n)[1] for n in (4, 16, 64)]
+  assert two_shot[0] == pytest.approx(2 * 3 / 4 * 60_000, rel=0.02)
+  assert two_shot[2] < 2 * 60_000 * 1.05
+  gathered = [sent_bytes(0.01, "all_gather", n)[1] for n in (4, 64)]
+  assert gathered[1] == 21 * gathered[0]
+
+
+def test_auto_gathers_until_a_plain_mean_sends_less():
+  """c N < 8 n: here c is 10,000 entries of 6 bytes and 16 blocks of 4."""
+  last = 8_000_000 // 60_064
+  assert sent_bytes(0.01, "auto", last)[0] == "all_gather"
+  assert sent_bytes(0.01, "auto", last + 1)[0] == "two_shot"
+  assert sent_bytes(0.01, "auto", 2)[0] == "all_gather"
+  assert sent_bytes(0.5, "auto", 8)[0] == "two_shot"
+  assert sent_bytes(0.7, "auto", 2)[0] == "psum"  # positions make it more than dense
