@@ -25,8 +25,8 @@ SCHEMES = [
   if (bits, levels) != (1, "sign_magnitude")
 ]
 
-# Each width and level scheme by bucket. Norm, rounding and one scale a tensor are the
-# same code for all widths: a few show it, for each codec takes seconds to compile.
+# Each width by bucket. Level scheme, norm, rounding and one scale a tensor are the same
+# code for all widths: a few show it, for each codec takes seconds to compile.
 QSGD_CODECS = [
   QSGD(bits=bits, bucket_size=bucket_size, norm=norm, levels=levels, rounding=rounding)
   for bits, levels in SCHEMES
@@ -36,7 +36,7 @@ QSGD_CODECS = [
     (None, "l2", "stochastic", (3,)),
     (None, "max", "nearest", (8,)),
   )
-  if bits in widths
+  if bits in widths and (levels == "sign_magnitude" or bits in (1, 3, 4, 8))
 ]
 DENSE_CODECS = [Dense(), Dense(dtype=jnp.bfloat16), Dense(dtype=jnp.float16)]
 # The levels' fit is a property of a leaf: the laws take the levels of the first step.

@@ -48,7 +48,7 @@ def run_all(mode, transformation, gradients):
   """Like :func:`run`, and the residuals of the second stage ``[N, share, tile]``."""
   workers = jax.tree.leaves(gradients[0])[0].shape[0]
   params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
-  mapped = _MAPS[mode](transformation, workers)
+  mapped = _mapped(mode, transformation, workers)
   state, outputs = None, []
   for gradient in gradients:
     output, state = mapped(gradient, state, params)
@@ -63,6 +63,12 @@ def run_all(mode, transformation, gradients):
     scale = lambda tree: jax.tree.map(lambda x: x * workers, tree)
     residual = scale(residual)
   return outputs, residual, owned
+
+
+@functools.lru_cache(maxsize=8)
+def _mapped(mode, transformation, workers):
+  """Kept, with what it has compiled, for the next call with the same transformation."""
+  return _MAPS[mode](transformation, workers)
 
 
 def _unstack(x, workers):

@@ -68,6 +68,7 @@ def case_name(part):
   return str(part) if isinstance(part, str | int) else laws.name(part)
 
 
+@functools.cache  # for modes, which compiles once a transformation
 def transformation(codec, exchange, workers, **options):
   if exchange == "hierarchical":
     options["group_size"] = 2 if workers % 2 == 0 else 1
@@ -281,8 +282,8 @@ def test_gathered_means_and_residuals_conserve_the_gradient():
     assert np.abs(o + kept - g).max(initial=0) < 10 * 4 * 4e-6
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot", "ring", "hierarchical"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_gradients_reach_everyone_and_no_residual(exchange, bad):
   """The bucket is NaN on every worker, and what any worker kept of it stays."""
   workers, codec = 4, QSGD(bits=4, bucket_size=32)
