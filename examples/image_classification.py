@@ -26,7 +26,17 @@ from tqdm import tqdm
 from training import AXIS, Run, Task, compile_step, init_state, train
 
 import gradcomp
-from gradcomp.codecs import QSGD, Codec, Dense, EightBit, FloatCast, OneBit, Ternary
+from gradcomp.codecs import (
+  QSGD,
+  Codec,
+  Dense,
+  EightBit,
+  FloatCast,
+  OneBit,
+  RandomK,
+  Ternary,
+  TopK,
+)
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
 TYPES = ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
@@ -48,6 +58,9 @@ CODECS: dict[str, Codec | None] = {
     f"aps-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m)
     for e, m in ((5, 2), (4, 3), (3, 0))
   },
+  "topk-1": TopK(density=0.01),
+  "topk-1-asq": TopK(density=0.01, quantize="asq"),
+  "randomk-1": RandomK(density=0.01),
 }
 COMPARED = ("f32", "qsgd-8", "qsgd-4", "qsgd-2")
 EXCHANGES = ("auto", "all_gather", "two_shot", "psum")

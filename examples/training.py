@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from data import Split
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
@@ -17,6 +16,7 @@ from tqdm import tqdm
 import gradcomp
 
 AXIS = "data"
+Batch = tuple[np.ndarray, np.ndarray]  # inputs and labels: a Split, or Tokens
 
 
 class Point(NamedTuple):
@@ -49,19 +49,20 @@ class Task:
     mesh: all devices, on the axis ``AXIS``.
   """
 
-  def __init__(self, model: Callable[..., nnx.Module], test: Split, mesh: Mesh):
+  def __init__(self, model: Callable[..., nnx.Module], test: Batch, mesh: Mesh):
     replicated = NamedSharding(mesh, PartitionSpec())
     graph, _ = nnx.split(nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0))))
 
-    def predict(params: Any, batch: Split) -> tuple[jax.Array, jax.Array]:
-      logits = nnx.merge(graph, params)(batch.images)
-      losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-      return losses, logits.argmax(axis=-1) == batch.labels
+    def predict(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+      inputs, labels = batch
+      logits = nnx.merge(graph, params)(inputs)
+      losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+      return losses, logits.argmax(axis=-1) == labels
 
-    def loss_fn(params: Any, batch: Split) -> jax.Array:
+    def loss_fn(params: Any, batch: Batch) -> jax.Array:
       return predict(params, batch)[0].mean()
 
-    def scores(params: Any, batch: Split) -> jax.Array:
+    def scores(params: Any, batch: Batch) -> jax.Array:
       return jnp.array([x.sum() for x in predict(params, batch)])
 
     self.mesh = mesh
@@ -79,10 +80,10 @@ class Task:
     # The initialisers compile in a second with this generator, in six with the default.
     return self._init(jax.random.key(seed, impl="rbg"))
 
-  def place(self, batch: Split) -> Split:
+  def place(self, batch: Batch) -> Batch:
     """Cuts a batch, of which each process holds its part, over the workers."""
     cut = NamedSharding(self.mesh, PartitionSpec(AXIS))
-    return Split(*(jax.make_array_from_process_local_data(cut, x) for x in batch))
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(cut, x), batch)
 
   def evaluate(self, params: Any) -> tuple[float, float]:
     """Mean loss and accuracy on the test set.
@@ -91,17 +92,17 @@ class Task:
     no process has to wait for another.
     """
     local = jax.tree.map(lambda x: x.addressable_data(0), params)
-    count = len(self._test.labels)
+    _, labels = self._test
     totals = np.zeros(2)
-    for start in range(0, count, 1000):
-      part = Split(*(x[start : start + 1000] for x in self._test))
+    for start in range(0, len(labels), 1000):
+      part = tuple(x[start : start + 1000] for x in self._test)
       totals += jax.device_get(self._scores(local, part))
-    loss, accuracy = (totals / count).tolist()
+    loss, accuracy = (totals / labels.size).tolist()
     return loss, accuracy
 
 
 def compile_step(
-  task: Task, optimizer: optax.GradientTransformation, batch: Split
+  task: Task, optimizer: optax.GradientTransformation, batch: Batch
 ) -> tuple[Callable[..., Any], Any]:
   """The compiled train step, and the report of the bytes that it sends."""
   step = gradcomp.make_train_step(
@@ -124,7 +125,7 @@ def train(
   step: Callable[..., Any],
   params: Any,
   opt_state: Any,
-  batches: Iterator[Split],
+  batches: Iterator[Batch],
   *,
   steps: int,
   evaluate_every: int,
