@@ -10,6 +10,7 @@ from gradcomp.kernels import listing as listing
 from gradcomp.kernels import one_bit as one_bit
 from gradcomp.kernels import planes as planes
 from gradcomp.kernels import qsgd as qsgd
+from gradcomp.kernels import rows as rows
 from gradcomp.kernels import scales as scales
 from gradcomp.kernels import selection as selection
 from gradcomp.kernels import sparse as sparse

@@ -11,8 +11,7 @@ each element that reaches it: see listing.py.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from gradcomp.kernels.listing import (
   first_bits,
   positions,
 )
+from gradcomp.kernels.rows import Row
 
 # Bits of floats.
 _SMALLEST_NORMAL = np.uint32(0x00800000)
@@ -43,53 +43,6 @@ _HALVINGS = 18
 
 # A sixteenth of an octave: what a threshold moves first if the sample misled it.
 _FIRST_STEP = 1 << 19
-
-T = TypeVar("T")
-
-
-class Row(NamedTuple):
-  """One of the rows of several matrices of one width."""
-
-  matrices: Sequence[jax.Array]  # float32[rows, n] each
-  number: jax.Array  # int32[]: rows of the first matrix, of the second, ...
-
-  @property
-  def size(self) -> int:
-    return self.matrices[0].shape[1]
-
-  def read(self, function: Callable[[jax.Array], T]) -> T:
-    """``function`` of the row; of a matrix with several without a copy of the row."""
-    count = self.matrices[0].shape[0]
-
-    def of(matrix: jax.Array) -> T:
-      if count == 1:
-        return function(matrix[0])
-      return function(
-        lax.dynamic_index_in_dim(matrix, self.number % count, keepdims=False)
-      )
-
-    if len(self.matrices) == 1:
-      return of(self.matrices[0])
-    branches = [functools.partial(of, matrix) for matrix in self.matrices]
-    return lax.switch(self.number // count, branches)
-
-  def at(self, positions: jax.Array) -> jax.Array:
-    """The elements at positions, 0 behind the row."""
-    return self.read(lambda x: x.at[positions].get(mode="fill", fill_value=0))
-
-  def magnitude(self) -> jax.Array:
-    """The first element's: ``uint32[]``, whose type is that of all in a map."""
-    return self.read(lambda x: magnitudes(x[0]))
-
-
-def row(x: jax.Array) -> Row:
-  """A flat array as a row.
-
-  Example:
-    >>> largest(row(jnp.array([1.0, -3.0, 2.0])), 2)
-    Array([1, 2], dtype=int32)
-  """
-  return Row([x[None]], jnp.int32(0))
 
 
 def magnitudes(x: jax.Array, sign: jax.Array | None = None) -> jax.Array:
@@ -232,7 +185,7 @@ def _threshold_words(
   double until both sides are known. Up to 45 counts; one where the sample is right.
   Where it ends between neighbours, both are looked at once more.
   """
-  zero = x.magnitude() & 0
+  zero = x.read(lambda x: magnitudes(x[0])) & 0
   fewest = jnp.int32(count)
   sampled = functools.partial(_sampled, x, count, capacity, sign)
   if first is None:

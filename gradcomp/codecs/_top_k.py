@@ -25,7 +25,8 @@ from gradcomp.codecs._sparse import (
   sent_of,
 )
 from gradcomp.kernels import sparse
-from gradcomp.kernels.selection import Row, at_least, largest, trimmed
+from gradcomp.kernels.rows import Row
+from gradcomp.kernels.selection import at_least, largest, trimmed
 
 Selection = Literal["auto", "exact", "trimmed", "threshold", "sampled"]
 
