@@ -155,7 +155,9 @@ def compress(
   flag("second_stage_feedback", second_stage_feedback)
   flag("nesterov", nesterov)
   accumulator = None
-  decay = share_below_1("momentum", momentum)
+  # optax.inject_hyperparams makes an array of it, also where nobody uses it.
+  if feedback == "momentum" or not isinstance(momentum, jax.Array):
+    momentum = share_below_1("momentum", momentum)
   if feedback == "momentum":
     if exchange == "hierarchical" and isinstance(codec, SparseCodec):
       raise ValueError(
@@ -163,7 +165,7 @@ def compress(
         "exchange, where no worker knows what of its own momentum a group has sent, "
         f'got {codec}; use feedback="error", with momentum behind it.'
       )
-    accumulator = Momentum(decay, nesterov)
+    accumulator = Momentum(momentum, nesterov)
   keeps_residual = feedback in ("error", "momentum") or (
     feedback == "auto" and not codec.unbiased
   )
