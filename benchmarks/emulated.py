@@ -1,0 +1,164 @@
+"""Training runs whose workers are emulated by ``vmap`` on one device.
+
+A fifth of a run is one scan over its steps, so that it takes as long as its arithmetic
+does. The mean and the residuals are those of workers on devices of their own.
+"""
+
+import functools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gradcomp
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from training import AXIS, Batch, Task  # noqa: E402
+
+WORKERS = 4
+POINTS = 5  # of a curve
+
+
+class Setting(NamedTuple):
+  """What all methods share."""
+
+  title: str
+  metric: str
+  task: Task
+  batches: Callable[..., Iterator[Batch]]
+  steps: int
+  learning_rate: float
+  momentum: float | None
+  max_norm: float | None
+
+
+# From the densities of the phases and their first steps to what exchanges.
+Exchange = Callable[
+  [Setting, Sequence[float], Sequence[int]], optax.GradientTransformation
+]
+
+
+class Method(NamedTuple):
+  """What exchanges, in one phase or several, and what is behind it."""
+
+  exchange: Exchange
+  densities: tuple[float, ...]
+  phase: int = 0  # steps of a phase but the last, of 100
+  momentum_behind: bool = False
+  clip_behind: bool = False
+
+  def starts(self, steps: int) -> list[int]:
+    return [i * self.phase * steps // 100 for i in range(len(self.densities))]
+
+
+class Trainer:
+  """A method on a task, compiled once."""
+
+  def __init__(self, setting: Setting, method: Method):
+    exchange = method.exchange(setting, method.densities, method.starts(setting.steps))
+    rate = optax.cosine_decay_schedule(setting.learning_rate, setting.steps)
+    after = optax.sgd(rate)
+    if method.momentum_behind and setting.momentum is not None:
+      after = optax.sgd(rate, momentum=setting.momentum, nesterov=True)
+    if method.clip_behind and setting.max_norm is not None:
+      after = optax.chain(optax.clip_by_global_norm(setting.max_norm), after)
+
+    def init(params: Any) -> Any:
+      make = jax.vmap(lambda _: exchange.init(params), axis_name=AXIS)
+      each = jnp.arange(WORKERS)
+      axes = own(jax.eval_shape(make, each))
+      make = jax.vmap(lambda _: exchange.init(params), axis_name=AXIS, out_axes=axes)
+      return params, make(each), after.init(params)
+
+    def step(carry: Any, batch: Batch) -> Any:
+      params, kept, state = carry
+      axes = own(kept)
+
+      def worker(kept: Any, batch: Batch) -> Any:
+        loss, grads = jax.value_and_grad(setting.task.loss_fn)(params, batch)
+        mean, kept = exchange.update(grads, kept, params)
+        return mean, kept, jax.lax.pmean(loss, AXIS)
+
+      mean, kept, loss = jax.vmap(
+        worker, in_axes=(axes, 0), out_axes=(None, axes, None), axis_name=AXIS
+      )(kept, batch)
+      updates, state = after.update(mean, state, params)
+      return (optax.apply_updates(params, updates), kept, state), loss
+
+    self._setting = setting
+    self._init = jax.jit(init)
+    self._steps = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
+    self.bytes = byte_counts(setting, method)
+
+  def train(self, seed: int) -> dict[str, Any]:
+    """The curve of one seed."""
+    setting = self._setting
+    params = jax.device_get(setting.task.init_params(seed))  # of no mesh
+    carry = self._init(params)
+    batches = setting.batches(seed=seed)
+    points, seconds = [], []
+    steps = setting.steps // POINTS
+    for i in range(POINTS):
+      part = stacked(batches, steps)
+      start = time.perf_counter()
+      carry, losses = jax.block_until_ready(self._steps(carry, part))
+      seconds.append(time.perf_counter() - start)
+      loss, accuracy = setting.task.evaluate(carry[0])
+      points.append(
+        {
+          "step": (i + 1) * steps,
+          "train_loss": float(losses.mean()),
+          "test_loss": loss,
+          "accuracy": 100 * accuracy,
+          "perplexity": math.exp(min(loss, 50.0)),
+        }
+      )
+    compilations = self._steps._cache_size()
+    if compilations != 1:
+      raise RuntimeError(f"{compilations} compilations")
+    return {
+      "points": points,
+      "step_ms": 1000 * statistics.median(seconds) / steps,
+      "compilations": compilations,
+    }
+
+
+def own(state: Any) -> Any:
+  """Which axis of a state is the workers': none of step counts and keys."""
+
+  def axis(path: Any, _: Any) -> int | None:
+    return None if getattr(path[-1], "name", "") in ("step", "key") else 0
+
+  return jax.tree.map_with_path(axis, state)
+
+
+def stacked(batches: Iterator[Batch], steps: int) -> Batch:
+  """The next batches, a worker's part of each under one index."""
+  drawn = [next(batches) for _ in range(steps)]
+  return jax.tree.map(
+    lambda *x: np.stack(x).reshape(steps, WORKERS, -1, *x[0].shape[1:]), *drawn
+  )
+
+
+def byte_counts(setting: Setting, method: Method) -> dict[str, Any]:
+  """What a worker sends in a step of the last phase, and in the mean of all steps."""
+  params = jax.eval_shape(lambda: setting.task.init_params(0))
+  counts = [
+    gradcomp.explain(
+      method.exchange(setting, [density], [0]), params, workers=WORKERS
+    ).bytes_sent
+    for density in method.densities
+  ]
+  ends = [*method.starts(setting.steps), setting.steps]
+  lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+  total = sum(n * count for n, count in zip(lengths, counts, strict=True))
+  return {"bytes_a_step": counts[-1], "mean_bytes_a_step": total / setting.steps}
