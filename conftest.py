@@ -46,15 +46,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  """Flags are read when the first device is asked for, and are no business of the
-  processes that tests start, which run for longer than they compile."""
+  """Flags are read when the first device is asked for; processes that tests start
+  inherit them, so that their bits are the same."""
   if config.getoption("--unoptimized"):
-    flags = os.environ.get("XLA_FLAGS")
-    os.environ["XLA_FLAGS"] = f"{flags or ''} --xla_backend_optimization_level=0"
-    jax.devices()
-    os.environ.pop("XLA_FLAGS")
-    if flags is not None:
-      os.environ["XLA_FLAGS"] = flags
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -34,10 +34,13 @@ def digits(tmp_path_factory):
 
 
 def start(*args, script=SCRIPT):
-  """The script on emulated devices, whatever this machine has."""
+  """The script on emulated devices, whatever this machine has.
+
+  It runs for longer than it compiles: LLVM shall optimize, also with --unoptimized.
+  """
   return subprocess.Popen(
     [sys.executable, str(script), *map(str, args)],
-    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,

@@ -51,8 +51,10 @@ def started(hosts, program, *arguments, folder, collective_timeout=60):
     if not name.startswith(("JAX_", "XLA_", "PYTEST_"))
   }
   environment["JAX_PLATFORMS"] = "cpu"
-  flag = f"--xla_cpu_collective_timeout_seconds={collective_timeout}"
-  environment["XLA_FLAGS"] = flag
+  # As optimized as the bits that theirs are compared with: see --unoptimized.
+  flags = [x for x in os.environ.get("XLA_FLAGS", "").split() if "optimization" in x]
+  flags.append(f"--xla_cpu_collective_timeout_seconds={collective_timeout}")
+  environment["XLA_FLAGS"] = " ".join(flags)
   processes = []
   with socket.socket() as reserved:
     # Bound and never listening: nobody else gets the port, and gRPC does, because it
