@@ -73,11 +73,12 @@ class Trainer:
       after = optax.chain(optax.clip_by_global_norm(setting.max_norm), after)
 
     def init(params: Any) -> Any:
-      make = jax.vmap(lambda _: exchange.init(params), axis_name=AXIS)
+      of_each = functools.partial(
+        jax.vmap, lambda _: exchange.init(params), axis_name=AXIS
+      )
       each = jnp.arange(WORKERS)
-      axes = own(jax.eval_shape(make, each))
-      make = jax.vmap(lambda _: exchange.init(params), axis_name=AXIS, out_axes=axes)
-      return params, make(each), after.init(params)
+      axes = own(jax.eval_shape(of_each(), each))
+      return params, of_each(out_axes=axes)(each), after.init(params)
 
     def step(carry: Any, batch: Batch) -> Any:
       params, kept, state = carry

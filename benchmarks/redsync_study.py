@@ -47,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data  # noqa: E402
 import text  # noqa: E402
+from language_model import output_layer  # noqa: E402
 from language_models import Recurrent  # noqa: E402
 from models import LeNet  # noqa: E402
 from training import AXIS, Task  # noqa: E402
@@ -135,13 +136,6 @@ def clipped(setting: Setting, exchange: Any) -> optax.GradientTransformation:
     return exchange
   clip = gradcomp.clip_by_local_norm(setting.max_norm, axis_name=AXIS)
   return optax.chain(clip, exchange)
-
-
-def output_layer(params: Any) -> Any:
-  """Which leaves are the output layer's, which does without quantization."""
-  return jax.tree.map_with_path(
-    lambda path, _: "output" if "head" in jax.tree_util.keystr(path) else "rest", params
-  )
 
 
 ASQ = functools.partial(redsync, quantize="asq")

@@ -5,6 +5,7 @@ import operator
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _BUCKET_MULTIPLE = 32
@@ -67,6 +68,14 @@ def one_of(name: str, choices: Any, value: Any) -> None:
   """ValueError unless the value is one of those of a ``Literal``."""
   if value not in get_args(choices):
     raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}.")
+
+
+def float_dtype(name: str, value: Any) -> np.dtype:
+  """A dtype of floats on the wire; ValueError for all else."""
+  choices = (jnp.float32, jnp.bfloat16, jnp.float16)
+  if value not in [jnp.dtype(choice) for choice in choices]:
+    raise ValueError(f"`{name}` must be float32, bfloat16 or float16, got {value!r}.")
+  return jnp.dtype(value)
 
 
 def flag(name: str, value: Any) -> None:

@@ -116,7 +116,7 @@ class Momentum(NamedTuple):
 
     ``u' = m u + g``, of which ``u'`` is sent, or, after Nesterov, ``m u' + g``.
     """
-    accumulated = _add(optax.tree.cast(updates, jnp.float32), momentum, self.decay)
+    accumulated = _add(updates, momentum, self.decay)
     sent = accumulated
     if self.nesterov:
       sent = _add(updates, accumulated, self.decay)

@@ -21,6 +21,7 @@ from gradcomp.codecs import (
 from gradcomp.exchange import (
   Exchange,
   Message,
+  OwnerResiduals,
   Workers,
   average_messages,
   check_exchange,
@@ -260,8 +261,9 @@ def compress(
         None if axes is None else Workers(axes, count, 1 if is_sum else 1 / count)
       )
       messages = plan(corrected, others, workers=count)
-      if keeps_owned and state.owner_residual is None:
-        _check_nothing_owned(messages, workers)
+      owned = None
+      if keeps_owned and workers and owner_shapes(messages, count, workers.axis_name):
+        owned = _required_owned(state, workers)
       memory = state.memory
       if is_fitted(codec) and memory is not None:
         memory = refit(codec, memory, messages, corrected, state.step, axes)
@@ -269,9 +271,6 @@ def compress(
       if isinstance(codec, SelectingCodec) and codec.alternates:
         turn = codec.turn(state.step)
       thresholds = recall(codec, state.selection, messages, state.step, axes)
-      owned = None
-      if keeps_owned and workers and owner_shapes(messages, count, workers.axis_name):
-        owned = state.owner_residual
       exchanged = average_messages(
         messages,
         corrected,
@@ -324,15 +323,16 @@ def compress(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_nothing_owned(messages: Sequence[Message], workers: Workers | None) -> None:
+def _required_owned(state: CompressState, workers: Workers) -> OwnerResiduals:
   """ValueError if the state was made where nobody knew the number of workers."""
-  if workers and owner_shapes(messages, workers.size, workers.axis_name):
+  if state.owner_residual is None:
     raise ValueError(
       f"`state.owner_residual` must be kept by the {workers.size} workers of "
       f"{workers.axis_name!r}, whose second stage loses something; make the state by "
       "optimizer.init inside the map or under jax.set_mesh(mesh), or pass "
       "second_stage_feedback=False."
     )
+  return state.owner_residual
 
 
 def _sparse_leaves(messages: Sequence[Message]) -> set[int]:

@@ -51,14 +51,15 @@ def positions(words: jax.Array, capacity: int, size: int) -> jax.Array:
   sums = [lax.population_count(words).astype(jnp.int32)]
   while sums[-1].size > words.size // LANES:
     sums.append(sums[-1].reshape(-1, 2).sum(1, dtype=jnp.int32))
-  tile, rank = groups_of_slots(sums.pop(), capacity)
+  counts = sums.pop()
+  tile, rank = groups_of_slots(counts, capacity)
   word = tile
   for halves in reversed(sums):
     word = 2 * word
     left = halves.at[word].get(mode="promise_in_bounds")
     right = rank >= left
     rank, word = jnp.where(right, rank - left, rank), word + right
-  used = lax.iota(jnp.int32, capacity) < count_bits(words)
+  used = lax.iota(jnp.int32, capacity) < counts.sum(dtype=jnp.int32)
   word = jnp.minimum(word, words.size - 1)  # of slots behind the last
   bit = _set_bit(words[word], rank)
   return jnp.where(used, tile * TILE + bit * LANES + word % LANES, size)

@@ -5,14 +5,19 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 T = TypeVar("T")
 
 
 class Row(NamedTuple):
-  """One of the rows of several matrices of one width."""
+  """One of the rows of several matrices of one width.
+
+  Example:
+    >>> x = Row([jnp.array([[1.0, -3.0, 2.0]])], jnp.int32(0))
+    >>> x.at(jnp.array([1, 3]))
+    Array([-3.,  0.], dtype=float32)
+  """
 
   matrices: Sequence[jax.Array]  # float32[rows, n] each
   number: jax.Array  # int32[]: rows of the first matrix, of the second, ...
@@ -40,13 +45,3 @@ class Row(NamedTuple):
   def at(self, positions: jax.Array) -> jax.Array:
     """The elements at positions, 0 behind the row."""
     return self.read(lambda x: x.at[positions].get(mode="fill", fill_value=0))
-
-
-def row(x: jax.Array) -> Row:
-  """A flat array as a row.
-
-  Example:
-    >>> row(jnp.array([1.0, -3.0, 2.0])).at(jnp.array([1, 3]))
-    Array([-3.,  0.], dtype=float32)
-  """
-  return Row([x[None]], jnp.int32(0))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradcomp.kernels import planes
 from gradcomp.kernels.listing import groups_of_slots
 
 HALF = 16  # bits of a position in its block
@@ -65,13 +66,12 @@ def pack_halves(values: jax.Array) -> jax.Array:
   """
   half = half_words(values.size)
   above = jnp.pad(values[half:], (0, 2 * half - values.size))
-  return values[:half] | (above << HALF)
+  return planes.pack_planes([values[:half], above], HALF)
 
 
 def unpack_halves(words: jax.Array, slots: int) -> jax.Array:
   """The inverse of :func:`pack_halves`: ``uint32[slots]``."""
-  both = jnp.concatenate([words & (BLOCK - 1), words >> HALF])
-  return both[:slots]
+  return planes.unpack_planes(words, HALF).reshape(-1)[:slots]
 
 
 def half_words(slots: int) -> int:

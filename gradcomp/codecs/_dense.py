@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from gradcomp._checks import float_dtype
 from gradcomp.codecs._codec import Payload, as_float32, decode_payload
 from gradcomp.kernels import planes
 
@@ -47,12 +48,7 @@ class Dense:
   adds: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
-    choices = (jnp.float32, jnp.bfloat16, jnp.float16)
-    if self.dtype not in [jnp.dtype(choice) for choice in choices]:
-      raise ValueError(
-        f"`dtype` must be float32, bfloat16 or float16, got {self.dtype!r}."
-      )
-    object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+    object.__setattr__(self, "dtype", float_dtype("dtype", self.dtype))
 
   @property
   def unbiased(self) -> bool:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from gradcomp._checks import one_of, static_integer, static_number
+from gradcomp._checks import float_dtype, one_of, static_integer, static_number
 from gradcomp.codecs._codec import Payload, as_float32, decode_payload, to_tiles
 from gradcomp.codecs._entry_values import (
   Quantize,
@@ -140,12 +140,8 @@ class TopK:
     one_of("selection", Selection, self.selection)
     if self.quantize is not None:
       one_of("quantize", Quantize, self.quantize)
-    choices = (jnp.float32, jnp.bfloat16, jnp.float16)
-    if self.value_dtype not in [jnp.dtype(choice) for choice in choices]:
-      raise ValueError(
-        f"`value_dtype` must be float32, bfloat16 or float16, got {self.value_dtype!r}."
-      )
-    object.__setattr__(self, "value_dtype", jnp.dtype(self.value_dtype))
+    dtype = float_dtype("value_dtype", self.value_dtype)
+    object.__setattr__(self, "value_dtype", dtype)
     if self.quantize is not None and self.selection == "sampled":
       raise ValueError(
         f'`selection` must not be "sampled" with quantize={self.quantize!r}: the '

@@ -11,7 +11,6 @@ from gradcomp.exchange._collectives import pmean as pmean
 from gradcomp.exchange._collectives import psum as psum
 from gradcomp.exchange._fit import fit_bytes as fit_bytes
 from gradcomp.exchange._fit import refit as refit
-from gradcomp.exchange._messages import Exchanged as Exchanged
 from gradcomp.exchange._messages import OwnerResiduals as OwnerResiduals
 from gradcomp.exchange._messages import average_messages as average_messages
 from gradcomp.exchange._messages import owner_shapes as owner_shapes

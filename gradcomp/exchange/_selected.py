@@ -1,6 +1,6 @@
 """What a worker remembers of its own selections: thresholds, and how much was sent."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -31,12 +31,11 @@ def selected_rows(
   codec: Codec, messages: Sequence[Message], axis_name: AxisName | None
 ) -> dict[str, int]:
   """The rows that one worker selects from, by the axes over which they differ."""
-  result: dict[str, int] = {}
-  for message in messages:
-    if count := sum(_rows(codec, message)):
-      key = stack_name(axis_name, message)
-      result[key] = result.get(key, 0) + count
-  return result
+  return {
+    key: rows.stop
+    for _, _, key, rows in _places(codec, messages, axis_name)
+    if rows.stop
+  }
 
 
 def recall(
@@ -54,24 +53,19 @@ def recall(
   if not isinstance(codec, SelectingCodec) or not codec.reuses:
     return result
   again = step % codec.interval != 0
-  taken: dict[str, int] = {}
-  for number, message in enumerate(messages):
-    key = stack_name(axis_name, message)
-    for leaf, count in enumerate(_rows(codec, message)):
-      start = taken.get(key, 0)
-      taken[key] = start + count
-      old = _thresholds(selections, key)
-      if old.shape[0] < taken[key]:
-        raise ValueError(
-          f"`state.selection`[{key!r}] must have a threshold for each of at least "
-          f"{taken[key]} rows, got {old.shape[0]}; give axis_name=, and make the state "
-          "by optimizer.init with as many workers, inside the map or under "
-          "jax.set_mesh(mesh), and pass it through with gradcomp.state_specs."
-        )
-      if _selects(message, leaf):
-        _, first, last = message.layout.slots[leaf]
-        own = old[start : start + last - first]
-        result[number][leaf] = jnp.where(again, own, 0.0)
+  for number, leaf, key, rows in _places(codec, messages, axis_name):
+    old = _thresholds(selections, key)
+    if old.shape[0] < rows.stop:
+      raise ValueError(
+        f"`state.selection`[{key!r}] must have a threshold for each of at least "
+        f"{rows.stop} rows, got {old.shape[0]}; give axis_name=, and make the state "
+        "by optimizer.init with as many workers, inside the map or under "
+        "jax.set_mesh(mesh), and pass it through with gradcomp.state_specs."
+      )
+    if _selects(messages[number], leaf):
+      _, first, last = messages[number].layout.slots[leaf]
+      own = old[rows.start : rows.start + last - first]
+      result[number][leaf] = jnp.where(again, own, 0.0)
   return result
 
 
@@ -122,24 +116,20 @@ def used_entries(
 
   Of a state that holds numbers, not of one inside a transformed function.
   """
+  totals = selected_rows(codec, messages, axis_name)
   result = {}
-  taken: dict[str, int] = {}
-  for message in messages:
-    key = stack_name(axis_name, message)
+  for number, leaf, key, rows in _places(codec, messages, axis_name):
     found = (selections or {}).get(key)
     if found is None or isinstance(found.used, jax.core.Tracer):
       continue
-    total = selected_rows(codec, messages, axis_name)[key]
+    message, total = messages[number], totals[key]
     if found.used.size != total * (message.workers if axis_name is not None else 1):
       raise ValueError(
         f"`opt_state` must be that of {message.workers} workers with {total} rows "
         f"each, got {found.used.size} rows."
       )
     used = np.asarray(found.used).reshape(-1, total).mean(axis=0)
-    for number, count in zip(message.leaves, _rows(codec, message), strict=True):
-      start = taken.get(key, 0)
-      taken[key] = start + count
-      result[number] = float(used[start : taken[key]].sum())
+    result[message.leaves[leaf]] = float(used[rows].sum())
   return result
 
 
@@ -168,6 +158,20 @@ def _selected(
     threshold = jnp.zeros(used.shape, jnp.float32)
   unused = (0, count - used.size)
   return Selected(jnp.pad(threshold, unused), jnp.pad(used, unused))
+
+
+def _places(
+  codec: Codec, messages: Sequence[Message], axis_name: AxisName | None
+) -> Iterator[tuple[int, int, str, slice]]:
+  """Where what is remembered of a leaf lies: the numbers of its message and of it in
+  the message, the axes that stack the array, and its rows there."""
+  taken: dict[str, int] = {}
+  for number, message in enumerate(messages):
+    key = stack_name(axis_name, message)
+    for leaf, count in enumerate(_rows(codec, message)):
+      start = taken.get(key, 0)
+      taken[key] = start + count
+      yield number, leaf, key, slice(start, start + count)
 
 
 def _rows(codec: Codec, message: Message) -> list[int]:
