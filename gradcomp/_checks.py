@@ -70,6 +70,13 @@ def one_of(name: str, choices: Any, value: Any) -> None:
     raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}.")
 
 
+def optional_one_of(name: str, choices: Any, value: Any) -> None:
+  """:func:`one_of`, or None."""
+  if value is not None and value not in get_args(choices):
+    names = get_args(choices)
+    raise ValueError(f"`{name}` must be None or one of {names}, got {value!r}.")
+
+
 def float_dtype(name: str, value: Any) -> np.dtype:
   """A dtype of floats on the wire; ValueError for all else."""
   choices = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -1,5 +1,7 @@
 """Inner loops of the codecs: a jnp reference that is also the fast path on CPU."""
 
+from gradcomp.kernels import blocks as blocks
+from gradcomp.kernels import dispatch as dispatch
 from gradcomp.kernels import eight_bit as eight_bit
 from gradcomp.kernels import float_cast as float_cast
 from gradcomp.kernels import float_codes as float_codes
@@ -15,6 +17,7 @@ from gradcomp.kernels import scales as scales
 from gradcomp.kernels import selection as selection
 from gradcomp.kernels import sparse as sparse
 from gradcomp.kernels import ternary as ternary
+from gradcomp.kernels.dispatch import Implementation as Implementation
 from gradcomp.kernels.planes import pack_planes as pack_planes
 from gradcomp.kernels.planes import unpack_planes as unpack_planes
 from gradcomp.kernels.threefry import fold_key as fold_key

@@ -10,16 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.threefry import random_lanes
+from gradcomp.kernels.threefry import Key, random_lanes
 
 FRACTION = 16  # bits behind the point
+
+# Of a float's bits.
+_MANTISSA, _HIDDEN = (1 << 23) - 1, 1 << 23
+_INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
 # What one element is rounded with: an integer below 2**FRACTION.
 Lane = jax.Array | int
 
 
 def rounding_lanes(
-  key: jax.Array | None, shape: tuple[int, int], planes: int, *, first_row: int
+  key: Key | None,
+  shape: tuple[int, int],
+  planes: int,
+  *,
+  first_row: jax.Array | int,
 ) -> Sequence[Lane]:
   """What is added before ``FRACTION`` bits are dropped, for each plane of a tile.
 
@@ -45,6 +53,57 @@ def top_multiplier(top: int, scale: jax.Array) -> jax.Array:
   """
   numerator = np.nextafter(np.float32(top), np.float32(np.inf))
   return jnp.where(scale == 0, 0.0, numerator / scale)
+
+
+def exact_multiplier(top: int, scale: jax.Array) -> jax.Array:
+  """:func:`top_multiplier` where a division may be off by a bit, as in GPU kernels.
+
+  The 24 bits of the quotient by long division of integers, and its rounding to even:
+  the same bits as a correctly rounded division.
+
+  Args:
+    top: 1 or more, less than 2**31.
+    scale: 0, a float of 2**-96 or more, or NaN.
+
+  Example:
+    >>> scale = jnp.array([0.0, 3.0, 7e-20])
+    >>> bool((exact_multiplier(7 << 16, scale) == top_multiplier(7 << 16, scale)).all())
+    True
+  """
+  numerator = jnp.full_like(scale, np.nextafter(np.float32(top), np.float32(np.inf)))
+  return jnp.where(scale == 0, 0.0, exact_quotient(numerator, scale))
+
+
+def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
+  """``x / divisor``, correctly rounded, where it is a normal number; NaN by NaN.
+
+  Args:
+    x: float32, a normal number above 0, or 0.
+    divisor: float32, a normal number above 0, or NaN. For others the result means
+      nothing.
+  """
+  x_bits, bits = (jax.lax.bitcast_convert_type(a, jnp.uint32) for a in (x, divisor))
+  over, by = ((a & np.uint32(_MANTISSA)) | np.uint32(_HIDDEN) for a in (x_bits, bits))
+  # The quotient of the significands is above 1/2, and 1 or more if this is 0.
+  below = (by > over).astype(jnp.uint32)
+  rest = over - by * (1 - below)
+  quotient = 1 - below
+  for digits in (8, 8, 7):  # so many bits at a time stay below 2**32
+    rest = rest << digits
+    digit = rest // by
+    rest = rest - digit * by
+    quotient = (quotient << digits) | digit
+  # One bit more if the first was 0.
+  rest = rest << below
+  digit = (rest >= by).astype(jnp.uint32) & below
+  rest = rest - digit * by
+  quotient = (quotient << below) | digit
+  up = (2 * rest + (quotient & 1) > by).astype(jnp.uint32)
+  field = (x_bits >> 23) + np.uint32(127) - (bits >> 23) - below
+  result = (field << 23) + (quotient - np.uint32(_HIDDEN)) + up
+  result = jnp.where(x_bits == 0, jnp.uint32(0), result)
+  result = jnp.where(bits > np.uint32(_INFINITY), np.uint32(_NAN), result)
+  return jax.lax.bitcast_convert_type(result, jnp.float32)
 
 
 def signed(value: jax.Array, sign: jax.Array) -> jax.Array:
@@ -80,3 +139,11 @@ def scaled(x: jax.Array, scale: float) -> jax.Array:
   if scale == 1:
     return x
   return signed(jnp.abs(x) * jnp.float32(scale), sign_bit(x))
+
+
+def held(x: jax.Array) -> jax.Array:
+  """A number of zero or more, as it is: clearing a sign that it does not have keeps
+  compilers from regrouping what made it, or contracting it with a sum, in some places
+  and not in others."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32((1 << 31) - 1)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)

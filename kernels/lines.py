@@ -15,6 +15,8 @@ import numpy as np
 
 from gradcomp.kernels.fixed_point import FRACTION
 
+UNIT = 1 << FRACTION
+
 
 class Line(NamedTuple):
   """From values to coordinates, both in units of ``2**-16``.
@@ -39,14 +41,13 @@ def lines_between(levels: np.ndarray) -> list[Line]:
     >>> [line.start.item() for line in lines_between(np.array([0, 1, 2, 3, 5, 7.0]))]
     [0.0, 196608.0]
   """
-  unit = 1 << FRACTION
   lines: list[Line] = []
   last = 0.0
   for number, distance in enumerate(np.diff(levels)):
     # Levels are computed in float64: runs differ by far more than their rounding.
     if abs(distance - last) > 1e-9 * distance:
-      offset = round(unit * (number - levels[number] / distance))
-      start = np.float32(unit * levels[number])
+      offset = round(UNIT * (number - levels[number] / distance))
+      start = np.float32(UNIT * levels[number])
       lines.append(Line(start, np.float32(1 / distance), np.int32(offset)))
     last = distance
   return lines
@@ -72,4 +73,4 @@ def to_units(scale: jax.Array) -> jax.Array:
 
   The plain inverse of a scale above 2**126 would be subnormal, and zero on CPUs.
   """
-  return jnp.where(scale == 0, 0.0, np.float32(1 << FRACTION) / scale)
+  return jnp.where(scale == 0, 0.0, np.float32(UNIT) / scale)

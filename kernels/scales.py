@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp.kernels.fixed_point import held
 from gradcomp.kernels.planes import tile_segments
 
 Norm = Literal["max", "l2"]
@@ -30,6 +31,19 @@ _BLOCK = _LANES * _STEPS
 def scales(norm: jax.Array) -> jax.Array:
   """What travels: the norm, 0 if it is subnormal, else at least ``2**-96``."""
   return jnp.where(norm < _SMALLEST_NORMAL, 0.0, jnp.maximum(norm, _SMALLEST_SCALE))
+
+
+def scales_of_bits(bits: jax.Array) -> jax.Array:
+  """:func:`scales` of norms whose bits are ``int32``, by integers alone.
+
+  Example:
+    >>> bits = jax.lax.bitcast_convert_type(jnp.array([2.5, 1e-38, 1e-30]), jnp.int32)
+    >>> scales_of_bits(bits) == scales(jnp.array([2.5, 1e-38, 1e-30]))
+    Array([ True,  True,  True], dtype=bool)
+  """
+  least = jnp.maximum(bits, int(_SMALLEST_SCALE.view(np.int32)))
+  bits = jnp.where(bits < int(_SMALLEST_NORMAL.view(np.int32)), 0, least)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def norms(x: jax.Array, norm: Norm) -> jax.Array:
@@ -126,7 +140,7 @@ def deviation(x: jax.Array, largest: jax.Array) -> jax.Array:
     blocks = [_filled(a).reshape(-1, _STEPS, _LANES) for a in sums]
     sums = [a.reshape(-1) for a in sum_lanes(tuple(blocks))]
   mean, mean_square = (
-    _held(jnp.abs(sum_by_halves(a)) * np.float32(1 / x.size)) for a in sums
+    held(jnp.abs(sum_by_halves(a)) * np.float32(1 / x.size)) for a in sums
   )
   return jnp.sqrt(jnp.maximum(mean_square - _square(mean), 0.0)) * up
 
@@ -161,12 +175,4 @@ def sum_by_halves(x: jax.Array) -> jax.Array:
 
 
 def _square(x: jax.Array) -> jax.Array:
-  return _held(x * x)
-
-
-def _held(x: jax.Array) -> jax.Array:
-  """A product of zero or more, as it is: clearing a sign that it does not have keeps
-  compilers from regrouping it, or contracting it with a sum, in some places and not
-  in others."""
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32((1 << 31) - 1)
-  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+  return held(x * x)

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
+# ``uint32[2]``; in kernels, whose values have no indices, its two words.
+Key = jax.Array | tuple[jax.Array, jax.Array]
+
 
 def threefry2x32(
-  key: jax.Array, counter: tuple[jax.Array, jax.Array]
+  key: Key, counter: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
   """Threefry-2x32 with 20 rounds: 64 random bits for each 64-bit counter.
 
@@ -50,7 +53,7 @@ def threefry2x32(
 
 
 def random_lanes(
-  key: jax.Array, shape: tuple[int, int], lanes: int, *, first_row: int = 0
+  key: Key, shape: tuple[int, int], lanes: int, *, first_row: jax.Array | int = 0
 ) -> list[jax.Array]:
   """Independent uniform 16-bit integers: ``lanes`` arrays of ``shape``, as uint32.
 

@@ -194,13 +194,7 @@ class AddingCodec(Codec, Protocol):
 
 @runtime_checkable
 class RemainderCodec(Codec, Protocol):
-  """A codec that knows what it does not send, without decoding.
-
-  Its buckets have means, which what fills the last one would change.
-  """
-
-  def filled(self, flat: jax.Array) -> jax.Array:
-    """A flat leaf with what fills its last bucket."""
+  """A codec that knows what it does not send, without decoding."""
 
   def encode_with_residual(
     self,
@@ -210,6 +204,14 @@ class RemainderCodec(Codec, Protocol):
     stats: jax.Array | None = None,
   ) -> tuple[Payload, jax.Array]:
     """``encode(x)``, and ``x - decode(encode(x))``: float32 in the shape of ``x``."""
+
+
+@runtime_checkable
+class FilledCodec(Codec, Protocol):
+  """A codec whose buckets have means, which zeros that fill the last would change."""
+
+  def filled(self, flat: jax.Array) -> jax.Array:
+    """A flat leaf with what fills its last bucket."""
 
 
 def is_shared(codec: Codec) -> TypeGuard[SharedCodec]:
@@ -253,12 +255,12 @@ def as_matrix(x: jax.Array) -> jax.Array:
 def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
   """The elements of a leaf as ``float32[rows, tile_size]``, filled with zeros.
 
-  Or with what a :class:`RemainderCodec` puts there first.
+  Or with what a :class:`FilledCodec` puts there first.
   """
   if is_by_column(codec):
     return as_matrix(x).T
   flat = x.reshape(-1)
-  if isinstance(codec, RemainderCodec):
+  if isinstance(codec, FilledCodec):
     flat = codec.filled(flat)
   padded = jnp.pad(flat, (0, -flat.size % codec.tile_size))
   return padded.reshape(-1, codec.tile_size)

@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._checks import one_of, optional_bucket, static_integer
+from gradcomp._checks import (
+  one_of,
+  optional_bucket,
+  optional_one_of,
+  static_integer,
+)
 from gradcomp.codecs._codec import (
   Payload,
   Rounding,
@@ -17,7 +22,7 @@ from gradcomp.codecs._codec import (
   decode_payload,
 )
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
-from gradcomp.kernels import eight_bit
+from gradcomp.kernels import Implementation, eight_bit
 from gradcomp.kernels.lines import Line, lines_between
 from gradcomp.kernels.scales import scales
 
@@ -117,6 +122,7 @@ class EightBit:
       of ``static_tree`` and ``mantissa`` (there 15 stands for :math:`1.5 \cdot 10^k`).
       What is larger is cut to the largest level. The paper uses 1, and 2 where values
       are near 100.
+    implementation: of the encoder: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
     ValueError: a hyperparameter outside these, when the codec is made; ``encode``
@@ -138,6 +144,7 @@ class EightBit:
   block_size: int | None = None
   rounding: Rounding = "nearest"
   exponent_offset: int | None = None
+  implementation: Implementation | None = None
 
   shares_stats: ClassVar[bool] = False
   summable: ClassVar[bool] = False
@@ -148,6 +155,7 @@ class EightBit:
   def __post_init__(self) -> None:
     one_of("data_type", DataType, self.data_type)
     one_of("rounding", Rounding, self.rounding)
+    optional_one_of("implementation", Implementation, self.implementation)
     size = optional_bucket("block_size", self.block_size)
     object.__setattr__(self, "block_size", size)
     if self.exponent_offset is None:
@@ -188,7 +196,9 @@ class EightBit:
   ) -> Payload:
     del stats
     flat = as_float32(x)
-    scale = self._scale(leaf_scales(flat, eight_bit.PLANES, self.block_size))
+    scale = None
+    if not self._scales_inside:
+      scale = self._scale(leaf_scales(flat, eight_bit.PLANES, self.block_size))
     return Payload(self._encode(flat, scale, key))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
@@ -202,7 +212,9 @@ class EightBit:
     stats: jax.Array | None = None,
   ) -> jax.Array:
     del stats
-    scale = self._scale(row_scales(tiles, eight_bit.PLANES, self.block_size))
+    scale = None
+    if not self._scales_inside:
+      scale = self._scale(row_scales(tiles, eight_bit.PLANES, self.block_size))
     return self._encode(tiles.reshape(-1), scale, key)
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
@@ -214,28 +226,40 @@ class EightBit:
       bucket_size=words,
     )
 
+  @property
+  def _scales_inside(self) -> bool:
+    """Whether the encoder finds the scales, so that a kernel reads elements once."""
+    return self.block_size is not None and self.exponent_offset is None
+
+  @property
+  def _up(self) -> float:
+    """What makes the largest element the largest level; else it is a level of 1."""
+    if self.rounding == "nearest":
+      return 1.0
+    return 1 / levels(self.data_type)[-1]
+
   def _scale(self, largest: jax.Array) -> jax.Array:
     """What a level of 1 stands for."""
     if self.exponent_offset is not None:
       unit = 1.5 if self.data_type == "mantissa" else 1.0
       fixed = jnp.float32(unit * 10.0**self.exponent_offset)
       return jnp.where(jnp.isnan(largest), jnp.nan, fixed)
-    scale = scales(largest)
-    if self.rounding == "nearest":
-      return scale
-    up = np.float32(1 / levels(self.data_type)[-1])
-    return jnp.minimum(scale * up, jnp.finfo(jnp.float32).max)
+    return eight_bit.enlarged(scales(largest), self._up)
 
   def _encode(
-    self, flat: jax.Array, scale: jax.Array, key: jax.Array | None
+    self, flat: jax.Array, scale: jax.Array | None, key: jax.Array | None
   ) -> jax.Array:
-    rows = -(-flat.size // self.tile_size)
+    if scale is not None:
+      rows = -(-flat.size // self.tile_size)
+      scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
     top = levels(self.data_type).size - 1
     return eight_bit.encode_rows(
       flat,
-      jnp.broadcast_to(scale, (rows, scale.shape[1])),
+      scale,
+      codec_key(key, self),
       lines=_lines(self.data_type),
       tops=(top + (self.data_type == "dynamic_map"), top),
       bucket_size=bucket_words(self.block_size),
-      key=codec_key(key, self),
+      up=self._up,
+      implementation=self.implementation,
     )

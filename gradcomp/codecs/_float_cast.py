@@ -5,7 +5,12 @@ from typing import ClassVar, Literal
 
 import jax
 
-from gradcomp._checks import one_of, static_factor, static_integer
+from gradcomp._checks import (
+  one_of,
+  optional_one_of,
+  static_factor,
+  static_integer,
+)
 from gradcomp.codecs._codec import (
   Accumulate,
   Payload,
@@ -14,7 +19,7 @@ from gradcomp.codecs._codec import (
   from_tiles,
 )
 from gradcomp.floats import FloatFormat, FloatRounding, kahan_step, rounded_sum
-from gradcomp.kernels import float_cast
+from gradcomp.kernels import Implementation, float_cast
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.kernels.planes import planes_per_word
 from gradcomp.kernels.scales import tensor_norm
@@ -75,6 +80,7 @@ class FloatCast:
       ``"float32"`` adds in float32, and rounds once what it sends on; in a ring that is
       after each addition.
     addends: how many numbers the scale leaves room for; exchanges set it to N.
+    implementation: of the encoder: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
     ValueError: a hyperparameter outside these, one exponent bit and no mantissa, or so
@@ -100,6 +106,7 @@ class FloatCast:
   scale: float | Literal["auto"] = "auto"
   accumulate: Accumulate = "format"
   addends: int = 1
+  implementation: Implementation | None = None
 
   unbiased: ClassVar[bool] = False
   summable: ClassVar[bool] = False
@@ -121,6 +128,7 @@ class FloatCast:
       )
     one_of("rounding", FloatRounding, self.rounding)
     one_of("accumulate", Accumulate, self.accumulate)
+    optional_one_of("implementation", Implementation, self.implementation)
     if self.scale != "auto":
       scale = static_factor("scale", _SCALE_RULE, self.scale)
       object.__setattr__(self, "scale", scale)
@@ -217,10 +225,11 @@ class FloatCast:
   ) -> jax.Array:
     return float_cast.encode_rows(
       flat,
-      self.format,
+      exponent,
+      codec_key(key, self),
+      fmt=self.format,
       rounding=self.rounding,
-      exponent=exponent,
       saturate=self.shares_stats,
       row_words=_ROW_WORDS,
-      key=codec_key(key, self),
+      implementation=self.implementation,
     )

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import jax
 
-from gradcomp._checks import bucket, flag, static_integer
+from gradcomp._checks import bucket, flag, optional_one_of, static_integer
 from gradcomp.codecs._codec import Payload, as_float32, as_matrix, decode_payload
-from gradcomp.kernels import one_bit
+from gradcomp.kernels import Implementation, one_bit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,7 @@ class OneBit:
     bucket_size: consecutive elements that share two means, a multiple of 32. The paper
       found 64 as accurate as float32, and 512 about one point worse on AlexNet.
     per_column: whether buckets are the columns of each leaf instead.
+    implementation: of the encoder: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
     ValueError: a hyperparameter outside these, when the codec is made.
@@ -64,6 +65,7 @@ class OneBit:
 
   bucket_size: int = 64
   per_column: bool = False
+  implementation: Implementation | None = None
 
   unbiased: ClassVar[bool] = False
   needs_key: ClassVar[bool] = False
@@ -74,6 +76,7 @@ class OneBit:
 
   def __post_init__(self) -> None:
     flag("per_column", self.per_column)
+    optional_one_of("implementation", Implementation, self.implementation)
     if self.per_column:
       static_integer("bucket_size", "a number of rows", self.bucket_size)
     else:
@@ -108,7 +111,8 @@ class OneBit:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
-    return self.encode_with_residual(x, key=key, stats=stats)[0]
+    del key, stats
+    return Payload(self._encode(x, keep=False)[0])
 
   def encode_with_residual(
     self,
@@ -123,15 +127,20 @@ class OneBit:
       A :class:`Payload`, and ``float32`` in the shape of ``x``.
     """
     del key, stats
+    rows, rest = self._encode(x, keep=True)
+    assert rest is not None
+    return Payload(rows), rest.reshape(x.shape)
+
+  def _encode(self, x: jax.Array, keep: bool) -> tuple[jax.Array, jax.Array | None]:
     flat = as_float32(x)
     if self.per_column:
-      rows, rest = one_bit.encode_columns(as_matrix(flat.reshape(x.shape)))
-    else:
-      # Once, for both: fused with the residual they take twice as long.
-      pairs = jax.lax.optimization_barrier(one_bit.means(flat, self.bucket_size))
-      rows = one_bit.encode_rows(flat, pairs, bucket_size=self.bucket_size)
-      rest = one_bit.remainder(flat, pairs, bucket_size=self.bucket_size)
-    return Payload(rows), rest.reshape(x.shape)
+      return one_bit.encode_columns(as_matrix(flat.reshape(x.shape)))
+    return one_bit.encode_rows(
+      flat,
+      bucket_size=self.bucket_size,
+      keep=keep,
+      implementation=self.implementation,
+    )
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     codec = self

@@ -6,7 +6,13 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from gradcomp._checks import flag, one_of, optional_bucket, static_integer
+from gradcomp._checks import (
+  flag,
+  one_of,
+  optional_bucket,
+  optional_one_of,
+  static_integer,
+)
 from gradcomp.codecs._codec import (
   Payload,
   Rounding,
@@ -15,8 +21,8 @@ from gradcomp.codecs._codec import (
   decode_payload,
 )
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
+from gradcomp.kernels import Implementation, planes, qsgd
 from gradcomp.kernels import levels as fitted_levels
-from gradcomp.kernels import planes, qsgd
 from gradcomp.kernels.scales import Norm, scales, tensor_norm
 
 Levels = Literal["sign_magnitude", "uniform", "nonuniform"]
@@ -83,6 +89,7 @@ class QSGD:
     rounding: ``"stochastic"`` or ``"nearest"``.
     share_scale: whether the scales are those of all workers together.
     refit_every: steps from one fit of non-uniform levels to the next.
+    implementation: of the encoder: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
     ValueError: a hyperparameter outside these, when the codec is made; ``encode``
@@ -112,6 +119,7 @@ class QSGD:
   rounding: Rounding = "stochastic"
   share_scale: bool = False
   refit_every: int = 100
+  implementation: Implementation | None = None
 
   by_column: ClassVar[bool] = False
   adds: ClassVar[bool] = False
@@ -137,6 +145,7 @@ class QSGD:
     if steps < 1:
       raise ValueError(f"`refit_every` must be {_REFIT_RULE}, got {steps}.")
     object.__setattr__(self, "refit_every", steps)
+    optional_one_of("implementation", Implementation, self.implementation)
     if self.fitted:
       self._check_fitted()
 
@@ -227,11 +236,27 @@ class QSGD:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
-    flat = as_float32(x)
-    key = codec_key(key, self)
-    scale = stats if self.share_scale and stats is not None else self.stats(x)
-    words = self._encode(flat, scale, key, stats)
+    shared = stats if self.share_scale and stats is not None else None
+    scale = self.stats(x) if shared is None and not self._scales_inside else shared
+    words, _ = self._encode(as_float32(x), scale, codec_key(key, self), stats)
     return Payload(words, scale if self.share_scale else None)
+
+  def encode_with_residual(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> tuple[Payload, jax.Array]:
+    """The payload, and ``x`` less what it decodes to, in one pass where kernels can."""
+    flat = as_float32(x)
+    if not self._scales_inside:
+      payload = self.encode(x, key=key, stats=stats)
+      sent = decode_payload(payload, flat, self)
+      return payload, (flat - sent).reshape(x.shape)
+    words, rest = self._encode(flat, None, codec_key(key, self), None, keep=True)
+    assert rest is not None
+    return Payload(words), rest.reshape(x.shape)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     return decode_payload(payload, like, self)
@@ -243,10 +268,12 @@ class QSGD:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> jax.Array:
-    flat = tiles.reshape(-1)
-    count = planes.planes_per_word(self.bits)
-    scale = scales(row_scales(tiles, count, self.bucket_size, self.norm))
-    return self._encode(flat, scale, codec_key(key, self), stats)
+    scale = None
+    if not self._scales_inside:
+      count = planes.planes_per_word(self.bits)
+      scale = scales(row_scales(tiles, count, self.bucket_size, self.norm))
+    key = codec_key(key, self)
+    return self._encode(tiles.reshape(-1), scale, key, stats)[0]
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     words = bucket_words(self.bucket_size)
@@ -263,28 +290,40 @@ class QSGD:
   def from_codes(self, codes: jax.Array, stats: jax.Array) -> jax.Array:
     return qsgd.from_signed_codes(codes, stats, self.max_code)
 
+  @property
+  def _scales_inside(self) -> bool:
+    """Whether the encoder finds the scales, so that a kernel reads elements once."""
+    bucketed = self.bucket_size is not None and self.norm == "max"
+    return bucketed and not self.share_scale and not self.fitted
+
   def _encode(
     self,
     flat: jax.Array,
-    scale: jax.Array,
+    scale: jax.Array | None,
     key: jax.Array | None,
     stats: jax.Array | None,
-  ) -> jax.Array:
-    rows = -(-flat.size // self.tile_size)
-    scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
+    keep: bool = False,
+  ) -> tuple[jax.Array, jax.Array | None]:
+    if scale is not None:
+      rows = -(-flat.size // self.tile_size)
+      scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
     words = bucket_words(self.bucket_size)
     if self.levels == "nonuniform":
+      assert scale is not None
       if stats is None:
         stats = self.fit(self.measure(flat), self.init())
-      return fitted_levels.encode_rows(
+      found = fitted_levels.encode_rows(
         flat, scale, stats, bits=self.bits, bucket_size=words, key=key
       )
+      return found, None
     return qsgd.encode_rows(
       flat,
       scale,
+      key,
       bits=self.bits,
       bucket_size=words,
       levels=self.levels,
-      key=key,
       inline=not self.share_scale,
+      keep=keep,
+      implementation=self.implementation,
     )

@@ -6,10 +6,16 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from gradcomp._checks import flag, one_of, optional_bucket, static_number
+from gradcomp._checks import (
+  flag,
+  one_of,
+  optional_bucket,
+  optional_one_of,
+  static_number,
+)
 from gradcomp.codecs._codec import Payload, as_float32, codec_key, decode_payload
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
-from gradcomp.kernels import ternary
+from gradcomp.kernels import Implementation, ternary
 from gradcomp.kernels.planes import floats
 from gradcomp.kernels.qsgd import from_signed_codes
 from gradcomp.kernels.scales import deviation, norms, scales
@@ -60,6 +66,7 @@ class Ternary:
     scaler: ``"clipped"``, the paper's :math:`\max |f(g)|`, or ``"sigma"``, the
       :math:`c \sigma` of its authors' program, which is larger where nothing was
       clipped.
+    implementation: of the encoder: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
     ValueError: a hyperparameter outside these, when the codec is made; ``encode``
@@ -85,6 +92,7 @@ class Ternary:
   share_scale: bool = True
   packing: ternary.Packing = "2bit"
   scaler: Scaler = "clipped"
+  implementation: Implementation | None = None
 
   unbiased: ClassVar[bool] = True
   needs_key: ClassVar[bool] = True
@@ -100,6 +108,7 @@ class Ternary:
     flag("share_scale", self.share_scale)
     one_of("packing", ternary.Packing, self.packing)
     one_of("scaler", Scaler, self.scaler)
+    optional_one_of("implementation", Implementation, self.implementation)
     if self.clip_sigmas is not None:
       sigmas = static_number("clip_sigmas", _SIGMAS_RULE, self.clip_sigmas)
       object.__setattr__(self, "clip_sigmas", sigmas)
@@ -200,8 +209,9 @@ class Ternary:
       flat,
       jnp.broadcast_to(scale, (rows, scale.shape[1])),
       limit,
+      words,
       packing=self.packing,
       bucket_size=bucket_words(self.bucket_size),
-      key=words,
       inline=not self.share_scale,
+      implementation=self.implementation,
     )

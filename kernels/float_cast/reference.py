@@ -1,4 +1,4 @@
-"""FloatCast's inner loops: scale by a power of two, cast, pack; and the way back.
+"""FloatCast's inner loops in jnp: scale by a power of two, cast, pack, and back.
 
 See docs/wire-format.md for the rule.
 """
@@ -21,7 +21,7 @@ from gradcomp.kernels.planes import (
   stack_rows,
   unpack_planes,
 )
-from gradcomp.kernels.threefry import random_lanes
+from gradcomp.kernels.threefry import Key, random_lanes
 
 # A byte stands for an exponent less 126; the two ends stand for zero and for NaN.
 _BYTE_BIAS = 126
@@ -88,34 +88,31 @@ def unshifted(
 
 def encode_rows(
   x: jax.Array,
-  fmt: FloatFormat,
-  *,
-  rounding: FloatRounding,
   exponent: jax.Array | None,
+  key: jax.Array | None,
+  *,
+  fmt: FloatFormat,
+  rounding: FloatRounding,
   saturate: bool,
   row_words: int,
-  key: jax.Array | None,
+  first_row: int = 0,
 ) -> jax.Array:
   """Casts a flat array, or ``x * 2**exponent``: ``uint32[rows, row_words]``.
 
   Args:
     x: ``float32[n]``.
+    exponent: ``int32[]`` or None.
+    key: ``uint32[2]`` for stochastic rounding, else None.
     fmt: the format.
     rounding: how.
-    exponent: ``int32[]`` or None.
     saturate: whether what is too large becomes the largest number, not infinity.
     row_words: words in a row, ``B``.
-    key: ``uint32[2]`` for stochastic rounding, else None.
+    first_row: the number of the first row, which the random numbers depend on.
   """
-  bits = width(fmt)
-  planes = planes_per_word(bits)
+  planes = planes_per_word(width(fmt))
 
   def encode(segment: Segment) -> list[jax.Array]:
-    lanes: list[jax.Array | None] = [None] * planes
-    if key is not None:
-      first = segment.first_row
-      drawn = random_lanes(key, segment.shape, planes, first_row=first)
-      lanes = [lane << 16 for lane in drawn]
+    lanes = draws(key, segment.shape, planes, first_row + segment.first_row)
     codes = [
       to_codes(
         plane,
@@ -127,9 +124,18 @@ def encode_rows(
       )
       for plane, lane in zip(segment.planes, lanes, strict=True)
     ]
-    return [pack_planes(codes, bits)]
+    return [pack_planes(codes, width(fmt))]
 
   return stack_rows(x, planes, row_words, row_words, encode)
+
+
+def draws(
+  key: Key | None, shape: tuple[int, int], planes: int, first_row: jax.Array | int
+) -> list[jax.Array | None]:
+  """Random numbers for each plane, 16 bits at the top; None without a key."""
+  if key is None:
+    return [None] * planes
+  return [lane << 16 for lane in random_lanes(key, shape, planes, first_row=first_row)]
 
 
 def decode_rows(rows: jax.Array, fmt: FloatFormat) -> jax.Array:

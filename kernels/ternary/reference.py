@@ -1,4 +1,4 @@
-"""TernGrad's inner loops: clipping, ternary rounding, two bits or 1.6 a code.
+"""TernGrad's inner loops in jnp: clipping, ternary rounding, two bits or 1.6 a code.
 
 See docs/wire-format.md for the rule.
 """
@@ -25,6 +25,8 @@ from gradcomp.kernels.planes import (
 
 Packing = Literal["2bit", "base3"]
 
+TOP = 1 << FRACTION  # the scale, in fixed point
+
 _TRITS = 20  # in a word: 3**20 < 2**32
 # floor(2**64 * (2**32 - 3**20) / 3**20), as two words.
 _EXCESS = ((2**32 - 3**_TRITS) << 64) // 3**_TRITS
@@ -45,11 +47,12 @@ def encode_rows(
   x: jax.Array,
   scale: jax.Array,
   limit: jax.Array,
+  key: jax.Array,
   *,
   packing: Packing,
   bucket_size: int,
-  key: jax.Array,
   inline: bool,
+  first_row: int = 0,
 ) -> jax.Array:
   """Clips and rounds a flat array to ``-scale``, 0 or ``scale``.
 
@@ -57,10 +60,11 @@ def encode_rows(
     x: ``float32[n]``.
     scale: ``float32[rows, 1]`` or ``float32[rows, P]``.
     limit: ``float32[]``, where values are clipped; infinity for nowhere.
+    key: ``uint32[2]``.
     packing: how codes become words.
     bucket_size: elements a bucket, ``B``.
-    key: ``uint32[2]``.
     inline: whether the scales follow the words of a row.
+    first_row: the number of the first row, which the random numbers depend on.
 
   Returns:
     ``uint32[rows, B + scales]``, or ``uint32[rows, B]`` if they are not inline.
@@ -69,35 +73,39 @@ def encode_rows(
 
   def encode(segment: Segment) -> list[jax.Array]:
     row_scale = segment.rows_of(scale)
-    multiplier = top_multiplier(1 << FRACTION, row_scale)
+    multiplier = top_multiplier(TOP, row_scale)
     multiplier = jnp.broadcast_to(multiplier, (segment.shape[0], count))
-    lanes = rounding_lanes(key, segment.shape, count, first_row=segment.first_row)
-    magnitudes = [
-      _round(jnp.minimum(jnp.abs(plane), limit), multiplier[:, k : k + 1], lanes[k])
+    row = first_row + segment.first_row
+    lanes = rounding_lanes(key, segment.shape, count, first_row=row)
+    digits = [
+      code(plane, limit, multiplier[:, k : k + 1], lanes[k], packing)
       for k, plane in enumerate(segment.planes)
     ]
-    negative = [plane < 0 for plane in segment.planes]
-    if packing == "2bit":
-      codes = [
-        jnp.where(n, 3 * m, m) for m, n in zip(magnitudes, negative, strict=True)
-      ]
-      words = pack_planes(codes, 2)
-    else:
-      trits = [
-        jnp.where(n, 1 - m, 1 + m) for m, n in zip(magnitudes, negative, strict=True)
-      ]
-      words = pack_trits(trits)
+    words = pack(digits, packing)
     return [words, float_words(row_scale)] if inline else [words]
 
   row_words = bucket_size + inline * scale.shape[1]
   return stack_rows(x, count, bucket_size, row_words, encode)
 
 
-def _round(x: jax.Array, multiplier: jax.Array, lane: Lane) -> jax.Array:
-  """0 or 1. The clamp also keeps the code of a NaN inside its own bits."""
-  fixed = (x * multiplier).astype(jnp.int32).astype(jnp.uint32)
-  fixed = jnp.minimum(fixed, jnp.uint32(1 << FRACTION))
-  return (fixed + jnp.uint32(lane)) >> FRACTION
+def code(
+  x: jax.Array, limit: jax.Array, factor: jax.Array, lane: Lane, packing: Packing
+) -> jax.Array:
+  """Two bits, or a digit in base 3, for each element of one plane.
+
+  The clamp also keeps the code of a NaN inside its own bits.
+  """
+  fixed = (jnp.minimum(jnp.abs(x), limit) * factor).astype(jnp.int32)
+  fixed = jnp.minimum(fixed.astype(jnp.uint32), jnp.uint32(TOP))
+  magnitude = (fixed + jnp.uint32(lane)) >> FRACTION
+  if packing == "2bit":
+    return jnp.where(x < 0, 3 * magnitude, magnitude)
+  return jnp.where(x < 0, 1 - magnitude, 1 + magnitude)
+
+
+def pack(digits: list[jax.Array], packing: Packing) -> jax.Array:
+  """The words of one code a plane."""
+  return pack_planes(digits, 2) if packing == "2bit" else pack_trits(digits)
 
 
 def codes(rows: jax.Array, *, packing: Packing, bucket_size: int) -> jax.Array:

@@ -1,10 +1,11 @@
-"""1-bit SGD's inner loops: two means, signs, and what they leave, bucket by bucket.
+"""1-bit SGD's inner loops in jnp: a bucket's two means, signs, and what they leave.
 
 See docs/wire-format.md for the rule. A side of a bucket that has no elements has the
 mean zero. Where one mean is not finite, both are NaN.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -52,34 +53,48 @@ def _bucket_means(
 ) -> tuple[jax.Array, jax.Array]:
   """Of ``float32[m, B]``, where so many elements are present; others are zeros."""
   count, size = buckets.shape
-  chunk = min(_CHUNK, size & -size)
-  lanes = max(_LANES, chunk // _STEPS)
+  chunk, lanes = chunks(size)
   shape = (count, size // chunk, chunk // lanes, lanes)
-  partial = sum_lanes(tuple(x.reshape(shape) for x in _sides(buckets)))
+  first = buckets[:, :1]
+  partial = sum_lanes(tuple(x.reshape(shape) for x in sides(buckets, first, size)))
   sums = [sum_by_halves(x.reshape(count, -1)) for x in partial]
-  return _means_of_sums(sums, buckets[:, 0], present, size)
+  return means_of_sums(sums, first[:, 0], jnp.asarray(present), size)
 
 
-def _sides(x: jax.Array) -> tuple[jax.Array, ...]:
-  """What is added over the last axis: elements of zero or more, the others, and counts.
+def chunks(size: int) -> tuple[int, int]:
+  """How a bucket is added: in chunks of so many elements, each in so many lanes.
+
+  A lane of a chunk is added from its first element to its last, and the lanes of all
+  chunks by halves.
+  """
+  chunk = min(_CHUNK, size & -size)
+  return chunk, max(_LANES, chunk // _STEPS)
+
+
+def sides(x: jax.Array, first: jax.Array, size: int) -> tuple[jax.Array, ...]:
+  """What is added over a bucket: elements of zero or more, the others, and counts.
 
   The elements times a power of two, so that no sum of finite ones overflows. The low
   half of a count is of elements below zero, the high half of those that differ from the
-  first, as long as both fit.
+  bucket's first, as long as both fit.
   """
-  down = np.float32(1 / _power_of_two(x.shape[-1]))
+  down = np.float32(1 / _power_of_two(size))
   negative = x < 0
   counts = negative.astype(jnp.uint32)
-  if x.shape[-1] < _HALF:
-    counts = counts | ((x != x[..., :1]).astype(jnp.uint32) * np.uint32(_HALF))
+  if size < _HALF:
+    counts = counts | ((x != first).astype(jnp.uint32) * np.uint32(_HALF))
   return jnp.where(negative, 0.0, x * down), jnp.where(negative, x * down, 0.0), counts
 
 
-def _means_of_sums(
-  sums: list[jax.Array], first: jax.Array, present: np.ndarray, size: int
+def means_of_sums(
+  sums: Sequence[jax.Array],
+  first: jax.Array,
+  present: jax.Array | int,
+  size: int,
+  divide: Callable[[jax.Array, jax.Array], jax.Array] = jnp.divide,
 ) -> tuple[jax.Array, jax.Array]:
   """``avg+`` and ``avg-``. The mean of a constant is that, whatever sums round to."""
-  up = np.float32(_power_of_two(size))
+  down = np.float32(1 / _power_of_two(size))
   positive_sum, negative_sum, counts = sums
   below, constant = counts.astype(jnp.int32), jnp.zeros(counts.shape, bool)
   if size < _HALF:
@@ -88,13 +103,13 @@ def _means_of_sums(
     constant = (counts >> 16).astype(jnp.int32) == size - present
 
   def mean(total: jax.Array, count: jax.Array, side: jax.Array) -> jax.Array:
-    average = total / (jnp.maximum(count, 1).astype(jnp.float32) / up)
+    average = divide(total, jnp.maximum(count, 1).astype(jnp.float32) * down)
     return jnp.where(constant & side, first, average)
 
-  positive = mean(positive_sum, jnp.asarray(present) - below, first > 0)
+  positive = mean(positive_sum, present - below, first > 0)
   negative = mean(negative_sum, below, first < 0)
-  finite = jnp.isfinite(positive) & jnp.isfinite(negative)
-  return jnp.where(finite, positive, jnp.nan), jnp.where(finite, negative, jnp.nan)
+  finite = (jnp.abs(positive) < np.inf) & (jnp.abs(negative) < np.inf)
+  return jnp.where(finite, positive, np.nan), jnp.where(finite, negative, np.nan)
 
 
 def _power_of_two(size: int) -> int:
@@ -120,8 +135,12 @@ def filled(x: jax.Array, bucket_size: int) -> jax.Array:
   return jnp.concatenate([x, x[copies]])
 
 
-def encode_rows(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Array:
-  """Encodes a flat array, with its means: ``uint32[rows, B + 64]``."""
+def encode_rows(
+  x: jax.Array, *, bucket_size: int, keep: bool
+) -> tuple[jax.Array, jax.Array | None]:
+  """Encodes a flat array: ``uint32[rows, B + 64]``, and what is not sent, or None."""
+  # Once, for both: fused with the residual they take twice as long.
+  pairs = jax.lax.optimization_barrier(means(x, bucket_size))
 
   def encode(segment: Segment) -> list[jax.Array]:
     signs = [(plane < 0).astype(jnp.uint32) for plane in segment.planes]
@@ -129,7 +148,9 @@ def encode_rows(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Arra
     return [pack_planes(signs, 1), float_words(scales)]
 
   fill = functools.partial(filled, bucket_size=bucket_size)
-  return stack_rows(x, WORD, bucket_size, bucket_size + 2 * WORD, encode, fill=fill)
+  row_words = bucket_size + 2 * WORD
+  rows = stack_rows(x, WORD, bucket_size, row_words, encode, fill=fill)
+  return rows, remainder(x, pairs, bucket_size=bucket_size) if keep else None
 
 
 def remainder(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Array:
@@ -158,13 +179,11 @@ def encode_columns(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     ``uint32[n, ceil(d / 32) + 2]`` and ``float32[d, n]``.
   """
   size, count = matrix.shape
-  present = np.full(count, size)
-  columns = [a.T for a in _sides(matrix.T)]
+  present = jnp.full(count, size)
+  first = matrix[0] if size else jnp.zeros(count, jnp.float32)
   # Over the first axis, a column in each lane.
-  sums = sum_lanes(tuple(columns))
-  pair = _means_of_sums(
-    sums, matrix[0] if size else jnp.zeros(count, jnp.float32), present, size
-  )
+  sums = sum_lanes(sides(matrix, first, size))
+  pair = means_of_sums(sums, first, present, size)
   signs = jnp.pad((matrix < 0).astype(jnp.uint32), ((0, -size % WORD), (0, 0)))
   place = np.arange(WORD, dtype=np.uint32)[:, None]
   signs = signs.reshape(-(-size // WORD), WORD, count)

@@ -1,4 +1,4 @@
-"""QSGD's inner loops: stochastic rounding to equal levels, and packing, over planes.
+"""QSGD's inner loops in jnp: rounding to equal levels, and packing, over planes.
 
 See docs/wire-format.md for the rule.
 """
@@ -26,6 +26,7 @@ from gradcomp.kernels.planes import (
   stack_rows,
   unpack_planes,
 )
+from gradcomp.kernels.scales import bucket_norms, scales
 
 Levels = Literal["sign_magnitude", "uniform"]
 
@@ -42,76 +43,90 @@ def intervals(bits: int, levels: Levels) -> int:
 
 def encode_rows(
   x: jax.Array,
-  scale: jax.Array,
+  scale: jax.Array | None,
+  key: jax.Array | None,
   *,
   bits: int,
   bucket_size: int,
   levels: Levels,
-  key: jax.Array | None,
   inline: bool,
-) -> jax.Array:
+  keep: bool = False,
+  first_row: int = 0,
+) -> tuple[jax.Array, jax.Array | None]:
   """Encodes a flat array as rows of words and scales.
 
   Args:
     x: ``float32[n]``.
-    scale: ``float32[rows, 1]`` or ``float32[rows, P]``.
+    scale: ``float32[rows, 1]`` or ``float32[rows, P]``; None for the largest magnitude
+      of each bucket.
+    key: ``uint32[2]`` for stochastic rounding, None for nearest.
     bits: width of a code.
     bucket_size: elements a bucket, ``B``.
     levels: where the levels are.
-    key: ``uint32[2]`` for stochastic rounding, None for nearest.
     inline: whether the scales follow the words of a row.
+    keep: whether to return what is not sent; only where the scales are inline.
+    first_row: the number of the first row, which the random numbers depend on.
 
   Returns:
-    ``uint32[rows, B + scales]``, or ``uint32[rows, B]`` if they are not inline.
+    ``uint32[rows, B + scales]``, or ``uint32[rows, B]`` if they are not inline; and
+    ``float32[n]`` or None.
   """
   planes = planes_per_word(bits)
+  if scale is None:
+    scale = scales(bucket_norms(x, planes, bucket_size, "max"))
 
   def encode(segment: Segment) -> list[jax.Array]:
     row_scale = segment.rows_of(scale)
-    multiplier = top_multiplier(_limit(bits, levels), row_scale)
+    multiplier = top_multiplier(limit(bits, levels), row_scale)
     multiplier = jnp.broadcast_to(multiplier, (segment.shape[0], planes))
-    lanes = rounding_lanes(key, segment.shape, planes, first_row=segment.first_row)
+    row = first_row + segment.first_row
+    lanes = rounding_lanes(key, segment.shape, planes, first_row=row)
     codes = [
-      _round(plane, multiplier[:, k : k + 1], lanes[k], bits, levels)
+      code(plane, multiplier[:, k : k + 1], lanes[k], bits, levels)
       for k, plane in enumerate(segment.planes)
     ]
     words = pack_planes(codes, bits)
     return [words, float_words(row_scale)] if inline else [words]
 
   row_words = bucket_size + inline * scale.shape[1]
-  return stack_rows(x, planes, bucket_size, row_words, encode)
+  rows = stack_rows(x, planes, bucket_size, row_words, encode)
+  if not keep:
+    return rows, None
+  sent = decode_rows(rows, bits=bits, bucket_size=bucket_size, levels=levels)
+  return rows, x - sent.reshape(-1)[: x.size]
 
 
-def _limit(bits: int, levels: Levels) -> int:
+def limit(bits: int, levels: Levels) -> int:
   """The largest distance from zero in fixed point: ``s``, or ``s / 2`` a side."""
   fraction = FRACTION if levels == "sign_magnitude" else FRACTION - 1
   return intervals(bits, levels) << fraction
 
 
-def _round(
+def code(
   x: jax.Array, multiplier: jax.Array, lane: Lane, bits: int, levels: Levels
 ) -> jax.Array:
   """Codes of one plane. The clamp also keeps a NaN's code inside its own bits."""
-  limit = jnp.uint32(_limit(bits, levels))
+  top = jnp.uint32(limit(bits, levels))
   fixed = (jnp.abs(x) * multiplier).astype(jnp.int32).astype(jnp.uint32)
-  fixed = jnp.minimum(fixed, limit)
+  fixed = jnp.minimum(fixed, top)
   if levels == "sign_magnitude":
     sign = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 31
     return ((fixed + jnp.uint32(lane)) >> FRACTION) | (sign << (bits - 1))
-  fixed = jnp.where(x < 0, limit - fixed, limit + fixed)
+  fixed = jnp.where(x < 0, top - fixed, top + fixed)
   return (fixed + jnp.uint32(lane)) >> FRACTION
 
 
 def decode_rows(
   rows: jax.Array, *, bits: int, bucket_size: int, levels: Levels
 ) -> jax.Array:
-  """The values of rows: ``uint32[..., rows, words]`` to ``float32[..., rows, P, B]``.
-
-  The top level is the scale itself, not ``s`` rounded steps.
-  """
-  s = intervals(bits, levels)
+  """Rows' values: ``uint32[..., rows, words]`` to ``float32[..., rows, P, B]``."""
   codes = unpack_planes(rows[..., :bucket_size], bits)
-  scale = floats(rows[..., bucket_size:])[..., None]
+  return value(codes, floats(rows[..., bucket_size:])[..., None], bits, levels)
+
+
+def value(codes: jax.Array, scale: jax.Array, bits: int, levels: Levels) -> jax.Array:
+  """What codes stand for. The top level is the scale itself, not s rounded steps."""
+  s = intervals(bits, levels)
   if levels == "sign_magnitude":
     magnitude = (codes & jnp.uint32(s)).astype(jnp.int32)
     sign = (codes >> (bits - 1)) << 31
@@ -120,8 +135,8 @@ def decode_rows(
     magnitude = jnp.abs(code)
     sign = sign_bit(code)
   step = scale * np.float32(1 / s)
-  value = jnp.where(magnitude == s, scale, magnitude.astype(jnp.float32) * step)
-  return signed(value, sign)
+  length = jnp.where(magnitude == s, scale, magnitude.astype(jnp.float32) * step)
+  return signed(length, sign)
 
 
 def signed_codes(

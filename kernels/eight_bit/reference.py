@@ -1,4 +1,4 @@
-"""8-bit types: a sign and a level of a table, over planes.
+"""8-bit types in jnp: a sign and a level of a table, over planes.
 
 See docs/wire-format.md for the rule.
 """
@@ -25,6 +25,7 @@ from gradcomp.kernels.planes import (
   stack_rows,
   unpack_planes,
 )
+from gradcomp.kernels.scales import bucket_norms, scales
 
 _SIGN = 1 << 7
 PLANES = planes_per_word(8)
@@ -32,33 +33,41 @@ PLANES = planes_per_word(8)
 
 def encode_rows(
   x: jax.Array,
-  scale: jax.Array,
+  scale: jax.Array | None,
+  key: jax.Array | None,
   *,
   lines: Sequence[Line],
   tops: tuple[int, int],
   bucket_size: int,
-  key: jax.Array | None,
+  up: float,
+  first_row: int = 0,
 ) -> jax.Array:
   """Encodes a flat array as rows of words and scales.
 
   Args:
     x: ``float32[n]``.
-    scale: ``float32[rows, 1]`` or ``float32[rows, 4]``.
+    scale: ``float32[rows, 1]`` or ``float32[rows, 4]``; None for :func:`enlarged`
+      largest magnitudes of the buckets.
+    key: ``uint32[2]`` for stochastic rounding, None for nearest.
     lines: between the levels.
     tops: the largest magnitude of a positive and of a negative code.
     bucket_size: elements a bucket, ``B``.
-    key: ``uint32[2]`` for stochastic rounding, None for nearest.
+    up: see :func:`enlarged`.
+    first_row: the number of the first row, which the random numbers depend on.
 
   Returns:
     ``uint32[rows, B + scales]``.
   """
+  if scale is None:
+    scale = enlarged(scales(bucket_norms(x, PLANES, bucket_size, "max")), up)
 
   def encode(segment: Segment) -> list[jax.Array]:
     row_scale = segment.rows_of(scale)
     factor = jnp.broadcast_to(to_units(row_scale), (segment.shape[0], PLANES))
-    lanes = rounding_lanes(key, segment.shape, PLANES, first_row=segment.first_row)
+    row = first_row + segment.first_row
+    lanes = rounding_lanes(key, segment.shape, PLANES, first_row=row)
     codes = [
-      _round(plane, factor[:, k : k + 1], lanes[k], lines, tops)
+      code(plane, factor[:, k : k + 1], lanes[k], lines, tops)
       for k, plane in enumerate(segment.planes)
     ]
     return [pack_planes(codes, 8), float_words(row_scale)]
@@ -66,7 +75,12 @@ def encode_rows(
   return stack_rows(x, PLANES, bucket_size, bucket_size + scale.shape[1], encode)
 
 
-def _round(
+def enlarged(scale: jax.Array, up: float) -> jax.Array:
+  """What a level of 1 stands for, where the largest element is the level ``1 / up``."""
+  return jnp.minimum(scale * np.float32(up), np.finfo(np.float32).max)
+
+
+def code(
   x: jax.Array,
   factor: jax.Array,
   lane: Lane,

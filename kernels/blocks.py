@@ -1,0 +1,192 @@
+"""Encoders as Pallas kernels in Triton style: what they share.
+
+A program of the grid reads a block of whole tiles, element by element of each plane,
+and writes their rows. A plane is a bucket of each tile, so that nothing crosses threads
+but what is reduced over a bucket. The last, partial tile is left to the reference.
+
+Nothing is masked: Triton's loads would be narrower for it, and some versions of JAX do
+not mask a ragged last block at all. Instead the last program takes the last tiles, some
+of them for the second time; both write the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+try:  # deprecated from JAX 0.11 on
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import triton
+except ImportError:
+  _UNAVAILABLE = "this version of JAX has no Triton backend for Pallas"
+else:
+  _UNAVAILABLE = ""
+
+_THREADS = 32  # in a warp
+_VECTOR = 4  # elements of a load of 16 bytes
+_LARGEST_BUCKET = 4096  # more would not stay in registers
+
+# Of a float's bits.
+_MAGNITUDE, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
+
+Index = jax.Array | int
+
+# Encodes a last, partial tile, whose row has the number given.
+Reference = Callable[[jax.Array, int], tuple[jax.Array, jax.Array | None]]
+
+
+def refusal(size: int, planes: int, bucket_size: int) -> str:
+  """Why there is no kernel for an array; empty if there is one."""
+  if _UNAVAILABLE:
+    return _UNAVAILABLE
+  if bucket_size & (bucket_size - 1) or bucket_size > _LARGEST_BUCKET:
+    return (
+      f"a kernel's buckets are powers of two up to {_LARGEST_BUCKET}, and this one has "
+      f"{bucket_size} elements"
+    )
+  if not planes * bucket_size <= size < 2**31:
+    return (
+      f"a kernel's array has at least one tile, {planes * bucket_size} elements here, "
+      f"and less than 2**31, and this one has {size}"
+    )
+  return ""
+
+
+class Block:
+  """Some consecutive tiles, of which each program of a kernel has its own.
+
+  Attributes:
+    first_row: ``int32[]``, the number of the first.
+    shape: of a plane, ``(rows, B)``.
+  """
+
+  def __init__(self, x_ref, rows_ref, residual_ref, shape, planes, tiles):  # type: ignore[no-untyped-def]
+    self.shape = shape
+    self.first_row = jnp.minimum(pl.program_id(0) * shape[0], tiles - shape[0])
+    self._planes = planes
+    self._x, self._rows, self._residual = x_ref, rows_ref, residual_ref
+
+  @property
+  def rows(self) -> Any:
+    """The indices of the rows, for other references that have a line for each."""
+    return pl.ds(self.first_row, self.shape[0])
+
+  def elements(self, plane: Index, first: int, count: int) -> jax.Array:
+    """The places of ``count`` elements of a plane's buckets: ``int32[rows, count]``."""
+    shape = self.shape[0], count
+    row = self.first_row + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    column = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return (row * self._planes + plane) * self.shape[1] + column
+
+  def plane(self, plane: Index) -> jax.Array:
+    """``float32[rows, B]``."""
+    return self._x[self.elements(plane, 0, self.shape[1])]
+
+  def part(self, places: jax.Array) -> jax.Array:
+    """What is at some :meth:`elements`."""
+    return self._x[places]
+
+  def put(self, words: jax.Array) -> None:
+    """Writes the codes of the rows: ``uint32[rows, B]``."""
+    self._rows[self.rows, pl.ds(0, self.shape[1])] = words
+
+  def put_scale(self, number: Index, words: jax.Array) -> None:
+    """Writes a word behind the codes of each row: ``uint32[rows]``."""
+    self._rows[self.rows, self.shape[1] + number] = words
+
+  def put_residual(self, plane: Index, rest: jax.Array) -> None:
+    """Writes what is not sent of a plane, if somebody asked: ``float32[rows, B]``."""
+    if self._residual is not None:
+      self._residual[self.elements(plane, 0, self.shape[1])] = rest
+
+
+def encode(
+  body: Callable[..., None],
+  name: str,
+  x: jax.Array,
+  operands: tuple[jax.Array | None, ...],
+  *,
+  planes: int,
+  bucket_size: int,
+  row_words: int,
+  keep: bool,
+  last: Reference,
+  elements: int = 4 * _THREADS * _VECTOR,
+  interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Encodes a flat array tile by tile.
+
+  Args:
+    body: called with a :class:`Block` and a reference for each operand, None for None.
+    name: of the kernel.
+    x: ``float32[n]``, with one whole tile or more.
+    operands: what else is read.
+    planes: buckets a tile, ``P``.
+    bucket_size: elements a bucket, ``B``.
+    row_words: words in a row.
+    keep: whether to write what is not sent.
+    last: encodes the elements of a last, partial tile, whose row has the number given.
+    elements: of a plane in a block, or those of one bucket; by default 16 bytes for
+      each thread of four warps.
+    interpret: whether to run on any backend, slowly.
+
+  Returns:
+    ``uint32[rows, row_words]``, and ``float32[n]`` or None.
+  """
+  tile = planes * bucket_size
+  tiles = x.size // tile
+  whole = tiles * tile
+  rows = min(max(elements // bucket_size, 1), 1 << (tiles.bit_length() - 1))
+  given = [operand for operand in operands if operand is not None]
+
+  def kernel(x_ref: Any, *refs: Any) -> None:
+    inputs, outputs = iter(refs[: len(given)]), refs[len(given) :]
+    block = Block(
+      x_ref,
+      outputs[0],
+      outputs[1] if keep else None,
+      (rows, bucket_size),
+      planes,
+      tiles,
+    )
+    body(block, *(None if operand is None else next(inputs) for operand in operands))
+
+  out = [((-(-x.size // tile), row_words), jnp.uint32)] + keep * [(x.shape, x.dtype)]
+  found = pl.pallas_call(
+    kernel,
+    out_shape=[typed(x, shape, dtype) for shape, dtype in out],
+    grid=(-(-tiles // rows),),
+    compiler_params=triton.CompilerParams(num_warps=_warps(rows * bucket_size)),
+    interpret=interpret,
+    name=name,
+  )(x, *given)
+  result, residual = (*found, None)[:2]
+  if whole < x.size:
+    words, rest = last(x[whole:], tiles)
+    result = jax.lax.dynamic_update_slice(result, words, (tiles, 0))
+    if residual is not None and rest is not None:
+      residual = jax.lax.dynamic_update_slice(residual, rest, (whole,))
+  return result, residual
+
+
+def typed(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+  """An output that differs over the same axes as ``x``, for jax.shard_map's types."""
+  kind = jax.typeof(x).manual_axis_type
+  return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+
+
+def _warps(elements: int) -> int:
+  """Warps of a program: so many that a plane has 16 bytes for each thread, up to 4."""
+  return int(np.clip(elements // (_THREADS * _VECTOR), 1, 4))
+
+
+def largest_bits(x: jax.Array) -> jax.Array:
+  """The bits of the largest magnitude of each line, ``int32[rows]``; NaN's for more.
+
+  Integers, since GPUs' maxima of floats drop NaN.
+  """
+  magnitude = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
+  bits = magnitude.max(axis=1)
+  return jnp.where(bits < _INFINITY, bits, _NAN)

@@ -1,0 +1,43 @@
+"""Encoding in 8-bit types, and the decoding that undoes it."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from gradcomp.kernels import blocks, dispatch
+from gradcomp.kernels.eight_bit import pallas, reference
+from gradcomp.kernels.eight_bit.reference import PLANES as PLANES
+from gradcomp.kernels.eight_bit.reference import decode_rows as decode_rows
+from gradcomp.kernels.eight_bit.reference import enlarged as enlarged
+from gradcomp.kernels.lines import Line
+
+
+def encode_rows(
+  x: jax.Array,
+  scale: jax.Array | None,
+  key: jax.Array | None,
+  *,
+  lines: Sequence[Line],
+  tops: tuple[int, int],
+  bucket_size: int,
+  up: float = 1.0,
+  implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+  """See :func:`reference.encode_rows`; and :func:`dispatch.run`."""
+  options: dict[str, Any] = {
+    "lines": lines,
+    "tops": tops,
+    "bucket_size": bucket_size,
+    "up": up,
+  }
+  no = blocks.refusal(x.size, PLANES, bucket_size)
+  return dispatch.run(
+    implementation,
+    x,
+    scale,
+    key,
+    xla=functools.partial(reference.encode_rows, **options),
+    pallas=no or functools.partial(pallas.encode_rows, **options),
+  )

@@ -1,0 +1,75 @@
+"""The encoder of 8-bit types as a Pallas kernel; with blocks, in one pass."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp.kernels import blocks
+from gradcomp.kernels.eight_bit import reference
+from gradcomp.kernels.eight_bit.reference import PLANES, code, enlarged
+from gradcomp.kernels.fixed_point import exact_quotient, rounding_lanes
+from gradcomp.kernels.lines import UNIT, Line, to_units
+from gradcomp.kernels.planes import float_words, pack_planes
+from gradcomp.kernels.scales import scales_of_bits
+
+
+def encode_rows(
+  x: jax.Array,
+  scale: jax.Array | None,
+  key: jax.Array | None,
+  *,
+  lines: Sequence[Line],
+  tops: tuple[int, int],
+  bucket_size: int,
+  up: float,
+  interpret: bool = False,
+) -> jax.Array:
+  """The same as :func:`reference.encode_rows`."""
+  columns = PLANES if scale is None else scale.shape[1]
+  units = None if scale is None else to_units(scale)
+
+  def body(block: blocks.Block, key_ref: Any, scale_ref: Any, factor_ref: Any) -> None:
+    words = None if key_ref is None else (key_ref[0], key_ref[1])
+    lanes = rounding_lanes(words, block.shape, PLANES, first_row=block.first_row)
+    codes = []
+    for k in range(PLANES):
+      x = block.plane(k)
+      if scale_ref is None:
+        unit = enlarged(scales_of_bits(blocks.largest_bits(x)), up)
+        factor = exact_quotient(jnp.full_like(unit, UNIT), unit)
+        factor = jnp.where(unit == 0, 0.0, factor)
+      else:
+        unit = scale_ref[block.rows, k % columns]
+        factor = factor_ref[block.rows, k % columns]
+      codes.append(code(x, factor[:, None], lanes[k], lines, tops))
+      if k < columns:
+        block.put_scale(k, float_words(unit))
+    block.put(pack_planes(codes, 8))
+
+  def last(rest: jax.Array, row: int) -> tuple[jax.Array, None]:
+    rows = reference.encode_rows(
+      rest,
+      None if scale is None else scale[row:],
+      key,
+      lines=lines,
+      tops=tops,
+      bucket_size=bucket_size,
+      up=up,
+      first_row=row,
+    )
+    return rows, None
+
+  return blocks.encode(
+    body,
+    "eight_bit_encode",
+    x,
+    (key, scale, units),
+    planes=PLANES,
+    bucket_size=bucket_size,
+    row_words=bucket_size + columns,
+    keep=False,
+    last=last,
+    interpret=interpret,
+  )[0]

@@ -1,0 +1,46 @@
+"""Casting to floats of few bits, packed, and the way back."""
+
+import functools
+from typing import Any
+
+import jax
+
+from gradcomp.kernels import blocks, dispatch
+from gradcomp.kernels.float_cast import pallas, reference
+from gradcomp.kernels.float_cast.reference import decode_rows as decode_rows
+from gradcomp.kernels.float_cast.reference import exponent_byte as exponent_byte
+from gradcomp.kernels.float_cast.reference import shift as shift
+from gradcomp.kernels.float_cast.reference import unshifted as unshifted
+from gradcomp.kernels.float_cast.reference import width as width
+from gradcomp.kernels.float_codes import FloatRounding
+from gradcomp.kernels.float_formats import FloatFormat
+from gradcomp.kernels.planes import planes_per_word
+
+
+def encode_rows(
+  x: jax.Array,
+  exponent: jax.Array | None,
+  key: jax.Array | None,
+  *,
+  fmt: FloatFormat,
+  rounding: FloatRounding,
+  saturate: bool,
+  row_words: int,
+  implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+  """See :func:`reference.encode_rows`; and :func:`dispatch.run`."""
+  options: dict[str, Any] = {
+    "fmt": fmt,
+    "rounding": rounding,
+    "saturate": saturate,
+    "row_words": row_words,
+  }
+  no = blocks.refusal(x.size, planes_per_word(width(fmt)), row_words)
+  return dispatch.run(
+    implementation,
+    x,
+    exponent,
+    key,
+    xla=functools.partial(reference.encode_rows, **options),
+    pallas=no or functools.partial(pallas.encode_rows, **options),
+  )

@@ -1,0 +1,32 @@
+"""1-bit SGD's encoding, and the decoding that undoes it."""
+
+import functools
+from typing import Any
+
+import jax
+
+from gradcomp.kernels import blocks, dispatch
+from gradcomp.kernels.one_bit import pallas, reference
+from gradcomp.kernels.one_bit.reference import WORD as WORD
+from gradcomp.kernels.one_bit.reference import decode_columns as decode_columns
+from gradcomp.kernels.one_bit.reference import decode_rows as decode_rows
+from gradcomp.kernels.one_bit.reference import encode_columns as encode_columns
+from gradcomp.kernels.one_bit.reference import filled as filled
+
+
+def encode_rows(
+  x: jax.Array,
+  *,
+  bucket_size: int,
+  keep: bool = False,
+  implementation: dispatch.Implementation | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """See :func:`reference.encode_rows`; and :func:`dispatch.run`."""
+  options: dict[str, Any] = {"bucket_size": bucket_size, "keep": keep}
+  no = blocks.refusal(x.size, WORD, bucket_size)
+  return dispatch.run(
+    implementation,
+    x,
+    xla=functools.partial(reference.encode_rows, **options),
+    pallas=no or functools.partial(pallas.encode_rows, **options),
+  )

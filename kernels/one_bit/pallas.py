@@ -1,0 +1,87 @@
+"""1-bit SGD's encoder as a Pallas kernel: means, signs and residual in one pass.
+
+Sums are taken in the order of the reference: the steps of a lane one after the other,
+each a load of its own, and the lanes by halves. The signs read the block once more, out
+of the cache.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp.kernels import blocks
+from gradcomp.kernels.fixed_point import exact_quotient, held, sign_bit, signed
+from gradcomp.kernels.one_bit import reference
+from gradcomp.kernels.one_bit.reference import WORD, chunks, means_of_sums, sides
+from gradcomp.kernels.planes import float_words
+
+_ELEMENTS = 2048  # of a plane in a block: a lane for each thread of four warps or more
+
+
+def encode_rows(
+  x: jax.Array, *, bucket_size: int, keep: bool, interpret: bool = False
+) -> tuple[jax.Array, jax.Array | None]:
+  """The same as :func:`reference.encode_rows`."""
+
+  def body(block: blocks.Block) -> None:
+    def add_plane(k: jax.Array, words: jax.Array) -> jax.Array:
+      positive, negative = _means(block, k)
+      block.put_scale(k, float_words(positive))
+      block.put_scale(k + WORD, float_words(negative))
+      x = block.plane(k)
+      below = x < 0
+      if keep:
+        sent = jnp.where(below, negative[:, None], positive[:, None])
+        block.put_residual(k, x - sent)
+      return words | (below.astype(jnp.uint32) << k.astype(jnp.uint32))
+
+    none = jnp.zeros(block.shape, jnp.uint32)
+    block.put(jax.lax.fori_loop(jnp.int32(0), jnp.int32(WORD), add_plane, none))
+
+  def last(rest: jax.Array, row: int) -> tuple[jax.Array, jax.Array | None]:
+    del row  # nothing is random
+    return reference.encode_rows(rest, bucket_size=bucket_size, keep=keep)
+
+  return blocks.encode(
+    body,
+    "one_bit_encode",
+    x,
+    (),
+    planes=WORD,
+    bucket_size=bucket_size,
+    row_words=bucket_size + 2 * WORD,
+    keep=keep,
+    last=last,
+    elements=_ELEMENTS,
+    interpret=interpret,
+  )
+
+
+def _means(block: blocks.Block, plane: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """``avg+`` and ``avg-`` of the buckets of a plane: ``float32[rows]`` each."""
+  size = block.shape[1]
+  chunk, lanes = chunks(size)
+  first = block.part(block.elements(plane, 0, 1))
+  number = block.elements(plane, 0, size // chunk * lanes) - block.elements(plane, 0, 1)
+  # From a number of a lane to its first element.
+  start = block.elements(plane, 0, 1) + number // lanes * chunk + number % lanes
+  sums = sides(block.part(start), first, size)
+  for step in range(1, chunk // lanes):
+    found = sides(block.part(start + step * lanes), first, size)
+    sums = tuple(a + b for a, b in zip(sums, found, strict=True))
+  counts = sums[2].astype(jnp.int32).sum(axis=1).astype(jnp.uint32)
+  positive, negative = _sum_by_halves(sums[0]), 0.0 - _sum_by_halves(-sums[1])
+  sums = positive, negative, counts
+  return means_of_sums(sums, first.reshape(first.shape[0]), size, size, _divide)
+
+
+def _sum_by_halves(x: jax.Array) -> jax.Array:
+  """The sum over the last axis of numbers of zero or more: ``float32[rows]``."""
+  while x.shape[1] > 1:
+    x = held(x.reshape(x.shape[0], 2, x.shape[1] // 2).sum(axis=1))
+  return x.reshape(x.shape[0])
+
+
+def _divide(total: jax.Array, count: jax.Array) -> jax.Array:
+  """The quotient, correctly rounded; what is not finite stays so."""
+  quotient = signed(exact_quotient(jnp.abs(total), count), sign_bit(total))
+  return jnp.where(jnp.abs(total) < jnp.inf, quotient, total)

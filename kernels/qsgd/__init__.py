@@ -1,0 +1,46 @@
+"""QSGD's encoding, and the decoding that undoes it."""
+
+import functools
+from typing import Any
+
+import jax
+
+from gradcomp.kernels import blocks, dispatch
+from gradcomp.kernels.planes import planes_per_word
+from gradcomp.kernels.qsgd import pallas, reference
+from gradcomp.kernels.qsgd.reference import Levels as Levels
+from gradcomp.kernels.qsgd.reference import decode_rows as decode_rows
+from gradcomp.kernels.qsgd.reference import from_signed_codes as from_signed_codes
+from gradcomp.kernels.qsgd.reference import intervals as intervals
+from gradcomp.kernels.qsgd.reference import signed_codes as signed_codes
+
+
+def encode_rows(
+  x: jax.Array,
+  scale: jax.Array | None,
+  key: jax.Array | None,
+  *,
+  bits: int,
+  bucket_size: int,
+  levels: Levels,
+  inline: bool,
+  keep: bool = False,
+  implementation: dispatch.Implementation | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """See :func:`reference.encode_rows`; and :func:`dispatch.run`."""
+  options: dict[str, Any] = {
+    "bits": bits,
+    "bucket_size": bucket_size,
+    "levels": levels,
+    "inline": inline,
+    "keep": keep,
+  }
+  no = blocks.refusal(x.size, planes_per_word(bits), bucket_size)
+  return dispatch.run(
+    implementation,
+    x,
+    scale,
+    key,
+    xla=functools.partial(reference.encode_rows, **options),
+    pallas=no or functools.partial(pallas.encode_rows, **options),
+  )

@@ -1,0 +1,84 @@
+"""QSGD's encoder as a Pallas kernel: scale, round, pack, and what is lost, in one pass.
+
+The gradient is read once; the scale of a bucket is found while it is in registers.
+"""
+
+from typing import Any
+
+import jax
+
+from gradcomp.kernels import blocks
+from gradcomp.kernels.fixed_point import (
+  exact_multiplier,
+  rounding_lanes,
+  top_multiplier,
+)
+from gradcomp.kernels.planes import float_words, pack_planes, planes_per_word
+from gradcomp.kernels.qsgd import reference
+from gradcomp.kernels.qsgd.reference import Levels, code, limit, value
+from gradcomp.kernels.scales import scales_of_bits
+
+
+def encode_rows(
+  x: jax.Array,
+  scale: jax.Array | None,
+  key: jax.Array | None,
+  *,
+  bits: int,
+  bucket_size: int,
+  levels: Levels,
+  inline: bool,
+  keep: bool,
+  interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+  """The same as :func:`reference.encode_rows`."""
+  planes = planes_per_word(bits)
+  top = limit(bits, levels)
+  columns = planes if scale is None else scale.shape[1]
+  # A division by a given scale is one for all implementations, outside of them.
+  multiplier = None if scale is None else top_multiplier(top, scale)
+
+  def body(block: blocks.Block, key_ref: Any, scale_ref: Any, factor_ref: Any) -> None:
+    words = None if key_ref is None else (key_ref[0], key_ref[1])
+    lanes = rounding_lanes(words, block.shape, planes, first_row=block.first_row)
+    codes = []
+    for k in range(planes):
+      x = block.plane(k)
+      if scale_ref is None:
+        unit = scales_of_bits(blocks.largest_bits(x))
+        factor = exact_multiplier(top, unit)
+      else:
+        unit = scale_ref[block.rows, k % columns]
+        factor = factor_ref[block.rows, k % columns]
+      codes.append(code(x, factor[:, None], lanes[k], bits, levels))
+      if keep:
+        block.put_residual(k, x - value(codes[-1], unit[:, None], bits, levels))
+      if inline and k < columns:
+        block.put_scale(k, float_words(unit))
+    block.put(pack_planes(codes, bits))
+
+  def last(rest: jax.Array, row: int) -> tuple[jax.Array, jax.Array | None]:
+    return reference.encode_rows(
+      rest,
+      None if scale is None else scale[row:],
+      key,
+      bits=bits,
+      bucket_size=bucket_size,
+      levels=levels,
+      inline=inline,
+      keep=keep,
+      first_row=row,
+    )
+
+  return blocks.encode(
+    body,
+    "qsgd_encode",
+    x,
+    (key, scale, multiplier),
+    planes=planes,
+    bucket_size=bucket_size,
+    row_words=bucket_size + inline * columns,
+    keep=keep,
+    last=last,
+    interpret=interpret,
+  )

@@ -1,0 +1,43 @@
+"""TernGrad's encoding, and the decoding that undoes it."""
+
+import functools
+from typing import Any
+
+import jax
+
+from gradcomp.kernels import blocks, dispatch
+from gradcomp.kernels.ternary import pallas, reference
+from gradcomp.kernels.ternary.reference import Packing as Packing
+from gradcomp.kernels.ternary.reference import codes as codes
+from gradcomp.kernels.ternary.reference import pack_trits as pack_trits
+from gradcomp.kernels.ternary.reference import planes as planes
+from gradcomp.kernels.ternary.reference import unpack_trits as unpack_trits
+
+
+def encode_rows(
+  x: jax.Array,
+  scale: jax.Array,
+  limit: jax.Array,
+  key: jax.Array,
+  *,
+  packing: Packing,
+  bucket_size: int,
+  inline: bool,
+  implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+  """See :func:`reference.encode_rows`; and :func:`dispatch.run`."""
+  options: dict[str, Any] = {
+    "packing": packing,
+    "bucket_size": bucket_size,
+    "inline": inline,
+  }
+  no = blocks.refusal(x.size, planes(packing), bucket_size)
+  return dispatch.run(
+    implementation,
+    x,
+    scale,
+    limit,
+    key,
+    xla=functools.partial(reference.encode_rows, **options),
+    pallas=no or functools.partial(pallas.encode_rows, **options),
+  )

@@ -1,0 +1,64 @@
+"""TernGrad's encoder as a Pallas kernel, with scales that are found before."""
+
+from typing import Any
+
+import jax
+
+from gradcomp.kernels import blocks
+from gradcomp.kernels.fixed_point import rounding_lanes, top_multiplier
+from gradcomp.kernels.planes import float_words
+from gradcomp.kernels.ternary import reference
+from gradcomp.kernels.ternary.reference import TOP, Packing, code, pack
+
+
+def encode_rows(
+  x: jax.Array,
+  scale: jax.Array,
+  limit: jax.Array,
+  key: jax.Array,
+  *,
+  packing: Packing,
+  bucket_size: int,
+  inline: bool,
+  interpret: bool = False,
+) -> jax.Array:
+  """The same as :func:`reference.encode_rows`."""
+  planes, columns = reference.planes(packing), scale.shape[1]
+
+  def body(block: blocks.Block, *refs: Any) -> None:
+    scale_ref, factor_ref, limit_ref, key_ref = refs
+    words = key_ref[0], key_ref[1]
+    lanes = rounding_lanes(words, block.shape, planes, first_row=block.first_row)
+    digits = []
+    for k in range(planes):
+      factor = factor_ref[block.rows, k % columns][:, None]
+      digits.append(code(block.plane(k), limit_ref[0], factor, lanes[k], packing))
+      if inline and k < columns:
+        block.put_scale(k, float_words(scale_ref[block.rows, k]))
+    block.put(pack(digits, packing))
+
+  def last(rest: jax.Array, row: int) -> tuple[jax.Array, None]:
+    rows = reference.encode_rows(
+      rest,
+      scale[row:],
+      limit,
+      key,
+      packing=packing,
+      bucket_size=bucket_size,
+      inline=inline,
+      first_row=row,
+    )
+    return rows, None
+
+  return blocks.encode(
+    body,
+    "ternary_encode",
+    x,
+    (scale, top_multiplier(TOP, scale), limit.reshape(1), key),
+    planes=planes,
+    bucket_size=bucket_size,
+    row_words=bucket_size + inline * columns,
+    keep=False,
+    last=last,
+    interpret=interpret,
+  )[0]
