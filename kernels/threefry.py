@@ -5,6 +5,8 @@ a memory copy for an array of the gradient's size on CPU. The same cipher writte
 array arithmetic fuses into the expression that consumes the bits.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -15,6 +17,9 @@ _PARITY = 0x1BD11BDA
 Key = jax.Array | tuple[jax.Array, jax.Array]
 
 
+# Jitted, so that it is traced once for all planes and kernels of a shape; inlined, so
+# that it fuses as if it were not.
+@functools.partial(jax.jit, inline=True)
 def threefry2x32(
   key: Key, counter: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:

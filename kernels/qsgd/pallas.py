@@ -3,6 +3,7 @@
 The gradient is read once; the scale of a bucket is found while it is in registers.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,13 @@ from gradcomp.kernels.planes import float_words, pack_planes, planes_per_word
 from gradcomp.kernels.qsgd import reference
 from gradcomp.kernels.qsgd.reference import Levels, code, limit, value
 from gradcomp.kernels.scales import scales_of_bits
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _scaling(x: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
+  """The scale of each bucket of a plane, and its :func:`exact_multiplier`."""
+  scale = scales_of_bits(blocks.largest_bits(x))
+  return scale, exact_multiplier(top, scale)
 
 
 def encode_rows(
@@ -45,8 +53,7 @@ def encode_rows(
     for k in range(planes):
       x = block.plane(k)
       if scale_ref is None:
-        unit = scales_of_bits(blocks.largest_bits(x))
-        factor = exact_multiplier(top, unit)
+        unit, factor = _scaling(x, top)
       else:
         unit = scale_ref[block.rows, k % columns]
         factor = factor_ref[block.rows, k % columns]

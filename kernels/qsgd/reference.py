@@ -3,6 +3,7 @@
 See docs/wire-format.md for the rule.
 """
 
+import functools
 from typing import Literal
 
 import jax
@@ -102,6 +103,7 @@ def limit(bits: int, levels: Levels) -> int:
   return intervals(bits, levels) << fraction
 
 
+@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
 def code(
   x: jax.Array, multiplier: jax.Array, lane: Lane, bits: int, levels: Levels
 ) -> jax.Array:
@@ -124,6 +126,7 @@ def decode_rows(
   return value(codes, floats(rows[..., bucket_size:])[..., None], bits, levels)
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def value(codes: jax.Array, scale: jax.Array, bits: int, levels: Levels) -> jax.Array:
   """What codes stand for. The top level is the scale itself, not s rounded steps."""
   s = intervals(bits, levels)

@@ -1,0 +1,288 @@
+"""Pallas kernels without a GPU: interpreted, lowered for CUDA, behind the codecs."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from lowering import lowered_for_cuda
+
+import gradcomp
+from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary
+from gradcomp.floats import FloatFormat
+from gradcomp.kernels import eight_bit, fixed_point, float_cast, one_bit, qsgd, ternary
+from gradcomp.kernels.fixed_point import exact_multiplier, top_multiplier
+from gradcomp.kernels.planes import planes_per_word
+from gradcomp.kernels.scales import scales
+
+KEY = np.array([123, 456], np.uint32)
+TRITON = "xla.gpu.triton"
+
+
+class Case(NamedTuple):
+  """An encoder with its operands beside the gradient, and static options."""
+
+  operation: Any
+  tile: int  # elements
+  operands: tuple[Any, ...]  # functions of the number of rows, or None
+  options: dict[str, Any]
+
+
+def keyed(_rows: int) -> np.ndarray:
+  return KEY
+
+
+def given(columns: int):
+  """Scales, two of them special."""
+
+  def make(rows: int) -> np.ndarray:
+    found = np.random.default_rng(3).uniform(0.5, 3, (rows, columns))
+    found = found.astype(np.float32)
+    found[0, 0], found[-1, -1] = 0, np.nan
+    return found
+
+  return make
+
+
+def cases() -> dict[str, Case]:
+  found = {}
+  for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16):
+    planes, bucket_size = planes_per_word(bits), 64 if bits > 2 else 32
+    options = {"bits": bits, "bucket_size": bucket_size}
+    signed = "uniform" if bits == 1 else "sign_magnitude"
+    found[f"qsgd-{bits}"] = Case(
+      qsgd,
+      planes * bucket_size,
+      (None, keyed),
+      {**options, "levels": signed, "inline": True, "keep": True},
+    )
+    found[f"qsgd-{bits}-given"] = Case(
+      qsgd,
+      planes * bucket_size,
+      (given(1 if bits % 2 else planes), None),
+      {**options, "levels": "uniform", "inline": bits > 4, "keep": False},
+    )
+  for bucket_size, keep in ((32, True), (64, True), (64, False), (512, True)):
+    options = {"bucket_size": bucket_size, "keep": keep}
+    name = f"one-bit-{bucket_size}" + "-residual" * keep
+    found[name] = Case(one_bit, 32 * bucket_size, (), options)
+  for packing, inline in (("2bit", True), ("base3", True), ("base3", False)):
+    planes = ternary.planes(packing)
+    options = {"packing": packing, "bucket_size": 64, "inline": inline}
+    found[f"ternary-{packing}" + "-inline" * inline] = Case(
+      ternary,
+      planes * 64,
+      (given(planes if inline else 1), lambda _: np.float32(1.5), keyed),
+      options,
+    )
+  for data_type in ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"):
+    for rounding, block in (("nearest", True), ("stochastic", False)):
+      options = _eight_bit_options(data_type, rounding)
+      found[f"{data_type}-{rounding}"] = Case(
+        eight_bit,
+        4 * 64,
+        (None if block else given(1), keyed if rounding == "stochastic" else None),
+        {**options, "bucket_size": 64},
+      )
+  roundings = ("nearest_even", "stochastic", "toward_zero")
+  formats = ((5, 2), (4, 3), (3, 0), (8, 7), (5, 10), (8, 23), (2, 1))
+  for number, (exponent_bits, mantissa_bits) in enumerate(formats):
+    fmt = FloatFormat(exponent_bits, mantissa_bits)
+    for scaled in (False, True):
+      rounding = roundings[(number + scaled) % 3]
+      found[f"cast-{exponent_bits}-{mantissa_bits}-{rounding}"] = Case(
+        float_cast,
+        planes_per_word(float_cast.width(fmt)) * 128,
+        (
+          (lambda _: np.int32(-3)) if scaled else None,
+          keyed if rounding == "stochastic" else None,
+        ),
+        {"fmt": fmt, "rounding": rounding, "saturate": scaled, "row_words": 128},
+      )
+  return found
+
+
+def _eight_bit_options(data_type: str, rounding: str) -> dict[str, Any]:
+  """What the codec gives its kernel."""
+  found = {}
+
+  def encode_rows(*_: Any, **options: Any) -> jax.Array:
+    found.update(options)
+    return jnp.zeros((1, 1), jnp.uint32)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(eight_bit, "encode_rows", encode_rows)
+    EightBit(data_type=data_type, rounding=rounding).encode(jnp.ones(4), key=KEY)
+  return {name: found[name] for name in ("lines", "tops", "up")}
+
+
+CASES = cases()
+
+
+def gradient(size: int, tile: int) -> np.ndarray:
+  """Normal numbers among special ones: NaN, infinity, zeros, constants, extremes."""
+  x = np.random.default_rng(size).standard_normal(size).astype(np.float32)
+  part = tile // 8
+  for number, value in enumerate((0, 1.25, 3e38, -1e-37, -0.0, 1e-42)):
+    x[(number + 8) * part :][:part] = value
+  x[part + 1 :: tile], x[3 * part + 2 :: tile] = np.nan, -np.inf
+  return x
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_interpreted_kernel_has_the_references_bits(name):
+  case = CASES[name]
+  # Six tiles are two blocks that overlap, or blocks of one; the last is a partial one.
+  size = 6 * case.tile + 77
+  x = gradient(size, case.tile)
+  operands = [make and make(7) for make in case.operands]
+  encode = case.operation.reference.encode_rows
+  kernel = case.operation.pallas.encode_rows
+  expected = compiled(functools.partial(encode, **case.options), x, *operands)
+  kernel = functools.partial(kernel, **case.options, interpret=True)
+  found = compiled(kernel, x, *operands)
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_array_equal(_bits(a), _bits(b))
+
+
+def compiled(function: Any, *args: Any) -> Any:
+  """Without LLVM's optimizations, which take most of the time of an unrolled kernel."""
+  options = {"xla_backend_optimization_level": 0}
+  return jax.jit(function).lower(*args).compile(compiler_options=options)(*args)
+
+
+def _bits(x: jax.Array) -> np.ndarray:
+  return np.asarray(x).view(np.uint32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_lowers_for_cuda(name):
+  case = CASES[name]
+  operands = [make and make(9) for make in case.operands]
+  kernel = functools.partial(case.operation.pallas.encode_rows, **case.options)
+  x = jax.ShapeDtypeStruct((8 * case.tile + 77,), jnp.float32)
+  assert lowered_for_cuda(kernel, x, *operands).count(TRITON) == 1
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 8])
+def test_few_tiles_are_whole_blocks(tiles):
+  encode = functools.partial(
+    qsgd.encode_rows, bits=8, bucket_size=64, levels="uniform", inline=True
+  )
+  x = gradient(max(tiles, 2) * 256, 256)[-tiles * 256 :]
+  expected, _ = encode(x, None, KEY, implementation="xla")
+  found, _ = encode(x, None, KEY, implementation="pallas_interpret")
+  np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_division_by_integers_is_correctly_rounded():
+  rng = np.random.default_rng(0)
+  divisor = np.exp(rng.uniform(np.log(2.0**-96), np.log(3e38), 2**18))
+  edges = [0, 2.0**-96, 1, 1 + 2.0**-23, 2 - 2.0**-23, np.finfo(np.float32).max]
+  divisor = np.append(divisor, [*edges, np.nan]).astype(np.float32)
+  for top in (1 << 15, 1 << 16, 7 << 16, 127 << 16, 32767 << 16):
+    expected = top_multiplier(top, jnp.asarray(divisor))
+    found = jax.jit(exact_multiplier, static_argnums=0)(top, divisor)
+    np.testing.assert_array_equal(_bits(found), _bits(expected))
+  total = np.abs(rng.standard_normal(2**18)).astype(np.float32)
+  count = rng.integers(1, 4097, 2**18).astype(np.float32)
+  found = jax.jit(fixed_point.exact_quotient)(total, count)
+  np.testing.assert_array_equal(_bits(found), _bits(total / count))
+
+
+CODECS = [
+  QSGD(bits=4, bucket_size=64),
+  QSGD(bits=8, bucket_size=None, norm="l2", rounding="nearest"),
+  QSGD(bits=2, bucket_size=64, share_scale=True),
+  OneBit(),
+  Ternary(),
+  EightBit(block_size=64),
+  FloatCast(),
+]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_codec_runs_its_kernel_on_cuda_and_the_reference_here(codec):
+  x = gradient(2 * codec.tile_size + 5, codec.tile_size)
+
+  def encode(x):
+    return codec.encode(x, key=KEY).rows
+
+  assert TRITON in lowered_for_cuda(encode, x)
+  assert TRITON not in jax.jit(encode).lower(x).as_text()
+  interpreted = type(codec)(**{**vars(codec), "implementation": "pallas_interpret"})
+  found = jax.jit(lambda x: interpreted.encode(x, key=KEY).rows)(x)
+  np.testing.assert_array_equal(np.asarray(found), np.asarray(jax.jit(encode)(x)))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_train_step_runs_the_kernels_on_cuda(bits, check_vma):
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  optimizer = optax.chain(
+    gradcomp.compress(
+      QSGD(bits=bits), axis_name="data", exchange="two_shot", feedback="error"
+    ),
+    optax.sgd(0.1),
+  )
+  params = {"w": jnp.ones((512, 64))}
+  with jax.set_mesh(mesh):
+    state = optimizer.init(params)
+  specs = gradcomp.state_specs(state, "data")
+
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(P(), specs, P("data")),
+    out_specs=(P(), specs),
+    check_vma=check_vma,
+  )
+  def step(params, state, batch):
+    def loss_fn(params, batch):
+      return jnp.mean((batch @ params["w"]) ** 2)
+
+    grad = gradcomp.value_and_grad(loss_fn, axis_name="data")
+    _, grads = grad(params, batch)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  batch = np.ones((4, 512), np.float32)
+  text = lowered_for_cuda(step, params, state, batch)
+  # What workers send first, with its residual, and what owners send.
+  assert text.count(TRITON) == 2
+  assert text.count("qsgd_encode") >= 2
+  jax.block_until_ready(jax.jit(step)(params, state, batch))
+
+
+@pytest.mark.parametrize(
+  ("codec", "x", "match"),
+  [
+    (QSGD(implementation="pallas"), jnp.ones(4096), "needs a GPU.*'cpu'"),
+    (QSGD(bucket_size=96, implementation="pallas"), jnp.ones(4096), "powers of two"),
+    (QSGD(implementation="pallas_interpret"), jnp.ones(100), "at least one tile"),
+    (Ternary(implementation="mosaic"), jnp.ones(8192), "no such kernel"),
+  ],
+  ids=str,
+)
+def test_a_name_that_cannot_run_says_the_way_out(codec, x, match):
+  with pytest.raises(ValueError, match=f"`implementation` must be .*{match}"):
+    codec.encode(x, key=KEY)
+
+
+def test_an_unknown_name_is_refused():
+  for codec in (QSGD, OneBit, Ternary, EightBit, FloatCast):
+    with pytest.raises(ValueError, match="`implementation` must be None or one of"):
+      codec(implementation="cuda")
+
+
+def test_other_sizes_take_the_reference_everywhere():
+  x = jnp.ones(8 * 96)
+  codec = QSGD(bits=4, bucket_size=96)
+  text = lowered_for_cuda(lambda x: codec.encode(x, key=KEY).rows, x)
+  assert TRITON not in text
+  assert scales(jnp.float32(1.0)) == codec.encode(x, key=KEY).rows[0, 96:].view("f4")[0]
