@@ -28,6 +28,7 @@ from gradcomp.kernels.planes import (
 from gradcomp.kernels.scales import bucket_norms, scales
 
 _SIGN = 1 << 7
+_LARGEST = np.finfo(np.float32).max
 PLANES = planes_per_word(8)
 
 
@@ -76,8 +77,12 @@ def encode_rows(
 
 
 def enlarged(scale: jax.Array, up: float) -> jax.Array:
-  """What a level of 1 stands for, where the largest element is the level ``1 / up``."""
-  return jnp.minimum(scale * np.float32(up), np.finfo(np.float32).max)
+  """What a level of 1 stands for, where the largest element is the level ``1 / up``.
+
+  A NaN stays one: no minimum, since those of GPUs drop it.
+  """
+  large = scale * np.float32(up)
+  return jnp.where(large > _LARGEST, _LARGEST, large)
 
 
 def code(
