@@ -185,7 +185,7 @@ def _threshold_words(
   double until both sides are known. Up to 45 counts; one where the sample is right.
   Where it ends between neighbours, both are looked at once more.
   """
-  zero = x.read(lambda x: magnitudes(x[0])) & 0
+  zero = magnitudes(x.matrices[0][0, 0]) & 0
   fewest = jnp.int32(count)
   sampled = functools.partial(_sampled, x, count, capacity, sign)
   if first is None:

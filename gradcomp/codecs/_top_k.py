@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from gradcomp._checks import float_dtype, one_of, static_integer, static_number
-from gradcomp.codecs._codec import Payload, as_float32, decode_payload, to_tiles
+from gradcomp.codecs._codec import (
+  Payload,
+  as_float32,
+  decode_payload,
+  from_tiles,
+  to_tiles,
+)
 from gradcomp.codecs._entry_values import (
   Quantize,
   decode_values,
@@ -25,7 +31,7 @@ from gradcomp.codecs._sparse import (
   sent_of,
 )
 from gradcomp.kernels import sparse
-from gradcomp.kernels.rows import Row
+from gradcomp.kernels.rows import COPIED, Row
 from gradcomp.kernels.selection import at_least, largest, trimmed
 
 Selection = Literal["auto", "exact", "trimmed", "threshold", "sampled"]
@@ -44,6 +50,7 @@ class _Entries(NamedTuple):
   words: jax.Array  # uint32[row_words]
   positions: jax.Array  # int32[slots], the range's size in slots that are not used
   unsent: jax.Array  # float32[slots], what is left of the values there
+  rest: jax.Array | None  # float32[n], the row less what is sent, where it is copied
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,17 +243,12 @@ class TopK:
     self, leaves: Sequence[jax.Array], stats: Sequence[jax.Array | None]
   ) -> list[tuple[jax.Array, jax.Array]]:
     matrices = [to_tiles(leaf, self) for leaf in leaves]
-    entries = self._entries(matrices, stats)
+    entries = self._entries(matrices, stats, copied=leaves[0].size <= COPIED)
     count = matrices[0].shape[0]
     result = []
     for i, leaf in enumerate(leaves):
-      own = _Entries(*(x[i * count : (i + 1) * count] for x in entries))
-      start = self.tile_size * jnp.arange(count, dtype=jnp.int32)[:, None]
-      used = own.positions < self.tile_size
-      place = jnp.where(used, start + own.positions, leaf.size).reshape(-1)
-      lost = own.unsent.reshape(-1)
-      rest = leaf.reshape(-1).at[place].set(lost, mode="drop", unique_indices=True)
-      result.append((own.words, rest.reshape(leaf.shape)))
+      own = jax.tree.map(lambda x, i=i: x[i * count : (i + 1) * count], entries)
+      result.append((own.words, self._rest(leaf, own)))
     return result
 
   def filled(self, flat: jax.Array) -> jax.Array:
@@ -264,7 +266,8 @@ class TopK:
     stats: jax.Array | None = None,
   ) -> jax.Array:
     del key
-    return self._entries([tiles.reshape(-1, self.tile_size)], [stats]).words
+    matrix = tiles.reshape(-1, self.tile_size)
+    return self._entries([matrix], [stats], copied=False).words
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     return decode_sparse_rows(self, rows)
@@ -296,7 +299,11 @@ class TopK:
     return -(-self.tile_size // self._block)
 
   def _entries(
-    self, matrices: Sequence[jax.Array], stats: Sequence[jax.Array | None]
+    self,
+    matrices: Sequence[jax.Array],
+    stats: Sequence[jax.Array | None],
+    *,
+    copied: bool,
   ) -> _Entries:
     """Of the rows of several matrices of one shape, one after the other."""
     count = matrices[0].shape[0]
@@ -304,17 +311,36 @@ class TopK:
     if not total:
       empty = jnp.zeros((0, self.slots))
       words = jnp.zeros((0, self.row_words), jnp.uint32)
-      return _Entries(words, empty.astype(jnp.int32), empty)
+      rest = jnp.zeros((0, self.tile_size))
+      return _Entries(words, empty.astype(jnp.int32), empty, rest)
     given = [jnp.broadcast_to(stat, (count,)) for stat in stats if stat is not None]
     every = jnp.concatenate(given) if given else None
 
     def encode(number: jax.Array) -> _Entries:
       own = None if every is None else every[number]
-      return self._encode_row(Row(matrices, number), own)
+      row = Row(matrices, number)
+      if not copied:
+        return self._encode_row(row, own)
+      row = row.copied()
+      entries = self._encode_row(row, own)
+      place = row.matrices[0][0].at[entries.positions]
+      rest = place.set(entries.unsent, mode="drop", unique_indices=True)
+      return entries._replace(rest=rest)
 
     if total == 1:
-      return _Entries(*(x[None] for x in encode(jnp.int32(0))))
+      return jax.tree.map(lambda x: x[None], encode(jnp.int32(0)))
     return jax.lax.map(encode, jnp.arange(total, dtype=jnp.int32))
+
+  def _rest(self, leaf: jax.Array, own: _Entries) -> jax.Array:
+    """What is not sent of a leaf, with the entries of its rows."""
+    if own.rest is not None:
+      return from_tiles(own.rest, leaf, self)
+    start = self.tile_size * jnp.arange(len(own.words), dtype=jnp.int32)[:, None]
+    used = own.positions < self.tile_size
+    place = jnp.where(used, start + own.positions, leaf.size).reshape(-1)
+    lost = own.unsent.reshape(-1)
+    rest = leaf.reshape(-1).at[place].set(lost, mode="drop", unique_indices=True)
+    return rest.reshape(leaf.shape)
 
   def _encode_row(self, x: Row, stats: jax.Array | None) -> _Entries:
     sign = None
@@ -329,7 +355,7 @@ class TopK:
     tail, sent = encode_values(values, used, self.quantize, self.value_dtype)
     ends = sparse.block_ends(positions, x.size, self._block)
     words = jnp.concatenate([ends, sparse.pack_halves(code), tail])
-    return _Entries(words, positions, values - sent)
+    return _Entries(words, positions, values - sent, None)
 
   def _select(
     self, x: Row, sign: jax.Array | None, first: jax.Array | None
