@@ -12,7 +12,7 @@ import oracle_top_k
 import pytest
 import wire_decoder_sparse
 
-from gradcomp.codecs import TopK, _top_k
+from gradcomp.codecs import TopK, _selecting
 from gradcomp.exchange import _decoders
 
 SIZES = {1000: 0.01, 100_003: 0.001, 1_000_000: 0.001}  # each with a density
@@ -223,7 +223,7 @@ def test_ranges_are_selected_from_apart(method):
 @pytest.mark.parametrize("copied", [True, False])
 def test_leaves_of_one_size_share_a_program(monkeypatch, copied):
   """Each comes out as it would alone, copied as small leaves are, or where it lies."""
-  for module in (_top_k, _decoders):
+  for module in (_selecting, _decoders):
     monkeypatch.setattr(module, "COPIED", 1000 if copied else 0)
   xs = [data(1000)[name] for name in ("normal", "half zero", "heavy")]
   codec = TopK(density=0.05, selection="threshold", range_size=300)

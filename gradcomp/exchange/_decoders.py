@@ -53,7 +53,7 @@ def rows_decoder(
 def mean_decoder(codec: Codec, rows: jax.Array, scale: float) -> RowDecoder:
   """Of rows that can be added once they are decoded; sparse ones are read at once.
 
-  So are those of small leaves that are several added, for there may be many of them.
+  Those of small leaves, of which there may be many, are added at once, too.
   """
   if isinstance(codec, SparseCodec):
     return _sum_decoder(codec, rows, scale)
