@@ -74,25 +74,27 @@ def test_leaves_below_a_hundredth_of_a_percent_are_dense(codec):
 
 
 def test_explain_says_how_many_slots_were_used():
-  """A mean over workers, whose thresholds let different numbers through."""
+  """A mean over workers: of one all elements are equal, of which it sends no more."""
   codec = TopK(density=0.05, selection="threshold")
-  tx = transformation(codec, "all_gather")
-  params = {"b": jnp.zeros(3), "w": jnp.zeros((9, 70))}
-  grads = {k: jnp.asarray(gradients(1)[0][k]) for k in params}
-  optimizer = optax.chain(tx, optax.sgd(0.1))
+  optimizer = optax.chain(transformation(codec, "all_gather"), optax.sgd(0.1))
+  grads = jax.tree.map(jnp.asarray, gradients(1)[0])
+  grads |= {"v": grads["v"][:, :300], "w": grads["w"].at[1].set(1.0)}
+  params = jax.tree.map(lambda x: x[0], grads)
   state = jax.vmap(optimizer.init, axis_name="data")(grads)
   _, state = jax.jit(jax.vmap(optimizer.update, axis_name="data"))(grads, state)
-  sent = [N * 630 - np.count_nonzero(state[0].residual["w"])]
-  # As a map under a mesh would give it: what is own is stacked, not batched.
+  sent = {k: (state[0].residual[k] == 0).reshape(N, -1).sum(1) for k in "vw"}
+  assert sent["w"][1] == 32 and sent["w"].min() < sent["w"].max()
+  # As a map under a mesh would give it: what workers have of their own is stacked.
   own = jax.tree.map(lambda x: x.reshape(-1), state[0].selection)
   state = (state[0]._replace(selection=own), state[1])
   explanation = gradcomp.explain(optimizer, params, workers=N, opt_state=state)
-  b, w = explanation.leaves
-  assert (b.slots, w.slots) == (None, 64) and w.used == sent[0] / N
+  b, v, w = explanation.leaves
+  assert (b.slots, v.slots, w.slots) == (None, 30, 64)
+  assert (v.used, w.used) == (sent["v"].mean(), sent["w"].mean())
   lines = [line.split() for line in str(explanation).splitlines()]
   assert lines[0][-2:] == ["slots", "used"]
-  assert lines[2][-2:] == ["64", f"{w.used:.0f}"] and lines[1][-1] != lines[2][-1]
+  assert lines[3][-2:] == ["64", f"{w.used:,.0f}"] and len(lines[1]) < len(lines[3])
   before = gradcomp.explain(optimizer, params, workers=N)
-  assert [leaf.used for leaf in before.leaves] == [None, None]
+  assert [leaf.used for leaf in before.leaves] == [None] * 3
   with pytest.raises(ValueError, match="`opt_state` must be that of 2 workers"):
     gradcomp.explain(optimizer, params, workers=2, opt_state=state)

@@ -224,7 +224,7 @@ def test_ranges_are_selected_from_apart(method):
 def test_leaves_of_one_size_share_a_program(monkeypatch, copied):
   """Each comes out as it would alone, copied as small leaves are, or where it lies."""
   for module in (_selecting, _decoders):
-    monkeypatch.setattr(module, "COPIED", 1000 if copied else 0)
+    monkeypatch.setattr(module, "COPIED", 4 * 300 if copied else 0)
   xs = [data(1000)[name] for name in ("normal", "half zero", "heavy")]
   codec = TopK(density=0.05, selection="threshold", range_size=300)
   found = jax.jit(lambda xs: codec.encode_leaves(xs, [None] * 3))(xs)
