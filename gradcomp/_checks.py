@@ -107,3 +107,14 @@ def _multiple(name: str, rule: str, value: Any) -> int:
   if size < 1 or size % _BUCKET_MULTIPLE:
     raise ValueError(f"`{name}` must be {rule}, got {size}.")
   return size
+
+
+def optional_size(name: str, unit: str, value: Any) -> int | None:
+  """A hyperparameter that counts something, or None."""
+  if value is None:
+    return None
+  rule = f"a number of {unit}, 0 or more, or None"
+  size = static_integer(name, rule, value)
+  if size < 0:
+    raise ValueError(f"`{name}` must be {rule}, got {size}.")
+  return size

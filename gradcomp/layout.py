@@ -140,11 +140,13 @@ class Layout:
 
     Rows are cut before they are decoded, so that each leaf is written once.
     """
-    leaves = []
-    for like, slot in zip(self.like, self.slots, strict=True):
-      tiles = decoders[slot.group](slot.start, slot.stop)
-      leaves.append(from_tiles(tiles, like, self.codecs[slot.group]))
-    return leaves
+    return [self.decode_leaf(i, decoders) for i in range(len(self.like))]
+
+  def decode_leaf(self, number: int, decoders: Sequence[RowDecoder]) -> jax.Array:
+    """One of them."""
+    group, start, stop = self.slots[number]
+    tiles = decoders[group](start, stop)
+    return from_tiles(tiles, self.like[number], self.codecs[group])
 
   def tiles(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
     """The leaves as ``float32[rows, tile_size]`` for each codec, filled with zeros."""

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from gradcomp import _axes, _planning, explicit
 from gradcomp._axes import AxisName
-from gradcomp._checks import flag, share_below_1, static_integer
+from gradcomp._checks import flag, optional_size, share_below_1
 from gradcomp.codecs import (
   Codec,
   SelectingCodec,
@@ -147,8 +147,8 @@ def compress(
     names = _axes.names(axis_name)
     axis_name = names if len(names) > 1 else names[0]
   check_exchange(exchange, codec, axis_name, group_size)
-  min_leaf_size = _optional_size("min_leaf_size", "elements", min_leaf_size)
-  message_bytes = _optional_size("message_bytes", "bytes", message_bytes)
+  min_leaf_size = optional_size("min_leaf_size", "elements", min_leaf_size)
+  message_bytes = optional_size("message_bytes", "bytes", message_bytes)
   if feedback not in ("auto", "error", "momentum", None):
     raise ValueError(
       f'`feedback` must be "auto", "error", "momentum" or None, got {feedback!r}.'
@@ -343,14 +343,3 @@ def _sparse_leaves(messages: Sequence[Message]) -> set[int]:
     for number, slot in zip(message.leaves, message.layout.slots, strict=True)
     if isinstance(message.layout.codecs[slot.group], SparseCodec)
   }
-
-
-def _optional_size(name: str, unit: str, value: Any) -> int | None:
-  """A hyperparameter that counts something, or None."""
-  if value is None:
-    return None
-  rule = f"a number of {unit}, 0 or more, or None"
-  size = static_integer(name, rule, value)
-  if size < 0:
-    raise ValueError(f"`{name}` must be {rule}, got {size}.")
-  return size

@@ -9,6 +9,7 @@ from gradcomp.kernels import float_formats as float_formats
 from gradcomp.kernels import levels as levels
 from gradcomp.kernels import lines as lines
 from gradcomp.kernels import listing as listing
+from gradcomp.kernels import magnitudes as magnitudes
 from gradcomp.kernels import one_bit as one_bit
 from gradcomp.kernels import planes as planes
 from gradcomp.kernels import qsgd as qsgd
@@ -17,6 +18,7 @@ from gradcomp.kernels import scales as scales
 from gradcomp.kernels import selection as selection
 from gradcomp.kernels import sparse as sparse
 from gradcomp.kernels import ternary as ternary
+from gradcomp.kernels import thresholds as thresholds
 from gradcomp.kernels.dispatch import Implementation as Implementation
 from gradcomp.kernels.planes import pack_planes as pack_planes
 from gradcomp.kernels.planes import unpack_planes as unpack_planes

@@ -1,70 +1,16 @@
 """Selection: the elements of largest magnitude, found and listed without sorting.
 
-Magnitudes are compared as the integers that their bits are: these have the same order,
-with infinity and NaN above all numbers. Each function reads one row, out of several of
-which a number says which: so one program serves all leaves of a size. Only what reads
-elements is compiled for each of them.
-
-A threshold is found on a sample and then counted on all elements, which makes a bit for
-each element that reaches it: see listing.py.
+Only the survivors of a threshold are sorted, and all elements of what is small.
 """
-
-import functools
-import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from gradcomp.kernels.listing import (
-  LANES,
-  TILE,
-  WORD,
-  count_bits,
-  first_bits,
-  positions,
-)
+from gradcomp.kernels.listing import count_bits, positions
+from gradcomp.kernels.magnitudes import as_floats, magnitudes
 from gradcomp.kernels.rows import Row
-
-# Bits of floats.
-_SMALLEST_NORMAL = np.uint32(0x00800000)
-_INFINITY = np.uint32(0x7F800000)
-_ABOVE_ALL = np.uint32(0x80000000)  # NaN too
-
-# The sample: lines of memory, one from each of as many equal parts.
-_LINE = 16
-_LINES = 8192  # at most
-_HITS = 192  # where twice as many elements may be listed as are wanted
-
-# Of all bits of a threshold, which leaves it right to a thousandth.
-_HALVINGS = 18
-
-# A sixteenth of an octave: what a threshold moves first if the sample misled it.
-_FIRST_STEP = 1 << 19
-
-
-def magnitudes(x: jax.Array, sign: jax.Array | None = None) -> jax.Array:
-  """``uint32`` in the order of ``|x|``, or of the elements of one sign, others zero.
-
-  What is not finite counts for both signs.
-
-  Args:
-    x: ``float32[n]``.
-    sign: ``float32[]``, positive or negative.
-
-  Example:
-    >>> values = jnp.array([-2.0, 0.0, 1.0])
-    >>> magnitudes(values).argmax().item(), magnitudes(values, 1.0).argmax().item()
-    (0, 2)
-  """
-  bits = lax.bitcast_convert_type(x, jnp.uint32)
-  magnitude = bits & np.uint32(_ABOVE_ALL - 1)
-  if sign is None:
-    return magnitude
-  own = (bits >> 31 == 0) == (sign > 0)
-  return jnp.where(own | (magnitude >= _INFINITY), magnitude, jnp.uint32(0))
+from gradcomp.kernels.thresholds import reaching
 
 
 def largest(x: Row, count: int, sign: jax.Array | None = None) -> jax.Array:
@@ -78,7 +24,7 @@ def largest(x: Row, count: int, sign: jax.Array | None = None) -> jax.Array:
   Returns:
     ``int32[count]``; n where there is no such element.
   """
-  position = x.read(lambda x: lax.top_k(_as_floats(magnitudes(x, sign)), count)[1])
+  position = x.read(lambda x: lax.top_k(as_floats(magnitudes(x, sign)), count)[1])
   position = position.astype(jnp.int32)
   if sign is not None:
     own = magnitudes(x.at(position), sign) > 0
@@ -111,7 +57,7 @@ def at_least(
   Returns:
     ``int32[capacity]``, tile by tile; n behind the last.
   """
-  words = _threshold_words(x, count, capacity, sign, first)
+  words = reaching(x, count, capacity, sign, first)
   # A loop of one round, for all that XLA knows of any number: it keeps the list then.
   # Fused into each of its readers, it would be made as often.
   number = count_bits(words)
@@ -130,162 +76,6 @@ def trimmed(
     ``int32[count]``, tile by tile; n where there is no such element.
   """
   survivors = at_least(x, count, capacity, sign=sign)
-  order = _as_floats(magnitudes(x.at(survivors), sign))
+  order = as_floats(magnitudes(x.at(survivors), sign))
   _, chosen = lax.top_k(jnp.where(survivors < x.size, order, -jnp.inf), count)
   return survivors[jnp.sort(chosen)]
-
-
-def _as_floats(order: jax.Array) -> jax.Array:
-  """Normal floats in the same order, which are sorted faster than integers.
-
-  Subnormal numbers, which CPUs take for zeros, become negative ones; NaN is infinity.
-  """
-  subnormal = _ABOVE_ALL | (2 * _SMALLEST_NORMAL - 1 - order)
-  bits = jnp.where(order < _SMALLEST_NORMAL, subnormal, jnp.minimum(order, _INFINITY))
-  return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _mask(x: Row, threshold: jax.Array, sign: jax.Array | None) -> jax.Array:
-  """``uint32[n / 32]``: a bit for each element whose magnitude reaches the threshold.
-
-  Of what fills the last tile, none does.
-  """
-
-  def reached(x: jax.Array) -> jax.Array:
-    # Or XLA computes the magnitudes in front of the loop over thresholds: a whole copy.
-    x, limit = lax.optimization_barrier((x, threshold))
-    whole = x.size // TILE * TILE
-    parts = [x[:whole], jnp.pad(x[whole:], (0, -x.size % TILE))]
-    bit = jnp.uint32(1) << lax.iota(jnp.uint32, WORD)[:, None]
-    words = []
-    for part in parts:
-      order = magnitudes(part.reshape(-1, WORD, LANES), sign)
-      bits = jnp.where(order >= limit, bit, jnp.uint32(0))
-      words.append(lax.reduce(bits, np.uint32(0), lax.bitwise_or, (1,)))
-    return jnp.concatenate(words)
-
-  words = x.read(reached)
-  if missing := -x.size % TILE:
-    real = np.arange(TILE).reshape(WORD, LANES) < TILE - missing
-    kept = (real.astype(np.uint32) << np.arange(WORD, dtype=np.uint32)[:, None]).sum(0)
-    words = words.at[-1].set(words[-1] & kept.astype(np.uint32))
-  return words.reshape(-1)
-
-
-def _threshold_words(
-  x: Row,
-  count: int,
-  capacity: int,
-  sign: jax.Array | None,
-  first: jax.Array | None,
-) -> jax.Array:
-  """The bits of the elements to list.
-
-  A search by bisection over the bits of the threshold, from the sample's: in steps that
-  double until both sides are known. Up to 45 counts; one where the sample is right.
-  Where it ends between neighbours, both are looked at once more.
-  """
-  zero = x.read(lambda x: magnitudes(x[0])) & 0
-  fewest = jnp.int32(count)
-  sampled = functools.partial(_sampled, x, count, capacity, sign)
-  if first is None:
-    guess = sampled()
-  else:
-    given = lax.bitcast_convert_type(first, jnp.uint32) | zero
-    guess = lax.cond(given > 0, lambda: given, sampled)
-    fewest = jnp.where(given > 0, 0, count)
-
-  def goes_on(state: _Search) -> jax.Array:
-    return ~state.fits & (state.ends < 3)
-
-  def look(state: _Search) -> _Search:
-    words = _mask(x, state.threshold, sign)
-    found = count_bits(words)
-    many = found > capacity
-    low = jnp.where(many, state.threshold, state.low)
-    high = jnp.where(many, state.high, state.threshold)
-    middle = low + (high - low) // 2
-    up = jnp.minimum(low + state.step, middle)
-    down = jnp.maximum(high - jnp.minimum(state.step, high), middle)
-    ended = high - low <= 1
-    last = jnp.where(state.ends == 0, high, low)
-    # Zeros are no elements of a sign.
-    following = jnp.where(ended, last, jnp.where(many, up, down))
-    return _Search(
-      threshold=jnp.maximum(following, 0 if sign is None else 1),
-      step=2 * jnp.minimum(state.step, np.uint32(1 << 29)),
-      low=low,
-      high=high,
-      fewest=zero.astype(jnp.int32) + count,
-      fits=(found >= state.fewest) & ~many,
-      ends=state.ends + ended,
-      words=words,
-      before=state.words,
-    )
-
-  none = jnp.zeros(-(-x.size // TILE) * LANES, jnp.uint32) + zero
-  start = _Search(
-    threshold=jnp.maximum(guess, 1),
-    step=zero + np.uint32(_FIRST_STEP),
-    low=zero,
-    high=zero + _ABOVE_ALL,
-    fewest=zero.astype(jnp.int32) + fewest,
-    fits=zero > 0,
-    ends=zero.astype(jnp.int32),
-    words=none,
-    before=none,
-  )
-  state = lax.while_loop(goes_on, look, start)
-
-  def with_ties() -> jax.Array:
-    above = state.before
-    return above | first_bits(state.words & ~above, count - count_bits(above))
-
-  return lax.cond(state.fits, lambda: state.words, with_ties)
-
-
-class _Search(NamedTuple):
-  """After a look at the elements that reach a threshold."""
-
-  threshold: jax.Array  # uint32[]: to look at next
-  step: jax.Array  # uint32[]: how far it moves at most
-  low: jax.Array  # uint32[]: more elements reach it than there is capacity for
-  high: jax.Array  # uint32[]: fewer reach it than wanted
-  fewest: jax.Array  # int32[]: elements that are enough
-  fits: jax.Array  # bool[]: whether the number is right
-  ends: jax.Array  # int32[]: looks since low and high are neighbours
-  words: jax.Array  # uint32[n / 32]: who reaches the threshold; at last, low
-  before: jax.Array  # the same of the look before; at last, of high
-
-
-def _sampled(x: Row, count: int, capacity: int, sign: jax.Array | None) -> jax.Array:
-  """A threshold that about the geometric mean of both numbers of elements reach.
-
-  By bisection over the magnitudes of all elements if these are few, else of lines at
-  places that no regular pattern follows, one in each of as many equal parts.
-  """
-  middle = math.sqrt(count * capacity)
-  # Of hits h in a sample the deviation is sqrt(h): so many that four of them still fit.
-  hits = _HITS / max(capacity / count - 1, 1 / 16) ** 2
-  number_of_lines = min(_LINES, math.ceil(hits / middle * x.size / _LINE))
-
-  def lines(x: jax.Array) -> jax.Array:
-    part = x.size // number_of_lines
-    number = lax.iota(jnp.uint32, number_of_lines)
-    offset = (number * np.uint32(0x9E3779B1) >> 8) % np.uint32(part - _LINE + 1)
-    start = (number * np.uint32(part) + offset).astype(jnp.int32)
-    line = jax.vmap(lambda at: lax.dynamic_slice(x, (at,), (_LINE,)))
-    return line(start).reshape(-1)
-
-  whole = x.size <= _LINE * number_of_lines
-  order = magnitudes(x.read(lambda x: x) if whole else x.read(lines), sign)
-  wanted = min(max(round(middle * order.size / x.size), 1), order.size)
-
-  def halve(_: jax.Array, sides: tuple[jax.Array, jax.Array]) -> tuple:
-    low, high = sides
-    between = low + (high - low) // 2
-    many = (order >= between).sum(dtype=jnp.int32) >= wanted
-    return jnp.where(many, between, low), jnp.where(many, high, between)
-
-  zero = order[0] & 0
-  return lax.fori_loop(0, _HALVINGS, halve, (zero, zero + _ABOVE_ALL))[0]

@@ -12,7 +12,8 @@ import oracle_top_k
 import pytest
 import wire_decoder_sparse
 
-from gradcomp.codecs import TopK
+from gradcomp.codecs import TopK, _selecting
+from gradcomp.exchange import _decoders
 
 SIZES = {1000: 0.01, 100_003: 0.001, 1_000_000: 0.001}  # each with a density
 METHODS = ("exact", "trimmed", "threshold")
@@ -217,6 +218,24 @@ def test_ranges_are_selected_from_apart(method):
     sent = values_of(codec, rows, size)
     np.testing.assert_array_equal(sent + rest, x)
     np.testing.assert_array_equal(rest[sent != 0], 0)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_leaves_of_one_size_share_a_program(monkeypatch, copied):
+  """Each comes out as it would alone, copied as small leaves are, or where it lies."""
+  for module in (_selecting, _decoders):
+    monkeypatch.setattr(module, "COPIED", 4 * 300 if copied else 0)
+  xs = [data(1000)[name] for name in ("normal", "half zero", "heavy")]
+  codec = TopK(density=0.05, selection="threshold", range_size=300)
+  found = jax.jit(lambda xs: codec.encode_leaves(xs, [None] * 3))(xs)
+  rows = jnp.concatenate([own for own, _ in found])
+  decode = _decoders.mean_decoder(codec, jnp.stack([rows, rows]), 0.5)
+  for i, (x, (own, rest)) in enumerate(zip(xs, found, strict=True)):
+    alone = encode(codec, x)
+    np.testing.assert_array_equal(own, alone[0])
+    assert_same_bits(rest, alone[1])
+    mean = np.ravel(decode(4 * i, 4 * i + 4))[:1000]
+    np.testing.assert_array_equal(mean, values_of(codec, own, 1000))
 
 
 def test_batches_are_loops():

@@ -2,21 +2,22 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from gradcomp._checks import float_dtype, one_of, static_integer, static_number
-from gradcomp.codecs._codec import Payload, as_float32, decode_payload, to_tiles
-from gradcomp.codecs._entry_values import (
-  Quantize,
-  decode_values,
-  encode_values,
-  is_negative,
-  value_words,
+from gradcomp.codecs._codec import (
+  Payload,
+  as_float32,
+  decode_payload,
+  to_tiles,
 )
+from gradcomp.codecs._entry_rows import EntryRow
+from gradcomp.codecs._entry_values import Quantize
+from gradcomp.codecs._selecting import encode_leaves, encode_rows
 from gradcomp.codecs._sparse import (
   checked_density,
   checked_range,
@@ -24,7 +25,6 @@ from gradcomp.codecs._sparse import (
   range_of,
   sent_of,
 )
-from gradcomp.kernels import sparse
 from gradcomp.kernels.rows import Row
 from gradcomp.kernels.selection import at_least, largest, trimmed
 
@@ -36,14 +36,6 @@ _SMALL = 1 << 15
 _LARGE = 1 << 20
 
 _SLACK_RULE = "a number from 1 to 2"
-
-
-class _Entries(NamedTuple):
-  """What one row sends."""
-
-  words: jax.Array  # uint32[row_words]
-  positions: jax.Array  # int32[slots], the range's size in slots that are not used
-  unsent: jax.Array  # float32[slots], what is left of the values there
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,8 +162,7 @@ class TopK:
 
   @property
   def row_words(self) -> int:
-    values = value_words(self.quantize, self.value_dtype, self.slots)
-    return self._blocks + sparse.half_words(self.slots) + values
+    return self._row.words
 
   @property
   def slots(self) -> int:
@@ -236,18 +227,7 @@ class TopK:
     self, leaves: Sequence[jax.Array], stats: Sequence[jax.Array | None]
   ) -> list[tuple[jax.Array, jax.Array]]:
     matrices = [to_tiles(leaf, self) for leaf in leaves]
-    entries = self._entries(matrices, stats)
-    count = matrices[0].shape[0]
-    result = []
-    for i, leaf in enumerate(leaves):
-      own = _Entries(*(x[i * count : (i + 1) * count] for x in entries))
-      start = self.tile_size * jnp.arange(count, dtype=jnp.int32)[:, None]
-      used = own.positions < self.tile_size
-      place = jnp.where(used, start + own.positions, leaf.size).reshape(-1)
-      lost = own.unsent.reshape(-1)
-      rest = leaf.reshape(-1).at[place].set(lost, mode="drop", unique_indices=True)
-      result.append((own.words, rest.reshape(leaf.shape)))
-    return result
+    return encode_leaves(self._row, self._select, leaves, matrices, stats)
 
   def filled(self, flat: jax.Array) -> jax.Array:
     """The leaf as it is: zeros that fill a range are no elements of note."""
@@ -264,7 +244,8 @@ class TopK:
     stats: jax.Array | None = None,
   ) -> jax.Array:
     del key
-    return self._entries([tiles.reshape(-1, self.tile_size)], [stats]).words
+    matrix = tiles.reshape(-1, self.tile_size)
+    return encode_rows(self._row, self._select, [matrix], [stats]).words
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     return decode_sparse_rows(self, rows)
@@ -273,12 +254,12 @@ class TopK:
     if not rows.size:
       empty = jnp.zeros((*rows.shape[:-1], self.slots))
       return empty.astype(jnp.int32), empty
-    flat = jax.vmap(self._parse)(rows.reshape(-1, self.row_words))
+    flat = jax.vmap(self._row.decode)(rows.reshape(-1, self.row_words))
     positions, values = (x.reshape(*rows.shape[:-1], self.slots) for x in flat)
     return positions, values
 
   def used(self, rows: jax.Array) -> jax.Array:
-    return rows[..., self._blocks - 1].astype(jnp.int32)
+    return self._row.used(rows)
 
   def thresholds(self, rows: jax.Array) -> jax.Array:
     positions, values = self.entries(rows)
@@ -287,69 +268,18 @@ class TopK:
     return jnp.where(jnp.isfinite(smallest), smallest, 0.0)
 
   @property
-  def _block(self) -> int:
-    """Elements of a block: of 16 bits, a mean of each sign needs one for the sign."""
-    return sparse.BLOCK // 2 if self.quantize == "mean" else sparse.BLOCK
+  def _row(self) -> EntryRow:
+    return EntryRow(self.tile_size, self.slots, self.quantize, self.value_dtype)
 
-  @property
-  def _blocks(self) -> int:
-    return -(-self.tile_size // self._block)
-
-  def _entries(
-    self, matrices: Sequence[jax.Array], stats: Sequence[jax.Array | None]
-  ) -> _Entries:
-    """Of the rows of several matrices of one shape, one after the other."""
-    count = matrices[0].shape[0]
-    total = count * len(matrices)
-    if not total:
-      empty = jnp.zeros((0, self.slots))
-      words = jnp.zeros((0, self.row_words), jnp.uint32)
-      return _Entries(words, empty.astype(jnp.int32), empty)
-    given = [jnp.broadcast_to(stat, (count,)) for stat in stats if stat is not None]
-    every = jnp.concatenate(given) if given else None
-
-    def encode(number: jax.Array) -> _Entries:
-      own = None if every is None else every[number]
-      return self._encode_row(Row(matrices, number), own)
-
-    if total == 1:
-      return _Entries(*(x[None] for x in encode(jnp.int32(0))))
-    return jax.lax.map(encode, jnp.arange(total, dtype=jnp.int32))
-
-  def _encode_row(self, x: Row, stats: jax.Array | None) -> _Entries:
+  def _select(self, x: Row, stats: jax.Array | None) -> jax.Array:
+    """The positions of what is sent of a row."""
     sign = None
     if self.alternates:
       sign = jnp.float32(1) if stats is None else stats
-    positions = self._select(x, sign, stats if self.reuses else None)
-    values = x.at(positions)
-    used = positions < x.size
-    code = jnp.where(used, positions % self._block, 0).astype(jnp.uint32)
-    if self.quantize == "mean":
-      code = code | (is_negative(values).astype(jnp.uint32) * self._block)
-    tail, sent = encode_values(values, used, self.quantize, self.value_dtype)
-    ends = sparse.block_ends(positions, x.size, self._block)
-    words = jnp.concatenate([ends, sparse.pack_halves(code), tail])
-    return _Entries(words, positions, values - sent)
-
-  def _select(
-    self, x: Row, sign: jax.Array | None, first: jax.Array | None
-  ) -> jax.Array:
     sent = sent_of(self.density, x.size)
     if self.method == "exact":
       return largest(x, sent, sign)
     if self.method == "trimmed":
       return trimmed(x, sent, min(x.size, 2 * sent), sign)
+    first = stats if self.reuses else None
     return at_least(x, sent, self.slots, sign=sign, first=first)
-
-  def _parse(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Positions and values of a row's slots; positions are its size in unused ones."""
-    ends, rest = row[: self._blocks], row[self._blocks :]
-    half = sparse.half_words(self.slots)
-    code = sparse.unpack_halves(rest[:half], self.slots)
-    slot = jnp.arange(self.slots, dtype=jnp.int32)
-    used = slot < ends[-1].astype(jnp.int32)
-    within = (code % self._block).astype(jnp.int32)
-    positions = sparse.slot_blocks(ends, self.slots) * self._block + within
-    negative = code >= self._block
-    values = decode_values(rest[half:], negative, self.quantize, self.value_dtype)
-    return jnp.where(used, positions, self.tile_size), jnp.where(used, values, 0.0)

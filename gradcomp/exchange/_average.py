@@ -90,7 +90,7 @@ def average(
       memory = None  # nobody agrees on levels
     own = _encode(layout, leaves, keys, layout.stats(leaves), memory, thresholds, keep)
     sent = layout.decode(own.decoders)
-    unsent = _unsent(leaves, own, sent) if keep else None
+    unsent = _unsent(layout, leaves, own, sent) if keep else None
     return Outcome(sent, unsent, residuals, own.matrices)
   if exchange == "psum" and layout.codecs == (Dense(),):
     reduce = psum if workers.scale == 1 else pmean
@@ -142,7 +142,7 @@ def average(
       psum_decoder(layout, codec, rows, stats, workers)
       for codec, rows, stats in zip(layout.codecs, own.matrices, own.stats, strict=True)
     ]
-  unsent = _unsent(leaves, own, layout.decode(own.decoders)) if keep else None
+  unsent = _unsent(layout, leaves, own) if keep else None
   return Outcome(layout.decode(decoders), unsent, residuals, own.matrices)
 
 
@@ -169,7 +169,7 @@ def _in_format(
 
   unsent = None
   if lost is not None:
-    coded = _unsent(leaves, own, layout.decode(own.decoders))
+    coded = _unsent(layout, leaves, own)
     unsent = [x + y for x, y in zip(coded, values(lost, 1.0), strict=True)]
   return Outcome(values(sums, workers.scale), unsent, residuals)
 
@@ -219,12 +219,16 @@ def _remembers(codec: Codec) -> bool:
   return codec.fitted or (isinstance(codec, SelectingCodec) and codec.alternates)
 
 
-def _unsent(leaves: Leaves, own: _Encoded, sent: Leaves) -> Leaves:
-  """What this worker did not send of each leaf."""
-  return [
-    leaf - gone if rest is None else rest
-    for leaf, gone, rest in zip(leaves, sent, own.unsent, strict=True)
-  ]
+def _unsent(
+  layout: Layout, leaves: Leaves, own: _Encoded, sent: Leaves | None = None
+) -> Leaves:
+  """What this worker did not send of each leaf, decoded only where nobody knows."""
+
+  def lost(i: int) -> jax.Array:
+    gone = sent[i] if sent else layout.decode_leaf(i, own.decoders)
+    return leaves[i] - gone
+
+  return [lost(i) if rest is None else rest for i, rest in enumerate(own.unsent)]
 
 
 def _shared(

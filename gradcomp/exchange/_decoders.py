@@ -18,6 +18,7 @@ from gradcomp.codecs import (
 from gradcomp.exchange._collectives import Workers, final_stage, psum, stacked
 from gradcomp.exchange._sums import add_codes, sum_dtype, unpack_sums
 from gradcomp.kernels.fixed_point import scaled
+from gradcomp.kernels.rows import COPIED
 from gradcomp.layout import Layout, RowDecoder, mean_of_rows
 
 
@@ -50,13 +51,27 @@ def rows_decoder(
 
 
 def mean_decoder(codec: Codec, rows: jax.Array, scale: float) -> RowDecoder:
-  """Of rows that can be added once they are decoded; sparse ones are read at once."""
+  """Of rows that can be added once they are decoded; sparse ones are read at once.
+
+  Those of small leaves, of which there may be many, are added at once, too.
+  """
   if isinstance(codec, SparseCodec):
-    positions, values = codec.entries(rows)
-    return lambda start, stop: sum_entries(
-      codec, positions[:, start:stop], values[:, start:stop], scale
-    )
+    return _sum_decoder(codec, rows, scale)
   return lambda start, stop: mean_of_rows(codec, rows[:, start:stop], scale)
+
+
+def _sum_decoder(codec: SparseCodec, rows: jax.Array, scale: float) -> RowDecoder:
+  positions, values = codec.entries(rows)
+  together = rows.shape[1] * codec.tile_size < 2**31  # as int32 says where they lie
+  every = functools.cache(lambda: sum_entries(codec, positions, values, scale))
+
+  def decode(start: int, stop: int) -> jax.Array:
+    few = (stop - start) * codec.tile_size <= COPIED
+    if few and together and stop - start < rows.shape[1]:
+      return every()[start:stop]
+    return sum_entries(codec, positions[:, start:stop], values[:, start:stop], scale)
+
+  return decode
 
 
 def owned_decoder(

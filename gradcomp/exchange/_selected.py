@@ -91,13 +91,12 @@ def remember(
     return None
   parts: dict[str, list[Selected]] = {}
   for message, thresholds, matrices in zip(messages, again, sent, strict=True):
-    own = parts.setdefault(stack_name(axis_name, message), [])
-    for leaf, count in enumerate(_rows(codec, message)):
-      own.append(_selected(message, leaf, count, thresholds[leaf], matrices))
+    if rows := _rows(codec, message):
+      own = parts.setdefault(stack_name(axis_name, message), [])
+      own.append(_selected(message, rows, thresholds, matrices))
   made = {
     key: Selected(*map(jnp.concatenate, zip(*own, strict=True)))
     for key, own in parts.items()
-    if own
   }
   if axis_name is not None:  # dense leaves' are constants, and are typed as such
     made = {
@@ -141,23 +140,45 @@ def stack_name(axis_name: AxisName | None, message: Message) -> str:
 
 def _selected(
   message: Message,
-  leaf: int,
-  count: int,
-  old: jax.Array | None,
+  rows: Sequence[int],
+  again: Thresholds,
   matrices: list[jax.Array] | None,
 ) -> Selected:
-  group, start, stop = message.layout.slots[leaf]
-  codec = message.layout.codecs[group]
-  if matrices is not None and isinstance(codec, SelectingCodec):
-    rows = matrices[group][start:stop]
-    threshold, used = codec.thresholds(rows), codec.used(rows)
-    if old is not None:
-      threshold = jnp.where(old > 0, old, threshold)
-  else:  # all of a dense leaf
-    used = jnp.full(min(count, 1), message.layout.like[leaf].size, jnp.int32)
-    threshold = jnp.zeros(used.shape, jnp.float32)
-  unused = (0, count - used.size)
-  return Selected(jnp.pad(threshold, unused), jnp.pad(used, unused))
+  """Of the rows that are remembered of each leaf of a message.
+
+  Read from its matrices at once and then put in order: leaf by leaf, there would be
+  several programs for each.
+  """
+  layout = message.layout
+  found: list[Selected] = []
+  first: dict[int, int] = {}  # row of a group among those that are found
+  total = 0
+  for group, codec in enumerate(layout.codecs):
+    if matrices is not None and isinstance(codec, SelectingCodec):
+      words = matrices[group]
+      found.append(Selected(codec.thresholds(words), codec.used(words)))
+      first[group] = total
+      total += words.shape[0]
+  sizes = [like.size for like in layout.like]  # all of a dense leaf is sent
+  constants = np.array([*sizes, 0], np.int32)
+  found.append(Selected(jnp.zeros(constants.shape), jnp.asarray(constants)))
+  place: list[int] = []
+  for leaf, ((group, start, stop), count) in enumerate(
+    zip(layout.slots, rows, strict=True)
+  ):
+    own = list(range(start, stop)) if group in first else [total + leaf][:count]
+    place += [first.get(group, 0) + row for row in own]
+    place += [total + len(sizes)] * (count - len(own))
+  every = Selected(*map(jnp.concatenate, zip(*found, strict=True)))
+  threshold, used = (x[np.array(place, np.int32)] for x in every)
+  if any(old is not None for old in again):
+    parts = [
+      jnp.zeros(count) if old is None else jnp.pad(old, (0, count - old.size))
+      for old, count in zip(again, rows, strict=True)
+    ]
+    old = jnp.concatenate(parts)
+    threshold = jnp.where(old > 0, old, threshold)
+  return Selected(threshold, used)
 
 
 def _places(

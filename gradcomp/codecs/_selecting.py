@@ -1,0 +1,96 @@
+"""From the rows of several leaves to what each sends and keeps, by one program."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp.codecs._entry_rows import EntryRow
+from gradcomp.kernels.rows import COPIED, Row
+
+# From a row, and what the choice depends on besides, to ``int32[slots]`` positions, its
+# size in slots that are not used.
+Select = Callable[[Row, jax.Array | None], jax.Array]
+
+
+class Entries(NamedTuple):
+  """What one row sends."""
+
+  words: jax.Array  # uint32[words]
+  positions: jax.Array  # int32[slots], the row's size in slots that are not used
+  unsent: jax.Array  # float32[slots], what is left of the values there
+  rest: jax.Array | None  # float32[n], the row less what is sent, where it is copied
+
+
+def encode_leaves(
+  form: EntryRow,
+  select: Select,
+  leaves: Sequence[jax.Array],
+  matrices: Sequence[jax.Array],
+  stats: Sequence[jax.Array | None],
+) -> list[tuple[jax.Array, jax.Array]]:
+  """Of each leaf its rows, ``uint32[rows, words]``, and what is not sent.
+
+  Args:
+    form: of the rows.
+    select: what is sent.
+    leaves: ``float32``, of one size.
+    matrices: their rows, filled with zeros.
+    stats: what the choice of each depends on besides.
+  """
+  entries = encode_rows(form, select, matrices, stats, copied=leaves[0].size <= COPIED)
+  count = matrices[0].shape[0]
+  result = []
+  for i, leaf in enumerate(leaves):
+    own = jax.tree.map(lambda x, i=i: x[i * count : (i + 1) * count], entries)
+    result.append((own.words, _rest(form, leaf, own)))
+  return result
+
+
+def encode_rows(
+  form: EntryRow,
+  select: Select,
+  matrices: Sequence[jax.Array],
+  stats: Sequence[jax.Array | None],
+  *,
+  copied: bool = False,
+) -> Entries:
+  """Of the rows of several matrices of one shape, one after the other."""
+  count = matrices[0].shape[0]
+  total = count * len(matrices)
+  if not total:
+    empty = jnp.zeros((0, form.slots))
+    words = jnp.zeros((0, form.words), jnp.uint32)
+    return Entries(words, empty.astype(jnp.int32), empty, jnp.zeros((0, form.size)))
+  given = [jnp.broadcast_to(stat, (count,)) for stat in stats if stat is not None]
+  every = jnp.concatenate(given) if given else None
+
+  def encode(number: jax.Array) -> Entries:
+    row = Row(matrices, number)
+    if copied:
+      row = row.copied()
+    positions = select(row, None if every is None else every[number])
+    values = row.at(positions)
+    words, sent = form.encode(positions, values)
+    unsent, rest = values - sent, None
+    if copied:
+      place = row.matrices[0][0].at[positions]
+      rest = place.set(unsent, mode="drop", unique_indices=True)
+    return Entries(words, positions, unsent, rest)
+
+  if total == 1:
+    return jax.tree.map(lambda x: x[None], encode(jnp.int32(0)))
+  return jax.lax.map(encode, jnp.arange(total, dtype=jnp.int32))
+
+
+def _rest(form: EntryRow, leaf: jax.Array, own: Entries) -> jax.Array:
+  """What is not sent of a leaf, with the entries of its rows."""
+  if own.rest is not None:
+    return own.rest.reshape(-1)[: leaf.size].reshape(leaf.shape)
+  start = form.size * jnp.arange(len(own.words), dtype=jnp.int32)[:, None]
+  used = own.positions < form.size
+  place = jnp.where(used, start + own.positions, leaf.size).reshape(-1)
+  lost = own.unsent.reshape(-1)
+  rest = leaf.reshape(-1).at[place].set(lost, mode="drop", unique_indices=True)
+  return rest.reshape(leaf.shape)
