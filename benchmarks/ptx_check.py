@@ -157,6 +157,8 @@ def read(ptx: str, elements: float, planes: int) -> dict[str, Program]:
     for line, times in _instructions(entry, planes):
       operation = line.split()[0]
       short = operation.split(".")[0]
+      if short == "mov":  # ptxas leaves nearly all out
+        continue
       counts[short] = counts.get(short, 0) + times
       if access := re.match(
         r"(ld|st)\.global\S*?(?:\.v(\d))?\.[bufs](\d+)$", operation
