@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,28 @@ def test_a_wrong_bit_is_found(monkeypatch):
     "pallas in shard_map, 2,125 elements",
   ]
   assert "1 of 384 differ, the first at 259" in wrong[0]
+
+
+def test_a_kernel_that_ends_its_process_fails_alone(monkeypatch):
+  import gpu_check
+
+  def run(command, **options):
+    del options
+    lines = []
+    for name in command[command.index("--cases") + 1 :]:
+      if name == "silent":
+        break
+      lines.append(json.dumps([name, ["an error"] if name == "loud" else []]))
+      if name == "loud":
+        break
+    return subprocess.CompletedProcess(command, 1, "\n".join(lines))
+
+  monkeypatch.setattr(gpu_check.subprocess, "run", run)
+  names = ["good", "loud", "fine", "silent", "last"]
+  found = gpu_check.run_apart(names, time.monotonic() + 60)
+  assert {name for name in names if found[name]} == {"loud", "silent"}
+  late = gpu_check.run_apart(names, time.monotonic())
+  assert late == dict.fromkeys(names, ["no time was left for it"])
 
 
 def test_near_values_are_those_that_subnormal_numbers_explain():
