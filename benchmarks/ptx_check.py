@@ -213,12 +213,12 @@ def _instructions(entry: str, trips: int) -> list[tuple[str, int]]:
   return found
 
 
-def check(names: list[str], dump: str) -> tuple[list[str], list[str]]:
+def check(cases: list[str], dump: str) -> tuple[list[str], list[str]]:
   """Lines of the table, and what is wrong."""
   from kernel_cases import CASES
 
   lines, wrong = [], []
-  for name in names:
+  for name in cases:
     case = CASES[name]
     for implementation in case.implementations:
       for size in SIZES:
@@ -229,9 +229,12 @@ def check(names: list[str], dump: str) -> tuple[list[str], list[str]]:
           for ptx in modules
           for item in read(ptx, size / grid if grid else 0, case.planes).items()
         ]
-        for kernel, program in programs:
-          if not kernel.startswith((case.operation, "mosaic")):
-            continue  # XLA's own, for a last, partial tile
+        # The others are XLA's own, for a last, partial tile.
+        names = (case.operation, "mosaic")
+        kernels = [program for entry, program in programs if entry.startswith(names)]
+        if not kernels:
+          wrong.append(f"{title}: there is no kernel in it")
+        for program in kernels:
           if program.spills:
             wrong.append(f"{title}: {program.spills} bytes are spilled")
           if not program.wide:
