@@ -7,10 +7,10 @@ version := $(shell $(PYTHON) -c 'import platform; print(platform.python_version(
 VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(version))
 python := $(VENV)/bin/python
 
-.PHONY: help train test lint types bench links clean
+.PHONY: help train test lint types bench links gpu-check ptx-check clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
 
 train: $(VENV)/.installed-examples  ## train the example with several codecs and compare
 	$(python) examples/image_classification.py --compare $(ARGS)
@@ -34,8 +34,30 @@ bench: $(VENV)/.installed-bench  ## time the codecs against a memory copy
 links: $(VENV)/.installed-bench  ## time the exchanges over slow links (as root)
 	$(python) benchmarks/link_speed.py $(ARGS)
 
+# For a machine with a GPU and no package index: what $(PYTHON) has is taken as it is.
+gpu-check:  ## compare and time the kernels on the GPU of this machine
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --no-index -e .
+	@status=0; \
+	$(PYTHON) -W ignore benchmarks/gpu_check.py --seconds 240 || status=$$?; \
+	[ $$status != 2 ] || exit 2; \
+	$(PYTHON) -W ignore benchmarks/gpu_kernels.py --seconds 240 \
+	  --checked benchmarks/results/gpu_check.json $(ARGS) || status=1; \
+	exit $$status
+
+ptx-check: .venv-ptx/.installed  ## compile the kernels for Hopper without a GPU
+	.venv-ptx/bin/python -W ignore benchmarks/ptx_check.py $(ARGS)
+
+# JAX with its compilers for CUDA, and none of CUDA's libraries: 143 MB.
+.venv-ptx/.installed:
+	$(PYTHON) -m venv .venv-ptx
+	.venv-ptx/bin/python -m pip install --editable .
+	version=$$(.venv-ptx/bin/python -c 'import jax; print(jax.__version__)') && \
+	.venv-ptx/bin/python -m pip install --no-deps \
+	  jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
+	@touch $@
+
 clean:  ## remove the virtual environment, builds and caches
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .*_cache
+	rm -rf $(VENV) .venv-ptx build dist *.egg-info .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The package in place, with one of its extras.

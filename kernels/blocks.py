@@ -114,6 +114,7 @@ def encode(
   keep: bool,
   last: Reference,
   elements: int = 4 * _THREADS * _VECTOR,
+  warps: int | None = None,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Encodes a flat array tile by tile.
@@ -130,6 +131,8 @@ def encode(
     last: encodes the elements of a last, partial tile, whose row has the number given.
     elements: of a plane in a block, or those of one bucket; by default 16 bytes for
       each thread of four warps.
+    warps: of a block; by default so many that a plane has 16 bytes for each thread, up
+      to 4.
     interpret: whether to run on any backend, slowly.
 
   Returns:
@@ -158,7 +161,9 @@ def encode(
     kernel,
     out_shape=[typed(x, shape, dtype) for shape, dtype in out],
     grid=(-(-tiles // rows),),
-    compiler_params=triton.CompilerParams(num_warps=_warps(rows * bucket_size)),
+    compiler_params=triton.CompilerParams(
+      num_warps=warps or _warps(rows * bucket_size)
+    ),
     interpret=interpret,
     name=name,
   )(x, *given)

@@ -52,11 +52,11 @@ def top_multiplier(top: int, scale: jax.Array) -> jax.Array:
   two roundings; a clamp removes the excess.
   """
   numerator = np.nextafter(np.float32(top), np.float32(np.inf))
-  return jnp.where(scale == 0, 0.0, numerator / scale)
+  return jnp.where(scale == 0, 0.0, divide(jnp.full_like(scale, numerator), scale))
 
 
 def exact_multiplier(top: int, scale: jax.Array) -> jax.Array:
-  """:func:`top_multiplier` where a division may be off by a bit, as in GPU kernels.
+  """:func:`top_multiplier` by integers alone, as in GPU kernels.
 
   The 24 bits of the quotient by long division of integers, and its rounding to even:
   the same bits as a correctly rounded division.
@@ -78,7 +78,7 @@ def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """``x / divisor``, correctly rounded, where it is a normal number; NaN by NaN.
 
   Args:
-    x: float32, a normal number above 0, or 0.
+    x: float32, a normal number above 0, or 0; subnormal ones count as 0.
     divisor: float32, a normal number above 0, or NaN. For others the result means
       nothing.
   """
@@ -101,9 +101,28 @@ def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
   up = (2 * rest + (quotient & 1) > by).astype(jnp.uint32)
   field = (x_bits >> 23) + np.uint32(127) - (bits >> 23) - below
   result = (field << 23) + (quotient - np.uint32(_HIDDEN)) + up
-  result = jnp.where(x_bits == 0, jnp.uint32(0), result)
+  result = jnp.where(x_bits < np.uint32(_HIDDEN), jnp.uint32(0), result)
   result = jnp.where(bits > np.uint32(_INFINITY), np.uint32(_NAN), result)
   return jax.lax.bitcast_convert_type(result, jnp.float32)
+
+
+def exact_divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
+  """:func:`exact_quotient` of numbers of any sign; what is not finite stays so."""
+  quotient = signed(exact_quotient(jnp.abs(x), divisor), sign_bit(x))
+  return jnp.where(jnp.abs(x) < jnp.inf, quotient, x)
+
+
+def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
+  """:func:`exact_divide`, by a division where that is correctly rounded.
+
+  XLA's for NVIDIA's GPUs, div.full.f32, may be off by two units in the last place.
+  """
+
+  def exactly(x: jax.Array, divisor: jax.Array) -> jax.Array:
+    # Once: XLA would repeat so long an expression in, or keep it out of, what reads it.
+    return jax.lax.optimization_barrier(exact_divide(x, divisor))
+
+  return jax.lax.platform_dependent(x, divisor, cuda=exactly, default=jnp.divide)
 
 
 def signed(value: jax.Array, sign: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.fixed_point import FRACTION
+from gradcomp.kernels.fixed_point import FRACTION, divide
 
 UNIT = 1 << FRACTION
 
@@ -73,4 +73,4 @@ def to_units(scale: jax.Array) -> jax.Array:
 
   The plain inverse of a scale above 2**126 would be subnormal, and zero on CPUs.
   """
-  return jnp.where(scale == 0, 0.0, np.float32(UNIT) / scale)
+  return jnp.where(scale == 0, 0.0, divide(jnp.full_like(scale, UNIT), scale))

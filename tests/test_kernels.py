@@ -9,6 +9,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 
 from gradcomp.kernels import (
+  fixed_point,
   pack_planes,
   planes,
   random_lanes,
@@ -95,3 +96,24 @@ def test_lanes_are_uniform():
   codes = np.stack(random_lanes(laws.KEY, (256, 512), 8))
   for bit in range(16):
     assert abs(((codes >> bit) & 1).mean() - 0.5) <= 5 * 0.5 / np.sqrt(n)
+
+
+def test_exact_division_is_correctly_rounded():
+  rng = np.random.default_rng(0)
+  x, by = np.float32(2) ** rng.uniform(-60, 60, (2, 20_000)).astype(np.float32)
+  x *= rng.choice(np.float32([-1, 1]), x.size)
+  by[:4] = np.float32([1, 3, 2**-96, np.nan])
+  x[4:10] = np.float32([0, 1e-40, np.inf, -np.inf, np.nan, -0.0])
+  expected = x / by
+  expected[5] = 0  # subnormal numbers count as zero
+  np.testing.assert_array_equal(jax.jit(fixed_point.exact_divide)(x, by), expected)
+
+
+@pytest.mark.parametrize(("platform", "divides"), [("cpu", True), ("cuda", False)])
+def test_no_float_is_divided_on_gpus(platform, divides):
+  """XLA's division there is not correctly rounded."""
+  x = jax.ShapeDtypeStruct((8,), jnp.float32)
+  traced = jax.jit(fixed_point.divide).trace(x, x)
+  text = traced.lower(lowering_platforms=(platform,)).as_text()
+  found = [line for line in text.splitlines() if "stablehlo.divide" in line]
+  assert any("f32" in line for line in found) == divides

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp.kernels import blocks
-from gradcomp.kernels.fixed_point import exact_quotient, held, sign_bit, signed
+from gradcomp.kernels.fixed_point import exact_divide, held
 from gradcomp.kernels.one_bit import reference
 from gradcomp.kernels.one_bit.reference import WORD, chunks, means_of_sums, sides
 from gradcomp.kernels.planes import float_words
@@ -71,7 +71,7 @@ def _means(block: blocks.Block, plane: jax.Array) -> tuple[jax.Array, jax.Array]
   counts = sums[2].astype(jnp.int32).sum(axis=1).astype(jnp.uint32)
   positive, negative = _sum_by_halves(sums[0]), 0.0 - _sum_by_halves(-sums[1])
   sums = positive, negative, counts
-  return means_of_sums(sums, first.reshape(first.shape[0]), size, size, _divide)
+  return means_of_sums(sums, first.reshape(first.shape[0]), size, size, exact_divide)
 
 
 def _sum_by_halves(x: jax.Array) -> jax.Array:
@@ -79,9 +79,3 @@ def _sum_by_halves(x: jax.Array) -> jax.Array:
   while x.shape[1] > 1:
     x = held(x.reshape(x.shape[0], 2, x.shape[1] // 2).sum(axis=1))
   return x.reshape(x.shape[0])
-
-
-def _divide(total: jax.Array, count: jax.Array) -> jax.Array:
-  """The quotient, correctly rounded; what is not finite stays so."""
-  quotient = signed(exact_quotient(jnp.abs(total), count), sign_bit(total))
-  return jnp.where(jnp.abs(total) < jnp.inf, quotient, total)

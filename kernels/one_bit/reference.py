@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp.kernels.fixed_point import divide as divide_anywhere
 from gradcomp.kernels.planes import (
   Segment,
   float_words,
@@ -91,7 +92,7 @@ def means_of_sums(
   first: jax.Array,
   present: jax.Array | int,
   size: int,
-  divide: Callable[[jax.Array, jax.Array], jax.Array] = jnp.divide,
+  divide: Callable[[jax.Array, jax.Array], jax.Array] = divide_anywhere,
 ) -> tuple[jax.Array, jax.Array]:
   """``avg+`` and ``avg-``. The mean of a constant is that, whatever sums round to."""
   down = np.float32(1 / _power_of_two(size))

@@ -1,0 +1,246 @@
+"""Whether every kernel gives the reference's bits on the GPU of this machine.
+
+  make gpu-check     or     python benchmarks/gpu_check.py [--cases 'qsgd 4 bit' ...]
+
+The reference runs on the CPU. Rows and residuals of ordinary gradients are the same bit
+for bit, for one tile, several, and no multiple of anything; so is a kernel in a typed
+shard_map. Where a gradient holds NaN, infinities, zeros and subnormal numbers, the
+values that rows stand for are the same, NaN for NaN: CPUs flush subnormal numbers to
+zero, and values may differ by one. A train step with QSGD runs the kernel. Where XLA's
+own code for the GPU gives other bits, it is reported, and nothing more.
+
+Cases run in processes of their own, so that a kernel that breaks the GPU's context
+fails alone. Writes benchmarks/results/gpu_check.json. The exit status is 1 where
+anything is wrong, 2 where there is no GPU.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+from kernel_cases import CASES, Case, gradients, with_strange
+
+import gradcomp
+from gradcomp.kernels import Implementation
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "gpu_check.json"
+_STEPS = {f"train step, {bits} bit": bits for bits in (8, 4)}
+_SMALLEST_NORMAL = 2.0**-126
+_PROCESSES = 8
+_TRITON = "__gpu$xla.gpu.triton"  # what XLA calls Pallas kernels in Triton style
+
+Arrays = list[tuple[np.ndarray, ...]]
+
+
+def check(name: str, kernels: tuple[Implementation, ...] | None = None) -> list[str]:
+  """What is wrong with one case; empty if nothing is.
+
+  Args:
+    name: of a case, or of a train step.
+    kernels: instead of those of the case.
+  """
+  if name in _STEPS:
+    return train_step(_STEPS[name])
+  case = CASES[name]
+  cpu, device = jax.devices("cpu")[0], jax.devices()[0]
+  plain = [gradients(size, seed) for seed, size in enumerate(case.sizes())]
+  inputs = plain + [with_strange(x, case.strange) for x in plain]
+  with jax.default_device(cpu):
+    given = [
+      (x, *jax.device_get(jax.jit(lambda x: case.operands(case.codec, x))(x)))
+      for x in inputs
+    ]
+  expected = _run(case, "xla", given, cpu)
+  wrong = []
+  for implementation in kernels or case.implementations:
+    found = _run(case, implementation, given, device)
+    wrong += _differences(case, implementation, expected, found, len(plain))
+    found = _run(case, implementation, given[: len(plain)], device, mapped=True)
+    wrong += _differences(
+      case, f"{implementation} in shard_map", expected, found, len(plain)
+    )
+  found = _run(case, "xla", given[: len(plain)], device)
+  for note in _differences(case, "xla", expected, found, len(plain)):
+    print(f"note: {name}: {note}", file=sys.stderr, flush=True)
+  return wrong
+
+
+def _run(
+  case: Case,
+  implementation: Implementation,
+  given: Arrays,
+  device: jax.Device,
+  *,
+  mapped: bool = False,
+) -> Arrays:
+  """The outputs on a device, for each of several inputs."""
+  function = case.function(implementation)
+  if mapped:
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=auto, devices=[device])
+    # What workers agree on, such as an exponent, is the same for all.
+    specs = tuple(P("data") if np.ndim(array) else P() for array in given[0])
+    function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("data"))
+  jitted = jax.jit(lambda given: [function(*operands) for operands in given])
+  count = len(case.sizes())  # the same shapes again and again: compiled once
+  with jax.default_device(device):
+    parts = [jitted(given[k : k + count]) for k in range(0, len(given), count)]
+    return [outputs for part in parts for outputs in jax.device_get(part)]
+
+
+def _differences(
+  case: Case, title: str, expected: Arrays, found: Arrays, plain: int
+) -> list[str]:
+  """The first ``plain`` outputs shall have the same bits, the others near values."""
+  lines = []
+  for number, (right, arrays) in enumerate(zip(expected, found, strict=False)):
+    size = case.sizes()[number % len(case.sizes())]
+    place = f"{title}, {size:,} elements"
+    if number >= plain:
+      place += " with special values"
+      right, arrays = (_values(case, outputs) for outputs in (right, arrays))
+    for a, b in zip(right, arrays, strict=True):
+      same = _same_bits(a, b) if number < plain else _near(a, b)
+      if not same.all():
+        at = int(np.argmin(same.reshape(-1)))
+        lines.append(
+          f"{place}: {same.size - same.sum():,} of {same.size:,} differ, the first "
+          f"at {at}: {b.reshape(-1)[at]!r} instead of {a.reshape(-1)[at]!r}"
+        )
+  return lines
+
+
+def _values(case: Case, outputs: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+  with jax.default_device(jax.devices("cpu")[0]):
+    return jax.device_get(case.values(tuple(map(jnp.asarray, outputs))))
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+  return a.view(np.uint32) == b.view(np.uint32)
+
+
+def _near(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+  """NaN and NaN, the same, or nearer than any difference of normal numbers."""
+  with np.errstate(invalid="ignore"):
+    near = np.abs(a - b) < _SMALLEST_NORMAL
+  return (np.isnan(a) & np.isnan(b)) | (a == b) | near
+
+
+def train_step(bits: int) -> list[str]:
+  """A whole step with error feedback: which encoder runs, and that a model learns."""
+  mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+  rng = np.random.default_rng(0)
+  params = {
+    "first": jnp.asarray(rng.standard_normal((128, 256), np.float32) / 16),
+    "second": jnp.asarray(rng.standard_normal((256, 128), np.float32) / 16),
+  }
+  batch = rng.standard_normal((64, 128), np.float32)
+
+  def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+    out = jnp.tanh(batch @ params["first"]) @ params["second"]
+    return jnp.mean((out - batch[:, ::-1]) ** 2)
+
+  optimizer = optax.chain(
+    gradcomp.qsgd(bits=bits, axis_name="data", feedback="error", exchange="all_gather"),
+    optax.adam(1e-2),
+  )
+  with jax.set_mesh(mesh):
+    params = jax.device_put(params, jax.NamedSharding(mesh, P()))
+    state = optimizer.init(params)
+  step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
+  compiled = step.lower(params, state, batch).compile()
+  calls = [line for line in compiled.as_text().splitlines() if _TRITON in line]
+  count = sum("qsgd_encode" in line for line in calls)
+  losses = []
+  for _ in range(20):
+    params, state, metrics = compiled(params, state, batch)
+    losses.append(float(metrics["loss"]))
+  print(
+    f"note: train step, {bits} bit: {count} of its custom calls are kernels of QSGD, "
+    f"loss {losses[0]:.3f} to {losses[-1]:.3f}",
+    file=sys.stderr,
+    flush=True,
+  )
+  wrong = [] if count else [f"no {_TRITON} named qsgd_encode is in the compiled step"]
+  return wrong + ([] if losses[-1] < losses[0] / 2 else [f"the losses are {losses}"])
+
+
+def run_here(names: list[str]) -> None:
+  """Checks cases in this process; a line of JSON for each on the standard output."""
+  for name in names:
+    try:
+      wrong = check(name)
+    except Exception as error:
+      # The GPU may be unusable now: the others run in another process.
+      print(json.dumps([name, [f"{type(error).__name__}: {error}"[:2000]]]), flush=True)
+      raise
+    print(json.dumps([name, wrong]), flush=True)
+
+
+def run_apart(names: list[str], end: float) -> dict[str, list[str]]:
+  """Checks cases in one process, and in another from where that broke off."""
+  found: dict[str, list[str]] = {}
+  while left := [name for name in names if name not in found]:
+    seconds = end - time.monotonic()
+    if seconds <= 0:
+      return found | {name: ["no time was left for it"] for name in left}
+    command = [sys.executable, __file__, "--here", "--cases", *left]
+    try:
+      done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False
+      )
+      output = done.stdout
+    except subprocess.TimeoutExpired as error:
+      raw = error.stdout or b""
+      output = raw.decode() if isinstance(raw, bytes) else raw
+    lines = [line for line in output.splitlines() if line.startswith("[")]
+    found |= dict(json.loads(line) for line in lines)
+    if not lines and time.monotonic() < end:
+      found[left[0]] = ["its process ended without a word"]
+  return found
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  names = [*_STEPS, *CASES]
+  parser.add_argument("--cases", nargs="+", choices=names, default=names)
+  parser.add_argument("--seconds", type=float, default=240, help="for all of it")
+  parser.add_argument("--output", type=pathlib.Path, default=RESULTS)
+  parser.add_argument("--here", action="store_true", help="in this process")
+  options = parser.parse_args()
+  # Several processes share the GPU's memory.
+  os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+  if jax.default_backend() != "gpu":
+    parser.exit(2, "gpu_check: there is no GPU here\n")
+  if options.here:
+    run_here(options.cases)
+    return
+  end = time.monotonic() + options.seconds
+  shares = [options.cases[k::_PROCESSES] for k in range(_PROCESSES)]
+  found: dict[str, list[str]] = {}
+  with concurrent.futures.ThreadPoolExecutor(_PROCESSES) as pool:
+    for part in pool.map(lambda share: run_apart(share, end), shares):
+      found |= part
+  wrong = {name: lines for name, lines in found.items() if lines}
+  options.output.parent.mkdir(parents=True, exist_ok=True)
+  result = {"jax": jax.__version__, "right": len(found) - len(wrong), "wrong": wrong}
+  options.output.write_text(json.dumps(result, indent=1))
+  for name, lines in wrong.items():
+    print(f"WRONG: {name}", *lines, sep="\n  ")
+  print(f"gpu_check: {result['right']} of {len(found)} are right")
+  sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,257 @@
+"""Every kernel of the encoders: what gpu_check.py compares and the others time.
+
+A case calls an operation with one implementation, with all that it reads beside the
+gradient given: what is found before, such as the scale of a tensor, is the same for
+all. A new kernel is one more line in CASES, or an implementation more in one.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary
+from gradcomp.codecs._scaling import bucket_words
+from gradcomp.kernels import Implementation, float_cast
+from gradcomp.kernels.scales import tensor_norm
+
+KEY = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
+
+_STRANGE = (np.nan, np.inf, -np.inf, 0.0, -0.0, 2.0**-126, -(2.0**-100), 3e38, -3e38)
+_SUBNORMAL = (1e-39, -1e-45)
+
+Encode = Callable[..., tuple[jax.Array, ...]]
+
+
+class Case(NamedTuple):
+  """One operation with its settings.
+
+  Attributes:
+    name: the operation first.
+    codec: which has its settings.
+    encode: of the codec, the gradient and the operands, to rows and perhaps a residual.
+    operands: what else is read, of the codec and the gradient.
+    strange: values to put into gradients that mean something here, on every device.
+    timed: whether it is one of those to time.
+    implementations: the kernels that there may be.
+  """
+
+  name: str
+  codec: Any
+  encode: Encode
+  operands: Callable[[Any, jax.Array], tuple[jax.Array, ...]]
+  strange: Sequence[float] = _STRANGE + _SUBNORMAL
+  timed: bool = False
+  implementations: tuple[Implementation, ...] = ("pallas",)
+
+  @property
+  def operation(self) -> str:
+    return self.name.partition(" ")[0]
+
+  @property
+  def planes(self) -> int:
+    """Buckets in a tile."""
+    codec = self.codec
+    size = getattr(codec, "bucket_size", getattr(codec, "block_size", codec.row_words))
+    return codec.tile_size // bucket_words(size)
+
+  def function(self, implementation: Implementation) -> Encode:
+    """Of the gradient and the operands, for jax.jit."""
+    codec = dataclasses.replace(self.codec, implementation=implementation)
+    return lambda x, *operands: self.encode(codec, x, *operands)
+
+  def values(self, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """What rows stand for, and the residual."""
+    rows, *residual = outputs
+    return self.codec.decode_rows(rows), *residual
+
+  def sizes(self) -> tuple[int, ...]:
+    """One tile, several, and no multiple of anything."""
+    return tuple(self.codec.tile_size * tiles + rest for tiles, rest in _SIZES)
+
+
+_SIZES = ((1, 0), (7, 0), (67, 77))  # whole tiles, and elements more
+
+
+def _present(outputs: tuple[jax.Array | None, ...]) -> tuple[jax.Array, ...]:
+  return tuple(output for output in outputs if output is not None)
+
+
+def _key(codec: Any, x: jax.Array) -> tuple[jax.Array, ...]:
+  del x
+  return (jnp.asarray(KEY),) if codec.needs_key else ()
+
+
+def _qsgd(
+  name: str, *, keep: bool = False, timed: bool = False, **options: Any
+) -> Case:
+  codec = QSGD(**options)
+  inside = codec._scales_inside
+
+  def operands(codec: QSGD, x: jax.Array) -> tuple[jax.Array, ...]:
+    return (() if inside else (codec.stats(x),)) + _key(codec, x)
+
+  def encode(codec: QSGD, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+    scale = None if inside else given[0]
+    key = given[-1] if codec.needs_key else None
+    return _present(codec._encode(x, scale, key, None, keep))
+
+  return Case(
+    f"qsgd {name}{', residual' * keep}",
+    codec,
+    encode,
+    operands,
+    timed=timed,
+    implementations=("pallas", *_mosaic("qsgd", codec.bucket_size)),
+  )
+
+
+def _one_bit(bucket_size: int, *, keep: bool = False) -> Case:
+  return Case(
+    f"one_bit bucket {bucket_size}{', residual' * keep}",
+    OneBit(bucket_size=bucket_size),
+    lambda codec, x: _present(codec._encode(x, keep)),
+    lambda codec, x: (),
+    # CPUs flush subnormal numbers: there they are not below zero.
+    strange=_STRANGE,
+    timed=True,
+    implementations=("pallas", *_mosaic("one_bit", bucket_size)),
+  )
+
+
+def _ternary(name: str, *, timed: bool = False, **options: Any) -> Case:
+  return Case(
+    f"ternary {name}",
+    Ternary(share_scale=False, **options),
+    lambda codec, x, *given: (codec._encode(x, *given),),
+    lambda codec, x: codec._scales(x) + _key(codec, x),
+    timed=timed,
+  )
+
+
+def _eight_bit(name: str, *, timed: bool = False, **options: Any) -> Case:
+  codec = EightBit(**options)
+  inside = codec._scales_inside
+
+  def operands(codec: EightBit, x: jax.Array) -> tuple[jax.Array, ...]:
+    scale = () if inside else (codec._scale(tensor_norm(x, "max").reshape(1, 1)),)
+    return scale + _key(codec, x)
+
+  def encode(codec: EightBit, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+    scale = None if inside else given[0]
+    return (codec._encode(x, scale, given[-1] if codec.needs_key else None),)
+
+  return Case(f"eight_bit {name}", codec, encode, operands, timed=timed)
+
+
+def _cast(
+  e: int,
+  m: int,
+  rounding: str = "nearest_even",
+  *,
+  auto: bool = False,
+  timed: bool = False,
+) -> Case:
+  codec: Any = FloatCast(
+    exponent_bits=e,
+    mantissa_bits=m,
+    rounding=rounding,  # type: ignore[arg-type]
+    scale="auto" if auto else 1.0,
+  )
+
+  def operands(codec: FloatCast, x: jax.Array) -> tuple[jax.Array, ...]:
+    if not auto:
+      return _key(codec, x)
+    exponent = float_cast.shift(codec.stats(x)[0, 0], codec.format, 1)
+    return (exponent, *_key(codec, x))
+
+  def encode(codec: FloatCast, x: jax.Array, *given: jax.Array) -> tuple[jax.Array]:
+    exponent = given[0] if auto else None
+    return (codec._encode(x, exponent, given[-1] if codec.needs_key else None),)
+
+  return Case(
+    f"float_cast ({e}, {m}) {rounding}{', exponent' * auto}",
+    codec,
+    encode,
+    operands,
+    # With an exponent, codes of what is not finite mean nothing.
+    strange=tuple(v for v in _STRANGE if not auto or np.isfinite(v)) + _SUBNORMAL,
+    timed=timed,
+  )
+
+
+def _mosaic(operation: str, bucket_size: int | None) -> tuple[Implementation, ...]:
+  """Where there is such a kernel: its planes are whole buckets of 512."""
+  there = importlib.util.find_spec(f"gradcomp.kernels.{operation}.mosaic")
+  return ("mosaic",) if there and bucket_size == 512 else ()
+
+
+CASES: dict[str, Case] = {
+  case.name: case
+  for case in [
+    _qsgd("1 bit uniform", bits=1, levels="uniform"),
+    *(_qsgd(f"{bits} bit", bits=bits, timed=bits == 2) for bits in (2, 3, 5, 6, 7, 16)),
+    *(_qsgd(f"{bits} bit", bits=bits, timed=True) for bits in (4, 8)),
+    *(_qsgd(f"{bits} bit", bits=bits, timed=True, keep=True) for bits in (4, 8)),
+    _qsgd("4 bit nearest", bits=4, rounding="nearest", timed=True),
+    *(
+      _qsgd(f"{bits} bit nearest", bits=bits, rounding="nearest", keep=True)
+      for bits in (2, 3, 16)
+    ),
+    *(
+      _qsgd(f"{bits} bit uniform", bits=bits, levels="uniform", keep=True)
+      for bits in (1, 4, 8)
+    ),
+    _qsgd("4 bit bucket 64", bits=4, bucket_size=64, keep=True),
+    _qsgd("4 bit tensor scale", bits=4, bucket_size=None, timed=True),
+    _qsgd("4 bit l2", bits=4, norm="l2", timed=True),
+    _qsgd("8 bit l2", bits=8, norm="l2"),
+    *(_one_bit(size, keep=keep) for size in (64, 512) for keep in (False, True)),
+    *(_ternary(packing, packing=packing, timed=True) for packing in ("2bit", "base3")),
+    *(
+      _ternary(f"{packing} bucket 64", packing=packing, bucket_size=64)
+      for packing in ("2bit", "base3")
+    ),
+    _ternary("2bit unclipped", clip_sigmas=None),
+    *(
+      _eight_bit(
+        f"{name}{', blocks' * bool(size)}, {rounding}",
+        data_type=name,
+        block_size=size,
+        rounding=rounding,
+        timed=name in ("dynamic_tree", "linear") and rounding == "nearest",
+      )
+      for name in ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
+      for size in (None, 512)
+      for rounding in ("nearest", "stochastic")
+    ),
+    *(
+      _cast(e, m, rounding, auto=auto, timed=rounding == "nearest_even" and e + m < 15)
+      for e, m in ((5, 2), (4, 3), (3, 0), (8, 7), (5, 10))
+      for rounding in ("nearest_even", "stochastic", "toward_zero")
+      for auto in (False, True)
+    ),
+  ]
+}
+
+
+def gradients(size: int, seed: int = 0) -> np.ndarray:
+  """Normal numbers of several orders of magnitude: ``float32[size]``."""
+  rng = np.random.default_rng(seed)
+  scale = np.float32(10) ** rng.integers(-4, 2, -(-size // 512)).astype(np.float32)
+  x = rng.standard_normal(size, np.float32) * np.repeat(scale, 512)[:size]
+  return x.astype(np.float32)
+
+
+def with_strange(x: np.ndarray, values: Sequence[float]) -> np.ndarray:
+  """Each value alone in a run of ordinary ones, and runs of zeros and constants."""
+  x = x.copy()
+  for number, value in enumerate(values):
+    x[number * 97 % x.size :: 1031 * len(values)] = value
+  x[x.size // 2 : x.size // 2 + 1100] = 0
+  x[-700:] = -1.5
+  return x

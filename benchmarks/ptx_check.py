@@ -1,0 +1,305 @@
+"""Compiles every kernel for Hopper without a GPU, and reads what the compiler made.
+
+  make ptx-check     or     python benchmarks/ptx_check.py [--cases 'qsgd 4' ...]
+
+Needs jax-cuda13-plugin and jax-cuda13-pjrt of JAX's own version, which `make ptx-check`
+installs, and ptxas of CUDA 13, on PATH or in CUDA_HOME. Every kernel is compiled for an
+array that is a power of two and for an odd one: in both, nothing may be spilled to
+memory, and the gradient must be loaded by 16 bytes. Writes a table to
+benchmarks/results/ptx_check.md; the exit status is 1 where a kernel is not so.
+
+Nothing is run: what the table says are properties of programs, not times.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import Any, NamedTuple
+from unittest import mock
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "ptx_check.md"
+SIZES = (2**26, 2**26 + 77)
+
+# What jax.devices() of an NVIDIA H200 says of it.
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+  device_memory_size: 150000000000
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+class Program(NamedTuple):
+  """What a kernel's PTX holds, and what ptxas makes of it.
+
+  Attributes:
+    threads: of a block.
+    elements: of the gradient that a block encodes.
+    registers: of a thread.
+    spills: bytes a thread writes to memory and reads back for want of registers.
+    loads: of global memory by a thread, by bytes.
+    stores: the same.
+    counts: of instructions by name, loops counted as often as they run.
+  """
+
+  threads: int
+  elements: float
+  registers: int
+  spills: int
+  loads: dict[int, int]
+  stores: dict[int, int]
+  counts: dict[str, int]
+
+  @property
+  def wide(self) -> bool:
+    """Whether loads of 16 bytes are enough for the whole gradient."""
+    # The last block takes some tiles again, and leaves a part of one.
+    return self.loads.get(16, 0) * 4 * self.threads >= 0.99 * self.elements
+
+  @property
+  def per_element(self) -> float:
+    return sum(self.counts.values()) * self.threads / self.elements
+
+
+def ptxas() -> str:
+  """The path of the assembler; ends the program if there is none."""
+  folder = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+  found = shutil.which("ptxas") or shutil.which(f"{folder}/bin/ptxas")
+  if found is None:
+    sys.exit("ptx-check needs ptxas: put it on PATH, or set CUDA_HOME to a CUDA 13.")
+  return found
+
+
+def prepare(dump: str) -> None:
+  """Has the compilers write PTX to a folder; before JAX is imported."""
+  cuda = pathlib.Path(ptxas()).resolve().parent.parent
+  os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "MOSAIC_GPU_DUMP_PTX": "1",
+    "MOSAIC_GPU_DUMP_TO": dump,
+    "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={cuda} --xla_dump_to={dump} "
+    "--xla_gpu_dump_llvmir=true --xla_dump_emitter_re=ptx",
+  }
+
+
+def compile_ptx(
+  case: Any, implementation: str, size: int, dump: str
+) -> tuple[list[str], int]:
+  """The PTX of a case for an H200, and blocks in the grid; 0 where nobody says."""
+  import jax
+  import jax.numpy as jnp
+  from jax.experimental import topologies
+
+  from gradcomp.kernels import dispatch
+
+  topology = topologies.get_topology_desc(
+    platform="cuda", target_config=_H200, topology="1x1x1"
+  )
+  mesh = topologies.make_mesh(topology, (1,), ("x",))
+  sharding = jax.NamedSharding(mesh, jax.P())
+  x = jax.ShapeDtypeStruct((size,), jnp.float32)
+  operands = jax.eval_shape(lambda x: case.operands(case.codec, x), x)
+  specs = [
+    jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in (x, *operands)
+  ]
+  device = jax.sharding.AbstractDevice(
+    device_kind="NVIDIA H200", num_cores=None, platform="gpu"
+  )
+  there = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  before = set(pathlib.Path(dump).rglob("*.ptx"))
+  # That there is no GPU here does not matter: nothing runs.
+  with (
+    mock.patch.object(dispatch, "_missing", lambda implementation: None),
+    jax.sharding.use_abstract_mesh(there),
+  ):
+    traced = jax.jit(case.function(implementation)).trace(*specs)
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+  grid = re.search(r"grid_x = (\d+)", text)
+  new = set(pathlib.Path(dump).rglob("*.ptx")) - before
+  return [path.read_text() for path in sorted(new)], int(grid[1]) if grid else 0
+
+
+def read(ptx: str, elements: float, planes: int) -> dict[str, Program]:
+  """The programs of a module's PTX, by name.
+
+  Args:
+    ptx: of a module.
+    elements: of the gradient in a block; 0 for as many as it loads.
+    planes: of a tile; a loop runs so often.
+  """
+  report = _assemble(ptx)
+  programs = {}
+  for entry in re.split(r"(?=^\.visible \.entry )", ptx, flags=re.MULTILINE)[1:]:
+    name = re.match(r"\.visible \.entry (\w+)", entry)
+    threads = re.search(r"\.(?:req|max)ntid (\d+)", entry)
+    assert name and threads, entry[:200]
+    registers, spills = report[name[1]]
+    loads: dict[int, int] = {}
+    stores: dict[int, int] = {}
+    counts: dict[str, int] = {}
+    for line, times in _instructions(entry, planes):
+      operation = line.split()[0]
+      short = operation.split(".")[0]
+      if short == "mov":  # ptxas leaves nearly all out
+        continue
+      counts[short] = counts.get(short, 0) + times
+      if access := re.match(
+        r"(ld|st)\.global\S*?(?:\.v(\d))?\.[bufs](\d+)$", operation
+      ):
+        found = loads if access[1] == "ld" else stores
+        width = int(access[2] or 1) * int(access[3]) // 8
+        found[width] = found.get(width, 0) + times
+    loaded = sum(width * count for width, count in loads.items()) / 4
+    programs[name[1]] = Program(
+      int(threads[1]),
+      elements or loaded * int(threads[1]),
+      registers,
+      spills,
+      loads,
+      stores,
+      counts,
+    )
+  return programs
+
+
+def _assemble(ptx: str) -> dict[str, tuple[int, int]]:
+  """Registers and spilled bytes of each program of a module."""
+  with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+    file.write(ptx)
+    file.flush()
+    command = [ptxas(), "-v", "-arch=sm_90a", "-o", "/dev/null", file.name]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+  found = re.findall(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill"
+    r" loads.*?Used (\d+) registers",
+    text,
+    re.DOTALL,
+  )
+  return {n: (int(registers), int(a) + int(b)) for n, a, b, registers in found}
+
+
+def _instructions(entry: str, trips: int) -> list[tuple[str, int]]:
+  """The instructions of a program, and how often each runs."""
+  lines = [line.strip() for line in entry.splitlines()]
+  labels = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
+  times = [1] * len(lines)
+  for i, line in enumerate(lines):
+    target = re.search(r"\bbra(?:\.uni)?\s+(\S+);", line)
+    if target and labels.get(target[1], i) < i:  # back: a loop over planes
+      for k in range(labels[target[1]], i + 1):
+        times[k] *= trips
+  found = []
+  for line, count in zip(lines, times, strict=True):
+    line = re.sub(r"^@!?%p\d+\s+", "", line)
+    if re.match(r"[a-z]", line) and line.endswith(";"):
+      found.append((line.rstrip(";"), count))
+  return found
+
+
+def check(cases: list[str], dump: str) -> tuple[list[str], list[str]]:
+  """Lines of the table, and what is wrong."""
+  from kernel_cases import CASES
+
+  lines, wrong = [], []
+  for name in cases:
+    case = CASES[name]
+    for implementation in case.implementations:
+      for size in SIZES:
+        title = f"{name}, {implementation}, {size:,}"
+        modules, grid = compile_ptx(case, implementation, size, dump)
+        programs = [
+          item
+          for ptx in modules
+          for item in read(ptx, size / grid if grid else 0, case.planes).items()
+        ]
+        # The others are XLA's own, for a last, partial tile.
+        names = (case.operation, "mosaic")
+        kernels = [program for entry, program in programs if entry.startswith(names)]
+        if not kernels:
+          wrong.append(f"{title}: there is no kernel in it")
+        for program in kernels:
+          if program.spills:
+            wrong.append(f"{title}: {program.spills} bytes are spilled")
+          if not program.wide:
+            wrong.append(f"{title}: loads of {program.loads} bytes")
+          lines.append(_line(title, program))
+          print(lines[-1], flush=True)
+  return lines, wrong
+
+
+def _line(title: str, program: Program) -> str:
+  def by_width(accesses: dict[int, int]) -> str:
+    return ", ".join(f"{n} of {width}" for width, n in sorted(accesses.items()))
+
+  counts = program.counts
+  cells = [
+    title,
+    program.threads,
+    program.registers,
+    program.spills,
+    by_width(program.loads),
+    by_width(program.stores),
+    counts.get("shfl", 0) + counts.get("redux", 0),
+    counts.get("bar", 0) + counts.get("barrier", 0),
+    counts.get("div", 0),
+    f"{program.per_element:.1f}",
+  ]
+  return f"| {' | '.join(map(str, cells))} |"
+
+
+_HEAD = """\
+# What the compilers make of the kernels, for sm_90a
+
+`make ptx-check`, JAX {version}, {ptxas}. No GPU: these are properties of programs, not
+times. Loads and stores of global memory are those of a thread, by bytes; instructions
+are those of PTX, a loop's as often as it runs; a division counts as one.
+
+| kernel | threads | registers | spilled bytes | loads | stores | shuffles | \
+barriers | divisions | instructions an element |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--cases", nargs="+", help="by default those that are timed")
+  parser.add_argument("--output", type=pathlib.Path, default=RESULTS)
+  options = parser.parse_args()
+  version = subprocess.run([ptxas(), "--version"], capture_output=True, text=True)
+  with tempfile.TemporaryDirectory() as dump:
+    prepare(dump)
+    import jax
+    from kernel_cases import CASES
+
+    names = options.cases or [name for name, case in CASES.items() if case.timed]
+    lines, wrong = check(names, dump)
+  release = re.search(r"release [\d.]+", version.stdout)
+  head = _HEAD.format(
+    version=jax.__version__, ptxas=f"ptxas {release[0] if release else ''}"
+  )
+  options.output.parent.mkdir(parents=True, exist_ok=True)
+  options.output.write_text(head + "\n".join(lines) + "\n")
+  print(f"{len(lines)} programs, in {options.output}")
+  if wrong:
+    sys.exit("\n".join(["These are not as they should be:", *wrong]))
+
+
+if __name__ == "__main__":
+  main()
