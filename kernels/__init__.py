@@ -17,6 +17,7 @@ from gradcomp.kernels import scales as scales
 from gradcomp.kernels import selection as selection
 from gradcomp.kernels import sparse as sparse
 from gradcomp.kernels import ternary as ternary
+from gradcomp.kernels import warpgroups as warpgroups
 from gradcomp.kernels.dispatch import Implementation as Implementation
 from gradcomp.kernels.planes import pack_planes as pack_planes
 from gradcomp.kernels.planes import unpack_planes as unpack_planes

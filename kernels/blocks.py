@@ -9,7 +9,7 @@ not mask a ragged last block at all. Instead the last program takes the last til
 of them for the second time; both write the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -162,6 +162,21 @@ def encode(
     interpret=interpret,
     name=name,
   )(x, *given)
+  return complete(found, x, tiles, whole, last)
+
+
+def complete(
+  found: Sequence[jax.Array], x: jax.Array, tiles: int, whole: int, last: Reference
+) -> tuple[jax.Array, jax.Array | None]:
+  """What a kernel made of whole tiles, with what the reference makes of the rest.
+
+  Args:
+    found: the rows and, where it is kept, the residual; the last tile's mean nothing.
+    x: ``float32[n]``.
+    tiles: how many are whole.
+    whole: their elements.
+    last: encodes the others.
+  """
   result, residual = (*found, None)[:2]
   if whole < x.size:
     words, rest = last(x[whole:], tiles)
@@ -182,11 +197,11 @@ def _warps(elements: int) -> int:
   return int(np.clip(elements // (_THREADS * _VECTOR), 1, 4))
 
 
-def largest_bits(x: jax.Array) -> jax.Array:
+def largest_bits(x: jax.Array, axis: int | None = 1) -> jax.Array:
   """The bits of the largest magnitude of each line, ``int32[rows]``; NaN's for more.
 
   Integers, since GPUs' maxima of floats drop NaN.
   """
   magnitude = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
-  bits = magnitude.max(axis=1)
+  bits = magnitude.max(axis=axis)
   return jnp.where(bits < _INFINITY, bits, _NAN)

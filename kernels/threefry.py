@@ -5,6 +5,9 @@ a memory copy for an array of the gradient's size on CPU. The same cipher writte
 array arithmetic fuses into the expression that consumes the bits.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +16,9 @@ _PARITY = 0x1BD11BDA
 
 # ``uint32[2]``; in kernels, whose values have no indices, its two words.
 Key = jax.Array | tuple[jax.Array, jax.Array]
+
+# The signature of jax.lax.broadcasted_iota.
+Iota = Callable[[Any, tuple[int, ...], int], jax.Array]
 
 
 def threefry2x32(
@@ -53,7 +59,12 @@ def threefry2x32(
 
 
 def random_lanes(
-  key: Key, shape: tuple[int, int], lanes: int, *, first_row: jax.Array | int = 0
+  key: Key,
+  shape: tuple[int, int],
+  lanes: int,
+  *,
+  first_row: jax.Array | int = 0,
+  iota: Iota = jax.lax.broadcasted_iota,
 ) -> list[jax.Array]:
   """Independent uniform 16-bit integers: ``lanes`` arrays of ``shape``, as uint32.
 
@@ -67,6 +78,7 @@ def random_lanes(
     shape: ``(rows, columns)``.
     lanes: how many arrays, one for each plane of a tile.
     first_row: added to the row number, for a caller that works on part of the rows.
+    iota: what numbers elements, for a kernel that lays them out itself.
 
   Returns:
     A list of ``uint32[rows, columns]`` with values in ``[0, 2**16)``.
@@ -76,8 +88,8 @@ def random_lanes(
     >>> [hex(lane[0, 0]) for lane in lanes]
     ['0x159', '0x6b20', '0x4efe']
   """
-  rows = jax.lax.broadcasted_iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
-  columns = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
+  rows = iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
+  columns = iota(jnp.uint32, shape, 1)
   result: list[jax.Array] = []
   for block in range(-(-lanes // 4)):
     counter = (rows, columns + jnp.uint32(block * shape[1]))
