@@ -138,4 +138,6 @@ def encode(
     ),
     interpret=interpret,
   )(x, *given)
+  # XLA 0.11.2 would fuse the call with the update of its last row, and refuse that.
+  found = jax.lax.optimization_barrier(found)
   return complete(found, x, tiles, tiles * tile, last)

@@ -47,22 +47,23 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("columns", ["inside", "one", "each"])
-@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("bits, levels", WIDTHS)
-def test_qsgd_lowers_for_cuda(bits, levels, keep, columns):
+def test_qsgd_lowers_for_cuda(bits, levels, columns):
   count = planes.planes_per_word(bits)
   x = jax.ShapeDtypeStruct((2 * count * 512 + 5,), jnp.float32)
   each = {"inside": 0, "one": 1, "each": count}[columns]
   scale = jax.ShapeDtypeStruct((3, each), jnp.float32) if each else None
-  encode = functools.partial(
-    qsgd.mosaic.encode_rows,
-    bits=bits,
-    bucket_size=512,
-    levels=levels,
-    inline=True,
-    keep=keep,
-  )
-  for key in (None, laws.KEY):
+  # Both ways with each width, and with each kind of scale.
+  keep = (bits + each) % 2 == 0
+  for key in (None, laws.KEY) if bits == 4 else (laws.KEY if keep else None,):
+    encode = functools.partial(
+      qsgd.mosaic.encode_rows,
+      bits=bits,
+      bucket_size=512,
+      levels=levels,
+      inline=True,
+      keep=keep,
+    )
     assert "mosaic_gpu" in lowered(encode, x, scale, key)
 
 
@@ -77,8 +78,13 @@ def test_one_bit_lowers_for_cuda(bucket_size, keep):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("columns", ["inside", "one", "each"])
-@pytest.mark.parametrize("bits, levels", WIDTHS)
+@pytest.mark.parametrize(
+  "bits, levels, columns",
+  [
+    *[(*width, "inside") for width in WIDTHS],
+    *[(bits, "uniform", columns) for bits in (8, 16) for columns in ("one", "each")],
+  ],
+)
 def test_qsgd_gives_the_bits_of_the_reference(bits, levels, columns):
   count, bucket_size = planes.planes_per_word(bits), 512 if bits == 16 else 128
   x = values(count * bucket_size * (1 if bits == 1 else 2) + 77, bucket_size)
@@ -112,8 +118,9 @@ def test_one_bit_gives_the_signs_of_the_reference_and_nearly_its_means():
   words, means = np.split(np.asarray(rows), [bucket_size], axis=1)
   want_words, want_means = np.split(np.asarray(want), [bucket_size], axis=1)
   np.testing.assert_array_equal(words, want_words)
+  bound = (bucket_size / 128 + 40) * 2.0**-24  # says one_bit/mosaic.py
   np.testing.assert_allclose(
-    means.view(np.float32), want_means.view(np.float32), rtol=2e-6, atol=0
+    means.view(np.float32), want_means.view(np.float32), rtol=bound, atol=0
   )
   sent = one_bit.decode_rows(rows, bucket_size=bucket_size).reshape(-1)[: x.size]
   np.testing.assert_array_equal(np.asarray(residual), np.asarray(x - sent))
@@ -157,7 +164,7 @@ def test_only_its_name_selects_it_and_only_where_it_runs(implementation, monkeyp
   monkeypatch.setattr(one_bit.mosaic, "encode_rows", encode)
   x = jnp.zeros(4096)
   if implementation is None:
-    one_bit.encode_rows(x, bucket_size=128)
+    jax.eval_shape(functools.partial(one_bit.encode_rows, bucket_size=128), x)
   elif jax.default_backend() != "gpu":
     with pytest.raises(ValueError, match="needs a GPU"):
       one_bit.encode_rows(x, bucket_size=128, implementation="mosaic")
@@ -165,7 +172,8 @@ def test_only_its_name_selects_it_and_only_where_it_runs(implementation, monkeyp
 
 
 def test_types_of_shard_map_pass_through():
-  mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
+  auto = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((2,), ("data",), auto, devices=jax.devices("cpu")[:2])
   spec = jax.sharding.PartitionSpec("data")
   encode = functools.partial(one_bit.mosaic.encode_rows, bucket_size=128, keep=True)
   f = jax.shard_map(encode, mesh=mesh, in_specs=spec, out_specs=(spec, spec))

@@ -1,7 +1,10 @@
 """1-bit SGD's encoder as a Mosaic GPU kernel: means, signs and residual in one pass.
 
-Sums are taken in the order of the hardware, so that a mean may differ from the
-reference's in its last bits. Signs are equal, and the residual is what the code leaves.
+Sums are taken in an order of its own, since nothing here reduces a part of a plane, so
+that a mean may differ from the reference's in its last bits: relatively by less than
+``(B / 128 + 40) * 2**-24``, for so many roundings are on an element's way to the two
+sums, whose terms have one sign. Measured: 1.8e-7 (interpreted). Signs are equal, and
+the residual is what the code leaves.
 """
 
 from typing import Any
@@ -11,6 +14,7 @@ import jax.numpy as jnp
 
 from gradcomp.kernels import warpgroups
 from gradcomp.kernels.one_bit import reference
+from gradcomp.kernels.one_bit.pallas import divide
 from gradcomp.kernels.one_bit.reference import WORD, means_of_sums, sides
 from gradcomp.kernels.planes import float_words, pack_planes
 
@@ -25,7 +29,7 @@ def encode_rows(
     for k in range(WORD):
       x, first = tile.plane(k), tile.first(k)
       sums = [side.sum() for side in sides(x, first, bucket_size)]
-      positive, negative = means_of_sums(sums, first, bucket_size, bucket_size)
+      positive, negative = means_of_sums(sums, first, bucket_size, bucket_size, divide)
       tile.put_scale(k, float_words(positive))
       tile.put_scale(k + WORD, float_words(negative))
       below = x < 0

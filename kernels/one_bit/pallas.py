@@ -71,7 +71,7 @@ def _means(block: blocks.Block, plane: jax.Array) -> tuple[jax.Array, jax.Array]
   counts = sums[2].astype(jnp.int32).sum(axis=1).astype(jnp.uint32)
   positive, negative = _sum_by_halves(sums[0]), 0.0 - _sum_by_halves(-sums[1])
   sums = positive, negative, counts
-  return means_of_sums(sums, first.reshape(first.shape[0]), size, size, _divide)
+  return means_of_sums(sums, first.reshape(first.shape[0]), size, size, divide)
 
 
 def _sum_by_halves(x: jax.Array) -> jax.Array:
@@ -81,7 +81,7 @@ def _sum_by_halves(x: jax.Array) -> jax.Array:
   return x.reshape(x.shape[0])
 
 
-def _divide(total: jax.Array, count: jax.Array) -> jax.Array:
+def divide(total: jax.Array, count: jax.Array) -> jax.Array:
   """The quotient, correctly rounded; what is not finite stays so."""
   quotient = signed(exact_quotient(jnp.abs(total), count), sign_bit(total))
   return jnp.where(jnp.abs(total) < jnp.inf, quotient, total)
