@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.threefry import Iota, Key, random_lanes
+from gradcomp.kernels.threefry import Key, random_lanes
 
 FRACTION = 16  # bits behind the point
 
@@ -28,7 +28,6 @@ def rounding_lanes(
   planes: int,
   *,
   first_row: jax.Array | int,
-  iota: Iota = jax.lax.broadcasted_iota,
 ) -> Sequence[Lane]:
   """What is added before ``FRACTION`` bits are dropped, for each plane of a tile.
 
@@ -40,11 +39,10 @@ def rounding_lanes(
     shape: of a plane, ``(rows, columns)``.
     planes: how many.
     first_row: the number of the first row, which the random numbers depend on.
-    iota: see :func:`random_lanes`.
   """
   if key is None:
     return [1 << (FRACTION - 1)] * planes
-  return random_lanes(key, shape, planes, first_row=first_row, iota=iota)
+  return random_lanes(key, shape, planes, first_row=first_row)
 
 
 def top_multiplier(top: int, scale: jax.Array) -> jax.Array:

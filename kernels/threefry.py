@@ -5,7 +5,8 @@ a memory copy for an array of the gradient's size on CPU. The same cipher writte
 array arithmetic fuses into the expression that consumes the bits.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -64,7 +65,6 @@ def random_lanes(
   lanes: int,
   *,
   first_row: jax.Array | int = 0,
-  iota: Iota = jax.lax.broadcasted_iota,
 ) -> list[jax.Array]:
   """Independent uniform 16-bit integers: ``lanes`` arrays of ``shape``, as uint32.
 
@@ -78,7 +78,6 @@ def random_lanes(
     shape: ``(rows, columns)``.
     lanes: how many arrays, one for each plane of a tile.
     first_row: added to the row number, for a caller that works on part of the rows.
-    iota: what numbers elements, for a kernel that lays them out itself.
 
   Returns:
     A list of ``uint32[rows, columns]`` with values in ``[0, 2**16)``.
@@ -88,14 +87,28 @@ def random_lanes(
     >>> [hex(lane[0, 0]) for lane in lanes]
     ['0x159', '0x6b20', '0x4efe']
   """
+  return list(itertools.islice(lane_stream(key, shape, first_row=first_row), lanes))
+
+
+def lane_stream(
+  key: Key,
+  shape: tuple[int, int],
+  *,
+  first_row: jax.Array | int,
+  iota: Iota = jax.lax.broadcasted_iota,
+) -> Iterator[jax.Array]:
+  """The arrays of :func:`random_lanes` one by one, each computed when it is asked for.
+
+  For kernels whose registers would not hold them all; ``iota`` is for those that lay
+  out their arrays themselves.
+  """
   rows = iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
   columns = iota(jnp.uint32, shape, 1)
-  result: list[jax.Array] = []
-  for block in range(-(-lanes // 4)):
+  for block in itertools.count():
     counter = (rows, columns + jnp.uint32(block * shape[1]))
     for word in threefry2x32(key, counter):
-      result += [word & jnp.uint32(0xFFFF), word >> 16]
-  return result[:lanes]
+      yield word & jnp.uint32(0xFFFF)
+      yield word >> 16
 
 
 def key_words(key: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ else:
 
 _THREADS = 128  # of a warpgroup, which is a program
 _VECTOR = 4  # elements of a load of 16 bytes
-_LARGEST_BUCKET = 4096  # more would not stay in registers
+_LARGEST_BUCKET = 1024  # more would not stay in registers
 
 
 def refusal(size: int, planes: int, bucket_size: int) -> str:

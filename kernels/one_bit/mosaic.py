@@ -16,7 +16,7 @@ from gradcomp.kernels import warpgroups
 from gradcomp.kernels.one_bit import reference
 from gradcomp.kernels.one_bit.pallas import divide
 from gradcomp.kernels.one_bit.reference import WORD, means_of_sums, sides
-from gradcomp.kernels.planes import float_words, pack_planes
+from gradcomp.kernels.planes import float_words
 
 
 def encode_rows(
@@ -25,7 +25,7 @@ def encode_rows(
   """The same as :func:`reference.encode_rows`, but for the last bits of the means."""
 
   def body(tile: warpgroups.Tile) -> None:
-    signs = []
+    words = None
     for k in range(WORD):
       x, first = tile.plane(k), tile.first(k)
       sums = [side.sum() for side in sides(x, first, bucket_size)]
@@ -35,8 +35,9 @@ def encode_rows(
       below = x < 0
       if keep:
         tile.put_residual(k, x - jnp.where(below, negative, positive))
-      signs.append(below.astype(jnp.uint32))
-    tile.put(pack_planes(signs, 1))
+      signs = below.astype(jnp.uint32) << k
+      words = signs if words is None else words | signs
+    tile.put(words)
 
   def last(rest: jax.Array, row: int) -> tuple[jax.Array, jax.Array | None]:
     del row  # nothing is random

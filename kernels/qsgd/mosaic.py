@@ -13,10 +13,11 @@ from gradcomp.kernels.fixed_point import (
   rounding_lanes,
   top_multiplier,
 )
-from gradcomp.kernels.planes import float_words, pack_planes, planes_per_word
+from gradcomp.kernels.planes import float_words, planes_per_word
 from gradcomp.kernels.qsgd import reference
 from gradcomp.kernels.qsgd.reference import Levels, code, limit, value
 from gradcomp.kernels.scales import scales_of_bits
+from gradcomp.kernels.threefry import lane_stream
 
 
 def encode_rows(
@@ -42,8 +43,10 @@ def encode_rows(
   ) -> None:
     words = None if key_ref is None else (key_ref[0], key_ref[1])
     row = tile.number
-    lanes = rounding_lanes(words, tile.shape, planes, first_row=row, iota=tile.iota)
-    codes = []
+    lanes = iter(rounding_lanes(None, tile.shape, planes, first_row=row))
+    if words is not None:
+      lanes = lane_stream(words, tile.shape, first_row=row, iota=tile.iota)
+    packed = None
     for k in range(planes):
       x = tile.plane(k)
       if scale_ref is None:
@@ -51,12 +54,14 @@ def encode_rows(
         factor = exact_multiplier(top, unit)
       else:
         unit, factor = scale_ref[row, k % columns], factor_ref[row, k % columns]
-      codes.append(code(x, factor, lanes[k], bits, levels))
+      codes = code(x, factor, next(lanes), bits, levels)
+      # In turn, since registers would not hold the codes of all planes.
+      packed = codes if packed is None else packed | (codes << (k * bits))
       if keep:
-        tile.put_residual(k, x - value(codes[-1], unit, bits, levels))
+        tile.put_residual(k, x - value(codes, unit, bits, levels))
       if inline and k < columns:
         tile.put_scale(k, float_words(unit))
-    tile.put(pack_planes(codes, bits))
+    tile.put(packed)
 
   def last(rest: jax.Array, row: int) -> tuple[jax.Array, jax.Array | None]:
     return reference.encode_rows(
