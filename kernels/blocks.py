@@ -177,7 +177,7 @@ def complete(
     whole: their elements.
     last: encodes the others.
   """
-  result, residual = (*found, None)[:2]
+  result, residual = found[0], found[1] if len(found) > 1 else None
   if whole < x.size:
     words, rest = last(x[whole:], tiles)
     result = jax.lax.dynamic_update_slice(result, words, (tiles, 0))

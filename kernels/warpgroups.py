@@ -28,7 +28,9 @@ else:
 
 _THREADS = 128  # of a warpgroup, which is a program
 _VECTOR = 4  # elements of a load of 16 bytes
-_LARGEST_BUCKET = 1024  # more would not stay in registers
+# More would not stay in registers.
+_LARGEST_BUCKET = 2048
+_LARGEST_TILE = 16384
 
 
 def refusal(size: int, planes: int, bucket_size: int) -> str:
@@ -40,6 +42,11 @@ def refusal(size: int, planes: int, bucket_size: int) -> str:
     return (
       f"a Mosaic kernel's buckets are powers of two from {_THREADS} to "
       f"{_LARGEST_BUCKET}, and this one has {bucket_size} elements"
+    )
+  if planes * bucket_size > _LARGEST_TILE:
+    return (
+      f"a Mosaic kernel's tiles have at most {_LARGEST_TILE} elements, and {planes} "
+      f"buckets of {bucket_size} have more"
     )
   if not planes * bucket_size <= size < 2**31:
     return (

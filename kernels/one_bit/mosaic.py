@@ -25,7 +25,7 @@ def encode_rows(
   """The same as :func:`reference.encode_rows`, but for the last bits of the means."""
 
   def body(tile: warpgroups.Tile) -> None:
-    words = None
+    words: Any = None
     for k in range(WORD):
       x, first = tile.plane(k), tile.first(k)
       sums = [side.sum() for side in sides(x, first, bucket_size)]

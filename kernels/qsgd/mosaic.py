@@ -46,7 +46,7 @@ def encode_rows(
     lanes = iter(rounding_lanes(None, tile.shape, planes, first_row=row))
     if words is not None:
       lanes = lane_stream(words, tile.shape, first_row=row, iota=tile.iota)
-    packed = None
+    packed: Any = None
     for k in range(planes):
       x = tile.plane(k)
       if scale_ref is None:
