@@ -6,6 +6,7 @@ from gradcomp.kernels import eight_bit as eight_bit
 from gradcomp.kernels import float_cast as float_cast
 from gradcomp.kernels import float_codes as float_codes
 from gradcomp.kernels import float_formats as float_formats
+from gradcomp.kernels import last_tile as last_tile
 from gradcomp.kernels import levels as levels
 from gradcomp.kernels import lines as lines
 from gradcomp.kernels import listing as listing

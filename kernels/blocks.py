@@ -9,12 +9,14 @@ not mask a ragged last block at all. Instead the last program takes the last til
 of them for the second time; both write the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from gradcomp.kernels.last_tile import Reference, complete
 
 try:  # deprecated from JAX 0.11 on
   from jax.experimental import pallas as pl
@@ -32,9 +34,6 @@ _LARGEST_BUCKET = 4096  # more would not stay in registers
 _MAGNITUDE, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 
 Index = jax.Array | int
-
-# Encodes a last, partial tile, whose row has the number given.
-Reference = Callable[[jax.Array, int], tuple[jax.Array, jax.Array | None]]
 
 
 def refusal(size: int, planes: int, bucket_size: int) -> str:
@@ -163,27 +162,6 @@ def encode(
     name=name,
   )(x, *given)
   return complete(found, x, tiles, whole, last)
-
-
-def complete(
-  found: Sequence[jax.Array], x: jax.Array, tiles: int, whole: int, last: Reference
-) -> tuple[jax.Array, jax.Array | None]:
-  """What a kernel made of whole tiles, with what the reference makes of the rest.
-
-  Args:
-    found: the rows and, where it is kept, the residual; the last tile's mean nothing.
-    x: ``float32[n]``.
-    tiles: how many are whole.
-    whole: their elements.
-    last: encodes the others.
-  """
-  result, residual = found[0], found[1] if len(found) > 1 else None
-  if whole < x.size:
-    words, rest = last(x[whole:], tiles)
-    result = jax.lax.dynamic_update_slice(result, words, (tiles, 0))
-    if residual is not None and rest is not None:
-      residual = jax.lax.dynamic_update_slice(residual, rest, (whole,))
-  return result, residual
 
 
 def typed(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

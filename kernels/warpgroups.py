@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradcomp.kernels.blocks import Index, Reference, complete, typed
+from gradcomp.kernels.blocks import Index, typed
+from gradcomp.kernels.last_tile import Reference, complete
 
 try:
   from jax.experimental import pallas as pl
