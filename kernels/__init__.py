@@ -6,6 +6,7 @@ from gradcomp.kernels import eight_bit as eight_bit
 from gradcomp.kernels import float_cast as float_cast
 from gradcomp.kernels import float_codes as float_codes
 from gradcomp.kernels import float_formats as float_formats
+from gradcomp.kernels import last_tile as last_tile
 from gradcomp.kernels import levels as levels
 from gradcomp.kernels import lines as lines
 from gradcomp.kernels import listing as listing
@@ -19,6 +20,7 @@ from gradcomp.kernels import selection as selection
 from gradcomp.kernels import sparse as sparse
 from gradcomp.kernels import ternary as ternary
 from gradcomp.kernels import thresholds as thresholds
+from gradcomp.kernels import warpgroups as warpgroups
 from gradcomp.kernels.dispatch import Implementation as Implementation
 from gradcomp.kernels.planes import pack_planes as pack_planes
 from gradcomp.kernels.planes import unpack_planes as unpack_planes

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp.kernels.last_tile import Reference, complete
+
 try:  # deprecated from JAX 0.11 on
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton
@@ -32,9 +34,6 @@ _LARGEST_BUCKET = 4096  # more would not stay in registers
 _MAGNITUDE, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 
 Index = jax.Array | int
-
-# Encodes a last, partial tile, whose row has the number given.
-Reference = Callable[[jax.Array, int], tuple[jax.Array, jax.Array | None]]
 
 
 def refusal(size: int, planes: int, bucket_size: int) -> str:
@@ -167,13 +166,7 @@ def encode(
     interpret=interpret,
     name=name,
   )(x, *given)
-  result, residual = (*found, None)[:2]
-  if whole < x.size:
-    words, rest = last(x[whole:], tiles)
-    result = jax.lax.dynamic_update_slice(result, words, (tiles, 0))
-    if residual is not None and rest is not None:
-      residual = jax.lax.dynamic_update_slice(residual, rest, (whole,))
-  return result, residual
+  return complete(found, x, tiles, whole, last)
 
 
 def typed(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -187,11 +180,11 @@ def _warps(elements: int) -> int:
   return int(np.clip(elements // (_THREADS * _VECTOR), 1, 4))
 
 
-def largest_bits(x: jax.Array) -> jax.Array:
+def largest_bits(x: jax.Array, axis: int | None = 1) -> jax.Array:
   """The bits of the largest magnitude of each line, ``int32[rows]``; NaN's for more.
 
   Integers, since GPUs' maxima of floats drop NaN.
   """
   magnitude = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
-  bits = magnitude.max(axis=1)
+  bits = magnitude.max(axis=axis)
   return jnp.where(bits < _INFINITY, bits, _NAN)

@@ -2,7 +2,7 @@
 
 An operation is a folder of this package. Its ``reference`` is jnp code, the fast path
 on CPU and TPU; ``pallas`` and, where there is one, ``mosaic`` are kernels for GPUs. All
-give the same bits.
+give the same bits, where ``mosaic`` does not say otherwise.
 """
 
 from collections.abc import Callable

@@ -6,6 +6,9 @@ array arithmetic fuses into the expression that consumes the bits.
 """
 
 import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,9 @@ _PARITY = 0x1BD11BDA
 
 # ``uint32[2]``; in kernels, whose values have no indices, its two words.
 Key = jax.Array | tuple[jax.Array, jax.Array]
+
+# The signature of jax.lax.broadcasted_iota.
+Iota = Callable[[Any, tuple[int, ...], int], jax.Array]
 
 
 # Jitted, so that it is traced once for all planes and kernels of a shape; inlined, so
@@ -58,7 +64,11 @@ def threefry2x32(
 
 
 def random_lanes(
-  key: Key, shape: tuple[int, int], lanes: int, *, first_row: jax.Array | int = 0
+  key: Key,
+  shape: tuple[int, int],
+  lanes: int,
+  *,
+  first_row: jax.Array | int = 0,
 ) -> list[jax.Array]:
   """Independent uniform 16-bit integers: ``lanes`` arrays of ``shape``, as uint32.
 
@@ -81,14 +91,28 @@ def random_lanes(
     >>> [hex(lane[0, 0]) for lane in lanes]
     ['0x159', '0x6b20', '0x4efe']
   """
-  rows = jax.lax.broadcasted_iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
-  columns = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
-  result: list[jax.Array] = []
-  for block in range(-(-lanes // 4)):
+  return list(itertools.islice(lane_stream(key, shape, first_row=first_row), lanes))
+
+
+def lane_stream(
+  key: Key,
+  shape: tuple[int, int],
+  *,
+  first_row: jax.Array | int,
+  iota: Iota = jax.lax.broadcasted_iota,
+) -> Iterator[jax.Array]:
+  """The arrays of :func:`random_lanes` one by one, each computed when it is asked for.
+
+  For kernels whose registers would not hold them all; ``iota`` is for those that lay
+  out their arrays themselves.
+  """
+  rows = iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
+  columns = iota(jnp.uint32, shape, 1)
+  for block in itertools.count():
     counter = (rows, columns + jnp.uint32(block * shape[1]))
     for word in threefry2x32(key, counter):
-      result += [word & jnp.uint32(0xFFFF), word >> 16]
-  return result[:lanes]
+      yield word & jnp.uint32(0xFFFF)
+      yield word >> 16
 
 
 def key_words(key: jax.Array) -> jax.Array:

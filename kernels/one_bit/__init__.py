@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch
-from gradcomp.kernels.one_bit import pallas, reference
+from gradcomp.kernels import blocks, dispatch, warpgroups
+from gradcomp.kernels.one_bit import mosaic, pallas, reference
 from gradcomp.kernels.one_bit.reference import WORD as WORD
 from gradcomp.kernels.one_bit.reference import decode_columns as decode_columns
 from gradcomp.kernels.one_bit.reference import decode_rows as decode_rows
@@ -23,10 +23,12 @@ def encode_rows(
 ) -> tuple[jax.Array, jax.Array | None]:
   """See :func:`reference.encode_rows`; and :func:`dispatch.run`."""
   options: dict[str, Any] = {"bucket_size": bucket_size, "keep": keep}
-  no = blocks.refusal(x.size, WORD, bucket_size)
+  sizes = x.size, WORD, bucket_size
   return dispatch.run(
     implementation,
     x,
     xla=functools.partial(reference.encode_rows, **options),
-    pallas=no or functools.partial(pallas.encode_rows, **options),
+    pallas=blocks.refusal(*sizes) or functools.partial(pallas.encode_rows, **options),
+    mosaic=warpgroups.refusal(*sizes)
+    or functools.partial(mosaic.encode_rows, **options),
   )

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch
+from gradcomp.kernels import blocks, dispatch, warpgroups
 from gradcomp.kernels.planes import planes_per_word
-from gradcomp.kernels.qsgd import pallas, reference
+from gradcomp.kernels.qsgd import mosaic, pallas, reference
 from gradcomp.kernels.qsgd.reference import Levels as Levels
 from gradcomp.kernels.qsgd.reference import decode_rows as decode_rows
 from gradcomp.kernels.qsgd.reference import from_signed_codes as from_signed_codes
@@ -35,12 +35,14 @@ def encode_rows(
     "inline": inline,
     "keep": keep,
   }
-  no = blocks.refusal(x.size, planes_per_word(bits), bucket_size)
+  sizes = x.size, planes_per_word(bits), bucket_size
   return dispatch.run(
     implementation,
     x,
     scale,
     key,
     xla=functools.partial(reference.encode_rows, **options),
-    pallas=no or functools.partial(pallas.encode_rows, **options),
+    pallas=blocks.refusal(*sizes) or functools.partial(pallas.encode_rows, **options),
+    mosaic=warpgroups.refusal(*sizes)
+    or functools.partial(mosaic.encode_rows, **options),
   )

@@ -1,0 +1,59 @@
+"""1-bit SGD's encoder as a Mosaic GPU kernel: means, signs and residual in one pass.
+
+Sums are taken in an order of its own, since nothing here reduces a part of a plane, so
+that a mean may differ from the reference's in its last bits: relatively by less than
+``(B / 128 + 40) * 2**-24``, for so many roundings are on an element's way to the two
+sums, whose terms have one sign. Measured: 1.8e-7 (interpreted). Signs are equal, and
+the residual is what the code leaves.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp.kernels import warpgroups
+from gradcomp.kernels.fixed_point import exact_divide
+from gradcomp.kernels.one_bit import reference
+from gradcomp.kernels.one_bit.reference import WORD, means_of_sums, sides
+from gradcomp.kernels.planes import float_words
+
+
+def encode_rows(
+  x: jax.Array, *, bucket_size: int, keep: bool, interpret: Any = None
+) -> tuple[jax.Array, jax.Array | None]:
+  """The same as :func:`reference.encode_rows`, but for the last bits of the means."""
+
+  def body(tile: warpgroups.Tile) -> None:
+    words: Any = None
+    for k in range(WORD):
+      x, first = tile.plane(k), tile.first(k)
+      sums = [side.sum() for side in sides(x, first, bucket_size)]
+      positive, negative = means_of_sums(
+        sums, first, bucket_size, bucket_size, exact_divide
+      )
+      tile.put_scale(k, float_words(positive))
+      tile.put_scale(k + WORD, float_words(negative))
+      below = x < 0
+      if keep:
+        tile.put_residual(k, x - jnp.where(below, negative, positive))
+      signs = below.astype(jnp.uint32) << k
+      words = signs if words is None else words | signs
+    tile.put(words)
+
+  def last(rest: jax.Array, row: int) -> tuple[jax.Array, jax.Array | None]:
+    del row  # nothing is random
+    return reference.encode_rows(rest, bucket_size=bucket_size, keep=keep)
+
+  return warpgroups.encode(
+    body,
+    "one_bit_encode",
+    x,
+    (),
+    planes=WORD,
+    bucket_size=bucket_size,
+    row_words=bucket_size + 2 * WORD,
+    keep=keep,
+    last=last,
+    interpret=interpret,
+  )

@@ -1,0 +1,90 @@
+"""QSGD's encoder as a Mosaic GPU kernel: scale, round, pack and subtract in one pass.
+
+The same functions of planes as in the Triton-style kernel, a tile a program.
+"""
+
+from typing import Any
+
+import jax
+
+from gradcomp.kernels import blocks, warpgroups
+from gradcomp.kernels.fixed_point import (
+  exact_multiplier,
+  rounding_lanes,
+  top_multiplier,
+)
+from gradcomp.kernels.planes import float_words, planes_per_word
+from gradcomp.kernels.qsgd import reference
+from gradcomp.kernels.qsgd.reference import Levels, code, limit, value
+from gradcomp.kernels.scales import scales_of_bits
+from gradcomp.kernels.threefry import lane_stream
+
+
+def encode_rows(
+  x: jax.Array,
+  scale: jax.Array | None,
+  key: jax.Array | None,
+  *,
+  bits: int,
+  bucket_size: int,
+  levels: Levels,
+  inline: bool,
+  keep: bool,
+  interpret: Any = None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """The same as :func:`reference.encode_rows`."""
+  planes = planes_per_word(bits)
+  top = limit(bits, levels)
+  columns = planes if scale is None else scale.shape[1]
+  multiplier = None if scale is None else top_multiplier(top, scale)
+
+  def body(
+    tile: warpgroups.Tile, key_ref: Any, scale_ref: Any, factor_ref: Any
+  ) -> None:
+    words = None if key_ref is None else (key_ref[0], key_ref[1])
+    row = tile.number
+    lanes = iter(rounding_lanes(None, tile.shape, planes, first_row=row))
+    if words is not None:
+      lanes = lane_stream(words, tile.shape, first_row=row, iota=tile.iota)
+    packed: Any = None
+    for k in range(planes):
+      x = tile.plane(k)
+      if scale_ref is None:
+        unit = scales_of_bits(blocks.largest_bits(x, axis=None))
+        factor = exact_multiplier(top, unit)
+      else:
+        unit, factor = scale_ref[row, k % columns], factor_ref[row, k % columns]
+      codes = code(x, factor, next(lanes), bits, levels)
+      # In turn, since registers would not hold the codes of all planes.
+      packed = codes if packed is None else packed | (codes << (k * bits))
+      if keep:
+        tile.put_residual(k, x - value(codes, unit, bits, levels))
+      if inline and k < columns:
+        tile.put_scale(k, float_words(unit))
+    tile.put(packed)
+
+  def last(rest: jax.Array, row: int) -> tuple[jax.Array, jax.Array | None]:
+    return reference.encode_rows(
+      rest,
+      None if scale is None else scale[row:],
+      key,
+      bits=bits,
+      bucket_size=bucket_size,
+      levels=levels,
+      inline=inline,
+      keep=keep,
+      first_row=row,
+    )
+
+  return warpgroups.encode(
+    body,
+    "qsgd_encode",
+    x,
+    (key, scale, multiplier),
+    planes=planes,
+    bucket_size=bucket_size,
+    row_words=bucket_size + inline * columns,
+    keep=keep,
+    last=last,
+    interpret=interpret,
+  )

@@ -1,0 +1,151 @@
+"""Encoders as Mosaic GPU kernels, for Hopper and newer: what they share.
+
+The counterpart of ``blocks``. A program of the grid is a warpgroup of 128 threads and
+has one tile; a plane is one bucket, over which alone anything is reduced, since axes of
+matrices are not. The last, partial tile is left to the reference.
+
+Semantics are those of lanes in all versions of JAX: layouts are then not searched for,
+which takes seconds for a kernel, and scalars can be bit-cast. Instead a layout is given
+to what is read and to what is numbered; all else follows from these.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp.kernels.blocks import Index, typed
+from gradcomp.kernels.last_tile import Reference, complete
+
+try:
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+except ImportError:
+  _UNAVAILABLE = "this version of JAX has no Mosaic GPU backend for Pallas"
+else:
+  _UNAVAILABLE = ""
+
+_THREADS = 128  # of a warpgroup, which is a program
+_VECTOR = 4  # elements of a load of 16 bytes
+# More would not stay in registers.
+_LARGEST_BUCKET = 2048
+_LARGEST_TILE = 16384
+
+
+def refusal(size: int, planes: int, bucket_size: int) -> str:
+  """Why there is no kernel for an array; empty if there is one."""
+  if _UNAVAILABLE:
+    return _UNAVAILABLE
+  power = not bucket_size & (bucket_size - 1)
+  if not (power and _THREADS <= bucket_size <= _LARGEST_BUCKET):
+    return (
+      f"a Mosaic kernel's buckets are powers of two from {_THREADS} to "
+      f"{_LARGEST_BUCKET}, and this one has {bucket_size} elements"
+    )
+  if planes * bucket_size > _LARGEST_TILE:
+    return (
+      f"a Mosaic kernel's tiles have at most {_LARGEST_TILE} elements, and {planes} "
+      f"buckets of {bucket_size} have more"
+    )
+  if not planes * bucket_size <= size < 2**31:
+    return (
+      f"a kernel's array has at least one tile, {planes * bucket_size} elements here, "
+      f"and less than 2**31, and this one has {size}"
+    )
+  return ""
+
+
+class Tile:
+  """The tile of a program.
+
+  Attributes:
+    number: ``int32[]``.
+    shape: of a plane, ``(1, B)``.
+  """
+
+  def __init__(self, x_ref, rows_ref, residual_ref, shape, planes):  # type: ignore[no-untyped-def]
+    self.number = jax.lax.axis_index("tile")
+    self.shape = shape
+    self._planes = planes
+    self._x, self._rows, self._residual = x_ref, rows_ref, residual_ref
+    # Rows of words start where they end: not all at a multiple of 16 bytes.
+    vector = math.gcd(_VECTOR, rows_ref.shape[1], shape[1] // _THREADS)
+    self._layout = plgpu.Layout.WG_STRIDED(shape, vec_size=vector)
+    self._flat = plgpu.Layout.WG_STRIDED(shape[1:], vec_size=vector)
+
+  def iota(self, dtype: Any, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """``jax.lax.broadcasted_iota`` for a plane."""
+    return plgpu.layout_cast(jax.lax.broadcasted_iota(dtype, shape, axis), self._layout)
+
+  def plane(self, plane: Index) -> jax.Array:
+    """``float32[1, B]``."""
+    x = plgpu.layout_cast(self._x[self._elements(plane)], self._flat)
+    return x.reshape(self.shape)
+
+  def first(self, plane: Index) -> jax.Array:
+    """The first element of a plane: ``float32[]``."""
+    bucket = self.number * self._planes + plane
+    return self._x[bucket * self.shape[1]]
+
+  def put(self, words: jax.Array) -> None:
+    """Writes the codes: ``uint32[1, B]``."""
+    self._rows[self.number, pl.ds(0, self.shape[1])] = words.reshape(self.shape[1:])
+
+  def put_scale(self, number: Index, word: jax.Array) -> None:
+    """Writes a word behind the codes: ``uint32[]``."""
+    self._rows[self.number, self.shape[1] + number] = word
+
+  def put_residual(self, plane: Index, rest: jax.Array) -> None:
+    """Writes what is not sent of a plane, if somebody asked: ``float32[1, B]``."""
+    if self._residual is not None:
+      self._residual[self._elements(plane)] = rest.reshape(self.shape[1:])
+
+  def _elements(self, plane: Index) -> Any:
+    bucket = self.number * self._planes + plane
+    return pl.ds(bucket * self.shape[1], self.shape[1])
+
+
+def encode(
+  body: Callable[..., None],
+  name: str,
+  x: jax.Array,
+  operands: tuple[jax.Array | None, ...],
+  *,
+  planes: int,
+  bucket_size: int,
+  row_words: int,
+  keep: bool,
+  last: Reference,
+  interpret: Any = None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """See :func:`blocks.encode`; ``body`` is called with a :class:`Tile`.
+
+  ``interpret`` is of ``plgpu.InterpretGPUParams``, which JAX has from 0.11 on.
+  """
+  tile = planes * bucket_size
+  tiles = x.size // tile
+  given = [operand for operand in operands if operand is not None]
+
+  def kernel(x_ref: Any, *refs: Any) -> None:
+    inputs, outputs = iter(refs[: len(given)]), refs[len(given) :]
+    residual_ref = outputs[1] if keep else None
+    block = Tile(x_ref, outputs[0], residual_ref, (1, bucket_size), planes)
+    body(block, *(None if operand is None else next(inputs) for operand in operands))
+
+  kernel.__name__ = name
+  out = [((-(-x.size // tile), row_words), jnp.uint32)] + keep * [(x.shape, x.dtype)]
+  found = plgpu.kernel(
+    kernel,
+    out_type=[typed(x, shape, dtype) for shape, dtype in out],
+    grid=(tiles,),
+    grid_names=("tile",),
+    compiler_params=plgpu.CompilerParams(
+      lowering_semantics=plgpu.LoweringSemantics.Lane
+    ),
+    interpret=interpret,
+  )(x, *given)
+  # XLA 0.11.2 would fuse the call with the update of its last row, and refuse that.
+  found = jax.lax.optimization_barrier(found)
+  return complete(found, x, tiles, tiles * tile, last)
