@@ -1,12 +1,11 @@
 """Selection: the elements of largest magnitude, found and listed without sorting.
 
-Magnitudes are compared as the integers that their bits are: these have the same order,
-with infinity and NaN above all numbers. Each function reads one row, out of several of
-which a number says which: so one program serves all leaves of a size. Only what reads
-elements is compiled for each of them.
+Magnitudes are compared as integers: see marks/. Each function reads one row, out of
+several of which a number says which: so one program serves all leaves of a size. Only
+what reads elements is compiled for each of them.
 
 A threshold is found on a sample and then counted on all elements, which makes a bit for
-each element that reaches it: see listing.py.
+each element that reaches it. The set bits are listed: see listing/.
 """
 
 import functools
@@ -18,14 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradcomp.kernels.listing import (
-  LANES,
-  TILE,
-  WORD,
-  count_bits,
-  first_bits,
-  positions,
-)
+from gradcomp.kernels.dispatch import Implementation
+from gradcomp.kernels.listing import LANES, TILE, count_bits, first_bits, positions
+from gradcomp.kernels.marks import magnitudes, mark
 from gradcomp.kernels.rows import Row
 
 # Bits of floats.
@@ -43,28 +37,6 @@ _HALVINGS = 18
 
 # A sixteenth of an octave: what a threshold moves first if the sample misled it.
 _FIRST_STEP = 1 << 19
-
-
-def magnitudes(x: jax.Array, sign: jax.Array | None = None) -> jax.Array:
-  """``uint32`` in the order of ``|x|``, or of the elements of one sign, others zero.
-
-  What is not finite counts for both signs.
-
-  Args:
-    x: ``float32[n]``.
-    sign: ``float32[]``, positive or negative.
-
-  Example:
-    >>> values = jnp.array([-2.0, 0.0, 1.0])
-    >>> magnitudes(values).argmax().item(), magnitudes(values, 1.0).argmax().item()
-    (0, 2)
-  """
-  bits = lax.bitcast_convert_type(x, jnp.uint32)
-  magnitude = bits & np.uint32(_ABOVE_ALL - 1)
-  if sign is None:
-    return magnitude
-  own = (bits >> 31 == 0) == (sign > 0)
-  return jnp.where(own | (magnitude >= _INFINITY), magnitude, jnp.uint32(0))
 
 
 def largest(x: Row, count: int, sign: jax.Array | None = None) -> jax.Array:
@@ -93,6 +65,7 @@ def at_least(
   *,
   sign: jax.Array | None = None,
   first: jax.Array | None = None,
+  implementation: Implementation | None = None,
 ) -> jax.Array:
   """The positions of all elements that reach a threshold, between ``count`` and more.
 
@@ -107,29 +80,34 @@ def at_least(
     sign: to choose among the elements of one sign alone, of which there may be fewer.
     first: ``float32[]``, a threshold to take as it is if no more than ``capacity``
       elements reach it, even if fewer than ``count`` do; 0 for none.
+    implementation: of marks and lists: see :func:`dispatch.run`.
 
   Returns:
     ``int32[capacity]``, tile by tile; n behind the last.
   """
-  words = _threshold_words(x, count, capacity, sign, first)
+  words = _threshold_words(x, count, capacity, sign, first, implementation)
   # A loop of one round, for all that XLA knows of any number: it keeps the list then.
   # Fused into each of its readers, it would be made as often.
   number = count_bits(words)
   nothing = jnp.zeros(capacity, jnp.int32) + (number & 0)
-  return lax.fori_loop(
-    0, (number >= 0) * 1, lambda *_: positions(words, capacity, x.size), nothing
-  )
+  found = lambda *_: positions(words, capacity, x.size, implementation=implementation)
+  return lax.fori_loop(0, (number >= 0) * 1, found, nothing)
 
 
 def trimmed(
-  x: Row, count: int, capacity: int, sign: jax.Array | None = None
+  x: Row,
+  count: int,
+  capacity: int,
+  *,
+  sign: jax.Array | None = None,
+  implementation: Implementation | None = None,
 ) -> jax.Array:
   """:func:`largest`, sorting only the survivors of :func:`at_least`.
 
   Returns:
     ``int32[count]``, tile by tile; n where there is no such element.
   """
-  survivors = at_least(x, count, capacity, sign=sign)
+  survivors = at_least(x, count, capacity, sign=sign, implementation=implementation)
   order = _as_floats(magnitudes(x.at(survivors), sign))
   _, chosen = lax.top_k(jnp.where(survivors < x.size, order, -jnp.inf), count)
   return survivors[jnp.sort(chosen)]
@@ -145,39 +123,13 @@ def _as_floats(order: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _mask(x: Row, threshold: jax.Array, sign: jax.Array | None) -> jax.Array:
-  """``uint32[n / 32]``: a bit for each element whose magnitude reaches the threshold.
-
-  Of what fills the last tile, none does.
-  """
-
-  def reached(x: jax.Array) -> jax.Array:
-    # Or XLA computes the magnitudes in front of the loop over thresholds: a whole copy.
-    x, limit = lax.optimization_barrier((x, threshold))
-    whole = x.size // TILE * TILE
-    parts = [x[:whole], jnp.pad(x[whole:], (0, -x.size % TILE))]
-    bit = jnp.uint32(1) << lax.iota(jnp.uint32, WORD)[:, None]
-    words = []
-    for part in parts:
-      order = magnitudes(part.reshape(-1, WORD, LANES), sign)
-      bits = jnp.where(order >= limit, bit, jnp.uint32(0))
-      words.append(lax.reduce(bits, np.uint32(0), lax.bitwise_or, (1,)))
-    return jnp.concatenate(words)
-
-  words = x.read(reached)
-  if missing := -x.size % TILE:
-    real = np.arange(TILE).reshape(WORD, LANES) < TILE - missing
-    kept = (real.astype(np.uint32) << np.arange(WORD, dtype=np.uint32)[:, None]).sum(0)
-    words = words.at[-1].set(words[-1] & kept.astype(np.uint32))
-  return words.reshape(-1)
-
-
 def _threshold_words(
   x: Row,
   count: int,
   capacity: int,
   sign: jax.Array | None,
   first: jax.Array | None,
+  implementation: Implementation | None,
 ) -> jax.Array:
   """The bits of the elements to list.
 
@@ -199,8 +151,7 @@ def _threshold_words(
     return ~state.fits & (state.ends < 3)
 
   def look(state: _Search) -> _Search:
-    words = _mask(x, state.threshold, sign)
-    found = count_bits(words)
+    words, found = mark(x, state.threshold, sign, implementation=implementation)
     many = found > capacity
     low = jnp.where(many, state.threshold, state.low)
     high = jnp.where(many, state.high, state.threshold)
