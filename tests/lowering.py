@@ -1,14 +1,27 @@
 """Lowering for GPUs where there is none."""
 
+import warnings
+
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 TRITON = "__gpu$xla.gpu.triton"  # what a kernel is called by
 
 _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 
 
-def lowered_for_cuda(function, *args):
-  """The text of a program for an H200: kernels are in it, encoded."""
-  with use_abstract_mesh(AbstractMesh((), (), abstract_device=_H200)):
+def lowered_for_cuda(function, *args, **axes):
+  """The text of a program for H200s: kernels are in it, encoded.
+
+  Args:
+    function: what is lowered.
+    *args: arrays, or what says their shapes.
+    **axes: sizes of the mesh for jax.shard_map's without one.
+  """
+  types = (AxisType.Auto,) * len(axes)
+  sizes, names = tuple(axes.values()), tuple(axes)
+  mesh = AbstractMesh(sizes, names, types, abstract_device=_H200)
+  with use_abstract_mesh(mesh), warnings.catch_warnings():
+    # From JAX 0.11 on, for every kernel.
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

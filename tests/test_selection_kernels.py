@@ -185,7 +185,6 @@ def test_selections_call_kernels_on_cuda_wherever_they_are():
   """In loops, conditionals, batches and typed shard_map, as on this machine."""
   encode = CODECS["threshold"].encode_with_residual
   x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2 * TILE)), jnp.float32)
-  mesh = modes.mesh(2)
   each = lambda x: lax.map(encode, x)
   placed = {
     "map": each,
@@ -194,18 +193,21 @@ def test_selections_call_kernels_on_cuda_wherever_they_are():
       jnp.int32(x[0, 0] > 9), [each, lambda x: each(-x)], x
     ),
     "while": lambda x: lax.fori_loop(0, 2, lambda _, found: each(x), each(x)),
-    "shard_map": jax.shard_map(
-      each, mesh=mesh, in_specs=P("data"), out_specs=P("data")
-    ),
+    "shard_map": lambda x: jax.shard_map(
+      lambda x: each(x), in_specs=P("data"), out_specs=P("data")
+    )(x),
   }
   alone = [jax.jit(encode)(part) for part in x]
   for name, function in placed.items():
-    payload, rest = jax.jit(function)(x)
+    with jax.set_mesh(modes.mesh(2)):
+      payload, rest = jax.jit(function)(x)
+      here = jax.jit(function).lower(x).as_text()
     for i, (own, own_rest) in enumerate(alone):
       np.testing.assert_array_equal(payload.rows[i], own.rows, name)
       np.testing.assert_array_equal(rest[i], own_rest, name)
-    assert lowered_for_cuda(function, x).count(TRITON) >= 2, name
-    assert TRITON not in jax.jit(function).lower(x).as_text(), name
+    assert TRITON not in here, name
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    assert lowered_for_cuda(function, shape, data=2).count(TRITON) >= 2, name
 
 
 def test_a_name_without_a_kernel_is_refused():
