@@ -11,6 +11,7 @@ from gradcomp.kernels import levels as levels
 from gradcomp.kernels import lines as lines
 from gradcomp.kernels import listing as listing
 from gradcomp.kernels import magnitudes as magnitudes
+from gradcomp.kernels import marks as marks
 from gradcomp.kernels import one_bit as one_bit
 from gradcomp.kernels import planes as planes
 from gradcomp.kernels import qsgd as qsgd

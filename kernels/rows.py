@@ -35,14 +35,20 @@ class Row(NamedTuple):
 
   def read(self, function: Callable[[jax.Array], T]) -> T:
     """``function`` of the row; of a matrix with several without a copy of the row."""
+
+    def row(matrix: jax.Array, number: jax.Array | int) -> jax.Array:
+      if matrix.shape[0] == 1:
+        return matrix[0]
+      return lax.dynamic_index_in_dim(matrix, number, keepdims=False)
+
+    return self.read_within(lambda matrix, number: function(row(matrix, number)))
+
+  def read_within(self, function: Callable[[jax.Array, jax.Array | int], T]) -> T:
+    """``function`` of the matrix that the row is in, and of its number there."""
     count = self.matrices[0].shape[0]
 
     def of(matrix: jax.Array) -> T:
-      if count == 1:
-        return function(matrix[0])
-      return function(
-        lax.dynamic_index_in_dim(matrix, self.number % count, keepdims=False)
-      )
+      return function(matrix, self.number % count if count > 1 else 0)
 
     if len(self.matrices) == 1:
       return of(self.matrices[0])

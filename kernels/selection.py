@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradcomp.kernels.dispatch import Implementation
 from gradcomp.kernels.listing import count_bits, positions
 from gradcomp.kernels.magnitudes import as_floats, magnitudes
 from gradcomp.kernels.rows import Row
@@ -39,6 +40,7 @@ def at_least(
   *,
   sign: jax.Array | None = None,
   first: jax.Array | None = None,
+  implementation: Implementation | None = None,
 ) -> jax.Array:
   """The positions of all elements that reach a threshold, between ``count`` and more.
 
@@ -53,29 +55,34 @@ def at_least(
     sign: to choose among the elements of one sign alone, of which there may be fewer.
     first: ``float32[]``, a threshold to take as it is if no more than ``capacity``
       elements reach it, even if fewer than ``count`` do; 0 for none.
+    implementation: of marks and lists: see :func:`dispatch.run`.
 
   Returns:
     ``int32[capacity]``, tile by tile; n behind the last.
   """
-  words = reaching(x, count, capacity, sign, first)
+  words = reaching(x, count, capacity, sign, first, implementation)
   # A loop of one round, for all that XLA knows of any number: it keeps the list then.
   # Fused into each of its readers, it would be made as often.
   number = count_bits(words)
   nothing = jnp.zeros(capacity, jnp.int32) + (number & 0)
-  return lax.fori_loop(
-    0, (number >= 0) * 1, lambda *_: positions(words, capacity, x.size), nothing
-  )
+  found = lambda *_: positions(words, capacity, x.size, implementation=implementation)
+  return lax.fori_loop(0, (number >= 0) * 1, found, nothing)
 
 
 def trimmed(
-  x: Row, count: int, capacity: int, sign: jax.Array | None = None
+  x: Row,
+  count: int,
+  capacity: int,
+  *,
+  sign: jax.Array | None = None,
+  implementation: Implementation | None = None,
 ) -> jax.Array:
   """:func:`largest`, sorting only the survivors of :func:`at_least`.
 
   Returns:
     ``int32[count]``, tile by tile; n where there is no such element.
   """
-  survivors = at_least(x, count, capacity, sign=sign)
+  survivors = at_least(x, count, capacity, sign=sign, implementation=implementation)
   order = as_floats(magnitudes(x.at(survivors), sign))
   _, chosen = lax.top_k(jnp.where(survivors < x.size, order, -jnp.inf), count)
   return survivors[jnp.sort(chosen)]

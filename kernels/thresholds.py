@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradcomp.kernels.listing import LANES, TILE, WORD, count_bits, first_bits
+from gradcomp.kernels.dispatch import Implementation
+from gradcomp.kernels.listing import LANES, TILE, count_bits, first_bits
 from gradcomp.kernels.magnitudes import ABOVE_ALL, magnitudes
+from gradcomp.kernels.marks import mark
 from gradcomp.kernels.rows import Row
 
 # The sample: lines of memory, one from each of as many equal parts.
@@ -37,11 +39,12 @@ def reaching(
   capacity: int,
   sign: jax.Array | None,
   first: jax.Array | None,
+  implementation: Implementation | None,
 ) -> jax.Array:
   """A bit for each element that reaches a threshold: ``uint32[n / 32]``.
 
   As many as :func:`gradcomp.kernels.selection.at_least` lists, whose arguments these
-  are; their order is that of listing.py.
+  are; their order is that of listing/.
 
   A search by bisection over the bits of the threshold, from the sample's: in steps that
   double until both sides are known. Up to 45 counts; one where the sample is right.
@@ -61,8 +64,7 @@ def reaching(
     return ~state.fits & (state.ends < 3)
 
   def look(state: _Search) -> _Search:
-    words = _mask(x, state.threshold, sign)
-    found = count_bits(words)
+    words, found = mark(x, state.threshold, sign, implementation=implementation)
     many = found > capacity
     low = jnp.where(many, state.threshold, state.low)
     high = jnp.where(many, state.high, state.threshold)
@@ -118,33 +120,6 @@ class _Search(NamedTuple):
   ends: jax.Array  # int32[]: looks since low and high are neighbours
   words: jax.Array  # uint32[n / 32]: who reaches the threshold; at last, low
   before: jax.Array  # the same of the look before; at last, of high
-
-
-def _mask(x: Row, threshold: jax.Array, sign: jax.Array | None) -> jax.Array:
-  """``uint32[n / 32]``: a bit for each element whose magnitude reaches the threshold.
-
-  Of what fills the last tile, none does.
-  """
-
-  def reached(x: jax.Array) -> jax.Array:
-    # Or XLA computes the magnitudes in front of the loop over thresholds: a whole copy.
-    x, limit = lax.optimization_barrier((x, threshold))
-    whole = x.size // TILE * TILE
-    parts = [x[:whole], jnp.pad(x[whole:], (0, -x.size % TILE))]
-    bit = jnp.uint32(1) << lax.iota(jnp.uint32, WORD)[:, None]
-    words = []
-    for part in parts:
-      order = magnitudes(part.reshape(-1, WORD, LANES), sign)
-      bits = jnp.where(order >= limit, bit, jnp.uint32(0))
-      words.append(lax.reduce(bits, np.uint32(0), lax.bitwise_or, (1,)))
-    return jnp.concatenate(words)
-
-  words = x.read(reached)
-  if missing := -x.size % TILE:
-    real = np.arange(TILE).reshape(WORD, LANES) < TILE - missing
-    kept = (real.astype(np.uint32) << np.arange(WORD, dtype=np.uint32)[:, None]).sum(0)
-    words = words.at[-1].set(words[-1] & kept.astype(np.uint32))
-  return words.reshape(-1)
 
 
 def _sampled(x: Row, count: int, capacity: int, sign: jax.Array | None) -> jax.Array:

@@ -1,24 +1,27 @@
-"""Programs lowered for a GPU where there is none."""
+"""Lowering for GPUs where there is none."""
 
-import contextlib
-from typing import Any
+import warnings
 
 import jax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+TRITON = "__gpu$xla.gpu.triton"  # what a kernel is called by
+
+_H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 
 
-def lowered_for_cuda(function: Any, *args: Any) -> str:
-  """The StableHLO of a function on an H200; what Triton or Mosaic refuses raises."""
-  with _h200():
-    traced = jax.jit(function).trace(*args)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+def lowered_for_cuda(function, *args, **axes):
+  """The text of a program for H200s: kernels are in it, encoded.
 
-
-def _h200() -> contextlib.AbstractContextManager[Any]:
-  """From 0.11 on JAX must know the device; 0.10.2 takes one like this for granted."""
-  if jax.version.__version_info__ < (0, 11):
-    return contextlib.nullcontext()
-  device = jax.sharding.AbstractDevice(
-    device_kind="NVIDIA H200", num_cores=None, platform="gpu"
-  )
-  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-  return jax.sharding.use_abstract_mesh(mesh)
+  Args:
+    function: what is lowered.
+    *args: arrays, or what says their shapes.
+    **axes: sizes of the mesh for jax.shard_map's without one.
+  """
+  types = (AxisType.Auto,) * len(axes)
+  sizes, names = tuple(axes.values()), tuple(axes)
+  mesh = AbstractMesh(sizes, names, types, abstract_device=_H200)
+  with use_abstract_mesh(mesh), warnings.catch_warnings():
+    # From JAX 0.11 on, for every kernel.
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

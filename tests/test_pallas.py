@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import modes
 import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from lowering import lowered_for_cuda
+from lowering import TRITON, lowered_for_cuda
 
 import gradcomp
 from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary
@@ -20,7 +21,6 @@ from gradcomp.kernels.planes import planes_per_word
 from gradcomp.kernels.scales import scales
 
 KEY = np.array([123, 456], np.uint32)
-TRITON = "xla.gpu.triton"
 
 
 class Case(NamedTuple):
@@ -223,7 +223,6 @@ def test_a_codec_runs_its_kernel_on_cuda_and_the_reference_here(codec):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_train_step_runs_the_kernels_on_cuda(bits, check_vma):
-  mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   optimizer = optax.chain(
     gradcomp.compress(
       QSGD(bits=bits), axis_name="data", exchange="two_shot", feedback="error"
@@ -231,18 +230,11 @@ def test_a_train_step_runs_the_kernels_on_cuda(bits, check_vma):
     optax.sgd(0.1),
   )
   params = {"w": jnp.ones((512, 64))}
-  with jax.set_mesh(mesh):
+  with jax.set_mesh(modes.mesh(2)):
     state = optimizer.init(params)
   specs = gradcomp.state_specs(state, "data")
 
-  @functools.partial(
-    jax.shard_map,
-    mesh=mesh,
-    in_specs=(P(), specs, P("data")),
-    out_specs=(P(), specs),
-    check_vma=check_vma,
-  )
-  def step(params, state, batch):
+  def per_device(params, state, batch):
     def loss_fn(params, batch):
       return jnp.mean((batch @ params["w"]) ** 2)
 
@@ -251,12 +243,22 @@ def test_a_train_step_runs_the_kernels_on_cuda(bits, check_vma):
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  batch = np.ones((4, 512), np.float32)
-  text = lowered_for_cuda(step, params, state, batch)
+  def step(*args):
+    ins, outs = (P(), specs, P("data")), (P(), specs)
+    mapped = jax.shard_map(
+      per_device, in_specs=ins, out_specs=outs, check_vma=check_vma
+    )
+    return mapped(*args)
+
+  args = params, state, jnp.ones((4, 512))
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+  text = lowered_for_cuda(step, *shapes, data=2)
   # What workers send first, with its residual, and what owners send.
   assert text.count(TRITON) == 2
   assert text.count("qsgd_encode") >= 2
-  jax.block_until_ready(jax.jit(step)(params, state, batch))
+  with jax.set_mesh(modes.mesh(2)):
+    assert TRITON not in jax.jit(step).lower(*args).as_text()
+    jax.block_until_ready(jax.jit(step)(*args))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from gradcomp._checks import float_dtype, one_of, static_integer, static_number
+from gradcomp._checks import (
+  float_dtype,
+  one_of,
+  optional_one_of,
+  static_integer,
+  static_number,
+)
 from gradcomp.codecs._codec import (
   Payload,
   as_float32,
@@ -25,6 +31,7 @@ from gradcomp.codecs._sparse import (
   range_of,
   sent_of,
 )
+from gradcomp.kernels import Implementation
 from gradcomp.kernels.rows import Row
 from gradcomp.kernels.selection import at_least, largest, trimmed
 
@@ -87,6 +94,8 @@ class TopK:
     interval: steps that a ``sampled`` threshold is used for.
     range_size: elements that k and the threshold are of: consecutive ones of a leaf.
       None for whole leaves, and for an Nth of a leaf where workers own ranges of it.
+    implementation: of what counts and lists the elements that reach a threshold: see
+      :func:`gradcomp.kernels.dispatch.run`. ``exact`` has only one.
 
   Raises:
     ValueError: a hyperparameter outside these, or ``sampled`` with a quantizer, when
@@ -117,6 +126,7 @@ class TopK:
   slack: float = 2.0
   interval: int = 5
   range_size: int | None = None
+  implementation: Implementation | None = None
 
   unbiased: ClassVar[bool] = False
   needs_key: ClassVar[bool] = False
@@ -155,6 +165,7 @@ class TopK:
     )
     if self.interval < 1:
       raise ValueError(f"`interval` must be {rule}, got {self.interval}.")
+    optional_one_of("implementation", Implementation, self.implementation)
 
   @property
   def tile_size(self) -> int:
@@ -280,6 +291,9 @@ class TopK:
     if self.method == "exact":
       return largest(x, sent, sign)
     if self.method == "trimmed":
-      return trimmed(x, sent, min(x.size, 2 * sent), sign)
+      most = min(x.size, 2 * sent)
+      return trimmed(x, sent, most, sign=sign, implementation=self.implementation)
     first = stats if self.reuses else None
-    return at_least(x, sent, self.slots, sign=sign, first=first)
+    return at_least(
+      x, sent, self.slots, sign=sign, first=first, implementation=self.implementation
+    )

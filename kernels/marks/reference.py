@@ -1,0 +1,47 @@
+"""Marks in jnp: a bit for each element whose magnitude reaches a threshold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gradcomp.kernels.listing import LANES, TILE, WORD, count_bits
+from gradcomp.kernels.magnitudes import magnitudes
+from gradcomp.kernels.rows import Row
+
+
+def mark(
+  x: Row, threshold: jax.Array, sign: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """The bits of the elements that reach a threshold, and how many they are.
+
+  Args:
+    x: n elements.
+    threshold: ``uint32[]``, in the order of magnitudes.py.
+    sign: ``float32[]``, to take the elements of the other for zeros.
+
+  Returns:
+    ``uint32[tiles * 32]``: bit p of word w of a tile is its element 32 p + w; of what
+    fills the last tile, none is set. And ``int32[]``.
+  """
+
+  def reached(x: jax.Array) -> jax.Array:
+    # Or XLA computes the magnitudes in front of the loop over thresholds: a whole copy.
+    x, limit = lax.optimization_barrier((x, threshold))
+    whole = x.size // TILE * TILE
+    parts = [x[:whole], jnp.pad(x[whole:], (0, -x.size % TILE))]
+    bit = jnp.uint32(1) << lax.iota(jnp.uint32, WORD)[:, None]
+    words = []
+    for part in parts:
+      order = magnitudes(part.reshape(-1, WORD, LANES), sign)
+      bits = jnp.where(order >= limit, bit, jnp.uint32(0))
+      words.append(lax.reduce(bits, np.uint32(0), lax.bitwise_or, (1,)))
+    return jnp.concatenate(words)
+
+  words = x.read(reached)
+  if missing := -x.size % TILE:
+    real = np.arange(TILE).reshape(WORD, LANES) < TILE - missing
+    kept = (real.astype(np.uint32) << np.arange(WORD, dtype=np.uint32)[:, None]).sum(0)
+    words = words.at[-1].set(words[-1] & kept.astype(np.uint32))
+  words = words.reshape(-1)
+  return words, count_bits(words)
