@@ -7,14 +7,14 @@ all. A new kernel is one more line in CASES, or an implementation more in one.
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary
+from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary, TopK
 from gradcomp.codecs._scaling import bucket_words
 from gradcomp.kernels import Implementation, float_cast
 from gradcomp.kernels.scales import tensor_norm
@@ -38,6 +38,12 @@ class Case(NamedTuple):
     strange: values to put into gradients that mean something here, on every device.
     timed: whether it is one of those to time.
     implementations: the kernels that there may be.
+    near: by how much of itself what a kernel's rows stand for may differ: of those that
+      add in an order of their own.
+    tile: elements of a tile; 0 for the codec's.
+    rounds: of a kernel's loop; 0 for one a bucket of a tile.
+    decode: of rows; None for the codec's.
+    kernels: what their names begin with; by default the operation.
   """
 
   name: str
@@ -47,15 +53,22 @@ class Case(NamedTuple):
   strange: Sequence[float] = _STRANGE + _SUBNORMAL
   timed: bool = False
   implementations: tuple[Implementation, ...] = ("pallas",)
+  near: Mapping[Implementation, float] = {}
+  tile: int = 0
+  rounds: int = 0
+  decode: Callable[[jax.Array], jax.Array] | None = None
+  kernels: tuple[str, ...] = ()
 
   @property
   def operation(self) -> str:
     return self.name.partition(" ")[0]
 
   @property
-  def planes(self) -> int:
-    """Buckets in a tile."""
+  def trips(self) -> int:
+    """How often a kernel's loop runs, if it has one."""
     codec = self.codec
+    if self.rounds:
+      return self.rounds
     size = getattr(codec, "bucket_size", getattr(codec, "block_size", codec.row_words))
     return codec.tile_size // bucket_words(size)
 
@@ -67,11 +80,13 @@ class Case(NamedTuple):
   def values(self, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """What rows stand for, and the residual."""
     rows, *residual = outputs
-    return self.codec.decode_rows(rows), *residual
+    decode = self.decode or self.codec.decode_rows
+    return decode(rows), *residual
 
   def sizes(self) -> tuple[int, ...]:
     """One tile, several, and no multiple of anything."""
-    return tuple(self.codec.tile_size * tiles + rest for tiles, rest in _SIZES)
+    tile = self.tile or self.codec.tile_size
+    return tuple(tile * tiles + rest for tiles, rest in _SIZES)
 
 
 _SIZES = ((1, 0), (7, 0), (67, 77))  # whole tiles, and elements more
@@ -120,6 +135,22 @@ def _one_bit(bucket_size: int, *, keep: bool = False) -> Case:
     strange=_STRANGE,
     timed=True,
     implementations=("pallas", *_mosaic("one_bit", bucket_size)),
+    # As many roundings are on an element's way into a mean.
+    near={"mosaic": (bucket_size / 128 + 40) * 2**-24},
+  )
+
+
+def _top_k(density: float) -> Case:
+  return Case(
+    f"top_k {density:.1%}",
+    TopK(density=density, selection="threshold"),
+    lambda codec, x: (codec.encode(x).rows,),
+    lambda codec, x: (),
+    timed=True,
+    tile=1 << 16,
+    rounds=4,
+    decode=lambda rows: rows,
+    kernels=("mark", "list_positions"),
   )
 
 
@@ -193,6 +224,7 @@ def _mosaic(operation: str, bucket_size: int | None) -> tuple[Implementation, ..
 CASES: dict[str, Case] = {
   case.name: case
   for case in [
+    *(_top_k(density) for density in (0.001, 0.01)),
     _qsgd("1 bit uniform", bits=1, levels="uniform"),
     *(_qsgd(f"{bits} bit", bits=bits, timed=bits == 2) for bits in (2, 3, 5, 6, 7, 16)),
     *(_qsgd(f"{bits} bit", bits=bits, timed=True) for bits in (4, 8)),

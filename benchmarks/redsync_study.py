@@ -19,8 +19,8 @@ others.
                      baseline's.
   digits-long        Three times the steps of digits, for what waits long.
   language-long      A model of a third of the size, so that 12000 steps are cheap, with
-                     Nesterov's momentum and no clipping; of the rates 0.25, 0.5 and 1
-                     the best of the baseline's, which is unstable at 1.
+                     Nesterov's momentum and no clipping; of the rates 0.5 and 1 the
+                     better of the baseline's, which is unstable at 1.
 
 Those without -long are short: at 0.1 % an element waits for about 1000 steps, so that
 much of the gradients is never applied. The paper trains until nothing more is learned.

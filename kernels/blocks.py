@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gradcomp.kernels.last_tile import Reference, complete
 
@@ -28,6 +27,7 @@ else:
 
 _THREADS = 32  # in a warp
 _VECTOR = 4  # elements of a load of 16 bytes
+_IN_REGISTERS = 64  # elements that a thread holds of all planes
 _LARGEST_BUCKET = 4096  # more would not stay in registers
 
 # Of a float's bits.
@@ -130,8 +130,7 @@ def encode(
     last: encodes the elements of a last, partial tile, whose row has the number given.
     elements: of a plane in a block, or those of one bucket; by default 16 bytes for
       each thread of four warps.
-    warps: of a block; by default so many that a plane has 16 bytes for each thread, up
-      to 4.
+    warps: of a block; by default as few as hold its planes in registers.
     interpret: whether to run on any backend, slowly.
 
   Returns:
@@ -161,7 +160,7 @@ def encode(
     out_shape=[typed(x, shape, dtype) for shape, dtype in out],
     grid=(-(-tiles // rows),),
     compiler_params=triton.CompilerParams(
-      num_warps=warps or _warps(rows * bucket_size)
+      num_warps=warps or _warps(rows * bucket_size, planes)
     ),
     interpret=interpret,
     name=name,
@@ -175,9 +174,15 @@ def typed(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStr
   return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
 
-def _warps(elements: int) -> int:
-  """Warps of a program: so many that a plane has 16 bytes for each thread, up to 4."""
-  return int(np.clip(elements // (_THREADS * _VECTOR), 1, 4))
+def _warps(elements: int, planes: int) -> int:
+  """As few as may be, since all threads of a bucket find its scale.
+
+  But a thread has at most 64 elements of all planes in its registers, unless more
+  threads would load less than 16 bytes of a plane.
+  """
+  fewest = elements * planes // (_THREADS * _IN_REGISTERS)
+  most = elements // (_THREADS * _VECTOR)
+  return 1 << max(min(fewest, most, 4).bit_length() - 1, 0)
 
 
 def largest_bits(x: jax.Array, axis: int | None = 1) -> jax.Array:

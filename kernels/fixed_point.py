@@ -18,6 +18,10 @@ FRACTION = 16  # bits behind the point
 _MANTISSA, _HIDDEN = (1 << 23) - 1, 1 << 23
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
+# More than what an estimated quotient is off by: two units in the last place by the
+# division of GPUs, div.full.f32, and one for the conversion to an integer.
+_OFF = 4
+
 # What one element is rounded with: an integer below 2**FRACTION.
 Lane = jax.Array | int
 
@@ -56,10 +60,7 @@ def top_multiplier(top: int, scale: jax.Array) -> jax.Array:
 
 
 def exact_multiplier(top: int, scale: jax.Array) -> jax.Array:
-  """:func:`top_multiplier` by integers alone, as in GPU kernels.
-
-  The 24 bits of the quotient by long division of integers, and its rounding to even:
-  the same bits as a correctly rounded division.
+  """:func:`top_multiplier` with the same bits wherever it is computed: for kernels.
 
   Args:
     top: 1 or more, less than 2**31.
@@ -77,6 +78,8 @@ def exact_multiplier(top: int, scale: jax.Array) -> jax.Array:
 def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """``x / divisor``, correctly rounded, where it is a normal number; NaN by NaN.
 
+  A division of floats is the estimate, which integers correct, and round to even.
+
   Args:
     x: float32, a normal number above 0, or 0; subnormal ones count as 0.
     divisor: float32, a normal number above 0, or NaN. For others the result means
@@ -84,26 +87,27 @@ def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """
   x_bits, bits = (jax.lax.bitcast_convert_type(a, jnp.uint32) for a in (x, divisor))
   over, by = ((a & np.uint32(_MANTISSA)) | np.uint32(_HIDDEN) for a in (x_bits, bits))
-  # The quotient of the significands is above 1/2, and 1 or more if this is 0.
+  # 24 bits of the quotient, which is above 1/2, and 1 or more if this is 0.
   below = (by > over).astype(jnp.uint32)
-  rest = over - by * (1 - below)
-  quotient = 1 - below
-  for digits in (8, 8, 7):  # so many bits at a time stay below 2**32
-    rest = rest << digits
-    digit = rest // by
-    rest = rest - digit * by
-    quotient = (quotient << digits) | digit
-  # One bit more if the first was 0.
-  rest = rest << below
-  digit = (rest >= by).astype(jnp.uint32) & below
-  rest = rest - digit * by
-  quotient = (quotient << below) | digit
+  estimate = jnp.divide(_as_float(over), _as_float(by))
+  shifted = estimate * _as_float(np.uint32(_HIDDEN) << below)
+  quotient = shifted.astype(jnp.int32).astype(jnp.uint32) - np.uint32(_OFF)
+  # Of this small difference of large numbers the low 32 bits are all.
+  rest = (over << (23 + below)) - quotient * by
+  for step in (_OFF, _OFF // 2, _OFF // 4):
+    fits = (rest >= by * step).astype(jnp.uint32)
+    quotient, rest = quotient + fits * step, rest - fits * (by * step)
   up = (2 * rest + (quotient & 1) > by).astype(jnp.uint32)
   field = (x_bits >> 23) + np.uint32(127) - (bits >> 23) - below
   result = (field << 23) + (quotient - np.uint32(_HIDDEN)) + up
   result = jnp.where(x_bits < np.uint32(_HIDDEN), jnp.uint32(0), result)
   result = jnp.where(bits > np.uint32(_INFINITY), np.uint32(_NAN), result)
   return jax.lax.bitcast_convert_type(result, jnp.float32)
+
+
+def _as_float(x: jax.Array) -> jax.Array:
+  """Of a ``uint32`` below 2**24."""
+  return x.astype(jnp.int32).astype(jnp.float32)
 
 
 def exact_divide(x: jax.Array, divisor: jax.Array) -> jax.Array:

@@ -32,11 +32,11 @@ QSGD_CODECS = [
   for bits, levels in SCHEMES
   for bucket_size, norm, rounding, widths in (
     (64, "max", "stochastic", WIDTHS),
-    (32, "l2", "nearest", (1, 3, 4, 8)),
+    (32, "l2", "nearest", (4,)),
     (None, "l2", "stochastic", (3,)),
     (None, "max", "nearest", (8,)),
   )
-  if bits in widths and (levels == "sign_magnitude" or bits in (1, 3, 4, 8))
+  if bits in widths and (levels == "sign_magnitude" or bits in (1, 4))
 ]
 DENSE_CODECS = [Dense(), Dense(dtype=jnp.bfloat16), Dense(dtype=jnp.float16)]
 # The levels' fit is a property of a leaf: the laws take the levels of the first step.

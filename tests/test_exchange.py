@@ -53,9 +53,9 @@ CASES = [
   (FloatCast(accumulate="kahan", rounding="stochastic"), "ring"),
   (FloatCast(exponent_bits=3, mantissa_bits=0), "hierarchical"),
 ]
-# A codec of each kind of sum is tried with all numbers of workers, it and one of each
-# other kind of codec in every place, with four. More take minutes.
-NUMBERS = {CODECS[0]: (1, 2, 3, 4, 8), SHARED[0]: (1, 2, 3, 4)}
+# A codec of each kind of sum is tried with several numbers of workers, it and one of
+# each other kind of codec in every place, with four. More take minutes.
+NUMBERS = {CODECS[0]: (1, 3, 4, 8), SHARED[0]: (1, 2, 4)}
 _KINDS = {(type(c), c.fitted): (c, exchange) for c, exchange in reversed(CASES)}
 
 
@@ -213,7 +213,7 @@ def documented_key(seed, step):
   return key
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("workers", [1, 2, 8])
 def test_all_gather_is_the_mean_of_the_decoded_payloads(workers):
   codec = QSGD(bits=4, bucket_size=64)
   tree = gradients(workers)
@@ -227,7 +227,7 @@ def test_all_gather_is_the_mean_of_the_decoded_payloads(workers):
     np.testing.assert_array_equal(leaf[0], expected)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("workers", [1, 3, 8])
 def test_two_shot_is_the_owners_encoding_of_the_mean(workers):
   """The whole arithmetic of the page, in NumPy, for one compressed leaf."""
   codec = QSGD(bits=4, bucket_size=64)

@@ -129,7 +129,9 @@ def assert_hosts_agree(folder, name, tree, hosts, bound=0.0):
 
 
 @pytest.mark.parametrize("hosts", [2, 4])
-def test_hosts_hold_the_bits_of_emulated_devices(hosts, tmp_path, subtests):
+def test_hosts_hold_the_bits_of_emulated_devices(hosts, tmp_path, subtests, request):
+  if hosts == 4 and request.config.getoption("--unoptimized"):
+    pytest.skip("four hosts take a minute and a half: the optimized suite has them")
   with run_task("compare", hosts, tmp_path) as processes:
     expected = {name: host.exchange(name, hosts) for name in host.CASES}
     trained = emulated_training(hosts) if hosts == 2 else None

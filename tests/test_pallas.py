@@ -180,7 +180,29 @@ def test_few_tiles_are_whole_blocks(tiles):
   np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
-def test_division_by_integers_is_correctly_rounded():
+@pytest.mark.parametrize("off", [-2, -1, 0, 1, 2])
+def test_division_is_correctly_rounded_where_gpus_are_off(off, monkeypatch):
+  """Their division of floats by up to two units in the last place."""
+  rng = np.random.default_rng(0)
+  count = 2**18
+  total = np.exp(rng.uniform(-20, 20, count)).astype(np.float32)
+  divisor = np.exp(rng.uniform(-20, 20, count)).astype(np.float32)
+  total[: count // 2] = rng.integers(1, 2**24, count // 2)
+  divisor[: count // 2] = rng.integers(1, 4097, count // 2)
+  divide, asked = jnp.divide, []
+
+  def nearly(x, y):
+    asked.append(x.shape)
+    bits = jax.lax.bitcast_convert_type(divide(x, y), jnp.int32)
+    return jax.lax.bitcast_convert_type(bits + off, jnp.float32)
+
+  monkeypatch.setattr(jnp, "divide", nearly)
+  found = jax.jit(lambda x, y: fixed_point.exact_quotient(x, y))(total, divisor)
+  assert asked == [total.shape]
+  np.testing.assert_array_equal(_bits(found), _bits(total / divisor))
+
+
+def test_the_factor_of_a_scale_is_correctly_rounded():
   rng = np.random.default_rng(0)
   divisor = np.exp(rng.uniform(np.log(2.0**-96), np.log(3e38), 2**18))
   edges = [0, 2.0**-96, 1, 1 + 2.0**-23, 2 - 2.0**-23, np.finfo(np.float32).max]
@@ -189,10 +211,6 @@ def test_division_by_integers_is_correctly_rounded():
     expected = top_multiplier(top, jnp.asarray(divisor))
     found = jax.jit(exact_multiplier, static_argnums=0)(top, divisor)
     np.testing.assert_array_equal(_bits(found), _bits(expected))
-  total = np.abs(rng.standard_normal(2**18)).astype(np.float32)
-  count = rng.integers(1, 4097, 2**18).astype(np.float32)
-  found = jax.jit(fixed_point.exact_quotient)(total, count)
-  np.testing.assert_array_equal(_bits(found), _bits(total / count))
 
 
 CODECS = [

@@ -7,10 +7,10 @@ import jax
 
 from gradcomp.kernels import blocks, dispatch, warpgroups
 from gradcomp.kernels.one_bit import mosaic, pallas, reference
+from gradcomp.kernels.one_bit.columns import decode_columns as decode_columns
+from gradcomp.kernels.one_bit.columns import encode_columns as encode_columns
 from gradcomp.kernels.one_bit.reference import WORD as WORD
-from gradcomp.kernels.one_bit.reference import decode_columns as decode_columns
 from gradcomp.kernels.one_bit.reference import decode_rows as decode_rows
-from gradcomp.kernels.one_bit.reference import encode_columns as encode_columns
 from gradcomp.kernels.one_bit.reference import filled as filled
 
 

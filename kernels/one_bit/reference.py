@@ -171,33 +171,3 @@ def decode_rows(rows: jax.Array, *, bucket_size: int) -> jax.Array:
   negative = unpack_planes(rows[..., :bucket_size], 1) == 1
   scales = floats(rows[..., bucket_size:])[..., None]
   return jnp.where(negative, scales[..., WORD:, :], scales[..., :WORD, :])
-
-
-def encode_columns(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The columns of ``float32[d, n]`` and what their codes leave.
-
-  Returns:
-    ``uint32[n, ceil(d / 32) + 2]`` and ``float32[d, n]``.
-  """
-  size, count = matrix.shape
-  present = jnp.full(count, size)
-  first = matrix[0] if size else jnp.zeros(count, jnp.float32)
-  # Over the first axis, a column in each lane.
-  sums = sum_lanes(sides(matrix, first, size))
-  pair = means_of_sums(sums, first, present, size)
-  signs = jnp.pad((matrix < 0).astype(jnp.uint32), ((0, -size % WORD), (0, 0)))
-  place = np.arange(WORD, dtype=np.uint32)[:, None]
-  signs = signs.reshape(-(-size // WORD), WORD, count)
-  words = jnp.sum(signs << place, axis=1, dtype=jnp.uint32)
-  rows = jnp.concatenate([words.T, float_words(jnp.stack(pair, axis=1))], axis=1)
-  return rows, matrix - jnp.where(matrix < 0, pair[1], pair[0])
-
-
-def decode_columns(rows: jax.Array, *, size: int) -> jax.Array:
-  """Columns of rows: ``uint32[..., n, words]`` to ``float32[..., n, 1, d]``."""
-  place = jax.lax.broadcasted_iota(jnp.uint32, (WORD,), 0)
-  bits = (rows[..., :-2, None] >> place) & jnp.uint32(1)
-  words = rows.shape[-1] - 2
-  negative = bits.reshape(*rows.shape[:-1], words * WORD)[..., :size] == 1
-  pair = floats(rows[..., -2:])
-  return jnp.where(negative, pair[..., 1:], pair[..., :1])[..., None, :]
