@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gradcomp.kernels import last_tile
 from gradcomp.kernels.last_tile import Reference, complete
 
 try:  # deprecated from JAX 0.11 on
@@ -45,12 +46,7 @@ def refusal(size: int, planes: int, bucket_size: int) -> str:
       f"a kernel's buckets are powers of two up to {_LARGEST_BUCKET}, and this one has "
       f"{bucket_size} elements"
     )
-  if not planes * bucket_size <= size < 2**31:
-    return (
-      f"a kernel's array has at least one tile, {planes * bucket_size} elements here, "
-      f"and less than 2**31, and this one has {size}"
-    )
-  return ""
+  return last_tile.refusal(size, planes * bucket_size)
 
 
 class Block:

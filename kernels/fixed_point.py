@@ -4,7 +4,7 @@ Whatever compiles this, on whatever device, agrees on every code: there is no fl
 addition that could be contracted, and no comparison of sums.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ _OFF = 4
 
 # What one element is rounded with: an integer below 2**FRACTION.
 Lane = jax.Array | int
+
+Divide = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def rounding_lanes(
@@ -47,32 +49,6 @@ def rounding_lanes(
   if key is None:
     return [1 << (FRACTION - 1)] * planes
   return random_lanes(key, shape, planes, first_row=first_row)
-
-
-def top_multiplier(top: int, scale: jax.Array) -> jax.Array:
-  """From values to fixed point, so that the scale becomes ``top``; 0 for a scale of 0.
-
-  One float above the quotient, so that the largest element reaches the top in spite of
-  two roundings; a clamp removes the excess.
-  """
-  numerator = np.nextafter(np.float32(top), np.float32(np.inf))
-  return jnp.where(scale == 0, 0.0, divide(jnp.full_like(scale, numerator), scale))
-
-
-def exact_multiplier(top: int, scale: jax.Array) -> jax.Array:
-  """:func:`top_multiplier` with the same bits wherever it is computed: for kernels.
-
-  Args:
-    top: 1 or more, less than 2**31.
-    scale: 0, a float of 2**-96 or more, or NaN.
-
-  Example:
-    >>> scale = jnp.array([0.0, 3.0, 7e-20])
-    >>> bool((exact_multiplier(7 << 16, scale) == top_multiplier(7 << 16, scale)).all())
-    True
-  """
-  numerator = jnp.full_like(scale, np.nextafter(np.float32(top), np.float32(np.inf)))
-  return jnp.where(scale == 0, 0.0, exact_quotient(numerator, scale))
 
 
 def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
@@ -127,6 +103,32 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(exact_divide(x, divisor))
 
   return jax.lax.platform_dependent(x, divisor, cuda=exactly, default=jnp.divide)
+
+
+def inverse(top: float, scale: jax.Array, divide: Divide = divide) -> jax.Array:
+  """``top / scale``, and 0 for a scale of 0.
+
+  Args:
+    top: a float32 above 0.
+    scale: 0, a float of 2**-96 or more, or NaN.
+    divide: :func:`exact_quotient` in kernels.
+  """
+  return jnp.where(scale == 0, 0.0, divide(jnp.full_like(scale, top), scale))
+
+
+def top_multiplier(top: int, scale: jax.Array, divide: Divide = divide) -> jax.Array:
+  """From values to fixed point, so that the scale becomes ``top``: an :func:`inverse`.
+
+  One float above the quotient, so that the largest element reaches the top in spite of
+  two roundings; a clamp removes the excess.
+
+  Example:
+    >>> scale = jnp.array([0.0, 3.0, 7e-20])
+    >>> factor = top_multiplier(7 << 16, scale)
+    >>> bool((top_multiplier(7 << 16, scale, exact_quotient) == factor).all())
+    True
+  """
+  return inverse(np.nextafter(np.float32(top), np.float32(np.inf)), scale, divide)
 
 
 def signed(value: jax.Array, sign: jax.Array) -> jax.Array:

@@ -8,6 +8,16 @@ import jax
 Reference = Callable[[jax.Array, int], tuple[jax.Array, jax.Array | None]]
 
 
+def refusal(size: int, tile: int) -> str:
+  """Why there is no kernel for an array of so many elements; empty if there is one."""
+  if tile <= size < 2**31:
+    return ""
+  return (
+    f"a kernel's array has at least one tile, {tile} elements here, and less than "
+    f"2**31, and this one has {size}"
+  )
+
+
 def complete(
   found: Sequence[jax.Array], x: jax.Array, tiles: int, whole: int, last: Reference
 ) -> tuple[jax.Array, jax.Array | None]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.fixed_point import FRACTION, divide
+from gradcomp.kernels.fixed_point import FRACTION, Divide, divide, inverse
 
 UNIT = 1 << FRACTION
 
@@ -68,9 +68,9 @@ def coordinate(t: jax.Array, lines: Sequence[Line]) -> jax.Array:
   return ((t * slope).astype(jnp.int32) + offset).astype(jnp.uint32)
 
 
-def to_units(scale: jax.Array) -> jax.Array:
+def to_units(scale: jax.Array, divide: Divide = divide) -> jax.Array:
   """What makes values fixed point: ``2**16 / scale``, and 0 for a scale of 0.
 
   The plain inverse of a scale above 2**126 would be subnormal, and zero on CPUs.
   """
-  return jnp.where(scale == 0, 0.0, divide(jnp.full_like(scale, UNIT), scale))
+  return inverse(UNIT, scale, divide)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gradcomp.kernels import last_tile
 from gradcomp.kernels.blocks import Index, typed
 from gradcomp.kernels.last_tile import Reference, complete
 
@@ -49,12 +50,7 @@ def refusal(size: int, planes: int, bucket_size: int) -> str:
       f"a Mosaic kernel's tiles have at most {_LARGEST_TILE} elements, and {planes} "
       f"buckets of {bucket_size} have more"
     )
-  if not planes * bucket_size <= size < 2**31:
-    return (
-      f"a kernel's array has at least one tile, {planes * bucket_size} elements here, "
-      f"and less than 2**31, and this one has {size}"
-    )
-  return ""
+  return last_tile.refusal(size, planes * bucket_size)
 
 
 class Tile:

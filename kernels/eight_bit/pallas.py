@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from gradcomp.kernels import blocks
 from gradcomp.kernels.eight_bit import reference
 from gradcomp.kernels.eight_bit.reference import PLANES, code, enlarged
 from gradcomp.kernels.fixed_point import exact_quotient, rounding_lanes
-from gradcomp.kernels.lines import UNIT, Line, to_units
+from gradcomp.kernels.lines import Line, to_units
 from gradcomp.kernels.planes import float_words, pack_planes
 from gradcomp.kernels.scales import scales_of_bits
 
@@ -38,8 +37,7 @@ def encode_rows(
       x = block.plane(k)
       if scale_ref is None:
         unit = enlarged(scales_of_bits(blocks.largest_bits(x)), up)
-        factor = exact_quotient(jnp.full_like(unit, UNIT), unit)
-        factor = jnp.where(unit == 0, 0.0, factor)
+        factor = to_units(unit, exact_quotient)
       else:
         unit = scale_ref[block.rows, k % columns]
         factor = factor_ref[block.rows, k % columns]

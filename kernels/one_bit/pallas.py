@@ -60,10 +60,11 @@ def _means(block: blocks.Block, plane: jax.Array) -> tuple[jax.Array, jax.Array]
   """``avg+`` and ``avg-`` of the buckets of a plane: ``float32[rows]`` each."""
   size = block.shape[1]
   chunk, lanes = chunks(size)
-  first = block.part(block.elements(plane, 0, 1))
-  number = block.elements(plane, 0, size // chunk * lanes) - block.elements(plane, 0, 1)
+  bucket = block.elements(plane, 0, 1)
+  first = block.part(bucket)
+  number = block.elements(plane, 0, size // chunk * lanes) - bucket
   # From a number of a lane to its first element.
-  start = block.elements(plane, 0, 1) + number // lanes * chunk + number % lanes
+  start = bucket + number // lanes * chunk + number % lanes
   sums = sides(block.part(start), first, size)
   for step in range(1, chunk // lanes):
     found = sides(block.part(start + step * lanes), first, size)

@@ -5,12 +5,13 @@ mean zero. Where one mean is not finite, both are NaN.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp.kernels.fixed_point import Divide
 from gradcomp.kernels.fixed_point import divide as divide_anywhere
 from gradcomp.kernels.planes import (
   Segment,
@@ -92,7 +93,7 @@ def means_of_sums(
   first: jax.Array,
   present: jax.Array | int,
   size: int,
-  divide: Callable[[jax.Array, jax.Array], jax.Array] = divide_anywhere,
+  divide: Divide = divide_anywhere,
 ) -> tuple[jax.Array, jax.Array]:
   """``avg+`` and ``avg-``. The mean of a constant is that, whatever sums round to."""
   down = np.float32(1 / _power_of_two(size))

@@ -9,7 +9,7 @@ import jax
 
 from gradcomp.kernels import blocks, warpgroups
 from gradcomp.kernels.fixed_point import (
-  exact_multiplier,
+  exact_quotient,
   rounding_lanes,
   top_multiplier,
 )
@@ -51,7 +51,7 @@ def encode_rows(
       x = tile.plane(k)
       if scale_ref is None:
         unit = scales_of_bits(blocks.largest_bits(x, axis=None))
-        factor = exact_multiplier(top, unit)
+        factor = top_multiplier(top, unit, exact_quotient)
       else:
         unit, factor = scale_ref[row, k % columns], factor_ref[row, k % columns]
       codes = code(x, factor, next(lanes), bits, levels)

@@ -10,7 +10,7 @@ import jax
 
 from gradcomp.kernels import blocks
 from gradcomp.kernels.fixed_point import (
-  exact_multiplier,
+  exact_quotient,
   rounding_lanes,
   top_multiplier,
 )
@@ -22,9 +22,9 @@ from gradcomp.kernels.scales import scales_of_bits
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _scaling(x: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
-  """The scale of each bucket of a plane, and its :func:`exact_multiplier`."""
+  """The scale of each bucket of a plane, and its :func:`top_multiplier`."""
   scale = scales_of_bits(blocks.largest_bits(x))
-  return scale, exact_multiplier(top, scale)
+  return scale, top_multiplier(top, scale, exact_quotient)
 
 
 def encode_rows(
