@@ -1,10 +1,17 @@
 """Eight CPU devices for the tests, and the names that every doctest may use."""
 
+import gc
 import importlib
 import os
 import pkgutil
 import sys
+from pathlib import Path
 
+# Tests compile far longer than they compute, so LLVM optimizes only those marked
+# `bits`. Processes that tests start inherit it, so that their bits are the same.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+import costs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +24,13 @@ import gradcomp
 jax.config.update("jax_num_cpu_devices", 8)
 if not jax.config.jax_platforms:  # JAX_PLATFORMS=cuda,cpu for the tests that need a GPU
   jax.config.update("jax_platforms", "cpu")
+
+# What the workers of a run and later runs have compiled. `make clean` removes it.
+if sys.prefix != sys.base_prefix:
+  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{sys.prefix}/xla-cache")
+  os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+  jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 # pytest names modules after folders, and kernels/ is installed as gradcomp.kernels:
 # both names shall mean one module, or the doctests would test a second copy of it.
@@ -37,20 +51,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     help="run the law of the exchanges in every mode for every number of workers, and "
     "packing for every size",
   )
-  parser.addoption(
-    "--unoptimized",
-    action="store_true",
-    help="leave LLVM's optimizations out, which saves a quarter of the time; the HLO "
-    "that is compiled is the same",
-  )
+  parser.addoption("--unoptimized", action="store_true")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  """Flags are read when the first device is asked for; processes that tests start
-  inherit them, so that their bits are the same."""
-  if config.getoption("--unoptimized"):
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
+  config.pluginmanager.register(costs.Costs(), "costs")
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+  found = config.pluginmanager.get_plugin("costs")
+  terminalreporter.section("what was compiled")
+  for line in found.table():
+    terminalreporter.write_line(line)
+
+
+@pytest.fixture(autouse=True)
+def frozen_garbage():
+  yield
+  gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
