@@ -1,7 +1,8 @@
 """Every transformation through what optax, flax and JAX expect of a good citizen.
 
-A new transformation is one more line in ``FACTORIES``. Gradients pass through a wrapper
-as they would without it, bit for bit: whatever compiles the codecs, the bits agree.
+A new transformation is one more line in ``citizen_cases.FACTORIES``. Gradients pass
+through a wrapper as they would without it, bit for bit: whatever compiles the codecs,
+the bits agree.
 """
 
 import functools
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from assertions import assert_equal
+from citizen_cases import FACTORIES, KEEP_RESIDUAL, gradients, pick
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.flatten_util import ravel_pytree
@@ -18,50 +21,13 @@ from jax.flatten_util import ravel_pytree
 import gradcomp
 from gradcomp.codecs import QSGD
 
-qsgd4 = functools.partial(gradcomp.qsgd, bits=4, bucket_size=32)
-error4 = functools.partial(qsgd4, feedback="error")
-
-FACTORIES = {
-  "qsgd4": qsgd4,
-  "qsgd4-error": error4,
-  "qsgd8-nearest": functools.partial(
-    gradcomp.qsgd, bits=8, bucket_size=32, rounding="nearest"
-  ),
-  "qsgd2-uniform-tensor": functools.partial(
-    gradcomp.qsgd, bits=2, levels="uniform", bucket_size=None
-  ),
-  "dense": gradcomp.dense,
-  "dense-bfloat16": functools.partial(gradcomp.dense, jnp.bfloat16),
-}
-KEEP_RESIDUAL = ("qsgd4-error", "qsgd8-nearest", "dense-bfloat16")
 every_transformation = pytest.mark.parametrize("name", FACTORIES)
-
-
-def gradients(seed=0):
-  """A leaf to compress, an odd one, a small one, a scalar and an empty one."""
-  rng = np.random.default_rng(seed)
-  shapes = {"m": (32, 32), "odd": (3, 5, 43), "b": (5,), "s": (), "empty": (0, 3)}
-  return {
-    name: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    for name, shape in shapes.items()
-  }
-
-
-def pick(tree, *names):
-  return {name: tree[name] for name in names}
 
 
 def signs():
   """1,024 numbers of magnitude 1, whose norm is 32: every codec is exact on them."""
   rng = np.random.default_rng(3)
   return {"m": jnp.asarray(rng.choice([-1.0, 1.0], (32, 32)), jnp.float32)}
-
-
-def assert_equal(got, expected):
-  """The same tree and types, and the same values: NaN equals NaN."""
-  assert jax.tree.structure(got) == jax.tree.structure(expected)
-  assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, expected)
-  jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def steps(tx, grads, jit=False):

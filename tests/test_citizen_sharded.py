@@ -11,9 +11,10 @@ import modes
 import numpy as np
 import optax
 import pytest
+from assertions import assert_equal
+from citizen_cases import error4, gradients, pick
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_citizen import assert_equal, error4, gradients, pick
 
 import gradcomp
 from gradcomp.codecs import QSGD

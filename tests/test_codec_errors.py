@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_errors import says
+from assertions import says
 
 import gradcomp
 from gradcomp.codecs import QSGD, EightBit, OneBit, Ternary

@@ -11,8 +11,8 @@ import numpy as np
 import oracle_ternary
 import pytest
 import wire_decoder_codecs
+from exchange_cases import documented_key, transformation
 from jax.sharding import PartitionSpec as P
-from test_exchange import documented_key, transformation
 
 import gradcomp
 from gradcomp.codecs import QSGD, OneBit, Ternary

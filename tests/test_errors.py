@@ -5,7 +5,6 @@ parts that a person needs, not for whole sentences.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import modes
 import numpy as np
 import optax
 import pytest
+from assertions import says
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
@@ -21,11 +21,6 @@ from gradcomp.codecs import QSGD, Dense
 WORKERS = 4
 GRADS = {"w": np.linspace(-1, 1, 8 * 256, dtype=np.float32).reshape(8, 256)}
 residual4 = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
-
-
-def says(*parts):
-  """A pattern for all parts, in this order."""
-  return "(?s)" + ".*".join(re.escape(part) for part in parts)
 
 
 def in_shard_map(f, *args, **options):

@@ -12,10 +12,9 @@ import oracle_float_sums
 import oracle_floats
 import pytest
 import wire_decoder_codecs
-from oracle_float_cast import Cast
+from assertions import assert_same_floats, says
+from float_cases import cast_of, codec_of, wide_leaf
 from oracle_floats import Format
-from test_errors import says
-from test_floats import assert_same_bits
 
 import gradcomp
 from gradcomp import floats
@@ -39,35 +38,6 @@ CASES = [
 ]
 
 
-def codec_of(fmt, rounding="nearest_even", scale="auto", **options):
-  return FloatCast(
-    exponent_bits=fmt[0],
-    mantissa_bits=fmt[1],
-    rounding=rounding,
-    scale=scale,
-    **options,
-  )
-
-
-def cast_of(codec, byte=None):
-  """The oracle's description of a codec."""
-  return Cast(
-    Format(codec.exponent_bits, codec.mantissa_bits),
-    codec.rounding,
-    byte,
-    1.0 if codec.scale == "auto" else codec.scale,
-    codec.addends,
-  )
-
-
-def wide_leaf(size, seed=0, spread=12):
-  """Elements of many sizes, of both signs, and zeros."""
-  rng = np.random.default_rng(seed)
-  x = rng.standard_normal(size) * 2.0 ** rng.integers(-spread, spread, size)
-  x[3], x[5] = 0.0, -0.0
-  return x.astype(np.float32)
-
-
 @functools.cache
 def encoder(codec):
   """With statistics that are given."""
@@ -84,7 +54,7 @@ def assert_documented(codec, payload, cast, x):
   rows = cast.encode(x, np.asarray(laws.KEY))
   np.testing.assert_array_equal(payload.rows, rows)
   decoded = laws.decoder(codec, x.shape)(payload)
-  assert_same_bits(decoded, cast.decode(rows, x.size))
+  assert_same_floats(decoded, cast.decode(rows, x.size))
   read = wire_decoder_codecs.decode_float_cast(
     np.asarray(payload.rows),
     x.size,
@@ -137,7 +107,7 @@ def test_results_below_the_smallest_normal_number_are_zero():
   assert cast.shift == -1
   np.testing.assert_array_equal(payload.rows, cast.encode(x))
   expected = np.float32([1.5 * 2.0**127, 0, -0.0, 2.0**-125, 0])
-  assert_same_bits(laws.round_trip(codec, x), expected)
+  assert_same_floats(laws.round_trip(codec, x), expected)
 
 
 @pytest.mark.parametrize("addends", range(1, 21))
@@ -173,7 +143,7 @@ def test_powers_of_two_lose_nothing(fmt):
   leaves = leaves[(np.abs(leaves) > 0).all(axis=0, keepdims=True).repeat(7, 0)]
   leaves = leaves.reshape(7, -1)
   restored = jax.jit(jax.vmap(lambda x: codec.decode(codec.encode(x), like=x)))(leaves)
-  assert_same_bits(restored, leaves)
+  assert_same_floats(restored, leaves)
 
 
 @pytest.mark.parametrize("fmt", [(3, 0), (4, 0), (2, 1), (5, 2), (4, 3), (1, 2)])
@@ -259,7 +229,7 @@ def test_what_is_not_finite(fmt, bad):
   plain = codec_of(fmt, scale=2.0)
   cast = cast_of(plain)
   restored = laws.round_trip(plain, x)
-  assert_same_bits(restored, cast.decode(cast.encode(x), x.size))
+  assert_same_floats(restored, cast.decode(cast.encode(x), x.size))
   assert np.isfinite(np.delete(restored, 17)).all()
   expected = np.nan if fmt[1] == 0 else bad
   np.testing.assert_array_equal(restored[17], np.float32(expected))

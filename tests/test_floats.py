@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import oracle_floats
 import pytest
+from assertions import assert_same_floats, says
+from float_cases import library, name
 from oracle_floats import Format
-from test_errors import says
 
 from gradcomp import floats
 
@@ -60,14 +61,6 @@ WIDE = [
 RANDOM = 2**20 // (len(OTHERS) + len(WIDE)) + 1  # 10^6 values together
 
 
-def name(part):
-  return "-".join(map(str, part)) if isinstance(part, tuple) else str(part)
-
-
-def library(fmt):
-  return floats.FloatFormat(fmt.e, fmt.m, **fmt.options)
-
-
 def with_neighbours(x):
   """Each number, the float32 numbers beside it, and all of their negatives."""
   x = np.asarray(x, np.float32)
@@ -97,15 +90,6 @@ def random_values(fmt, count, seed=0):
   return x if fmt.specials != "none" else x[~np.isnan(x)]
 
 
-def assert_same_bits(got, expected):
-  """NaN of any bits."""
-  got, expected = np.asarray(got), np.asarray(expected, np.float32)
-  assert got.dtype == np.float32
-  np.testing.assert_array_equal(got, expected)
-  real = ~np.isnan(expected)
-  np.testing.assert_array_equal(np.signbit(got)[real], np.signbit(expected)[real])
-
-
 def assert_rounds(fmt, x):
   """`to_code`, `from_code` and `round_to` are the oracle's, bit for bit."""
   codes = floats.to_code(x, library(fmt))
@@ -113,8 +97,8 @@ def assert_rounds(fmt, x):
   expected = oracle_floats.encode(x, fmt)
   np.testing.assert_array_equal(codes, expected)
   values = oracle_floats.decode(expected, fmt)
-  assert_same_bits(floats.from_code(codes, library(fmt)), values)
-  assert_same_bits(floats.round_to(x, library(fmt)), oracle_floats.quantize(x, fmt))
+  assert_same_floats(floats.from_code(codes, library(fmt)), values)
+  assert_same_floats(floats.round_to(x, library(fmt)), oracle_floats.quantize(x, fmt))
 
 
 @pytest.mark.parametrize("twin", TWINS)
@@ -123,7 +107,7 @@ def test_every_code_and_boundary_of_a_type_of_ml_dtypes(twin):
   word = np.uint8 if dtype.itemsize == 1 else np.uint16
   codes = np.arange(2**fmt.bits, dtype=np.uint32)
   expected = codes.astype(word).view(dtype).astype(np.float32)
-  assert_same_bits(floats.from_code(codes, library(fmt)), expected)
+  assert_same_floats(floats.from_code(codes, library(fmt)), expected)
   x = boundaries(fmt)
   if fmt.specials != "none":
     x = np.concatenate([x, np.float32([np.nan])])
@@ -133,7 +117,7 @@ def test_every_code_and_boundary_of_a_type_of_ml_dtypes(twin):
   assert_rounds(fmt, x)
   ours = floats.to_code(x, library(fmt))
   np.testing.assert_array_equal(ours, theirs.view(word).astype(np.uint32) & mask)
-  assert_same_bits(floats.round_to(x, library(fmt)), theirs.astype(np.float32))
+  assert_same_floats(floats.round_to(x, library(fmt)), theirs.astype(np.float32))
 
 
 @pytest.mark.parametrize("fmt", OTHERS, ids=name)
@@ -145,7 +129,7 @@ def test_other_formats_by_enumeration(fmt):
   assert_rounds(fmt, x)
   codes = np.arange(2**fmt.bits, dtype=np.uint32)
   decoded = floats.from_code(codes, library(fmt))
-  assert_same_bits(decoded, oracle_floats.decode(codes, fmt))
+  assert_same_floats(decoded, oracle_floats.decode(codes, fmt))
   again = floats.round_to(decoded, library(fmt))
   np.testing.assert_array_equal(again, decoded)  # some have no minus zero
 
@@ -162,7 +146,7 @@ def test_wide_formats_by_rational_numbers(fmt):
   if fmt.subnormals:
     some = x[np.isfinite(x) & (x != 0)][:300]
     exact = [oracle_floats.round_exactly(float(v), fmt) for v in some]
-    assert_same_bits(oracle_floats.quantize(some, fmt), exact)
+    assert_same_floats(oracle_floats.quantize(some, fmt), exact)
 
 
 @pytest.mark.parametrize("fmt", [*TWINS.values(), *OTHERS, *WIDE], ids=name)
@@ -198,9 +182,9 @@ def test_the_argument_is_left_as_it_is():
 )
 def test_the_carry_and_the_ties_that_cpd_gets_wrong(fmt, x, expected):
   rounded = floats.round_to(jnp.array(x, jnp.float32), floats.FloatFormat(*fmt))
-  assert_same_bits(rounded, expected)
+  assert_same_floats(rounded, expected)
   rounded = floats.round_to(-jnp.array(x, jnp.float32), floats.FloatFormat(*fmt))
-  assert_same_bits(rounded, -np.float32(expected))
+  assert_same_floats(rounded, -np.float32(expected))
 
 
 def test_bits_below_subnormal_numbers_decide():
@@ -210,7 +194,7 @@ def test_bits_below_subnormal_numbers_decide():
   halves = (rng.integers(0, 2**11, 20000) + 0.5) * 2.0**-24
   x = with_neighbours(np.concatenate([x, halves]))
   expected = x.astype(np.float16).astype(np.float32)
-  assert_same_bits(floats.round_to(x, floats.FloatFormat(5, 10)), expected)
+  assert_same_floats(floats.round_to(x, floats.FloatFormat(5, 10)), expected)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +205,7 @@ def test_bits_below_subnormal_numbers_decide():
 def test_toward_zero_never_overflows(fmt):
   x = random_values(fmt, 20000)
   rounded = floats.round_to(x, library(fmt), "toward_zero")
-  assert_same_bits(rounded, oracle_floats.quantize(x, fmt, "toward_zero"))
+  assert_same_floats(rounded, oracle_floats.quantize(x, fmt, "toward_zero"))
   finite = np.isfinite(x)
   assert (np.abs(rounded[finite]) <= np.abs(x[finite])).all()
   assert np.isfinite(rounded[finite]).all()
@@ -239,7 +223,7 @@ def test_stochastic_rounding_is_the_pages_with_32_bits(fmt):
   codes = floats.to_code(x, library(fmt), "stochastic", key=key)
   expected = oracle_floats.encode(x, fmt, "stochastic", draws=draws)
   np.testing.assert_array_equal(codes, expected)
-  assert_same_bits(
+  assert_same_floats(
     floats.round_to(x, library(fmt), "stochastic", key=key),
     oracle_floats.quantize(x, fmt, "stochastic", draws=draws),
   )
@@ -275,7 +259,7 @@ def test_stochastic_rounding_is_unbiased(fmt):
 def test_any_values_of_any_shape(fmt, x):
   rounded = np.asarray(floats.round_to(x, library(fmt)))
   assert rounded.shape == x.shape
-  assert_same_bits(rounded, oracle_floats.quantize(x, fmt))
+  assert_same_floats(rounded, oracle_floats.quantize(x, fmt))
   assert np.isnan(rounded[np.isnan(x)]).all()
 
 
@@ -285,7 +269,7 @@ def test_half_precision_returns_as_it_was(dtype):
   rounded = floats.round_to(x, floats.FloatFormat(5, 2))
   assert rounded.dtype == dtype
   expected = oracle_floats.quantize(np.asarray(x).astype(np.float32), Format(5, 2))
-  assert_same_bits(rounded.astype(jnp.float32), expected)
+  assert_same_floats(rounded.astype(jnp.float32), expected)
 
 
 def test_derivatives():

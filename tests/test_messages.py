@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
+from assertions import assert_trees_equal
+from exchange_cases import small_gradients, transformation
 from jax.sharding import PartitionSpec as P
-from test_exchange import assert_trees_equal, small_gradients, transformation
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense

@@ -130,6 +130,26 @@ def test_no_file_is_imported_twice():
   assert gradcomp.kernels.__name__ == "gradcomp.kernels"
 
 
+def imported_modules(path):
+  """The full names of the modules that a file imports, or imports from."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      yield "." * node.level + (node.module or "")
+
+
+def test_no_test_module_is_imported():
+  """What several test modules need is in support files, which have no tests."""
+  tests = sorted((ROOT / "tests").rglob("*.py"))
+  modules = {path.stem for path in tests if path.stem.startswith("test_")}
+  imported = {name for path in tests for name in imported_modules(path)}
+  assert {"laws", "assertions"} <= imported
+  assert not modules & imported
+  support = [path for path in tests if path.stem not in modules]
+  assert not [path.name for path in support if "def test_" in path.read_text()]
+
+
 def jax_names(path):
   """The full names that a file imports from JAX or reads off what it imported."""
   tree = ast.parse(path.read_text())

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import oracle_top_k
 import pytest
+from assertions import says
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_errors import says
-from test_sparse_exchange import N, check_conservation, gradients, trail
+from sparse_steps import N, check_conservation, gradients, trail
 
 import gradcomp
 from gradcomp.codecs import RandomK, TopK

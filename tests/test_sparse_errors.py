@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_errors import says
+from assertions import says
 
 import gradcomp
 from gradcomp.codecs import QSGD, RandomK, TopK

@@ -10,12 +10,21 @@ import oracle
 import oracle_exchange
 import oracle_top_k
 import pytest
-from test_exchange import assert_trees_equal
+from assertions import assert_trees_equal
+from sparse_steps import (
+  DENSITY,
+  SIZE,
+  N,
+  check_conservation,
+  gradients,
+  owned_of,
+  trail,
+  transformation,
+)
 
 import gradcomp
 from gradcomp.codecs import RandomK, TopK
 
-N, DENSITY, SIZE = 4, 0.05, 630
 EXACT = TopK(density=DENSITY)
 # Each with the exchange, and m and the kind of momentum.
 CASES = [
@@ -42,83 +51,6 @@ def short_name(case):
   codec, exchange = case[:2]
   kind = (getattr(codec, name, None) for name in ("selection", "quantize"))
   return "-".join([type(codec).__name__, *map(str, kind), exchange])
-
-
-def transformation(codec, exchange, momentum=None, nesterov=False, **options):
-  if exchange == "hierarchical":
-    options["group_size"] = 2
-  if momentum is not None:
-    options.update(feedback="momentum", momentum=momentum, nesterov=nesterov)
-  options.setdefault("min_leaf_size", 64)
-  return gradcomp.compress(codec, axis_name="data", exchange=exchange, **options)
-
-
-def gradients(steps, workers=N):
-  """A leaf that stays dense and two of one size, which share a matrix."""
-  rng = np.random.default_rng(workers)
-  shapes = {"b": (3,), "v": (SIZE,), "w": (9, 70)}
-  return [
-    {
-      name: rng.standard_normal((workers, *shape)).astype(np.float32)
-      for name, shape in shapes.items()
-    }
-    for _ in range(steps)
-  ]
-
-
-def trail(tx, steps):
-  """What ``update`` returns in each step, under vmap: leaves [N, ...]."""
-  like = jax.tree.map(jnp.asarray, steps[0])
-  state = jax.vmap(tx.init, axis_name="data")(like)
-  update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s), axis_name="data"))
-  result = []
-  for gradient in steps:
-    output, state = update(gradient, state)
-    result.append((output, state))
-  assert update._cache_size() == 1
-  return result
-
-
-def owned_of(state, leaf):
-  """What owners keep of one of the two leaves: the first ranges are those of v."""
-  if not state.owner_residual:
-    return np.zeros(SIZE)
-  (rows,) = state.owner_residual["data"]
-  rows = np.float64(rows)
-  rows = rows.reshape(-1, rows.shape[-1])
-  first = N * (leaf == "w")
-  return rows[first : first + N].ravel()[:SIZE]
-
-
-def check_conservation(passed, steps, momentum, nesterov, sparse=lambda step: True):
-  """What was sent and what waits is all that was ever to be sent, at every step.
-
-  Momentum is computed here from gradients alone, but for where something was sent.
-  """
-  for leaf in ("b", "v", "w"):
-    shape = steps[0][leaf].shape[1:]
-    workers = [oracle_top_k.Worker(shape, momentum, nesterov) for _ in range(N)]
-    total, largest = 0.0, 0.0
-    for number, ((output, state), gradient) in enumerate(
-      zip(passed, steps, strict=True)
-    ):
-      for i, worker in enumerate(workers):
-        x = worker.correct(gradient[leaf][i])
-        rest = np.asarray(state.residual[leaf][i])
-        worker.keep(x, rest, sparse=leaf != "b" and sparse(number))
-        largest = max(largest, np.abs(x).max(), np.abs(rest).max())
-        if momentum is not None:
-          np.testing.assert_array_equal(state.momentum[leaf][i], worker.u)
-      out = np.asarray(output[leaf])
-      np.testing.assert_array_equal(out, np.broadcast_to(out[:1], out.shape))
-      total = total + N * np.float64(out[0])
-      waiting = sum(np.float64(worker.residual) for worker in workers)
-      if leaf != "b":
-        waiting = waiting + N * owned_of(state, leaf).reshape(shape)
-      given = sum(worker.given for worker in workers)
-      # Each step rounds 4 N + 8 numbers at most that enter; none is above N largest.
-      bound = (number + 1) * (4 * N + 8) * 2.0**-24 * N * largest
-      np.testing.assert_allclose(total + waiting, given, rtol=0, atol=bound)
 
 
 def state_rows(exchange):

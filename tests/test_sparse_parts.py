@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sparse_exchange import N, gradients, trail, transformation
+from sparse_steps import N, gradients, trail, transformation
 
 import gradcomp
 from gradcomp.codecs import Dense, RandomK, TopK

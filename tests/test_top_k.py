@@ -1,7 +1,5 @@
 """TopK's selections against the paper's algorithms, the page, and NumPy's partition."""
 
-import functools
-
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -11,87 +9,22 @@ import numpy as np
 import oracle_top_k
 import pytest
 import wire_decoder_sparse
+from assertions import assert_same_bits
+from selections import (
+  check_selection,
+  data,
+  encode,
+  encoder,
+  entries_of,
+  layout,
+  values_of,
+)
 
 from gradcomp.codecs import TopK, _selecting
 from gradcomp.exchange import _decoders
 
 SIZES = {1000: 0.01, 100_003: 0.001, 1_000_000: 0.001}  # each with a density
 METHODS = ("exact", "trimmed", "threshold")
-
-
-@functools.cache
-def encoder(codec):
-  """Rows and what is left, of a leaf and of what the choice depends on besides."""
-
-  def encode(x, stats):
-    payload, rest = codec.encode_with_residual(x, stats=stats)
-    return payload.rows, rest
-
-  return jax.jit(encode)
-
-
-def encode(codec, x, stats=None):
-  stats = None if stats is None else jnp.float32(stats)
-  return tuple(map(np.asarray, encoder(codec)(jnp.asarray(x), stats)))
-
-
-def layout(codec, size):
-  """What a decoder has to know of a codec."""
-  n = codec.range_size or size
-  slots = oracle_top_k.slots_of(codec.density, n, codec.selection, codec.slack)
-  dtype = jnp.dtype(codec.value_dtype).name
-  return dict(range_size=n, slots=slots, quantize=codec.quantize, value_dtype=dtype)
-
-
-def entries_of(codec, rows, size):
-  return wire_decoder_sparse.top_k_entries(rows, **layout(codec, size))
-
-
-def values_of(codec, rows, size):
-  return wire_decoder_sparse.decode_top_k(rows, size, **layout(codec, size))
-
-
-def bits(x):
-  return np.asarray(x, np.float32).view(np.uint32)
-
-
-def assert_same_bits(a, b):
-  np.testing.assert_array_equal(bits(a), bits(b))
-
-
-@functools.cache
-def data(size):
-  """Every kind of data that a selection may meet, by name."""
-  rng = np.random.default_rng(size)
-  normal = rng.standard_normal(size).astype(np.float32)
-  heavy = (rng.standard_cauchy(size) ** 3).astype(np.float32)
-  return {
-    "normal": normal,
-    "uniform": rng.random(size).astype(np.float32),
-    "heavy": heavy,
-    "constant": np.full(size, -1.5, np.float32),
-    "half zero": np.where(np.arange(size) % 2, normal, np.float32(0)),
-    "half constant": np.where(np.arange(size) % 2, normal, np.float32(-2)),
-    "spike": np.where(np.arange(size) == size // 3, np.float32(7), np.float32(0)),
-    "zero": np.zeros(size, np.float32),
-    "few": np.where(np.arange(size) < 3, normal, np.float32(-0.0)),
-    "subnormal": normal * np.float32(2.0**-140),
-    "powers": np.ldexp(np.float32(1), rng.integers(-149, 100, size)),
-    "sorted": np.sort(normal),
-  }
-
-
-def check_selection(x, chosen, k, slots):
-  """The page's rule: which magnitudes are sent, not where equal ones are."""
-  order = oracle_top_k.order(x)
-  sent = np.sort(order[chosen])[::-1]
-  np.testing.assert_array_equal(sent[:k], oracle_top_k.largest(x, k))
-  if len(chosen) == k:  # also where a threshold leaves these alone
-    reach = (order >= sent[-1]).sum()
-    assert slots == k or reach == k or reach > slots
-  else:
-    assert k < len(chosen) <= slots
-    assert (order >= sent[-1]).sum() == len(chosen)
 
 
 def check_row(codec, x, rows, rest, chosen):

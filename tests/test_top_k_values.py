@@ -8,9 +8,9 @@ import oracle
 import oracle_top_k
 import pytest
 import wire_decoder_sparse
-from test_exchange import case_name
-from test_top_k import (
-  assert_same_bits,
+from assertions import assert_same_bits
+from exchange_cases import case_name
+from selections import (
   check_selection,
   data,
   encode,

@@ -4,19 +4,23 @@ import jax
 import jax.numpy as jnp
 import laws
 import modes
-import numpy as np
 import optax
 import pytest
+from exchange_cases import (
+  CASES,
+  CODECS,
+  ELEMENTS,
+  SHAPES,
+  SHARED,
+  case_name,
+  transformation,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_exchange import CASES, CODECS, SHARED, case_name, transformation
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.layout import plan
-
-SHAPES = {"w": (512, 512), "b": (512,), "v": (3, 3, 64, 128), "c": (100, 37)}
-ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
 
 def optimized_hlo(lowered):

@@ -1,0 +1,100 @@
+"""Provides every exchange that a codec can take, and what the tests give to them."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import laws
+import numpy as np
+
+import gradcomp
+from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, OneBit, Ternary
+
+CODECS = [
+  QSGD(bits=4, bucket_size=32),
+  QSGD(bits=8, bucket_size=32, levels="uniform", rounding="nearest"),
+  QSGD(bits=3, bucket_size=None, levels="uniform", norm="l2"),
+  Dense(dtype=jnp.bfloat16),
+]
+SHARED = [
+  QSGD(bits=4, bucket_size=32, share_scale=True),
+  QSGD(bits=3, bucket_size=None, levels="uniform", share_scale=True),
+]
+# Every exchange that a codec can take.
+CASES = [
+  *itertools.product(CODECS, ["all_gather", "two_shot", "ring", "hierarchical"]),
+  *itertools.product(SHARED, ["all_gather", "two_shot", "psum"]),
+  # What is new in other codecs, each where it matters: tiles by column, residuals
+  # without decoding, statistics of a whole leaf, levels that are fitted to all workers.
+  (OneBit(bucket_size=32), "two_shot"),
+  (OneBit(bucket_size=32), "ring"),
+  (OneBit(per_column=True), "all_gather"),
+  (OneBit(per_column=True), "hierarchical"),
+  (Ternary(), "two_shot"),
+  (Ternary(packing="base3"), "psum"),
+  (Ternary(packing="base3", bucket_size=32, share_scale=False), "two_shot"),
+  (EightBit(), "two_shot"),
+  (EightBit(data_type="dynamic_map", block_size=32, rounding="stochastic"), "ring"),
+  (QSGD(bits=2, bucket_size=32, levels="nonuniform"), "all_gather"),
+  (QSGD(bits=3, bucket_size=32, levels="nonuniform"), "two_shot"),
+  (QSGD(bits=4, bucket_size=None, levels="nonuniform"), "hierarchical"),
+  # Sums of codes in their own format.
+  (FloatCast(accumulate="float32"), "two_shot"),
+  (FloatCast(accumulate="kahan", rounding="stochastic"), "ring"),
+  (FloatCast(exponent_bits=3, mantissa_bits=0), "hierarchical"),
+]
+# A codec of each kind of sum is tried with several numbers of workers, it and one of
+# each other kind of codec in every place, with four. More take minutes.
+NUMBERS = {CODECS[0]: (1, 3, 4, 8), SHARED[0]: (1, 2, 4)}
+_KINDS = {(type(c), c.fitted): (c, exchange) for c, exchange in reversed(CASES)}
+
+
+def numbers(case):
+  """Of workers, for a case."""
+  return NUMBERS.get(case[0], (4,) if case in _KINDS.values() else (3,))
+
+
+def case_name(part):
+  return str(part) if isinstance(part, str | int) else laws.name(part)
+
+
+@functools.cache  # for modes, which compiles once a transformation
+def transformation(codec, exchange, workers, **options):
+  if exchange == "hierarchical":
+    options["group_size"] = 2 if workers % 2 == 0 else 1
+  return gradcomp.compress(codec, axis_name="data", exchange=exchange, **options)
+
+
+def gradients(workers, seed=0):
+  """A large ragged leaf, a matrix, small leaves, a scalar and an empty leaf."""
+  rng = np.random.default_rng(seed)
+  shapes = {"a": (70, 71), "b": (37,), "c": (), "d": (0, 3), "w": (3, 3, 16, 8)}
+  return {
+    name: jnp.asarray(rng.standard_normal((workers, *shape)), jnp.float32)
+    for name, shape in shapes.items()
+  }
+
+
+def small_gradients(workers, seed=0):
+  """As little as has every case: a leaf of no whole tiles, and one that stays dense."""
+  rng = np.random.default_rng(seed)
+  shapes = {"a": (9, 70), "b": (3,)}
+  return {
+    name: jnp.asarray(rng.standard_normal((workers, *shape)), jnp.float32)
+    for name, shape in shapes.items()
+  }
+
+
+def documented_key(seed, step):
+  def key(leaf, worker):
+    fold = jax.random.fold_in
+    folded = fold(fold(fold(jax.random.key(seed), step), leaf), worker)
+    return np.asarray(jax.random.key_data(folded))
+
+  return key
+
+
+# Leaves of a small network, of which the tests count the bytes that are sent.
+SHAPES = {"w": (512, 512), "b": (512,), "v": (3, 3, 64, 128), "c": (100, 37)}
+ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
