@@ -1,13 +1,17 @@
 # `make train` and `make test` need only Python 3.11 or newer, and set up the rest.
 #   make test PYTHON=python3.12    with another interpreter, in a folder of its own
 #   make test ARGS='-k layout'     with options for pytest; the same for train and bench
+#   JAX_ENABLE_COMPILATION_CACHE=false make test    without what earlier runs compiled
 
 PYTHON ?= python3
 version := $(shell $(PYTHON) -c 'import platform; print(platform.python_version())')
 VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(version))
 python := $(VENV)/bin/python
+# A worker a core; the tests of a file stay together, for they share what they compile.
+pytest := $(python) -m pytest -n logical --maxprocesses 4 --dist loadfile \
+  --no-loadscope-reorder
 
-.PHONY: help train test lint types bench links gpu-check ptx-check clean
+.PHONY: help train test test-all lint types bench links gpu-check ptx-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -15,8 +19,11 @@ help:  ## this list
 train: $(VENV)/.installed-examples  ## train the example with several codecs and compare
 	$(python) examples/image_classification.py --compare $(ARGS)
 
-test: $(VENV)/.installed-test  ## run all tests and doctests
-	$(python) -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+test: $(VENV)/.installed-test  ## run the tests and doctests, but for slow ones
+	$(pytest) $(ARGS)
+
+test-all: $(VENV)/.installed-test  ## run all tests in all modes, optimized by LLVM
+	$(pytest) --slow all --every-mode --optimize $(ARGS)
 
 lint: $(VENV)/.installed-test  ## check the style with ruff
 	$(python) -m ruff check

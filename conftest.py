@@ -5,10 +5,9 @@ import importlib
 import os
 import pkgutil
 import sys
-from pathlib import Path
 
-# Tests compile far longer than they compute, so LLVM optimizes only those marked
-# `bits`. Processes that tests start inherit it, so that their bits are the same.
+# Tests compile for longer than they compute, so LLVM optimizes only what tests marked
+# `bits` run. Processes that tests start inherit this, so that their bits are the same.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import costs
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import selected
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
@@ -25,11 +25,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 if not jax.config.jax_platforms:  # JAX_PLATFORMS=cuda,cpu for the tests that need a GPU
   jax.config.update("jax_platforms", "cpu")
 
-# What the workers of a run and later runs have compiled. `make clean` removes it.
+# Workers of one run, and later runs, share what they compile. `make clean` removes it.
 if sys.prefix != sys.base_prefix:
-  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{sys.prefix}/xla-cache")
+  folder = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{sys.prefix}/xla-cache")
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-  jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+  jax.config.update("jax_compilation_cache_dir", folder)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 # pytest names modules after folders, and kernels/ is installed as gradcomp.kernels:
@@ -45,28 +45,17 @@ def pytest_report_header() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-  parser.addoption(
-    "--every-mode",
-    action="store_true",
-    help="run the law of the exchanges in every mode for every number of workers, and "
-    "packing for every size",
-  )
-  parser.addoption("--unoptimized", action="store_true")
+  selected.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  config.pluginmanager.register(costs.Costs(), "costs")
-
-
-def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-  found = config.pluginmanager.get_plugin("costs")
-  terminalreporter.section("what was compiled")
-  for line in found.table():
-    terminalreporter.write_line(line)
+  config.pluginmanager.register(costs.Costs(config), "costs")
+  config.pluginmanager.register(selected.Selected(config), "selected")
 
 
 @pytest.fixture(autouse=True)
 def frozen_garbage():
+  """JAX keeps millions of objects, and the collector would walk over them each time."""
   yield
   gc.freeze()
 

@@ -1,7 +1,26 @@
-"""How many programs each test file may compile in plain ``make test``."""
+"""How much each test file may compile and compute in a plain run, in one table.
 
-PROGRAMS: dict[str, int] = {}
+Programs are counted: the number is the same on every machine, and a few more are room
+for versions of JAX. Seconds are those of all processors together on two quiet cores
+with an empty cache; a file fails at ``ROOM`` times as many, which a busy machine does
+not reach.
+"""
+
+from typing import NamedTuple
+
+ROOM = 4
 
 
-def programs(path: str) -> int:
-  return PROGRAMS.get(path, 10**9)
+class Budget(NamedTuple):
+  programs: int
+  seconds: float
+
+
+# Files that are not here, most of them doctests.
+OTHERS = Budget(programs=40, seconds=10)
+
+FILES: dict[str, Budget] = {}
+
+
+def of(path: str) -> Budget:
+  return FILES.get(path, OTHERS)

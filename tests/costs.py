@@ -28,10 +28,12 @@ class Costs:
   """Adds up what JAX reports of this process, and prints what all processes reported.
 
   Attributes:
-    of_files: for each file the sums of ``_COLUMNS``.
+    of_files: the sums of ``_COLUMNS`` for each file.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, config: pytest.Config) -> None:
+    # Slow tests and optimizations are beyond the budgets, which are for plain runs.
+    self._held = not (config.getoption("--optimize") or config.getoption("--slow")[1])
     self._now = collections.Counter()
     self.of_files: dict[str, collections.Counter] = {}
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
@@ -76,21 +78,40 @@ class Costs:
     total = self.of_files.setdefault(path, collections.Counter())
     total.update(dict(zip(_COLUMNS, costs, strict=False)), tests=1)
 
-  def over_budget(self) -> list[str]:
-    """A sentence for each file that compiled more programs than it may."""
-    return [
-      f"{path} compiled {costs['programs']} programs, and its budget is {budget}: "
-      "see tests/budgets.py"
-      for path, costs in sorted(self.of_files.items())
-      if costs["programs"] > (budget := budgets.programs(path))
-    ]
+  def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    if self._held and self._over_budget() and session.exitstatus == pytest.ExitCode.OK:
+      session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-  def table(self) -> list[str]:
-    """The costs of all files, the dearest first, and their sum."""
+  def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("what was compiled")
+    for line in self._table():
+      terminalreporter.write_line(line)
+    for line in self._over_budget() if self._held else []:
+      terminalreporter.write_line(f"FAILED: {line}", red=True)
+
+  def _over_budget(self) -> list[str]:
+    """A sentence for each file that compiled or computed more than it may."""
+    found = []
+    for path, spent in sorted(self.of_files.items()):
+      budget = budgets.of(path)
+      for name, limit in (
+        ("programs", budget.programs),
+        ("CPU s", budgets.ROOM * budget.seconds),
+      ):
+        if spent[name] > limit:
+          found.append(
+            f"{path} took {spent[name]:.0f} {name}, and its budget is {limit:.0f}: see "
+            "tests/budgets.py"
+          )
+    return found
+
+  def _table(self) -> list[str]:
+    """The costs of files, the dearest first, and the sum of all."""
     rows = sorted(self.of_files.items(), key=lambda row: -row[1]["CPU s"])
     total = sum((costs for _, costs in rows), collections.Counter())
+    shown = [row for row in rows if row[1]["CPU s"] >= 1]
     names = ("tests", *_COLUMNS)
     lines = ["".join(f"{name:>10}" for name in names)]
-    for path, costs in [*rows, ("all files", total)]:
+    for path, costs in [*shown, ("all files", total)]:
       lines.append("".join(f"{costs[n]:10.0f}" for n in names) + f"  {path}")
     return lines

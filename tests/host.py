@@ -52,6 +52,16 @@ CASES = {
   "bfloat16-all_gather": dict(codec=Dense(dtype=jnp.bfloat16), exchange="all_gather"),
   "float32-psum": dict(codec=Dense(), exchange="psum"),
 }
+# One of each kind of sum, and each exchange.
+FEW = (
+  "qsgd4-two_shot",
+  "qsgd4-hierarchical",
+  "nonuniform-two_shot",
+  "terngrad-psum",
+  "aps-ring",
+  "bfloat16-all_gather",
+  "float32-psum",
+)
 # Cases whose sum the transport computes, in an order of its own: around a ring of hosts
 # by gloo, from the first to the last on emulated devices. Floats round differently.
 TRANSPORT_ADDS = {"float32-psum"}
@@ -173,8 +183,13 @@ def load(path):
     return list(arrays.values())
 
 
-def compare(hosts, host, folder):
-  for name in CASES:
+def compared(cases):
+  """The names of ``"few"`` cases, or of ``"all"``."""
+  return CASES if cases == "all" else FEW
+
+
+def compare(cases, hosts, host, folder):
+  for name in compared(cases):
     save(folder / f"{name}.{host}.npz", exchange(name, hosts))
   if hosts == 2:
     train(hosts, host, folder)
@@ -206,15 +221,15 @@ FAULTS = {
 
 
 def main(task, address, hosts, host, folder):
-  """Runs "compare", "train", or "kill-1": the training in which host 1 is killed."""
+  """Runs "compare-few", "train", or "kill-1": the training that loses host 1."""
   hosts, host, folder = int(hosts), int(host), pathlib.Path(folder)
   jax.distributed.initialize(address, hosts, host, **LIMITS)
-  task, _, victim = task.partition("-")
+  task, _, which = task.partition("-")
   try:
     if task == "compare":
-      compare(hosts, host, folder)
+      compare(which, hosts, host, folder)
     else:
-      train(hosts, host, folder, FAULTS[task] if victim == str(host) else None)
+      train(hosts, host, folder, FAULTS[task] if which == str(host) else None)
   except Exception:
     traceback.print_exc()
     sys.stderr.flush()

@@ -1,108 +1,42 @@
-"""The laws that every codec obeys, as functions of a codec.
+"""The laws that every codec obeys, as functions of a case of ``codec_cases``.
 
-A new codec is one more line in ``CODECS``. A law raises AssertionError; where it allows
-a difference, the reason stands beside the number.
+A law raises AssertionError; where it allows a difference, the reason stands beside the
+number. What one program computes of a leaf serves all laws that try the leaf.
 """
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle_one_bit
+from codec_cases import CASES
 
-from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, OneBit, Ternary
+from gradcomp.codecs import Payload, RemainderCodec
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
-LEVELS = ("sign_magnitude", "uniform")
-
-# One bit has no room for a sign.
-SCHEMES = [
-  (bits, levels)
-  for bits in WIDTHS
-  for levels in LEVELS
-  if (bits, levels) != (1, "sign_magnitude")
-]
-
-# Each width by bucket. Level scheme, norm, rounding and one scale a tensor are the same
-# code for all widths: a few show it, for each codec takes seconds to compile.
-QSGD_CODECS = [
-  QSGD(bits=bits, bucket_size=bucket_size, norm=norm, levels=levels, rounding=rounding)
-  for bits, levels in SCHEMES
-  for bucket_size, norm, rounding, widths in (
-    (64, "max", "stochastic", WIDTHS),
-    (32, "l2", "nearest", (4,)),
-    (None, "l2", "stochastic", (3,)),
-    (None, "max", "nearest", (8,)),
-  )
-  if bits in widths and (levels == "sign_magnitude" or bits in (1, 4))
-]
-DENSE_CODECS = [Dense(), Dense(dtype=jnp.bfloat16), Dense(dtype=jnp.float16)]
-# The levels' fit is a property of a leaf: the laws take the levels of the first step.
-LEVELS_CODECS = [
-  QSGD(bits=bits, bucket_size=64, levels="nonuniform") for bits in (2, 3, 4)
-]
-ONE_BIT_CODECS = [OneBit(), OneBit(bucket_size=512)]
-TERNARY_CODECS = [
-  Ternary(share_scale=False),
-  Ternary(share_scale=False, bucket_size=64),
-  Ternary(share_scale=False, packing="base3"),
-  Ternary(share_scale=False, bucket_size=64, clip_sigmas=None),
-]
-EIGHT_BIT_CODECS = [
-  EightBit(),
-  EightBit(data_type="dynamic_map"),
-  EightBit(data_type="static_tree"),
-  EightBit(data_type="linear"),
-  EightBit(data_type="mantissa"),
-  EightBit(block_size=64, rounding="stochastic"),
-  EightBit(data_type="dynamic_map", rounding="stochastic"),
-  EightBit(data_type="mantissa", exponent_offset=1),
-]
-# With scale="auto" a byte travels beside the rows: test_float_cast.py.
-FLOAT_CODECS = [
-  FloatCast(exponent_bits=5, mantissa_bits=10, scale=1.0),
-  FloatCast(exponent_bits=4, mantissa_bits=3, scale=1.0, rounding="toward_zero"),
-  FloatCast(exponent_bits=3, mantissa_bits=0, scale=1.0),
-  FloatCast(exponent_bits=5, mantissa_bits=2, scale=1.0, rounding="stochastic"),
-]
-CODECS = (
-  QSGD_CODECS
-  + DENSE_CODECS
-  + LEVELS_CODECS
-  + ONE_BIT_CODECS
-  + TERNARY_CODECS
-  + EIGHT_BIT_CODECS
-  + FLOAT_CODECS
-)
+CODECS = [case.codec for case in CASES]
 
 KEY = jnp.array([0x9E3779B9, 0x7F4A7C15], jnp.uint32)
 
 
 def name(codec):
-  """A short test id."""
-  if isinstance(codec, Dense):
-    return f"dense-{jnp.dtype(codec.dtype).name}"
-  if isinstance(codec, QSGD):
-    parts = [codec.levels, codec.bucket_size, codec.norm, codec.rounding]
-    if codec.share_scale:
-      parts.append("shared")
-    return "-".join([f"qsgd{codec.bits}", *map(str, parts)])
-  parts = [str(getattr(codec, field.name)) for field in dataclasses.fields(codec)]
-  return "-".join([type(codec).__name__.lower(), *parts])
+  """The id of a codec in tests: its type, and the fields that are not the defaults."""
+  fields = dataclasses.fields(codec)
+  values = {field.name: getattr(codec, field.name) for field in fields}
+  told = [
+    _told(values[field.name], field.name)
+    for field in fields
+    if values[field.name] != field.default or field.name in ("bits", "bucket_size")
+  ]
+  return "-".join([type(codec).__name__.lower(), *told])
 
 
-def sharing(codec):
-  """How many consecutive elements share a scale; None where a whole leaf does."""
-  if isinstance(codec, Dense | FloatCast):
-    return 1
-  return codec.block_size if isinstance(codec, EightBit) else codec.bucket_size
-
-
-def clips(codec):
-  """Whether elements are cut to a limit that is made of the whole leaf."""
-  return isinstance(codec, Ternary) and codec.clip_sigmas is not None
+def _told(value, field):
+  if isinstance(value, bool):
+    return field if value else f"no_{field}"
+  return str(value) if isinstance(value, str | int | float | None) else value.name
 
 
 def encode(codec, x, key, stats=None):
@@ -132,108 +66,238 @@ def gaussian(size, seed=0):
   return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
 
 
-def payload_is_the_documented_rows(codec, x):
-  """Rows of one tile each, nothing beside them, and all bytes are in the leaves."""
-  payload = encoder(codec)(jnp.asarray(x), KEY)
-  (rows,) = jax.tree.leaves(payload)
-  assert rows.dtype == jnp.uint32
-  assert rows.shape == (-(-x.size // codec.tile_size), codec.row_words)
-  assert sum(leaf.nbytes for leaf in jax.tree.leaves(payload)) == 4 * rows.size
+class Trial(NamedTuple):
+  """What a codec makes of one leaf.
+
+  Attributes:
+    payload: of the leaf.
+    value: what the payload decodes to.
+    together: the tiles of its rows, decoded at once.
+    alone: the same, each row by itself.
+    remainder: the payload and the residual of codecs that give both at once, or None.
+  """
+
+  payload: Payload
+  value: np.ndarray
+  together: np.ndarray
+  alone: np.ndarray
+  remainder: tuple[Payload, np.ndarray] | None
 
 
-def shape_and_dtype_return(codec, shape, dtype):
-  """Half precision is computed in float32 and comes back as it was."""
-  x = jnp.asarray(gaussian(shape), dtype)
-  restored = round_trip(codec, x)
-  assert restored.shape == shape and restored.dtype == jnp.dtype(dtype)
-  wide = round_trip(codec, x.astype(jnp.float32))
-  np.testing.assert_array_equal(np.asarray(jnp.asarray(wide).astype(dtype)), restored)
+@functools.lru_cache(maxsize=1)  # the laws of one codec follow each other
+def _program(case):
+  codec = case.bind(case.codec, case.leaf)
+
+  @jax.jit
+  def run(x, key):
+    payload = encode(case.codec, x, key)
+    rows, stats = payload
+    lines = (
+      None
+      if stats is None
+      else jnp.broadcast_to(stats, (rows.shape[0], stats.shape[1]))
+    )
+    tiles = functools.partial(_tiles, codec)
+    one = lambda row: tiles(*jax.tree.map(lambda part: part[None], row))[0]
+    remainder = None
+    if isinstance(codec, RemainderCodec):
+      own = key if codec.needs_key else None
+      levels = codec.init() if codec.fitted else None
+      remainder = case.codec.encode_with_residual(x, key=own, stats=levels)
+    return Trial(
+      payload,
+      case.codec.decode(payload, like=x),
+      tiles(rows, lines),
+      jax.lax.map(one, (rows, lines)),
+      remainder,
+    )
+
+  return run
 
 
-def zeros_stay(codec, size):
-  assert (round_trip(codec, np.zeros(size, np.float32)) == 0).all()
+def _tiles(codec, rows, stats):
+  """The values of rows, which share statistics or hold their own."""
+  if codec.adds:
+    return codec.unscaled(codec.decode_rows(rows), stats)
+  if stats is None:
+    return codec.decode_rows(rows)
+  return codec.from_codes(codec.codes(rows), stats)
 
 
-def rows_stand_alone(codec, x):
+def trial(case, x, key=KEY):
+  return jax.tree.map(np.asarray, _program(case)(jnp.asarray(x), key))
+
+
+def payload_is_the_documented_rows(case, x):
+  """Rows of one tile each; statistics where workers share them; nothing beside them."""
+  codec = case.bind(case.codec, x.shape)
+  payload = trial(case, x).payload
+  tiles = -(-x.size // codec.tile_size)
+  chex.assert_shape(payload.rows, (tiles, codec.row_words))
+  chex.assert_type(payload.rows, jnp.uint32)
+  assert (payload.stats is not None) == codec.shares_stats
+  assert len(jax.tree.leaves(payload)) == 1 + codec.shares_stats
+  if codec.shares_stats:
+    assert payload.stats.shape[0] in (1, tiles)
+
+
+def the_page_reads_the_payload(case, x):
+  """A decoder that knows docs/wire-format.md alone finds the same values, exactly."""
+  found = trial(case, x)
+  expected = case.read(*found.payload, x.shape).reshape(x.shape)
+  np.testing.assert_array_equal(found.value, expected)
+
+
+def rows_stand_alone(case, x):
   """Each row decodes alone to its own tile: what lets workers own ranges of rows."""
-  rows = np.asarray(encoder(codec)(jnp.asarray(x), KEY).rows)
-  decode = jax.jit(codec.decode_rows)
-  together = np.asarray(decode(rows))
-  for i, row in enumerate(rows):
-    alone = np.asarray(decode(row[None]))
-    np.testing.assert_array_equal(together[i], alone[0])
+  found = trial(case, x)
+  np.testing.assert_array_equal(found.together, found.alone)
 
 
-def rows_encode_like_leaves(codec, x):
-  """``encode_rows`` of whole tiles is ``encode`` of the same elements."""
-  tiles = jnp.asarray(x[: x.size // codec.tile_size * codec.tile_size])
-  key = KEY if codec.needs_key else None
-  stats = codec.init() if codec.fitted else None
-  shaped = tiles.reshape(-1, codec.tile_size // 32, 32)
-  np.testing.assert_array_equal(
-    np.asarray(encoder(codec)(tiles, KEY).rows),
-    np.asarray(jax.jit(codec.encode_rows)(shaped, key=key, stats=stats)),
-  )
+def zeros_stay(case, x):
+  zeros = trial(case, np.zeros_like(x)).value
+  np.testing.assert_array_equal(zeros, np.zeros_like(x))
 
 
-def padding_never_leaks(codec, x):
+def residual_is_what_is_not_sent(case, x):
+  """Codecs that give the payload and the residual at once give the same of both."""
+  found = trial(case, x)
+  if found.remainder is not None:
+    payload, rest = found.remainder
+    chex.assert_trees_all_equal(payload, found.payload, strict=True)
+    # One subtraction: what is sent plus what is not is rounded once.
+    np.testing.assert_array_equal(rest, x - found.value)
+
+
+def batches_are_independent(case, x):
+  """vmap over leaves and keys is a loop."""
+  batch = np.stack([x, 3 * x[::-1]])
+  keys = jnp.stack([KEY, KEY + 1])
+  together = jax.jit(jax.vmap(functools.partial(encode, case.codec)))(batch, keys)
+  for i in range(2):
+    alone = trial(case, batch[i], keys[i]).payload
+    chex.assert_trees_all_equal(
+      jax.tree.map(lambda part, i=i: part[i], together), alone, strict=True
+    )
+
+
+def padding_never_leaks(case, x):
   """A short leaf is the same leaf with zeros behind it.
 
-  Not where zeros are elements that count: in the means of OneBit, and in the standard
-  deviation that Ternary clips to. There, what a leaf gives is that of its own elements.
+  Where zeros are elements that count, in means and standard deviations, what a leaf
+  gives is that of its own elements.
   """
-  if isinstance(codec, OneBit):
-    tail = x[x.size // codec.bucket_size * codec.bucket_size :]
-    np.testing.assert_allclose(
-      round_trip(codec, x)[x.size - tail.size :],
-      oracle_one_bit.one_bit_ideal(tail),
-      rtol=1e-6,  # sums of at most 512 elements of one sign in binary32
-    )
+  found = trial(case, x)
+  if case.own is not None:
+    case.own(x, found.payload.rows, found.value)
     return
-  if clips(codec):
-    limit = codec.clip_sigmas * x.std(dtype=np.float64)
-    largest = np.abs(round_trip(codec, x)).max()
-    # Summed over at most some 10^4 elements in binary32.
-    np.testing.assert_allclose(largest, limit, rtol=1e-5)
+  codec = case.bind(case.codec, x.shape)
+  padded = np.pad(x, (0, -x.size % codec.tile_size))
+  payload = encoder(case.codec)(padded, KEY)
+  chex.assert_trees_all_equal(found.payload, payload, strict=True)
+
+
+def rows_encode_like_leaves(case, x):
+  """``encode_rows`` of whole tiles is ``encode`` of the same elements.
+
+  Not with one scale a leaf, which rows do not have, nor with a limit that is a leaf's.
+  """
+  codec = case.codec
+  by_bucket = isinstance(case.spoils, int) or case.spoils == "itself"
+  if not by_bucket or case.own or codec.shares_stats or getattr(codec, "scale", 1) != 1:
     return
-  missing = -x.size % codec.tile_size
-  padded = np.concatenate([x, np.zeros(missing, np.float32)])
+  tiles = np.pad(x, (0, -x.size % codec.tile_size))
+  shaped = tiles.reshape(-1, codec.tile_size // 32, 32)
+  key = KEY if codec.needs_key else None
+  stats = codec.init() if codec.fitted else None
   np.testing.assert_array_equal(
-    np.asarray(encoder(codec)(jnp.asarray(x), KEY).rows),
-    np.asarray(encoder(codec)(jnp.asarray(padded), KEY).rows),
+    trial(case, x).payload.rows,
+    jax.jit(codec.encode_rows)(shaped, key=key, stats=stats),
   )
 
 
-def batches_are_independent(codec, x):
-  """vmap over leaves and keys is a loop."""
-  batch = jnp.stack([jnp.asarray(x), 3 * jnp.asarray(x[::-1].copy())])
-  keys = jnp.stack([KEY, KEY + 1])
-  rows = jax.jit(jax.vmap(functools.partial(encode, codec)))(batch, keys).rows
-  for i in range(2):
-    np.testing.assert_array_equal(
-      np.asarray(rows[i]), np.asarray(encoder(codec)(batch[i], keys[i]).rows)
-    )
-
-
-def non_finite_buckets_are_nan(codec, x, bad):
-  """The bucket of a NaN or infinity comes out NaN, all others as if it were not there.
-
-  Dense codecs keep each element: there a bucket is one element, and what it holds. So
-  do casts, but for infinities without mantissa bits, which are NaN.
-  A leaf without a standard deviation is not clipped: in other buckets neither.
-  """
+def non_finite_elements_are_seen(case, x, bad):
+  """A NaN or an infinity comes out where the case says, and no other bucket changes."""
   position = x.size // 2
   dirty = x.copy()
-  dirty[position] = bad
-  unclipped = dataclasses.replace(codec, clip_sigmas=None) if clips(codec) else codec
-  clean, restored = round_trip(unclipped, x), round_trip(codec, dirty)
-  count = sharing(codec) or x.size
-  bucket = np.arange(x.size) // count == position // count
-  if sharing(codec) == 1 and getattr(codec, "mantissa_bits", 1):
-    np.testing.assert_array_equal(restored[position], dirty[position])
+  dirty.flat[position] = bad
+  found = trial(case, dirty).value.ravel()
+  if case.unclipped is not None:
+    clean = round_trip(case.unclipped, x).ravel()
   else:
-    assert np.isnan(restored[bucket]).all()
-  np.testing.assert_array_equal(restored[~bucket], clean[~bucket])
+    clean = trial(case, x).value.ravel()
+  number = np.arange(x.size)
+  if case.spoils in ("sent", "row"):
+    codec = case.bind(case.codec, x.shape)
+    spoiled = number // codec.tile_size == position // codec.tile_size
+    assert not np.isfinite(found[spoiled]).all()
+    if case.spoils == "sent":
+      np.testing.assert_array_equal(found[position], dirty.flat[position])
+      own = np.asarray(jnp.asarray(x, codec.value_dtype), np.float32).ravel()
+      others = spoiled & (number != position)
+      assert ((found == own) | (found == 0))[others].all()
+  elif case.spoils == "itself":
+    spoiled = number == position
+    np.testing.assert_array_equal(found[spoiled], dirty.flat[position])
+  else:
+    columns = x.size // x.shape[0]
+    spoiled = {
+      None: np.ones(x.size, bool),
+      "column": number % columns == position % columns,
+    }.get(case.spoils)
+    if spoiled is None:
+      spoiled = number // case.spoils == position // case.spoils
+    assert np.isnan(found[spoiled]).all()
+  np.testing.assert_array_equal(found[~spoiled], clean[~spoiled])
+
+
+def shapes_and_dtypes_return(codec):
+  """A leaf of any shape and float dtype has its own again, with x64 enabled too."""
+  for shape, dtype, x64 in (
+    ((), jnp.float32, False),
+    ((0, 3), jnp.float32, True),
+    ((5, 7), jnp.bfloat16, True),
+  ):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    with jax.enable_x64(x64):
+      payload, value = jax.eval_shape(lambda x: _both_ways(codec, x), x)
+    assert (value.shape, value.dtype) == (shape, dtype)
+    assert payload.rows.dtype == jnp.uint32
+    assert payload.stats is None or payload.stats.dtype in (jnp.float32, jnp.uint8)
+
+
+def _both_ways(codec, x):
+  payload = encode(codec, x, KEY)
+  return payload, codec.decode(payload, like=x)
+
+
+def half_precision_is_computed_in_float32(codec):
+  """Leaves of half precision, of any shape, come back with their shape and dtype."""
+  leaves = [
+    jnp.asarray(gaussian(shape), dtype)
+    for shape, dtype in (
+      ((), jnp.bfloat16),
+      ((1,), jnp.float16),
+      ((5, 7), jnp.float16),
+      ((3, 3, 8, 16), jnp.bfloat16),
+    )
+  ]
+
+  @jax.jit
+  def run(leaves):
+    value = lambda x: _both_ways(codec, x)[1]
+    wide = lambda x: value(x.astype(jnp.float32)).astype(x.dtype)
+    return jax.tree.map(value, leaves), jax.tree.map(wide, leaves)
+
+  chex.assert_trees_all_equal(*run(leaves), strict=True)
+
+
+def facts_hold(codec):
+  """Codecs are values: equal, hashable, printable, and no functions."""
+  again = dataclasses.replace(codec)
+  assert again == codec and hash(again) == hash(codec)
+  assert not callable(codec)
+  assert repr(codec).startswith(f"{type(codec).__name__}(")
 
 
 def mean_is_the_input(codec, x, draws, z=5.0, mean=None, step=None, stats=None):

@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import oracle_eight_bit
 import pytest
+from codec_cases import EIGHT_BIT_CASES
 
 from gradcomp.codecs import EightBit
 
@@ -98,7 +99,7 @@ def test_the_dynamic_map_is_that_of_bitsandbytes():
 @pytest.mark.parametrize(
   "codec",
   [
-    *laws.EIGHT_BIT_CODECS,
+    *(case.codec for case in EIGHT_BIT_CASES),
     EightBit(data_type="linear", block_size=32, rounding="stochastic"),
     EightBit(data_type="static_tree", rounding="stochastic", exponent_offset=-2),
   ],

@@ -6,6 +6,7 @@ import laws
 import numpy as np
 import oracle
 import pytest
+from codec_cases import WIDTHS
 from jax.extend.random import threefry_2x32
 
 from gradcomp.kernels import (
@@ -18,7 +19,7 @@ from gradcomp.kernels import (
 )
 
 
-@pytest.mark.parametrize("bits", laws.WIDTHS)
+@pytest.mark.parametrize("bits", WIDTHS)
 def test_every_size_round_trips_through_packing(bits, request):
   bucket_size = 8  # so that 200 elements are up to 12 tiles and a part of one
   count = planes.planes_per_word(bits)

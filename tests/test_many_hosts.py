@@ -23,6 +23,13 @@ import pytest
 PROGRAM = pathlib.Path(host.__file__)
 PAGE = PROGRAM.parent.parent / "docs" / "many-hosts.md"
 
+# As optimized as the bits that theirs are compared with, and compiled by one of them.
+_INHERITED = (
+  "JAX_DISABLE_MOST_OPTIMIZATIONS",
+  "JAX_COMPILATION_CACHE_DIR",
+  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+)
+
 # Seconds for processes that meet no fault; far more than they need on a busy machine.
 PATIENCE = 180
 
@@ -48,13 +55,12 @@ def started(hosts, program, *arguments, folder, collective_timeout=60):
   environment = {
     name: value
     for name, value in os.environ.items()
-    if not name.startswith(("JAX_", "XLA_", "PYTEST_"))
+    if not name.startswith(("JAX_", "XLA_", "PYTEST_")) or name in _INHERITED
   }
   environment["JAX_PLATFORMS"] = "cpu"
-  # As optimized as the bits that theirs are compared with: see --unoptimized.
-  flags = [x for x in os.environ.get("XLA_FLAGS", "").split() if "optimization" in x]
-  flags.append(f"--xla_cpu_collective_timeout_seconds={collective_timeout}")
-  environment["XLA_FLAGS"] = " ".join(flags)
+  environment["XLA_FLAGS"] = (
+    f"--xla_cpu_collective_timeout_seconds={collective_timeout}"
+  )
   processes = []
   with socket.socket() as reserved:
     # Bound and never listening: nobody else gets the port, and gRPC does, because it
@@ -128,12 +134,17 @@ def assert_hosts_agree(folder, name, tree, hosts, bound=0.0):
         np.testing.assert_array_equal(part, other)
 
 
-@pytest.mark.parametrize("hosts", [2, 4])
-def test_hosts_hold_the_bits_of_emulated_devices(hosts, tmp_path, subtests, request):
-  if hosts == 4 and request.config.getoption("--unoptimized"):
-    pytest.skip("four hosts take a minute and a half: the optimized suite has them")
-  with run_task("compare", hosts, tmp_path) as processes:
-    expected = {name: host.exchange(name, hosts) for name in host.CASES}
+@pytest.mark.parametrize(
+  "hosts, cases",
+  [
+    (2, "few"),
+    pytest.param(2, "all", marks=pytest.mark.slow),
+    pytest.param(4, "all", marks=pytest.mark.slow),
+  ],
+)
+def test_hosts_hold_the_bits_of_emulated_devices(hosts, cases, tmp_path, subtests):
+  with run_task(f"compare-{cases}", hosts, tmp_path) as processes:
+    expected = {name: host.exchange(name, hosts) for name in host.compared(cases)}
     trained = emulated_training(hosts) if hosts == 2 else None
     assert codes(processes, tmp_path) == [0] * hosts, said(tmp_path)
   # Two orders of addition: each rounds N - 1 sums below 5 N, which are divided by N.

@@ -39,6 +39,8 @@ class RandomK:
 
   Sends 32 bits for each stride, and 64 a row for the key where payloads are gathered.
 
+  A row that holds a NaN or an infinity sends NaN for each of its values.
+
   Biased, as :class:`TopK` is: what is not sent is lost without feedback. Unbiased would
   be ``stride`` times as much, whose variance is ``stride - 1`` times the squared
   length.
@@ -130,6 +132,9 @@ class RandomK:
     assert words is not None  # it needs one
     keys = self.header(words, tiles.shape[0])
     positions = self._positions(keys)
+    # A NaN that is not drawn shall be seen, too: all that is sent of its row is NaN.
+    finite = jnp.isfinite(tiles).all(axis=1, keepdims=True)
+    tiles = jnp.where(finite, tiles, jnp.nan)
     values = jnp.take_along_axis(tiles, positions, axis=1, mode="fill", fill_value=0)
     return jnp.concatenate(
       [keys, jax.lax.bitcast_convert_type(values, jnp.uint32)], axis=1

@@ -263,7 +263,7 @@ class TopK:
 
   def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     if not rows.size:
-      empty = jnp.zeros((*rows.shape[:-1], self.slots))
+      empty = jnp.zeros((*rows.shape[:-1], self.slots), jnp.float32)
       return empty.astype(jnp.int32), empty
     flat = jax.vmap(self._row.decode)(rows.reshape(-1, self.row_words))
     positions, values = (x.reshape(*rows.shape[:-1], self.slots) for x in flat)

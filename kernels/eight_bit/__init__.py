@@ -27,7 +27,7 @@ def encode_rows(
 ) -> jax.Array:
   """See :func:`reference.encode_rows`; and :func:`dispatch.run`."""
   options: dict[str, Any] = {
-    "lines": lines,
+    "lines": tuple(lines),
     "tops": tops,
     "bucket_size": bucket_size,
     "up": up,

@@ -1,5 +1,6 @@
 """The encoder of 8-bit types as a Pallas kernel; with blocks, in one pass."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,12 @@ from gradcomp.kernels.planes import float_words, pack_planes
 from gradcomp.kernels.scales import scales_of_bits
 
 
+# Traced once for all leaves of a shape; inlined, so that it is one call all the same.
+@functools.partial(
+  jax.jit,
+  static_argnames=("lines", "tops", "bucket_size", "up", "interpret"),
+  inline=True,
+)
 def encode_rows(
   x: jax.Array,
   scale: jax.Array | None,

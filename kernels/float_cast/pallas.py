@@ -1,5 +1,6 @@
 """Cast and pack as a Pallas kernel."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,12 @@ from gradcomp.kernels.float_formats import FloatFormat
 from gradcomp.kernels.planes import pack_planes, planes_per_word
 
 
+# Traced once for all leaves of a shape; inlined, so that it is one call all the same.
+@functools.partial(
+  jax.jit,
+  static_argnames=("fmt", "rounding", "saturate", "row_words", "interpret"),
+  inline=True,
+)
 def encode_rows(
   x: jax.Array,
   exponent: jax.Array | None,

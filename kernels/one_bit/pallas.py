@@ -5,6 +5,8 @@ each a load of its own, and the lanes by halves. The signs read the block once m
 of the cache.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +19,10 @@ from gradcomp.kernels.planes import float_words
 _ELEMENTS = 2048  # of a plane in a block: a lane for each thread of four warps or more
 
 
+# Traced once for all leaves of a shape; inlined, so that it is one call all the same.
+@functools.partial(
+  jax.jit, static_argnames=("bucket_size", "keep", "interpret"), inline=True
+)
 def encode_rows(
   x: jax.Array, *, bucket_size: int, keep: bool, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:

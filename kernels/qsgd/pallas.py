@@ -27,6 +27,12 @@ def _scaling(x: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
   return scale, top_multiplier(top, scale, exact_quotient)
 
 
+# Traced once for all leaves of a shape; inlined, so that it is one call all the same.
+@functools.partial(
+  jax.jit,
+  static_argnames=("bits", "bucket_size", "levels", "inline", "keep", "interpret"),
+  inline=True,
+)
 def encode_rows(
   x: jax.Array,
   scale: jax.Array | None,

@@ -1,5 +1,6 @@
 """TernGrad's encoder as a Pallas kernel, with scales that are found before."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,12 @@ from gradcomp.kernels.ternary import reference
 from gradcomp.kernels.ternary.reference import TOP, Packing, code, pack
 
 
+# Traced once for all leaves of a shape; inlined, so that it is one call all the same.
+@functools.partial(
+  jax.jit,
+  static_argnames=("packing", "bucket_size", "inline", "interpret"),
+  inline=True,
+)
 def encode_rows(
   x: jax.Array,
   scale: jax.Array,
