@@ -23,7 +23,7 @@ test: $(VENV)/.installed-test  ## run the tests and doctests, but for slow ones
 	$(pytest) $(ARGS)
 
 test-all: $(VENV)/.installed-test  ## run all tests in all modes, optimized by LLVM
-	$(pytest) --slow all --every-mode --optimize $(ARGS)
+	$(pytest) --slow all --optimize $(ARGS)
 
 lint: $(VENV)/.installed-test  ## check the style with ruff
 	$(python) -m ruff check

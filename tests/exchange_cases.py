@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import laws
 import numpy as np
+import pytest
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, OneBit, Ternary
@@ -44,19 +45,55 @@ CASES = [
   (FloatCast(accumulate="kahan", rounding="stochastic"), "ring"),
   (FloatCast(exponent_bits=3, mantissa_bits=0), "hierarchical"),
 ]
-# A codec of each kind of sum is tried with several numbers of workers, it and one of
-# each other kind of codec in every place, with four. More take minutes.
-NUMBERS = {CODECS[0]: (1, 3, 4, 8), SHARED[0]: (1, 2, 4)}
-_KINDS = {(type(c), c.fitted): (c, exchange) for c, exchange in reversed(CASES)}
 
+# Other numbers of workers: one, some that are no power of two, and eight.
+NUMBERS = [
+  *((CODECS[0], exchange, n) for exchange, n in [("two_shot", 1), ("ring", 8)]),
+  *((SHARED[0], exchange, n) for exchange, n in [("psum", 1), ("two_shot", 2)]),
+]
+MORE_NUMBERS = [
+  *((case[0], case[1], n) for case in CASES[:4] for n in (1, 4, 8)),
+  *((case[0], case[1], n) for case in CASES[16:19] for n in (1, 2, 4)),
+]
 
-def numbers(case):
-  """Of workers, for a case."""
-  return NUMBERS.get(case[0], (4,) if case in _KINDS.values() else (3,))
+# Each kind of sum over each topology, and each kind of codec, in the places where a
+# transformation runs: one of each kind of sum in all of them.
+IN_ALL_MODES = [
+  (CODECS[0], "two_shot"),
+  (SHARED[0], "psum"),
+  (FloatCast(accumulate="kahan", rounding="stochastic"), "ring"),
+  (QSGD(bits=4, bucket_size=None, levels="nonuniform"), "hierarchical"),
+]
+IN_MODES = [
+  (CODECS[1], "all_gather"),
+  (CODECS[1], "ring"),
+  (CODECS[1], "hierarchical"),
+  (SHARED[0], "two_shot"),
+  (OneBit(bucket_size=32), "two_shot"),
+  (OneBit(per_column=True), "hierarchical"),
+  (Ternary(packing="base3"), "psum"),
+  (EightBit(), "two_shot"),
+  (Dense(dtype=jnp.bfloat16), "all_gather"),
+  (FloatCast(accumulate="float32"), "two_shot"),
+  (FloatCast(exponent_bits=3, mantissa_bits=0), "hierarchical"),
+]
 
 
 def case_name(part):
-  return str(part) if isinstance(part, str | int) else laws.name(part)
+  known = isinstance(part, str | int | None)
+  return str(part) if known else laws.name(part)
+
+
+def plain_and_slow(cases, *plain):
+  """Parameters of a test: those of a plain run, and all others as slow ones."""
+  named = lambda case, **options: pytest.param(
+    *case, id="-".join(map(case_name, case)), **options
+  )
+  others = [case for case in cases if case not in plain]
+  return [
+    *(named(case) for case in plain),
+    *(named(case, marks=pytest.mark.slow) for case in others),
+  ]
 
 
 @functools.cache  # for modes, which compiles once a transformation

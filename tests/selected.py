@@ -28,12 +28,6 @@ def add_options(parser: pytest.Parser) -> None:
     action="store_true",
     help="let LLVM optimize all programs, not only those of tests marked `bits`",
   )
-  parser.addoption(
-    "--every-mode",
-    action="store_true",
-    help="run the law of the exchanges in every mode for every number of workers, and "
-    "packing for every size",
-  )
 
 
 def _share(text: str) -> tuple[int, int]:

@@ -15,12 +15,15 @@ import wire_decoder
 from assertions import assert_trees_equal
 from exchange_cases import (
   CASES,
+  IN_ALL_MODES,
+  IN_MODES,
+  MORE_NUMBERS,
   NUMBERS,
   SHARED,
   case_name,
   documented_key,
   gradients,
-  numbers,
+  plain_and_slow,
   small_gradients,
   transformation,
 )
@@ -57,14 +60,13 @@ def owned_leaves(tx_plan, tree, owned):
 
 @pytest.mark.parametrize(
   "codec, exchange, workers",
-  [(*case, n) for case in CASES for n in numbers(case)],
-  ids=case_name,
+  plain_and_slow(MORE_NUMBERS, *((*case, 3) for case in CASES), *NUMBERS),
 )
-def test_one_law_for_every_exchange(codec, exchange, workers, request):
-  """The same bits on every worker and in every mode, and nothing is lost.
+def test_nothing_is_lost_and_all_workers_have_the_same_bits(codec, exchange, workers):
+  """Over two steps, so that residuals are used.
 
   N times the outputs, the residuals, and N times the residuals of the second stage, are
-  together the sum of all gradients. Two steps, so that residuals are used.
+  together the sum of all gradients.
   """
   tx = transformation(codec, exchange, workers, feedback="error")
   steps = [small_gradients(workers, seed) for seed in range(2)]
@@ -72,12 +74,6 @@ def test_one_law_for_every_exchange(codec, exchange, workers, request):
   for output in expected[0]:
     for leaf in jax.tree.leaves(output):
       np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
-  # All modes of all codecs for all numbers take minutes: --every-mode.
-  others = ["shard_map"] if codec in NUMBERS and workers == 3 else []
-  if workers == 4 or request.config.getoption("--every-mode"):
-    others = [mode for mode in modes.modes_for(workers) if mode != "vmap"]
-  for mode in others:
-    assert_trees_equal(modes.run_all(mode, tx, steps), expected)
 
   outputs, residual, owned = expected
   tx_plan = functools.partial(
@@ -106,6 +102,36 @@ def test_one_law_for_every_exchange(codec, exchange, workers, request):
     size = max(5.0, np.abs(rest).max(), workers * np.abs(own).max())
     bound = (4 * workers + 8) * 2.0**-24 * size * 2
     np.testing.assert_allclose(total, gradient, rtol=0, atol=bound)
+
+
+EVERY_MODE = tuple(mode for mode in modes.modes_for(4) if mode != "vmap")
+
+
+@pytest.mark.parametrize(
+  "codec, exchange, workers, places",
+  [
+    *(
+      pytest.param(*case, 4, EVERY_MODE, marks=pytest.mark.bits)
+      for case in IN_ALL_MODES
+    ),
+    # A third is no binary fraction: an optimizer may round products with it elsewhere.
+    pytest.param(*CASES[2], 3, ("shard_map",), marks=pytest.mark.bits),
+    *((*case, 4, ("shard_map", modes.EXPLICIT)) for case in IN_MODES),
+    *(
+      pytest.param(*case, 4, EVERY_MODE, marks=pytest.mark.slow)
+      for case in CASES
+      if case not in IN_ALL_MODES + IN_MODES
+    ),
+  ],
+  ids=lambda part: "" if isinstance(part, tuple) else case_name(part),
+)
+def test_every_mode_has_the_same_bits(codec, exchange, workers, places):
+  """Outputs and all that is kept, over two steps, on every worker."""
+  tx = transformation(codec, exchange, workers, feedback="error")
+  steps = [small_gradients(workers, seed) for seed in range(2)]
+  expected = modes.run_all("vmap", tx, steps)
+  for mode in places:
+    assert_trees_equal(modes.run_all(mode, tx, steps), expected)
 
 
 def sent_rows(codec, tree, workers, exchange_keys):

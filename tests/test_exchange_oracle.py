@@ -1,7 +1,8 @@
-"""Every exchange against its description in NumPy, bit by bit, in real maps.
+"""Every exchange is its description in NumPy, bit by bit.
 
 tests/oracle.py is written from docs/wire-format.md and the papers, so what these tests
-compare are two programs with nothing in common but the page.
+compare are two programs with nothing in common but the page. Workers are emulated: that
+maps of real devices have the same bits is a law of test_exchange.py.
 """
 
 import itertools
@@ -32,6 +33,11 @@ SEED, STEPS = 11, 2
 SIZES = {None: 9000}  # some rows of 512 words, the last one ragged; of 32 words, 700
 
 
+def few_and_more(few, *more):
+  """Numbers of workers: one for each run, and others that are slow."""
+  return [few, *(pytest.param(n, marks=pytest.mark.slow) for n in more)]
+
+
 def gradients(codec, workers):
   """A ragged leaf a worker and step, float32[STEPS, N, size]."""
   size = SIZES.get(codec.bucket_size, 700)
@@ -45,7 +51,7 @@ def run(codec, exchange, x, **options):
     codec, axis_name="data", exchange=exchange, feedback="error", key=SEED, **options
   )
   steps = [{"w": jnp.asarray(step)} for step in x]
-  outputs, residual, owned = modes.run_all("shard_map", tx, steps)
+  outputs, residual, owned = modes.run_all("vmap", tx, steps)
   owned = [np.asarray(array) for arrays in (owned or {}).values() for array in arrays]
   return [np.asarray(out["w"][0]) for out in outputs], np.asarray(residual["w"]), owned
 
@@ -108,7 +114,8 @@ def assert_steps_equal(got, expected):
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.bits
+@pytest.mark.parametrize("workers", few_and_more(3, 2, 4))
 @pytest.mark.parametrize("codec", [STOCHASTIC, NEAREST, WHOLE], ids=laws.name)
 def test_ring(codec, workers):
   x = gradients(codec, workers)
@@ -125,7 +132,8 @@ def test_ring(codec, workers):
   assert_steps_equal(run(codec, "ring", x), (outputs, residual, []))
 
 
-@pytest.mark.parametrize("workers", [2, 4, 6])
+@pytest.mark.bits
+@pytest.mark.parametrize("workers", few_and_more(4, 2, 6))
 @pytest.mark.parametrize("codec", [STOCHASTIC, NEAREST], ids=laws.name)
 def test_hierarchical(codec, workers):
   x = gradients(codec, workers)
@@ -147,7 +155,8 @@ def test_hierarchical(codec, workers):
   assert_steps_equal(got, (outputs, residual, [owned]))
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.bits
+@pytest.mark.parametrize("workers", few_and_more(3, 2, 8))
 @pytest.mark.parametrize("codec", [STOCHASTIC, NEAREST], ids=laws.name)
 def test_two_shot_with_both_residuals(codec, workers):
   x = gradients(codec, workers)
@@ -191,7 +200,8 @@ def shared_step(codec, x, keys):
   return rows, scales, sent, values * (np.float32(1) / np.float32(workers))
 
 
-@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.bits
+@pytest.mark.parametrize("workers", few_and_more(3, 4))
 @pytest.mark.parametrize("exchange", ["psum", "two_shot", "all_gather"])
 @pytest.mark.parametrize("codec", [SHARED, SHARED_WHOLE], ids=laws.name)
 def test_shared_scales(codec, exchange, workers):

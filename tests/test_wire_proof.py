@@ -1,8 +1,10 @@
 """What crosses the wire is what the codec says, read from the optimized HLO."""
 
+import itertools
+
+import collectives
 import jax
 import jax.numpy as jnp
-import laws
 import modes
 import optax
 import pytest
@@ -13,13 +15,14 @@ from exchange_cases import (
   SHAPES,
   SHARED,
   case_name,
+  plain_and_slow,
   transformation,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp.codecs import QSGD, Dense
+from gradcomp.codecs import QSGD, Dense, FloatCast
 from gradcomp.layout import plan
 
 
@@ -56,10 +59,15 @@ def padded_nbytes(layout, workers):
   )
 
 
-@pytest.mark.parametrize("feedback", [None, "error"])
-@pytest.mark.parametrize("workers", [2, 8])
+TWO_SHOT = list(
+  itertools.product(
+    (QSGD(bits=4), QSGD(bits=2), Dense(dtype=jnp.bfloat16)), (2, 8), (None, "error")
+  )
+)
+
+
 @pytest.mark.parametrize(
-  "codec", [QSGD(bits=4), QSGD(bits=2), Dense(dtype=jnp.bfloat16)], ids=laws.name
+  "codec, workers, feedback", plain_and_slow(TWO_SHOT, TWO_SHOT[3], TWO_SHOT[8])
 )
 def test_two_shot_sends_two_stages_of_words(codec, workers, feedback):
   """2 (N-1)/N c bytes, one u32 message a stage, and no float but the loss."""
@@ -114,20 +122,8 @@ def test_pmap_sends_the_same():
   assert [c.bytes_sent for c in report.collectives] == sent
 
 
-def is_float_stage(exchange, collective):
-  """The one stage that sends full precision, and says so: inside groups."""
-  return exchange == "hierarchical" and collective.dtype == "f32"
-
-
-@pytest.mark.parametrize(
-  "codec, exchange, workers",
-  [(*case, 3) for case in CASES if case[0] not in (CODECS[1], CODECS[2], SHARED[1])]
-  + [(*case, 8) for case in CASES[:4] + CASES[16:19]],
-  ids=case_name,
-)
-def test_explain_says_what_is_sent(codec, exchange, workers):
-  """The table, before anything runs, and the optimized HLO of the update agree."""
-  tx = transformation(codec, exchange, workers, feedback="error")
+def traced_update(tx, workers):
+  """One update inside a shard_map, of leaves of ``SHAPES``."""
   like = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in SHAPES.items()}
   mesh = modes.mesh(workers)
   with jax.set_mesh(mesh):
@@ -140,22 +136,60 @@ def test_explain_says_what_is_sent(codec, exchange, workers):
   grads = {
     k: jax.ShapeDtypeStruct((workers, *s), jnp.float32) for k, s in SHAPES.items()
   }
-  report = gradcomp.wire_report(optimized_hlo(jax.jit(update).lower(grads, state)))
-  explanation = gradcomp.explain(tx, like, workers=workers)
-  # Dense leaves have no integers to add up: they travel apart from psum's.
-  others = {leaf.exchange for leaf in explanation.leaves} - {exchange}
-  assert others <= ({"all_gather", "two_shot"} if exchange == "psum" else set())
+  return jax.jit(update).trace(grads, state), gradcomp.explain(
+    tx, like, workers=workers
+  )
+
+
+WIRE_CASES = [
+  (*case, 3) for case in CASES if case[0] not in (CODECS[1], CODECS[2], SHARED[1])
+] + [(*case, 8) for case in CASES[:4] + CASES[16:19]]
+
+
+@pytest.mark.parametrize("codec, exchange, workers", WIRE_CASES, ids=case_name)
+def test_explain_says_what_is_traced(codec, exchange, workers):
+  """The table, before anything runs, and the collectives of the update agree."""
+  tx = transformation(codec, exchange, workers, feedback="error")
+  traced, explanation = traced_update(tx, workers)
+  sent = collectives.collectives(traced)
+  # Each collective's bytes are rounded up to whole ones, once a time that it runs.
+  assert abs(sum(c.nbytes for c in sent) - explanation.bytes_sent) <= len(sent)
+  # The one stage that sends full precision, and says so, is inside groups.
+  floats = [c for c in sent if c.dtype.startswith(("f", "bf"))]
+  assert exchange == "hierarchical" or not floats
+  assert not codec.adds or not floats
+  # Patterns of shared scales are s32; exponents are u8.
+  allowed = {"u32", "f32", "u8" if codec.adds else "s32"}
+  sums = {"s8", "s16"} if exchange == "psum" else set()
+  assert {c.dtype for c in sent} <= allowed | sums
+  assert not sums or sums & {c.dtype for c in sent}
+
+
+# One of each exchange, and of each kind of sum.
+COMPILED = [
+  *((CODECS[0], exchange, 3) for exchange in ("all_gather", "two_shot", "ring")),
+  (CODECS[0], "hierarchical", 8),
+  (SHARED[0], "psum", 8),
+  (FloatCast(accumulate="float32"), "two_shot", 3),
+]
+
+
+@pytest.mark.parametrize(
+  "codec, exchange, workers", plain_and_slow(WIRE_CASES, *COMPILED)
+)
+def test_what_is_traced_is_what_is_compiled(codec, exchange, workers):
+  """The optimized HLO has the collectives of the trace, with their dtypes and bytes."""
+  tx = transformation(codec, exchange, workers, feedback="error")
+  traced, explanation = traced_update(tx, workers)
+  report = gradcomp.wire_report(optimized_hlo(traced.lower()))
   # Each collective's bytes are rounded up to whole ones, once a time that it runs.
   rounded = sum(c.times for c in report.collectives)
   assert 0 <= report.bytes_sent - explanation.bytes_sent <= rounded
   # Hierarchical pairs every group of two with f32 before; every exchange is one mean.
   assert report.dense_bytes >= 2 * 4 * ELEMENTS * (workers - 1) // workers
   assert report.dense_bytes <= 2 * 4 * ELEMENTS * (workers - 1) // workers + rounded
-  floats = [c for c in report.collectives if not c.dtype.startswith(("u", "s"))]
-  assert all(is_float_stage(exchange, c) for c in floats)
-  integers = {c.dtype for c in report.collectives} - {"f32"}
-  sums = {"s8", "s16"} if exchange == "psum" else set()
-  # s32: patterns of shared scales; u8: exponents.
-  assert integers <= {"u32", "u8" if codec.adds else "s32", *sums}
-  assert codec.adds <= (exchange != "hierarchical" or not floats)
-  assert not sums or sums & integers
+  # Dense leaves have no integers to add up: they travel apart from psum's.
+  others = {leaf.exchange for leaf in explanation.leaves} - {exchange}
+  assert others <= ({"all_gather", "two_shot"} if exchange == "psum" else set())
+  sent = collectives.collectives(traced)
+  assert {c.dtype for c in report.collectives} == {c.dtype for c in sent}
