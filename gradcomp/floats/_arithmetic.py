@@ -19,7 +19,7 @@ from gradcomp.kernels.planes import float_words, floats
 _MOST_FOR_SUMS = 10  # mantissa bits: 2 (m + 1) + 1 <= 24
 _MOST_FOR_PRODUCTS = 11
 _NO_EXPONENT, _ONE = np.uint32(0x807FFFFF), np.uint32(0x3F800000)
-_HIGH_HALF = np.uint32(0xFFFFF000)  # of a significand: 12 bits
+_HIGH_HALF = np.uint32(0xFFFFF000)  # sign, exponent, and 12 bits of the significand
 
 
 def add(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:

@@ -12,7 +12,7 @@ from gradcomp.floats._rounding import check_float, round_to, with_derivative_of
 from gradcomp.floats._sums import Method, sum_of_terms, sum_rounded
 from gradcomp.kernels.float_formats import FloatFormat
 
-_BLOCK = 1 << 18  # elements of the result, or of products: what caches hold
+_BLOCK = 1 << 18  # elements of the result, or products, that caches hold at once
 
 
 def matmul(

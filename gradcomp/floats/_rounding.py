@@ -117,7 +117,8 @@ def round_to(
   """
   wide, draw = _checked(x, rounding, key)
 
-  # The random bits are an argument: what is differentiated must not close over tracers.
+  # The random bits are an argument, because a differentiated function must not close
+  # over tracers.
   def rounded(wide: jax.Array, draw: jax.Array | None) -> jax.Array:
     return _round(wide, fmt, rounding, draw)
 
