@@ -1,4 +1,4 @@
-"""Compressed gradient exchange for data-parallel training in JAX."""
+"""Compresses the gradient exchange of data-parallel training in JAX."""
 
 from gradcomp import codecs as codecs
 from gradcomp import floats as floats

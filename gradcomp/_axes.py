@@ -1,6 +1,6 @@
-"""What JAX knows of the data axis where we are: bound or not, typed or not.
+"""Asks JAX about the data axis: whether it is bound here, and whether it is typed.
 
-The spellings here are those of JAX 0.10.2 to 0.12; what differs among versions, or
+The spellings here are those of JAX 0.10.2 to 0.12. What differs among versions, or
 between pmap, vmap and shard_map, stays in this file.
 """
 
@@ -15,7 +15,11 @@ AxisName = str | tuple[str, ...]
 
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
-  """The axes as a tuple; ValueError for what names none."""
+  """Returns the axes as a tuple.
+
+  Raises:
+    ValueError: ``axis_name`` names no axis, or one twice.
+  """
   result = axis_name if isinstance(axis_name, tuple) else (axis_name,)
   named = all(isinstance(name, str) for name in result)
   if not result or not named or len(set(result)) < len(result):
@@ -27,7 +31,7 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def bound_size(axis_name: AxisName) -> int | None:
-  """The number of workers on axes of the enclosing maps, None where one is unbound."""
+  """Returns the number of workers on axes of enclosing maps; None if one is unbound."""
   try:
     return math.prod(lax.axis_size(name) for name in names(axis_name))
   except NameError:
@@ -35,7 +39,10 @@ def bound_size(axis_name: AxisName) -> int | None:
 
 
 def mesh_size(axis_name: AxisName) -> int | None:
-  """The number of workers on axes of the mesh of ``jax.set_mesh``, None outside it."""
+  """Returns the number of workers on axes of the mesh of ``jax.set_mesh``, or None.
+
+  It is None if the mesh lacks one of the axes, or if there is no mesh.
+  """
   shape = jax.sharding.get_abstract_mesh().shape
   if any(name not in shape for name in names(axis_name)):
     return None
@@ -43,7 +50,11 @@ def mesh_size(axis_name: AxisName) -> int | None:
 
 
 def require_size(axis_name: AxisName) -> int:
-  """The number of workers on the axes; ValueError where one is unbound."""
+  """Returns the number of workers on the axes.
+
+  Raises:
+    ValueError: an axis is not bound.
+  """
   size = bound_size(axis_name)
   if size is None:
     raise ValueError(
@@ -55,17 +66,20 @@ def require_size(axis_name: AxisName) -> int:
 
 
 def varying(x: jax.Array) -> frozenset[str]:
-  """The manual axes over which the type of ``x`` says that it differs."""
+  """Returns the manual axes over which ``x`` differs, as its type says."""
   return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def is_typed(axis_name: AxisName) -> bool:
-  """Whether the enclosing map tracks what varies: shard_map with check_vma=True."""
+  """Returns True if the enclosing map tracks what varies.
+
+  ``jax.shard_map`` with ``check_vma=True`` does.
+  """
   return names(axis_name)[0] in varying(lax.axis_index(axis_name))
 
 
 def mark_varying(tree: Any, axis_name: AxisName) -> Any:
-  """Types every leaf as varying over the axes where types are tracked."""
+  """Types every leaf as varying over the axes, if types are tracked."""
   if not is_typed(axis_name):
     return tree
 
@@ -77,5 +91,5 @@ def mark_varying(tree: Any, axis_name: AxisName) -> Any:
 
 
 def manual_axes() -> tuple[str, ...]:
-  """Mesh axes that an enclosing shard_map or pmap has made manual."""
+  """Returns the mesh axes that an enclosing shard_map or pmap has made manual."""
   return tuple(jax.sharding.get_abstract_mesh().manual_axes)

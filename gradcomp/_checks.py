@@ -1,4 +1,4 @@
-"""Checks of hyperparameters that several constructors share."""
+"""Checks hyperparameters, for several constructors."""
 
 import math
 import operator
@@ -12,12 +12,15 @@ _BUCKET_MULTIPLE = 32
 
 
 def static_integer(name: str, rule: str, value: Any) -> int:
-  """A Python integer out of one of Python's or NumPy's; ValueError for all else.
+  """Returns one of Python's or NumPy's integers as a Python integer.
 
   Args:
-    name: of the hyperparameter.
-    rule: what it must be, for the message.
-    value: what was given.
+    name: the name of the hyperparameter.
+    rule: the rule that the value must follow, for the message.
+    value: the value that was given.
+
+  Raises:
+    ValueError: ``value`` is anything else.
   """
   _check_static(name, rule, value)
   try:
@@ -29,7 +32,7 @@ def static_integer(name: str, rule: str, value: Any) -> int:
 
 
 def static_number(name: str, rule: str, value: Any) -> float:
-  """A positive, finite Python float; ValueError for all else."""
+  """Returns a positive, finite Python float; ValueError for all else."""
   _check_static(name, rule, value)
   if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
@@ -39,7 +42,7 @@ def static_number(name: str, rule: str, value: Any) -> float:
 
 
 def share_below_1(name: str, value: Any) -> float:
-  """A Python float of at least 0 and below 1; ValueError for all else."""
+  """Returns a Python float of at least 0 and below 1; ValueError for all else."""
   rule = "a number of at least 0 and below 1"
   _check_static(name, rule, value)
   number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
@@ -49,7 +52,10 @@ def share_below_1(name: str, value: Any) -> float:
 
 
 def static_factor(name: str, rule: str, value: Any) -> float:
-  """A positive number that is normal in ``float32``, and so is its inverse."""
+  """Returns a number from 2**-126 to 2**126; ValueError for all else.
+
+  It is normal in ``float32``, and so is its inverse.
+  """
   number = static_number(name, rule, value)
   if not 2.0**-126 <= number <= 2.0**126:
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
@@ -65,20 +71,20 @@ def _check_static(name: str, rule: str, value: Any) -> None:
 
 
 def one_of(name: str, choices: Any, value: Any) -> None:
-  """ValueError unless the value is one of those of a ``Literal``."""
+  """Raises ValueError unless the value is one of those of a ``Literal``."""
   if value not in get_args(choices):
     raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}.")
 
 
 def optional_one_of(name: str, choices: Any, value: Any) -> None:
-  """:func:`one_of`, or None."""
+  """Raises ValueError unless the value is None or one of those of a ``Literal``."""
   if value is not None and value not in get_args(choices):
     names = get_args(choices)
     raise ValueError(f"`{name}` must be None or one of {names}, got {value!r}.")
 
 
 def float_dtype(name: str, value: Any) -> np.dtype:
-  """A dtype of floats on the wire; ValueError for all else."""
+  """Returns a dtype of floats on the wire; ValueError for all else."""
   choices = (jnp.float32, jnp.bfloat16, jnp.float16)
   if value not in [jnp.dtype(choice) for choice in choices]:
     raise ValueError(f"`{name}` must be float32, bfloat16 or float16, got {value!r}.")
@@ -86,18 +92,25 @@ def float_dtype(name: str, value: Any) -> np.dtype:
 
 
 def flag(name: str, value: Any) -> None:
-  """ValueError unless the value is a bool."""
+  """Raises ValueError unless the value is a bool."""
   if not isinstance(value, bool):
     raise ValueError(f"`{name}` must be a bool, got {value!r}.")
 
 
 def bucket(name: str, value: Any) -> int:
-  """The elements of a bucket: a multiple of 32, so that planes stay whole vectors."""
+  """Returns the elements of a bucket; ValueError for all else.
+
+  They are a multiple of 32, so that planes stay whole vectors.
+  """
   return _multiple(name, f"a positive multiple of {_BUCKET_MULTIPLE}", value)
 
 
 def optional_bucket(name: str, value: Any) -> int | None:
-  """The same, or None for one scale a tensor."""
+  """Returns a bucket's elements, or None for one scale a tensor.
+
+  Raises:
+    ValueError: ``value`` is anything else.
+  """
   rule = f"a positive multiple of {_BUCKET_MULTIPLE}, or None for one scale a tensor"
   return None if value is None else _multiple(name, rule, value)
 
@@ -110,7 +123,7 @@ def _multiple(name: str, rule: str, value: Any) -> int:
 
 
 def optional_size(name: str, unit: str, value: Any) -> int | None:
-  """A hyperparameter that counts something, or None."""
+  """Returns a number that counts something, or None; ValueError for all else."""
   if value is None:
     return None
   rule = f"a number of {unit}, 0 or more, or None"

@@ -1,4 +1,4 @@
-"""What a transformation sends, and why, before anything runs."""
+"""Explains what a transformation sends, and why, before anything runs."""
 
 import dataclasses
 import math
@@ -20,19 +20,20 @@ _WORKERS_RULE = "a number of workers, 1 or more, or a tuple of the sizes of two 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafPlan:
-  """How one leaf travels.
+  """The way in which one leaf travels.
 
   Attributes:
-    path: of the leaf in the parameters.
-    shape: of the leaf.
-    codec: what encodes it.
-    exchange: what its message takes.
+    path: the path of the leaf in the parameters.
+    shape: the shape of the leaf.
+    codec: the codec that encodes it.
+    exchange: the exchange that its message takes.
     message: the number of the message that it shares with other leaves.
-    bytes_sent: what a worker sends for it in a step, and receives; fractional, because
-      leaves share rows that fill up a message.
-    reason: for the exchange: it was asked for, or ``"auto"`` took it.
-    slots: entries that a sparse message of the leaf has room for; None of a dense one.
-    used: how many of them a worker filled in the last step; None where nobody knows.
+    bytes_sent: the bytes that a worker sends for it in a step, and receives. They are
+      fractional, because leaves share rows that fill up a message.
+    reason: the reason for the exchange: it was asked for, or ``"auto"`` took it.
+    slots: entries that a sparse message of the leaf has room for; None for a dense one.
+    used: the entries that a worker filled in the last step, a mean over the workers;
+      None if that is unknown.
   """
 
   path: str
@@ -47,20 +48,20 @@ class LeafPlan:
 
   @property
   def elements(self) -> int:
-    """Elements of the leaf."""
+    """The number of elements of the leaf."""
     return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-  """What :func:`explain` returns; ``str(explanation)`` is a table.
+  """The result of :func:`explain`; ``str(explanation)`` is a table.
 
   Attributes:
     leaves: one plan a leaf.
     workers: N.
-    bytes_inside: of all bytes, those that ``hierarchical`` sends inside groups.
-    bytes_fitting: of all bytes, those that fit a codec to the gradients, in the steps
-      that do.
+    bytes_inside: the part of all bytes that ``hierarchical`` sends inside groups.
+    bytes_fitting: the part of all bytes that fits a codec to the gradients, which only
+      some steps send.
   """
 
   leaves: tuple[LeafPlan, ...]
@@ -70,21 +71,21 @@ class Explanation:
 
   @property
   def bytes_sent(self) -> int:
-    """What each worker sends in a step, at most, rounded up."""
+    """The bytes that each worker sends in a step, at most, rounded up."""
     return math.ceil(sum((leaf.bytes_sent for leaf in self.leaves), self.bytes_fitting))
 
   @property
   def bytes_received(self) -> int:
-    """What each worker receives in a step: as much as it sends, in every exchange."""
+    """The bytes that each worker receives: as many as it sends, in every exchange."""
     return self.bytes_sent
 
   @property
   def messages(self) -> int:
-    """Messages a stage."""
+    """The number of messages a stage."""
     return len({leaf.message for leaf in self.leaves})
 
   def ratio(self, bits: int = 32) -> float:
-    """``bytes_sent`` over those of a plain mean in so many bits an element."""
+    """Returns ``bytes_sent`` over those of a plain mean in ``bits`` bits an element."""
     elements = sum(leaf.elements for leaf in self.leaves)
     return _ratio(Fraction(self.bytes_sent), elements, self.workers, bits)
 
@@ -135,7 +136,7 @@ def _slots(leaf: LeafPlan) -> list[str]:
 
 
 def _ratio(sent: Fraction, elements: int, workers: int, bits: int) -> float:
-  """1 if both are 0, as in a WireReport."""
+  """Returns the ratio of bytes; 1 if both are 0, as in a WireReport."""
   plain = Fraction(2 * (workers - 1), workers) * elements * bits / 8
   if plain:
     return float(sent / plain)
@@ -149,7 +150,7 @@ def _leaf_slots(codec: Codec, slot: Slot) -> int | None:
 
 
 def _check_groups(group_size: int | None, sizes: tuple[int, ...]) -> None:
-  """ValueError if workers are not groups as ``hierarchical`` would find them."""
+  """Raises ValueError if workers are not groups as ``hierarchical`` would find them."""
   if group_size is None and len(sizes) != 2:
     raise ValueError(
       "`workers` must be the sizes of both axes, (between, inside), for "
@@ -168,29 +169,30 @@ def explain(
   workers: int | tuple[int, int],
   opt_state: Any = None,
 ) -> Explanation:
-  """What the gradcomp transformations in an optimizer would do with these parameters.
+  """Explains what gradcomp's transformations in an optimizer send for these parameters.
 
   Nothing is computed, and no axis or device is needed: ``update`` is traced with shapes
-  alone. A leaf that no gradcomp transformation sees is not in the table; one that two
-  see is there twice. Of :func:`gradcomp.switch`, it is the last transformation's.
+  alone. A leaf that no gradcomp transformation sees is not in the table. One that two
+  see is there twice. For :func:`gradcomp.switch` the table shows the last
+  transformation.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
-    workers: how many share the axis; ``(hosts, chips)`` for ``"hierarchical"`` over two
-      axes.
-    opt_state: the state after a step, outside of any transformed function: says how
+    workers: the number of workers that share the axis; ``(hosts, chips)`` for
+      ``"hierarchical"`` over two axes.
+    opt_state: the state after a step, outside of any transformed function. It says how
       many slots of sparse messages were used, as a mean over the workers.
 
   Returns:
     An :class:`Explanation`. ``print`` shows for each leaf the codec, its real bits an
     element on the wire, the exchange (see :func:`gradcomp.exchange.choose`), the bytes
-    that a worker sends and receives, and these against plain means in float32 and in
-    16 bits.
+    that a worker sends and receives in a step, and these against plain means in float32
+    and in 16 bits.
 
   Raises:
     ValueError: ``workers`` is no number of workers, or does not fit the groups of
-      ``"hierarchical"``.
+      ``"hierarchical"``, or is not that of ``opt_state``.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
@@ -211,7 +213,7 @@ def explain(
     raise ValueError(f"`workers` must be {_WORKERS_RULE}, got {workers!r}.")
   count = math.prod(sizes)
   with _planning.planning(count) as plans:
-    # Without jit inside, whose cache would give back traces of another occasion.
+    # The cache of a jit inside would give back traces of another occasion.
     with jax.disable_jit():
       jax.make_jaxpr(
         lambda p: optimizer.update(

@@ -1,4 +1,4 @@
-"""Asking a transformation what it would send, without sending: for explain alone."""
+"""Asks a transformation what it would send, without sending it: for explain alone."""
 
 import contextlib
 import contextvars
@@ -15,12 +15,12 @@ class Plan(NamedTuple):
   """The messages of one transformation.
 
   Attributes:
-    paths: of the leaves that it was given.
-    messages: with the numbers of those leaves.
-    group_size: of ``hierarchical`` over one axis.
-    codec: of the large leaves.
-    planner: what made the messages; one transformation has one.
-    used: entries that a worker sent of each leaf in the last step, where that is known.
+    paths: the paths of the leaves that it was given.
+    messages: the messages, with the numbers of those leaves.
+    group_size: workers in a group of ``hierarchical`` over one axis.
+    codec: the codec of the large leaves.
+    planner: the function that made the messages; each transformation has one.
+    used: entries that a worker sent of each leaf in the last step, if that is known.
   """
 
   paths: tuple[str, ...]
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
 
 class Study(NamedTuple):
-  """For how many workers, and the plans so far."""
+  """The number of workers to plan for, and the plans so far."""
 
   workers: int
   plans: list[Plan]
@@ -47,7 +47,8 @@ class Study(NamedTuple):
   ) -> None:
     """Adds what a transformation would do with these gradients.
 
-    Some of optax's, like MultiSteps, trace what they hold twice; it counts once.
+    Some of optax's transformations, like MultiSteps, trace what they hold twice. It
+    counts once.
     """
     if not jax.tree.leaves(updates):
       return
@@ -65,7 +66,7 @@ _current: contextvars.ContextVar[Study | None] = contextvars.ContextVar(
 
 
 def current() -> Study | None:
-  """Where transformations shall add their plans, instead of exchanging anything."""
+  """Returns the study to add plans to, in place of any exchange; None outside one."""
   return _current.get()
 
 

@@ -1,10 +1,10 @@
-"""Tables of text, for reports that people print."""
+"""Makes tables of text, for reports that people print."""
 
 from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-  """One line a row, with the columns of these numbers flush right.
+  """Returns one line a row, with the columns of these numbers flush right.
 
   Example:
     >>> aligned([["leaf", "bytes"], ["w", "8"]], right={1})

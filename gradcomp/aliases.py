@@ -1,4 +1,4 @@
-"""The methods by name: a codec, an exchange and feedback, ready for ``optax.chain``."""
+"""Builds methods by name: a codec, an exchange and feedback, for ``optax.chain``."""
 
 from typing import Literal
 
@@ -30,14 +30,22 @@ def qsgd(
   message_bytes: int | None = None,
   key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """QSGD: averages gradients over ``axis_name`` in ``bits`` bits an element.
+  r"""QSGD: averages gradients over ``axis_name`` in ``bits`` bits an element.
 
-  :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.QSGD`; the two say
-  what the arguments mean. The paper uses buckets of 128 at 2 bits, of 512 at 4 and 8
-  bits, and of 8192 at 16 bits. Unbiased, and without feedback by default, as in the
-  paper; at 2 bits ``feedback="error"`` is worth its memory.
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.QSGD`. The two
+  say what the arguments mean. With the codec's :math:`Q` and the gradients :math:`g_i`
+  of N workers it returns
 
-  Sends about ``bits + 32 / bucket_size`` bits an element.
+  .. math:: \frac{1}{N} \sum_i Q(g_i)
+
+  The paper uses buckets of 128 at 2 bits, of 512 at 4 and 8 bits, and of 8192 at 16
+  bits. Stochastic rounding is unbiased, and keeps no residual by default, as in the
+  paper. At 2 bits ``feedback="error"`` is worth its memory.
+
+  A payload has about ``bits + 32 / bucket_size`` bits an element.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=8), optax.sgd(1.0))
@@ -85,13 +93,22 @@ def onebit_sgd(
   min_leaf_size: int | None = None,
   message_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """1-bit SGD: averages gradients over ``axis_name`` in a sign and two means a bucket.
+  r"""1-bit SGD: averages gradients over ``axis_name`` in a sign and two means a bucket.
 
-  :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.OneBit`; the two say
-  what the arguments mean. Always with error feedback. The default, buckets of 64
-  consecutive values, is the paper's 1bitSGD*; ``per_column`` is CNTK's.
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.OneBit`. The
+  two say what the arguments mean. It is biased, and always has error feedback: with the
+  codec's :math:`Q`, and the gradients :math:`g_i` and residuals :math:`e_i` of N
+  workers, it returns
 
-  Sends about ``1 + 64 / bucket_size`` bits an element. Biased, with a residual.
+  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
+
+  The default, buckets of 64 consecutive values, is the paper's 1bitSGD*. ``per_column``
+  is CNTK's.
+
+  A payload has about ``1 + 64 / bucket_size`` bits an element.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
 
   Example:
     >>> tx = gradcomp.onebit_sgd(min_leaf_size=0)
@@ -133,15 +150,24 @@ def terngrad(
   message_bytes: int | None = None,
   key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """TernGrad: averages gradients over ``axis_name`` in three values, scaled by leaf.
+  r"""TernGrad: averages gradients over ``axis_name`` in three values, scaled by leaf.
 
-  :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Ternary`; the two say
-  what the arguments mean. Unbiased of the clipped gradient, and without feedback by
-  default, as in the paper, which also suggests a last layer in full precision:
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Ternary`. The
+  two say what the arguments mean. With the codec's :math:`Q` and the gradients
+  :math:`g_i` of N workers it returns
+
+  .. math:: \frac{1}{N} \sum_i Q(g_i)
+
+  It is unbiased for clipped gradients, and keeps no residual by default, as in the
+  paper. The paper also suggests a last layer in full precision:
   ``optax.partition({"tern": gradcomp.terngrad(axis_name="data"), "full":
   gradcomp.dense(axis_name="data")}, labels)``.
 
-  Sends 2 or 1.6 bits an element; sums of N workers at ``ceil(log2(2N + 1))`` bits.
+  A payload has 2 or 1.6 bits an element. In ``two_shot`` the sums of N workers have
+  ``ceil(log2(2N + 1))`` bits, with the scales shared.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
 
   Example:
     >>> tx = gradcomp.terngrad(clip_sigmas=None)
@@ -151,7 +177,8 @@ def terngrad(
     Array([-1.,  0.,  1.,  1.], dtype=float32)
 
   References:
-    Wen et al., `TernGrad <https://arxiv.org/abs/1705.07878>`_, 2017
+    Wen et al., `TernGrad <https://arxiv.org/abs/1705.07878>`_, 2017, sections 3.1, 3.3
+    and 4.2
   """
   codec = Ternary(
     clip_sigmas=clip_sigmas,
@@ -190,13 +217,21 @@ def eight_bit(
   message_bytes: int | None = None,
   key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """8-bit types: averages gradients over ``axis_name`` in 8 bits an element.
+  r"""8-bit types: averages gradients over ``axis_name`` in 8 bits an element.
 
-  :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.EightBit`; the two
-  say what the arguments mean. Nearest rounding is biased, and keeps a residual by
-  default; the paper keeps none (``feedback=None``).
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.EightBit`. The
+  two say what the arguments mean. With the codec's :math:`Q`, and the gradients
+  :math:`g_i` and residuals :math:`e_i` of N workers, it returns
 
-  Sends 8 bits an element and one scale a leaf, or a block.
+  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
+
+  Nearest rounding is biased, and keeps a residual by default. The paper keeps none
+  (``feedback=None``), and then :math:`e_i = 0`. Stochastic rounding is unbiased.
+
+  A payload has 8 bits an element and one scale a leaf, or a block.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
 
   Example:
     >>> tx = gradcomp.eight_bit("linear", feedback=None)
@@ -207,7 +242,7 @@ def eight_bit(
 
   References:
     Dettmers, `8-Bit Approximations for Parallelism in Deep Learning
-    <https://arxiv.org/abs/1511.04561>`_, 2016
+    <https://arxiv.org/abs/1511.04561>`_, 2016, section 3.1
   """
   codec = EightBit(
     data_type=data_type,
@@ -238,11 +273,16 @@ def dense(
   second_stage_feedback: bool = True,
   message_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """The baseline: averages gradients over ``axis_name`` in 32 or 16 bits an element.
+  """Averages gradients over ``axis_name`` in 32 or 16 bits an element: the baseline.
 
-  ``float32`` is the plain mean, one ``psum``. ``bfloat16`` and ``float16`` travel as
-  16-bit integers, through the same exchanges as every codec, and are added in float32.
-  16 bits are biased (round to nearest) and so keep a residual by default.
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Dense`. The two
+  say what the arguments mean. ``float32`` is the plain mean, one ``psum``, and
+  unbiased. ``bfloat16`` and ``float16`` travel as 16-bit integers, through the same
+  exchanges as every codec, and are added in float32. They are rounded to nearest, which
+  is biased, and so keep a residual by default.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
 
   Example:
     >>> tx = gradcomp.dense(jnp.bfloat16, feedback=None)

@@ -1,4 +1,4 @@
-"""Clipping of each worker's gradient, where the mean of all is not known yet."""
+"""Clips each worker's gradient, before the mean of all is known."""
 
 import math
 from typing import Any
@@ -24,17 +24,22 @@ def clip_by_local_norm(
   Put it in front of a compressed exchange that keeps residuals: clipping behind it
   would clip what has waited for many steps. If gradients of N workers are independent,
   the norm of their sum is :math:`\sqrt{N}` times that of one, so that the sum of all is
-  cut where ``optax.clip_by_global_norm(max_norm)`` would cut it. The norm is that of
-  all leaves of a worker; a gradient that is not finite stays so.
+  cut where ``optax.clip_by_global_norm(max_norm)`` would cut it. The norm is the l2
+  norm of all leaves of a worker. A gradient that is not finite stays so. Clipping is a
+  bias, which no residual keeps.
 
   Args:
-    max_norm: c.
+    max_norm: c, a positive, finite number.
     axis_name: the axis of the workers, or a tuple of axes; None for one worker, or for
       the axes that gradients are unreduced over.
 
+  Returns:
+    A gradient transformation without state. It returns gradients in their own dtypes.
+
   Raises:
-    ValueError: a bad ``max_norm``; in ``update``, what :func:`gradcomp.compress` raises
-      about axes.
+    ValueError: ``max_norm`` is bad; in ``update``, the axes are wrong, as for
+      :func:`gradcomp.compress`.
+    TypeError: in ``update``, a gradient leaf is not real floating point.
 
   Example:
     >>> tx = clip_by_local_norm(1.0, axis_name="data")
@@ -45,7 +50,8 @@ def clip_by_local_norm(
 
   References:
     Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018,
-    section 3.2; Fang et al., 2018, section 2.4
+    section 3.2; Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018,
+    section 2.4
   """
   max_norm = static_number("max_norm", "a positive, finite number", max_norm)
   if axis_name is not None:
@@ -62,7 +68,7 @@ def clip_by_local_norm(
     def on_device(updates: Any, state: Any) -> tuple[Any, Any]:
       workers = 1 if axes is None else _axes.require_size(axes)
       limit = max_norm / math.sqrt(workers)
-      if is_sum:  # of addends, which are gradients over N
+      if is_sum:  # each addend is a gradient divided by N
         limit /= workers
       norm = _norm(jax.tree.leaves(updates), others)
       factor = jnp.where(norm > limit, limit / norm, 1.0)
@@ -74,7 +80,10 @@ def clip_by_local_norm(
 
 
 def _norm(leaves: list[jax.Array], others: list[tuple[str, ...]]) -> jax.Array:
-  """Of all leaves; of those that other axes cut, with the parts of all devices."""
+  """Returns the l2 norm of all leaves: ``float32[]``.
+
+  A leaf that other axes cut counts with the parts of all devices.
+  """
   total = jnp.zeros([], jnp.float32)
   for leaf, axes in zip(leaves, others, strict=True):
     square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))

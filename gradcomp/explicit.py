@@ -1,4 +1,4 @@
-"""Explicit axes: what the type of an array says of the mesh, and the maps that follow.
+"""Reads Explicit axes from the types of arrays, and enters maps that follow from them.
 
 Under Explicit axes the type of an array says how it is sharded, and over which axes it
 is ``unreduced``: each device holds an addend, and nothing has been communicated. Code
@@ -17,12 +17,12 @@ from gradcomp.exchange import pmean
 
 
 def typed_spec(x: Any) -> PartitionSpec:
-  """The spec in the type of an array: of Explicit axes alone."""
+  """Returns the spec in the type of an array, which has Explicit axes alone."""
   return jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else PartitionSpec()
 
 
 def placed_spec(x: Any) -> PartitionSpec:
-  """How an array lies on the mesh: a concrete one also over Auto axes."""
+  """Returns the spec of an array; if it is concrete, also over Auto axes."""
   if isinstance(x, jax.core.Tracer):
     return typed_spec(x)
   sharding = getattr(x, "sharding", None)
@@ -30,7 +30,7 @@ def placed_spec(x: Any) -> PartitionSpec:
 
 
 def sharded(spec: PartitionSpec) -> frozenset[str]:
-  """The axes that a spec cuts an array over."""
+  """Returns the axes that a spec cuts an array over."""
   entries = [() if entry is None else entry for entry in _entries(spec)]
   return frozenset(
     name
@@ -40,17 +40,20 @@ def sharded(spec: PartitionSpec) -> frozenset[str]:
 
 
 def is_spec(x: Any) -> bool:
-  """For ``is_leaf``: a PartitionSpec is a tuple to some versions of JAX."""
+  """Returns True for a PartitionSpec, which is a tuple to some versions of JAX.
+
+  It is meant for ``is_leaf``.
+  """
   return isinstance(x, PartitionSpec)
 
 
 def reduced(spec: PartitionSpec) -> PartitionSpec:
-  """The spec of an array once it is no longer unreduced."""
+  """Returns the spec of an array once it is no longer unreduced."""
   return PartitionSpec(*_entries(spec))
 
 
 def stacked(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:
-  """The spec of workers' arrays of this spec, stacked on their first axis."""
+  """Returns the spec of workers' arrays of this spec, stacked on their first axis."""
   first, *rest = _entries(spec) or (None,)
   first = () if first is None else (first,) if isinstance(first, str) else first
   names = (*_axes.names(axis_name), *first)
@@ -58,7 +61,7 @@ def stacked(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:
 
 
 def stacked_over(axes: Sequence[str], inside: Collection[str]) -> PartitionSpec:
-  """The spec of arrays stacked over those of the axes that a map makes manual."""
+  """Returns the spec of arrays stacked over those axes that a map makes manual."""
   names = tuple(name for name in axes if name in inside)
   return PartitionSpec(names if len(names) > 1 else names[0] if names else None)
 
@@ -68,12 +71,12 @@ def _entries(spec: PartitionSpec) -> tuple[Any, ...]:
 
 
 def unreduced_axes(x: Any) -> frozenset[str]:
-  """The Explicit axes over which an array is still a sum of addends."""
+  """Returns the Explicit axes over which an array is still a sum of addends."""
   return frozenset(typed_spec(x).unreduced)
 
 
 def check_stacked(residual: Any, updates: Any, axis_name: AxisName | None) -> None:
-  """ValueError for residuals that every device would take for its own."""
+  """Raises ValueError for residuals that every device would take for its own."""
   if mesh_of(updates).size == 1:
     return
   for path, leaf in jax.tree_util.tree_leaves_with_path(residual):
@@ -87,7 +90,10 @@ def check_stacked(residual: Any, updates: Any, axis_name: AxisName | None) -> No
 
 
 def mesh_of(tree: Any) -> AbstractMesh:
-  """The mesh in the types of a tree's arrays; that of ``jax.set_mesh`` if in none."""
+  """Returns the mesh in the types of a tree's arrays.
+
+  If no array has one, it is the mesh of ``jax.set_mesh``.
+  """
   for leaf in jax.tree.leaves(tree):
     mesh = jax.typeof(leaf).sharding.mesh if isinstance(leaf, jax.Array) else None
     if mesh is not None and not mesh.empty:
@@ -96,14 +102,14 @@ def mesh_of(tree: Any) -> AbstractMesh:
 
 
 def is_explicit(mesh: AbstractMesh, axis_name: AxisName) -> bool:
-  """Whether the mesh has the axes, and all of them are Explicit."""
+  """Returns True if the mesh has the axes, and all of them are Explicit."""
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   names = _axes.names(axis_name)
   return all(types.get(name) == AxisType.Explicit for name in names)
 
 
 def other_axes(x: Any, axis_name: AxisName | None) -> tuple[str, ...]:
-  """The axes beside the data axis over which an array's type says that it differs."""
+  """Returns the axes beside the data axis over which an array differs, by its type."""
   own = () if axis_name is None else _axes.names(axis_name)
   found = sharded(typed_spec(x))
   if isinstance(x, jax.Array):
@@ -119,14 +125,17 @@ def per_device(
   *,
   keeps_addends: bool,
 ) -> tuple[Any, Any]:
-  """``function(updates, state)`` on each device's parts, in a map where types need one.
+  """Calls ``function(updates, state)`` on each device's parts.
+
+  It enters a map if the types need one.
 
   Args:
     function: returns ``(updates, state)`` like its arguments.
     updates: gradients, perhaps unreduced or sharded over Explicit axes.
     state: arrays.
     axis_name: the axes to reduce over, which the map binds if none has; or None.
-    keeps_addends: whether the updates that it returns are as unreduced as its own.
+    keeps_addends: whether the updates that ``function`` returns are as unreduced as
+      those that it takes.
   """
   specs = jax.tree.map(typed_spec, updates)
   leaves = jax.tree.leaves(specs, is_leaf=is_spec)
@@ -143,9 +152,9 @@ def per_device(
     mesh=mesh if outside else None,
     in_specs=(specs, state_specs),
     out_specs=(out, state_specs),
-    # JAX 0.10 takes unreduced arrays only where all axes are manual.
+    # JAX 0.10 takes unreduced arrays only if all axes are manual.
     axis_names=set(mesh.axis_names) if addends else set(cut),
-    # An unreduced argument is allowed only where types are not checked.
+    # JAX allows an unreduced argument only if types are not checked.
     check_vma=not outside and _checks_types(updates),
   )
   return mapped(updates, state)
@@ -156,7 +165,7 @@ def _map_specs(function: Callable[[PartitionSpec], Any], specs: Any) -> Any:
 
 
 def _checks_types(tree: Any) -> bool:
-  """Whether the enclosing map tracks what varies."""
+  """Returns True if the enclosing map tracks what varies."""
   return any(_axes.varying(leaf) for leaf in jax.tree.leaves(tree))
 
 
@@ -172,7 +181,7 @@ def addends(
     function: returns the worker's value, and its gradients.
     axis_name: the axes over which arguments are cut, as their types say.
     *args: arrays, and anything else as it is.
-    **kwargs: the same.
+    **kwargs: arrays, and anything else as it is.
 
   Returns:
     The mean of the values, and the gradients divided by N, unreduced over the axes.
@@ -202,7 +211,7 @@ def addends(
 
 
 def _restricted(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
-  """A spec without other axes than these."""
+  """Returns a spec without other axes than these."""
 
   def kept(entry: Any) -> Any:
     axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
@@ -224,10 +233,10 @@ def mark_reduced(tree: Any, axis_name: AxisName) -> Any:
 
 
 def unreduce(tree: Any, axis_name: AxisName) -> Any:
-  """Workers' addends, stacked ``[N, ...]`` over the axis, as unreduced arrays."""
+  """Turns workers' addends, stacked ``[N, ...]`` over the axis, into unreduced ones."""
   mesh = mesh_of(tree)
   names = set(_axes.names(axis_name))
-  if mesh.size == 1:  # which JAX has no unreduced arrays on
+  if mesh.size == 1:  # JAX has no unreduced arrays on one device
     return jax.tree.map(lambda x: x[0], tree)
 
   def spec(x: jax.Array) -> PartitionSpec:

@@ -1,4 +1,4 @@
-"""Feedback: what was not sent is added to what comes next, with or without momentum."""
+"""Feedback adds what was not sent to what comes next, with or without momentum."""
 
 import functools
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Own = dict[str, Any]  # arrays by the axes that stack them, joined by commas
 
 
 class OwnShapes(Protocol):
-  """From a worker's leaves to the shapes of what it keeps besides their residuals."""
+  """A function that returns the shapes of what a worker keeps besides its residuals."""
 
   def __call__(
     self,
@@ -30,17 +30,20 @@ class OwnShapes(Protocol):
 def zero_state(
   params: Any, axis_name: AxisName | None, trees: int, own_shapes: OwnShapes
 ) -> tuple[list[Any], Own]:
-  """Zeros for what differs between workers: like the leaves, and what else they keep.
+  """Makes the zeros of all that differs between workers.
 
-  Inside the map, or without any: the worker's own, shaped like the leaf. Outside it,
-  under a mesh that has the axis: the global arrays, the workers' stacked on their first
-  axis and sharded over it.
+  Inside the map, or without any, they are the worker's own, shaped like the leaf.
+  Outside it, under a mesh that has the axis, they are the global arrays: the workers'
+  stacked on their first axis, and sharded over it.
 
   Args:
     params: the leaves.
     axis_name: the axes of the workers.
-    trees: how many trees like the leaves, float32 and at least 1-d.
-    own_shapes: by the axes that stack them, trees of ``jax.ShapeDtypeStruct``.
+    trees: the number of trees like the leaves, float32 and at least 1-d.
+    own_shapes: returns trees of ``jax.ShapeDtypeStruct`` by the axes that stack them.
+
+  Returns:
+    The trees like the leaves, and the other arrays by the axes that stack them.
   """
   leaves, treedef = jax.tree.flatten(params)
   names = () if axis_name is None else _axes.names(axis_name)
@@ -52,8 +55,8 @@ def zero_state(
     for leaf in leaves
   ]
   others = [explicit.other_axes(leaf, axis_name) for leaf in leaves]
-  # The second stage is planned from what update will see: a part of a leaf where types
-  # say so, but not where Auto axes cut it.
+  # The second stage is planned from what update will see. That is a part of a leaf if
+  # types say so, but the whole of one that Auto axes cut.
   seen = [_part(leaf, explicit.typed_spec(leaf), mesh) for leaf in leaves]
   owned = own_shapes(seen, others, bound or on_mesh)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
@@ -91,7 +94,7 @@ def zero_state(
 
 
 def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
-  """One device's part of a leaf."""
+  """Returns the shape of one device's part of a leaf."""
   shape = getattr(leaf, "shape", ())
   if explicit.sharded(spec):
     shape = NamedSharding(mesh, spec).shard_shape(shape)
@@ -99,22 +102,23 @@ def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
 
 
 def _zeros(like: jax.ShapeDtypeStruct, axes: Sequence[str]) -> jax.Array:
-  """Zeros, typed as different over those of the axes that maps have bound."""
+  """Returns zeros, typed as different over those of the axes that maps have bound."""
   bound = tuple(name for name in axes if name and _axes.bound_size(name) is not None)
   zeros = jnp.zeros(like.shape, like.dtype)
   return _axes.mark_varying(zeros, bound) if bound else zeros
 
 
 class Momentum(NamedTuple):
-  """Momentum before the exchange, as each worker has it of its own gradients."""
+  """The momentum that each worker has of its own gradients, before the exchange."""
 
   decay: float
   nesterov: bool
 
   def accumulate(self, updates: Any, momentum: Any) -> tuple[Any, Any]:
-    """What is to be sent of a step, and the new momentum: float32.
+    """Returns what a step shall send, and the new momentum, both float32.
 
-    ``u' = m u + g``, of which ``u'`` is sent, or, after Nesterov, ``m u' + g``.
+    The new momentum is ``u' = m u + g``. A step sends ``u'``, or ``m u' + g`` after
+    Nesterov.
     """
     accumulated = _add(updates, momentum, self.decay)
     sent = accumulated
@@ -125,7 +129,10 @@ class Momentum(NamedTuple):
 
 
 def _add(updates: Any, tree: Any, factor: float) -> Any:
-  """``factor * tree + updates``, each rounded, so that all modes have the same bits."""
+  """Returns ``factor * tree + updates``, float32.
+
+  Product and sum are each rounded, so that all modes have the same bits.
+  """
   return jax.tree.map(
     lambda g, x: scaled(x.reshape(g.shape), factor) + g.astype(jnp.float32),
     updates,
@@ -134,14 +141,14 @@ def _add(updates: Any, tree: Any, factor: float) -> Any:
 
 
 def correct(updates: Any, residual: Any) -> Any:
-  """The gradient plus the residual, in float32; the gradient alone without one."""
+  """Returns the gradient plus the residual in float32, or the gradient without one."""
   if residual is None:
     return optax.tree.cast(updates, jnp.float32)
   return _add(updates, residual, 1.0)
 
 
 def check_own(name: str, tree: Any, updates: Any) -> None:
-  """ValueError for a worker's own tree that is not like its gradient."""
+  """Raises ValueError for a worker's own tree that is not like its gradient."""
 
   def check(path: Any, update: jax.Array, leaf: jax.Array) -> None:
     if leaf.shape != (update.shape or (1,)):
@@ -157,10 +164,11 @@ def check_own(name: str, tree: Any, updates: Any) -> None:
 
 
 def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
-  """What was not sent; where that or the mean is not finite, the residual as it was.
+  """Returns the new residual: what was not sent, or the old one if that is not finite.
 
-  So a gradient that is not finite, and its whole bucket with it, is never kept, and of
-  that bucket no worker counts as sent what nobody can use.
+  The old one also stays where the mean is not finite. So a gradient that is not finite,
+  and its whole bucket with it, is never kept. And of that bucket no worker counts as
+  sent what nobody can use.
   """
   finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
   return jnp.where(finite.reshape(old.shape), unsent.reshape(old.shape), old)
@@ -175,15 +183,17 @@ def mask_momentum(
   *,
   sparse: bool,
 ) -> jax.Array:
-  """The new momentum: zero where a sparse codec sent something, so that it is not sent
-  again as momentum of what is old. The old one where something is not finite.
+  """Returns the new momentum, which is zero where a sparse codec sent something.
+
+  So what was sent is not sent again as momentum of what is old. The old momentum stays
+  where something is not finite.
 
   Args:
-    momentum: with this step's gradient.
-    old: without it.
+    momentum: the momentum with this step's gradient.
+    old: the momentum without it.
     corrected: what was to be sent.
-    unsent: what of that was not.
-    mean: of all workers.
+    unsent: the part of that which was not sent.
+    mean: the mean of all workers.
     sparse: whether the codec sends some elements and not others.
   """
   finite = jnp.isfinite(unsent) & jnp.isfinite(mean)

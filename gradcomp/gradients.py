@@ -1,4 +1,4 @@
-"""What a gradient's type says of how it shall be reduced, and what is wrong with it."""
+"""Reads from a gradient's type how it shall be reduced, and what is wrong with it."""
 
 from typing import Any, NamedTuple
 
@@ -10,10 +10,10 @@ from gradcomp._axes import AxisName
 
 
 class Reduction(NamedTuple):
-  """How workers' gradients become one.
+  """The way in which workers' gradients become one.
 
   Attributes:
-    axis_name: the axes to reduce over, None to exchange nothing.
+    axis_name: the axes to reduce over; None to exchange nothing.
     is_sum: whether gradients are addends of their sum (Explicit axes), not samples of
       their mean.
   """
@@ -23,23 +23,27 @@ class Reduction(NamedTuple):
 
 
 def check_dtypes(updates: Any) -> None:
-  """TypeError for leaves that are not real floating point."""
+  """Raises TypeError for leaves that are not real floating point."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise TypeError(f"{_name(path)} must have a real float dtype, got {leaf.dtype}.")
 
 
 def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduction:
-  """The reduction that the types ask for; ValueError where they contradict it.
+  """Returns the reduction that the types of the gradients ask for.
 
   Inside a map the loss is a mean over the worker's part of the batch, so that the mean
   of the gradients is wanted. Under Explicit axes a gradient typed ``{U:data}`` is the
-  sum of what the devices hold, which is the gradient of the loss over the whole batch.
+  sum of what the devices hold, and that sum is the gradient of the loss over the whole
+  batch.
 
   Args:
     updates: the gradients.
-    axis_name: the one that the transformation was given.
+    axis_name: the axes that the transformation was given.
     local: whether nothing shall be exchanged.
+
+  Raises:
+    ValueError: the types contradict ``axis_name``, or gradients are already reduced.
   """
   paths = jax.tree_util.tree_leaves_with_path(updates)
   addends = [explicit.unreduced_axes(leaf) for _, leaf in paths]
@@ -60,7 +64,7 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
   if _axes.bound_size(axis_name) is None and explicit.is_explicit(mesh, axis_name):
     if mesh.size > 1:
       raise _already_reduced(paths[0][0], axis_name)
-    return Reduction(axis_name, is_sum=True)  # the one addend, see explicit.unreduce
+    return Reduction(axis_name, is_sum=True)  # a sum of one, see explicit.unreduce
   _axes.require_size(axis_name)
   if _axes.is_typed(axis_name):
     for path, leaf in paths:
@@ -72,7 +76,7 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
 def _addends(
   paths: Any, addends: list[frozenset[str]], axis_name: AxisName | None
 ) -> AxisName:
-  """The axes that every leaf is unreduced over."""
+  """Returns the axes that every leaf is unreduced over; ValueError if leaves differ."""
   mesh = explicit.mesh_of([leaf for _, leaf in paths])
   names = tuple(name for name in mesh.axis_names if name in addends[0])
   if axis_name is not None:
@@ -88,6 +92,7 @@ def _addends(
 
 
 def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:
+  """Returns the error for a gradient that is equal on all workers."""
   return ValueError(
     f"{_name(path)} must differ between the workers of {axis_name!r}, but its type "
     "says that it is equal on all: inside jax.shard_map, and under Explicit axes, "

@@ -1,4 +1,4 @@
-"""Low-precision floats by name: a codec, an exchange and feedback, as in aliases.py."""
+"""Builds low-precision floats by name: a codec, an exchange and feedback."""
 
 from typing import Literal
 
@@ -28,18 +28,27 @@ def aps(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Auto Precision Scaling: averages gradients as floats of ``1 + e + m`` bits.
 
-  :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.FloatCast`; the two
-  say what the arguments mean. Each leaf is scaled by the largest power of two with
-  which the sum of N workers cannot overflow; the workers agree on it, a byte a leaf.
-  Every partial sum is rounded to the format, in the order of ``exchange``.
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.FloatCast`. The
+  two say what the arguments mean. Each leaf is scaled by the largest power of two
+  :math:`2^f` with which the sum of N workers cannot overflow. The workers agree on it,
+  by a byte a leaf. Without residuals it returns
 
-  The paper keeps no residual (``feedback=None``); by default one is kept, as for every
-  biased codec. It uses rings of 8, and groups of 16 among 256 workers
+  .. math:: \frac{2^{-f}}{N} \bigoplus_i \mathrm{cast}(2^f g_i)
+
+  where :math:`\oplus` rounds every partial sum to the format, in the order of
+  ``exchange``.
+
+  It is biased, and keeps a residual by default, as every biased codec does. The paper
+  keeps none (``feedback=None``). It uses rings of 8, and groups of 16 among 256 workers
   (``exchange="hierarchical", group_size=16``), and float32 for the last layer.
 
-  Sends 8 bits an element with the default format, 4 with (3, 0), and a byte a leaf.
-  ``optax.inject_hyperparams(gradcomp.aps, static_args=("exponent_bits",
+  A payload has 8 bits an element with the default format, 4 with (3, 0), and a byte a
+  leaf. ``optax.inject_hyperparams(gradcomp.aps, static_args=("exponent_bits",
   "mantissa_bits"))`` leaves the bits alone.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow; in ``init``
+      or ``update``, more workers than the format has room for.
 
   Example:
     >>> tx = gradcomp.aps(4, 3, feedback=None)
@@ -50,7 +59,7 @@ def aps(
 
   References:
     Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021
+    <https://arxiv.org/abs/1911.08907>`_, 2021, sections 3, 4.1 and 4.2, algorithm 1
   """
   codec = FloatCast(
     exponent_bits=exponent_bits,
@@ -85,13 +94,21 @@ def loss_scaling_cast(
   message_bytes: int | None = None,
   key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """Loss scaling: the baseline of APS, one constant factor for all leaves.
+  r"""Averages gradients as floats of few bits, scaled by one constant: loss scaling.
 
-  Like :func:`aps`, but every leaf is multiplied by ``factor`` before it is cast, and
-  the mean divided by it. What is too large then becomes infinite, as in hardware; what
-  is too small zero. A factor that is no power of two rounds twice more. It must be
+  This is the baseline of :func:`aps`. Every leaf is multiplied by :math:`c`, which is
+  ``factor``, before it is cast. The mean is divided by it. Without residuals it returns
+
+  .. math:: \frac{1}{c N} \bigoplus_i \mathrm{cast}(c \, g_i)
+
+  Numbers that are too large become infinite, as in hardware, and numbers that are too
+  small become zero. A factor that is no power of two rounds twice more. It must be
   known when a program is traced: ``optax.inject_hyperparams`` needs it in
-  ``static_args``.
+  ``static_args``. Like :func:`aps` it is biased, keeps a residual by default, and sends
+  4, 8, 16 or 32 bits an element, but no byte a leaf.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
 
   Example:
     >>> tx = gradcomp.loss_scaling_cast(1024.0, feedback=None)

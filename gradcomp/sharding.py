@@ -1,4 +1,4 @@
-"""Which parts of an optimizer state differ between workers."""
+"""Finds the parts of an optimizer state that differ between workers."""
 
 import functools
 from collections.abc import Callable
@@ -16,24 +16,27 @@ from gradcomp.state import CompressState
 
 
 def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None) -> Any:
-  """The ``PartitionSpec`` of every array of an optimizer state.
+  """Returns the ``PartitionSpec`` of every array of an optimizer state.
 
   Residuals differ between workers: the global array stacks them on their first axis,
   ``P(axis_name)``. So do the gradients that ``optax.MultiSteps`` around the exchange
-  has not sent yet, and what gradcomp keeps of momentum. Everything else, an optimizer's
-  momentum too, is replicated: ``P()``.
+  has not sent yet, and what gradcomp keeps of momentum. Everything else, also an
+  optimizer's momentum, is replicated: ``P()``.
 
   Args:
     opt_state: the state of any optax transformation that holds gradcomp's, or its
       ``jax.eval_shape``.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
-    param_specs: the specs of the parameters, where a map makes other mesh axes manual,
-      too; a tree like the parameters. Whatever has the structure of the parameters,
-      like momentum, gets them; residuals get them after the data axis.
+    param_specs: the specs of the parameters, a tree like them, if a map makes other
+      mesh axes manual, too. Whatever has the structure of the parameters, like
+      momentum, gets them. Residuals get them after the data axis.
 
   Returns:
     A tree of the same structure, for ``in_specs`` and ``out_specs`` of
     ``jax.shard_map``.
+
+  Raises:
+    ValueError: something differs between workers, and ``axis_name`` names no axis.
 
   Example:
     >>> tx = optax.chain(gradcomp.qsgd(bits=4, feedback="error"), optax.sgd(0.1))
@@ -65,7 +68,10 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     return of_params(lambda spec: spec, node) if like_params(node) else PartitionSpec()
 
   def owned(arrays: Any) -> Any:
-    """What stacks them is in their names; axes that a map leaves alone are no part."""
+    """Reads the axes that stack an array from its name.
+
+    Axes that the map leaves automatic are skipped.
+    """
     if arrays is None:
       return None
     result = {}
@@ -82,7 +88,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     return jax.tree.map(lambda _: stacked(axis_name, PartitionSpec()), tree)
 
   def of_params(function: Callable[[PartitionSpec], PartitionSpec], tree: Any) -> Any:
-    """Holes of optax.masked and optax.partition stay."""
+    """Maps parameters' specs; holes of optax.masked and optax.partition stay."""
     return jax.tree.map(
       lambda leaf, spec: leaf if is_hole(leaf) else function(spec),
       tree,
@@ -96,7 +102,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
   def like_params(node: Any) -> bool:
     if param_specs is None or jax.tree.structure(node, is_leaf=is_hole) != structure:
       return False
-    # Of one bare array, numbers like a count of steps have the structure, too.
+    # If the parameters are one bare array, numbers like a count of steps have their
+    # structure, too.
     return not is_spec(param_specs) or getattr(node, "ndim", 0) >= len(param_specs) > 0
 
   def is_leaf(node: Any) -> bool:
@@ -115,22 +122,26 @@ def init_state(
   param_specs: Any,
   mesh: Mesh | None = None,
 ) -> Any:
-  """``optimizer.init(params)`` for a map that makes all mesh axes manual.
+  """Calls ``optimizer.init(params)`` for a map that makes all mesh axes manual.
 
-  Where parameters are sharded over other axes, and your ``jax.shard_map`` makes these
+  If parameters are sharded over other axes, and your ``jax.shard_map`` makes these
   manual, too, each device keeps residuals of its own part. ``optimizer.init`` outside
-  the map cannot know that; with the data axes alone manual, use it.
+  the map cannot know that. If only the data axes are manual, use ``optimizer.init``.
 
   Args:
-    optimizer: with gradcomp's transformation in it.
+    optimizer: an optax transformation with gradcomp's in it.
     params: the parameters, whole.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
-    param_specs: how the map cuts the parameters; a tree like them.
+    param_specs: the specs by which the map cuts the parameters, a tree like them.
     mesh: the devices; by default the mesh of ``jax.set_mesh``.
 
   Returns:
     The global state, for maps with ``state_specs(opt_state, axis_name,
     param_specs=param_specs)``.
+
+  Raises:
+    ValueError: something differs between workers, and ``axis_name`` names no axis of
+      the mesh.
 
   Example:
     >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
@@ -157,7 +168,7 @@ def init_state(
 
 
 def _exchanges(opt_state: Any) -> bool:
-  """Whether there is a gradcomp state in it."""
+  """Returns True if there is a gradcomp state in an optimizer state."""
 
   def is_ours(node: Any) -> bool:
     return isinstance(node, CompressState)
@@ -166,7 +177,7 @@ def _exchanges(opt_state: Any) -> bool:
 
 
 def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None:
-  """ValueError if a part that differs between workers holds that of one alone."""
+  """Raises ValueError if a part that differs between workers is that of one alone."""
   own = {leaf.shape or (1,) for leaf in jax.tree.leaves(params)}
   stacked = {(workers * first, *rest) for first, *rest in own}
   for (path, leaf), spec in zip(
@@ -174,7 +185,7 @@ def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None
   ):
     name = jax.tree_util.keystr(path)
     if ".owner_residual" in name or ".selection" in name:
-      continue  # rows, whose number update checks
+      continue  # these are rows, and update checks their number
     whole = leaf.shape and leaf.shape not in own and leaf.shape[0] % workers == 0
     if spec != PartitionSpec() and leaf.shape not in stacked and not whole:
       raise ValueError(

@@ -1,4 +1,4 @@
-"""RedSync: residual gradient compression with momentum."""
+"""Builds RedSync: residual gradient compression with momentum."""
 
 import jax.numpy as jnp
 import optax
@@ -29,13 +29,23 @@ def redsync(
   min_leaf_size: int | None = None,
   message_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """RedSync: averages the largest elements of momentum and residuals over workers.
+  r"""RedSync: averages the largest elements of momentum and residuals over workers.
 
-  :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.TopK` and
-  ``feedback="momentum"``; the two say what the other arguments mean. Each worker adds
-  up its momentum until an element is among the largest, and sends it then. Momentum is
-  in here, so put plain ``optax.sgd(learning_rate)`` behind it, and what is no part of
-  the loss's gradient, too::
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.TopK` and
+  ``feedback="momentum"``. The two say more about the arguments. Each worker adds up its
+  momentum until an element is among the largest, and sends it then. With worker
+  :math:`i`'s gradient :math:`g_i`, momentum :math:`u_i` and residual :math:`v_i`, and
+  with the codec's :math:`Q`, it returns
+
+  .. math:: \frac{1}{N} \sum_i Q(v_i + p_i), \qquad u_i' = m u_i + g_i, \qquad
+     v_i' = v_i + p_i - Q(v_i + p_i)
+
+  where :math:`p_i` is :math:`u_i'`, or :math:`m u_i' + g_i` with Nesterov's momentum,
+  or :math:`g_i` with ``momentum=None``. Where an element is sent, :math:`u_i'` becomes
+  zero. The codec is biased; residuals keep what it does not send.
+
+  Momentum is in here, so put plain ``optax.sgd(learning_rate)`` behind it. Put what is
+  no part of the loss's gradient behind it, too::
 
     optimizer = optax.chain(
       gradcomp.redsync(density=0.001, axis_name="data"),
@@ -43,22 +53,23 @@ def redsync(
       optax.sgd(0.1),
     )
 
-  Weight decay in front of it would wait in residuals for hundreds of steps, and
-  optimizers that divide by a mean of squares see gradients of many steps at once.
-  The first steps are best dense, or dense enough: :func:`gradcomp.switch`.
+  Weight decay in front of it would wait in residuals for hundreds of steps. Optimizers
+  that divide by a mean of squares see gradients of many steps at once. The first steps
+  are best dense, or dense enough: see :func:`gradcomp.switch`.
 
-  Sends about 6 bytes for each of ``density * n`` elements (up to twice as many of large
-  leaves, see ``selection``), 2 with ``quantize="asq"``.
+  A payload has about 6 bytes for each of ``density * n`` elements (up to twice as many
+  elements of large leaves, see ``selection``), and 2 with ``quantize="asq"``.
 
   Args:
     density: the share of the elements to send; 1 for the dense exchange.
-    momentum: m; None for residuals of plain gradients.
+    momentum: m, at least 0 and below 1; None for residuals of plain gradients.
     nesterov: whether momentum is Nesterov's.
-    max_norm: clips gradients, see :func:`gradcomp.clip_by_local_norm`; None does not.
-    selection: of the elements to send.
+    max_norm: the norm to clip gradients to, see :func:`gradcomp.clip_by_local_norm`;
+      None clips nothing.
+    selection: the way in which the elements to send are selected.
     quantize: None, ``"asq"`` or ``"mean"``.
-    value_dtype: of values on the wire.
-    slack: room for each element to send.
+    value_dtype: the dtype of values on the wire.
+    slack: slots for each element to send, from 1 to 2.
     interval: steps that a ``sampled`` threshold is used for.
     axis_name: the axis to average over.
     exchange: ``"auto"`` is ``"all_gather"`` until that sends more than a plain mean.
@@ -67,6 +78,14 @@ def redsync(
     min_leaf_size: leaves with fewer elements travel whole. By default the smallest
       leaves that together hold less than 0.01 % of all elements.
     message_bytes: the largest payload in bytes that leaves share.
+
+  Returns:
+    A gradient transformation, as :func:`gradcomp.compress` returns it; with
+    ``max_norm`` a chain of clipping and that.
+
+  Raises:
+    ValueError: an argument that the codec, ``compress`` or ``clip_by_local_norm`` does
+      not allow.
 
   Example:
     >>> tx = gradcomp.redsync(density=0.25, momentum=0.5, nesterov=False)
@@ -80,8 +99,9 @@ def redsync(
     [10.  0.  0.  0.]
 
   References:
-    Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018; Lin et al., `Deep
-    Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018, section 3
+    Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018, section 2; Lin
+    et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018,
+    section 3
   """
   codec = TopK(
     density=density,

@@ -15,25 +15,38 @@ from gradcomp.kernels import key_words
 
 
 class CompressState(NamedTuple):
-  """The state of :func:`compress`, in plain arrays that any checkpointer saves."""
+  """The state of :func:`compress`, in plain arrays that any checkpointer saves.
+
+  ``memory`` and ``selection`` are for codecs that remember: the first holds fitted
+  levels, the second thresholds and counts of what was sent. Fields but ``step`` and
+  ``key`` are None if nobody needs them.
+
+  Example:
+    >>> state = gradcomp.onebit_sgd(min_leaf_size=0).init({"w": jnp.ones(2048)})
+    >>> int(state.step), state.residual["w"].shape, state.momentum
+    (0, (2048,), None)
+  """
 
   step: jax.Array  # int32[], replicated
   key: jax.Array  # uint32[2], replicated
   residual: Any  # float32, like the parameters but at least 1-d, per worker; or None
   owner_residual: OwnerResiduals | None  # float32, rows that a worker owns; or None
-  memory: jax.Array | None  # of a codec that has one, replicated; or None
+  memory: jax.Array | None  # a fitted codec's memory, replicated; or None
   momentum: Any = None  # float32, like the residual; or None
-  selection: Selections | None = None  # of a codec that selects, per worker; or None
+  selection: Selections | None = None  # a selecting codec's, per worker; or None
 
 
 def selected_shapes(rows: int) -> Any:
-  """What is remembered of so many rows that a worker selects from."""
+  """Returns the shapes of the selection state: a threshold and a count for each row."""
   dtypes = Selected(threshold=jnp.float32, used=jnp.int32)
   return jax.tree.map(lambda dtype: jax.ShapeDtypeStruct((rows,), dtype), dtypes)
 
 
 def seed_words(key: ArrayLike) -> jax.Array:
-  """``uint32[2]`` of a seed or of a threefry key; a copy, which may be donated."""
+  """Returns the ``uint32[2]`` of a seed or of a threefry key.
+
+  It is a copy, which may be donated.
+  """
   if not isinstance(key, int | jax.Array):
     key = jnp.asarray(key)
   if isinstance(key, int) or (
@@ -46,7 +59,11 @@ def seed_words(key: ArrayLike) -> jax.Array:
 def step_keys(
   state: CompressState, messages: Sequence[Message], axis_name: AxisName | None
 ) -> jax.Array | None:
-  """``uint32[leaves + codecs, 2]``: a key a leaf, then a key a codec's later stages."""
+  """Returns the keys of a step, or None if no codec needs one.
+
+  They are ``uint32[leaves + codecs, 2]``: one key for each leaf, and then one for the
+  later stages of each codec.
+  """
   layouts = [message.layout for message in messages]
   if not any(codec.needs_key for layout in layouts for codec in layout.codecs):
     return None
@@ -54,7 +71,7 @@ def step_keys(
   step_key = fold(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
   count = sum(len(layout.slots) + len(layout.codecs) for layout in layouts)
   linear = any(isinstance(c, LinearCodec) for layout in layouts for c in layout.codecs)
-  # Workers that shall choose the same elements have the same keys.
+  # Workers that must choose the same elements have the same keys.
   worker = 0 if axis_name is None or linear else lax.axis_index(axis_name)
   keys = jax.vmap(fold, (None, 0))(step_key, jnp.arange(count))
   return jax.random.key_data(jax.vmap(fold, (0, None))(keys, worker))

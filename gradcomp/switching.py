@@ -1,4 +1,4 @@
-"""Transformations that take over from one another, at given steps."""
+"""Lets transformations take over from one another at given steps."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,10 +13,16 @@ from gradcomp._checks import static_integer
 
 
 class SwitchState(NamedTuple):
-  """The state of :func:`switch`."""
+  """The state of :func:`switch`.
+
+  Example:
+    >>> state = switch([2], [optax.scale(1.0), optax.scale(-1.0)]).init(jnp.ones(()))
+    >>> state.step
+    Array(0, dtype=int32)
+  """
 
   step: jax.Array  # int32[], replicated
-  inner: Any  # of the transformation that keeps most; the others keep a part of it
+  inner: Any  # the largest state of a transformation; the others keep a part of it
 
 
 def switch(
@@ -25,11 +31,11 @@ def switch(
 ) -> optax.GradientTransformationExtraArgs:
   """Applies one transformation after the other, each from its boundary on.
 
-  The first until step ``boundaries[0]``, the second from there until ``boundaries[1]``,
-  and so on. All are part of one program, of which ``jax.lax.switch`` runs one branch a
-  step: nothing is compiled again. They share one state: residuals and momentum that one
-  leaves behind are what the next goes on with. So each must keep the state of the one
-  that keeps most, or the same without some arrays.
+  The first applies until step ``boundaries[0]``, the second from there until
+  ``boundaries[1]``, and so on. All are part of one program, of which ``jax.lax.switch``
+  runs one branch a step: nothing is compiled again. They share one state: the next goes
+  on with the residuals and the momentum that one leaves behind. So each must keep the
+  state of the one that keeps most, or the same without some arrays.
 
   Fang et al. warm up with a dense exchange, Lin et al. with falling densities::
 
@@ -42,19 +48,20 @@ def switch(
 
   A density of 1 is the dense exchange, with the momentum of :func:`gradcomp.redsync`.
   Han et al. train the first third in float32: ``switch([steps // 3], [dense(...),
-  aps(...)])``. A residual that the next does not keep goes out with its first gradient.
-  Take one exchange for all: what owners keep in ``two_shot``, none but owners can send.
+  aps(...)])``. If the next transformation keeps no residual, the old one goes out with
+  its first gradient. Take one exchange for all: what owners keep in ``two_shot``, only
+  owners can send.
 
   Args:
     boundaries: steps, in ascending order, one fewer than transformations.
-    transformations: of optax, or gradcomp's.
+    transformations: transformations of optax, or gradcomp's.
 
   Returns:
     A gradient transformation; its state is a :class:`SwitchState`.
 
   Raises:
-    ValueError: boundaries that are not ascending steps, or too few or many; in
-      ``init``, transformations whose states do not fit together.
+    ValueError: boundaries are not ascending steps, or too few or many; in ``init``, the
+      states of the transformations do not fit together.
 
   Example:
     >>> tx = switch([2], [optax.scale(1.0), optax.scale(-1.0)])
@@ -67,8 +74,10 @@ def switch(
     -1.0
 
   References:
-    Fang et al., 2018, section 2.5; Lin et al., `Deep Gradient Compression
-    <https://arxiv.org/abs/1712.01887>`_, 2018, section 3.3; Han et al., 2021
+    Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018, section 2.5; Lin
+    et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018,
+    section 3.3; Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
   """
   rule = "steps in ascending order, above 0"
   if not isinstance(boundaries, Sequence):
@@ -110,7 +119,7 @@ def switch(
 
 
 def _check_part(number: int, state: Any, largest: Any) -> None:
-  """ValueError unless every array of a state is one of the largest state, too."""
+  """Raises ValueError unless each array of a state is one of the largest state, too."""
   shapes = {
     jax.tree_util.keystr(path): (leaf.shape, leaf.dtype)
     for path, leaf in jax.tree_util.tree_leaves_with_path(largest)

@@ -1,4 +1,4 @@
-"""Gradients that stay per worker, and a train step for people who want no plumbing."""
+"""Keeps gradients per worker, and makes train steps for people who want no plumbing."""
 
 import math
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from gradcomp.sharding import check_stacked, state_specs
 def defer_reduction(params: Any, axis_name: AxisName) -> Any:
   """Types the parameters as differing between workers, so that gradients stay local.
 
-  Inside ``jax.shard_map`` with its default ``check_vma=True``, ``jax.grad`` with
-  respect to replicated parameters is all-reduced in full precision before anyone could
+  Inside ``jax.shard_map`` with its default ``check_vma=True``, JAX all-reduces the
+  gradient with respect to replicated parameters in full precision, before anyone could
   compress it. Call this on the parameters before ``jax.grad``. Under ``jax.pmap``,
-  ``jax.vmap`` and ``check_vma=False``, gradients are local anyway: the parameters come
-  back as they are.
+  ``jax.vmap`` and ``check_vma=False``, gradients are local anyway, and the parameters
+  come back as they are.
 
   In plain ``jax.jit`` under Explicit axes it types them as ``reduced``, so that
-  ``jax.grad`` returns gradients typed ``{U:data}``, where JAX has rules for that:
-  matrix products, einsums, gathers and scans, but as of JAX 0.12 neither convolutions
-  nor what combines a parameter and a batch element by element, like a bias.
-  :func:`value_and_grad` works for every model.
+  ``jax.grad`` returns gradients typed ``{U:data}``, where JAX has rules for that. It
+  has rules for matrix products, einsums, gathers and scans. As of JAX 0.12 it has none
+  for convolutions, nor for operations that combine a parameter and a batch element by
+  element, like a bias. :func:`value_and_grad` works for every model.
 
   Args:
     params: a tree of arrays, replicated over the axis.
@@ -38,7 +38,7 @@ def defer_reduction(params: Any, axis_name: AxisName) -> Any:
     The same values.
 
   Raises:
-    ValueError: the axis is neither.
+    ValueError: the axis is not bound by a map, nor an Explicit axis of the mesh.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -63,16 +63,16 @@ def value_and_grad(
   argnums: int | tuple[int, ...] = 0,
   has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-  """``jax.value_and_grad`` whose gradients stay per worker, wherever it runs.
+  """Returns what ``jax.value_and_grad`` does, but gradients stay per worker.
 
-  In plain ``jax.jit`` under Explicit axes, it runs the loss in a ``jax.shard_map`` over
-  the axis, on arguments cut as their types say, and returns gradients typed
-  ``{U:data}``: each worker's divided by N, whose sum is the gradient of the loss over
-  the whole batch.
+  They do so wherever it runs. In plain ``jax.jit`` under Explicit axes, it runs the
+  loss in a ``jax.shard_map`` over the axis, on arguments cut as their types say, and
+  returns gradients typed ``{U:data}``. Each worker's gradient is then divided by N, and
+  their sum is the gradient of the loss over the whole batch.
 
   Args:
-    loss_fn: returns the worker's loss, or ``(loss, aux)``: the mean over its part of
-      the batch.
+    loss_fn: returns the worker's loss, or ``(loss, aux)``. The loss is the mean over
+      the worker's part of the batch.
     axis_name: the axis of the enclosing shard_map, pmap or vmap, or an Explicit axis of
       the mesh; a tuple of axes; None for none.
     argnums: the arguments to differentiate, as in JAX.
@@ -80,13 +80,13 @@ def value_and_grad(
 
   Returns:
     A function like ``loss_fn`` that returns ``(loss, grads)`` or
-    ``((loss, aux), grads)``. The loss is averaged over the axis; gradients and ``aux``
+    ``((loss, aux), grads)``. The loss is averaged over the axis. Gradients and ``aux``
     are the worker's own. Under Explicit axes, where a value has no worker, ``aux`` is
     averaged, too.
 
   Raises:
-    ValueError: when called, if the axis is not bound; under Explicit axes, if no
-      argument is cut over the axis, or a differentiated one is.
+    ValueError: when called, the axis is not bound; or under Explicit axes, no argument
+      is cut over the axis, or a differentiated one is.
 
   Example:
     >>> grad_fn = value_and_grad(lambda w, x: jnp.mean(w * x), axis_name="data")
@@ -115,14 +115,14 @@ def value_and_grad(
 
 
 def _in_explicit_jit(tree: Any, axis_name: AxisName) -> bool:
-  """Whether the axes are Explicit ones of the mesh, which no map has made manual."""
+  """Returns True if the axes are Explicit ones of the mesh that no map has bound."""
   if _axes.bound_size(axis_name) is not None:
     return False
   return explicit.is_explicit(explicit.mesh_of(tree), axis_name)
 
 
 def _check_cut(params: Any, arguments: Any, axis_name: AxisName) -> None:
-  """ValueError unless the parameters are whole and something else is not."""
+  """Raises ValueError unless the parameters are whole, and another argument is cut."""
   names = _axes.names(axis_name)
   for leaf in jax.tree.leaves(params):
     if cut := explicit.sharded(explicit.typed_spec(leaf)).intersection(names):
@@ -148,7 +148,7 @@ def make_train_step(
   has_aux: bool = False,
   donate: bool = True,
 ) -> Callable[..., tuple[Any, Any, dict[str, Any]]]:
-  """A jitted data-parallel train step: gradients, exchange and update.
+  """Makes a jitted data-parallel train step: gradients, exchange and update.
 
   Args:
     loss_fn: ``loss_fn(params, batch)`` returns the mean loss over ``batch``, or
@@ -159,22 +159,21 @@ def make_train_step(
     mesh: the devices; by default the mesh of ``jax.set_mesh``. Its other axes stay as
       they are: parameters may be sharded over them.
     has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
-    donate: whether parameters and state are updated in place: the arrays that were
-      passed in are gone.
+    donate: whether parameters and state are updated in place. The arrays that were
+      passed in are then gone.
 
   Returns:
     A jitted ``step(params, opt_state, batch) -> (params, opt_state, metrics)``.
-    Parameters are replicated over the axis; every array of ``batch`` is cut on its
-    first axis;
-    ``opt_state`` is ``optimizer.init(params)`` under ``jax.set_mesh(mesh)``. Put the
-    parameters on the mesh first, ``jax.device_put(params, NamedSharding(mesh, P()))``:
-    parameters on one device work, but then the second step compiles again.
-    ``metrics["loss"]``, and ``metrics["aux"]`` with ``has_aux``, are means over the
-    workers.
+    Parameters are replicated over the axis. Every array of ``batch`` is cut on its
+    first axis. ``opt_state`` is ``optimizer.init(params)`` under
+    ``jax.set_mesh(mesh)``. Put the parameters on the mesh first, by
+    ``jax.device_put(params, NamedSharding(mesh, P()))``. Parameters on one device work,
+    but then the second step compiles again. ``metrics["loss"]``, and ``metrics["aux"]``
+    with ``has_aux``, are means over the workers.
 
   Raises:
-    ValueError: an axis that the mesh does not have; when called, a batch that cannot
-      be cut into equal parts, or a state that was made outside the mesh.
+    ValueError: the mesh does not have an axis; when called, a batch cannot be cut into
+      equal parts, or the state was made outside the mesh.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))

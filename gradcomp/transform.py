@@ -69,63 +69,64 @@ def compress(
 
   where :math:`Q` encodes and decodes. ``two_shot`` encodes the mean once more, and
   keeps what that loses, too: see ``second_stage_feedback``. Every worker gets the same
-  bits.
+  bits. Without feedback the result is unbiased if the codec is.
 
-  Under Explicit axes, call ``update`` in plain ``jax.jit``: it takes gradients typed
+  Under Explicit axes, call ``update`` in plain ``jax.jit``. It takes gradients typed
   ``{U:data}``, whose sum over the devices is the gradient of the whole batch, and
   returns that sum, replicated. There is then no :math:`1/N` in the formula.
 
-  A non-finite gradient makes (at least) its bucket NaN on every worker and leaves the
-  residuals there as they were: guard with ``optax.apply_if_finite`` *after* this. The
+  A non-finite gradient makes (at least) its bucket NaN on every worker, and leaves the
+  residuals there as they were. Guard with ``optax.apply_if_finite`` *after* this. The
   residuals of other buckets go on, as if the guard had not dropped the step.
 
   Args:
-    codec: how leaves are encoded, e.g. :class:`gradcomp.codecs.QSGD`.
+    codec: the codec of the leaves, e.g. :class:`gradcomp.codecs.QSGD`.
     axis_name: the axis of the enclosing shard_map, pmap or vmap to average over, or a
       tuple of axes to average over together; under Explicit axes, the axes that the
       gradients are unreduced over. None takes these from the type, if no residual is
-      kept, and elsewhere exchanges nothing and applies the codec's noise: ``Q(g + e)``.
+      kept. Elsewhere None exchanges nothing, and returns ``Q(g + e)``.
     exchange: ``"all_gather"``, ``"two_shot"``, ``"ring"``, ``"hierarchical"``,
-      ``"psum"`` (dense float32, and codecs that share their scale), ``"local"``
-      (nothing is exchanged: outputs differ between workers, and under Explicit axes
-      stay unreduced) or ``"auto"``: see :func:`gradcomp.exchange.choose`.
+      ``"psum"`` (dense float32, and codecs that share their scale), ``"local"`` or
+      ``"auto"``: see :func:`gradcomp.exchange.choose`. ``"local"`` exchanges nothing:
+      outputs differ between workers, and under Explicit axes stay unreduced.
     group_size: workers in a group of ``"hierarchical"`` over one axis, which sends full
       precision inside groups of consecutive workers. Over two axes, ``("host",
       "chip")``, the groups are the workers of the second.
-    feedback: ``"error"`` keeps what was not sent and adds it to the next gradient;
-      None does not; ``"auto"`` does for biased codecs. ``"momentum"`` does so with
+    feedback: ``"error"`` keeps what was not sent, and adds it to the next gradient.
+      None does not. ``"auto"`` does for biased codecs. ``"momentum"`` does so with
       each worker's momentum of its gradients, ``u' = m u + g``, in place of the
       gradient: put no momentum behind it. Where a sparse codec sends something, ``u``
       becomes zero, so that what waited is not pushed on once it is sent.
-    momentum: m, with ``feedback="momentum"``.
+    momentum: m, at least 0 and below 1, with ``feedback="momentum"``.
     nesterov: whether ``m u' + g`` takes the place of ``u'``.
     second_stage_feedback: whether, with feedback, the owner of a share in ``two_shot``
       and ``hierarchical`` keeps what encoding the mean lost, an Nth of the gradient a
       worker in float32. ``init`` must then know the number of workers: call it inside
       the map, or under ``jax.set_mesh(mesh)``.
-    min_leaf_size: leaves with fewer elements travel in float32, in the same message;
-      where sums of codes are exact, in one of their own. By default the smallest leaves
-      that together hold less than 0.5 % of all elements, 0.01 % with a sparse codec.
+    min_leaf_size: leaves with fewer elements travel in float32, in the same message, or
+      in one of their own where sums of codes are exact. By default these are the
+      smallest leaves that together hold less than 0.5 % of all elements, or 0.01 % with
+      a sparse codec.
     message_bytes: the largest payload in bytes that leaves share; None for one message.
-      Several can be on their way before the whole backward pass is done. A leaf is
-      never cut.
-    key: seed, or a threefry key, of the stochastic rounding; equal on all workers. The
-      bits of a step derive from key, step, leaf and worker alone.
+      Several messages can be on their way before the whole backward pass is done. A
+      leaf is never cut.
+    key: a seed, or a threefry key, of the stochastic rounding, equal on all workers.
+      The bits of a step derive from key, step, leaf and worker alone.
 
   Returns:
-    A gradient transformation; its state is a :class:`CompressState`. ``init`` inside
-    the map makes the worker's own state; outside, under ``jax.set_mesh(mesh)`` with
-    the axis in the mesh, the global one: residuals stacked on their first axis. See
-    :func:`gradcomp.state_specs`.
+    A gradient transformation; its state is a :class:`CompressState`. Inside the map,
+    ``init`` makes the worker's own state. Outside, under ``jax.set_mesh(mesh)`` with
+    the axis in the mesh, it makes the global one, with residuals stacked on their first
+    axis. See :func:`gradcomp.state_specs`.
 
   Raises:
-    ValueError: an unknown ``exchange`` or ``feedback``, an exchange that the codec or
-      the axes do not allow, a bad ``momentum``, ``nesterov``, ``group_size``,
-      ``min_leaf_size``, ``message_bytes`` or ``key``; in ``update``, an axis that is
-      not bound, manual axes and no ``axis_name``, gradients that are already reduced,
-      or residuals of other shapes than it needs.
-    TypeError: ``codec`` is not one; in ``update``, a gradient leaf that is not real
-      floating point.
+    ValueError: ``exchange`` or ``feedback`` is unknown; the codec or the axes do not
+      allow the exchange; or ``momentum``, ``nesterov``, ``second_stage_feedback``,
+      ``group_size``, ``min_leaf_size``, ``message_bytes`` or ``key`` is bad. In
+      ``update``: an axis is not bound; there are manual axes and no ``axis_name``;
+      gradients are already reduced; or residuals have other shapes than it needs.
+    TypeError: ``codec`` is not one; in ``update``, a gradient leaf is not real floating
+      point.
 
   Example:
     >>> tx = compress(gradcomp.codecs.QSGD(bits=8, rounding="nearest"))
@@ -156,7 +157,7 @@ def compress(
   flag("second_stage_feedback", second_stage_feedback)
   flag("nesterov", nesterov)
   accumulator = None
-  # optax.inject_hyperparams makes an array of it, also where nobody uses it.
+  # optax.inject_hyperparams makes an array of `momentum`, even if nobody uses it.
   if feedback == "momentum" or not isinstance(momentum, jax.Array):
     momentum = share_below_1("momentum", momentum)
   if feedback == "momentum":
@@ -206,11 +207,11 @@ def compress(
     others: Sequence[tuple[str, ...]],
     workers: int | None,
   ) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], Any]]:
-    """What a worker keeps as an owner, and of what it selected."""
+    """Returns the shapes of owners' residuals and of selections, by axes."""
     if axis_name is None:
       workers = 1
     if workers is None:
-      return {}  # if update needs some, it says so
+      return {}  # if update needs some, it raises an error
     messages = plan(leaves, others, workers=workers)
     owned: dict[str, list[tuple[int, int]]] = {}
     if keeps_owned and axis_name is not None:
@@ -287,7 +288,7 @@ def compress(
       unsent, means = exchanged.unsent, jax.tree.leaves(result)
       residual = state.residual
       if residual is not None:
-        # One that an earlier transformation left, see switch, is sent once and for all.
+        # A residual that an earlier transformation left, see switch, is sent once.
         lost = unsent if keeps_residual else [jnp.zeros_like(x) for x in corrected]
         old = jax.tree.leaves(residual)
         residual = unflatten(
@@ -305,7 +306,7 @@ def compress(
       selection = remember(
         codec, state.selection, messages, thresholds, exchanged.sent, axes
       )
-      # What an earlier transformation kept, and this one does not, stays: see switch.
+      # Owners' residuals that only an earlier transformation kept stay: see switch.
       owned = state.owner_residual if owned is None else exchanged.owned
       return result, CompressState(
         optax.safe_increment(state.step),
@@ -324,7 +325,11 @@ def compress(
 
 
 def _required_owned(state: CompressState, workers: Workers) -> OwnerResiduals:
-  """ValueError if the state was made where nobody knew the number of workers."""
+  """Returns the residuals of owners.
+
+  Raises:
+    ValueError: the state was made where nobody knew the number of workers.
+  """
   if state.owner_residual is None:
     raise ValueError(
       f"`state.owner_residual` must be kept by the {workers.size} workers of "
@@ -336,7 +341,7 @@ def _required_owned(state: CompressState, workers: Workers) -> OwnerResiduals:
 
 
 def _sparse_leaves(messages: Sequence[Message]) -> set[int]:
-  """The numbers of the leaves of which some elements are sent and others not."""
+  """Returns the numbers of the leaves of which only some elements are sent."""
   return {
     number
     for message in messages

@@ -1,4 +1,4 @@
-"""What a program sends, read from the text that XLA compiled it to.
+"""Reads what a program sends from the text that XLA compiled it to.
 
 A formula of this library could drift from what runs; the optimized HLO cannot. Bytes
 are dtype times shape of the operands in it, and nothing else.
@@ -15,7 +15,7 @@ import jax
 
 from gradcomp._table import aligned
 
-# What one of n workers sends for each byte of its operands.
+# The bytes that one of n workers sends for each byte of its operands.
 _SHARE_SENT: dict[str, Callable[[int], Fraction]] = {
   "all-reduce": lambda n: Fraction(2 * (n - 1), n),
   "reduce-scatter": lambda n: Fraction(n - 1, n),
@@ -62,10 +62,13 @@ class Collective:
   Attributes:
     kind: the HLO opcode, ``"all-reduce"`` for ``all-reduce-start`` too.
     operands: dtype, in HLO's spelling, and shape of each array that a worker puts in.
-    workers: those that exchange with each other, the largest group if they differ.
-    times: how often it runs in one execution of the program.
-    in_loop: inside a loop of unknown trip count, which ``times`` counts once.
-    in_branch: inside a branch of a conditional, which ``times`` counts as taken.
+    workers: the number of workers that exchange with each other, the largest group's if
+      groups differ.
+    times: the number of its runs in one execution of the program.
+    in_loop: whether it is inside a loop of unknown trip count, which ``times`` counts
+      once.
+    in_branch: whether it is inside a branch of a conditional, which ``times`` counts as
+      taken.
     scope: the ``op_name`` of the instruction, with the names of ``jax.named_scope``.
   """
 
@@ -79,23 +82,27 @@ class Collective:
 
   @property
   def dtype(self) -> str:
-    """Of the operands; several different ones are joined by ``"+"``."""
+    """The dtype of the operands; several different ones are joined by ``"+"``."""
     return "+".join(dict.fromkeys(dtype for dtype, _ in self.operands))
 
   @property
   def shapes(self) -> tuple[tuple[int, ...], ...]:
-    """Of the operands."""
+    """The shapes of the operands."""
     return tuple(shape for _, shape in self.operands)
 
   @property
   def bytes_sent(self) -> int:
-    """What a worker sends each time, rounded up to a byte."""
+    """The bytes that a worker sends each time, rounded up."""
     operand_bytes = sum(_SIZES[dtype] * math.prod(s) for dtype, s in self.operands)
     return math.ceil(_SHARE_SENT[self.kind](self.workers) * operand_bytes)
 
   @property
   def dense_bytes(self) -> int:
-    """What a worker would send each time if the mean were a plain f32 all-reduce."""
+    """The bytes that a worker would send each time by a plain f32 all-reduce.
+
+    The collective that completes a mean of gradcomp counts for the whole mean, and the
+    stages before it count 0. Other collectives count their ``bytes_sent``.
+    """
     if match := _MEAN.search(self.scope):
       elements, workers = map(int, match.groups())
       return math.ceil(_SHARE_SENT["all-reduce"](workers) * 4 * elements)
@@ -118,23 +125,35 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class WireReport:
-  """The collectives of a program; ``str(report)`` is a table of them."""
+  """The collectives of a program; ``str(report)`` is a table of them.
+
+  Attributes:
+    collectives: one :class:`Collective` for each, in the order of the program.
+
+  Example:
+    >>> report = WireReport(())
+    >>> report.bytes_sent, report.dense_bytes, report.ratio
+    (0, 0, 1.0)
+  """
 
   collectives: tuple[Collective, ...]
 
   @property
   def bytes_sent(self) -> int:
-    """What each worker sends in one execution of the program."""
+    """The bytes that each worker sends in one execution of the program."""
     return sum(c.times * c.bytes_sent for c in self.collectives)
 
   @property
   def dense_bytes(self) -> int:
-    """What each worker would send if every exchange were a plain f32 mean."""
+    """The bytes that each worker would send if every exchange were a plain f32 mean."""
     return sum(c.times * c.dense_bytes for c in self.collectives)
 
   @property
   def ratio(self) -> float:
-    """``bytes_sent / dense_bytes``; 1 if both are 0, infinite if only the latter is."""
+    """The ratio ``bytes_sent / dense_bytes``.
+
+    It is 1 if both are 0, and infinite if only ``dense_bytes`` is.
+    """
     if self.dense_bytes:
       return self.bytes_sent / self.dense_bytes
     return math.inf if self.bytes_sent else 1.0
@@ -157,7 +176,7 @@ class WireReport:
 def wire_report(program: jax.stages.Compiled | jax.stages.Lowered | str) -> WireReport:
   """Lists the collectives of a compiled program and the bytes that each worker sends.
 
-  Of operands of ``b`` bytes, one of ``n`` workers sends by
+  With operands of ``b`` bytes, one of ``n`` workers sends by
 
   - all-reduce: ``2 (n-1)/n b``, assuming a ring, which a device need not choose;
   - all-gather: ``(n-1) b``, that is ``(n-1)/n`` of the result;
@@ -167,9 +186,9 @@ def wire_report(program: jax.stages.Compiled | jax.stages.Lowered | str) -> Wire
     sends nothing, and ragged sizes are known only at run time (``b`` is of the input);
 
   and nothing if ``n = 1``. Types narrower than a byte take one, as XLA:CPU sends them.
-  Loops multiply by their trip count; without one in the text they count once, a lower
-  bound. Every branch of a conditional counts, an upper bound. Sends, receives, host
-  transfers and custom calls are not seen.
+  A loop multiplies by its trip count. Without one in the text it counts once, which is
+  a lower bound. Every branch of a conditional counts, which is an upper bound. Sends,
+  receives, host transfers and custom calls are not seen.
 
   The exchanges of gradcomp also have ``dense_bytes``: ``2 (n-1)/n 4 e``, for an f32
   all-reduce of their ``e`` gradient elements. For others, these are ``bytes_sent``.
@@ -177,6 +196,9 @@ def wire_report(program: jax.stages.Compiled | jax.stages.Lowered | str) -> Wire
   Args:
     program: ``jax.jit(step).lower(...).compile()``, or the same without ``.compile()``,
       which is done here; or the optimized HLO text of one program.
+
+  Returns:
+    A :class:`WireReport`; ``print`` shows a table of its collectives.
 
   Raises:
     TypeError: ``program`` is something else, such as the jitted function.
@@ -206,7 +228,10 @@ def wire_report(program: jax.stages.Compiled | jax.stages.Lowered | str) -> Wire
 
 
 def _parse(text: str) -> tuple[dict[str, list[tuple[str, ...]]], str, int]:
-  """Computations, as the groups of _INSTRUCTION; the entry's name; the devices."""
+  """Returns a text's computations, the name of its entry, and the number of devices.
+
+  Instructions are the groups of ``_INSTRUCTION``.
+  """
   computations: dict[str, list[tuple[str, ...]]] = {}
   body: list[tuple[str, ...]] = []
   entries = []
@@ -225,6 +250,7 @@ def _parse(text: str) -> tuple[dict[str, list[tuple[str, ...]]], str, int]:
 
 
 def _collectives(text: str) -> Iterator[Collective]:
+  """Yields the collectives of a text, also of computations that it calls."""
   computations, entry, devices = _parse(text)
 
   def walk(name: str, times: int, loop: bool, branch: bool) -> Iterator[Collective]:
@@ -260,7 +286,11 @@ def _collectives(text: str) -> Iterator[Collective]:
 def _operands(
   kind: str, rest: str, types: dict[str, str]
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
-  """Not from the type of the instruction: that of a -start holds results too."""
+  """Returns dtype and shape of each operand.
+
+  They are not read from the type of the instruction: that of a -start holds results,
+  too.
+  """
   text = re.sub(r"\{[^{}]*\}", "", rest).partition(")")[0]  # no {1,0:T(8,128)}
   arrays = _ARRAY.findall(text)
   if not arrays:  # names without types, as XLA prints them today
@@ -274,7 +304,7 @@ def _operands(
 
 
 def _workers(kind: str, rest: str, devices: int) -> int:
-  """The size of a group, which XLA writes in four ways."""
+  """Returns the size of a group, which XLA writes in four ways."""
   match = re.search(r"source_target_pairs=\{([{},\d]*)\}", rest)
   if kind == "collective-permute" and match:
     pairs = re.findall(r"(\d+),(\d+)", match[1])
@@ -295,6 +325,7 @@ def _workers(kind: str, rest: str, devices: int) -> int:
 
 
 def _unreadable(rule: str, got: str) -> ValueError:
+  """Returns the error for a text that breaks a rule."""
   return ValueError(
     f"`program` must be optimized HLO with {rule}, got {got!r}; pass "
     "jax.jit(step).lower(...).compile(), and report it to gradcomp if you did."

@@ -1,4 +1,4 @@
-"""Inner loops of the codecs: a jnp reference that is also the fast path on CPU."""
+"""The inner loops of the codecs: jnp references, the fast path on CPU, and kernels."""
 
 from gradcomp.kernels import blocks as blocks
 from gradcomp.kernels import dispatch as dispatch

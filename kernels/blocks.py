@@ -1,12 +1,12 @@
-"""Encoders as Pallas kernels in Triton style: what they share.
+"""The parts that the encoders written as Pallas kernels in Triton style share.
 
-A program of the grid reads a block of whole tiles, element by element of each plane,
-and writes their rows. A plane is a bucket of each tile, so that nothing crosses threads
-but what is reduced over a bucket. The last, partial tile is left to the reference.
+Each program of the grid reads a block of whole tiles, plane by plane, and writes their
+rows. A plane holds one bucket of each tile. Threads therefore exchange nothing but
+reductions over a bucket. The reference encodes the last, partial tile.
 
-Nothing is masked: Triton's loads would be narrower for it, and some versions of JAX do
-not mask a ragged last block at all. Instead the last program takes the last tiles, some
-of them for the second time; both write the same.
+No load is masked. A mask would make Triton's loads narrower, and some versions of JAX
+do not mask a ragged last block at all. Instead the last program takes the last whole
+tiles, some of which another program encodes as well. Both write the same words.
 """
 
 from collections.abc import Callable
@@ -28,17 +28,23 @@ else:
 
 _THREADS = 32  # in a warp
 _VECTOR = 4  # elements of a load of 16 bytes
-_IN_REGISTERS = 64  # elements that a thread holds of all planes
-_LARGEST_BUCKET = 4096  # more would not stay in registers
+_IN_REGISTERS = 64  # elements of all planes that one thread holds in registers
+_LARGEST_BUCKET = 4096  # a larger bucket would not stay in registers
 
-# Of a float's bits.
+# The bits of a float32: a mask, and two values.
 _MAGNITUDE, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 
 Index = jax.Array | int
 
 
 def refusal(size: int, planes: int, bucket_size: int) -> str:
-  """Why there is no kernel for an array; empty if there is one."""
+  """Returns the reason why no kernel can encode an array; an empty string if one can.
+
+  Args:
+    size: elements of the array.
+    planes: buckets a tile, ``P``.
+    bucket_size: elements a bucket, ``B``.
+  """
   if _UNAVAILABLE:
     return _UNAVAILABLE
   if bucket_size & (bucket_size - 1) or bucket_size > _LARGEST_BUCKET:
@@ -50,11 +56,11 @@ def refusal(size: int, planes: int, bucket_size: int) -> str:
 
 
 class Block:
-  """Some consecutive tiles, of which each program of a kernel has its own.
+  """The consecutive tiles that one program of a kernel encodes.
 
   Attributes:
-    first_row: ``int32[]``, the number of the first.
-    shape: of a plane, ``(rows, B)``.
+    first_row: ``int32[]``, the row number of the first tile.
+    shape: the shape of a plane, ``(rows, B)``.
   """
 
   def __init__(self, x_ref, rows_ref, residual_ref, shape, planes, tiles):  # type: ignore[no-untyped-def]
@@ -65,34 +71,43 @@ class Block:
 
   @property
   def rows(self) -> Any:
-    """The indices of the rows, for other references that have a line for each."""
+    """The indices of the block's rows, for references that have one line a row."""
     return pl.ds(self.first_row, self.shape[0])
 
   def elements(self, plane: Index, first: int, count: int) -> jax.Array:
-    """The places of ``count`` elements of a plane's buckets: ``int32[rows, count]``."""
+    """Returns the indices of ``count`` elements of each of a plane's buckets.
+
+    Args:
+      plane: the number of the plane.
+      first: the place in its bucket of the first element.
+      count: elements of each bucket.
+
+    Returns:
+      ``int32[rows, count]``, indices into the flat array.
+    """
     shape = self.shape[0], count
     row = self.first_row + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     column = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     return (row * self._planes + plane) * self.shape[1] + column
 
   def plane(self, plane: Index) -> jax.Array:
-    """``float32[rows, B]``."""
+    """Reads the elements of a plane: ``float32[rows, B]``."""
     return self._x[self.elements(plane, 0, self.shape[1])]
 
   def part(self, places: jax.Array) -> jax.Array:
-    """What is at some :meth:`elements`."""
+    """Reads the elements at indices that :meth:`elements` gave."""
     return self._x[places]
 
   def put(self, words: jax.Array) -> None:
-    """Writes the codes of the rows: ``uint32[rows, B]``."""
+    """Writes the codes of the block's rows: ``uint32[rows, B]``."""
     self._rows[self.rows, pl.ds(0, self.shape[1])] = words
 
   def put_scale(self, number: Index, words: jax.Array) -> None:
-    """Writes a word behind the codes of each row: ``uint32[rows]``."""
+    """Writes word ``number`` behind the codes of each row: ``uint32[rows]``."""
     self._rows[self.rows, self.shape[1] + number] = words
 
   def put_residual(self, plane: Index, rest: jax.Array) -> None:
-    """Writes what is not sent of a plane, if somebody asked: ``float32[rows, B]``."""
+    """Writes the residual of a plane, ``float32[rows, B]``, if the caller keeps it."""
     if self._residual is not None:
       self._residual[self.elements(plane, 0, self.shape[1])] = rest
 
@@ -115,22 +130,23 @@ def encode(
   """Encodes a flat array tile by tile.
 
   Args:
-    body: called with a :class:`Block` and a reference for each operand, None for None.
-    name: of the kernel.
+    body: encodes one block. It is called with a :class:`Block` and, for each operand,
+      with its reference, or None for None.
+    name: the name of the kernel.
     x: ``float32[n]``, with one whole tile or more.
-    operands: what else is read.
+    operands: the other arrays that the kernel reads, or None.
     planes: buckets a tile, ``P``.
     bucket_size: elements a bucket, ``B``.
     row_words: words in a row.
-    keep: whether to write what is not sent.
-    last: encodes the elements of a last, partial tile, whose row has the number given.
-    elements: of a plane in a block, or those of one bucket; by default 16 bytes for
-      each thread of four warps.
-    warps: of a block; by default as few as hold its planes in registers.
-    interpret: whether to run on any backend, slowly.
+    keep: whether to write the residual, which is what the rows do not send.
+    last: encodes the elements of a last, partial tile, given its row number.
+    elements: the elements of a plane in a block, at least those of one bucket; by
+      default 16 bytes for each thread of four warps.
+    warps: the warps of a block; by default as few as hold its planes in registers.
+    interpret: whether to interpret the kernel, which any backend can do, slowly.
 
   Returns:
-    ``uint32[rows, row_words]``, and ``float32[n]`` or None.
+    The rows, ``uint32[rows, row_words]``, and the residual, ``float32[n]`` or None.
   """
   tile = planes * bucket_size
   tiles = x.size // tile
@@ -165,16 +181,20 @@ def encode(
 
 
 def typed(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-  """An output that differs over the same axes as ``x``, for jax.shard_map's types."""
+  """Returns the type of an output that varies over the same mesh axes as ``x``.
+
+  ``jax.shard_map`` checks these types.
+  """
   kind = jax.typeof(x).manual_axis_type
   return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
 
 def _warps(elements: int, planes: int) -> int:
-  """As few as may be, since all threads of a bucket find its scale.
+  """Returns the number of warps of a block: 1, 2 or 4.
 
-  But a thread has at most 64 elements of all planes in its registers, unless more
-  threads would load less than 16 bytes of a plane.
+  Few are best, since all threads of a bucket take part in finding its scale. But a
+  thread should hold at most 64 elements of all planes in its registers, unless more
+  threads would load less than 16 bytes of a plane each.
   """
   fewest = elements * planes // (_THREADS * _IN_REGISTERS)
   most = elements // (_THREADS * _VECTOR)
@@ -182,9 +202,14 @@ def _warps(elements: int, planes: int) -> int:
 
 
 def largest_bits(x: jax.Array, axis: int | None = 1) -> jax.Array:
-  """The bits of the largest magnitude of each line, ``int32[rows]``; NaN's for more.
+  """Returns the bits of the largest magnitude of each line: ``int32[rows]``.
 
-  Integers, since GPUs' maxima of floats drop NaN.
+  They are those of NaN where a line holds a NaN or an infinity. The maximum is taken of
+  integers, since maxima of floats drop NaN on GPUs.
+
+  Args:
+    x: ``float32[rows, columns]``.
+    axis: the axis of a line; None takes all elements for one line.
   """
   magnitude = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
   bits = magnitude.max(axis=axis)

@@ -1,8 +1,8 @@
-"""Which implementation of an operation runs: the one place that decides.
+"""Chooses the implementation of an operation that runs; no other file does.
 
 An operation is a folder of this package. Its ``reference`` is jnp code, the fast path
-on CPU and TPU; ``pallas`` and, where there is one, ``mosaic`` are kernels for GPUs. All
-give the same bits, where ``mosaic`` does not say otherwise.
+on CPU and TPU. ``pallas`` and, in some folders, ``mosaic`` are kernels for GPUs. All
+give the same bits, unless the file ``mosaic`` says otherwise.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jax
 
 Implementation = Literal["xla", "pallas", "pallas_interpret", "mosaic"]
 
-# An implementation, or why there is none for these arguments.
+# The kernel, or a sentence that says why there is none for these arguments.
 Kernel = Callable[..., Any] | str
 
 NO_MOSAIC = "there is no such kernel for this operation"
@@ -26,22 +26,27 @@ def run(
   pallas: Kernel,
   mosaic: Kernel = NO_MOSAIC,
 ) -> Any:
-  """Calls one implementation with the operands, which all take.
+  """Calls one implementation with the operands, and returns its result.
 
   Args:
-    implementation: ``"xla"``, ``"pallas"`` (Triton style), ``"pallas_interpret"`` (the
-      same on any backend, slowly, for tests), ``"mosaic"`` (Hopper and newer), or None
-      for ``"pallas"`` on CUDA devices, where there is such a kernel, and ``"xla"``
-      elsewhere. None is decided when the program is lowered for a platform; a program
-      that is exported for several at once needs a name.
+    implementation: ``"xla"`` for the reference; ``"pallas"`` for the kernel in Triton
+      style; ``"pallas_interpret"`` for the same kernel on any backend, slowly, for
+      tests; ``"mosaic"`` for the kernel for Hopper and newer; or None. None takes
+      ``"pallas"`` on CUDA devices, where there is such a kernel, and ``"xla"``
+      elsewhere. It decides when the program is lowered for a platform. A program that
+      is exported for several platforms at once needs a name.
     *operands: arrays, or None.
     xla: the reference.
-    pallas: the kernel; it also takes ``interpret``.
-    mosaic: the kernel.
+    pallas: the kernel, which also takes ``interpret``; or why there is none.
+    mosaic: the kernel; or why there is none.
 
   Raises:
-    ValueError: a name whose kernel is not there for these arguments, or does not run on
-      the default backend.
+    ValueError: the named implementation has no kernel for these arguments, or its
+      kernel does not run on the default backend.
+
+  Example:
+    >>> float(run(None, jnp.float32(4.0), xla=jnp.sqrt, pallas="there is none"))
+    2.0
   """
   if implementation is None:
     if isinstance(pallas, str):
@@ -65,7 +70,7 @@ def run(
 
 
 def _missing(implementation: Implementation) -> str | None:
-  """What this machine lacks for a kernel."""
+  """Returns what this machine lacks to run a kernel; None if it lacks nothing."""
   backend = jax.default_backend()
   if backend != "gpu":
     return f"a GPU, and the default backend is {backend!r}"

@@ -1,7 +1,7 @@
-"""Rounding in fixed point: one float product, then integers and 16 bits of fraction.
+"""Rounds in fixed point: one float product, then integers and 16 bits of fraction.
 
-Whatever compiles this, on whatever device, agrees on every code: there is no float
-addition that could be contracted, and no comparison of sums.
+Every compiler on every device then agrees on every code: no float addition can be
+contracted, and no sums of floats are compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,15 @@ from gradcomp.kernels.threefry import Key, random_lanes
 
 FRACTION = 16  # bits behind the point
 
-# Of a float's bits.
+# The bits of a float32.
 _MANTISSA, _HIDDEN = (1 << 23) - 1, 1 << 23
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
-# More than what an estimated quotient is off by: two units in the last place by the
-# division of GPUs, div.full.f32, and one for the conversion to an integer.
+# An estimated quotient is off by less than this: by two units in the last place for the
+# division of GPUs, div.full.f32, and by one for the conversion to an integer.
 _OFF = 4
 
-# What one element is rounded with: an integer below 2**FRACTION.
+# The integer below 2**FRACTION that an element is rounded with.
 Lane = jax.Array | int
 
 Divide = Callable[[jax.Array, jax.Array], jax.Array]
@@ -35,16 +35,19 @@ def rounding_lanes(
   *,
   first_row: jax.Array | int,
 ) -> Sequence[Lane]:
-  """What is added before ``FRACTION`` bits are dropped, for each plane of a tile.
+  """Returns what is added to each plane before ``FRACTION`` bits are dropped.
 
-  Random 16-bit integers with a key, so that a fraction rounds up with a probability
-  equal to it; a half without.
+  With a key these are random 16-bit integers, so that a fraction rounds up with a
+  probability equal to it. Without one it is a half, so that it rounds to the nearest.
 
   Args:
     key: ``uint32[2]`` for stochastic rounding, None for nearest.
-    shape: of a plane, ``(rows, columns)``.
-    planes: how many.
+    shape: the shape of a plane, ``(rows, columns)``.
+    planes: the number of planes.
     first_row: the number of the first row, which the random numbers depend on.
+
+  Returns:
+    For each plane an array ``uint32[rows, columns]``, or one Python integer.
   """
   if key is None:
     return [1 << (FRACTION - 1)] * planes
@@ -52,9 +55,10 @@ def rounding_lanes(
 
 
 def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
-  """``x / divisor``, correctly rounded, where it is a normal number; NaN by NaN.
+  """Returns ``x / divisor``, correctly rounded, if the quotient is a normal number.
 
-  A division of floats is the estimate, which integers correct, and round to even.
+  A division of floats estimates it. Integers correct the estimate, and round it to
+  nearest even. The quotient by NaN is NaN.
 
   Args:
     x: float32, a normal number above 0, or 0; subnormal ones count as 0.
@@ -63,12 +67,14 @@ def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """
   x_bits, bits = (jax.lax.bitcast_convert_type(a, jnp.uint32) for a in (x, divisor))
   over, by = ((a & np.uint32(_MANTISSA)) | np.uint32(_HIDDEN) for a in (x_bits, bits))
-  # 24 bits of the quotient, which is above 1/2, and 1 or more if this is 0.
+  # The quotient of the significands is above 1/2, and 1 or more if `below` is 0.
+  # This is its first 24 bits.
   below = (by > over).astype(jnp.uint32)
   estimate = jnp.divide(_as_float(over), _as_float(by))
   shifted = estimate * _as_float(np.uint32(_HIDDEN) << below)
   quotient = shifted.astype(jnp.int32).astype(jnp.uint32) - np.uint32(_OFF)
-  # Of this small difference of large numbers the low 32 bits are all.
+  # Both numbers are longer than 32 bits, but their difference is small: its low 32 bits
+  # are all of it.
   rest = (over << (23 + below)) - quotient * by
   for step in (_OFF, _OFF // 2, _OFF // 4):
     fits = (rest >= by * step).astype(jnp.uint32)
@@ -82,45 +88,50 @@ def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
 
 
 def _as_float(x: jax.Array) -> jax.Array:
-  """Of a ``uint32`` below 2**24."""
+  """Converts a ``uint32`` below 2**24 to ``float32``, which is exact."""
   return x.astype(jnp.int32).astype(jnp.float32)
 
 
 def exact_divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
-  """:func:`exact_quotient` of numbers of any sign; what is not finite stays so."""
+  """Returns :func:`exact_quotient` for an ``x`` of any sign.
+
+  An ``x`` that is not finite is returned as it is.
+  """
   quotient = signed(exact_quotient(jnp.abs(x), divisor), sign_bit(x))
   return jnp.where(jnp.abs(x) < jnp.inf, quotient, x)
 
 
 def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
-  """:func:`exact_divide`, by a division where that is correctly rounded.
+  """Returns ``x / divisor``, correctly rounded on every device.
 
-  XLA's for NVIDIA's GPUs, div.full.f32, may be off by two units in the last place.
+  XLA's division for NVIDIA's GPUs, div.full.f32, may be off by two units in the last
+  place, so that :func:`exact_divide` takes its place there. Others divide correctly.
   """
 
   def exactly(x: jax.Array, divisor: jax.Array) -> jax.Array:
-    # Once: XLA would repeat so long an expression in, or keep it out of, what reads it.
+    # The barrier keeps XLA from duplicating this long expression into each consumer,
+    # or from leaving the consumers unfused because of its length.
     return jax.lax.optimization_barrier(exact_divide(x, divisor))
 
   return jax.lax.platform_dependent(x, divisor, cuda=exactly, default=jnp.divide)
 
 
 def inverse(top: float, scale: jax.Array, divide: Divide = divide) -> jax.Array:
-  """``top / scale``, and 0 for a scale of 0.
+  """Returns ``top / scale``, and 0 for a scale of 0.
 
   Args:
     top: a float32 above 0.
     scale: 0, a float of 2**-96 or more, or NaN.
-    divide: :func:`exact_quotient` in kernels.
+    divide: the division; kernels pass :func:`exact_quotient`.
   """
   return jnp.where(scale == 0, 0.0, divide(jnp.full_like(scale, top), scale))
 
 
 def top_multiplier(top: int, scale: jax.Array, divide: Divide = divide) -> jax.Array:
-  """From values to fixed point, so that the scale becomes ``top``: an :func:`inverse`.
+  """Returns the factor from values to fixed point that makes the scale become ``top``.
 
-  One float above the quotient, so that the largest element reaches the top in spite of
-  two roundings; a clamp removes the excess.
+  It is the :func:`inverse` of the scale for the next float above ``top``, so that the
+  largest element reaches the top in spite of two roundings. A clamp removes the excess.
 
   Example:
     >>> scale = jnp.array([0.0, 3.0, 7e-20])
@@ -132,10 +143,10 @@ def top_multiplier(top: int, scale: jax.Array, divide: Divide = divide) -> jax.A
 
 
 def signed(value: jax.Array, sign: jax.Array) -> jax.Array:
-  """``value`` with the sign bit of ``sign``, where ``value`` has none.
+  """Gives ``value``, which has no sign, the sign bit of ``sign``.
 
-  Decoders set the sign last, by this bit operation, so that no compiler contracts
-  their product with a following addition: sums of decoded values have the same bits
+  Decoders set the sign last, by this bit operation. No compiler can then contract their
+  product with a following addition, and sums of decoded values have the same bits
   everywhere.
 
   Args:
@@ -151,15 +162,15 @@ def signed(value: jax.Array, sign: jax.Array) -> jax.Array:
 
 
 def sign_bit(x: jax.Array) -> jax.Array:
-  """The highest bit of a 32-bit number, alone, as ``uint32``."""
+  """Returns the highest bit of a 32-bit number, alone, as ``uint32``."""
   return jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(1 << 31)
 
 
 def scaled(x: jax.Array, scale: float) -> jax.Array:
-  """``x * scale``, with the scale and the product rounded to binary32.
+  """Returns ``x * scale``, with the scale and the product rounded to binary32.
 
-  The sign is set last, by a bit operation, so that no compiler contracts the product
-  with a following addition, such as that of a residual, or regroups it.
+  The sign is set last, by a bit operation, so that no compiler regroups the product, or
+  contracts it with a following addition, such as that of a residual.
   """
   if scale == 1:
     return x
@@ -167,8 +178,11 @@ def scaled(x: jax.Array, scale: float) -> jax.Array:
 
 
 def held(x: jax.Array) -> jax.Array:
-  """A number of zero or more, as it is: clearing a sign that it does not have keeps
-  compilers from regrouping what made it, or contracting it with a sum, in some places
-  and not in others."""
+  """Returns a number of zero or more as it is.
+
+  It clears a sign that the number does not have. This keeps compilers from regrouping
+  the operations that made the number, or from contracting them with a sum, in some
+  places and not in others.
+  """
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32((1 << 31) - 1)
   return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,8 +1,8 @@
-"""Rounding to floats of few bits, in integers alone: every case is one shift.
+"""Rounds to floats of few bits by integer operations alone: every case is one shift.
 
-A ``float32`` is 24 significant bits and an exponent. The code of its magnitude in
-another format, read as an integer, is those bits shifted right until what remains fits,
-plus the exponent field above them. A carry out of the mantissa is then a carry into the
+A ``float32`` is 24 significant bits and an exponent. To get the code of its magnitude
+in another format, those bits are shifted right until the rest fits, and the exponent
+field is added above them. A carry out of the mantissa is then a carry into the
 exponent, out of the subnormal numbers into the normal ones, and out of the largest
 number into infinity. No float is added, so that nothing depends on how a processor
 treats subnormal numbers, nor on what a compiler contracts.
@@ -39,21 +39,21 @@ def to_codes(
   lost: jax.Array | None = None,
   saturate: bool = False,
 ) -> jax.Array:
-  """The codes of ``x``, or of ``x * 2**exponent``, rounded once.
+  """Returns the codes of ``x``, or of ``x * 2**exponent``, rounded once.
 
   Args:
     x: float32.
     fmt: the format.
     rounding: ``"nearest_even"`` (of two equally near numbers the one with the even
       code), ``"stochastic"`` or ``"toward_zero"``, which never overflows.
-    draw: uint32 like ``x``, uniform, for stochastic rounding.
-    exponent: int32 that broadcasts to ``x``, from -512 to 512; then what is below
-      2**-126 counts as zero, before and after the product, and the codes of what is
-      not finite, or not below ``2**(fmt.max_exponent + 1)`` then, mean nothing.
-    lost: float32 like ``x``: what was lost when an exact result was rounded to ``x``,
+    draw: uint32 like ``x``, uniform; stochastic rounding needs it.
+    exponent: int32 that broadcasts to ``x``, from -512 to 512. With it, numbers below
+      2**-126 count as zero, before and after the product. The codes mean nothing where
+      the product is not finite, or not below ``2**(fmt.max_exponent + 1)``.
+    lost: float32 like ``x``, what was lost when an exact result was rounded to ``x``,
       at most half a unit in its last place. ``x + lost`` is rounded, exactly.
-    saturate: whether finite numbers that are too large become the largest one, also
-      where the format has something else for them.
+    saturate: whether finite numbers that are too large become the largest one, even if
+      the format has another code for them.
 
   Returns:
     uint32, below ``2**fmt.bits``.
@@ -78,7 +78,7 @@ def to_codes(
       counts = counts & (moved > 0)
     significand = jnp.where(counts, normal, jnp.uint32(0))
     field = jnp.where(counts, moved, 0)
-  # Two bits more: some are always dropped, and what was lost has its place in them.
+  # Two more bits, in which `lost` has its place. Some bits are always dropped.
   significand = significand << 2
   if lost is not None:
     apart = ((float_words(lost) ^ bits) & _SIGN) != 0
@@ -87,7 +87,7 @@ def to_codes(
 
   below = jnp.maximum(1 - field, 0)  # binades below the normal numbers
   drop = below + (25 - m)
-  unit: jax.Array | int = 0  # bits of the mantissa that are not used down there
+  unit: jax.Array | int = 0  # bits of the mantissa that are not used below them
   if not fmt.subnormals:
     unused = jnp.where(below > 0, m, 0)
     drop = drop + unused
@@ -122,7 +122,9 @@ def to_codes(
 
 
 def from_codes(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
-  """What codes stand for, in float32; an infinity where one is infinity and NaN.
+  """Returns the numbers of codes, in float32.
+
+  A code that is both infinity and NaN decodes to infinity.
 
   Args:
     codes: uint32, below ``2**fmt.bits``.
@@ -162,9 +164,11 @@ def from_codes(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
 
 
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
-  """``x * 2**exponent``, or the largest number of ``float32`` where that is larger.
+  """Returns ``x * 2**exponent``, which is exact if it is a normal number.
 
-  Zero where it is below 2**-126, as are subnormal ``x``.
+  A product that is too large becomes the largest number of ``float32``. One below
+  2**-126 becomes zero, and so does a subnormal ``x``. Infinities and NaN stay what they
+  are.
 
   Args:
     x: float32.

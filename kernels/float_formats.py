@@ -1,4 +1,4 @@
-"""Floating-point formats of few bits, as data."""
+"""Describes floating-point formats of few bits as data."""
 
 import dataclasses
 from typing import Literal
@@ -12,48 +12,53 @@ _FLOAT32_BIAS = 127
 
 @dataclasses.dataclass(frozen=True)
 class FloatFormat:
-  r"""A binary floating-point format whose numbers are all ``float32`` numbers.
+  r"""Describes a binary floating-point format whose numbers are ``float32`` numbers.
 
   A code is a sign, ``exponent_bits`` and ``mantissa_bits``, from the highest bit down.
-  With exponent field :math:`E` and mantissa field :math:`M` it stands for
+  With the exponent field :math:`E` and the mantissa field :math:`M` it stands for
 
   .. math:: (-1)^s \, (1 + M 2^{-m}) \, 2^{E - b} \quad (E > 0), \qquad
      (-1)^s \, M \, 2^{1 - b - m} \quad (E = 0)
 
-  The codes that stand for no number are those of ``specials``:
+  ``specials`` says which codes stand for no number:
 
   =================  ==================================================================
-  ``specials``       what the codes with all exponent bits set are
+  ``specials``       the meaning of codes with all exponent bits set
   =================  ==================================================================
   ``ieee``           infinity (:math:`M = 0`) and NaN, as in IEEE 754
-  ``nan``            numbers, but for the one with all mantissa bits set: NaN. There is
+  ``nan``            numbers, except that all mantissa bits set are NaN. The format has
                      no infinity (``float8_e4m3fn``)
-  ``negative_zero``  numbers. The code of minus zero is NaN; no infinity and no minus
-                     zero (``float8_e4m3fnuz``)
-  ``none``           numbers. Neither NaN nor infinity (``float6_e2m3fn``): what is too
-                     large becomes the largest number
+  ``negative_zero``  numbers. The code of minus zero is NaN. The format has neither
+                     infinity nor minus zero (``float8_e4m3fnuz``)
+  ``none``           numbers. The format has neither NaN nor infinity
+                     (``float6_e2m3fn``). Numbers that are too large become the largest
   =================  ==================================================================
 
   Attributes:
-    exponent_bits: 1 to 8.
-    mantissa_bits: 0 to 23. With none and ``ieee``, one code is both infinity and NaN;
-      it decodes to infinity.
+    exponent_bits: :math:`e`, 1 to 8.
+    mantissa_bits: :math:`m`, 0 to 23. With 0 and ``ieee``, one code is both infinity
+      and NaN; it decodes to infinity.
     specials: see above.
     subnormals: whether codes with :math:`E = 0` and :math:`M > 0` are used. Without
-      them the smallest positive number is :math:`2^{1 - b}`, and what is between it and
-      zero rounds to one of the two. With one exponent bit no number but zero is left.
+      them the smallest positive number is :math:`2^{1 - b}`, and numbers between it and
+      zero round to one of the two. With one exponent bit no number but zero is left.
     bias: :math:`b`; by default :math:`2^{e - 1} - 1`, or one more for
       ``negative_zero``.
 
   Raises:
-    ValueError: a value outside these, or a format with a number that is no ``float32``,
-      or is a subnormal one where ``bias`` is not 127.
+    ValueError: an attribute is outside its range; or the format has a number that is
+      not a ``float32``; or, where ``bias`` is not 127, one that is a subnormal
+      ``float32``.
 
   Example:
     >>> FloatFormat(5, 2).max_finite, FloatFormat(4, 3, specials="nan").max_finite
     (57344.0, 448.0)
     >>> FloatFormat(4, 3).smallest_normal, FloatFormat(4, 3).smallest
     (0.015625, 0.001953125)
+
+  References:
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1
   """
 
   exponent_bits: int
@@ -86,7 +91,7 @@ class FloatFormat:
 
   @property
   def exponent_bias(self) -> int:
-    """``bias``, where none was given the default."""
+    """The bias :math:`b`: ``bias``, or the default if that is None."""
     if self.bias is not None:
       return self.bias
     return 2 ** (self.exponent_bits - 1) - (self.specials != "negative_zero")
@@ -98,12 +103,12 @@ class FloatFormat:
 
   @property
   def bits(self) -> int:
-    """Bits of a code."""
+    """The bits of a code: ``1 + exponent_bits + mantissa_bits``."""
     return 1 + self.exponent_bits + self.mantissa_bits
 
   @property
   def max_code(self) -> int:
-    """The code of the largest finite number; codes of magnitudes are in its order."""
+    """The code of the largest finite number; larger magnitudes have larger codes."""
     every = 2 ** (self.bits - 1) - 1
     if self.specials == "ieee":
       return every - 2**self.mantissa_bits
@@ -111,7 +116,7 @@ class FloatFormat:
 
   @property
   def quiet_bit(self) -> int:
-    """What makes an infinity's code that of NaN."""
+    """The bit that turns the code of infinity into that of NaN; 0 if there is none."""
     m = self.mantissa_bits
     return 2 ** (m - 1) if self.specials == "ieee" and m else 0
 
@@ -127,7 +132,7 @@ class FloatFormat:
 
   @property
   def smallest_normal(self) -> float:
-    """``2**(1 - bias)``."""
+    """The smallest normal number: ``2**(1 - bias)``."""
     return 2.0 ** (1 - self.exponent_bias)
 
   @property

@@ -1,15 +1,20 @@
-"""A kernel has whole tiles; the reference encodes the last one where it is not."""
+"""Completes the rows of a kernel with those that the reference makes of a last tile."""
 
 from collections.abc import Callable, Sequence
 
 import jax
 
-# Encodes a last, partial tile, whose row has the number given.
+# Encodes the elements of a last, partial tile, given its row number.
 Reference = Callable[[jax.Array, int], tuple[jax.Array, jax.Array | None]]
 
 
 def refusal(size: int, tile: int) -> str:
-  """Why there is no kernel for an array of so many elements; empty if there is one."""
+  """Returns the reason why no kernel can encode an array; an empty string if one can.
+
+  Args:
+    size: elements of the array.
+    tile: elements of a tile.
+  """
   if tile <= size < 2**31:
     return ""
   return (
@@ -21,14 +26,15 @@ def refusal(size: int, tile: int) -> str:
 def complete(
   found: Sequence[jax.Array], x: jax.Array, tiles: int, whole: int, last: Reference
 ) -> tuple[jax.Array, jax.Array | None]:
-  """What a kernel made of whole tiles, with what the reference makes of the rest.
+  """Returns the rows and the residual of a kernel, with the last tile of the reference.
 
   Args:
-    found: the rows and, where it is kept, the residual; the last tile's mean nothing.
-    x: ``float32[n]``.
-    tiles: how many are whole.
-    whole: their elements.
-    last: encodes the others.
+    found: the rows of the kernel and, if it is kept, the residual. What they hold for a
+      partial tile means nothing.
+    x: ``float32[n]``, the array.
+    tiles: the number of whole tiles.
+    whole: the number of elements in these.
+    last: encodes the other elements.
   """
   result, residual = found[0], found[1] if len(found) > 1 else None
   if whole < x.size:

@@ -1,7 +1,8 @@
-"""Levels that fit the gradients: histogram, dynamic program, rounding, over planes.
+"""Fits levels to the gradients, and encodes with them, plane by plane.
 
-See docs/wire-format.md for the rule. Levels are multiples of 1/256 of the scale, the
-same on both sides of zero; the last is 1.
+The steps are a histogram, a dynamic program, and rounding. See docs/wire-format.md for
+the rule. Levels are multiples of 1/256 of the scale, the same on both sides of zero.
+The last level is 1.
 """
 
 import jax
@@ -22,14 +23,14 @@ from gradcomp.kernels.planes import (
 from gradcomp.kernels.scales import Norm, norms, scales
 
 BINS = 256
-_SAMPLED = 128  # buckets of a leaf, at most
-MOST_COUNTED = 1 << 16  # elements of a leaf
-_WEIGHT = (1 << 13) - BINS  # what counts are cut to, with room for their rounding
-_NEVER = np.uint32(1 << 31)
+_SAMPLED = 128  # buckets of a leaf that are counted, at most
+MOST_COUNTED = 1 << 16  # elements of a leaf that are counted, at most
+_WEIGHT = (1 << 13) - BINS  # the sum that counts are cut to, with room for rounding
+_NEVER = np.uint32(1 << 31)  # the cost of a step that leads to no higher edge
 
 
 def first_levels(bits: int) -> jax.Array:
-  """Equally spaced levels: ``float32[2**(bits - 1)]``.
+  """Returns equally spaced levels, those above zero: ``float32[2**(bits - 1)]``.
 
   Example:
     >>> first_levels(2) * 3
@@ -43,16 +44,23 @@ def first_levels(bits: int) -> jax.Array:
 def histogram(
   x: jax.Array, *, bucket_size: int, scale: jax.Array | None, norm: Norm
 ) -> jax.Array:
-  """How many normalised magnitudes of a sample lie in each of 256 bins: ``int32[256]``.
+  """Counts the normalised magnitudes of a sample in 256 bins: ``int32[256]``.
 
-  Up to 128 whole buckets count, evenly spaced, and no more than 2**16 elements; an
-  array shorter than a bucket is one.
+  The sample is up to 128 whole buckets, evenly spaced, and no more than 2**16 elements.
+  An array that is shorter than a bucket counts as one. Elements whose scale is 0 or NaN
+  are not counted.
 
   Args:
     x: ``float32[n]``.
     bucket_size: elements a bucket.
-    scale: ``float32[]`` for all of them, or None for each one's own.
-    norm: what a bucket's own scale is.
+    scale: ``float32[]`` for all elements, or None for each bucket's own.
+    norm: the norm that a bucket's own scale is made of.
+
+  Example:
+    >>> x = jnp.array([1.0, -2.0])
+    >>> counts = histogram(x, bucket_size=32, scale=None, norm="max")
+    >>> counts.nonzero()[0].tolist()
+    [128, 255]
   """
   if not x.size:
     return jnp.zeros(BINS, jnp.int32)
@@ -71,17 +79,17 @@ def histogram(
 
 
 def fit(counts: jax.Array, levels: jax.Array) -> jax.Array:
-  r"""The levels that minimise the variance of stochastic rounding.
+  r"""Returns the levels that minimise the variance of stochastic rounding.
 
   A magnitude :math:`\mu` between neighbouring levels :math:`a \le \mu \le b` has the
-  variance :math:`(b - \mu)(\mu - a)`, and one below the first level :math:`l` has
+  variance :math:`(b - \mu)(\mu - a)`. One below the first level :math:`l` has
   :math:`l^2 - \mu^2`, since its neighbours are :math:`\pm l`. A dynamic program over
-  the 257 edges of the bins finds the least sum, with magnitudes in the middle of their
-  bins, and counts rounded to one in 7936 of all.
+  the 257 edges of the bins finds the least sum. It takes magnitudes to be in the middle
+  of their bins, and rounds counts to one in 7936 of all.
 
   Args:
-    counts: ``int32[256]`` of all workers.
-    levels: ``float32[L]``, kept where nothing was counted.
+    counts: ``int32[256]``, added over all workers.
+    levels: ``float32[L]``, returned if nothing was counted.
 
   Returns:
     ``float32[L]``.
@@ -89,8 +97,8 @@ def fit(counts: jax.Array, levels: jax.Array) -> jax.Array:
   References:
     Zhang et al., `ZipML <https://arxiv.org/abs/1611.05402>`_, 2017, section 3
   """
-  # In integers, whose sums have one value in any order: four times the variances, of
-  # counts cut to a total below 2**13, stay below 2**31.
+  # Sums of integers have the same value in any order. These are four times the
+  # variances, and stay below 2**31 because counts are cut to a total below 2**13.
   total = jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
   weight = jnp.round(counts * (np.float32(_WEIGHT) / total)).astype(jnp.uint32)
   edge = np.arange(BINS + 1)
@@ -113,7 +121,10 @@ def fit(counts: jax.Array, levels: jax.Array) -> jax.Array:
 
 
 def _lines(levels: jax.Array) -> list[Line]:
-  """Coordinates from zero, which is half a code below the first level."""
+  """Returns the lines from magnitudes to coordinates, which count codes from zero.
+
+  The first level is half a code above zero.
+  """
   places = (levels * BINS).astype(jnp.int32)
   unit = 1 << FRACTION
   lines = [Line(np.float32(0), np.float32(BINS // 2) / places[0], np.int32(0))]
@@ -138,8 +149,8 @@ def encode_rows(
   Args:
     x: ``float32[n]``.
     scale: ``float32[rows, 1]`` or ``float32[rows, P]``.
-    levels: ``float32[L]``.
-    bits: width of a code.
+    levels: ``float32[L]``, where ``L`` is ``2**(bits - 1)``.
+    bits: the width of a code.
     bucket_size: elements a bucket, ``B``.
     key: ``uint32[2]`` for stochastic rounding, None for nearest.
 
@@ -166,7 +177,7 @@ def encode_rows(
 
 
 def _round(x: jax.Array, factor: jax.Array, lane: Lane, lines: list[Line]) -> jax.Array:
-  """Codes of one plane, from the lowest negative level to the highest."""
+  """Returns the codes of one plane, which count levels from the lowest negative one."""
   limit = jnp.uint32((2 * len(lines) - 1) << (FRACTION - 1))
   fixed = jnp.minimum(coordinate(jnp.abs(x) * factor, lines), limit)
   fixed = jnp.where(x < 0, limit - fixed, limit + fixed)
@@ -174,7 +185,7 @@ def _round(x: jax.Array, factor: jax.Array, lane: Lane, lines: list[Line]) -> ja
 
 
 def decode_rows(rows: jax.Array, *, bits: int, bucket_size: int) -> jax.Array:
-  """``uint32[..., rows, words]`` to values, ``float32[..., rows, P, B]``."""
+  """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, P, B]``."""
   count = 2 ** (bits - 1)
   code = unpack_planes(rows[..., :bucket_size], bits).astype(jnp.int32)
   scale = floats(rows[..., bucket_size:-count])[..., None]

@@ -1,9 +1,9 @@
-"""Rounding to levels that are not equally spaced, along straight lines between them.
+"""Rounds to levels that are not equally spaced, along straight lines between them.
 
-The coordinate of a value is the number of the level below it plus the share of the way
-to the next one. It is piecewise linear, with one line for each run of equally spaced
-levels, so that rounding the coordinate rounds to the nearest level, or to either
-neighbour with the right probability. No table is searched.
+The coordinate of a value is the number of the level below it, plus the share of the way
+to the next level. It is piecewise linear in the value, with one line for each run of
+equally spaced levels. Rounding the coordinate therefore rounds the value to the nearest
+level, or to either neighbour with the right probability. No table is searched.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ UNIT = 1 << FRACTION
 
 
 class Line(NamedTuple):
-  """From values to coordinates, both in units of ``2**-16``.
+  """A line from values to coordinates, both in units of ``2**-16``.
 
   The coordinate of ``t`` is ``trunc(t * slope) + offset``.
 
   Attributes:
-    start: float32, the smallest value that it holds for.
+    start: float32, the smallest value that the line holds for.
     slope: float32.
     offset: int32.
   """
@@ -35,7 +35,7 @@ class Line(NamedTuple):
 
 
 def lines_between(levels: np.ndarray) -> list[Line]:
-  """The lines of increasing float64 levels, of which the first is zero.
+  """Returns the lines of increasing float64 levels, of which the first is zero.
 
   Example:
     >>> [line.start.item() for line in lines_between(np.array([0, 1, 2, 3, 5, 7.0]))]
@@ -44,7 +44,8 @@ def lines_between(levels: np.ndarray) -> list[Line]:
   lines: list[Line] = []
   last = 0.0
   for number, distance in enumerate(np.diff(levels)):
-    # Levels are computed in float64: runs differ by far more than their rounding.
+    # Levels are computed in float64: the distances of two runs differ by far more than
+    # rounding errors.
     if abs(distance - last) > 1e-9 * distance:
       offset = round(UNIT * (number - levels[number] / distance))
       start = np.float32(UNIT * levels[number])
@@ -54,10 +55,10 @@ def lines_between(levels: np.ndarray) -> list[Line]:
 
 
 def coordinate(t: jax.Array, lines: Sequence[Line]) -> jax.Array:
-  """The coordinates of values of zero or more, as ``uint32``.
+  """Returns the coordinates of values of zero or more, as ``uint32``.
 
-  What is too large for an integer, and NaN, become numbers that are too large, for the
-  caller to clamp.
+  Values that are too large for an integer, and NaN, get coordinates that are too large.
+  The caller clamps these.
   """
   slope = jnp.full_like(t, lines[0].slope)
   offset = jnp.full(t.shape, lines[0].offset)
@@ -69,7 +70,7 @@ def coordinate(t: jax.Array, lines: Sequence[Line]) -> jax.Array:
 
 
 def to_units(scale: jax.Array, divide: Divide = divide) -> jax.Array:
-  """What makes values fixed point: ``2**16 / scale``, and 0 for a scale of 0.
+  """Returns the factor from values to fixed point: ``2**16 / scale``, or 0 for 0.
 
   The plain inverse of a scale above 2**126 would be subnormal, and zero on CPUs.
   """

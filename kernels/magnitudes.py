@@ -1,7 +1,8 @@
-"""Magnitudes of floats, as numbers that are compared fast.
+"""Turns magnitudes of floats into numbers that are compared fast.
 
-As the integers that their bits are, which have the same order, with infinity and NaN
-above all numbers; or as floats that no CPU takes for zeros.
+:func:`magnitudes` takes the bits of a float as an integer. These integers have the
+order of the magnitudes, with infinity and NaN above all numbers. :func:`as_floats`
+makes floats of them that no CPU takes for zeros.
 """
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ABOVE_ALL = np.uint32(0x80000000)  # NaN too
+ABOVE_ALL = np.uint32(0x80000000)  # above all magnitudes, NaN's too
 
 # Bits of floats.
 _SMALLEST_NORMAL = np.uint32(0x00800000)
@@ -17,13 +18,14 @@ _INFINITY = np.uint32(0x7F800000)
 
 
 def magnitudes(x: jax.Array, sign: jax.Array | None = None) -> jax.Array:
-  """``uint32`` in the order of ``|x|``, or of the elements of one sign, others zero.
+  """Returns ``uint32`` numbers that are ordered as ``|x|`` is.
 
-  What is not finite counts for both signs.
+  With ``sign``, the elements of the other sign become zero. An element that is not
+  finite counts for both signs.
 
   Args:
     x: ``float32[n]``.
-    sign: ``float32[]``, positive or negative.
+    sign: ``float32[]``, positive or negative; None for both signs.
 
   Example:
     >>> values = jnp.array([-2.0, 0.0, 1.0])
@@ -39,9 +41,10 @@ def magnitudes(x: jax.Array, sign: jax.Array | None = None) -> jax.Array:
 
 
 def as_floats(order: jax.Array) -> jax.Array:
-  """Normal floats in the same order, which are sorted faster than integers.
+  """Returns normal floats in the same order, which are sorted faster than integers.
 
-  Subnormal numbers, which CPUs take for zeros, become negative ones; NaN is infinity.
+  Subnormal numbers, which CPUs take for zeros, become negative ones. NaN becomes
+  infinity.
   """
   subnormal = ABOVE_ALL | (2 * _SMALLEST_NORMAL - 1 - order)
   bits = jnp.where(order < _SMALLEST_NORMAL, subnormal, jnp.minimum(order, _INFINITY))

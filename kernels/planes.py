@@ -1,8 +1,9 @@
-"""Codes of a few bits in 32-bit words, planar across buckets (docs/wire-format.md).
+"""Packs codes of a few bits into 32-bit words, planar across buckets.
 
 Element ``w`` of each of the ``P = 32 // bits`` buckets of a tile shares word ``w``.
-Planes are whole buckets, so packing is shifts between arrays, never a shuffle within
-one: the one layout that is fast in XLA on CPU and that Pallas can lower for GPUs.
+Planes are whole buckets, so that packing is shifts between arrays, never a shuffle
+within one. It is the one layout that is fast in XLA on CPU and that Pallas can lower
+for GPUs. See docs/wire-format.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 
 def planes_per_word(bits: int) -> int:
-  """How many codes of ``bits`` bits share a word: ``floor(32 / bits)``.
+  """Returns the number of codes that share a word: ``floor(32 / bits)``.
 
   Example:
     >>> [planes_per_word(bits) for bits in (1, 2, 3, 4, 5, 8, 16)]
@@ -23,7 +24,7 @@ def planes_per_word(bits: int) -> int:
 
 
 class Segment(NamedTuple):
-  """Consecutive tiles of a flat array, by buckets and by planes."""
+  """Consecutive tiles of a flat array, as buckets and as planes."""
 
   first_row: int
   buckets: jax.Array  # [at least rows * P, B], the tiles' buckets first
@@ -31,12 +32,12 @@ class Segment(NamedTuple):
 
   @property
   def shape(self) -> tuple[int, int]:
-    """Of a plane."""
+    """The shape of a plane, ``(rows, B)``."""
     rows, columns = self.planes[0].shape
     return rows, columns
 
   def rows_of(self, x: jax.Array) -> jax.Array:
-    """The lines of ``x``, which has one for each row of the array, for these rows."""
+    """Returns the lines of ``x`` for these tiles; ``x`` has a line for each row."""
     return x[self.first_row : self.first_row + self.shape[0]]
 
 
@@ -46,17 +47,17 @@ def tile_segments(
   bucket_size: int,
   fill: Callable[[jax.Array], jax.Array] = lambda rest: rest,
 ) -> list[Segment]:
-  """Cuts a flat array into tiles and hands out their planes.
+  """Cuts a flat array into tiles, and returns their planes.
 
-  The full tiles are one segment of strided slices, which XLA fuses into whatever
-  reads them; only the last, partial tile is padded (with zeros). Padding the whole
-  array instead would cost a temporary of the gradient's size.
+  The full tiles are one segment of strided slices, which XLA fuses into their readers.
+  Only the last, partial tile is filled with zeros. Filling the whole array instead
+  would cost a temporary of the gradient's size.
 
   Args:
     x: ``[n]``.
     planes: buckets a tile, ``P``.
     bucket_size: elements a bucket, ``B``.
-    fill: what is done with the elements of the last, partial tile before zeros fill it.
+    fill: changes the elements of the last, partial tile before zeros fill it up.
 
   Returns:
     At most two segments; none for an empty array.
@@ -85,12 +86,12 @@ def tile_segments(
 
 
 def pack_planes(codes: Sequence[jax.Array], bits: int) -> jax.Array:
-  """Packs one code array a plane into words: plane ``k`` in bits ``[k*bits, ...)``.
+  """Packs one array of codes a plane into words: plane ``k`` from bit ``k*bits`` on.
 
   Args:
     codes: at most ``32 // bits`` arrays ``uint32[rows, B]`` with values below
       ``2**bits``.
-    bits: width of a code.
+    bits: the width of a code.
 
   Returns:
     ``uint32[rows, B]``.
@@ -106,11 +107,11 @@ def pack_planes(codes: Sequence[jax.Array], bits: int) -> jax.Array:
 
 
 def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
-  """The inverse of :func:`pack_planes`, by one broadcast shift.
+  """Unpacks the words of :func:`pack_planes` by one broadcast shift.
 
   Args:
     words: ``uint32[..., rows, B]``.
-    bits: width of a code.
+    bits: the width of a code.
 
   Returns:
     ``uint32[..., rows, 32 // bits, B]``.
@@ -139,8 +140,8 @@ def stack_rows(
     x: ``[n]``.
     planes: buckets a tile, ``P``.
     bucket_size: elements a bucket, ``B``.
-    row_words: what the parts of a row add up to.
-    encode: from a segment to the parts of its rows, ``uint32[rows, words]`` each.
+    row_words: words in a row, those of all its parts.
+    encode: returns the parts of a segment's rows, ``uint32[rows, words]`` each.
     fill: see :func:`tile_segments`.
   """
   rows = [
@@ -153,10 +154,10 @@ def stack_rows(
 
 
 def float_words(x: jax.Array) -> jax.Array:
-  """The bit patterns of ``float32``, which travel in the rows."""
+  """Returns the bit patterns of ``float32`` numbers, which travel in the rows."""
   return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def floats(words: jax.Array) -> jax.Array:
-  """The inverse of :func:`float_words`."""
+  """Returns the ``float32`` numbers of bit patterns."""
   return jax.lax.bitcast_convert_type(words, jnp.float32)

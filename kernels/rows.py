@@ -1,4 +1,4 @@
-"""One row out of several matrices, so that one program serves all leaves of a size."""
+"""Reads one row out of several matrices: one program serves all leaves of a size."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 # Leaves of up to so many elements are copied where that spares the compiler a program
 # for each of them. On a processor with 1 MiB of cache a core, a step of 32 such leaves
-# takes a tenth less time with the copy, for it stays in the cache; with twice as many
-# elements it takes 1.4 times as long.
+# takes a tenth less time with the copy, because the copy stays in the cache. With twice
+# as many elements it takes 1.4 times as long.
 COPIED = 1 << 17
 
 
 class Row(NamedTuple):
-  """One of the rows of several matrices of one width.
+  """One row out of several matrices of the same shape.
 
   Example:
     >>> x = Row([jnp.array([[1.0, -3.0, 2.0]])], jnp.int32(0))
@@ -27,14 +27,18 @@ class Row(NamedTuple):
   """
 
   matrices: Sequence[jax.Array]  # float32[rows, n] each
-  number: jax.Array  # int32[]: rows of the first matrix, of the second, ...
+  number: jax.Array  # int32[]: counts the rows of the first matrix, the second, ...
 
   @property
   def size(self) -> int:
+    """The number of elements of the row."""
     return self.matrices[0].shape[1]
 
   def read(self, function: Callable[[jax.Array], T]) -> T:
-    """``function`` of the row; of a matrix with several without a copy of the row."""
+    """Returns ``function(row)``.
+
+    The row is read where it lies: no copy is made of one out of a matrix with several.
+    """
 
     def row(matrix: jax.Array, number: jax.Array | int) -> jax.Array:
       if matrix.shape[0] == 1:
@@ -44,7 +48,7 @@ class Row(NamedTuple):
     return self.read_within(lambda matrix, number: function(row(matrix, number)))
 
   def read_within(self, function: Callable[[jax.Array, jax.Array | int], T]) -> T:
-    """``function`` of the matrix that the row is in, and of its number there."""
+    """Returns ``function(matrix, number)`` of the row's matrix and its number there."""
     count = self.matrices[0].shape[0]
 
     def of(matrix: jax.Array) -> T:
@@ -56,7 +60,7 @@ class Row(NamedTuple):
     return lax.switch(self.number // count, branches)
 
   def copied(self) -> "Row":
-    """The same, copied at once, so that no reading of it is compiled for each matrix.
+    """Returns the same row, copied once, so that no reader is compiled for each matrix.
 
     Example:
       >>> Row([jnp.zeros((1, 2)), jnp.ones((1, 2))], jnp.int32(1)).copied().matrices
@@ -65,5 +69,5 @@ class Row(NamedTuple):
     return Row([self.read(lambda x: x)[None]], jnp.int32(0))
 
   def at(self, positions: jax.Array) -> jax.Array:
-    """The elements at positions, 0 behind the row."""
+    """Returns the elements at positions; positions behind the row's end give 0."""
     return self.read(lambda x: x.at[positions].get(mode="fill", fill_value=0))

@@ -1,8 +1,8 @@
-"""What values are divided by: norms and deviations, with the same bits in every mode.
+"""Computes norms, deviations and scales, with the same bits in every mode.
 
 A plain reduction of floats adds in an order that depends on the shape around it, so
-that a worker emulated by ``vmap`` would not get the bits of a real one; and it may drop
-NaN. The sums here have one order, and the maximum keeps NaN.
+that a worker emulated by ``vmap`` would not get the bits of a real one. It may also
+drop NaN. The sums here have one order, and the maximum keeps NaN.
 """
 
 from typing import Literal
@@ -16,8 +16,8 @@ from gradcomp.kernels.planes import tile_segments
 
 Norm = Literal["max", "l2"]
 
-# Below the smallest normal number a norm counts as zero (CPUs flush subnormals), and
-# a scale is at least 2**-96, so that its reciprocal times 2**31 is finite.
+# A norm below the smallest normal number counts as zero, because CPUs flush subnormal
+# numbers. A scale is at least 2**-96, so that its reciprocal times 2**31 is finite.
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _SMALLEST_SCALE = np.float32(2.0**-96)
 
@@ -29,12 +29,19 @@ _BLOCK = _LANES * _STEPS
 
 
 def scales(norm: jax.Array) -> jax.Array:
-  """What travels: the norm, 0 if it is subnormal, else at least ``2**-96``."""
+  """Returns the scales that travel: 0 for a subnormal norm, else at least ``2**-96``.
+
+  NaN stays NaN.
+
+  Example:
+    >>> scales(jnp.array([2.5, 1e-39, jnp.nan]))
+    Array([2.5, 0. , nan], dtype=float32)
+  """
   return jnp.where(norm < _SMALLEST_NORMAL, 0.0, jnp.maximum(norm, _SMALLEST_SCALE))
 
 
 def scales_of_bits(bits: jax.Array) -> jax.Array:
-  """:func:`scales` of norms whose bits are ``int32``, by integers alone.
+  """Returns the :func:`scales` of norms whose bits are ``int32``, by integers alone.
 
   Example:
     >>> bits = jax.lax.bitcast_convert_type(jnp.array([2.5, 1e-38, 1e-30]), jnp.int32)
@@ -47,12 +54,12 @@ def scales_of_bits(bits: jax.Array) -> jax.Array:
 
 
 def norms(x: jax.Array, norm: Norm) -> jax.Array:
-  """The norm over the last axis, NaN where anything in it is not finite.
+  """Returns the norm over the last axis, or NaN if anything in it is not finite.
 
   The maximum is taken by one variadic reduction of maximum and minimum, because
   XLA:CPU's library call for a plain maximum drops NaN (seen in 0.10.2 and 0.12.0).
-  The l2 norm is scaled by the maximum, so that squares neither overflow nor vanish,
-  and is cut to the largest finite number, which is still at least the maximum.
+  The l2 norm is scaled by the maximum, so that squares neither overflow nor vanish. It
+  is cut to the largest finite number, which is still at least the maximum.
 
   Args:
     x: ``float32[..., n]``.
@@ -81,7 +88,7 @@ def norms(x: jax.Array, norm: Norm) -> jax.Array:
 
 
 def tensor_norm(x: jax.Array, norm: Norm) -> jax.Array:
-  """The norm of a whole flat array: ``float32[]``.
+  """Returns the norm of a whole flat array: ``float32[]``.
 
   Example:
     >>> tensor_norm(jnp.arange(-3.0, 2.0), "max")
@@ -99,9 +106,13 @@ def tensor_norm(x: jax.Array, norm: Norm) -> jax.Array:
 
 
 def bucket_norms(x: jax.Array, planes: int, bucket_size: int, norm: Norm) -> jax.Array:
-  """The norms of a flat array's buckets, a line for each tile: ``float32[rows, P]``.
+  """Returns the norms of an array's buckets, one line a tile: ``float32[rows, P]``.
 
-  Buckets that only fill the last tile are zero.
+  Buckets that only fill the last tile have the norm zero.
+
+  Example:
+    >>> bucket_norms(jnp.array([1.0, -2.0, 3.0]), planes=2, bucket_size=2, norm="max")
+    Array([[2., 3.]], dtype=float32)
   """
   lines = [jnp.zeros([0, planes], jnp.float32)]
   for segment in tile_segments(x, planes, bucket_size):
@@ -111,11 +122,11 @@ def bucket_norms(x: jax.Array, planes: int, bucket_size: int, norm: Norm) -> jax
 
 
 def deviation(x: jax.Array, largest: jax.Array) -> jax.Array:
-  """The standard deviation of a flat array, in one pass: ``float32[]``.
+  """Returns the standard deviation of a flat array, found in one pass: ``float32[]``.
 
-  Sums are of differences from the first element, so that a constant has none, and a
-  mean far from zero loses no digits; over a power of two near the largest element, so
-  that no square overflows, and none that matters vanishes.
+  Differences from the first element are added, so that a constant array has none, and a
+  mean far from zero loses no digits. They are divided by a power of two near the
+  largest element, so that no square overflows, and none that matters vanishes.
 
   Args:
     x: ``float32[n]``.
@@ -146,15 +157,15 @@ def deviation(x: jax.Array, largest: jax.Array) -> jax.Array:
 
 
 def _filled(x: jax.Array) -> jax.Array:
-  """With zeros to whole blocks."""
+  """Fills a flat array with zeros to whole blocks."""
   return jnp.pad(x, (0, -x.size % _BLOCK))
 
 
 def sum_lanes(operands: tuple[jax.Array, ...]) -> list[jax.Array]:
   """Sums over the last axis but one, each lane from first to last, in one pass.
 
-  Of several operands at once, which XLA reduces in this order and no library call in
-  an order of its own.
+  XLA reduces several operands together in this order. For a single one it would make a
+  library call, which adds in an order of its own.
   """
   return jax.lax.reduce(
     operands,
@@ -165,7 +176,7 @@ def sum_lanes(operands: tuple[jax.Array, ...]) -> list[jax.Array]:
 
 
 def sum_by_halves(x: jax.Array) -> jax.Array:
-  """The sum over the last axis: its halves are added until one element is left."""
+  """Sums over the last axis: adds its halves until one element is left."""
   while (size := x.shape[-1]) > 1:
     if size % 2:
       x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])

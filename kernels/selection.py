@@ -1,6 +1,6 @@
-"""Selection: the elements of largest magnitude, found and listed without sorting.
+"""Finds and lists the elements of largest magnitude, without sorting them all.
 
-Only the survivors of a threshold are sorted, and all elements of what is small.
+Only the survivors of a threshold are sorted; a small row is sorted as a whole.
 """
 
 import jax
@@ -15,15 +15,20 @@ from gradcomp.kernels.thresholds import reaching
 
 
 def largest(x: Row, count: int, sign: jax.Array | None = None) -> jax.Array:
-  """The positions of the ``count`` elements of largest magnitude, in order.
+  """Returns the positions of the ``count`` elements of largest magnitude, in order.
 
   Args:
-    x: n elements.
+    x: a row of n elements.
     count: at most n.
-    sign: to choose among the elements of one sign alone, of which there may be fewer.
+    sign: ``float32[]``, to choose among the elements of its sign alone, of which there
+      may be fewer.
 
   Returns:
-    ``int32[count]``; n where there is no such element.
+    ``int32[count]``, ascending; n where there is no such element.
+
+  Example:
+    >>> largest(Row([jnp.array([[1.0, -5.0, 0.5, 2.0]])], jnp.int32(0)), 2)
+    Array([1, 3], dtype=int32)
   """
   position = x.read(lambda x: lax.top_k(as_floats(magnitudes(x, sign)), count)[1])
   position = position.astype(jnp.int32)
@@ -42,27 +47,28 @@ def at_least(
   first: jax.Array | None = None,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """The positions of all elements that reach a threshold, between ``count`` and more.
+  """Returns the positions of all elements that reach a threshold.
 
   The threshold is one that between ``count`` and ``capacity`` elements reach. Where
-  equal elements leave none, all that are larger are listed, and as many of the equal
-  ones as make ``count``.
+  equal elements leave no such threshold, all larger ones are listed, and as many of the
+  equal ones as make ``count``.
 
   Args:
-    x: n elements.
+    x: a row of n elements.
     count: at most n.
     capacity: ``count`` or more.
-    sign: to choose among the elements of one sign alone, of which there may be fewer.
+    sign: ``float32[]``, to choose among the elements of its sign alone, of which there
+      may be fewer.
     first: ``float32[]``, a threshold to take as it is if no more than ``capacity``
       elements reach it, even if fewer than ``count`` do; 0 for none.
-    implementation: of marks and lists: see :func:`dispatch.run`.
+    implementation: the one of marks and lists: see :func:`dispatch.run`.
 
   Returns:
     ``int32[capacity]``, tile by tile; n behind the last.
   """
   words = reaching(x, count, capacity, sign, first, implementation)
-  # A loop of one round, for all that XLA knows of any number: it keeps the list then.
-  # Fused into each of its readers, it would be made as often.
+  # The loop has one round, which XLA cannot know. So XLA keeps the list, and does not
+  # fuse it into each of its readers, which would make it anew for each.
   number = count_bits(words)
   nothing = jnp.zeros(capacity, jnp.int32) + (number & 0)
   found = lambda *_: positions(words, capacity, x.size, implementation=implementation)
@@ -77,7 +83,7 @@ def trimmed(
   sign: jax.Array | None = None,
   implementation: Implementation | None = None,
 ) -> jax.Array:
-  """:func:`largest`, sorting only the survivors of :func:`at_least`.
+  """Selects as :func:`largest` does, but sorts only the survivors of :func:`at_least`.
 
   Returns:
     ``int32[count]``, tile by tile; n where there is no such element.

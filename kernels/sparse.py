@@ -1,7 +1,7 @@
-"""Sparse rows: positions in 16 bits, values, and the dense sums of many of them.
+"""Packs positions into 16 bits, and adds many sparse rows to one dense array.
 
-Positions are relative to blocks of 65,536 elements; a row says where the entries of
-each block end. Entries lie block by block.
+Positions are relative to blocks of 65,536 elements. Entries lie block by block, and a
+row says where the entries of each block end.
 """
 
 import jax
@@ -16,7 +16,7 @@ BLOCK = 1 << HALF
 
 
 def block_ends(positions: jax.Array, size: int, block: int = BLOCK) -> jax.Array:
-  """How many entries lie in each block or before it: ``uint32[blocks]``.
+  """Counts the entries that lie in each block or before it: ``uint32[blocks]``.
 
   The last is the number of all entries.
 
@@ -33,7 +33,7 @@ def block_ends(positions: jax.Array, size: int, block: int = BLOCK) -> jax.Array
   owner = jnp.where(positions < size, positions // block, blocks)
   numbers = lax.iota(jnp.int32, blocks)
 
-  # Bisection of all blocks at once. jnp.searchsorted fails in some maps (JAX 0.10.2).
+  # This bisects all blocks at once. jnp.searchsorted fails in some maps (JAX 0.10.2).
   def halve(_: jax.Array, sides: tuple[jax.Array, jax.Array]) -> tuple:
     low, high = sides
     middle = low + (high - low) // 2
@@ -47,7 +47,7 @@ def block_ends(positions: jax.Array, size: int, block: int = BLOCK) -> jax.Array
 
 
 def slot_blocks(ends: jax.Array, slots: int) -> jax.Array:
-  """The block that each slot belongs to: ``int32[slots]``, in used slots."""
+  """Returns the block that each used slot belongs to: ``int32[slots]``."""
   if ends.size == 1:
     return jnp.zeros(slots, jnp.int32)
   ends = ends.astype(jnp.int32)
@@ -55,7 +55,9 @@ def slot_blocks(ends: jax.Array, slots: int) -> jax.Array:
 
 
 def pack_halves(values: jax.Array) -> jax.Array:
-  """``uint32[ceil(slots / 2)]``: the second half of the values above the first.
+  """Packs values of 16 bits, two a word: ``uint32[ceil(slots / 2)]``.
+
+  The second half of the values lies in the high bits, above the first half.
 
   Args:
     values: ``uint32[slots]`` of at most 16 bits.
@@ -70,29 +72,35 @@ def pack_halves(values: jax.Array) -> jax.Array:
 
 
 def unpack_halves(words: jax.Array, slots: int) -> jax.Array:
-  """The inverse of :func:`pack_halves`: ``uint32[slots]``."""
+  """Unpacks the words of :func:`pack_halves`: ``uint32[slots]``."""
   return planes.unpack_planes(words, HALF).reshape(-1)[:slots]
 
 
 def half_words(slots: int) -> int:
-  """Words that so many halves fill."""
+  """Returns the number of words that so many halves fill."""
   return -(-slots // 2)
 
 
 def add_entries(
   shape: tuple[int, int], positions: jax.Array, values: jax.Array, scale: float
 ) -> jax.Array:
-  """The sum of several payloads times ``scale``: ``float32[rows, size]``.
+  """Returns the sum of several payloads times ``scale``: ``float32[rows, size]``.
 
-  One dense array is written, and the entries of one payload after the other are added
-  to it. Those of one payload differ, so that no device adds in an order of its own: a
-  single scatter of all would, on GPUs, and workers would differ in the last bit.
+  The entries of one payload after the other are added to one dense array. Those of one
+  payload have different positions, so that no device can add in an order of its own. A
+  single scatter of all payloads would on GPUs, and workers would differ in the last
+  bit.
 
   Args:
-    shape: rows and their elements.
+    shape: the number of rows, and of elements in a row.
     positions: ``int32[K, rows, slots]``; ``size`` or more in slots that are not used.
     values: ``float32[K, rows, slots]``.
-    scale: of each value.
+    scale: the factor of each value.
+
+  Example:
+    >>> positions = jnp.array([[[2, 0]], [[2, 3]]])
+    >>> add_entries((1, 3), positions, jnp.ones((2, 1, 2)), 0.5)
+    Array([[0.5, 0. , 1. ]], dtype=float32)
   """
   rows, size = shape
   row = lax.iota(jnp.int32, rows)[:, None]
@@ -109,7 +117,7 @@ def add_entries(
 
 
 def zeros_of_type(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """``float32`` zeros that a map takes to vary over the same axes as ``x``."""
+  """Returns ``float32`` zeros that maps take to vary over the same axes as ``x``."""
   bits = lax.bitcast_convert_type(x.reshape(-1)[:1], jnp.uint32) & 0
   zero = lax.bitcast_convert_type(bits, jnp.float32)
   return jnp.broadcast_to(zero, shape) if x.size else jnp.zeros(shape, jnp.float32)

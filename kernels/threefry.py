@@ -1,8 +1,8 @@
-"""Counter-based random bits, written as plain uint32 arithmetic.
+"""Draws counter-based random bits, written as plain uint32 arithmetic.
 
-``jax.random`` materialises its bits before they are used, which costs 20 to 38 times
-a memory copy for an array of the gradient's size on CPU. The same cipher written as
-array arithmetic fuses into the expression that consumes the bits.
+``jax.random`` materialises its bits before they are used, which costs 20 to 38 times a
+memory copy for an array of the gradient's size on CPU. The same cipher written as array
+arithmetic fuses into the expression that consumes the bits.
 """
 
 import functools
@@ -16,23 +16,23 @@ import jax.numpy as jnp
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
-# ``uint32[2]``; in kernels, whose values have no indices, its two words.
+# ``uint32[2]``, or its two words: kernels cannot index a value.
 Key = jax.Array | tuple[jax.Array, jax.Array]
 
 # The signature of jax.lax.broadcasted_iota.
 Iota = Callable[[Any, tuple[int, ...], int], jax.Array]
 
 
-# Jitted, so that it is traced once for all planes and kernels of a shape; inlined, so
-# that it fuses as if it were not.
+# It is jitted so that it is traced once for all planes and kernels of a shape, and
+# inlined so that it fuses as if it were not jitted.
 @functools.partial(jax.jit, inline=True)
 def threefry2x32(
   key: Key, counter: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-  """Threefry-2x32 with 20 rounds: 64 random bits for each 64-bit counter.
+  """Computes Threefry-2x32 with 20 rounds: 64 random bits for each 64-bit counter.
 
-  Bit for bit the function behind ``jax.random`` with the ``threefry2x32``
-  implementation, for the same key and counter.
+  For the same key and counter, its bits are those of the function behind ``jax.random``
+  with the ``threefry2x32`` implementation.
 
   Args:
     key: ``uint32[2]``, as ``jax.random.key_data`` returns it.
@@ -70,7 +70,7 @@ def random_lanes(
   *,
   first_row: jax.Array | int = 0,
 ) -> list[jax.Array]:
-  """Independent uniform 16-bit integers: ``lanes`` arrays of ``shape``, as uint32.
+  """Draws independent uniform 16-bit integers: ``lanes`` arrays of ``shape``, uint32.
 
   Four lanes share one block of the cipher: lane ``k`` at ``(row, column)`` is the
   16-bit quarter ``k % 4`` (low half of the first word, its high half, then the second
@@ -101,10 +101,10 @@ def lane_stream(
   first_row: jax.Array | int,
   iota: Iota = jax.lax.broadcasted_iota,
 ) -> Iterator[jax.Array]:
-  """The arrays of :func:`random_lanes` one by one, each computed when it is asked for.
+  """Yields the arrays of :func:`random_lanes`, each computed when it is asked for.
 
-  For kernels whose registers would not hold them all; ``iota`` is for those that lay
-  out their arrays themselves.
+  Kernels use it whose registers would not hold all arrays. ``iota`` is for kernels that
+  lay out their arrays themselves.
   """
   rows = iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
   columns = iota(jnp.uint32, shape, 1)
@@ -116,7 +116,7 @@ def lane_stream(
 
 
 def key_words(key: jax.Array) -> jax.Array:
-  """The two words of one threefry2x32 key, typed or raw.
+  """Returns the two words of one threefry2x32 key, typed or raw: ``uint32[2]``.
 
   Raises:
     ValueError: a key of another kind, or more than one.
@@ -138,7 +138,7 @@ def key_words(key: jax.Array) -> jax.Array:
 
 
 def fold_key(key: jax.Array, number: jax.Array | int) -> jax.Array:
-  """``jax.random.fold_in`` for a raw threefry2x32 key.
+  """Derives a key as ``jax.random.fold_in`` does, for a raw threefry2x32 key.
 
   Args:
     key: ``uint32[2]``.

@@ -1,9 +1,12 @@
-"""Thresholds: a magnitude that a wanted number of a row's elements reach.
+"""Finds thresholds: magnitudes that a wanted number of a row's elements reach.
 
-Found on a sample and then counted on all elements, which makes a bit for each element
-that reaches it, and searched on from there if that misled. Each function reads one row,
-out of several of which a number says which: so one program serves all leaves of a size.
-Only what reads elements is compiled for each of them, unless they are copied.
+A threshold is found on a sample of the row. Then all elements that reach it are
+counted, which also makes a bit for each of them. If the sample misled, the search goes
+on from there.
+
+Each function reads one row out of several matrices; a number says which. So one program
+serves all leaves of a size. Only the code that reads elements is compiled for each
+matrix, and not even that if the row is copied.
 """
 
 import functools
@@ -21,15 +24,15 @@ from gradcomp.kernels.magnitudes import ABOVE_ALL, magnitudes
 from gradcomp.kernels.marks import mark
 from gradcomp.kernels.rows import Row
 
-# The sample: lines of memory, one from each of as many equal parts.
-_LINE = 16
+# The sample is lines of memory, one from each of as many equal parts of the row.
+_LINE = 16  # elements of a line
 _LINES = 8192  # at most
-_HITS = 192  # where twice as many elements may be listed as are wanted
+_HITS = 192  # elements of the sample to reach it, where capacity is twice the count
 
-# Of all bits of a threshold, which leaves it right to a thousandth.
+# Steps of the bisection on a sample, which find a threshold to a thousandth.
 _HALVINGS = 18
 
-# A sixteenth of an octave: what a threshold moves first if the sample misled it.
+# A threshold first moves by a sixteenth of an octave if the sample misled the search.
 _FIRST_STEP = 1 << 19
 
 
@@ -41,14 +44,15 @@ def reaching(
   first: jax.Array | None,
   implementation: Implementation | None,
 ) -> jax.Array:
-  """A bit for each element that reaches a threshold: ``uint32[n / 32]``.
+  """Returns a bit for each element that reaches a threshold: ``uint32[n / 32]``.
 
-  As many as :func:`gradcomp.kernels.selection.at_least` lists, whose arguments these
-  are; their order is that of listing/.
+  It sets the bits of the elements that :func:`gradcomp.kernels.selection.at_least`
+  lists, whose arguments these are. The bits lie in tiles, in the order of listing/.
 
-  A search by bisection over the bits of the threshold, from the sample's: in steps that
-  double until both sides are known. Up to 45 counts; one where the sample is right.
-  Where it ends between neighbours, both are looked at once more.
+  The search bisects the bits of the threshold. It starts from the sample's threshold,
+  in steps that double until both sides are known. It counts once if the sample is
+  right, and up to 45 times if not. Where it ends between neighbours, it looks at both
+  once more.
   """
   zero = magnitudes(x.matrices[0][0, 0]) & 0
   fewest = jnp.int32(count)
@@ -73,7 +77,7 @@ def reaching(
     down = jnp.maximum(high - jnp.minimum(state.step, high), middle)
     ended = high - low <= 1
     last = jnp.where(state.ends == 0, high, low)
-    # Zeros are no elements of a sign.
+    # With a sign, zeros and the elements of the other sign must not reach it.
     following = jnp.where(ended, last, jnp.where(many, up, down))
     return _Search(
       threshold=jnp.maximum(following, 0 if sign is None else 1),
@@ -109,27 +113,29 @@ def reaching(
 
 
 class _Search(NamedTuple):
-  """After a look at the elements that reach a threshold."""
+  """The state of the search after a look at the elements that reach a threshold."""
 
   threshold: jax.Array  # uint32[]: to look at next
   step: jax.Array  # uint32[]: how far it moves at most
   low: jax.Array  # uint32[]: more elements reach it than there is capacity for
-  high: jax.Array  # uint32[]: fewer reach it than wanted
-  fewest: jax.Array  # int32[]: elements that are enough
-  fits: jax.Array  # bool[]: whether the number is right
-  ends: jax.Array  # int32[]: looks since low and high are neighbours
-  words: jax.Array  # uint32[n / 32]: who reaches the threshold; at last, low
-  before: jax.Array  # the same of the look before; at last, of high
+  high: jax.Array  # uint32[]: fewer elements reach it than are wanted
+  fewest: jax.Array  # int32[]: the number of elements that is enough
+  fits: jax.Array  # bool[]: whether the number of elements is right
+  ends: jax.Array  # int32[]: looks since low and high became neighbours
+  words: jax.Array  # uint32[n / 32]: bits of this look's elements; at the end, low's
+  before: jax.Array  # the same of the look before; at the end, high's
 
 
 def _sampled(x: Row, count: int, capacity: int, sign: jax.Array | None) -> jax.Array:
-  """A threshold that about the geometric mean of both numbers of elements reach.
+  """Returns a threshold that about ``sqrt(count * capacity)`` elements reach.
 
-  By bisection over the magnitudes of all elements if these are few, else of lines at
-  places that no regular pattern follows, one in each of as many equal parts.
+  It bisects the magnitudes of all elements if these are few. Otherwise it takes lines
+  of memory, one in each of as many equal parts, at places that follow no regular
+  pattern.
   """
   middle = math.sqrt(count * capacity)
-  # Of hits h in a sample the deviation is sqrt(h): so many that four of them still fit.
+  # The deviation of h hits in a sample is sqrt(h). With so many hits, an error of four
+  # deviations is still between count and capacity.
   hits = _HITS / max(capacity / count - 1, 1 / 16) ** 2
   number_of_lines = min(_LINES, math.ceil(hits / middle * x.size / _LINE))
 

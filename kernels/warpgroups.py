@@ -1,12 +1,13 @@
-"""Encoders as Mosaic GPU kernels, for Hopper and newer: what they share.
+"""The parts that the encoders written as Mosaic GPU kernels share (Hopper and newer).
 
-The counterpart of ``blocks``. A program of the grid is a warpgroup of 128 threads and
-has one tile; a plane is one bucket, over which alone anything is reduced, since axes of
-matrices are not. The last, partial tile is left to the reference.
+This is the counterpart of ``blocks``. Each program of the grid is a warpgroup of 128
+threads and encodes one tile. A plane is one bucket. Reductions are over whole planes
+alone, since Mosaic cannot reduce single axes of matrices. The reference encodes the
+last, partial tile.
 
-Semantics are those of lanes in all versions of JAX: layouts are then not searched for,
-which takes seconds for a kernel, and scalars can be bit-cast. Instead a layout is given
-to what is read and to what is numbered; all else follows from these.
+Lane semantics are used in all versions of JAX: they let scalars be bit-cast, and they
+save the search for layouts, which takes seconds a kernel. Instead the code gives a
+layout to what is read and to what is numbered. All other layouts follow from these.
 """
 
 import math
@@ -30,13 +31,19 @@ else:
 
 _THREADS = 128  # of a warpgroup, which is a program
 _VECTOR = 4  # elements of a load of 16 bytes
-# More would not stay in registers.
+# Larger buckets and tiles would not stay in registers.
 _LARGEST_BUCKET = 2048
 _LARGEST_TILE = 16384
 
 
 def refusal(size: int, planes: int, bucket_size: int) -> str:
-  """Why there is no kernel for an array; empty if there is one."""
+  """Returns the reason why no kernel can encode an array; an empty string if one can.
+
+  Args:
+    size: elements of the array.
+    planes: buckets a tile, ``P``.
+    bucket_size: elements a bucket, ``B``.
+  """
   if _UNAVAILABLE:
     return _UNAVAILABLE
   power = not bucket_size & (bucket_size - 1)
@@ -54,11 +61,11 @@ def refusal(size: int, planes: int, bucket_size: int) -> str:
 
 
 class Tile:
-  """The tile of a program.
+  """The tile that a program encodes.
 
   Attributes:
-    number: ``int32[]``.
-    shape: of a plane, ``(1, B)``.
+    number: ``int32[]``, the number of its row.
+    shape: the shape of a plane, ``(1, B)``.
   """
 
   def __init__(self, x_ref, rows_ref, residual_ref, shape, planes):  # type: ignore[no-untyped-def]
@@ -66,35 +73,35 @@ class Tile:
     self.shape = shape
     self._planes = planes
     self._x, self._rows, self._residual = x_ref, rows_ref, residual_ref
-    # Rows of words start where they end: not all at a multiple of 16 bytes.
+    # A row starts where the one before ends, which may be at no multiple of 16 bytes.
     vector = math.gcd(_VECTOR, rows_ref.shape[1], shape[1] // _THREADS)
     self._layout = plgpu.Layout.WG_STRIDED(shape, vec_size=vector)
     self._flat = plgpu.Layout.WG_STRIDED(shape[1:], vec_size=vector)
 
   def iota(self, dtype: Any, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """``jax.lax.broadcasted_iota`` for a plane."""
+    """Returns ``jax.lax.broadcasted_iota`` in the layout of a plane."""
     return plgpu.layout_cast(jax.lax.broadcasted_iota(dtype, shape, axis), self._layout)
 
   def plane(self, plane: Index) -> jax.Array:
-    """``float32[1, B]``."""
+    """Reads the elements of a plane: ``float32[1, B]``."""
     x = plgpu.layout_cast(self._x[self._elements(plane)], self._flat)
     return x.reshape(self.shape)
 
   def first(self, plane: Index) -> jax.Array:
-    """The first element of a plane: ``float32[]``."""
+    """Reads the first element of a plane: ``float32[]``."""
     bucket = self.number * self._planes + plane
     return self._x[bucket * self.shape[1]]
 
   def put(self, words: jax.Array) -> None:
-    """Writes the codes: ``uint32[1, B]``."""
+    """Writes the codes of the row: ``uint32[1, B]``."""
     self._rows[self.number, pl.ds(0, self.shape[1])] = words.reshape(self.shape[1:])
 
   def put_scale(self, number: Index, word: jax.Array) -> None:
-    """Writes a word behind the codes: ``uint32[]``."""
+    """Writes word ``number`` behind the codes of the row: ``uint32[]``."""
     self._rows[self.number, self.shape[1] + number] = word
 
   def put_residual(self, plane: Index, rest: jax.Array) -> None:
-    """Writes what is not sent of a plane, if somebody asked: ``float32[1, B]``."""
+    """Writes the residual of a plane, ``float32[1, B]``, if the caller keeps it."""
     if self._residual is not None:
       self._residual[self._elements(plane)] = rest.reshape(self.shape[1:])
 
@@ -116,9 +123,10 @@ def encode(
   last: Reference,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """See :func:`blocks.encode`; ``body`` is called with a :class:`Tile`.
+  """Encodes a flat array tile by tile: see :func:`blocks.encode`.
 
-  ``interpret`` is of ``plgpu.InterpretGPUParams``, which JAX has from 0.11 on.
+  ``body`` is called with a :class:`Tile`. ``interpret`` is a
+  ``plgpu.InterpretGPUParams``, which JAX has from 0.11 on, or None.
   """
   tile = planes * bucket_size
   tiles = x.size // tile
@@ -142,6 +150,7 @@ def encode(
     ),
     interpret=interpret,
   )(x, *given)
-  # XLA 0.11.2 would fuse the call with the update of its last row, and refuse that.
+  # Without the barrier, XLA of JAX 0.11.2 fuses the call with the update of its last
+  # row, and then refuses the fusion.
   found = jax.lax.optimization_barrier(found)
   return complete(found, x, tiles, tiles * tile, last)

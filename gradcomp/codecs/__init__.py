@@ -1,4 +1,4 @@
-"""Codecs: arrays to the words that cross the wire, and back."""
+"""Codecs turn arrays into the words that cross the wire, and back."""
 
 from gradcomp.codecs._codec import AddingCodec as AddingCodec
 from gradcomp.codecs._codec import Codec as Codec

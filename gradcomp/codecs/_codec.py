@@ -1,4 +1,4 @@
-"""What every codec is: the facts and the functions that the exchange relies on."""
+"""The protocols of codecs: the facts and the functions that the exchange relies on."""
 
 import math
 from typing import Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
@@ -15,8 +15,8 @@ Accumulate = Literal["format", "kahan", "float32"]
 class Payload(NamedTuple):
   """The arrays that cross the wire for one leaf; their bytes are all that is sent."""
 
-  rows: jax.Array  # uint32[tiles, words and scales of a tile]
-  stats: jax.Array | None = None  # of a codec that shares them; else None
+  rows: jax.Array  # uint32[rows, row_words], words and scales
+  stats: jax.Array | None = None  # what workers agreed on, if the codec shares it
 
 
 @runtime_checkable
@@ -26,46 +26,46 @@ class Codec(Protocol):
   Codecs are frozen dataclasses: hashable, printable, without state. They are not
   callable, because ``optax.inject_hyperparams`` takes callables for schedules.
 
-  ``encode`` and ``decode`` are the public pair. The exchange works on rows: each row
-  of a payload can be decoded alone, so that workers can own ranges of rows, and
-  ``encode_rows`` encodes a mean that was made of decoded rows.
+  ``encode`` and ``decode`` are the public pair. The exchange works on rows. Each row of
+  a payload can be decoded alone, so that workers can own ranges of rows.
+  ``encode_rows`` encodes a mean of decoded rows again.
   """
 
   @property
   def unbiased(self) -> bool:
-    """Whether ``E[decode(encode(x))] == x``."""
+    """True if ``E[decode(encode(x))] == x``."""
 
   @property
   def needs_key(self) -> bool:
-    """Whether ``encode`` needs a key."""
+    """True if ``encode`` needs a key."""
 
   @property
   def shares_stats(self) -> bool:
-    """Whether workers agree on statistics before encoding."""
+    """True if workers agree on statistics before encoding."""
 
   @property
   def summable(self) -> bool:
-    """Whether codes of several workers can be added as integers."""
+    """True if codes of several workers can be added as integers."""
 
   @property
   def by_column(self) -> bool:
-    """Whether a row is a column of a leaf's matrix: see :class:`ColumnCodec`."""
+    """True if a row is a column of a leaf's matrix: see :class:`ColumnCodec`."""
 
   @property
   def fitted(self) -> bool:
-    """Whether the codec has a memory: see :class:`FittedCodec`."""
+    """True if the codec has a memory: see :class:`FittedCodec`."""
 
   @property
   def adds(self) -> bool:
-    """Whether sums are numbers of the codec's format: see :class:`AddingCodec`."""
+    """True if sums are numbers of the codec's format: see :class:`AddingCodec`."""
 
   @property
   def tile_size(self) -> int:
-    """Elements in a row."""
+    """The number of elements in a row."""
 
   @property
   def row_words(self) -> int:
-    """Words in a row, scales included."""
+    """The number of words in a row, scales included."""
 
   def encode(
     self,
@@ -74,17 +74,21 @@ class Codec(Protocol):
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
-    """The payload of an array of any shape and float dtype.
+    """Encodes an array of any shape and float dtype.
 
     Args:
       x: the array.
-      key: of stochastic rounding.
-      stats: what workers agree on: shared statistics, or a memory. By default they are
-        those of ``x`` alone.
+      key: one threefry key, which stochastic rounding needs.
+      stats: what workers agree on: shared statistics, or a memory. By default it is
+        made of ``x`` alone.
+
+    Raises:
+      ValueError: ``key`` is missing, and the codec needs one.
+      TypeError: ``x`` is not real floating point.
     """
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    """The array of a payload, with the shape and dtype of ``like``."""
+    """Decodes a payload to an array with the shape and dtype of ``like``."""
 
   def encode_rows(
     self,
@@ -93,18 +97,19 @@ class Codec(Protocol):
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> jax.Array:
-    """Rows of ``float32[rows, ...]`` tiles: ``uint32[rows, row_words]``."""
+    """Encodes ``float32[rows, ...]`` tiles: ``uint32[rows, row_words]``."""
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
-    """Tiles of rows: ``uint32[..., rows, words]`` to ``float32[..., rows, P, B]``."""
+    """Decodes ``uint32[..., rows, words]`` to tiles, ``float32[..., rows, P, B]``."""
 
 
 @runtime_checkable
 class SharedCodec(Codec, Protocol):
-  """A ``summable`` codec with ``shares_stats``: all workers encode with the same.
+  """A codec whose workers all encode with the same statistics.
 
-  The exchange takes the largest of all workers' ``stats`` before anyone encodes. Rows
-  then hold codes alone, and the codes of several workers add up as integers.
+  It is ``summable`` and has ``shares_stats``. The exchange takes the largest of all
+  workers' ``stats`` before anyone encodes. Rows then hold codes alone, and the codes of
+  several workers add up as integers.
   """
 
   @property
@@ -112,89 +117,92 @@ class SharedCodec(Codec, Protocol):
     """The largest magnitude of a code."""
 
   def stats(self, x: jax.Array) -> jax.Array:
-    """``float32[rows, k]``, or ``[1, 1]`` for all rows: zero or more, or NaN."""
+    """Returns a leaf's statistics: zero or more, or NaN.
+
+    They are ``float32[rows, k]``, or ``float32[1, 1]`` for all rows.
+    """
 
   def codes(self, rows: jax.Array) -> jax.Array:
-    """Codes of rows: ``uint32[..., rows, words]`` to ``int32[..., rows, P, B]``."""
+    """Unpacks ``uint32[..., rows, words]`` to codes, ``int32[..., rows, P, B]``."""
 
   def from_codes(self, codes: jax.Array, stats: jax.Array) -> jax.Array:
-    """Values of codes, or of sums of them: ``float32[rows, P, B]``."""
+    """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
 
 
 @runtime_checkable
 class ColumnCodec(Codec, Protocol):
-  """A codec with ``by_column``: tiles are the columns of a leaf's matrix.
+  """A codec whose tiles are the columns of a leaf's matrix: one with ``by_column``.
 
   The first dimension of a leaf is the row, all others are flattened to columns.
   """
 
   def with_rows(self, count: int) -> "ColumnCodec":
-    """The codec of leaves whose first dimension is ``count``."""
+    """Returns the codec of leaves whose first dimension is ``count``."""
 
 
 @runtime_checkable
 class FittedCodec(Codec, Protocol):
   """A codec that is fitted to the gradients of all workers every few steps.
 
-  Its memory is one array, which the transformation's state carries, and which
-  ``encode`` and ``encode_rows`` take as ``stats``. Rows can be decoded without it.
+  Its memory is one array, which the transformation's state carries. ``encode`` and
+  ``encode_rows`` take it as ``stats``. Rows can be decoded without it.
   """
 
   @property
   def refit_every(self) -> int:
-    """Steps from one fit to the next."""
+    """The number of steps from one fit to the next."""
 
   @property
   def most_counted(self) -> int:
     """The largest sum of one leaf's counts."""
 
   def init(self) -> jax.Array:
-    """The memory before the first fit."""
+    """Returns the memory before the first fit."""
 
   def measure(self, x: jax.Array) -> jax.Array:
-    """Counts of a leaf, ``int32[k]``, which are added over leaves and workers."""
+    """Counts a leaf's elements, ``int32[k]``, to be added over leaves and workers."""
 
   def fit(self, counts: jax.Array, memory: jax.Array) -> jax.Array:
-    """The memory that fits the counts; the old one where nothing was counted."""
+    """Returns the memory that fits the counts; the old one if nothing was counted."""
 
 
 @runtime_checkable
 class AddingCodec(Codec, Protocol):
-  """A codec with ``adds``: sums of what it sends are numbers of its own format.
+  """A codec whose sums are numbers of its own format: one with ``adds``.
 
   Its rows stand for scaled numbers, which ``encode_rows`` takes and ``decode_rows``
-  gives. The scale leaves room for the sum of all workers' numbers, and with
-  ``shares_stats`` the workers agree on it: on the largest of their bytes.
+  gives. The scale leaves room for the sum of all workers' numbers. With
+  ``shares_stats`` the workers agree on it, by the largest of their bytes.
   """
 
   @property
   def accumulate(self) -> Accumulate:
-    """How numbers are added one by one."""
+    """The way in which numbers are added one by one."""
 
   def for_addends(self, count: int) -> "AddingCodec":
-    """The codec that leaves room for so many."""
+    """Returns the codec whose scale leaves room for the sum of ``count`` numbers."""
 
   def stats(self, x: jax.Array) -> jax.Array:
-    """``uint8[1, 1]``."""
+    """Returns the byte that a leaf's scale follows from: ``uint8[1, 1]``."""
 
   def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
-    """The sum of two numbers of the format, rounded to it."""
+    """Adds two numbers of the format, and rounds the sum to it."""
 
   def add_compensated(
     self, total: jax.Array, compensation: jax.Array, x: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """The next sum and compensation of Kahan's algorithm, all in the format."""
+    """Returns the next sum and compensation of Kahan's algorithm, all in the format."""
 
   def encode_sums(self, tiles: jax.Array) -> jax.Array:
-    """Rows of scaled sums, rounded to nearest: exact for numbers of the format."""
+    """Encodes scaled sums, rounded to nearest: exact for numbers of the format."""
 
   def unscaled(self, tiles: jax.Array, stats: jax.Array | None) -> jax.Array:
-    """What scaled numbers stand for: ``float32[rows, P, B]``, stats a line a row."""
+    """Takes the scale off numbers, ``float32[rows, P, B]``, with ``stats`` by row."""
 
 
 @runtime_checkable
 class RemainderCodec(Codec, Protocol):
-  """A codec that knows what it does not send, without decoding."""
+  """A codec that returns the residual together with the payload."""
 
   def encode_with_residual(
     self,
@@ -203,46 +211,75 @@ class RemainderCodec(Codec, Protocol):
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> tuple[Payload, jax.Array]:
-    """``encode(x)``, and ``x - decode(encode(x))``: float32 in the shape of ``x``."""
+    """Returns ``encode(x)``, and the residual ``x - decode(encode(x))``.
+
+    The residual is ``float32`` in the shape of ``x``.
+    """
 
 
 @runtime_checkable
 class FilledCodec(Codec, Protocol):
-  """A codec whose buckets have means, which zeros that fill the last would change."""
+  """A codec that fills the last bucket itself, because zeros would change its means."""
 
   def filled(self, flat: jax.Array) -> jax.Array:
-    """A flat leaf with what fills its last bucket."""
+    """Returns a flat leaf, followed by what fills its last bucket."""
 
 
 def is_shared(codec: Codec) -> TypeGuard[SharedCodec]:
-  """Whether a codec is a :class:`SharedCodec`, which its hyperparameters decide."""
+  """Returns True for a :class:`SharedCodec`, which the hyperparameters decide.
+
+  Example:
+    >>> is_shared(gradcomp.codecs.Ternary()), is_shared(gradcomp.codecs.OneBit())
+    (True, False)
+  """
   return codec.shares_stats and codec.summable
 
 
 def is_adding(codec: Codec) -> TypeGuard[AddingCodec]:
-  """Whether a codec is an :class:`AddingCodec`."""
+  """Returns True for an :class:`AddingCodec`.
+
+  Example:
+    >>> is_adding(gradcomp.codecs.FloatCast()), is_adding(gradcomp.codecs.OneBit())
+    (True, False)
+  """
   return codec.adds
 
 
 def is_by_column(codec: Codec) -> TypeGuard[ColumnCodec]:
-  """Whether a codec is a :class:`ColumnCodec`."""
+  """Returns True for a :class:`ColumnCodec`, which the hyperparameters decide.
+
+  Example:
+    >>> is_by_column(gradcomp.codecs.OneBit(per_column=True))
+    True
+  """
   return codec.by_column
 
 
 def is_fitted(codec: Codec) -> TypeGuard[FittedCodec]:
-  """Whether a codec is a :class:`FittedCodec`, which its hyperparameters decide."""
+  """Returns True for a :class:`FittedCodec`, which the hyperparameters decide.
+
+  Example:
+    >>> is_fitted(gradcomp.codecs.QSGD(levels="nonuniform"))
+    True
+  """
   return codec.fitted
 
 
 def as_float32(x: jax.Array) -> jax.Array:
-  """A flat ``float32`` view of a float array; TypeError for anything else."""
+  """Flattens a float array to ``float32``.
+
+  Raises:
+    TypeError: ``x`` is not real floating point.
+  """
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise TypeError(f"`x` must have a real float dtype, got {x.dtype}.")
   return x.astype(jnp.float32).reshape(-1)
 
 
 def as_matrix(x: jax.Array) -> jax.Array:
-  """The first axis by all others; a scalar is 1 by 1.
+  """Reshapes an array to a matrix: its first axis by all others.
+
+  A scalar becomes 1 by 1.
 
   Example:
     >>> as_matrix(jnp.zeros((3, 3, 64))).shape, as_matrix(jnp.zeros(())).shape
@@ -253,9 +290,14 @@ def as_matrix(x: jax.Array) -> jax.Array:
 
 
 def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
-  """The elements of a leaf as ``float32[rows, tile_size]``, filled with zeros.
+  """Cuts a leaf into tiles, ``float32[rows, tile_size]``, filled with zeros.
 
-  Or with what a :class:`FilledCodec` puts there first.
+  A :class:`FilledCodec` first fills the last bucket. The tiles of a
+  :class:`ColumnCodec` are columns.
+
+  Example:
+    >>> to_tiles(jnp.ones(300), gradcomp.codecs.Dense()).shape
+    (3, 128)
   """
   if is_by_column(codec):
     return as_matrix(x).T
@@ -269,7 +311,14 @@ def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
 def from_tiles(
   tiles: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
 ) -> jax.Array:
-  """The inverse: ``float32[rows, P, B]`` to the shape of ``like``, filling cut off."""
+  """Undoes :func:`to_tiles`: ``float32[rows, P, B]`` to the shape of ``like``.
+
+  What filled the tiles is cut off.
+
+  Example:
+    >>> from_tiles(jnp.ones((3, 1, 128)), jnp.zeros(300), gradcomp.codecs.Dense()).shape
+    (300,)
+  """
   if is_by_column(codec):
     columns = tiles.reshape(tiles.shape[0], math.prod(tiles.shape[1:]))
     return columns.T.reshape(like.shape)
@@ -279,7 +328,7 @@ def from_tiles(
 def decode_payload(
   payload: Payload, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
 ) -> jax.Array:
-  """The array of a payload, whose statistics are in it where workers share them."""
+  """Decodes a payload, with the statistics in it if workers share them."""
   if payload.stats is None:
     tiles = codec.decode_rows(payload.rows)
   else:
@@ -289,7 +338,11 @@ def decode_payload(
 
 
 def codec_key(key: jax.Array | None, codec: Codec) -> jax.Array | None:
-  """The ``uint32[2]`` that a codec's rounding needs; None for one that needs none."""
+  """Returns the ``uint32[2]`` that a codec's rounding needs; None if it needs none.
+
+  Raises:
+    ValueError: the codec needs a key, and there is none.
+  """
   if not codec.needs_key:
     return None
   if key is None:

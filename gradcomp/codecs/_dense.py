@@ -1,4 +1,4 @@
-"""Dense: every element as it is, in 32 or 16 bits."""
+"""Dense sends every element as it is, in 32 or 16 bits."""
 
 import dataclasses
 from typing import ClassVar
@@ -12,25 +12,28 @@ from gradcomp._checks import float_dtype
 from gradcomp.codecs._codec import Payload, as_float32, decode_payload
 from gradcomp.kernels import planes
 
-_ROW_SIZE = 128  # words in a row: small, because small leaves fill rows badly
+_ROW_SIZE = 128  # words in a row: few, because small leaves fill rows badly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense:
-  """The baseline: floats, bitcast to words.
+  r"""Sends all elements as floats, bitcast to words: the baseline.
+
+  .. math:: Q(v_i) = \mathrm{cast}(v_i)
 
   16-bit floats travel as ``uint16`` bit patterns, two to a word, because XLA widens
   ``bfloat16`` collectives to ``float32`` on CPU: a bfloat16 ``psum`` saves nothing.
 
-  Sends 32 or 16 bits an element. ``float32`` is exact; 16 bits round to nearest even
-  and are biased: use error feedback. NaN and infinities stay what and where they are.
+  A payload has 32 or 16 bits an element, in whole rows of 128 words. ``float32`` is
+  exact. 16 bits are rounded to nearest even, which is biased: use error feedback. NaN
+  and infinities stay what and where they are.
 
   Attributes:
     dtype: ``float32``, ``bfloat16`` or ``float16``.
 
   Raises:
-    ValueError: another dtype.
-    TypeError: ``encode`` of integers or complex numbers.
+    ValueError: ``dtype`` is another one.
+    TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
     >>> codec = Dense(dtype=jnp.bfloat16)
@@ -77,10 +80,12 @@ class Dense:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
+    """Encodes an array: ``uint32[rows, 128]``."""
     del key, stats
     return Payload(self._encode(as_float32(x)))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
     return decode_payload(payload, like, self)
 
   def encode_rows(

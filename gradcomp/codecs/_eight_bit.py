@@ -1,4 +1,4 @@
-"""8-bit data types: a sign and a level of a table, times the largest element."""
+"""8-bit data types: a code is a sign and a level of a table, times a scale."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ _OFFSET_RULE = "a power of ten from -30 to 30, or None to scale by the largest e
 
 @functools.cache
 def levels(data_type: DataType) -> np.ndarray:
-  """The magnitudes of a type, increasing from 0, ``float64[n]``; n is 128 or less.
+  """Returns the magnitudes of a type, increasing from 0: ``float64[n]``, n <= 128.
 
   Example:
     >>> levels("linear")[[0, 1, 127]] * 127
@@ -44,7 +44,7 @@ def levels(data_type: DataType) -> np.ndarray:
   if data_type == "linear":
     return np.arange(128) / 127
   if data_type == "mantissa":
-    # As integers, so that equal values are one: 10 * 10**-1 is 1.
+    # Integers make equal values one: 10 * 10**-1 is 1.
     return np.unique([k * 10**e for k in range(16) for e in range(8)]) / (15 * 10**7)
   if data_type == "static_tree":
     decades = [(7 - e, 16) for e in range(8)]
@@ -59,7 +59,7 @@ def levels(data_type: DataType) -> np.ndarray:
 
 @functools.cache
 def _table(data_type: DataType) -> np.ndarray:
-  """The values of 128 magnitudes, ``float32[128]``; those never sent are zero."""
+  """Returns the values of 128 magnitudes, ``float32[128]``; unused ones are zero."""
   numbers = levels(data_type).astype(np.float32)
   return np.pad(numbers, (0, 128 - numbers.size))
 
@@ -78,8 +78,8 @@ class EightBit:
 
   .. math:: Q(v_i) = \lVert v \rVert_\infty \, \mathrm{sgn}(v_i) \, T[m_i]
 
-  where :math:`T[m_i]` is the level next to :math:`|v_i| / \lVert v \rVert_\infty`. One
-  bit is the sign; the types use the seven others differently:
+  where :math:`T[m_i]` is the level nearest to :math:`|v_i| / \lVert v \rVert_\infty`.
+  One bit is the sign. The types use the other seven differently:
 
   ================  ====================================================================
   ``data_type``     magnitudes
@@ -96,19 +96,22 @@ class EightBit:
                     values from 0 to 15, over 15
   ================  ====================================================================
 
-  The paper's text bisects (0.1, 1); its example and its authors' table split at 0.45
-  first, which gives other numbers. It has no zero in ``static_tree``: here that is the
-  smallest value.
+  The paper's text bisects (0.1, 1). Its example and its authors' table split at 0.45
+  first, which gives other numbers. The paper has no zero in ``static_tree``; here zero
+  is its smallest value.
 
-  Mean relative errors with nearest rounding on N(0, 1), where the paper's table 2 has
-  2.46, 6.47, 6.3 and 6.89 %: ``dynamic_tree`` and ``dynamic_map`` 2.0 %, ``linear``
-  5.5 %, ``static_tree`` and ``mantissa`` 5.0 % with ``exponent_offset=1`` as in the
-  paper, 5.4 and 6.1 % scaled by the largest. Biased with nearest rounding: use error
-  feedback. Unbiased with stochastic rounding up to the fixed-point grid (2**-16 of a
-  step, cut downwards): the largest element is then the largest level that both signs
-  have.
+  On N(0, 1) and rounded to nearest, the mean relative errors are 2.0 % for
+  ``dynamic_tree`` and ``dynamic_map``, and 5.5 % for ``linear``. For ``static_tree``
+  and ``mantissa`` they are 5.0 % with ``exponent_offset=1``, as in the paper, and 5.4
+  and 6.1 % with the largest element as scale. The paper's table 2 has 2.46 % for its
+  dynamic tree, 6.47 % for linear, 6.3 % for static tree and 6.89 % for mantissa.
 
-  Sends 8 bits an element and 32 a tensor or block; whole rows of four blocks.
+  Nearest rounding is biased: use error feedback. Stochastic rounding is unbiased up to
+  the fixed-point grid (probabilities are multiples of 2**-16, cut downwards). Its scale
+  makes the largest element the largest level that both signs have.
+
+  A payload has 8 bits an element and 32 a tensor or block, in whole rows of four
+  blocks.
 
   A block (or tensor) that holds a NaN or an infinity decodes to NaN, all of it. Zeros
   stay zeros. A largest element below 2**-126 counts as zero.
@@ -120,14 +123,14 @@ class EightBit:
     rounding: ``"nearest"`` or ``"stochastic"``, which the paper leaves open.
     exponent_offset: k for a fixed scale of :math:`10^k` instead of the largest element,
       of ``static_tree`` and ``mantissa`` (there 15 stands for :math:`1.5 \cdot 10^k`).
-      What is larger is cut to the largest level. The paper uses 1, and 2 where values
-      are near 100.
-    implementation: of the encoder: see :func:`gradcomp.kernels.dispatch.run`.
+      Larger elements are then cut to the largest level, which is a bias. The paper uses
+      1, and 2 where values are near 100.
+    implementation: how the encoder runs: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
-    ValueError: a hyperparameter outside these, when the codec is made; ``encode``
-      without a key when rounding is stochastic.
-    TypeError: ``encode`` of integers or complex numbers.
+    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
+      has no key, and rounding is stochastic.
+    TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
     >>> codec = EightBit(data_type="linear")
@@ -194,6 +197,7 @@ class EightBit:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
+    """Encodes an array: ``uint32[rows, B + 4]`` with blocks, else ``[rows, 513]``."""
     del stats
     flat = as_float32(x)
     scale = None
@@ -202,6 +206,7 @@ class EightBit:
     return Payload(self._encode(flat, scale, key))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
     return decode_payload(payload, like, self)
 
   def encode_rows(
@@ -228,18 +233,22 @@ class EightBit:
 
   @property
   def _scales_inside(self) -> bool:
-    """Whether the encoder finds the scales, so that a kernel reads elements once."""
+    """True if the encoder finds the scales, so that a kernel reads elements once."""
     return self.block_size is not None and self.exponent_offset is None
 
   @property
   def _up(self) -> float:
-    """What makes the largest element the largest level; else it is a level of 1."""
+    """The factor from the largest element to the value of a level of 1.
+
+    It makes the largest element the largest level that both signs have. With nearest
+    rounding it is 1, and the largest element is a level of 1.
+    """
     if self.rounding == "nearest":
       return 1.0
     return 1 / levels(self.data_type)[-1]
 
   def _scale(self, largest: jax.Array) -> jax.Array:
-    """What a level of 1 stands for."""
+    """Returns the value of a level of 1, given the largest elements."""
     if self.exponent_offset is not None:
       unit = 1.5 if self.data_type == "mantissa" else 1.0
       fixed = jnp.float32(unit * 10.0**self.exponent_offset)

@@ -1,4 +1,4 @@
-"""A row of sparse entries on the wire: how many, where they are, and their values."""
+"""Packs sparse entries into a row: how many there are, where they are, their values."""
 
 from typing import NamedTuple
 
@@ -17,9 +17,10 @@ from gradcomp.kernels import sparse
 
 
 class EntryRow(NamedTuple):
-  """What the entries of a row of ``size`` elements look like.
+  """Describes the entries of a row of ``size`` elements.
 
-  Where each block's end, the place of each in its block, and the values.
+  A row holds the number of entries up to the end of each block, the place of each entry
+  in its block, and the values.
   """
 
   size: int
@@ -29,17 +30,21 @@ class EntryRow(NamedTuple):
 
   @property
   def words(self) -> int:
+    """The number of words in a row."""
     values = value_words(self.quantize, self.value_dtype, self.slots)
     return self._blocks + sparse.half_words(self.slots) + values
 
   def encode(
     self, positions: jax.Array, values: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """The words of a row, and what its values decode to.
+    """Returns the words of a row, and the values that they decode to.
 
     Args:
       positions: ``int32[slots]``, block by block; ``size`` in slots that are not used.
       values: ``float32[slots]``, 0 in these.
+
+    Returns:
+      ``uint32[words]`` and ``float32[slots]``.
     """
     used = positions < self.size
     code = jnp.where(used, positions % self._block, 0).astype(jnp.uint32)
@@ -50,7 +55,15 @@ class EntryRow(NamedTuple):
     return jnp.concatenate([ends, sparse.pack_halves(code), tail]), sent
 
   def decode(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Positions and values of a row's slots; positions are its size in unused ones."""
+    """Returns the positions and values of a row's slots.
+
+    Args:
+      row: ``uint32[words]``.
+
+    Returns:
+      ``int32[slots]``, which is ``size`` in slots that are not used, and
+      ``float32[slots]``.
+    """
     ends, rest = row[: self._blocks], row[self._blocks :]
     half = sparse.half_words(self.slots)
     code = sparse.unpack_halves(rest[:half], self.slots)
@@ -63,12 +76,12 @@ class EntryRow(NamedTuple):
     return jnp.where(used, positions, self.size), jnp.where(used, values, 0.0)
 
   def used(self, rows: jax.Array) -> jax.Array:
-    """Entries of each row: ``uint32[..., words]`` to ``int32[...]``."""
+    """Counts the entries of each row, ``uint32[..., words]``: ``int32[...]``."""
     return rows[..., self._blocks - 1].astype(jnp.int32)
 
   @property
   def _block(self) -> int:
-    """Elements of a block: of 16 bits, a mean of each sign needs one for the sign."""
+    """The elements of a block; with a mean of each sign, one of 16 bits is the sign."""
     return sparse.BLOCK // 2 if self.quantize == "mean" else sparse.BLOCK
 
   @property

@@ -1,4 +1,4 @@
-"""The values of sparse entries on the wire: each its own, or a mean for many."""
+"""Packs the values of sparse entries: each one its own, or a mean for many."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ Quantize = Literal["asq", "mean"]
 
 
 def value_words(quantize: Quantize | None, dtype: DTypeLike, slots: int) -> int:
-  """Words that the values of so many slots fill."""
+  """Returns the number of words that the values of so many slots fill."""
   if quantize is not None:
     return 1 if quantize == "asq" else 2
   return slots if np.dtype(dtype).itemsize == 4 else sparse.half_words(slots)
@@ -23,14 +23,17 @@ def value_words(quantize: Quantize | None, dtype: DTypeLike, slots: int) -> int:
 def encode_values(
   values: jax.Array, used: jax.Array, quantize: Quantize | None, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-  """The words of a row's values, and what they decode to.
+  """Returns the words of a row's values, and the values that they decode to.
 
   Args:
     values: ``float32[slots]``, 0 in slots that are not used.
     used: ``bool[slots]``.
     quantize: ``"asq"`` for one mean, ``"mean"`` for one of each sign, or None.
-    dtype: of values that are no means. What is too large for it becomes its largest
-      number, not infinity.
+    dtype: the dtype of values that are no means. A finite value that is too large for
+      it becomes its largest number, not infinity.
+
+  Returns:
+    ``uint32`` words, and ``float32[slots]``.
   """
   if quantize is None and np.dtype(dtype).itemsize == 4:
     return _float_words(values), values
@@ -53,13 +56,13 @@ def encode_values(
 def decode_values(
   words: jax.Array, negative: jax.Array, quantize: Quantize | None, dtype: DTypeLike
 ) -> jax.Array:
-  """``float32[slots]`` of a row's value words; what slots not used hold means nothing.
+  """Decodes a row's value words: ``float32[slots]``, without meaning in unused slots.
 
   Args:
     words: ``uint32``.
-    negative: ``bool[slots]``, which mean of two.
-    quantize: as above.
-    dtype: as above.
+    negative: ``bool[slots]``, which says which of two means a slot has.
+    quantize: as in :func:`encode_values`.
+    dtype: as in :func:`encode_values`.
   """
   slots = negative.size
   if quantize is None and np.dtype(dtype).itemsize == 2:
@@ -72,14 +75,15 @@ def decode_values(
 
 
 def is_negative(values: jax.Array) -> jax.Array:
-  """By the sign bit, so that zeros and NaN have a sign, too."""
+  """Returns whether the sign bit is set, so that zeros and NaN have a sign, too."""
   return jax.lax.bitcast_convert_type(values, jnp.uint32) >> 31 == 1
 
 
 def _mean(values: jax.Array, used: jax.Array) -> jax.Array:
-  """Added in one order in every mode, and so small that nothing overflows.
+  """Returns the mean of the used values, added in one order in every mode.
 
-  By a power of two, whose products are exact: no compiler makes them different.
+  Values are first multiplied by a power of two, so that no sum overflows. Such products
+  are exact: no compiler makes them different.
   """
   count = jnp.maximum(used.sum(dtype=jnp.int32), 1).astype(jnp.float32)
   scale = 2.0 ** -values.size.bit_length()

@@ -1,4 +1,4 @@
-"""FloatCast: floats of few bits, with a scale by layer or a constant one."""
+"""FloatCast sends floats of few bits, with a scale for each leaf or a constant one."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -24,7 +24,7 @@ from gradcomp.kernels.fixed_point import scaled
 from gradcomp.kernels.planes import planes_per_word
 from gradcomp.kernels.scales import tensor_norm
 
-_ROW_WORDS = 128  # rows carry no scale: short ones cost nothing, and waste less
+_ROW_WORDS = 128  # rows carry no scale: short rows cost nothing, and waste less
 
 _SCALE_RULE = 'a number from 2**-126 to 2**126, or "auto"'
 _ADDENDS_RULE = "a number of addends, 1 or more"
@@ -35,58 +35,60 @@ class FloatCast:
   r"""Casts to an IEEE float of few bits, scaled so that sums just fit: APS.
 
   With ``scale="auto"``, Auto Precision Scaling, a leaf is multiplied by the largest
-  power of two that no sum of N workers' elements can overflow with, and the sum is
-  divided by it:
+  power of two with which no sum of N workers' elements can overflow. The sum is divided
+  by it:
 
   .. math:: Q(g) = 2^{-f} \, \mathrm{cast}(2^f g), \qquad
      f = 2^{e - 1} - 1 - \max_{workers} \lceil \log_2 (N \max_i |g_i|) \rceil
 
   The workers agree on that exponent, one byte a leaf, before anyone casts. Powers of
-  two lose nothing; what lies more than the format's range below the largest element
-  underflows. A number for ``scale`` is the baseline, loss scaling: one constant factor
+  two lose nothing. Elements that lie more than the format's range below the largest one
+  underflow. A number for ``scale`` is the baseline, loss scaling: one constant factor
   for all leaves, with which elements may overflow to infinity.
 
-  Sums of several workers' codes are numbers of the format too: every partial sum is
-  rounded to it, in ``ring``, ``hierarchical``, ``two_shot`` and, by everyone, in
-  ``all_gather``: see ``accumulate``. So all that crosses the wire is in the format.
+  Sums of several workers' codes are numbers of the format, too: see ``accumulate``.
+  Every partial sum is rounded to it, in ``ring``, ``hierarchical``, ``two_shot`` and,
+  by everyone, in ``all_gather``. So all that crosses the wire is in the format.
 
-  Biased: use error feedback. With stochastic rounding the cast alone would be unbiased
-  (probabilities are multiples of 2**-16, cut downwards), but partial sums are rounded
-  to nearest even in any case.
+  The codec is biased: use error feedback. With stochastic rounding the cast alone would
+  be unbiased (probabilities are multiples of 2**-16, cut downwards), but partial sums
+  are rounded to nearest even in any case.
 
-  Sends 4, 8, 16 or 32 bits an element, the fewest that hold 1 + e + m, in whole rows of
-  128 words, and a byte a leaf.
+  A payload has 4, 8, 16 or 32 bits an element, the fewest that hold 1 + e + m, in whole
+  rows of 128 words, and a byte a leaf.
 
-  With ``"auto"`` a leaf that holds a NaN or an infinity decodes to NaN, all of it; a
-  leaf of zeros, or of nothing that reaches 2**-126, to zeros. With a constant factor
-  each element is by itself: NaN and infinities stay what they are (NaN, both, without
-  mantissa bits), and what is too large becomes infinite.
+  With ``"auto"`` a leaf that holds a NaN or an infinity decodes to NaN, all of it. A
+  leaf in which no element reaches 2**-126 decodes to zeros. With a constant factor each
+  element is by itself: NaN and infinities stay what they are (both are NaN without
+  mantissa bits), and a number that is too large becomes infinite.
 
-  Departures from the paper: the byte holds the exponent less :math:`\lceil \log_2 N
-  \rceil`, so that it never overflows; a layer of zeros has one (there its logarithm is
-  minus infinity); and where addends were rounded up so far that a sum is too large
-  after all, as may be with stochastic rounding, or with ``kahan`` or ``float32`` in
-  formats of two or three exponent bits, the largest number stands for it.
+  The codec departs from the paper in three ways. The byte holds the exponent less
+  :math:`\lceil \log_2 N \rceil`, so that it never overflows. A layer of zeros has an
+  exponent, where the paper takes the logarithm of zero. And the largest number stands
+  for a sum that is too large after all because addends were rounded up. That may
+  happen with stochastic rounding, and with ``kahan`` or ``float32`` in formats of two
+  or three exponent bits.
 
   Attributes:
-    exponent_bits: 1 to 8.
-    mantissa_bits: 0 to 23. The paper uses (5, 2), (4, 3) and (3, 0).
-    rounding: of the cast: ``"nearest_even"``, as in the paper, ``"stochastic"`` or
-      ``"toward_zero"``.
+    exponent_bits: e, 1 to 8.
+    mantissa_bits: m, 0 to 23. The paper uses (5, 2), (4, 3) and (3, 0).
+    rounding: the rule of the cast: ``"nearest_even"``, as in the paper,
+      ``"stochastic"`` or ``"toward_zero"``.
     scale: ``"auto"``, or a constant factor; 1 is a plain cast.
-    accumulate: how several workers' numbers are added. ``"format"`` rounds each partial
-      sum, as in the paper. ``"kahan"`` is Kahan's compensated summation, in the format
-      too; its compensation travels around a ring, and doubles what is sent there.
-      ``"float32"`` adds in float32, and rounds once what it sends on; in a ring that is
-      after each addition.
-    addends: how many numbers the scale leaves room for; exchanges set it to N.
-    implementation: of the encoder: see :func:`gradcomp.kernels.dispatch.run`.
+    accumulate: the way in which several workers' numbers are added. ``"format"`` rounds
+      each partial sum, as in the paper. ``"kahan"`` is Kahan's compensated summation,
+      in the format too; its compensation travels around a ring, and doubles what is
+      sent there. ``"float32"`` adds in float32, and rounds once what it sends on; in a
+      ring that is after each addition.
+    addends: the number of addends that the scale has room for; exchanges set it to N.
+    implementation: how the encoder runs: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
-    ValueError: a hyperparameter outside these, one exponent bit and no mantissa, or so
-      many addends that the largest element would be cast to zero (64 with (3, 0)), when
-      the codec is made; ``encode`` without a key when rounding is stochastic.
-    TypeError: ``encode`` of integers or complex numbers.
+    ValueError: a hyperparameter is outside these, or there is one exponent bit and no
+      mantissa, or so many addends that the largest element would be cast to zero (64
+      with (3, 0)), when the codec is made; or ``encode`` has no key, and rounding is
+      stochastic.
+    TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
     >>> codec = FloatCast(exponent_bits=4, mantissa_bits=3)
@@ -163,10 +165,14 @@ class FloatCast:
     return planes_per_word(float_cast.width(self.format)) * _ROW_WORDS
 
   def for_addends(self, count: int) -> "FloatCast":
+    """Returns the codec whose scale leaves room for the sum of ``count`` numbers."""
     return dataclasses.replace(self, addends=count)
 
   def stats(self, x: jax.Array) -> jax.Array:
-    """The byte of the sum's exponent: ``uint8[1, 1]``; 0 for zeros, 255 for NaN."""
+    """Returns the byte of the sum's exponent: ``uint8[1, 1]``.
+
+    It is 0 for zeros, and 255 for NaN and infinity.
+    """
     largest = tensor_norm(as_float32(x), "max").reshape(1, 1)
     return float_cast.exponent_byte(largest, self.addends)
 
@@ -177,6 +183,7 @@ class FloatCast:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
+    """Encodes an array: ``uint32[rows, 128]``, and the byte with ``scale="auto"``."""
     flat = as_float32(x)
     if self.scale != "auto":
       return Payload(self._encode(scaled(flat, self.scale), None, key))
@@ -185,6 +192,7 @@ class FloatCast:
     return Payload(self._encode(flat, exponent, key), byte)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
     tiles = self.unscaled(self.decode_rows(payload.rows), payload.stats)
     return from_tiles(tiles, like, self).astype(like.dtype)
 
@@ -202,21 +210,25 @@ class FloatCast:
     return float_cast.decode_rows(rows, self.format)
 
   def encode_sums(self, tiles: jax.Array) -> jax.Array:
+    """Encodes scaled sums, rounded to nearest even."""
     nearest = dataclasses.replace(self, rounding="nearest_even")
     return nearest.encode_rows(tiles)
 
   def unscaled(self, tiles: jax.Array, stats: jax.Array | None) -> jax.Array:
+    """Takes the scale off numbers: ``float32[rows, P, B]``."""
     if self.scale != "auto":
       return scaled(tiles, 1 / self.scale)
     assert stats is not None
     return float_cast.unshifted(tiles, stats, self.format, self.addends)
 
   def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
+    """Adds two numbers of the format, and rounds the sum to it."""
     return rounded_sum(total, x, self.format, saturate=self.shares_stats)
 
   def add_compensated(
     self, total: jax.Array, compensation: jax.Array, x: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
+    """Returns the next sum and compensation of Kahan's algorithm, in the format."""
     saturate = self.shares_stats
     return kahan_step(total, compensation, x, self.format, saturate=saturate)
 

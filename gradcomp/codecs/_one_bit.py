@@ -1,4 +1,4 @@
-"""1-bit SGD: a sign for each element, and two means for each bucket."""
+"""1-bit SGD sends a sign for each element, and two means for each bucket."""
 
 import dataclasses
 from typing import ClassVar
@@ -18,21 +18,22 @@ class OneBit:
      \mathrm{avg}_- \text{ otherwise}
 
   where :math:`\mathrm{avg}_+` is the mean of a bucket's values that are zero or more,
-  :math:`\mathrm{avg}_-` that of the others, and the mean of no values is zero.
+  and :math:`\mathrm{avg}_-` that of the others. The mean of no values is zero.
 
-  Sends 1 bit an element and two 32-bit means a bucket: 2 bits an element at buckets of
-  64, 1.125 at 512. A payload has whole tiles of 32 buckets.
+  A payload has 1 bit an element and two 32-bit means a bucket, in whole tiles of 32
+  buckets. That is 2 bits an element with buckets of 64, and 1.125 with 512.
 
-  Biased: ``E[decode(encode(x))]`` is the bucket's two means, not ``x``. The squared
-  error of a side is its variance times its count: on Gaussian values 0.36 of the
-  squared length (:math:`1 - 2/\pi`) for large buckets. So it always goes with error
-  feedback, which is exact: code and residual add up to the gradient, each element.
+  The codec is biased: a bucket decodes to its two means, not to ``x``. The squared
+  error of a side is its variance times its count. On Gaussian values and for large
+  buckets that is 0.36 of the squared length (:math:`1 - 2/\pi`). So the codec always
+  goes with error feedback, which is exact: in each element, code and residual add up to
+  the gradient.
 
-  ``per_column`` is what CNTK does: the first dimension of a leaf is the row, the others
-  are flattened to columns, and each column is a bucket of its own, in words of its own.
-  A convolution's first dimension is its height: at 3, a column sends as much as in
-  float32. The paper's "1bitSGD*", buckets of consecutive values, is the cure and the
-  default.
+  ``per_column`` is what CNTK does. The first dimension of a leaf is the row, and the
+  others are flattened to columns. Each column is a bucket of its own, in words of its
+  own. A convolution's first dimension is its height: at 3, a column sends as much as in
+  float32. The default, the paper's "1bitSGD*", has buckets of consecutive values
+  instead.
 
   A bucket that holds a NaN or an infinity decodes to NaN, all of it.
 
@@ -40,11 +41,11 @@ class OneBit:
     bucket_size: consecutive elements that share two means, a multiple of 32. The paper
       found 64 as accurate as float32, and 512 about one point worse on AlexNet.
     per_column: whether buckets are the columns of each leaf instead.
-    implementation: of the encoder: see :func:`gradcomp.kernels.dispatch.run`.
+    implementation: how the encoder runs: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
-    ValueError: a hyperparameter outside these, when the codec is made.
-    TypeError: ``encode`` of integers or complex numbers.
+    ValueError: a hyperparameter is outside these, when the codec is made.
+    TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
     >>> codec = OneBit()
@@ -97,11 +98,11 @@ class OneBit:
     return self.bucket_size + 2 * one_bit.WORD
 
   def with_rows(self, count: int) -> "OneBit":
-    """The codec of leaves whose first dimension is ``count``: that is the bucket."""
+    """Returns the codec of leaves whose first dimension, the bucket, is ``count``."""
     return dataclasses.replace(self, bucket_size=count)
 
   def filled(self, flat: jax.Array) -> jax.Array:
-    """A flat leaf whose last bucket repeats its own elements in turn."""
+    """Returns a flat leaf whose last bucket repeats its own elements in turn."""
     return one_bit.filled(flat, self.bucket_size)
 
   def encode(
@@ -111,6 +112,7 @@ class OneBit:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
+    """Encodes an array: ``uint32[rows, B + 64]``; ``[columns, words]`` by column."""
     del key, stats
     return Payload(self._encode(x, keep=False)[0])
 
@@ -121,10 +123,10 @@ class OneBit:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> tuple[Payload, jax.Array]:
-    """The payload, and ``x`` less what it decodes to, without decoding it.
+    """Encodes an array, and returns what the payload leaves of it, without decoding.
 
     Returns:
-      A :class:`Payload`, and ``float32`` in the shape of ``x``.
+      A :class:`Payload`, and the residual, ``float32`` in the shape of ``x``.
     """
     del key, stats
     rows, rest = self._encode(x, keep=True)
@@ -143,6 +145,7 @@ class OneBit:
     )
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
     codec = self
     if self.per_column:
       codec = self.with_rows(like.shape[0] if like.shape else 1)

@@ -1,4 +1,4 @@
-"""QSGD: stochastic quantization on equal levels, bucket by bucket."""
+"""QSGD quantizes to few levels, rounds stochastically, and scales bucket by bucket."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -33,7 +33,7 @@ _REFIT_RULE = "a number of steps, 1 or more"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QSGD:
-  r"""Quantizes each element to one of a few equal levels of its bucket's norm.
+  r"""Quantizes each element to one of a few levels of its bucket's norm.
 
   With :math:`s` intervals and the scale :math:`\lVert v \rVert` of a bucket,
 
@@ -53,27 +53,28 @@ class QSGD:
                                          where many elements are; 2, 3 or 4 bits
   ==================  ================  ==========================================
 
-  Non-uniform levels are those, of all multiples of 1/256 of the norm that are the same
-  on both sides of zero, that make the variance of stochastic rounding least. They are
+  Non-uniform levels are multiples of 1/256 of the norm, the same on both sides of zero.
+  Of all such levels they have the least variance of stochastic rounding. They are
   fitted to the gradients of all workers every ``refit_every`` steps, for all leaves
   together, and travel in every row: see :class:`FittedCodec`. On Gaussian buckets of
   512 they have 0.77, 0.67 and 0.65 of the variance of ``uniform`` levels at 2, 3 and 4
   bits, and 0.38, 0.49 and 0.57 of that of ``sign_magnitude``.
 
-  Sends ``32 / floor(32 / bits)`` bits an element and 32 bits a bucket: at 4 bits and
-  buckets of 512, 4.0625 bits. A payload has whole tiles of ``floor(32 / bits)``
-  buckets. Widths that do not divide 32 send more than their name says: 3 -> 3.2,
-  5 -> 5.33, 6 -> 6.4, 7 -> 8 bits.
+  A payload has ``32 / floor(32 / bits)`` bits an element and 32 bits a bucket, in whole
+  tiles of ``floor(32 / bits)`` buckets. At 4 bits and buckets of 512 that is 4.0625
+  bits an element. Widths that do not divide 32 send more than their name says: 3 ->
+  3.2, 5 -> 5.33, 6 -> 6.4, 7 -> 8 bits.
 
-  Unbiased with stochastic rounding, up to the fixed-point grid: the probability is a
+  Stochastic rounding is unbiased up to the fixed-point grid: the probability is a
   multiple of 2**-16, cut downwards, so the mean can be short by 2**-16 of a level.
   The variance is at most :math:`\min(n/s^2, \sqrt{n}/s) \lVert v \rVert_2^2` with
-  ``norm="l2"`` and ``sign_magnitude``. Biased with nearest rounding (ties away from
-  zero): use error feedback.
+  ``norm="l2"`` and ``sign_magnitude``. Nearest rounding (ties away from zero) is
+  biased: use error feedback.
 
   With ``share_scale``, all workers encode with the largest of their norms, which the
-  exchange finds first. Rows carry no scales; codes add up as integers, exactly, so that
-  ``psum`` and both stages of ``two_shot`` round nothing after the first encoding.
+  exchange finds first. Rows then carry no scales, and codes add up as integers,
+  exactly. So ``psum`` and both stages of ``two_shot`` round nothing after the first
+  encoding.
 
   A bucket that holds a NaN or an infinity decodes to NaN, all of it. A norm below
   2**-126 counts as zero; between that and 2**-96 the scale is 2**-96.
@@ -83,18 +84,18 @@ class QSGD:
     bucket_size: consecutive elements that share a scale, a multiple of 32; None for
       one scale a tensor. The owner's second encoding in a ``two_shot`` exchange then
       uses one scale a row of ``512 * floor(32 / bits)`` elements.
-    norm: ``"max"`` or ``"l2"``. The paper found ``"max"`` more accurate; ``"l2"`` is
-      the definition that its variance bound holds for.
+    norm: ``"max"`` or ``"l2"``. The paper found ``"max"`` more accurate. Its variance
+      bound holds for ``"l2"``.
     levels: ``"sign_magnitude"``, ``"uniform"`` or ``"nonuniform"``.
     rounding: ``"stochastic"`` or ``"nearest"``.
     share_scale: whether the scales are those of all workers together.
     refit_every: steps from one fit of non-uniform levels to the next.
-    implementation: of the encoder: see :func:`gradcomp.kernels.dispatch.run`.
+    implementation: how the encoder runs: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
-    ValueError: a hyperparameter outside these, when the codec is made; ``encode``
-      without a key when rounding is stochastic.
-    TypeError: ``encode`` of integers or complex numbers.
+    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
+      has no key, and rounding is stochastic.
+    TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
     >>> codec = QSGD(bits=4, rounding="nearest")
@@ -207,16 +208,16 @@ class QSGD:
     return self.levels
 
   def stats(self, x: jax.Array) -> jax.Array:
-    """The scales: ``float32[1, 1]`` of a tensor, ``float32[rows, P]`` of buckets."""
+    """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
     count = planes.planes_per_word(self.bits)
     return scales(leaf_scales(as_float32(x), count, self.bucket_size, self.norm))
 
   def init(self) -> jax.Array:
-    """Equally spaced levels: ``float32[2**(bits - 1)]``, those above zero."""
+    """Returns equally spaced levels, those above zero: ``float32[2**(bits - 1)]``."""
     return fitted_levels.first_levels(self.bits)
 
   def measure(self, x: jax.Array) -> jax.Array:
-    """A histogram of normalised magnitudes in a sample of buckets: ``int32[256]``."""
+    """Counts normalised magnitudes in a sample of buckets: ``int32[256]``."""
     flat = as_float32(x)
     return fitted_levels.histogram(
       flat,
@@ -226,7 +227,7 @@ class QSGD:
     )
 
   def fit(self, counts: jax.Array, memory: jax.Array) -> jax.Array:
-    """The levels with the least variance; ``memory`` where nothing was counted."""
+    """Returns the levels with the least variance; ``memory`` if nothing was counted."""
     return fitted_levels.fit(counts, memory)
 
   def encode(
@@ -236,6 +237,7 @@ class QSGD:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
+    """Encodes an array: ``uint32[rows, row_words]``; shared scales come beside them."""
     shared = stats if self.share_scale and stats is not None else None
     scale = self.stats(x) if shared is None and not self._scales_inside else shared
     words, _ = self._encode(as_float32(x), scale, codec_key(key, self), stats)
@@ -248,7 +250,13 @@ class QSGD:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> tuple[Payload, jax.Array]:
-    """The payload, and ``x`` less what it decodes to, in one pass where kernels can."""
+    """Encodes an array, and returns what the payload leaves of it.
+
+    A kernel that finds the scales does both in one pass.
+
+    Returns:
+      A :class:`Payload`, and the residual, ``float32`` in the shape of ``x``.
+    """
     flat = as_float32(x)
     if not self._scales_inside:
       payload = self.encode(x, key=key, stats=stats)
@@ -259,6 +267,7 @@ class QSGD:
     return Payload(words), rest.reshape(x.shape)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
     return decode_payload(payload, like, self)
 
   def encode_rows(
@@ -282,17 +291,19 @@ class QSGD:
     return qsgd.decode_rows(rows, bits=self.bits, bucket_size=words, levels=self.levels)
 
   def codes(self, rows: jax.Array) -> jax.Array:
+    """Unpacks rows to integers from ``-s`` to ``s``: ``int32[..., rows, P, B]``."""
     words = bucket_words(self.bucket_size)
     return qsgd.signed_codes(
       rows, bits=self.bits, bucket_size=words, levels=self._equal_levels
     )
 
   def from_codes(self, codes: jax.Array, stats: jax.Array) -> jax.Array:
+    """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
     return qsgd.from_signed_codes(codes, stats, self.max_code)
 
   @property
   def _scales_inside(self) -> bool:
-    """Whether the encoder finds the scales, so that a kernel reads elements once."""
+    """True if the encoder finds the scales, so that a kernel reads elements once."""
     bucketed = self.bucket_size is not None and self.norm == "max"
     return bucketed and not self.share_scale and not self.fitted
 

@@ -1,4 +1,4 @@
-"""Random-k: a random element of every stride, the same on all workers."""
+"""Random-k sends a random element of every stride, the same one on all workers."""
 
 import dataclasses
 from typing import ClassVar
@@ -32,28 +32,29 @@ class RandomK:
   .. math:: Q(v)_i = v_i \text{ with probability } 1 / \mathrm{stride}, \quad
      0 \text{ otherwise}
 
-  with ``stride = ceil(n / ceil(density * n))``. The control experiment for
-  :class:`TopK`: what is gained by choosing large elements, and not just fewer. The
-  choice follows from the key, which all workers share: with ``exchange="psum"`` the
-  values alone are added, as a dense array of k numbers.
+  with ``stride = ceil(n / ceil(density * n))``. It is the control experiment for
+  :class:`TopK`, and shows what is gained by choosing large elements, and not just
+  fewer. The choice follows from the key, which all workers share. With
+  ``exchange="psum"`` the values alone are added, as a dense array of k numbers.
 
-  Sends 32 bits for each stride, and 64 a row for the key where payloads are gathered.
+  A payload has 32 bits for each stride, and 64 a row for the key, which ``psum`` does
+  not send.
 
   A row that holds a NaN or an infinity sends NaN for each of its values.
 
-  Biased, as :class:`TopK` is: what is not sent is lost without feedback. Unbiased would
-  be ``stride`` times as much, whose variance is ``stride - 1`` times the squared
-  length.
+  The codec is biased, as :class:`TopK` is: what is not sent is lost without feedback.
+  Values ``stride`` times as large would be unbiased, with a variance of ``stride - 1``
+  times the squared length.
 
   Attributes:
     density: the share of the elements to send, at most one in ``1 / density``.
-    range_size: elements of a row: consecutive ones of a leaf. None for whole leaves,
-      and for an Nth of a leaf where workers own ranges of it.
+    range_size: elements of a row, which are consecutive ones of a leaf. None for whole
+      leaves, and for an Nth of a leaf where workers own ranges of it.
 
   Raises:
-    ValueError: a hyperparameter outside these, when the codec is made; ``encode``
-      without a key.
-    TypeError: ``encode`` of integers or complex numbers.
+    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
+      has no key.
+    TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
     >>> codec = RandomK(density=0.25)
@@ -85,7 +86,7 @@ class RandomK:
 
   @property
   def tile_size(self) -> int:
-    return self.range_size or 0  # of no leaf yet
+    return self.range_size or 0  # 0 until for_leaf knows the leaf
 
   @property
   def row_words(self) -> int:
@@ -93,7 +94,7 @@ class RandomK:
 
   @property
   def slots(self) -> int:
-    """Entries of a row, one for each stride; the last may be cut short."""
+    """The entries of a row, one for each stride; the last stride may be cut short."""
     return -(-self.tile_size // self._stride)
 
   @property
@@ -101,6 +102,7 @@ class RandomK:
     return -(-self.tile_size // sent_of(self.density, self.tile_size)) or 1
 
   def for_leaf(self, size: int, ranges: int = 1) -> "RandomK":
+    """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
     if self.range_size is not None:
       return self
     return dataclasses.replace(self, range_size=range_of(size, ranges))
@@ -112,11 +114,13 @@ class RandomK:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
+    """Encodes an array: ``uint32[rows, 2 + slots]``, a key and the values."""
     del stats
     codec = self.for_leaf(x.size)
     return Payload(codec.encode_rows(to_tiles(as_float32(x), codec), key=key))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
     return decode_payload(payload, like, self.for_leaf(like.size))
 
   def encode_rows(
@@ -141,7 +145,11 @@ class RandomK:
     )
 
   def header(self, key: jax.Array, rows: int) -> jax.Array:
-    """Of every row its own key, from which it can be decoded alone."""
+    """Derives one key a row, so that an owner can decode its rows without the others.
+
+    Returns:
+      ``uint32[rows, 2]``.
+    """
     number = jnp.arange(rows, dtype=jnp.uint32)
     return jnp.stack(threefry2x32(key, (number, number)), axis=1)
 
@@ -149,14 +157,16 @@ class RandomK:
     return decode_sparse_rows(self, rows)
 
   def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""
     values = jax.lax.bitcast_convert_type(rows[..., _KEY_WORDS:], jnp.float32)
     return self._positions(rows[..., :_KEY_WORDS]), values
 
   def _positions(self, keys: jax.Array) -> jax.Array:
-    """``uint32[..., 2]`` to ``int32[..., slots]``; some of the last lie behind a row.
+    """Draws positions: ``int32[..., slots]`` from keys, ``uint32[..., 2]``.
 
-    A random 32-bit number modulo the stride: no element is more likely than another by
-    more than ``stride / 2**32`` of its share.
+    Some of the last slots may lie behind a row. A position is a random 32-bit number
+    modulo the stride: no element is more likely than another by more than ``stride /
+    2**32`` of its share.
     """
     slot = jnp.arange(self.slots, dtype=jnp.uint32)
     key = jnp.moveaxis(keys[..., None], -2, 0)

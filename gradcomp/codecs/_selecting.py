@@ -1,4 +1,4 @@
-"""From the rows of several leaves to what each sends and keeps, by one program."""
+"""Encodes the rows of several leaves by one program that selects elements in each."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,18 +9,18 @@ import jax.numpy as jnp
 from gradcomp.codecs._entry_rows import EntryRow
 from gradcomp.kernels.rows import COPIED, Row
 
-# From a row, and what the choice depends on besides, to ``int32[slots]`` positions, its
-# size in slots that are not used.
+# Selects in a row, given what the choice depends on besides. Returns ``int32[slots]``
+# positions, which are the row's size in slots that are not used.
 Select = Callable[[Row, jax.Array | None], jax.Array]
 
 
 class Entries(NamedTuple):
-  """What one row sends."""
+  """The entries that one row sends, and what they leave."""
 
   words: jax.Array  # uint32[words]
   positions: jax.Array  # int32[slots], the row's size in slots that are not used
-  unsent: jax.Array  # float32[slots], what is left of the values there
-  rest: jax.Array | None  # float32[n], the row less what is sent, where it is copied
+  unsent: jax.Array  # float32[slots], the values there less what they decode to
+  rest: jax.Array | None  # float32[n], the residual of the row, if it was copied
 
 
 def encode_leaves(
@@ -30,14 +30,18 @@ def encode_leaves(
   matrices: Sequence[jax.Array],
   stats: Sequence[jax.Array | None],
 ) -> list[tuple[jax.Array, jax.Array]]:
-  """Of each leaf its rows, ``uint32[rows, words]``, and what is not sent.
+  """Encodes several leaves of one size by a single program.
 
   Args:
-    form: of the rows.
-    select: what is sent.
+    form: describes the entries of a row.
+    select: selects the elements of a row to send.
     leaves: ``float32``, of one size.
     matrices: their rows, filled with zeros.
-    stats: what the choice of each depends on besides.
+    stats: for each leaf, what the choice depends on besides, or None.
+
+  Returns:
+    For each leaf its rows, ``uint32[rows, words]``, and its residual, ``float32`` in
+    the leaf's shape.
   """
   entries = encode_rows(form, select, matrices, stats, copied=leaves[0].size <= COPIED)
   count = matrices[0].shape[0]
@@ -56,7 +60,11 @@ def encode_rows(
   *,
   copied: bool = False,
 ) -> Entries:
-  """Of the rows of several matrices of one shape, one after the other."""
+  """Encodes the rows of several matrices of one shape, one row after the other.
+
+  The result has the rows of the first matrix, then those of the second, and so on. With
+  ``copied`` each row is copied first, which spares the compiler a program a matrix.
+  """
   count = matrices[0].shape[0]
   total = count * len(matrices)
   if not total:
@@ -85,7 +93,7 @@ def encode_rows(
 
 
 def _rest(form: EntryRow, leaf: jax.Array, own: Entries) -> jax.Array:
-  """What is not sent of a leaf, with the entries of its rows."""
+  """Returns the residual of a leaf, made of what its entries leave."""
   if own.rest is not None:
     return own.rest.reshape(-1)[: leaf.size].reshape(leaf.shape)
   start = form.size * jnp.arange(len(own.words), dtype=jnp.int32)[:, None]

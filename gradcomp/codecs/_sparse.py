@@ -1,4 +1,4 @@
-"""What sparse codecs are: those that send some elements, and all of each."""
+"""The protocols of sparse codecs, which send some elements, and what they share."""
 
 import math
 from collections.abc import Sequence
@@ -27,14 +27,18 @@ class SparseCodec(Codec, Protocol):
 
   @property
   def slots(self) -> int:
-    """Entries that a row has room for."""
+    """The number of entries that a row has room for."""
 
   def for_leaf(self, size: int, ranges: int) -> "SparseCodec":
-    """The codec of leaves of so many elements, cut into so many ranges."""
+    """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
 
   def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Positions and values: ``uint32[..., words]`` to ``int32`` and ``float32[...,
-    slots]``. Positions of slots that are not used are ``tile_size`` or more."""
+    """Returns the positions and values of rows, ``uint32[..., words]``.
+
+    Returns:
+      ``int32[..., slots]`` positions, which are ``tile_size`` or more in slots that are
+      not used, and ``float32[..., slots]`` values.
+    """
 
 
 @runtime_checkable
@@ -42,43 +46,43 @@ class SelectingCodec(SparseCodec, Protocol):
   """A sparse codec that chooses elements by their values, each worker its own.
 
   ``encode`` and ``encode_rows`` take as ``stats`` what the choice depends on besides
-  the values: ``float32[rows]`` thresholds of a codec with ``reuses``, 0 for none; the
-  :meth:`turn` of one with ``alternates``.
+  the values. For a codec with ``reuses`` these are thresholds, ``float32[rows]``, 0 for
+  none. For one with ``alternates`` it is the :meth:`turn`.
   """
 
   @property
   def reuses(self) -> bool:
-    """Whether thresholds are used again for ``interval`` steps."""
+    """True if thresholds are used again for ``interval`` steps."""
 
   @property
   def alternates(self) -> bool:
-    """Whether signs take turns."""
+    """True if signs take turns."""
 
   @property
   def interval(self) -> int:
-    """Steps from one search for a threshold to the next."""
+    """The number of steps from one search for a threshold to the next."""
 
   def encode_leaves(
     self, leaves: Sequence[jax.Array], stats: Sequence[jax.Array | None]
   ) -> list[tuple[jax.Array, jax.Array]]:
-    """``encode_with_residual`` of leaves of one size, by one program for all.
+    """Encodes leaves of one size as ``encode_with_residual`` does, by one program.
 
     Args:
       leaves: ``float32``.
-      stats: of each.
+      stats: for each leaf, what its choice depends on besides, or None.
 
     Returns:
-      Of each its rows, and what is not sent.
+      For each leaf its rows, ``uint32[rows, words]``, and its residual.
     """
 
   def turn(self, step: jax.Array) -> jax.Array:
-    """``float32[]``: the sign whose turn it is, 1 or -1."""
+    """Returns the sign whose turn it is, 1 or -1: ``float32[]``."""
 
   def used(self, rows: jax.Array) -> jax.Array:
-    """Entries of each row: ``uint32[rows, words]`` to ``int32[rows]``."""
+    """Counts the entries of each row, ``uint32[rows, words]``: ``int32[rows]``."""
 
   def thresholds(self, rows: jax.Array) -> jax.Array:
-    """The smallest magnitude that each row sends: ``float32[rows]``."""
+    """Returns the smallest magnitude that each row sends: ``float32[rows]``."""
 
 
 @runtime_checkable
@@ -91,14 +95,18 @@ class LinearCodec(SparseCodec, Protocol):
 
   @property
   def header_words(self) -> int:
-    """Words in front of a row's values, the same for all workers."""
+    """The number of words in front of a row's values, the same for all workers."""
 
   def header(self, key: jax.Array, rows: int) -> jax.Array:
-    """Those of the rows that a key encodes: ``uint32[rows, header_words]``."""
+    """Returns the headers of a key's rows: ``uint32[rows, header_words]``."""
 
 
 def checked_density(value: Any) -> float:
-  """A share of all elements; ValueError for what is none."""
+  """Returns a share of all elements.
+
+  Raises:
+    ValueError: ``value`` is no share, or an array.
+  """
   rule = "a share of the elements, above 0 and at most 1"
   if isinstance(value, jax.Array):
     raise ValueError(
@@ -112,7 +120,11 @@ def checked_density(value: Any) -> float:
 
 
 def checked_range(value: Any) -> int | None:
-  """The elements of a row, or None; ValueError for anything else."""
+  """Returns the number of elements of a row, or None.
+
+  Raises:
+    ValueError: ``value`` is neither.
+  """
   if value is None:
     return None
   rule = f"a number of elements from 1 to {_MOST_ELEMENTS}, or None for whole leaves"
@@ -123,7 +135,11 @@ def checked_range(value: Any) -> int | None:
 
 
 def range_of(size: int, ranges: int) -> int:
-  """Elements of a range; ValueError for a leaf that is too large for positions."""
+  """Returns the number of elements of a range.
+
+  Raises:
+    ValueError: the leaf has more elements than positions can count.
+  """
   if size > _MOST_ELEMENTS:
     raise ValueError(
       f"`x` must have at most {_MOST_ELEMENTS} elements, got {size}; leave the leaf to "
@@ -133,33 +149,39 @@ def range_of(size: int, ranges: int) -> int:
 
 
 def sent_of(density: float, size: int) -> int:
-  """How many of so many elements are sent: at least one, rounded up.
+  """Returns how many of so many elements are sent: at least one, rounded up.
 
   Example:
     >>> sent_of(0.001, 1000), sent_of(0.001, 1001), sent_of(0.001, 5)
     (1, 2, 1)
   """
-  # A share like 0.001 is no binary fraction: what it exceeds by is no element.
+  # A share like 0.001 is no binary fraction. Its excess must not count as an element.
   return max(1, min(size, math.ceil(density * size * (1 - 2.0**-40))))
 
 
 def sum_entries(
   codec: SparseCodec, positions: jax.Array, values: jax.Array, scale: float
 ) -> jax.Array:
-  """The sum of K payloads times ``scale``: ``float32[rows, 1, elements]``.
+  """Returns the sum of K payloads times ``scale``: ``float32[rows, 1, elements]``.
 
   Args:
-    codec: of the rows.
+    codec: the codec of the rows.
     positions: ``int32[K, rows, slots]``.
     values: ``float32[K, rows, slots]``.
-    scale: of each value.
+    scale: the factor of each value.
+
+  Example:
+    >>> codec = gradcomp.codecs.TopK(density=0.5, range_size=4)
+    >>> positions = jnp.array([[[1, 2]], [[1, 3]]])
+    >>> sum_entries(codec, positions, jnp.ones((2, 1, 2)), 0.5)
+    Array([[[0. , 1. , 0.5, 0.5]]], dtype=float32)
   """
   shape = (positions.shape[1], codec.tile_size)
   return sparse.add_entries(shape, positions, values, scale)[:, None]
 
 
 def decode_sparse_rows(codec: SparseCodec, rows: jax.Array) -> jax.Array:
-  """Each row alone: ``uint32[..., words]`` to ``float32[..., 1, elements]``."""
+  """Decodes each row alone: ``uint32[..., words]`` to ``float32[..., 1, elements]``."""
   positions, values = codec.entries(rows.reshape(1, -1, codec.row_words))
   dense = sum_entries(codec, positions, values, 1.0)
   return dense.reshape(*rows.shape[:-1], 1, codec.tile_size)

@@ -1,4 +1,4 @@
-"""TernGrad: stochastic rounding to three values, with one scale a layer."""
+"""TernGrad rounds to three values stochastically, with one scale a leaf or a bucket."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -27,7 +27,7 @@ _SIGMAS_RULE = "a number of standard deviations above 0, or None to clip nothing
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ternary:
-  r"""Rounds each element to :math:`-s`, 0 or :math:`s`, where :math:`s` is the largest.
+  r"""Rounds each element to :math:`-s`, 0 or :math:`s`, the largest magnitude.
 
   Elements are clipped first, layer by layer, to :math:`c` standard deviations:
 
@@ -39,39 +39,38 @@ class Ternary:
   :math:`s = \max_i |f(g_i)|`. With ``share_scale``, :math:`s` is the largest of all
   workers, found before anyone encodes; each still clips to its own :math:`\sigma`.
 
-  Unbiased of what is clipped, ``E[decode(encode(x))] == f(x)``, up to the fixed-point
-  grid: probabilities are multiples of 2**-16, cut downwards. Clipping itself is a bias:
-  at 2.5 it shortens a Gaussian gradient by 1.1 % and turns it by 2.8 degrees. The
-  variance of an element is :math:`|f| (s - |f|)`, which is large, and grows with the
-  leaf without clipping. No residual is kept by default: rounding errors may be longer
-  than the gradient, and a residual could grow without bound.
+  Rounding is unbiased for the clipped gradient, ``E[decode(encode(x))] == f(x)``, up to
+  the fixed-point grid: probabilities are multiples of 2**-16, cut downwards. Clipping
+  itself is a bias: at 2.5 it shortens a Gaussian gradient by 1.1 % and turns it by 2.8
+  degrees. The variance of an element is :math:`|f| (s - |f|)`. It is large, and without
+  clipping it grows with the leaf. No residual is kept by default, because rounding
+  errors may be longer than the gradient, and a residual could grow without bound.
 
-  Sends 2 bits an element, or with ``packing="base3"`` 1.6 (20 in a word), and one scale
-  a leaf; whole rows of 8192 or 10240 elements. Sums of N workers' codes are integers
-  from -N to N: with shared scales ``psum`` and ``two_shot`` are the exact mean of the N
-  ternary gradients, the second stage in ``ceil(log2(2N + 1))`` bits. Parameters are
-  never sent (the paper's parameter localization): every worker applies the same
-  optimizer to the same mean, bit for bit.
+  A payload has 2 bits an element, or 1.6 with ``packing="base3"`` (20 in a word), and
+  one scale a leaf, in whole rows of 8192 or 10240 elements. Sums of N workers' codes
+  are integers from -N to N. With shared scales ``psum`` and ``two_shot`` therefore give
+  the exact mean of the N ternary gradients; the second stage of ``two_shot`` takes
+  ``ceil(log2(2N + 1))`` bits. Parameters are never sent (the paper's parameter
+  localization): every worker applies the same optimizer to the same mean, bit for bit.
 
-  A leaf (or bucket) that holds a NaN or an infinity decodes to NaN, all of it. Where
-  :math:`\sigma` is zero, of a constant leaf, nothing is clipped.
+  A leaf (or bucket) that holds a NaN or an infinity decodes to NaN, all of it. A leaf
+  whose :math:`\sigma` is zero, a constant, is not clipped.
 
   Attributes:
     clip_sigmas: :math:`c`; None to clip nothing. The paper found 2.5 on CIFAR-10 and
       used it everywhere.
     bucket_size: consecutive elements that share a scale, a multiple of 32; None for one
-      scale a leaf, the paper's "layer-wise ternarizing". Clipping is by leaf always.
+      scale a leaf, the paper's "layer-wise ternarizing". Clipping is always by leaf.
     share_scale: whether the scales are those of all workers together.
     packing: ``"2bit"`` or ``"base3"``, which is a fifth smaller, and slower to encode.
     scaler: ``"clipped"``, the paper's :math:`\max |f(g)|`, or ``"sigma"``, the
-      :math:`c \sigma` of its authors' program, which is larger where nothing was
-      clipped.
-    implementation: of the encoder: see :func:`gradcomp.kernels.dispatch.run`.
+      :math:`c \sigma` of its authors' program, which is larger if nothing was clipped.
+    implementation: how the encoder runs: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
-    ValueError: a hyperparameter outside these, when the codec is made; ``encode``
-      without a key.
-    TypeError: ``encode`` of integers or complex numbers.
+    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
+      has no key.
+    TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
     >>> codec = Ternary(clip_sigmas=None)
@@ -138,11 +137,11 @@ class Ternary:
     return words + (1 if self.bucket_size is None else ternary.planes(self.packing))
 
   def stats(self, x: jax.Array) -> jax.Array:
-    """The scales of clipped values: ``float32[1, 1]``, or ``float32[rows, P]``."""
+    """Returns the scales of clipped values: ``float32[1, 1]``, or ``[rows, P]``."""
     return self._scales(as_float32(x))[0]
 
   def _scales(self, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The scales, and where values are clipped; infinity for nowhere."""
+    """Returns the scales, and the magnitude to clip to; infinity clips nothing."""
     planes = ternary.planes(self.packing)
     largest = leaf_scales(flat, planes, self.bucket_size)
     if self.clip_sigmas is None:
@@ -150,7 +149,7 @@ class Ternary:
     sigma = deviation(flat, norms(largest.reshape(-1), "max"))
     limit = jnp.float32(self.clip_sigmas) * sigma
     limit = jnp.where((limit > 0) & jnp.isfinite(limit), limit, jnp.inf)
-    # Comparisons with NaN are false: where the largest is NaN, so is the scale.
+    # A comparison with NaN is false, so that a NaN as the largest is the scale, too.
     beyond = largest > limit if self.scaler == "clipped" else largest < jnp.inf
     return scales(jnp.where(beyond & jnp.isfinite(limit), limit, largest)), limit
 
@@ -161,6 +160,7 @@ class Ternary:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
+    """Encodes an array: ``uint32[rows, row_words]``; shared scales come beside them."""
     flat = as_float32(x)
     scale, limit = self._scales(flat)
     if self.share_scale and stats is not None:
@@ -169,6 +169,7 @@ class Ternary:
     return Payload(rows, scale if self.share_scale else None)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
     return decode_payload(payload, like, self)
 
   def encode_rows(
@@ -178,7 +179,7 @@ class Ternary:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> jax.Array:
-    """Of means, which were clipped already: they are not clipped again."""
+    """Encodes tiles of a mean, which are not clipped again."""
     del stats
     planes = ternary.planes(self.packing)
     scale = scales(row_scales(tiles, planes, self.bucket_size))
@@ -189,10 +190,12 @@ class Ternary:
     return self.from_codes(self.codes(rows), scale)
 
   def codes(self, rows: jax.Array) -> jax.Array:
+    """Unpacks rows to -1, 0 and 1: ``int32[..., rows, P, B]``."""
     words = bucket_words(self.bucket_size)
     return ternary.codes(rows, packing=self.packing, bucket_size=words)
 
   def from_codes(self, codes: jax.Array, stats: jax.Array) -> jax.Array:
+    """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
     return from_signed_codes(codes, stats, self.max_code)
 
   def _encode(

@@ -1,4 +1,4 @@
-"""Top-k: the elements of largest magnitude, their positions in 16 bits each."""
+"""Top-k sends the elements of largest magnitude, with positions of 16 bits."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ Selection = Literal["auto", "exact", "trimmed", "threshold", "sampled"]
 
 # Fang 2018, sections 2.1 and 3.1: 128 KB of float32.
 _SMALL = 1 << 15
-# A leaf of which as much as twice the elements that are needed is no large message.
+# From this size on up to twice the needed elements are sent, which is no large message.
 _LARGE = 1 << 20
 
 _SLACK_RULE = "a number from 1 to 2"
@@ -54,53 +54,56 @@ class TopK:
   where :math:`t` is the threshold that the selection finds:
 
   ==============  ==================================================================
+  ``selection``   the elements that are sent
+  ==============  ==================================================================
   ``exact``       the k largest, by sorting: ``jax.lax.top_k``. k slots
-  ``trimmed``     the k largest of what a threshold leaves. k slots
+  ``trimmed``     the k largest of those that reach a threshold. k slots
   ``threshold``   all that reach a threshold which k to ``slack * k`` elements reach
   ``sampled``     the same with the threshold of up to ``interval`` steps before
   ``auto``        ``exact`` below 128 KB of float32, ``trimmed`` below 4 MB, else
                   ``threshold``
   ==============  ==================================================================
 
-  The threshold is searched by bisection, on a sample of the leaf first: it is then
-  right after one pass over the leaf unless the sample misled it. Where equal elements
-  leave no such threshold, the larger ones are sent and as many of the equal as make k.
-  (The paper bisects between the mean and the maximum, and reads the leaf for each step;
-  its ``trimmed`` lowers a ratio until k elements survive, however many these are. Both
-  send what is sent here: all of the k largest.) A ``sampled`` threshold that more
-  elements reach than there are slots is searched anew, so that none is left out for
-  where it lies.
+  The threshold is searched by bisection, on a sample of the leaf first. It is then
+  right after one pass over the leaf, unless the sample misled the search. Where equal
+  elements leave no such threshold, the larger ones are sent, and as many of the equal
+  ones as make k. (The paper bisects between the mean and the maximum, and reads the
+  leaf for each step. Its ``trimmed`` lowers a ratio until k elements survive, however
+  many these are. Both send what is sent here: all of the k largest.) If more elements
+  reach a ``sampled`` threshold than there are slots, it is searched anew, so that no
+  element is left out because of its place.
 
-  Sends for each of ``slots`` entries a position in 16 bits and a value; with
-  ``quantize="asq"`` a position and, for all entries together, one mean: elements of
-  positive and negative sign take turns from step to step. ``quantize="mean"`` (Strom)
-  sends both signs at once, a mean each. Blocks of 65,536 elements (32,768 with
-  ``"mean"``) add 4 bytes each. The output layer is best left out of quantization:
-  ``optax.partition({"rest": gradcomp.redsync(quantize="asq"), "out":
+  A payload has a position in 16 bits and a value for each of ``slots`` entries. With
+  ``quantize="asq"`` it has positions, and one mean for all entries together: elements
+  of positive and negative sign take turns from step to step. With ``quantize="mean"``
+  (Strom) it has both signs at once, and a mean for each. Blocks of 65,536 elements
+  (32,768 with ``"mean"``) add 4 bytes each. The output layer is best left out of
+  quantization: ``optax.partition({"rest": gradcomp.redsync(quantize="asq"), "out":
   gradcomp.redsync()}, labels)``.
 
-  Biased: what is not sent is lost without feedback. Non-finite elements are the largest
-  of all, and are sent as they are; under a mean they make the mean non-finite.
+  The codec is biased: what is not sent is lost without feedback. Non-finite elements
+  are the largest of all, and are sent as they are. With a quantizer they make the mean
+  non-finite.
 
   Attributes:
     density: the share of the elements to send, k / n.
-    selection: see above.
+    selection: one of the table above.
     quantize: None, ``"asq"`` or ``"mean"``.
-    value_dtype: of values on the wire: ``float32``, ``bfloat16`` or ``float16``. What
-      rounding to 16 bits loses is part of the residual, and so is what is beyond the
-      largest number.
+    value_dtype: the dtype of values on the wire: ``float32``, ``bfloat16`` or
+      ``float16``. The residual keeps what rounding to 16 bits loses, and what lies
+      beyond the largest number.
     slack: slots for each of the k elements in ``threshold`` and ``sampled``, from 1 to
-      2. The less, the more often the sample misses, and a pass over the leaf with it.
+      2. The less, the more often the sample misleads, which costs a pass over the leaf.
     interval: steps that a ``sampled`` threshold is used for.
-    range_size: elements that k and the threshold are of: consecutive ones of a leaf.
-      None for whole leaves, and for an Nth of a leaf where workers own ranges of it.
-    implementation: of what counts and lists the elements that reach a threshold: see
+    range_size: the n elements that k and the threshold are for, consecutive ones of a
+      leaf. None for whole leaves, and for an Nth of a leaf where workers own ranges.
+    implementation: how elements that reach a threshold are counted and listed: see
       :func:`gradcomp.kernels.dispatch.run`. ``exact`` has only one.
 
   Raises:
-    ValueError: a hyperparameter outside these, or ``sampled`` with a quantizer, when
-      the codec is made.
-    TypeError: ``encode`` of integers or complex numbers.
+    ValueError: a hyperparameter is outside these, or a quantizer goes with ``sampled``
+      or a 16-bit ``value_dtype``, when the codec is made.
+    TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
     >>> codec = TopK(density=0.25)
@@ -169,7 +172,7 @@ class TopK:
 
   @property
   def tile_size(self) -> int:
-    return self.range_size or 0  # of no leaf yet
+    return self.range_size or 0  # 0 until for_leaf knows the leaf
 
   @property
   def row_words(self) -> int:
@@ -177,7 +180,7 @@ class TopK:
 
   @property
   def slots(self) -> int:
-    """Entries that a row has room for."""
+    """The number of entries that a row has room for."""
     sent = sent_of(self.density, self.tile_size)
     if self.method in ("exact", "trimmed"):
       return sent
@@ -185,7 +188,7 @@ class TopK:
 
   @property
   def method(self) -> Selection:
-    """The selection of a row of this size."""
+    """The selection of a row of this size, which is never ``"auto"``."""
     if self.selection != "auto":
       return self.selection
     if self.tile_size < _SMALL:
@@ -201,11 +204,13 @@ class TopK:
     return self.quantize == "asq"
 
   def for_leaf(self, size: int, ranges: int = 1) -> "TopK":
+    """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
     if self.range_size is not None:
       return self
     return dataclasses.replace(self, range_size=range_of(size, ranges))
 
   def turn(self, step: jax.Array) -> jax.Array:
+    """Returns the sign whose turn it is: 1 in even steps, -1 in odd ones."""
     return jnp.where(step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
 
   def encode(
@@ -215,6 +220,7 @@ class TopK:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
+    """Encodes an array: ``uint32[rows, row_words]``, one row a range."""
     return self.encode_with_residual(x, key=key, stats=stats)[0]
 
   def encode_with_residual(
@@ -224,10 +230,10 @@ class TopK:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> tuple[Payload, jax.Array]:
-    """The payload, and ``x`` less what it decodes to, without decoding it.
+    """Encodes an array, and returns what the payload leaves of it, without decoding.
 
     Returns:
-      A :class:`Payload`, and ``float32`` in the shape of ``x``.
+      A :class:`Payload`, and the residual, ``float32`` in the shape of ``x``.
     """
     del key
     leaf = as_float32(x).reshape(x.shape)
@@ -241,10 +247,11 @@ class TopK:
     return encode_leaves(self._row, self._select, leaves, matrices, stats)
 
   def filled(self, flat: jax.Array) -> jax.Array:
-    """The leaf as it is: zeros that fill a range are no elements of note."""
+    """Returns the leaf as it is: zeros may fill its last range."""
     return flat
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
     return decode_payload(payload, like, self.for_leaf(like.size))
 
   def encode_rows(
@@ -262,6 +269,7 @@ class TopK:
     return decode_sparse_rows(self, rows)
 
   def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""
     if not rows.size:
       empty = jnp.zeros((*rows.shape[:-1], self.slots), jnp.float32)
       return empty.astype(jnp.int32), empty
@@ -270,9 +278,11 @@ class TopK:
     return positions, values
 
   def used(self, rows: jax.Array) -> jax.Array:
+    """Counts the entries of each row: ``int32[...]``."""
     return self._row.used(rows)
 
   def thresholds(self, rows: jax.Array) -> jax.Array:
+    """Returns the smallest magnitude that each row sends, or 0: ``float32[rows]``."""
     positions, values = self.entries(rows)
     magnitude = jnp.where(positions < self.tile_size, jnp.abs(values), jnp.inf)
     smallest = magnitude.min(axis=1, initial=jnp.inf)
@@ -283,7 +293,7 @@ class TopK:
     return EntryRow(self.tile_size, self.slots, self.quantize, self.value_dtype)
 
   def _select(self, x: Row, stats: jax.Array | None) -> jax.Array:
-    """The positions of what is sent of a row."""
+    """Returns the positions of the elements of a row to send."""
     sign = None
     if self.alternates:
       sign = jnp.float32(1) if stats is None else stats

@@ -1,4 +1,4 @@
-"""Arithmetic in floating-point formats of few bits, rounded correctly everywhere."""
+"""Arithmetic in floating-point formats of few bits, each result rounded correctly."""
 
 from gradcomp.floats._all_reduce import all_reduce as all_reduce
 from gradcomp.floats._all_reduce import round_off_error as round_off_error

@@ -1,4 +1,4 @@
-"""All-reduces in a format, emulated on one device, and how far off they are."""
+"""Emulates all-reduces in a format on one device, and measures how far off they are."""
 
 from typing import Literal
 
@@ -23,34 +23,36 @@ def all_reduce(
   group_size: int | None = None,
   method: Method = "sequential",
 ) -> jax.Array:
-  """The sum of the workers' arrays, as an all-reduce in a format would make it.
+  """Adds the workers' arrays, as an all-reduce in a format would add them.
+
+  Each array is rounded to the format, and so is each partial sum, to nearest even.
 
   ================  ====================================================================
-  ``order``         who is added to whom
+  ``order``         the order of the additions
   ================  ====================================================================
-  ``gathered``      everyone adds all workers' numbers, in their order
-  ``ring``          the elements are cut into as many shares as there are workers; share
+  ``gathered``      everyone adds all workers' numbers, in the order of the workers
+  ``ring``          the elements are cut into as many shares as there are workers. Share
                     d starts at worker d + 1, goes around, and ends at worker d
-  ``hierarchical``  first the workers of each group of consecutive ones, in their order,
-                    then the groups' sums, in their order
+  ``hierarchical``  the workers of each group of consecutive ones are added first, in
+                    their order, and then the groups' sums, in their order
   ================  ====================================================================
 
-  The exchanges of :func:`gradcomp.aps` add in these orders on real workers; a ring
+  The exchanges of :func:`gradcomp.aps` add in these orders on real workers. A ring
   there cuts rows, not elements, into shares.
 
   Args:
-    x: ``[N, ...]``, what each worker has.
+    x: ``[N, ...]`` of real float dtype, the arrays of N workers.
     fmt: the format.
-    order: see above.
-    group_size: workers in a group.
-    method: how numbers are added one by one: see :func:`gradcomp.floats.sum`.
+    order: the order, as in the table.
+    group_size: workers in a group of ``hierarchical``, a divisor of N; else None.
+    method: how a worker adds numbers, see :func:`gradcomp.floats.sum`.
 
   Returns:
     ``float32[...]``, numbers of the format.
 
   Raises:
-    ValueError: an unknown ``order`` or ``method``, no first axis, or a ``group_size``
-      that does not fit.
+    ValueError: ``order`` or ``method`` is unknown, ``x`` has no first axis, or
+      ``group_size`` does not fit.
     TypeError: ``x`` is not real floating point.
 
   Example:
@@ -94,23 +96,24 @@ def all_reduce(
 
 
 def round_off_error(exact: jax.Array, rounded: jax.Array) -> jax.Array:
-  r"""The mean relative error, :math:`\frac{1}{n} \sum |(h_i - l_i) / h_i|`.
+  r"""Returns the mean relative error, :math:`\frac{1}{n} \sum |(h_i - l_i) / h_i|`.
 
-  Elements whose exact value is zero have none, and are left out.
+  Elements whose exact value is zero have no relative error, and are left out.
 
   Args:
     exact: :math:`h`, an array of any shape.
-    rounded: :math:`l`, of the same shape.
+    rounded: :math:`l`, an array of the same shape.
 
   Returns:
-    ``float32[]``, 1 for 100 %; 0 if nothing is left.
+    ``float32[]``, 1 for 100 %; 0 if no element is left.
 
   Example:
     >>> round_off_error(jnp.array([1.0, 2.0, 0.0]), jnp.array([1.5, 2.0, 1.0]))
     Array(0.25, dtype=float32)
 
   References:
-    Han et al., 2021, equation 5
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2, equation 5
   """
   used = exact != 0
   error = jnp.abs((exact - rounded) / jnp.where(used, exact, 1.0))

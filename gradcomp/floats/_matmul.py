@@ -1,4 +1,4 @@
-"""Matrix products whose every product and partial sum is rounded."""
+"""Multiplies matrices in a format: every product and every partial sum is rounded."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from gradcomp.floats._rounding import check_float, round_to, with_derivative_of
 from gradcomp.floats._sums import Method, sum_of_terms, sum_rounded
 from gradcomp.kernels.float_formats import FloatFormat
 
-_BLOCK = 1 << 18  # elements of the result, or of products: what caches hold
+_BLOCK = 1 << 18  # elements of the result, or products, that caches hold at once
 
 
 def matmul(
@@ -24,23 +24,23 @@ def matmul(
   *,
   straight_through: bool = False,
 ) -> jax.Array:
-  r"""The matrix product as hardware would make it that has nothing but the formats.
+  r"""Multiplies matrices as hardware would that has nothing but the formats.
 
-  Operands are rounded to ``fmt``; so is each product; and each partial sum, over k in
-  order, is rounded to ``accumulator``:
+  Operands and each product are rounded to ``fmt``. Each partial sum, over k in order,
+  is rounded to ``accumulator``:
 
   .. math:: s \leftarrow s \oplus_{acc} (a_{ik} \otimes_{fmt} b_{kj})
 
-  A plain product of rounded matrices that is rounded at the end, as other emulators
-  have it, hides what a narrow accumulator loses.
+  Other emulators multiply rounded matrices in full precision, and round at the end.
+  That hides what a narrow accumulator loses.
 
   Args:
     a: ``[m, k]`` of real float dtype.
     b: ``[k, n]``.
-    fmt: of operands and products.
-    accumulator: of partial sums, to which products are then rounded too; ``fmt`` by
-      default.
-    method: in which order products are added: see :func:`gradcomp.floats.sum`.
+    fmt: the format of operands and products.
+    accumulator: the format of partial sums, to which products are then rounded too;
+      ``fmt`` by default.
+    method: how products are added, see :func:`gradcomp.floats.sum`.
     straight_through: whether the derivative is that of the exact product of the rounded
       matrices, whose own rounding counts as the identity; else it is zero.
 
@@ -48,7 +48,7 @@ def matmul(
     ``float32[m, n]``, numbers of the accumulator's format.
 
   Raises:
-    ValueError: shapes that do not fit, or an unknown ``method``.
+    ValueError: the shapes do not fit, or ``method`` is unknown.
     TypeError: an operand is not real floating point.
 
   Example:
@@ -91,7 +91,7 @@ def _matmul(
   accumulator: FloatFormat,
   method: Method,
 ) -> jax.Array:
-  """Blocks of rows, one after the other."""
+  """Multiplies matrices by blocks of rows, one block after the other."""
   (rows, depth), columns = a.shape, b.shape[1]
   a, b = round_to(a, fmt), round_to(b, fmt)
   if not rows or not columns or not depth:

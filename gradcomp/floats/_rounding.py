@@ -1,4 +1,4 @@
-"""Rounding to a format, and codes."""
+"""Rounds to a format, and converts between numbers and their codes."""
 
 import functools
 from collections.abc import Callable
@@ -19,20 +19,21 @@ def to_code(
   *,
   key: jax.Array | None = None,
 ) -> jax.Array:
-  """The codes of the numbers that ``x`` rounds to.
+  """Returns the codes of the numbers that ``x`` rounds to.
 
   Args:
     x: an array of any shape and real float dtype.
     fmt: the format.
-    rounding: as in :func:`round_to`.
-    key: for stochastic rounding.
+    rounding: the rule, as in :func:`round_to`.
+    key: one threefry key, which stochastic rounding needs.
 
   Returns:
-    ``uint32`` in the shape of ``x``, below ``2**fmt.bits``. Where a format has no code
-    for NaN, it is minus zero's; where it has one for both, infinity's.
+    ``uint32`` in the shape of ``x``, below ``2**fmt.bits``. In a format without a code
+    for NaN, NaN's code is that of minus zero. In one with a single code for infinity
+    and NaN, it is that code.
 
   Raises:
-    ValueError: an unknown ``rounding``, or no ``key`` where it is needed.
+    ValueError: ``rounding`` is unknown, or ``key`` is missing where it is needed.
     TypeError: ``x`` is not real floating point.
 
   Example:
@@ -44,10 +45,10 @@ def to_code(
 
 
 def from_code(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
-  """The numbers of codes: ``float32`` in their shape.
+  """Returns the numbers of codes: ``float32`` in the shape of ``codes``.
 
   Args:
-    codes: integers from 0 to ``2**fmt.bits - 1``; of others the lowest bits count.
+    codes: integers from 0 to ``2**fmt.bits - 1``. Only the lowest bits of others count.
     fmt: the format.
 
   Raises:
@@ -73,28 +74,28 @@ def round_to(
 ) -> jax.Array:
   r"""Rounds each element to a number of a format.
 
-  Correctly, subnormal numbers and the carry beyond the largest number included:
+  It rounds correctly, also to subnormal numbers and beyond the largest number:
 
   ================  ====================================================================
   ``rounding``      the result
   ================  ====================================================================
   ``nearest_even``  the nearest number; of two, the one whose code is even. That is IEEE
                     754's rule, which without mantissa bits always takes the larger.
-                    From the largest number plus half a step on (beyond it where that
-                    number's code is even), infinity
-  ``stochastic``    one of the two neighbours, so that the mean is :math:`x`: the upper
-                    with probability :math:`(x - l) / (u - l)`, a multiple of 2**-32.
-                    Unbiased up to the largest number
-  ``toward_zero``   the neighbour nearer to zero: never infinity
+                    Numbers from the largest plus half a step on become infinity (only
+                    numbers beyond that, if the code of the largest is even)
+  ``stochastic``    one of the two neighbours :math:`l \le x \le u`: :math:`u` with
+                    probability :math:`(x - l) / (u - l)`, a multiple of 2**-32, so that
+                    the mean is :math:`x`. Unbiased up to the largest number
+  ``toward_zero``   the neighbour nearer to zero, which is never infinity
   ================  ====================================================================
 
   Formats without infinity have NaN in its place, and without NaN the largest number.
-  NaN stays NaN, and infinities stay what they are where the format has them.
+  NaN stays NaN. Infinities stay what they are if the format has them.
 
   Args:
-    x: an array of any shape and real float dtype, which is rounded from ``float32``.
+    x: an array of any shape and real float dtype. It is converted to ``float32`` first.
     fmt: the format.
-    rounding: see above.
+    rounding: the rule, as in the table.
     key: one threefry key, as ``jax.random.key`` makes, for stochastic rounding.
     straight_through: whether the derivative is that of the identity; else it is zero.
 
@@ -102,7 +103,7 @@ def round_to(
     The numbers, in the dtype of ``x``.
 
   Raises:
-    ValueError: an unknown ``rounding``, or no ``key`` where it is needed.
+    ValueError: ``rounding`` is unknown, or ``key`` is missing where it is needed.
     TypeError: ``x`` is not real floating point.
 
   Example:
@@ -112,11 +113,12 @@ def round_to(
 
   References:
     Han et al., `Auto-Precision Scaling for Distributed Deep Learning
-    <https://arxiv.org/abs/1911.08907>`_, 2021, section 5
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1
   """
   wide, draw = _checked(x, rounding, key)
 
-  # The random bits are an argument: what is differentiated must not close over tracers.
+  # The random bits are an argument, because a differentiated function must not close
+  # over tracers.
   def rounded(wide: jax.Array, draw: jax.Array | None) -> jax.Array:
     return _round(wide, fmt, rounding, draw)
 
@@ -128,14 +130,18 @@ def round_to(
 def with_derivative_of(
   surrogate: Callable[..., jax.Array], function: Callable[..., jax.Array]
 ) -> Callable[..., jax.Array]:
-  """``function`` with the derivative of ``surrogate``: a straight-through estimator."""
+  """Returns ``function`` with the derivative of ``surrogate``: straight-through."""
   wrapped = jax.custom_jvp(function)
   wrapped.defjvp(lambda x, dx: (function(*x), jax.jvp(surrogate, x, dx)[1]))
   return wrapped
 
 
 def check_float(x: jax.Array, name: str) -> jax.Array:
-  """As ``float32``; TypeError if it is not real floating point."""
+  """Converts ``x`` to ``float32``.
+
+  Raises:
+    TypeError: ``x`` is not real floating point.
+  """
   x = jnp.asarray(x)
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise TypeError(f"`{name}` must have a real float dtype, got {x.dtype}.")
@@ -145,7 +151,7 @@ def check_float(x: jax.Array, name: str) -> jax.Array:
 def _checked(
   x: jax.Array, rounding: str, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-  """``x`` in float32, and the random bits that its rounding needs."""
+  """Returns ``x`` in float32, and the random bits that its rounding needs, or None."""
   wide = check_float(x, "x")
   one_of("rounding", FloatRounding, rounding)
   if rounding != "stochastic":
@@ -176,6 +182,6 @@ def _from_code(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
 def _round(
   x: jax.Array, fmt: FloatFormat, rounding: FloatRounding, draw: jax.Array | None
 ) -> jax.Array:
-  """By way of codes; NaN, which not every format has, by itself."""
+  """Rounds by way of codes, and keeps NaN, which not every format has."""
   codes = float_codes.to_codes(x, fmt, rounding=rounding, draw=draw)
   return jnp.where(jnp.isnan(x), x, float_codes.from_codes(codes, fmt))

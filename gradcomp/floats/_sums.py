@@ -1,4 +1,4 @@
-"""Sums whose every partial sum is rounded to a format."""
+"""Adds in a format: every partial sum is rounded to it."""
 
 import functools
 from collections.abc import Callable
@@ -22,15 +22,15 @@ def sum(
   axis: int | None = None,
   method: Method = "sequential",
 ) -> jax.Array:
-  r"""The sum over an axis in a format, to which every partial sum is rounded.
+  r"""Adds over an axis in a format, to which every partial sum is rounded.
 
-  With :math:`\oplus` and :math:`\ominus` for a sum and a difference rounded to nearest
-  even, and elements :math:`x_k` that were rounded first:
+  :math:`\oplus` and :math:`\ominus` are a sum and a difference rounded to nearest even,
+  and :math:`x_k` are the elements, which are rounded first:
 
   ==============  ======================================================================
   ``method``      the sum
   ==============  ======================================================================
-  ``sequential``  :math:`s \leftarrow s \oplus x_k`, from the first
+  ``sequential``  :math:`s \leftarrow s \oplus x_k`, from the first on
   ``pairwise``    neighbours are added until one number is left; an odd last one waits
   ``kahan``       :math:`y = x_k \ominus c`, :math:`t = s \oplus y`,
                   :math:`c = (t \ominus s) \ominus y`, :math:`s = t`; c is 0 where t is
@@ -41,13 +41,14 @@ def sum(
     x: an array of real float dtype.
     fmt: the format.
     axis: the axis that is summed over; None for all elements, in row-major order.
-    method: see above.
+    method: the order of the additions, as in the table.
 
   Returns:
-    ``float32`` numbers of the format. The sum of nothing is 0.
+    ``float32`` numbers of the format, in the shape of ``x`` without the axis. The sum
+    of nothing is 0.
 
   Raises:
-    ValueError: an unknown ``method``, or an axis that ``x`` does not have.
+    ValueError: ``method`` is unknown, or ``x`` does not have the axis.
     TypeError: ``x`` is not real floating point.
 
   Example:
@@ -77,7 +78,7 @@ def _sum(x: jax.Array, fmt: FloatFormat, method: Method) -> jax.Array:
 
 
 def sum_rounded(x: jax.Array, fmt: FloatFormat, method: Method) -> jax.Array:
-  """Over the first axis, of numbers of the format."""
+  """Adds numbers of the format over the first axis."""
   if not x.shape[0]:
     return jnp.zeros(x.shape[1:], jnp.float32)
   if method == "pairwise":
@@ -94,7 +95,7 @@ def sum_of_terms(
   fmt: FloatFormat,
   method: Literal["sequential", "kahan"],
 ) -> jax.Array:
-  """Of ``term(0)`` to ``term(count - 1)``, numbers of the format, one by one."""
+  """Adds ``term(0)`` to ``term(count - 1)``, numbers of the format, one by one."""
   first = term(0)
   if method == "sequential":
     return jax.lax.fori_loop(1, count, lambda k, s: rounded_sum(s, term(k), fmt), first)
@@ -115,9 +116,24 @@ def kahan_step(
   *,
   saturate: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """The next sum and compensation of Kahan's algorithm, four operations in a format.
+  """Returns the next sum and compensation of Kahan's algorithm, all in a format.
 
-  There is nothing to compensate where the sum is infinite: it stays so.
+  It takes four rounded operations. An infinite sum stays infinite, and has the
+  compensation 0.
+
+  Args:
+    total: the sum so far, ``float32`` numbers of the format.
+    compensation: its compensation, in the same shape; 0 at first.
+    x: the numbers of the format to add.
+    fmt: the format.
+    saturate: whether a finite sum that is too large becomes the largest number.
+
+  Example:
+    >>> total, compensation = kahan_step(
+    ...   jnp.float32(8.0), jnp.float32(0.0), jnp.float32(1.0), FloatFormat(5, 2)
+    ... )
+    >>> total, compensation
+    (Array(8., dtype=float32), Array(-1., dtype=float32))
   """
 
   def plus(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Encoding in 8-bit types, and the decoding that undoes it."""
+"""Encodes and decodes 8-bit data types."""
 
 import functools
 from collections.abc import Sequence
@@ -25,7 +25,10 @@ def encode_rows(
   up: float = 1.0,
   implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-  """See :func:`reference.encode_rows`; and :func:`dispatch.run`."""
+  """Encodes a flat array by the implementation that :func:`dispatch.run` chooses.
+
+  See :func:`reference.encode_rows` for the other arguments and the result.
+  """
   options: dict[str, Any] = {
     "lines": tuple(lines),
     "tops": tops,

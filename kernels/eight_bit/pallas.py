@@ -1,4 +1,4 @@
-"""The encoder of 8-bit types as a Pallas kernel; with blocks, in one pass."""
+"""Encodes 8-bit types by a Pallas kernel, in one pass if blocks have scales."""
 
 import functools
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def encode_rows(
   up: float,
   interpret: bool = False,
 ) -> jax.Array:
-  """The same as :func:`reference.encode_rows`."""
+  """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   columns = PLANES if scale is None else scale.shape[1]
   units = None if scale is None else to_units(scale)
 

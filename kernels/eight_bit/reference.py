@@ -1,4 +1,4 @@
-"""8-bit types in jnp: a sign and a level of a table, over planes.
+"""Encodes and decodes 8-bit types in jnp: a sign and a level of a table, over planes.
 
 See docs/wire-format.md for the rule.
 """
@@ -47,10 +47,10 @@ def encode_rows(
 
   Args:
     x: ``float32[n]``.
-    scale: ``float32[rows, 1]`` or ``float32[rows, 4]``; None for :func:`enlarged`
-      largest magnitudes of the buckets.
+    scale: ``float32[rows, 1]`` or ``float32[rows, 4]``; by default the largest
+      magnitude of each bucket, :func:`enlarged`.
     key: ``uint32[2]`` for stochastic rounding, None for nearest.
-    lines: between the levels.
+    lines: the straight lines between the levels, see :mod:`gradcomp.kernels.lines`.
     tops: the largest magnitude of a positive and of a negative code.
     bucket_size: elements a bucket, ``B``.
     up: see :func:`enlarged`.
@@ -77,9 +77,10 @@ def encode_rows(
 
 
 def enlarged(scale: jax.Array, up: float) -> jax.Array:
-  """What a level of 1 stands for, where the largest element is the level ``1 / up``.
+  """Returns ``scale * up``, the value of a level of 1, cut to the largest float.
 
-  A NaN stays one: no minimum, since those of GPUs drop it.
+  The largest element is then the level ``1 / up``. NaN stays NaN; it is not cut by a
+  minimum, because minima drop NaN on GPUs.
   """
   large = scale * np.float32(up)
   return jnp.where(large > _LARGEST, _LARGEST, large)
@@ -92,8 +93,11 @@ def code(
   lines: Sequence[Line],
   tops: tuple[int, int],
 ) -> jax.Array:
-  """Codes of one plane. Nothing becomes minus zero: its code, 128, is the magnitude of
-  the largest level of a type that has 256."""
+  """Returns the codes of one plane: a sign bit above seven bits of magnitude.
+
+  No element becomes minus zero. Its code, 128, is the magnitude of the largest level in
+  a type that has 256 levels.
+  """
   positive, negative = (jnp.uint32(top << FRACTION) for top in tops)
   top = positive if tops[0] == tops[1] else jnp.where(x < 0, negative, positive)
   fixed = jnp.minimum(coordinate(jnp.abs(x) * factor, lines), top)
@@ -105,7 +109,7 @@ def code(
 def decode_rows(
   rows: jax.Array, *, table: np.ndarray, last: float, bucket_size: int
 ) -> jax.Array:
-  """The values of rows: ``uint32[..., rows, words]`` to ``float32[..., rows, 4, B]``.
+  """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, 4, B]``.
 
   Args:
     rows: ``uint32[..., rows, words]``.

@@ -1,4 +1,4 @@
-"""Casting to floats of few bits, packed, and the way back."""
+"""Casts arrays to floats of few bits and packs them, and decodes them."""
 
 import functools
 from typing import Any
@@ -28,7 +28,10 @@ def encode_rows(
   row_words: int,
   implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-  """See :func:`reference.encode_rows`; and :func:`dispatch.run`."""
+  """Casts a flat array by the implementation that :func:`dispatch.run` chooses.
+
+  See :func:`reference.encode_rows` for the other arguments and the result.
+  """
   options: dict[str, Any] = {
     "fmt": fmt,
     "rounding": rounding,

@@ -1,4 +1,4 @@
-"""Cast and pack as a Pallas kernel."""
+"""Casts and packs by a Pallas kernel."""
 
 import functools
 from typing import Any
@@ -30,7 +30,7 @@ def encode_rows(
   row_words: int,
   interpret: bool = False,
 ) -> jax.Array:
-  """The same as :func:`reference.encode_rows`."""
+  """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   bits = width(fmt)
   planes = planes_per_word(bits)
 

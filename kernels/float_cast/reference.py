@@ -1,4 +1,4 @@
-"""FloatCast's inner loops in jnp: scale by a power of two, cast, pack, and back.
+"""FloatCast's inner loops in jnp: scale by a power of two, cast, pack, and decode.
 
 See docs/wire-format.md for the rule.
 """
@@ -23,13 +23,13 @@ from gradcomp.kernels.planes import (
 )
 from gradcomp.kernels.threefry import Key, random_lanes
 
-# A byte stands for an exponent less 126; the two ends stand for zero and for NaN.
+# A byte is an exponent plus 126. The bytes 0 and 255 stand for zero and for NaN.
 _BYTE_BIAS = 126
 _NOT_FINITE = 255
 
 
 def width(fmt: FloatFormat) -> int:
-  """The bits that a code travels in: 4, 8, 16 or 32.
+  """Returns the bits that a code travels in: 4, 8, 16 or 32.
 
   Example:
     >>> [width(FloatFormat(e, m)) for e, m in ((3, 0), (5, 2), (5, 10), (8, 23))]
@@ -39,10 +39,12 @@ def width(fmt: FloatFormat) -> int:
 
 
 def exponent_byte(largest: jax.Array, addends: int) -> jax.Array:
-  """``ceil(log2(N a))``, less ``ceil(log2 N)``, as a byte: ``uint8`` like ``largest``.
+  r"""Returns ``ceil(log2(N a)) - ceil(log2 N)`` as a byte: ``uint8`` like ``largest``.
 
-  Exactly, from the bits of :math:`a`: with :math:`a = f 2^k`, :math:`1 \\le f < 2`, it
-  is ``k`` or ``k + 1``, as :math:`f` is above ``2**ceil(log2 N) / N`` or not.
+  The exponent is found exactly, from the bits of :math:`a`. With :math:`a = f 2^k` and
+  :math:`1 \le f < 2`, it is ``k + 1`` if :math:`f` is above ``2**ceil(log2 N) / N``,
+  and ``k`` if not. The byte is the exponent plus 126, and at least 1. It is 0 for an
+  :math:`a` below 2**-126, and 255 for NaN and infinity.
 
   Args:
     largest: float32, zero or more, or NaN: :math:`a`.
@@ -63,9 +65,10 @@ def exponent_byte(largest: jax.Array, addends: int) -> jax.Array:
 
 
 def shift(byte: jax.Array, fmt: FloatFormat, addends: int) -> jax.Array:
-  """The power of two that makes N largest elements just fit: ``int32`` like ``byte``.
+  """Returns the power of two with which N largest elements just fit: ``int32``.
 
-  Algorithm 1's ``factor_exp``, the format's largest exponent less that of the sum.
+  It is ``factor_exp`` in Han et al., algorithm 1: the largest exponent of the format
+  less that of the sum. It is 0 for the byte 0.
   """
   exponent = byte.astype(jnp.int32) - _BYTE_BIAS + _ceil_log2(addends)
   return jnp.where(byte == 0, 0, fmt.max_exponent - exponent)
@@ -74,13 +77,16 @@ def shift(byte: jax.Array, fmt: FloatFormat, addends: int) -> jax.Array:
 def unshifted(
   x: jax.Array, byte: jax.Array, fmt: FloatFormat, addends: int
 ) -> jax.Array:
-  """What scaled values stand for: NaN where the byte says so.
+  """Takes the scale off numbers, which become NaN if the byte says so.
 
   Args:
     x: ``float32[rows, P, B]``.
     byte: ``uint8[rows, 1]``.
     fmt: the format.
     addends: N.
+
+  Returns:
+    ``float32[rows, P, B]``, ``x`` times two to the power of minus :func:`shift`.
   """
   value = times_power_of_two(x, -shift(byte, fmt, addends)[..., None])
   return jnp.where(byte[..., None] == _NOT_FINITE, jnp.nan, value)
@@ -97,17 +103,21 @@ def encode_rows(
   row_words: int,
   first_row: int = 0,
 ) -> jax.Array:
-  """Casts a flat array, or ``x * 2**exponent``: ``uint32[rows, row_words]``.
+  """Casts a flat array, or ``x * 2**exponent``, and packs the codes.
 
   Args:
     x: ``float32[n]``.
     exponent: ``int32[]`` or None.
     key: ``uint32[2]`` for stochastic rounding, else None.
     fmt: the format.
-    rounding: how.
-    saturate: whether what is too large becomes the largest number, not infinity.
+    rounding: how numbers are rounded to the format.
+    saturate: whether numbers that are too large become the largest number, not
+      infinity.
     row_words: words in a row, ``B``.
     first_row: the number of the first row, which the random numbers depend on.
+
+  Returns:
+    ``uint32[rows, row_words]``.
   """
   planes = planes_per_word(width(fmt))
 
@@ -132,16 +142,19 @@ def encode_rows(
 def draws(
   key: Key | None, shape: tuple[int, int], planes: int, first_row: jax.Array | int
 ) -> list[jax.Array | None]:
-  """Random numbers for each plane, 16 bits at the top; None without a key."""
+  """Draws ``uint32`` random numbers for each plane, 16 bits at the top.
+
+  Without a key there are none: the list holds None for each plane.
+  """
   if key is None:
     return [None] * planes
   return [lane << 16 for lane in random_lanes(key, shape, planes, first_row=first_row)]
 
 
 def decode_rows(rows: jax.Array, fmt: FloatFormat) -> jax.Array:
-  """The numbers of rows: ``uint32[..., rows, B]`` to ``float32[..., rows, P, B]``.
+  """Decodes ``uint32[..., rows, B]`` to numbers, ``float32[..., rows, P, B]``.
 
-  Without mantissa bits there is one code for what is not finite: NaN.
+  Without mantissa bits, all that is not finite has one code, and decodes to NaN.
   """
   codes = unpack_planes(rows, width(fmt))
   if width(fmt) > fmt.bits:

@@ -1,4 +1,4 @@
-"""Lists of set bits: from a bit for each element to the positions of some."""
+"""Lists the positions of set bits, one bit for each element."""
 
 import functools
 
@@ -21,7 +21,10 @@ def positions(
   *,
   implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-  """See :func:`reference.positions`; and :func:`dispatch.run`."""
+  """Lists set bits by the implementation that :func:`dispatch.run` chooses.
+
+  See :func:`reference.positions` for the other arguments and the result.
+  """
   no = blocks.refusal(words.size * WORD, WORD, LANES)
   return dispatch.run(
     implementation,

@@ -1,8 +1,8 @@
-"""Lists of set bits as a Pallas kernel: each program lists a block of words.
+"""Lists set bits by a Pallas kernel: each program lists a block of words.
 
-Where a block's list starts is known before, from sums over the blocks before it: so the
-order does not depend on which program runs first. Within a block, each round lists the
-lowest bit that each word has left. Few bits are set: one or two rounds do.
+Sums over the blocks in front of a block say where its list starts, so that the order
+does not depend on which program runs first. Within a block, each round lists the lowest
+bit that each word has left. Few bits are set: one or two rounds do.
 """
 
 from typing import Any
@@ -21,14 +21,14 @@ _TILES = 16  # in a block: 16 bytes of words for each thread of four warps
 def positions(
   words: jax.Array, capacity: int, size: int, *, interpret: bool = False
 ) -> jax.Array:
-  """The same as :func:`reference.positions`, of one tile or more."""
+  """Lists as :func:`reference.positions` does, for one tile or more."""
   tiles = words.size // LANES
   rows = min(_TILES, 1 << (tiles.bit_length() - 1))
   block = rows * LANES
   starts, total = _starts(words, block)
 
   def kernel(words_ref: Any, starts_ref: Any, out_ref: Any) -> None:
-    # The last block is the last words, some of which the one before lists as well.
+    # The last block is the last words. The block before lists some of them as well.
     first = jnp.minimum(blocks.pl.program_id(0) * rows, tiles - rows) * LANES
     place = first + lax.iota(jnp.int32, block)
     words = words_ref[place]
@@ -56,12 +56,14 @@ def positions(
     interpret=interpret,
     name="list_positions",
   )(words, starts)
-  # No program writes what is behind the last.
+  # No program writes the slots behind the last set bit.
   return jnp.where(lax.iota(jnp.int32, capacity) < total, found, size)
 
 
 def population_count(words: jax.Array) -> jax.Array:
-  """``int32``. XLA's Triton compiler knows no instruction for it.
+  """Counts the set bits of each word: ``int32``.
+
+  XLA's Triton compiler knows no instruction for it.
 
   Example:
     >>> population_count(jnp.uint32(0b10110)).item()
@@ -74,13 +76,16 @@ def population_count(words: jax.Array) -> jax.Array:
 
 
 def _exponent(power: jax.Array) -> jax.Array:
-  """Of a power of two, ``int32``: that of the float. Nothing counts zeros, either."""
+  """Returns the exponent of a power of two, ``int32``, as its float has it.
+
+  No instruction counts trailing zeros, either.
+  """
   bits = lax.bitcast_convert_type(power.astype(jnp.float32), jnp.int32)
   return (bits >> 23) - 127
 
 
 def _starts(words: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-  """How many bits are set before each block of words, ``int32[blocks]``, and in all."""
+  """Counts the set bits in front of each block, ``int32[blocks]``, and in all words."""
   whole = words.size // block * block
   counts = lax.population_count(words).astype(jnp.int32)
   sums = counts[:whole].reshape(-1, block).sum(1, dtype=jnp.int32)

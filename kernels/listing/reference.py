@@ -1,31 +1,32 @@
-"""Lists of set bits: a bit for each element, tile by tile, to the elements' positions.
+"""Lists the positions of set bits in jnp, one bit for each element, tile by tile.
 
-What comes first is found by counting: set bits of tiles, of halves of a tile, of words
-and of halves of a word. Nothing is sorted, and no pass is longer than the list or the
-bits.
+A slot's element is found by counting the set bits of tiles, of halves of a tile, of
+words and of halves of a word. Nothing is sorted, and no pass is longer than the list or
+the bits.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# A tile is 1024 elements: 32 words side by side, bit p of word w is element 32 p + w.
+# A tile is 1024 elements in 32 words. Bit p of word w is element 32 p + w.
 WORD = 32
 LANES = 32
 TILE = WORD * LANES
 
 
 def count_bits(words: jax.Array) -> jax.Array:
+  """Counts the set bits of all words: ``int32[]``."""
   return lax.population_count(words).astype(jnp.int32).sum(dtype=jnp.int32)
 
 
 def groups_of_slots(counts: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-  """Which group each of consecutive slots belongs to, and where in it.
+  """Returns the group that each of consecutive slots belongs to, and its place there.
 
   Args:
-    counts: ``int32[groups]``, slots of each.
-    capacity: slots, of which those behind the last group's belong to the last that has
-      any.
+    counts: ``int32[groups]``, the number of slots of each group.
+    capacity: the number of slots. Those behind the last group's belong to the last
+      group that has any.
 
   Returns:
     Two ``int32[capacity]``.
@@ -43,10 +44,20 @@ def groups_of_slots(counts: jax.Array, capacity: int) -> tuple[jax.Array, jax.Ar
 
 
 def positions(words: jax.Array, capacity: int, size: int) -> jax.Array:
-  """The elements whose bits are set: ``int32[capacity]``, ``size`` behind the last.
+  """Lists the elements whose bits are set: ``int32[capacity]``.
 
-  The slots of a tile are found by its number of set bits, and within the tile by
-  halving, first its words and then the bits of one.
+  A slot's tile is found by the tiles' numbers of set bits. Within the tile its element
+  is found by halving, first the words and then the bits of one.
+
+  Args:
+    words: ``uint32[32 * tiles]``.
+    capacity: the number of slots; set bits beyond it are not listed.
+    size: what the slots behind the last set bit hold.
+
+  Example:
+    >>> words = jnp.zeros(32, jnp.uint32).at[3].set(0b101)
+    >>> positions(words, capacity=3, size=1024)
+    Array([   3,   67, 1024], dtype=int32)
   """
   sums = [lax.population_count(words).astype(jnp.int32)]
   while sums[-1].size > words.size // LANES:
@@ -60,13 +71,13 @@ def positions(words: jax.Array, capacity: int, size: int) -> jax.Array:
     right = rank >= left
     rank, word = jnp.where(right, rank - left, rank), word + right
   used = lax.iota(jnp.int32, capacity) < counts.sum(dtype=jnp.int32)
-  word = jnp.minimum(word, words.size - 1)  # of slots behind the last
+  word = jnp.minimum(word, words.size - 1)  # unused slots may lie behind the words
   bit = _set_bit(words[word], rank)
   return jnp.where(used, tile * TILE + bit * LANES + word % LANES, size)
 
 
 def _set_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
-  """The place of the set bit that has ``rank`` others below it; 31 if there is none.
+  """Returns the place of the set bit with ``rank`` others below it; 31 if none has.
 
   Example:
     >>> _set_bit(jnp.uint32(0b10100), jnp.int32(1)).item()
@@ -84,7 +95,7 @@ def _set_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
 
 
 def first_bits(words: jax.Array, wanted: jax.Array) -> jax.Array:
-  """The first ``wanted`` set bits of all words."""
+  """Keeps the first ``wanted`` set bits of all words, and clears the others."""
   counts = lax.population_count(words).astype(jnp.int32)
   before = jnp.cumsum(counts, dtype=jnp.int32) - counts
   rank = jnp.maximum(wanted - before, 0)

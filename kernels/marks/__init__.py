@@ -1,4 +1,4 @@
-"""Marks: a bit for each element whose magnitude reaches a threshold."""
+"""Marks the elements whose magnitude reaches a threshold by one bit each."""
 
 import jax
 
@@ -15,7 +15,10 @@ def mark(
   *,
   implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """See :func:`reference.mark`; and :func:`dispatch.run`."""
+  """Marks elements by the implementation that :func:`dispatch.run` chooses.
+
+  See :func:`reference.mark` for the other arguments and the result.
+  """
   sizes = x.size, x.matrices[0].size
   no = next(filter(None, (blocks.refusal(n, WORD, LANES) for n in sizes)), "")
   return dispatch.run(

@@ -1,6 +1,6 @@
-"""Marks as a Pallas kernel: the bits, and how many of each tile, in one pass.
+"""Marks elements by a Pallas kernel, and counts those of each tile, in one pass.
 
-A row of a matrix is read where it is. The last, partial tile is left to the reference.
+A row of a matrix is read where it lies. The reference marks the last, partial tile.
 """
 
 import functools
@@ -17,7 +17,7 @@ from gradcomp.kernels.magnitudes import magnitudes
 from gradcomp.kernels.marks import reference
 from gradcomp.kernels.rows import Row
 
-_TILES = 16  # in a block: of a plane 16 bytes for each thread of four warps
+_TILES = 16  # in a block, so that each thread of four warps loads 16 bytes of a plane
 _STEP = 8  # planes in a round of the loop, whose loads are all under way at once
 
 
@@ -28,7 +28,7 @@ def mark(
   *,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """The same as :func:`reference.mark`, of one tile or more."""
+  """Marks as :func:`reference.mark` does, for one tile or more."""
   tiles = x.size // TILE
   words, counts = x.read_within(
     lambda matrix, number: _mark_tiles(
@@ -44,7 +44,7 @@ def mark(
   return words.reshape(-1), count
 
 
-# Traced once for all matrices of a shape.
+# It is jitted so that it is traced once for all matrices of a shape.
 @functools.partial(jax.jit, static_argnames="interpret")
 def _mark_tiles(
   matrix: jax.Array,
@@ -54,7 +54,7 @@ def _mark_tiles(
   *,
   interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-  """The words of a row, with room for a last, partial tile, and counts of tiles."""
+  """Returns the words of a row, with room for a partial tile, and counts of tiles."""
   size = matrix.shape[1]
   tiles = size // TILE
   rows = min(_TILES, 1 << (tiles.bit_length() - 1))
@@ -64,9 +64,9 @@ def _mark_tiles(
   def kernel(x_ref: Any, *refs: Any) -> None:
     words_ref, counts_ref = refs[len(scalars) :]
     number, limit, *own = (ref[0] for ref in refs[: len(scalars)])
-    if matrix.shape[0] == 1:  # loads of 16 bytes for every size
+    if matrix.shape[0] == 1:  # a known number allows loads of 16 bytes for every size
       number = jnp.int32(0)
-    # The last block is the last tiles, some of which the one before marks as well.
+    # The last block is the last tiles. The block before marks some of them as well.
     first = jnp.minimum(blocks.pl.program_id(0) * rows, tiles - rows)
     tile = first + lax.broadcasted_iota(jnp.int32, shape, 0)
     start = tile * TILE + lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -82,7 +82,7 @@ def _mark_tiles(
     steps = jnp.int32(WORD // _STEP)
     words = lax.fori_loop(jnp.int32(0), steps, add_planes, none)
     words_ref[blocks.pl.ds(first, rows), :] = words
-    # Of each tile, not of the block: those of two blocks count once.
+    # These are counts of tiles, not of the block: a tile in two blocks counts once.
     counts = population_count(words).sum(axis=1, dtype=jnp.int32)
     counts_ref[blocks.pl.ds(first, rows)] = counts
 

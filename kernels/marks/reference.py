@@ -1,4 +1,4 @@
-"""Marks in jnp: a bit for each element whose magnitude reaches a threshold."""
+"""Marks the elements whose magnitude reaches a threshold by one bit each, in jnp."""
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +13,22 @@ from gradcomp.kernels.rows import Row
 def mark(
   x: Row, threshold: jax.Array, sign: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """The bits of the elements that reach a threshold, and how many they are.
+  """Marks the elements that reach a threshold by one bit each, and counts them.
 
   Args:
-    x: n elements.
+    x: a row of n elements.
     threshold: ``uint32[]``, in the order of magnitudes.py.
-    sign: ``float32[]``, to take the elements of the other for zeros.
+    sign: ``float32[]``, to take the elements of the other sign for zeros, or None.
 
   Returns:
-    ``uint32[tiles * 32]``: bit p of word w of a tile is its element 32 p + w; of what
-    fills the last tile, none is set. And ``int32[]``.
+    ``uint32[tiles * 32]``, in which bit p of word w of a tile is its element 32 p + w,
+    and no bit is set for what fills the last tile. And the number of marked elements,
+    ``int32[]``.
   """
 
   def reached(x: jax.Array) -> jax.Array:
-    # Or XLA computes the magnitudes in front of the loop over thresholds: a whole copy.
+    # Without the barrier XLA computes the magnitudes in front of the loop over
+    # thresholds, which makes a copy of the row.
     x, limit = lax.optimization_barrier((x, threshold))
     whole = x.size // TILE * TILE
     parts = [x[:whole], jnp.pad(x[whole:], (0, -x.size % TILE))]

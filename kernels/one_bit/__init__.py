@@ -1,4 +1,4 @@
-"""1-bit SGD's encoding, and the decoding that undoes it."""
+"""Encodes and decodes 1-bit SGD."""
 
 import functools
 from typing import Any
@@ -21,7 +21,10 @@ def encode_rows(
   keep: bool = False,
   implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """See :func:`reference.encode_rows`; and :func:`dispatch.run`."""
+  """Encodes a flat array by the implementation that :func:`dispatch.run` chooses.
+
+  See :func:`reference.encode_rows` for the other arguments and the result.
+  """
   options: dict[str, Any] = {"bucket_size": bucket_size, "keep": keep}
   sizes = x.size, WORD, bucket_size
   return dispatch.run(

@@ -1,4 +1,4 @@
-"""1-bit SGD by columns, as CNTK has it: each column of a matrix is a bucket."""
+"""Encodes 1-bit SGD by columns, as CNTK does: each column of a matrix is a bucket."""
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,15 @@ from gradcomp.kernels.scales import sum_lanes
 
 
 def encode_columns(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The columns of ``float32[d, n]`` and what their codes leave.
+  """Encodes the columns of ``float32[d, n]``, and returns rows and residual.
 
   Returns:
-    ``uint32[n, ceil(d / 32) + 2]`` and ``float32[d, n]``.
+    ``uint32[n, ceil(d / 32) + 2]``, and the residual, ``float32[d, n]``.
   """
   size, count = matrix.shape
   present = jnp.full(count, size)
   first = matrix[0] if size else jnp.zeros(count, jnp.float32)
-  # Over the first axis, a column in each lane.
+  # This sums over the first axis, with a column in each lane.
   sums = sum_lanes(sides(matrix, first, size))
   pair = means_of_sums(sums, first, present, size)
   signs = jnp.pad((matrix < 0).astype(jnp.uint32), ((0, -size % WORD), (0, 0)))
@@ -30,7 +30,7 @@ def encode_columns(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def decode_columns(rows: jax.Array, *, size: int) -> jax.Array:
-  """Columns of rows: ``uint32[..., n, words]`` to ``float32[..., n, 1, d]``."""
+  """Decodes ``uint32[..., n, words]`` to columns, ``float32[..., n, 1, d]``."""
   place = jax.lax.broadcasted_iota(jnp.uint32, (WORD,), 0)
   bits = (rows[..., :-2, None] >> place) & jnp.uint32(1)
   words = rows.shape[-1] - 2

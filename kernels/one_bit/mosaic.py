@@ -1,10 +1,10 @@
-"""1-bit SGD's encoder as a Mosaic GPU kernel: means, signs and residual in one pass.
+"""Encodes 1-bit SGD by a Mosaic GPU kernel: means, signs and residual in one pass.
 
-Sums are taken in an order of its own, since nothing here reduces a part of a plane, so
-that a mean may differ from the reference's in its last bits: relatively by less than
-``(B / 128 + 40) * 2**-24``, for so many roundings are on an element's way to the two
-sums, whose terms have one sign. Measured: 1.8e-7 (interpreted). Signs are equal, and
-the residual is what the code leaves.
+Mosaic cannot reduce a part of a plane, so that sums have an order of their own. A mean
+may therefore differ from the reference's in its last bits, relatively by less than ``(B
+/ 128 + 40) * 2**-24``: so many roundings are on an element's way to the two sums, whose
+terms have one sign. The difference measured is 1.8e-7 (interpreted). Signs are equal,
+and the residual is what the code leaves.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from gradcomp.kernels.planes import float_words
 def encode_rows(
   x: jax.Array, *, bucket_size: int, keep: bool, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array | None]:
-  """The same as :func:`reference.encode_rows`, but for the last bits of the means."""
+  """Encodes as :func:`reference.encode_rows` does, but for last bits of the means."""
 
   def body(tile: warpgroups.Tile) -> None:
     words: Any = None

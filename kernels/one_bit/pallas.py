@@ -1,4 +1,4 @@
-"""1-bit SGD's encoder as a Pallas kernel: means, signs and residual in one pass.
+"""Encodes 1-bit SGD by a Pallas kernel: means, signs and residual in one pass.
 
 Sums are taken in the order of the reference: the steps of a lane one after the other,
 each a load of its own, and the lanes by halves. The signs read the block once more, out
@@ -16,7 +16,7 @@ from gradcomp.kernels.one_bit import reference
 from gradcomp.kernels.one_bit.reference import WORD, chunks, means_of_sums, sides
 from gradcomp.kernels.planes import float_words
 
-_ELEMENTS = 2048  # of a plane in a block: a lane for each thread of four warps or more
+_ELEMENTS = 2048  # of a plane in a block: a lane or more for each thread of four warps
 
 
 # Traced once for all leaves of a shape; inlined, so that it is one call all the same.
@@ -26,7 +26,7 @@ _ELEMENTS = 2048  # of a plane in a block: a lane for each thread of four warps 
 def encode_rows(
   x: jax.Array, *, bucket_size: int, keep: bool, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
-  """The same as :func:`reference.encode_rows`."""
+  """Encodes as :func:`reference.encode_rows` does, to the same bits."""
 
   def body(block: blocks.Block) -> None:
     def add_plane(k: jax.Array, words: jax.Array) -> jax.Array:
@@ -63,13 +63,13 @@ def encode_rows(
 
 
 def _means(block: blocks.Block, plane: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """``avg+`` and ``avg-`` of the buckets of a plane: ``float32[rows]`` each."""
+  """Returns ``avg+`` and ``avg-`` of a plane's buckets: ``float32[rows]`` each."""
   size = block.shape[1]
   chunk, lanes = chunks(size)
   bucket = block.elements(plane, 0, 1)
   first = block.part(bucket)
   number = block.elements(plane, 0, size // chunk * lanes) - bucket
-  # From a number of a lane to its first element.
+  # The first element of each lane, by the lane's number.
   start = bucket + number // lanes * chunk + number % lanes
   sums = sides(block.part(start), first, size)
   for step in range(1, chunk // lanes):
@@ -82,7 +82,7 @@ def _means(block: blocks.Block, plane: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _sum_by_halves(x: jax.Array) -> jax.Array:
-  """The sum over the last axis of numbers of zero or more: ``float32[rows]``."""
+  """Sums numbers of zero or more over the last axis: ``float32[rows]``."""
   while x.shape[1] > 1:
     x = held(x.reshape(x.shape[0], 2, x.shape[1] // 2).sum(axis=1))
   return x.reshape(x.shape[0])

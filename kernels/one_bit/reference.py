@@ -1,4 +1,4 @@
-"""1-bit SGD's inner loops in jnp: a bucket's two means, signs, and what they leave.
+"""1-bit SGD's inner loops in jnp: the two means of a bucket, signs, and the residual.
 
 See docs/wire-format.md for the rule. A side of a bucket that has no elements has the
 mean zero. Where one mean is not finite, both are NaN.
@@ -27,16 +27,16 @@ from gradcomp.kernels.scales import sum_by_halves, sum_lanes
 
 WORD = planes_per_word(1)  # signs in a word, and buckets in a tile
 
-# Sums are taken over chunks, in lanes of at most 16 steps, and then over these: XLA:CPU
-# unrolls and vectorises such short sums, and takes twice as long for longer ones.
+# Sums are taken over chunks, in lanes of at most 16 steps, and then over the lanes.
+# XLA:CPU unrolls and vectorises such short sums; longer ones take it twice as long.
 _CHUNK = 128
 _STEPS = 16
 _LANES = 4  # at least
-_HALF = 1 << 16  # of a word, for one of two counts
+_HALF = 1 << 16  # half a word holds one of two counts
 
 
 def means(x: jax.Array, bucket_size: int) -> jax.Array:
-  """``avg+`` and ``avg-`` of a flat array's buckets: ``float32[rows, 2, 32]``.
+  """Returns ``avg+`` and ``avg-`` of a flat array's buckets: ``float32[rows, 2, 32]``.
 
   Elements that fill the last tile do not count.
   """
@@ -53,7 +53,15 @@ def means(x: jax.Array, bucket_size: int) -> jax.Array:
 def _bucket_means(
   buckets: jax.Array, present: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
-  """Of ``float32[m, B]``, where so many elements are present; others are zeros."""
+  """Returns ``avg+`` and ``avg-`` of buckets that may be filled up with zeros.
+
+  Args:
+    buckets: ``float32[m, B]``.
+    present: for each bucket, the number of its elements that are no filling.
+
+  Returns:
+    Two ``float32[m]``.
+  """
   count, size = buckets.shape
   chunk, lanes = chunks(size)
   shape = (count, size // chunk, chunk // lanes, lanes)
@@ -64,7 +72,7 @@ def _bucket_means(
 
 
 def chunks(size: int) -> tuple[int, int]:
-  """How a bucket is added: in chunks of so many elements, each in so many lanes.
+  """Returns the size of the chunks that a bucket is added in, and the lanes of a chunk.
 
   A lane of a chunk is added from its first element to its last, and the lanes of all
   chunks by halves.
@@ -74,11 +82,12 @@ def chunks(size: int) -> tuple[int, int]:
 
 
 def sides(x: jax.Array, first: jax.Array, size: int) -> tuple[jax.Array, ...]:
-  """What is added over a bucket: elements of zero or more, the others, and counts.
+  """Returns what is added over a bucket: the elements of either side, and counts.
 
-  The elements times a power of two, so that no sum of finite ones overflows. The low
-  half of a count is of elements below zero, the high half of those that differ from the
-  bucket's first, as long as both fit.
+  The first array holds the elements of zero or more, the second the others, and zeros
+  elsewhere. Both are multiplied by a power of two, so that no sum of finite elements
+  overflows. The low half of a count is of elements below zero. The high half is of
+  elements that differ from the bucket's first, as long as both halves fit.
   """
   down = np.float32(1 / _power_of_two(size))
   negative = x < 0
@@ -95,13 +104,16 @@ def means_of_sums(
   size: int,
   divide: Divide = divide_anywhere,
 ) -> tuple[jax.Array, jax.Array]:
-  """``avg+`` and ``avg-``. The mean of a constant is that, whatever sums round to."""
+  """Returns ``avg+`` and ``avg-`` from sums of :func:`sides`.
+
+  The mean of a constant is that constant, whatever its sum rounds to.
+  """
   down = np.float32(1 / _power_of_two(size))
   positive_sum, negative_sum, counts = sums
   below, constant = counts.astype(jnp.int32), jnp.zeros(counts.shape, bool)
   if size < _HALF:
     below = (counts % np.uint32(_HALF)).astype(jnp.int32)
-    # Elements that are not present are zeros.
+    # Elements that are not present are zeros, which differ from the first.
     constant = (counts >> 16).astype(jnp.int32) == size - present
 
   def mean(total: jax.Array, count: jax.Array, side: jax.Array) -> jax.Array:
@@ -115,16 +127,16 @@ def means_of_sums(
 
 
 def _power_of_two(size: int) -> int:
-  """The smallest that is not below ``size``."""
+  """Returns the smallest power of two that is not below ``size``."""
   return 1 << (size - 1).bit_length()
 
 
 def filled(x: jax.Array, bucket_size: int) -> jax.Array:
-  """A flat array whose last bucket repeats its own elements in turn.
+  """Fills the last bucket of a flat array with its own elements in turn.
 
-  Copies get the codes and values of what they copy in every stage, so that a mean that
-  counts them, where rows have no leaf any more, is nearly that of the elements alone.
-  Zeros would draw it to zero.
+  Copies get the codes and values of what they copy in every stage. In later stages rows
+  have no leaf any more, and a mean counts the copies as well. It is then nearly that of
+  the elements alone. Zeros would draw it to zero.
 
   Example:
     >>> filled(jnp.arange(7), 4).tolist()
@@ -140,8 +152,18 @@ def filled(x: jax.Array, bucket_size: int) -> jax.Array:
 def encode_rows(
   x: jax.Array, *, bucket_size: int, keep: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes a flat array: ``uint32[rows, B + 64]``, and what is not sent, or None."""
-  # Once, for both: fused with the residual they take twice as long.
+  """Encodes a flat array, and returns its rows and its residual.
+
+  Args:
+    x: ``float32[n]``.
+    bucket_size: elements a bucket, ``B``.
+    keep: whether to return the residual, which is what the rows do not send.
+
+  Returns:
+    ``uint32[rows, B + 64]``, and ``float32[n]`` or None.
+  """
+  # The barrier makes the means once, for rows and residual. Fused with the residual
+  # they take twice as long.
   pairs = jax.lax.optimization_barrier(means(x, bucket_size))
 
   def encode(segment: Segment) -> list[jax.Array]:
@@ -156,10 +178,10 @@ def encode_rows(
 
 
 def remainder(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Array:
-  """What the code of a flat array leaves: ``x`` less the mean of its side."""
+  """Returns the residual of a flat array: ``x`` less the mean of its side."""
 
   def spread(side: jax.Array) -> jax.Array:
-    """From a bucket to its elements."""
+    """Repeats each bucket's mean for its elements: ``float32[n]``."""
     return jnp.broadcast_to(side.reshape(-1, 1), (side.size, bucket_size)).reshape(-1)[
       : x.size
     ]
@@ -168,7 +190,7 @@ def remainder(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Array:
 
 
 def decode_rows(rows: jax.Array, *, bucket_size: int) -> jax.Array:
-  """``uint32[..., rows, words]`` to values, ``float32[..., rows, 32, B]``."""
+  """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, 32, B]``."""
   negative = unpack_planes(rows[..., :bucket_size], 1) == 1
   scales = floats(rows[..., bucket_size:])[..., None]
   return jnp.where(negative, scales[..., WORD:, :], scales[..., :WORD, :])

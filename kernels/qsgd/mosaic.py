@@ -1,6 +1,7 @@
-"""QSGD's encoder as a Mosaic GPU kernel: scale, round, pack and subtract in one pass.
+"""Encodes QSGD by a Mosaic GPU kernel: scale, round, pack and subtract in one pass.
 
-The same functions of planes as in the Triton-style kernel, a tile a program.
+It calls the functions of planes that the Triton-style kernel calls. A program has one
+tile.
 """
 
 from typing import Any
@@ -32,7 +33,7 @@ def encode_rows(
   keep: bool,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """The same as :func:`reference.encode_rows`."""
+  """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   planes = planes_per_word(bits)
   top = limit(bits, levels)
   columns = planes if scale is None else scale.shape[1]
@@ -55,7 +56,7 @@ def encode_rows(
       else:
         unit, factor = scale_ref[row, k % columns], factor_ref[row, k % columns]
       codes = code(x, factor, next(lanes), bits, levels)
-      # In turn, since registers would not hold the codes of all planes.
+      # Planes are packed in turn, since registers would not hold the codes of all.
       packed = codes if packed is None else packed | (codes << (k * bits))
       if keep:
         tile.put_residual(k, x - value(codes, unit, bits, levels))

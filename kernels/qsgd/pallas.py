@@ -1,6 +1,6 @@
-"""QSGD's encoder as a Pallas kernel: scale, round, pack, and what is lost, in one pass.
+"""Encodes QSGD by a Pallas kernel: scale, round, pack and residual in one pass.
 
-The gradient is read once; the scale of a bucket is found while it is in registers.
+The gradient is read once. The scale of a bucket is found while it is in registers.
 """
 
 import functools
@@ -22,7 +22,7 @@ from gradcomp.kernels.scales import scales_of_bits
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _scaling(x: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
-  """The scale of each bucket of a plane, and its :func:`top_multiplier`."""
+  """Returns the scale of each bucket of a plane, and its :func:`top_multiplier`."""
   scale = scales_of_bits(blocks.largest_bits(x))
   return scale, top_multiplier(top, scale, exact_quotient)
 
@@ -45,11 +45,11 @@ def encode_rows(
   keep: bool,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """The same as :func:`reference.encode_rows`."""
+  """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   planes = planes_per_word(bits)
   top = limit(bits, levels)
   columns = planes if scale is None else scale.shape[1]
-  # A division by a given scale is one for all implementations, outside of them.
+  # The division by a given scale is the one of all implementations, outside the kernel.
   multiplier = None if scale is None else top_multiplier(top, scale)
 
   def body(block: blocks.Block, key_ref: Any, scale_ref: Any, factor_ref: Any) -> None:

@@ -1,4 +1,4 @@
-"""QSGD's inner loops in jnp: rounding to equal levels, and packing, over planes.
+"""QSGD's inner loops in jnp: round to equal levels, and pack, over planes.
 
 See docs/wire-format.md for the rule.
 """
@@ -33,7 +33,7 @@ Levels = Literal["sign_magnitude", "uniform"]
 
 
 def intervals(bits: int, levels: Levels) -> int:
-  """``s``: equal intervals on [0, norm], or on [-norm, norm] for ``uniform``.
+  """Returns ``s``: equal intervals on [0, norm], or on [-norm, norm] for ``uniform``.
 
   Example:
     >>> intervals(4, "sign_magnitude"), intervals(4, "uniform")
@@ -61,16 +61,16 @@ def encode_rows(
     scale: ``float32[rows, 1]`` or ``float32[rows, P]``; None for the largest magnitude
       of each bucket.
     key: ``uint32[2]`` for stochastic rounding, None for nearest.
-    bits: width of a code.
+    bits: the width of a code.
     bucket_size: elements a bucket, ``B``.
     levels: where the levels are.
     inline: whether the scales follow the words of a row.
-    keep: whether to return what is not sent; only where the scales are inline.
+    keep: whether to return the residual, which needs the scales to be inline.
     first_row: the number of the first row, which the random numbers depend on.
 
   Returns:
-    ``uint32[rows, B + scales]``, or ``uint32[rows, B]`` if they are not inline; and
-    ``float32[n]`` or None.
+    The rows, ``uint32[rows, B + scales]``, or ``uint32[rows, B]`` if the scales are not
+    inline; and the residual, ``float32[n]`` or None.
   """
   planes = planes_per_word(bits)
   if scale is None:
@@ -98,7 +98,11 @@ def encode_rows(
 
 
 def limit(bits: int, levels: Levels) -> int:
-  """The largest distance from zero in fixed point: ``s``, or ``s / 2`` a side."""
+  """Returns the largest distance from zero in fixed point.
+
+  It is ``s`` for ``sign_magnitude``, and ``s / 2`` for ``uniform``, whose intervals lie
+  on both sides of zero.
+  """
   fraction = FRACTION if levels == "sign_magnitude" else FRACTION - 1
   return intervals(bits, levels) << fraction
 
@@ -107,7 +111,10 @@ def limit(bits: int, levels: Levels) -> int:
 def code(
   x: jax.Array, multiplier: jax.Array, lane: Lane, bits: int, levels: Levels
 ) -> jax.Array:
-  """Codes of one plane. The clamp also keeps a NaN's code inside its own bits."""
+  """Returns the codes of one plane.
+
+  The clamp also keeps a NaN's code inside its own bits.
+  """
   top = jnp.uint32(limit(bits, levels))
   fixed = (jnp.abs(x) * multiplier).astype(jnp.int32).astype(jnp.uint32)
   fixed = jnp.minimum(fixed, top)
@@ -121,14 +128,17 @@ def code(
 def decode_rows(
   rows: jax.Array, *, bits: int, bucket_size: int, levels: Levels
 ) -> jax.Array:
-  """Rows' values: ``uint32[..., rows, words]`` to ``float32[..., rows, P, B]``."""
+  """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, P, B]``."""
   codes = unpack_planes(rows[..., :bucket_size], bits)
   return value(codes, floats(rows[..., bucket_size:])[..., None], bits, levels)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def value(codes: jax.Array, scale: jax.Array, bits: int, levels: Levels) -> jax.Array:
-  """What codes stand for. The top level is the scale itself, not s rounded steps."""
+  """Returns the values of codes: ``float32`` in the shape of ``codes``.
+
+  The value of the top level is the scale itself, not s rounded steps.
+  """
   s = intervals(bits, levels)
   if levels == "sign_magnitude":
     magnitude = (codes & jnp.uint32(s)).astype(jnp.int32)
@@ -145,11 +155,11 @@ def value(codes: jax.Array, scale: jax.Array, bits: int, levels: Levels) -> jax.
 def signed_codes(
   rows: jax.Array, *, bits: int, bucket_size: int, levels: Levels
 ) -> jax.Array:
-  """The codes of rows as integers from ``-s`` to ``s``, which add up.
+  """Returns the codes of rows as integers from ``-s`` to ``s``, which add up.
 
   Args:
     rows: ``uint32[..., rows, words]``.
-    bits: width of a code.
+    bits: the width of a code.
     bucket_size: elements a bucket, ``B``.
     levels: where the levels are.
 
@@ -165,10 +175,10 @@ def signed_codes(
 
 
 def from_signed_codes(codes: jax.Array, scale: jax.Array, s: int) -> jax.Array:
-  """The values of sums of codes; whole multiples of the scale are exact.
+  """Returns the values of sums of codes; whole multiples of the scale are exact.
 
   Args:
-    codes: ``int32[..., rows, P, B]``, of one worker or added over several.
+    codes: ``int32[..., rows, P, B]``, the codes of one worker, or added over several.
     scale: ``float32[rows, P]`` or ``float32[rows, 1]``.
     s: the code whose value is the scale.
 
@@ -178,8 +188,8 @@ def from_signed_codes(codes: jax.Array, scale: jax.Array, s: int) -> jax.Array:
   magnitude = jnp.abs(codes)
   scale = scale[..., None]
   inverse = np.float32(1 / s)
-  # How many whole scales, without an integer division: off by less than a half as long
-  # as they are fewer than 2**21, which is to say workers.
+  # The number of whole scales, without an integer division. It is off by less than a
+  # half as long as there are fewer than 2**21 of them, that is workers.
   as_float = magnitude.astype(jnp.float32)
   whole = jnp.round(as_float * inverse)
   is_whole = whole.astype(jnp.int32) * s == magnitude

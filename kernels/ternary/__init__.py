@@ -1,4 +1,4 @@
-"""TernGrad's encoding, and the decoding that undoes it."""
+"""Encodes and decodes TernGrad."""
 
 import functools
 from typing import Any
@@ -25,7 +25,10 @@ def encode_rows(
   inline: bool,
   implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-  """See :func:`reference.encode_rows`; and :func:`dispatch.run`."""
+  """Encodes a flat array by the implementation that :func:`dispatch.run` chooses.
+
+  See :func:`reference.encode_rows` for the other arguments and the result.
+  """
   options: dict[str, Any] = {
     "packing": packing,
     "bucket_size": bucket_size,

@@ -1,4 +1,4 @@
-"""TernGrad's encoder as a Pallas kernel, with scales that are found before."""
+"""Encodes TernGrad by a Pallas kernel, with scales that were found before."""
 
 import functools
 from typing import Any
@@ -29,7 +29,7 @@ def encode_rows(
   inline: bool,
   interpret: bool = False,
 ) -> jax.Array:
-  """The same as :func:`reference.encode_rows`."""
+  """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   planes, columns = reference.planes(packing), scale.shape[1]
 
   def body(block: blocks.Block, *refs: Any) -> None:

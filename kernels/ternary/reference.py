@@ -1,4 +1,4 @@
-"""TernGrad's inner loops in jnp: clipping, ternary rounding, two bits or 1.6 a code.
+"""TernGrad's inner loops in jnp: clip, round to three values, pack in 2 or 1.6 bits.
 
 See docs/wire-format.md for the rule.
 """
@@ -34,7 +34,7 @@ _EXCESS_HIGH, _EXCESS_LOW = _EXCESS >> 32, _EXCESS & (2**32 - 1)
 
 
 def planes(packing: Packing) -> int:
-  """Codes in a word, which are the buckets of a tile.
+  """Returns the number of codes in a word, which are the buckets of a tile.
 
   Example:
     >>> planes("2bit"), planes("base3")
@@ -59,7 +59,7 @@ def encode_rows(
   Args:
     x: ``float32[n]``.
     scale: ``float32[rows, 1]`` or ``float32[rows, P]``.
-    limit: ``float32[]``, where values are clipped; infinity for nowhere.
+    limit: ``float32[]``, the magnitude that values are clipped to; infinity clips none.
     key: ``uint32[2]``.
     packing: how codes become words.
     bucket_size: elements a bucket, ``B``.
@@ -67,7 +67,7 @@ def encode_rows(
     first_row: the number of the first row, which the random numbers depend on.
 
   Returns:
-    ``uint32[rows, B + scales]``, or ``uint32[rows, B]`` if they are not inline.
+    ``uint32[rows, B + scales]``, or ``uint32[rows, B]`` if the scales are not inline.
   """
   count = planes(packing)
 
@@ -91,7 +91,7 @@ def encode_rows(
 def code(
   x: jax.Array, limit: jax.Array, factor: jax.Array, lane: Lane, packing: Packing
 ) -> jax.Array:
-  """Two bits, or a digit in base 3, for each element of one plane.
+  """Returns two bits, or a digit in base 3, for each element of one plane.
 
   The clamp also keeps the code of a NaN inside its own bits.
   """
@@ -104,12 +104,12 @@ def code(
 
 
 def pack(digits: list[jax.Array], packing: Packing) -> jax.Array:
-  """The words of one code a plane."""
+  """Packs one array of codes a plane into words: ``uint32[rows, B]``."""
   return pack_planes(digits, 2) if packing == "2bit" else pack_trits(digits)
 
 
 def codes(rows: jax.Array, *, packing: Packing, bucket_size: int) -> jax.Array:
-  """-1, 0 and 1: ``uint32[..., rows, words]`` to ``int32[..., rows, P, B]``."""
+  """Decodes ``uint32[..., rows, words]`` to -1, 0 and 1: ``int32[..., rows, P, B]``."""
   words = rows[..., :bucket_size]
   if packing == "base3":
     return unpack_trits(words).astype(jnp.int32) - 1
@@ -118,7 +118,7 @@ def codes(rows: jax.Array, *, packing: Packing, bucket_size: int) -> jax.Array:
 
 
 def pack_trits(trits: list[jax.Array]) -> jax.Array:
-  """Twenty digits in base 3 as one 32-bit fraction, rounded up.
+  """Packs twenty digits in base 3 into one 32-bit fraction, rounded up.
 
   With the digits as the number ``v`` below ``3**20``, most significant first, the word
   is ``floor(v * 2**32 / 3**20) + 1``. Its digits can then be read without a division,
@@ -146,13 +146,17 @@ def pack_trits(trits: list[jax.Array]) -> jax.Array:
 
 
 def unpack_trits(words: jax.Array) -> jax.Array:
-  """The inverse of :func:`pack_trits`: ``uint32[..., B]`` to ``uint32[..., 20, B]``."""
+  """Unpacks the words of :func:`pack_trits`, ``uint32[..., B]``.
+
+  Returns:
+    ``uint32[..., 20, B]``.
+  """
   powers = np.array([3**k % 2**32 for k in range(_TRITS)], np.uint32)
   return _high_word(words[..., None, :] * powers[:, None], 3)
 
 
 def _high_word(x: jax.Array, factor: int) -> jax.Array:
-  """``floor(x * factor / 2**32)`` of 32-bit numbers, in 32-bit arithmetic."""
+  """Returns ``floor(x * factor / 2**32)`` of 32-bit numbers, in 32-bit arithmetic."""
   high, low = jnp.uint32(factor >> 16), jnp.uint32(factor & 0xFFFF)
   x_high, x_low = x >> 16, x & jnp.uint32(0xFFFF)
   middle = x_high * low + ((x_low * low) >> 16)
