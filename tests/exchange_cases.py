@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import laws
+import modes
 import numpy as np
 import pytest
 
@@ -57,7 +58,7 @@ MORE_NUMBERS = [
 ]
 
 # Each kind of sum over each topology, and each kind of codec, in the places where a
-# transformation runs: one of each kind of sum in all of them.
+# transformation runs: one of each kind of sum in all of them, the others in one.
 IN_ALL_MODES = [
   (CODECS[0], "two_shot"),
   (SHARED[0], "psum"),
@@ -65,17 +66,17 @@ IN_ALL_MODES = [
   (QSGD(bits=4, bucket_size=None, levels="nonuniform"), "hierarchical"),
 ]
 IN_MODES = [
-  (CODECS[1], "all_gather"),
-  (CODECS[1], "ring"),
-  (CODECS[1], "hierarchical"),
-  (SHARED[0], "two_shot"),
-  (OneBit(bucket_size=32), "two_shot"),
-  (OneBit(per_column=True), "hierarchical"),
-  (Ternary(packing="base3"), "psum"),
-  (EightBit(), "two_shot"),
-  (Dense(dtype=jnp.bfloat16), "all_gather"),
-  (FloatCast(accumulate="float32"), "two_shot"),
-  (FloatCast(exponent_bits=3, mantissa_bits=0), "hierarchical"),
+  ((CODECS[1], "all_gather"), modes.EXPLICIT),
+  ((CODECS[1], "ring"), "shard_map"),
+  ((CODECS[1], "hierarchical"), modes.EXPLICIT),
+  ((SHARED[0], "two_shot"), "shard_map"),
+  ((OneBit(bucket_size=32), "two_shot"), modes.EXPLICIT),
+  ((OneBit(per_column=True), "hierarchical"), "shard_map"),
+  ((Ternary(packing="base3"), "psum"), modes.EXPLICIT),
+  ((EightBit(), "two_shot"), "shard_map"),
+  ((Dense(dtype=jnp.bfloat16), "all_gather"), modes.EXPLICIT),
+  ((FloatCast(accumulate="float32"), "two_shot"), "shard_map"),
+  ((FloatCast(exponent_bits=3, mantissa_bits=0), "hierarchical"), modes.EXPLICIT),
 ]
 
 

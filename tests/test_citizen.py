@@ -7,6 +7,7 @@ the bits agree.
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,15 +31,15 @@ def signs():
   return {"m": jnp.asarray(rng.choice([-1.0, 1.0], (32, 32)), jnp.float32)}
 
 
-def steps(tx, grads, jit=False):
+def steps(tx, grads):
   """The outputs and states of a transformation, one for each tree of gradients."""
-  update = jax.jit(tx.update) if jit else tx.update
+  chex.clear_trace_counter()  # it counts by name
+  update = jax.jit(chex.assert_max_traces(tx.update, n=1))
   state, outputs, states = tx.init(grads[0]), [], []
   for tree in grads:
     output, state = update(tree, state)
     outputs.append(output)
     states.append(state)
-  assert not jit or update._cache_size() == 1
   return outputs, states
 
 
@@ -50,8 +51,8 @@ def zero_residual(name):
 
 @functools.cache
 def plain(name):
-  """Three steps without any wrapper, jitted: they compile once."""
-  return steps(FACTORIES[name](), [gradients(seed) for seed in range(3)], jit=True)
+  """Three steps without any wrapper, which compile once."""
+  return steps(FACTORIES[name](), [gradients(seed) for seed in range(3)])
 
 
 @functools.cache
@@ -67,8 +68,10 @@ def test_takes_no_parameters_and_any_extra_argument(name):
   state = tx.init(grads)
   extra = dict(value=jnp.float32(1), value_fn=print, anything=None)
   expected = plain(name)[0][0], plain(name)[1][0]
-  assert_equal(tx.update(grads, state, grads, **extra), expected)
-  assert_equal(tx.update(grads, state, params=None), expected)
+  with_all = jax.jit(lambda g, s: tx.update(g, s, g, **extra))
+  assert_equal(with_all(grads, state), expected)
+  without = jax.jit(lambda g, s: tx.update(g, s, params=None))
+  assert_equal(without(grads, state), expected)
 
 
 @every_transformation
@@ -89,15 +92,16 @@ def test_dtypes_return_and_sums_are_in_float32(name):
   kinds = dict(m=jnp.bfloat16, odd=jnp.float16, b=jnp.float16, s=jnp.float32)
   kinds["empty"] = jnp.bfloat16
   mixed = jax.tree.map(jnp.astype, grads, kinds)
-  got, state = tx.update(mixed, tx.init(mixed))
+  update = jax.jit(tx.update)
+  got, state = update(mixed, tx.init(mixed))
   wide = optax.tree.cast(mixed, jnp.float32)
-  expected, expected_state = tx.update(wide, tx.init(wide))
+  expected, expected_state = update(wide, tx.init(wide))
   assert_equal(got, jax.tree.map(jnp.astype, expected, kinds))
   assert_equal(state, expected_state)  # ... and the residual is float32 for all
   large = jnp.full((2, 1024), 49152, jnp.float16)  # a sum of two is infinite
   tx = FACTORIES[name](axis_name="data")
   average = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
-  assert_equal(average(large), large)
+  assert_equal(jax.jit(average)(large), large)
 
 
 @every_transformation
@@ -211,7 +215,7 @@ def test_multi_steps(name):
   """The mean of two equal gradients is exact: the second step emits what one would."""
   tx = optax.MultiSteps(FACTORIES[name](), every_k_schedule=2)
   grads = [gradients(0), gradients(0), gradients(1), gradients(1)]
-  outputs, states = steps(tx, grads, jit=True)
+  outputs, states = steps(tx, grads)
   zeros = optax.tree.zeros_like(grads[0])
   assert_equal(outputs, [zeros, plain(name)[0][0], zeros, plain(name)[0][1]])
   assert_equal(states[-1].inner_opt_state, plain(name)[1][1])
@@ -240,7 +244,7 @@ def test_inject_hyperparams(factory):
     static = ("bits", "bucket_size", "min_leaf_size", "refit_every")
     make = optax.inject_hyperparams(factory, static_args=static)
     tx = make(bits=4, bucket_size=32, min_leaf_size=100, feedback="error")
-  outputs, states = steps(tx, [gradients(seed) for seed in range(3)], jit=True)
+  outputs, states = steps(tx, [gradients(seed) for seed in range(3)])
   assert_equal(outputs, plain("qsgd4-error")[0])
   assert_equal(states[-1].inner_state, plain("qsgd4-error")[1][-1])
 
@@ -272,7 +276,7 @@ def test_state_survives_plain_numpy(name, tmp_path):
   np.savez(tmp_path / "state.npz", *(np.asarray(leaf) for leaf in leaves))
   with np.load(tmp_path / "state.npz") as file:
     restored = jax.tree.unflatten(treedef, [file[key] for key in file])
-  got = FACTORIES[name]().update(gradients(2), restored)
+  got = jax.jit(FACTORIES[name]().update)(gradients(2), restored)
   assert_equal(got, (outputs[2], states[2]))
 
 

@@ -30,12 +30,18 @@ from gradcomp.codecs import (
   TopK,
 )
 
+slow = pytest.mark.slow
 every_case = pytest.mark.parametrize(
   "case", laws.CASES, ids=lambda case: name(case.codec)
 )
 every_qsgd = pytest.mark.parametrize(
   "case", QSGD_CASES, ids=lambda case: name(case.codec)
 )
+# Other widths between them are the same code.
+every_scheme = [
+  pytest.param(*scheme, marks=() if scheme[0] in (1, 2, 4, 8) else pytest.mark.slow)
+  for scheme in SCHEMES
+]
 
 _DTYPES = {
   "float32": np.float32,
@@ -97,15 +103,20 @@ def _choices(hint):
 @pytest.mark.parametrize(
   "codec",
   [
-    QSGD(bits=4, bucket_size=64),
     QSGD(bits=4, bucket_size=None, norm="l2"),
     QSGD(bits=3, bucket_size=64, levels="nonuniform"),
-    OneBit(),
     OneBit(per_column=True),
     Ternary(bucket_size=64),
-    Ternary(packing="base3"),
-    EightBit(block_size=64),
-    Dense(dtype=jnp.bfloat16),
+    *(
+      pytest.param(codec, marks=slow)
+      for codec in (
+        QSGD(bits=4, bucket_size=64),
+        OneBit(),
+        Ternary(packing="base3"),
+        EightBit(block_size=64),
+        Dense(dtype=jnp.bfloat16),
+      )
+    ),
   ],
   ids=name,
 )
@@ -128,13 +139,13 @@ def test_double_precision_changes_nothing(codec):
   "codec",
   [
     QSGD(bits=4),
-    QSGD(bits=3, bucket_size=None, levels="uniform"),
-    QSGD(bits=3, levels="nonuniform"),
+    pytest.param(QSGD(bits=3, bucket_size=None, levels="uniform"), marks=slow),
+    pytest.param(QSGD(bits=3, levels="nonuniform"), marks=slow),
     Dense(),
     OneBit(),
     OneBit(per_column=True),
     Ternary(),
-    Ternary(packing="base3", share_scale=False),
+    pytest.param(Ternary(packing="base3", share_scale=False), marks=slow),
     EightBit(),
     FloatCast(),
     TopK(density=0.1),
@@ -199,7 +210,7 @@ def test_errors_stay_below_a_step(case):
 
 @pytest.mark.parametrize(
   "bits, levels, norm",
-  [(*scheme, "max") for scheme in SCHEMES]
+  [pytest.param(*p.values, "max", marks=p.marks) for p in every_scheme]
   + [(4, "sign_magnitude", "l2"), (2, "uniform", "l2")],
 )
 def test_stochastic_rounding_is_unbiased(bits, levels, norm):
@@ -207,7 +218,9 @@ def test_stochastic_rounding_is_unbiased(bits, levels, norm):
   laws.mean_is_the_input(codec, laws.gaussian(500), draws=1000)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+  "bits", [2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5, 8))]
+)
 def test_variance_is_within_the_papers_bound(bits):
   """E||Q(x)-x||^2 <= min(n/s^2, sqrt(n)/s) ||x||^2 with the l2 norm, per bucket."""
   n = 256
@@ -227,7 +240,7 @@ def test_variance_is_within_the_papers_bound(bits):
     assert abs(squares.mean() - expected) <= 5 * squares.std() / 20 + 1e-4 * expected
 
 
-@pytest.mark.parametrize("bits, levels", SCHEMES)
+@pytest.mark.parametrize("bits, levels", every_scheme)
 def test_nearest_rounding_is_idempotent(bits, levels):
   codec = QSGD(bits=bits, bucket_size=64, levels=levels, rounding="nearest")
   once = laws.round_trip(codec, ragged(codec))
@@ -240,7 +253,7 @@ def test_nearest_rounding_is_idempotent(bits, levels):
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-@pytest.mark.parametrize("bits, levels", SCHEMES)
+@pytest.mark.parametrize("bits, levels", every_scheme)
 def test_constant_buckets_are_exact(bits, levels, rounding):
   codec = QSGD(bits=bits, bucket_size=64, levels=levels, rounding=rounding)
   values = np.float32([1.0, -1 / 3, 3e38, 2.0**-96, -7e-20, 0.1, np.pi])

@@ -36,11 +36,11 @@ def digits(tmp_path_factory):
 def start(*args, script=SCRIPT):
   """The script on emulated devices, whatever this machine has.
 
-  It runs for longer than it compiles: LLVM shall optimize, also with --unoptimized.
+  It runs for longer than it compiles, so LLVM optimizes it.
   """
   return subprocess.Popen(
     [sys.executable, str(script), *map(str, args)],
-    env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+    env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
@@ -127,6 +127,7 @@ def test_two_processes_train_like_one(digits, comparison, tmp_path):
     assert float(row["test_loss"]) == pytest.approx(float(like["test_loss"]), 1e-5)
 
 
+@pytest.mark.slow
 def test_resnet_with_adam_and_feedback(digits, tmp_path):
   args = ["--model", "resnet", "--codec", "bf16", "--optimizer", "adam", "--steps", 2]
   args += ["--learning-rate", 1e-3, "--feedback", "error", "--batch-size", 16]
@@ -136,6 +137,7 @@ def test_resnet_with_adam_and_feedback(digits, tmp_path):
   assert math.isfinite(float(row["test_loss"]))
 
 
+@pytest.mark.slow
 def test_one_bit_ternary_fitted_and_float_codecs_train(digits, tmp_path):
   codecs = ["onebit-64", "terngrad", "qsgd-2-nonuniform", "aps-3-0"]
   args = ["--compare", *codecs, "--steps", 3, "--devices", 2, "--batch-size", 16]
