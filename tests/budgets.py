@@ -1,4 +1,4 @@
-"""How much each test file may compile and compute in a plain run, in one table.
+"""Says how much each test file may compile and compute in a plain run.
 
 Programs are counted: the number is the same on every machine, and a few more are room
 for versions of JAX. Seconds are those of all processors together on two quiet cores

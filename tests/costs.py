@@ -1,4 +1,4 @@
-"""A pytest plugin that counts what each test file compiles, and holds it to a budget.
+"""Counts what each test file compiles, and holds it to a budget: a pytest plugin.
 
 Compiling is what most tests spend their time on. JAX reports every program that it
 compiles; the summary of a run lists, for each file, the programs, how many of them the
@@ -32,8 +32,8 @@ class Costs:
   """
 
   def __init__(self, config: pytest.Config) -> None:
-    # Slow tests and optimizations are beyond the budgets, which are for plain runs.
-    self._held = not (config.getoption("--optimize") or config.getoption("--slow")[1])
+    # Budgets are for programs that LLVM does not optimize.
+    self._held = not config.getoption("--optimize")
     self._now = collections.Counter()
     self.of_files: dict[str, collections.Counter] = {}
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
@@ -67,32 +67,38 @@ class Costs:
     spent = self._read()
     spent.subtract(self._before)
     # A worker of pytest-xdist sends the properties with its report.
-    item.user_properties.append(("costs", [spent[name] for name in _COLUMNS]))
+    # Slow tests are no part of a plain run, for which the budgets are.
+    path = item.nodeid.partition("::")[0]
+    row = "slow tests" if item.get_closest_marker("slow") else path
+    item.user_properties.append(("costs", (row, [spent[name] for name in _COLUMNS])))
     return result
 
   def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
     if report.when != "teardown":
       return
-    path = report.nodeid.partition("::")[0]
-    costs = dict(report.user_properties).get("costs", [])
-    total = self.of_files.setdefault(path, collections.Counter())
-    total.update(dict(zip(_COLUMNS, costs, strict=False)), tests=1)
+    row, costs = dict(report.user_properties)["costs"]
+    total = self.of_files.setdefault(row, collections.Counter())
+    total.update(dict(zip(_COLUMNS, costs, strict=True)), tests=1)
 
   def pytest_sessionfinish(self, session: pytest.Session) -> None:
-    if self._held and self._over_budget() and session.exitstatus == pytest.ExitCode.OK:
+    if self._over_budget() and session.exitstatus == pytest.ExitCode.OK:
       session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
   def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("what was compiled")
     for line in self._table():
       terminalreporter.write_line(line)
-    for line in self._over_budget() if self._held else []:
+    for line in self._over_budget():
       terminalreporter.write_line(f"FAILED: {line}", red=True)
 
   def _over_budget(self) -> list[str]:
     """A sentence for each file that compiled or computed more than it may."""
-    found = []
+    found: list[str] = []
+    if not self._held:
+      return found
     for path, spent in sorted(self.of_files.items()):
+      if path == "slow tests":
+        continue
       budget = budgets.of(path)
       for name, limit in (
         ("programs", budget.programs),

@@ -1,4 +1,4 @@
-"""One host of many: the program that each process of test_many_hosts.py runs.
+"""Is one host of many: the program that each process of test_many_hosts.py runs.
 
   python host.py TASK ADDRESS HOSTS HOST FOLDER
 

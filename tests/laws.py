@@ -1,4 +1,4 @@
-"""The laws that every codec obeys, as functions of a case of ``codec_cases``.
+"""States the laws that every codec obeys, as functions of a case of `codec_cases`.
 
 A law raises AssertionError; where it allows a difference, the reason stands beside the
 number. What one program computes of a leaf serves all laws that try the leaf.

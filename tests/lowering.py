@@ -1,4 +1,4 @@
-"""Lowering for GPUs where there is none."""
+"""Lowers programs for GPUs where there is none."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""N workers in every place where a transformation runs: the same call, five times."""
+"""Runs N workers in every place where a transformation runs, by the same call."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that chooses which tests run, in which order, and how they compile.
+"""Chooses which tests run, in which order, and how they compile: a pytest plugin.
 
 Tests marked ``slow`` are left out of a plain run. Tests marked ``bits`` run programs
 whose floats an optimizing compiler may contract or reorder: LLVM optimizes these, and
@@ -18,7 +18,7 @@ import pytest
 def add_options(parser: pytest.Parser) -> None:
   parser.addoption(
     "--slow",
-    type=_share,
+    type=share,
     default=(0, 0),
     metavar="all|K/N",
     help="run slow tests as well: all, or the K-th of N shares of them",
@@ -30,12 +30,12 @@ def add_options(parser: pytest.Parser) -> None:
   )
 
 
-def _share(text: str) -> tuple[int, int]:
+def share(text: str) -> tuple[int, int]:
   """The number of a share and how many there are: ``"3/8"`` is (3, 8)."""
-  share, slash, count = ("0/1" if text == "all" else text).partition("/")
-  if not (slash and share.isdigit() and count.isdigit() and int(share) < int(count)):
+  first, slash, count = ("0/1" if text == "all" else text).partition("/")
+  if not (slash and first.isdigit() and count.isdigit() and int(first) < int(count)):
     raise argparse.ArgumentTypeError(f"must be all or K/N with K below N, got {text!r}")
-  return int(share), int(count)
+  return int(first), int(count)
 
 
 class Selected:

@@ -1,4 +1,4 @@
-"""Whatever a leaf holds: the promises of every codec that no distribution can break."""
+"""Every codec keeps its promises whatever a leaf holds, not only for Gaussian ones."""
 
 import hypothesis
 import hypothesis.extra.numpy as hnp

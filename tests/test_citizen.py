@@ -1,4 +1,4 @@
-"""Every transformation through what optax, flax and JAX expect of a good citizen.
+"""Every transformation is what optax, flax and JAX expect of a good citizen.
 
 A new transformation is one more line in ``citizen_cases.FACTORIES``. Gradients pass
 through a wrapper as they would without it, bit for bit: whatever compiles the codecs,

@@ -1,4 +1,4 @@
-"""Every codec through the laws, and QSGD against the paper's definition."""
+"""Every codec obeys every law, and QSGD is the paper's."""
 
 import collections
 import dataclasses

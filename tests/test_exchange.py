@@ -1,4 +1,4 @@
-"""The exchange: the mean of what was sent, the same bits everywhere, in every mode."""
+"""Every exchange gives all workers the same bits, in every mode, and loses nothing."""
 
 import functools
 

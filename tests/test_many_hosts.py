@@ -1,4 +1,4 @@
-"""One process a host, over loopback: the bits of emulated devices, and what fails ends.
+"""Processes have the bits of emulated devices, and a fault ends all of them.
 
 The processes run host.py. All that one number of hosts computes is one test: a fixture
 would start the processes again in every worker of pytest-xdist that takes a test.

@@ -1,4 +1,4 @@
-"""What crosses the wire is what the codec says, read from the optimized HLO."""
+"""What crosses the wire is what the codec says, read from traces and optimized HLO."""
 
 import itertools
 
