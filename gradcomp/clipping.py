@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from gradcomp import _axes, _planning, explicit
 from gradcomp._axes import AxisName
 from gradcomp._checks import static_number
-from gradcomp.exchange import psum
+from gradcomp.exchange import largest, psum
 from gradcomp.gradients import check_dtypes, reduction
 
 
@@ -70,22 +71,35 @@ def clip_by_local_norm(
       limit = max_norm / math.sqrt(workers)
       if is_sum:  # each addend is a gradient divided by N
         limit /= workers
-      norm = _norm(jax.tree.leaves(updates), others)
-      factor = jnp.where(norm > limit, limit / norm, 1.0)
-      return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state
+      down, norm = _norm(jax.tree.leaves(updates), others)
+      clips = (norm > limit * down) & jnp.isfinite(norm)
+      factors = jnp.where(clips, down, 1.0), jnp.where(clips, limit / norm, 1.0)
+      scale = lambda g: (g * factors[0] * factors[1]).astype(g.dtype)
+      return jax.tree.map(scale, updates), state
 
     return explicit.per_device(on_device, updates, state, axes, keeps_addends=True)
 
   return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
 
 
-def _norm(leaves: list[jax.Array], others: list[tuple[str, ...]]) -> jax.Array:
-  """Returns the l2 norm of all leaves: ``float32[]``.
+def _norm(
+  leaves: list[jax.Array], others: list[tuple[str, ...]]
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the l2 norm of all leaves, ``float32[]``, and how it is scaled.
 
-  A leaf that other axes cut counts with the parts of all devices.
+  The first array is a power of two, and the second the norm of the leaves times it,
+  whose squares neither overflow nor vanish. A leaf that other axes cut counts with the
+  parts of all devices.
   """
+  wide = [leaf.astype(jnp.float32) for leaf in leaves]
+  top = jnp.zeros([], jnp.float32)
+  for leaf, axes in zip(wide, others, strict=True):
+    own = jnp.max(jnp.abs(leaf), initial=0.0)
+    top = jnp.maximum(top, largest(own, axes) if axes else own)
+  exponent = jnp.clip(lax.bitcast_convert_type(top, jnp.int32) >> 23, 1, 253)
+  down = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
   total = jnp.zeros([], jnp.float32)
-  for leaf, axes in zip(leaves, others, strict=True):
-    square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+  for leaf, axes in zip(wide, others, strict=True):
+    square = jnp.sum(jnp.square(leaf * down))
     total = total + (psum(square, axes) if axes else square)
-  return jnp.sqrt(total)
+  return down, jnp.sqrt(total)

@@ -42,6 +42,7 @@ CASES = [
   (QSGD(bits=3, bucket_size=32, levels="nonuniform"), "two_shot"),
   (QSGD(bits=4, bucket_size=None, levels="nonuniform"), "hierarchical"),
   # Sums of codes in their own format.
+  (FloatCast(), "all_gather"),
   (FloatCast(accumulate="float32"), "two_shot"),
   (FloatCast(accumulate="kahan", rounding="stochastic"), "ring"),
   (FloatCast(exponent_bits=3, mantissa_bits=0), "hierarchical"),

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import modes
@@ -149,11 +150,34 @@ def test_redsync_clips_in_front_of_momentum():
   np.testing.assert_allclose(sent + waiting, expected, rtol=0, atol=1e-6)
 
 
-def test_a_clipped_gradient_that_is_not_finite_stays_so():
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_clipped_gradient_that_is_not_finite_stays_as_it_is(bad):
   tx = gradcomp.clip_by_local_norm(1.0)
-  x = jnp.array([1.0, jnp.nan, 2.0])
-  (output,), _ = tx.update([x], tx.init([x]))
-  assert not jnp.isfinite(output).all()
+  tree = [jnp.array([1.0, bad, 2.0]), jnp.array([0.5])]
+  chex.assert_trees_all_equal(tx.update(tree, tx.init(tree))[0], tree)
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-23, 1.0, 2e19, 3e38])
+def test_no_finite_gradient_overflows_or_escapes_clipping(size):
+  """Squares of numbers above 1.8e19 would overflow, of those below 1e-23 vanish."""
+  x = np.float32(size) * np.float32([0.6, -0.8, 0.0])
+  tx = gradcomp.clip_by_local_norm(size / 4)
+  (clipped,), _ = tx.update([jnp.asarray(x)], None)
+  # A norm of three squares, and three products: each within an ulp.
+  np.testing.assert_allclose(clipped, x / np.float32(4), rtol=2.0**-21)
+  (kept,), _ = gradcomp.clip_by_local_norm(2 * min(size, 1e38)).update([x / 4], None)
+  np.testing.assert_array_equal(kept, x / 4)
+
+
+@pytest.mark.parametrize("selection", ["auto", "sampled"])
+def test_the_state_keeps_its_dtypes_in_double_precision(selection):
+  """Or a scan over steps would not be one, and a second step would compile again."""
+  tx = gradcomp.compress(TopK(density=0.01, selection=selection), min_leaf_size=64)
+  tree = {"w": jnp.ones((100, 100)), "b": jnp.ones(1)}
+  with jax.enable_x64(True):
+    state = tx.init(tree)
+    after = jax.eval_shape(tx.update, tree, state)[1]
+  chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
 
 
 @pytest.mark.parametrize(

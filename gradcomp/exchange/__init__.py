@@ -7,6 +7,7 @@ from gradcomp.exchange._choice import check_exchange as check_exchange
 from gradcomp.exchange._choice import choose as choose
 from gradcomp.exchange._choice import inside_bytes as inside_bytes
 from gradcomp.exchange._collectives import Workers as Workers
+from gradcomp.exchange._collectives import largest as largest
 from gradcomp.exchange._collectives import pmean as pmean
 from gradcomp.exchange._collectives import psum as psum
 from gradcomp.exchange._fit import fit_bytes as fit_bytes

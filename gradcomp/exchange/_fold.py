@@ -91,6 +91,10 @@ def fold(
     return plus(codec, so_far, codec.decode_rows(rows[k]), kept)
 
   first = start(codec, codec.decode_rows(rows[0]), keep=keep)
+  if first.lost is not None and counts is not None:
+    # What is kept differs between workers, and types shall say so from the start.
+    lost = jnp.where(counts(0), first.lost, first.lost)
+    first = first._replace(lost=lost)
   return in_order(step, rows.shape[0], first, _UNROLLED if rounds(codec) else UNROLLED)
 
 

@@ -161,7 +161,9 @@ def _selected(
       total += words.shape[0]
   sizes = [like.size for like in layout.like]  # all of a dense leaf is sent
   constants = np.array([*sizes, 0], np.int32)
-  found.append(Selected(jnp.zeros(constants.shape), jnp.asarray(constants)))
+  found.append(
+    Selected(jnp.zeros(constants.shape, jnp.float32), jnp.asarray(constants))
+  )
   place: list[int] = []
   for leaf, ((group, start, stop), count) in enumerate(
     zip(layout.slots, rows, strict=True)
@@ -173,7 +175,9 @@ def _selected(
   threshold, used = (x[np.array(place, np.int32)] for x in every)
   if any(old is not None for old in again):
     parts = [
-      jnp.zeros(count) if old is None else jnp.pad(old, (0, count - old.size))
+      jnp.zeros(count, jnp.float32)
+      if old is None
+      else jnp.pad(old, (0, count - old.size))
       for old, count in zip(again, rows, strict=True)
     ]
     old = jnp.concatenate(parts)
@@ -216,4 +220,4 @@ def _selects(message: Message, leaf: int) -> bool:
 
 def _thresholds(selections: Selections | None, key: str) -> jax.Array:
   found = (selections or {}).get(key)
-  return jnp.zeros(0) if found is None else found.threshold
+  return jnp.zeros(0, jnp.float32) if found is None else found.threshold
