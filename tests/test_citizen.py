@@ -22,7 +22,19 @@ from jax.flatten_util import ravel_pytree
 import gradcomp
 from gradcomp.codecs import QSGD
 
-every_transformation = pytest.mark.parametrize("name", FACTORIES)
+# Without and with a residual, stochastic and to nearest; others are slow.
+every_transformation = pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(
+      name,
+      marks=()
+      if name in ("dense", "qsgd4-error", "qsgd8-nearest")
+      else pytest.mark.slow,
+    )
+    for name in FACTORIES
+  ],
+)
 
 
 def signs():

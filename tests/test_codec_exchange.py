@@ -20,8 +20,15 @@ from gradcomp.exchange import Message, refit
 from gradcomp.layout import plan
 
 
-@pytest.mark.parametrize("workers", [3, 8])
-@pytest.mark.parametrize("packing", ["2bit", "base3"])
+@pytest.mark.parametrize(
+  "workers, packing",
+  [
+    (3, "2bit"),
+    (8, "base3"),
+    pytest.param(8, "2bit", marks=pytest.mark.slow),
+    pytest.param(3, "base3", marks=pytest.mark.slow),
+  ],
+)
 def test_the_mean_of_ternary_gradients_is_exact(packing, workers):
   """Equation 1 of each worker, with the largest scaler of all, and its plain mean.
 

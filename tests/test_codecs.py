@@ -62,7 +62,6 @@ def test_every_law(case):
   laws.payload_is_the_documented_rows(case, x)
   laws.the_page_reads_the_payload(case, x)
   laws.rows_stand_alone(case, x)
-  laws.residual_is_what_is_not_sent(case, x)
   laws.zeros_stay(case, x)
   laws.padding_never_leaks(case, x)
   laws.rows_encode_like_leaves(case, x)

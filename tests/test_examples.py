@@ -102,6 +102,7 @@ def test_curves(comparison):
   assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_two_processes_train_like_one(digits, comparison, tmp_path):
   """The same batches on the same four workers, spread over two processes."""
   with socket.socket() as probe:
@@ -217,6 +218,7 @@ def test_batches(digits):
     next(data.batches(split, 1438, seed=0))
 
 
+@pytest.mark.slow
 def test_language_model_counts_what_follows_the_warm_up():
   """Slots of 1 % of 0.35 million parameters, positions alone in all layers but one."""
   options = "--codec redsync-asq --warmup 1 --steps 2 --workers 2 --batch-size 4"

@@ -273,9 +273,9 @@ def test_packed_sums_are_the_documented_words(codec, workers):
     (1, 32, "uniform"),
     (3, 64, "uniform"),
     (4, 32, "sign_magnitude"),
-    (16, 32, "sign_magnitude"),
     (3, None, "sign_magnitude"),
-    (8, None, "uniform"),
+    pytest.param(16, 32, "sign_magnitude", marks=pytest.mark.slow),
+    pytest.param(8, None, "uniform", marks=pytest.mark.slow),
   ],
 )
 def test_a_shared_codec_alone_and_among_others(bits, bucket_size, levels):
