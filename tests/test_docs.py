@@ -75,18 +75,29 @@ def test_the_script_for_many_hosts_runs_on_one(tmp_path):
   assert "step 40: loss" in said
 
 
-ALONE = (README, FOLDER / "many-hosts.md")
+QUICKSTART = FOLDER / "quickstart.md"
+OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, FOLDER / "many-hosts.md")]
 
 
-@pytest.mark.parametrize("page", [x for x in PAGES if x not in ALONE], ids=name)
-def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
-  """One after the other, in one namespace, on the eight devices of all tests."""
+@pytest.fixture
+def run_here(tmp_path, monkeypatch):
+  """Runs a page in this process, on the eight devices of all tests."""
   monkeypatch.chdir(tmp_path)
   mesh = jax.sharding.get_mesh()
-  try:
-    pages.run(page)
-  finally:
-    jax.set_mesh(mesh)
+  yield pages.run
+  jax.set_mesh(mesh)
+
+
+@pytest.mark.parametrize("page", OTHERS, ids=name)
+def test_the_blocks_of_a_page_run(page, run_here):
+  """One after the other, in one namespace."""
+  run_here(page)
+
+
+def test_the_quickstart_trains_in_one_call_and_in_plain_jit(run_here):
+  """The loss was 1."""
+  names = run_here(QUICKSTART)
+  assert max(names["metrics"]["loss"], names["loss"]) < 0.1
 
 
 @every_page
