@@ -185,3 +185,17 @@ def test_the_measured_table_is_what_was_measured():
     faster = f"{plain['median_seconds'] / seconds:.1f}".removesuffix(".0")
     row = f"| {label} | {accuracy} | {ratio} | {1e3 * seconds:.0f} | {faster} |"
     assert row in text
+
+
+@pytest.mark.parametrize("page", [README, FOLDER / "results.md"], ids=name)
+def test_the_picture_is_of_these_times(page, tmp_path, monkeypatch):
+  """Its words for those who do not see it hold the times that the script draws."""
+  monkeypatch.syspath_prepend(pages.ROOT / "benchmarks")
+  import front_picture
+
+  times = front_picture.milliseconds()
+  (words,) = re.findall(r"!\[(.*)\]\(.*speed\.png\)", page.read_text())
+  numbers = re.findall(r"(?:f32|bf16|bits) (\d+)", words)
+  assert numbers == [f"{time:.0f}" for time in times.values()]
+  front_picture.draw(times, tmp_path / "speed.png")
+  assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
