@@ -1,0 +1,201 @@
+"""The pages: their code runs, their links lead somewhere, the front page is short."""
+
+import csv
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+
+import jax
+import pages
+import pytest
+
+README = pages.ROOT / "README.md"
+FOLDER = pages.ROOT / "docs"
+PAGES = [README, *sorted(FOLDER.glob("*.md"))]
+RESULTS = pages.ROOT / "benchmarks" / "results"
+# What a page can be in: Python is run, and nothing else is.
+LANGUAGES = {"python", "pycon", "console", "text"}
+LONGEST_LINE, LONGEST_README = 120, 120
+
+
+def name(page):
+  return str(page.relative_to(pages.ROOT))
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=name)
+
+
+def run_alone(page, folder, *arguments, then="pass"):
+  """What a page prints, as a program where warnings are errors; ``then`` looks at its
+  ``names``."""
+  code = f"import pages\nnames = pages.run(pages.ROOT / {name(page)!r})\n{then}\n"
+  result = subprocess.run(
+    [sys.executable, "-W", "error", "-c", code, *arguments],
+    cwd=folder,
+    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pages.ROOT / "tests")},
+    stdin=subprocess.DEVNULL,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert result.returncode == 0, result.stdout + result.stderr
+  return result.stdout
+
+
+def test_the_front_page_runs_as_a_newcomer_pastes_it(tmp_path):
+  """Its loss falls, and the table that it prints is the wire's: words, and a total."""
+  untrained = "names['loss_fn']({'w': 0 * names['params']['w']}, names['batch'])"
+  losses = f"print('losses', {untrained}, names['loss'])"
+  said = run_alone(README, tmp_path, then=losses)
+  before, after = map(float, re.search(r"^losses (\S+) (\S+)$", said, re.M).groups())
+  assert after < 0.1 * before
+  for stage in ("all-to-all", "all-gather"):
+    assert re.search(rf"^{stage} +u32 .* 116,480 ", said, re.M), said
+  assert "Sends 0.127 x the bytes of a plain f32 mean." in said
+
+
+def test_the_front_page_trains_in_ten_lines():
+  """Six lines for devices and data, and ten behind an empty one."""
+  (block,) = [x for x in pages.read(README)[0] if x.language == "python"]
+  assert [part.count("\n") for part in block.text.split("\n\n")] == [5, 10]
+  assert "0.127 x the bytes of f32" in block.text  # as the test above reads it
+
+
+def test_the_script_for_many_hosts_runs_on_one(tmp_path):
+  """With two, and again from its checkpoint, it runs in test_many_hosts.py."""
+  with socket.socket() as reserved:  # as there: nobody else gets the port, gRPC does
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(("127.0.0.1", 0))
+    arguments = (f"127.0.0.1:{reserved.getsockname()[1]}", "1", "0", "checkpoints")
+    said = run_alone(FOLDER / "many-hosts.md", tmp_path, *arguments)
+  assert "step 40: loss" in said
+
+
+QUICKSTART = FOLDER / "quickstart.md"
+OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, FOLDER / "many-hosts.md")]
+
+
+@pytest.fixture
+def run_here(tmp_path, monkeypatch):
+  """Runs a page in this process, on the eight devices of all tests."""
+  monkeypatch.chdir(tmp_path)
+  mesh = jax.sharding.get_mesh()
+  yield pages.run
+  jax.set_mesh(mesh)
+
+
+@pytest.mark.parametrize("page", OTHERS, ids=name)
+def test_the_blocks_of_a_page_run(page, run_here):
+  """One after the other, in one namespace."""
+  run_here(page)
+
+
+def test_the_quickstart_trains_in_one_call_and_in_plain_jit(run_here):
+  """The loss was 1."""
+  names = run_here(QUICKSTART)
+  assert max(names["metrics"]["loss"], names["loss"]) < 0.1
+
+
+@every_page
+def test_every_block_says_its_language(page):
+  for block in pages.read(page)[0]:
+    assert block.language in LANGUAGES, f"{name(page)}:{block.line - 1}: {block}"
+
+
+@every_page
+def test_lines_are_short(page):
+  """Outside of code and of tables, whose rows cannot be broken."""
+  assert not [
+    f"{name(page)}:{number}: {len(line)} characters"
+    for number, line in pages.read(page)[1]
+    if len(line) > LONGEST_LINE and not line.startswith("|")
+  ]
+
+
+def test_the_front_page_is_short():
+  assert len(README.read_text().splitlines()) <= LONGEST_README
+
+
+def anchors(page):
+  """What GitHub makes of the headings of a page."""
+  found = set()
+  for _, line in pages.read(page)[1]:
+    if heading := re.fullmatch(r"#+ +(.*)", line):
+      text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading[1]).lower()
+      found.add(re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-"))
+  return found
+
+
+def links(page):
+  """The relative targets of a page, and their lines."""
+  prose = pages.read(page)[1]
+  text = "\n".join(re.sub(r"`[^`]*`", "", line) for _, line in prose)
+  for link in re.finditer(r"\]\(([^)\s]+)\)", text):  # a link's words may be broken
+    if not re.match(r"\w+:", link[1]):
+      yield link[1], prose[text.count("\n", 0, link.start())][0]
+
+
+@every_page
+def test_links_lead_somewhere(page):
+  """To a file of this repository and, behind a #, to one of its headings."""
+  wrong = []
+  for target, line in links(page):
+    path, _, anchor = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    there = file.is_relative_to(pages.ROOT) and file.exists()
+    if not there or (anchor and anchor not in anchors(file)):
+      wrong.append(f"{name(page)}:{line}: {target}")
+  assert not wrong
+
+
+def test_every_page_is_on_the_map():
+  """The front page links to every page."""
+  targets = {target for target, _ in links(README)}
+  assert not {name(page) for page in PAGES[1:]} - targets
+
+
+def test_the_measured_table_is_what_was_measured():
+  """Of the front page: every number is in benchmarks/results."""
+  text = README.read_text()
+  runs = json.loads((RESULTS / "link_speed.json").read_text())["runs"]
+  (steps,) = [run["steps"] for run in runs if run["hosts"] == 4]
+  with open(RESULTS / "digits_lenet_3_seeds.csv") as file:
+    rows = [row for row in csv.DictReader(file) if row["step"] == "200"]
+  plain = steps["plain f32 mean"]
+  for label, step, codec in (
+    ("float32, plain mean", "plain f32 mean", "f32"),
+    ("bfloat16", "bf16 two_shot", None),
+    ("QSGD, 8 bits", "qsgd-8 two_shot", "qsgd-8"),
+    ("QSGD, 4 bits", "qsgd-4 two_shot", "qsgd-4"),
+    ("QSGD, 2 bits", "qsgd-2 two_shot", "qsgd-2"),
+  ):
+    accuracy = "not measured"
+    if codec:
+      values = [100 * float(x["test_accuracy"]) for x in rows if x["codec"] == codec]
+      mean, deviation = statistics.mean(values), statistics.stdev(values)
+      accuracy = f"{mean:.2f} ± {deviation:.2f} %"
+    found = steps[step]
+    sent = found["bytes_wire_report"] / plain["bytes_wire_report"]
+    ratio = f"{sent:.3f}" if sent < 1 else "1"
+    seconds = found["median_seconds"]
+    faster = f"{plain['median_seconds'] / seconds:.1f}".removesuffix(".0")
+    row = f"| {label} | {accuracy} | {ratio} | {1e3 * seconds:.0f} | {faster} |"
+    assert row in text
+
+
+@pytest.mark.parametrize("page", [README, FOLDER / "results.md"], ids=name)
+def test_the_picture_is_of_these_times(page, tmp_path, monkeypatch):
+  """Its words for those who do not see it hold the times that the script draws."""
+  monkeypatch.syspath_prepend(pages.ROOT / "benchmarks")
+  import front_picture
+
+  times = front_picture.milliseconds()
+  (words,) = re.findall(r"!\[(.*)\]\(.*speed\.png\)", page.read_text())
+  numbers = re.findall(r"(?:f32|bf16|bits) (\d+)", words)
+  assert numbers == [f"{time:.0f}" for time in times.values()]
+  front_picture.draw(times, tmp_path / "speed.png")
+  assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
