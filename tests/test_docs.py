@@ -65,6 +65,7 @@ def test_the_front_page_trains_in_ten_lines():
   assert "0.127 x the bytes of f32" in block.text  # as the test above reads it
 
 
+@pytest.mark.slow
 def test_the_script_for_many_hosts_runs_on_one(tmp_path):
   """With two, and again from its checkpoint, it runs in test_many_hosts.py."""
   with socket.socket() as reserved:  # as there: nobody else gets the port, gRPC does
