@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import numpy as np
 
@@ -11,30 +12,41 @@ def says(*parts):
   return "(?s)" + ".*".join(re.escape(part) for part in parts)
 
 
-def assert_trees_equal(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  jax.tree.map(np.testing.assert_array_equal, a, b)
+def bits_of(x):
+  """The bits of an array of floats as unsigned integers; all else as it is."""
+  x = np.asarray(x)
+  floats = jax.dtypes.issubdtype(x.dtype, np.floating)
+  return x.view(f"uint{8 * x.dtype.itemsize}") if floats else x
 
 
-def assert_equal(got, expected):
-  """The same tree and types, and the same values: NaN equals NaN."""
-  assert jax.tree.structure(got) == jax.tree.structure(expected)
-  assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, expected)
-  jax.tree.map(np.testing.assert_array_equal, got, expected)
+def assert_same_bits(got, expected):
+  """Trees of one structure, with leaves of the same shapes, types and bits.
 
-
-def bits(x):
-  return np.asarray(x, np.float32).view(np.uint32)
-
-
-def assert_same_bits(a, b):
-  np.testing.assert_array_equal(bits(a), bits(b))
+  chex takes zeros of both signs for equal, all NaN, and bfloat16 for float32: it says
+  which numbers differ, and then compares their bits.
+  """
+  got, expected = jax.device_get((got, expected))
+  chex.assert_trees_all_equal_dtypes(got, expected)
+  chex.assert_trees_all_equal(got, expected)
+  got, expected = (jax.tree.map(bits_of, tree) for tree in (got, expected))
+  chex.assert_trees_all_equal(got, expected, strict=True)
 
 
 def assert_same_floats(got, expected):
-  """NaN of any bits."""
-  got, expected = np.asarray(got), np.asarray(expected, np.float32)
-  assert got.dtype == np.float32
-  np.testing.assert_array_equal(got, expected)
-  real = ~np.isnan(expected)
-  np.testing.assert_array_equal(np.signbit(got)[real], np.signbit(expected)[real])
+  """Arrays of the same float32 numbers, bit for bit; any NaN is as good as another."""
+  one_nan = lambda x: np.where(np.isnan(x), np.float32(np.nan), x)
+  chex.assert_type(got, np.float32)
+  assert_same_bits(one_nan(got), one_nan(np.asarray(expected, np.float32)))
+
+
+def assert_equal(got, expected):
+  """Trees of the same values, whose leaves JAX's types do not tell apart either.
+
+  Zeros may differ in sign, for optax's wrappers add zeros.
+  """
+  chex.assert_trees_all_equal_structs(got, expected)
+  assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, expected)
+  chex.assert_trees_all_equal(*jax.device_get((got, expected)))
+
+
+assert_trees_equal = assert_same_bits

@@ -2,6 +2,7 @@
 
 import hashlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import laws
@@ -199,7 +200,7 @@ def test_huge_and_tiny_values(data_type, rounding):
   x = np.concatenate([np.repeat(values, 16)[:, None], -values.repeat(16)[:, None]], 1)
   x = np.ascontiguousarray(x.reshape(5, 32)).ravel()
   restored = laws.round_trip(codec, x)
-  assert np.isfinite(restored).all()
+  chex.assert_tree_all_finite(restored)
   np.testing.assert_allclose(restored[:96], x[:96], rtol=0.03)
   # Below 2^-96 a step of the scale 2^-96; a norm below 2^-126 is zero.
   assert (np.abs(restored[96:128] - x[96:128]) <= 2.0**-96 / 8).all()

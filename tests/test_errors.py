@@ -6,6 +6,7 @@ parts that a person needs, not for whole sentences.
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import modes
@@ -117,15 +118,17 @@ def test_a_codec_is_an_instance(codec):
 STATIC = ["bits", "bucket_size", "min_leaf_size", "refit_every"]
 
 
-@pytest.mark.parametrize("name", STATIC)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_injected_hyperparameters_that_make_shapes(jit, name):
+class TestInjectedHyperparameters(chex.TestCase):
   """inject_hyperparams turns integers into arrays, traced ones under jit."""
-  static = set(STATIC) - {name}
-  make = optax.inject_hyperparams(gradcomp.qsgd, static_args=static)
-  with pytest.raises(ValueError, match=says(f"`{name}`", "static_args")):
-    init = make(min_leaf_size=3).init
-    (jax.jit(init) if jit else init)(GRADS)
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_those_that_make_shapes_are_static(self):
+    for name in STATIC:
+      static = set(STATIC) - {name}
+      make = optax.inject_hyperparams(gradcomp.qsgd, static_args=static)
+      message = says(f"`{name}`", "static_args")
+      with self.subTest(name), pytest.raises(ValueError, match=message):
+        self.variant(make(min_leaf_size=3).init)(GRADS)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64])

@@ -3,12 +3,14 @@
 import contextlib
 import functools
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from assertions import assert_same_bits
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -60,14 +62,6 @@ def train(step, params, state, batch, steps=5):
     params, state, metrics = step(params, state, batch)
     losses.append(float(metrics["loss"]))
   return params, state, losses
-
-
-assert_equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
-
-
-def assert_close(got, expected, **tolerance):
-  close = functools.partial(np.testing.assert_allclose, **tolerance)
-  jax.tree.map(close, got, expected)
 
 
 def is_placed(x, mesh, spec):
@@ -166,7 +160,7 @@ def test_dense_training_is_ordinary_training(model, plain):
   np.testing.assert_allclose(losses, expected, rtol=1e-5)
   # Gradients agree to some 1e-6; Adam divides by no less than its epsilon 1e-3, and 5
   # steps of 1e-2 make at most 5e-5 of that. SGD's are smaller.
-  assert_close(ours, alone, rtol=0, atol=5e-5)
+  chex.assert_trees_all_close(ours, alone, rtol=0, atol=5e-5)
   assert all(is_placed(leaf, mesh, P()) for leaf in jax.tree.leaves(ours))
 
 
@@ -196,7 +190,7 @@ def test_aux_and_static_arguments():
     params, batch, norm="l1", scale=2.0
   )
   # A mean of 4 means and a mean of all: a few ulp of values about 1.
-  assert_close(got, expected, rtol=1e-6, atol=2e-6)
+  chex.assert_trees_all_close(got, expected, rtol=1e-6, atol=2e-6)
 
 
 def test_compressed_step_learns_and_sends_words():
@@ -217,7 +211,8 @@ def test_compressed_step_learns_and_sends_words():
   assert all(is_placed(leaf, mesh, P()) for leaf in params.values())
   for name, leaf in state[0].residual.items():
     assert is_placed(leaf, mesh, P("data"))
-    assert leaf.shape == (WORKERS * params[name].shape[0], *params[name].shape[1:])
+    rows, *others = params[name].shape
+    chex.assert_shape(leaf, (WORKERS * rows, *others))
     assert np.any(leaf)
 
 
@@ -260,7 +255,7 @@ def test_axes_are_taken_from_the_type(exchange):
     mean_in_jit(tx, params, rows, explicit_mesh(), "data", {"data"})[0]
     for tx in (make(axis_name="data"), make())
   )
-  assert_equal(typed, named)
+  assert_same_bits(typed, named)
 
 
 @pytest.mark.parametrize("exchange", ["two_shot", "hierarchical"])
@@ -285,11 +280,12 @@ def test_two_axes_agree_with_shard_map(exchange):
       local, mesh=mesh, in_specs=(P(), specs, P(BOTH)), out_specs=(P(), specs)
     )
   )(*in_map)
-  assert_equal(total, mean)
+  assert_same_bits(total, mean)
   # A residual is kept in the units of what is sent: here addends, there samples.
-  assert_equal(jax.tree.map(lambda x: x * workers, state.residual), map_state.residual)
+  samples = jax.tree.map(lambda x: x * workers, state.residual)
+  assert_same_bits(samples, map_state.residual)
   # What an owner keeps is what the sum, which is the mean, has lost.
-  assert_equal(state.owner_residual, map_state.owner_residual)
+  assert_same_bits(state.owner_residual, map_state.owner_residual)
 
 
 @pytest.mark.parametrize("in_context", [True, False], ids=["set_mesh", "no_context"])
@@ -320,7 +316,7 @@ def test_defer_reduction_in_plain_jit(in_context):
     got = jax.jit(functools.partial(update, True))(*args)
     expected = jax.jit(functools.partial(update, False))(*args)
   # Divided by N before or after the backward pass: a few ulp of values below 0.1.
-  assert_close(got, expected, rtol=0, atol=1e-7)
+  chex.assert_trees_all_close(got, expected, rtol=0, atol=1e-7)
   assert all(is_placed(leaf, mesh, P()) for leaf in got.values())
 
 
@@ -335,7 +331,7 @@ def test_train_step_agrees_with_plain_jit():
   ours, theirs = (train(x, *args)[0] for x in (made, plain_jit(loss_fn, optimizer)))
   # One divides by N before the sum, the other behind it, which is exact for 4; but XLA
   # fuses the two programs differently: a few ulp of parameters of up to 4.
-  assert_close(ours, theirs, rtol=0, atol=2e-6)
+  chex.assert_trees_all_close(ours, theirs, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import laws
@@ -75,14 +76,15 @@ def test_rows_are_the_documented_ones(fmt, rounding, scale):
   payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
   cast = cast_of(codec)
   if scale == "auto":
-    assert payload.stats.dtype == jnp.uint8 and payload.stats.shape == (1, 1)
+    chex.assert_type(payload.stats, jnp.uint8)
+    chex.assert_shape(payload.stats, (1, 1))
     byte = oracle_float_cast.aps_byte(x)
     assert payload.stats == byte
     cast = cast_of(codec, byte)
   else:
     assert payload.stats is None
   assert codec.tile_size == 32 // cast.width * 128
-  assert payload.rows.shape == (2, 128)
+  chex.assert_shape(payload.rows, (2, 128))
   assert_documented(codec, payload, cast, x)
 
 
@@ -230,7 +232,7 @@ def test_what_is_not_finite(fmt, bad):
   cast = cast_of(plain)
   restored = laws.round_trip(plain, x)
   assert_same_floats(restored, cast.decode(cast.encode(x), x.size))
-  assert np.isfinite(np.delete(restored, 17)).all()
+  chex.assert_tree_all_finite(np.delete(restored, 17))
   expected = np.nan if fmt[1] == 0 else bad
   np.testing.assert_array_equal(restored[17], np.float32(expected))
 
@@ -255,7 +257,7 @@ def test_no_constant_scale_suits_two_layers():
   x = laws.gaussian(1000)
   fixed, auto = codec_of((5, 2), scale=2.0**-5), codec_of((5, 2))
   large, small = x * np.float32(2.0**18), x * np.float32(2.0**-12)
-  assert np.isfinite(laws.round_trip(fixed, large)).all()
+  chex.assert_tree_all_finite(laws.round_trip(fixed, large))
   assert (laws.round_trip(fixed, small) == 0).mean() > 0.5
   assert np.isinf(laws.round_trip(codec_of((5, 2), scale=1.0), large)).any()
   for leaf in (large, small):

@@ -1,5 +1,6 @@
 """Sums of codes in every exchange, against the orders of the page in NumPy."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import laws
@@ -9,7 +10,7 @@ import optax
 import oracle
 import oracle_float_cast
 import pytest
-from assertions import assert_same_floats
+from assertions import assert_same_bits, assert_same_floats
 from exchange_cases import ELEMENTS, SHAPES
 from float_cases import cast_of, codec_of, wide_leaf
 from jax.sharding import AxisType
@@ -142,7 +143,7 @@ def test_all_at_the_largest_never_overflow(workers, accumulate):
     expected, _ = oracle_float_cast.exchange(
       np.asarray(x), cast, exchange, accumulate=accumulate
     )
-    assert np.isfinite(output[name]).all()
+    chex.assert_tree_all_finite(output[name])
     assert_same_floats(output[name][0], expected)
 
 
@@ -177,20 +178,19 @@ def test_leaves_of_all_kinds_in_one_message_and_in_many():
     results.append(modes.run("vmap", tx, [tree]))
   (out,), residual = results[0]
   (others,), _ = results[1]  # where other workers own, and keep what is lost
-  jax.tree.map(np.testing.assert_array_equal, out, others)
+  assert_same_bits(out, others)
   assert np.isnan(out["nan"]).all()
   assert (np.asarray(out["zero"]) == 0).all()
   one = np.asarray(out["one"])
   np.testing.assert_array_equal(out["huge"], one * np.float32(2.0**100))
   np.testing.assert_array_equal(out["tiny"], one * np.float32(2.0**-100))
-  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(residual))
+  chex.assert_tree_all_finite(residual)
   for name in ("half", "tiny"):
     wide = tree[name].astype(np.float32)
     expected, _ = oracle_float_cast.exchange(
       wide, agreed(FloatCast(), wide), "two_shot"
     )
-    assert out[name].dtype == tree[name].dtype
-    np.testing.assert_array_equal(out[name][0], expected.astype(tree[name].dtype))
+    assert_same_bits(out[name][0], expected.astype(tree[name].dtype))
 
 
 def test_a_constant_scale_keeps_each_element_by_itself():
@@ -202,7 +202,7 @@ def test_a_constant_scale_keeps_each_element_by_itself():
   first = np.asarray(out["w"])[0]
   expected = np.float32([np.nan, np.inf, np.nan, np.inf])
   np.testing.assert_array_equal(first[:4], expected)
-  assert np.isfinite(first[4:]).all()
+  chex.assert_tree_all_finite(first[4:])
 
 
 def collectives(tx, workers):
@@ -275,7 +275,8 @@ def test_lars_after_aps_trains():
     return jax.lax.scan(step, (params, optimizer.init(params)), length=60)[1]
 
   losses = np.asarray(jax.jit(jax.vmap(train, axis_name="data"))(x, y)).mean(axis=0)
-  assert np.isfinite(losses).all() and losses[-1] < losses[0] / 20
+  chex.assert_tree_all_finite(losses)
+  assert losses[-1] < losses[0] / 20
 
 
 def test_auto_has_no_psum():
@@ -291,7 +292,8 @@ def test_sums_near_the_largest_float32_are_finite():
   x = np.full((17, 300), 3.4e38, np.float32)
   tx = gradcomp.aps(8, 7, axis_name="data", feedback=None, min_leaf_size=1)
   (output,), _ = modes.run("vmap", tx, [{"w": x}])
-  assert np.isfinite(output["w"]).all() and (output["w"] > 3e38).all()
+  chex.assert_tree_all_finite(output)
+  assert (output["w"] > 3e38).all()
 
 
 def test_overflow_stays_infinite_with_compensation():
@@ -318,7 +320,7 @@ def test_empty_leaves_and_double_precision(exchange):
   expected, residual = modes.run("vmap", tx, [tree, tree])
   with jax.enable_x64(True):
     wide = modes.run("vmap", tx, [tree, tree])
-  jax.tree.map(np.testing.assert_array_equal, (expected, residual), wide)
+  assert_same_bits((expected, residual), wide)
 
 
 @pytest.mark.parametrize("accumulate", ["format", "kahan"])

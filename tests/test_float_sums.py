@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,7 +256,7 @@ def test_all_reduce(order, group_size, workers, method):
   x = rng.standard_normal((workers, *shape)).astype(np.float32)
   ours = floats.all_reduce(x, library(fmt), order, group_size=group_size, method=method)
   expected = oracle_float_sums.all_reduce(x, fmt, order, group_size, method)
-  assert ours.shape == shape
+  chex.assert_shape(ours, shape)
   assert_same_floats(ours, expected)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import laws
@@ -124,7 +125,7 @@ def test_whole_leaves_are_counted(bucket_size):
   if bucket_size is not None:
     x[64:128], x[200], x[300] = 0, np.nan, np.inf
   counts = np.asarray(jax.jit(codec.measure)(x))
-  assert counts.dtype == np.int32
+  chex.assert_type(counts, np.int32)
   assert counts.sum() == (47 * 64 if bucket_size else 6 * 512)
   expected = oracle_levels.counts_of(x, bits=3, bucket_size=bucket_size)
   np.testing.assert_array_equal(counts, expected)

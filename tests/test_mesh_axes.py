@@ -3,11 +3,13 @@
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from assertions import assert_same_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -189,7 +191,7 @@ def test_compressed_training_keeps_the_model_sharding(run, kinds):
   assert losses[-1] < 0.8 * losses[0]
   check_model_sharding(params, kinds)
   residual = state[0].residual["w"]
-  assert residual.shape == (4 * 32, 128)
+  chex.assert_shape(residual, (4 * 32, 128))
   assert np.any(residual)
   placed = NamedSharding(model_mesh(kinds), P("data", "model"))
   assert residual.sharding.is_equivalent_to(placed, 2)
@@ -199,14 +201,12 @@ def test_the_places_to_train_agree():
   """Each device sends its own part of a leaf, whoever cut it: the same bits."""
   in_map = with_user_map(EXPLICIT, "qsgd")
   for run in (with_train_step, with_plain_jit):
-    assert_same(run(EXPLICIT, "qsgd")[0], in_map[0])
+    assert_same_bits(run(EXPLICIT, "qsgd")[0], in_map[0])
 
 
-def assert_same(got, expected):
-  """To the bit, leaf by leaf, whatever axes are in the keys of a state."""
-  leaves = jax.tree.leaves(got), jax.tree.leaves(expected)
-  for x, y in zip(*leaves, strict=True):
-    np.testing.assert_array_equal(x, y, strict=True)
+def assert_same_leaves(got, expected):
+  """Whatever axes are in the keys of a state."""
+  assert_same_bits(jax.tree.leaves(got), jax.tree.leaves(expected))
 
 
 def gradients(workers, steps=2):
@@ -268,7 +268,7 @@ def test_two_axes_are_one(exchange, codec):
   grads = gradients(4)
   two = in_shard_map(make(axis_name=BOTH), two_axes_mesh((2, 2)), BOTH, grads)
   one = in_shard_map(make(axis_name="data"), flat_mesh(4), "data", grads)
-  assert_same(two, one)
+  assert_same_leaves(two, one)
 
 
 def test_hierarchical_over_two_axes_is_groups_on_one():
@@ -283,7 +283,7 @@ def test_hierarchical_over_two_axes_is_groups_on_one():
   one = in_shard_map(
     make(axis_name="data", group_size=shape[1]), flat_mesh(workers), "data", grads
   )
-  assert_same(two, one)
+  assert_same_leaves(two, one)
 
   nested = lambda f: jax.vmap(jax.vmap(f, axis_name="chip"), axis_name="host")
   init, update = jax.jit(nested(tx.init)), jax.jit(nested(tx.update))
@@ -292,12 +292,12 @@ def test_hierarchical_over_two_axes_is_groups_on_one():
   for grad, expected in zip(grads, two[0], strict=True):
     output, state = update(jax.tree.map(split, grad), state)
     whole = jax.tree.map(lambda x: np.broadcast_to(x, (*shape, *x.shape)), expected)
-    assert_same(output, whole)
+    assert_same_bits(output, whole)
   # A map stacks what differs between workers on the first axis.
   stacked = jax.tree.map(
     lambda x: x.reshape(-1, *x.shape[3:]), (state.residual, state.owner_residual)
   )
-  assert_same(stacked, two[1:])
+  assert_same_bits(stacked, two[1:])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -318,7 +318,7 @@ def test_gradients_stay_per_worker_over_two_axes(check_vma):
       check_vma=check_vma,
     )
   )(params, batch)
-  assert_same(grads, deferred)
+  assert_same_bits(grads, deferred)
   # A mean of 4 means and a mean of all: a few ulp of a value about 1.
   np.testing.assert_allclose(loss, loss_fn(params, batch), rtol=1e-6)
   grad_fn = jax.jit(jax.grad(loss_fn))
@@ -342,4 +342,4 @@ def test_train_step_over_two_axes(kind):
       state = optimizer.init(params)
     step = gradcomp.make_train_step(loss_fn, optimizer, axis_name=axis_name, mesh=mesh)
     results.append(train(step, params, state, batch, steps=3)[0])
-  assert_same(*results)
+  assert_same_bits(*results)

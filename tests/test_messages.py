@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
-from assertions import assert_trees_equal
+from assertions import assert_same_bits
 from exchange_cases import small_gradients, transformation
 from jax.sharding import PartitionSpec as P
 
@@ -63,7 +63,7 @@ def test_pieces_have_the_mean_of_the_whole(exchange):
     for size in (None, 100)
   ]
   whole, pieces = (modes.run("vmap", t, steps) for t in tx)
-  assert_trees_equal(whole, pieces)
+  assert_same_bits(whole, pieces)
 
 
 def test_pieces_keep_the_residuals_of_their_second_stages():
@@ -73,7 +73,7 @@ def test_pieces_keep_the_residuals_of_their_second_stages():
   ]
   tx = transformation(CODEC, "two_shot", WORKERS, feedback="error", message_bytes=500)
   results = [modes.run_all(mode, tx, steps) for mode in ("vmap", "shard_map")]
-  assert_trees_equal(*results)
+  assert_same_bits(*results)
   outputs, residual, owned = results[0]
   assert [x.shape for x in owned["data"]] == [(WORKERS, 1, 256)] * 3
   for name, own in zip(outputs[0], owned["data"], strict=True):

@@ -198,7 +198,7 @@ def test_states_are_stacked_under_a_mesh(codec, exchange):
   with jax.set_mesh(modes.mesh(N)):
     state = tx.init(params)
   specs = gradcomp.state_specs(state, "data")
-  assert state.momentum["w"].shape == state.residual["w"].shape == (4 * 10, 70)
+  chex.assert_shape([state.momentum["w"], state.residual["w"]], (4 * 10, 70))
   assert specs.momentum["w"] == specs.residual["w"] == P("data")
   assert specs.step == specs.key == P()
   if isinstance(codec, RandomK):
@@ -206,11 +206,11 @@ def test_states_are_stacked_under_a_mesh(codec, exchange):
     return
   # Of each leaf as many rows as it may be cut into, for density may change.
   rows = 3 + N
-  assert state.selection["data"].used.shape == (N * rows,)
+  chex.assert_shape(state.selection["data"].used, (N * rows,))
   assert specs.selection["data"].used == specs.selection["data"].threshold == P("data")
   assert bool(state.owner_residual) == (exchange == "two_shot")
   local = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(N))
-  assert local.selection["data"].used.shape == (N, rows)
+  chex.assert_shape(local.selection["data"].used, (N, rows))
 
 
 def test_without_a_map_or_a_mesh_nothing_is_selected_again():

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
+from assertions import assert_same_bits
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from lowering import TRITON, lowered_for_cuda
@@ -118,7 +120,7 @@ def test_lists_are_in_order_and_end_where_they_should(size, implementation):
   for words in words_of(size):
     found = positions_of(words)
     for capacity, listed in zip(capacities, lists(words), strict=True):
-      assert listed.dtype == jnp.int32
+      chex.assert_type(listed, jnp.int32)
       filled = np.pad(found, (0, capacity), constant_values=size)[:capacity]
       np.testing.assert_array_equal(listed, filled)
 
@@ -174,11 +176,7 @@ def test_a_codec_sends_the_same_with_kernels(codec):
   by = lambda name: encoder(dataclasses.replace(codec, implementation=name))(leaves)
   for (words, rest), found in zip(by("xla"), by("pallas_interpret"), strict=True):
     np.testing.assert_array_equal(found[0], words)
-    np.testing.assert_array_equal(bits(found[1]), bits(rest))
-
-
-def bits(x):
-  return np.asarray(x).view(np.uint32)
+    assert_same_bits(found[1], rest)
 
 
 def test_selections_call_kernels_on_cuda_wherever_they_are():

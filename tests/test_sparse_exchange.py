@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import modes
@@ -10,7 +11,7 @@ import oracle
 import oracle_exchange
 import oracle_top_k
 import pytest
-from assertions import assert_trees_equal
+from assertions import assert_same_bits
 from sparse_steps import (
   DENSITY,
   SIZE,
@@ -70,7 +71,7 @@ def test_nothing_is_lost(case):
   assert np.count_nonzero(state.residual["w"]) > 100
   if isinstance(codec, TopK) and exchange != "hierarchical":
     used = np.asarray(state.selection["data"].used)
-    assert used.shape == (N, 3 + 2 * N)  # rows that leaves may be cut into
+    chex.assert_shape(used, (N, 3 + 2 * N))  # rows that leaves may be cut into
     assert (np.count_nonzero(used[:, -N:], axis=1) == state_rows(exchange)).all()
 
 
@@ -81,7 +82,7 @@ def test_every_mode_has_the_same_bits(case):
   steps = [jax.tree.map(jnp.asarray, {k: g[k] for k in "bw"}) for g in steps]
   expected = modes.run_all("vmap", tx, steps)
   for mode in IN_MODES[case]:
-    assert_trees_equal(modes.run_all(mode, tx, steps), expected)
+    assert_same_bits(modes.run_all(mode, tx, steps), expected)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
@@ -166,9 +167,10 @@ def test_what_is_not_finite_reaches_all_and_nothing_that_is_kept(exchange, bad):
   for name in ("residual", "momentum"):
     new, before = getattr(state, name)["w"], getattr(old, name)["w"]
     np.testing.assert_array_equal(new[:, 5, 7], before[:, 5, 7])
-    assert np.isfinite(new).all() and (new != before).any()
+    chex.assert_tree_all_finite(new)
+    assert (new != before).any()
   if exchange == "two_shot":
-    assert np.isfinite(owned_of(state, "w")).all()
+    chex.assert_tree_all_finite(owned_of(state, "w"))
 
 
 SHAPES = {"b": (50,), "w": (300, 301)}

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import modes
@@ -60,7 +61,7 @@ def test_parameters_of_the_shape_of_a_tile():
   params = placed({"w": jnp.ones((8, 4096))}, mesh)
   with jax.set_mesh(mesh):
     state = optimizer.init(params)
-  assert state[0].owner_residual["data"][0].shape == (8, 4096)
+  chex.assert_shape(state[0].owner_residual["data"], (8, 4096))
   step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
   step(params, state, jnp.ones((8, 8)))
 
@@ -117,9 +118,7 @@ def test_states_of_a_part_of_the_parameters(bare):
   init = functools.partial(gradcomp.init_state, optimizer, params, "data", mesh=mesh)
   state = init(param_specs=specs)
   found = gradcomp.state_specs(state, "data", param_specs=specs)
-  assert jax.tree.structure(found, is_leaf=lambda x: isinstance(x, P)) == (
-    jax.tree.structure(state)
-  )
+  chex.assert_trees_all_equal_structs(found, state)
   residual = optax.tree.get(found, "residual", filtering=lambda _, x: x is not None)
   assert (residual if bare else residual["w"]) == P("data", "model")
   mu, count = (optax.tree.get(found[1], name) for name in ("mu", "count"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import laws
@@ -256,7 +257,7 @@ def test_constants_are_not_clipped(scaler):
 
 @every_codec
 def test_leaves_of_none_and_of_one(codec):
-  assert laws.round_trip(codec, np.zeros(0, np.float32)).shape == (0,)
+  chex.assert_shape(laws.round_trip(codec, np.zeros(0, np.float32)), (0,))
   np.testing.assert_array_equal(laws.round_trip(codec, np.float32([-5])), [-5])
   np.testing.assert_array_equal(laws.round_trip(codec, np.float32([0])), [0])
 

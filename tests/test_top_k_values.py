@@ -1,5 +1,6 @@
 """TopK's values: means, 16 bits, thresholds used again; and RandomK."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import laws
@@ -162,7 +163,7 @@ def test_an_odd_number_of_slots():
   codec = TopK(density=0.011, selection="exact", value_dtype=jnp.bfloat16)
   x = data(1000)["normal"]
   rows, rest = encode(codec, x)
-  assert rows.shape == (1, 1 + 6 + 6)
+  chex.assert_shape(rows, (1, 1 + 6 + 6))
   (entries,) = entries_of(codec, rows, 1000)
   assert len(entries.positions) == 11
   np.testing.assert_array_equal(values_of(codec, rows, 1000) + rest, x)
@@ -201,7 +202,7 @@ def test_half_precision_is_selected_as_float32():
   codec, x = TopK(density=0.01), data(1000)["normal"].astype(jnp.bfloat16)
   payload, rest = codec.encode_with_residual(jnp.asarray(x))
   sent = codec.decode(payload, like=jnp.asarray(x))
-  assert sent.dtype == jnp.bfloat16 and rest.dtype == jnp.float32
+  chex.assert_type([sent, rest], [jnp.bfloat16, jnp.float32])
   wide = np.asarray(x, np.float32)
   check_selection(wide, np.flatnonzero(sent), 10, 10)
   np.testing.assert_array_equal(np.asarray(sent, np.float32) + np.asarray(rest), wide)

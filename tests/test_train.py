@@ -9,6 +9,7 @@ import modes
 import numpy as np
 import optax
 import pytest
+from assertions import assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -71,10 +72,8 @@ def test_value_and_grad_stays_per_worker(mode):
     losses, np.full(WORKERS, loss_fn(params, batch)), rtol=1e-6
   )
   for i, expected in enumerate(local_gradients(params, batch)):
-    for got, leaf in zip(
-      jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True
-    ):
-      np.testing.assert_allclose(got[i], leaf, rtol=1e-5, atol=1e-7)
+    got = jax.tree.map(lambda leaf, i=i: leaf[i], grads)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("mode", modes.MODES)
@@ -109,9 +108,7 @@ def test_value_and_grad_takes_argnums_and_aux():
 def test_without_an_axis_it_is_jaxs_own():
   params, batch = problem()
   ours = gradcomp.value_and_grad(loss_fn, axis_name=None)(params, batch)
-  jax.tree.map(
-    np.testing.assert_array_equal, ours, jax.value_and_grad(loss_fn)(params, batch)
-  )
+  assert_same_bits(ours, jax.value_and_grad(loss_fn)(params, batch))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -141,7 +138,7 @@ def test_dense_train_step_is_ordinary_training(kind):
     params, plain_state, loss = plain_step(params, plain_state)
     # The mean of 4 means against one mean: a few ulp, which 10 Adam steps carry on.
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-3), placed, params)
+  chex.assert_trees_all_close(placed, params, rtol=1e-7, atol=1e-3)
 
 
 @pytest.mark.parametrize("feedback", ["error", None])
@@ -181,7 +178,7 @@ def test_train_step_reports_aux_and_donates():
   assert not placed["w"].is_deleted()
   donated = make(has_aux=True)(placed, state, batch)
   assert placed["w"].is_deleted()
-  jax.tree.map(np.testing.assert_array_equal, kept, donated)
+  assert_same_bits(kept, donated)
 
 
 def test_train_step_on_one_device():
@@ -207,8 +204,8 @@ def test_init_inside_and_outside_the_map_agree():
   with jax.set_mesh(mesh):
     outside, traced = tx.init(params), jax.jit(tx.init)(params)
   for state in (inside, outside, traced):
-    assert state.residual["w"].shape == (WORKERS * 6, 5)
-    assert state.residual["s"].shape == (WORKERS,)
+    residual = state.residual
+    chex.assert_shape([residual["w"], residual["s"]], [(WORKERS * 6, 5), (WORKERS,)])
     for leaf in jax.tree.leaves(state.residual):
       assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), leaf.ndim)
 

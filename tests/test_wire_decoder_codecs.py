@@ -1,5 +1,6 @@
 """The decoders that know the page alone refuse what no encoder could have sent."""
 
+import chex
 import numpy as np
 import oracle_eight_bit
 import oracle_float_cast
@@ -140,4 +141,5 @@ def test_rows_of_another_shape_are_refused(read, rows):
 
 def test_floats_under_a_byte_of_nan_are_all_nan():
   values = read_floats((5, 2), 255)(float_rows((5, 2)))
-  assert values.shape == (SIZE,) and np.isnan(values).all()
+  chex.assert_shape(values, (SIZE,))
+  assert np.isnan(values).all()
