@@ -1,4 +1,4 @@
-"""Lowers programs for GPUs where there is none."""
+"""Lowers programs for NVIDIA's GPUs on a machine that has none."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The arithmetic of QSGD and of sums of codes in plain NumPy, to test against.
+"""Computes QSGD and sums of codes in plain NumPy, for the library to agree with.
 
 Two descriptions of the same quantiser, neither taken from the library:
 

@@ -1,4 +1,4 @@
-"""EightBit in plain NumPy, to test against.
+"""Computes EightBit in plain NumPy, for the library to agree with.
 
 Two descriptions of the same quantiser, neither taken from the library:
 

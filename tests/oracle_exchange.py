@@ -1,4 +1,4 @@
-"""The arithmetic of the exchanges in plain NumPy, from docs/wire-format.md."""
+"""Computes the exchanges in plain NumPy, as docs/wire-format.md defines them."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Auto Precision Scaling, FloatCast and its exchanges, in plain NumPy.
+"""Computes FloatCast, its scaling and its exchanges in plain NumPy.
 
 From docs/wire-format.md, section FloatCast, and Han et al. 2021, algorithm 1.
 """

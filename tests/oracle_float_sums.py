@@ -1,4 +1,4 @@
-"""Sums and products of floats of few bits, in plain NumPy.
+"""Computes sums and products of floats of few bits in plain NumPy.
 
 From docs/wire-format.md, section FloatCast, and Han et al. 2021, section 5.
 """

@@ -1,4 +1,4 @@
-"""Floats of few bits in plain NumPy.
+"""Rounds to floats of few bits in plain NumPy.
 
 From docs/wire-format.md, section FloatCast, and Han et al. 2021. Three descriptions of
 the same rounding, none taken from the library:

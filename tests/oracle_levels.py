@@ -1,4 +1,4 @@
-"""QSGD with fitted levels in plain NumPy, to test against.
+"""Computes QSGD with fitted levels in plain NumPy, for the library to agree with.
 
 Two descriptions of the same quantiser, neither taken from the library:
 

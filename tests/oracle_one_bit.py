@@ -1,4 +1,4 @@
-"""OneBit in plain NumPy, to test against.
+"""Computes OneBit in plain NumPy, for the library to agree with.
 
 Two descriptions of the same quantiser, neither taken from the library:
 

@@ -1,4 +1,4 @@
-"""RedSync in plain NumPy, to test against: not taken from the library.
+"""Computes RedSync in plain NumPy, and takes nothing from the library.
 
 * :func:`trimmed` and :func:`threshold_ratio` are algorithms 2 and 3 of Fang et al.
   2018, on real numbers; :func:`largest` is what both must contain;

@@ -1,4 +1,4 @@
-"""Compositions of optax around a transformation, over workers in a typed train step.
+"""Compositions of optax train in a typed step as they do by vmap, bit for bit.
 
 Losses are linear and numbers powers of two, so that no compiler rounds differently.
 """

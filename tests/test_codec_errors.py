@@ -1,4 +1,4 @@
-"""What the hyperparameters of the quantizing codecs must be, and what is said else."""
+"""A quantizing codec refuses hyperparameters that it cannot have, and says why."""
 
 import jax
 import jax.numpy as jnp

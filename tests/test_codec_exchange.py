@@ -1,4 +1,4 @@
-"""What the exchange does for single codecs: exact ternary means, fitted levels."""
+"""Ternary means are exact in every exchange, and levels are fitted to all workers."""
 
 import dataclasses
 from typing import ClassVar

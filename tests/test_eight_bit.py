@@ -1,4 +1,4 @@
-"""EightBit against the paper's data types, the page, and bitsandbytes' map."""
+"""EightBit sends the page's rows, and its data types are the paper's."""
 
 import hashlib
 

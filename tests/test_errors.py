@@ -1,7 +1,7 @@
-"""Every bad input: the right exception, which names the argument, the rule, the value.
+"""Every bad input raises an error that names the argument, the rule and the value.
 
-And the cure, where there is one. Messages are for people, so that the tests ask for the
-parts that a person needs, not for whole sentences.
+It names the cure too, where there is one. Messages are for people, so the tests ask for
+the parts that a person needs, not for whole sentences.
 """
 
 import functools

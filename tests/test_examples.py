@@ -1,4 +1,4 @@
-"""The example trainer, run as its users run it: as a script."""
+"""The example trainers run as their users run them: as scripts."""
 
 import csv
 import math

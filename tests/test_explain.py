@@ -1,4 +1,7 @@
-"""What explain says, against arithmetic by hand; test_wire_proof.py has the HLO."""
+"""The bytes that explain counts are those of arithmetic by hand.
+
+test_wire_proof.py compares them with the optimized HLO.
+"""
 
 from fractions import Fraction
 

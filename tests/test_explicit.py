@@ -1,4 +1,4 @@
-"""Plain jit under Explicit axes: whole models, what is sent, types and mistakes."""
+"""Training in plain jit, under Explicit axes, agrees with maps and with one device."""
 
 import contextlib
 import functools

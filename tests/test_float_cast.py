@@ -1,4 +1,4 @@
-"""FloatCast as a codec: its rows and its byte, against the page in NumPy."""
+"""FloatCast sends the page's rows and byte, and its sums never overflow."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Sums of codes in every exchange, against the orders of the page in NumPy."""
+"""Every exchange adds FloatCast's codes in the order that the page gives."""
 
 import chex
 import jax

@@ -1,4 +1,4 @@
-"""Sums, products and reductions in a format: the exact result, rounded once."""
+"""Sums, products and reductions in a format are the exact result, rounded once."""
 
 from fractions import Fraction
 

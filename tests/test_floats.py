@@ -1,4 +1,4 @@
-"""Rounding to any format, against ml_dtypes and against exact arithmetic."""
+"""Rounding to any format agrees with ml_dtypes and with exact arithmetic."""
 
 import chex
 import hypothesis

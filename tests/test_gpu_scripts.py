@@ -1,4 +1,4 @@
-"""The scripts that check and time kernels on a GPU, as far as they run without one."""
+"""The scripts for GPUs find wrong bits and write down times, here without a GPU."""
 
 import dataclasses
 import json

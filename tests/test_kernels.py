@@ -1,4 +1,4 @@
-"""Packing and random bits: exact, for every width and size."""
+"""Packing loses no bit, and random bits are the cipher's, each used once."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Which leaves are compressed, and that the plan is what is encoded."""
+"""The plan compresses the large leaves, and says exactly what is encoded."""
 
 import hypothesis
 import hypothesis.strategies as st

@@ -1,4 +1,4 @@
-"""QSGD with fitted levels against the page, and its fit against a full search."""
+"""Fitted levels are those that a full search finds, and rows are the page's."""
 
 import functools
 

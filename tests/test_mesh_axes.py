@@ -1,4 +1,4 @@
-"""The data axis as one of several: sharded parameters, and two axes that are one."""
+"""Training stays the same where the data axis is one of several, or is two axes."""
 
 import functools
 import itertools

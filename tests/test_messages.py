@@ -1,4 +1,4 @@
-"""Several messages: the same mean, and each can go once its own leaves are there."""
+"""Several messages give the mean of one, and each can go before the others' leaves."""
 
 import re
 

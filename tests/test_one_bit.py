@@ -1,4 +1,4 @@
-"""OneBit against the paper's definition and the page, and its residuals."""
+"""OneBit sends the paper's means in the page's rows, and feedback loses nothing."""
 
 import chex
 import jax

@@ -1,4 +1,4 @@
-"""The wheel holds the whole library and needs no more than it says."""
+"""The wheel holds the whole library, and modules import no more than they may."""
 
 import ast
 import email

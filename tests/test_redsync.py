@@ -1,4 +1,4 @@
-"""redsync as a whole: warm-up, clipping, states, and that it trains."""
+"""RedSync loses nothing while its density changes, and trains as momentum does."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The kernels of selections: the bits of the reference, and of NumPy."""
+"""The kernels of selections give the bits of the reference and of NumPy."""
 
 import dataclasses
 import functools

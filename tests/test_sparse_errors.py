@@ -1,4 +1,4 @@
-"""Every bad input of the sparse codecs and of RedSync, as in test_errors.py."""
+"""Every bad input of the sparse codecs and of RedSync raises an error that says why."""
 
 import jax
 import jax.numpy as jnp

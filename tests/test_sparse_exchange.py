@@ -1,4 +1,4 @@
-"""Exchanges of sparse codecs: against the page's arithmetic, in every mode."""
+"""Exchanges of sparse codecs lose nothing, and their means are the page's."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Sparse leaves: in several messages, cut over a model axis, or too small to be."""
+"""Sparse leaves in pieces have the mean of the whole; cut leaves are sent by parts."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""States that would go wrong in silence: unstacked, shared, donated, half a tree."""
+"""States that would go wrong in silence are refused, or kept whole."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Ternary against the paper's equations and the page."""
+"""Ternary sends what the paper's equations and the page say."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""TopK's selections against the paper's algorithms, the page, and NumPy's partition."""
+"""TopK sends the elements that the paper's algorithms select, and keeps all others."""
 
 import itertools
 

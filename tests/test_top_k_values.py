@@ -1,4 +1,4 @@
-"""TopK's values: means, 16 bits, thresholds used again; and RandomK."""
+"""What TopK and RandomK send, as values or as means, and what they keep is the leaf."""
 
 import chex
 import jax

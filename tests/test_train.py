@@ -1,4 +1,4 @@
-"""Gradients that stay per worker, and the train step that is built on them."""
+"""Gradients stay per worker, and the train step that is built on them trains."""
 
 import functools
 

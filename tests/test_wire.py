@@ -1,4 +1,4 @@
-"""Exact bytes: of compiled programs, and of HLO text that XLA:CPU does not write."""
+"""The report counts the bytes of compiled programs, and of any HLO text, exactly."""
 
 import math
 
