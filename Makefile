@@ -19,10 +19,14 @@ help:  ## this list
 train: $(VENV)/.installed-examples  ## train the example with several codecs and compare
 	$(python) examples/image_classification.py --compare $(ARGS)
 
+# Exit code 5: of this kind ARGS chooses none.
 test: $(VENV)/.installed-test  ## run the tests and doctests, but for slow ones
-	$(pytest) $(ARGS)
+	@$(pytest) -m "not bits" $(ARGS); plain=$$?; \
+	$(pytest) -m bits --optimize $(ARGS); bits=$$?; \
+	for status in $$plain $$bits; do [ $$status = 0 -o $$status = 5 ] || exit $$status; done; \
+	[ $$plain = 0 -o $$bits = 0 ]
 
-test-all: $(VENV)/.installed-test  ## run all tests in all modes, optimized by LLVM
+test-all: $(VENV)/.installed-test  ## run all tests, compiled as users compile
 	$(pytest) --slow all --optimize $(ARGS)
 
 lint: $(VENV)/.installed-test  ## check the style with ruff

@@ -6,10 +6,6 @@ import os
 import pkgutil
 import sys
 
-# Tests compile for longer than they compute, so LLVM optimizes only what tests marked
-# `bits` run. Processes that tests start inherit this, so that their bits are the same.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-
 import costs
 import jax
 import jax.numpy as jnp
@@ -49,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+  selected.set_flags(config)
   config.pluginmanager.register(costs.Costs(config), "costs")
   config.pluginmanager.register(selected.Selected(config), "selected")
 

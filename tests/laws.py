@@ -189,38 +189,33 @@ def batches_are_independent(case, x):
 
 
 def padding_never_leaks(case, x):
-  """A short leaf is the same leaf with zeros behind it.
+  """A short leaf is the same leaf with zeros behind it, and rows encode like leaves.
 
   Where zeros are elements that count, in means and standard deviations, what a leaf
-  gives is that of its own elements.
+  gives is that of its own elements. With one scale a leaf, ``encode_rows`` has another
+  for each row.
   """
   found = trial(case, x)
   if case.own is not None:
     case.own(x, found.payload.rows, found.value)
     return
-  codec = case.bind(case.codec, x.shape)
-  padded = np.pad(x, (0, -x.size % codec.tile_size))
-  payload = encoder(case.codec)(padded, KEY)
-  chex.assert_trees_all_equal(found.payload, payload, strict=True)
-
-
-def rows_encode_like_leaves(case, x):
-  """``encode_rows`` of whole tiles is ``encode`` of the same elements.
-
-  Not with one scale a leaf, which rows do not have, nor with a limit that is a leaf's.
-  """
-  codec = _here(case.codec)
+  codec = case.bind(_here(case.codec), x.shape)
   by_bucket = isinstance(case.spoils, int) or case.spoils == "itself"
-  if not by_bucket or case.own or codec.shares_stats or getattr(codec, "scale", 1) != 1:
-    return
-  tiles = np.pad(x, (0, -x.size % codec.tile_size))
-  shaped = tiles.reshape(-1, codec.tile_size // 32, 32)
-  key = KEY if codec.needs_key else None
-  stats = codec.init() if codec.fitted else None
-  np.testing.assert_array_equal(
-    trial(case, x).payload.rows,
-    jax.jit(codec.encode_rows)(shaped, key=key, stats=stats),
-  )
+  scaled = codec.shares_stats or getattr(codec, "scale", 1) != 1
+
+  @jax.jit
+  def run(padded):
+    payload = encode(codec, padded, KEY)
+    if not by_bucket or scaled:
+      return payload, payload.rows
+    key = KEY if codec.needs_key else None
+    levels = codec.init() if codec.fitted else None
+    tiles = padded.reshape(-1, codec.tile_size // 32, 32)
+    return payload, codec.encode_rows(tiles, key=key, stats=levels)
+
+  payload, rows = run(np.pad(x, (0, -x.size % codec.tile_size)))
+  chex.assert_trees_all_equal(found.payload, payload, strict=True)
+  np.testing.assert_array_equal(rows, payload.rows)
 
 
 def non_finite_elements_are_seen(case, x, bad):

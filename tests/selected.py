@@ -1,14 +1,12 @@
 """Chooses which tests run, in which order, and how they compile: a pytest plugin.
 
-Tests marked ``slow`` are left out of a plain run. Tests marked ``bits`` run programs
-whose floats an optimizing compiler may contract or reorder: LLVM optimizes these, and
-no others, unless ``--optimize`` is given.
+Tests compile for longer than they compute. So XLA compiles in the least time, unless
+``--optimize`` is given, and tests marked ``slow`` are left out unless ``--slow`` is.
 """
 
 import argparse
 import os
 import zlib
-from collections.abc import Iterator
 
 import budgets
 import jax
@@ -26,7 +24,7 @@ def add_options(parser: pytest.Parser) -> None:
   parser.addoption(
     "--optimize",
     action="store_true",
-    help="let LLVM optimize all programs, not only those of tests marked `bits`",
+    help="compile as users do, with all optimizations, which tests of `bits` are for",
   )
 
 
@@ -38,13 +36,32 @@ def share(text: str) -> tuple[int, int]:
   return int(first), int(count)
 
 
+# XLA's HLO is the same with them. LLVM neither contracts nor reorders floats then.
+_IN_LEAST_TIME = [
+  "--xla_backend_optimization_level=0",
+  "--xla_llvm_disable_expensive_passes=true",
+  "--xla_cpu_parallel_codegen_split_count=1",
+]
+if jax.__version_info__ < (0, 12):
+  # The older of two code generators, which needs two thirds of the newer one's time.
+  _IN_LEAST_TIME.append("--xla_cpu_use_fusion_emitters=false")
+
+
+def set_flags(config: pytest.Config) -> None:
+  """Tells XLA how to compile, in this process and in those that tests start.
+
+  XLA reads its flags when the first device is asked for.
+  """
+  if not config.getoption("--optimize"):
+    flags = [*os.environ.get("XLA_FLAGS", "").split(), *_IN_LEAST_TIME]
+    os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys(flags))
+
+
 class Selected:
-  """Leaves out slow tests, orders files, and turns LLVM's optimizations on and off."""
+  """Leaves slow tests out, and orders files."""
 
   def __init__(self, config: pytest.Config) -> None:
     self._share, self._shares = config.getoption("--slow")
-    self._all_optimized = config.getoption("--optimize")
-    self._optimized: bool | None = None
 
   def pytest_report_header(self) -> str:
     slow = f"share {self._share} of {self._shares}" if self._shares else "none"
@@ -53,7 +70,7 @@ class Selected:
   def pytest_collection_modifyitems(
     self, config: pytest.Config, items: list[pytest.Item]
   ) -> None:
-    """The dearest files first, so that workers end together; in each, `bits` last."""
+    """The dearest files first, so that all workers have work to the end."""
     left_out = [item for item in items if not self._runs(item)]
     items[:] = sorted((item for item in items if self._runs(item)), key=_order)
     config.hook.pytest_deselected(items=left_out)
@@ -65,19 +82,7 @@ class Selected:
     number = zlib.crc32(item.nodeid.encode())
     return self._shares > 0 and number % self._shares == self._share
 
-  @pytest.hookimpl(wrapper=True)
-  def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-    optimized = self._all_optimized or item.get_closest_marker("bits") is not None
-    if optimized != self._optimized:
-      # What was compiled the other way must not serve this test.
-      jax.clear_caches()
-      jax.config.update("jax_disable_most_optimizations", not optimized)
-      # For the processes that a test starts.
-      os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not optimized))
-      self._optimized = optimized
-    return (yield)
 
-
-def _order(item: pytest.Item) -> tuple[float, str, bool]:
+def _order(item: pytest.Item) -> tuple[float, str]:
   path = item.nodeid.partition("::")[0]
-  return -budgets.of(path).seconds, path, item.get_closest_marker("bits") is not None
+  return -budgets.of(path).seconds, path

@@ -40,7 +40,7 @@ def start(*args, script=SCRIPT):
   """
   return subprocess.Popen(
     [sys.executable, str(script), *map(str, args)],
-    env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
+    env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
