@@ -55,7 +55,6 @@ CASES = {
 # One of each kind of sum, and each collective.
 FEW = (
   "qsgd4-two_shot",
-  "qsgd4-hierarchical",
   "terngrad-psum",
   "aps-ring",
   "float32-psum",

@@ -120,7 +120,7 @@ def placed(case, workers, *places, mark=()):
     *(placed(case, 4, *EVERY_MODE, mark=pytest.mark.bits) for case in IN_ALL_MODES),
     # A third is no binary fraction: an optimizer may round products with it elsewhere.
     placed(CASES[2], 3, "shard_map", mark=pytest.mark.bits),
-    *(placed(case, 4, mode) for *case, mode in IN_MODES),
+    *(placed(case, 4, mode) for case, mode in IN_MODES),
     *(
       placed(case, 4, *EVERY_MODE, mark=pytest.mark.slow)
       for case in CASES

@@ -67,9 +67,15 @@ def case_name(part):
   return "x".join(map(str, part)) if isinstance(part, tuple) else str(part)
 
 
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
   "fmt, rounding, scale, accumulate, exchange, workers, group_size",
-  CASES,
+  [
+    pytest.param(*case, marks=slow if number % 2 else ())
+    for number, case in enumerate(CASES)
+  ],
   ids=case_name,
 )
 def test_one_law(fmt, rounding, scale, accumulate, exchange, workers, group_size):
@@ -306,7 +312,10 @@ def test_overflow_stays_infinite_with_compensation():
     assert (output["w"] == np.inf).all()
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "ring", "hierarchical"])
+@pytest.mark.parametrize(
+  "exchange",
+  ["ring", *(pytest.param(x, marks=slow) for x in ("all_gather", "hierarchical"))],
+)
 def test_empty_leaves_and_double_precision(exchange):
   """Leaves without rows, and jax_enable_x64, under which zeros become float64."""
   tree = {"e": jnp.zeros((4, 0, 3)), "w": jnp.asarray(wide_leaf(2400).reshape(4, -1))}
@@ -323,7 +332,7 @@ def test_empty_leaves_and_double_precision(exchange):
   assert_same_bits((expected, residual), wide)
 
 
-@pytest.mark.parametrize("accumulate", ["format", "kahan"])
+@pytest.mark.parametrize("accumulate", [pytest.param("format", marks=slow), "kahan"])
 def test_rings_beside_a_model_axis(accumulate):
   """Leaves that differ over a second axis: each part has a byte of its own."""
   mesh = jax.make_mesh(

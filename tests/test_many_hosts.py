@@ -188,6 +188,7 @@ def test_a_killed_host_ends_all_and_nothing_is_lost(tmp_path):
   assert_hosts_agree(tmp_path, f"step-{host.STEPS}", trained, hosts)
 
 
+@pytest.mark.slow
 def test_a_killed_coordinator_ends_all(tmp_path):
   limit = 30
   with run_task("kill-0", 2, tmp_path, collective_timeout=limit) as processes:

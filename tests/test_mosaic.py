@@ -47,7 +47,13 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("columns", ["inside", "one", "each"])
-@pytest.mark.parametrize("bits, levels", WIDTHS)
+@pytest.mark.parametrize(
+  "bits, levels",
+  [
+    pytest.param(*width, marks=() if width[0] in (3, 4) else pytest.mark.slow)
+    for width in WIDTHS
+  ],
+)
 def test_qsgd_lowers_for_cuda(bits, levels, columns):
   count = planes.planes_per_word(bits)
   x = jax.ShapeDtypeStruct((2 * count * 512 + 5,), jnp.float32)
@@ -67,8 +73,16 @@ def test_qsgd_lowers_for_cuda(bits, levels, columns):
     assert "mosaic_gpu" in lowered(encode, x, scale, key)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("bucket_size", [128, 512])
+ONE_BIT_CASES = [(128, False), (512, False), (512, True)]
+
+
+@pytest.mark.parametrize(
+  "bucket_size, keep",
+  [
+    (128, True),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ONE_BIT_CASES),
+  ],
+)
 def test_one_bit_lowers_for_cuda(bucket_size, keep):
   x = jax.ShapeDtypeStruct((65 * bucket_size,), jnp.float32)
   encode = functools.partial(

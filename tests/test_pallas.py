@@ -121,6 +121,24 @@ def _eight_bit_options(data_type: str, rounding: str) -> dict[str, Any]:
 
 
 CASES = cases()
+# At least one of each operation, rounding, and way to get scales; others are slow.
+PLAIN = {
+  "qsgd-1",
+  "qsgd-3-given",
+  "qsgd-4",
+  "one-bit-64-residual",
+  "ternary-2bit-inline",
+  "ternary-base3",
+  "dynamic_tree-nearest",
+  "linear-stochastic",
+  "cast-5-2-stochastic",
+  "cast-4-3-toward_zero",
+  "cast-3-0-nearest_even",
+}
+every_case = pytest.mark.parametrize(
+  "name",
+  [pytest.param(x, marks=() if x in PLAIN else pytest.mark.slow) for x in CASES],
+)
 
 
 def gradient(size: int, tile: int) -> np.ndarray:
@@ -133,7 +151,7 @@ def gradient(size: int, tile: int) -> np.ndarray:
   return x
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_an_interpreted_kernel_has_the_references_bits(name):
   case = CASES[name]
   # Six tiles are two blocks that overlap, or blocks of one; the last is a partial one.
@@ -160,7 +178,7 @@ def _bits(x: jax.Array) -> np.ndarray:
   return np.asarray(x).view(np.uint32)
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_a_kernel_lowers_for_cuda(name):
   case = CASES[name]
   operands = [make and make(9) for make in case.operands]
@@ -169,7 +187,9 @@ def test_a_kernel_lowers_for_cuda(name):
   assert lowered_for_cuda(kernel, x, *operands).count(TRITON) == 1
 
 
-@pytest.mark.parametrize("tiles", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+  "tiles", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))]
+)
 def test_few_tiles_are_whole_blocks(tiles):
   encode = functools.partial(
     qsgd.encode_rows, bits=8, bucket_size=64, levels="uniform", inline=True
@@ -239,8 +259,15 @@ def test_a_codec_runs_its_kernel_on_cuda_and_the_reference_here(codec):
   np.testing.assert_array_equal(np.asarray(found), np.asarray(jax.jit(encode)(x)))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+  "bits, check_vma",
+  [
+    (4, True),
+    (8, False),
+    pytest.param(4, False, marks=pytest.mark.slow),
+    pytest.param(8, True, marks=pytest.mark.slow),
+  ],
+)
 def test_a_train_step_runs_the_kernels_on_cuda(bits, check_vma):
   optimizer = optax.chain(
     gradcomp.compress(

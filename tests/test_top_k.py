@@ -45,7 +45,7 @@ def check_row(codec, x, rows, rest, chosen):
   "size, method",
   [
     *itertools.product([1000, 100_003], METHODS),
-    (1_000_000, "threshold"),
+    pytest.param(1_000_000, "threshold", marks=pytest.mark.slow),
     pytest.param(1_000_000, "exact", marks=pytest.mark.slow),
     pytest.param(1_000_000, "trimmed", marks=pytest.mark.slow),
   ],
