@@ -198,6 +198,7 @@ def test_a_killed_coordinator_ends_all(tmp_path):
   assert other in (host.FAILED, -signal.SIGABRT), said(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_stalled_host_is_an_error_after_the_configured_time(tmp_path):
   """It lives and sends heartbeats, so only the collective's own limit can end this."""
   limit = 10

@@ -123,7 +123,6 @@ def _eight_bit_options(data_type: str, rounding: str) -> dict[str, Any]:
 CASES = cases()
 # At least one of each operation, rounding, and way to get scales; others are slow.
 PLAIN = {
-  "qsgd-1",
   "qsgd-3-given",
   "qsgd-4",
   "one-bit-64-residual",
