@@ -7,7 +7,7 @@ version := $(shell $(PYTHON) -c 'import platform; print(platform.python_version(
 VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(version))
 python := $(VENV)/bin/python
 
-.PHONY: help train test lint types bench links gpu-check ptx-check clean
+.PHONY: help train test breaks lint types bench links gpu-check ptx-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -17,6 +17,9 @@ train: $(VENV)/.installed-examples  ## train the example with several codecs and
 
 test: $(VENV)/.installed-test  ## run all tests and doctests
 	$(python) -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+
+breaks: $(VENV)/.installed-test  ## break the library on purpose: the tests must see it
+	$(python) tests/breaks.py $(ARGS)
 
 lint: $(VENV)/.installed-test  ## check the style with ruff
 	$(python) -m ruff check
