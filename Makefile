@@ -11,7 +11,7 @@ python := $(VENV)/bin/python
 pytest := $(python) -m pytest -n logical --maxprocesses 4 --dist loadfile \
   --no-loadscope-reorder
 
-.PHONY: help train test test-all lint types bench links gpu-check ptx-check clean
+.PHONY: help train test test-all breaks lint types bench links gpu-check ptx-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -28,6 +28,9 @@ test: $(VENV)/.installed-test  ## run the tests and doctests, but for slow ones
 
 test-all: $(VENV)/.installed-test  ## run all tests, compiled as users compile
 	$(pytest) --slow all --optimize $(ARGS)
+
+breaks: $(VENV)/.installed-test  ## break the library on purpose: the tests must see it
+	$(python) tests/breaks.py $(ARGS)
 
 lint: $(VENV)/.installed-test  ## check the style with ruff
 	$(python) -m ruff check

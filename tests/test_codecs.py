@@ -29,6 +29,7 @@ from gradcomp.codecs import (
   Ternary,
   TopK,
 )
+from gradcomp.kernels.scales import norms
 
 slow = pytest.mark.slow
 every_case = pytest.mark.parametrize(
@@ -299,6 +300,14 @@ def test_scales_of_tiny_and_huge_buckets():
   assert (restored[:32] == 0).all()
   assert np.isfinite(restored).all()
   assert set(np.abs(restored[32:64])) <= {np.float32(0), np.float32(2.0**-96) / 7}
+
+
+def test_l2_norms_of_tiny_and_huge_buckets():
+  """Squares of their elements would vanish or be infinite; the norms are neither."""
+  x = laws.gaussian((5, 64)) * np.float32([[1e-30], [1e-22], [1], [1e22], [1e37]])
+  expected = np.sqrt(np.square(x, dtype=np.float64).sum(axis=1))
+  # 64 additions and a square root in float32: see test_payload_is_the_oracles.
+  np.testing.assert_allclose(norms(jnp.asarray(x), "l2"), expected, rtol=1e-6)
 
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)

@@ -86,6 +86,14 @@ def test_pieces_keep_the_residuals_of_their_second_stages():
     np.testing.assert_allclose(sent + kept, given, rtol=0, atol=24 * 8 * 2.0**-24)
 
 
+def test_pieces_round_their_means_apart():
+  """Signs are exact in the first stage: what differs is what the owners draw."""
+  signs = np.random.default_rng(0).choice(np.float32([-1, 1]), (WORKERS, 1024))
+  tx = transformation(CODEC, "two_shot", WORKERS, message_bytes=100)
+  (output,), _ = modes.run("vmap", tx, [{"a": signs, "b": signs}])
+  assert (np.asarray(output["a"][0]) != np.asarray(output["b"][0])).mean() > 0.05
+
+
 def entry_instructions(text):
   """Of the ENTRY computation: each name with its operands and the whole line."""
   body = text[text.index("\nENTRY ") :]

@@ -1,0 +1,247 @@
+"""Deliberate breaks of the library, each with the test that must catch it.
+
+`make breaks`, or `python tests/breaks.py`, proves that the tests still see what they
+should. The lists are beside this file: break_lists/*.toml. Each break is one edit of a
+source file and one test of plain `make test`. The script copies the tracked files to a
+temporary folder, where it applies one edit after the other and runs that test alone;
+the checkout stays as it is. It ends with 1 if a test passes in spite of its break.
+"""
+
+import argparse
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LISTS = Path(__file__).parent / "break_lists"
+
+_LONGEST = 240  # seconds that one break may take
+
+# Of a run of tests. Without a verdict no test failed, and not all passed: an error of
+# the collection or of a fixture, no test at all, or no time left.
+Verdict = Literal["passed", "failed", "no verdict"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Break:
+  """One deliberate mistake.
+
+  Attributes:
+    name: what is broken.
+    law: the law or promise that no longer holds.
+    file: the source that is edited.
+    old: text that occurs in it exactly once.
+    new: what takes its place.
+    catcher: the test that must fail, as pytest names it.
+    cases: which of its cases, as for pytest's -k; all by default.
+  """
+
+  name: str
+  law: str
+  file: str
+  old: str
+  new: str
+  catcher: str
+  cases: str = ""
+
+  def applied(self, root: Path) -> str:
+    """The text of the edited file; ValueError where the edit does not fit."""
+    text = (root / self.file).read_text()
+    if (count := text.count(self.old)) != 1:
+      raise ValueError(f"`old` must occur once in {self.file}, got {count} times.")
+    return text.replace(self.old, self.new)
+
+
+def read(only: str) -> tuple[Break, ...]:
+  """The breaks that have a text in their name, law, file or catcher."""
+  return tuple(
+    case
+    for path in sorted(LISTS.glob("*.toml"))
+    for case in (Break(**entry) for entry in tomllib.loads(path.read_text())["break"])
+    if any(only in text for text in (case.name, case.law, case.file, case.catcher))
+  )
+
+
+class Copy:
+  """The tracked files as they are in the checkout, in a folder where tests can run."""
+
+  def __init__(self, folder: Path):
+    self.root = folder
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    for name in names.split("\0"):
+      if name and (ROOT / name).is_file():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    # Found there, gradcomp.kernels is not looked for where the environment has it.
+    (folder / "gradcomp" / "kernels").symlink_to("../kernels")
+    # An edit may leave a file's size and second as they were: Python would take the
+    # bytecode that it has kept for that of the edited file.
+    self._env = {
+      **os.environ,
+      "PYTHONPATH": str(folder),
+      "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    code = "import gradcomp.kernels; print(gradcomp.kernels.__file__)"
+    _, text = self._run([sys.executable, "-c", code], _LONGEST)
+    if not text.startswith(str(folder)):
+      raise RuntimeError(f"The tests would not import the copy, but {text}")
+
+  def test(
+    self, catchers: Sequence[str], cases: str, broken: Break | None = None
+  ) -> tuple[Verdict, str]:
+    """Runs tests, with a break or without: what came of it, and what was printed."""
+    if broken is None:
+      return self._test(catchers, cases)
+    path = self.root / broken.file
+    whole = path.read_text()
+    path.write_text(broken.applied(self.root))
+    try:
+      return self._test(catchers, cases)
+    finally:
+      path.write_text(whole)
+
+  def _test(self, catchers: Sequence[str], cases: str) -> tuple[Verdict, str]:
+    report = self.root / "report.xml"
+    report.unlink(missing_ok=True)
+    options = ["-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    selected = [*catchers, *(["-k", cases] if cases else [])]
+    command = [sys.executable, "-m", "pytest", *options, *selected]
+    code, text = self._run(command, _LONGEST * len(catchers))
+    if not report.exists():  # as after an error of usage, or in time
+      return "no verdict", text
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    kinds = ("tests", "skipped", "errors", "failures")
+    tests, skipped, errors, failures = (int(suite.attrib[kind]) for kind in kinds)
+    if failures:
+      return "failed", text
+    ran = tests > skipped and not errors
+    return "passed" if code == pytest.ExitCode.OK and ran else "no verdict", text
+
+  def _run(self, command: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """The exit code, None where the time was up, and all that was printed."""
+    process = subprocess.Popen(
+      command,
+      cwd=self.root,
+      env=self._env,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      start_new_session=True,
+    )
+    try:
+      text, _ = process.communicate(timeout=seconds)
+      return process.returncode, text
+    except subprocess.TimeoutExpired:
+      return None, f"stopped after {seconds} seconds"
+    finally:
+      if process.poll() is None:  # with what the tests have started
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def unbroken(copy: Copy, breaks: Sequence[Break]) -> dict[tuple[str, str], str]:
+  """The tests that do not pass without a break, and what pytest printed.
+
+  Tests of which all cases are run share a process, which spares the imports.
+  """
+  wrong = {}
+  for cases in sorted({case.cases for case in breaks}):
+    catchers = sorted({case.catcher for case in breaks if case.cases == cases})
+    if copy.test(catchers, cases)[0] == "passed":
+      continue
+    for catcher in catchers:
+      verdict, text = copy.test([catcher], cases)
+      if verdict != "passed":
+        wrong[catcher, cases] = text
+  return wrong
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+  lines = [
+    ("break", "law", "caught by", "seconds"),
+    ("---", "---", "---", "---:"),
+    *rows,
+  ]
+  return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def row(case: Break, wrong: str, seconds: str) -> tuple[str, ...]:
+  caught = f"`{case.catcher}`" + (f" of `{case.cases}`" if case.cases else "")
+  return case.name, case.law, f"**{wrong}**: {caught}" if wrong else caught, seconds
+
+
+def arguments() -> argparse.Namespace:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  add = parser.add_argument
+  add("--only", default="", metavar="TEXT", help="breaks that have this in their table")
+  add("--list", action="store_true", help="run nothing, but look whether edits apply")
+  add("--output", type=Path, metavar="FILE", help="where to write the table")
+  add("--verbose", action="store_true", help="show what pytest prints")
+  return parser.parse_args()
+
+
+def main() -> int:
+  options = arguments()
+  breaks = read(options.only)
+  problems = {}
+  for case in breaks:
+    try:
+      case.applied(ROOT)
+    except (OSError, ValueError) as error:
+      problems[case] = f"does not apply: {error}"
+  seconds = dict.fromkeys(breaks, "")
+  if not options.list:
+    with tempfile.TemporaryDirectory(prefix="gradcomp-breaks-") as folder:
+      run(Path(folder).resolve(), breaks, problems, seconds, options.verbose)
+  text = table([row(case, problems.get(case, ""), seconds[case]) for case in breaks])
+  if options.output:
+    options.output.write_text(text)
+  else:
+    print(text, end="")
+  what = "apply" if options.list else "were caught"
+  print(f"{len(breaks) - len(problems)} of {len(breaks)} breaks {what}.")
+  return 0 if breaks and not problems else 1
+
+
+def run(
+  folder: Path,
+  breaks: Sequence[Break],
+  problems: dict[Break, str],
+  seconds: dict[Break, str],
+  verbose: bool,
+) -> None:
+  """Applies one break after the other; adds what is wrong, and the time of each."""
+  copy = Copy(folder)
+  failing = unbroken(copy, breaks)
+  for number, case in enumerate(breaks, start=1):
+    start, text = time.monotonic(), ""
+    if (case.catcher, case.cases) in failing:
+      problems[case] = "does not pass without a break"
+      text = failing[case.catcher, case.cases]
+    elif case not in problems:
+      verdict, text = copy.test([case.catcher], case.cases, case)
+      if verdict != "failed":
+        problems[case] = "SURVIVED" if verdict == "passed" else verdict
+    seconds[case] = f"{time.monotonic() - start:.1f}"
+    wrong = problems.get(case, "ok")
+    print(f"[{number}/{len(breaks)}] {wrong}: {case.name}", file=sys.stderr, flush=True)
+    if verbose or case in problems:
+      print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
