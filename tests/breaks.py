@@ -46,6 +46,7 @@ class Break:
     new: what takes its place.
     catcher: the test that must fail, as pytest names it.
     cases: which of its cases, as for pytest's -k; all by default.
+    optimize: whether it is compiled as users compile, as tests of `bits` are.
   """
 
   name: str
@@ -55,6 +56,7 @@ class Break:
   new: str
   catcher: str
   cases: str = ""
+  optimize: bool = False
 
   def applied(self, root: Path) -> str:
     """The text of the edited file; ValueError where the edit does not fit."""
@@ -100,24 +102,31 @@ class Copy:
       raise RuntimeError(f"The tests would not import the copy, but {text}")
 
   def test(
-    self, catchers: Sequence[str], cases: str, broken: Break | None = None
+    self,
+    catchers: Sequence[str],
+    cases: str,
+    optimize: bool,
+    broken: Break | None = None,
   ) -> tuple[Verdict, str]:
     """Runs tests, with a break or without: what came of it, and what was printed."""
     if broken is None:
-      return self._test(catchers, cases)
+      return self._test(catchers, cases, optimize)
     path = self.root / broken.file
     whole = path.read_text()
     path.write_text(broken.applied(self.root))
     try:
-      return self._test(catchers, cases)
+      return self._test(catchers, cases, optimize)
     finally:
       path.write_text(whole)
 
-  def _test(self, catchers: Sequence[str], cases: str) -> tuple[Verdict, str]:
+  def _test(
+    self, catchers: Sequence[str], cases: str, optimize: bool
+  ) -> tuple[Verdict, str]:
     report = self.root / "report.xml"
     report.unlink(missing_ok=True)
     options = ["-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}"]
     selected = [*catchers, *(["-k", cases] if cases else [])]
+    selected += ["--optimize"] * optimize
     command = [sys.executable, "-m", "pytest", *options, *selected]
     code, text = self._run(command, _LONGEST * len(catchers))
     if not report.exists():  # as after an error of usage, or in time
@@ -153,20 +162,21 @@ class Copy:
         process.communicate()
 
 
-def unbroken(copy: Copy, breaks: Sequence[Break]) -> dict[tuple[str, str], str]:
+def unbroken(copy: Copy, breaks: Sequence[Break]) -> dict[tuple[str, str, bool], str]:
   """The tests that do not pass without a break, and what pytest printed.
 
   Tests of which all cases are run share a process, which spares the imports.
   """
   wrong = {}
-  for cases in sorted({case.cases for case in breaks}):
-    catchers = sorted({case.catcher for case in breaks if case.cases == cases})
-    if copy.test(catchers, cases)[0] == "passed":
+  for how in sorted({(case.cases, case.optimize) for case in breaks}):
+    same = [case for case in breaks if (case.cases, case.optimize) == how]
+    catchers = sorted({case.catcher for case in same})
+    if copy.test(catchers, *how)[0] == "passed":
       continue
     for catcher in catchers:
-      verdict, text = copy.test([catcher], cases)
+      verdict, text = copy.test([catcher], *how)
       if verdict != "passed":
-        wrong[catcher, cases] = text
+        wrong[catcher, *how] = text
   return wrong
 
 
@@ -229,11 +239,12 @@ def run(
   failing = unbroken(copy, breaks)
   for number, case in enumerate(breaks, start=1):
     start, text = time.monotonic(), ""
-    if (case.catcher, case.cases) in failing:
+    tested = case.catcher, case.cases, case.optimize
+    if tested in failing:
       problems[case] = "does not pass without a break"
-      text = failing[case.catcher, case.cases]
+      text = failing[tested]
     elif case not in problems:
-      verdict, text = copy.test([case.catcher], case.cases, case)
+      verdict, text = copy.test([case.catcher], case.cases, case.optimize, case)
       if verdict != "failed":
         problems[case] = "SURVIVED" if verdict == "passed" else verdict
     seconds[case] = f"{time.monotonic() - start:.1f}"
