@@ -1,4 +1,4 @@
-"""Every kernel of the encoders: what gpu_check.py compares and the others time.
+"""Every kernel of the encoders: tests and gpu_check.py compare them, others time them.
 
 A case calls an operation with one implementation, with all that it reads beside the
 gradient given: what is found before, such as the scale of a tensor, is the same for
@@ -72,7 +72,7 @@ class Case(NamedTuple):
     size = getattr(codec, "bucket_size", getattr(codec, "block_size", codec.row_words))
     return codec.tile_size // bucket_words(size)
 
-  def function(self, implementation: Implementation) -> Encode:
+  def function(self, implementation: Implementation | None) -> Encode:
     """Of the gradient and the operands, for jax.jit."""
     codec = dataclasses.replace(self.codec, implementation=implementation)
     return lambda x, *operands: self.encode(codec, x, *operands)
@@ -122,6 +122,7 @@ def _qsgd(
     operands,
     timed=timed,
     implementations=("pallas", *_mosaic("qsgd", codec.bucket_size)),
+    decode=codec.codes if codec.share_scale else None,
   )
 
 
@@ -154,13 +155,17 @@ def _top_k(density: float) -> Case:
   )
 
 
-def _ternary(name: str, *, timed: bool = False, **options: Any) -> Case:
+def _ternary(
+  name: str, *, timed: bool = False, share_scale: bool = False, **options: Any
+) -> Case:
+  codec = Ternary(share_scale=share_scale, **options)
   return Case(
     f"ternary {name}",
-    Ternary(share_scale=False, **options),
+    codec,
     lambda codec, x, *given: (codec._encode(x, *given),),
     lambda codec, x: codec._scales(x) + _key(codec, x),
     timed=timed,
+    decode=codec.codes if share_scale else None,
   )
 
 
@@ -238,17 +243,32 @@ CASES: dict[str, Case] = {
       _qsgd(f"{bits} bit uniform", bits=bits, levels="uniform", keep=True)
       for bits in (1, 4, 8)
     ),
-    _qsgd("4 bit bucket 64", bits=4, bucket_size=64, keep=True),
+    *(
+      _qsgd(f"{bits} bit bucket {size}", bits=bits, bucket_size=size, keep=True)
+      for bits, size in ((2, 32), (3, 64), (4, 64), (5, 64), (6, 64), (7, 64), (8, 64))
+    ),
+    *(
+      _qsgd(
+        f"{bits} bit shared {'tensor' if size is None else size}",
+        bits=bits,
+        bucket_size=size,
+        levels="uniform",
+        share_scale=True,
+      )
+      for bits, size in ((1, None), (2, 32), (3, None), (4, 64), (8, 64), (16, 64))
+    ),
     _qsgd("4 bit tensor scale", bits=4, bucket_size=None, timed=True),
     _qsgd("4 bit l2", bits=4, norm="l2", timed=True),
     _qsgd("8 bit l2", bits=8, norm="l2"),
     *(_one_bit(size, keep=keep) for size in (64, 512) for keep in (False, True)),
+    _one_bit(32, keep=True),
     *(_ternary(packing, packing=packing, timed=True) for packing in ("2bit", "base3")),
     *(
       _ternary(f"{packing} bucket 64", packing=packing, bucket_size=64)
       for packing in ("2bit", "base3")
     ),
     _ternary("2bit unclipped", clip_sigmas=None),
+    _ternary("base3 shared", packing="base3", bucket_size=64, share_scale=True),
     *(
       _eight_bit(
         f"{name}{', blocks' * bool(size)}, {rounding}",
@@ -261,9 +281,10 @@ CASES: dict[str, Case] = {
       for size in (None, 512)
       for rounding in ("nearest", "stochastic")
     ),
+    _eight_bit("dynamic_tree, blocks of 64", data_type="dynamic_tree", block_size=64),
     *(
-      _cast(e, m, rounding, auto=auto, timed=rounding == "nearest_even" and e + m < 15)
-      for e, m in ((5, 2), (4, 3), (3, 0), (8, 7), (5, 10))
+      _cast(e, m, rounding, auto=auto, timed=rounding == "nearest_even" and 2 < e < 8)
+      for e, m in ((5, 2), (4, 3), (3, 0), (8, 7), (5, 10), (8, 23), (2, 1))
       for rounding in ("nearest_even", "stochastic", "toward_zero")
       for auto in (False, True)
     ),

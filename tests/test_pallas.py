@@ -1,7 +1,7 @@
 """Pallas kernels without a GPU: interpreted, lowered for CUDA, behind the codecs."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,133 +10,37 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from kernel_cases import CASES
 from lowering import TRITON, lowered_for_cuda
 
 import gradcomp
 from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary
-from gradcomp.floats import FloatFormat
-from gradcomp.kernels import eight_bit, fixed_point, float_cast, one_bit, qsgd, ternary
+from gradcomp.kernels import fixed_point, qsgd
 from gradcomp.kernels.fixed_point import exact_quotient, top_multiplier
-from gradcomp.kernels.planes import planes_per_word
 from gradcomp.kernels.scales import scales
 
 KEY = np.array([123, 456], np.uint32)
 
 
-class Case(NamedTuple):
-  """An encoder with its operands beside the gradient, and static options."""
-
-  operation: Any
-  tile: int  # elements
-  operands: tuple[Any, ...]  # functions of the number of rows, or None
-  options: dict[str, Any]
-
-
-def keyed(_rows: int) -> np.ndarray:
-  return KEY
-
-
-def given(columns: int):
-  """Scales, two of them special."""
-
-  def make(rows: int) -> np.ndarray:
-    found = np.random.default_rng(3).uniform(0.5, 3, (rows, columns))
-    found = found.astype(np.float32)
-    found[0, 0], found[-1, -1] = 0, np.nan
-    return found
-
-  return make
-
-
-def cases() -> dict[str, Case]:
-  found = {}
-  for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16):
-    planes, bucket_size = planes_per_word(bits), 64 if bits > 2 else 32
-    options = {"bits": bits, "bucket_size": bucket_size}
-    signed = "uniform" if bits == 1 else "sign_magnitude"
-    found[f"qsgd-{bits}"] = Case(
-      qsgd,
-      planes * bucket_size,
-      (None, keyed),
-      {**options, "levels": signed, "inline": True, "keep": True},
-    )
-    found[f"qsgd-{bits}-given"] = Case(
-      qsgd,
-      planes * bucket_size,
-      (given(1 if bits % 2 else planes), None),
-      {**options, "levels": "uniform", "inline": bits > 4, "keep": False},
-    )
-  for bucket_size, keep in ((32, True), (64, True), (64, False), (512, True)):
-    options = {"bucket_size": bucket_size, "keep": keep}
-    name = f"one-bit-{bucket_size}" + "-residual" * keep
-    found[name] = Case(one_bit, 32 * bucket_size, (), options)
-  for packing, inline in (("2bit", True), ("base3", True), ("base3", False)):
-    planes = ternary.planes(packing)
-    options = {"packing": packing, "bucket_size": 64, "inline": inline}
-    found[f"ternary-{packing}" + "-inline" * inline] = Case(
-      ternary,
-      planes * 64,
-      (given(planes if inline else 1), lambda _: np.float32(1.5), keyed),
-      options,
-    )
-  for data_type in ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"):
-    for rounding, block in (("nearest", True), ("stochastic", False)):
-      options = _eight_bit_options(data_type, rounding)
-      found[f"{data_type}-{rounding}"] = Case(
-        eight_bit,
-        4 * 64,
-        (None if block else given(1), keyed if rounding == "stochastic" else None),
-        {**options, "bucket_size": 64},
-      )
-  roundings = ("nearest_even", "stochastic", "toward_zero")
-  formats = ((5, 2), (4, 3), (3, 0), (8, 7), (5, 10), (8, 23), (2, 1))
-  for number, (exponent_bits, mantissa_bits) in enumerate(formats):
-    fmt = FloatFormat(exponent_bits, mantissa_bits)
-    for scaled in (False, True):
-      rounding = roundings[(number + scaled) % 3]
-      found[f"cast-{exponent_bits}-{mantissa_bits}-{rounding}"] = Case(
-        float_cast,
-        planes_per_word(float_cast.width(fmt)) * 128,
-        (
-          (lambda _: np.int32(-3)) if scaled else None,
-          keyed if rounding == "stochastic" else None,
-        ),
-        {"fmt": fmt, "rounding": rounding, "saturate": scaled, "row_words": 128},
-      )
-  return found
-
-
-def _eight_bit_options(data_type: str, rounding: str) -> dict[str, Any]:
-  """What the codec gives its kernel."""
-  found = {}
-
-  def encode_rows(*_: Any, **options: Any) -> jax.Array:
-    found.update(options)
-    return jnp.zeros((1, 1), jnp.uint32)
-
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(eight_bit, "encode_rows", encode_rows)
-    EightBit(data_type=data_type, rounding=rounding).encode(jnp.ones(4), key=KEY)
-  return {name: found[name] for name in ("lines", "tops", "up")}
-
-
-CASES = cases()
 # At least one of each operation, rounding, and way to get scales; others are slow.
 PLAIN = {
-  "qsgd-3-given",
-  "qsgd-4",
-  "one-bit-64-residual",
-  "ternary-2bit-inline",
-  "ternary-base3",
-  "dynamic_tree-nearest",
-  "linear-stochastic",
-  "cast-5-2-stochastic",
-  "cast-4-3-toward_zero",
-  "cast-3-0-nearest_even",
+  "qsgd 4 bit bucket 64, residual",
+  "qsgd 4 bit l2",
+  "qsgd 4 bit nearest",
+  "qsgd 2 bit shared 32",
+  "one_bit bucket 64, residual",
+  "ternary 2bit bucket 64",
+  "ternary base3 shared",
+  "eight_bit dynamic_tree, blocks of 64",
+  "eight_bit linear, stochastic",
+  "float_cast (5, 2) stochastic, exponent",
+  "float_cast (4, 3) toward_zero",
+  "float_cast (3, 0) nearest_even, exponent",
 }
+ENCODERS = {name: case for name, case in CASES.items() if case.operation != "top_k"}
 every_case = pytest.mark.parametrize(
   "name",
-  [pytest.param(x, marks=() if x in PLAIN else pytest.mark.slow) for x in CASES],
+  [pytest.param(x, marks=() if x in PLAIN else pytest.mark.slow) for x in ENCODERS],
 )
 
 
@@ -150,18 +54,18 @@ def gradient(size: int, tile: int) -> np.ndarray:
   return x
 
 
+def test_plain_runs_have_kernels():
+  assert PLAIN <= set(ENCODERS)
+
+
 @every_case
 def test_an_interpreted_kernel_has_the_references_bits(name):
-  case = CASES[name]
+  case = ENCODERS[name]
   # Six tiles are two blocks that overlap, or blocks of one; the last is a partial one.
-  size = 6 * case.tile + 77
-  x = gradient(size, case.tile)
-  operands = [make and make(7) for make in case.operands]
-  encode = case.operation.reference.encode_rows
-  kernel = case.operation.pallas.encode_rows
-  expected = compiled(functools.partial(encode, **case.options), x, *operands)
-  kernel = functools.partial(kernel, **case.options, interpret=True)
-  found = compiled(kernel, x, *operands)
+  x = gradient(6 * case.codec.tile_size + 77, case.codec.tile_size)
+  operands = jax.jit(lambda x: case.operands(case.codec, x))(x)
+  expected = compiled(case.function("xla"), x, *operands)
+  found = compiled(case.function("pallas_interpret"), x, *operands)
   assert jax.tree.structure(found) == jax.tree.structure(expected)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_array_equal(_bits(a), _bits(b))
@@ -179,11 +83,10 @@ def _bits(x: jax.Array) -> np.ndarray:
 
 @every_case
 def test_a_kernel_lowers_for_cuda(name):
-  case = CASES[name]
-  operands = [make and make(9) for make in case.operands]
-  kernel = functools.partial(case.operation.pallas.encode_rows, **case.options)
-  x = jax.ShapeDtypeStruct((8 * case.tile + 77,), jnp.float32)
-  assert lowered_for_cuda(kernel, x, *operands).count(TRITON) == 1
+  case = ENCODERS[name]
+  x = jax.ShapeDtypeStruct((8 * case.codec.tile_size + 77,), jnp.float32)
+  operands = jax.eval_shape(lambda x: case.operands(case.codec, x), x)
+  assert lowered_for_cuda(case.function(None), x, *operands).count(TRITON) == 1
 
 
 @pytest.mark.parametrize(
