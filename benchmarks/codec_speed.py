@@ -101,8 +101,9 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
     "decode and sum, a worker": lambda: add(received),
   }
   if isinstance(codec, RemainderCodec):
-    both = jax.jit(lambda x: codec.encode_with_residual(x)).lower(x).compile()
-    calls["encode and residual"] = lambda: both(x)
+    both = jax.jit(lambda x, key: codec.encode_with_residual(x, key=key, stats=agreed))
+    both = both.lower(x, key).compile()
+    calls["encode and residual"] = lambda: both(x, key)
   seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
   temp = encode.memory_analysis().temp_size_in_bytes
   print(f"compiled in {compile_seconds:.1f} s", end="; ")
