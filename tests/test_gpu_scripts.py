@@ -139,6 +139,7 @@ def test_instructions_of_a_loop_count_as_often_as_it_runs():
   ptx = """
   ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1];
   $L__BB0_1:
+  mov.u32 %r5, 0x0; ld.global.b32 {%r5}, [%rd1]; // as in inline assembly
   @%p1 st.global.b32 [%rd2], %r1;
   @%p2 bra $L__BB0_1;
   ret;
@@ -146,6 +147,8 @@ def test_instructions_of_a_loop_count_as_often_as_it_runs():
   found = ptx_check._instructions(ptx, 32)
   assert [(line.split()[0], times) for line, times in found] == [
     ("ld.global.v4.b32", 1),
+    ("mov.u32", 32),
+    ("ld.global.b32", 32),
     ("st.global.b32", 32),
     ("bra", 32),
     ("ret", 1),

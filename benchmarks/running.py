@@ -1,0 +1,30 @@
+"""Lets a script run quickly, and lets it say why it cannot run here."""
+
+import argparse
+import os
+import sys
+from typing import NoReturn
+
+SKIPPED = 77  # the exit status of a skipped test for Automake and Meson
+
+
+def add_quick(parser: argparse.ArgumentParser, what: str) -> None:
+  """Adds ``--quick``, whose help says what is left in a quick run."""
+  text = f"{what}: a test of seconds, whose results go only where --output says"
+  parser.add_argument("--quick", action="store_true", help=text)
+
+
+def compile_fast() -> None:
+  """Leaves most of XLA's optimizations out: nobody reads the times of a quick run.
+
+  Processes that this one starts do the same.
+  """
+  os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+  if jax := sys.modules.get("jax"):
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def skip(missing: str) -> NoReturn:
+  """Says in one sentence what this machine lacks, and ends the script."""
+  print(f"skipped: {missing}", file=sys.stderr)
+  sys.exit(SKIPPED)
