@@ -1,6 +1,7 @@
 """How far 8-bit numbers are from what they stand for, beside the paper's table 2.
 
-  python benchmarks/approximation_error.py [--size 25000000] [--output FILE.json]
+  python benchmarks/approximation_error.py [--size 25000000] [--quick]
+    [--output FILE.json]
 
 Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2016, section 3.4: mean
 absolute errors, and means of |decoded - x| / |x|, in which exact zeros do not count. As
@@ -17,6 +18,7 @@ the largest of 25 million normal numbers, are off by a quarter of a step, 0.011,
 """
 
 import argparse
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import running
 
 from gradcomp.codecs import EightBit
 
@@ -69,10 +72,15 @@ BEYOND_THE_PAPER = ("static_tree", "mantissa", "dynamic_map")
 HEADER = ("", "absolute", "paper", "relative", "paper", "ours/paper")
 
 
+@functools.cache
+def roundtrip(codec: EightBit) -> Callable[[np.ndarray], jax.Array]:
+  """Compiles encoding and decoding once for all samples."""
+  return jax.jit(lambda x: codec.decode(codec.encode(x), like=x))
+
+
 def errors(codec: EightBit, x: np.ndarray) -> dict[str, float]:
   """Of one codec on one sample."""
-  both = jax.jit(lambda x: codec.decode(codec.encode(x), like=x))
-  distance = np.abs(np.asarray(both(x)) - x)
+  distance = np.abs(np.asarray(roundtrip(codec)(x)) - x)
   size = np.abs(x)
   relative = np.divide(distance, size, out=np.zeros_like(size), where=size > 0)
   return {
@@ -119,8 +127,12 @@ def main() -> None:
     "--size", type=int, default=25_000_000, help="numbers in a sample"
   )
   parser.add_argument("--seed", type=int, default=0)
+  running.add_quick(parser, "1,000 numbers in a sample")
   parser.add_argument("--output", type=pathlib.Path, help="JSON file to write")
   options = parser.parse_args()
+  if options.quick:
+    options.size = 1000
+    running.compile_fast()
   results: dict[str, Any] = {"size": options.size, "seed": options.seed}
   as_paper, by_largest = results["as_paper"], results["by_largest"] = {}, {}
   for name, (sample, offset) in DISTRIBUTIONS.items():

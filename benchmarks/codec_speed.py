@@ -1,6 +1,7 @@
 """Speed of encode, decode and decode-and-sum, as multiples of a memory copy.
 
   python benchmarks/codec_speed.py [--sizes 16777216 ...] [--repeats 9] [--quick]
+    [--output FILE.json]
 
 Prints, for each codec and size: ns an element, the ratio to a copy of as many float32
 into a buffer in use and into a new one (see timing.py), and the temporary memory of the
@@ -14,10 +15,11 @@ import pathlib
 import time
 from typing import Any
 
+import gradients
 import jax
 import jax.numpy as jnp
-import models
 import optax
+import running
 import timing
 from jax.sharding import PartitionSpec as P
 
@@ -70,6 +72,9 @@ CODECS: dict[str, Codec] = {
   "dense-f32": Dense(),
   "dense-bf16": Dense(dtype=jnp.bfloat16),
 }
+# Of each kind: with its residual known, with fitted levels, with a shared scale, and
+# with sums in its format.
+QUICK = ("qsgd-4", "qsgd-2 nonuniform", "onebit-64", "terngrad", "linear", "aps-5-2")
 
 
 def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, Any]:
@@ -110,9 +115,8 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
   return _report(f"{name}, {size:,}", seconds, size, temp, payload.rows.nbytes)
 
 
-def resnet50_rows(repeats: int) -> dict[str, Any]:
-  """ResNet-50's gradients to the rows of one message and back to leaves."""
-  tree = models.resnet50()
+def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]:
+  """The leaves of a gradient to the rows of one message, and back to leaves."""
   size = sum(leaf.size for leaf in tree)
   layout = plan(tree, QSGD(bits=4))
   keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
@@ -135,14 +139,14 @@ def resnet50_rows(repeats: int) -> dict[str, Any]:
   )
   temp = encode.memory_analysis().temp_size_in_bytes
   sent = sum(matrix.nbytes for matrix in matrices)
-  return _report("ResNet-50, qsgd-4", seconds, size, temp, sent)
+  return _report(f"{title}, qsgd-4", seconds, size, temp, sent)
 
 
-def compile_rows(leaves: int = 300) -> dict[str, Any]:
+def compile_rows(leaves: int) -> dict[str, Any]:
   """Seconds to trace and compile a train step: plain mean, and QSGD-4."""
   devices = min(2, jax.device_count())
   mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
-  params, loss_fn, batch = models.deep_mlp(leaves // 2)
+  params, loss_fn, batch = gradients.deep_mlp(leaves // 2)
   result = {}
   for name, mean in (
     ("plain mean", gradcomp.dense(axis_name="data")),
@@ -184,20 +188,23 @@ def main() -> None:
   parser.add_argument("--sizes", type=int, nargs="+", default=[2**20, 2**24])
   parser.add_argument("--repeats", type=int, default=9)
   parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
-  parser.add_argument("--quick", action="store_true", help="one size, two codecs")
+  running.add_quick(parser, "one small array, a codec of each kind, ten leaves")
   parser.add_argument("--output", type=pathlib.Path, help="JSON file to write")
   options = parser.parse_args()
+  leaves, message = 300, None
   if options.quick:
-    options.sizes, options.codecs = [2**20], ["qsgd-4", "dense-f32"]
+    options.sizes, options.codecs, options.repeats = [2**16], list(QUICK), 1
+    leaves = message = 10
+    running.compile_fast()
   print(json.dumps(timing.machine()))
   results: dict[str, Any] = {"machine": timing.machine()}
   for size in options.sizes:
     for name in options.codecs:
       key = f"{name}, {size}"
       results[key] = codec_rows(name, CODECS[name], size, options.repeats)
-  results["resnet50"] = resnet50_rows(options.repeats)
-  if not options.quick:
-    results["compile"] = compile_rows()
+  tree = gradients.resnet50(message)
+  results["resnet50"] = message_rows("ResNet-50", tree, options.repeats)
+  results["compile"] = compile_rows(leaves)
   if options.output:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(results, indent=1))

@@ -1,6 +1,7 @@
 """Whether every kernel gives the reference's bits on the GPU of this machine.
 
   make gpu-check     or     python benchmarks/gpu_check.py [--cases 'qsgd 4 bit' ...]
+    [--quick] [--interpret]
 
 The reference runs on the CPU. Rows and residuals of ordinary gradients are the same bit
 for bit, for one tile, several, and no multiple of anything; so is a kernel in a typed
@@ -11,7 +12,8 @@ own code for the GPU gives other bits, it is reported, and nothing more.
 
 Cases run in processes of their own, so that a kernel that breaks the GPU's context
 fails alone. Writes benchmarks/results/gpu_check.json. The exit status is 1 where
-anything is wrong, 2 where there is no GPU.
+anything is wrong, 77 where there is no GPU. With --interpret kernels of plain cases
+are interpreted on any machine, which tries the script and no GPU.
 """
 
 import argparse
@@ -28,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import running
 from jax.sharding import PartitionSpec as P
 from kernel_cases import CASES, Case, gradients, with_strange
 
@@ -36,6 +39,7 @@ from gradcomp.kernels import Implementation
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu_check.json"
 _STEPS = {f"train step, {bits} bit": bits for bits in (8, 4)}
+_QUICK = ("float_cast (3, 0) nearest_even", "eight_bit linear, blocks, nearest")
 _SMALLEST_NORMAL = 2.0**-126
 _PROCESSES = 8
 _TRITON = "__gpu$xla.gpu.triton"  # what XLA calls Pallas kernels in Triton style
@@ -67,6 +71,8 @@ def check(name: str, kernels: tuple[Implementation, ...] | None = None) -> list[
     found = _run(case, implementation, given, device)
     near = case.near.get(implementation)
     wrong += _differences(case, implementation, expected, found, len(plain), near)
+    if implementation == "pallas_interpret":  # has no types of jax.shard_map
+      continue
     found = _run(case, implementation, given[: len(plain)], device, mapped=True)
     wrong += _differences(
       case, f"{implementation} in shard_map", expected, found, len(plain), near
@@ -189,11 +195,11 @@ def train_step(bits: int) -> list[str]:
   return wrong + ([] if losses[-1] < losses[0] / 2 else [f"the losses are {losses}"])
 
 
-def run_here(names: list[str]) -> None:
+def run_here(names: list[str], interpret: bool) -> None:
   """Checks cases in this process; a line of JSON for each on the standard output."""
   for name in names:
     try:
-      wrong = check(name)
+      wrong = check(name, ("pallas_interpret",) if interpret else None)
     except Exception as error:
       # The GPU may be unusable now: the others run in another process.
       print(json.dumps([name, [f"{type(error).__name__}: {error}"[:2000]]]), flush=True)
@@ -201,14 +207,14 @@ def run_here(names: list[str]) -> None:
     print(json.dumps([name, wrong]), flush=True)
 
 
-def run_apart(names: list[str], end: float) -> dict[str, list[str]]:
+def run_apart(names: list[str], end: float, *options: str) -> dict[str, list[str]]:
   """Checks cases in one process, and in another from where that broke off."""
   found: dict[str, list[str]] = {}
   while left := [name for name in names if name not in found]:
     seconds = end - time.monotonic()
     if seconds <= 0:
       return found | {name: ["no time was left for it"] for name in left}
-    command = [sys.executable, __file__, "--here", "--cases", *left]
+    command = [sys.executable, __file__, "--here", *options, "--cases", *left]
     try:
       done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False
@@ -227,28 +233,44 @@ def run_apart(names: list[str], end: float) -> dict[str, list[str]]:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   names = [*_STEPS, *CASES]
-  parser.add_argument("--cases", nargs="+", choices=names, default=names)
+  parser.add_argument("--cases", nargs="+", choices=names)
   parser.add_argument("--seconds", type=float, default=240, help="for all of it")
-  parser.add_argument("--output", type=pathlib.Path, default=RESULTS)
+  running.add_quick(parser, "two cases")
+  parser.add_argument(
+    "--interpret", action="store_true", help="without a GPU, to try this script"
+  )
+  parser.add_argument(
+    "--output",
+    type=pathlib.Path,
+    help="JSON file; default: benchmarks/results/gpu_check.json, if not --quick",
+  )
   parser.add_argument("--here", action="store_true", help="in this process")
   options = parser.parse_args()
   # Several processes share the GPU's memory.
   os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-  if jax.default_backend() != "gpu":
-    parser.exit(2, "gpu_check: there is no GPU here\n")
+  if jax.default_backend() != "gpu" and not options.interpret:
+    running.skip("there is no GPU here; --interpret tries the script without one")
   if options.here:
-    run_here(options.cases)
+    run_here(options.cases, options.interpret)
     return
   end = time.monotonic() + options.seconds
-  shares = [options.cases[k::_PROCESSES] for k in range(_PROCESSES)]
+  cases, passed, output = names, [], RESULTS
+  if options.interpret:
+    cases, passed, output = list(CASES), ["--interpret"], None
+    running.compile_fast()
+  if options.quick:
+    cases, output = _QUICK, None
+  cases, output = options.cases or cases, options.output or output
+  shares = [cases[k::_PROCESSES] for k in range(_PROCESSES)]
   found: dict[str, list[str]] = {}
   with concurrent.futures.ThreadPoolExecutor(_PROCESSES) as pool:
-    for part in pool.map(lambda share: run_apart(share, end), shares):
+    for part in pool.map(lambda share: run_apart(share, end, *passed), shares):
       found |= part
   wrong = {name: lines for name, lines in found.items() if lines}
-  options.output.parent.mkdir(parents=True, exist_ok=True)
   result = {"jax": jax.__version__, "right": len(found) - len(wrong), "wrong": wrong}
-  options.output.write_text(json.dumps(result, indent=1))
+  if output:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1))
   for name, lines in wrong.items():
     print(f"WRONG: {name}", *lines, sep="\n  ")
   print(f"gpu_check: {result['right']} of {len(found)} are right")

@@ -1,7 +1,7 @@
 """Speed of every encoder's kernel on a GPU, as a share of a device copy's.
 
   python benchmarks/gpu_kernels.py [--sizes 67108864 ...] [--cases 'qsgd 4 bit' ...]
-    [--seconds 300] [--quick] [--sweep] [--checked FILE]
+    [--seconds 300] [--quick] [--interpret] [--sweep] [--checked FILE]
 
 Counts the fewest bytes there are: what a kernel is given, read once, and what it
 returns, written once. A copy of the gradient reads and writes it. "whole" is the
@@ -33,6 +33,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import running
 from kernel_cases import CASES, KEY, Case
 
 from gradcomp.kernels import Implementation, blocks
@@ -43,6 +44,8 @@ _CACHED = 2**28  # bytes of gradients, several times any GPU's cache
 _ROUND = 0.02  # seconds, about
 _ROUNDS = 7
 _COMPILERS = 8  # threads
+
+_QUICK = ["qsgd 4 bit nearest", "eight_bit linear, nearest"]
 
 # Of a plane in a block, and warps.
 _SWEEP = [(e, w) for e in (512, 1024, 2048, 4096) for w in (1, 2, 4, 8)]
@@ -244,8 +247,10 @@ def sweep(names: list[str], size: int, rounds: int, end: float) -> list[Any]:
   return rows
 
 
-def write(path: pathlib.Path, rows: list[Any], missing: list[str]) -> None:
-  """The results as JSON, and as a table beside it."""
+def write(path: pathlib.Path | None, rows: list[Any], missing: list[str]) -> None:
+  """The results as JSON, and as a table beside it; nothing without a path."""
+  if path is None:
+    return
   device = jax.devices()[0]
   found = {
     "device": device.device_kind,
@@ -287,19 +292,29 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES)
   parser.add_argument("--cases", nargs="+", choices=CASES, default=timed)
   parser.add_argument("--seconds", type=float, default=math.inf, help="for all of it")
-  parser.add_argument("--quick", action="store_true", help="one size, four cases")
+  running.add_quick(parser, "one size and four cases, two of them where interpreted")
   parser.add_argument("--sweep", action="store_true", help="blocks and warps, instead")
   parser.add_argument(
     "--interpret", action="store_true", help="without a GPU, to try this script"
   )
   parser.add_argument("--checked", type=pathlib.Path, help="what gpu_check.py wrote")
-  parser.add_argument("--output", type=pathlib.Path, default=RESULTS)
+  parser.add_argument(
+    "--output",
+    type=pathlib.Path,
+    help="JSON file; default: benchmarks/results/gpu_kernels.json, if not --quick",
+  )
   options = parser.parse_args(arguments)
   if jax.default_backend() != "gpu" and not options.interpret:
-    parser.exit(1, "gpu_kernels: there is no GPU here\n")
+    running.skip("there is no GPU here; --interpret tries the script without one")
   end = time.monotonic() + options.seconds
+  output = options.output
   if options.quick:
     options.sizes, options.cases = options.sizes[:1], options.cases[1:5]
+    if options.interpret:
+      options.sizes, options.cases = [8192], _QUICK
+      running.compile_fast()
+  elif not options.interpret:
+    output = output or RESULTS
   wrong: dict[str, Any] = {}
   if options.checked and options.checked.exists():
     wrong = json.loads(options.checked.read_text())["wrong"]
@@ -309,14 +324,14 @@ def main(arguments: list[str] | None = None) -> None:
   if options.sweep:
     swept = [case.name for case in cases if case.name in _SWEPT]
     rows = sweep(swept, options.sizes[0], rounds, end)
-    write(options.output.with_stem(options.output.stem + "_sweep"), rows, missing)
+    write(output and output.with_stem(output.stem + "_sweep"), rows, missing)
     return
   rows = []
   kernels: Any = ("pallas_interpret",) if options.interpret else None
   for size in options.sizes:
     found, left = run_size(cases, kernels, size, rounds, end)
     rows, missing = rows + found, missing + left
-    write(options.output, rows, missing)
+    write(output, rows, missing)
   print(*(f"not measured: {line}" for line in missing), sep="\n")
 
 

@@ -1,10 +1,10 @@
 """Time of a whole gradient exchange between hosts on links of a known rate.
 
   python benchmarks/link_speed.py [--hosts 2 4] [--rate 1gbit ...] [--mib 64 ...]
-  python benchmarks/link_speed.py --quick
+  python benchmarks/link_speed.py --quick [--loopback]
 
 Hosts are network namespaces on rate-limited links (links.py; needs Linux, root, ip and
-tc; else, or with --loopback, plain processes on a link that nothing limits). Each runs
+tc). With --loopback, they are plain processes on a link that nothing limits. Each runs
 one JAX process (link_worker.py), which times in turn the plain f32 mean and every codec
 with every exchange, from the gradient to its mean: encode, exchange, decode. One
 two_shot is also timed part by part. The time of a step is the slowest host's.
@@ -28,7 +28,6 @@ import json
 import os
 import pathlib
 import platform
-import shutil
 import signal
 import statistics
 import sys
@@ -39,6 +38,7 @@ from typing import Any
 import link_worker
 import links
 import numpy as np
+import running
 
 _HERE = pathlib.Path(__file__).parent
 _FAR = 1.3  # times the wire bound: too far for a measurement of the link
@@ -204,19 +204,17 @@ def parse() -> argparse.Namespace:
   add("--codecs", nargs="+", choices=link_worker.CODECS, default=[*link_worker.CODECS])
   add("--no-probe", dest="probe", action="store_false", help="skip the raw TCP probe")
   add("--loopback", action="store_true", help="plain processes, no limit on the link")
-  add("--quick", action="store_true", help="2 hosts, 4 MiB, 2 repeats: a smoke run")
+  running.add_quick(parser, "2 hosts, 1 MiB, 2 codecs, 1 repeat")
   add("--limit", type=float, default=900, help="seconds after which a run has failed")
   where = "folder of link_speed.json and .png; by default benchmarks/results, and none "
   add("--output", type=pathlib.Path, help=where + "with --quick or without a limit")
   options = parser.parse_args()
   if options.quick:
-    options.hosts, options.mib, options.repeats = [2], [4], 2
-  if not options.loopback:
-    missing = [tool for tool in ("ip", "tc", "unshare") if not shutil.which(tool)]
-    missing += ["root"] if os.geteuid() else []
-    if missing:
-      print(f"Links are not limited, as with --loopback: {', '.join(missing)} missing.")
-      options.loopback = True
+    options.hosts, options.mib, options.repeats = [2], [1], 1
+    options.codecs = ["qsgd-4", "terngrad"]
+    running.compile_fast()
+  if not options.loopback and (missing := links.missing()):
+    running.skip(f"limited links need {missing}; --loopback does without")
   if options.loopback:
     options.rate = ["unlimited"]
   elif options.output is None and not options.quick:

@@ -21,6 +21,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -57,6 +58,21 @@ def bits_per_second(rate: str) -> float:
   if not match:
     raise ValueError(f"`rate` must be like 100mbit or 2.5gbit, got {rate!r}.")
   return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def missing() -> str:
+  """Says why this machine cannot limit links, after trying; empty where it can."""
+  tools = [name for name in ("ip", "tc", "unshare") if not shutil.which(name)]
+  if tools:
+    return f"the commands {', '.join(tools)}"
+  if os.geteuid():
+    return "root's rights, to make network namespaces"
+  try:
+    with limited(1, "1gbit") as (host,):
+      _run(*host.prefix, "true")
+  except (RuntimeError, OSError) as error:
+    return f"rate-limited network namespaces ({error})"
+  return ""
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def ptxas() -> str:
   folder = os.environ.get("CUDA_HOME", "/usr/local/cuda")
   found = shutil.which("ptxas") or shutil.which(f"{folder}/bin/ptxas")
   if found is None:
-    running.skip("ptx_check needs ptxas of CUDA 13 on PATH or in CUDA_HOME")
+    running.skip("there is no ptxas of CUDA 13 here, on PATH or in CUDA_HOME")
   return found
 
 
@@ -303,7 +303,7 @@ def main() -> None:
   options = parser.parse_args()
   for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt"):
     if not list(metadata.distributions(name=name)):
-      running.skip(f"ptx_check needs {name}, which `make ptx-check` installs")
+      running.skip(f"there is no {name} here, which `make ptx-check` installs")
   version = subprocess.run([ptxas(), "--version"], capture_output=True, text=True)
   with tempfile.TemporaryDirectory() as dump:
     prepare(dump)

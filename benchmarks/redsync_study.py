@@ -1,6 +1,7 @@
 """RedSync's accuracy after as many steps as dense training takes (Fang 2018, table 1).
 
   python benchmarks/redsync_study.py [--tasks digits language] [--seeds 3] [--quick]
+    [--output FOLDER]
 
 Trains the examples' LeNet on the embedded digits and their recurrent language model on
 Python's standard library, with a rate that falls along a cosine, from the same
@@ -43,6 +44,7 @@ from typing import Any
 
 import jax
 import optax
+import running
 from emulated import POINTS, WORKERS, Method, Setting, Trainer
 
 import gradcomp
@@ -183,6 +185,10 @@ METHODS = {
 }
 
 
+QUICK_TASKS = ("digits",)  # what a quick run takes
+QUICK_METHODS = (BASELINE, "RedSync 1 %, dense first")
+
+
 def study(
   setting: Setting, methods: Sequence[str], seeds: int, table: Any, save: Any
 ) -> None:
@@ -280,12 +286,16 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
-  parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+  parser.add_argument("--tasks", nargs="+", choices=TASKS)
+  parser.add_argument("--methods", nargs="+", choices=METHODS)
   parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--quick", action="store_true", help="two steps a point: a test")
+  running.add_quick(parser, "two steps a point of two methods on digits")
   parser.add_argument("--output", type=Path, help="folder of the two files")
   args = parser.parse_args()
+  tasks, methods = args.tasks or [*TASKS], args.methods or [*METHODS]
+  if args.quick:
+    tasks, methods = args.tasks or QUICK_TASKS, args.methods or QUICK_METHODS
+    args.seeds = 1
   found: dict[str, Any] = {}
   file = args.output and args.output / "redsync_study.json"
   if file and file.exists():
@@ -296,12 +306,12 @@ def main() -> None:
       args.output.mkdir(parents=True, exist_ok=True)
       file.write_text(json.dumps(found, indent=1) + "\n")
 
-  for name in args.tasks:
+  for name in tasks:
     make, steps = TASKS[name]
     setting = make(2 * POINTS if args.quick else steps)
     print(setting.title, flush=True)
     table = found.setdefault(name, header(setting))
-    study(setting, args.methods, args.seeds, table, save)
+    study(setting, methods, args.seeds, table, save)
   print(markdown(found))
   if file:
     file.with_suffix(".md").write_text(markdown(found))

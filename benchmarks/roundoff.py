@@ -1,6 +1,6 @@
 """Round-off errors of low-precision sums against the size of groups: Han's table 9.
 
-  python benchmarks/roundoff.py [--seeds 3] [--output FOLDER]
+  python benchmarks/roundoff.py [--seeds 3] [--quick] [--output FOLDER]
 
 256 emulated workers, scaled as APS scales them, summed in the format group by group and
 then over the groups; a group of all 256 is a ring. Three measures, over elements whose
@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import running
 
 from gradcomp import floats
 
@@ -41,11 +42,9 @@ import data  # noqa: E402
 from models import LeNet  # noqa: E402
 from training import AXIS, Task  # noqa: E402
 
-WORKERS = 256
-GROUPS = (4, 8, 16, 32, 64, 128, 256)
 FORMATS = ((5, 2), (4, 3))
 METHODS = ("sequential", "kahan")
-STEPS, IMAGES = 20, 4  # trained before, and images a worker
+IMAGES = 4  # a worker
 SAMPLE = 16  # of so many elements of a leaf one
 TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 MEASURES = ("mean", "median", "length")
@@ -53,17 +52,29 @@ MEASURES = ("mean", "median", "length")
 PAPER = {4: 55.0, 8: 44.21, 16: 41.83, 32: 49.62, 64: 58.21, 256: 85.22}
 
 
+class Size(NamedTuple):
+  """How much is measured."""
+
+  workers: int = 256
+  groups: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256)  # the last is a ring of all
+  steps: int = 20  # trained before
+  elements: int = 16384  # of synthetic leaves
+
+
+QUICK = Size(workers=8, groups=(4, 8), steps=2, elements=512)
+
+
 class Leaf(NamedTuple):
   """A leaf, or a sample of its elements."""
 
-  x: np.ndarray  # float32[256, elements]: of each worker
+  x: np.ndarray  # float32[workers, elements]
   largest: float  # magnitude of all the leaf's elements on all workers
 
 
 Tables = dict[str, list[Leaf]]
 
 
-def lenet(seed: int, data_dir: str | None) -> Tables:
+def lenet(seed: int, size: Size, data_dir: str | pathlib.Path) -> Tables:
   """Gradients after some steps with momentum, as the example has them."""
   images = data.load("digits", data_dir)
   model = functools.partial(LeNet, images.train.images.shape[1:], images.classes)
@@ -77,7 +88,7 @@ def lenet(seed: int, data_dir: str | None) -> Tables:
 
   state = optimizer.init(params)
   batches = data.batches(images.train, 64, seed=seed)
-  for _ in range(STEPS):
+  for _ in range(size.steps):
     params, state = step(params, state, next(batches))
   # In any order, and all of those leaves that are small.
   rng = np.random.default_rng(seed)
@@ -91,13 +102,13 @@ def lenet(seed: int, data_dir: str | None) -> Tables:
     return some, jax.tree.map(lambda x: jnp.abs(x).max(), grads)
 
   # As in training: the workers' batches are the parts of a large one.
-  large = next(data.batches(images.train, WORKERS * IMAGES, seed=seed + 1))
-  parts = zip(*(np.split(array, WORKERS) for array in large), strict=True)
+  large = next(data.batches(images.train, size.workers * IMAGES, seed=seed + 1))
+  parts = zip(*(np.split(array, size.workers) for array in large), strict=True)
   found = [jax.device_get(sample(data.Split(*part))) for part in parts]
   x, largest = jax.tree.map(lambda *values: np.stack(values), *found)
   every = [
-    Leaf(x[:, : -(-size // SAMPLE)], float(a.max()))
-    for x, a, size in zip(
+    Leaf(x[:, : -(-count // SAMPLE)], float(a.max()))
+    for x, a, count in zip(
       *map(jax.tree.leaves, (x, largest, jax.tree.map(np.size, params))), strict=True
     )
   ]
@@ -105,15 +116,15 @@ def lenet(seed: int, data_dir: str | None) -> Tables:
   return {"first convolution": [Leaf(*first)], "all of LeNet": every}
 
 
-def synthetic(seed: int, noise: float, elements: int = 16384) -> Leaf:
+def synthetic(seed: int, size: Size, noise: float) -> Leaf:
   """Numbers that all workers share, and each worker's own noise."""
   rng = np.random.default_rng(seed)
-  shared = rng.standard_t(3, elements)
-  x = shared + noise * rng.standard_t(3, (WORKERS, elements))
+  shared = rng.standard_t(3, size.elements)
+  x = shared + noise * rng.standard_t(3, (size.workers, size.elements))
   return Leaf(x.astype(np.float32), float(np.abs(x).max()))
 
 
-def errors(tables: Tables, fmt: floats.FloatFormat) -> dict[str, Any]:
+def errors(tables: Tables, fmt: floats.FloatFormat, size: Size) -> dict[str, Any]:
   """Of each table, for all methods and groups."""
   leaves = [leaf for table in tables.values() for leaf in table]
   x = np.concatenate([scaled(leaf, fmt) for leaf in leaves], axis=1)
@@ -133,16 +144,17 @@ def errors(tables: Tables, fmt: floats.FloatFormat) -> dict[str, Any]:
   }
   on_device = jnp.asarray(x)
   for method in METHODS:
-    for size in GROUPS:
-      name, group = ("ring", None) if size == WORKERS else ("hierarchical", size)
+    for count in size.groups:
+      all_of_them = count == size.workers
+      name, group = ("ring", None) if all_of_them else ("hierarchical", count)
       sums = floats.all_reduce(on_device, fmt, name, group_size=group, method=method)
-      found[f"{method} {size}"] = measured(np.asarray(sums))
+      found[f"{method} {count}"] = measured(np.asarray(sums))
   return {name: {key: row[name] for key, row in found.items()} for name in parts}
 
 
 def scaled(leaf: Leaf, fmt: floats.FloatFormat) -> np.ndarray:
   """By a power of two, as in algorithm 1."""
-  mantissa, exponent = np.frexp(WORKERS * leaf.largest)
+  mantissa, exponent = np.frexp(len(leaf.x) * leaf.largest)
   exponent -= mantissa == 0.5
   return np.ldexp(leaf.x, 2 ** (fmt.exponent_bits - 1) - 1 - exponent)
 
@@ -166,23 +178,23 @@ def mean_of_seeds(found: list[Any]) -> Any:
   return {key: mean_of_seeds([row[key] for row in found]) for key in found[0]}
 
 
-def print_tables(results: dict[str, Any]) -> None:
+def print_tables(results: dict[str, Any], groups: tuple[int, ...]) -> None:
   """A line for each measure; the smallest of each is marked."""
   for fmt, tables in results["formats"].items():
     for name, table in tables.items():
       print(f"\n{name}, {fmt}: {table['zeros']:.1f} % of the addends become zero")
-      print(f"{'error in %':22}", *(f"{size:>7}" for size in GROUPS), "   cast")
+      print(f"{'error in %':22}", *(f"{size:>7}" for size in groups), "   cast")
       if fmt == "(5, 2)":
-        print(f"{'paper, mean':22}", *(f"{PAPER.get(size, ''):>7}" for size in GROUPS))
+        print(f"{'paper, mean':22}", *(f"{PAPER.get(size, ''):>7}" for size in groups))
       for method in METHODS:
         for measure in MEASURES:
-          values = [table[f"{method} {size}"][measure] for size in GROUPS]
+          values = [table[f"{method} {size}"][measure] for size in groups]
           cells = [f"{v:.2f}{'*' if v == min(values) else ' '}" for v in values]
           cells.append(f"{table['cast alone'][measure]:.2f}")
           print(f"{method + ', ' + measure:22}", *(f"{cell:>7}" for cell in cells))
 
 
-def plot(results: dict[str, Any], path: pathlib.Path) -> None:
+def plot(results: dict[str, Any], size: Size, path: pathlib.Path) -> None:
   """A row of panels for each measure, a column for each table."""
   import matplotlib
 
@@ -198,24 +210,25 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
     for name, axis in zip(names, row, strict=True):
       for color, (fmt, tables) in zip(("C0", "C1"), formats.items(), strict=True):
         for method, style in zip(METHODS, ("o-", "s--"), strict=True):
-          values = [tables[name][f"{method} {size}"][measure] for size in GROUPS]
-          axis.plot(GROUPS, values, style, color=color, ms=4, label=f"{fmt}, {method}")
+          table, groups = tables[name], size.groups
+          values = [table[f"{method} {count}"][measure] for count in groups]
+          axis.plot(groups, values, style, color=color, ms=4, label=f"{fmt}, {method}")
         alone = tables[name]["cast alone"][measure]
         axis.axhline(alone, color=color, ls=":", label=f"{fmt}, exact sums")
       if measure == "mean":
         axis.plot(list(PAPER), list(PAPER.values()), "k^-", ms=4, label="paper, (5, 2)")
         axis.set_title(name, fontsize=10)
       axis.set(xscale="log", yscale="log")
-      axis.set_xticks(GROUPS, GROUPS)
+      axis.set_xticks(size.groups, size.groups)
       axis.set_yticks(TICKS, TICKS)
       axis.minorticks_off()
       axis.grid(alpha=0.3)
     row[0].set_ylabel(f"{measure} error (%)")
   for axis in axes[-1]:
-    axis.set_xlabel("workers in a group (256: ring)")
+    axis.set_xlabel(f"workers in a group ({size.workers}: ring)")
   handles, labels = axes[0, 0].get_legend_handles_labels()
   figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
-  figure.suptitle(f"Round-off errors of sums of {WORKERS} workers, scaled by APS")
+  figure.suptitle(f"Round-off errors of sums of {size.workers} workers, scaled by APS")
   figure.savefig(path, dpi=120)
   plt.close(figure)
 
@@ -223,27 +236,31 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--data-dir", help="default: tensorflow-datasets' own")
+  running.add_quick(parser, "eight workers, one seed")
+  parser.add_argument("--data-dir", default=data.FOLDER, help=data.HELP)
   parser.add_argument("--output", type=pathlib.Path, help="folder of the two files")
   options = parser.parse_args()
+  size = Size()
+  if options.quick:
+    size, options.seeds = QUICK, 1
   found: dict[str, list[Any]] = {str(bits): [] for bits in FORMATS}
   for seed in range(options.seeds):
-    tables = lenet(seed, options.data_dir) | {
-      "shared + noise": [synthetic(seed, 1.0)],
-      "shared + 4 x noise": [synthetic(seed, 4.0)],
+    tables = lenet(seed, size, options.data_dir) | {
+      "shared + noise": [synthetic(seed, size, 1.0)],
+      "shared + 4 x noise": [synthetic(seed, size, 4.0)],
     }
     for bits in FORMATS:
-      found[str(bits)].append(errors(tables, floats.FloatFormat(*bits)))
+      found[str(bits)].append(errors(tables, floats.FloatFormat(*bits), size))
   results = {
     "seeds": options.seeds,
     "paper": PAPER,
     "formats": {bits: mean_of_seeds(rows) for bits, rows in found.items()},
   }
-  print_tables(results)
+  print_tables(results, size.groups)
   if options.output:
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "roundoff.json").write_text(json.dumps(results, indent=1) + "\n")
-    plot(results, options.output / "roundoff.png")
+    plot(results, size, options.output / "roundoff.png")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Speed of selecting, listing and packing few elements, against a copy and a top-k.
 
   python benchmarks/selection_speed.py [--sizes 16777216] [--densities 0.001 0.01]
+    [--quick] [--output FILE.json]
 
 Prints, for each selection, milliseconds and multiples of a memory copy of as many
 float32 (see timing.py), how many times as fast as ``jax.lax.top_k`` of the magnitudes,
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import running
 import timing
 from jax import lax
 
@@ -103,8 +105,13 @@ def main() -> None:
   parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01])
   parser.add_argument("--data", nargs="+", default=["normal", "uniform", "heavy"])
   parser.add_argument("--repeats", type=int, default=7)
+  running.add_quick(parser, "one small array")
   parser.add_argument("--output", type=pathlib.Path, help="JSON file to write")
   options = parser.parse_args()
+  if options.quick:
+    options.sizes, options.densities, options.data = [2**14], [0.01], ["normal"]
+    options.repeats = 1
+    running.compile_fast()
   results: dict[str, Any] = {"machine": timing.machine()}
   print(json.dumps(results["machine"]))
   for size in options.sizes:

@@ -4,15 +4,20 @@
 internet nor TensorFlow. All other names are tensorflow-datasets' own builders, such as
 ``mnist``, ``fashion_mnist`` and ``cifar10``. They download once, and read what they
 downloaded through TensorFlow, once: ``pip install tensorflow importlib_resources``.
-Afterwards every set is read from ArrayRecord files without it.
+Afterwards every set is read from ArrayRecord files without it. All of this is kept in
+``results/data`` of the checkout, which git ignores, or where ``--data-dir`` says.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow_datasets as tfds
 from sklearn.datasets import load_digits
+
+FOLDER = Path(__file__).resolve().parent.parent / "results" / "data"
+HELP = f"folder that the images are prepared in and read from; default: {FOLDER}"
 
 
 class Split(NamedTuple):
@@ -66,15 +71,15 @@ class Digits(tfds.core.GeneratorBasedBuilder):
       yield i, {"image": images[i], "label": int(source.target[i])}
 
 
-def load(name: str, data_dir: str | None = None) -> ImageSet:
-  """Prepares a set if it is not there yet, and reads it.
+def load(name: str, data_dir: str | Path = FOLDER) -> ImageSet:
+  """Prepares a set if it is not there yet, reads it, and prints where it is.
 
   Args:
     name: ``digits``, or an image classification set of tensorflow-datasets that has
       images of one size and the splits ``train`` and ``test``.
-    data_dir: where the files are kept; None for tensorflow-datasets' own default.
+    data_dir: where the files are kept.
   """
-  options = {"data_dir": data_dir, "file_format": "array_record"}
+  options = {"data_dir": str(data_dir), "file_format": "array_record"}
   try:
     if name == "digits":
       tfds.disable_progress_bar()  # it takes a second
@@ -87,6 +92,7 @@ def load(name: str, data_dir: str | None = None) -> ImageSet:
       f"preparing {name!r} the first time needs {error.name!r}: pip install "
       "tensorflow importlib_resources, or use the embedded 'digits'."
     ) from error
+  print(f"images: {builder.data_path}")
   train, test = (_read(builder.as_data_source(split=s)) for s in ("train", "test"))
   return ImageSet(train, test, builder.info.features["label"].num_classes)
 

@@ -22,7 +22,7 @@ import optax
 import report
 from jax.experimental import multihost_utils
 from models import MODELS
-from tqdm import tqdm
+from progress import Progress
 from training import AXIS, Run, Task, compile_step, init_state, train
 
 import gradcomp
@@ -128,9 +128,8 @@ def run_codec(
   for seed in seeds:
     params = task.init_params(seed)
     opt_state = init_state(task, make_optimizer(codec, args, seed=seed), params)
-    with tqdm(
-      total=args.steps, desc=f"{name} seed {seed}", disable=jax.process_index() != 0
-    ) as progress:
+    title, shown = f"{name} seed {seed}", jax.process_index() == 0
+    with Progress(title, args.steps, shown=shown) as progress:
       points, step_ms = train(
         task,
         step,
@@ -185,7 +184,7 @@ def join_processes(args: argparse.Namespace) -> None:
       raise
 
 
-def load_everywhere(name: str, data_dir: str | None) -> data.ImageSet:
+def load_everywhere(name: str, data_dir: Path) -> data.ImageSet:
   """Loads the data in every process; the first prepares it before the others look."""
   first = jax.process_index() == 0
   if first:
@@ -222,7 +221,7 @@ def make_parser() -> argparse.ArgumentParser:
     default="digits",
     help="digits (default) is embedded, the others download once",
   )
-  group.add_argument("--data-dir", help="default: tensorflow-datasets' own")
+  group.add_argument("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
   group.add_argument(
     "--model", choices=tuple(MODELS), default="lenet", help="default: lenet"
   )

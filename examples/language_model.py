@@ -18,7 +18,7 @@ import jax
 import optax
 import text
 from language_models import Recurrent
-from tqdm import tqdm
+from progress import Progress
 from training import AXIS, Run, Task, compile_step, init_state, train
 
 import gradcomp
@@ -54,7 +54,7 @@ def run(task: Task, found: text.Text, args: argparse.Namespace) -> Run:
   params = task.init_params(args.seed)
   # The compiled step has a branch for the warm-up, too; this is what comes after it.
   plan = gradcomp.explain(optimizer, params, workers=args.workers)
-  with tqdm(total=args.steps, desc=args.codec) as progress:
+  with Progress(args.codec, args.steps) as progress:
     points, step_ms = train(
       task,
       step,

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tqdm import tqdm
+from progress import Progress
 
 import gradcomp
 
@@ -130,7 +130,7 @@ def train(
   steps: int,
   evaluate_every: int,
   bytes_a_step: int,
-  progress: tqdm,
+  progress: Progress,
 ) -> tuple[list[Point], float]:
   """Runs ``steps`` steps.
 
@@ -145,11 +145,12 @@ def train(
     params, opt_state, metrics = jax.block_until_ready(step(params, opt_state, batch))
     seconds.append(time.perf_counter() - start)
     losses.append(float(metrics["loss"]))
+    facts = {}
     if done % evaluate_every == 0 or done == steps:
       test_loss, accuracy = task.evaluate(params)
       train_loss = statistics.fmean(losses)
       points.append(Point(done, done * bytes_a_step, train_loss, test_loss, accuracy))
       losses.clear()
-      progress.set_postfix(loss=f"{train_loss:.4f}", test=f"{accuracy:.2%}")
-    progress.update()
+      facts = {"loss": f"{train_loss:.4f}", "accuracy": f"{accuracy:.2%}"}
+    progress.step(**facts)
   return points, 1000 * statistics.median(seconds)

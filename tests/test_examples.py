@@ -1,6 +1,7 @@
 """The example trainers run as their users run them: as scripts."""
 
 import csv
+import io
 import math
 import os
 import socket
@@ -16,15 +17,19 @@ SCRIPT = EXAMPLES / "image_classification.py"
 SHORT = ["--steps", 20]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def on_path():
-  """The scripts import each other by their bare names."""
-  sys.path.insert(0, str(EXAMPLES))
-  yield
-  sys.path.remove(str(EXAMPLES))
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory):
+  """An empty home folder, in which neither a test nor a process may leave anything."""
+  folder = tmp_path_factory.mktemp("home")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("HOME", str(folder))
+    # matplotlib keeps a list of fonts.
+    patch.setenv("MPLCONFIGDIR", str(tmp_path_factory.mktemp("matplotlib")))
+    yield folder
+    assert not list(folder.iterdir())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def digits(tmp_path_factory):
   """The embedded set and the folder that it was prepared in."""
   import data
@@ -48,9 +53,11 @@ def start(*args, script=SCRIPT):
 
 
 def finish(process):
+  """What it has written to the standard output and error; it must have succeeded."""
   out, err = process.communicate(timeout=300)
   assert process.returncode == 0, err
-  return out
+  assert not os.listdir(os.environ["HOME"])
+  return out, err
 
 
 def read(path):
@@ -60,14 +67,14 @@ def read(path):
 
 @pytest.fixture(scope="module")
 def comparison(digits, tmp_path_factory):
-  """Two codecs from two seeds on four workers: what was printed, and the folder."""
+  """Two codecs from two seeds on four workers: what it wrote, and the folder."""
   folder = tmp_path_factory.mktemp("comparison")
   args = ["--compare", "f32", "qsgd-4", "--seeds", 2, "--devices", 4, *SHORT]
   return finish(start(*args, "--data-dir", digits[1], "--output", folder)), folder
 
 
 def test_table_and_summary(comparison):
-  out, folder = comparison
+  (out, _), folder = comparison
   summary = read(folder / "summary.csv")
   assert [(row["codec"], row["seed"]) for row in summary] == [
     ("f32", "0"),
@@ -102,6 +109,57 @@ def test_curves(comparison):
   assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_progress_without_a_terminal_is_a_line_a_tenth(comparison):
+  (_, err), _ = comparison
+  lines = [line.partition(",")[0] for line in err.splitlines() if " seed " in line]
+  assert lines == [
+    f"{codec} seed {seed}: {step} of 20"
+    for codec in ("f32", "qsgd-4")
+    for seed in (0, 1)
+    for step in range(2, 21, 2)
+  ]
+  assert "\r" not in err
+
+
+@pytest.mark.parametrize("steps", [1, 7, 10, 25])
+def test_progress_counts_to_the_end(steps, capsys):
+  from progress import Progress
+
+  with Progress("run", steps) as progress:
+    for _ in range(steps):
+      progress.step(loss="0.5")
+  lines = capsys.readouterr().err.splitlines()
+  assert len(lines) == min(steps, 10)
+  assert lines[-1] == f"run: {steps} of {steps}, loss 0.5"
+  with Progress("run", steps, shown=False) as progress:
+    progress.step()
+  assert not capsys.readouterr().err
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch):
+  import progress
+
+  class Terminal(io.StringIO):
+    def isatty(self):
+      return True
+
+  monkeypatch.setattr(sys, "stderr", Terminal())
+  with progress.Progress("run", 2) as shown:
+    shown.step(loss="0.5")
+    shown.step()
+  assert "run: 100%" in sys.stderr.getvalue() and "loss=0.5" in sys.stderr.getvalue()
+  assert "of 2" not in sys.stderr.getvalue()
+
+
+def test_data_is_kept_in_a_folder_that_git_ignores():
+  import data
+
+  assert EXAMPLES.parent / "results" in data.FOLDER.parents
+  ignored = (EXAMPLES.parent / ".gitignore").read_text().splitlines()
+  assert "/results/" in ignored
+  assert str(data.FOLDER) in data.HELP
+
+
 @pytest.mark.slow
 def test_two_processes_train_like_one(digits, comparison, tmp_path):
   """The same batches on the same four workers, spread over two processes."""
@@ -115,7 +173,7 @@ def test_two_processes_train_like_one(digits, comparison, tmp_path):
     start(*args, "--process-id", i, "--output", folder)
     for i, folder in enumerate(folders)
   ]
-  outputs = [finish(process) for process in processes]
+  outputs = [finish(process)[0] for process in processes]
 
   assert "Workers: 4" in outputs[0] and "Workers: 4" not in outputs[1]
   assert not folders[1].exists()  # the first process alone writes
@@ -223,7 +281,7 @@ def test_language_model_counts_what_follows_the_warm_up():
   """Slots of 1 % of 0.35 million parameters, positions alone in all layers but one."""
   options = "--codec redsync-asq --warmup 1 --steps 2 --workers 2 --batch-size 4"
   script = EXAMPLES / "language_model.py"
-  out = finish(start(*options.split(), "--length", 8, script=script))
+  out, _ = finish(start(*options.split(), "--length", 8, script=script))
   found = {line[:16].strip(): line[17:] for line in out.splitlines()}
   sent = int(found["bytes a step"].split()[0].replace(",", ""))
   plain = int(found["a plain mean's"].replace(",", ""))

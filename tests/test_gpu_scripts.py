@@ -7,23 +7,17 @@ import sys
 import time
 from pathlib import Path
 
+import gpu_check
+import gpu_kernels
+import kernel_cases
 import numpy as np
-import pytest
+import ptx_check
+import running
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_path():
-  """The scripts import each other by their bare names."""
-  sys.path.insert(0, str(BENCHMARKS))
-  yield
-  sys.path.remove(str(BENCHMARKS))
-
-
 def test_kernels_are_timed_and_written_down(tmp_path, capsys):
-  import gpu_kernels
-
   output = tmp_path / "speed.json"
   checked = tmp_path / "checked.json"
   checked.write_text(json.dumps({"wrong": {"qsgd 4 bit": ["a bit"]}}))
@@ -51,8 +45,6 @@ def test_kernels_are_timed_and_written_down(tmp_path, capsys):
 
 
 def test_no_time_left_is_written_down(tmp_path):
-  import gpu_kernels
-
   output = tmp_path / "speed.json"
   gpu_kernels.main(
     ["--interpret", "--sizes", "8192", "--seconds", "0", "--cases", "qsgd 4 bit"]
@@ -64,9 +56,6 @@ def test_no_time_left_is_written_down(tmp_path):
 
 
 def test_a_wrong_bit_is_found(monkeypatch):
-  import gpu_check
-  import kernel_cases
-
   monkeypatch.setattr(kernel_cases, "_SIZES", ((1, 0), (2, 77)))
   name = "float_cast (3, 0) toward_zero"
   case = kernel_cases.CASES[name]
@@ -90,10 +79,9 @@ def test_a_wrong_bit_is_found(monkeypatch):
 
 
 def test_a_kernel_that_ends_its_process_fails_alone(monkeypatch):
-  import gpu_check
-
   def run(command, **options):
     del options
+    assert "--interpret" in command
     lines = []
     for name in command[command.index("--cases") + 1 :]:
       if name == "silent":
@@ -105,15 +93,13 @@ def test_a_kernel_that_ends_its_process_fails_alone(monkeypatch):
 
   monkeypatch.setattr(gpu_check.subprocess, "run", run)
   names = ["good", "loud", "fine", "silent", "last"]
-  found = gpu_check.run_apart(names, time.monotonic() + 60)
+  found = gpu_check.run_apart(names, time.monotonic() + 60, "--interpret")
   assert {name for name in names if found[name]} == {"loud", "silent"}
   late = gpu_check.run_apart(names, time.monotonic())
   assert late == dict.fromkeys(names, ["no time was left for it"])
 
 
 def test_near_values_are_those_that_subnormal_numbers_explain():
-  import gpu_check
-
   above = np.nextafter(np.float32(1), np.float32(2))
   a = np.array([np.nan, np.inf, 0.0, 1.0, 1.0, np.nan, 2.0**-126], np.float32)
   b = np.array([np.nan, np.inf, 1e-39, 1.0, above, 1.0, 0.0], np.float32)
@@ -129,13 +115,11 @@ def test_without_a_gpu_a_line_says_so():
     text=True,
     check=False,
   )
-  assert done.returncode == 2
-  assert done.stderr.splitlines()[-1] == "gpu_check: there is no GPU here"
+  assert done.returncode == running.SKIPPED
+  assert done.stderr.splitlines()[-1].startswith("skipped: there is no GPU here")
 
 
 def test_instructions_of_a_loop_count_as_often_as_it_runs():
-  import ptx_check
-
   ptx = """
   ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1];
   $L__BB0_1:

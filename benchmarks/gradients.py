@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 
 
-def resnet50() -> list[jax.Array]:
-  """Random gradients of ResNet-50's 161 leaves: 25,557,032 elements."""
+def resnet50(leaves: int | None = None) -> list[jax.Array]:
+  """Random gradients of ResNet-50's 161 leaves, or of its first ``leaves``.
+
+  All of them have 25,557,032 elements.
+  """
   shapes: list[tuple[int, ...]] = [(7, 7, 3, 64), (64,), (64,)]
   channels = 64
   for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -21,7 +24,9 @@ def resnet50() -> list[jax.Array]:
         shapes += [(1, 1, channels, out), (out,), (out,)]
       channels = out
   shapes += [(channels, 1000), (1000,)]
-  return [jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes)]
+  return [
+    jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes[:leaves])
+  ]
 
 
 def deep_mlp(layers: int, width: int = 128) -> tuple[Any, Callable[..., Any], Any]:

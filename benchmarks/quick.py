@@ -1,0 +1,112 @@
+"""Runs every script of this folder with --quick, one after another.
+
+  make bench-quick     or     python benchmarks/quick.py [--runs study 'link_speed ...']
+
+Prints a line for each: ok, skipped and what this machine lacks for it, or FAILED and
+why, below what it printed last. The last line says how many of each there were. The
+exit status is 1 where one failed. Results go to a folder that is removed at the end,
+and a script that writes nothing there, or touches benchmarks/results, fails.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+import running
+
+HERE = pathlib.Path(__file__).parent
+RUNS = (
+  "approximation_error",
+  "aps_study",
+  "codec_speed",
+  "front_picture",
+  "gpu_check",
+  "gpu_check --interpret",
+  "gpu_kernels",
+  "gpu_kernels --interpret",
+  "link_speed",
+  "link_speed --loopback",
+  "ptx_check",
+  "redsync_study",
+  "roundoff",
+  "selection_speed",
+  "study",
+)
+_LIMIT = 600  # seconds, after which a script has failed
+_LAST = 40  # lines that a script printed
+
+
+class Result(NamedTuple):
+  """How a run ended, why if not well, and what it had printed before it failed."""
+
+  verdict: str
+  reason: str = ""
+  printed: str = ""
+
+
+def run(line: str, output: pathlib.Path) -> Result:
+  """Runs a script with its options; its results go to ``output``."""
+  name, *options = line.split()
+  command = [sys.executable, "-W", "ignore", str(HERE / f"{name}.py"), *options]
+  environment = dict(os.environ)
+  if not name.startswith("gpu_"):  # the others emulate devices on the CPU
+    environment["JAX_PLATFORMS"] = "cpu"
+  before = _kept()
+  try:
+    done = subprocess.run(
+      [*command, "--quick", "--output", str(output)],
+      env=environment,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      timeout=_LIMIT,
+      check=False,
+    )
+  except subprocess.TimeoutExpired:
+    return Result("FAILED", f"it was not done after {_LIMIT} s")
+  lines = done.stdout.splitlines()
+  if done.returncode == running.SKIPPED:
+    return Result("skipped", lines[-1].removeprefix("skipped: "))
+  if done.returncode:
+    return Result("FAILED", (lines or [""])[-1], "\n".join(lines[-_LAST:]))
+  if not output.exists():
+    return Result("FAILED", "it wrote nothing to --output")
+  if _kept() != before:
+    return Result("FAILED", "it wrote to benchmarks/results")
+  return Result("ok")
+
+
+def _kept() -> dict[str, int]:
+  """When each of the results that are kept was written."""
+  return {path.name: path.stat().st_mtime_ns for path in HERE.glob("results/*")}
+
+
+def main(arguments: list[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
+  options = parser.parse_args(arguments)
+  start = time.monotonic()
+  verdicts = []
+  with tempfile.TemporaryDirectory() as folder:
+    for line in options.runs:
+      before = time.monotonic()
+      result = run(line, pathlib.Path(folder, line.replace(" ", "")))
+      seconds = time.monotonic() - before
+      if result.printed:
+        print(result.printed)
+      said = f": {result.reason}" if result.reason else ""
+      print(f"{result.verdict}: {line}, {seconds:.0f} s{said}", flush=True)
+      verdicts.append(result.verdict)
+  counts = [f"{verdicts.count(name)} {name}" for name in ("ok", "skipped", "FAILED")]
+  print(f"quick: {', '.join(counts)}, {time.monotonic() - start:.0f} s")
+  sys.exit("FAILED" in verdicts)
+
+
+if __name__ == "__main__":
+  main()
