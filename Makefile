@@ -8,8 +8,8 @@ version := $(shell $(PYTHON) -c 'import platform; print(platform.python_version(
 VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(version))
 python := $(VENV)/bin/python
 # A worker a core; the tests of a file stay together, for they share what they compile.
-pytest := $(python) -m pytest -n logical --maxprocesses 4 --dist loadfile \
-  --no-loadscope-reorder
+pytest := $(python) -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder \
+  --dist loadfile
 
 .PHONY: help train test test-all breaks lint types bench bench-quick links gpu-check \
   ptx-check clean
@@ -23,7 +23,7 @@ train: $(VENV)/.installed-examples  ## train the example with several codecs and
 # Exit code 5: of this kind ARGS chooses none.
 test: $(VENV)/.installed-test  ## run the tests and doctests, but for slow ones
 	@$(pytest) -m "not bits" $(ARGS); plain=$$?; \
-	$(pytest) -m bits --optimize $(ARGS); bits=$$?; \
+	$(pytest) --dist worksteal -m bits --optimize $(ARGS); bits=$$?; \
 	for status in $$plain $$bits; do [ $$status = 0 -o $$status = 5 ] || exit $$status; done; \
 	[ $$plain = 0 -o $$bits = 0 ]
 

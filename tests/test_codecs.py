@@ -102,13 +102,13 @@ def _choices(hint):
 @pytest.mark.parametrize(
   "codec",
   [
-    QSGD(bits=4, bucket_size=None, norm="l2"),
     QSGD(bits=3, bucket_size=64, levels="nonuniform"),
     OneBit(per_column=True),
-    Ternary(bucket_size=64),
     *(
       pytest.param(codec, marks=slow)
       for codec in (
+        QSGD(bits=4, bucket_size=None, norm="l2"),
+        Ternary(bucket_size=64),
         QSGD(bits=4, bucket_size=64),
         OneBit(),
         Ternary(packing="base3"),

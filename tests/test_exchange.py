@@ -109,7 +109,7 @@ EVERY_MODE = tuple(mode for mode in modes.modes_for(4) if mode != "vmap")
 
 def placed(case, workers, *places, mark=()):
   """A case that is compared in some places with emulated workers."""
-  where = places[0] if len(places) == 1 else "everywhere"
+  where = "+".join(places) if len(places) < len(EVERY_MODE) else "everywhere"
   name = "-".join(map(case_name, (*case, workers, where)))
   return pytest.param(*case, workers, places, id=name, marks=mark)
 
@@ -117,14 +117,18 @@ def placed(case, workers, *places, mark=()):
 @pytest.mark.parametrize(
   "codec, exchange, workers, places",
   [
-    *(placed(case, 4, *EVERY_MODE, mark=pytest.mark.bits) for case in IN_ALL_MODES),
+    placed(IN_ALL_MODES[0], 4, *EVERY_MODE, mark=pytest.mark.bits),
+    *(
+      placed(case, 4, "shard_map", modes.EXPLICIT, mark=pytest.mark.bits)
+      for case in IN_ALL_MODES[1:]
+    ),
     # A third is no binary fraction: an optimizer may round products with it elsewhere.
     placed(CASES[2], 3, "shard_map", mark=pytest.mark.bits),
     *(placed(case, 4, mode) for case, mode in IN_MODES),
     *(
       placed(case, 4, *EVERY_MODE, mark=pytest.mark.slow)
       for case in CASES
-      if case not in IN_ALL_MODES
+      if case != IN_ALL_MODES[0]
     ),
   ],
 )
@@ -165,7 +169,9 @@ def sent_rows(codec, tree, workers, exchange_keys):
   return values
 
 
-@pytest.mark.parametrize("workers", [1, 2, 8])
+@pytest.mark.parametrize(
+  "workers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))]
+)
 def test_all_gather_is_the_mean_of_the_decoded_payloads(workers):
   codec = QSGD(bits=4, bucket_size=64)
   tree = gradients(workers)
@@ -179,7 +185,9 @@ def test_all_gather_is_the_mean_of_the_decoded_payloads(workers):
     np.testing.assert_array_equal(leaf[0], expected)
 
 
-@pytest.mark.parametrize("workers", [1, 3, 8])
+@pytest.mark.parametrize(
+  "workers", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))]
+)
 def test_two_shot_is_the_owners_encoding_of_the_mean(workers):
   """The whole arithmetic of the page, in NumPy, for one compressed leaf."""
   codec = QSGD(bits=4, bucket_size=64)

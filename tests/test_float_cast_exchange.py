@@ -153,6 +153,7 @@ def test_all_at_the_largest_never_overflow(workers, accumulate):
     assert_same_floats(output[name][0], expected)
 
 
+@slow
 def test_leaves_of_all_kinds_in_one_message_and_in_many():
   """Lazy all-reduce; each leaf has its own byte, whatever it shares a message with.
 

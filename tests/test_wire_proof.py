@@ -14,7 +14,6 @@ from exchange_cases import (
   ELEMENTS,
   SHAPES,
   SHARED,
-  case_name,
   plain_and_slow,
   transformation,
 )
@@ -152,8 +151,7 @@ MANY = [(*case, 20) for case in CASES]
 
 @pytest.mark.parametrize(
   "codec, exchange, workers",
-  MANY + [(*case, 8) for case in CASES[:4] + CASES[16:19]],
-  ids=case_name,
+  plain_and_slow([(*case, 8) for case in CASES[:4] + CASES[16:19]], *MANY),
 )
 def test_explain_says_what_is_traced(codec, exchange, workers):
   """The table, before anything runs, and the collectives of the update agree."""
