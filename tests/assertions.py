@@ -47,6 +47,3 @@ def assert_equal(got, expected):
   chex.assert_trees_all_equal_structs(got, expected)
   assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, expected)
   chex.assert_trees_all_equal(*jax.device_get((got, expected)))
-
-
-assert_trees_equal = assert_same_bits

@@ -12,7 +12,7 @@ import oracle
 import oracle_exchange
 import pytest
 import wire_decoder
-from assertions import assert_trees_equal
+from assertions import assert_same_bits
 from exchange_cases import (
   CASES,
   IN_ALL_MODES,
@@ -138,7 +138,7 @@ def test_every_mode_has_the_same_bits(codec, exchange, workers, places):
   steps = [small_gradients(workers, seed) for seed in range(2)]
   expected = modes.run_all("vmap", tx, steps)
   for mode in places:
-    assert_trees_equal(modes.run_all(mode, tx, steps), expected)
+    assert_same_bits(modes.run_all(mode, tx, steps), expected)
 
 
 def sent_rows(codec, tree, workers, exchange_keys):
@@ -287,7 +287,7 @@ def test_guards_after_the_exchange_skip_the_step(exchange):
 
   updates, momentum, (sent, guard) = jax.jit(train)(clean, dirty)
   assert all((leaf == 0).all() for leaf in jax.tree.leaves(updates))
-  assert_trees_equal(guard.inner_state, momentum)
+  assert_same_bits(guard.inner_state, momentum)
   assert (guard.notfinite_count == 1).all()
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(sent.residual))
 
@@ -302,7 +302,7 @@ def test_sums_of_shared_codes_are_exact(codec, workers):
     for exchange in ("all_gather", "two_shot", "psum", "auto")
   ]
   for result in results[1:]:
-    assert_trees_equal(result, results[0])
+    assert_same_bits(result, results[0])
 
 
 @pytest.mark.parametrize("workers, dtype", [(18, "s8"), (19, "s16")])
