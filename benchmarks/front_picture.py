@@ -71,7 +71,7 @@ def draw(times: dict[str, float], path: pathlib.Path) -> None:
   figure.text(0.02, 0.855, what, fontsize=10, color="0.35")
   figure.tight_layout(rect=(0, 0, 1, 0.85))
   path.parent.mkdir(parents=True, exist_ok=True)
-  figure.savefig(path, dpi=150, metadata={"Software": None})
+  figure.savefig(path, format="png", dpi=150, metadata={"Software": None})
   plt.close(figure)
 
 

@@ -101,6 +101,13 @@ def _key(codec: Any, x: jax.Array) -> tuple[jax.Array, ...]:
   return (jnp.asarray(KEY),) if codec.needs_key else ()
 
 
+def _shared(codec: Any) -> dict[str, Any]:
+  """Says what rows without scales are: codes, which mean nothing under a NaN."""
+  if not codec.share_scale:
+    return {}
+  return {"decode": codec.codes, "strange": (0.0, -0.0)}
+
+
 def _qsgd(
   name: str, *, keep: bool = False, timed: bool = False, **options: Any
 ) -> Case:
@@ -122,7 +129,7 @@ def _qsgd(
     operands,
     timed=timed,
     implementations=("pallas", *_mosaic("qsgd", codec.bucket_size)),
-    decode=codec.codes if codec.share_scale else None,
+    **_shared(codec),
   )
 
 
@@ -165,7 +172,7 @@ def _ternary(
     lambda codec, x, *given: (codec._encode(x, *given),),
     lambda codec, x: codec._scales(x) + _key(codec, x),
     timed=timed,
-    decode=codec.codes if share_scale else None,
+    **_shared(codec),
   )
 
 
