@@ -1,4 +1,4 @@
-"""The code blocks of a Markdown page, and how they are run."""
+"""Runs the code blocks of a Markdown page."""
 
 import doctest
 import pathlib

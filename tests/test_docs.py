@@ -1,4 +1,4 @@
-"""The pages: their code runs, their links lead somewhere, the front page is short."""
+"""Every page's code runs, its links lead somewhere, and the front page is short."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Mosaic GPU kernels without a GPU: they lower, and interpreted they give the bits."""
+"""Mosaic kernels lower without a GPU and, interpreted, give the reference's bits."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Pallas kernels without a GPU: interpreted, lowered for CUDA, behind the codecs."""
+"""Pallas kernels give the bits of the reference, interpreted, and lower for CUDA."""
 
 import functools
 from typing import Any
