@@ -210,6 +210,7 @@ def test_a_stalled_host_is_an_error_after_the_configured_time(tmp_path):
   assert limit - 1 < seconds_to_fail(tmp_path, 0) < 2 * limit
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page_trains_and_resumes(tmp_path):
   """A second start goes on from what the first has saved, to the same bits."""
   blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -259,9 +259,11 @@ def in_shard_map(tx, mesh, axis_name, grads):
 @pytest.mark.parametrize(
   "exchange, codec",
   [
-    *itertools.product(["all_gather", "two_shot", "ring"], [QSGD(bits=4)]),
+    ("two_shot", QSGD(bits=4)),
     ("psum", Dense()),
     ("psum", QSGD(bits=4, share_scale=True)),
+    pytest.param("all_gather", QSGD(bits=4), marks=pytest.mark.slow),
+    pytest.param("ring", QSGD(bits=4), marks=pytest.mark.slow),
   ],
   ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )

@@ -73,13 +73,24 @@ def test_nothing_is_lost(case):
     assert (np.count_nonzero(used[:, -N:], axis=1) == ROWS[case]).all()
 
 
-@pytest.mark.parametrize("case", IN_MODES, ids=short_name)
-def test_every_mode_has_the_same_bits(case):
+@pytest.mark.parametrize(
+  "case, places",
+  [
+    pytest.param(
+      case,
+      places,
+      id=short_name(case),
+      marks=pytest.mark.slow if case in (CASES[4], CASES[6]) else (),
+    )
+    for case, places in IN_MODES.items()
+  ],
+)
+def test_every_mode_has_the_same_bits(case, places):
   """On every worker; the turns of `asq` too."""
   tx, steps = transformation(*case), gradients(3)
   steps = [jax.tree.map(jnp.asarray, {k: g[k] for k in "bw"}) for g in steps]
   expected = modes.run_all("vmap", tx, steps)
-  for mode in IN_MODES[case]:
+  for mode in places:
     assert_same_bits(modes.run_all(mode, tx, steps), expected)
 
 
