@@ -1,8 +1,9 @@
-"""Every kernel of the encoders: tests and gpu_check.py compare them, others time them.
+"""Lists every kernel of the encoders: tests and gpu_check.py compare them.
 
-A case calls an operation with one implementation, with all that it reads beside the
-gradient given: what is found before, such as the scale of a tensor, is the same for
-all. A new kernel is one more line in CASES, or an implementation more in one.
+gpu_kernels.py and ptx_check.py time and read them. A case calls one implementation of
+an operation, and gives it all that it reads beside the gradient. So the numbers that a
+codec finds before, such as the scale of a tensor, are the same for all implementations.
+A new kernel is one more line in CASES, or one more implementation in a line.
 """
 
 import dataclasses
@@ -31,19 +32,20 @@ class Case(NamedTuple):
   """One operation with its settings.
 
   Attributes:
-    name: the operation first.
-    codec: which has its settings.
-    encode: of the codec, the gradient and the operands, to rows and perhaps a residual.
-    operands: what else is read, of the codec and the gradient.
-    strange: values to put into gradients that mean something here, on every device.
-    timed: whether it is one of those to time.
-    implementations: the kernels that there may be.
-    near: by how much of itself what a kernel's rows stand for may differ: of those that
-      add in an order of their own.
+    name: begins with the operation.
+    codec: holds the settings.
+    encode: maps the codec, the gradient and the operands to rows and, where the kernel
+      writes one, a residual.
+    operands: maps the codec and the gradient to the other arrays that a kernel reads.
+    strange: special values that the kernel must treat alike on every device.
+    timed: whether gpu_kernels.py times it by default.
+    implementations: the kernels that exist.
+    near: for each kernel that adds in an order of its own, the relative difference that
+      the values of its rows may have.
     tile: elements of a tile; 0 for the codec's.
-    rounds: of a kernel's loop; 0 for one a bucket of a tile.
-    decode: of rows; None for the codec's.
-    kernels: what their names begin with; by default the operation.
+    rounds: how often a kernel's loop runs; 0 for once a bucket of a tile.
+    decode: maps rows to values; None for the codec's own way.
+    kernels: prefixes of the kernels' names; by default the operation.
   """
 
   name: str
@@ -65,7 +67,7 @@ class Case(NamedTuple):
 
   @property
   def trips(self) -> int:
-    """How often a kernel's loop runs, if it has one."""
+    """The number of times that a kernel's loop runs, if it has one."""
     codec = self.codec
     if self.rounds:
       return self.rounds
@@ -73,18 +75,18 @@ class Case(NamedTuple):
     return codec.tile_size // bucket_words(size)
 
   def function(self, implementation: Implementation | None) -> Encode:
-    """Of the gradient and the operands, for jax.jit."""
+    """Returns one implementation as a function of the gradient and the operands."""
     codec = dataclasses.replace(self.codec, implementation=implementation)
     return lambda x, *operands: self.encode(codec, x, *operands)
 
   def values(self, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """What rows stand for, and the residual."""
+    """Returns the values that rows stand for, and the residual."""
     rows, *residual = outputs
     decode = self.decode or self.codec.decode_rows
     return decode(rows), *residual
 
   def sizes(self) -> tuple[int, ...]:
-    """One tile, several, and no multiple of anything."""
+    """Returns the sizes of gradients: one tile, several, and a part of one."""
     tile = self.tile or self.codec.tile_size
     return tuple(tile * tiles + rest for tiles, rest in _SIZES)
 
@@ -228,9 +230,25 @@ def _cast(
 
 
 def _mosaic(operation: str, bucket_size: int | None) -> tuple[Implementation, ...]:
-  """Where there is such a kernel: its planes are whole buckets of 512."""
+  """Returns ("mosaic",) if there is such a kernel, whose planes are buckets of 512."""
   there = importlib.util.find_spec(f"gradcomp.kernels.{operation}.mosaic")
   return ("mosaic",) if there and bucket_size == 512 else ()
+
+
+def _given(bits: int) -> Case:
+  """Gives the encoder one scale or many, which a row does or does not hold."""
+  one, sent = bits in (1, 3, 5, 7), bits > 4
+  norm, size = ("max", None) if one else ("l2", 512)
+  kind = f"{'one scale' if one else 'l2'}{'' if sent else ', shared'}"
+  return _qsgd(
+    f"{bits} bit uniform nearest, {kind}",
+    bits=bits,
+    levels="uniform",
+    rounding="nearest",
+    bucket_size=size,
+    norm=norm,
+    share_scale=not sent,
+  )
 
 
 CASES: dict[str, Case] = {
@@ -241,6 +259,8 @@ CASES: dict[str, Case] = {
     *(_qsgd(f"{bits} bit", bits=bits, timed=bits == 2) for bits in (2, 3, 5, 6, 7, 16)),
     *(_qsgd(f"{bits} bit", bits=bits, timed=True) for bits in (4, 8)),
     *(_qsgd(f"{bits} bit", bits=bits, timed=True, keep=True) for bits in (4, 8)),
+    *(_qsgd(f"{bits} bit", bits=bits, keep=True) for bits in (2, 3, 5, 6, 7, 16)),
+    *(_given(bits) for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16)),
     _qsgd("4 bit nearest", bits=4, rounding="nearest", timed=True),
     *(
       _qsgd(f"{bits} bit nearest", bits=bits, rounding="nearest", keep=True)
@@ -250,20 +270,8 @@ CASES: dict[str, Case] = {
       _qsgd(f"{bits} bit uniform", bits=bits, levels="uniform", keep=True)
       for bits in (1, 4, 8)
     ),
-    *(
-      _qsgd(f"{bits} bit bucket {size}", bits=bits, bucket_size=size, keep=True)
-      for bits, size in ((2, 32), (3, 64), (4, 64), (5, 64), (6, 64), (7, 64), (8, 64))
-    ),
-    *(
-      _qsgd(
-        f"{bits} bit shared {'tensor' if size is None else size}",
-        bits=bits,
-        bucket_size=size,
-        levels="uniform",
-        share_scale=True,
-      )
-      for bits, size in ((1, None), (2, 32), (3, None), (4, 64), (8, 64), (16, 64))
-    ),
+    _qsgd("4 bit bucket 64", bits=4, bucket_size=64, keep=True),
+    _qsgd("4 bit shared", bits=4, share_scale=True),
     _qsgd("4 bit tensor scale", bits=4, bucket_size=None, timed=True),
     _qsgd("4 bit l2", bits=4, norm="l2", timed=True),
     _qsgd("8 bit l2", bits=8, norm="l2"),
@@ -275,7 +283,7 @@ CASES: dict[str, Case] = {
       for packing in ("2bit", "base3")
     ),
     _ternary("2bit unclipped", clip_sigmas=None),
-    _ternary("base3 shared", packing="base3", bucket_size=64, share_scale=True),
+    _ternary("base3 shared", packing="base3", share_scale=True),
     *(
       _eight_bit(
         f"{name}{', blocks' * bool(size)}, {rounding}",
@@ -288,10 +296,12 @@ CASES: dict[str, Case] = {
       for size in (None, 512)
       for rounding in ("nearest", "stochastic")
     ),
-    _eight_bit("dynamic_tree, blocks of 64", data_type="dynamic_tree", block_size=64),
     *(
-      _cast(e, m, rounding, auto=auto, timed=rounding == "nearest_even" and 2 < e < 8)
-      for e, m in ((5, 2), (4, 3), (3, 0), (8, 7), (5, 10), (8, 23), (2, 1))
+      _cast(e, m, rounding, auto=auto, timed=rounding == "nearest_even" and usual)
+      for e, m, usual in (
+        *((5, 2, True), (4, 3, True), (3, 0, True)),
+        *((8, 7, False), (5, 10, False), (8, 23, False), (2, 1, False)),
+      )
       for rounding in ("nearest_even", "stochastic", "toward_zero")
       for auto in (False, True)
     ),
@@ -300,7 +310,7 @@ CASES: dict[str, Case] = {
 
 
 def gradients(size: int, seed: int = 0) -> np.ndarray:
-  """Normal numbers of several orders of magnitude: ``float32[size]``."""
+  """Draws normal numbers of several orders of magnitude: ``float32[size]``."""
   rng = np.random.default_rng(seed)
   scale = np.float32(10) ** rng.integers(-4, 2, -(-size // 512)).astype(np.float32)
   x = rng.standard_normal(size, np.float32) * np.repeat(scale, 512)[:size]
@@ -308,7 +318,7 @@ def gradients(size: int, seed: int = 0) -> np.ndarray:
 
 
 def with_strange(x: np.ndarray, values: Sequence[float]) -> np.ndarray:
-  """Each value alone in a run of ordinary ones, and runs of zeros and constants."""
+  """Puts in each value alone among ordinary ones, and runs of zeros and constants."""
   x = x.copy()
   for number, value in enumerate(values):
     x[number * 97 % x.size :: 1031 * len(values)] = value
