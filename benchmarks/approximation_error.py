@@ -1,20 +1,20 @@
-"""How far 8-bit numbers are from what they stand for, beside the paper's table 2.
+"""Measures the errors of 8-bit numbers, and prints them beside the paper's table 2.
 
   python benchmarks/approximation_error.py [--size 25000000] [--quick]
     [--output FILE.json]
 
-Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2016, section 3.4: mean
-absolute errors, and means of |decoded - x| / |x|, in which exact zeros do not count. As
-in the paper, dynamic_tree and linear are scaled by the largest of all numbers,
-static_tree and mantissa by 10, or by 100 on N(0, 10^2). 10^2 is the variance there: at
-a deviation of 100, a third of the numbers would be beyond the largest level. A second
-table has static_tree and mantissa scaled by the largest number instead, and also
-dynamic_map, which the paper does not have.
+The paper is Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2016,
+section 3.4. It has mean absolute errors, and means of |decoded - x| / |x|, in which
+exact zeros do not count. As in the paper, dynamic_tree and linear are scaled by the
+largest of all numbers, and static_tree and mantissa by 10, or by 100 on N(0, 10^2).
+There 10^2 is the variance: at a deviation of 100, a third of the numbers would be
+beyond the largest level. A second table has static_tree and mantissa scaled by the
+largest number instead, and also dynamic_map, which the paper does not have.
 
-Compare the relative errors. The paper's absolute ones are in a unit that it does not
-name: they grow with the square of the deviation, and 127 equal steps up to 5.5, about
-the largest of 25 million normal numbers, are off by a quarter of a step, 0.011, not by
-0.0004.
+Compare the relative errors. The paper's absolute errors are in a unit that it does not
+name, and they grow with the square of the deviation. With 127 equal steps up to 5.5,
+which is about the largest of 25 million normal numbers, the error is a quarter of a
+step, 0.011, and the paper has 0.0004.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def roundtrip(codec: EightBit) -> Callable[[np.ndarray], jax.Array]:
 
 
 def errors(codec: EightBit, x: np.ndarray) -> dict[str, float]:
-  """Of one codec on one sample."""
+  """Returns the mean errors of one codec on one sample."""
   distance = np.abs(np.asarray(roundtrip(codec)(x)) - x)
   size = np.abs(x)
   relative = np.divide(distance, size, out=np.zeros_like(size), where=size > 0)
@@ -90,7 +90,7 @@ def errors(codec: EightBit, x: np.ndarray) -> dict[str, float]:
 
 
 def beside_paper(name: str, x: np.ndarray, offset: int) -> dict[str, dict[str, float]]:
-  """The errors of the paper's types, scaled as in the paper."""
+  """Returns the errors of the paper's types, scaled as in the paper."""
   result = {}
   for data_type, (absolute, relative) in PAPER[name].items():
     fixed = offset if data_type in ("static_tree", "mantissa") else None
@@ -104,7 +104,7 @@ def beside_paper(name: str, x: np.ndarray, offset: int) -> dict[str, dict[str, f
 
 
 def print_table(title: str, results: dict[str, dict[str, dict[str, float]]]) -> None:
-  """A line for each type on each distribution."""
+  """Prints a line for each type on each distribution."""
   lines: list[Sequence[str]] = [HEADER]
   for name, types in results.items():
     lines += [(f"{name}  {data_type}", *cells(row)) for data_type, row in types.items()]

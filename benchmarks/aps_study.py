@@ -1,23 +1,24 @@
-"""What low-precision floats cost in accuracy, with Auto Precision Scaling and without.
+"""Trains with low-precision floats, with Auto Precision Scaling (APS) and without.
 
   python benchmarks/aps_study.py [--seeds 5] [--tables paper ...] [--quick]
     [--output FOLDER]
 
-The example's LeNet on the embedded digits, 8 workers, momentum 0.9, 200 steps, as in
-study.py. As in Han et al., 2021: a ring, all leaves in the format, and no feedback but
-where the table says so. A cast is to the format without any scale; partial sums are
-rounded, too.
+Trains the example's LeNet on the embedded digits, with 8 workers, momentum 0.9 and 200
+steps, as study.py does. As in Han et al., 2021, the workers are a ring, all leaves are
+in the format, and there is no feedback unless the table says so. A cast converts to the
+format without any scale. Partial sums are rounded, too.
 
-  paper  Tables 4 and 6: (5, 2), (4, 3) and (3, 0), each with APS and without. With APS,
-         an accuracy 0.3 points below that of f32 is allowed to 8 bits.
-  small  Gradients of 2^-12 of their size, made so by the loss; the mean is multiplied
-         by 2^12 behind the exchange, so that f32 trains as before: powers of two are
-         exact. Loss scaling by 2^12 is the constant that undoes it.
+  paper  Tables 4 and 6: (5, 2), (4, 3) and (3, 0), each with APS and without. With APS
+         and 8 bits, the accuracy may be 0.3 points below that of f32.
+  small  The loss makes gradients 2^-12 of their size, and the mean is multiplied by
+         2^12 behind the exchange. Powers of two are exact, so f32 trains as before.
+         Loss scaling by 2^12 is the constant that undoes the factor.
   lars   Table 5: optax.lars behind the exchange. The rate is the best of four for f32.
-  fails  As small, by several factors, one seed: where which format stops training.
-  cures  What the paper says helps, and what the library adds, where there is something
-         to cure: (3, 0) with the last layer in f32, with hybrid precision (f32 in the
-         first third), with error feedback and with Kahan sums.
+  fails  The same as small with several factors and one seed. It shows at which factor
+         each format stops training.
+  cures  What the paper recommends, and what the library adds, for the format that needs
+         it: (3, 0) with the last layer in f32, with hybrid precision (f32 in the first
+         third), with error feedback and with Kahan sums.
 
 With --output, writes aps_study.json and aps_study.md there.
 """
@@ -52,7 +53,7 @@ Transform = optax.GradientTransformation
 
 
 class Way(NamedTuple):
-  """What exchanges the gradients, and what is around it."""
+  """An exchange of gradients, and the training around it."""
 
   exchange: Transform
   allowed: float | None = None  # points below f32
@@ -72,17 +73,17 @@ PAPER = {"axis_name": AXIS, "exchange": "ring", "feedback": None, "min_leaf_size
 
 
 def aps(e: int, m: int, **options: Any) -> Transform:
-  """As in the paper, but for what the options say."""
+  """Makes APS as in the paper, changed by the options."""
   return gradcomp.aps(e, m, **PAPER | options)
 
 
 def cast(e: int, m: int, factor: float = 1.0) -> Transform:
-  """With one factor for all: 1 is none."""
+  """Makes a cast with one factor for all leaves; a factor of 1 changes nothing."""
   return gradcomp.loss_scaling_cast(factor, e, m, **PAPER)
 
 
 def head_full(e: int, m: int) -> Transform:
-  """The last layer in f32."""
+  """Makes APS with the last layer in f32."""
 
   def labels(params: Any) -> Any:
     name = lambda path, _: "full" if path[0].key == "head" else "low"
@@ -151,7 +152,7 @@ QUICK = {"cures": "(3, 0), APS, first third f32"}  # what a quick run takes
 
 
 class Bench:
-  """Trains by ways, each from the same initialisations, with the same batches."""
+  """Trains in each way from the same initialisations with the same batches."""
 
   def __init__(self, images: data.ImageSet, workers: int, steps: int):
     self.train, self.steps = images.train, steps
@@ -161,7 +162,7 @@ class Bench:
 
   @functools.cache  # noqa: B019
   def runs(self, name: str, way: Way, seeds: int) -> list[Run]:
-    """One a seed; the steps of both precisions are compiled once."""
+    """Trains once for each seed, with steps of both precisions compiled once."""
     batches = functools.partial(data.batches, self.train, BATCH)
     full_steps = round(way.full_first * self.steps)
     phases = []
@@ -194,13 +195,13 @@ class Bench:
   def compile(
     self, exchange: Transform, way: Way, batch: data.Split
   ) -> tuple[Any, Any]:
-    """A step and its wire report."""
+    """Compiles a step, and returns it with its wire report."""
     task = copy.copy(self.task)
     task.loss_fn = lambda params, batch: way.scale * self.task.loss_fn(params, batch)
     return compile_step(task, self.optimizer(exchange, way), batch)
 
   def optimizer(self, exchange: Transform, way: Way) -> Transform:
-    """The exchange, then what undoes the loss scale, then the optimizer."""
+    """Chains the exchange, the factor that undoes the loss scale, and the optimizer."""
     rate = optax.cosine_decay_schedule(
       LARS_RATE if way.lars else LEARNING_RATE, self.steps
     )
@@ -211,7 +212,7 @@ class Bench:
 def run_table(
   bench: Bench, table: Table, seeds: int, result: dict[str, Any]
 ) -> Iterator[None]:
-  """All ways of a table, f32 first; pauses after each."""
+  """Trains in all ways of a table, f32 first, and yields after each."""
   full = bench.runs("f32", table.full, seeds)
   rows = [study.row(full, full, None)]
   sizes = study.sizes(bench.task, FloatCast(), 0)
@@ -225,7 +226,7 @@ def run_table(
 
 
 def quick(name: str) -> Table:
-  """A table with one way, and a title that nobody takes for a result."""
+  """Returns a table with one way, and a title that nobody takes for a result."""
   table = TABLES[name]
   way = QUICK.get(name, next(iter(table.ways)))
   title = f"A quick run, no result: {table.title}"

@@ -1,12 +1,13 @@
-"""Speed of encode, decode and decode-and-sum, as multiples of a memory copy.
+"""Times encode, decode and decode-and-sum, as multiples of a memory copy.
 
   python benchmarks/codec_speed.py [--sizes 16777216 ...] [--repeats 9] [--quick]
     [--output FILE.json]
 
-Prints, for each codec and size: ns an element, the ratio to a copy of as many float32
-into a buffer in use and into a new one (see timing.py), and the temporary memory of the
-compiled encoder. Then the same for ResNet-50's 161 leaves as one message, and what a
-train step of 300 leaves costs to trace and compile. Writes JSON with --output.
+Prints nanoseconds an element for each codec and size, the ratio to a copy of as many
+float32 numbers into a buffer in use and into a new one (see timing.py), and the
+temporary memory of the compiled encoder. Then it does the same for ResNet-50's 161
+leaves as one message, and prints how long a train step of 300 leaves takes to trace and
+to compile. Writes JSON with --output.
 """
 
 import argparse
@@ -78,7 +79,7 @@ QUICK = ("qsgd-4", "qsgd-2 nonuniform", "onebit-64", "terngrad", "linear", "aps-
 
 
 def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, Any]:
-  """One codec on one array of ``size`` elements."""
+  """Times one codec on one array of ``size`` elements."""
   x = jax.random.normal(jax.random.key(0), (size,))
   key = jnp.array([1, 2], jnp.uint32)
   # Levels are fitted in one step of a hundred.
@@ -116,7 +117,7 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
 
 
 def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]:
-  """The leaves of a gradient to the rows of one message, and back to leaves."""
+  """Times encoding all leaves into the rows of one message, and decoding them."""
   size = sum(leaf.size for leaf in tree)
   layout = plan(tree, QSGD(bits=4))
   keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
@@ -143,7 +144,7 @@ def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, A
 
 
 def compile_rows(leaves: int) -> dict[str, Any]:
-  """Seconds to trace and compile a train step: plain mean, and QSGD-4."""
+  """Times tracing and compiling a train step with a plain mean, and with QSGD-4."""
   devices = min(2, jax.device_count())
   mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
   params, loss_fn, batch = gradients.deep_mlp(leaves // 2)

@@ -1,7 +1,7 @@
-"""Training runs whose workers are emulated by ``vmap`` on one device.
+"""Trains with workers that ``vmap`` emulates on one device.
 
-A fifth of a run is one scan over its steps, so that it takes as long as its arithmetic
-does. The mean and the residuals are those of workers on devices of their own.
+A fifth of a run is one scan over its steps, so a run takes as long as its arithmetic.
+The mean and the residuals are those of workers on devices of their own.
 """
 
 import functools
@@ -29,7 +29,7 @@ POINTS = 5  # of a curve
 
 
 class Setting(NamedTuple):
-  """What all methods share."""
+  """The settings that all methods share."""
 
   title: str
   metric: str
@@ -48,11 +48,11 @@ Exchange = Callable[
 
 
 class Method(NamedTuple):
-  """What exchanges, in one phase or several, and what is behind it."""
+  """An exchange in one phase or several, and the optimizer behind it."""
 
   exchange: Exchange
   densities: tuple[float, ...]
-  phase: int = 0  # steps of a phase but the last, of 100
+  phase: int = 0  # percent of the steps that each phase but the last takes
   momentum_behind: bool = False
   clip_behind: bool = False
 
@@ -61,7 +61,7 @@ class Method(NamedTuple):
 
 
 class Trainer:
-  """A method on a task, compiled once."""
+  """Trains one method on one task with a program that is compiled once."""
 
   def __init__(self, setting: Setting, method: Method):
     exchange = method.exchange(setting, method.densities, method.starts(setting.steps))
@@ -101,7 +101,7 @@ class Trainer:
     self.bytes = byte_counts(setting, method)
 
   def train(self, seed: int) -> dict[str, Any]:
-    """The curve of one seed."""
+    """Trains from one seed, and returns the curve."""
     setting = self._setting
     params = jax.device_get(setting.task.init_params(seed))  # of no mesh
     carry = self._init(params)
@@ -134,7 +134,10 @@ class Trainer:
 
 
 def own(state: Any) -> Any:
-  """Which axis of a state is the workers': none of step counts and keys."""
+  """Returns the axis of the workers for each array of a state.
+
+  It is None for step counts and keys, which all workers share.
+  """
 
   def axis(path: Any, _: Any) -> int | None:
     return None if getattr(path[-1], "name", "") in ("step", "key") else 0
@@ -143,7 +146,7 @@ def own(state: Any) -> Any:
 
 
 def stacked(batches: Iterator[Batch], steps: int) -> Batch:
-  """The next batches, a worker's part of each under one index."""
+  """Stacks the next batches as arrays of ``[steps, workers, ...]``."""
   drawn = [next(batches) for _ in range(steps)]
   return jax.tree.map(
     lambda *x: np.stack(x).reshape(steps, WORKERS, -1, *x[0].shape[1:]), *drawn
@@ -151,7 +154,7 @@ def stacked(batches: Iterator[Batch], steps: int) -> Batch:
 
 
 def byte_counts(setting: Setting, method: Method) -> dict[str, Any]:
-  """What a worker sends in a step of the last phase, and in the mean of all steps."""
+  """Counts the bytes of a worker in a step of the last phase, and in a mean step."""
   params = jax.eval_shape(lambda: setting.task.init_params(0))
   counts = [
     gradcomp.explain(

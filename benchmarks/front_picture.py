@@ -1,10 +1,10 @@
-"""The picture of the README, docs/speed.png, from benchmarks/results/link_speed.json.
+"""Draws the README's picture, docs/speed.png, from results/link_speed.json.
 
   python benchmarks/front_picture.py [--output FILE]
 
-One bar a codec: the time of a whole exchange of a 64 MiB gradient between 4 hosts on
+Each bar is the time that a codec takes to exchange a 64 MiB gradient between 4 hosts on
 links of 1 Gbit/s, in the exchange that ``exchange="auto"`` takes there. Nothing is
-measured here; ``python benchmarks/link_speed.py`` does that.
+measured here: ``python benchmarks/link_speed.py`` does that.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _GREY, _BLUE = "#9a9a9a", "#2f6db3"
 
 
 def milliseconds() -> dict[str, float]:
-  """The median time of each bar's step."""
+  """Reads the median time of each bar's step."""
   found = json.loads((_HERE / "results" / "link_speed.json").read_text())
   (run,) = (x for x in found["runs"] if (x["hosts"], x["rate"]) == (_HOSTS, _RATE))
   return {

@@ -1,19 +1,20 @@
-"""Whether every kernel gives the reference's bits on the GPU of this machine.
+"""Checks that every kernel gives the reference's bits on the GPU of this machine.
 
   make gpu-check     or     python benchmarks/gpu_check.py [--cases 'qsgd 4 bit' ...]
     [--quick] [--interpret]
 
-The reference runs on the CPU. Rows and residuals of ordinary gradients are the same bit
-for bit, for one tile, several, and no multiple of anything; so is a kernel in a typed
-shard_map. Where a gradient holds NaN, infinities, zeros and subnormal numbers, the
-values that rows stand for are the same, NaN for NaN: CPUs flush subnormal numbers to
-zero, and values may differ by one. A train step with QSGD runs the kernel. Where XLA's
-own code for the GPU gives other bits, it is reported, and nothing more.
+The reference runs on the CPU. Rows and residuals of ordinary gradients must be the same
+bit for bit, for gradients of one tile, of several, and of a part of one. The same holds
+in a typed shard_map. Where a gradient holds NaN, infinities, zeros and subnormal
+numbers, the values that rows stand for must be the same, NaN for NaN. They may differ
+by one subnormal number, because CPUs flush those to zero. A train step with QSGD must
+run the kernel. Where XLA's own code for the GPU gives other bits, the check says so,
+and passes.
 
 Cases run in processes of their own, so that a kernel that breaks the GPU's context
 fails alone. Writes benchmarks/results/gpu_check.json. The exit status is 1 where
-anything is wrong, 77 where there is no GPU. With --interpret kernels of plain cases
-are interpreted on any machine, which tries the script and no GPU.
+anything is wrong, and 77 where there is no GPU. With --interpret, Pallas interprets the
+kernels on any machine, which tries the script and no GPU.
 """
 
 import argparse
@@ -48,7 +49,7 @@ Arrays = list[tuple[np.ndarray, ...]]
 
 
 def check(name: str, kernels: tuple[Implementation, ...] | None = None) -> list[str]:
-  """What is wrong with one case; empty if nothing is.
+  """Returns a line for each thing that is wrong with one case.
 
   Args:
     name: of a case, or of a train step.
@@ -91,7 +92,7 @@ def _run(
   *,
   mapped: bool = False,
 ) -> Arrays:
-  """The outputs on a device, for each of several inputs."""
+  """Encodes each of several inputs on a device, and returns the outputs."""
   function = case.function(implementation)
   if mapped:
     auto = (jax.sharding.AxisType.Auto,)
@@ -114,9 +115,10 @@ def _differences(
   plain: int,
   near: float | None = None,
 ) -> list[str]:
-  """The first ``plain`` outputs shall have the same bits, the others near values.
+  """Returns a line for each output that differs.
 
-  Where a kernel adds in an order of its own, all shall have near values.
+  The first ``plain`` outputs must have the same bits, and the others near values. Where
+  a kernel adds in an order of its own, near values are enough for all.
   """
   lines = []
   for number, (right, arrays) in enumerate(zip(expected, found, strict=False)):
@@ -150,14 +152,18 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _near(a: np.ndarray, b: np.ndarray, off: np.ndarray | float = 0.0) -> np.ndarray:
-  """NaN and NaN, the same, or nearer than any difference of normal numbers, or off."""
+  """Returns which values are near each other.
+
+  Two NaN are, equal values are, and values that differ by less than ``off`` and the
+  smallest normal number.
+  """
   with np.errstate(invalid="ignore"):
     near = np.abs(a - b) < off + _SMALLEST_NORMAL
   return (np.isnan(a) & np.isnan(b)) | (a == b) | near
 
 
 def train_step(bits: int) -> list[str]:
-  """A whole step with error feedback: which encoder runs, and that a model learns."""
+  """Checks that a whole step with error feedback runs the kernel, and learns."""
   mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
   rng = np.random.default_rng(0)
   params = {
@@ -196,7 +202,7 @@ def train_step(bits: int) -> list[str]:
 
 
 def run_here(names: list[str], interpret: bool) -> None:
-  """Checks cases in this process; a line of JSON for each on the standard output."""
+  """Checks cases in this process, and prints a line of JSON for each."""
   for name in names:
     try:
       wrong = check(name, ("pallas_interpret",) if interpret else None)
@@ -208,7 +214,7 @@ def run_here(names: list[str], interpret: bool) -> None:
 
 
 def run_apart(names: list[str], end: float, *options: str) -> dict[str, list[str]]:
-  """Checks cases in one process, and in another from where that broke off."""
+  """Checks cases in one process, and what that leaves undone in another."""
   found: dict[str, list[str]] = {}
   while left := [name for name in names if name not in found]:
     seconds = end - time.monotonic()

@@ -1,21 +1,22 @@
-"""Speed of every encoder's kernel on a GPU, as a share of a device copy's.
+"""Times every encoder's kernel on a GPU, as a share of a device copy's speed.
 
   python benchmarks/gpu_kernels.py [--sizes 67108864 ...] [--cases 'qsgd 4 bit' ...]
     [--seconds 300] [--quick] [--interpret] [--sweep] [--checked FILE]
 
-Counts the fewest bytes there are: what a kernel is given, read once, and what it
-returns, written once. A copy of the gradient reads and writes it. "whole" is the
-codec's encode from the gradient alone; where it has to find a scale for the tensor
-first, that reads the gradient once more, which is counted.
+Counts the fewest bytes that a kernel can move: it reads its operands once, and writes
+its results once. A copy reads and writes the gradient. "whole" is the codec's encode
+from the gradient alone. Where that has to find a scale for the tensor first, it reads
+the gradient once more, and these bytes are counted, too.
 
-Every call reads another of several gradients, so many that the cache does not hold
-them. A time is that of many calls, sent off one after the other, over their number:
-the median of several such rounds, in which all implementations and the copy take turns.
-Where the time is nearly that of sending off a program of nothing, it says so: the GPU
-waits for the host there.
+Every call reads another of several gradients, which are so many that the cache does not
+hold them. A round sends off many calls one after the other, and divides the time by
+their number. A time is the median of several rounds, in which all implementations and
+the copy take turns. Where it is nearly the time of an empty program, the table says so:
+the GPU waits for the host there.
 
-Writes benchmarks/results/gpu_kernels.json and .md, after each size, and ends after so
-many seconds with what there is. Leaves out what gpu_check.py found wrong (--checked).
+Writes benchmarks/results/gpu_kernels.json and .md after each size, and stops after
+--seconds with the results it has. Leaves out the cases that gpu_check.py found wrong
+(--checked).
 """
 
 import argparse
@@ -47,7 +48,7 @@ _COMPILERS = 8  # threads
 
 _QUICK = ["qsgd 4 bit nearest", "eight_bit linear, nearest"]
 
-# Of a plane in a block, and warps.
+# Elements of a plane in a block, and warps.
 _SWEEP = [(e, w) for e in (512, 1024, 2048, 4096) for w in (1, 2, 4, 8)]
 _SWEPT = ("qsgd 4 bit", "qsgd 8 bit, residual", "one_bit bucket 512", "ternary 2bit")
 
@@ -56,9 +57,9 @@ class Program(NamedTuple):
   """One compiled implementation of a case.
 
   Attributes:
-    row: what is known of it, for the results.
-    call: of a gradient.
-    bytes: the fewest that it moves.
+    row: its entry in the results.
+    call: runs it on a gradient.
+    bytes: the fewest bytes that it moves.
   """
 
   row: dict[str, Any]
@@ -69,7 +70,7 @@ class Program(NamedTuple):
 def compiled(
   case: Case, implementation: Implementation, x: jax.Array, *, whole: bool = False
 ) -> Program:
-  """A kernel, or the whole encoder of its codec, for gradients like ``x``."""
+  """Compiles a kernel, or its codec's whole encoder, for gradients like ``x``."""
   row = {
     "case": case.name + " whole" * whole,
     "implementation": implementation,
@@ -93,12 +94,12 @@ def compiled(
 
 
 def _reads_twice(case: Case) -> bool:
-  """Whether something of the whole tensor is found before it is encoded."""
+  """Returns whether a codec reads the whole tensor before it encodes it."""
   return not getattr(case.codec, "_scales_inside", case.operation == "one_bit")
 
 
 def gradients_like(size: int) -> list[jax.Array]:
-  """So many different ones that the cache does not hold them."""
+  """Makes so many different gradients that the GPU's cache does not hold them."""
   count = max(3, -(-_CACHED // (4 * size))) if jax.default_backend() == "gpu" else 3
   make = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (size,)))
   return [make(seed) for seed in range(count)]
@@ -107,7 +108,7 @@ def gradients_like(size: int) -> list[jax.Array]:
 def times(
   calls: dict[str, Callable[[jax.Array], Any]], xs: list[jax.Array], rounds: int
 ) -> dict[str, float]:
-  """The median seconds of one call of each."""
+  """Returns the median seconds of one call of each."""
   counts = {}
   for name, call in calls.items():
     jax.block_until_ready([call(xs[0]), call(xs[-1])])
@@ -131,7 +132,7 @@ def _seconds(
 
 
 def measure(programs: list[Program], xs: list[jax.Array], rounds: int) -> list[Any]:
-  """The rows of programs that encode the same gradients, each beside the copy."""
+  """Times programs that encode the same gradients, each beside the copy."""
   copy = jax.jit(jnp.copy)
   nothing = jax.jit(lambda x: x + 1)
   tiny = jnp.zeros(8)
@@ -177,7 +178,7 @@ def run_size(
   rounds: int,
   end: float,
 ) -> tuple[list[Any], list[str]]:
-  """Rows of all cases at one size, and what did not run."""
+  """Times all cases at one size, and lists those that did not run."""
   xs = gradients_like(size)
   rows, missing = [], []
 
@@ -212,7 +213,7 @@ def run_size(
 
 
 def _finds(case: Case) -> bool:
-  """Whether a kernel is given what its codec finds; not so with a plain cast."""
+  """Returns whether the codec finds a kernel's operands, as no plain cast does."""
   shapes = jax.eval_shape(
     lambda x: case.operands(case.codec, x),
     jax.ShapeDtypeStruct((case.codec.tile_size,), jnp.float32),
@@ -221,7 +222,7 @@ def _finds(case: Case) -> bool:
 
 
 def sweep(names: list[str], size: int, rounds: int, end: float) -> list[Any]:
-  """Blocks and warps of Pallas kernels."""
+  """Times Pallas kernels with other block sizes and numbers of warps."""
   xs = gradients_like(size)
   rows: list[Any] = []
   original = blocks.encode
@@ -248,7 +249,7 @@ def sweep(names: list[str], size: int, rounds: int, end: float) -> list[Any]:
 
 
 def write(path: pathlib.Path | None, rows: list[Any], missing: list[str]) -> None:
-  """The results as JSON, and as a table beside it; nothing without a path."""
+  """Writes the results as JSON, and as a table beside it, unless the path is None."""
   if path is None:
     return
   device = jax.devices()[0]

@@ -1,4 +1,4 @@
-"""Shapes of real gradients, without the models."""
+"""Makes gradients with the shapes of real models, without the models."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 
 def resnet50(leaves: int | None = None) -> list[jax.Array]:
-  """Random gradients of ResNet-50's 161 leaves, or of its first ``leaves``.
+  """Draws random gradients of ResNet-50's 161 leaves, or of its first ``leaves``.
 
-  All of them have 25,557,032 elements.
+  The 161 leaves have 25,557,032 elements.
   """
   shapes: list[tuple[int, ...]] = [(7, 7, 3, 64), (64,), (64,)]
   channels = 64
@@ -30,7 +30,7 @@ def resnet50(leaves: int | None = None) -> list[jax.Array]:
 
 
 def deep_mlp(layers: int, width: int = 128) -> tuple[Any, Callable[..., Any], Any]:
-  """Parameters, loss and batch of a network with two leaves a layer, all distinct."""
+  """Makes parameters, loss and batch of a network with two leaves a layer."""
   params = [
     {"kernel": jnp.full((width, width), 0.01), "bias": jnp.zeros(width)}
     for _ in range(layers)

@@ -1,25 +1,27 @@
-"""Time of a whole gradient exchange between hosts on links of a known rate.
+"""Times a whole gradient exchange between hosts on links of a known rate.
 
   python benchmarks/link_speed.py [--hosts 2 4] [--rate 1gbit ...] [--mib 64 ...]
   python benchmarks/link_speed.py --quick [--loopback]
 
-Hosts are network namespaces on rate-limited links (links.py; needs Linux, root, ip and
-tc). With --loopback, they are plain processes on a link that nothing limits. Each runs
-one JAX process (link_worker.py), which times in turn the plain f32 mean and every codec
-with every exchange, from the gradient to its mean: encode, exchange, decode. One
-two_shot is also timed part by part. The time of a step is the slowest host's.
+Hosts are network namespaces on rate-limited links (links.py), which need Linux, root,
+ip and tc. With --loopback, they are plain processes on a link that nothing limits. Each
+host runs one JAX process (link_worker.py), which times in turn the plain f32 mean and
+every codec with every exchange. A time covers the way from the gradient to its mean:
+encode, exchange, decode. One two_shot is also timed part by part. The time of a step is
+the slowest host's.
 
-Beside the times: bytes, from the kernel's counters, as multiples of the arithmetic and
-of gradcomp.wire_report; CPU time; the error, and whether all hosts got the same bits.
-The probe is raw TCP from each host to the next, all at once: what the links carry.
-Read it first, and whether plain f32 comes near its wire bound: where it does not, the
-link is not what is measured, and compression looks better than it is.
+The table also has bytes from the kernel's counters, as multiples of the arithmetic and
+of gradcomp.wire_report, the CPU time, the error, and whether all hosts got the same
+bits. The probe sends raw TCP from each host to the next, all at once, and shows what
+the links carry. Read two lines first: the probe, and how far plain f32 is from its wire
+bound. Where it is far, something other than the link takes the time, and compression
+looks better than it is.
 
-Bias: the hosts share this machine's cores. With 4 hosts on 2 cores, each codec runs on
-half a core, and speed-ups come out lower than for hosts with a core each. The links
-have no delay, which favours exchanges of many small messages, and are all alike, which
-hierarchical is not for. The MALLOC_ settings, for all alike, keep the pages that XLA
-would else fault in anew each step.
+Three things bias the times. The hosts share this machine's cores: with 4 hosts on 2
+cores, each codec runs on half a core, and speed-ups come out lower than for hosts with
+a core each. The links have no delay, which favours exchanges of many small messages.
+They are all alike, and hierarchical is for links that differ. The MALLOC_ settings are
+the same for all, and keep the pages that XLA would otherwise fault in anew each step.
 """
 
 import argparse
@@ -57,7 +59,7 @@ _ENVIRONMENT = _MALLOC | {
 def run_workers(
   hosts: list[links.Host], job: dict[str, Any], limit: float
 ) -> list[dict[str, Any]]:
-  """What link_worker.py reports on each host."""
+  """Runs link_worker.py on each host, and returns the reports."""
   ports = links.free_ports(len(hosts) + 1)
   ends = [(host.address, port) for host, port in zip(hosts, ports, strict=False)]
   job = job | {"ends": ends, "coordinator": f"{hosts[0].address}:{ports[-1]}"}
@@ -73,7 +75,13 @@ def run_workers(
 
 
 def combine(reports: list[dict[str, Any]], kind: str, shared: bool) -> dict[str, Any]:
-  """One entry a program from all hosts'; ``shared``: one counter counts all hosts."""
+  """Makes one entry for each program from the entries of all hosts.
+
+  Args:
+    reports: one of each host.
+    kind: ``"steps"`` or ``"parts"``.
+    shared: whether one counter counts the bytes of all hosts.
+  """
   results = {}
   for name, first in reports[0][kind].items():
     entries = [report[kind][name] for report in reports]
@@ -141,7 +149,7 @@ def _ratio(row: dict[str, Any], key: str) -> str:
 
 
 def plot(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
-  """A panel a run: a bar a program, with its speed-up and its wire bound."""
+  """Draws a panel for each run: a bar a program, its speed-up and its wire bound."""
   import matplotlib
 
   matplotlib.use("Agg")
@@ -179,7 +187,7 @@ def plot(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-  """What the times depend on besides the code."""
+  """Describes the machine, on which the times depend."""
   cpu = pathlib.Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2]
   return {
     "jax": metadata.version("jax"),

@@ -1,10 +1,10 @@
-"""What every host of link_speed.py runs: one process, one device, gloo between them.
+"""Times exchanges on one host, as a process with one device and gloo to the others.
 
   python link_worker.py '{"rank": 0, ...}'    link_speed.py starts it
 
-The gradient is donated and its mean comes back in its place, as in a train step. The
-hosts meet in a tiny psum before each timed call, and once more after it, so that the
-interface's counter is read when nobody has anything left to send.
+The gradient is donated, and its mean comes back in its place, as in a train step. The
+hosts meet in a tiny psum before each timed call and after it. So no host has anything
+left to send when the interface's counter is read.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class Timed:
 
 
 def spread(mesh: jax.sharding.Mesh, local: np.ndarray) -> jax.Array:
-  """The global array whose part on this host is ``local``."""
+  """Makes the global array whose part on this host is ``local``."""
   sharding = jax.NamedSharding(mesh, P("data"))
   return jax.make_array_from_process_local_data(sharding, local)
 
@@ -85,12 +85,15 @@ def spread(mesh: jax.sharding.Mesh, local: np.ndarray) -> jax.Array:
 def local_like(
   mesh: jax.sharding.Mesh, grads: list[jax.Array]
 ) -> list[jax.ShapeDtypeStruct]:
-  """What one host holds of the global gradients."""
+  """Returns the shapes of the part of the gradients that one host holds."""
   return [jax.ShapeDtypeStruct((x.size // mesh.size,), x.dtype) for x in grads]
 
 
 def payload_bytes(codec: Codec, like: list[jax.ShapeDtypeStruct], shares: int) -> int:
-  """Of all leaves, each encoded by itself, in equal shares of whole rows."""
+  """Counts the bytes of all leaves, each encoded by itself.
+
+  The rows of a leaf are filled up to ``shares`` equal shares.
+  """
   rows = sum(-(-leaf.size // codec.tile_size) for leaf in like)
   return 4 * codec.row_words * shares * -(-rows // shares)
 
@@ -98,7 +101,7 @@ def payload_bytes(codec: Codec, like: list[jax.ShapeDtypeStruct], shares: int) -
 def steps(
   mesh: jax.sharding.Mesh, grads: list[jax.Array], codecs: list[str]
 ) -> Iterator[tuple[str, Timed]]:
-  """The plain mean, then every codec with every exchange: encode, exchange, decode."""
+  """Compiles the plain mean, and then every codec with every exchange."""
   hosts = mesh.size
   like = local_like(mesh, grads)
   copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -137,7 +140,7 @@ def steps(
 def parts(
   mesh: jax.sharding.Mesh, grads: list[jax.Array], codec: Codec
 ) -> Iterator[tuple[str, Timed]]:
-  """A two_shot exchange, cut into programs that hand their results on."""
+  """Compiles a two_shot exchange as several programs that hand their results on."""
   hosts = mesh.size
   like = local_like(mesh, grads)
   key = jnp.array([1, 2], jnp.uint32)
@@ -182,7 +185,10 @@ def parts(
 def measure(
   programs: dict[str, Timed], repeats: int, meet: Callable[[], Any], interface: str
 ) -> dict[str, dict[str, Any]]:
-  """All programs in turn, a first time for warmth; lists have an entry a repeat."""
+  """Times all programs in turn, after a first call that is not timed.
+
+  Lists in the results have an entry for each repeat.
+  """
   results: dict[str, dict[str, Any]] = {
     name: {
       "seconds": [],

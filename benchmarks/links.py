@@ -1,19 +1,19 @@
-"""Hosts as network namespaces, each on its own rate-limited full-duplex link.
+"""Makes hosts from network namespaces, each on its own rate-limited full-duplex link.
 
-A switch namespace holds a bridge; each host is a namespace whose ``eth0`` is one end of
-a veth pair, the other end is a port of the bridge. A token bucket (tbf) on either end
-limits a direction each.
+A switch namespace holds a bridge. Each host is a namespace whose ``eth0`` is one end of
+a veth pair, and the other end is a port of the bridge. A token bucket (tbf) on either
+end limits one direction.
 
 Every trap here makes plain f32 slower, and so flatters compression:
 
-- a bucket below 1 ms of the rate loses packets, one above it carries small messages for
-  nothing;
-- frames (GSO) that do not fit into the bucket are cut in software, on the hosts' cores;
+- A bucket below 1 ms of the rate loses packets, and one above it carries small messages
+  for nothing.
+- Frames (GSO) that do not fit into the bucket are cut in software, on the hosts' cores.
 - gloo binds the address that the host's own name resolves to, so each host needs its
-  own name (a UTS namespace) and its own hosts file;
-- BBR, if it is the system's congestion control, slows down for 0.2 s every 10 s;
-- a bucket is one queue: 4 MB of one connection would stand before all others. Queues of
-  real hosts are fair or short, so a connection may queue a bucketful at most.
+  own name (a UTS namespace) and its own hosts file.
+- BBR, if it is the system's congestion control, slows down for 0.2 s every 10 s.
+- A bucket is one queue, so 4 MB of one connection would stand before all others. Queues
+  of real hosts are fair or short, so a connection may queue a bucketful at most.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _COUNTER = "/sys/class/net/{}/statistics/tx_bytes"
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-  """One host: its address, its interface and how to start a program on it."""
+  """A host: its address, its interface, and the command that runs a program there."""
 
   address: str
   interface: str
@@ -48,7 +48,7 @@ class Host:
 
 
 def bits_per_second(rate: str) -> float:
-  """Of tc's spelling.
+  """Reads a rate in tc's spelling.
 
   Example:
     >>> bits_per_second("2.5gbit")
@@ -61,7 +61,7 @@ def bits_per_second(rate: str) -> float:
 
 
 def missing() -> str:
-  """Says why this machine cannot limit links, after trying; empty where it can."""
+  """Tries to limit a link, and returns what this machine lacks; "" for nothing."""
   tools = [name for name in ("ip", "tc", "unshare") if not shutil.which(name)]
   if tools:
     return f"the commands {', '.join(tools)}"
@@ -77,13 +77,13 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def loopback(count: int) -> Iterator[list[Host]]:
-  """Hosts that are plain processes: nothing limits their links."""
+  """Yields hosts that are plain processes, whose links nothing limits."""
   yield [Host("127.0.0.1", "lo")] * count
 
 
 @contextlib.contextmanager
 def limited(count: int, rate: str) -> Iterator[list[Host]]:
-  """``count`` hosts with links of ``rate``, removed at the end whatever happens."""
+  """Yields ``count`` hosts with links of ``rate``, and always removes them."""
   prefix = f"gc{os.getpid()}"
   switch, names = f"{prefix}sw", [f"{prefix}h{i}" for i in range(count)]
   hosts = [
@@ -151,11 +151,11 @@ def run(
   environment: dict[str, str],
   limit: float,
 ) -> None:
-  """Runs a command on each host; none is left when this returns or raises.
+  """Runs a command on each host, and leaves none running.
 
   Raises:
-    RuntimeError: one has failed, or is not done after ``limit`` seconds; with the ends
-      of what all have written.
+    RuntimeError: a command has failed, or is not done after ``limit`` seconds. The
+      message ends with the last lines that each has written.
   """
   deadline = time.monotonic() + limit
   with contextlib.ExitStack() as stack:
@@ -192,12 +192,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def bytes_sent(interface: str) -> int:
-  """The kernel's counter of an interface, with one header a GSO frame."""
+  """Reads the kernel's counter of an interface, which counts one header a frame."""
   return int(pathlib.Path(_COUNTER.format(interface)).read_text())
 
 
 def free_ports(count: int) -> list[int]:
-  """Ports that nothing listens on."""
+  """Finds ports that nothing listens on."""
   with contextlib.ExitStack() as stack:
     sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
     for one in sockets:
@@ -206,7 +206,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def probe(rank: int, ends: Sequence[tuple[str, int]], nbytes: int) -> float:
-  """Bytes a second that this host receives when each sends to the next, all at once.
+  """Measures the bytes a second that this host receives from the previous one.
+
+  Each host sends to the next, all at once.
 
   Args:
     rank: this host.

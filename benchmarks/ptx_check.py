@@ -4,13 +4,13 @@
     [--quick]
 
 Needs jax-cuda13-plugin and jax-cuda13-pjrt of JAX's own version, which `make ptx-check`
-installs, and ptxas of CUDA 13, on PATH or in CUDA_HOME. Exits with 77 where one of them
-is missing. Every kernel is compiled for an
-array that is a power of two and for an odd one: in both, nothing may be spilled to
-memory, and the gradient must be loaded by 16 bytes. Writes a table to
-benchmarks/results/ptx_check.md; the exit status is 1 where a kernel is not so.
+installs, and ptxas of CUDA 13, on PATH or in CUDA_HOME. The exit status is 77 where one
+of them is missing. Every kernel is compiled for an array whose size is a power of two,
+and for one of an odd size. In both, the kernel may not spill registers to memory, and
+must load the gradient by 16 bytes. The exit status is 1 where a kernel fails in this.
+Writes a table to benchmarks/results/ptx_check.md.
 
-Nothing is run: what the table says are properties of programs, not times.
+Nothing runs: the table has properties of programs, and no times.
 """
 
 import argparse
@@ -52,16 +52,16 @@ device_description_str: "NVIDIA H200"
 
 
 class Program(NamedTuple):
-  """What a kernel's PTX holds, and what ptxas makes of it.
+  """The facts that a kernel's PTX and the assembler's report hold.
 
   Attributes:
-    threads: of a block.
-    elements: of the gradient that a block encodes.
+    threads: in a block.
+    elements: of the gradient, that a block encodes.
     registers: of a thread.
-    spills: bytes a thread writes to memory and reads back for want of registers.
-    loads: of global memory by a thread, by bytes.
-    stores: the same.
-    counts: of instructions by name, loops counted as often as they run.
+    spills: bytes that a thread writes to memory and reads back for want of registers.
+    loads: how many loads of global memory a thread does, by their bytes.
+    stores: the same for stores.
+    counts: how often each instruction runs, by its name.
   """
 
   threads: int
@@ -74,7 +74,7 @@ class Program(NamedTuple):
 
   @property
   def wide(self) -> bool:
-    """Whether loads of 16 bytes are enough for the whole gradient."""
+    """True if loads of 16 bytes read the whole gradient."""
     # The last block takes some tiles again, and leaves a part of one.
     return self.loads.get(16, 0) * 4 * self.threads >= 0.99 * self.elements
 
@@ -84,7 +84,7 @@ class Program(NamedTuple):
 
 
 def ptxas() -> str:
-  """The path of the assembler; skips the check if there is none."""
+  """Returns the path of the assembler, or skips the check if there is none."""
   folder = os.environ.get("CUDA_HOME", "/usr/local/cuda")
   found = shutil.which("ptxas") or shutil.which(f"{folder}/bin/ptxas")
   if found is None:
@@ -93,7 +93,7 @@ def ptxas() -> str:
 
 
 def prepare(dump: str) -> None:
-  """Has the compilers write PTX to a folder; before JAX is imported."""
+  """Tells the compilers to write PTX to a folder. Call it before JAX is imported."""
   cuda = pathlib.Path(ptxas()).resolve().parent.parent
   os.environ |= {
     "JAX_PLATFORMS": "cpu",
@@ -108,7 +108,12 @@ def prepare(dump: str) -> None:
 def compile_ptx(
   case: Any, implementation: str, size: int, dump: str
 ) -> tuple[list[str], int]:
-  """The PTX of a case for an H200, and blocks in the grid; 0 where nobody says."""
+  """Compiles a case for an H200.
+
+  Returns:
+    The PTX of its modules, and the number of blocks in the grid, or 0 where XLA's text
+    does not have it.
+  """
   import jax
   import jax.numpy as jnp
   from jax.experimental import topologies
@@ -145,11 +150,11 @@ def compile_ptx(
 
 
 def read(ptx: str, elements: float, trips: int) -> dict[str, Program]:
-  """The programs of a module's PTX, by name.
+  """Reads the programs of a module, by name.
 
   Args:
-    ptx: of a module.
-    elements: of the gradient in a block.
+    ptx: the module's text.
+    elements: of the gradient, that a block encodes.
     trips: how often a loop runs.
   """
   report = _assemble(ptx)
@@ -187,7 +192,7 @@ def read(ptx: str, elements: float, trips: int) -> dict[str, Program]:
 
 
 def _assemble(ptx: str) -> dict[str, tuple[int, int]]:
-  """Registers and spilled bytes of each program of a module."""
+  """Assembles a module, and returns registers and spilled bytes of each program."""
   with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
     file.write(ptx)
     file.flush()
@@ -203,7 +208,7 @@ def _assemble(ptx: str) -> dict[str, tuple[int, int]]:
 
 
 def _instructions(entry: str, trips: int) -> list[tuple[str, int]]:
-  """The instructions of a program, and how often each runs."""
+  """Returns the instructions of a program, and how often each runs."""
   # Inline assembly has several in a line.
   texts = (line.partition("//")[0] for line in entry.splitlines())
   lines = [part.strip() for text in texts for part in re.findall(r"[^;]+;?", text)]
@@ -223,7 +228,7 @@ def _instructions(entry: str, trips: int) -> list[tuple[str, int]]:
 
 
 def check(cases: list[str], dump: str) -> tuple[list[str], list[str]]:
-  """Lines of the table, and what is wrong."""
+  """Compiles cases, and returns lines of the table and lines on what is wrong."""
   from kernel_cases import CASES
 
   lines, wrong = [], []

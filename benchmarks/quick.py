@@ -42,7 +42,7 @@ _LAST = 40  # lines that a script printed
 
 
 class Result(NamedTuple):
-  """How a run ended, why if not well, and what it had printed before it failed."""
+  """The end of a run: a verdict, its reason, and what a failed script printed last."""
 
   verdict: str
   reason: str = ""
@@ -50,7 +50,7 @@ class Result(NamedTuple):
 
 
 def run(line: str, output: pathlib.Path) -> Result:
-  """Runs a script with its options; its results go to ``output``."""
+  """Runs a script with its options, and has it write its results to ``output``."""
   name, *options = line.split()
   command = [sys.executable, "-W", "ignore", str(HERE / f"{name}.py"), *options]
   environment = dict(os.environ)
@@ -83,7 +83,7 @@ def run(line: str, output: pathlib.Path) -> Result:
 
 
 def _kept() -> dict[str, int]:
-  """When each of the results that are kept was written."""
+  """Returns when each of the results in benchmarks/results was written."""
   return {path.name: path.stat().st_mtime_ns for path in HERE.glob("results/*")}
 
 

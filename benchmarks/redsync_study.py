@@ -1,4 +1,4 @@
-"""RedSync's accuracy after as many steps as dense training takes (Fang 2018, table 1).
+"""Compares RedSync with dense training of as many steps (Fang 2018, table 1).
 
   python benchmarks/redsync_study.py [--tasks digits language] [--seeds 3] [--quick]
     [--output FOLDER]
@@ -7,29 +7,29 @@ Trains the examples' LeNet on the embedded digits and their recurrent language m
 Python's standard library, with a rate that falls along a cosine, from the same
 initialisations and with the same batches for every method. No method has steps or a
 rate of its own, and a warm-up is part of the same steps. The language model's gradients
-are clipped: the mean's by the baseline, each worker's own before it is sent by the
-others.
+are clipped. The baseline clips the mean, and the other methods clip each worker's own
+gradient before it is sent.
 
-  digits             Nesterov's momentum, the rate of the example.
-  language           No momentum, as the paper trains its LSTMs. Of the rates 5, 10 and
-                     20 the best of the baseline's at a clip of 1; but at a rate of 20
-                     and a clip of 0.25 the baseline is better by a sixth, and RedSync
-                     a third worse than it: clipping each worker at half the norm of
-                     the mean takes too much where it clips in most steps.
-  language-momentum  Nesterov's momentum; of the rates 0.5, 1, 2 and 4 the best of the
-                     baseline's.
-  digits-long        Three times the steps of digits, for what waits long.
+  digits             Nesterov's momentum, and the rate of the example.
+  language           No momentum, as the paper trains its LSTMs. The rate is the
+                     baseline's best of 5, 10 and 20 at a clip of 1. At a rate of 20 and
+                     a clip of 0.25 the baseline is better by a sixth, and RedSync is a
+                     third worse than it: clipping each worker at half the norm of the
+                     mean takes too much where it clips in most steps.
+  language-momentum  Nesterov's momentum. The rate is the baseline's best of 0.5, 1, 2
+                     and 4.
+  digits-long        Three times the steps of digits, for elements that wait long.
   language-long      A model of a third of the size, so that 12000 steps are cheap, with
-                     Nesterov's momentum and no clipping; of the rates 0.5 and 1 the
-                     better of the baseline's, which is unstable at 1.
+                     Nesterov's momentum and no clipping. The baseline is better
+                     at the rate of 0.5 than at 1, where it is unstable.
 
-Those without -long are short: at 0.1 % an element waits for about 1000 steps, so that
+The tasks without -long are short: at 0.1 % an element waits for about 1000 steps, so
 much of the gradients is never applied. The paper trains until nothing more is learned.
 
-The four workers are a vmap on one device, and a fifth of a run is one scan, so that it
-runs as fast as two cores allow. Each method compiles once for all seeds; a second time
-is an error. With --output, writes redsync_study.json there after every run, and
-redsync_study.md at the end; runs that the file has already are not run again.
+The four workers are a vmap on one device, and a fifth of a run is one scan, so a run is
+as fast as two cores allow. Each method compiles once for all seeds, and the study stops
+if one compiles again. With --output, writes redsync_study.json there after every run,
+and redsync_study.md at the end. It leaves out the runs that the file has already.
 """
 
 import argparse
@@ -112,7 +112,10 @@ TASKS = {
 
 
 def redsync(setting: Setting, densities: Any, starts: Any, **options: Any) -> Any:
-  """RedSync with its warm-up. All leaves are below 4 MB: ``auto`` sends the same."""
+  """Makes RedSync with its warm-up.
+
+  All leaves are below 4 MB, where ``selection="auto"`` sends the same.
+  """
 
   def warmed(**options: Any) -> optax.GradientTransformation:
     choices = [
@@ -136,7 +139,7 @@ def redsync(setting: Setting, densities: Any, starts: Any, **options: Any) -> An
 def compressed(
   make: Callable[..., Any], setting: Setting, densities: Any, starts: Any, **options
 ) -> optax.GradientTransformation:
-  """A codec with the feedback of the options."""
+  """Makes the exchange of a codec with the feedback of the options."""
   (density,) = densities
   if options["feedback"] == "momentum" and setting.momentum is None:
     options = {"feedback": "error"}
@@ -147,7 +150,7 @@ def compressed(
 
 
 def clipped(setting: Setting, exchange: Any) -> optax.GradientTransformation:
-  """With each worker's own gradient clipped first, where the task clips."""
+  """Clips each worker's own gradient before an exchange, where the task clips."""
   if setting.max_norm is None:
     return exchange
   clip = gradcomp.clip_by_local_norm(setting.max_norm, axis_name=AXIS)
@@ -192,7 +195,7 @@ QUICK_METHODS = (BASELINE, "RedSync 1 %, dense first")
 def study(
   setting: Setting, methods: Sequence[str], seeds: int, table: Any, save: Any
 ) -> None:
-  """Runs what the table does not have yet, and saves after every run."""
+  """Trains the runs that the table does not have yet, and saves after each."""
   trainers = {}
   for seed in range(seeds):
     for name in methods:
@@ -213,7 +216,7 @@ def study(
 
 
 def header(setting: Setting) -> dict[str, Any]:
-  """A table without rows."""
+  """Returns a table without rows."""
   params = jax.eval_shape(lambda: setting.task.init_params(0))
   return {
     "title": setting.title,
@@ -229,7 +232,7 @@ def header(setting: Setting) -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-  """All tables."""
+  """Writes all tables in Markdown."""
   parts = []
   for table in found.values():
     metric = table["metric"]
@@ -256,7 +259,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def line(name: str, row: Any, dense: Any, metric: str) -> list[str]:
-  """A line of the table in Markdown."""
+  """Returns the cells of a line of the table."""
   ends = {
     seed: (run["points"][-1][metric], dense["runs"][seed]["points"][-1][metric])
     for seed, run in row["runs"].items()
@@ -277,7 +280,7 @@ def line(name: str, row: Any, dense: Any, metric: str) -> list[str]:
 
 
 def spread(values: list[float], sign: str = "") -> str:
-  """Mean and standard deviation."""
+  """Formats a mean and a standard deviation."""
   deviation = statistics.stdev(values) if len(values) > 1 else 0.0
   return f"{statistics.fmean(values):{sign}.2f} ± {deviation:.2f}"
 

@@ -1,20 +1,20 @@
-"""Round-off errors of low-precision sums against the size of groups: Han's table 9.
+"""Measures round-off errors of low-precision sums in groups, as in Han's table 9.
 
   python benchmarks/roundoff.py [--seeds 3] [--quick] [--output FOLDER]
 
-256 emulated workers, scaled as APS scales them, summed in the format group by group and
-then over the groups; a group of all 256 is a ring. Three measures, over elements whose
-exact sum (in float64) is not zero:
+Adds the gradients of 256 emulated workers, scaled as APS scales them. The sums are in
+the format, first in each group and then over the groups. A group of all 256 is a ring.
+There are three measures, over elements whose exact sum (in float64) is not zero:
 
-  mean    the mean of |(exact - sum) / exact|: the paper's equation 5. Elements whose
-          exact sum is close to zero dominate it, as their addends cancel each other.
-  median  of the same: what a typical element has.
-  length  |exact - sum| / |exact| of the vectors: what an optimizer feels.
+  mean    The mean of |(exact - sum) / exact|, the paper's equation 5. Elements whose
+          exact sum is close to zero dominate it, because their addends cancel.
+  median  The median of the same, which a typical element has.
+  length  |exact - sum| / |exact| of the vectors, which an optimizer feels.
 
-Data: gradients of the example's LeNet on digits after 20 steps, four images a worker:
-all of the first convolution's weight, as in the paper, and a sample of all leaves; and
-heavy-tailed numbers (Student's t, 3 degrees of freedom) that all workers share but for
-noise as large, or four times as large.
+Some data are gradients of the example's LeNet on digits after 20 steps, with four
+images a worker: all of the first convolution's weight, as in the paper, and a sample of
+all leaves. The others are heavy-tailed numbers (Student's t, 3 degrees of freedom) that
+all workers share, plus each worker's own noise, as large or four times as large.
 
 Han et al., Auto-Precision Scaling for Distributed Deep Learning, 2021, section 4.2.
 With --output, writes roundoff.json and roundoff.png there.
@@ -45,7 +45,7 @@ from training import AXIS, Task  # noqa: E402
 FORMATS = ((5, 2), (4, 3))
 METHODS = ("sequential", "kahan")
 IMAGES = 4  # a worker
-SAMPLE = 16  # of so many elements of a leaf one
+SAMPLE = 16  # one of so many elements of a large leaf is measured
 TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 MEASURES = ("mean", "median", "length")
 # In percent, with (5, 2), of ResNet-50's first convolution on ImageNet.
@@ -53,7 +53,7 @@ PAPER = {4: 55.0, 8: 44.21, 16: 41.83, 32: 49.62, 64: 58.21, 256: 85.22}
 
 
 class Size(NamedTuple):
-  """How much is measured."""
+  """The size of a measurement."""
 
   workers: int = 256
   groups: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256)  # the last is a ring of all
@@ -65,7 +65,7 @@ QUICK = Size(workers=8, groups=(4, 8), steps=2, elements=512)
 
 
 class Leaf(NamedTuple):
-  """A leaf, or a sample of its elements."""
+  """The elements of a leaf, or a sample of them."""
 
   x: np.ndarray  # float32[workers, elements]
   largest: float  # magnitude of all the leaf's elements on all workers
@@ -75,7 +75,7 @@ Tables = dict[str, list[Leaf]]
 
 
 def lenet(seed: int, size: Size, data_dir: str | pathlib.Path) -> Tables:
-  """Gradients after some steps with momentum, as the example has them."""
+  """Trains LeNet for some steps with momentum, and returns gradients."""
   images = data.load("digits", data_dir)
   model = functools.partial(LeNet, images.train.images.shape[1:], images.classes)
   task = Task(model, images.test, jax.make_mesh((1,), (AXIS,)))
@@ -117,7 +117,7 @@ def lenet(seed: int, size: Size, data_dir: str | pathlib.Path) -> Tables:
 
 
 def synthetic(seed: int, size: Size, noise: float) -> Leaf:
-  """Numbers that all workers share, and each worker's own noise."""
+  """Draws numbers that all workers share, and adds each worker's own noise."""
   rng = np.random.default_rng(seed)
   shared = rng.standard_t(3, size.elements)
   x = shared + noise * rng.standard_t(3, (size.workers, size.elements))
@@ -125,7 +125,7 @@ def synthetic(seed: int, size: Size, noise: float) -> Leaf:
 
 
 def errors(tables: Tables, fmt: floats.FloatFormat, size: Size) -> dict[str, Any]:
-  """Of each table, for all methods and groups."""
+  """Measures each table with all methods and groups."""
   leaves = [leaf for table in tables.values() for leaf in table]
   x = np.concatenate([scaled(leaf, fmt) for leaf in leaves], axis=1)
   exact = x.sum(axis=0, dtype=np.float64)
@@ -153,14 +153,14 @@ def errors(tables: Tables, fmt: floats.FloatFormat, size: Size) -> dict[str, Any
 
 
 def scaled(leaf: Leaf, fmt: floats.FloatFormat) -> np.ndarray:
-  """By a power of two, as in algorithm 1."""
+  """Scales a leaf by a power of two, as in algorithm 1."""
   mantissa, exponent = np.frexp(len(leaf.x) * leaf.largest)
   exponent -= mantissa == 0.5
   return np.ldexp(leaf.x, 2 ** (fmt.exponent_bits - 1) - 1 - exponent)
 
 
 def measure(exact: np.ndarray, sums: np.ndarray) -> dict[str, float]:
-  """The three measures, in percent."""
+  """Returns the three measures in percent."""
   used = exact != 0
   exact, sums = exact[used], sums[used]
   length = np.linalg.norm(exact - sums) / np.linalg.norm(exact)
@@ -172,14 +172,14 @@ def measure(exact: np.ndarray, sums: np.ndarray) -> dict[str, float]:
 
 
 def mean_of_seeds(found: list[Any]) -> Any:
-  """Number by number."""
+  """Averages tables of the same keys, number by number."""
   if not isinstance(found[0], dict):
     return statistics.fmean(found)
   return {key: mean_of_seeds([row[key] for row in found]) for key in found[0]}
 
 
 def print_tables(results: dict[str, Any], groups: tuple[int, ...]) -> None:
-  """A line for each measure; the smallest of each is marked."""
+  """Prints a line for each measure, with a star at its smallest number."""
   for fmt, tables in results["formats"].items():
     for name, table in tables.items():
       print(f"\n{name}, {fmt}: {table['zeros']:.1f} % of the addends become zero")
@@ -195,7 +195,7 @@ def print_tables(results: dict[str, Any], groups: tuple[int, ...]) -> None:
 
 
 def plot(results: dict[str, Any], size: Size, path: pathlib.Path) -> None:
-  """A row of panels for each measure, a column for each table."""
+  """Draws a row of panels for each measure, and a column for each table."""
   import matplotlib
 
   matplotlib.use("Agg")

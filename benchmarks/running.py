@@ -15,9 +15,9 @@ def add_quick(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def compile_fast() -> None:
-  """Leaves most of XLA's optimizations out: nobody reads the times of a quick run.
+  """Leaves most of XLA's optimizations out, since nobody reads a quick run's times.
 
-  Processes that this one starts do the same.
+  The processes that this one starts do the same.
   """
   os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
   if jax := sys.modules.get("jax"):
@@ -25,6 +25,6 @@ def compile_fast() -> None:
 
 
 def skip(missing: str) -> NoReturn:
-  """Says in one sentence what this machine lacks, and ends the script."""
+  """Prints what this machine lacks, and ends the script as a skipped test ends."""
   print(f"skipped: {missing}", file=sys.stderr)
   sys.exit(SKIPPED)

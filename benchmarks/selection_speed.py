@@ -1,12 +1,12 @@
-"""Speed of selecting, listing and packing few elements, against a copy and a top-k.
+"""Times selecting, listing and packing few elements, against a copy and a top-k.
 
   python benchmarks/selection_speed.py [--sizes 16777216] [--densities 0.001 0.01]
     [--quick] [--output FILE.json]
 
-Prints, for each selection, milliseconds and multiples of a memory copy of as many
-float32 (see timing.py), how many times as fast as ``jax.lax.top_k`` of the magnitudes,
-the temporary memory of the compiled encoder, and slots and how many of them are used.
-All run in turn. Writes JSON with --output.
+Prints a line for each selection: milliseconds, the ratio to a memory copy of as many
+float32 numbers (see timing.py), the speed against ``jax.lax.top_k`` of the magnitudes,
+the temporary memory of the compiled encoder, the slots of the payload, and how many of
+them are used. All run in turn. Writes JSON with --output.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _KEY = jnp.array([1, 2], jnp.uint32)
 
 
 def data(kind: str, size: int) -> jax.Array:
-  """Gradient-like numbers: the paper measured uniform ones."""
+  """Draws numbers like a gradient's, or uniform ones, which the paper has."""
   key = jax.random.key(0)
   if kind == "normal":
     return jax.random.normal(key, (size,))
@@ -39,7 +39,7 @@ def data(kind: str, size: int) -> jax.Array:
 
 
 def codecs(density: float) -> dict[str, TopK | RandomK]:
-  """What is compared; ``exact`` is ``lax.top_k`` and what follows it."""
+  """Returns the codecs to compare. ``exact`` calls ``lax.top_k``, and packs."""
   selections = ("threshold", "trimmed", "auto", "exact")
   return {
     **{name: TopK(density=density, selection=name) for name in selections},
@@ -50,7 +50,7 @@ def codecs(density: float) -> dict[str, TopK | RandomK]:
 
 
 def rows(kind: str, size: int, density: float, repeats: int) -> dict[str, Any]:
-  """All selections of one array."""
+  """Times all selections of one array."""
   x = data(kind, size)
   count = max(1, round(density * size))
   calls: dict[str, Any] = {

@@ -1,22 +1,23 @@
-"""What the codecs cost in accuracy, at their papers' settings and where these warn.
+"""Trains with every codec, at its paper's settings and where the papers warn.
 
   python benchmarks/study.py [--seeds 5] [--tables paper failures 64-sgd] [--quick]
     [--output FOLDER]
 
 Trains the example's LeNet on the embedded digits with a rate that falls along a cosine,
-from the same initialisations and with the same batches for every codec; none has a rate
-of its own. With --output, writes codec_study.json and codec_study.md there.
+from the same initialisations and with the same batches for every codec. No codec has a
+rate of its own. With --output, writes codec_study.json and codec_study.md there.
 
-  paper        8 workers, momentum 0.9, 200 steps: the example's own setting, and the
-               codecs as in their papers. An accuracy half a point below that of f32 is
-               allowed, one point to TernGrad.
+  paper        8 workers, momentum 0.9 and 200 steps, which is the example's own
+               setting, with the codecs as in their papers. The accuracy may be half a
+               point below that of f32, and one point for TernGrad.
   longer       The same in 400 steps for 1-bit SGD, which the paper says takes longer.
-  failures     8 workers, Adam, 100 steps: what the papers warn of. The images to train
-               on and to test on change places: 360 to learn from are harder, 1,437 to
-               test on a finer measure. This setting was chosen to show the failures,
-               after trials of seven others with two seeds: with Adam (three) both were
-               there; with momentum (four, rates 0.05 to 0.15) QSGD's was in two, and
-               TernGrad's in none beyond the spread of the seeds.
+  failures     8 workers, Adam and 100 steps, where the papers' warnings show. The
+               images to train on and to test on change places: 360 images are harder to
+               learn from, and 1,437 test images are a finer measure. This setting was
+               chosen because it shows the failures, after trials of seven others with
+               two seeds. Three of them had Adam, and both failures. Four had momentum
+               and rates from 0.05 to 0.15: two showed QSGD's failure, and none showed
+               TernGrad's beyond the spread of the seeds.
   64-momentum  TernGrad's figure 3: 64 workers with an image each.
   64-sgd       The same without momentum.
 """
@@ -46,7 +47,7 @@ Codecs = dict[str, tuple[Codec, float | None]]
 
 
 class Table(NamedTuple):
-  """A comparison: the options of the example, and the codecs after the plain mean."""
+  """A comparison: options of the example, and the codecs beside the plain mean."""
 
   title: str
   options: str
@@ -112,7 +113,7 @@ COLUMNS = (
 
 
 def study(table: Table, images: data.ImageSet, args: argparse.Namespace) -> Any:
-  """All codecs of a table, the plain mean first."""
+  """Trains with all codecs of a table, after the plain mean."""
   devices = jax.devices()[: table.workers]
   mesh = jax.make_mesh((table.workers,), (AXIS,), devices=devices)
   train, test = images[1::-1] if table.swapped else images[:2]
@@ -138,7 +139,7 @@ def study(table: Table, images: data.ImageSet, args: argparse.Namespace) -> Any:
 
 
 def sizes(task: Task, codec: Codec, min_leaf_size: int | None = None) -> dict[str, int]:
-  """How many elements the model has, and how many of them a codec gets."""
+  """Counts the elements of the model, and those that a codec compresses."""
   shapes = jax.eval_shape(lambda: task.init_params(0))
   layout = plan(jax.tree.leaves(shapes), codec, min_leaf_size=min_leaf_size)
   leaves = zip(layout.like, layout.slots, strict=True)
@@ -147,7 +148,7 @@ def sizes(task: Task, codec: Codec, min_leaf_size: int | None = None) -> dict[st
 
 
 def row(runs: list[Run], baseline: list[Run], limit: float | None) -> dict[str, Any]:
-  """What is left of the runs of a codec, one a seed."""
+  """Sums up the runs of a codec, one for each seed."""
   accuracy, exact = (
     [100 * run.points[-1].test_accuracy for run in group] for group in (runs, baseline)
   )
@@ -164,7 +165,7 @@ def row(runs: list[Run], baseline: list[Run], limit: float | None) -> dict[str, 
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-  """A line of the table in Markdown."""
+  """Returns the cells of a line of the table."""
   limit = row["points_allowed"]
   return [
     row["codec"],
@@ -177,20 +178,20 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def spread(values: list[float], sign: str = "") -> str:
-  """Mean and standard deviation."""
+  """Formats a mean and a standard deviation."""
   deviation = statistics.stdev(values) if len(values) > 1 else 0.0
   return f"{statistics.fmean(values):{sign}.2f} ± {deviation:.2f}"
 
 
 def quick(table: Table) -> Table:
-  """The first codec alone, and a title that nobody takes for a result."""
+  """Returns a table with one codec, and a title that nobody takes for a result."""
   (first, *_) = table.codecs.items()
   title = f"A quick run, no result: {table.title}"
   return table._replace(title=title, workers=2, codecs=dict([first]))
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
-  """All tables."""
+  """Writes all tables in Markdown."""
   parts = []
   for result in results:
     lines = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, result["rows"])]

@@ -1,4 +1,4 @@
-"""Medians of interleaved runs, against a memory copy of the same run."""
+"""Times calls that run in turn with a memory copy."""
 
 import os
 import statistics
@@ -14,7 +14,10 @@ import numpy as np
 def interleaved(
   calls: Mapping[str, Callable[[], Any]], repeats: int
 ) -> dict[str, float]:
-  """The median seconds of each call; all run in turn, so that drift hits all alike."""
+  """Returns the median seconds of each call.
+
+  All run in turn, so that a drift of the machine hits all alike.
+  """
   seconds: dict[str, list[float]] = {name: [] for name in calls}
   for call in calls.values():
     jax.block_until_ready(call())
@@ -27,11 +30,12 @@ def interleaved(
 
 
 def copies(size: int) -> dict[str, Callable[[], Any]]:
-  """Two memory copies of ``size`` floats: into a buffer in use, and into a new one.
+  """Returns two memory copies of ``size`` floats: into a used and into a new buffer.
 
-  The second is what an XLA program does at best, whose output is a new buffer: with
-  glibc's defaults the pages of a large one are new too, and faulting them in costs more
-  than the copy. ``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184`` keep them.
+  An XLA program writes its output to a new buffer, so the second copy is the best that
+  it can do. With glibc's defaults the pages of a large buffer are new, too, and
+  faulting them in costs more than the copy. ``MALLOC_MMAP_MAX_=0`` and
+  ``MALLOC_TRIM_THRESHOLD_=17179869184`` keep the pages.
   """
   source = np.ones(size, np.float32)
   target = np.empty_like(source)
@@ -44,7 +48,7 @@ def copies(size: int) -> dict[str, Callable[[], Any]]:
 
 
 def machine() -> dict[str, Any]:
-  """What the numbers depend on besides the code."""
+  """Describes the machine, on which the times depend."""
   return {
     "jax": jax.__version__,
     "platform": jax.default_backend(),

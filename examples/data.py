@@ -1,11 +1,11 @@
-"""Image sets through tensorflow-datasets, as NumPy arrays.
+"""Loads image sets through tensorflow-datasets, as NumPy arrays.
 
 ``digits`` is embedded: its images are in scikit-learn's wheel, so it needs neither the
 internet nor TensorFlow. All other names are tensorflow-datasets' own builders, such as
-``mnist``, ``fashion_mnist`` and ``cifar10``. They download once, and read what they
-downloaded through TensorFlow, once: ``pip install tensorflow importlib_resources``.
-Afterwards every set is read from ArrayRecord files without it. All of this is kept in
-``results/data`` of the checkout, which git ignores, or where ``--data-dir`` says.
+``mnist``, ``fashion_mnist`` and ``cifar10``. The first time, they download their files,
+and read them through TensorFlow: ``pip install tensorflow importlib_resources``. Later,
+every set is read from ArrayRecord files without TensorFlow. All files are kept in
+``results/data`` of the checkout, which git ignores, or in the folder of ``--data-dir``.
 """
 
 from collections.abc import Iterator
@@ -107,7 +107,9 @@ def _read(source: Any) -> Split:
 def batches(
   split: Split, batch_size: int, *, seed: int, part: int = 0, parts: int = 1
 ) -> Iterator[Split]:
-  """Endless batches, every epoch in another order; an epoch's last few images wait.
+  """Yields batches without end, every epoch in another order.
+
+  An epoch leaves out its last few images if they make no whole batch.
 
   Args:
     split: what to draw from.

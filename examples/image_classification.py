@@ -67,7 +67,7 @@ EXCHANGES = ("auto", "all_gather", "two_shot", "psum")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Trains as the command line says, prints the table and writes the files."""
+  """Trains with the options given, prints the table and writes the files."""
   parser = make_parser()
   args = parser.parse_args(argv)
   codecs = choose_codecs(parser, args)
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def choose_codecs(
   parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, Codec | None]:
-  """Those that the command line names, with its bucket size where they are QSGD."""
+  """Returns the codecs named by the options; QSGD's with their bucket size."""
   if args.compare is None:
     names = [f"qsgd-{args.bits}" if args.codec == "qsgd" else args.codec]
   else:
@@ -117,7 +117,7 @@ def run_codec(
   train_set: data.Split,
   args: argparse.Namespace,
 ) -> list[Run]:
-  """Compiles the step once, which serves all seeds, and trains from each."""
+  """Compiles the step once for all seeds, and trains from each."""
   processes = {"part": jax.process_index(), "parts": jax.process_count()}
   batches = functools.partial(data.batches, train_set, args.batch_size, **processes)
   seeds = range(args.seed, args.seed + args.seeds)
@@ -148,7 +148,7 @@ def run_codec(
 def make_optimizer(
   codec: Codec | None, args: argparse.Namespace, *, seed: int
 ) -> optax.GradientTransformation:
-  """The exchange, then the optimizer; the seed goes into the state alone."""
+  """Chains the exchange and the optimizer. The seed goes into the state alone."""
   schedule = optax.cosine_decay_schedule(args.learning_rate, args.steps)
   if args.optimizer == "adam":
     optimizer = optax.adam(schedule)
@@ -160,7 +160,7 @@ def make_optimizer(
 def make_exchange(
   codec: Codec | None, args: argparse.Namespace, *, seed: int
 ) -> optax.GradientTransformation:
-  """The transformation that averages the gradients of the workers."""
+  """Makes the transformation that averages the gradients of the workers."""
   if codec is None:
     return optax.stateless(lambda grads, _: jax.lax.pmean(grads, AXIS))
   return gradcomp.compress(
@@ -173,7 +173,10 @@ def make_exchange(
 
 
 def join_processes(args: argparse.Namespace) -> None:
-  """Sets up the devices and joins the other processes, before JAX's back-end starts."""
+  """Sets up the devices and joins the other processes.
+
+  Both must happen before JAX's back-end starts.
+  """
   jax.config.update("jax_num_cpu_devices", args.devices)
   named = (args.coordinator, args.num_processes, args.process_id)
   try:
@@ -185,7 +188,7 @@ def join_processes(args: argparse.Namespace) -> None:
 
 
 def load_everywhere(name: str, data_dir: Path) -> data.ImageSet:
-  """Loads the data in every process; the first prepares it before the others look."""
+  """Loads the data in every process, after the first process has prepared it."""
   first = jax.process_index() == 0
   if first:
     images = data.load(name, data_dir)
@@ -194,7 +197,7 @@ def load_everywhere(name: str, data_dir: Path) -> data.ImageSet:
 
 
 def footnote(workers: int) -> str:
-  """What the table's columns mean here."""
+  """Explains the columns of the table."""
   text = (
     f"Workers: {workers}. Bytes: what each sends, read from the compiled step's HLO.\n"
     "Ratio: to a plain f32 mean. Time: the median step, compilation excluded."
@@ -208,7 +211,7 @@ def footnote(workers: int) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """The command line."""
+  """Makes the parser of the command line."""
   parser = argparse.ArgumentParser(
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -304,7 +307,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> int:
-  """An argument that counts something."""
+  """Parses a number that must be at least 1."""
   value = int(text)
   if value < 1:
     raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

@@ -28,7 +28,7 @@ CODECS = ("f32", "redsync", "redsync-asq")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Trains as the command line says, and prints the table."""
+  """Trains with the options given, and prints the table."""
   parser = make_parser()
   args = parser.parse_args(argv)
   if args.batch_size % args.workers:
@@ -71,7 +71,7 @@ def run(task: Task, found: text.Text, args: argparse.Namespace) -> Run:
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-  """The exchange, then plain SGD, with momentum in one of the two."""
+  """Chains the exchange and plain SGD, with momentum in one of the two."""
   rate = optax.cosine_decay_schedule(args.learning_rate, args.steps)
   if args.codec == "f32":
     return optax.chain(
@@ -88,7 +88,7 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def make_exchange(args: argparse.Namespace) -> optax.GradientTransformation:
-  """RedSync, after a dense warm-up; with ASQ on all layers but the last."""
+  """Makes RedSync with a dense warm-up, and with ASQ on all layers but the last."""
 
   def warmed(**options: Any) -> optax.GradientTransformation:
     redsync = functools.partial(gradcomp.redsync, axis_name=AXIS, momentum=MOMENTUM)
@@ -104,14 +104,14 @@ def make_exchange(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def output_layer(params: Any) -> Any:
-  """Labels the output layer, which does without quantization."""
+  """Labels the output layer, whose values are not quantized."""
   return jax.tree.map_with_path(
     lambda path, _: "output" if "head" in jax.tree_util.keystr(path) else "rest", params
   )
 
 
 def table(run: Run, task: Task, args: argparse.Namespace) -> str:
-  """The last point, and what is sent after the warm-up."""
+  """Formats the last point of a run, and the bytes of a step after the warm-up."""
   last = run.points[-1]
   lines = [
     ("test perplexity", f"{math.exp(min(last.test_loss, 50)):.3f}"),
@@ -124,7 +124,7 @@ def table(run: Run, task: Task, args: argparse.Namespace) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """The command line."""
+  """Makes the parser of the command line."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

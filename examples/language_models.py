@@ -1,4 +1,4 @@
-"""A language model over bytes in flax nnx."""
+"""Defines a language model over bytes in flax nnx."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from flax import nnx
 
 
 class Recurrent(nnx.Module):
-  """A gated recurrent unit; 0.35 million parameters with ASCII characters."""
+  """A gated recurrent unit. It has 0.35 million parameters with ASCII characters."""
 
   def __init__(
     self, characters: int, *, width: int = 128, hidden: int = 256, rngs: nnx.Rngs

@@ -1,8 +1,8 @@
-"""Two image classifiers in flax nnx, for images of any size from 8 x 8 on.
+"""Defines two image classifiers in flax nnx, for images of any size from 8 x 8 on.
 
-Large leaves hold a multiple of 4096 elements where it costs nothing: a row of a 4-bit
-payload, so that few bytes are padding. Normalisation is over groups of channels, since
-the running statistics of a batch norm would be state that workers must exchange too.
+Large leaves hold a multiple of 4096 elements where it costs nothing. A row of a 4-bit
+payload holds as many, so few bytes are padding. Normalisation is over groups of
+channels, because workers would have to exchange the running statistics of a batch norm.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from flax import nnx
 
 
 class LeNet(nnx.Module):
-  """Two convolutions and three dense layers; 0.85 million parameters on digits."""
+  """Two convolutions and three dense layers, with 0.85 million parameters on digits."""
 
   def __init__(self, image_shape: Sequence[int], classes: int, *, rngs: nnx.Rngs):
     height, width, channels = image_shape
@@ -51,7 +51,7 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-  """Three blocks of 64, 128 and 256 channels; 1.2 million parameters."""
+  """Three blocks of 64, 128 and 256 channels, with 1.2 million parameters."""
 
   def __init__(self, image_shape: Sequence[int], classes: int, *, rngs: nnx.Rngs):
     self.stem = nnx.Conv(image_shape[-1], 64, (3, 3), use_bias=False, rngs=rngs)
@@ -71,5 +71,5 @@ MODELS = {"lenet": LeNet, "resnet": ResNet}
 
 
 def centred(images: jax.Array) -> jax.Array:
-  """Bytes, 0 to 255, as float32 from -1 to 1."""
+  """Maps bytes, 0 to 255, to float32 from -1 to 1."""
   return images.astype(jnp.float32) / 127.5 - 1.0

@@ -1,4 +1,4 @@
-"""Loss and accuracy against steps and against bytes."""
+"""Draws loss and accuracy against steps and against bytes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,9 @@ from training import Run
 
 
 def curves(runs: Mapping[str, Sequence[Run]], title: str) -> Figure:
-  """A line a codec, the mean over its seeds; a band from the lowest to the highest.
+  """Draws a line for each codec, the mean over its seeds.
+
+  A band goes from the lowest to the highest seed.
 
   Args:
     runs: the runs of every codec, one a seed, with points at the same steps.

@@ -1,4 +1,4 @@
-"""Shows how far a run is: as a bar on a terminal, in at most ten lines elsewhere."""
+"""Shows how far a run is, by a bar on a terminal and by at most ten lines in a log."""
 
 import sys
 from typing import Any
@@ -29,7 +29,7 @@ class Progress:
     self._bar.close()
 
   def step(self, **facts: str) -> None:
-    """Counts one more step; ``facts`` stand behind the count until there are others."""
+    """Counts one more step, and shows ``facts`` behind the count from now on."""
     self._facts |= facts
     if facts:
       self._bar.set_postfix(facts, refresh=False)

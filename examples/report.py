@@ -1,4 +1,4 @@
-"""What a comparison found: a table, two CSV files and the curves."""
+"""Reports a comparison as a table, two CSV files and curves."""
 
 import csv
 import statistics
@@ -12,7 +12,7 @@ HEADER = ("codec", "test accuracy", "test loss", "bytes/step", "ratio", "ms/step
 
 
 def by_codec(runs: Iterable[Run]) -> dict[str, list[Run]]:
-  """The runs of every codec, in the order of their first."""
+  """Groups runs by codec, in the order of the first run of each."""
   groups: dict[str, list[Run]] = {}
   for run in runs:
     groups.setdefault(run.codec, []).append(run)
@@ -20,7 +20,7 @@ def by_codec(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def table(runs: Sequence[Run]) -> str:
-  """A line a codec: its last point, mean and standard deviation over the seeds."""
+  """Formats a line for each codec: mean and standard deviation of its last points."""
   lines = [HEADER]
   for codec, group in by_codec(runs).items():
     last = [run.points[-1] for run in group]
@@ -45,7 +45,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def write(runs: Sequence[Run], folder: Path, *, title: str) -> list[Path]:
-  """Writes ``summary.csv``, ``curves.csv`` and ``curves.png``; returns their paths."""
+  """Writes summary.csv, curves.csv and curves.png, and returns their paths."""
   folder.mkdir(parents=True, exist_ok=True)
   summary, curves = folder / "summary.csv", folder / "curves.csv"
   _write_csv(
@@ -71,7 +71,7 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def _ratio(run: Run) -> str:
-  """To the bytes of a float32 mean; a single worker sends none."""
+  """Formats the ratio to the bytes of a float32 mean; a single worker sends none."""
   if not run.f32_bytes_a_step:
     return "-"
   return f"{run.bytes_a_step / run.f32_bytes_a_step:.4f}"

@@ -1,7 +1,7 @@
-"""Text to model byte by byte: modules of Python's own standard library.
+"""Loads modules of Python's standard library as a text to model byte by byte.
 
-Embedded as ``digits`` is: every Python has these files, so nothing downloads. They
-differ a little from one Python to the next, so perplexities compare within one.
+Every Python has these files, so nothing is downloaded. They differ a little between
+versions of Python, so compare perplexities of one version only.
 """
 
 import sysconfig
@@ -21,7 +21,7 @@ CHARACTERS = 128  # ASCII; the few bytes above it are read as "?"
 
 
 class Tokens(NamedTuple):
-  """Sequences, and what follows each of their bytes."""
+  """Sequences, and the byte that follows each of theirs."""
 
   inputs: np.ndarray  # uint8[count, length]
   labels: np.ndarray  # int32[count, length]
@@ -33,7 +33,7 @@ class Text(NamedTuple):
 
 
 def load(folder: str | Path | None = None) -> Text:
-  """The first nine tenths of every module for training, the last tenth for testing.
+  """Reads nine tenths of every module for training, and its last tenth for testing.
 
   Args:
     folder: where the modules are; None for the running Python's standard library.
@@ -50,13 +50,13 @@ def load(folder: str | Path | None = None) -> Text:
 
 
 def sequences(text: np.ndarray, starts: np.ndarray, length: int) -> Tokens:
-  """The sequences of ``length`` bytes from each of ``starts`` on."""
+  """Cuts sequences of ``length`` bytes out of a text, one from each of ``starts``."""
   windows = text[starts[:, None] + np.arange(length + 1)]
   return Tokens(windows[:, :-1], windows[:, 1:].astype(np.int32))
 
 
 def in_order(text: np.ndarray, length: int) -> Tokens:
-  """All sequences one after the other, to test on; the last few bytes are left out."""
+  """Cuts a text into sequences to test on, and leaves out its last few bytes."""
   return sequences(text, np.arange(0, len(text) - length, length), length)
 
 
@@ -69,7 +69,7 @@ def batches(
   part: int = 0,
   parts: int = 1,
 ) -> Iterator[Tokens]:
-  """Endless batches of sequences that start anywhere.
+  """Yields batches without end, of sequences that start anywhere.
 
   Args:
     text: what to draw from.

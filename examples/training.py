@@ -1,4 +1,4 @@
-"""One training run: a compiled step, its bytes, and the curve of one seed."""
+"""Trains: compiles a step, counts its bytes, and follows the curve of one seed."""
 
 import statistics
 import time
@@ -20,7 +20,7 @@ Batch = tuple[np.ndarray, np.ndarray]  # inputs and labels: a Split, or Tokens
 
 
 class Point(NamedTuple):
-  """One point of a curve."""
+  """A point of a curve."""
 
   step: int
   bytes_sent: int  # by each worker, in all steps so far
@@ -30,7 +30,7 @@ class Point(NamedTuple):
 
 
 class Run(NamedTuple):
-  """What one codec did with one seed."""
+  """The results of one codec with one seed."""
 
   codec: str
   seed: int
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 class Task:
-  """A model and a test set on a mesh: what all runs of a comparison share.
+  """A model and a test set on a mesh, which all runs of a comparison share.
 
   Args:
     model: makes the network from ``rngs``.
@@ -76,17 +76,17 @@ class Task:
     )
 
   def init_params(self, seed: int) -> Any:
-    """Fresh parameters on all devices; equal seeds give equal parameters."""
+    """Draws parameters on all devices; equal seeds give equal parameters."""
     # The initialisers compile in a second with this generator, in six with the default.
     return self._init(jax.random.key(seed, impl="rbg"))
 
   def place(self, batch: Batch) -> Batch:
-    """Cuts a batch, of which each process holds its part, over the workers."""
+    """Spreads a batch, of which each process holds a part, over the workers."""
     cut = NamedSharding(self.mesh, PartitionSpec(AXIS))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(cut, x), batch)
 
   def evaluate(self, params: Any) -> tuple[float, float]:
-    """Mean loss and accuracy on the test set.
+    """Computes mean loss and accuracy on the test set.
 
     Every worker holds the same parameters, to the bit, so one device's copy serves and
     no process has to wait for another.
@@ -104,7 +104,7 @@ class Task:
 def compile_step(
   task: Task, optimizer: optax.GradientTransformation, batch: Batch
 ) -> tuple[Callable[..., Any], Any]:
-  """The compiled train step, and the report of the bytes that it sends."""
+  """Compiles a train step, and returns it with the report of the bytes it sends."""
   step = gradcomp.make_train_step(
     task.loss_fn, optimizer, axis_name=AXIS, mesh=task.mesh
   )
@@ -115,7 +115,7 @@ def compile_step(
 
 
 def init_state(task: Task, optimizer: optax.GradientTransformation, params: Any) -> Any:
-  """The optimizer's state, with the workers' residuals spread over the mesh."""
+  """Makes the optimizer's state, with residuals spread over the workers."""
   with jax.set_mesh(task.mesh):
     return optimizer.init(params)
 
