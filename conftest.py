@@ -21,7 +21,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 if not jax.config.jax_platforms:  # JAX_PLATFORMS=cuda,cpu for the tests that need a GPU
   jax.config.update("jax_platforms", "cpu")
 
-# Workers of one run, and later runs, share what they compile. `make clean` removes it.
+# Workers of one run, processes that tests start, and later runs share what is compiled.
+# `make clean` removes it.
 if sys.prefix != sys.base_prefix:
   folder = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{sys.prefix}/xla-cache")
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

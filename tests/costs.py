@@ -2,8 +2,8 @@
 
 Compiling is what most tests spend their time on. JAX reports every program that it
 compiles; the summary of a run lists, for each file, the programs, how many of them the
-compilation cache held, and the seconds. A file that compiles more programs than its
-budget fails the run: see ``budgets.py``.
+compilation cache held, and the seconds. A file that takes more programs or seconds than
+its budget fails the run: see ``budgets.py``.
 """
 
 import collections

@@ -54,13 +54,15 @@ NUMBERS = [
   *((SHARED[0], exchange, n) for exchange, n in [("psum", 1), ("two_shot", 2)]),
 ]
 MORE_NUMBERS = [
+  *((*case, 4) for case in CASES[4:16] + CASES[19:]),
   *((case[0], case[1], n) for case in CASES[:4] for n in (1, 4, 8)),
   *((case[0], case[1], n) for case in CASES[16:19] for n in (1, 2, 4)),
 ]
 
 # Each kind of sum over each topology, and each kind of codec, in the places where a
-# transformation runs: one of each kind of sum in all of them, the others in one.
-IN_ALL_MODES = [
+# transformation runs: the first in all of them, one of each kind of sum in two maps of
+# devices, and the others in one.
+KINDS_OF_SUM = [
   (CODECS[0], "two_shot"),
   (SHARED[0], "psum"),
   (FloatCast(accumulate="kahan", rounding="stochastic"), "ring"),
@@ -116,7 +118,7 @@ def gradients(workers, seed=0):
 
 
 def small_gradients(workers, seed=0):
-  """As little as has every case: a leaf of no whole tiles, and one that stays dense."""
+  """Makes a leaf of no whole tiles, and one that stays dense: enough for all cases."""
   rng = np.random.default_rng(seed)
   shapes = {"a": (9, 70), "b": (3,)}
   return {

@@ -77,7 +77,7 @@ def gaussian(size, seed=0):
 
 
 class Trial(NamedTuple):
-  """What a codec makes of one leaf.
+  """Holds what a codec makes of one leaf.
 
   Attributes:
     payload: of the leaf.

@@ -42,8 +42,9 @@ _IN_LEAST_TIME = [
   "--xla_llvm_disable_expensive_passes=true",
   "--xla_cpu_parallel_codegen_split_count=1",
 ]
-if jax.__version_info__ < (0, 12):
-  # The older of two code generators, which needs two thirds of the newer one's time.
+if jax.__version_info__ < (0, 11):
+  # The older of two code generators, which needs two thirds of the newer one's time. A
+  # version that does not know a flag ends the process, and JAX 0.12 does not.
   _IN_LEAST_TIME.append("--xla_cpu_use_fusion_emitters=false")
 
 

@@ -26,7 +26,7 @@ def encode(codec, x, stats=None):
 
 
 def layout(codec, size):
-  """What a decoder has to know of a codec."""
+  """Returns what a decoder has to know of a codec."""
   n = codec.range_size or size
   slots = oracle_top_k.slots_of(codec.density, n, codec.selection, codec.slack)
   dtype = jnp.dtype(codec.value_dtype).name

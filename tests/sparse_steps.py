@@ -34,7 +34,7 @@ def gradients(steps, workers=N):
 
 
 def trail(tx, steps):
-  """What ``update`` returns in each step, under vmap: leaves [N, ...].
+  """Returns what ``update`` gives in each step, under vmap: leaves [N, ...].
 
   One program does for all steps.
   """
@@ -51,7 +51,7 @@ def trail(tx, steps):
 
 
 def owned_of(state, leaf):
-  """What owners keep of one of the two leaves: the first ranges are those of v."""
+  """Returns what owners keep of one of the leaves: the first ranges are those of v."""
   if not state.owner_residual:
     return np.zeros(SIZE)
   (rows,) = state.owner_residual["data"]
@@ -62,7 +62,7 @@ def owned_of(state, leaf):
 
 
 def check_conservation(passed, steps, momentum, nesterov, sparse=lambda step: True):
-  """What was sent and what waits is all that was ever to be sent, at every step.
+  """Asserts that what was sent and what waits is all that was to be sent, at each step.
 
   Momentum is computed here from gradients alone, but for where something was sent.
   """

@@ -13,6 +13,7 @@ import pytest
 import wire_decoder_codecs
 from exchange_cases import documented_key, transformation
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, OneBit, Ternary
@@ -24,9 +25,7 @@ from gradcomp.layout import plan
   "workers, packing",
   [
     (3, "base3"),
-    pytest.param(3, "2bit", marks=pytest.mark.slow),
-    pytest.param(8, "base3", marks=pytest.mark.slow),
-    pytest.param(8, "2bit", marks=pytest.mark.slow),
+    *slow((3, "2bit"), (8, "base3"), (8, "2bit")),
   ],
 )
 def test_the_mean_of_ternary_gradients_is_exact(packing, workers):

@@ -17,6 +17,7 @@ import oracle
 import pytest
 from codec_cases import QSGD_CASES, SCHEMES
 from laws import name
+from slow_cases import slow
 
 import gradcomp.codecs
 from gradcomp.codecs import (
@@ -31,7 +32,6 @@ from gradcomp.codecs import (
 )
 from gradcomp.kernels.scales import norms
 
-slow = pytest.mark.slow
 every_case = pytest.mark.parametrize(
   "case", laws.CASES, ids=lambda case: name(case.codec)
 )
@@ -104,17 +104,14 @@ def _choices(hint):
   [
     QSGD(bits=3, bucket_size=64, levels="nonuniform"),
     OneBit(per_column=True),
-    *(
-      pytest.param(codec, marks=slow)
-      for codec in (
-        QSGD(bits=4, bucket_size=None, norm="l2"),
-        Ternary(bucket_size=64),
-        QSGD(bits=4, bucket_size=64),
-        OneBit(),
-        Ternary(packing="base3"),
-        EightBit(block_size=64),
-        Dense(dtype=jnp.bfloat16),
-      )
+    *slow(
+      QSGD(bits=4, bucket_size=None, norm="l2"),
+      Ternary(bucket_size=64),
+      QSGD(bits=4, bucket_size=64),
+      OneBit(),
+      Ternary(packing="base3"),
+      EightBit(block_size=64),
+      Dense(dtype=jnp.bfloat16),
     ),
   ],
   ids=name,
@@ -138,13 +135,15 @@ def test_double_precision_changes_nothing(codec):
   "codec",
   [
     QSGD(bits=4),
-    pytest.param(QSGD(bits=3, bucket_size=None, levels="uniform"), marks=slow),
-    pytest.param(QSGD(bits=3, levels="nonuniform"), marks=slow),
+    *slow(
+      QSGD(bits=3, bucket_size=None, levels="uniform"),
+      QSGD(bits=3, levels="nonuniform"),
+      Ternary(packing="base3", share_scale=False),
+    ),
     Dense(),
     OneBit(),
     OneBit(per_column=True),
     Ternary(),
-    pytest.param(Ternary(packing="base3", share_scale=False), marks=slow),
     EightBit(),
     FloatCast(),
     TopK(density=0.1),
@@ -217,9 +216,7 @@ def test_stochastic_rounding_is_unbiased(bits, levels, norm):
   laws.mean_is_the_input(codec, laws.gaussian(500), draws=1000)
 
 
-@pytest.mark.parametrize(
-  "bits", [2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5, 8))]
-)
+@pytest.mark.parametrize("bits", [2, 4, *slow(3, 5, 8)])
 def test_variance_is_within_the_papers_bound(bits):
   """E||Q(x)-x||^2 <= min(n/s^2, sqrt(n)/s) ||x||^2 with the l2 norm, per bucket."""
   n = 256

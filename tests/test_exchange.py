@@ -15,8 +15,8 @@ import wire_decoder
 from assertions import assert_same_bits
 from exchange_cases import (
   CASES,
-  IN_ALL_MODES,
   IN_MODES,
+  KINDS_OF_SUM,
   MORE_NUMBERS,
   NUMBERS,
   SHARED,
@@ -27,6 +27,7 @@ from exchange_cases import (
   small_gradients,
   transformation,
 )
+from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
@@ -117,10 +118,10 @@ def placed(case, workers, *places, mark=()):
 @pytest.mark.parametrize(
   "codec, exchange, workers, places",
   [
-    placed(IN_ALL_MODES[0], 4, *EVERY_MODE, mark=pytest.mark.bits),
+    placed(KINDS_OF_SUM[0], 4, *EVERY_MODE, mark=pytest.mark.bits),
     *(
       placed(case, 4, "shard_map", modes.EXPLICIT, mark=pytest.mark.bits)
-      for case in IN_ALL_MODES[1:]
+      for case in KINDS_OF_SUM[1:]
     ),
     # A third is no binary fraction: an optimizer may round products with it elsewhere.
     placed(CASES[2], 3, "shard_map", mark=pytest.mark.bits),
@@ -128,7 +129,11 @@ def placed(case, workers, *places, mark=()):
     *(
       placed(case, 4, *EVERY_MODE, mark=pytest.mark.slow)
       for case in CASES
-      if case != IN_ALL_MODES[0]
+      if case != KINDS_OF_SUM[0]
+    ),
+    *(
+      placed(case, 3, *modes.modes_for(3)[:3], mark=pytest.mark.slow)
+      for case in CASES[:4] + CASES[16:19]
     ),
   ],
 )
@@ -169,9 +174,7 @@ def sent_rows(codec, tree, workers, exchange_keys):
   return values
 
 
-@pytest.mark.parametrize(
-  "workers", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))]
-)
+@pytest.mark.parametrize("workers", [8, *slow(1, 2)])
 def test_all_gather_is_the_mean_of_the_decoded_payloads(workers):
   codec = QSGD(bits=4, bucket_size=64)
   tree = gradients(workers)
@@ -185,9 +188,7 @@ def test_all_gather_is_the_mean_of_the_decoded_payloads(workers):
     np.testing.assert_array_equal(leaf[0], expected)
 
 
-@pytest.mark.parametrize(
-  "workers", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))]
-)
+@pytest.mark.parametrize("workers", [3, *slow(1, 8)])
 def test_two_shot_is_the_owners_encoding_of_the_mean(workers):
   """The whole arithmetic of the page, in NumPy, for one compressed leaf."""
   codec = QSGD(bits=4, bucket_size=64)
@@ -266,7 +267,9 @@ def test_non_finite_gradients_reach_everyone_and_no_residual(exchange, bad):
     assert (ours != theirs).any() and (ours == theirs).sum() >= 32
 
 
-@pytest.mark.parametrize("exchange", ["two_shot", "ring"])
+@pytest.mark.parametrize(
+  "exchange", ["two_shot", "ring", *slow("all_gather", "hierarchical")]
+)
 def test_guards_after_the_exchange_skip_the_step(exchange):
   """A NaN of one worker changes neither parameters nor momentum of any."""
   workers, codec = 4, QSGD(bits=4, bucket_size=32)
@@ -293,7 +296,7 @@ def test_guards_after_the_exchange_skip_the_step(exchange):
 
 
 @pytest.mark.parametrize("codec", SHARED, ids=laws.name)
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [2, *slow(4)])
 def test_sums_of_shared_codes_are_exact(codec, workers):
   """So all exchanges agree, bit for bit: none rounds but the first encoding."""
   steps = [small_gradients(workers, seed) for seed in range(2)]

@@ -17,6 +17,7 @@ import oracle_exchange
 import pytest
 import wire_decoder
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD
@@ -31,11 +32,6 @@ SHARED_WHOLE = QSGD(bits=4, bucket_size=None, levels="uniform", share_scale=True
 
 SEED, STEPS = 11, 2
 SIZES = {None: 9000}  # some rows of 512 words, the last one ragged; of 32 words, 700
-
-
-def few_and_more(few, *more):
-  """Numbers of workers: one for each run, and others that are slow."""
-  return [few, *(pytest.param(n, marks=pytest.mark.slow) for n in more)]
 
 
 def gradients(codec, workers):
@@ -115,7 +111,7 @@ def assert_steps_equal(got, expected):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("workers", few_and_more(3, 2, 4))
+@pytest.mark.parametrize("workers", [3, *slow(2, 4)])
 @pytest.mark.parametrize("codec", [STOCHASTIC, NEAREST, WHOLE], ids=laws.name)
 def test_ring(codec, workers):
   x = gradients(codec, workers)
@@ -134,7 +130,7 @@ def test_ring(codec, workers):
 
 @pytest.mark.bits
 # Three groups: two addends have no order.
-@pytest.mark.parametrize("workers", few_and_more(6, 2, 4))
+@pytest.mark.parametrize("workers", [6, *slow(2, 4)])
 @pytest.mark.parametrize("codec", [STOCHASTIC, NEAREST], ids=laws.name)
 def test_hierarchical(codec, workers):
   x = gradients(codec, workers)
@@ -157,7 +153,7 @@ def test_hierarchical(codec, workers):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("workers", few_and_more(3, 2, 8))
+@pytest.mark.parametrize("workers", [3, *slow(2, 8)])
 @pytest.mark.parametrize("codec", [STOCHASTIC, NEAREST], ids=laws.name)
 def test_two_shot_with_both_residuals(codec, workers):
   x = gradients(codec, workers)
@@ -202,7 +198,7 @@ def shared_step(codec, x, keys):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("workers", few_and_more(3, 4))
+@pytest.mark.parametrize("workers", [3, *slow(4)])
 @pytest.mark.parametrize("exchange", ["psum", "two_shot", "all_gather"])
 @pytest.mark.parametrize("codec", [SHARED, SHARED_WHOLE], ids=laws.name)
 def test_shared_scales(codec, exchange, workers):
@@ -275,8 +271,7 @@ def test_packed_sums_are_the_documented_words(codec, workers):
     (3, 64, "uniform"),
     (4, 32, "sign_magnitude"),
     (3, None, "sign_magnitude"),
-    pytest.param(16, 32, "sign_magnitude", marks=pytest.mark.slow),
-    pytest.param(8, None, "uniform", marks=pytest.mark.slow),
+    *slow((16, 32, "sign_magnitude"), (8, None, "uniform")),
   ],
 )
 def test_a_shared_codec_alone_and_among_others(bits, bucket_size, levels):

@@ -15,6 +15,7 @@ from exchange_cases import ELEMENTS, SHAPES
 from float_cases import cast_of, codec_of, wide_leaf
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 import gradcomp
 from gradcomp import floats
@@ -67,15 +68,9 @@ def case_name(part):
   return "x".join(map(str, part)) if isinstance(part, tuple) else str(part)
 
 
-slow = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
   "fmt, rounding, scale, accumulate, exchange, workers, group_size",
-  [
-    pytest.param(*case, marks=slow if number % 2 else ())
-    for number, case in enumerate(CASES)
-  ],
+  [*CASES[::2], *slow(*CASES[1::2])],
   ids=case_name,
 )
 def test_one_law(fmt, rounding, scale, accumulate, exchange, workers, group_size):
@@ -153,7 +148,7 @@ def test_all_at_the_largest_never_overflow(workers, accumulate):
     assert_same_floats(output[name][0], expected)
 
 
-@slow
+@pytest.mark.slow
 def test_leaves_of_all_kinds_in_one_message_and_in_many():
   """Lazy all-reduce; each leaf has its own byte, whatever it shares a message with.
 
@@ -313,10 +308,7 @@ def test_overflow_stays_infinite_with_compensation():
     assert (output["w"] == np.inf).all()
 
 
-@pytest.mark.parametrize(
-  "exchange",
-  ["ring", *(pytest.param(x, marks=slow) for x in ("all_gather", "hierarchical"))],
-)
+@pytest.mark.parametrize("exchange", ["ring", *slow("all_gather", "hierarchical")])
 def test_empty_leaves_and_double_precision(exchange):
   """Leaves without rows, and jax_enable_x64, under which zeros become float64."""
   tree = {"e": jnp.zeros((4, 0, 3)), "w": jnp.asarray(wide_leaf(2400).reshape(4, -1))}
@@ -333,7 +325,7 @@ def test_empty_leaves_and_double_precision(exchange):
   assert_same_bits((expected, residual), wide)
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param("format", marks=slow), "kahan"])
+@pytest.mark.parametrize("accumulate", ["kahan", *slow("format")])
 def test_rings_beside_a_model_axis(accumulate):
   """Leaves that differ over a second axis: each part has a byte of its own."""
   mesh = jax.make_mesh(

@@ -19,6 +19,7 @@ import host
 import jax
 import numpy as np
 import pytest
+from slow_cases import slow
 
 PROGRAM = pathlib.Path(host.__file__)
 PAGE = PROGRAM.parent.parent / "docs" / "many-hosts.md"
@@ -137,8 +138,7 @@ def assert_hosts_agree(folder, name, tree, hosts, bound=0.0):
   "hosts, cases",
   [
     (2, "few"),
-    pytest.param(2, "all", marks=pytest.mark.slow),
-    pytest.param(4, "all", marks=pytest.mark.slow),
+    *slow((2, "all"), (4, "all")),
   ],
 )
 def test_hosts_hold_the_bits_of_emulated_devices(hosts, cases, tmp_path, subtests):

@@ -13,6 +13,7 @@ from assertions import assert_same_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
@@ -186,8 +187,8 @@ def test_dense_training_is_ordinary_training(run, kinds):
   [
     (with_train_step, KINDS[0]),
     (with_user_map, KINDS[-1]),
-    *(pytest.param(with_train_step, k, marks=pytest.mark.slow) for k in KINDS[1:]),
-    *(pytest.param(with_user_map, k, marks=pytest.mark.slow) for k in KINDS[:-1]),
+    *slow(*((with_train_step, kinds) for kinds in KINDS[1:])),
+    *slow(*((with_user_map, kinds) for kinds in KINDS[:-1])),
   ],
   ids=name,
 )
@@ -262,8 +263,7 @@ def in_shard_map(tx, mesh, axis_name, grads):
     ("two_shot", QSGD(bits=4)),
     ("psum", Dense()),
     ("psum", QSGD(bits=4, share_scale=True)),
-    pytest.param("all_gather", QSGD(bits=4), marks=pytest.mark.slow),
-    pytest.param("ring", QSGD(bits=4), marks=pytest.mark.slow),
+    *slow(("all_gather", QSGD(bits=4)), ("ring", QSGD(bits=4))),
   ],
   ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import laws
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from gradcomp.kernels import one_bit, planes, qsgd
 
@@ -73,14 +74,11 @@ def test_qsgd_lowers_for_cuda(bits, levels, columns):
     assert "mosaic_gpu" in lowered(encode, x, scale, key)
 
 
-ONE_BIT_CASES = [(128, False), (512, False), (512, True)]
-
-
 @pytest.mark.parametrize(
   "bucket_size, keep",
   [
     (128, True),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in ONE_BIT_CASES),
+    *slow((128, False), (512, False), (512, True)),
   ],
 )
 def test_one_bit_lowers_for_cuda(bucket_size, keep):

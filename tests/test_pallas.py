@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from kernel_cases import CASES, Case
 from lowering import TRITON, lowered_for_cuda
+from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary, _scaling
@@ -134,9 +135,7 @@ def test_a_kernel_lowers_for_cuda(name, small):
   assert text.count(TRITON) == max(len(case.kernels), 1)
 
 
-@pytest.mark.parametrize(
-  "tiles", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))]
-)
+@pytest.mark.parametrize("tiles", [1, 3, *slow(2, 8)])
 def test_few_tiles_are_whole_blocks(tiles):
   encode = functools.partial(
     qsgd.encode_rows, bits=8, bucket_size=64, levels="uniform", inline=True
@@ -211,8 +210,7 @@ def test_a_codec_runs_its_kernel_on_cuda_and_the_reference_here(codec):
   [
     (4, True),
     (8, False),
-    pytest.param(4, False, marks=pytest.mark.slow),
-    pytest.param(8, True, marks=pytest.mark.slow),
+    *slow((4, False), (8, True)),
   ],
 )
 def test_a_train_step_runs_the_kernels_on_cuda(bits, check_vma):

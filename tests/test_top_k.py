@@ -22,6 +22,7 @@ from selections import (
   layout,
   values_of,
 )
+from slow_cases import slow
 
 from gradcomp.codecs import TopK, _selecting
 from gradcomp.exchange import _decoders
@@ -45,9 +46,7 @@ def check_row(codec, x, rows, rest, chosen):
   "size, method",
   [
     *itertools.product([1000, 100_003], METHODS),
-    pytest.param(1_000_000, "threshold", marks=pytest.mark.slow),
-    pytest.param(1_000_000, "exact", marks=pytest.mark.slow),
-    pytest.param(1_000_000, "trimmed", marks=pytest.mark.slow),
+    *slow(*((1_000_000, method) for method in METHODS)),
   ],
 )
 def test_the_largest_are_sent_of_any_data(size, method):
