@@ -51,11 +51,23 @@ def pytest_configure(config: pytest.Config) -> None:
   config.pluginmanager.register(selected.Selected(config), "selected")
 
 
-@pytest.fixture(autouse=True)
-def frozen_garbage():
-  """JAX keeps millions of objects, and the collector would walk over them each time."""
-  yield
+def pytest_collection_finish() -> None:
+  """What has been imported stays; the collector need not walk over it each time."""
+  gc.collect()
   gc.freeze()
+  gc.disable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_programs(request):
+  """Lets go of the millions of objects that JAX has kept of a file's programs.
+
+  Workers would grow by gigabytes. Files of doctests compile little.
+  """
+  yield
+  if request.path.parent.name == "tests":
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(autouse=True, scope="session")

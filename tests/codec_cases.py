@@ -57,6 +57,7 @@ class Case(NamedTuple):
     unclipped: the codec of what is left of a leaf that is not finite, if another.
     bind: gives the codec of leaves of a shape.
     shape: of the leaf that the laws try; None for two tiles and a part of a third.
+    slow: whether plain runs leave it out: what is its own is the same code elsewhere.
   """
 
   codec: Codec
@@ -66,6 +67,7 @@ class Case(NamedTuple):
   unclipped: Codec | None = None
   bind: Callable[[Codec, tuple[int, ...]], Codec] = lambda codec, shape: codec
   shape: tuple[int, ...] | None = None
+  slow: bool = False
 
   @property
   def leaf(self) -> tuple[int, ...]:
@@ -73,7 +75,7 @@ class Case(NamedTuple):
     return self.shape or (2 * self.codec.tile_size + 77,)
 
 
-def _qsgd(**hyper):
+def _qsgd(slow=False, **hyper):
   codec = QSGD(**hyper)
   layout = dict(bits=codec.bits, bucket_size=codec.bucket_size)
 
@@ -88,7 +90,8 @@ def _qsgd(**hyper):
 
   # A whole tensor's l2 norm is added in another order when zeros follow.
   alone = codec.bucket_size is None and codec.norm == "l2"
-  return Case(codec, read, codec.bucket_size, own=_scale_is_the_norm if alone else None)
+  own = _scale_is_the_norm if alone else None
+  return Case(codec, read, codec.bucket_size, own, slow=slow)
 
 
 def _scale_is_the_norm(x, rows, value):
@@ -133,7 +136,7 @@ def _one_bit_columns():
   return Case(OneBit(per_column=True), read, "column", own, bind=bind, shape=(45, 2, 3))
 
 
-def _ternary(**hyper):
+def _ternary(slow=False, **hyper):
   codec = Ternary(**hyper)
   read = lambda rows, stats, shape: wire_decoder_codecs.decode_ternary(
     rows,
@@ -143,7 +146,7 @@ def _ternary(**hyper):
     scales=stats,
   )
   if codec.clip_sigmas is None:
-    return Case(codec, read, codec.bucket_size)
+    return Case(codec, read, codec.bucket_size, slow=slow)
 
   def own(x, rows, value):
     # A leaf is clipped to its own standard deviation, in which zeros would count. It
@@ -153,10 +156,10 @@ def _ternary(**hyper):
 
   # A leaf that is not finite has no standard deviation: no bucket of it is clipped.
   unclipped = dataclasses.replace(codec, clip_sigmas=None, scaler="clipped")
-  return Case(codec, read, codec.bucket_size, own, unclipped)
+  return Case(codec, read, codec.bucket_size, own, unclipped, slow=slow)
 
 
-def _eight_bit(**hyper):
+def _eight_bit(slow=False, **hyper):
   codec = EightBit(**hyper)
   read = lambda rows, stats, shape: wire_decoder_codecs.decode_eight_bit(
     rows,
@@ -165,10 +168,10 @@ def _eight_bit(**hyper):
     block_size=codec.block_size,
     exponent_offset=codec.exponent_offset,
   )
-  return Case(codec, read, codec.block_size)
+  return Case(codec, read, codec.block_size, slow=slow)
 
 
-def _float_cast(**hyper):
+def _float_cast(slow=False, **hyper):
   codec = FloatCast(**hyper)
 
   def read(rows, stats, shape):
@@ -184,14 +187,14 @@ def _float_cast(**hyper):
     )
 
   spoils = None if codec.scale == "auto" else "itself" if codec.mantissa_bits else 1
-  return Case(codec, read, spoils)
+  return Case(codec, read, spoils, slow=slow)
 
 
 def _for_leaf(codec, shape):
   return codec.for_leaf(int(np.prod(shape)), 1)
 
 
-def _top_k(**hyper):
+def _top_k(slow=False, **hyper):
   codec = TopK(**{"density": 0.02, **hyper})
 
   def read(rows, stats, shape):
@@ -208,7 +211,7 @@ def _top_k(**hyper):
 
   shape = None if codec.range_size else (2077,)
   spoils = "sent" if codec.quantize is None else "row"
-  return Case(codec, read, spoils, bind=_for_leaf, shape=shape)
+  return Case(codec, read, spoils, bind=_for_leaf, shape=shape, slow=slow)
 
 
 def _random_k(**hyper):
@@ -227,7 +230,14 @@ def _random_k(**hyper):
 # Each width by bucket. Level scheme, norm, rounding and one scale a tensor are the same
 # code for all widths: a few show it, for each codec takes seconds to compile.
 QSGD_CASES = [
-  _qsgd(bits=bits, bucket_size=bucket_size, norm=norm, levels=levels, rounding=rounding)
+  _qsgd(
+    bits=bits,
+    bucket_size=bucket_size,
+    norm=norm,
+    levels=levels,
+    rounding=rounding,
+    slow=bits in (5, 6, 7),
+  )
   for bits, levels in SCHEMES
   for bucket_size, norm, rounding, widths in (
     (64, "max", "stochastic", WIDTHS),
@@ -244,17 +254,28 @@ SHARED_QSGD_CASES = [
 ]
 EIGHT_BIT_CASES = [
   _eight_bit(),
-  _eight_bit(data_type="dynamic_map"),
+  _eight_bit(data_type="dynamic_map", slow=True),
   _eight_bit(data_type="static_tree"),
   _eight_bit(data_type="linear"),
-  _eight_bit(data_type="mantissa"),
-  _eight_bit(block_size=64, rounding="stochastic"),
+  _eight_bit(data_type="mantissa", slow=True),
+  _eight_bit(block_size=64, rounding="stochastic", slow=True),
   _eight_bit(data_type="dynamic_map", rounding="stochastic"),
   _eight_bit(data_type="mantissa", exponent_offset=1),
 ]
 SPARSE_CASES = [
   *(
-    _top_k(selection=selection, quantize=quantize, range_size=1000)
+    _top_k(
+      selection=selection,
+      quantize=quantize,
+      range_size=1000,
+      slow=(selection, quantize)
+      not in {
+        ("exact", None),
+        ("trimmed", "mean"),
+        ("threshold", "asq"),
+        ("sampled", None),
+      },
+    )
     for selection, quantize in itertools.product(
       ("exact", "trimmed", "threshold", "sampled", "auto"), (None, "asq", "mean")
     )
@@ -262,7 +283,7 @@ SPARSE_CASES = [
   ),
   _top_k(),
   _top_k(range_size=1000, value_dtype=jnp.bfloat16),
-  _top_k(range_size=1000, value_dtype=jnp.float16, selection="threshold"),
+  _top_k(range_size=1000, value_dtype=jnp.float16, slow=True),
   _random_k(),
   _random_k(range_size=1000),
 ]
@@ -270,23 +291,24 @@ CASES = [
   *QSGD_CASES,
   *SHARED_QSGD_CASES,
   # The levels' fit is a property of a leaf: the laws take those of the first step.
-  *(_qsgd(bits=bits, bucket_size=64, levels="nonuniform") for bits in (2, 3, 4)),
+  *(
+    _qsgd(bits=bits, bucket_size=64, levels="nonuniform", slow=bits != 3)
+    for bits in (2, 3, 4)
+  ),
   _dense(jnp.float32, np.float32),
   _dense(jnp.bfloat16, ml_dtypes.bfloat16),
   _dense(jnp.float16, np.float16),
   _one_bit(64),
   _one_bit(512),
   _one_bit_columns(),
-  *(
-    _ternary(share_scale=share, **hyper)
-    for share in (True, False)
-    for hyper in (
-      dict(),
-      dict(bucket_size=64),
-      dict(packing="base3"),
-      dict(bucket_size=64, clip_sigmas=None),
-    )
-  ),
+  _ternary(),
+  _ternary(share_scale=False, slow=True),
+  _ternary(bucket_size=64, slow=True),
+  _ternary(bucket_size=64, share_scale=False),
+  _ternary(packing="base3", slow=True),
+  _ternary(packing="base3", share_scale=False),
+  _ternary(bucket_size=64, clip_sigmas=None),
+  _ternary(bucket_size=64, clip_sigmas=None, share_scale=False, slow=True),
   _ternary(scaler="sigma"),
   *EIGHT_BIT_CASES,
   *(
@@ -294,13 +316,13 @@ CASES = [
     for exponent, mantissa, hyper in (
       (5, 2, dict()),
       (4, 3, dict(addends=8)),
-      (3, 0, dict()),
+      (3, 0, dict(slow=True)),
       (5, 10, dict(rounding="toward_zero")),
       (5, 2, dict(rounding="stochastic")),
-      (5, 10, dict(scale=1.0)),
-      (4, 3, dict(scale=1.0, rounding="toward_zero")),
+      (5, 10, dict(scale=1.0, slow=True)),
+      (4, 3, dict(scale=1.0, rounding="toward_zero", slow=True)),
       (3, 0, dict(scale=1.0)),
-      (5, 2, dict(scale=1.0, rounding="stochastic")),
+      (5, 2, dict(scale=1.0, rounding="stochastic", slow=True)),
       (8, 23, dict(scale=64.0)),
     )
   ),

@@ -52,9 +52,8 @@ CASES = {
   "bfloat16-all_gather": dict(codec=Dense(dtype=jnp.bfloat16), exchange="all_gather"),
   "float32-psum": dict(codec=Dense(), exchange="psum"),
 }
-# One of each kind of sum, and each collective.
+# One of each kind of sum, beside those of the training.
 FEW = (
-  "qsgd4-two_shot",
   "terngrad-psum",
   "aps-ring",
   "float32-psum",

@@ -32,15 +32,21 @@ from gradcomp.codecs import (
 )
 from gradcomp.kernels.scales import norms
 
-every_case = pytest.mark.parametrize(
-  "case", laws.CASES, ids=lambda case: name(case.codec)
-)
-every_qsgd = pytest.mark.parametrize(
-  "case", QSGD_CASES, ids=lambda case: name(case.codec)
-)
+
+def every(cases):
+  """Parametrizes a test by cases, of which plain runs leave some out."""
+  marks = {True: pytest.mark.slow, False: ()}
+  return pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name(case.codec), marks=marks[case.slow]) for case in cases],
+  )
+
+
+every_case, every_qsgd = every(laws.CASES), every(QSGD_CASES)
+
 # Other widths between them are the same code.
 every_scheme = [
-  pytest.param(*scheme, marks=() if scheme[0] in (1, 2, 4, 8) else pytest.mark.slow)
+  pytest.param(*scheme, marks=() if scheme[0] in (1, 4, 8) else pytest.mark.slow)
   for scheme in SCHEMES
 ]
 
@@ -141,13 +147,12 @@ def test_double_precision_changes_nothing(codec):
       Ternary(packing="base3", share_scale=False),
     ),
     Dense(),
-    OneBit(),
+    *slow(OneBit(), EightBit()),
     OneBit(per_column=True),
     Ternary(),
-    EightBit(),
     FloatCast(),
     TopK(density=0.1),
-    RandomK(density=0.1),
+    *slow(RandomK(density=0.1)),
   ],
   ids=name,
 )

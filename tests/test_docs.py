@@ -77,6 +77,8 @@ def test_the_script_for_many_hosts_runs_on_one(tmp_path):
 
 
 QUICKSTART = FOLDER / "quickstart.md"
+# Pages that compile several train steps.
+TRAINING = {"low-precision", "extending"}
 OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, FOLDER / "many-hosts.md")]
 
 
@@ -89,7 +91,14 @@ def run_here(tmp_path, monkeypatch):
   jax.set_mesh(mesh)
 
 
-@pytest.mark.parametrize("page", OTHERS, ids=name)
+@pytest.mark.parametrize(
+  "page",
+  [
+    pytest.param(page, marks=pytest.mark.slow if page.stem in TRAINING else ())
+    for page in OTHERS
+  ],
+  ids=name,
+)
 def test_the_blocks_of_a_page_run(page, run_here):
   """One after the other, in one namespace."""
   run_here(page)

@@ -19,6 +19,7 @@ from exchange_cases import (
   KINDS_OF_SUM,
   MORE_NUMBERS,
   NUMBERS,
+  PLAIN,
   SHARED,
   case_name,
   documented_key,
@@ -61,7 +62,11 @@ def owned_leaves(tx_plan, tree, owned):
 
 @pytest.mark.parametrize(
   "codec, exchange, workers",
-  plain_and_slow(MORE_NUMBERS, *((*case, 3) for case in CASES), *NUMBERS),
+  plain_and_slow(
+    MORE_NUMBERS + [(*case, 3) for case in CASES],
+    *((*case, 3) for case in PLAIN),
+    *NUMBERS,
+  ),
 )
 def test_nothing_is_lost_and_all_workers_have_the_same_bits(codec, exchange, workers):
   """Over two steps, so that residuals are used.

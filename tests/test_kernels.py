@@ -6,7 +6,6 @@ import laws
 import numpy as np
 import oracle
 import pytest
-from codec_cases import WIDTHS
 from jax.extend.random import threefry_2x32
 from slow_cases import slow
 
@@ -22,7 +21,7 @@ from gradcomp.kernels import (
 
 # Each width has others of the sizes up to 200, and the ends of tiles.
 @pytest.mark.parametrize("step", [8, *slow(1)])
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", [1, 3, 4, 7, 16, *slow(2, 5, 6, 8)])
 def test_every_size_round_trips_through_packing(bits, step):
   bucket_size = 8  # so that 200 elements are up to 12 tiles and a part of one
   count = planes.planes_per_word(bits)

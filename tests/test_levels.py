@@ -10,10 +10,11 @@ import numpy as np
 import oracle
 import oracle_levels
 import pytest
+from slow_cases import slow
 
 from gradcomp.codecs import QSGD
 
-every_width = pytest.mark.parametrize("bits", [2, 3, 4])
+every_width = pytest.mark.parametrize("bits", [3, *slow(2, 4)])
 
 
 def nonuniform(bits, bucket_size=64, **options):

@@ -164,14 +164,17 @@ def seconds_to_fail(folder, survivor):
   return left.stat().st_mtime - last.stat().st_mtime
 
 
-def test_a_killed_host_ends_all_and_nothing_is_lost(tmp_path):
-  hosts, limit = 3, 30
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_a_killed_host_ends_all_and_nothing_is_lost(hosts, tmp_path):
+  limit = 30
   with run_task("kill-1", hosts, tmp_path, collective_timeout=limit) as processes:
     assert codes(processes[1:2], tmp_path) == [-signal.SIGKILL], said(tmp_path)
     # The connections are closed, which is seen at once; nobody waits for the limit.
-    first, last = codes(processes[0::2], tmp_path, seconds=limit)
+    first, *last = codes(processes[0::2], tmp_path, seconds=limit)
   # Host 2 raises the same error, unless the coordinator has gone before.
-  assert first == host.FAILED and last in (host.FAILED, -signal.SIGABRT), said(tmp_path)
+  assert first == host.FAILED, said(tmp_path)
+  assert set(last) <= {host.FAILED, -signal.SIGABRT}, said(tmp_path)
   assert "Gloo" in (tmp_path / "log.0").read_text()
   assert seconds_to_fail(tmp_path, 0) < limit
   # The failed step has changed nothing, ...

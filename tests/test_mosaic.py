@@ -51,7 +51,7 @@ def assert_same(got, want):
 @pytest.mark.parametrize(
   "bits, levels",
   [
-    pytest.param(*width, marks=() if width[0] in (3, 4) else pytest.mark.slow)
+    pytest.param(*width, marks=() if width[0] == 4 else pytest.mark.slow)
     for width in WIDTHS
   ],
 )

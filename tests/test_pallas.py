@@ -24,22 +24,18 @@ from gradcomp.kernels.scales import scales
 KEY = np.array([123, 456], np.uint32)
 
 
-# At least one of each operation, rounding, way to get scales, and 8-bit type.
+# At least one of each operation, rounding and way to get scales.
 PLAIN = {
   "top_k 1.0%",
   "qsgd 4 bit, residual",
   "qsgd 3 bit uniform nearest, one scale, shared",
-  "qsgd 8 bit uniform nearest, l2",
   "one_bit bucket 64, residual",
   "ternary 2bit bucket 64",
   "ternary base3 shared",
   "eight_bit dynamic_tree, blocks, nearest",
   "eight_bit dynamic_map, nearest",
-  "eight_bit static_tree, blocks, nearest",
   "eight_bit linear, stochastic",
-  "eight_bit mantissa, blocks, nearest",
   "float_cast (5, 2) stochastic, exponent",
-  "float_cast (4, 3) toward_zero, exponent",
   "float_cast (3, 0) nearest_even",
 }
 every_case = pytest.mark.parametrize(
@@ -182,12 +178,14 @@ def test_the_factor_of_a_scale_is_correctly_rounded():
 
 CODECS = [
   QSGD(bits=4, bucket_size=64),
-  QSGD(bits=8, bucket_size=None, norm="l2", rounding="nearest"),
-  QSGD(bits=2, bucket_size=64, share_scale=True),
   OneBit(),
-  Ternary(),
-  EightBit(block_size=64),
   FloatCast(),
+  *slow(
+    QSGD(bits=8, bucket_size=None, norm="l2", rounding="nearest"),
+    QSGD(bits=2, bucket_size=64, share_scale=True),
+    Ternary(),
+    EightBit(block_size=64),
+  ),
 ]
 
 

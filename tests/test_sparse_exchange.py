@@ -56,7 +56,14 @@ def short_name(case):
   return "-".join([type(codec).__name__, *map(str, kind), exchange])
 
 
-@pytest.mark.parametrize("case", CASES, ids=short_name)
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(case, marks=pytest.mark.slow if i in (0, 2, 4, 5, 8) else ())
+    for i, case in enumerate(CASES)
+  ],
+  ids=short_name,
+)
 def test_nothing_is_lost(case):
   _, exchange, momentum, nesterov = case
   steps = gradients(6)

@@ -12,6 +12,7 @@ import pytest
 from assertions import assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 import gradcomp
 
@@ -141,7 +142,7 @@ def test_dense_train_step_is_ordinary_training(kind):
   chex.assert_trees_all_close(placed, params, rtol=1e-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("feedback", ["error", None])
+@pytest.mark.parametrize("feedback", ["error", *slow(None)])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_compressed_train_step_learns(kind, feedback):
   params, batch = problem()
