@@ -111,7 +111,8 @@ def compress(
       Several messages can be on their way before the whole backward pass is done. A
       leaf is never cut.
     key: a seed, or a threefry key, of the stochastic rounding, equal on all workers.
-      The bits of a step derive from key, step, leaf and worker alone.
+      The bits of a step derive from key, step, the leaf's path in the tree and worker
+      alone.
 
   Returns:
     A gradient transformation; its state is a :class:`CompressState`. Inside the map,
@@ -249,6 +250,10 @@ def compress(
     if is_sum:
       explicit.check_stacked(state.residual, updates, axes)
     others = [explicit.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
+    names = [
+      jax.tree_util.keystr(path)
+      for path, _ in jax.tree_util.tree_leaves_with_path(updates)
+    ]
 
     def on_device(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
       check_own("residual", state.residual, updates)
@@ -275,7 +280,7 @@ def compress(
       exchanged = average_messages(
         messages,
         corrected,
-        step_keys(state, messages, axes),
+        step_keys(state, messages, names, axes),
         workers,
         group_size=group_size,
         owned=owned,
