@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from gradcomp import _axes, _planning, explicit
+from gradcomp import _agreement, _axes, _planning, explicit
 from gradcomp._axes import AxisName
 from gradcomp._checks import flag, optional_size, share_below_1
 from gradcomp.codecs import (
@@ -125,7 +125,8 @@ def compress(
       allow the exchange; or ``momentum``, ``nesterov``, ``second_stage_feedback``,
       ``group_size``, ``min_leaf_size``, ``message_bytes`` or ``key`` is bad. In
       ``update``: an axis is not bound; there are manual axes and no ``axis_name``;
-      gradients are already reduced; or residuals have other shapes than it needs.
+      gradients are already reduced; residuals have other shapes than it needs; or
+      another process of the run has other options.
     TypeError: ``codec`` is not one; in ``update``, a gradient leaf is not real floating
       point.
 
@@ -180,6 +181,17 @@ def compress(
     min_leaf_size=min_leaf_size,
     message_bytes=message_bytes,
   )
+
+  # What decides how workers read each other's messages.
+  told = {
+    "codec": repr(codec),
+    "exchange": exchange,
+    "group_size": repr(group_size),
+    "min_leaf_size": repr(min_leaf_size),
+    "message_bytes": repr(message_bytes),
+  }
+  if isinstance(key, int):
+    told["key"] = repr(key)
 
   def init_fn(params: Any) -> CompressState:
     step, memory = jnp.zeros([], jnp.int32), None
@@ -254,6 +266,10 @@ def compress(
       jax.tree_util.keystr(path)
       for path, _ in jax.tree_util.tree_leaves_with_path(updates)
     ]
+
+    if axes is not None and exchange != "local":
+      shapes = [leaf.shape for leaf in jax.tree.leaves(updates)]
+      _agreement.require_agreement(repr((axes, names, shapes)), told)
 
     def on_device(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
       check_own("residual", state.residual, updates)

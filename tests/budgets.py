@@ -1,9 +1,9 @@
 """Says how much each test file may compile and compute in a plain run.
 
 Programs are counted because their number hardly depends on the machine. It depends a
-little on the version of JAX, so there is room: a third, and 60 for operations outside of
-programs. Seconds are those of all processors together on two cores with an empty cache;
-a file fails at ``ROOM`` times as many, which a busy machine does not reach.
+little on the version of JAX, so there is room: a third, and 60 for operations outside
+of programs. Seconds are those of all processors together on two cores with an empty
+cache; a file fails at ``ROOM`` times as many, which a busy machine does not reach.
 """
 
 from typing import NamedTuple
