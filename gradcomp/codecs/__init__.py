@@ -19,6 +19,7 @@ from gradcomp.codecs._float_cast import FloatCast as FloatCast
 from gradcomp.codecs._one_bit import OneBit as OneBit
 from gradcomp.codecs._qsgd import QSGD as QSGD
 from gradcomp.codecs._random_k import RandomK as RandomK
+from gradcomp.codecs._row_codec import RowCodec as RowCodec
 from gradcomp.codecs._sparse import LinearCodec as LinearCodec
 from gradcomp.codecs._sparse import SelectingCodec as SelectingCodec
 from gradcomp.codecs._sparse import SparseCodec as SparseCodec
