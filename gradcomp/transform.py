@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from gradcomp import _axes, _planning, explicit
 from gradcomp._axes import AxisName
+from gradcomp._border import not_differentiated
 from gradcomp._checks import flag, optional_size, share_below_1
 from gradcomp.codecs import (
   Codec,
@@ -77,7 +78,8 @@ def compress(
 
   A non-finite gradient makes (at least) its bucket NaN on every worker, and leaves the
   residuals there as they were. Guard with ``optax.apply_if_finite`` *after* this. The
-  residuals of other buckets go on, as if the guard had not dropped the step.
+  residuals of other buckets go on, as if the guard had not dropped the step. Or put
+  :func:`gradcomp.skip_nonfinite` around all, which leaves every residual as it was.
 
   Args:
     codec: the codec of the leaves, e.g. :class:`gradcomp.codecs.QSGD`.
@@ -126,7 +128,7 @@ def compress(
       ``update``: an axis is not bound; there are manual axes and no ``axis_name``;
       gradients are already reduced; or residuals have other shapes than it needs.
     TypeError: ``codec`` is not one; in ``update``, a gradient leaf is not real floating
-      point.
+      point, or ``jax.grad`` differentiates through it.
 
   Example:
     >>> tx = compress(gradcomp.codecs.QSGD(bits=8, rounding="nearest"))
@@ -230,6 +232,7 @@ def compress(
   ) -> tuple[Any, CompressState]:
     del params, extra_args
     check_dtypes(updates)
+    updates = not_differentiated(updates)
     if study := _planning.current():
       used = functools.partial(used_entries, codec, state.selection, axis_name)
       study.add(updates, plan, group_size, codec, used)

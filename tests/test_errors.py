@@ -15,9 +15,10 @@ import optax
 import pytest
 from assertions import says
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 import gradcomp
-from gradcomp.codecs import QSGD, Dense
+from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, OneBit, Ternary, TopK
 
 WORKERS = 4
 GRADS = {"w": np.linspace(-1, 1, 8 * 256, dtype=np.float32).reshape(8, 256)}
@@ -145,6 +146,29 @@ def test_gradients_of_integers():
   grads = jax.grad(lambda p: jnp.sum(p["w"]), allow_int=True)({"w": 1.0, "ids": 2})
   with pytest.raises(TypeError, match=says("`updates`['ids']", "real float", "float0")):
     update_once(gradcomp.qsgd(), grads)
+
+
+DIFFERENTIATED = ("`updates`", "differentiated", "no derivative", "stop_gradient")
+
+
+@pytest.mark.parametrize(
+  "codec",
+  [
+    Dense(),
+    QSGD(),
+    TopK(density=1 / 2),
+    *slow(Dense(dtype=jnp.bfloat16), OneBit(), Ternary(), EightBit(), FloatCast()),
+  ],
+)
+def test_gradients_through_an_update(codec):
+  """Zeros for some codecs, and an assertion of Pallas for others, would say nothing."""
+  tx = gradcomp.compress(codec, min_leaf_size=0)
+  total = lambda x: jnp.sum(update_once(tx, {"w": x})["w"])
+  for transform in (jax.grad, jax.jacfwd, lambda f: jax.grad(jax.jit(f))):
+    with pytest.raises(TypeError, match=says(*DIFFERENTIATED)):
+      transform(total)(jnp.arange(1.0, 129.0))
+  fixed = lambda x: total(jax.lax.stop_gradient(x)) + jnp.sum(x)
+  assert (jax.grad(fixed)(jnp.arange(1.0, 129.0)) == 1).all()
 
 
 @pytest.mark.parametrize("codec", [QSGD(), QSGD(rounding="nearest"), Dense()])
