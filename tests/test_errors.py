@@ -4,6 +4,7 @@ It names the cure too, where there is one. Messages are for people, so the tests
 the parts that a person needs, not for whole sentences.
 """
 
+import contextlib
 import functools
 
 import chex
@@ -227,6 +228,31 @@ def test_unbound_axis():
     another({"w": GRADS["w"][None]})
 
 
+def test_a_misspelt_axis_gets_the_names_that_exist():
+  grads = jnp.ones((WORKERS, 8))
+  parts = ("'date'", "not bound", "('data',)", "name one of these")
+  with pytest.raises(ValueError, match=says(*parts)):
+    tx = gradcomp.qsgd(axis_name="date")
+    in_shard_map(lambda g: update_once(tx, g), grads, in_specs=P("data"), out_specs=P())
+  with jax.set_mesh(modes.mesh(WORKERS)), pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.value_and_grad(jnp.sum, axis_name="date")(grads)
+
+
+@pytest.mark.parametrize("call", ["update", "value_and_grad"])
+@pytest.mark.parametrize("set_mesh", [True, False], ids=["set_mesh", "placed"])
+def test_auto_axes_in_plain_jit(call, set_mesh):
+  """The mesh that most programs have; the arrays say it if jax.set_mesh does not."""
+  mesh = modes.mesh(WORKERS)
+  x = jax.device_put(jnp.ones((8, 64)), jax.NamedSharding(mesh, P()))
+  function = functools.partial(update_once, residual4)
+  if call == "value_and_grad":
+    function = gradcomp.value_and_grad(jnp.sum, axis_name="data")
+  parts = (*UNBOUND, "Explicit axes", "jax.make_mesh(", "AxisType.Explicit")
+  with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+    with pytest.raises(ValueError, match=says(*parts)):
+      jax.jit(function)(x)
+
+
 @pytest.mark.parametrize("mode", ["shard_map", "shard_map_unchecked", "pmap"])
 def test_no_axis_name_inside_a_map(mode):
   parts = ("`axis_name`", "('data',)", "None", "axis_name=", 'exchange="local"')
@@ -315,6 +341,26 @@ def test_multi_steps_around_the_exchange_in_a_train_step():
   """Its sums differ between workers; init outside the map cannot make them so."""
   with pytest.raises(ValueError, match="MultiSteps"):
     train_step(optax.MultiSteps(gradcomp.qsgd(axis_name="data"), 2))
+
+
+dense4 = gradcomp.dense(axis_name="data")
+UNSEEN = ("`optimizer`", "equal on all workers", "['w']", "no exchange", "behind it")
+WRONG_ORDERS = {
+  "apply_if_finite": (
+    optax.apply_if_finite(dense4, 5),
+    ("`opt_state`", "optax.apply_if_finite", "gradcomp.skip_nonfinite", "behind"),
+  ),
+  "frozen": (optax.partition({"w": optax.set_to_zero()}, {"w": "w"}), UNSEEN),
+  "masked": (optax.masked(dense4, {"w": False}), UNSEEN),
+  "none": (optax.identity(), UNSEEN),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ORDERS)
+def test_what_stands_around_the_exchange_or_in_its_place(name):
+  optimizer, parts = WRONG_ORDERS[name]
+  with pytest.raises(ValueError, match=says(*parts)):
+    train_step(optax.chain(optimizer, optax.sgd(0.1)))
 
 
 @pytest.mark.parametrize("size", [256, 4096])
