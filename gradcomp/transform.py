@@ -76,6 +76,9 @@ def compress(
   ``{U:data}``, whose sum over the devices is the gradient of the whole batch, and
   returns that sum, replicated. There is then no :math:`1/N` in the formula.
 
+  All is computed in float32, and returned in the gradient's dtype. Of float64, what is
+  beyond 3.4e38 becomes infinite. But with ``Dense()``, float64 is added as float64.
+
   A non-finite gradient makes (at least) its bucket NaN on every worker, and leaves the
   residuals there as they were. Guard with ``optax.apply_if_finite`` *after* this. The
   residuals of other buckets go on, as if the guard had not dropped the step. Or put
@@ -259,7 +262,7 @@ def compress(
       given, moving = updates, state.momentum
       if accumulator:
         given, moving = accumulator.accumulate(updates, moving)
-      corrected, treedef = jax.tree.flatten(correct(given, state.residual))
+      corrected, treedef = jax.tree.flatten(correct(given, state.residual, codec))
       count = 1 if axes is None else _axes.require_size(axes)
       workers = (
         None if axes is None else Workers(axes, count, 1 if is_sum else 1 / count)
