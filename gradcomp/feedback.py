@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gradcomp import _axes, explicit
 from gradcomp._axes import AxisName
+from gradcomp.codecs import Codec, working_dtype
 from gradcomp.kernels.fixed_point import scaled
 
 Own = dict[str, Any]  # arrays by the axes that stack them, joined by commas
@@ -140,11 +140,19 @@ def _add(updates: Any, tree: Any, factor: float) -> Any:
   )
 
 
-def correct(updates: Any, residual: Any) -> Any:
-  """Returns the gradient plus the residual in float32, or the gradient without one."""
-  if residual is None:
-    return optax.tree.cast(updates, jnp.float32)
-  return _add(updates, residual, 1.0)
+def correct(updates: Any, residual: Any, codec: Codec) -> Any:
+  """Returns the gradient plus the residual, or the gradient if there is none.
+
+  Both are in the dtype that an exchange with the codec adds.
+  """
+
+  def add(g: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+    wide = g.astype(working_dtype(codec, g.dtype))
+    if residual is None:
+      return wide
+    return residual.reshape(g.shape).astype(wide.dtype) + wide
+
+  return jax.tree.map(add, updates, *([] if residual is None else [residual]))
 
 
 def check_own(name: str, tree: Any, updates: Any) -> None:
@@ -171,7 +179,8 @@ def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
   sent what nobody can use.
   """
   finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
-  return jnp.where(finite.reshape(old.shape), unsent.reshape(old.shape), old)
+  new = unsent.reshape(old.shape).astype(old.dtype)
+  return jnp.where(finite.reshape(old.shape), new, old)
 
 
 def mask_momentum(

@@ -65,7 +65,7 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
     if mesh.size > 1:
       raise _already_reduced(paths[0][0], axis_name)
     return Reduction(axis_name, is_sum=True)  # a sum of one, see explicit.unreduce
-  _axes.require_size(axis_name)
+  _axes.require_size(axis_name, mesh)
   if _axes.is_typed(axis_name):
     for path, leaf in paths:
       if not _axes.varying(leaf).issuperset(_axes.names(axis_name)):

@@ -36,7 +36,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     ``jax.shard_map``.
 
   Raises:
-    ValueError: something differs between workers, and ``axis_name`` names no axis.
+    ValueError: something differs between workers, and ``axis_name`` names no axis; or
+      ``optax.apply_if_finite`` is around an exchange.
 
   Example:
     >>> tx = optax.chain(gradcomp.qsgd(bits=4, feedback="error"), optax.sgd(0.1))
@@ -64,6 +65,13 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
         ),
         acc_grads=per_worker(node.acc_grads),
         skip_state=jax.tree.map(lambda _: PartitionSpec(), node.skip_state),
+      )
+    if isinstance(node, optax.ApplyIfFiniteState):
+      raise ValueError(
+        "`opt_state` must not hold an exchange inside of optax.apply_if_finite, where "
+        "each worker decides by itself and waits for those that decide otherwise; put "
+        "gradcomp.skip_nonfinite(..., axis_name=) around the exchange, or "
+        "optax.apply_if_finite behind it."
       )
     return of_params(lambda spec: spec, node) if like_params(node) else PartitionSpec()
 
@@ -109,6 +117,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
   def is_leaf(node: Any) -> bool:
     if isinstance(node, optax.MultiStepsState):
       return _exchanges(node.inner_opt_state)
+    if isinstance(node, optax.ApplyIfFiniteState):
+      return _exchanges(node.inner_state)
     return isinstance(node, CompressState) or like_params(node)
 
   return jax.tree.map(specs, opt_state, is_leaf=is_leaf)

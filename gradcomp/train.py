@@ -52,7 +52,7 @@ def defer_reduction(params: Any, axis_name: AxisName) -> Any:
   """
   if _in_explicit_jit(params, axis_name):
     return explicit.mark_reduced(params, axis_name)
-  _axes.require_size(axis_name)
+  _axes.require_size(axis_name, explicit.mesh_of(params))
   return _axes.mark_varying(params, axis_name)
 
 
@@ -139,6 +139,19 @@ def _check_cut(params: Any, arguments: Any, axis_name: AxisName) -> None:
     )
 
 
+def _check_equal(updates: Any, axis_name: AxisName) -> None:
+  """Raises ValueError for updates that still differ between the workers."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+    if _axes.varying(leaf).intersection(_axes.names(axis_name)):
+      raise ValueError(
+        "`optimizer` must return updates that are equal on all workers, but that of "
+        f"{jax.tree_util.keystr(path)} differs between those of {axis_name!r}: no "
+        "exchange has seen its gradient. Where optax.partition, optax.masked or "
+        "optax.set_to_zero keep leaves from gradcomp's transformation, let it see all "
+        "leaves, and freeze or mask them behind it."
+      )
+
+
 def make_train_step(
   loss_fn: Callable[..., Any],
   optimizer: optax.GradientTransformation,
@@ -173,7 +186,8 @@ def make_train_step(
 
   Raises:
     ValueError: the mesh does not have an axis; when called, a batch cannot be cut into
-      equal parts, or the state was made outside the mesh.
+      equal parts, the state was made outside the mesh, or the optimizer's updates
+      differ between workers, because no exchange has seen them.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -195,6 +209,8 @@ def make_train_step(
     if has_aux and axis_name is not None:
       metrics["aux"] = pmean(metrics["aux"], axis_name)
     updates, opt_state = optimizer.update(grads, opt_state, params)
+    if axis_name is not None:
+      _check_equal(updates, axis_name)
     return optax.apply_updates(params, updates), opt_state, metrics
 
   if axis_name is None:

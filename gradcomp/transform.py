@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from gradcomp import _agreement, _axes, _planning, explicit
 from gradcomp._axes import AxisName
+from gradcomp._border import not_differentiated
 from gradcomp._checks import flag, optional_size, share_below_1
 from gradcomp.codecs import (
   Codec,
@@ -75,9 +76,13 @@ def compress(
   ``{U:data}``, whose sum over the devices is the gradient of the whole batch, and
   returns that sum, replicated. There is then no :math:`1/N` in the formula.
 
+  All is computed in float32, and returned in the gradient's dtype. Of float64, what is
+  beyond 3.4e38 becomes infinite. But with ``Dense()``, float64 is added as float64.
+
   A non-finite gradient makes (at least) its bucket NaN on every worker, and leaves the
   residuals there as they were. Guard with ``optax.apply_if_finite`` *after* this. The
-  residuals of other buckets go on, as if the guard had not dropped the step.
+  residuals of other buckets go on, as if the guard had not dropped the step. Or put
+  :func:`gradcomp.skip_nonfinite` around all, which leaves every residual as it was.
 
   Args:
     codec: the codec of the leaves, e.g. :class:`gradcomp.codecs.QSGD`.
@@ -128,7 +133,7 @@ def compress(
       gradients are already reduced; residuals have other shapes than it needs; or
       another process of the run has other options.
     TypeError: ``codec`` is not one; in ``update``, a gradient leaf is not real floating
-      point.
+      point, or ``jax.grad`` differentiates through it.
 
   Example:
     >>> tx = compress(gradcomp.codecs.QSGD(bits=8, rounding="nearest"))
@@ -243,6 +248,7 @@ def compress(
   ) -> tuple[Any, CompressState]:
     del params, extra_args
     check_dtypes(updates)
+    updates = not_differentiated(updates)
     if study := _planning.current():
       used = functools.partial(used_entries, codec, state.selection, axis_name)
       study.add(updates, plan, group_size, codec, used)
@@ -277,7 +283,7 @@ def compress(
       given, moving = updates, state.momentum
       if accumulator:
         given, moving = accumulator.accumulate(updates, moving)
-      corrected, treedef = jax.tree.flatten(correct(given, state.residual))
+      corrected, treedef = jax.tree.flatten(correct(given, state.residual, codec))
       count = 1 if axes is None else _axes.require_size(axes)
       workers = (
         None if axes is None else Workers(axes, count, 1 if is_sum else 1 / count)

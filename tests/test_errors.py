@@ -4,6 +4,7 @@ It names the cure too, where there is one. Messages are for people, so the tests
 the parts that a person needs, not for whole sentences.
 """
 
+import contextlib
 import functools
 
 import chex
@@ -15,9 +16,10 @@ import optax
 import pytest
 from assertions import says
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 import gradcomp
-from gradcomp.codecs import QSGD, Dense
+from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, OneBit, Ternary, TopK
 
 WORKERS = 4
 GRADS = {"w": np.linspace(-1, 1, 8 * 256, dtype=np.float32).reshape(8, 256)}
@@ -147,6 +149,29 @@ def test_gradients_of_integers():
     update_once(gradcomp.qsgd(), grads)
 
 
+DIFFERENTIATED = ("`updates`", "differentiated", "no derivative", "stop_gradient")
+
+
+@pytest.mark.parametrize(
+  "codec",
+  [
+    Dense(),
+    QSGD(),
+    TopK(density=1 / 2),
+    *slow(Dense(dtype=jnp.bfloat16), OneBit(), Ternary(), EightBit(), FloatCast()),
+  ],
+)
+def test_gradients_through_an_update(codec):
+  """Zeros for some codecs, and an assertion of Pallas for others, would say nothing."""
+  tx = gradcomp.compress(codec, min_leaf_size=0)
+  total = lambda x: jnp.sum(update_once(tx, {"w": x})["w"])
+  for transform in (jax.grad, jax.jacfwd, lambda f: jax.grad(jax.jit(f))):
+    with pytest.raises(TypeError, match=says(*DIFFERENTIATED)):
+      transform(total)(jnp.arange(1.0, 129.0))
+  fixed = lambda x: total(jax.lax.stop_gradient(x)) + jnp.sum(x)
+  assert (jax.grad(fixed)(jnp.arange(1.0, 129.0)) == 1).all()
+
+
 @pytest.mark.parametrize("codec", [QSGD(), QSGD(rounding="nearest"), Dense()])
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
 def test_encode_takes_real_floats(codec, dtype):
@@ -201,6 +226,31 @@ def test_unbound_axis():
   another = jax.vmap(functools.partial(update_once, residual4), axis_name="model")
   with pytest.raises(ValueError, match=says(*UNBOUND)):
     another({"w": GRADS["w"][None]})
+
+
+def test_a_misspelt_axis_gets_the_names_that_exist():
+  grads = jnp.ones((WORKERS, 8))
+  parts = ("'date'", "not bound", "('data',)", "name one of these")
+  with pytest.raises(ValueError, match=says(*parts)):
+    tx = gradcomp.qsgd(axis_name="date")
+    in_shard_map(lambda g: update_once(tx, g), grads, in_specs=P("data"), out_specs=P())
+  with jax.set_mesh(modes.mesh(WORKERS)), pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.value_and_grad(jnp.sum, axis_name="date")(grads)
+
+
+@pytest.mark.parametrize("call", ["update", "value_and_grad"])
+@pytest.mark.parametrize("set_mesh", [True, False], ids=["set_mesh", "placed"])
+def test_auto_axes_in_plain_jit(call, set_mesh):
+  """The mesh that most programs have; the arrays say it if jax.set_mesh does not."""
+  mesh = modes.mesh(WORKERS)
+  x = jax.device_put(jnp.ones((8, 64)), jax.NamedSharding(mesh, P()))
+  function = functools.partial(update_once, residual4)
+  if call == "value_and_grad":
+    function = gradcomp.value_and_grad(jnp.sum, axis_name="data")
+  parts = (*UNBOUND, "Explicit axes", "jax.make_mesh(", "AxisType.Explicit")
+  with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+    with pytest.raises(ValueError, match=says(*parts)):
+      jax.jit(function)(x)
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "shard_map_unchecked", "pmap"])
@@ -291,6 +341,26 @@ def test_multi_steps_around_the_exchange_in_a_train_step():
   """Its sums differ between workers; init outside the map cannot make them so."""
   with pytest.raises(ValueError, match="MultiSteps"):
     train_step(optax.MultiSteps(gradcomp.qsgd(axis_name="data"), 2))
+
+
+dense4 = gradcomp.dense(axis_name="data")
+UNSEEN = ("`optimizer`", "equal on all workers", "['w']", "no exchange", "behind it")
+WRONG_ORDERS = {
+  "apply_if_finite": (
+    optax.apply_if_finite(dense4, 5),
+    ("`opt_state`", "optax.apply_if_finite", "gradcomp.skip_nonfinite", "behind"),
+  ),
+  "frozen": (optax.partition({"w": optax.set_to_zero()}, {"w": "w"}), UNSEEN),
+  "masked": (optax.masked(dense4, {"w": False}), UNSEEN),
+  "none": (optax.identity(), UNSEEN),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ORDERS)
+def test_what_stands_around_the_exchange_or_in_its_place(name):
+  optimizer, parts = WRONG_ORDERS[name]
+  with pytest.raises(ValueError, match=says(*parts)):
+    train_step(optax.chain(optimizer, optax.sgd(0.1)))
 
 
 @pytest.mark.parametrize("size", [256, 4096])
