@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -48,13 +48,11 @@ class Groups(NamedTuple):
 
   Attributes:
     workers: the workers of the largest group.
-    members: the numbers of the devices in each group; None where the text has names.
-    axes: the names of the mesh axes that make up a group, where the text has them.
+    members: the numbers of the devices in each group; None if they are unknown.
   """
 
   workers: int
   members: tuple[tuple[int, ...], ...] | None
-  axes: tuple[str, ...] | None
 
 
 class Instruction(NamedTuple):
@@ -175,21 +173,50 @@ def _groups(kind: str, rest: str, devices: int) -> Groups:
     numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
     return _listed(numbers.reshape(shape).tolist())
   # mesh['a'=2,'b'=8] {'a','b':(1)4}: all of the axis a and 4 of the 8 of b.
-  if match := re.search(r"replica_groups=mesh\[(.*?)\].*? \{(.*?)\}", rest):
-    named = dict(re.findall(r"'([^']*)'=(\d+)", match[1]))
-    axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", match[2])
-    if all(part or axis in named for axis, part in axes):
-      parts = [(axis, int(part or named[axis])) for axis, part in axes]
-      cut = {axis for axis, size in parts if size > 1}
-      names = tuple(axis for axis in named if axis in cut)
-      return Groups(math.prod(size for _, size in parts), None, names)
+  if match := re.search(r"replica_groups=mesh\[(.*?)\](.*?) \{(.*?)\}", rest):
+    sizes = {axis: int(n) for axis, n in re.findall(r"'([^']*)'=(\d+)", match[1])}
+    parts = [
+      (axis, int(before or 1), int(size or sizes.get(axis, 0)))
+      for axis, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", match[3])
+    ]
+    if all(axis in sizes and size for axis, _, size in parts):
+      return _along(sizes, match[2], parts)
   raise _unreadable("known replica groups", f"{kind}({rest}")
 
 
-def _listed(groups: Iterator | list) -> Groups:
+def _along(
+  sizes: dict[str, int], order: str, parts: list[tuple[str, int, int]]
+) -> Groups:
+  """Returns groups along parts of the axes of a mesh that the text describes.
+
+  Args:
+    sizes: the axes of the mesh.
+    order: the text behind them, such as ``, device_ids=([2,4]T(1,0))``.
+    parts: of an axis, the product of the parts before, and the size of this one.
+  """
+  numbers = np.arange(math.prod(sizes.values()))
+  match = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", order)
+  if match:
+    axes = [int(x) for x in match[2].split(",")] if match[2] else None
+    numbers = numbers.reshape([int(x) for x in match[1].split(",")]).transpose(axes)
+  workers = math.prod(size for _, _, size in parts)
+  shape, inside = [], []
+  for axis, size in sizes.items():
+    own = [(before, part) for name, before, part in parts if name == axis]
+    before, part = own[0] if own else (1, 1)
+    inside.append(len(shape) + 1)
+    shape += [before, part, size // (before * part)]
+  unknown = "device_ids" in order and not match
+  if unknown or len({axis for axis, _, _ in parts}) < len(parts):
+    return Groups(workers, None)
+  cells = np.moveaxis(numbers.reshape(shape), inside, range(-len(inside), 0))
+  return _listed(cells.reshape(-1, workers).tolist())
+
+
+def _listed(groups: Iterable[Iterable[int]]) -> Groups:
   """Returns groups from an iterable of the devices of each."""
   members = tuple(tuple(group) for group in groups)
-  return Groups(max(map(len, members), default=1), members, None)
+  return Groups(max(map(len, members), default=1), members)
 
 
 def _connected(pairs: list[tuple[int, int]]) -> list[set[int]]:

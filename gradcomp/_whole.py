@@ -67,7 +67,7 @@ def _check(
     if cut := cut_over(leaf).intersection(_axes.names(axis_name)):
       got = leaf if explicit.is_spec(leaf) else jax.typeof(leaf)
       raise ValueError(
-        f"`{name}`{jax.tree_util.keystr(path)} must be whole along {axis_name!r}, which "
-        f"gradients are averaged over, but is cut over {sorted(cut)}, got {got}: "
+        f"`{name}`{jax.tree_util.keystr(path)} must be whole along {axis_name!r}, "
+        f"which gradients are averaged over, but is cut over {sorted(cut)}, got {got}: "
         f"{CURE}{more}."
       )

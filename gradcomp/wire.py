@@ -279,7 +279,7 @@ def _axes_of(groups: _hlo.Groups, shape: dict[str, int]) -> tuple[str, ...]:
   XLA numbers the devices of a program in the order of its mesh.
   """
   if groups.members is None or not shape:
-    return groups.axes or ()
+    return ()
   found: set[str] = set()
   for members in groups.members:
     places = np.unravel_index(members, tuple(shape.values()))

@@ -15,7 +15,7 @@ from gradcomp.codecs import (
   is_shared,
   sum_entries,
 )
-from gradcomp.exchange._collectives import Workers, final_stage, psum, stacked
+from gradcomp.exchange._collectives import Workers, final_stage, stacked, totals
 from gradcomp.exchange._sums import add_codes, sum_dtype, unpack_sums
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.kernels.rows import COPIED
@@ -97,7 +97,7 @@ def psum_decoder(
   assert is_shared(codec)  # plan_messages puts nothing else into such a message
   codes = codec.codes(rows).astype(sum_dtype(codec, workers.size))
   with final_stage(layout.elements, workers):
-    sums = psum(codes, workers.axis_name)
+    (sums,) = totals([codes], workers.axis_name)
   return sums_decoder(codec, sums.astype(jnp.int32), stats, workers.scale)
 
 
@@ -122,7 +122,7 @@ def linear_decoders(
     for rows, front in zip(matrices, fronts, strict=True)
   ]
   with final_stage(layout.elements, workers):
-    sums = psum(values, workers.axis_name)
+    sums = totals(values, workers.axis_name)
   decoders = []
   for codec, front, total in zip(layout.codecs, fronts, sums, strict=True):
     words = jax.lax.bitcast_convert_type(total, jnp.uint32)
