@@ -28,18 +28,16 @@ class Workers(NamedTuple):
   scale: float
 
 
-def final_stage(elements: int, workers: Workers) -> Any:
-  """The scope of the collective that completes an exchange.
+STAGE = "gradcomp_stage"  # the name of every other collective
+
+
+def final_stage(elements: int, workers: Workers) -> str:
+  """The name of the collective that completes an exchange.
 
   It counts the elements of one device's part.
   """
   elements = -(-elements // devices(workers.axis_name))
-  return jax.named_scope(f"gradcomp_mean_{elements}_over_{workers.size}")
-
-
-def stage() -> Any:
-  """The scope of every other collective."""
-  return jax.named_scope("gradcomp_stage")
+  return f"gradcomp_mean_{elements}_over_{workers.size}"
 
 
 def pmean(tree: Any, axis_name: AxisName) -> Any:
@@ -63,22 +61,23 @@ def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return lax.pmax(x, axis_name)
 
   if x.dtype == jnp.uint8:
-    with stage():
-      return spread(maximum, x, axis_name)
+    return spread(maximum, x, axis_name, STAGE)
   magnitude = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-  with stage():
-    top = spread(maximum, magnitude, axis_name)
+  top = spread(maximum, magnitude, axis_name, STAGE)
   return lax.bitcast_convert_type(top, jnp.float32)
 
 
-def totals(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-  """The sums over the workers of arrays of numbers."""
+def totals(
+  arrays: Sequence[jax.Array], axis_name: AxisName, name: str
+) -> list[jax.Array]:
+  """The sums over the workers of arrays of numbers, in a stage of this name."""
   if devices(axis_name) == 1:
-    return psum(arrays, axis_name)  # in one message
-  return [spread(lambda x: psum(x, axis_name), x, axis_name) for x in arrays]
+    with jax.named_scope(name):
+      return psum(arrays, axis_name)  # in one message
+  return [spread(lambda x: psum(x, axis_name), x, axis_name, name) for x in arrays]
 
 
-def gather(message: jax.Array, axis_name: AxisName) -> jax.Array:
+def gather(message: jax.Array, axis_name: AxisName, name: str) -> jax.Array:
   """``[M]`` to ``[N, M]``, typed as equal on all workers where types are tracked."""
 
   def every(message: jax.Array) -> jax.Array:
@@ -86,7 +85,7 @@ def gather(message: jax.Array, axis_name: AxisName) -> jax.Array:
       return lax.all_gather(message, axis_name, to="invarying")
     return lax.all_gather(message, axis_name)
 
-  return spread(every, message, axis_name, ndim=message.ndim + 1)
+  return spread(every, message, axis_name, name, ndim=message.ndim + 1)
 
 
 def scatter(lines: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -95,7 +94,7 @@ def scatter(lines: jax.Array, axis_name: AxisName) -> jax.Array:
   def exchange(lines: jax.Array) -> jax.Array:
     return lax.all_to_all(lines, axis_name, 0, 0, tiled=True)
 
-  return spread(exchange, lines, axis_name)
+  return spread(exchange, lines, axis_name, STAGE)
 
 
 def scatter_within(
@@ -137,7 +136,11 @@ def pass_on(message: jax.Array, axis_name: AxisName, count: int) -> jax.Array:
 def _permuted(
   message: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
 ) -> jax.Array:
-  return spread(lambda x: lax.ppermute(x, axis_name, pairs), message, axis_name)
+
+  def permute(message: jax.Array) -> jax.Array:
+    return lax.ppermute(message, axis_name, pairs)
+
+  return spread(permute, message, axis_name, STAGE)
 
 
 def split(lines: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:

@@ -24,6 +24,7 @@ def spread(
   function: Callable[[jax.Array], jax.Array],
   words: jax.Array,
   axis_name: AxisName,
+  name: str,
   *,
   ndim: int | None = None,
 ) -> jax.Array:
@@ -35,11 +36,13 @@ def spread(
     words: ``[..., M]``, or one alone, which all send. Zeros fill M up to a multiple of
       the devices.
     axis_name: the axes of the workers.
+    name: of the collective alone, not of what XLA moves between devices around it.
     ndim: of the result, whose last axis is again M; by default that of ``words``.
   """
   axes = _axes.automatic(axis_name)
+  named = jax.named_scope(name)(function)
   if not axes or not words.ndim:
-    return function(words)
+    return named(words)
   length = words.shape[-1]
   filling = -length % math.prod(axes.values())
   padded = jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, filling)])
@@ -48,10 +51,13 @@ def spread(
     return PartitionSpec(*[None] * (ndim - 1), tuple(axes))
 
   mapped = jax.shard_map(
-    function,
+    named,
     in_specs=cut(words.ndim),
     out_specs=cut(words.ndim if ndim is None else ndim),
     axis_names=set(axes),
     check_vma=_axes.is_typed(axis_name),
   )
-  return mapped(padded)[..., :length]
+  # Else XLA would cut whatever is made of the words, and leaves that lie whole on every
+  # device would come out in parts.
+  whole = jax.lax.with_sharding_constraint(mapped(padded), PartitionSpec())
+  return whole[..., :length]
