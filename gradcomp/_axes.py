@@ -110,6 +110,18 @@ def mark_varying(tree: Any, axis_name: AxisName) -> Any:
   return jax.tree.map(mark, tree)
 
 
+def automatic(axis_name: AxisName) -> dict[str, int]:
+  """Returns the Auto axes beside these ones of an enclosing shard_map, and their sizes.
+
+  Along them JAX decides by itself which device holds what. Under pmap and vmap there
+  are none.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if not set(names(axis_name)).issubset(mesh.manual_axes):
+    return {}
+  return {name: mesh.shape[name] for name in mesh.auto_axes if mesh.shape[name] > 1}
+
+
 def manual_axes() -> tuple[str, ...]:
   """Returns the mesh axes that an enclosing shard_map or pmap has made manual."""
   return tuple(jax.sharding.get_abstract_mesh().manual_axes)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gradcomp import _axes, explicit
+from gradcomp import _axes, _whole, explicit
 from gradcomp._axes import AxisName
 from gradcomp.codecs import Codec, working_dtype
 from gradcomp.kernels.fixed_point import scaled
@@ -155,20 +155,44 @@ def correct(updates: Any, residual: Any, codec: Codec) -> Any:
   return jax.tree.map(add, updates, *([] if residual is None else [residual]))
 
 
-def check_own(name: str, tree: Any, updates: Any) -> None:
-  """Raises ValueError for a worker's own tree that is not like its gradient."""
+def check_own(name: str, tree: Any, updates: Any, axis_name: AxisName | None) -> None:
+  """Raises ValueError for a worker's own tree that is not like its gradient.
+
+  Args:
+    name: the field of the state.
+    tree: its value, or None.
+    updates: the gradients.
+    axis_name: the axes to average over.
+  """
 
   def check(path: Any, update: jax.Array, leaf: jax.Array) -> None:
-    if leaf.shape != (update.shape or (1,)):
+    shape = update.shape or (1,)
+    if leaf.shape != shape:
       raise ValueError(
         f"`state.{name}`{jax.tree_util.keystr(path)} must have the gradient's shape "
-        f"{update.shape or (1,)} here, got {leaf.shape}; inside a map, pass the state "
-        "through with gradcomp.state_specs, and make it by optimizer.init inside the "
-        "map or under jax.set_mesh(mesh)."
+        f"{shape} here, got {leaf.shape}; inside a map, pass the state through with "
+        "gradcomp.state_specs, and make it by optimizer.init inside the map or under "
+        f"jax.set_mesh(mesh).{_parts(shape, leaf.shape, axis_name)}"
       )
 
   if tree is not None:
     jax.tree_util.tree_map_with_path(check, updates, tree)
+
+
+def _parts(
+  part: tuple[int, ...], whole: tuple[int, ...], axis_name: AxisName | None
+) -> str:
+  """Returns what to do if a gradient has the shape of a part of its residual."""
+  if len(part) != len(whole) or axis_name is None:
+    return ""
+  longer = [(a, b) for a, b in zip(part, whole, strict=True) if a != b]
+  if len(longer) != 1 or not longer[0][0] or longer[0][1] % longer[0][0]:
+    return ""
+  return (
+    f" If the gradient is that of a part of the parameter, cut over {axis_name!r}, "
+    f"{_whole.CURE}. If it is cut over another axis, make the state by "
+    "gradcomp.init_state."
+  )
 
 
 def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:

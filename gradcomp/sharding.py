@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gradcomp import _axes
+from gradcomp import _axes, _whole
 from gradcomp._axes import AxisName
 from gradcomp.explicit import is_spec, stacked, stacked_over
 from gradcomp.state import CompressState
@@ -36,8 +36,9 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     ``jax.shard_map``.
 
   Raises:
-    ValueError: something differs between workers, and ``axis_name`` names no axis; or
-      ``optax.apply_if_finite`` is around an exchange.
+    ValueError: something differs between workers, and ``axis_name`` names no axis;
+      ``optax.apply_if_finite`` is around an exchange; or ``param_specs`` cuts a
+      parameter over ``axis_name``.
 
   Example:
     >>> tx = optax.chain(gradcomp.qsgd(bits=4, feedback="error"), optax.sgd(0.1))
@@ -45,6 +46,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     >>> specs[0].residual["w"] == P("data"), specs[0].step == P()
     (True, True)
   """
+  if param_specs is not None:
+    _whole.check_specs("param_specs", param_specs, axis_name)
   structure: Any = jax.tree.structure(param_specs, is_leaf=is_spec)
 
   def specs(node: Any) -> Any:
@@ -151,7 +154,7 @@ def init_state(
 
   Raises:
     ValueError: something differs between workers, and ``axis_name`` names no axis of
-      the mesh.
+      the mesh; or ``param_specs`` cuts a parameter over ``axis_name``.
 
   Example:
     >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
@@ -161,6 +164,7 @@ def init_state(
     >>> state.residual["w"].sharding.spec == P("data", "model")
     True
   """
+  _whole.check_specs("param_specs", param_specs, axis_name)
   mesh = jax.sharding.get_mesh() if mesh is None else mesh
   place = functools.partial(NamedSharding, mesh)
   shardings = jax.tree.map(place, param_specs, is_leaf=is_spec)

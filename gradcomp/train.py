@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gradcomp import _axes, explicit
+from gradcomp import _axes, _whole, explicit
 from gradcomp._axes import AxisName
 from gradcomp.exchange import pmean
 from gradcomp.sharding import check_stacked, state_specs
@@ -128,7 +128,7 @@ def _check_cut(params: Any, arguments: Any, axis_name: AxisName) -> None:
     if cut := explicit.sharded(explicit.typed_spec(leaf)).intersection(names):
       raise ValueError(
         "`argnums` must name arguments that every worker has whole, but one is cut "
-        f"over {sorted(cut)}; compress gradients over the axes of the batch alone."
+        f"over {sorted(cut)}: {_whole.CURE}; or compress over other axes of the batch."
       )
   specs = [explicit.typed_spec(leaf) for leaf in jax.tree.leaves(arguments)]
   if not all(any(name in explicit.sharded(spec) for spec in specs) for name in names):
@@ -186,8 +186,9 @@ def make_train_step(
 
   Raises:
     ValueError: the mesh does not have an axis; when called, a batch cannot be cut into
-      equal parts, the state was made outside the mesh, or the optimizer's updates
-      differ between workers, because no exchange has seen them.
+      equal parts, the state was made outside the mesh, the parameters are cut over an
+      Explicit axis of the batch, or the optimizer's updates differ between workers,
+      because no exchange has seen them.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -233,6 +234,7 @@ def make_train_step(
           f"`batch`{jax.tree_util.keystr(path)} must have a first axis that {workers} "
           f"workers can share equally, got the shape {leaf.shape}."
         )
+    _whole.check_placed("params", params, axis_name)
     if all(kinds[name] == AxisType.Explicit for name in names):
       batch = jax.reshard(batch, NamedSharding(mesh, cut))
     specs = state_specs(opt_state, axis_name)

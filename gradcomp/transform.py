@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from gradcomp import _agreement, _axes, _planning, explicit
+from gradcomp import _agreement, _axes, _planning, _whole, explicit
 from gradcomp._axes import AxisName
 from gradcomp._border import not_differentiated
 from gradcomp._checks import flag, optional_size, share_below_1
@@ -131,7 +131,9 @@ def compress(
       ``group_size``, ``min_leaf_size``, ``message_bytes`` or ``key`` is bad. In
       ``update``: an axis is not bound; there are manual axes and no ``axis_name``;
       gradients are already reduced; residuals have other shapes than it needs; or
-      another process of the run has other options.
+      another process of the run has other options. In both, parameters are cut over an
+      axis that is averaged over, as far as their types, their placement or the
+      residuals show it.
     TypeError: ``codec`` is not one; in ``update``, a gradient leaf is not real floating
       point, or ``jax.grad`` differentiates through it.
 
@@ -179,6 +181,7 @@ def compress(
     feedback == "auto" and not codec.unbiased
   )
   keeps_owned = keeps_residual and second_stage_feedback
+  averages = None if exchange == "local" else axis_name
   plan = functools.partial(
     plan_messages,
     codec=codec,
@@ -205,6 +208,8 @@ def compress(
     trees: list[Any] = []
     own: dict[str, Any] = {}
     if not _planning.current():
+      if averages:
+        _whole.check_placed("params", params, averages)
       count = keeps_residual + bool(accumulator)
       trees, own = zero_state(params, axis_name, count, own_shapes)
     residual, moving, *_ = (*trees, None, None)
@@ -246,13 +251,15 @@ def compress(
   def update_fn(
     updates: Any, state: CompressState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, CompressState]:
-    del params, extra_args
+    del extra_args
     check_dtypes(updates)
     updates = not_differentiated(updates)
     if study := _planning.current():
       used = functools.partial(used_entries, codec, state.selection, axis_name)
       study.add(updates, plan, group_size, codec, used)
       return updates, state
+    if averages:
+      _whole.check_params(params, averages)
     axes, is_sum = reduction(updates, axis_name, local=exchange == "local")
     needs = {
       "residual": keeps_residual and bool(jax.tree.leaves(updates)),
@@ -278,8 +285,8 @@ def compress(
       _agreement.require_agreement(repr((axes, names, shapes)), told)
 
     def on_device(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
-      check_own("residual", state.residual, updates)
-      check_own("momentum", state.momentum, updates)
+      check_own("residual", state.residual, updates, axes)
+      check_own("momentum", state.momentum, updates, axes)
       given, moving = updates, state.momentum
       if accumulator:
         given, moving = accumulator.accumulate(updates, moving)

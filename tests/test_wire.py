@@ -248,14 +248,15 @@ def test_no_collectives():
 
 
 def test_lowered_compiled_and_text_agree():
+  mesh = make_mesh(d=8)
   mapped = jax.shard_map(
-    lambda x: lax.psum(x, "d"), mesh=make_mesh(d=8), in_specs=P("d"), out_specs=P()
+    lambda x: lax.psum(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P()
   )
   lowered = jax.jit(mapped).lower(jax.ShapeDtypeStruct((8, 5), jnp.float32))
   report = wire_report(lowered)
   assert report.bytes_sent == 35
   assert wire_report(lowered.compile()) == report
-  assert wire_report(lowered.compile().as_text()) == report
+  assert wire_report(lowered.compile().as_text(), mesh=mesh) == report
 
 
 # From here on: text that XLA:CPU does not write, in the style of GPUs and TPUs.

@@ -15,7 +15,6 @@ from gradcomp.exchange._collectives import (
   shares,
   split,
   stacked,
-  stage,
 )
 from gradcomp.kernels import fold_key
 from gradcomp.layout import Layout
@@ -76,8 +75,7 @@ def ring(
 
   def hop(k: jax.Array, carry: tuple[list[jax.Array], list[jax.Array]]) -> tuple:
     words, lost = encode(*carry, k)
-    with stage():
-      received = pass_on(join(words, 1), workers.axis_name, n)
+    received = pass_on(join(words, 1), workers.axis_name, n)
     sums = []
     rows = [x[0] for x in split(received, [x.shape for x in words])]
     for codec, got, mine in zip(

@@ -13,7 +13,6 @@ from gradcomp.exchange._collectives import (
   scatter,
   shares,
   split,
-  stage,
 )
 from gradcomp.exchange._sums import add_codes, pack_sums
 from gradcomp.layout import Layout, mean_of_rows
@@ -59,8 +58,7 @@ def two_shot(
     Grubic et al., 2018, section 2.4.1
   """
   lines = [shares(matrix, workers) for matrix in matrices]
-  with stage():
-    received = scatter(join(lines, workers.size), workers.axis_name)
+  received = scatter(join(lines, workers.size), workers.axis_name)
   owned = split(received, [line.shape[1:] for line in lines])
   sent, kept = [], []
   for i, (codec, rows) in enumerate(zip(layout.codecs, owned, strict=True)):
