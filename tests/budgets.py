@@ -31,6 +31,7 @@ FILES: dict[str, Budget] = {
   "tests/test_float_cast_exchange.py": Budget(programs=210, seconds=30),
   "tests/test_mesh_axes.py": Budget(programs=260, seconds=30),
   "tests/test_sparse_exchange.py": Budget(programs=190, seconds=30),
+  "tests/test_auto_axes.py": Budget(programs=70, seconds=25),
   "tests/test_selection_kernels.py": Budget(programs=180, seconds=25),
   "tests/test_ternary.py": Budget(programs=250, seconds=25),
   "tests/test_top_k.py": Budget(programs=400, seconds=25),
