@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from assertions import assert_same_bits
 from jax.sharding import AxisType, NamedSharding
@@ -88,10 +89,10 @@ def transformation(codec, exchange):
 
 PLAIN = [
   (QSGD(bits=4, bucket_size=64), "two_shot"),
-  (QSGD(bits=4, bucket_size=64), "all_gather"),
   (FloatCast(), "ring"),
 ]
 CASES = [
+  (QSGD(bits=4, bucket_size=64), "all_gather"),
   (QSGD(bits=4, bucket_size=64), "ring"),
   (QSGD(bits=4, bucket_size=64), "hierarchical"),
   (QSGD(bits=4, bucket_size=64, share_scale=True), "psum"),
@@ -128,3 +129,85 @@ def test_each_device_sends_its_part(codec, exchange, check_vma):
   few, half = 16 * len(parts["data"].collectives), report.bytes_sent / 2
   assert half <= parts["data"].bytes_sent <= half + few
   assert parts["data"].ratio == pytest.approx(report.ratio, rel=1e-2)
+
+
+def linear_loss(params, rows):
+  """With one row a worker, its gradient is the row, exactly."""
+  return sum(jnp.vdot(params[name], rows[name].mean(0)) for name in params)
+
+
+def update_in_jit(tx, mesh, specs):
+  """``update`` in plain jit, of gradients that are unreduced over the data axis."""
+  place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+  params = {name: place(leaf[0], specs[name]) for name, leaf in gradients().items()}
+  rows = {name: place(leaf, P("data")) for name, leaf in gradients().items()}
+  with jax.set_mesh(mesh):
+    state = tx.init(params)
+
+  @jax.jit
+  def update(params, state, rows):
+    _, grads = gradcomp.value_and_grad(linear_loss, axis_name="data")(params, rows)
+    return tx.update(grads, state)
+
+  return update.lower(params, state, rows).compile(), (params, state, rows)
+
+
+@pytest.mark.parametrize("exchange", ["two_shot", *slow("all_gather", "ring")])
+def test_plain_jit_with_one_explicit_and_one_auto_axis(exchange):
+  tx = transformation(QSGD(bits=4, bucket_size=64), exchange)
+  kinds = (AxisType.Explicit, AxisType.Auto)
+  mesh = jax.make_mesh((WORKERS, CHIPS), ("data", "chip"), kinds)
+  compiled, args = update_in_jit(tx, mesh, SPECS)
+  flat = jax.make_mesh(
+    (WORKERS,), ("data",), kinds[:1], devices=jax.devices()[:WORKERS]
+  )
+  alone, its_args = update_in_jit(tx, flat, dict.fromkeys(SPECS, P()))
+  result = compiled(*args)
+  assert_same_bits(result, alone(*its_args))
+  residual = result[1].residual["w"].sharding
+  assert residual.is_equivalent_to(NamedSharding(mesh, P(("data", "chip"))), 2)
+  whole = sum(c.bytes_sent for c in exchanged(alone))
+  assert whole / 2 <= sum(c.bytes_sent for c in exchanged(compiled)) <= whole / 2 + 32
+
+
+def exchanged(compiled):
+  """What carries packed words between workers."""
+  parts = gradcomp.wire_report(compiled).by_axis
+  return [c for c in parts["data"].collectives if c.dtype == "u32"]
+
+
+EXPLICIT = (AxisType.Explicit,) * 2
+
+
+@pytest.mark.parametrize("kinds", [(AxisType.Auto,) * 2, EXPLICIT], ids=str)
+def test_a_train_step_sends_an_eighth_between_hosts(kinds):
+  """Of what ``dense`` sends there, whoever cut the parameters over the chips."""
+  mesh = jax.make_mesh((2, 4), ("data", "chip"), kinds)
+  place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+  params = {"w": place(jnp.ones((128, 128)), P("chip")), "c": place(jnp.ones(128), P())}
+
+  def loss_fn(params, batch):
+    cut = kinds == EXPLICIT
+    w = jax.reshard(params["w"], P(None, None)) if cut else params["w"]
+    return jnp.mean((jnp.tanh(batch @ w) + params["c"]) ** 2)
+
+  def report(tx):
+    optimizer = optax.chain(tx, optax.sgd(0.1))
+    with jax.set_mesh(mesh):
+      state = optimizer.init(params)
+    step = gradcomp.make_train_step(
+      loss_fn, optimizer, axis_name="data", mesh=mesh, donate=False
+    )
+    batch = place(jnp.ones((16, 128)), P(("data", "chip")))
+    compiled = step.lower(params, state, batch).compile()
+    after = compiled(params, state, batch)[0]
+    for name, leaf in params.items():
+      assert after[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+    return gradcomp.wire_report(compiled).by_axis["data"]
+
+  plain = report(gradcomp.dense(axis_name="data"))
+  # A quarter of w, all of c, and the loss.
+  assert plain.bytes_sent == 4 * (128 * 128 // 4 + 128 + 1)
+  packed = report(gradcomp.qsgd(bits=4, axis_name="data", bucket_size=64))
+  # 4 bits and a scale to 64 elements are 4.5; c travels in float32 with it.
+  assert packed.bytes_sent <= 4.5 / 32 * plain.bytes_sent + 4 * 128 + 8

@@ -45,6 +45,9 @@ def spread(
     return named(words)
   length = words.shape[-1]
   filling = -length % math.prod(axes.values())
+  # Else XLA would cut whatever the words are made of, and what is made of them. That
+  # takes many small messages, and leaves that lie whole would come out in parts.
+  words = jax.lax.with_sharding_constraint(words, PartitionSpec())
   padded = jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, filling)])
 
   def cut(ndim: int) -> PartitionSpec:
@@ -57,7 +60,5 @@ def spread(
     axis_names=set(axes),
     check_vma=_axes.is_typed(axis_name),
   )
-  # Else XLA would cut whatever is made of the words, and leaves that lie whole on every
-  # device would come out in parts.
   whole = jax.lax.with_sharding_constraint(mapped(padded), PartitionSpec())
   return whole[..., :length]
