@@ -19,7 +19,8 @@ class CompressState(NamedTuple):
 
   ``memory`` and ``selection`` are for codecs that remember: the first holds fitted
   levels, the second thresholds and counts of what was sent. Fields but ``step`` and
-  ``key`` are None if nobody needs them.
+  ``key`` are None if nobody needs them. What is kept of complex parameters has a last
+  axis of two more, for pairs of reals.
 
   Example:
     >>> state = gradcomp.onebit_sgd(min_leaf_size=0).init({"w": jnp.ones(2048)})

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from gradcomp import _axes, _planning, explicit
 from gradcomp._axes import AxisName
-from gradcomp._border import not_differentiated
+from gradcomp._border import not_differentiated, of_reals
 from gradcomp._checks import flag, optional_size, share_below_1
 from gradcomp.codecs import (
   Codec,
@@ -42,7 +42,7 @@ from gradcomp.feedback import (
   remainder,
   zero_state,
 )
-from gradcomp.gradients import check_dtypes, reduction
+from gradcomp.gradients import reduction
 from gradcomp.state import CompressState, seed_words, selected_shapes, step_keys
 
 
@@ -78,6 +78,7 @@ def compress(
 
   All is computed in float32, and returned in the gradient's dtype. Of float64, what is
   beyond 3.4e38 becomes infinite. But with ``Dense()``, float64 is added as float64.
+  Complex gradients travel, and wait in residuals, as pairs of reals.
 
   A non-finite gradient makes (at least) its bucket NaN on every worker, and leaves the
   residuals there as they were. Guard with ``optax.apply_if_finite`` *after* this. The
@@ -130,8 +131,8 @@ def compress(
       ``group_size``, ``min_leaf_size``, ``message_bytes`` or ``key`` is bad. In
       ``update``: an axis is not bound; there are manual axes and no ``axis_name``;
       gradients are already reduced; or residuals have other shapes than it needs.
-    TypeError: ``codec`` is not one; in ``update``, a gradient leaf is not real floating
-      point, or ``jax.grad`` differentiates through it.
+    TypeError: ``codec`` is not one; in ``update``, a gradient leaf is neither real nor
+      complex floating point, or ``jax.grad`` differentiates through it.
 
   Example:
     >>> tx = compress(gradcomp.codecs.QSGD(bits=8, rounding="nearest"))
@@ -234,7 +235,6 @@ def compress(
     updates: Any, state: CompressState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, CompressState]:
     del params, extra_args
-    check_dtypes(updates)
     updates = not_differentiated(updates)
     if study := _planning.current():
       used = functools.partial(used_entries, codec, state.selection, axis_name)
@@ -327,7 +327,7 @@ def compress(
     unreduced = exchange == "local"
     return explicit.per_device(on_device, updates, state, axes, keeps_addends=unreduced)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return of_reals(init_fn, update_fn)
 
 
 def _required_owned(state: CompressState, workers: Workers) -> OwnerResiduals:

@@ -133,11 +133,11 @@ class TestInjectedHyperparameters(chex.TestCase):
         self.variant(make(min_leaf_size=3).init)(GRADS)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_])
 @pytest.mark.parametrize("make", [gradcomp.qsgd, gradcomp.dense])
-def test_gradients_that_are_not_real_floats(make, dtype):
+def test_gradients_that_are_not_floats(make, dtype):
   grads = {"layer": [GRADS["w"], {"ids": jnp.ones(3, dtype)}]}
-  parts = ("`updates`['layer'][1]['ids']", "real float", jnp.dtype(dtype).name)
+  parts = ("`updates`['layer'][1]['ids']", "complex float", jnp.dtype(dtype).name)
   with pytest.raises(TypeError, match=says(*parts)):
     update_once(make(), grads)
 
@@ -145,8 +145,19 @@ def test_gradients_that_are_not_real_floats(make, dtype):
 def test_gradients_of_integers():
   """What jax.grad(..., allow_int=True) returns for a table of indices."""
   grads = jax.grad(lambda p: jnp.sum(p["w"]), allow_int=True)({"w": 1.0, "ids": 2})
-  with pytest.raises(TypeError, match=says("`updates`['ids']", "real float", "float0")):
+  parts = ("`updates`['ids']", "complex float", "float0")
+  with pytest.raises(TypeError, match=says(*parts)):
     update_once(gradcomp.qsgd(), grads)
+
+
+@pytest.mark.parametrize("value", [1.5, 2, True], ids=repr)
+@pytest.mark.parametrize("make", [gradcomp.qsgd, gradcomp.clip_by_local_norm])
+def test_gradients_that_are_no_arrays(make, value):
+  tx = make(2)
+  state = tx.init({"w": jnp.ones(3), "b": jnp.ones([])})
+  parts = ("`updates`['b']", "an array", repr(value), "jnp.asarray")
+  with pytest.raises(TypeError, match=says(*parts)):
+    tx.update({"w": jnp.ones(3), "b": value}, state)
 
 
 DIFFERENTIATED = ("`updates`", "differentiated", "no derivative", "stop_gradient")
@@ -165,11 +176,11 @@ def test_gradients_through_an_update(codec):
   """Zeros for some codecs, and an assertion of Pallas for others, would say nothing."""
   tx = gradcomp.compress(codec, min_leaf_size=0)
   total = lambda x: jnp.sum(update_once(tx, {"w": x})["w"])
+  x = jax.ShapeDtypeStruct((128,), jnp.float32)
   for transform in (jax.grad, jax.jacfwd, lambda f: jax.grad(jax.jit(f))):
     with pytest.raises(TypeError, match=says(*DIFFERENTIATED)):
-      transform(total)(jnp.arange(1.0, 129.0))
-  fixed = lambda x: total(jax.lax.stop_gradient(x)) + jnp.sum(x)
-  assert (jax.grad(fixed)(jnp.arange(1.0, 129.0)) == 1).all()
+      jax.eval_shape(transform(total), x)
+  jax.eval_shape(jax.grad(lambda x: total(jax.lax.stop_gradient(x))), x)
 
 
 @pytest.mark.parametrize("codec", [QSGD(), QSGD(rounding="nearest"), Dense()])
