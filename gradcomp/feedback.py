@@ -155,20 +155,30 @@ def correct(updates: Any, residual: Any, codec: Codec) -> Any:
   return jax.tree.map(add, updates, *([] if residual is None else [residual]))
 
 
-def check_own(name: str, tree: Any, updates: Any) -> None:
+def check_own(name: str, tree: Any, updates: Any, workers: int) -> None:
   """Raises ValueError for a worker's own tree that is not like its gradient."""
 
   def check(path: Any, update: jax.Array, leaf: jax.Array) -> None:
-    if leaf.shape != (update.shape or (1,)):
+    shape = update.shape or (1,)
+    if leaf.shape != shape:
       raise ValueError(
         f"`state.{name}`{jax.tree_util.keystr(path)} must have the gradient's shape "
-        f"{update.shape or (1,)} here, got {leaf.shape}; inside a map, pass the state "
-        "through with gradcomp.state_specs, and make it by optimizer.init inside the "
-        "map or under jax.set_mesh(mesh)."
+        f"{shape} here, got {leaf.shape}{_made_for(leaf.shape, shape, workers)}; "
+        "inside a map, pass the state through with gradcomp.state_specs, and make it "
+        "by optimizer.init inside the map or under jax.set_mesh(mesh)."
       )
 
   if tree is not None:
     jax.tree_util.tree_map_with_path(check, updates, tree)
+
+
+def _made_for(got: tuple[int, ...], expected: tuple[int, ...], workers: int) -> str:
+  """Returns for how many workers residuals were stacked, if their part tells it."""
+  if got[1:] != expected[1:] or not expected[0] or (workers * got[0]) % expected[0]:
+    return ""
+  count = workers * got[0] // expected[0]
+  several = "s" if count > 1 else ""
+  return f": this state is for {count} worker{several}, not for {workers}"
 
 
 def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:

@@ -43,7 +43,13 @@ from gradcomp.feedback import (
   zero_state,
 )
 from gradcomp.gradients import reduction
-from gradcomp.state import CompressState, seed_words, selected_shapes, step_keys
+from gradcomp.state import (
+  CompressState,
+  check_state,
+  seed_words,
+  selected_shapes,
+  step_keys,
+)
 
 
 def compress(
@@ -244,26 +250,21 @@ def compress(
     needs = {
       "residual": keeps_residual and bool(jax.tree.leaves(updates)),
       "momentum": accumulator is not None and bool(jax.tree.leaves(updates)),
-      "memory": is_fitted(codec),
+      "memory": jax.eval_shape(codec.init) if is_fitted(codec) else None,
     }
-    for name, needed in needs.items():
-      if needed and getattr(state, name) is None:
-        raise ValueError(
-          f"`state.{name}` must be kept with feedback={feedback!r} and {codec}; make "
-          "the state with this transformation."
-        )
+    check_state(state, needs, f"feedback={feedback!r} and {codec}")
     if is_sum:
       explicit.check_stacked(state.residual, updates, axes)
     others = [explicit.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
 
     def on_device(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
-      check_own("residual", state.residual, updates)
-      check_own("momentum", state.momentum, updates)
+      count = 1 if axes is None else _axes.require_size(axes)
+      check_own("residual", state.residual, updates, count)
+      check_own("momentum", state.momentum, updates, count)
       given, moving = updates, state.momentum
       if accumulator:
         given, moving = accumulator.accumulate(updates, moving)
       corrected, treedef = jax.tree.flatten(correct(given, state.residual, codec))
-      count = 1 if axes is None else _axes.require_size(axes)
       workers = (
         None if axes is None else Workers(axes, count, 1 if is_sum else 1 / count)
       )

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from assertions import says
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
@@ -485,6 +486,49 @@ def test_state_of_another_number_of_workers():
   parts = ("`state.owner_residual`", "(4, 4096)", "(2, 4096)", "as many workers")
   with pytest.raises(ValueError, match=says(*parts)):
     jax.vmap(lambda g, s: tx.update(g, s), axis_name="data")(*two)
+
+
+@pytest.mark.parametrize("mode", ["train_step", "explicit"])
+@pytest.mark.parametrize("made_for", [8, 2, 1])
+def test_a_state_says_how_many_workers_it_was_made_for(mode, made_for):
+  """A state of 1 is what init makes outside the mesh."""
+  tx = gradcomp.qsgd(axis_name="data", feedback="error", second_stage_feedback=False)
+  params, mesh = {"w": jnp.zeros((8, 256))}, modes.mesh(WORKERS, AxisType.Explicit)
+  with jax.set_mesh(modes.mesh(made_for, AxisType.Explicit)):
+    state = jax.device_get(tx.init(params))
+  specs = gradcomp.state_specs(state, "data")
+  grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data")
+  with jax.set_mesh(mesh):
+    state = jax.device_put(state, jax.tree.map(lambda p: NamedSharding(mesh, p), specs))
+    batch, params = jax.device_put((BATCH, params), (P("data"), P()))
+    parts = ["`state.residual`['w']", f"for {made_for} worker", "not for 4", "set_mesh"]
+    if mode == "explicit":
+      step = lambda p, s, x: tx.update(grad_fn(p, x)[1], s)
+    else:
+      step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
+      if made_for == 1:  # whose parts cannot be those of all, and it says so first
+        parts = ["residual", "4 workers", "set_mesh"]
+    with pytest.raises(ValueError, match=says(*parts)):
+      jax.eval_shape(step, params, state, batch)
+
+
+nonuniform = functools.partial(gradcomp.qsgd, levels="nonuniform")
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_levels_fitted_for_other_bits(bits):
+  state = nonuniform(6 - bits).init(GRADS)
+  parts = ("`state.memory`", "the shape", f"bits={bits}", "got", "this transformation")
+  with pytest.raises(ValueError, match=says(*parts)):
+    nonuniform(bits).update(GRADS, state)
+
+
+@pytest.mark.parametrize("other", [optax.adam(0.1), optax.trace(0.9)])
+def test_state_of_another_transformation(other):
+  state = other.init(GRADS)
+  parts = ("`state`", "gradcomp.CompressState", type(state).__name__, "optax.chain")
+  with pytest.raises(TypeError, match=says(*parts)):
+    gradcomp.qsgd().update(GRADS, state)
 
 
 @pytest.mark.parametrize("value", [0, -2, 1.5, None, (), (2, 0), (2, 2, 2)], ids=repr)

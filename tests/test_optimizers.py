@@ -105,9 +105,7 @@ def losses(name, dtype, exchange):
 def test_an_optimizer_trains_behind_an_exchange(name, dtype, exchange):
   """As well as without, to a hundredth of the way."""
   if (name, exchange) == ("rprop", "qsgd"):
-    pytest.skip(
-      "its steps grow by the signs of gradients, and those of noise are noise"
-    )
+    pytest.skip("its steps grow by the signs of gradients, and here they are noise")
   first, last = losses(name, dtype, exchange)
   _, expected = losses(name, dtype, None)
   assert last < first
