@@ -120,10 +120,11 @@ class Momentum(NamedTuple):
     The new momentum is ``u' = m u + g``. A step sends ``u'``, or ``m u' + g`` after
     Nesterov.
     """
-    accumulated = _add(updates, momentum, self.decay)
-    sent = accumulated
-    if self.nesterov:
-      sent = _add(updates, accumulated, self.decay)
+    with jax.named_scope("gradcomp_correct"):
+      accumulated = _add(updates, momentum, self.decay)
+      sent = accumulated
+      if self.nesterov:
+        sent = _add(updates, accumulated, self.decay)
     shaped = jax.tree.map(lambda x, old: x.reshape(old.shape), accumulated, momentum)
     return sent, shaped
 
@@ -152,7 +153,8 @@ def correct(updates: Any, residual: Any, codec: Codec) -> Any:
       return wide
     return residual.reshape(g.shape).astype(wide.dtype) + wide
 
-  return jax.tree.map(add, updates, *([] if residual is None else [residual]))
+  with jax.named_scope("gradcomp_correct"):
+    return jax.tree.map(add, updates, *([] if residual is None else [residual]))
 
 
 def check_own(name: str, tree: Any, updates: Any, workers: int) -> None:
@@ -188,9 +190,10 @@ def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
   and its whole bucket with it, is never kept. And of that bucket no worker counts as
   sent what nobody can use.
   """
-  finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
-  new = unsent.reshape(old.shape).astype(old.dtype)
-  return jnp.where(finite.reshape(old.shape), new, old)
+  with jax.named_scope("gradcomp_residual"):
+    finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
+    new = unsent.reshape(old.shape).astype(old.dtype)
+    return jnp.where(finite.reshape(old.shape), new, old)
 
 
 def mask_momentum(
@@ -215,8 +218,9 @@ def mask_momentum(
     mean: the mean of all workers.
     sparse: whether the codec sends some elements and not others.
   """
-  finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
-  if sparse:
-    sent = (unsent != corrected).reshape(old.shape)
-    momentum = jnp.where(sent, 0.0, momentum)
-  return jnp.where(finite.reshape(old.shape), momentum, old)
+  with jax.named_scope("gradcomp_residual"):
+    finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
+    if sparse:
+      sent = (unsent != corrected).reshape(old.shape)
+      momentum = jnp.where(sent, 0.0, momentum)
+    return jnp.where(finite.reshape(old.shape), momentum, old)
