@@ -190,6 +190,24 @@ def _of_rows(
   return lambda rows, state: function(jax.tree.map(lambda x: x[0], rows), state)
 
 
+def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+  """Applies a linear function to an array, or to each device's addend of it.
+
+  It may add or drop last axes, which nothing cuts.
+  """
+  spec = typed_spec(x)
+  if not spec.unreduced:
+    return function(x)
+  rank = jax.eval_shape(function, jax.ShapeDtypeStruct(x.shape, x.dtype)).ndim
+  return jax.shard_map(
+    function,
+    mesh=None if _axes.manual_axes() else mesh_of(x),
+    in_specs=spec,
+    out_specs=PartitionSpec(*_entries(spec)[:rank], unreduced=spec.unreduced),
+    check_vma=False,
+  )(x)
+
+
 def _map_specs(function: Callable[[PartitionSpec], Any], specs: Any) -> Any:
   return jax.tree.map(function, specs, is_leaf=is_spec)
 

@@ -120,10 +120,11 @@ class Momentum(NamedTuple):
     The new momentum is ``u' = m u + g``. A step sends ``u'``, or ``m u' + g`` after
     Nesterov.
     """
-    accumulated = _add(updates, momentum, self.decay)
-    sent = accumulated
-    if self.nesterov:
-      sent = _add(updates, accumulated, self.decay)
+    with jax.named_scope("gradcomp_correct"):
+      accumulated = _add(updates, momentum, self.decay)
+      sent = accumulated
+      if self.nesterov:
+        sent = _add(updates, accumulated, self.decay)
     shaped = jax.tree.map(lambda x, old: x.reshape(old.shape), accumulated, momentum)
     return sent, shaped
 
@@ -152,10 +153,13 @@ def correct(updates: Any, residual: Any, codec: Codec) -> Any:
       return wide
     return residual.reshape(g.shape).astype(wide.dtype) + wide
 
-  return jax.tree.map(add, updates, *([] if residual is None else [residual]))
+  with jax.named_scope("gradcomp_correct"):
+    return jax.tree.map(add, updates, *([] if residual is None else [residual]))
 
 
-def check_own(name: str, tree: Any, updates: Any, axis_name: AxisName | None) -> None:
+def check_own(
+  name: str, tree: Any, updates: Any, axis_name: AxisName | None, workers: int
+) -> None:
   """Raises ValueError for a worker's own tree that is not like its gradient.
 
   Args:
@@ -163,6 +167,7 @@ def check_own(name: str, tree: Any, updates: Any, axis_name: AxisName | None) ->
     tree: its value, or None.
     updates: the gradients.
     axis_name: the axes to average over.
+    workers: N.
   """
 
   def check(path: Any, update: jax.Array, leaf: jax.Array) -> None:
@@ -170,9 +175,10 @@ def check_own(name: str, tree: Any, updates: Any, axis_name: AxisName | None) ->
     if leaf.shape != shape:
       raise ValueError(
         f"`state.{name}`{jax.tree_util.keystr(path)} must have the gradient's shape "
-        f"{shape} here, got {leaf.shape}; inside a map, pass the state through with "
-        "gradcomp.state_specs, and make it by optimizer.init inside the map or under "
-        f"jax.set_mesh(mesh).{_parts(shape, leaf.shape, axis_name)}"
+        f"{shape} here, got {leaf.shape}{_made_for(leaf.shape, shape, workers)}; "
+        "inside a map, pass the state through with gradcomp.state_specs, and make it "
+        "by optimizer.init inside the map or under jax.set_mesh(mesh)."
+        f"{_parts(shape, leaf.shape, axis_name)}"
       )
 
   if tree is not None:
@@ -195,6 +201,15 @@ def _parts(
   )
 
 
+def _made_for(got: tuple[int, ...], expected: tuple[int, ...], workers: int) -> str:
+  """Returns for how many workers residuals were stacked, if their part tells it."""
+  if got[1:] != expected[1:] or not expected[0] or (workers * got[0]) % expected[0]:
+    return ""
+  count = workers * got[0] // expected[0]
+  several = "s" if count > 1 else ""
+  return f": as if made for {count} worker{several}, not for {workers}"
+
+
 def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
   """Returns the new residual: what was not sent, or the old one if that is not finite.
 
@@ -202,9 +217,10 @@ def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
   and its whole bucket with it, is never kept. And of that bucket no worker counts as
   sent what nobody can use.
   """
-  finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
-  new = unsent.reshape(old.shape).astype(old.dtype)
-  return jnp.where(finite.reshape(old.shape), new, old)
+  with jax.named_scope("gradcomp_residual"):
+    finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
+    new = unsent.reshape(old.shape).astype(old.dtype)
+    return jnp.where(finite.reshape(old.shape), new, old)
 
 
 def mask_momentum(
@@ -229,8 +245,9 @@ def mask_momentum(
     mean: the mean of all workers.
     sparse: whether the codec sends some elements and not others.
   """
-  finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
-  if sparse:
-    sent = (unsent != corrected).reshape(old.shape)
-    momentum = jnp.where(sent, 0.0, momentum)
-  return jnp.where(finite.reshape(old.shape), momentum, old)
+  with jax.named_scope("gradcomp_residual"):
+    finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
+    if sparse:
+      sent = (unsent != corrected).reshape(old.shape)
+      momentum = jnp.where(sent, 0.0, momentum)
+    return jnp.where(finite.reshape(old.shape), momentum, old)

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from gradcomp import _axes, explicit
 from gradcomp._axes import AxisName
@@ -20,13 +19,6 @@ class Reduction(NamedTuple):
 
   axis_name: AxisName | None
   is_sum: bool
-
-
-def check_dtypes(updates: Any) -> None:
-  """Raises TypeError for leaves that are not real floating point."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-      raise TypeError(f"{_name(path)} must have a real float dtype, got {leaf.dtype}.")
 
 
 def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduction:

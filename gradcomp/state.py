@@ -1,7 +1,7 @@
 """The state of a transformation, and the keys of a step that derive from it."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,8 @@ class CompressState(NamedTuple):
 
   ``memory`` and ``selection`` are for codecs that remember: the first holds fitted
   levels, the second thresholds and counts of what was sent. Fields but ``step`` and
-  ``key`` are None if nobody needs them.
+  ``key`` are None if nobody needs them. What is kept of complex parameters has a last
+  axis of two more, for pairs of reals.
 
   Example:
     >>> state = gradcomp.onebit_sgd(min_leaf_size=0).init({"w": jnp.ones(2048)})
@@ -36,6 +37,36 @@ class CompressState(NamedTuple):
   memory: jax.Array | None  # a fitted codec's memory, replicated; or None
   momentum: Any = None  # float32, like the residual; or None
   selection: Selections | None = None  # a selecting codec's, per worker; or None
+
+
+def check_state(state: Any, needs: Mapping[str, Any], reason: str) -> None:
+  """Raises an error for the state of another transformation.
+
+  Args:
+    state: what ``update`` was given.
+    needs: by the names of fields, whether they must be kept, or the shape and dtype of
+      the array that they must be.
+    reason: the hyperparameters that need them.
+
+  Raises:
+    TypeError: it is no :class:`CompressState`.
+    ValueError: a field is missing, or has another shape.
+  """
+  cure = "make the state with this transformation"
+  if not isinstance(state, CompressState):
+    raise TypeError(
+      f"`state` must be a gradcomp.CompressState, got {type(state).__name__}; {cure}, "
+      "and take the one of its place from the state of an optax.chain."
+    )
+  for name, needed in needs.items():
+    value = getattr(state, name)
+    if needed and value is None:
+      raise ValueError(f"`state.{name}` must be kept with {reason}; {cure}.")
+    if isinstance(needed, jax.ShapeDtypeStruct) and value.shape != needed.shape:
+      raise ValueError(
+        f"`state.{name}` must have the shape {needed.shape} with {reason}, got "
+        f"{value.shape}; {cure}."
+      )
 
 
 def selected_shapes(rows: int) -> Any:

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from gradcomp import _agreement, _axes, _planning, _whole, explicit
 from gradcomp._axes import AxisName
-from gradcomp._border import not_differentiated
+from gradcomp._border import not_differentiated, of_reals
 from gradcomp._checks import flag, optional_size, share_below_1
 from gradcomp.codecs import (
   Codec,
@@ -42,8 +42,14 @@ from gradcomp.feedback import (
   remainder,
   zero_state,
 )
-from gradcomp.gradients import check_dtypes, reduction
-from gradcomp.state import CompressState, seed_words, selected_shapes, step_keys
+from gradcomp.gradients import reduction
+from gradcomp.state import (
+  CompressState,
+  check_state,
+  seed_words,
+  selected_shapes,
+  step_keys,
+)
 
 
 def compress(
@@ -78,6 +84,7 @@ def compress(
 
   All is computed in float32, and returned in the gradient's dtype. Of float64, what is
   beyond 3.4e38 becomes infinite. But with ``Dense()``, float64 is added as float64.
+  Complex gradients travel, and wait in residuals, as pairs of reals.
 
   A non-finite gradient makes (at least) its bucket NaN on every worker, and leaves the
   residuals there as they were. Guard with ``optax.apply_if_finite`` *after* this. The
@@ -134,8 +141,8 @@ def compress(
       another process of the run has other options. In both, parameters are cut over an
       axis that is averaged over, as far as their types, their placement or the
       residuals show it.
-    TypeError: ``codec`` is not one; in ``update``, a gradient leaf is not real floating
-      point, or ``jax.grad`` differentiates through it.
+    TypeError: ``codec`` is not one; in ``update``, a gradient leaf is neither real nor
+      complex floating point, or ``jax.grad`` differentiates through it.
 
   Example:
     >>> tx = compress(gradcomp.codecs.QSGD(bits=8, rounding="nearest"))
@@ -252,7 +259,6 @@ def compress(
     updates: Any, state: CompressState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, CompressState]:
     del extra_args
-    check_dtypes(updates)
     updates = not_differentiated(updates)
     if study := _planning.current():
       used = functools.partial(used_entries, codec, state.selection, axis_name)
@@ -264,14 +270,9 @@ def compress(
     needs = {
       "residual": keeps_residual and bool(jax.tree.leaves(updates)),
       "momentum": accumulator is not None and bool(jax.tree.leaves(updates)),
-      "memory": is_fitted(codec),
+      "memory": jax.eval_shape(codec.init) if is_fitted(codec) else None,
     }
-    for name, needed in needs.items():
-      if needed and getattr(state, name) is None:
-        raise ValueError(
-          f"`state.{name}` must be kept with feedback={feedback!r} and {codec}; make "
-          "the state with this transformation."
-        )
+    check_state(state, needs, f"feedback={feedback!r} and {codec}")
     if is_sum:
       explicit.check_stacked(state.residual, updates, axes)
     others = [explicit.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
@@ -285,13 +286,13 @@ def compress(
       _agreement.require_agreement(repr((axes, names, shapes)), told)
 
     def on_device(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
-      check_own("residual", state.residual, updates, axes)
-      check_own("momentum", state.momentum, updates, axes)
+      count = 1 if axes is None else _axes.require_size(axes)
+      check_own("residual", state.residual, updates, axes, count)
+      check_own("momentum", state.momentum, updates, axes, count)
       given, moving = updates, state.momentum
       if accumulator:
         given, moving = accumulator.accumulate(updates, moving)
       corrected, treedef = jax.tree.flatten(correct(given, state.residual, codec))
-      count = 1 if axes is None else _axes.require_size(axes)
       workers = (
         None if axes is None else Workers(axes, count, 1 if is_sum else 1 / count)
       )
@@ -355,7 +356,7 @@ def compress(
     unreduced = exchange == "local"
     return explicit.per_device(on_device, updates, state, axes, keeps_addends=unreduced)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return of_reals(init_fn, update_fn)
 
 
 def _required_owned(state: CompressState, workers: Workers) -> OwnerResiduals:

@@ -207,7 +207,8 @@ def _encode(
     other if stat is None else stat
     for stat, other in zip(stats, remembered, strict=True)
   ]
-  matrices, unsent = layout.encode(leaves, leaf_keys, agreed, keep=keep)
+  with jax.named_scope("gradcomp_encode"):
+    matrices, unsent = layout.encode(leaves, leaf_keys, agreed, keep=keep)
   row_stats = layout.row_stats(stats)
   decoders = [
     rows_decoder(codec, rows[None], stat, 1.0)

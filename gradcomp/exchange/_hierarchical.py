@@ -97,8 +97,9 @@ def hierarchical(
 
   sent, lost = [], []
   for i, (codec, x) in enumerate(zip(layout.codecs, sums, strict=True)):
-    sent.append(codec.encode_rows(x, key=_fold(keys, i, 0), stats=memory))
-    lost.append(x - codec.decode_rows(sent[i]).reshape(x.shape))
+    with jax.named_scope("gradcomp_encode"):
+      sent.append(codec.encode_rows(x, key=_fold(keys, i, 0), stats=memory))
+      lost.append(x - codec.decode_rows(sent[i]).reshape(x.shape))
   received = regroup(join(sent, groups), workers, groups, size, inside=False)
   owned = split(received, [(x.shape[0] // groups, x.shape[1]) for x in sent])
   means, kept = [], []
