@@ -174,5 +174,7 @@ def _is_installed(module: str | None) -> bool:
   root = (module or "").partition(".")[0]
   if not root or root in sys.stdlib_module_names or root == __package__:
     return True
+  if root == "__main__":  # the user's, also where a launcher's file runs
+    return False
   file = getattr(sys.modules.get(module), "__file__", None) or ""
   return "site-packages" in file or "dist-packages" in file

@@ -57,8 +57,8 @@ def make_train_step(
       says a worker sends for gradients in a step, as ``float32``), ``"gradient_norm"``
       (the root mean square over the workers of their own gradients' l2 norms) and
       ``"update_norm"`` (the l2 norm of what is added to the parameters).
-    donate: whether parameters and states are updated in place. The arrays that were
-      passed in are then gone.
+    donate: whether parameters and optimizer state are updated in place. The arrays that
+      were passed in are then gone.
 
   Returns:
     A jitted ``step(params, opt_state, batch, *extra) -> (params, opt_state, metrics)``.
@@ -136,9 +136,8 @@ def make_train_step(
   ) -> tuple[Any, ...]:
     return whole_step(params, opt_state, state, batch, extra, rng)
 
-  if model_state is None:
-    return jax.jit(step, donate_argnums=(0, 1) if donate else ())
-  return jax.jit(step_with_state, donate_argnums=(0, 1, 2) if donate else ())
+  chosen: Any = step if model_state is None else step_with_state
+  return jax.jit(chosen, donate_argnums=(0, 1) if donate else ())
 
 
 def _sizes(mesh: Mesh, axis_name: AxisName) -> tuple[int, ...]:
