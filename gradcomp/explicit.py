@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from gradcomp import _axes
 from gradcomp._axes import AxisName
+from gradcomp._closures import with_arrays
 from gradcomp.exchange import pmean
 
 
@@ -150,7 +151,7 @@ def per_device(
   # JAX 0.10 takes unreduced arrays only if all axes are manual. Then the devices along
   # an Auto axis would all do, and send, the same.
   inside = set(mesh.axis_names).difference(mesh.auto_axes)
-  if addends and mesh.auto_axes and not keeps_addends:
+  if axis_name is not None and addends and mesh.auto_axes and not keeps_addends:
     updates = _stack(updates, mesh, specs, axis_name)
     specs = _map_specs(lambda spec: _on_top(spec, axis_name), specs)
     function = _of_rows(function)
@@ -218,15 +219,19 @@ def _checks_types(tree: Any) -> bool:
 
 
 def addends(
-  function: Callable[..., tuple[Any, Any]],
+  loss_fn: Callable[..., Any],
+  gradients_of: Callable[..., Callable[..., tuple[Any, Any]]],
   axis_name: AxisName,
   *args: Any,
   **kwargs: Any,
 ) -> tuple[Any, Any]:
-  """Runs ``value, grads = function(*args, **kwargs)`` on each worker's arguments.
+  """Runs ``gradients_of(loss_fn)(*args, **kwargs)`` on each worker's arguments.
+
+  Arrays of the mesh that the loss closes over become arguments.
 
   Args:
-    function: returns the worker's value, and its gradients.
+    loss_fn: returns the worker's loss.
+    gradients_of: makes of it a function that returns the value and the gradients.
     axis_name: the axes over which arguments are cut, as their types say.
     *args: arrays, and anything else as it is.
     **kwargs: arrays, and anything else as it is.
@@ -235,30 +240,35 @@ def addends(
     The mean of the values, and the gradients divided by N, unreduced over the axes.
   """
   leaves, treedef = jax.tree.flatten((args, kwargs))
-  arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+  given = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
   names = _axes.names(axis_name)
 
-  def local(*arrays: jax.Array) -> tuple[Any, Any]:
-    parts = iter(arrays)
-    own = [next(parts) if isinstance(x, jax.Array) else x for x in leaves]
-    args, kwargs = jax.tree.unflatten(treedef, own)
-    value, grads = function(*args, **kwargs)
-    share = 1 / _axes.require_size(axis_name)
-    grads = jax.tree.map(lambda g: (g * share)[None], grads)
-    return pmean(value, axis_name), grads
+  def enter(bind: Callable[[Sequence[Any]], Any], closed_over: list[Any]) -> Any:
+    arrays = [*given, *closed_over]
 
-  value, stack = jax.shard_map(
-    local,
-    mesh=mesh_of(arrays),
-    in_specs=tuple(_restricted(typed_spec(x), names) for x in arrays),
-    out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
-    axis_names=set(names),
-    check_vma=False,
-  )(*arrays)
+    def local(*arrays: jax.Array) -> tuple[Any, Any]:
+      parts = iter(arrays)
+      own = [next(parts) if isinstance(x, jax.Array) else x for x in leaves]
+      args, kwargs = jax.tree.unflatten(treedef, own)
+      value, grads = gradients_of(bind(tuple(parts)))(*args, **kwargs)
+      share = 1 / _axes.require_size(axis_name)
+      grads = jax.tree.map(lambda g: (g * share)[None], grads)
+      return pmean(value, axis_name), grads
+
+    return jax.shard_map(
+      local,
+      mesh=mesh_of(arrays),
+      in_specs=tuple(restricted(typed_spec(x), names) for x in arrays),
+      out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
+      axis_names=set(names),
+      check_vma=False,
+    )(*arrays)
+
+  value, stack = with_arrays(loss_fn, enter)
   return value, unreduce(stack, axis_name)
 
 
-def _restricted(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
+def restricted(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
   """Returns a spec without other axes than these."""
 
   def kept(entry: Any) -> Any:

@@ -78,7 +78,7 @@ def test_the_script_for_many_hosts_runs_on_one(tmp_path):
 
 QUICKSTART = FOLDER / "quickstart.md"
 # Pages that compile several train steps.
-TRAINING = {"low-precision", "extending"}
+TRAINING = {"low-precision", "extending", "recipes"}
 OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, FOLDER / "many-hosts.md")]
 
 

@@ -1,0 +1,180 @@
+"""Makes the arrays that a function closes over arguments of a map.
+
+Under Explicit axes, JAX 0.10 to 0.12 does not let a function inside ``jax.shard_map``
+read an array of the mesh that is no argument of the map. People write such functions
+all the time: a loss that reads batch statistics, a frozen base, or a moving average.
+"""
+
+import copy
+import functools
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+_JAX_SAYS = "Closing over inputs to shard_map"
+
+Bind = Callable[[Sequence[Any]], Any]
+
+
+def with_arrays(functions: Any, enter: Callable[[Bind, list[Any]], Any]) -> Any:
+  """Enters a map with all the arrays that functions read, if JAX asks for them.
+
+  Args:
+    functions: a function, or a tree of some, that run inside the map.
+    enter: ``enter(bind, arrays)`` enters the map with ``arrays`` as further arguments.
+      Inside, ``bind(parts)`` returns the functions, with what has become of the arrays
+      in their place.
+
+  Returns:
+    What ``enter`` returns. It is called with no arrays first, and a second time if the
+    functions then read one of the mesh.
+
+  Raises:
+    ValueError: they read one from a place that is not searched.
+  """
+  try:
+    return enter(lambda parts: functions, [])
+  except NotImplementedError as error:
+    if _JAX_SAYS not in str(error):
+      raise
+  found: dict[int, jax.Array] = {}
+  _Copier(lambda x: found.setdefault(id(x), x)).copy(functions)
+
+  def bind(parts: Sequence[Any]) -> Any:
+    part_of = dict(zip(found, parts, strict=True))
+    return _Copier(lambda x: part_of[id(x)]).copy(functions)
+
+  try:
+    return enter(bind, list(found.values()))
+  except NotImplementedError as error:
+    if _JAX_SAYS not in str(error):
+      raise
+    shape = str(error).rpartition("shape ")[2]
+    raise ValueError(
+      f"`loss_fn` must not close over arrays of the mesh in this way, got {shape}, "
+      "which is neither in a closure nor in a global variable that gradcomp searches; "
+      "make it an argument: loss_fn(params, batch, array), and call the result of "
+      "gradcomp.value_and_grad with (params, batch, array), or that of "
+      "gradcomp.make_train_step with (params, opt_state, batch, array)."
+    ) from error
+
+
+class _Copier:
+  """Copies functions and what they hold, with other arrays for those of a mesh.
+
+  It looks into trees, closures, defaults, partial applications, methods' owners, and
+  into global variables and objects of the user's own modules. What holds no array of a
+  mesh is not copied.
+  """
+
+  def __init__(self, replace: Callable[[jax.Array], Any]):
+    self._replace = replace
+    self._seen: dict[int, tuple[Any, Any]] = {}  # the original, so that its id is kept
+
+  def copy(self, x: Any) -> Any:
+    if id(x) not in self._seen:
+      self._seen[id(x)] = x, x  # for what holds itself
+      self._seen[id(x)] = x, self._copied(x)
+    return self._seen[id(x)][1]
+
+  def _copied(self, x: Any) -> Any:
+    if isinstance(x, jax.Array):
+      gone = not isinstance(x, jax.core.Tracer) and x.is_deleted()
+      kinds = jax.typeof(x).sharding.mesh.axis_types
+      return x if gone or AxisType.Explicit not in kinds else self._replace(x)
+    if isinstance(x, types.FunctionType):
+      return self._function(x)
+    if isinstance(x, types.MethodType):
+      return self._rebuilt(x, [x.__func__, x.__self__], lambda y: type(x)(*y))
+    if isinstance(x, functools.partial):
+      held = [x.func, *x.args, *x.keywords.values()]
+
+      def apply(held: list[Any]) -> Any:
+        count = 1 + len(x.args)
+        keywords = dict(zip(x.keywords, held[count:], strict=True))
+        return type(x)(*held[:count], **keywords)
+
+      return self._rebuilt(x, held, apply)
+    if type(x) is dict:  # whose keys need not be in an order, as in a tree
+      make = lambda y: dict(zip(x, y, strict=True))
+      return self._rebuilt(x, list(x.values()), make)
+    if isinstance(x, type | types.ModuleType):
+      return x
+    leaves, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
+    if len(leaves) == 1 and leaves[0] is x:
+      return self._object(x)
+    return self._rebuilt(x, leaves, treedef.unflatten)
+
+  def _rebuilt(self, x: Any, held: list[Any], make: Callable[[list[Any]], Any]) -> Any:
+    """Returns ``x`` if nothing that it holds is replaced."""
+    copies = [self.copy(y) for y in held]
+    same = all(a is b for a, b in zip(copies, held, strict=True))
+    return x if same else make(copies)
+
+  def _function(self, x: types.FunctionType) -> Any:
+    cells = [cell for cell in x.__closure__ or () if not _is_empty(cell)]
+    names = set() if _is_installed(x.__module__) else _names(x.__code__)
+    names = sorted(name for name in names if name in x.__globals__)
+    held = [x.__defaults__, x.__kwdefaults__, *(cell.cell_contents for cell in cells)]
+
+    def make(held: list[Any]) -> Any:
+      defaults, keywords, *rest = held
+      contents = dict(zip(map(id, cells), rest, strict=False))
+      variables = dict(zip(names, rest[len(cells) :], strict=True))
+      closure = tuple(
+        types.CellType(contents[id(cell)]) if id(cell) in contents else cell
+        for cell in x.__closure__ or ()
+      )
+      function = types.FunctionType(
+        x.__code__, x.__globals__ | variables, x.__name__, defaults, closure
+      )
+      function.__kwdefaults__ = keywords
+      return function
+
+    return self._rebuilt(x, held + [x.__globals__[name] for name in names], make)
+
+  def _object(self, x: Any) -> Any:
+    wrapped = getattr(x, "__wrapped__", None) if callable(x) else None
+    if wrapped is not None:  # a function under jax.jit, which the map compiles anyway
+      copied = self.copy(wrapped)
+      return x if copied is wrapped else copied
+    attributes = getattr(x, "__dict__", None)
+    if not isinstance(attributes, dict) or _is_installed(type(x).__module__):
+      return x
+
+    def make(held: list[Any]) -> Any:
+      result = copy.copy(x)
+      result.__dict__.update(zip(attributes, held, strict=True))
+      return result
+
+    return self._rebuilt(x, list(attributes.values()), make)
+
+
+def _is_empty(cell: Any) -> bool:
+  """Returns True for a variable that its function has not set yet."""
+  try:
+    cell.cell_contents  # noqa: B018
+  except ValueError:
+    return True
+  return False
+
+
+def _names(code: types.CodeType) -> set[str]:
+  """Returns the names that a function, and those inside of it, may read as globals."""
+  inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+  return set(code.co_names).union(*map(_names, inner))
+
+
+def _is_installed(module: str | None) -> bool:
+  """Returns True for modules of Python, of this package, and of others installed."""
+  root = (module or "").partition(".")[0]
+  if not root or root in sys.stdlib_module_names or root == __package__:
+    return True
+  if root == "__main__":  # the user's, also where a launcher's file runs
+    return False
+  file = getattr(sys.modules.get(module), "__file__", None) or ""
+  return "site-packages" in file or "dist-packages" in file

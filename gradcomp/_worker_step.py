@@ -1,0 +1,141 @@
+"""What each worker does in a train step."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from gradcomp._axes import AxisName
+from gradcomp.exchange import pmean
+from gradcomp.freezing import unaveraged
+from gradcomp.local_gradients import value_and_grad
+
+ModelState = Literal["mean", "local"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerStep:
+  """The step of one worker, inside the map; :func:`make_train_step` has the options."""
+
+  axis_name: AxisName | None
+  has_aux: bool
+  model_state: ModelState | None
+  accumulate: int
+  report: bool
+
+  def __call__(
+    self,
+    functions: tuple[Callable[..., Any], Callable[..., Any]],
+    params: Any,
+    opt_state: Any,
+    model_state: Any,
+    batch: Any,
+    extra: tuple[Any, ...],
+    rng: jax.Array | None,
+  ) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Returns new parameters, optimizer state, model state and metrics.
+
+    Args:
+      functions: the loss, and the ``update`` of the optimizer.
+      params: the parameters.
+      opt_state: the state of the optimizer.
+      model_state: the model state, or None.
+      batch: the worker's part of the batch.
+      extra: further arguments of the loss.
+      rng: a key that all workers share, or None.
+    """
+    loss_fn, update = functions
+    grad_fn = value_and_grad(
+      self._uniform(loss_fn),
+      axis_name=self.axis_name,
+      has_aux=True,
+      accumulate=self.accumulate,
+    )
+    if self.model_state == "local":
+      model_state = jax.tree.map(lambda x: x[0], model_state)
+    rows = batch, self._keys(rng)
+    value, grads = grad_fn(params, rows, model_state, extra)
+    loss, (model_state, aux) = value
+    metrics = {"loss": loss}
+    if self.has_aux:
+      metrics["aux"] = self._mean(aux)
+    if self.model_state == "local":
+      model_state = jax.tree.map(lambda x: x[None], model_state)
+    if self.model_state == "mean":
+      wide = jax.tree.map(lambda x: x.astype(_wide(x)), model_state)
+      narrow = lambda mean, x: mean.astype(x.dtype)
+      model_state = jax.tree.map(narrow, self._mean(wide), model_state)
+    updates, opt_state = update(grads, opt_state, params)
+    self._check_equal(updates, params)
+    if self.report:
+      square = self._mean(optax.tree.norm(grads, squared=True))
+      metrics |= {
+        "gradient_norm": jnp.sqrt(square),
+        "update_norm": optax.tree.norm(updates),
+      }
+    return optax.apply_updates(params, updates), opt_state, model_state, metrics
+
+  def _uniform(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a loss with the same arguments and results, whatever the options are."""
+
+    def uniform(params: Any, rows: Any, model_state: Any, extra: Any) -> Any:
+      batch, keys = rows
+      options = {} if keys is None else {"rng": keys[0]}
+      if self.model_state is not None:
+        batch, extra = model_state, (batch, *extra)
+      result = loss_fn(params, batch, *extra, **options)
+      if self.model_state is None:
+        loss, aux = result if self.has_aux else (result, None)
+        return loss, (None, aux)
+      loss, rest = result
+      return loss, (rest if self.has_aux else (rest, None))
+
+    return uniform
+
+  def _keys(self, rng: jax.Array | None) -> jax.Array | None:
+    """Returns a key of the worker's own for each micro-batch."""
+    if rng is None:
+      return None
+    worker = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
+    return jax.random.split(jax.random.fold_in(rng, worker), self.accumulate)
+
+  def _mean(self, tree: Any) -> Any:
+    return tree if self.axis_name is None else pmean(tree, self.axis_name)
+
+  def _check_equal(self, updates: Any, params: Any) -> None:
+    """Raises ValueError for updates that still differ between the workers."""
+    if self.axis_name is not None and (paths := unaveraged(updates, params)):
+      raise ValueError(
+        "`optimizer` must return updates that are equal on all workers, but that of "
+        f"{paths[0]} differs between those of {self.axis_name!r}: no exchange has seen "
+        "its gradient. Let a gradcomp transformation see this leaf too, or freeze it "
+        "by optax.set_to_zero."
+      )
+
+
+def check_model_state(
+  model_state: Any, kind: ModelState | None, accumulate: int, workers: int
+) -> None:
+  """Raises an error for what is not averaged, or not stacked, as it should be."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+    name = f"`model_state`{jax.tree_util.keystr(path)}"
+    averaged = kind == "mean" or accumulate > 1
+    if averaged and not jnp.issubdtype(leaf.dtype, jnp.floating):
+      raise TypeError(
+        f"{name} must have a real float dtype to be averaged, got {leaf.dtype}; make "
+        "it an argument of its own, behind the batch."
+      )
+    if kind == "local" and leaf.shape[:1] != (workers,):
+      raise ValueError(
+        f"{name} must have a first axis of {workers}, one row for each worker, got the "
+        f"shape {leaf.shape}; begin with jax.tree.map(lambda x: jnp.broadcast_to(x, "
+        f"({workers}, *x.shape)), model_state)."
+      )
+
+
+def _wide(x: jax.Array) -> Any:
+  return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,0 +1,207 @@
+"""Keeps gradients per worker: the mean must not be taken before it is compressed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp import _axes, _whole, explicit
+from gradcomp._axes import AxisName
+from gradcomp._checks import static_integer
+from gradcomp.exchange import pmean
+
+
+def defer_reduction(params: Any, axis_name: AxisName) -> Any:
+  """Types the parameters as differing between workers, so that gradients stay local.
+
+  Inside ``jax.shard_map`` with its default ``check_vma=True``, JAX all-reduces the
+  gradient with respect to replicated parameters in full precision, before anyone could
+  compress it. Call this on the parameters before ``jax.grad``. Under ``jax.pmap``,
+  ``jax.vmap`` and ``check_vma=False``, gradients are local anyway, and the parameters
+  come back as they are.
+
+  In plain ``jax.jit`` under Explicit axes it types them as ``reduced``, so that
+  ``jax.grad`` returns gradients typed ``{U:data}``, where JAX has rules for that. It
+  has rules for matrix products, einsums, gathers and scans. As of JAX 0.12 it has none
+  for convolutions, nor for operations that combine a parameter and a batch element by
+  element, like a bias. :func:`value_and_grad` works for every model.
+
+  Args:
+    params: a tree of arrays, replicated over the axis.
+    axis_name: an axis of the enclosing map, or an Explicit axis of the mesh; or a tuple
+      of them.
+
+  Returns:
+    The same values.
+
+  Raises:
+    ValueError: the axis is not bound by a map, nor an Explicit axis of the mesh.
+
+  Example:
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> def grads(w):
+    ...   w = gradcomp.defer_reduction(w, "data")
+    ...   return jax.grad(lambda w: jnp.sum(w**2))(w)
+    >>> jax.shard_map(
+    ...   grads, mesh=mesh, in_specs=P(), out_specs=P("data")
+    ... )(jnp.ones(2))
+    Array([2., 2.], dtype=float32)
+  """
+  if _in_explicit_jit(params, axis_name):
+    return explicit.mark_reduced(params, axis_name)
+  _axes.require_size(axis_name, explicit.mesh_of(params))
+  return _axes.mark_varying(params, axis_name)
+
+
+def value_and_grad(
+  loss_fn: Callable[..., Any],
+  *,
+  axis_name: AxisName | None,
+  argnums: int | tuple[int, ...] = 0,
+  has_aux: bool = False,
+  accumulate: int = 1,
+  batch_argnums: int | tuple[int, ...] = 1,
+) -> Callable[..., tuple[Any, Any]]:
+  """Returns what ``jax.value_and_grad`` does, but gradients stay per worker.
+
+  They do so wherever it runs. In plain ``jax.jit`` under Explicit axes, it runs the
+  loss in a ``jax.shard_map`` over the axis, on arguments cut as their types say, and
+  returns gradients typed ``{U:data}``. Each worker's gradient is then divided by N, and
+  their sum is the gradient of the loss over the whole batch.
+
+  Arrays of the mesh that the loss closes over become arguments there by themselves: it
+  may read them from a closure, a global variable, a partial application, or an
+  attribute of an object. It is traced a second time for that.
+
+  Args:
+    loss_fn: returns the worker's loss, or ``(loss, aux)``. The loss is the mean over
+      the worker's part of the batch.
+    axis_name: the axis of the enclosing shard_map, pmap or vmap, or an Explicit axis of
+      the mesh; a tuple of axes; None for none.
+    argnums: the arguments to differentiate, as in JAX.
+    has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+    accumulate: the number of micro-batches that a worker takes one after the other, so
+      that it holds the activations of one of them. Gradients of half precision are
+      added up in float32.
+    batch_argnums: the arguments that are cut into micro-batches on their first axis, if
+      ``accumulate`` is above 1.
+
+  Returns:
+    A function like ``loss_fn`` that returns ``(loss, grads)`` or
+    ``((loss, aux), grads)``. The loss is averaged over the axis. Gradients and ``aux``
+    are the worker's own, and means over the micro-batches. Under Explicit axes, where a
+    value has no worker, ``aux`` is averaged over the axis, too.
+
+  Raises:
+    ValueError: ``accumulate`` is no number of micro-batches; when called, the axis is
+      not bound, or the micro-batches would not be equal; or under Explicit axes, no
+      argument is cut over the axis, a differentiated one is, or the loss closes over an
+      array in a way that is not searched.
+
+  Example:
+    >>> grad_fn = value_and_grad(lambda w, x: jnp.mean(w * x), axis_name="data")
+    >>> x = jnp.array([[1.0], [3.0]])
+    >>> jax.vmap(grad_fn, in_axes=(None, 0), axis_name="data")(jnp.float32(2.0), x)
+    (Array([4., 4.], dtype=float32), Array([1., 3.], dtype=float32))
+  """
+  accumulate = check_accumulate(accumulate)
+  differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+  cut = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+
+  def gradients_of(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    grad_fn = jax.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
+    if accumulate == 1:
+      return grad_fn
+    return _over_micro_batches(grad_fn, argnums, accumulate, cut)
+
+  if axis_name is None:
+    return gradients_of(loss_fn)
+
+  def local_value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    if _in_explicit_jit((args, kwargs), axis_name):
+      _check_cut([args[i] for i in differentiated], (args, kwargs), axis_name)
+      return explicit.addends(loss_fn, gradients_of, axis_name, *args, **kwargs)
+    marked = list(args)
+    for i in differentiated:
+      marked[i] = defer_reduction(marked[i], axis_name)
+    value, grads = gradients_of(loss_fn)(*marked, **kwargs)
+    if has_aux:
+      return (pmean(value[0], axis_name), value[1]), grads
+    return pmean(value, axis_name), grads
+
+  return local_value_and_grad
+
+
+def check_accumulate(value: Any) -> int:
+  """Returns the number of micro-batches; ValueError for what is none."""
+  rule = "a number of micro-batches, 1 or more"
+  number = static_integer("accumulate", rule, value)
+  if number < 1:
+    raise ValueError(f"`accumulate` must be {rule}, got {number}.")
+  return number
+
+
+def _over_micro_batches(
+  grad_fn: Callable[..., tuple[Any, Any]],
+  argnums: int | tuple[int, ...],
+  count: int,
+  cut: tuple[int, ...],
+) -> Callable[..., tuple[Any, Any]]:
+  """Returns a function with the means of what ``grad_fn`` returns for micro-batches."""
+
+  def part(path: Any, x: Any) -> Any:
+    if not jnp.shape(x) or jnp.shape(x)[0] % count:
+      raise ValueError(
+        f"`accumulate` must divide the first axis of a worker's part of the batch, got "
+        f"{count} and the shape {jnp.shape(x)} at {jax.tree_util.keystr(path)}."
+      )
+    return jnp.reshape(x, (count, x.shape[0] // count, *x.shape[1:]))
+
+  def averaged(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    params = args[argnums] if isinstance(argnums, int) else [args[i] for i in argnums]
+    params = params if isinstance(argnums, int) else tuple(params)
+
+    def add(total: Any, micro_batch: Any) -> tuple[Any, Any]:
+      own = list(args)
+      for i, x in zip(cut, micro_batch, strict=True):
+        own[i] = x
+      value, grads = grad_fn(*own, **kwargs)
+      return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), value
+
+    def zeros(x: Any) -> jax.Array:
+      return jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
+
+    parts = tuple(jax.tree_util.tree_map_with_path(part, args[i]) for i in cut)
+    total, values = lax.scan(add, jax.tree.map(zeros, params), parts)
+    mean = lambda t, x: (t / count).astype(x.dtype)
+    value = jax.tree.map(lambda x: jnp.mean(x, axis=0), values)
+    return value, jax.tree.map(mean, total, params)
+
+  return averaged
+
+
+def _in_explicit_jit(tree: Any, axis_name: AxisName) -> bool:
+  """Returns True if the axes are Explicit ones of the mesh that no map has bound."""
+  if _axes.bound_size(axis_name) is not None:
+    return False
+  return explicit.is_explicit(explicit.mesh_of(tree), axis_name)
+
+
+def _check_cut(params: Any, arguments: Any, axis_name: AxisName) -> None:
+  """Raises ValueError unless the parameters are whole, and another argument is cut."""
+  names = _axes.names(axis_name)
+  for leaf in jax.tree.leaves(params):
+    if cut := explicit.sharded(explicit.typed_spec(leaf)).intersection(names):
+      raise ValueError(
+        "`argnums` must name arguments that every worker has whole, but one is cut "
+        f"over {sorted(cut)}: {_whole.CURE}; or compress over other axes of the batch."
+      )
+  specs = [explicit.typed_spec(leaf) for leaf in jax.tree.leaves(arguments)]
+  if not all(any(name in explicit.sharded(spec) for spec in specs) for name in names):
+    raise ValueError(
+      f"`axis_name` must cut an argument, but none is sharded over {axis_name!r}: "
+      "every worker would compute the same gradient. Put the batch there: "
+      "jax.device_put(batch, jax.NamedSharding(mesh, jax.P(axis_name)))."
+    )
