@@ -89,14 +89,16 @@ class _Copier:
     if isinstance(x, types.FunctionType):
       return self._function(x)
     if isinstance(x, types.MethodType):
-      return self._rebuilt(x, [x.__func__, x.__self__], lambda y: type(x)(*y))
+      make_method = lambda y: types.MethodType(*y)
+      return self._rebuilt(x, [x.__func__, x.__self__], make_method)
     if isinstance(x, functools.partial):
       held = [x.func, *x.args, *x.keywords.values()]
 
       def apply(held: list[Any]) -> Any:
         count = 1 + len(x.args)
         keywords = dict(zip(x.keywords, held[count:], strict=True))
-        return type(x)(*held[:count], **keywords)
+        kind: Any = type(x)  # JAX has a subclass
+        return kind(*held[:count], **keywords)
 
       return self._rebuilt(x, held, apply)
     if type(x) is dict:  # whose keys need not be in an order, as in a tree
@@ -107,7 +109,7 @@ class _Copier:
     leaves, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
     if len(leaves) == 1 and leaves[0] is x:
       return self._object(x)
-    return self._rebuilt(x, leaves, treedef.unflatten)
+    return self._rebuilt(x, leaves, functools.partial(jax.tree.unflatten, treedef))
 
   def _rebuilt(self, x: Any, held: list[Any], make: Callable[[list[Any]], Any]) -> Any:
     """Returns ``x`` if nothing that it holds is replaced."""
@@ -117,8 +119,8 @@ class _Copier:
 
   def _function(self, x: types.FunctionType) -> Any:
     cells = [cell for cell in x.__closure__ or () if not _is_empty(cell)]
-    names = set() if _is_installed(x.__module__) else _names(x.__code__)
-    names = sorted(name for name in names if name in x.__globals__)
+    read = set() if _is_installed(x.__module__) else _names(x.__code__)
+    names = sorted(name for name in read if name in x.__globals__)
     held = [x.__defaults__, x.__kwdefaults__, *(cell.cell_contents for cell in cells)]
 
     def make(held: list[Any]) -> Any:
@@ -176,5 +178,5 @@ def _is_installed(module: str | None) -> bool:
     return True
   if root == "__main__":  # the user's, also where a launcher's file runs
     return False
-  file = getattr(sys.modules.get(module), "__file__", None) or ""
+  file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
   return "site-packages" in file or "dist-packages" in file

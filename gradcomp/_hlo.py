@@ -166,11 +166,8 @@ def _groups(kind: str, rest: str, devices: int) -> Groups:
   # [2,4]<=[8], or [2,4]<=[4,2]T(1,0): the devices in order, reshaped and transposed.
   iota = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
   if match := re.search(iota, rest):
-    shape, sizes, order = (
-      [int(x) for x in part.split(",")] if part else None for part in match.groups()
-    )
-    assert shape is not None and sizes is not None
-    numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
+    shape, counts, order = (_integers(part) for part in match.groups())
+    numbers = np.arange(math.prod(counts)).reshape(counts).transpose(order or None)
     return _listed(numbers.reshape(shape).tolist())
   # mesh['a'=2,'b'=8] {'a','b':(1)4}: all of the axis a and 4 of the 8 of b.
   if match := re.search(r"replica_groups=mesh\[(.*?)\](.*?) \{(.*?)\}", rest):
@@ -182,6 +179,10 @@ def _groups(kind: str, rest: str, devices: int) -> Groups:
     if all(axis in sizes and size for axis, _, size in parts):
       return _along(sizes, match[2], parts)
   raise _unreadable("known replica groups", f"{kind}({rest}")
+
+
+def _integers(text: str | None) -> list[int]:
+  return [int(x) for x in text.split(",")] if text else []
 
 
 def _along(
@@ -197,10 +198,11 @@ def _along(
   numbers = np.arange(math.prod(sizes.values()))
   match = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", order)
   if match:
-    axes = [int(x) for x in match[2].split(",")] if match[2] else None
-    numbers = numbers.reshape([int(x) for x in match[1].split(",")]).transpose(axes)
+    numbers = numbers.reshape(_integers(match[1]))
+    numbers = numbers.transpose(_integers(match[2]) or None)
   workers = math.prod(size for _, _, size in parts)
-  shape, inside = [], []
+  shape: list[int] = []
+  inside: list[int] = []
   for axis, size in sizes.items():
     own = [(before, part) for name, before, part in parts if name == axis]
     before, part = own[0] if own else (1, 1)
