@@ -58,7 +58,7 @@ def allow_frozen(
         return result
     read = _reads(optimizer, updates, state, params, extra_args)
     given = [x if used else _zeros(x) for x, used in zip(leaves, read, strict=True)]
-    return call(treedef.unflatten(given))
+    return call(jax.tree.unflatten(treedef, given))
 
   return optax.GradientTransformationExtraArgs(optimizer.init, update_fn)
 
@@ -107,7 +107,7 @@ def _reads(
   def update(*arrays: jax.Array) -> Any:
     parts = iter(arrays)
     own = [next(parts) if isinstance(x, jax.Array) else x for x in leaves]
-    updates, state, params, extra_args = treedef.unflatten(own)
+    updates, state, params, extra_args = jax.tree.unflatten(treedef, own)
     return optimizer.update(updates, state, params, **extra_args)
 
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
