@@ -16,6 +16,7 @@ import jax
 from jax.sharding import AxisType
 
 _JAX_SAYS = "Closing over inputs to shard_map"
+_JITTED: Any = type(jax.jit(lambda: None))
 
 Bind = Callable[[Sequence[Any]], Any]
 
@@ -83,6 +84,7 @@ class _Copier:
 
   def _copied(self, x: Any) -> Any:
     if isinstance(x, jax.Array):
+      # A deleted one may be in an object of which the function reads something else.
       gone = not isinstance(x, jax.core.Tracer) and x.is_deleted()
       kinds = jax.typeof(x).sharding.mesh.axis_types
       return x if gone or AxisType.Explicit not in kinds else self._replace(x)
@@ -92,12 +94,12 @@ class _Copier:
       make_method = lambda y: types.MethodType(*y)
       return self._rebuilt(x, [x.__func__, x.__self__], make_method)
     if isinstance(x, functools.partial):
+      kind: Any = type(x)
       held = [x.func, *x.args, *x.keywords.values()]
 
       def apply(held: list[Any]) -> Any:
         count = 1 + len(x.args)
         keywords = dict(zip(x.keywords, held[count:], strict=True))
-        kind: Any = type(x)  # JAX has a subclass
         return kind(*held[:count], **keywords)
 
       return self._rebuilt(x, held, apply)
@@ -119,8 +121,8 @@ class _Copier:
 
   def _function(self, x: types.FunctionType) -> Any:
     cells = [cell for cell in x.__closure__ or () if not _is_empty(cell)]
-    read = set() if _is_installed(x.__module__) else _names(x.__code__)
-    names = sorted(name for name in read if name in x.__globals__)
+    read = set() if _is_installed(x.__module__ or "") else _names(x.__code__)
+    names = sorted(read.intersection(x.__globals__))
     held = [x.__defaults__, x.__kwdefaults__, *(cell.cell_contents for cell in cells)]
 
     def make(held: list[Any]) -> Any:
@@ -140,10 +142,8 @@ class _Copier:
     return self._rebuilt(x, held + [x.__globals__[name] for name in names], make)
 
   def _object(self, x: Any) -> Any:
-    wrapped = getattr(x, "__wrapped__", None) if callable(x) else None
-    if wrapped is not None:  # a function under jax.jit, which the map compiles anyway
-      copied = self.copy(wrapped)
-      return x if copied is wrapped else copied
+    if isinstance(x, _JITTED):  # the copy need not be: what runs the map compiles it
+      return self._rebuilt(x, [x.__wrapped__], lambda y: y[0])
     attributes = getattr(x, "__dict__", None)
     if not isinstance(attributes, dict) or _is_installed(type(x).__module__):
       return x
@@ -171,10 +171,10 @@ def _names(code: types.CodeType) -> set[str]:
   return set(code.co_names).union(*map(_names, inner))
 
 
-def _is_installed(module: str | None) -> bool:
+def _is_installed(module: str) -> bool:
   """Returns True for modules of Python, of this package, and of others installed."""
-  root = (module or "").partition(".")[0]
-  if not root or root in sys.stdlib_module_names or root == __package__:
+  root = module.partition(".")[0]
+  if root in sys.stdlib_module_names or root == __package__:
     return True
   if root == "__main__":  # the user's, also where a launcher's file runs
     return False
