@@ -69,6 +69,8 @@ def _pairs(x: Any) -> Any:
   if not _is_complex(x):
     return x
   stack = lambda x: jnp.stack([jnp.real(x), jnp.imag(x)], axis=-1)
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.eval_shape(stack, x)
   return explicit.map_addends(stack, x)
 
 

@@ -101,6 +101,11 @@ def test_addends_that_stay_where_they_are():
   np.testing.assert_array_equal(got, expected)
 
 
+def test_a_state_of_shapes():
+  params = jax.ShapeDtypeStruct((3, 4), jnp.complex64)
+  assert error4(axis_name=None).init(params).residual.shape == (3, 4, 2)
+
+
 def test_the_norm_of_complex_gradients():
   tx = gradcomp.clip_by_local_norm(2.5)
   grads = {"w": jnp.array([3 + 0j, 4j])}
