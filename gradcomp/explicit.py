@@ -148,21 +148,20 @@ def per_device(
   out = specs if keeps_addends else _map_specs(reduced, specs)
   mesh = mesh_of(updates)
   outside = not _axes.manual_axes()
-  # JAX 0.10 takes unreduced arrays only if all axes are manual. Then the devices along
-  # an Auto axis would all do, and send, the same.
-  inside = set(mesh.axis_names).difference(mesh.auto_axes)
+  # JAX 0.10 takes unreduced arrays only if all axes are manual.
+  manual = set(mesh.axis_names) if addends else set(cut)
   if axis_name is not None and addends and mesh.auto_axes and not keeps_addends:
+    # But then the devices along an Auto axis would all do, and send, the same.
+    manual -= set(mesh.auto_axes)
     updates = _stack(updates, mesh, specs, axis_name)
     specs = _map_specs(lambda spec: _on_top(spec, axis_name), specs)
     function = _of_rows(function)
-  elif addends:
-    inside = set(mesh.axis_names)
   mapped = jax.shard_map(
     function,
     mesh=mesh if outside else None,
     in_specs=(specs, state_specs),
     out_specs=(out, state_specs),
-    axis_names=inside if addends else set(cut),
+    axis_names=manual,
     # JAX allows an unreduced argument only if types are not checked.
     check_vma=not outside and _checks_types(updates),
   )
@@ -184,9 +183,7 @@ def _on_top(spec: PartitionSpec, axis_name: AxisName) -> PartitionSpec:
   return PartitionSpec(axis_name, *_entries(spec))
 
 
-def _of_rows(
-  function: Callable[[Any, Any], Any],
-) -> Callable[[Any, Any], Any]:
+def _of_rows(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
   """Returns the function of the one row that a device has of stacked updates."""
   return lambda rows, state: function(jax.tree.map(lambda x: x[0], rows), state)
 
