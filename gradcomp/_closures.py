@@ -7,6 +7,7 @@ all the time: a loss that reads batch statistics, a frozen base, or a moving ave
 
 import copy
 import functools
+import re
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-_JAX_SAYS = "Closing over inputs to shard_map"
+# The second, where other axes of the mesh stay Explicit in the map.
+_JAX_SAYS = ("Closing over inputs to shard_map", "should match the aval mesh")
 _JITTED: Any = type(jax.jit(lambda: None))
 
 Bind = Callable[[Sequence[Any]], Any]
@@ -39,8 +41,8 @@ def with_arrays(functions: Any, enter: Callable[[Bind, list[Any]], Any]) -> Any:
   """
   try:
     return enter(lambda parts: functions, [])
-  except NotImplementedError as error:
-    if _JAX_SAYS not in str(error):
+  except (NotImplementedError, ValueError) as error:
+    if not _is_of_closures(error):
       raise
   found: dict[int, jax.Array] = {}
   _Copier(lambda x: found.setdefault(id(x), x)).copy(functions)
@@ -51,10 +53,10 @@ def with_arrays(functions: Any, enter: Callable[[Bind, list[Any]], Any]) -> Any:
 
   try:
     return enter(bind, list(found.values()))
-  except NotImplementedError as error:
-    if _JAX_SAYS not in str(error):
+  except (NotImplementedError, ValueError) as error:
+    if not _is_of_closures(error):
       raise
-    shape = str(error).rpartition("shape ")[2]
+    shape = "".join(re.findall(r"shape (\w+\[.*?\])", str(error)))
     raise ValueError(
       f"`loss_fn` must not close over arrays of the mesh in this way, got {shape}, "
       "which is neither in a closure nor in a global variable that gradcomp searches; "
@@ -62,6 +64,11 @@ def with_arrays(functions: Any, enter: Callable[[Bind, list[Any]], Any]) -> Any:
       "gradcomp.value_and_grad with (params, batch, array), or that of "
       "gradcomp.make_train_step with (params, opt_state, batch, array)."
     ) from error
+
+
+def _is_of_closures(error: Exception) -> bool:
+  """Returns True for JAX's errors about an array that is no argument of a map."""
+  return any(words in str(error) for words in _JAX_SAYS)
 
 
 class _Copier:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
+from jax.sharding import NamedSharding
 
 from gradcomp import _axes, _planning, explicit
 
@@ -87,9 +88,11 @@ def _axes_of(x: Any) -> frozenset[str]:
 
 def _zeros(x: jax.Array) -> jax.Array:
   """Returns zeros like ``x`` that are the same on all workers."""
-  spec = explicit.reduced(explicit.typed_spec(x))
-  zeros = jnp.zeros(x.shape, x.dtype)
-  return jax.reshard(zeros, spec) if explicit.sharded(spec) else zeros
+  spec, zeros = explicit.typed_spec(x), jnp.zeros(x.shape, x.dtype)
+  if not explicit.sharded(spec):
+    return zeros
+  whole = NamedSharding(explicit.mesh_of(x), explicit.reduced(spec))
+  return jax.reshard(zeros, whole)
 
 
 def _reads(

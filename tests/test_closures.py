@@ -191,9 +191,26 @@ def test_a_loss_and_a_learning_rate_of_a_train_step(problem):
   np.testing.assert_allclose(after["a"], wanted, rtol=1e-6, atol=1e-6)
 
 
+def test_an_array_that_another_axis_cuts():
+  """Beside an Explicit axis that is not the workers', JAX says it in other words."""
+  kinds = (AxisType.Explicit,) * 2
+  mesh = jax.make_mesh((2, 2), ("data", "model"), kinds, devices=jax.devices()[:4])
+  put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  base = {"w": put(normal(8, 4), None, "model"), "scale": put(np.ones(1, np.float32))}
+  args = {"a": put(normal(8, 4), None, "model")}, put(normal(16, 8), "data")
+  with jax.set_mesh(mesh):
+    got = jax.jit(reduced_gradient(of_a_closure(base)))(*args)
+    expected = jax.jit(reduced_gradient(loss_of_all))(*args, base)
+    assert_same_bits(got, expected)
+    with pytest.raises(ValueError, match=says("`loss_fn`", "[8,4@model]")):
+      jax.jit(reduced_gradient(hidden(base)))(*args)
+
+
 def test_what_is_not_found_is_an_error_that_says_what_to_do(problem):
   _, params, x, base, _ = problem
-  parts = ("`loss_fn`", "f32[8,4]", "loss_fn(params, batch, array)")
+  parts = ("`loss_fn`", "[8,4]", "loss_fn(params, batch, array)")
   with pytest.raises(ValueError, match=says(*parts)):
     jax.jit(reduced_gradient(hidden(base)))(params, x)
 

@@ -153,6 +153,30 @@ def test_a_train_step_refuses_a_leaf_that_nobody_has_averaged(optimizer):
     compiled("train_step", optimizer, params, x)
 
 
+def test_a_frozen_leaf_that_another_axis_cuts():
+  """Its update is cut in the same way, as optax's would be."""
+  kinds = (AxisType.Explicit,) * 2
+  mesh = jax.make_mesh((2, 2), ("data", "model"), kinds, devices=jax.devices()[:4])
+  put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+  params, x = problem()
+  params = {"head": put(params["head"], None, "model"), "body": put(x[0], "model")}
+  x = put(x, "data")
+  loss = lambda params, x: jnp.mean((x @ params["head"]) * params["body"])
+  optimizer = gradcomp.allow_frozen(partitioned())
+  with jax.set_mesh(mesh):
+    state = optimizer.init(params)
+
+  @jax.jit
+  def update(params, state, x):
+    _, grads = gradcomp.value_and_grad(loss, axis_name="data")(params, x)
+    return optimizer.update(grads, state, params)[0]
+
+  updates = update(params, state, x)
+  np.testing.assert_array_equal(updates["body"], np.zeros(64))
+  for name, leaf in params.items():
+    assert updates[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+
+
 def test_a_part_of_the_arguments_is_trained():
   """By ``argnums``: the other part has no gradient, and what is None has none."""
   params, x = problem()
