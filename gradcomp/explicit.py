@@ -149,7 +149,7 @@ def per_device(
   outside = not _axes.manual_axes()
   # JAX 0.10 takes unreduced arrays only if all axes are manual.
   manual = set(mesh.axis_names) if addends else set(cut)
-  if addends and mesh.auto_axes and not keeps_addends:
+  if axis_name is not None and addends and mesh.auto_axes and not keeps_addends:
     # But then the devices along an Auto axis would all do, and send, the same.
     manual -= set(mesh.auto_axes)
     updates = _stack(updates, mesh, specs, axis_name)
