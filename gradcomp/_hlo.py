@@ -166,9 +166,8 @@ def _groups(kind: str, rest: str, devices: int) -> Groups:
   # [2,4]<=[8], or [2,4]<=[4,2]T(1,0): the devices in order, reshaped and transposed.
   iota = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
   if match := re.search(iota, rest):
-    shape, counts, order = (_integers(part) for part in match.groups())
-    numbers = np.arange(math.prod(counts)).reshape(counts).transpose(order or None)
-    return _listed(numbers.reshape(shape).tolist())
+    numbers = _laid_out(match[2], match[3])
+    return _listed(numbers.reshape(_integers(match[1])).tolist())
   # mesh['a'=2,'b'=8] {'a','b':(1)4}: all of the axis a and 4 of the 8 of b.
   if match := re.search(r"replica_groups=mesh\[(.*?)\](.*?) \{(.*?)\}", rest):
     sizes = {axis: int(n) for axis, n in re.findall(r"'([^']*)'=(\d+)", match[1])}
@@ -181,10 +180,6 @@ def _groups(kind: str, rest: str, devices: int) -> Groups:
   raise _unreadable("known replica groups", f"{kind}({rest}")
 
 
-def _integers(text: str | None) -> list[int]:
-  return [int(x) for x in text.split(",")] if text else []
-
-
 def _along(
   sizes: dict[str, int], order: str, parts: list[tuple[str, int, int]]
 ) -> Groups:
@@ -195,12 +190,11 @@ def _along(
     order: the text behind them, such as ``, device_ids=([2,4]T(1,0))``.
     parts: of an axis, the product of the parts before, and the size of this one.
   """
-  numbers = np.arange(math.prod(sizes.values()))
-  match = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", order)
-  if match:
-    numbers = numbers.reshape(_integers(match[1]))
-    numbers = numbers.transpose(_integers(match[2]) or None)
   workers = math.prod(size for _, _, size in parts)
+  match = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", order)
+  unknown = "device_ids" in order and not match
+  if unknown or len({axis for axis, _, _ in parts}) < len(parts):
+    return Groups(workers, None)
   shape: list[int] = []
   inside: list[int] = []
   for axis, size in sizes.items():
@@ -208,11 +202,22 @@ def _along(
     before, part = own[0] if own else (1, 1)
     inside.append(len(shape) + 1)
     shape += [before, part, size // (before * part)]
-  unknown = "device_ids" in order and not match
-  if unknown or len({axis for axis, _, _ in parts}) < len(parts):
-    return Groups(workers, None)
+  numbers = np.arange(math.prod(sizes.values()))
+  if match:
+    numbers = _laid_out(match[1], match[2])
   cells = np.moveaxis(numbers.reshape(shape), inside, range(-len(inside), 0))
   return _listed(cells.reshape(-1, workers).tolist())
+
+
+def _laid_out(shape: str, order: str | None) -> np.ndarray:
+  """Returns the numbers of devices, counted up in a shape that is then transposed."""
+  sizes = _integers(shape)
+  numbers = np.arange(math.prod(sizes)).reshape(sizes)
+  return numbers.transpose(_integers(order)) if order else numbers
+
+
+def _integers(text: str) -> list[int]:
+  return [int(x) for x in text.split(",")]
 
 
 def _listed(groups: Iterable[Iterable[int]]) -> Groups:
