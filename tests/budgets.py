@@ -48,6 +48,8 @@ FILES: dict[str, Budget] = {
   "tests/test_levels.py": Budget(programs=130, seconds=15),
   "tests/test_top_k_values.py": Budget(programs=330, seconds=15),
   "tests/test_exchange_oracle.py": Budget(programs=290, seconds=10),
+  "tests/test_freezing.py": Budget(programs=210, seconds=10),
+  "tests/test_train_options.py": Budget(programs=210, seconds=10),
   "tests/test_errors.py": Budget(programs=280, seconds=5),
 }
 
