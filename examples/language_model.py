@@ -66,7 +66,7 @@ def run(task: Task, found: text.Text, args: argparse.Namespace) -> Run:
       bytes_a_step=plan.bytes_sent,
       progress=progress,
     )
-  dense = round(plan.bytes_sent / plan.ratio())
+  dense = round(plan.bytes_sent / plan.ratio)
   return Run(args.codec, args.seed, plan.bytes_sent, dense, step_ms, points)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import AbstractMesh
 
 # One axis, or several that are reduced together, as jax.lax.psum takes them.
 AxisName = str | tuple[str, ...]
@@ -49,20 +50,39 @@ def mesh_size(axis_name: AxisName) -> int | None:
   return math.prod(shape[name] for name in names(axis_name))
 
 
-def require_size(axis_name: AxisName) -> int:
+def require_size(axis_name: AxisName, mesh: AbstractMesh | None = None) -> int:
   """Returns the number of workers on the axes.
+
+  Args:
+    axis_name: the axes.
+    mesh: the mesh in the types of the arrays, whose axes the error names; by default
+      that of ``jax.set_mesh`` or of the enclosing map.
 
   Raises:
     ValueError: an axis is not bound.
   """
   size = bound_size(axis_name)
   if size is None:
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     raise ValueError(
       f"`axis_name` must be an axis of the enclosing jax.shard_map, jax.pmap or "
-      f"jax.vmap, and {axis_name!r} is not bound here; call this inside one (or use "
-      "gradcomp.make_train_step), or pass axis_name=None to compress on one device."
+      f"jax.vmap, and {axis_name!r} is not bound here; {_cure(axis_name, mesh)}or pass "
+      "axis_name=None to compress on one device."
     )
   return size
+
+
+def _cure(axis_name: AxisName, mesh: AbstractMesh) -> str:
+  """Returns what binds the axes, or the axes that there are instead."""
+  cure = "call this inside one (or use gradcomp.make_train_step), "
+  if not mesh.axis_names:
+    return cure
+  if not set(names(axis_name)).issubset(mesh.axis_names):
+    return f"the axes of the mesh are {mesh.axis_names}: name one of these, "
+  return (
+    f"{cure}or make the mesh with Explicit axes: jax.make_mesh(shape, "
+    f"{mesh.axis_names}, (jax.sharding.AxisType.Explicit,) * {len(mesh.axis_names)}), "
+  )
 
 
 def varying(x: jax.Array) -> frozenset[str]:
@@ -88,6 +108,18 @@ def mark_varying(tree: Any, axis_name: AxisName) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
   return jax.tree.map(mark, tree)
+
+
+def automatic(axis_name: AxisName) -> dict[str, int]:
+  """Returns the Auto axes beside these ones of an enclosing shard_map, and their sizes.
+
+  Along them JAX decides by itself which device holds what. Under pmap and vmap there
+  are none.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if not set(names(axis_name)).issubset(mesh.manual_axes):
+    return {}
+  return {name: mesh.shape[name] for name in mesh.auto_axes if mesh.shape[name] > 1}
 
 
 def manual_axes() -> tuple[str, ...]:

@@ -98,7 +98,8 @@ class _Copier:
     if isinstance(x, types.FunctionType):
       return self._function(x)
     if isinstance(x, types.MethodType):
-      return self._rebuilt(x, [x.__func__, x.__self__], lambda y: type(x)(*y))
+      make_method = lambda y: types.MethodType(*y)
+      return self._rebuilt(x, [x.__func__, x.__self__], make_method)
     if isinstance(x, functools.partial):
       kind: Any = type(x)
       held = [x.func, *x.args, *x.keywords.values()]
@@ -184,5 +185,5 @@ def _is_installed(module: str) -> bool:
     return True
   if root == "__main__":  # the user's, also where a launcher's file runs
     return False
-  file = getattr(sys.modules.get(module), "__file__", None) or ""
+  file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
   return "site-packages" in file or "dist-packages" in file

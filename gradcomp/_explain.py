@@ -84,8 +84,12 @@ class Explanation:
     """The number of messages a stage."""
     return len({leaf.message for leaf in self.leaves})
 
-  def ratio(self, bits: int = 32) -> float:
-    """Returns ``bytes_sent`` over those of a plain mean in ``bits`` bits an element."""
+  @property
+  def ratio(self) -> float:
+    """The ratio of ``bytes_sent`` and the bytes of a plain mean in float32."""
+    return self._ratio(bits=32)
+
+  def _ratio(self, bits: int) -> float:
     elements = sum(leaf.elements for leaf in self.leaves)
     return _ratio(Fraction(self.bytes_sent), elements, self.workers, bits)
 
@@ -93,7 +97,7 @@ class Explanation:
     header = "leaf,shape,codec,bits,exchange,message,sent,received,/f32,/bf16"
     rows = [header.split(","), *map(self._row, self.leaves)]
     total = f"{self.bytes_sent:,}"
-    ratios = [f"{self.ratio(32):.4g}", f"{self.ratio(16):.4g}"]
+    ratios = [f"{self._ratio(bits):.4g}" for bits in (32, 16)]
     rows.append(["total", "", "", "", "", "", total, total, *ratios])
     if any(leaf.slots is not None for leaf in self.leaves):
       columns = [["slots", "used"], *map(_slots, self.leaves), ["", ""]]

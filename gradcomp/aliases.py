@@ -281,6 +281,10 @@ def dense(
   exchanges as every codec, and are added in float32. They are rounded to nearest, which
   is biased, and so keep a residual by default.
 
+  With ``float32``, float64 gradients (``jax_enable_x64``) are added as float64, by a
+  ``psum`` of their own, whatever ``exchange`` says. With 16 bits they are computed in
+  float32, as with every other codec.
+
   Raises:
     ValueError: an argument that the codec or ``compress`` does not allow.
 

@@ -10,9 +10,10 @@ from jax import lax
 
 from gradcomp import _axes, _planning, explicit
 from gradcomp._axes import AxisName
+from gradcomp._border import of_reals
 from gradcomp._checks import static_number
 from gradcomp.exchange import largest, psum
-from gradcomp.gradients import check_dtypes, reduction
+from gradcomp.gradients import reduction
 
 
 def clip_by_local_norm(
@@ -40,7 +41,8 @@ def clip_by_local_norm(
   Raises:
     ValueError: ``max_norm`` is bad; in ``update``, the axes are wrong, as for
       :func:`gradcomp.compress`.
-    TypeError: in ``update``, a gradient leaf is not real floating point.
+    TypeError: in ``update``, a gradient leaf is neither real nor complex floating
+      point.
 
   Example:
     >>> tx = clip_by_local_norm(1.0, axis_name="data")
@@ -58,9 +60,10 @@ def clip_by_local_norm(
   if axis_name is not None:
     _axes.names(axis_name)
 
-  def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    del params
-    check_dtypes(updates)
+  def update_fn(
+    updates: Any, state: Any, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, Any]:
+    del params, extra_args
     if _planning.current():
       return updates, state
     axes, is_sum = reduction(updates, axis_name, local=False)
@@ -79,7 +82,7 @@ def clip_by_local_norm(
 
     return explicit.per_device(on_device, updates, state, axes, keeps_addends=True)
 
-  return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
+  return of_reals(lambda params: optax.EmptyState(), update_fn)
 
 
 def _norm(

@@ -148,17 +148,62 @@ def per_device(
   out = specs if keeps_addends else _map_specs(reduced, specs)
   mesh = mesh_of(updates)
   outside = not _axes.manual_axes()
+  # JAX 0.10 takes unreduced arrays only if all axes are manual.
+  manual = set(mesh.axis_names) if addends else set(cut)
+  if axis_name is not None and addends and mesh.auto_axes and not keeps_addends:
+    # But then the devices along an Auto axis would all do, and send, the same.
+    manual -= set(mesh.auto_axes)
+    updates = _stack(updates, mesh, specs, axis_name)
+    specs = _map_specs(lambda spec: _on_top(spec, axis_name), specs)
+    function = _of_rows(function)
   mapped = jax.shard_map(
     function,
     mesh=mesh if outside else None,
     in_specs=(specs, state_specs),
     out_specs=(out, state_specs),
-    # JAX 0.10 takes unreduced arrays only if all axes are manual.
-    axis_names=set(mesh.axis_names) if addends else set(cut),
+    axis_names=manual,
     # JAX allows an unreduced argument only if types are not checked.
     check_vma=not outside and _checks_types(updates),
   )
   return mapped(updates, state)
+
+
+def _stack(tree: Any, mesh: AbstractMesh, specs: Any, axis_name: AxisName) -> Any:
+  """Returns unreduced arrays as their addends, stacked ``[N, ...]`` over the axis."""
+  return jax.shard_map(
+    lambda tree: jax.tree.map(lambda x: x[None], tree),
+    mesh=mesh,
+    in_specs=(specs,),
+    out_specs=_map_specs(lambda spec: _on_top(spec, axis_name), specs),
+    check_vma=False,
+  )(tree)
+
+
+def _on_top(spec: PartitionSpec, axis_name: AxisName) -> PartitionSpec:
+  return PartitionSpec(axis_name, *_entries(spec))
+
+
+def _of_rows(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+  """Returns the function of the one row that a device has of stacked updates."""
+  return lambda rows, state: function(jax.tree.map(lambda x: x[0], rows), state)
+
+
+def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+  """Applies a linear function to an array, or to each device's addend of it.
+
+  It may add or drop last axes, which nothing cuts.
+  """
+  spec = typed_spec(x)
+  if not spec.unreduced:
+    return function(x)
+  rank = jax.eval_shape(function, jax.ShapeDtypeStruct(x.shape, x.dtype)).ndim
+  return jax.shard_map(
+    function,
+    mesh=None if _axes.manual_axes() else mesh_of(x),
+    in_specs=spec,
+    out_specs=PartitionSpec(*_entries(spec)[:rank], unreduced=spec.unreduced),
+    check_vma=False,
+  )(x)
 
 
 def _map_specs(function: Callable[[PartitionSpec], Any], specs: Any) -> Any:

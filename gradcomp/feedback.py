@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gradcomp import _axes, explicit
+from gradcomp import _axes, _whole, explicit
 from gradcomp._axes import AxisName
+from gradcomp.codecs import Codec, working_dtype
 from gradcomp.kernels.fixed_point import scaled
 
 Own = dict[str, Any]  # arrays by the axes that stack them, joined by commas
@@ -120,10 +120,11 @@ class Momentum(NamedTuple):
     The new momentum is ``u' = m u + g``. A step sends ``u'``, or ``m u' + g`` after
     Nesterov.
     """
-    accumulated = _add(updates, momentum, self.decay)
-    sent = accumulated
-    if self.nesterov:
-      sent = _add(updates, accumulated, self.decay)
+    with jax.named_scope("gradcomp_correct"):
+      accumulated = _add(updates, momentum, self.decay)
+      sent = accumulated
+      if self.nesterov:
+        sent = _add(updates, accumulated, self.decay)
     shaped = jax.tree.map(lambda x, old: x.reshape(old.shape), accumulated, momentum)
     return sent, shaped
 
@@ -140,27 +141,73 @@ def _add(updates: Any, tree: Any, factor: float) -> Any:
   )
 
 
-def correct(updates: Any, residual: Any) -> Any:
-  """Returns the gradient plus the residual in float32, or the gradient without one."""
-  if residual is None:
-    return optax.tree.cast(updates, jnp.float32)
-  return _add(updates, residual, 1.0)
+def correct(updates: Any, residual: Any, codec: Codec) -> Any:
+  """Returns the gradient plus the residual, or the gradient if there is none.
+
+  Both are in the dtype that an exchange with the codec adds.
+  """
+
+  def add(g: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+    wide = g.astype(working_dtype(codec, g.dtype))
+    if residual is None:
+      return wide
+    return residual.reshape(g.shape).astype(wide.dtype) + wide
+
+  with jax.named_scope("gradcomp_correct"):
+    return jax.tree.map(add, updates, *([] if residual is None else [residual]))
 
 
-def check_own(name: str, tree: Any, updates: Any) -> None:
-  """Raises ValueError for a worker's own tree that is not like its gradient."""
+def check_own(
+  name: str, tree: Any, updates: Any, axis_name: AxisName | None, workers: int
+) -> None:
+  """Raises ValueError for a worker's own tree that is not like its gradient.
+
+  Args:
+    name: the field of the state.
+    tree: its value, or None.
+    updates: the gradients.
+    axis_name: the axes to average over.
+    workers: N.
+  """
 
   def check(path: Any, update: jax.Array, leaf: jax.Array) -> None:
-    if leaf.shape != (update.shape or (1,)):
+    shape = update.shape or (1,)
+    if leaf.shape != shape:
       raise ValueError(
         f"`state.{name}`{jax.tree_util.keystr(path)} must have the gradient's shape "
-        f"{update.shape or (1,)} here, got {leaf.shape}; inside a map, pass the state "
-        "through with gradcomp.state_specs, and make it by optimizer.init inside the "
-        "map or under jax.set_mesh(mesh)."
+        f"{shape} here, got {leaf.shape}{_made_for(leaf.shape, shape, workers)}; "
+        "inside a map, pass the state through with gradcomp.state_specs, and make it "
+        "by optimizer.init inside the map or under jax.set_mesh(mesh)."
+        f"{_parts(shape, leaf.shape, axis_name)}"
       )
 
   if tree is not None:
     jax.tree_util.tree_map_with_path(check, updates, tree)
+
+
+def _parts(
+  part: tuple[int, ...], whole: tuple[int, ...], axis_name: AxisName | None
+) -> str:
+  """Returns what to do if a gradient has the shape of a part of its residual."""
+  if len(part) != len(whole) or axis_name is None:
+    return ""
+  longer = [(a, b) for a, b in zip(part, whole, strict=True) if a != b]
+  if len(longer) != 1 or not longer[0][0] or longer[0][1] % longer[0][0]:
+    return ""
+  return (
+    f" If the gradient is that of a part of the parameter, cut over {axis_name!r}, "
+    f"{_whole.CURE}. If it is cut over another axis, make the state by "
+    "gradcomp.init_state."
+  )
+
+
+def _made_for(got: tuple[int, ...], expected: tuple[int, ...], workers: int) -> str:
+  """Returns for how many workers residuals were stacked, if their part tells it."""
+  if got[1:] != expected[1:] or not expected[0] or (workers * got[0]) % expected[0]:
+    return ""
+  count = workers * got[0] // expected[0]
+  several = "s" if count > 1 else ""
+  return f": as if made for {count} worker{several}, not for {workers}"
 
 
 def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
@@ -170,8 +217,10 @@ def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
   and its whole bucket with it, is never kept. And of that bucket no worker counts as
   sent what nobody can use.
   """
-  finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
-  return jnp.where(finite.reshape(old.shape), unsent.reshape(old.shape), old)
+  with jax.named_scope("gradcomp_residual"):
+    finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
+    new = unsent.reshape(old.shape).astype(old.dtype)
+    return jnp.where(finite.reshape(old.shape), new, old)
 
 
 def mask_momentum(
@@ -196,8 +245,9 @@ def mask_momentum(
     mean: the mean of all workers.
     sparse: whether the codec sends some elements and not others.
   """
-  finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
-  if sparse:
-    sent = (unsent != corrected).reshape(old.shape)
-    momentum = jnp.where(sent, 0.0, momentum)
-  return jnp.where(finite.reshape(old.shape), momentum, old)
+  with jax.named_scope("gradcomp_residual"):
+    finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
+    if sparse:
+      sent = (unsent != corrected).reshape(old.shape)
+      momentum = jnp.where(sent, 0.0, momentum)
+    return jnp.where(finite.reshape(old.shape), momentum, old)

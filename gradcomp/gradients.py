@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from gradcomp import _axes, explicit
 from gradcomp._axes import AxisName
@@ -20,13 +19,6 @@ class Reduction(NamedTuple):
 
   axis_name: AxisName | None
   is_sum: bool
-
-
-def check_dtypes(updates: Any) -> None:
-  """Raises TypeError for leaves that are not real floating point."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-      raise TypeError(f"{_name(path)} must have a real float dtype, got {leaf.dtype}.")
 
 
 def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduction:
@@ -65,7 +57,7 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
     if mesh.size > 1:
       raise _already_reduced(paths[0][0], axis_name)
     return Reduction(axis_name, is_sum=True)  # a sum of one, see explicit.unreduce
-  _axes.require_size(axis_name)
+  _axes.require_size(axis_name, mesh)
   if _axes.is_typed(axis_name):
     for path, leaf in paths:
       if not _axes.varying(leaf).issuperset(_axes.names(axis_name)):

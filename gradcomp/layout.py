@@ -145,8 +145,9 @@ class Layout:
   def decode_leaf(self, number: int, decoders: Sequence[RowDecoder]) -> jax.Array:
     """One of them."""
     group, start, stop = self.slots[number]
-    tiles = decoders[group](start, stop)
-    return from_tiles(tiles, self.like[number], self.codecs[group])
+    with jax.named_scope("gradcomp_decode"):
+      tiles = decoders[group](start, stop)
+      return from_tiles(tiles, self.like[number], self.codecs[group])
 
   def tiles(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
     """The leaves as ``float32[rows, tile_size]`` for each codec, filled with zeros."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp import _axes, explicit
+from gradcomp import _axes, _whole, explicit
 from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
 from gradcomp.exchange import pmean
@@ -51,7 +51,7 @@ def defer_reduction(params: Any, axis_name: AxisName) -> Any:
   """
   if _in_explicit_jit(params, axis_name):
     return explicit.mark_reduced(params, axis_name)
-  _axes.require_size(axis_name)
+  _axes.require_size(axis_name, explicit.mesh_of(params))
   return _axes.mark_varying(params, axis_name)
 
 
@@ -196,7 +196,7 @@ def _check_cut(params: Any, arguments: Any, axis_name: AxisName) -> None:
     if cut := explicit.sharded(explicit.typed_spec(leaf)).intersection(names):
       raise ValueError(
         "`argnums` must name arguments that every worker has whole, but one is cut "
-        f"over {sorted(cut)}; compress gradients over the axes of the batch alone."
+        f"over {sorted(cut)}: {_whole.CURE}; or compress over other axes of the batch."
       )
   specs = [explicit.typed_spec(leaf) for leaf in jax.tree.leaves(arguments)]
   if not all(any(name in explicit.sharded(spec) for spec in specs) for name in names):

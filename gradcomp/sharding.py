@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gradcomp import _axes
+from gradcomp import _axes, _whole
 from gradcomp._axes import AxisName
 from gradcomp.explicit import is_spec, stacked, stacked_over
 from gradcomp.state import CompressState
@@ -36,7 +36,9 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     ``jax.shard_map``.
 
   Raises:
-    ValueError: something differs between workers, and ``axis_name`` names no axis.
+    ValueError: something differs between workers, and ``axis_name`` names no axis;
+      ``optax.apply_if_finite`` is around an exchange; or ``param_specs`` cuts a
+      parameter over ``axis_name``.
 
   Example:
     >>> tx = optax.chain(gradcomp.qsgd(bits=4, feedback="error"), optax.sgd(0.1))
@@ -44,6 +46,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     >>> specs[0].residual["w"] == P("data"), specs[0].step == P()
     (True, True)
   """
+  if param_specs is not None:
+    _whole.check_specs("param_specs", param_specs, axis_name)
   structure: Any = jax.tree.structure(param_specs, is_leaf=is_spec)
 
   def specs(node: Any) -> Any:
@@ -64,6 +68,13 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
         ),
         acc_grads=per_worker(node.acc_grads),
         skip_state=jax.tree.map(lambda _: PartitionSpec(), node.skip_state),
+      )
+    if isinstance(node, optax.ApplyIfFiniteState):
+      raise ValueError(
+        "`opt_state` must not hold an exchange inside of optax.apply_if_finite, where "
+        "each worker decides by itself and waits for those that decide otherwise; put "
+        "gradcomp.skip_nonfinite(..., axis_name=) around the exchange, or "
+        "optax.apply_if_finite behind it."
       )
     return of_params(lambda spec: spec, node) if like_params(node) else PartitionSpec()
 
@@ -109,6 +120,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
   def is_leaf(node: Any) -> bool:
     if isinstance(node, optax.MultiStepsState):
       return _exchanges(node.inner_opt_state)
+    if isinstance(node, optax.ApplyIfFiniteState):
+      return _exchanges(node.inner_state)
     return isinstance(node, CompressState) or like_params(node)
 
   return jax.tree.map(specs, opt_state, is_leaf=is_leaf)
@@ -141,7 +154,7 @@ def init_state(
 
   Raises:
     ValueError: something differs between workers, and ``axis_name`` names no axis of
-      the mesh.
+      the mesh; or ``param_specs`` cuts a parameter over ``axis_name``.
 
   Example:
     >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
@@ -151,6 +164,7 @@ def init_state(
     >>> state.residual["w"].sharding.spec == P("data", "model")
     True
   """
+  _whole.check_specs("param_specs", param_specs, axis_name)
   mesh = jax.sharding.get_mesh() if mesh is None else mesh
   place = functools.partial(NamedSharding, mesh)
   shardings = jax.tree.map(place, param_specs, is_leaf=is_spec)

@@ -79,11 +79,11 @@ def switch(
     section 3.3; Han et al., `Auto-Precision Scaling for Distributed Deep Learning
     <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
   """
-  rule = "steps in ascending order, above 0"
+  rule = "steps in ascending order, above 0 and below 2**31"
   if not isinstance(boundaries, Sequence):
     raise ValueError(f"`boundaries` must be {rule}, got {boundaries!r}.")
   steps = [static_integer("boundaries", rule, step) for step in boundaries]
-  if any(a >= b for a, b in zip([0, *steps], steps, strict=False)):
+  if any(a >= b for a, b in zip([0, *steps], [*steps, 2**31], strict=True)):
     raise ValueError(f"`boundaries` must be {rule}, got {list(boundaries)}.")
   choices = [optax.with_extra_args_support(tx) for tx in transformations]
   if len(choices) != len(steps) + 1:

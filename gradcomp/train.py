@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gradcomp import _axes, explicit
+from gradcomp import _axes, _whole, explicit
 from gradcomp._axes import AxisName
 from gradcomp._checks import flag, optional_one_of
 from gradcomp._closures import with_arrays
@@ -77,7 +77,8 @@ def make_train_step(
   Raises:
     ValueError: the mesh does not have an axis, or an option is bad; when called, a
       batch cannot be cut into equal parts, a state was made outside the mesh or for
-      another number of workers, or no exchange has averaged a parameter's gradient.
+      another number of workers, parameters are cut over an Explicit axis of the batch,
+      or no exchange has averaged a parameter's gradient.
     TypeError: when called, something in a model state that is averaged is no float.
 
   Example:
@@ -174,6 +175,7 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
     check_model_state(
       model_state, one_worker.model_state, one_worker.accumulate, workers
     )
+    _whole.check_placed("params", params, axis_name)
     if is_explicit:
       batch = jax.reshard(batch, NamedSharding(mesh, cut))
       model_state = jax.reshard(model_state, NamedSharding(mesh, kept))

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from gradcomp import _axes, _planning, explicit
+from gradcomp import _agreement, _axes, _planning, _whole, explicit
 from gradcomp._axes import AxisName
+from gradcomp._border import not_differentiated, of_reals
 from gradcomp._checks import flag, optional_size, share_below_1
 from gradcomp.codecs import (
   Codec,
@@ -41,8 +42,14 @@ from gradcomp.feedback import (
   remainder,
   zero_state,
 )
-from gradcomp.gradients import check_dtypes, reduction
-from gradcomp.state import CompressState, seed_words, selected_shapes, step_keys
+from gradcomp.gradients import reduction
+from gradcomp.state import (
+  CompressState,
+  check_state,
+  seed_words,
+  selected_shapes,
+  step_keys,
+)
 
 
 def compress(
@@ -75,9 +82,14 @@ def compress(
   ``{U:data}``, whose sum over the devices is the gradient of the whole batch, and
   returns that sum, replicated. There is then no :math:`1/N` in the formula.
 
+  All is computed in float32, and returned in the gradient's dtype. Of float64, what is
+  beyond 3.4e38 becomes infinite. But with ``Dense()``, float64 is added as float64.
+  Complex gradients travel, and wait in residuals, as pairs of reals.
+
   A non-finite gradient makes (at least) its bucket NaN on every worker, and leaves the
   residuals there as they were. Guard with ``optax.apply_if_finite`` *after* this. The
-  residuals of other buckets go on, as if the guard had not dropped the step.
+  residuals of other buckets go on, as if the guard had not dropped the step. Or put
+  :func:`gradcomp.skip_nonfinite` around all, which leaves every residual as it was.
 
   Args:
     codec: the codec of the leaves, e.g. :class:`gradcomp.codecs.QSGD`.
@@ -111,7 +123,8 @@ def compress(
       Several messages can be on their way before the whole backward pass is done. A
       leaf is never cut.
     key: a seed, or a threefry key, of the stochastic rounding, equal on all workers.
-      The bits of a step derive from key, step, leaf and worker alone.
+      The bits of a step derive from key, step, the leaf's path in the tree and worker
+      alone.
 
   Returns:
     A gradient transformation; its state is a :class:`CompressState`. Inside the map,
@@ -124,9 +137,12 @@ def compress(
       allow the exchange; or ``momentum``, ``nesterov``, ``second_stage_feedback``,
       ``group_size``, ``min_leaf_size``, ``message_bytes`` or ``key`` is bad. In
       ``update``: an axis is not bound; there are manual axes and no ``axis_name``;
-      gradients are already reduced; or residuals have other shapes than it needs.
-    TypeError: ``codec`` is not one; in ``update``, a gradient leaf is not real floating
-      point.
+      gradients are already reduced; residuals have other shapes than it needs; or
+      another process of the run has other options. In both, parameters are cut over an
+      axis that is averaged over, as far as their types, their placement or the
+      residuals show it.
+    TypeError: ``codec`` is not one; in ``update``, a gradient leaf is neither real nor
+      complex floating point, or ``jax.grad`` differentiates through it.
 
   Example:
     >>> tx = compress(gradcomp.codecs.QSGD(bits=8, rounding="nearest"))
@@ -172,6 +188,7 @@ def compress(
     feedback == "auto" and not codec.unbiased
   )
   keeps_owned = keeps_residual and second_stage_feedback
+  averages = None if exchange == "local" else axis_name
   plan = functools.partial(
     plan_messages,
     codec=codec,
@@ -180,6 +197,17 @@ def compress(
     message_bytes=message_bytes,
   )
 
+  # What decides how workers read each other's messages.
+  told = {
+    "codec": repr(codec),
+    "exchange": exchange,
+    "group_size": repr(group_size),
+    "min_leaf_size": repr(min_leaf_size),
+    "message_bytes": repr(message_bytes),
+  }
+  if isinstance(key, int):
+    told["key"] = repr(key)
+
   def init_fn(params: Any) -> CompressState:
     step, memory = jnp.zeros([], jnp.int32), None
     if is_fitted(codec):
@@ -187,6 +215,8 @@ def compress(
     trees: list[Any] = []
     own: dict[str, Any] = {}
     if not _planning.current():
+      if averages:
+        _whole.check_placed("params", params, averages)
       count = keeps_residual + bool(accumulator)
       trees, own = zero_state(params, axis_name, count, own_shapes)
     residual, moving, *_ = (*trees, None, None)
@@ -228,36 +258,41 @@ def compress(
   def update_fn(
     updates: Any, state: CompressState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, CompressState]:
-    del params, extra_args
-    check_dtypes(updates)
+    del extra_args
+    updates = not_differentiated(updates)
     if study := _planning.current():
       used = functools.partial(used_entries, codec, state.selection, axis_name)
       study.add(updates, plan, group_size, codec, used)
       return updates, state
+    if averages:
+      _whole.check_params(params, averages)
     axes, is_sum = reduction(updates, axis_name, local=exchange == "local")
     needs = {
       "residual": keeps_residual and bool(jax.tree.leaves(updates)),
       "momentum": accumulator is not None and bool(jax.tree.leaves(updates)),
-      "memory": is_fitted(codec),
+      "memory": jax.eval_shape(codec.init) if is_fitted(codec) else None,
     }
-    for name, needed in needs.items():
-      if needed and getattr(state, name) is None:
-        raise ValueError(
-          f"`state.{name}` must be kept with feedback={feedback!r} and {codec}; make "
-          "the state with this transformation."
-        )
+    check_state(state, needs, f"feedback={feedback!r} and {codec}")
     if is_sum:
       explicit.check_stacked(state.residual, updates, axes)
     others = [explicit.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
+    names = [
+      jax.tree_util.keystr(path)
+      for path, _ in jax.tree_util.tree_leaves_with_path(updates)
+    ]
+
+    if axes is not None and exchange != "local":
+      shapes = [leaf.shape for leaf in jax.tree.leaves(updates)]
+      _agreement.require_agreement(repr((axes, names, shapes)), told)
 
     def on_device(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
-      check_own("residual", state.residual, updates)
-      check_own("momentum", state.momentum, updates)
+      count = 1 if axes is None else _axes.require_size(axes)
+      check_own("residual", state.residual, updates, axes, count)
+      check_own("momentum", state.momentum, updates, axes, count)
       given, moving = updates, state.momentum
       if accumulator:
         given, moving = accumulator.accumulate(updates, moving)
-      corrected, treedef = jax.tree.flatten(correct(given, state.residual))
-      count = 1 if axes is None else _axes.require_size(axes)
+      corrected, treedef = jax.tree.flatten(correct(given, state.residual, codec))
       workers = (
         None if axes is None else Workers(axes, count, 1 if is_sum else 1 / count)
       )
@@ -275,7 +310,7 @@ def compress(
       exchanged = average_messages(
         messages,
         corrected,
-        step_keys(state, messages, axes),
+        step_keys(state, messages, names, axes),
         workers,
         group_size=group_size,
         owned=owned,
@@ -321,7 +356,7 @@ def compress(
     unreduced = exchange == "local"
     return explicit.per_device(on_device, updates, state, axes, keeps_addends=unreduced)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return of_reals(init_fn, update_fn)
 
 
 def _required_owned(state: CompressState, workers: Workers) -> OwnerResiduals:

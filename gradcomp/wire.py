@@ -8,11 +8,14 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 
 import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from gradcomp import _hlo
 from gradcomp._table import aligned
 
 # The bytes that one of n workers sends for each byte of its operands.
@@ -26,33 +29,10 @@ _SHARE_SENT: dict[str, Callable[[int], Fraction]] = {
   "collective-broadcast": lambda n: Fraction(n > 1),
 }
 
-_DTYPES = {
-  1: "pred s1 u1 s2 u2 s4 u4 s8 u8 f4e2m1fn f8e3m4 f8e4m3 f8e4m3fn f8e4m3b11fnuz "
-  "f8e4m3fnuz f8e5m2 f8e5m2fnuz f8e8m0fnu",
-  2: "s16 u16 f16 bf16",
-  4: "s32 u32 f32",
-  8: "s64 u64 f64 c64",
-  16: "c128",
-}
-_SIZES = {dtype: size for size, names in _DTYPES.items() for dtype in names.split()}
-
 # The scopes that gradcomp.exchange puts around the collective that completes a mean,
 # and around the stages before it.
 _MEAN = re.compile(r"gradcomp_mean_(\d+)_over_(\d+)")
 _STAGE = "gradcomp_stage"
-
-# "ENTRY %main (x: f32[8]) -> f32[8] {" or in short "ENTRY main {".
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
-# "ROOT %name = type opcode(rest": in no type does a word touch a parenthesis.
-_INSTRUCTION = re.compile(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-# "body=%region_0" or "branch_computations={%a, %b}".
-_CALLED = re.compile(
-  r"\b(calls|to_apply|body|condition|true_computation|false_computation"
-  r"|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
-)
-_NAME = re.compile(r"[\w.\-]+")
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")  # f32[8,128]; <=8 is a bound
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +50,8 @@ class Collective:
     in_branch: whether it is inside a branch of a conditional, which ``times`` counts as
       taken.
     scope: the ``op_name`` of the instruction, with the names of ``jax.named_scope``.
+    axis: the mesh axes along which these workers lie, joined by commas. It is empty if
+      the mesh is unknown, or if nobody exchanges with anybody.
   """
 
   kind: str
@@ -79,6 +61,7 @@ class Collective:
   in_loop: bool
   in_branch: bool
   scope: str
+  axis: str = ""
 
   @property
   def dtype(self) -> str:
@@ -93,7 +76,9 @@ class Collective:
   @property
   def bytes_sent(self) -> int:
     """The bytes that a worker sends each time, rounded up."""
-    operand_bytes = sum(_SIZES[dtype] * math.prod(s) for dtype, s in self.operands)
+    operand_bytes = sum(
+      _hlo.SIZES[dtype] * math.prod(shape) for dtype, shape in self.operands
+    )
     return math.ceil(_SHARE_SENT[self.kind](self.workers) * operand_bytes)
 
   @property
@@ -115,6 +100,7 @@ class Collective:
       self.kind,
       self.dtype,
       " ".join(arrays) if len(arrays) <= 3 else f"{len(self.shapes)} arrays",
+      self.axis,
       f"{self.workers:,}",
       "loop " * self.in_loop + "branch " * self.in_branch + f"{self.times:,}",
       f"{self.times * self.bytes_sent:,}",
@@ -132,8 +118,8 @@ class WireReport:
 
   Example:
     >>> report = WireReport(())
-    >>> report.bytes_sent, report.dense_bytes, report.ratio
-    (0, 0, 1.0)
+    >>> report.bytes_sent, report.dense_bytes, report.ratio, report.by_axis
+    (0, 0, 1.0, {})
   """
 
   collectives: tuple[Collective, ...]
@@ -158,14 +144,32 @@ class WireReport:
       return self.bytes_sent / self.dense_bytes
     return math.inf if self.bytes_sent else 1.0
 
+  @property
+  def by_axis(self) -> dict[str, "WireReport"]:
+    """The report of each ``axis`` alone, in the order in which the program has them."""
+    parts: dict[str, list[Collective]] = {}
+    for collective in self.collectives:
+      parts.setdefault(collective.axis, []).append(collective)
+    return {axis: WireReport(tuple(part)) for axis, part in parts.items()}
+
   def __str__(self) -> str:
     if not self.collectives:
       return "The program has no collectives: it sends nothing."
-    header = "collective,dtype,operands,workers,times,bytes sent,as f32 mean,scope"
-    total = ["total", *[""] * 4, f"{self.bytes_sent:,}", f"{self.dense_bytes:,}", ""]
-    rows = [header.split(","), *(c._row() for c in self.collectives), total]
-    lines = aligned(rows, right=range(3, 7))
-    lines.append(f"Sends {self.ratio:.4g} x the bytes of a plain f32 mean.")
+    header = "collective,dtype,operands,axis,workers,times,bytes sent,as f32 mean,scope"
+    rows = [header.split(","), *(c._row() for c in self.collectives)]
+    named = {axis: part for axis, part in self.by_axis.items() if axis}
+    several = named if len(named) > 1 else {}
+    for axis, part in [*several.items(), ("", self)]:
+      sums = [f"{part.bytes_sent:,}", f"{part.dense_bytes:,}"]
+      rows.append(["total", "", "", axis, "", "", *sums, ""])
+    if not named:
+      rows = [row[:3] + row[4:] for row in rows]
+    last = len(rows[0]) - 1
+    lines = aligned(rows, right=range(last - 4, last))
+    shares = [f", {part.ratio:.4g} x over {axis}" for axis, part in several.items()]
+    lines.append(
+      f"Sends {self.ratio:.4g} x the bytes of a plain f32 mean{''.join(shares)}."
+    )
     if any(c.in_loop for c in self.collectives):
       lines.append("loop: its trip count is unknown; counted once, a lower bound.")
     if any(c.in_branch for c in self.collectives):
@@ -173,7 +177,11 @@ class WireReport:
     return "\n".join(lines)
 
 
-def wire_report(program: jax.stages.Compiled | jax.stages.Lowered | str) -> WireReport:
+def wire_report(
+  program: jax.stages.Compiled | jax.stages.Lowered | str,
+  *,
+  mesh: Mesh | AbstractMesh | None = None,
+) -> WireReport:
   """Lists the collectives of a compiled program and the bytes that each worker sends.
 
   With operands of ``b`` bytes, one of ``n`` workers sends by
@@ -191,18 +199,24 @@ def wire_report(program: jax.stages.Compiled | jax.stages.Lowered | str) -> Wire
   receives, host transfers and custom calls are not seen.
 
   The exchanges of gradcomp also have ``dense_bytes``: ``2 (n-1)/n 4 e``, for an f32
-  all-reduce of their ``e`` gradient elements. For others, these are ``bytes_sent``.
+  all-reduce of their ``e`` gradient elements. Where leaves are cut over other axes,
+  these are the elements of one device's part. For others, these are ``bytes_sent``.
 
   Args:
     program: ``jax.jit(step).lower(...).compile()``, or the same without ``.compile()``,
       which is done here; or the optimized HLO text of one program.
+    mesh: the mesh that the program was compiled for, which names the axis of each
+      collective. By default it is that of the program's arguments and results, which a
+      text does not have.
 
   Returns:
-    A :class:`WireReport`; ``print`` shows a table of its collectives.
+    A :class:`WireReport`; ``print`` shows a table of its collectives, and
+    ``report.by_axis["host"]`` is the report of what crosses one axis.
 
   Raises:
     TypeError: ``program`` is something else, such as the jitted function.
-    ValueError: the text is not optimized HLO, or some of its bytes would be missed.
+    ValueError: the text is not optimized HLO, or some of its bytes would be missed; or
+      ``mesh`` has not as many devices as the program.
 
   Example:
     >>> text = '''HloModule jit_step, num_partitions=4
@@ -224,109 +238,52 @@ def wire_report(program: jax.stages.Compiled | jax.stages.Lowered | str) -> Wire
       "`program` must be a jax.stages.Compiled, a jax.stages.Lowered or optimized HLO "
       f"text, got {type(program).__name__}; pass jax.jit(step).lower(...).compile()."
     )
-  return WireReport(tuple(_collectives(text)))
-
-
-def _parse(text: str) -> tuple[dict[str, list[tuple[str, ...]]], str, int]:
-  """Returns a text's computations, the name of its entry, and the number of devices.
-
-  Instructions are the groups of ``_INSTRUCTION``.
-  """
-  computations: dict[str, list[tuple[str, ...]]] = {}
-  body: list[tuple[str, ...]] = []
-  entries = []
-  for line in text.splitlines():
-    line = re.sub(r"/\*.*?\*/", "", line).strip()  # /*index=5*/
-    if match := _INSTRUCTION.match(line):
-      body.append(match.groups())
-    elif match := _COMPUTATION.match(line):
-      body = computations.setdefault(match[2], [])
-      entries += [match[2]] if match[1] else []
-  header = re.findall(r"^HloModule .*$", text, re.MULTILINE)
-  if len(header) != 1 or len(entries) != 1:
-    raise _unreadable("one HloModule with one ENTRY", text[:40])
-  counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", header[0])
-  return computations, entries[0], math.prod(map(int, counts))
-
-
-def _collectives(text: str) -> Iterator[Collective]:
-  """Yields the collectives of a text, also of computations that it calls."""
-  computations, entry, devices = _parse(text)
-
-  def walk(name: str, times: int, loop: bool, branch: bool) -> Iterator[Collective]:
-    if name not in computations:
-      raise _unreadable("every computation that it calls", name)
-    types = {name: type_ for name, type_, _, _ in computations[name]}
-    for _, _, opcode, rest in computations[name]:
-      kind = opcode.removesuffix("-start")
-      plain = _STRING.sub("", rest)
-      if kind in _SHARE_SENT:
-        op_name = re.search(rf"op_name=({_STRING.pattern})", rest)
-        yield Collective(
-          kind=kind,
-          operands=_operands(kind, plain, types),
-          workers=_workers(kind, plain, devices),
-          times=times,
-          in_loop=loop,
-          in_branch=branch,
-          scope=op_name[1][1:-1] if op_name else "",
-        )
-      elif not opcode.endswith(("-update", "-done")):  # these repeat a -start's calls
-        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
-        inner_loop = loop or (opcode == "while" and not trips)
-        inner_branch = branch or opcode == "conditional"
-        for attribute, called in _CALLED.findall(plain):
-          runs = int(trips[1]) + (attribute == "condition") if trips else 1
-          for callee in _NAME.findall(called):
-            yield from walk(callee, times * runs, inner_loop, inner_branch)
-
-  return walk(entry, 1, False, False)
-
-
-def _operands(
-  kind: str, rest: str, types: dict[str, str]
-) -> tuple[tuple[str, tuple[int, ...]], ...]:
-  """Returns dtype and shape of each operand.
-
-  They are not read from the type of the instruction: that of a -start holds results,
-  too.
-  """
-  text = re.sub(r"\{[^{}]*\}", "", rest).partition(")")[0]  # no {1,0:T(8,128)}
-  arrays = _ARRAY.findall(text)
-  if not arrays:  # names without types, as XLA prints them today
-    found = [types.get(name, "undefined[]") for name in _NAME.findall(text)]
-    arrays = _ARRAY.findall(" ".join(found))
-  if unknown := {dtype for dtype, _ in arrays} - _SIZES.keys():
-    raise _unreadable("known dtypes", f"{', '.join(unknown)} in {kind}({text})")
-  if kind == "ragged-all-to-all":
-    arrays = arrays[:1]  # then come the output's buffer, offsets and sizes
-  return tuple((dtype, tuple(map(int, re.findall(r"\d+", s)))) for dtype, s in arrays)
-
-
-def _workers(kind: str, rest: str, devices: int) -> int:
-  """Returns the size of a group, which XLA writes in four ways."""
-  match = re.search(r"source_target_pairs=\{([{},\d]*)\}", rest)
-  if kind == "collective-permute" and match:
-    pairs = re.findall(r"(\d+),(\d+)", match[1])
-    return len({worker for a, b in pairs if a != b for worker in (a, b)}) or 1
-  if "replica_groups=" not in rest or "replica_groups={}" in rest:
-    return devices
-  if match := re.search(r"replica_groups=\{([{},\d]*)\}", rest):  # {{0,1},{2,3}}
-    return max(group.count(",") + 1 for group in match[1].split("},"))
-  if match := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):  # [2,4]<=[8]
-    return int(match[1])
-  # mesh['a'=2,'b'=8] {'a','b':(1)4}: all of the axis a and 4 of the 8 of b.
-  if match := re.search(r"replica_groups=mesh\[(.*?)\].*? \{(.*?)\}", rest):
-    sizes = dict(re.findall(r"'([^']*)'=(\d+)", match[1]))
-    axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", match[2])
-    if all(part or axis in sizes for axis, part in axes):
-      return math.prod(int(part or sizes[axis]) for axis, part in axes)
-  raise _unreadable("known replica groups", f"{kind}({rest}")
-
-
-def _unreadable(rule: str, got: str) -> ValueError:
-  """Returns the error for a text that breaks a rule."""
-  return ValueError(
-    f"`program` must be optimized HLO with {rule}, got {got!r}; pass "
-    "jax.jit(step).lower(...).compile(), and report it to gradcomp if you did."
+  found = _hlo.read(text)
+  if mesh is not None and mesh.size != found.devices:
+    raise ValueError(
+      f"`mesh` must be the one that the program was compiled for, with "
+      f"{found.devices} devices, got {mesh.size}; leave it out to take it from the "
+      "program."
+    )
+  if mesh is None and isinstance(program, jax.stages.Compiled):
+    mesh = _mesh_of(program, found.devices)
+  shape = {} if mesh is None else dict(mesh.shape)
+  return WireReport(
+    tuple(
+      Collective(
+        kind=x.kind,
+        operands=x.operands,
+        workers=x.groups.workers,
+        times=x.times,
+        in_loop=x.in_loop,
+        in_branch=x.in_branch,
+        scope=x.scope,
+        axis=",".join(_axes_of(x.groups, shape)),
+      )
+      for x in found.instructions
+    )
   )
+
+
+def _mesh_of(program: jax.stages.Compiled, devices: int) -> Mesh | AbstractMesh | None:
+  """Returns the mesh on which arguments or results of a program lie, or None."""
+  for sharding in jax.tree.leaves((program.input_shardings, program.output_shardings)):
+    if isinstance(sharding, NamedSharding) and sharding.mesh.size == devices:
+      return sharding.mesh
+  return None
+
+
+def _axes_of(groups: _hlo.Groups, shape: dict[str, int]) -> tuple[str, ...]:
+  """Returns the axes along which the members of a group differ.
+
+  XLA numbers the devices of a program in the order of its mesh.
+  """
+  if groups.members is None or not shape:
+    return ()
+  found: set[str] = set()
+  for members in groups.members:
+    places = np.unravel_index(members, tuple(shape.values()))
+    found |= {
+      axis for axis, place in zip(shape, places, strict=True) if np.ptp(place) > 0
+    }
+  return tuple(axis for axis in shape if axis in found)

@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import jax
 import jax.numpy as jnp
 import laws
 import modes
@@ -122,15 +121,6 @@ def small_gradients(workers, seed=0):
     name: jnp.asarray(rng.standard_normal((workers, *shape)), jnp.float32)
     for name, shape in shapes.items()
   }
-
-
-def documented_key(seed, step):
-  def key(leaf, worker):
-    fold = jax.random.fold_in
-    folded = fold(fold(fold(jax.random.key(seed), step), leaf), worker)
-    return np.asarray(jax.random.key_data(folded))
-
-  return key
 
 
 # Leaves of a small network, of which the tests count the bytes that are sent.

@@ -217,13 +217,15 @@ FAULTS = {
 
 
 def main(task, address, hosts, host, folder):
-  """Runs "compare-few", "train", or "kill-1": the training that loses host 1."""
+  """Runs "compare-few", "train", or what host 1 spoils: "kill-1", "differ-1"."""
   hosts, host, folder = int(hosts), int(host), pathlib.Path(folder)
   jax.distributed.initialize(address, hosts, host, **LIMITS)
   task, _, which = task.partition("-")
   try:
     if task == "compare":
       compare(which, hosts, host, folder)
+    elif task == "differ":
+      exchange("qsgd4-ring" if which == str(host) else "qsgd4-two_shot", hosts)
     else:
       train(hosts, host, folder, FAULTS[task] if which == str(host) else None)
   except Exception:

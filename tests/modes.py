@@ -48,10 +48,10 @@ def run_all(mode, transformation, gradients):
   """Like :func:`run`, and the residuals of the second stage ``[N, share, tile]``."""
   workers = jax.tree.leaves(gradients[0])[0].shape[0]
   params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
-  mapped = _mapped(mode, transformation, workers)
+  update = mapped(mode, transformation, workers)
   state, outputs = None, []
   for gradient in gradients:
-    output, state = mapped(gradient, state, params)
+    output, state = update(gradient, state, params)
     outputs.append(output)
   residual, owned = state.residual, state.owner_residual
   if mode not in ("pmap", "vmap"):
@@ -66,8 +66,11 @@ def run_all(mode, transformation, gradients):
 
 
 @functools.lru_cache(maxsize=8)
-def _mapped(mode, transformation, workers):
-  """Kept, with what it has compiled, for the next call with the same transformation."""
+def mapped(mode, transformation, workers):
+  """``update(gradients, state or None, params)`` of all workers, as for :func:`run`.
+
+  Kept, with what it has compiled, for the next call with the same transformation.
+  """
   return _MAPS[mode](transformation, workers)
 
 

@@ -9,6 +9,8 @@ Binary32 arithmetic here is NumPy's: each operation rounds once, to nearest even
 subnormal numbers are kept.
 """
 
+import hashlib
+
 import numpy as np
 
 PER_TENSOR_WORDS = 512
@@ -56,6 +58,25 @@ def fold_in(key, number):
     (276534068, 1641862660)
   """
   return tuple(int(word) for word in threefry2x32(key, 0, number))
+
+
+def name_words(text):
+  """The two words of a leaf's name, or of the names of a matrix's leaves.
+
+  Example:
+    >>> [hex(word) for word in name_words("abc")]
+    ['0xba7816bf', '0x8f01cfea']
+  """
+  digest = hashlib.sha256(text.encode()).digest()
+  return tuple(int.from_bytes(digest[i : i + 4], "big") for i in (0, 4))
+
+
+def leaf_key(seed, step, name, worker, *more):
+  """The key of a leaf by its name, or of the stage of one, with a newline behind it."""
+  result = (0, seed)
+  for number in (step, *name_words(name), worker, *more):
+    result = fold_in(result, number)
+  return result
 
 
 def random_lanes(key, tiles, *, bits, bucket_size, first_row=0):

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import laws
 import modes
 import numpy as np
+import oracle
 import oracle_ternary
 import pytest
 import wire_decoder_codecs
-from exchange_cases import documented_key, transformation
+from exchange_cases import transformation
 from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
@@ -44,7 +45,7 @@ def test_the_mean_of_ternary_gradients_is_exact(packing, workers):
   for i in range(workers):
     words = oracle_ternary.ternary_encode(
       x[i],
-      key=documented_key(9, 0)(0, i),
+      key=oracle.leaf_key(9, 0, "['w']", i),
       scales=np.full((rows, 1), shared),
       limit=own[i],  # 12,345 Gaussian values go beyond 2.5 sigma
       inline=False,

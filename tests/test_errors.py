@@ -4,6 +4,7 @@ It names the cure too, where there is one. Messages are for people, so the tests
 the parts that a person needs, not for whole sentences.
 """
 
+import contextlib
 import functools
 
 import chex
@@ -14,10 +15,12 @@ import numpy as np
 import optax
 import pytest
 from assertions import says
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 import gradcomp
-from gradcomp.codecs import QSGD, Dense
+from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, OneBit, Ternary, TopK
 
 WORKERS = 4
 GRADS = {"w": np.linspace(-1, 1, 8 * 256, dtype=np.float32).reshape(8, 256)}
@@ -131,11 +134,11 @@ class TestInjectedHyperparameters(chex.TestCase):
         self.variant(make(min_leaf_size=3).init)(GRADS)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_])
 @pytest.mark.parametrize("make", [gradcomp.qsgd, gradcomp.dense])
-def test_gradients_that_are_not_real_floats(make, dtype):
+def test_gradients_that_are_not_floats(make, dtype):
   grads = {"layer": [GRADS["w"], {"ids": jnp.ones(3, dtype)}]}
-  parts = ("`updates`['layer'][1]['ids']", "real float", jnp.dtype(dtype).name)
+  parts = ("`updates`['layer'][1]['ids']", "complex float", jnp.dtype(dtype).name)
   with pytest.raises(TypeError, match=says(*parts)):
     update_once(make(), grads)
 
@@ -143,8 +146,42 @@ def test_gradients_that_are_not_real_floats(make, dtype):
 def test_gradients_of_integers():
   """What jax.grad(..., allow_int=True) returns for a table of indices."""
   grads = jax.grad(lambda p: jnp.sum(p["w"]), allow_int=True)({"w": 1.0, "ids": 2})
-  with pytest.raises(TypeError, match=says("`updates`['ids']", "real float", "float0")):
+  parts = ("`updates`['ids']", "complex float", "float0")
+  with pytest.raises(TypeError, match=says(*parts)):
     update_once(gradcomp.qsgd(), grads)
+
+
+@pytest.mark.parametrize("value", [1.5, 2, True], ids=repr)
+@pytest.mark.parametrize("make", [gradcomp.qsgd, gradcomp.clip_by_local_norm])
+def test_gradients_that_are_no_arrays(make, value):
+  tx = make(2)
+  state = tx.init({"w": jnp.ones(3), "b": jnp.ones([])})
+  parts = ("`updates`['b']", "an array", repr(value), "jnp.asarray")
+  with pytest.raises(TypeError, match=says(*parts)):
+    tx.update({"w": jnp.ones(3), "b": value}, state)
+
+
+DIFFERENTIATED = ("`updates`", "differentiated", "no derivative", "stop_gradient")
+
+
+@pytest.mark.parametrize(
+  "codec",
+  [
+    Dense(),
+    QSGD(),
+    TopK(density=1 / 2),
+    *slow(Dense(dtype=jnp.bfloat16), OneBit(), Ternary(), EightBit(), FloatCast()),
+  ],
+)
+def test_gradients_through_an_update(codec):
+  """Zeros for some codecs, and an assertion of Pallas for others, would say nothing."""
+  tx = gradcomp.compress(codec, min_leaf_size=0)
+  total = lambda x: jnp.sum(update_once(tx, {"w": x})["w"])
+  x = jax.ShapeDtypeStruct((128,), jnp.float32)
+  for transform in (jax.grad, jax.jacfwd, lambda f: jax.grad(jax.jit(f))):
+    with pytest.raises(TypeError, match=says(*DIFFERENTIATED)):
+      jax.eval_shape(transform(total), x)
+  jax.eval_shape(jax.grad(lambda x: total(jax.lax.stop_gradient(x))), x)
 
 
 @pytest.mark.parametrize("codec", [QSGD(), QSGD(rounding="nearest"), Dense()])
@@ -201,6 +238,31 @@ def test_unbound_axis():
   another = jax.vmap(functools.partial(update_once, residual4), axis_name="model")
   with pytest.raises(ValueError, match=says(*UNBOUND)):
     another({"w": GRADS["w"][None]})
+
+
+def test_a_misspelt_axis_gets_the_names_that_exist():
+  grads = jnp.ones((WORKERS, 8))
+  parts = ("'date'", "not bound", "('data',)", "name one of these")
+  with pytest.raises(ValueError, match=says(*parts)):
+    tx = gradcomp.qsgd(axis_name="date")
+    in_shard_map(lambda g: update_once(tx, g), grads, in_specs=P("data"), out_specs=P())
+  with jax.set_mesh(modes.mesh(WORKERS)), pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.value_and_grad(jnp.sum, axis_name="date")(grads)
+
+
+@pytest.mark.parametrize("call", ["update", "value_and_grad"])
+@pytest.mark.parametrize("set_mesh", [True, False], ids=["set_mesh", "placed"])
+def test_auto_axes_in_plain_jit(call, set_mesh):
+  """The mesh that most programs have; the arrays say it if jax.set_mesh does not."""
+  mesh = modes.mesh(WORKERS)
+  x = jax.device_put(jnp.ones((8, 64)), jax.NamedSharding(mesh, P()))
+  function = functools.partial(update_once, residual4)
+  if call == "value_and_grad":
+    function = gradcomp.value_and_grad(jnp.sum, axis_name="data")
+  parts = (*UNBOUND, "Explicit axes", "jax.make_mesh(", "AxisType.Explicit")
+  with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+    with pytest.raises(ValueError, match=says(*parts)):
+      jax.jit(function)(x)
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "shard_map_unchecked", "pmap"])
@@ -291,6 +353,25 @@ def test_multi_steps_around_the_exchange_in_a_train_step():
   """Its sums differ between workers; init outside the map cannot make them so."""
   with pytest.raises(ValueError, match="MultiSteps"):
     train_step(optax.MultiSteps(gradcomp.qsgd(axis_name="data"), 2))
+
+
+dense4 = gradcomp.dense(axis_name="data")
+UNSEEN = ("`optimizer`", "equal on all workers", "['w']", "no exchange", "set_to_zero")
+WRONG_ORDERS = {
+  "apply_if_finite": (
+    optax.apply_if_finite(dense4, 5),
+    ("`opt_state`", "optax.apply_if_finite", "gradcomp.skip_nonfinite", "behind"),
+  ),
+  "masked": (optax.masked(dense4, {"w": False}), UNSEEN),
+  "none": (optax.identity(), UNSEEN),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ORDERS)
+def test_what_stands_around_the_exchange_or_in_its_place(name):
+  optimizer, parts = WRONG_ORDERS[name]
+  with pytest.raises(ValueError, match=says(*parts)):
+    train_step(optax.chain(optimizer, optax.sgd(0.1)))
 
 
 @pytest.mark.parametrize("size", [256, 4096])
@@ -404,6 +485,49 @@ def test_state_of_another_number_of_workers():
   parts = ("`state.owner_residual`", "(4, 4096)", "(2, 4096)", "as many workers")
   with pytest.raises(ValueError, match=says(*parts)):
     jax.vmap(lambda g, s: tx.update(g, s), axis_name="data")(*two)
+
+
+@pytest.mark.parametrize("mode", ["train_step", "explicit"])
+@pytest.mark.parametrize("made_for", [8, 2, 1])
+def test_a_state_says_how_many_workers_it_was_made_for(mode, made_for):
+  """A state of 1 is what init makes outside the mesh."""
+  tx = gradcomp.qsgd(axis_name="data", feedback="error", second_stage_feedback=False)
+  params, mesh = {"w": jnp.zeros((8, 256))}, modes.mesh(WORKERS, AxisType.Explicit)
+  with jax.set_mesh(modes.mesh(made_for, AxisType.Explicit)):
+    state = jax.device_get(tx.init(params))
+  specs = gradcomp.state_specs(state, "data")
+  grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data")
+  with jax.set_mesh(mesh):
+    state = jax.device_put(state, jax.tree.map(lambda p: NamedSharding(mesh, p), specs))
+    batch, params = jax.device_put((BATCH, params), (P("data"), P()))
+    parts = ["`state.residual`['w']", f"for {made_for} worker", "not for 4", "set_mesh"]
+    if mode == "explicit":
+      step = lambda p, s, x: tx.update(grad_fn(p, x)[1], s)
+    else:
+      step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
+      if made_for == 1:  # whose parts cannot be those of all, and it says so first
+        parts = ["residual", "4 workers", "set_mesh"]
+    with pytest.raises(ValueError, match=says(*parts)):
+      jax.eval_shape(step, params, state, batch)
+
+
+nonuniform = functools.partial(gradcomp.qsgd, levels="nonuniform")
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_levels_fitted_for_other_bits(bits):
+  state = nonuniform(6 - bits).init(GRADS)
+  parts = ("`state.memory`", "the shape", f"bits={bits}", "got", "this transformation")
+  with pytest.raises(ValueError, match=says(*parts)):
+    nonuniform(bits).update(GRADS, state)
+
+
+@pytest.mark.parametrize("other", [optax.adam(0.1), optax.trace(0.9)])
+def test_state_of_another_transformation(other):
+  state = other.init(GRADS)
+  parts = ("`state`", "gradcomp.CompressState", type(state).__name__, "optax.chain")
+  with pytest.raises(TypeError, match=says(*parts)):
+    gradcomp.qsgd().update(GRADS, state)
 
 
 @pytest.mark.parametrize("value", [0, -2, 1.5, None, (), (2, 0), (2, 2, 2)], ids=repr)

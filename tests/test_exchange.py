@@ -22,7 +22,6 @@ from exchange_cases import (
   PLAIN,
   SHARED,
   case_name,
-  documented_key,
   gradients,
   plain_and_slow,
   small_gradients,
@@ -151,15 +150,14 @@ def test_every_mode_has_the_same_bits(codec, exchange, workers, places):
     assert_same_bits(modes.run_all(mode, tx, steps), expected)
 
 
-def sent_rows(codec, tree, workers, exchange_keys):
-  """Each worker's rows and values by the oracle alone, for the leaves of one codec."""
+def sent_values(codec, tree, workers, seed):
+  """Each worker's values by the oracle alone, in the first step."""
   layout = plan([leaf[0] for leaf in jax.tree.leaves(tree)], codec)
   values = []
   for worker in range(workers):
     leaves = []
-    for i, (leaf, slot) in enumerate(
-      zip(jax.tree.leaves(tree), layout.slots, strict=True)
-    ):
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, leaf), slot in zip(paths, layout.slots, strict=True):
       x = np.asarray(leaf[worker])
       if layout.codecs[slot.group] != codec:
         leaves.append(x)
@@ -167,7 +165,7 @@ def sent_rows(codec, tree, workers, exchange_keys):
       hyper = dict(bits=codec.bits, bucket_size=codec.bucket_size)
       rows = oracle.qsgd_encode(
         x,
-        key=exchange_keys(i, worker),
+        key=oracle.leaf_key(seed, 0, jax.tree_util.keystr(path), worker),
         norm=codec.norm,
         levels=codec.levels,
         rounding=codec.rounding,
@@ -185,7 +183,7 @@ def test_all_gather_is_the_mean_of_the_decoded_payloads(workers):
   tree = gradients(workers)
   tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather", key=5)
   (output,), _ = modes.run("shard_map", tx, [tree])
-  values = sent_rows(codec, tree, workers, documented_key(5, 0))
+  values = sent_values(codec, tree, workers, seed=5)
   for i, leaf in enumerate(jax.tree.leaves(output)):
     expected = oracle_exchange.exchange_all_gather(
       np.stack([value[i] for value in values])
@@ -202,17 +200,20 @@ def test_two_shot_is_the_owners_encoding_of_the_mean(workers):
   )
   tx = gradcomp.compress(codec, axis_name="data", exchange="two_shot", key=7)
   (output,), _ = modes.run("shard_map", tx, [{"w": jnp.asarray(x)}])
-  key = documented_key(7, 0)
   hyper = dict(bits=4, bucket_size=64)
   rule = dict(norm="max", levels="sign_magnitude", rounding="stochastic", **hyper)
   decode = lambda rows: wire_decoder.decode_qsgd(
     rows, len(rows) * codec.tile_size, levels="sign_magnitude", **hyper
   ).reshape(len(rows), codec.tile_size)
+  key = functools.partial(oracle.leaf_key, 7, 0)
   first = np.stack(
-    [decode(oracle.qsgd_encode(x[i], key=key(0, i), **rule)) for i in range(workers)]
+    [
+      decode(oracle.qsgd_encode(x[i], key=key("['w']", i), **rule))
+      for i in range(workers)
+    ]
   )
   recode = lambda mean, owner: decode(
-    oracle.qsgd_encode(mean.ravel(), key=key(1, owner), **rule)
+    oracle.qsgd_encode(mean.ravel(), key=key("['w']\n", owner), **rule)
   )
   expected = oracle_exchange.exchange_two_shot(first, recode).ravel()[: x.shape[1]]
   np.testing.assert_array_equal(output["w"][0], expected)
@@ -332,7 +333,7 @@ def test_sixty_four_emulated_workers():
   x = np.stack([laws.gaussian(2100, seed) for seed in range(workers)])
   tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather", key=1)
   (output,), _ = modes.run("vmap", tx, [{"w": jnp.asarray(x)}])
-  values = sent_rows(codec, {"w": x}, workers, documented_key(1, 0))
+  values = sent_values(codec, {"w": x}, workers, seed=1)
   expected = oracle_exchange.exchange_all_gather(
     np.stack([value[0] for value in values])
   )

@@ -31,6 +31,7 @@ SHARED = QSGD(bits=4, bucket_size=32, share_scale=True)
 SHARED_WHOLE = QSGD(bits=4, bucket_size=None, levels="uniform", share_scale=True)
 
 SEED, STEPS = 11, 2
+LEAF, LATER = "['w']", "['w']\n"  # the names in keys: of the only leaf, and of stages
 SIZES = {None: 9000}  # some rows of 512 words, the last one ragged; of 32 words, 700
 
 
@@ -52,12 +53,8 @@ def run(codec, exchange, x, **options):
   return [np.asarray(out["w"][0]) for out in outputs], np.asarray(residual["w"]), owned
 
 
-def key(step, number, worker, *more):
-  """``number`` is a leaf, or 1 for what is encoded after the only leaf."""
-  result = (0, SEED)
-  for fold in (step, number, worker, *more):
-    result = oracle.fold_in(result, fold)
-  return result
+def key(step, name, worker, *more):
+  return oracle.leaf_key(SEED, step, name, worker, *more)
 
 
 def hyper(codec):
@@ -120,7 +117,7 @@ def test_ring(codec, workers):
     mean, lost = oracle_exchange.exchange_ring(
       tiled(x[step] + residual, codec),
       lambda rows, worker, hop, step=step: recode(
-        codec, rows, key(step, 1, worker, hop)
+        codec, rows, key(step, LATER, worker, hop)
       ),
     )
     outputs.append(flat(mean, x.shape[2]))
@@ -138,7 +135,7 @@ def test_hierarchical(codec, workers):
   owned = owner_zeros(tiled(x[0], codec), codec)
   for step in range(STEPS):
     stage = lambda number, step=step: (
-      lambda rows, worker: recode(codec, rows, key(step, 1, worker, number))
+      lambda rows, worker: recode(codec, rows, key(step, LATER, worker, number))
     )
     mean, lost = oracle_exchange.exchange_hierarchical(
       tiled(x[step] + residual, codec),
@@ -162,9 +159,9 @@ def test_two_shot_with_both_residuals(codec, workers):
   for step in range(STEPS):
     corrected = tiled(x[step] + residual, codec)
     sent = np.stack(
-      [recode(codec, corrected[i], key(step, 0, i)) for i in range(workers)]
+      [recode(codec, corrected[i], key(step, LEAF, i)) for i in range(workers)]
     )
-    again = lambda mean, owner, step=step: recode(codec, mean, key(step, 1, owner))
+    again = lambda mean, owner, step=step: recode(codec, mean, key(step, LATER, owner))
     mean = oracle_exchange.exchange_two_shot(
       sent, oracle_exchange.with_feedback(again, owned)
     )
@@ -208,7 +205,7 @@ def test_shared_scales(codec, exchange, workers):
   residual, outputs = np.zeros_like(x[0]), []
   for step in range(STEPS):
     corrected = x[step] + residual
-    keys = [key(step, 0, worker) for worker in range(workers)]
+    keys = [key(step, LEAF, worker) for worker in range(workers)]
     _, _, sent, mean = shared_step(codec, corrected, keys)
     outputs.append(mean)
     kept = np.isfinite(corrected - sent) & np.isfinite(mean)

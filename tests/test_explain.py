@@ -38,8 +38,7 @@ def test_bytes_of_each_leaf_by_hand():
     explanation.bytes_sent == explanation.bytes_received == 2 * 3 * (512 + 16 * ROW)
   )
   plain = 2 * 3 * (512 + 512 * 512) * 4 / 4
-  assert explanation.ratio() == explanation.bytes_sent / plain
-  assert explanation.ratio(16) == 2 * explanation.ratio()
+  assert explanation.ratio == explanation.bytes_sent / plain
 
 
 def test_rows_that_fill_up_shares_are_counted():
@@ -58,7 +57,7 @@ def test_auto(workers, exchange, sent):
   assert {leaf.exchange for leaf in explanation.leaves} == {exchange}
   assert sent is None or explanation.bytes_sent == sent
   if workers == 1:
-    assert explanation.ratio() == 1.0
+    assert explanation.ratio == 1.0
 
 
 def test_shared_scales_take_the_cheaper_of_two_exact_sums():
@@ -118,7 +117,7 @@ def test_transformations_inside_others():
   twice = explain(4, wrap=lambda tx: optax.chain(tx, other))
   assert [leaf.path for leaf in twice.leaves] == ["['b']", "['w']"] * 2
   none = gradcomp.explain(optax.sgd(0.1), PARAMS, workers=4)
-  assert none.leaves == () and none.bytes_sent == 0 and none.ratio() == 1.0
+  assert none.leaves == () and none.bytes_sent == 0 and none.ratio == 1.0
   assert explain(4, params={}).leaves == ()
 
 

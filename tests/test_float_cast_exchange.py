@@ -48,13 +48,6 @@ def transformation(codec, exchange, group_size=None, feedback="error"):
   )
 
 
-def key(step, leaf, worker):
-  result = (0, SEED)
-  for fold in (step, leaf, worker):
-    result = oracle.fold_in(result, fold)
-  return result
-
-
 def agreed(codec, x):
   """The oracle's cast with the byte that the workers agree on."""
   workers = len(x)
@@ -70,7 +63,7 @@ def case_name(part):
 
 @pytest.mark.parametrize(
   "fmt, rounding, scale, accumulate, exchange, workers, group_size",
-  [*CASES[2::4], *slow(*CASES[::4], *CASES[1::2])],
+  [*CASES[:4:2], *slow(*CASES[4::2], *CASES[1::2])],
   ids=case_name,
 )
 def test_one_law(fmt, rounding, scale, accumulate, exchange, workers, group_size):
@@ -90,7 +83,7 @@ def test_one_law(fmt, rounding, scale, accumulate, exchange, workers, group_size
   assert not jax.tree.leaves(owned)
 
   cast = agreed(codec, steps[0])
-  keys = [key(0, 0, i) for i in range(workers)]
+  keys = [oracle.leaf_key(SEED, 0, "['w']", i) for i in range(workers)]
   expected, sent = oracle_float_cast.exchange(
     steps[0],
     cast,

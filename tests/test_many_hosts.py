@@ -192,6 +192,14 @@ def test_a_killed_host_ends_all_and_nothing_is_lost(hosts, tmp_path):
 
 
 @pytest.mark.slow
+def test_hosts_with_other_options_end_before_they_exchange(tmp_path):
+  with run_task("differ-1", 2, tmp_path, collective_timeout=30) as processes:
+    ends = codes(processes, tmp_path)
+  assert set(ends) <= {host.FAILED, -signal.SIGABRT}, said(tmp_path)
+  assert "`exchange` must be the same in all processes" in said(tmp_path)
+
+
+@pytest.mark.slow
 def test_a_killed_coordinator_ends_all(tmp_path):
   limit = 30
   with run_task("kill-0", 2, tmp_path, collective_timeout=limit) as processes:

@@ -68,6 +68,7 @@ def test_a_residual_that_nothing_keeps_is_sent():
     ([3, 2], ("`boundaries`", "ascending", "[3, 2]")),
     ([1.5], ("`boundaries`", "ascending", "1.5")),
     ([True], ("`boundaries`", "ascending", "True")),
+    ([5, 2**31], ("`boundaries`", "below 2**31", "[5, 2147483648]")),
     (3, ("`boundaries`", "ascending", "3")),
     ([], ("`transformations`", "one more", "0 boundaries", "2")),
     ([1, 2], ("`transformations`", "one more", "2 boundaries", "2")),

@@ -138,6 +138,47 @@ def test_axes_of_a_mesh(axes, workers):
   assert collective.bytes_sent == (workers - 1) * ROWS * COLUMNS * 4
 
 
+def test_each_axis_has_a_name_and_a_total():
+  """Two axes of one size, which the number of workers cannot tell apart."""
+  mesh = make_mesh(host=2, chip=2, model=2)
+
+  def function(x):
+    y = lax.psum(x, "host") + lax.psum(2 * x, ("host", "model"))
+    with jax.named_scope("gradcomp_mean_384_over_2"):
+      return lax.ppermute(lax.all_gather(y, "chip")[0], "model", [(0, 1), (1, 0)])
+
+  mapped = jax.shard_map(
+    function, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names)
+  )
+  x = jax.ShapeDtypeStruct((8 * ROWS, COLUMNS), jnp.float32)
+  compiled = jax.jit(mapped).lower(x).compile()
+  report = wire_report(compiled)
+  nbytes = 4 * ROWS * COLUMNS
+  sent = {axis: part.bytes_sent for axis, part in report.by_axis.items()}
+  expected = {"host": nbytes, "host,model": 3 * nbytes // 2, "chip": nbytes}
+  assert sent == expected | {"model": nbytes}
+  assert sum(sent.values()) == report.bytes_sent
+  assert report.by_axis["chip"].ratio == 1.0
+  lines = str(report).splitlines()
+  assert lines[0].split()[:4] == ["collective", "dtype", "operands", "axis"]
+  totals = [line.split() for line in lines if line.startswith("total")]
+  assert [words[1:-1] for words in totals[:-1]] == [
+    [axis, f"{nbytes:,}"] for axis, nbytes in sent.items()
+  ]
+  assert "x over host, 1 x over host,model" in lines[-1]
+  assert wire_report(compiled.as_text(), mesh=mesh) == report
+  assert wire_report(compiled.as_text(), mesh=mesh.abstract_mesh) == report
+  assert set(wire_report(compiled.as_text()).by_axis) == {""}
+
+
+def test_another_mesh_is_refused():
+  compiled = compile_mapped(lambda x: lax.psum(x, "d"), d=8)
+  with pytest.raises(
+    ValueError, match="`mesh` must .* with 8 devices, got 4; leave it"
+  ):
+    wire_report(compiled, mesh=make_mesh(d=4))
+
+
 def test_a_group_of_one_sends_nothing():
   compiled = compile_mapped(lambda x: lax.psum(x, "a"), a=1, b=8)
   report = wire_report(compiled)
@@ -248,14 +289,15 @@ def test_no_collectives():
 
 
 def test_lowered_compiled_and_text_agree():
+  mesh = make_mesh(d=8)
   mapped = jax.shard_map(
-    lambda x: lax.psum(x, "d"), mesh=make_mesh(d=8), in_specs=P("d"), out_specs=P()
+    lambda x: lax.psum(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P()
   )
   lowered = jax.jit(mapped).lower(jax.ShapeDtypeStruct((8, 5), jnp.float32))
   report = wire_report(lowered)
   assert report.bytes_sent == 35
   assert wire_report(lowered.compile()) == report
-  assert wire_report(lowered.compile().as_text()) == report
+  assert wire_report(lowered.compile().as_text(), mesh=mesh) == report
 
 
 # From here on: text that XLA:CPU does not write, in the style of GPUs and TPUs.
@@ -421,6 +463,46 @@ def test_replica_groups(groups, workers, after):
   collective = only(wire_report(hlo(line)))
   assert collective.workers == workers
   assert collective.bytes_sent == (workers - 1) * NBYTES
+
+
+@pytest.mark.parametrize(
+  ("groups", "axis"),
+  [
+    ("{{0,1},{2,3},{4,5},{6,7}}", "c"),
+    ("{{0,4},{1,5},{2,6},{3,7}}", "a"),
+    ("{{0,2,4,6},{1,3,5,7}}", "a,b"),
+    ("{{0,3},{1,2},{4,7},{5,6}}", "b,c"),
+    ("{{0},{1},{2},{3},{4},{5},{6},{7}}", ""),
+    ("{}", "a,b,c"),
+    ("[2,4]<=[8]", "b,c"),
+    ("[2,4]<=[4,2]T(1,0)", "a,b"),
+    ("[4,2]<=[2,2,2]T(0,2,1)", "b"),
+    ("mesh['x'=4,'y'=2] {'x'}", "a,b"),
+    ("mesh['x'=8] {'x':(1)2}", "a"),
+    ("mesh['x'=8] {'x':(2)2}", "b"),
+    ("mesh['x'=8] {'x':(4)2}", "c"),
+    ("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}", "c"),
+    ("mesh['x'=2,'y'=4], device_ids=(7,6,5,4,3,2,1,0) {'x'}", ""),
+  ],
+)
+def test_axes_of_replica_groups(groups, axis):
+  line = f"%g = f32[64,128]{{1,0}} all-gather(%x), replica_groups={groups}, dims={{0}}"
+  mesh = make_mesh(a=2, b=2, c=2)
+  assert only(wire_report(hlo(line), mesh=mesh)).axis == axis
+
+
+@pytest.mark.parametrize(
+  ("pairs", "axis", "workers"),
+  [
+    ("{{0,1},{1,0},{2,3},{3,2}}", "c", 2),
+    ("{{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}", "a,b", 4),
+    ("{{0,0}}", "", 1),
+  ],
+)
+def test_axes_of_pairs(pairs, axis, workers):
+  line = f"%p = f32[8,128] collective-permute(%x), source_target_pairs={pairs}"
+  collective = only(wire_report(hlo(line), mesh=make_mesh(a=2, b=2, c=2)))
+  assert (collective.axis, collective.workers) == (axis, workers)
 
 
 @pytest.mark.parametrize(

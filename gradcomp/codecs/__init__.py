@@ -14,11 +14,13 @@ from gradcomp.codecs._codec import is_fitted as is_fitted
 from gradcomp.codecs._codec import is_shared as is_shared
 from gradcomp.codecs._codec import to_tiles as to_tiles
 from gradcomp.codecs._dense import Dense as Dense
+from gradcomp.codecs._dense import working_dtype as working_dtype
 from gradcomp.codecs._eight_bit import EightBit as EightBit
 from gradcomp.codecs._float_cast import FloatCast as FloatCast
 from gradcomp.codecs._one_bit import OneBit as OneBit
 from gradcomp.codecs._qsgd import QSGD as QSGD
 from gradcomp.codecs._random_k import RandomK as RandomK
+from gradcomp.codecs._row_codec import RowCodec as RowCodec
 from gradcomp.codecs._sparse import LinearCodec as LinearCodec
 from gradcomp.codecs._sparse import SelectingCodec as SelectingCodec
 from gradcomp.codecs._sparse import SparseCodec as SparseCodec

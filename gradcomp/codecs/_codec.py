@@ -100,7 +100,12 @@ class Codec(Protocol):
     """Encodes ``float32[rows, ...]`` tiles: ``uint32[rows, row_words]``."""
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
-    """Decodes ``uint32[..., rows, words]`` to tiles, ``float32[..., rows, P, B]``."""
+    """Decodes ``uint32[rows, row_words]`` to ``float32[rows, ...]``.
+
+    The exchange calls it with two axes, and maps it by ``jax.vmap`` over others. A row
+    becomes its ``tile_size`` elements, in one axis or several. Each row is decoded
+    alone. Zeros come back as zeros, and what was not finite as NaN or an infinity.
+    """
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """Dense sends every element as it is, in 32 or 16 bits."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ class Dense:
   A payload has 32 or 16 bits an element, in whole rows of 128 words. ``float32`` is
   exact. 16 bits are rounded to nearest even, which is biased: use error feedback. NaN
   and infinities stay what and where they are.
+
+  ``encode`` rounds float64 to these. In an exchange ``Dense()`` need not encode: there
+  float64 gradients are added as they are, see :func:`gradcomp.dense`.
 
   Attributes:
     dtype: ``float32``, ``bfloat16`` or ``float16``.
@@ -116,3 +119,17 @@ class Dense:
     unsigned = jnp.uint32 if self._bits == 32 else jnp.uint16
     code = jax.lax.bitcast_convert_type(plane.astype(self.dtype), unsigned)
     return code.astype(jnp.uint32)
+
+
+def working_dtype(codec: Any, dtype: DTypeLike) -> np.dtype:
+  """Returns the dtype that an exchange adds gradients of a dtype in.
+
+  It is float32. But float64 stays what it is with ``Dense()``, which shall lose
+  nothing.
+
+  Example:
+    >>> working_dtype(Dense(), jnp.float16), working_dtype(Dense(), jnp.float64)
+    (dtype('float32'), dtype('float64'))
+  """
+  wide = dtype == jnp.float64 and codec == Dense()
+  return np.dtype(np.float64 if wide else np.float32)

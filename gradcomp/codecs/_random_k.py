@@ -11,6 +11,7 @@ from gradcomp.codecs._codec import (
   as_float32,
   codec_key,
   decode_payload,
+  from_tiles,
   to_tiles,
 )
 from gradcomp.codecs._sparse import (
@@ -118,6 +119,23 @@ class RandomK:
     del stats
     codec = self.for_leaf(x.size)
     return Payload(codec.encode_rows(to_tiles(as_float32(x), codec), key=key))
+
+  def encode_with_residual(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> tuple[Payload, jax.Array]:
+    """Returns ``encode(x)``, and ``x`` without what that sends."""
+    del stats
+    codec = self.for_leaf(x.size)
+    tiles = to_tiles(as_float32(x), codec)
+    payload = Payload(codec.encode_rows(tiles, key=key))
+    positions, values = codec.entries(payload.rows)
+    row = jnp.arange(tiles.shape[0])[:, None]
+    rest = tiles.at[row, positions].add(-values, mode="drop", unique_indices=True)
+    return payload, from_tiles(rest, x, codec)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to the shape and dtype of ``like``."""

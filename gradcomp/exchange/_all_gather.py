@@ -21,6 +21,6 @@ def all_gather(
   Returns:
     ``uint32[N, rows, row_words]`` for each codec, the same on every worker.
   """
-  with final_stage(layout.elements, workers):
-    received = gather(join(matrices, 1)[0], workers.axis_name)
+  name = final_stage(layout.elements, workers)
+  received = gather(join(matrices, 1)[0], workers.axis_name, name)
   return split(received, [matrix.shape for matrix in matrices])

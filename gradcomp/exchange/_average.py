@@ -73,7 +73,7 @@ def average(
 
   Args:
     message: the plan.
-    leaves: float32 arrays.
+    leaves: float32 arrays; float64 ones only for a plain mean.
     keys: for stochastic rounding, or None.
     workers: who exchanges; None to exchange nothing.
     group_size: for ``hierarchical`` over one axis.
@@ -86,6 +86,8 @@ def average(
   """
   layout, exchange = message.layout, message.exchange
   if workers is None or not layout.elements or exchange == "local":
+    if layout.codecs == (Dense(),):
+      return Outcome(leaves, None, residuals)
     if exchange == "local" and any(codec.fitted for codec in layout.codecs):
       memory = None  # nobody agrees on levels
     own = _encode(layout, leaves, keys, layout.stats(leaves), memory, thresholds, keep)
@@ -205,7 +207,8 @@ def _encode(
     other if stat is None else stat
     for stat, other in zip(stats, remembered, strict=True)
   ]
-  matrices, unsent = layout.encode(leaves, leaf_keys, agreed, keep=keep)
+  with jax.named_scope("gradcomp_encode"):
+    matrices, unsent = layout.encode(leaves, leaf_keys, agreed, keep=keep)
   row_stats = layout.row_stats(stats)
   decoders = [
     rows_decoder(codec, rows[None], stat, 1.0)

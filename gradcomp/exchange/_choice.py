@@ -4,6 +4,7 @@ from fractions import Fraction
 from typing import Literal, NamedTuple, get_args
 
 import jax
+import numpy as np
 
 from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
@@ -189,7 +190,8 @@ def bytes_by_leaf(
       if any(isinstance(other, LinearCodec) for other in layout.codecs):
         header = codec.header_words if isinstance(codec, LinearCodec) else 0
         sent = (stop - start) * (codec.row_words - header)
-      result.append(Fraction(2 * (workers - 1), workers) * 4 * sent)
+      size = 8 if like.dtype == np.float64 else 4  # half precision is added in float32
+      result.append(Fraction(2 * (workers - 1), workers) * size * sent)
       continue
     inside = _inside_row(layout, codec)
     total = _codec_bytes(exchange, codec, rows, workers, group_size, inside)

@@ -3,7 +3,8 @@
 Whatever they carry is 32-bit words or whole bytes: XLA widens narrower floats and
 sub-byte integers on the way. In each exchange exactly one collective is named after the
 elements whose mean it completes, which is how :func:`gradcomp.wire_report` knows what a
-plain mean would have sent; the others are named as its stages.
+plain mean would have sent; the others are named as its stages. Under Auto axes each
+device sends a part of the words: see :func:`spread`.
 """
 
 import math
@@ -16,6 +17,7 @@ from jax import lax
 
 from gradcomp import _axes
 from gradcomp._axes import AxisName
+from gradcomp.exchange._spread import devices, spread
 
 
 class Workers(NamedTuple):
@@ -26,14 +28,16 @@ class Workers(NamedTuple):
   scale: float
 
 
-def final_stage(elements: int, workers: Workers) -> Any:
-  """The scope of the collective that completes an exchange."""
-  return jax.named_scope(f"gradcomp_mean_{elements}_over_{workers.size}")
+STAGE = "gradcomp_stage"  # the name of every other collective
 
 
-def stage() -> Any:
-  """The scope of every other collective."""
-  return jax.named_scope("gradcomp_stage")
+def final_stage(elements: int, workers: Workers) -> str:
+  """The name of the collective that completes an exchange.
+
+  It counts the elements of one device's part.
+  """
+  elements = -(-elements // devices(workers.axis_name))
+  return f"gradcomp_mean_{elements}_over_{workers.size}"
 
 
 def pmean(tree: Any, axis_name: AxisName) -> Any:
@@ -52,24 +56,45 @@ def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
   Such floats are ordered as their bit patterns are, NaN above all. A maximum of floats
   may drop NaN on the way.
   """
+
+  def maximum(x: jax.Array) -> jax.Array:
+    return lax.pmax(x, axis_name)
+
   if x.dtype == jnp.uint8:
-    with stage():
-      return lax.pmax(x, axis_name)
+    return spread(maximum, x, axis_name, STAGE)
   magnitude = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-  with stage():
-    return lax.bitcast_convert_type(lax.pmax(magnitude, axis_name), jnp.float32)
+  top = spread(maximum, magnitude, axis_name, STAGE)
+  return lax.bitcast_convert_type(top, jnp.float32)
 
 
-def gather(message: jax.Array, axis_name: AxisName) -> jax.Array:
+def totals(
+  arrays: Sequence[jax.Array], axis_name: AxisName, name: str
+) -> list[jax.Array]:
+  """The sums over the workers of arrays of numbers, in a stage of this name."""
+  if devices(axis_name) == 1:
+    with jax.named_scope(name):
+      return psum(arrays, axis_name)  # in one message
+  return [spread(lambda x: psum(x, axis_name), x, axis_name, name) for x in arrays]
+
+
+def gather(message: jax.Array, axis_name: AxisName, name: str) -> jax.Array:
   """``[M]`` to ``[N, M]``, typed as equal on all workers where types are tracked."""
-  if _axes.is_typed(axis_name):
-    return lax.all_gather(message, axis_name, to="invarying")
-  return lax.all_gather(message, axis_name)
+
+  def every(message: jax.Array) -> jax.Array:
+    if _axes.is_typed(axis_name):
+      return lax.all_gather(message, axis_name, to="invarying")
+    return lax.all_gather(message, axis_name)
+
+  return spread(every, message, axis_name, name, ndim=message.ndim + 1)
 
 
 def scatter(lines: jax.Array, axis_name: AxisName) -> jax.Array:
   """``[N, M]``: line d goes to worker d; line s of the result comes from worker s."""
-  return lax.all_to_all(lines, axis_name, 0, 0, tiled=True)
+
+  def exchange(lines: jax.Array) -> jax.Array:
+    return lax.all_to_all(lines, axis_name, 0, 0, tiled=True)
+
+  return spread(exchange, lines, axis_name, STAGE)
 
 
 def scatter_within(
@@ -98,14 +123,24 @@ def scatter_within(
   for distance in range(1, size):
     pairs = [(g[i], g[(i + distance) % size]) for g in members for i in range(size)]
     line = lines[(own + distance) % size]
-    received.append(lax.ppermute(line, axis_name, pairs))
+    received.append(_permuted(line, axis_name, pairs))
   return jnp.stack(received)[(own - jnp.arange(size)) % size]
 
 
-def pass_on(message: Any, axis_name: AxisName, count: int) -> Any:
+def pass_on(message: jax.Array, axis_name: AxisName, count: int) -> jax.Array:
   """Each worker's message to the next one in the ring."""
   ring = [(i, (i + 1) % count) for i in range(count)]
-  return lax.ppermute(message, axis_name, ring)
+  return _permuted(message, axis_name, ring)
+
+
+def _permuted(
+  message: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
+) -> jax.Array:
+
+  def permute(message: jax.Array) -> jax.Array:
+    return lax.ppermute(message, axis_name, pairs)
+
+  return spread(permute, message, axis_name, STAGE)
 
 
 def split(lines: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:

@@ -15,7 +15,7 @@ from gradcomp.codecs import (
   is_shared,
   sum_entries,
 )
-from gradcomp.exchange._collectives import Workers, final_stage, psum, stacked
+from gradcomp.exchange._collectives import Workers, final_stage, stacked, totals
 from gradcomp.exchange._sums import add_codes, sum_dtype, unpack_sums
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.kernels.rows import COPIED
@@ -96,8 +96,8 @@ def psum_decoder(
   """Of the exact sum of all workers' codes, in the narrowest integers that hold it."""
   assert is_shared(codec)  # plan_messages puts nothing else into such a message
   codes = codec.codes(rows).astype(sum_dtype(codec, workers.size))
-  with final_stage(layout.elements, workers):
-    sums = psum(codes, workers.axis_name)
+  name = final_stage(layout.elements, workers)
+  (sums,) = totals([codes], workers.axis_name, name)
   return sums_decoder(codec, sums.astype(jnp.int32), stats, workers.scale)
 
 
@@ -121,8 +121,8 @@ def linear_decoders(
     jax.lax.bitcast_convert_type(rows[:, front.shape[1] :], jnp.float32)
     for rows, front in zip(matrices, fronts, strict=True)
   ]
-  with final_stage(layout.elements, workers):
-    sums = psum(values, workers.axis_name)
+  name = final_stage(layout.elements, workers)
+  sums = totals(values, workers.axis_name, name)
   decoders = []
   for codec, front, total in zip(layout.codecs, fronts, sums, strict=True):
     words = jax.lax.bitcast_convert_type(total, jnp.uint32)

@@ -12,7 +12,7 @@ from jax import lax
 from gradcomp import _axes
 from gradcomp._axes import AxisName
 from gradcomp.codecs import Codec, FittedCodec, is_fitted
-from gradcomp.exchange._collectives import psum, stage
+from gradcomp.exchange._collectives import STAGE, totals
 from gradcomp.exchange._plan import Message
 
 
@@ -50,8 +50,7 @@ def refit(
   def fit() -> jax.Array:
     counts = sum(_measure(codec, leaves[number]) >> shift for number in encoded)
     if names:
-      with stage():
-        counts = psum(counts, names if len(names) > 1 else names[0])
+      (counts,) = totals([counts], names, STAGE)
     return codec.fit(jnp.asarray(counts), memory)
 
   return lax.cond(step % codec.refit_every == 0, fit, lambda: memory)

@@ -8,6 +8,7 @@ from jax import lax
 
 from gradcomp import _axes
 from gradcomp.exchange._collectives import (
+  STAGE,
   Workers,
   final_stage,
   gather,
@@ -17,7 +18,6 @@ from gradcomp.exchange._collectives import (
   shares,
   split,
   stacked,
-  stage,
 )
 from gradcomp.exchange._two_shot import encode_with_residual
 from gradcomp.kernels import fold_key
@@ -86,8 +86,7 @@ def hierarchical(
   parts = [shares(rows, workers) for rows in tiles]  # [H * C, share, width]
   shapes = [(groups, *part.shape[1:]) for part in parts]
   lines = join(parts, workers.size).reshape(groups, size, -1).swapaxes(0, 1)
-  with stage():
-    received = regroup(lines.reshape(size, -1), workers, groups, size, inside=True)
+  received = regroup(lines.reshape(size, -1), workers, groups, size, inside=True)
   total = received[0]
   for line in received[1:]:
     total = total + line
@@ -98,10 +97,10 @@ def hierarchical(
 
   sent, lost = [], []
   for i, (codec, x) in enumerate(zip(layout.codecs, sums, strict=True)):
-    sent.append(codec.encode_rows(x, key=_fold(keys, i, 0), stats=memory))
-    lost.append(x - codec.decode_rows(sent[i]).reshape(x.shape))
-  with stage():
-    received = regroup(join(sent, groups), workers, groups, size, inside=False)
+    with jax.named_scope("gradcomp_encode"):
+      sent.append(codec.encode_rows(x, key=_fold(keys, i, 0), stats=memory))
+      lost.append(x - codec.decode_rows(sent[i]).reshape(x.shape))
+  received = regroup(join(sent, groups), workers, groups, size, inside=False)
   owned = split(received, [(x.shape[0] // groups, x.shape[1]) for x in sent])
   means, kept = [], []
   for i, (codec, rows) in enumerate(zip(layout.codecs, owned, strict=True)):
@@ -140,14 +139,12 @@ def gather_groups(
   layout: Layout, message: jax.Array, workers: Workers, group_size: int | None
 ) -> jax.Array:
   """``[N, M]``: first between groups, where each line crosses once, then inside."""
+  name = final_stage(layout.elements, workers)
   if group_size is not None:
-    with final_stage(layout.elements, workers):
-      return gather(message, workers.axis_name)
+    return gather(message, workers.axis_name, name)
   outer, inner = _axes.names(workers.axis_name)
-  with stage():
-    between = gather(message, outer)
-  with final_stage(layout.elements, workers):
-    inside = gather(between, inner)  # [C, H, M]
+  between = gather(message, outer, STAGE)
+  inside = gather(between, inner, name)  # [C, H, M]
   return inside.swapaxes(0, 1).reshape(workers.size, -1)
 
 

@@ -20,7 +20,6 @@ from gradcomp.exchange._collectives import (
   shares,
   split,
   stacked,
-  stage,
 )
 from gradcomp.exchange._fold import Sum, compensates, fold, plus, start, sum_rows
 from gradcomp.exchange._hierarchical import gather_groups, group_shape, place, regroup
@@ -115,8 +114,7 @@ def _reduce(
   Returns:
     For each codec the rows of the sums, and what was lost of them.
   """
-  with stage():
-    received = exchange(join(lines, lines[0].shape[0]))
+  received = exchange(join(lines, lines[0].shape[0]))
   owned = split(received, [line.shape[1:] for line in lines])
   words, lost = [], []
   for codec, rows in zip(codecs, owned, strict=True):
@@ -195,8 +193,7 @@ def _ring(
   def hop(k: jax.Array, carry: tuple) -> tuple:
     words, extra, lost = carry
     sent = [*words, *extra]
-    with stage():
-      received = pass_on(join(sent, 1), workers.axis_name, n)
+    received = pass_on(join(sent, 1), workers.axis_name, n)
     rows = [x[0] for x in split(received, [x.shape for x in sent])]
     compensations = iter(rows[len(words) :])
     share = (index - 2 - k) % n

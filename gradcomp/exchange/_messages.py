@@ -89,17 +89,18 @@ def average_messages(
     if owned is not None and workers is not None:
       shapes = _shapes(message, workers.size)
       residuals = [_take(waiting, axes, shape) for shape in shapes]
-    outcome = average(
-      message,
-      [leaves[i] for i in message.leaves],
-      message_keys,
-      workers,
-      group_size=group_size,
-      residuals=residuals,
-      memory=memory,
-      thresholds=again,
-      keep=keep,
-    )
+    with jax.named_scope(f"gradcomp_{message.exchange}"):
+      outcome = average(
+        message,
+        [leaves[i] for i in message.leaves],
+        message_keys,
+        workers,
+        group_size=group_size,
+        residuals=residuals,
+        memory=memory,
+        thresholds=again,
+        keep=keep,
+      )
     sent.append(outcome.sent)
     for i, number in enumerate(message.leaves):
       mean[number] = outcome.mean[i]

@@ -4,9 +4,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
-from gradcomp.codecs import Codec, Dense, SparseCodec, is_adding, is_shared
-from gradcomp.exchange._choice import Exchange, choose, reencoding
+from gradcomp.codecs import (
+  Codec,
+  Dense,
+  SparseCodec,
+  is_adding,
+  is_shared,
+  working_dtype,
+)
+from gradcomp.exchange._choice import Choice, Exchange, choose, reencoding
 from gradcomp.exchange._sums import sum_limit
 from gradcomp.layout import Layout, default_min_leaf_size, leaf_codec, leaf_rows, plan
 
@@ -48,7 +56,8 @@ def plan_messages(
   - ``message_bytes`` asks for more: consecutive leaves share a message as long as its
     payload is not larger;
   - leaves differ over different ``others``: a message has one type;
-  - codes are added by ``psum``: dense leaves have no integer codes.
+  - codes are added by ``psum``: dense leaves have no integer codes;
+  - leaves are float64, of which there is only a plain sum.
 
   Args:
     leaves: of the flattened tree.
@@ -59,6 +68,10 @@ def plan_messages(
     min_leaf_size: elements, or None for the default.
     message_bytes: bytes of a payload, or None for no limit.
   """
+  leaves = [
+    jax.ShapeDtypeStruct(leaf.shape, working_dtype(codec, leaf.dtype))
+    for leaf in leaves
+  ]
   if is_shared(codec):
     sum_limit(codec, workers)  # raises where 32 bits are too few
   if is_adding(codec) and exchange != "local":
@@ -73,12 +86,13 @@ def plan_messages(
   # Where workers own ranges of rows, every leaf has a row for each of them.
   ranges = workers if exchange in ("two_shot", "hierarchical") else 1
   apart = is_shared(codec) and exchange in ("psum", "auto")
-  groups: dict[tuple[tuple[str, ...], bool], list[list[int]]] = {}
-  filled: dict[tuple[tuple[str, ...], bool], int] = {}
+  groups: dict[tuple[tuple[str, ...], bool, bool], list[list[int]]] = {}
+  filled: dict[tuple[tuple[str, ...], bool, bool], int] = {}
   for i, leaf in enumerate(leaves):
     chosen = leaf_codec(leaf, codec, min_leaf_size, ranges)
-    group = (others[i], apart and chosen == Dense())
-    nbytes = 4 * leaf_rows(chosen, leaf) * chosen.row_words
+    wide = leaf.dtype == np.float64
+    group = (others[i], apart and chosen == Dense(), wide)
+    nbytes = leaf.dtype.itemsize * leaf_rows(chosen, leaf) * chosen.row_words
     pieces = groups.setdefault(group, [[]])
     size = filled.get(group, 0)
     if message_bytes is not None and pieces[-1] and size + nbytes > message_bytes:
@@ -87,7 +101,7 @@ def plan_messages(
     pieces[-1].append(i)
     filled[group] = size + nbytes
   messages = []
-  for (axes, dense), pieces in groups.items():
+  for (axes, dense, wide), pieces in groups.items():
     for piece in pieces:
       layout = plan(
         [leaves[i] for i in piece], codec, min_leaf_size=min_leaf_size, ranges=ranges
@@ -95,6 +109,8 @@ def plan_messages(
       picked = decided or (
         reencoding(layout, workers) if dense else choose(exchange, layout, workers)
       )
+      if wide and exchange != "local":
+        picked = Choice("psum", "float64 is added as it is")
       message = Message(
         tuple(piece), layout, picked.exchange, axes, picked.reason, workers
       )

@@ -15,7 +15,6 @@ from gradcomp.exchange._collectives import (
   shares,
   split,
   stacked,
-  stage,
 )
 from gradcomp.kernels import fold_key
 from gradcomp.layout import Layout
@@ -69,21 +68,22 @@ def ring(
     words, errors = [], []
     for i, (codec, x) in enumerate(zip(layout.codecs, sums, strict=True)):
       key = None if keys is None else fold_key(keys[i], hop)
-      words.append(codec.encode_rows(x, key=key, stats=memory))
-      error = x - codec.decode_rows(words[i]).reshape(x.shape)
+      with jax.named_scope("gradcomp_encode"):
+        words.append(codec.encode_rows(x, key=key, stats=memory))
+        error = x - codec.decode_rows(words[i]).reshape(x.shape)
       errors.append(lax.dynamic_update_index_in_dim(lost[i], error, share, 0))
     return words, errors
 
   def hop(k: jax.Array, carry: tuple[list[jax.Array], list[jax.Array]]) -> tuple:
     words, lost = encode(*carry, k)
-    with stage():
-      received = pass_on(join(words, 1), workers.axis_name, n)
+    received = pass_on(join(words, 1), workers.axis_name, n)
     sums = []
     rows = [x[0] for x in split(received, [x.shape for x in words])]
     for codec, got, mine in zip(
       layout.codecs, rows, own((index - 2 - k) % n), strict=True
     ):
-      sums.append(codec.decode_rows(got).reshape(mine.shape) + mine)
+      with jax.named_scope("gradcomp_decode"):
+        sums.append(codec.decode_rows(got).reshape(mine.shape) + mine)
     return sums, lost
 
   zeros = [_axes.mark_varying(jnp.zeros_like(x), workers.axis_name) for x in parts]

@@ -13,7 +13,6 @@ from gradcomp.exchange._collectives import (
   scatter,
   shares,
   split,
-  stage,
 )
 from gradcomp.exchange._sums import add_codes, pack_sums
 from gradcomp.layout import Layout, mean_of_rows
@@ -59,8 +58,7 @@ def two_shot(
     Grubic et al., 2018, section 2.4.1
   """
   lines = [shares(matrix, workers) for matrix in matrices]
-  with stage():
-    received = scatter(join(lines, workers.size), workers.axis_name)
+  received = scatter(join(lines, workers.size), workers.axis_name)
   owned = split(received, [line.shape[1:] for line in lines])
   sent, kept = [], []
   for i, (codec, rows) in enumerate(zip(layout.codecs, owned, strict=True)):
@@ -69,7 +67,8 @@ def two_shot(
       sent.append(pack_sums(codec, add_codes(codec, rows), workers.size))
     else:
       key = None if keys is None else keys[i]
-      mean = mean_of_rows(codec, rows, workers.scale)
+      with jax.named_scope("gradcomp_decode"):
+        mean = mean_of_rows(codec, rows, workers.scale)
       words, residual = encode_with_residual(codec, mean, key, residual, memory)
       sent.append(words)
     kept.append(residual)
@@ -92,9 +91,10 @@ def encode_with_residual(
     residual: ``float32[rows, tile_size]``, or None to keep none.
     memory: of a codec that has one.
   """
-  if residual is None:
-    return codec.encode_rows(tiles, key=key, stats=memory), None
-  corrected = tiles.reshape(residual.shape) + residual
-  words = codec.encode_rows(corrected, key=key, stats=memory)
-  lost = corrected - codec.decode_rows(words).reshape(residual.shape)
-  return words, jnp.where(jnp.isfinite(lost), lost, residual)
+  with jax.named_scope("gradcomp_encode"):
+    if residual is None:
+      return codec.encode_rows(tiles, key=key, stats=memory), None
+    corrected = tiles.reshape(residual.shape) + residual
+    words = codec.encode_rows(corrected, key=key, stats=memory)
+    lost = corrected - codec.decode_rows(words).reshape(residual.shape)
+    return words, jnp.where(jnp.isfinite(lost), lost, residual)

@@ -1,0 +1,238 @@
+"""Reads the collectives of a program from the text that XLA compiled it to."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+KINDS = (
+  "all-reduce",
+  "reduce-scatter",
+  "all-to-all",
+  "all-gather",
+  "ragged-all-to-all",
+  "collective-permute",
+  "collective-broadcast",
+)
+
+_DTYPES = {
+  1: "pred s1 u1 s2 u2 s4 u4 s8 u8 f4e2m1fn f8e3m4 f8e4m3 f8e4m3fn f8e4m3b11fnuz "
+  "f8e4m3fnuz f8e5m2 f8e5m2fnuz f8e8m0fnu",
+  2: "s16 u16 f16 bf16",
+  4: "s32 u32 f32",
+  8: "s64 u64 f64 c64",
+  16: "c128",
+}
+SIZES = {dtype: size for size, names in _DTYPES.items() for dtype in names.split()}
+
+# "ENTRY %main (x: f32[8]) -> f32[8] {" or in short "ENTRY main {".
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
+# "ROOT %name = type opcode(rest": in no type does a word touch a parenthesis.
+_INSTRUCTION = re.compile(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+# "body=%region_0" or "branch_computations={%a, %b}".
+_CALLED = re.compile(
+  r"\b(calls|to_apply|body|condition|true_computation|false_computation"
+  r"|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_NAME = re.compile(r"[\w.\-]+")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")  # f32[8,128]; <=8 is a bound
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each array
+
+
+class Groups(NamedTuple):
+  """Who exchanges with whom.
+
+  Attributes:
+    workers: the workers of the largest group.
+    members: the numbers of the devices in each group; None if they are unknown.
+  """
+
+  workers: int
+  members: tuple[tuple[int, ...], ...] | None
+
+
+class Instruction(NamedTuple):
+  """One collective: see :class:`gradcomp.wire.Collective`."""
+
+  kind: str
+  operands: Shapes
+  groups: Groups
+  times: int
+  in_loop: bool
+  in_branch: bool
+  scope: str
+
+
+class Program(NamedTuple):
+  """The collectives of a program, in its order, and the number of its devices."""
+
+  instructions: tuple[Instruction, ...]
+  devices: int
+
+
+def read(text: str) -> Program:
+  """Returns the collectives of optimized HLO, also of computations that it calls.
+
+  Raises:
+    ValueError: the text is not optimized HLO, or some of its bytes would be missed.
+  """
+  computations, entry, devices = _parse(text)
+
+  def walk(name: str, times: int, loop: bool, branch: bool) -> Iterator[Instruction]:
+    if name not in computations:
+      raise _unreadable("every computation that it calls", name)
+    types = {name: type_ for name, type_, _, _ in computations[name]}
+    for _, _, opcode, rest in computations[name]:
+      kind = opcode.removesuffix("-start")
+      plain = _STRING.sub("", rest)
+      if kind in KINDS:
+        op_name = re.search(rf"op_name=({_STRING.pattern})", rest)
+        yield Instruction(
+          kind=kind,
+          operands=_operands(kind, plain, types),
+          groups=_groups(kind, plain, devices),
+          times=times,
+          in_loop=loop,
+          in_branch=branch,
+          scope=op_name[1][1:-1] if op_name else "",
+        )
+      elif not opcode.endswith(("-update", "-done")):  # these repeat a -start's calls
+        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
+        inner_loop = loop or (opcode == "while" and not trips)
+        inner_branch = branch or opcode == "conditional"
+        for attribute, called in _CALLED.findall(plain):
+          runs = int(trips[1]) + (attribute == "condition") if trips else 1
+          for callee in _NAME.findall(called):
+            yield from walk(callee, times * runs, inner_loop, inner_branch)
+
+  return Program(tuple(walk(entry, 1, False, False)), devices)
+
+
+def _parse(text: str) -> tuple[dict[str, list[tuple[str, ...]]], str, int]:
+  """Returns a text's computations, the name of its entry, and the number of devices.
+
+  Instructions are the groups of ``_INSTRUCTION``.
+  """
+  computations: dict[str, list[tuple[str, ...]]] = {}
+  body: list[tuple[str, ...]] = []
+  entries = []
+  for line in text.splitlines():
+    line = re.sub(r"/\*.*?\*/", "", line).strip()  # /*index=5*/
+    if match := _INSTRUCTION.match(line):
+      body.append(match.groups())
+    elif match := _COMPUTATION.match(line):
+      body = computations.setdefault(match[2], [])
+      entries += [match[2]] if match[1] else []
+  header = re.findall(r"^HloModule .*$", text, re.MULTILINE)
+  if len(header) != 1 or len(entries) != 1:
+    raise _unreadable("one HloModule with one ENTRY", text[:40])
+  counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", header[0])
+  return computations, entries[0], math.prod(map(int, counts))
+
+
+def _operands(kind: str, rest: str, types: dict[str, str]) -> Shapes:
+  """Returns dtype and shape of each operand.
+
+  They are not read from the type of the instruction: that of a -start holds results,
+  too.
+  """
+  text = re.sub(r"\{[^{}]*\}", "", rest).partition(")")[0]  # no {1,0:T(8,128)}
+  arrays = _ARRAY.findall(text)
+  if not arrays:  # names without types, as XLA prints them today
+    found = [types.get(name, "undefined[]") for name in _NAME.findall(text)]
+    arrays = _ARRAY.findall(" ".join(found))
+  if unknown := {dtype for dtype, _ in arrays} - SIZES.keys():
+    raise _unreadable("known dtypes", f"{', '.join(unknown)} in {kind}({text})")
+  if kind == "ragged-all-to-all":
+    arrays = arrays[:1]  # then come the output's buffer, offsets and sizes
+  return tuple((dtype, tuple(map(int, re.findall(r"\d+", s)))) for dtype, s in arrays)
+
+
+def _groups(kind: str, rest: str, devices: int) -> Groups:
+  """Returns the groups, which XLA writes in four ways, or as pairs."""
+  match = re.search(r"source_target_pairs=\{([{},\d]*)\}", rest)
+  if kind == "collective-permute" and match:
+    pairs = re.findall(r"(\d+),(\d+)", match[1])
+    return _listed(_connected([(int(a), int(b)) for a, b in pairs]))
+  if "replica_groups=" not in rest or "replica_groups={}" in rest:
+    return _listed([range(devices)])
+  if match := re.search(r"replica_groups=\{([{},\d]*)\}", rest):  # {{0,1},{2,3}}
+    groups = match[1].split("},")
+    return _listed([map(int, re.findall(r"\d+", group)) for group in groups])
+  # [2,4]<=[8], or [2,4]<=[4,2]T(1,0): the devices in order, reshaped and transposed.
+  iota = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+  if match := re.search(iota, rest):
+    shape, counts, order = (_integers(part) for part in match.groups())
+    numbers = np.arange(math.prod(counts)).reshape(counts).transpose(order or None)
+    return _listed(numbers.reshape(shape).tolist())
+  # mesh['a'=2,'b'=8] {'a','b':(1)4}: all of the axis a and 4 of the 8 of b.
+  if match := re.search(r"replica_groups=mesh\[(.*?)\](.*?) \{(.*?)\}", rest):
+    sizes = {axis: int(n) for axis, n in re.findall(r"'([^']*)'=(\d+)", match[1])}
+    parts = [
+      (axis, int(before or 1), int(size or sizes.get(axis, 0)))
+      for axis, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", match[3])
+    ]
+    if all(axis in sizes and size for axis, _, size in parts):
+      return _along(sizes, match[2], parts)
+  raise _unreadable("known replica groups", f"{kind}({rest}")
+
+
+def _integers(text: str | None) -> list[int]:
+  return [int(x) for x in text.split(",")] if text else []
+
+
+def _along(
+  sizes: dict[str, int], order: str, parts: list[tuple[str, int, int]]
+) -> Groups:
+  """Returns groups along parts of the axes of a mesh that the text describes.
+
+  Args:
+    sizes: the axes of the mesh.
+    order: the text behind them, such as ``, device_ids=([2,4]T(1,0))``.
+    parts: of an axis, the product of the parts before, and the size of this one.
+  """
+  numbers = np.arange(math.prod(sizes.values()))
+  match = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", order)
+  if match:
+    numbers = numbers.reshape(_integers(match[1]))
+    numbers = numbers.transpose(_integers(match[2]) or None)
+  workers = math.prod(size for _, _, size in parts)
+  shape: list[int] = []
+  inside: list[int] = []
+  for axis, size in sizes.items():
+    own = [(before, part) for name, before, part in parts if name == axis]
+    before, part = own[0] if own else (1, 1)
+    inside.append(len(shape) + 1)
+    shape += [before, part, size // (before * part)]
+  unknown = "device_ids" in order and not match
+  if unknown or len({axis for axis, _, _ in parts}) < len(parts):
+    return Groups(workers, None)
+  cells = np.moveaxis(numbers.reshape(shape), inside, range(-len(inside), 0))
+  return _listed(cells.reshape(-1, workers).tolist())
+
+
+def _listed(groups: Iterable[Iterable[int]]) -> Groups:
+  """Returns groups from an iterable of the devices of each."""
+  members = tuple(tuple(group) for group in groups)
+  return Groups(max(map(len, members), default=1), members)
+
+
+def _connected(pairs: list[tuple[int, int]]) -> list[set[int]]:
+  """Returns the devices that pairs connect, each set once."""
+  groups: dict[int, set[int]] = {}
+  for a, b in pairs:
+    joined = groups.get(a, {a}) | groups.get(b, {b})
+    groups |= dict.fromkeys(joined, joined)
+  return list({id(group): group for group in groups.values()}.values())
+
+
+def _unreadable(rule: str, got: str) -> ValueError:
+  """Returns the error for a text that breaks a rule."""
+  return ValueError(
+    f"`program` must be optimized HLO with {rule}, got {got!r}; pass "
+    "jax.jit(step).lower(...).compile(), and report it to gradcomp if you did."
+  )
