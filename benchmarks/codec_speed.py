@@ -25,6 +25,7 @@ import timing
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp import sums
 from gradcomp.codecs import (
   QSGD,
   Codec,
@@ -34,12 +35,9 @@ from gradcomp.codecs import (
   OneBit,
   RemainderCodec,
   Ternary,
-  is_adding,
   is_fitted,
-  is_shared,
 )
-from gradcomp.exchange._fold import fold
-from gradcomp.layout import mean_of_rows, plan, sum_in_order
+from gradcomp.layout import plan
 
 _WORKERS = 4  # whose payloads decode-and-sum adds
 _MIB = 2**20
@@ -94,11 +92,10 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
   received = jnp.stack([payload.rows[:share]] * _WORKERS)
 
   def mean(rows: jax.Array) -> jax.Array:
-    if is_shared(codec):
-      return codec.from_codes(sum_in_order(codec.codes, rows), payload.stats[:1])
-    if is_adding(codec):
-      return codec.unscaled(fold(codec, rows, keep=False).total, payload.stats)
-    return mean_of_rows(codec, rows, 1 / _WORKERS)
+    agreed = payload.stats
+    if agreed is not None:
+      agreed = jnp.broadcast_to(agreed[:1], (share, agreed.shape[1]))
+    return sums.of(codec).gathered(rows, agreed, 1 / _WORKERS)(0, share)
 
   add = jax.jit(mean).lower(received).compile()
   calls = {
@@ -126,7 +123,7 @@ def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, A
   matrices = encode(tree, keys)
 
   def leaves(matrices: list[jax.Array]) -> list[jax.Array]:
-    decoder = lambda codec, rows: lambda a, b: mean_of_rows(codec, rows[None, a:b], 1)
+    decoder = lambda codec, rows: sums.of(codec).gathered(rows[None], None, 1.0)
     return layout.decode(list(map(decoder, layout.codecs, matrices)))
 
   decode = jax.jit(leaves).lower(matrices).compile()

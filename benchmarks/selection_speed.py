@@ -21,7 +21,7 @@ import timing
 from jax import lax
 
 from gradcomp.codecs import RandomK, TopK
-from gradcomp.layout import mean_of_rows
+from gradcomp.sums import Entries
 
 _MIB = 2**20
 _WORKERS = 4  # whose payloads are added
@@ -72,7 +72,7 @@ def rows(kind: str, size: int, density: float, repeats: int) -> dict[str, Any]:
     facts[name]["used"] = int(codec.used(payload)[0])
     calls[f"{name}, with residual"] = _call(codec.encode_with_residual, x)
     if name == "threshold":
-      add = lambda rows, codec=codec: mean_of_rows(codec, rows, 1 / _WORKERS)
+      add = lambda rows, codec=codec: Entries(codec).mean(rows, 1 / _WORKERS)
       calls[f"add {_WORKERS} payloads"] = _call(add, jnp.stack([payload] * _WORKERS))
       again = TopK(density=density, selection="sampled").for_leaf(size)
       reuse = lambda x, t, codec=again: codec.encode(x, stats=t).rows

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +17,15 @@ from gradcomp.codecs import (
   SparseCodec,
   from_tiles,
   is_by_column,
-  sum_entries,
   to_tiles,
 )
-from gradcomp.kernels.fixed_point import scaled
+from gradcomp.sums import RowDecoder
 
 # Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more
 # than 99 % of all parameters are quantized. Half of that share: 1 % in float32 would
 # add 8 % to a 4-bit message.
 _DENSE_SHARE = 0.005
 _DENSE_SHARE_OF_SPARSE = 0.0001
-
-# More payloads than this are added in a loop, which bounds the compile time.
-UNROLLED = 16
-
-# From a range of a matrix's rows, [start, stop), to their values, float32 tiles.
-RowDecoder = Callable[[int, int], jax.Array]
 
 
 class Slot(NamedTuple):
@@ -142,8 +135,10 @@ class Layout:
     """
     return [self.decode_leaf(i, decoders) for i in range(len(self.like))]
 
-  def decode_leaf(self, number: int, decoders: Sequence[RowDecoder]) -> jax.Array:
-    """One of them."""
+  def decode_leaf(
+    self, number: int, decoders: Sequence[RowDecoder] | Mapping[int, RowDecoder]
+  ) -> jax.Array:
+    """One of them, from the decoder of its matrix."""
     group, start, stop = self.slots[number]
     with jax.named_scope("gradcomp_decode"):
       tiles = decoders[group](start, stop)
@@ -175,43 +170,6 @@ def _encode(
 @functools.partial(jax.jit, static_argnums=0)
 def _stats(codec: SharedCodec, leaf: jax.Array) -> jax.Array:
   return codec.stats(leaf)
-
-
-def row_cutter(tiles: jax.Array) -> RowDecoder:
-  """Of values that nothing encodes."""
-  return lambda start, stop: tiles[start:stop]
-
-
-def mean_of_rows(codec: Codec, rows: jax.Array, scale: float) -> jax.Array:
-  """Decodes K payloads, adds and scales: ``uint32[K, rows, words]`` to float32 tiles.
-
-  The sum runs over the payloads in order, written out, so that every worker, mode and
-  device adds in the same order, and XLA fuses decoding and adding into one pass.
-  Entries of sparse payloads are scaled and added to one array, and zeros are not.
-  """
-  if isinstance(codec, SparseCodec):
-    return sum_entries(codec, *codec.entries(rows), scale)
-  return scaled(sum_in_order(codec.decode_rows, rows), scale)
-
-
-def sum_in_order(
-  decode: Callable[[jax.Array], jax.Array], rows: jax.Array
-) -> jax.Array:
-  """``decode(rows[0]) + decode(rows[1]) + ...``"""
-  return in_order(
-    lambda k, total: total + decode(rows[k]), rows.shape[0], decode(rows[0])
-  )
-
-
-def in_order(
-  step: Callable[[Any, Any], Any], count: int, first: Any, unrolled: int = UNROLLED
-) -> Any:
-  """``step(count - 1, ... step(2, step(1, first)))``, written out if that is short."""
-  if count > unrolled:
-    return jax.lax.fori_loop(1, count, step, first)
-  for k in range(1, count):
-    first = step(k, first)
-  return first
 
 
 def plan(

@@ -37,7 +37,7 @@ def share(text: str) -> tuple[int, int]:
 
 
 # XLA's HLO is the same with them. LLVM neither contracts nor reorders floats then.
-_IN_LEAST_TIME = [
+IN_LEAST_TIME = [
   "--xla_backend_optimization_level=0",
   "--xla_llvm_disable_expensive_passes=true",
   "--xla_cpu_parallel_codegen_split_count=1",
@@ -45,7 +45,7 @@ _IN_LEAST_TIME = [
 if jax.__version_info__ < (0, 11):
   # The older of two code generators, which needs two thirds of the newer one's time. A
   # version that does not know a flag ends the process, and JAX 0.12 does not.
-  _IN_LEAST_TIME.append("--xla_cpu_use_fusion_emitters=false")
+  IN_LEAST_TIME.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def set_flags(config: pytest.Config) -> None:
@@ -54,7 +54,7 @@ def set_flags(config: pytest.Config) -> None:
   XLA reads its flags when the first device is asked for.
   """
   if not config.getoption("--optimize"):
-    flags = [*os.environ.get("XLA_FLAGS", "").split(), *_IN_LEAST_TIME]
+    flags = [*os.environ.get("XLA_FLAGS", "").split(), *IN_LEAST_TIME]
     os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys(flags))
 
 

@@ -32,8 +32,8 @@ from slow_cases import slow
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.exchange import choose, plan_messages
-from gradcomp.exchange._sums import sum_dtype
 from gradcomp.layout import plan
+from gradcomp.sums import sum_dtype
 
 
 def owned_leaves(tx_plan, tree, owned):

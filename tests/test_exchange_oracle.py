@@ -22,7 +22,7 @@ from slow_cases import slow
 import gradcomp
 from gradcomp.codecs import QSGD
 from gradcomp.exchange._collectives import largest
-from gradcomp.exchange._sums import pack_sums
+from gradcomp.sums import pack_sums
 
 STOCHASTIC = QSGD(bits=4, bucket_size=32)
 NEAREST = QSGD(bits=8, bucket_size=32, levels="uniform", rounding="nearest")

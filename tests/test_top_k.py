@@ -23,7 +23,7 @@ from selections import (
 from slow_cases import slow
 
 from gradcomp.codecs import TopK, _selecting
-from gradcomp.exchange import _decoders
+from gradcomp.sums import _entries
 
 SIZES = {1000: 0.01, 100_003: 0.001, 1_000_000: 0.001}  # each with a density
 METHODS = ("exact", "trimmed", "threshold")
@@ -168,13 +168,13 @@ def test_ranges_are_selected_from_apart(method):
 @pytest.mark.parametrize("copied", [True, False])
 def test_leaves_of_one_size_share_a_program(monkeypatch, copied):
   """Each comes out as it would alone, copied as small leaves are, or where it lies."""
-  for module in (_selecting, _decoders):
+  for module in (_selecting, _entries):
     monkeypatch.setattr(module, "COPIED", 4 * 300 if copied else 0)
   xs = [data(1000)[name] for name in ("normal", "half zero", "heavy")]
   codec = TopK(density=0.05, selection="threshold", range_size=300)
   found = jax.jit(lambda xs: codec.encode_leaves(xs, [None] * 3))(xs)
   rows = jnp.concatenate([own for own, _ in found])
-  decode = _decoders.mean_decoder(codec, jnp.stack([rows, rows]), 0.5)
+  decode = _entries.Entries(codec).gathered(jnp.stack([rows, rows]), None, 0.5)
   for i, (x, (own, rest)) in enumerate(zip(xs, found, strict=True)):
     alone = encode(codec, x)
     np.testing.assert_array_equal(own, alone[0])

@@ -22,7 +22,7 @@ from selections import (
 
 import gradcomp
 from gradcomp.codecs import RandomK, TopK
-from gradcomp.layout import mean_of_rows
+from gradcomp.sums import Entries
 
 SIZE, DENSITY, K = 100_003, 0.001, 101
 
@@ -189,7 +189,7 @@ def test_the_library_decodes_what_the_page_says(codec, size):
   @jax.jit
   def decode(rows):
     payload = gradcomp.codecs.Payload(rows[0])
-    return codec.decode(payload, like=first), mean_of_rows(bound, rows, 1 / 3)
+    return codec.decode(payload, like=first), Entries(bound).mean(rows, 1 / 3)
 
   alone, total = decode(jnp.stack(rows))
   np.testing.assert_array_equal(alone, values[0])

@@ -17,9 +17,8 @@ from gradcomp.codecs import (
   is_adding,
   is_shared,
 )
-from gradcomp.exchange._fold import compensates
-from gradcomp.exchange._sums import packed_shape, sum_dtype
 from gradcomp.layout import Layout
+from gradcomp.sums import packed_shape, sum_dtype
 
 Exchange = Literal[
   "auto", "all_gather", "two_shot", "psum", "ring", "hierarchical", "local"
@@ -243,7 +242,7 @@ def _codec_bytes(
     dense = (inside - 1) * groups * share * inside_row
     return dense + (groups - 1) * share * row + second
   first = (n - 1) * share * row
-  if exchange == "ring" and compensates(codec):
+  if exchange == "ring" and is_adding(codec) and codec.accumulate == "kahan":
     first *= 2
   return first + second
 

@@ -1,10 +1,10 @@
 """``hierarchical``: full precision inside a group, compressed between groups."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from gradcomp import _axes
 from gradcomp.exchange._collectives import (
@@ -17,11 +17,12 @@ from gradcomp.exchange._collectives import (
   scatter_within,
   shares,
   split,
-  stacked,
 )
-from gradcomp.exchange._two_shot import encode_with_residual
+from gradcomp.exchange._contribution import Contribution, Total
+from gradcomp.exchange._two_shot import owned_loss, owned_total, place
 from gradcomp.kernels import fold_key
-from gradcomp.layout import Layout, mean_of_rows
+from gradcomp.layout import Layout
+from gradcomp.sums import PartialSum, Sent
 
 
 def group_shape(workers: Workers, group_size: int | None) -> tuple[int, int]:
@@ -45,81 +46,97 @@ def group_shape(workers: Workers, group_size: int | None) -> tuple[int, int]:
   return workers.size // group_size, group_size
 
 
-def hierarchical(
-  layout: Layout,
-  tiles: Sequence[jax.Array],
-  workers: Workers,
-  group_size: int | None,
-  keys: jax.Array | None,
-  residuals: Sequence[jax.Array | None],
-  memory: jax.Array | None,
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array | None]]:
-  r"""Sums of groups in float32, then two_shot between groups, then all_gather.
+def hierarchical(own: Contribution, workers: Workers, group_size: int | None) -> Total:
+  r"""Sums of groups as they are, then two_shot between groups, then all_gather.
 
   Worker (h, c) of H groups of C first adds, in the order of the workers, the rows of
   the shares ``(*, c)`` over its group: a reduce-scatter as an all_to_all, because no
-  backend says in which order its own one adds. It sends those sums, encoded, to the
-  workers ``(*, c)`` of the other groups, where each owns one share, and the owners'
-  encoded means go to all.
+  backend says in which order its own one adds. What is added there are float32 tiles,
+  or numbers of a codec that adds in its own format. The worker sends those sums,
+  encoded, to the workers ``(*, c)`` of the other groups, where each owns one share, and
+  the owners' encoded means go to all.
 
-  What worker (h, c) loses, it loses of the sum of its group.
+  What worker (h, c) loses, it loses of the sum of its group. ``fold_in(key, 0)`` rounds
+  the sums of groups and ``fold_in(key, 1)`` the means.
 
   Args:
-    layout: the plan that the tiles follow.
-    tiles: ``float32[rows, tile_size]`` for each codec.
+    own: this worker's leaves.
     workers: who exchanges.
     group_size: workers in a group of one axis; None if the second of two axes is it.
-    keys: ``uint32[codecs, 2]``; ``fold_in(key, 0)`` rounds the sums of groups and
-      ``fold_in(key, 1)`` the means; or None.
-    residuals: ``float32[share, tile_size]`` for each codec, or None.
-    memory: of the codec that has one.
-
-  Returns:
-    For each codec the encoded means ``uint32[rows, words]``, rows padded to a multiple
-    of N, the same on every worker; what this worker's first encoding lost,
-    ``float32[rows, tile_size]``; and the new residuals of the second.
 
   References:
     Han et al., 2021, section 4.2
   """
   groups, size = group_shape(workers, group_size)
-  parts = [shares(rows, workers) for rows in tiles]  # [H * C, share, width]
-  shapes = [(groups, *part.shape[1:]) for part in parts]
-  lines = join(parts, workers.size).reshape(groups, size, -1).swapaxes(0, 1)
-  received = regroup(lines.reshape(size, -1), workers, groups, size, inside=True)
-  total = received[0]
-  for line in received[1:]:
-    total = total + line
-  sums = [
-    stacked(x)
-    for x in split(total.reshape(groups, -1), [shape[1:] for shape in shapes])
+  first = _reduce_inside(own, workers, groups, size)
+  second = _reduce_between(own, first, workers, groups, size)
+  message = join([x.rows for x in second], 1)[0]
+  gathered = gather_groups(own.layout, message, workers, group_size)
+  rows = split(gathered, [x.rows.shape for x in second])
+  lost = [
+    _lost(*pair, workers, groups, size) for pair in zip(first, second, strict=True)
   ]
+  return owned_total(own, rows, second, lost, workers)._replace(encoded=False)
 
-  sent, lost = [], []
-  for i, (codec, x) in enumerate(zip(layout.codecs, sums, strict=True)):
-    with jax.named_scope("gradcomp_encode"):
-      sent.append(codec.encode_rows(x, key=_fold(keys, i, 0), stats=memory))
-      lost.append(x - codec.decode_rows(sent[i]).reshape(x.shape))
-  received = regroup(join(sent, groups), workers, groups, size, inside=False)
-  owned = split(received, [(x.shape[0] // groups, x.shape[1]) for x in sent])
-  means, kept = [], []
-  for i, (codec, rows) in enumerate(zip(layout.codecs, owned, strict=True)):
-    mean = mean_of_rows(codec, rows, workers.scale)
-    words, residual = encode_with_residual(
-      codec, mean, _fold(keys, i, 1), residuals[i], memory
+
+def _reduce_inside(
+  own: Contribution, workers: Workers, groups: int, size: int
+) -> list[Sent]:
+  """The sums of this worker's group, of the rows of its H shares."""
+  parts = [
+    shares(addend, workers).reshape(groups, size, -1, addend.shape[1]).swapaxes(0, 1)
+    for addend in own.addends
+  ]
+  lines = [_words(part.reshape(size, -1, part.shape[-1])) for part in parts]
+  received = regroup(join(lines, size), workers, groups, size, inside=True)
+  sums = cast(list[PartialSum], own.sums)  # as check_exchange has made sure
+  sent = []
+  for i, (total, words) in enumerate(
+    zip(sums, split(received, [x.shape[1:] for x in lines]), strict=True)
+  ):
+    addends = jax.lax.bitcast_convert_type(words, parts[i].dtype)
+    partial = total.add_all(addends, keep=own.keep)
+    sent.append(total.send(partial, _key(own, i, 0), own.memory, keep=own.keep))
+  return sent
+
+
+def _reduce_between(
+  own: Contribution, inside: Sequence[Sent], workers: Workers, groups: int, size: int
+) -> list[Sent]:
+  """The sums of all groups, of the rows of this worker's share."""
+  lines = [x.rows.reshape(groups, -1, x.rows.shape[1]) for x in inside]
+  received = regroup(join(lines, groups), workers, groups, size, inside=False)
+  sent = []
+  for i, (total, rows) in enumerate(
+    zip(own.sums, split(received, [x.shape[1:] for x in lines]), strict=True)
+  ):
+    partial = total.fold(rows, workers.scale, keep=own.keep)
+    finished = total.finish(
+      partial,
+      _key(own, i, 1),
+      own.memory,
+      own.residuals[i],
+      workers.size,
+      keep=own.keep,
     )
-    means.append(words)
-    kept.append(residual)
-  gathered = gather_groups(layout, join(means, 1)[0], workers, group_size)
-  result = split(gathered, [x.shape for x in means])
-  return (
-    [stacked(x) for x in result],
-    [
-      place(x.reshape(shape), workers, size)
-      for x, shape in zip(lost, shapes, strict=True)
-    ],
-    kept,
-  )
+    sent.append(finished)
+  return sent
+
+
+def _lost(
+  inside: Sent, between: Sent, workers: Workers, groups: int, size: int
+) -> jax.Array | None:
+  """What this worker lost of its group's sums, and of its share, among all rows."""
+  if inside.lost is None:
+    return None
+  lost = inside.lost.reshape(groups, -1, inside.lost.shape[1])
+  of_group = place(lost, workers, size)
+  of_share = owned_loss(between, workers)
+  return of_group if of_share is None else of_group + of_share
+
+
+def _words(x: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def regroup(
@@ -148,23 +165,6 @@ def gather_groups(
   return inside.swapaxes(0, 1).reshape(workers.size, -1)
 
 
-def place(lost: jax.Array, workers: Workers, size: int) -> jax.Array:
-  """The errors of shares ``(*, c)`` among all rows, which lost nothing here.
-
-  Args:
-    lost: ``float32[groups, share, width]``.
-    workers: who exchanges; this one has place c in its group.
-    size: workers in a group.
-
-  Returns:
-    ``float32[groups * size * share, width]``.
-  """
-  groups, share, width = lost.shape
-  own = lax.axis_index(workers.axis_name) % size
-  mine = (jnp.arange(size) == own)[None, :, None, None]
-  placed = jnp.where(mine, lost[:, None], 0.0)
-  return placed.reshape(groups * size * share, width)
-
-
-def _fold(keys: jax.Array | None, i: int, number: int) -> jax.Array | None:
-  return None if keys is None else fold_key(keys[i], number)
+def _key(own: Contribution, group: int, number: int) -> jax.Array | None:
+  key = own.stage_key(group)
+  return None if key is None else fold_key(key, number)

@@ -6,12 +6,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gradcomp import sums
 from gradcomp._axes import AxisName
-from gradcomp.exchange._average import Keys, Residuals, average
+from gradcomp.exchange._average import Residuals, average
 from gradcomp.exchange._collectives import Workers
+from gradcomp.exchange._contribution import Keys
 from gradcomp.exchange._plan import Message
 from gradcomp.exchange._selected import Thresholds, stack_name
-from gradcomp.exchange._two_shot import loses
 
 # The second stages' residuals by the axes that stack them, joined by commas: "data", or
 # "data,model" of leaves that are sharded over a model axis.
@@ -125,7 +126,9 @@ def _shapes(message: Message, workers: int) -> list[tuple[int, int] | None]:
   if message.exchange not in ("two_shot", "hierarchical"):
     return [None] * len(layout.codecs)
   return [
-    (-(-rows // workers), codec.tile_size) if loses(codec) and rows else None
+    (-(-rows // workers), codec.tile_size)
+    if rows and not sums.of(codec).exact
+    else None
     for codec, rows in zip(layout.codecs, layout.rows, strict=True)
   ]
 

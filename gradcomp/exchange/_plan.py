@@ -15,8 +15,8 @@ from gradcomp.codecs import (
   working_dtype,
 )
 from gradcomp.exchange._choice import Choice, Exchange, choose, reencoding
-from gradcomp.exchange._sums import sum_limit
 from gradcomp.layout import Layout, default_min_leaf_size, leaf_codec, leaf_rows, plan
+from gradcomp.sums import sum_limit
 
 
 class Message(NamedTuple):

@@ -1,13 +1,13 @@
 """``ring``: partial sums travel from worker to worker, encoded again at every hop."""
 
-from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from gradcomp import _axes
-from gradcomp.exchange._all_gather import all_gather
+from gradcomp.exchange._all_gather import gather_rows
 from gradcomp.exchange._collectives import (
   Workers,
   join,
@@ -16,17 +16,20 @@ from gradcomp.exchange._collectives import (
   split,
   stacked,
 )
+from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.kernels import fold_key
-from gradcomp.layout import Layout
+from gradcomp.sums import PartialSum, Sent
 
 
-def ring(
-  layout: Layout,
-  tiles: Sequence[jax.Array],
-  workers: Workers,
-  keys: jax.Array | None,
-  memory: jax.Array | None,
-) -> tuple[list[jax.Array], list[jax.Array]]:
+class _Passing(NamedTuple):
+  """What a worker is about to pass on, for each codec."""
+
+  rows: list[jax.Array]
+  riders: list[tuple[jax.Array, ...]]
+  lost: list[jax.Array]  # float32[N, share, tile_size]; empty where nobody asks
+
+
+def ring(own: Contribution, workers: Workers) -> Total:
   r"""Reduce-scatter over N-1 hops, then all_gather.
 
   The rows are cut into N shares. The sum of share ``d`` starts at worker ``d + 1`` and
@@ -36,58 +39,76 @@ def ring(
 
   Each worker encodes each share once, its own share last, so that all that is lost is
   lost in N encodings whose errors one residual a worker holds:
-  :math:`\sum_k e_k = \sum_k g_k - s_N`.
-
-  Args:
-    layout: the plan that the tiles follow.
-    tiles: ``float32[rows, tile_size]`` for each codec.
-    workers: who exchanges.
-    keys: ``uint32[codecs, 2]``; hop k rounds with ``fold_in(key, k)``; or None.
-    memory: of the codec that has one.
-
-  Returns:
-    For each codec the encoded sums ``uint32[rows, words]``, rows padded to a multiple
-    of N, the same on every worker; and what this worker's encodings lost,
-    ``float32[rows, tile_size]``.
+  :math:`\sum_k e_k = \sum_k g_k - s_N`. Hop k rounds with ``fold_in(key, k)``.
 
   References:
-    Han et al., 2021, section 4.2, whose rings add in a low-precision format
+    Han et al., 2021, section 4.2
   """
+  passing = reduce(own, workers)
+  gathered = gather_rows(own.layout, passing.rows, workers)
+  decoders, lost = [], []
+  for i, (total, rows) in enumerate(zip(own.sums, gathered, strict=True)):
+    share = rows.shape[1]
+    value = total.value(rows, own.agreed[i], workers.scale, share, workers.size)
+    decoders.append(value)
+    gone = total.loss(stacked(passing.lost[i]), own.agreed[i]) if own.keep else None
+    lost.append(gone)
+  return Total(decoders, lost, own.residuals, encoded=False)
+
+
+def reduce(own: Contribution, workers: Workers) -> _Passing:
+  """The whole sums of the rows that this worker owns, and what it lost of all rows."""
+  sums = cast(list[PartialSum], own.sums)  # as check_exchange has made sure
   n = workers.size
-  parts = [shares(rows, workers) for rows in tiles]
+  parts = [shares(addend, workers) for addend in own.addends]
   index = lax.axis_index(workers.axis_name)
 
-  def own(share: jax.Array) -> list[jax.Array]:
-    return [lax.dynamic_index_in_dim(x, share, keepdims=False) for x in parts]
+  def addend(group: int, share: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(parts[group], share, keepdims=False)
 
-  def encode(
-    sums: list[jax.Array], lost: list[jax.Array], hop: jax.Array | int
-  ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The words of hop ``hop``, and what is lost with theirs written in."""
-    share = (index - 1 - hop) % n
-    words, errors = [], []
-    for i, (codec, x) in enumerate(zip(layout.codecs, sums, strict=True)):
-      key = None if keys is None else fold_key(keys[i], hop)
-      with jax.named_scope("gradcomp_encode"):
-        words.append(codec.encode_rows(x, key=key, stats=memory))
-        error = x - codec.decode_rows(words[i]).reshape(x.shape)
-      errors.append(lax.dynamic_update_index_in_dim(lost[i], error, share, 0))
-    return words, errors
+  def key(group: int, hop: jax.Array | int) -> jax.Array | None:
+    known = own.stage_key(group)
+    return None if known is None else fold_key(known, hop)
 
-  def hop(k: jax.Array, carry: tuple[list[jax.Array], list[jax.Array]]) -> tuple:
-    words, lost = encode(*carry, k)
-    received = pass_on(join(words, 1), workers.axis_name, n)
-    sums = []
-    rows = [x[0] for x in split(received, [x.shape for x in words])]
-    for codec, got, mine in zip(
-      layout.codecs, rows, own((index - 2 - k) % n), strict=True
-    ):
-      with jax.named_scope("gradcomp_decode"):
-        sums.append(codec.decode_rows(got).reshape(mine.shape) + mine)
-    return sums, lost
+  def noted(lost: list[jax.Array], sent: list[Sent], share: jax.Array) -> list:
+    """What is lost so far, with what was lost now written in."""
+    return [
+      x if y.lost is None else lax.dynamic_update_index_in_dim(x, y.lost, share, 0)
+      for x, y in zip(lost, sent, strict=bool(lost))
+    ]
 
-  zeros = [_axes.mark_varying(jnp.zeros_like(x), workers.axis_name) for x in parts]
-  sums, lost = lax.fori_loop(0, n - 1, hop, (own((index - 1) % n), zeros))
-  words, lost = encode(sums, lost, n - 1)
-  result = all_gather(layout, words, workers)
-  return [stacked(x) for x in result], [stacked(x) for x in lost]
+  def hop(k: jax.Array, passing: _Passing) -> _Passing:
+    arrays = [
+      x
+      for rows, riders in zip(passing.rows, passing.riders, strict=True)
+      for x in (rows, *riders)
+    ]
+    message = pass_on(join(arrays, 1), workers.axis_name, n)
+    received = iter(x[0] for x in split(message, [x.shape for x in arrays]))
+    share = (index - 2 - k) % n
+    sent = []
+    for i, total in enumerate(sums):
+      came = Sent(next(received), tuple(next(received) for _ in passing.riders[i]))
+      partial = total.add(came, addend(i, share), keep=own.keep)
+      sent.append(total.send(partial, key(i, k + 1), own.memory, keep=own.keep))
+    return _passing(sent, noted(passing.lost, sent, share))
+
+  first = (index - 1) % n
+  sent = [
+    total.start(addend(i, first), key(i, 0), own.memory, keep=own.keep)
+    for i, total in enumerate(sums)
+  ]
+  # Like what is added, which may differ over other axes, too.
+  lost = [
+    jnp.zeros_like(total.read(part))
+    for total, part in zip(sums, parts, strict=True)
+    if own.keep
+  ]
+  lost = _axes.mark_varying(lost, workers.axis_name)
+  riders = _axes.mark_varying([x.riders for x in sent], workers.axis_name)
+  passing = _Passing([x.rows for x in sent], riders, noted(lost, sent, first))
+  return lax.fori_loop(0, n - 1, hop, passing)
+
+
+def _passing(sent: list[Sent], lost: list[jax.Array]) -> _Passing:
+  return _Passing([x.rows for x in sent], [x.riders for x in sent], lost)

@@ -4,33 +4,15 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from gradcomp.codecs import Codec, Dense, is_shared
-from gradcomp.exchange._all_gather import all_gather
-from gradcomp.exchange._collectives import (
-  Workers,
-  join,
-  scatter,
-  shares,
-  split,
-)
-from gradcomp.exchange._sums import add_codes, pack_sums
-from gradcomp.layout import Layout, mean_of_rows
+from gradcomp.exchange._all_gather import gather_rows
+from gradcomp.exchange._collectives import Workers, join, scatter, shares, split
+from gradcomp.exchange._contribution import Contribution, Total
+from gradcomp.sums import Sent
 
 
-def loses(codec: Codec) -> bool:
-  """Whether encoding a mean once more loses something: a second residual helps."""
-  return codec != Dense() and not codec.shares_stats and not codec.adds
-
-
-def two_shot(
-  layout: Layout,
-  matrices: Sequence[jax.Array],
-  workers: Workers,
-  keys: jax.Array | None,
-  residuals: Sequence[jax.Array | None],
-  memory: jax.Array | None,
-) -> tuple[list[jax.Array], list[jax.Array | None]]:
+def two_shot(own: Contribution, workers: Workers) -> Total:
   r"""The owner receives its rows from all, adds, and sends what it made of them to all.
 
   Of a codec with scales of its own, the owner decodes the rows and averages them in
@@ -42,59 +24,79 @@ def two_shot(
   Of a codec with shared statistics, it adds the codes as integers and sends the sums,
   in as many bits as they need: nothing is lost, and there is no residual.
 
-  Args:
-    layout: the plan that the matrices follow.
-    matrices: ``uint32[rows, row_words]`` for each codec.
-    workers: who exchanges.
-    keys: ``uint32[codecs, 2]`` for rounding the rows that this worker owns, or None.
-    residuals: ``float32[share, tile_size]`` for each codec, or None.
-    memory: of the codec that has one.
-
-  Returns:
-    For each codec ``uint32[N, rows, words]``, what the owners made of their shares, the
-    same on every worker. And the new residuals.
-
   References:
     Grubic et al., 2018, section 2.4.1
   """
-  lines = [shares(matrix, workers) for matrix in matrices]
+  return broadcast(own, reduce(own, workers), workers)
+
+
+def reduce(own: Contribution, workers: Workers) -> list[Sent]:
+  """The sums of the rows that this worker owns, one for each codec, to send to all."""
+  lines = [shares(rows, workers) for rows in own.rows]
   received = scatter(join(lines, workers.size), workers.axis_name)
   owned = split(received, [line.shape[1:] for line in lines])
-  sent, kept = [], []
-  for i, (codec, rows) in enumerate(zip(layout.codecs, owned, strict=True)):
-    residual = residuals[i]
-    if is_shared(codec):
-      sent.append(pack_sums(codec, add_codes(codec, rows), workers.size))
-    else:
-      key = None if keys is None else keys[i]
-      with jax.named_scope("gradcomp_decode"):
-        mean = mean_of_rows(codec, rows, workers.scale)
-      words, residual = encode_with_residual(codec, mean, key, residual, memory)
-      sent.append(words)
-    kept.append(residual)
-  return all_gather(layout, sent, workers), kept
+  sent = []
+  for i, (total, rows) in enumerate(zip(own.sums, owned, strict=True)):
+    partial = total.fold(rows, workers.scale, keep=own.keep)
+    key, residual = own.stage_key(i), own.residuals[i]
+    finished = total.finish(
+      partial, key, own.memory, residual, workers.size, keep=own.keep
+    )
+    sent.append(finished)
+  return sent
 
 
-def encode_with_residual(
-  codec: Codec,
-  tiles: jax.Array,
-  key: jax.Array | None,
-  residual: jax.Array | None,
-  memory: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None]:
-  """Rows of ``tiles + residual``, and what they lost; the old where that is not finite.
+def broadcast(own: Contribution, sent: Sequence[Sent], workers: Workers) -> Total:
+  """What the owners of equal shares send, at every worker."""
+  gathered = gather_rows(own.layout, [x.rows for x in sent], workers)
+  lost = [owned_loss(x, workers) for x in sent]
+  return owned_total(own, gathered, sent, lost, workers)
+
+
+def owned_total(
+  own: Contribution,
+  gathered: Sequence[jax.Array],
+  sent: Sequence[Sent],
+  lost: Sequence[jax.Array | None],
+  workers: Workers,
+) -> Total:
+  """What N owners' rows stand for.
 
   Args:
-    codec: one with scales of its own.
-    tiles: ``float32[rows, ...]``.
-    key: for rounding.
-    residual: ``float32[rows, tile_size]``, or None to keep none.
-    memory: of a codec that has one.
+    own: this worker's leaves.
+    gathered: for each codec ``uint32[N, rows, words]``, a share of each owner.
+    sent: what this worker sent, as one of them.
+    lost: of all rows, what this worker has to keep: ``float32[rows, tile_size]``.
+    workers: who exchanges.
   """
-  with jax.named_scope("gradcomp_encode"):
-    if residual is None:
-      return codec.encode_rows(tiles, key=key, stats=memory), None
-    corrected = tiles.reshape(residual.shape) + residual
-    words = codec.encode_rows(corrected, key=key, stats=memory)
-    lost = corrected - codec.decode_rows(words).reshape(residual.shape)
-    return words, jnp.where(jnp.isfinite(lost), lost, residual)
+  decoders, losses = [], []
+  for i, (total, rows) in enumerate(zip(own.sums, gathered, strict=True)):
+    share = -(-own.layout.rows[i] // workers.size)
+    value = total.value(rows, own.agreed[i], sent[i].scale, share, workers.size)
+    decoders.append(value)
+    gone = lost[i]
+    losses.append(None if gone is None else total.loss(gone, own.agreed[i]))
+  return Total(decoders, losses, [x.residual for x in sent])
+
+
+def owned_loss(sent: Sent, workers: Workers) -> jax.Array | None:
+  """What this worker lost of its share, among all rows."""
+  return None if sent.lost is None else place(sent.lost[None], workers, workers.size)
+
+
+def place(lost: jax.Array, workers: Workers, size: int) -> jax.Array:
+  """The errors of shares ``(*, c)`` among all rows, which lost nothing here.
+
+  Args:
+    lost: ``float32[groups, share, width]``.
+    workers: who exchanges; this one has place c in its group.
+    size: workers in a group.
+
+  Returns:
+    ``float32[groups * size * share, width]``.
+  """
+  groups, share, width = lost.shape
+  own = lax.axis_index(workers.axis_name) % size
+  mine = (jnp.arange(size) == own)[None, :, None, None]
+  placed = jnp.where(mine, lost[:, None], 0.0)
+  return placed.reshape(groups * size * share, width)

@@ -1,15 +1,95 @@
-"""Sums of integer codes: how many bits they need, and how they travel.
+"""Sums of integer codes, which are exact: how many bits they need, and how they travel.
 
 Codes of a :class:`gradcomp.codecs.SharedCodec` lie in ``[-m, m]``, so sums over N
 workers lie in ``[-N m, N m]``, whatever the gradients are. Nothing here rounds.
 """
+
+import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp.codecs import SharedCodec
 from gradcomp.kernels import pack_planes, planes, unpack_planes
-from gradcomp.layout import sum_in_order
+from gradcomp.kernels.fixed_point import scaled
+from gradcomp.sums._order import sum_in_order
+from gradcomp.sums._sum import LeafRows, Partial, RowDecoder, Sent
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+  """Sums of ``int32[rows, P, B]`` codes, which an owner packs as tightly as they fit.
+
+  Attributes:
+    codec: encodes with the statistics of all workers.
+  """
+
+  codec: SharedCodec
+
+  plain = False
+  exact = True
+  of_rows = True
+
+  def gathered(
+    self, rows: jax.Array, agreed: jax.Array | None, scale: float
+  ) -> RowDecoder:
+    return self._decoder(sum_in_order(self.codec.codes, rows), agreed, scale)
+
+  def gathered_loss(
+    self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
+  ) -> None:
+    return None
+
+  def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
+    return Partial(sum_in_order(self.codec.codes, rows), scale=scale)
+
+  def finish(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    memory: jax.Array | None,
+    residual: jax.Array | None,
+    workers: int,
+    *,
+    keep: bool,
+  ) -> Sent:
+    return Sent(pack_sums(self.codec, partial.total, workers), scale=partial.scale)
+
+  def value(
+    self,
+    rows: jax.Array,
+    agreed: jax.Array | None,
+    scale: float,
+    share: int,
+    workers: int,
+  ) -> RowDecoder:
+    unpack = lambda words: unpack_sums(self.codec, words, share, workers)
+    sums = jax.vmap(unpack)(rows)
+    return self._decoder(sums.reshape(-1, *sums.shape[2:]), agreed, scale)
+
+  def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
+    raise AssertionError("sums of integers lose nothing")
+
+  def terms(self, rows: jax.Array, workers: int) -> jax.Array:
+    return self.codec.codes(rows).astype(sum_dtype(self.codec, workers))
+
+  def reduced(
+    self,
+    total: jax.Array,
+    leaves: Sequence[LeafRows],
+    agreed: jax.Array | None,
+    scale: float,
+  ) -> RowDecoder:
+    return self._decoder(total.astype(jnp.int32), agreed, scale)
+
+  def _decoder(
+    self, sums: jax.Array, agreed: jax.Array | None, scale: float
+  ) -> RowDecoder:
+    assert agreed is not None
+    return lambda start, stop: scaled(
+      self.codec.from_codes(sums[start:stop], agreed[start:stop]), scale
+    )
 
 
 def sum_limit(codec: SharedCodec, workers: int) -> int:
@@ -83,8 +163,3 @@ def unpack_sums(
   count = codec.tile_size // codec.row_words
   buckets = codes.reshape(-1, codec.row_words)[: rows * count]
   return buckets.reshape(rows, count, -1) - sum_limit(codec, workers)
-
-
-def add_codes(codec: SharedCodec, rows: jax.Array) -> jax.Array:
-  """Sums of K workers' codes: ``uint32[K, rows, words]`` to ``int32[rows, P, B]``."""
-  return sum_in_order(codec.codes, rows)

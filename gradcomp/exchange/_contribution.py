@@ -1,0 +1,158 @@
+"""What one worker adds to a message, and what the exchange makes of all."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp import sums
+from gradcomp.codecs import Codec, SelectingCodec
+from gradcomp.layout import Layout
+from gradcomp.sums import LeafRows, RowDecoder, Sum
+
+Leaves = list[jax.Array]
+
+
+class Keys(NamedTuple):
+  """Of one worker and step."""
+
+  leaves: jax.Array  # uint32[leaves, 2]
+  stages: jax.Array  # uint32[codecs, 2], for what is encoded after the leaves
+
+
+class Total(NamedTuple):
+  """What an exchange returns, for each codec.
+
+  Attributes:
+    decoders: of the mean or sum of all workers, equal on all.
+    lost: decoders of what this worker has to keep of what was lost on the way, or None.
+    residuals: what owners keep of their means, or None.
+    encoded: whether the leaves were encoded before anything was added.
+  """
+
+  decoders: Sequence[RowDecoder]
+  lost: Sequence[RowDecoder | None]
+  residuals: Sequence[jax.Array | None]
+  encoded: bool = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Contribution:
+  """The leaves of one worker, as an exchange needs them.
+
+  Attributes:
+    layout: the plan.
+    leaves: float32 arrays.
+    keys: for stochastic rounding, or None.
+    stats: what all workers share of each leaf, or None.
+    memory: what a codec remembers, equal on all workers; or None.
+    thresholds: what codecs use again of each leaf, this worker's own; or None.
+    residuals: of the owners' last encodings, for each codec; or None.
+    keep: whether to return what is lost.
+  """
+
+  layout: Layout
+  leaves: Leaves
+  keys: Keys | None
+  stats: Sequence[jax.Array | None]
+  memory: jax.Array | None
+  thresholds: Sequence[jax.Array | None]
+  residuals: Sequence[jax.Array | None]
+  keep: bool
+
+  @functools.cached_property
+  def sums(self) -> list[Sum]:
+    """The sum of each codec."""
+    return [sums.of(codec) for codec in self.layout.codecs]
+
+  @functools.cached_property
+  def agreed(self) -> list[jax.Array | None]:
+    """The shared statistics of each matrix, a line a row."""
+    return self.layout.row_stats(self.stats)
+
+  @functools.cached_property
+  def _encoded(self) -> tuple[Leaves, list[jax.Array | None]]:
+    codecs = [self.layout.codecs[slot.group] for slot in self.layout.slots]
+    remembered = [
+      self.memory if _remembers(codec) else own
+      for codec, own in zip(codecs, self.thresholds, strict=True)
+    ]
+    agreed = [
+      other if stat is None else stat
+      for stat, other in zip(self.stats, remembered, strict=True)
+    ]
+    keys = None if self.keys is None else self.keys.leaves
+    with jax.named_scope("gradcomp_encode"):
+      return self.layout.encode(self.leaves, keys, agreed, keep=self.keep)
+
+  @property
+  def rows(self) -> Leaves:
+    """The matrices of encoded rows, ``uint32[rows, words]`` for each codec."""
+    return self._encoded[0]
+
+  @functools.cached_property
+  def tiles(self) -> Leaves:
+    """The leaves as ``float32[rows, tile_size]`` for each codec."""
+    return self.layout.tiles(self.leaves)
+
+  @property
+  def addends(self) -> Leaves:
+    """What this worker adds to sums of each codec, be it rows or tiles."""
+    return [
+      self.rows[i] if total.of_rows else self.tiles[i]
+      for i, total in enumerate(self.sums)
+    ]
+
+  def stage_key(self, group: int) -> jax.Array | None:
+    """The key with which this worker encodes sums of a codec."""
+    return None if self.keys is None else self.keys.stages[group]
+
+  def leaf_rows(self, group: int) -> list[LeafRows]:
+    """The leaves of a codec."""
+    return [
+      LeafRows(self.keys and self.keys.leaves[i], slot.stop - slot.start)
+      for i, slot in enumerate(self.layout.slots)
+      if slot.group == group
+    ]
+
+  @functools.cached_property
+  def decoders(self) -> list[RowDecoder]:
+    """Of this worker's own rows."""
+    return [
+      total.gathered(rows[None], agreed, 1.0)
+      for total, rows, agreed in zip(self.sums, self.rows, self.agreed, strict=True)
+    ]
+
+  def unsent(self, total: Total, sent: Leaves | None = None) -> Leaves:
+    """What this worker did not send of each leaf, in the units of the leaves.
+
+    Args:
+      total: what the exchange returned.
+      sent: what the own rows decode to, if that is known.
+    """
+
+    def not_encoded(i: int) -> jax.Array:
+      known = self._encoded[1][i]
+      if known is not None:
+        return known
+      gone = sent[i] if sent else self.layout.decode_leaf(i, self.decoders)
+      return self.leaves[i] - gone
+
+    def lost(i: int) -> jax.Array:
+      group = self.layout.slots[i].group
+      on_the_way = total.lost[group]
+      encoded = total.encoded or self.sums[group].of_rows
+      if on_the_way is None:
+        return not_encoded(i) if encoded else jnp.zeros_like(self.leaves[i])
+      decoded = self.layout.decode_leaf(i, {group: on_the_way})
+      return not_encoded(i) + decoded if encoded else decoded
+
+    return [lost(i) for i in range(len(self.leaves))]
+
+
+def _remembers(codec: Codec) -> bool:
+  """Whether a codec encodes with a memory that is equal on all workers."""
+  return codec.fitted or (isinstance(codec, SelectingCodec) and codec.alternates)

@@ -1,0 +1,41 @@
+"""Sums say how the payloads of a codec add up, and how a sum travels."""
+
+from gradcomp.codecs import Codec, Dense, LinearCodec, SparseCodec, is_adding, is_shared
+from gradcomp.sums._codes import Codes as Codes
+from gradcomp.sums._codes import pack_sums as pack_sums
+from gradcomp.sums._codes import packed_shape as packed_shape
+from gradcomp.sums._codes import sum_bits as sum_bits
+from gradcomp.sums._codes import sum_dtype as sum_dtype
+from gradcomp.sums._codes import sum_limit as sum_limit
+from gradcomp.sums._entries import Entries as Entries
+from gradcomp.sums._numbers import Numbers as Numbers
+from gradcomp.sums._sum import LeafRows as LeafRows
+from gradcomp.sums._sum import Partial as Partial
+from gradcomp.sums._sum import PartialSum as PartialSum
+from gradcomp.sums._sum import ReducibleSum as ReducibleSum
+from gradcomp.sums._sum import RowDecoder as RowDecoder
+from gradcomp.sums._sum import Sent as Sent
+from gradcomp.sums._sum import Sum as Sum
+from gradcomp.sums._tiles import Tiles as Tiles
+from gradcomp.sums._values import Chosen as Chosen
+from gradcomp.sums._values import Floats as Floats
+
+
+def of(codec: Codec) -> Sum:
+  """Returns the sum of a codec's payloads.
+
+  Example:
+    >>> type(of(gradcomp.codecs.Ternary())).__name__  # workers share its scale
+    'Codes'
+    >>> type(of(gradcomp.codecs.OneBit())).__name__
+    'Tiles'
+  """
+  if is_adding(codec):
+    return Numbers(codec)
+  if is_shared(codec):
+    return Codes(codec)
+  if isinstance(codec, LinearCodec):
+    return Chosen(codec)
+  if isinstance(codec, SparseCodec):
+    return Entries(codec)
+  return Floats(codec) if codec == Dense() else Tiles(codec)

@@ -1,0 +1,203 @@
+"""Sums in numbers of a codec's own format, each addition rounded to it (Han et al.)."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.codecs import AddingCodec
+from gradcomp.kernels.fixed_point import scaled
+from gradcomp.sums._order import UNROLLED, cutter, in_order
+from gradcomp.sums._sum import Partial, RowDecoder, Sent
+
+# An addition that rounds is 60 operations: fewer are written out, for the compile time.
+_UNROLLED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+  """Sums of scaled numbers, ``float32[rows, P, B]``, that the codec's format holds.
+
+  What crosses the wire is codes, from the first to the last stage. Each addition is
+  done, and its loss kept, by one worker. Where all do all, that is the one whose
+  numbers are added.
+
+  Attributes:
+    codec: whose format it is.
+
+  References:
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, sections 4.2 and 5.1
+  """
+
+  codec: AddingCodec
+
+  plain = False
+  exact = True
+  of_rows = True
+
+  @property
+  def _rounds(self) -> bool:
+    return self.codec.accumulate != "float32"
+
+  @property
+  def _compensates(self) -> bool:
+    return self.codec.accumulate == "kahan"
+
+  def gathered(
+    self, rows: jax.Array, agreed: jax.Array | None, scale: float
+  ) -> RowDecoder:
+    total = lambda first, stop: self._fold(rows[:, first:stop], keep=False).total
+    return self._unscaled(total, agreed, scale)
+
+  def gathered_loss(
+    self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
+  ) -> RowDecoder:
+    def lost(first: int, stop: int) -> jax.Array:
+      kept = self._fold(rows[:, first:stop], keep=True, counts=lambda k: k == own).lost
+      assert kept is not None
+      return kept
+
+    return self._unscaled(lost, agreed, 1.0)
+
+  def start(
+    self, own: jax.Array, key: jax.Array | None, memory: jax.Array | None, *, keep: bool
+  ) -> Sent:
+    return Sent(own, (jnp.zeros_like(own),) if self._compensates else ())
+
+  def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
+    partial = self._first(self.codec.decode_rows(received.rows), keep=keep)
+    for rider in received.riders:
+      partial = partial._replace(compensation=self.codec.decode_rows(rider))
+    return self._plus(partial, self.codec.decode_rows(own))
+
+  def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
+    return self._fold(own, keep=keep)
+
+  def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
+    return self._fold(rows, keep=keep)._replace(scale=scale)
+
+  def send(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    memory: jax.Array | None,
+    *,
+    keep: bool,
+  ) -> Sent:
+    rows = self.codec.encode_sums(partial.total)
+    lost = partial.lost
+    if lost is not None:
+      if not self._rounds:  # else the sum is a number of the format
+        lost = lost + (partial.total - self.codec.decode_rows(rows))
+      lost = lost.reshape(len(lost), -1)
+    riders: tuple[jax.Array, ...] = ()
+    if partial.compensation is not None:
+      riders = (self.codec.encode_sums(partial.compensation),)
+    return Sent(rows, riders, lost, scale=partial.scale)
+
+  def finish(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    memory: jax.Array | None,
+    residual: jax.Array | None,
+    workers: int,
+    *,
+    keep: bool,
+  ) -> Sent:
+    return self.send(partial, key, memory, keep=keep)
+
+  def value(
+    self,
+    rows: jax.Array,
+    agreed: jax.Array | None,
+    scale: float,
+    share: int,
+    workers: int,
+  ) -> RowDecoder:
+    every = rows.reshape(-1, rows.shape[-1])
+    decode = lambda first, stop: self.codec.decode_rows(every[first:stop])
+    return self._unscaled(decode, agreed, scale)
+
+  def read(self, own: jax.Array) -> jax.Array:
+    return self.codec.decode_rows(own).reshape(*own.shape[:-1], self.codec.tile_size)
+
+  def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
+    return self._unscaled(cutter(lost), agreed, 1.0)
+
+  def _first(self, number: jax.Array, *, keep: bool) -> Partial:
+    # Zeros that differ between workers where types say that the number does.
+    zeros = jnp.where(number == number, np.float32(0), np.float32(0))
+    return Partial(
+      number, zeros if self._compensates else None, zeros if keep else None
+    )
+
+  def _plus(
+    self, partial: Partial, x: jax.Array, counts: jax.Array | bool = True
+  ) -> Partial:
+    """Returns the sum with one more.
+
+    Args:
+      partial: the sum.
+      x: ``float32[rows, P, B]``.
+      counts: whether what this addition loses is to be kept here.
+    """
+    exact = partial.total + x
+    if not self._rounds:
+      return partial._replace(total=exact)
+    compensation = partial.compensation
+    if compensation is None:
+      total = self.codec.add(partial.total, x)
+    else:
+      total, compensation = self.codec.add_compensated(partial.total, compensation, x)
+    lost = partial.lost
+    if lost is not None:
+      lost = lost + jnp.where(counts, exact - total, 0.0)
+    return partial._replace(total=total, compensation=compensation, lost=lost)
+
+  def _fold(
+    self,
+    rows: jax.Array,
+    *,
+    keep: bool,
+    counts: Callable[[jax.Array | int], jax.Array | bool] | None = None,
+  ) -> Partial:
+    """Returns the sum of K payloads, in their order.
+
+    Args:
+      rows: ``uint32[K, rows, words]``.
+      keep: whether to return what is lost.
+      counts: from the number of a payload to whether what adding it loses is to be kept
+        here; by default all is.
+    """
+
+    def step(k: jax.Array | int, arrays: tuple) -> tuple:
+      kept = True if counts is None else counts(k)
+      added = self._plus(Partial(*arrays), self.codec.decode_rows(rows[k]), kept)
+      return added[:3]
+
+    first = self._first(self.codec.decode_rows(rows[0]), keep=keep)
+    lost = first.lost
+    if lost is not None and counts is not None:
+      # What is kept differs between workers, and types shall say so from the start.
+      lost = jnp.where(counts(0), lost, lost)
+    arrays = (first.total, first.compensation, lost)
+    unrolled = _UNROLLED if self._rounds else UNROLLED
+    return Partial(*in_order(step, rows.shape[0], arrays, unrolled))
+
+  def _unscaled(
+    self, decode: RowDecoder, agreed: jax.Array | None, scale: float
+  ) -> RowDecoder:
+    """Returns the decoder of scaled numbers that also takes their scale off."""
+
+    def values(start: int, stop: int) -> jax.Array:
+      tiles = scaled(decode(start, stop), scale)
+      planes = self.codec.tile_size // self.codec.row_words
+      tiles = tiles.reshape(stop - start, planes, self.codec.row_words)
+      lines = None if agreed is None else agreed[start:stop]
+      return self.codec.unscaled(tiles, lines)
+
+    return values

@@ -1,0 +1,37 @@
+"""Adds in one order, so that every worker, mode and device has the same result."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# More payloads than this are added in a loop, which bounds the compile time.
+UNROLLED = 16
+
+
+def in_order(
+  step: Callable[[Any, Any], Any], count: int, first: Any, unrolled: int = UNROLLED
+) -> Any:
+  """``step(count - 1, ... step(2, step(1, first)))``, written out if that is short."""
+  if count > unrolled:
+    return jax.lax.fori_loop(1, count, step, first)
+  for k in range(1, count):
+    first = step(k, first)
+  return first
+
+
+def sum_in_order(
+  decode: Callable[[jax.Array], jax.Array], rows: jax.Array
+) -> jax.Array:
+  """``decode(rows[0]) + decode(rows[1]) + ...``
+
+  It is written out, so that XLA fuses decoding and adding into one pass.
+  """
+  return in_order(
+    lambda k, total: total + decode(rows[k]), rows.shape[0], decode(rows[0])
+  )
+
+
+def cutter(tiles: jax.Array) -> Callable[[int, int], jax.Array]:
+  """Returns the decoder of values that nothing encodes."""
+  return lambda start, stop: tiles[start:stop]

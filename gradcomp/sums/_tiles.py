@@ -1,0 +1,108 @@
+"""Sums of decoded tiles: float32, encoded again wherever a sum travels."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp.codecs import Codec
+from gradcomp.kernels.fixed_point import scaled
+from gradcomp.sums._order import cutter, in_order, sum_in_order
+from gradcomp.sums._sum import Partial, RowDecoder, Sent
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+  """Sums of float32 tiles.
+
+  Attributes:
+    codec: decodes what came, and encodes sums.
+  """
+
+  codec: Codec
+
+  plain = False
+  exact = False
+  of_rows = False
+
+  def mean(self, rows: jax.Array, scale: float) -> jax.Array:
+    """Decodes K payloads, adds and scales: ``uint32[K, rows, words]`` to tiles."""
+    return scaled(sum_in_order(self.codec.decode_rows, rows), scale)
+
+  def gathered(
+    self, rows: jax.Array, agreed: jax.Array | None, scale: float
+  ) -> RowDecoder:
+    del agreed
+    return lambda start, stop: self.mean(rows[:, start:stop], scale)
+
+  def gathered_loss(
+    self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
+  ) -> None:
+    return None  # additions in float32 do not count as lossy
+
+  def start(
+    self, own: jax.Array, key: jax.Array | None, memory: jax.Array | None, *, keep: bool
+  ) -> Sent:
+    return self.send(Partial(own), key, memory, keep=keep)
+
+  def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
+    with jax.named_scope("gradcomp_decode"):
+      return Partial(self.codec.decode_rows(received.rows).reshape(own.shape) + own)
+
+  def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
+    add = lambda k, total: total + own[k]
+    return Partial(in_order(add, own.shape[0], own[0], own.shape[0]))
+
+  def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
+    with jax.named_scope("gradcomp_decode"):
+      return Partial(self.mean(rows, scale))
+
+  def send(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    memory: jax.Array | None,
+    *,
+    keep: bool,
+  ) -> Sent:
+    tiles = partial.total
+    with jax.named_scope("gradcomp_encode"):
+      rows = self.codec.encode_rows(tiles, key=key, stats=memory)
+      if not keep:
+        return Sent(rows)
+      return Sent(rows, lost=tiles - self.codec.decode_rows(rows).reshape(tiles.shape))
+
+  def finish(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    memory: jax.Array | None,
+    residual: jax.Array | None,
+    workers: int,
+    *,
+    keep: bool,
+  ) -> Sent:
+    """Encodes ``mean + residual``; the residual stays where that is not finite."""
+    if residual is None:
+      return self.send(partial, key, memory, keep=False)
+    mean = partial.total.reshape(residual.shape)
+    sent = self.send(Partial(mean + residual), key, memory, keep=True)
+    assert sent.lost is not None
+    kept = jnp.where(jnp.isfinite(sent.lost), sent.lost, residual)
+    return Sent(sent.rows, residual=kept)
+
+  def value(
+    self,
+    rows: jax.Array,
+    agreed: jax.Array | None,
+    scale: float,
+    share: int,
+    workers: int,
+  ) -> RowDecoder:
+    return self.gathered(rows.reshape(1, -1, rows.shape[-1]), agreed, scale)
+
+  def read(self, own: jax.Array) -> jax.Array:
+    return own
+
+  def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
+    return cutter(lost)

@@ -1,0 +1,62 @@
+"""Sums of plain values, which an all-reduce can add."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp.codecs import LinearCodec
+from gradcomp.sums._entries import Entries
+from gradcomp.sums._sum import LeafRows, RowDecoder
+from gradcomp.sums._tiles import Tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Floats(Tiles):
+  """Sums of elements that travel as they are."""
+
+  plain = True
+  exact = True
+
+  def terms(self, rows: jax.Array, workers: int) -> jax.Array:
+    return jax.lax.bitcast_convert_type(rows, jnp.float32)
+
+  def reduced(
+    self,
+    total: jax.Array,
+    leaves: Sequence[LeafRows],
+    agreed: jax.Array | None,
+    scale: float,
+  ) -> RowDecoder:
+    words = jax.lax.bitcast_convert_type(total, jnp.uint32)
+    return self.gathered(words[None], agreed, scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen(Entries):
+  """Sums of the elements that all workers choose alike.
+
+  The header of a row says which these are.
+  """
+
+  codec: LinearCodec
+
+  def terms(self, rows: jax.Array, workers: int) -> jax.Array:
+    values = rows[:, self.codec.header_words :]
+    return jax.lax.bitcast_convert_type(values, jnp.float32)
+
+  def reduced(
+    self,
+    total: jax.Array,
+    leaves: Sequence[LeafRows],
+    agreed: jax.Array | None,
+    scale: float,
+  ) -> RowDecoder:
+    headers = []
+    for leaf in leaves:
+      assert leaf.key is not None  # which chooses the elements
+      headers.append(self.codec.header(leaf.key, leaf.rows))
+    words = jax.lax.bitcast_convert_type(total, jnp.uint32)
+    rows = jnp.concatenate([jnp.concatenate(headers), words], axis=1)
+    return self.gathered(rows[None], agreed, scale)
