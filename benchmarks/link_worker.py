@@ -27,10 +27,10 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD, Codec, Dense, EightBit, OneBit, Payload, Ternary
-from gradcomp.exchange import Exchange
+from gradcomp.exchange import ExchangeName
 
 _BASELINE = "plain f32 mean"
-_ALL = tuple(name for name in get_args(Exchange) if name not in ("auto", "local"))
+_ALL = tuple(name for name in get_args(ExchangeName) if name not in ("auto", "local"))
 _GATHERS = ("all_gather", "two_shot", "ring")
 _SUMS = ("two_shot", "psum")
 

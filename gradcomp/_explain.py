@@ -12,7 +12,7 @@ from gradcomp import _planning
 from gradcomp._checks import static_integer
 from gradcomp._table import aligned
 from gradcomp.codecs import Codec, SparseCodec
-from gradcomp.exchange import bytes_by_leaf, fit_bytes, inside_bytes
+from gradcomp.exchange import Hierarchical, bytes_by_leaf, fit_bytes, inside_bytes
 from gradcomp.layout import Slot
 
 _WORKERS_RULE = "a number of workers, 1 or more, or a tuple of the sizes of two axes"
@@ -228,7 +228,7 @@ def explain(
   inside, fitting, number = Fraction(0), Fraction(0), 0
   for plan in plans:
     group_size = plan.group_size or sizes[-1]
-    if any(message.exchange == "hierarchical" for message in plan.messages):
+    if any(isinstance(message.exchange, Hierarchical) for message in plan.messages):
       _check_groups(plan.group_size, sizes)
     found = []
     fitting += fit_bytes(plan.codec, plan.messages, count)
@@ -242,7 +242,7 @@ def explain(
           path=plan.paths[i],
           shape=like.shape,
           codec=layout.codecs[slot.group],
-          exchange=message.exchange,
+          exchange=message.exchange.name,
           message=number,
           bytes_sent=bytes_sent,
           reason=message.reason,
@@ -250,7 +250,7 @@ def explain(
           used=plan.used.get(i),
         )
         found.append((i, leaf))
-      if message.exchange == "hierarchical" and plan.group_size is None:
+      if isinstance(message.exchange, Hierarchical) and plan.group_size is None:
         inside += inside_bytes(layout, count, group_size)
       number += 1
     leaves += [leaf for _, leaf in sorted(found, key=lambda pair: pair[0])]

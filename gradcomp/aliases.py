@@ -8,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from gradcomp._axes import AxisName
 from gradcomp.codecs import QSGD, Dense, EightBit, OneBit, Ternary
-from gradcomp.exchange import Exchange
+from gradcomp.exchange import Auto, Exchange, ExchangeName
 from gradcomp.transform import compress
 
 
@@ -22,7 +22,7 @@ def qsgd(
   share_scale: bool = False,
   refit_every: int = 100,
   axis_name: AxisName | None = None,
-  exchange: Exchange = "auto",
+  exchange: ExchangeName | Auto | Exchange = "auto",
   group_size: int | None = None,
   feedback: Literal["auto", "error"] | None = "auto",
   second_stage_feedback: bool = True,
@@ -87,7 +87,7 @@ def onebit_sgd(
   *,
   per_column: bool = False,
   axis_name: AxisName | None = None,
-  exchange: Exchange = "auto",
+  exchange: ExchangeName | Auto | Exchange = "auto",
   group_size: int | None = None,
   second_stage_feedback: bool = True,
   min_leaf_size: int | None = None,
@@ -142,7 +142,7 @@ def terngrad(
   packing: Literal["2bit", "base3"] = "2bit",
   scaler: Literal["clipped", "sigma"] = "clipped",
   axis_name: AxisName | None = None,
-  exchange: Exchange = "auto",
+  exchange: ExchangeName | Auto | Exchange = "auto",
   group_size: int | None = None,
   feedback: Literal["auto", "error"] | None = "auto",
   second_stage_feedback: bool = True,
@@ -209,7 +209,7 @@ def eight_bit(
   rounding: Literal["nearest", "stochastic"] = "nearest",
   exponent_offset: int | None = None,
   axis_name: AxisName | None = None,
-  exchange: Exchange = "auto",
+  exchange: ExchangeName | Auto | Exchange = "auto",
   group_size: int | None = None,
   feedback: Literal["auto", "error"] | None = "auto",
   second_stage_feedback: bool = True,
@@ -267,7 +267,7 @@ def dense(
   dtype: DTypeLike = jnp.float32,
   *,
   axis_name: AxisName | None = None,
-  exchange: Exchange = "auto",
+  exchange: ExchangeName | Auto | Exchange = "auto",
   group_size: int | None = None,
   feedback: Literal["auto", "error"] | None = "auto",
   second_stage_feedback: bool = True,

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from gradcomp._axes import AxisName
 from gradcomp._checks import static_factor
 from gradcomp.codecs import FloatCast
-from gradcomp.exchange import Exchange
+from gradcomp.exchange import Auto, Exchange, ExchangeName
 from gradcomp.transform import compress
 
 
@@ -19,7 +19,7 @@ def aps(
   rounding: Literal["nearest_even", "stochastic", "toward_zero"] = "nearest_even",
   accumulate: Literal["format", "kahan", "float32"] = "format",
   axis_name: AxisName | None = None,
-  exchange: Exchange = "auto",
+  exchange: ExchangeName | Auto | Exchange = "auto",
   group_size: int | None = None,
   feedback: Literal["auto", "error"] | None = "auto",
   min_leaf_size: int | None = None,
@@ -87,7 +87,7 @@ def loss_scaling_cast(
   rounding: Literal["nearest_even", "stochastic", "toward_zero"] = "nearest_even",
   accumulate: Literal["format", "kahan", "float32"] = "format",
   axis_name: AxisName | None = None,
-  exchange: Exchange = "auto",
+  exchange: ExchangeName | Auto | Exchange = "auto",
   group_size: int | None = None,
   feedback: Literal["auto", "error"] | None = "auto",
   min_leaf_size: int | None = None,

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from gradcomp._axes import AxisName
 from gradcomp.clipping import clip_by_local_norm
 from gradcomp.codecs import Quantize, Selection, TopK
-from gradcomp.exchange import Exchange
+from gradcomp.exchange import Auto, Exchange, ExchangeName
 from gradcomp.transform import compress
 
 
@@ -23,7 +23,7 @@ def redsync(
   slack: float = 2.0,
   interval: int = 5,
   axis_name: AxisName | None = None,
-  exchange: Exchange = "auto",
+  exchange: ExchangeName | Auto | Exchange = "auto",
   group_size: int | None = None,
   second_stage_feedback: bool = True,
   min_leaf_size: int | None = None,

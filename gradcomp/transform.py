@@ -1,5 +1,6 @@
 """The optax transformation: gradient, residual, encode, exchange, decode."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -20,10 +21,15 @@ from gradcomp.codecs import (
   is_fitted,
 )
 from gradcomp.exchange import (
+  Auto,
   Exchange,
+  ExchangeName,
+  Hierarchical,
   Message,
   OwnerResiduals,
+  TwoShot,
   Workers,
+  as_exchange,
   average_messages,
   check_exchange,
   owner_shapes,
@@ -56,7 +62,7 @@ def compress(
   codec: Codec,
   *,
   axis_name: AxisName | None = None,
-  exchange: Exchange = "auto",
+  exchange: ExchangeName | Auto | Exchange = "auto",
   group_size: int | None = None,
   feedback: Literal["auto", "error", "momentum"] | None = "auto",
   momentum: float = 0.9,
@@ -163,7 +169,17 @@ def compress(
   if axis_name is not None:
     names = _axes.names(axis_name)
     axis_name = names if len(names) > 1 else names[0]
-  check_exchange(exchange, codec, axis_name, group_size)
+  schedule = as_exchange(exchange)
+  if isinstance(schedule, Hierarchical) and group_size is not None:
+    schedule = Hierarchical(group_size=group_size)
+  elif group_size is not None:
+    raise ValueError(
+      f'`group_size` must be None unless exchange="hierarchical", got {group_size} '
+      f"with {exchange!r}."
+    )
+  if isinstance(schedule, TwoShot | Hierarchical | Auto):
+    schedule = dataclasses.replace(schedule, feedback=second_stage_feedback)
+  check_exchange(schedule, codec, axis_name)
   min_leaf_size = optional_size("min_leaf_size", "elements", min_leaf_size)
   message_bytes = optional_size("message_bytes", "bytes", message_bytes)
   if feedback not in ("auto", "error", "momentum", None):
@@ -177,7 +193,7 @@ def compress(
   if feedback == "momentum" or not isinstance(momentum, jax.Array):
     momentum = share_below_1("momentum", momentum)
   if feedback == "momentum":
-    if exchange == "hierarchical" and isinstance(codec, SparseCodec):
+    if isinstance(schedule, Hierarchical) and isinstance(codec, SparseCodec):
       raise ValueError(
         '`feedback` must not be "momentum" for a sparse codec in a "hierarchical" '
         "exchange, where no worker knows what of its own momentum a group has sent, "
@@ -187,12 +203,12 @@ def compress(
   keeps_residual = feedback in ("error", "momentum") or (
     feedback == "auto" and not codec.unbiased
   )
-  keeps_owned = keeps_residual and second_stage_feedback
-  averages = None if exchange == "local" else axis_name
+  keeps_owned = keeps_residual and schedule.keeps
+  averages = axis_name if schedule.sends else None
   plan = functools.partial(
     plan_messages,
     codec=codec,
-    exchange=exchange,
+    exchange=schedule,
     min_leaf_size=min_leaf_size,
     message_bytes=message_bytes,
   )
@@ -200,7 +216,7 @@ def compress(
   # What decides how workers read each other's messages.
   told = {
     "codec": repr(codec),
-    "exchange": exchange,
+    "exchange": repr(schedule),
     "group_size": repr(group_size),
     "min_leaf_size": repr(min_leaf_size),
     "message_bytes": repr(message_bytes),
@@ -266,7 +282,7 @@ def compress(
       return updates, state
     if averages:
       _whole.check_params(params, averages)
-    axes, is_sum = reduction(updates, axis_name, local=exchange == "local")
+    axes, is_sum = reduction(updates, axis_name, local=not schedule.sends)
     needs = {
       "residual": keeps_residual and bool(jax.tree.leaves(updates)),
       "momentum": accumulator is not None and bool(jax.tree.leaves(updates)),
@@ -281,7 +297,7 @@ def compress(
       for path, _ in jax.tree_util.tree_leaves_with_path(updates)
     ]
 
-    if axes is not None and exchange != "local":
+    if axes is not None and schedule.sends:
       shapes = [leaf.shape for leaf in jax.tree.leaves(updates)]
       _agreement.require_agreement(repr((axes, names, shapes)), told)
 
@@ -312,7 +328,6 @@ def compress(
         corrected,
         step_keys(state, messages, names, axes),
         workers,
-        group_size=group_size,
         owned=owned,
         memory=turn,
         thresholds=thresholds,
@@ -353,7 +368,7 @@ def compress(
         selection,
       )
 
-    unreduced = exchange == "local"
+    unreduced = not schedule.sends
     return explicit.per_device(on_device, updates, state, axes, keeps_addends=unreduced)
 
   return of_reals(init_fn, update_fn)

@@ -18,7 +18,7 @@ from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, OneBit, Ternary
-from gradcomp.exchange import Message, refit
+from gradcomp.exchange import AllGather, Message, refit
 from gradcomp.layout import plan
 
 
@@ -155,7 +155,7 @@ def test_counts_of_many_workers_do_not_overflow():
   codec = ManyCounts(bits=3, bucket_size=64, levels="nonuniform")
   leaf = jnp.asarray(laws.gaussian(6400))
   layout = plan([leaf], codec)
-  message = Message((0,), layout, "all_gather", (), "asked for", 8)
+  message = Message((0,), layout, AllGather(), (), "asked for", 8)
   fit = lambda leaf: refit(codec, codec.init(), [message], [leaf], jnp.int32(0), "data")
   fitted = jax.jit(jax.vmap(fit, axis_name="data"))(jnp.stack([leaf] * 8))
   # The first bin is worth two levels; what the others get is settled by what is left.

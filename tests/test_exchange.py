@@ -31,7 +31,14 @@ from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
-from gradcomp.exchange import choose, plan_messages
+from gradcomp.exchange import (
+  AllGather,
+  AllReduce,
+  Auto,
+  TwoShot,
+  choose,
+  plan_messages,
+)
 from gradcomp.layout import plan
 from gradcomp.sums import sum_dtype
 
@@ -344,11 +351,11 @@ def test_auto_picks_by_facts_workers_and_bytes():
   small = plan([jax.ShapeDtypeStruct((64, 64), jnp.float32)], QSGD(bits=4))
   large = plan([jax.ShapeDtypeStruct((1024, 1024), jnp.float32)], QSGD(bits=4))
   dense = plan([jax.ShapeDtypeStruct((1024, 1024), jnp.float32)], Dense())
-  assert choose("auto", dense, 8).exchange == "psum"
-  assert choose("auto", large, 2).exchange == "all_gather"
-  assert choose("auto", large, 3).exchange == "two_shot"
-  assert choose("auto", small, 8).exchange == "all_gather"
-  assert choose("two_shot", small, 8) == ("two_shot", "asked for")
+  assert choose(Auto(), dense, 8).exchange == AllReduce()
+  assert choose(Auto(), large, 2).exchange == AllGather()
+  assert choose(Auto(), large, 3).exchange == TwoShot()
+  assert choose(Auto(), small, 8).exchange == AllGather()
+  assert choose(TwoShot(), small, 8) == (TwoShot(), "asked for")
 
 
 def test_rounding_differs_between_steps_workers_and_leaves():

@@ -20,7 +20,7 @@ from slow_cases import slow
 import gradcomp
 from gradcomp import floats
 from gradcomp.codecs import FloatCast
-from gradcomp.exchange import plan_messages
+from gradcomp.exchange import TwoShot, plan_messages
 
 SEED = 11
 # Format, rounding, scale, accumulate, exchange, workers, group size.
@@ -159,7 +159,7 @@ def test_leaves_of_all_kinds_in_one_message_and_in_many():
     "tiny": x * np.float32(2.0**-100),
     "zero": 0 * x,
   }
-  hyper = dict(codec=FloatCast(), exchange="two_shot", min_leaf_size=1)
+  hyper = dict(codec=FloatCast(), exchange=TwoShot(), min_leaf_size=1)
   results = []
   for message_bytes, count in ((None, 1), (1400, len(tree))):
     like = [jax.ShapeDtypeStruct((size,), jnp.float32)] * len(tree)

@@ -10,7 +10,7 @@ from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, FloatCast, OneBit, RandomK, Ternary, TopK
-from gradcomp.exchange import plan_messages
+from gradcomp.exchange import as_exchange, plan_messages
 
 SIZE, WORKERS = 1 << 20, 4
 
@@ -58,7 +58,7 @@ def test_temporaries_are_the_payloads_and_one_and_a_half_gradients(codec, exchan
     [jax.ShapeDtypeStruct((SIZE,), jnp.float32)],
     [()],
     codec,
-    exchange=exchange,
+    exchange=as_exchange(exchange),
     workers=WORKERS,
     min_leaf_size=None,
     message_bytes=None,

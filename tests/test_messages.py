@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
-from gradcomp.exchange import plan_messages
+from gradcomp.exchange import AllReduce, TwoShot, plan_messages
 
 WORKERS = 4
 LAYERS = 6
@@ -23,7 +23,7 @@ CODEC = QSGD(bits=4, bucket_size=32)
 
 def plan(sizes, codec=CODEC, others=None, **options):
   leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
-  options = dict(exchange="two_shot", min_leaf_size=0, message_bytes=None) | options
+  options = dict(exchange=TwoShot(), min_leaf_size=0, message_bytes=None) | options
   others = [()] * len(sizes) if others is None else others
   return plan_messages(leaves, others, codec, workers=WORKERS, **options)
 
@@ -46,7 +46,7 @@ def test_a_message_has_one_type():
 
 def test_dense_leaves_travel_apart_from_sums():
   shared = QSGD(bits=4, bucket_size=32, share_scale=True)
-  messages = plan([8, 2048], shared, exchange="psum", min_leaf_size=100)
+  messages = plan([8, 2048], shared, exchange=AllReduce(), min_leaf_size=100)
   assert [m.leaves for m in messages] == [(0,), (1,)]
   assert [m.exchange for m in messages] == ["all_gather", "psum"]
   assert messages[0].layout.codecs == (Dense(),)

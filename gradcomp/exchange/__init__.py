@@ -1,6 +1,10 @@
-"""Payloads to their mean: the only folder that calls collectives."""
+"""Exchanges schedule sums: the only folder that calls collectives."""
 
-from gradcomp.exchange._choice import Exchange as Exchange
+from gradcomp.exchange._all_gather import AllGather as AllGather
+from gradcomp.exchange._all_reduce import AllReduce as AllReduce
+from gradcomp.exchange._choice import Auto as Auto
+from gradcomp.exchange._choice import ExchangeName as ExchangeName
+from gradcomp.exchange._choice import as_exchange as as_exchange
 from gradcomp.exchange._choice import bytes_by_leaf as bytes_by_leaf
 from gradcomp.exchange._choice import bytes_sent as bytes_sent
 from gradcomp.exchange._choice import check_exchange as check_exchange
@@ -10,16 +14,21 @@ from gradcomp.exchange._collectives import Workers as Workers
 from gradcomp.exchange._collectives import largest as largest
 from gradcomp.exchange._collectives import pmean as pmean
 from gradcomp.exchange._collectives import psum as psum
+from gradcomp.exchange._exchange import Exchange as Exchange
 from gradcomp.exchange._fit import fit_bytes as fit_bytes
 from gradcomp.exchange._fit import refit as refit
+from gradcomp.exchange._hierarchical import Hierarchical as Hierarchical
+from gradcomp.exchange._local import Local as Local
 from gradcomp.exchange._messages import OwnerResiduals as OwnerResiduals
 from gradcomp.exchange._messages import average_messages as average_messages
 from gradcomp.exchange._messages import owner_shapes as owner_shapes
 from gradcomp.exchange._plan import Message as Message
 from gradcomp.exchange._plan import plan_messages as plan_messages
+from gradcomp.exchange._ring import Ring as Ring
 from gradcomp.exchange._selected import Selected as Selected
 from gradcomp.exchange._selected import Selections as Selections
 from gradcomp.exchange._selected import recall as recall
 from gradcomp.exchange._selected import remember as remember
 from gradcomp.exchange._selected import selected_rows as selected_rows
 from gradcomp.exchange._selected import used_entries as used_entries
+from gradcomp.exchange._two_shot import TwoShot as TwoShot

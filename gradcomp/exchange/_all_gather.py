@@ -1,31 +1,53 @@
 """``all_gather``: every worker receives every payload."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 from jax import lax
 
+from gradcomp._axes import AxisName
 from gradcomp.exchange._collectives import Workers, final_stage, gather, join, split
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.layout import Layout
+from gradcomp.sums import Way
 
 
-def all_gather(own: Contribution, workers: Workers) -> Total:
+@dataclasses.dataclass(frozen=True)
+class AllGather:
   """Every worker receives every payload, decodes all and adds.
 
-  What additions lose of a worker's numbers, that worker keeps.
+  What additions lose of a worker's numbers, that worker keeps. A worker sends ``(N-1)
+  c`` bytes, with c the bytes of a payload.
   """
-  gathered = gather_rows(own.layout, own.rows, workers)
-  parts = list(zip(own.sums, gathered, own.agreed, strict=True))
-  number = lax.axis_index(workers.axis_name) if own.keep else None
-  return Total(
-    [total.gathered(rows, agreed, workers.scale) for total, rows, agreed in parts],
-    [
-      None if number is None else total.gathered_loss(rows, agreed, number)
-      for total, rows, agreed in parts
-    ],
-    own.residuals,
-  )
+
+  name: ClassVar[str] = "all_gather"
+  way: ClassVar[Way] = "gathered"
+  owners: ClassVar[bool] = False
+  of_leaves: ClassVar[bool] = True
+  sends: ClassVar[bool] = True
+
+  keeps: ClassVar[bool] = False
+
+  def check_axes(self, axis_name: AxisName | None) -> None:
+    """Any will do."""
+
+  def run(self, own: Contribution, workers: Workers) -> Total:
+    gathered = gather_rows(own.layout, own.rows, workers)
+    parts = list(zip(own.sums, gathered, own.agreed, strict=True))
+    number = lax.axis_index(workers.axis_name) if own.keep else None
+    decoders = [
+      total.gathered(rows, agreed, workers.scale) for total, rows, agreed in parts
+    ]
+    return Total(
+      own.layout.decode(decoders),
+      [
+        None if number is None else total.gathered_loss(rows, agreed, number)
+        for total, rows, agreed in parts
+      ],
+      own.residuals,
+    )
 
 
 def gather_rows(

@@ -1,7 +1,9 @@
 """``psum``: the backend adds, where sums of plain values or integers are exact."""
 
-from typing import cast
+import dataclasses
+from typing import ClassVar, cast
 
+from gradcomp._axes import AxisName
 from gradcomp.exchange._collectives import (
   Workers,
   final_stage,
@@ -9,26 +11,42 @@ from gradcomp.exchange._collectives import (
   psum,
   totals,
 )
-from gradcomp.exchange._contribution import Contribution, Leaves, Total
-from gradcomp.sums import ReducibleSum
+from gradcomp.exchange._contribution import Contribution, Total
+from gradcomp.sums import ReducibleSum, Way
 
 
-def all_reduce(own: Contribution, workers: Workers) -> Total:
-  """The sum of all workers' terms: codes in integers that hold it, or values."""
-  sums = cast(list[ReducibleSum], own.sums)  # as check_exchange has made sure
-  terms = [
-    total.terms(rows, workers.size) for total, rows in zip(sums, own.rows, strict=True)
-  ]
-  name = final_stage(own.layout.elements, workers)
-  results = totals(terms, workers.axis_name, name)
-  decoders = [
-    total.reduced(result, own.leaf_rows(i), own.agreed[i], workers.scale)
-    for i, (total, result) in enumerate(zip(sums, results, strict=True))
-  ]
-  return Total(decoders, [None] * len(decoders), own.residuals)
+@dataclasses.dataclass(frozen=True)
+class AllReduce:
+  """The backend adds what all workers send: codes in integers that hold it, or values.
 
+  Where all leaves are plain, it adds the leaves themselves, in their own dtype.
+  """
 
-def all_reduce_plain(leaves: Leaves, workers: Workers) -> Leaves:
-  """The plain mean of leaves, or their sum, in their own dtype."""
-  reduce = psum if workers.scale == 1 else pmean
-  return reduce(leaves, workers.axis_name)
+  name: ClassVar[str] = "psum"
+  way: ClassVar[Way] = "reduced"
+  owners: ClassVar[bool] = False
+  of_leaves: ClassVar[bool] = True
+  sends: ClassVar[bool] = True
+
+  keeps: ClassVar[bool] = False
+
+  def check_axes(self, axis_name: AxisName | None) -> None:
+    """Any will do."""
+
+  def run(self, own: Contribution, workers: Workers) -> Total:
+    if own.plain:
+      reduce = psum if workers.scale == 1 else pmean
+      mean = reduce(own.leaves, workers.axis_name)
+      return Total(mean, own.nothing, own.residuals, encoded=False)
+    sums = cast(list[ReducibleSum], own.sums)  # as check_exchange has made sure
+    terms = [
+      total.terms(rows, workers.size)
+      for total, rows in zip(sums, own.rows, strict=True)
+    ]
+    name = final_stage(own.layout.elements, workers)
+    results = totals(terms, workers.axis_name, name)
+    decoders = [
+      total.reduced(result, own.leaf_rows(i), own.agreed[i], workers.scale)
+      for i, (total, result) in enumerate(zip(sums, results, strict=True))
+    ]
+    return Total(own.layout.decode(decoders), own.nothing, own.residuals)

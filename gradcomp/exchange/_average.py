@@ -6,14 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradcomp.exchange._all_gather import all_gather
-from gradcomp.exchange._all_reduce import all_reduce, all_reduce_plain
 from gradcomp.exchange._collectives import Workers, largest, split
-from gradcomp.exchange._contribution import Contribution, Keys, Leaves, Total
-from gradcomp.exchange._hierarchical import hierarchical
+from gradcomp.exchange._contribution import Contribution, Keys, Leaves
+from gradcomp.exchange._local import Local
 from gradcomp.exchange._plan import Message
-from gradcomp.exchange._ring import ring
-from gradcomp.exchange._two_shot import two_shot
 
 Residuals = list[jax.Array | None]  # of the second stage, one for each codec
 
@@ -23,15 +19,15 @@ class Outcome(NamedTuple):
 
   Attributes:
     mean: float32 leaves, equal on all workers.
-    unsent: what this worker did not send, in the units of the leaves; None for a plain
-      mean, which loses nothing, and where nobody asked.
+    unsent: what this worker did not send, in the units of the leaves; None where nobody
+      asked.
     residuals: what the owners' encodings lost.
     sent: this worker's own rows for each codec; None where it does not encode leaves.
   """
 
   mean: Leaves
   unsent: Leaves | None
-  residuals: Residuals
+  residuals: Sequence[jax.Array | None]
   sent: list[jax.Array] | None = None
 
 
@@ -41,7 +37,6 @@ def average(
   keys: Keys | None,
   workers: Workers | None,
   *,
-  group_size: int | None,
   residuals: Residuals,
   memory: jax.Array | None,
   thresholds: Sequence[jax.Array | None],
@@ -54,7 +49,6 @@ def average(
     leaves: float32 arrays; float64 ones only for a plain mean.
     keys: for stochastic rounding, or None.
     workers: who exchanges; None to exchange nothing.
-    group_size: for ``hierarchical`` over one axis.
     residuals: of the second stage, ``float32[share, tile_size]`` for each codec; None
       where none is kept.
     memory: of the codec that has one, equal on all workers.
@@ -63,45 +57,28 @@ def average(
     keep: whether to return what was not sent.
   """
   layout = message.layout
-  if not layout.elements or message.exchange == "local":
-    workers = None
-  if message.exchange == "local" and any(c.fitted for c in layout.codecs):
+  alone = workers is None or not layout.elements or not message.exchange.sends
+  if not message.exchange.sends and any(c.fitted for c in layout.codecs):
     memory = None  # nobody agrees on levels
   stats = layout.stats(leaves)
   own = Contribution(
     layout,
     leaves,
     keys,
-    stats if workers is None else _shared(stats, workers),
+    stats if workers is None or alone else _shared(stats, workers),
     memory,
     thresholds,
     residuals,
     keep,
   )
-  plain = all(total.plain for total in own.sums)
-  if workers is None:
-    if plain:
-      return Outcome(leaves, None, residuals)
-    sent = layout.decode(own.decoders)
-    nothing: list[None] = [None] * len(own.sums)
-    unsent = own.unsent(Total(own.decoders, nothing, residuals), sent) if keep else None
-    return Outcome(sent, unsent, residuals, own.rows)
-  if plain and message.exchange == "psum":
-    return Outcome(all_reduce_plain(leaves, workers), None, residuals)
-  if message.exchange == "all_gather":
-    total = all_gather(own, workers)
-  elif message.exchange == "two_shot":
-    total = two_shot(own, workers)
-  elif message.exchange == "ring":
-    total = ring(own, workers)
-  elif message.exchange == "hierarchical":
-    total = hierarchical(own, workers, group_size)
+  if workers is None or alone:
+    total = Local().run(own)
   else:
-    total = all_reduce(own, workers)
+    total = message.exchange.run(own, workers)
   return Outcome(
-    layout.decode(total.decoders),
+    total.mean,
     own.unsent(total) if keep else None,
-    list(total.residuals),
+    total.residuals,
     own.rows if total.encoded else None,
   )
 

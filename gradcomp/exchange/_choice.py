@@ -1,26 +1,27 @@
 """Which exchange: what can be asked for, what "auto" takes, and what it costs."""
 
+import dataclasses
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import numpy as np
 
+from gradcomp import sums
 from gradcomp._axes import AxisName
-from gradcomp._checks import static_integer
-from gradcomp.codecs import (
-  Codec,
-  Dense,
-  LinearCodec,
-  SelectingCodec,
-  SparseCodec,
-  is_adding,
-  is_shared,
-)
+from gradcomp.codecs import Codec, LinearCodec, is_adding, is_shared
+from gradcomp.exchange._all_gather import AllGather
+from gradcomp.exchange._all_reduce import AllReduce
+from gradcomp.exchange._exchange import Exchange
+from gradcomp.exchange._hierarchical import Hierarchical
+from gradcomp.exchange._local import Local
+from gradcomp.exchange._ring import Ring
+from gradcomp.exchange._two_shot import TwoShot
 from gradcomp.layout import Layout
 from gradcomp.sums import packed_shape, sum_dtype
 
-Exchange = Literal[
+ExchangeName = Literal[
   "auto", "all_gather", "two_shot", "psum", "ring", "hierarchical", "local"
 ]
 
@@ -28,73 +29,64 @@ Exchange = Literal[
 # than it saves: two messages of 64 KiB take 1 ms at 1 Gbit/s, a stage about 0.1 ms.
 _TINY_MESSAGE = 1 << 16
 
-_GROUP_RULE = "a number of workers, 1 or more"
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Auto:
+  """The exchange that fits a message: see :func:`choose`.
+
+  Attributes:
+    feedback: of :class:`TwoShot`, where that is what fits.
+  """
+
+  feedback: bool = True
+
+  name: ClassVar[str] = "auto"
+  sends: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    TwoShot(feedback=self.feedback)
+
+  @property
+  def keeps(self) -> bool:
+    return self.feedback
+
+
+_SHORT_FORMS: dict[str, Callable[[], Any]] = {
+  kind.name: kind
+  for kind in (Auto, AllGather, TwoShot, AllReduce, Ring, Hierarchical, Local)
+}
+
+
+def as_exchange(given: Any) -> Auto | Exchange:
+  """Returns an exchange as it is, or the one of a short form, with its defaults.
+
+  Raises:
+    ValueError: it is neither.
+
+  Example:
+    >>> as_exchange("two_shot")
+    TwoShot(feedback=True)
+  """
+  if isinstance(given, str) and given in _SHORT_FORMS:
+    return _SHORT_FORMS[given]()
+  if not isinstance(given, type) and isinstance(given, Auto | Exchange):
+    return given
+  raise ValueError(
+    f"`exchange` must be one of {tuple(_SHORT_FORMS)}, or an exchange like "
+    f"gradcomp.exchange.TwoShot(), got {given!r}."
+  )
 
 
 def check_exchange(
-  exchange: str, codec: Codec, axis_name: AxisName | None, group_size: int | None
+  exchange: Auto | Exchange, codec: Codec, axis_name: AxisName | None
 ) -> None:
-  """ValueError for an unknown name, and for what the codec or the axes do not allow."""
-  if exchange not in get_args(Exchange):
-    raise ValueError(
-      f"`exchange` must be one of {get_args(Exchange)}, got {exchange!r}."
-    )
-  if exchange == "psum" and codec.adds:
-    raise ValueError(
-      '`exchange` must not be "psum" for a codec that adds in its own format, which no '
-      f'backend does, got {codec}; use exchange="auto", "two_shot" or "ring".'
-    )
-  sparse = isinstance(codec, SparseCodec)
-  if sparse and exchange == "ring":
-    raise ValueError(
-      '`exchange` must not be "ring" for a sparse codec, which would choose anew among '
-      f'the elements of every partial sum, got {codec}; use "two_shot", whose owners '
-      "choose once."
-    )
-  if isinstance(codec, LinearCodec) and exchange in ("two_shot", "hierarchical"):
-    raise ValueError(
-      f'`exchange` must not be "{exchange}" for a codec that sends the same elements '
-      f'from all workers, got {codec}: their sums need no second encoding; use "psum".'
-    )
-  reuses = isinstance(codec, SelectingCodec) and codec.reuses
-  if reuses and exchange == "hierarchical":
-    raise ValueError(
-      '`exchange` must not be "hierarchical" for a codec that uses thresholds again, '
-      f'got {codec}: what is encoded there are sums of groups; use selection="auto".'
-    )
-  if exchange == "psum" and not codec.summable and not isinstance(codec, LinearCodec):
-    raise ValueError(
-      '`exchange` must not be "psum" for a codec whose codes cannot be added, got '
-      f'{codec}; use exchange="auto", a codec that shares its scale '
-      "(share_scale=True), or gradcomp.dense() for the plain mean."
-    )
-  if exchange in ("ring", "hierarchical") and is_shared(codec):
-    raise ValueError(
-      f'`exchange` must not be "{exchange}" for a codec that shares its scale, because '
-      f"partial sums are encoded again with scales of their own, got {codec}; use "
-      '"psum", whose sums are exact, or share_scale=False.'
-    )
-  if group_size is not None:
-    group_size = static_integer("group_size", _GROUP_RULE, group_size)
-    if group_size < 1:
-      raise ValueError(f"`group_size` must be {_GROUP_RULE}, got {group_size}.")
-  two_axes = isinstance(axis_name, tuple) and len(axis_name) == 2
-  one_axis = isinstance(axis_name, str) or (
-    isinstance(axis_name, tuple) and len(axis_name) == 1
-  )
-  if exchange == "hierarchical":
-    if axis_name is not None and not (
-      (two_axes and group_size is None) or (one_axis and group_size is not None)
-    ):
-      raise ValueError(
-        '`axis_name` must be two axes (between, inside) for exchange="hierarchical", '
-        f"or one axis with group_size=, got {axis_name!r} and group_size={group_size}."
-      )
-  elif group_size is not None:
-    raise ValueError(
-      f'`group_size` must be None unless exchange="hierarchical", got {group_size} '
-      f"with {exchange!r}."
-    )
+  """Raises ValueError for what the codec's sums or the axes do not allow."""
+  if isinstance(exchange, Auto):
+    return
+  refusal = sums.of(codec).refusals.get(exchange.way)
+  if refusal:
+    raise ValueError(f'`exchange` must not be "{exchange.name}" for {refusal}')
+  exchange.check_axes(axis_name)
 
 
 class Choice(NamedTuple):
@@ -104,47 +96,51 @@ class Choice(NamedTuple):
   reason: str
 
 
-def choose(exchange: Exchange, layout: Layout, workers: int) -> Choice:
-  """The exchange behind ``"auto"``; one that was asked for as it is.
+def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
+  """Returns the exchange behind ``Auto()``; one that was asked for as it is.
 
   1. Where every leaf is dense float32 there is nothing to encode: ``psum``.
-  2. A codec that shares its statistics has exact sums: ``psum`` or ``two_shot``,
-     whichever sends less. Of one that sends the same elements from all workers, the
-     values are added: ``psum``.
+  2. Sums that a backend can add are added by it: ``psum``. Or, of codes, by owners, if
+     their packed sums are shorter: ``two_shot``.
   3. Up to two workers, where the bytes are equal, and for messages that are tiny:
      ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes by it. Also
-     for other sparse codecs, whose owners would drop what other workers chose, as long
-     as it sends less than a plain mean.
+     for sparse codecs, whose owners would drop what other workers chose, as long as it
+     sends less than a plain mean.
   4. Else ``two_shot``: ``2 (N-1)/N c`` bytes, whatever N is, for a second encoding.
 
   ``ring`` sends as much as ``two_shot`` and encodes N times; ``hierarchical`` needs to
   know which links are fast. They are for those who ask for them.
   """
-  if exchange != "auto":
+  if not isinstance(exchange, Auto):
     return Choice(exchange, "asked for")
-  if all(codec == Dense() for codec in layout.codecs):
-    return Choice("psum", "all is dense float32, and there is nothing to encode")
-  if any(is_shared(codec) for codec in layout.codecs):
-    psum, two_shot = (bytes_sent(e, layout, workers) for e in ("psum", "two_shot"))
-    if psum <= two_shot:
-      return Choice("psum", "sums of codes are exact, and integers send less")
-    return Choice("two_shot", "sums of codes are exact, and packed they send less")
-  if any(isinstance(codec, LinearCodec) for codec in layout.codecs):
-    return Choice("psum", "all workers send the same elements, whose values are added")
-  if any(isinstance(codec, SparseCodec) for codec in layout.codecs):
+  every = [sums.of(codec) for codec in layout.codecs]
+  coded = [total for total in every if not total.plain]
+  owned = TwoShot(feedback=exchange.feedback)
+  if not coded:
+    return Choice(AllReduce(), "all is dense float32, and there is nothing to encode")
+  if not any("reduced" in total.refusals for total in coded):
+    if not all(total.exact for total in coded):
+      return Choice(
+        AllReduce(), "all workers send the same elements, whose values are added"
+      )
+    added, packed = (bytes_sent(e, layout, workers) for e in (AllReduce(), owned))
+    if added <= packed:
+      return Choice(AllReduce(), "sums of codes are exact, and integers send less")
+    return Choice(owned, "sums of codes are exact, and packed they send less")
+  if any(total.drops for total in coded):
     dense = Fraction(8 * (workers - 1), workers) * layout.elements
-    if bytes_sent("all_gather", layout, workers) < dense:
-      return Choice("all_gather", "it adds up what all workers chose, in one encoding")
-  return reencoding(layout, workers)
+    if bytes_sent(AllGather(), layout, workers) < dense:
+      return Choice(AllGather(), "it adds up what all workers chose, in one encoding")
+  return reencoding(exchange, layout, workers)
 
 
-def reencoding(layout: Layout, workers: int) -> Choice:
-  """Rules 3 and 4."""
+def reencoding(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
+  """Returns the exchange by the rules 3 and 4."""
   if workers <= 2:
-    return Choice("all_gather", "up to two workers it sends no more, and encodes once")
+    return Choice(AllGather(), "up to two workers it sends no more, and encodes once")
   if workers * layout.nbytes <= _TINY_MESSAGE:
-    return Choice("all_gather", "the message is tiny, and a second stage takes longer")
-  return Choice("two_shot", "it sends 2/N of all_gather's bytes")
+    return Choice(AllGather(), "the message is tiny, and a second stage takes longer")
+  return Choice(TwoShot(feedback=exchange.keeps), "it sends 2/N of all_gather's bytes")
 
 
 def bytes_sent(
@@ -179,12 +175,12 @@ def bytes_by_leaf(
   exchange: Exchange, layout: Layout, workers: int, group_size: int = 1
 ) -> list[Fraction]:
   """:func:`bytes_sent` for each leaf; rows that fill up shares count for all alike."""
-  if exchange == "local":
+  if exchange.name == "local":
     return [Fraction(0) for _ in layout.slots]
   result = []
   for like, (group, start, stop) in zip(layout.like, layout.slots, strict=True):
     codec, rows = layout.codecs[group], layout.rows[group]
-    if exchange == "psum" and not codec.shares_stats:
+    if exchange.name == "psum" and not codec.shares_stats:
       sent = like.size
       if any(isinstance(other, LinearCodec) for other in layout.codecs):
         header = codec.header_words if isinstance(codec, LinearCodec) else 0
@@ -228,21 +224,21 @@ def _codec_bytes(
   n = Fraction(workers)
   share = -(-rows // workers)
   row = 4 * codec.row_words
-  if exchange == "psum" and is_shared(codec):
+  if exchange.name == "psum" and is_shared(codec):
     width = sum_dtype(codec, workers).itemsize
     return 2 * (n - 1) / n * rows * codec.tile_size * width
-  if exchange == "all_gather":
+  if exchange.name == "all_gather":
     return (n - 1) * rows * row
   second = (n - 1) * share * row
-  if exchange == "two_shot" and is_shared(codec):
+  if exchange.name == "two_shot" and is_shared(codec):
     sums, words = packed_shape(codec, workers, share)
     second = (n - 1) * sums * 4 * words
-  if exchange == "hierarchical":
+  if exchange.name == "hierarchical":
     inside, groups = Fraction(group_size), n / group_size
     dense = (inside - 1) * groups * share * inside_row
     return dense + (groups - 1) * share * row + second
   first = (n - 1) * share * row
-  if exchange == "ring" and is_adding(codec) and codec.accumulate == "kahan":
+  if exchange.name == "ring" and is_adding(codec) and codec.accumulate == "kahan":
     first *= 2
   return first + second
 

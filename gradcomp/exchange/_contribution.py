@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,16 +24,17 @@ class Keys(NamedTuple):
 
 
 class Total(NamedTuple):
-  """What an exchange returns, for each codec.
+  """What an exchange returns.
 
   Attributes:
-    decoders: of the mean or sum of all workers, equal on all.
-    lost: decoders of what this worker has to keep of what was lost on the way, or None.
-    residuals: what owners keep of their means, or None.
+    mean: the leaves' mean, or sum, of all workers, equal on all, float32.
+    lost: for each codec the decoder of what this worker has to keep of what was lost on
+      the way, or None.
+    residuals: for each codec what owners keep of their means, or None.
     encoded: whether the leaves were encoded before anything was added.
   """
 
-  decoders: Sequence[RowDecoder]
+  mean: Leaves
   lost: Sequence[RowDecoder | None]
   residuals: Sequence[jax.Array | None]
   encoded: bool = True
@@ -89,6 +90,11 @@ class Contribution:
       return self.layout.encode(self.leaves, keys, agreed, keep=self.keep)
 
   @property
+  def plain(self) -> bool:
+    """True if all leaves can be added as they are."""
+    return all(total.plain for total in self.sums)
+
+  @property
   def rows(self) -> Leaves:
     """The matrices of encoded rows, ``uint32[rows, words]`` for each codec."""
     return self._encoded[0]
@@ -126,20 +132,22 @@ class Contribution:
       for total, rows, agreed in zip(self.sums, self.rows, self.agreed, strict=True)
     ]
 
-  def unsent(self, total: Total, sent: Leaves | None = None) -> Leaves:
-    """What this worker did not send of each leaf, in the units of the leaves.
+  @functools.cached_property
+  def decoded(self) -> Callable[[int], jax.Array]:
+    """What this worker's own rows of a leaf decode to, by its number."""
+    return functools.cache(lambda i: self.layout.decode_leaf(i, self.decoders))
 
-    Args:
-      total: what the exchange returned.
-      sent: what the own rows decode to, if that is known.
-    """
+  @property
+  def nothing(self) -> list[None]:
+    """For each codec nothing that was lost on the way."""
+    return [None] * len(self.sums)
+
+  def unsent(self, total: Total) -> Leaves:
+    """What this worker did not send of each leaf, in the units of the leaves."""
 
     def not_encoded(i: int) -> jax.Array:
       known = self._encoded[1][i]
-      if known is not None:
-        return known
-      gone = sent[i] if sent else self.layout.decode_leaf(i, self.decoders)
-      return self.leaves[i] - gone
+      return self.leaves[i] - self.decoded(i) if known is None else known
 
     def lost(i: int) -> jax.Array:
       group = self.layout.slots[i].group

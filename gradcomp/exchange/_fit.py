@@ -76,7 +76,7 @@ def _encoded(codec: Codec, messages: Sequence[Message]) -> dict[int, tuple[str, 
   return {
     number: message.others
     for message in messages
-    if message.exchange != "local"
+    if message.exchange.sends
     for number, slot in zip(message.leaves, message.layout.slots, strict=True)
     if message.layout.codecs[slot.group] == codec
   }

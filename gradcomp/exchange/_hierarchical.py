@@ -1,12 +1,15 @@
 """``hierarchical``: full precision inside a group, compressed between groups."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp import _axes
+from gradcomp._axes import AxisName
+from gradcomp._checks import flag, static_integer
 from gradcomp.exchange._collectives import (
   STAGE,
   Workers,
@@ -22,31 +25,13 @@ from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._two_shot import owned_loss, owned_total, place
 from gradcomp.kernels import fold_key
 from gradcomp.layout import Layout
-from gradcomp.sums import PartialSum, Sent
+from gradcomp.sums import PartialSum, Sent, Way
+
+_GROUP_RULE = "a number of workers, 1 or more"
 
 
-def group_shape(workers: Workers, group_size: int | None) -> tuple[int, int]:
-  """The number of groups H and of workers in a group C; ValueError if they do not fit.
-
-  Groups are the second of two axes, or ``group_size`` consecutive workers of one.
-  """
-  if group_size is None:
-    if len(_axes.names(workers.axis_name)) != 2:
-      raise ValueError(
-        '`axis_name` must be two axes (between, inside) for exchange="hierarchical" '
-        f"without group_size=, got {workers.axis_name!r}."
-      )
-    outer, inner = _axes.names(workers.axis_name)
-    return _axes.require_size(outer), _axes.require_size(inner)
-  if workers.size % group_size:
-    raise ValueError(
-      f"`group_size` must divide the {workers.size} workers of {workers.axis_name!r}, "
-      f"got {group_size}."
-    )
-  return workers.size // group_size, group_size
-
-
-def hierarchical(own: Contribution, workers: Workers, group_size: int | None) -> Total:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hierarchical:
   r"""Sums of groups as they are, then two_shot between groups, then all_gather.
 
   Worker (h, c) of H groups of C first adds, in the order of the workers, the rows of
@@ -59,24 +44,79 @@ def hierarchical(own: Contribution, workers: Workers, group_size: int | None) ->
   What worker (h, c) loses, it loses of the sum of its group. ``fold_in(key, 0)`` rounds
   the sums of groups and ``fold_in(key, 1)`` the means.
 
-  Args:
-    own: this worker's leaves.
-    workers: who exchanges.
-    group_size: workers in a group of one axis; None if the second of two axes is it.
+  Attributes:
+    group_size: workers in a group of one axis, which are consecutive; None if the
+      workers of the second of two axes, ``("host", "chip")``, are a group.
+    feedback: as in :class:`TwoShot`.
 
   References:
-    Han et al., 2021, section 4.2
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
   """
-  groups, size = group_shape(workers, group_size)
-  first = _reduce_inside(own, workers, groups, size)
-  second = _reduce_between(own, first, workers, groups, size)
-  message = join([x.rows for x in second], 1)[0]
-  gathered = gather_groups(own.layout, message, workers, group_size)
-  rows = split(gathered, [x.rows.shape for x in second])
-  lost = [
-    _lost(*pair, workers, groups, size) for pair in zip(first, second, strict=True)
-  ]
-  return owned_total(own, rows, second, lost, workers)._replace(encoded=False)
+
+  group_size: int | None = None
+  feedback: bool = True
+
+  name: ClassVar[str] = "hierarchical"
+  way: ClassVar[Way] = "grouped"
+  owners: ClassVar[bool] = True
+  of_leaves: ClassVar[bool] = False
+  sends: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    flag("feedback", self.feedback)
+    if self.group_size is not None:
+      size = static_integer("group_size", _GROUP_RULE, self.group_size)
+      if size < 1:
+        raise ValueError(f"`group_size` must be {_GROUP_RULE}, got {size}.")
+      object.__setattr__(self, "group_size", size)
+
+  @property
+  def keeps(self) -> bool:
+    return self.feedback
+
+  def check_axes(self, axis_name: AxisName | None) -> None:
+    """Raises ValueError unless they are two axes, or one that is cut into groups."""
+    count = 1 if self.group_size else 2
+    if axis_name is not None and len(_axes.names(axis_name)) != count:
+      raise ValueError(
+        '`axis_name` must be two axes (between, inside) for exchange="hierarchical", '
+        f"or one axis with group_size=, got {axis_name!r} and "
+        f"group_size={self.group_size}."
+      )
+
+  def run(self, own: Contribution, workers: Workers) -> Total:
+    groups, size = self.shape(workers)
+    first = _reduce_inside(own, workers, groups, size)
+    second = _reduce_between(own, first, workers, groups, size)
+    message = join([x.rows for x in second], 1)[0]
+    gathered = gather_groups(own.layout, message, workers, self.group_size)
+    rows = split(gathered, [x.rows.shape for x in second])
+    lost = [
+      _lost(*pair, workers, groups, size) for pair in zip(first, second, strict=True)
+    ]
+    return owned_total(own, rows, second, lost, workers)._replace(encoded=False)
+
+  def shape(self, workers: Workers) -> tuple[int, int]:
+    """The number of groups H and of workers in a group C.
+
+    Raises:
+      ValueError: the workers are not so many groups.
+    """
+    if self.group_size is None:
+      if len(_axes.names(workers.axis_name)) != 2:
+        raise ValueError(
+          '`axis_name` must be two axes (between, inside) for exchange="hierarchical" '
+          f"without group_size=, got {workers.axis_name!r}."
+        )
+      outer, inner = _axes.names(workers.axis_name)
+      return _axes.require_size(outer), _axes.require_size(inner)
+    if workers.size % self.group_size:
+      raise ValueError(
+        f"`group_size` must divide the {workers.size} workers of "
+        f"{workers.axis_name!r}, got {self.group_size}."
+      )
+    return workers.size // self.group_size, self.group_size
 
 
 def _reduce_inside(

@@ -54,7 +54,6 @@ def average_messages(
   keys: jax.Array | None,
   workers: Workers | None,
   *,
-  group_size: int | None,
   owned: OwnerResiduals | None,
   memory: jax.Array | None,
   thresholds: Sequence[Thresholds],
@@ -67,7 +66,6 @@ def average_messages(
     leaves: float32 arrays.
     keys: ``uint32[leaves + codecs of all messages, 2]``, or None.
     workers: who exchanges; None to exchange nothing.
-    group_size: for ``hierarchical`` over one axis.
     owned: the residuals of the second stage, in :func:`owner_shapes`, or None.
     memory: of the codec that has one.
     thresholds: for each message those that its codecs use again.
@@ -90,13 +88,12 @@ def average_messages(
     if owned is not None and workers is not None:
       shapes = _shapes(message, workers.size)
       residuals = [_take(waiting, axes, shape) for shape in shapes]
-    with jax.named_scope(f"gradcomp_{message.exchange}"):
+    with jax.named_scope(f"gradcomp_{message.exchange.name}"):
       outcome = average(
         message,
         [leaves[i] for i in message.leaves],
         message_keys,
         workers,
-        group_size=group_size,
         residuals=residuals,
         memory=memory,
         thresholds=again,
@@ -106,8 +103,8 @@ def average_messages(
     for i, number in enumerate(message.leaves):
       mean[number] = outcome.mean[i]
       if keep:
-        lost = outcome.unsent
-        unsent[number] = jnp.zeros_like(leaves[number]) if lost is None else lost[i]
+        assert outcome.unsent is not None
+        unsent[number] = outcome.unsent[i]
     if axes in kept:
       kept[axes] += [x for x in outcome.residuals if x is not None]
   if owned is not None and workers is not None:
@@ -123,7 +120,7 @@ def _in_order(arrays: dict[int, jax.Array]) -> list[jax.Array]:
 def _shapes(message: Message, workers: int) -> list[tuple[int, int] | None]:
   """For each codec of a message, ``[share, tile_size]`` where a residual is kept."""
   layout = message.layout
-  if message.exchange not in ("two_shot", "hierarchical"):
+  if not message.exchange.owners:
     return [None] * len(layout.codecs)
   return [
     (-(-rows // workers), codec.tile_size)

@@ -14,7 +14,9 @@ from gradcomp.codecs import (
   is_shared,
   working_dtype,
 )
-from gradcomp.exchange._choice import Choice, Exchange, choose, reencoding
+from gradcomp.exchange._all_reduce import AllReduce
+from gradcomp.exchange._choice import Auto, Choice, choose, reencoding
+from gradcomp.exchange._exchange import Exchange
 from gradcomp.layout import Layout, default_min_leaf_size, leaf_codec, leaf_rows, plan
 from gradcomp.sums import sum_limit
 
@@ -25,7 +27,7 @@ class Message(NamedTuple):
   Attributes:
     leaves: their numbers in the flattened tree.
     layout: how they become rows.
-    exchange: never ``"auto"``.
+    exchange: who sends which rows to whom.
     others: axes beside the data axis over which the leaves differ.
     reason: for the exchange.
     workers: N.
@@ -44,7 +46,7 @@ def plan_messages(
   others: Sequence[tuple[str, ...]],
   codec: Codec,
   *,
-  exchange: Exchange,
+  exchange: Auto | Exchange,
   workers: int,
   min_leaf_size: int | None,
   message_bytes: int | None,
@@ -74,7 +76,7 @@ def plan_messages(
   ]
   if is_shared(codec):
     sum_limit(codec, workers)  # raises where 32 bits are too few
-  if is_adding(codec) and exchange != "local":
+  if is_adding(codec) and exchange.sends:
     codec = codec.for_addends(workers)
   if min_leaf_size is None:
     min_leaf_size = default_min_leaf_size([leaf.size for leaf in leaves], codec)
@@ -84,8 +86,8 @@ def plan_messages(
     decided = choose(exchange, whole, workers)
     exchange = decided.exchange
   # Where workers own ranges of rows, every leaf has a row for each of them.
-  ranges = workers if exchange in ("two_shot", "hierarchical") else 1
-  apart = is_shared(codec) and exchange in ("psum", "auto")
+  ranges = workers if getattr(exchange, "owners", False) else 1
+  apart = is_shared(codec) and isinstance(exchange, AllReduce | Auto)
   groups: dict[tuple[tuple[str, ...], bool, bool], list[list[int]]] = {}
   filled: dict[tuple[tuple[str, ...], bool, bool], int] = {}
   for i, leaf in enumerate(leaves):
@@ -107,10 +109,12 @@ def plan_messages(
         [leaves[i] for i in piece], codec, min_leaf_size=min_leaf_size, ranges=ranges
       )
       picked = decided or (
-        reencoding(layout, workers) if dense else choose(exchange, layout, workers)
+        reencoding(exchange, layout, workers)
+        if dense
+        else choose(exchange, layout, workers)
       )
-      if wide and exchange != "local":
-        picked = Choice("psum", "float64 is added as it is")
+      if wide and exchange.sends:
+        picked = Choice(AllReduce(), "float64 is added as it is")
       message = Message(
         tuple(piece), layout, picked.exchange, axes, picked.reason, workers
       )

@@ -1,12 +1,14 @@
 """``ring``: partial sums travel from worker to worker, encoded again at every hop."""
 
-from typing import NamedTuple, cast
+import dataclasses
+from typing import ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from gradcomp import _axes
+from gradcomp._axes import AxisName
 from gradcomp.exchange._all_gather import gather_rows
 from gradcomp.exchange._collectives import (
   Workers,
@@ -18,7 +20,7 @@ from gradcomp.exchange._collectives import (
 )
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.kernels import fold_key
-from gradcomp.sums import PartialSum, Sent
+from gradcomp.sums import PartialSum, Sent, Way
 
 
 class _Passing(NamedTuple):
@@ -29,8 +31,9 @@ class _Passing(NamedTuple):
   lost: list[jax.Array]  # float32[N, share, tile_size]; empty where nobody asks
 
 
-def ring(own: Contribution, workers: Workers) -> Total:
-  r"""Reduce-scatter over N-1 hops, then all_gather.
+@dataclasses.dataclass(frozen=True)
+class Ring:
+  r"""Partial sums go from worker to worker over N-1 hops, then from owners to all.
 
   The rows are cut into N shares. The sum of share ``d`` starts at worker ``d + 1`` and
   ends at its owner ``d``: who receives it adds its own part and encodes the sum again.
@@ -42,18 +45,32 @@ def ring(own: Contribution, workers: Workers) -> Total:
   :math:`\sum_k e_k = \sum_k g_k - s_N`. Hop k rounds with ``fold_in(key, k)``.
 
   References:
-    Han et al., 2021, section 4.2
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
   """
-  passing = reduce(own, workers)
-  gathered = gather_rows(own.layout, passing.rows, workers)
-  decoders, lost = [], []
-  for i, (total, rows) in enumerate(zip(own.sums, gathered, strict=True)):
-    share = rows.shape[1]
-    value = total.value(rows, own.agreed[i], workers.scale, share, workers.size)
-    decoders.append(value)
-    gone = total.loss(stacked(passing.lost[i]), own.agreed[i]) if own.keep else None
-    lost.append(gone)
-  return Total(decoders, lost, own.residuals, encoded=False)
+
+  name: ClassVar[str] = "ring"
+  way: ClassVar[Way] = "passed"
+  owners: ClassVar[bool] = False
+  of_leaves: ClassVar[bool] = False
+  sends: ClassVar[bool] = True
+
+  keeps: ClassVar[bool] = False
+
+  def check_axes(self, axis_name: AxisName | None) -> None:
+    """Any will do."""
+
+  def run(self, own: Contribution, workers: Workers) -> Total:
+    passing = reduce(own, workers)
+    gathered = gather_rows(own.layout, passing.rows, workers)
+    decoders, lost = [], []
+    for i, (total, rows) in enumerate(zip(own.sums, gathered, strict=True)):
+      share = rows.shape[1]
+      value = total.value(rows, own.agreed[i], workers.scale, share, workers.size)
+      decoders.append(value)
+      gone = total.loss(stacked(passing.lost[i]), own.agreed[i]) if own.keep else None
+      lost.append(gone)
+    return Total(own.layout.decode(decoders), lost, own.residuals, encoded=False)
 
 
 def reduce(own: Contribution, workers: Workers) -> _Passing:

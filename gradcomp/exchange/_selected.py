@@ -205,7 +205,7 @@ def _rows(codec: Codec, message: Message) -> list[int]:
   Which leaves are dense, and whether they are cut into ranges, depends on the density;
   how much is remembered does not, so that densities can follow one another.
   """
-  if not isinstance(codec, SelectingCodec) or message.exchange == "hierarchical":
+  if not isinstance(codec, SelectingCodec) or not message.exchange.of_leaves:
     return []  # which selects from sums of groups
   return [
     leaf_rows(codec.for_leaf(like.size, message.workers), like)

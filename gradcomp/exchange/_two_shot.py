@@ -1,19 +1,24 @@
 """``two_shot``: reduce and broadcast. Each worker owns an Nth of the rows."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradcomp._axes import AxisName
+from gradcomp._checks import flag
 from gradcomp.exchange._all_gather import gather_rows
 from gradcomp.exchange._collectives import Workers, join, scatter, shares, split
 from gradcomp.exchange._contribution import Contribution, Total
-from gradcomp.sums import Sent
+from gradcomp.sums import Sent, Way
 
 
-def two_shot(own: Contribution, workers: Workers) -> Total:
-  r"""The owner receives its rows from all, adds, and sends what it made of them to all.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoShot:
+  r"""Each worker owns an Nth of the rows, adds what comes, and sends the mean to all.
 
   Of a codec with scales of its own, the owner decodes the rows and averages them in
   float32, adds what its last encoding :math:`Q_2` lost, and encodes again:
@@ -22,12 +27,39 @@ def two_shot(own: Contribution, workers: Workers) -> Total:
      r' = \tfrac{1}{N} \sum_i Q(g_i) + r - y
 
   Of a codec with shared statistics, it adds the codes as integers and sends the sums,
-  in as many bits as they need: nothing is lost, and there is no residual.
+  in as many bits as they need: nothing is lost, and there is no residual. A worker
+  sends ``2 (N-1)/N c`` bytes, with c the bytes of a payload, whatever N is.
+
+  Attributes:
+    feedback: whether, where workers keep residuals, owners keep r, an Nth of the
+      gradient in float32. ``init`` must then know the number of workers: call it
+      inside the map, or under ``jax.set_mesh(mesh)``.
 
   References:
-    Grubic et al., 2018, section 2.4.1
+    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
+    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, section 2.4.1
   """
-  return broadcast(own, reduce(own, workers), workers)
+
+  feedback: bool = True
+
+  name: ClassVar[str] = "two_shot"
+  way: ClassVar[Way] = "owned"
+  owners: ClassVar[bool] = True
+  of_leaves: ClassVar[bool] = True
+  sends: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    flag("feedback", self.feedback)
+
+  @property
+  def keeps(self) -> bool:
+    return self.feedback
+
+  def check_axes(self, axis_name: AxisName | None) -> None:
+    """Any will do."""
+
+  def run(self, own: Contribution, workers: Workers) -> Total:
+    return broadcast(own, reduce(own, workers), workers)
 
 
 def reduce(own: Contribution, workers: Workers) -> list[Sent]:
@@ -76,7 +108,7 @@ def owned_total(
     decoders.append(value)
     gone = lost[i]
     losses.append(None if gone is None else total.loss(gone, own.agreed[i]))
-  return Total(decoders, losses, [x.residual for x in sent])
+  return Total(own.layout.decode(decoders), losses, [x.residual for x in sent])
 
 
 def owned_loss(sent: Sent, workers: Workers) -> jax.Array | None:

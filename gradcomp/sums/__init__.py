@@ -16,6 +16,7 @@ from gradcomp.sums._sum import ReducibleSum as ReducibleSum
 from gradcomp.sums._sum import RowDecoder as RowDecoder
 from gradcomp.sums._sum import Sent as Sent
 from gradcomp.sums._sum import Sum as Sum
+from gradcomp.sums._sum import Way as Way
 from gradcomp.sums._tiles import Tiles as Tiles
 from gradcomp.sums._values import Chosen as Chosen
 from gradcomp.sums._values import Floats as Floats

@@ -14,7 +14,7 @@ from gradcomp.codecs import SharedCodec
 from gradcomp.kernels import pack_planes, planes, unpack_planes
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import sum_in_order
-from gradcomp.sums._sum import LeafRows, Partial, RowDecoder, Sent
+from gradcomp.sums._sum import LeafRows, Partial, RowDecoder, Sent, Way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,17 @@ class Codes:
 
   plain = False
   exact = True
+  drops = False
   of_rows = True
+
+  @property
+  def refusals(self) -> dict[Way, str]:
+    again = (
+      "a codec that shares its scale, because partial sums are encoded again with "
+      f'scales of their own, got {self.codec}; use "psum", whose sums are exact, or '
+      "share_scale=False."
+    )
+    return {"passed": again, "grouped": again}
 
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float

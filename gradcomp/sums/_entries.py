@@ -5,9 +5,9 @@ import functools
 
 import jax
 
-from gradcomp.codecs import SparseCodec, sum_entries
+from gradcomp.codecs import SelectingCodec, SparseCodec, sum_entries
 from gradcomp.kernels.rows import COPIED
-from gradcomp.sums._sum import RowDecoder
+from gradcomp.sums._sum import RowDecoder, Way
 from gradcomp.sums._tiles import Tiles
 
 
@@ -16,6 +16,22 @@ class Entries(Tiles):
   """Sums of entries, which are scaled before they are added."""
 
   codec: SparseCodec
+
+  drops = True
+
+  @property
+  def refusals(self) -> dict[Way, str]:
+    found: dict[Way, str] = {
+      **super().refusals,
+      "passed": "a sparse codec, which would choose anew among the elements of every "
+      f'partial sum, got {self.codec}; use "two_shot", whose owners choose once.',
+    }
+    if isinstance(self.codec, SelectingCodec) and self.codec.reuses:
+      found["grouped"] = (
+        f"a codec that uses thresholds again, got {self.codec}: what is encoded there "
+        'are sums of groups; use selection="auto".'
+      )
+    return found
 
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     return sum_entries(self.codec, *self.codec.entries(rows), scale)

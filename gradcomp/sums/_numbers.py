@@ -10,7 +10,7 @@ import numpy as np
 from gradcomp.codecs import AddingCodec
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import UNROLLED, cutter, in_order
-from gradcomp.sums._sum import Partial, RowDecoder, Sent
+from gradcomp.sums._sum import Partial, RowDecoder, Sent, Way
 
 # An addition that rounds is 60 operations: fewer are written out, for the compile time.
 _UNROLLED = 4
@@ -36,7 +36,15 @@ class Numbers:
 
   plain = False
   exact = True
+  drops = False
   of_rows = True
+
+  @property
+  def refusals(self) -> dict[Way, str]:
+    return {
+      "reduced": "a codec that adds in its own format, which no backend does, got "
+      f'{self.codec}; use exchange="auto", "two_shot" or "ring".'
+    }
 
   @property
   def _rounds(self) -> bool:

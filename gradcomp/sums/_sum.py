@@ -1,9 +1,13 @@
 """What an exchange asks of a sum of payloads, and what it gets."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import jax
+
+# How the sum of all workers comes about: each adds what it has gathered; owners add;
+# it is passed on, and grows; groups add first; the backend adds.
+Way = Literal["gathered", "owned", "passed", "grouped", "reduced"]
 
 # From a range of a matrix's rows, [start, stop), to their values, float32 tiles.
 RowDecoder = Callable[[int, int], jax.Array]
@@ -53,12 +57,23 @@ class Sum(Protocol):
   """
 
   @property
+  def refusals(self) -> Mapping[Way, str]:
+    """The ways in which it cannot come about, each with the reason and the cure.
+
+    It goes on from ``must not be ... for``.
+    """
+
+  @property
   def plain(self) -> bool:
     """True if leaves can be added as they are."""
 
   @property
   def exact(self) -> bool:
     """True if the owner's encoding of a mean loses nothing that it would keep."""
+
+  @property
+  def drops(self) -> bool:
+    """True if an owner's encoding of a mean leaves out some of its elements."""
 
   @property
   def of_rows(self) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from gradcomp.codecs import Codec
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import cutter, in_order, sum_in_order
-from gradcomp.sums._sum import Partial, RowDecoder, Sent
+from gradcomp.sums._sum import Partial, RowDecoder, Sent, Way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,16 @@ class Tiles:
 
   plain = False
   exact = False
+  drops = False
   of_rows = False
+
+  @property
+  def refusals(self) -> dict[Way, str]:
+    return {
+      "reduced": f"a codec whose codes cannot be added, got {self.codec}; use "
+      'exchange="auto", a codec that shares its scale (share_scale=True), or '
+      "gradcomp.dense() for the plain mean."
+    }
 
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     """Decodes K payloads, adds and scales: ``uint32[K, rows, words]`` to tiles."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gradcomp.codecs import LinearCodec
 from gradcomp.sums._entries import Entries
-from gradcomp.sums._sum import LeafRows, RowDecoder
+from gradcomp.sums._sum import LeafRows, RowDecoder, Way
 from gradcomp.sums._tiles import Tiles
 
 
@@ -18,6 +18,10 @@ class Floats(Tiles):
 
   plain = True
   exact = True
+
+  @property
+  def refusals(self) -> dict[Way, str]:
+    return {}
 
   def terms(self, rows: jax.Array, workers: int) -> jax.Array:
     return jax.lax.bitcast_convert_type(rows, jnp.float32)
@@ -41,6 +45,18 @@ class Chosen(Entries):
   """
 
   codec: LinearCodec
+
+  @property
+  def refusals(self) -> dict[Way, str]:
+    again = (
+      f"a codec that sends the same elements from all workers, got {self.codec}: their "
+      'sums need no second encoding; use "psum".'
+    )
+    return {
+      "passed": super().refusals["passed"],
+      "owned": again,
+      "grouped": again,
+    }
 
   def terms(self, rows: jax.Array, workers: int) -> jax.Array:
     values = rows[:, self.codec.header_words :]

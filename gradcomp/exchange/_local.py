@@ -1,0 +1,34 @@
+"""``local``: nothing is sent, and each worker keeps to its own."""
+
+import dataclasses
+from typing import ClassVar
+
+from gradcomp._axes import AxisName
+from gradcomp.exchange._collectives import Workers
+from gradcomp.exchange._contribution import Contribution, Total
+from gradcomp.sums import Way
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+  """Each worker decodes what it has encoded: the codec's noise alone.
+
+  Outputs differ between workers, and under Explicit axes they stay unreduced.
+  """
+
+  name: ClassVar[str] = "local"
+  way: ClassVar[Way] = "gathered"
+  owners: ClassVar[bool] = False
+  of_leaves: ClassVar[bool] = True
+  sends: ClassVar[bool] = False
+
+  keeps: ClassVar[bool] = False
+
+  def check_axes(self, axis_name: AxisName | None) -> None:
+    """Any will do."""
+
+  def run(self, own: Contribution, workers: Workers | None = None) -> Total:
+    if own.plain:
+      return Total(own.leaves, own.nothing, own.residuals, encoded=False)
+    mean = [own.decoded(i) for i in range(len(own.leaves))]
+    return Total(mean, own.nothing, own.residuals)
