@@ -17,6 +17,7 @@ from gradcomp.local_gradients import defer_reduction as defer_reduction
 from gradcomp.local_gradients import value_and_grad as value_and_grad
 from gradcomp.low_precision import aps as aps
 from gradcomp.low_precision import loss_scaling_cast as loss_scaling_cast
+from gradcomp.options import CompressOptions as CompressOptions
 from gradcomp.sharding import init_state as init_state
 from gradcomp.sharding import state_specs as state_specs
 from gradcomp.skipping import SkipNonfiniteState as SkipNonfiniteState

@@ -1,17 +1,18 @@
 """Builds methods by name: a codec, an exchange and feedback, for ``optax.chain``."""
 
-from typing import Literal
+from typing import Literal, Unpack
 
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
-from gradcomp._axes import AxisName
 from gradcomp.codecs import QSGD, Dense, EightBit, OneBit, Ternary
-from gradcomp.exchange import Auto, Exchange, ExchangeName
+from gradcomp.kernels import Implementation
+from gradcomp.options import CompressOptions, checked, recipe
 from gradcomp.transform import compress
 
 
+@recipe
 def qsgd(
   bits: int = 4,
   *,
@@ -21,20 +22,14 @@ def qsgd(
   rounding: Literal["stochastic", "nearest"] = "stochastic",
   share_scale: bool = False,
   refit_every: int = 100,
-  axis_name: AxisName | None = None,
-  exchange: ExchangeName | Auto | Exchange = "auto",
-  group_size: int | None = None,
-  feedback: Literal["auto", "error"] | None = "auto",
-  second_stage_feedback: bool = True,
-  min_leaf_size: int | None = None,
-  message_bytes: int | None = None,
-  key: ArrayLike = 0,
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""QSGD: averages gradients over ``axis_name`` in ``bits`` bits an element.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.QSGD`. The two
-  say what the arguments mean. With the codec's :math:`Q` and the gradients :math:`g_i`
-  of N workers it returns
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.QSGD`. Its
+  arguments are the codec's and :class:`gradcomp.CompressOptions`. With the codec's
+  :math:`Q` and the gradients :math:`g_i` of N workers it returns
 
   .. math:: \frac{1}{N} \sum_i Q(g_i)
 
@@ -68,30 +63,18 @@ def qsgd(
     rounding=rounding,
     share_scale=share_scale,
     refit_every=refit_every,
+    implementation=implementation,
   )
-  return compress(
-    codec,
-    axis_name=axis_name,
-    exchange=exchange,
-    group_size=group_size,
-    feedback=feedback,
-    second_stage_feedback=second_stage_feedback,
-    min_leaf_size=min_leaf_size,
-    message_bytes=message_bytes,
-    key=key,
-  )
+  return compress(codec, **checked(qsgd, options))
 
 
+@recipe
 def onebit_sgd(
   bucket_size: int = 64,
   *,
   per_column: bool = False,
-  axis_name: AxisName | None = None,
-  exchange: ExchangeName | Auto | Exchange = "auto",
-  group_size: int | None = None,
-  second_stage_feedback: bool = True,
-  min_leaf_size: int | None = None,
-  message_bytes: int | None = None,
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""1-bit SGD: averages gradients over ``axis_name`` in a sign and two means a bucket.
 
@@ -122,18 +105,18 @@ def onebit_sgd(
     Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.2,
     3.2.1 and 4
   """
-  return compress(
-    OneBit(bucket_size=bucket_size, per_column=per_column),
-    axis_name=axis_name,
-    exchange=exchange,
-    group_size=group_size,
-    feedback="error",
-    second_stage_feedback=second_stage_feedback,
-    min_leaf_size=min_leaf_size,
-    message_bytes=message_bytes,
+  if options.get("feedback", "auto") is None:
+    raise ValueError(
+      '`feedback` must be "auto", "error" or "momentum" in 1-bit SGD, which loses what '
+      "no residual keeps, got None; gradcomp.compress(OneBit(), feedback=None) may."
+    )
+  codec = OneBit(
+    bucket_size=bucket_size, per_column=per_column, implementation=implementation
   )
+  return compress(codec, **checked(onebit_sgd, options))
 
 
+@recipe
 def terngrad(
   clip_sigmas: float | None = 2.5,
   *,
@@ -141,14 +124,8 @@ def terngrad(
   share_scale: bool = True,
   packing: Literal["2bit", "base3"] = "2bit",
   scaler: Literal["clipped", "sigma"] = "clipped",
-  axis_name: AxisName | None = None,
-  exchange: ExchangeName | Auto | Exchange = "auto",
-  group_size: int | None = None,
-  feedback: Literal["auto", "error"] | None = "auto",
-  second_stage_feedback: bool = True,
-  min_leaf_size: int | None = None,
-  message_bytes: int | None = None,
-  key: ArrayLike = 0,
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""TernGrad: averages gradients over ``axis_name`` in three values, scaled by leaf.
 
@@ -186,20 +163,12 @@ def terngrad(
     share_scale=share_scale,
     packing=packing,
     scaler=scaler,
+    implementation=implementation,
   )
-  return compress(
-    codec,
-    axis_name=axis_name,
-    exchange=exchange,
-    group_size=group_size,
-    feedback=feedback,
-    second_stage_feedback=second_stage_feedback,
-    min_leaf_size=min_leaf_size,
-    message_bytes=message_bytes,
-    key=key,
-  )
+  return compress(codec, **checked(terngrad, options))
 
 
+@recipe
 def eight_bit(
   data_type: Literal[
     "dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"
@@ -208,14 +177,8 @@ def eight_bit(
   block_size: int | None = None,
   rounding: Literal["nearest", "stochastic"] = "nearest",
   exponent_offset: int | None = None,
-  axis_name: AxisName | None = None,
-  exchange: ExchangeName | Auto | Exchange = "auto",
-  group_size: int | None = None,
-  feedback: Literal["auto", "error"] | None = "auto",
-  second_stage_feedback: bool = True,
-  min_leaf_size: int | None = None,
-  message_bytes: int | None = None,
-  key: ArrayLike = 0,
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""8-bit types: averages gradients over ``axis_name`` in 8 bits an element.
 
@@ -249,37 +212,23 @@ def eight_bit(
     block_size=block_size,
     rounding=rounding,
     exponent_offset=exponent_offset,
+    implementation=implementation,
   )
-  return compress(
-    codec,
-    axis_name=axis_name,
-    exchange=exchange,
-    group_size=group_size,
-    feedback=feedback,
-    second_stage_feedback=second_stage_feedback,
-    min_leaf_size=min_leaf_size,
-    message_bytes=message_bytes,
-    key=key,
-  )
+  return compress(codec, **checked(eight_bit, options))
 
 
+@recipe
 def dense(
   dtype: DTypeLike = jnp.float32,
-  *,
-  axis_name: AxisName | None = None,
-  exchange: ExchangeName | Auto | Exchange = "auto",
-  group_size: int | None = None,
-  feedback: Literal["auto", "error"] | None = "auto",
-  second_stage_feedback: bool = True,
-  message_bytes: int | None = None,
+  **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over ``axis_name`` in 32 or 16 bits an element: the baseline.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Dense`. The two
-  say what the arguments mean. ``float32`` is the plain mean, one ``psum``, and
-  unbiased. ``bfloat16`` and ``float16`` travel as 16-bit integers, through the same
-  exchanges as every codec, and are added in float32. They are rounded to nearest, which
-  is biased, and so keep a residual by default.
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Dense`. Its
+  arguments are the codec's and :class:`gradcomp.CompressOptions`. ``float32`` is the
+  plain mean, one ``psum``, and unbiased. ``bfloat16`` and ``float16`` travel as 16-bit
+  integers, through the same exchanges as every codec, and are added in float32. They
+  are rounded to nearest, which is biased, and so keep a residual by default.
 
   With ``float32``, float64 gradients (``jax_enable_x64``) are added as float64, by a
   ``psum`` of their own, whatever ``exchange`` says. With 16 bits they are computed in
@@ -294,12 +243,4 @@ def dense(
     >>> tx.update(grads, tx.init(grads))[0]
     {'w': Array([1.001, 2.   ], dtype=float32)}
   """
-  return compress(
-    Dense(dtype=dtype),
-    axis_name=axis_name,
-    exchange=exchange,
-    group_size=group_size,
-    feedback=feedback,
-    second_stage_feedback=second_stage_feedback,
-    message_bytes=message_bytes,
-  )
+  return compress(Dense(dtype=dtype), **checked(dense, options))

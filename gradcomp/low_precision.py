@@ -1,30 +1,25 @@
 """Builds low-precision floats by name: a codec, an exchange and feedback."""
 
-from typing import Literal
+from typing import Literal, Unpack
 
 import optax
-from jax.typing import ArrayLike
 
-from gradcomp._axes import AxisName
 from gradcomp._checks import static_factor
 from gradcomp.codecs import FloatCast
-from gradcomp.exchange import Auto, Exchange, ExchangeName
+from gradcomp.kernels import Implementation
+from gradcomp.options import CompressOptions, checked, recipe
 from gradcomp.transform import compress
 
 
+@recipe
 def aps(
   exponent_bits: int = 5,
   mantissa_bits: int = 2,
   *,
   rounding: Literal["nearest_even", "stochastic", "toward_zero"] = "nearest_even",
   accumulate: Literal["format", "kahan", "float32"] = "format",
-  axis_name: AxisName | None = None,
-  exchange: ExchangeName | Auto | Exchange = "auto",
-  group_size: int | None = None,
-  feedback: Literal["auto", "error"] | None = "auto",
-  min_leaf_size: int | None = None,
-  message_bytes: int | None = None,
-  key: ArrayLike = 0,
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""Auto Precision Scaling: averages gradients as floats of ``1 + e + m`` bits.
 
@@ -66,19 +61,12 @@ def aps(
     mantissa_bits=mantissa_bits,
     rounding=rounding,
     accumulate=accumulate,
+    implementation=implementation,
   )
-  return compress(
-    codec,
-    axis_name=axis_name,
-    exchange=exchange,
-    group_size=group_size,
-    feedback=feedback,
-    min_leaf_size=min_leaf_size,
-    message_bytes=message_bytes,
-    key=key,
-  )
+  return compress(codec, **checked(aps, options))
 
 
+@recipe
 def loss_scaling_cast(
   factor: float,
   exponent_bits: int = 5,
@@ -86,13 +74,8 @@ def loss_scaling_cast(
   *,
   rounding: Literal["nearest_even", "stochastic", "toward_zero"] = "nearest_even",
   accumulate: Literal["format", "kahan", "float32"] = "format",
-  axis_name: AxisName | None = None,
-  exchange: ExchangeName | Auto | Exchange = "auto",
-  group_size: int | None = None,
-  feedback: Literal["auto", "error"] | None = "auto",
-  min_leaf_size: int | None = None,
-  message_bytes: int | None = None,
-  key: ArrayLike = 0,
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""Averages gradients as floats of few bits, scaled by one constant: loss scaling.
 
@@ -127,14 +110,6 @@ def loss_scaling_cast(
     scale=static_factor("factor", "a number from 2**-126 to 2**126", factor),
     rounding=rounding,
     accumulate=accumulate,
+    implementation=implementation,
   )
-  return compress(
-    codec,
-    axis_name=axis_name,
-    exchange=exchange,
-    group_size=group_size,
-    feedback=feedback,
-    min_leaf_size=min_leaf_size,
-    message_bytes=message_bytes,
-    key=key,
-  )
+  return compress(codec, **checked(loss_scaling_cast, options))

@@ -1,16 +1,19 @@
 """Builds RedSync: residual gradient compression with momentum."""
 
+from typing import Literal, Unpack
+
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from gradcomp._axes import AxisName
 from gradcomp.clipping import clip_by_local_norm
 from gradcomp.codecs import Quantize, Selection, TopK
-from gradcomp.exchange import Auto, Exchange, ExchangeName
+from gradcomp.kernels import Implementation
+from gradcomp.options import ExchangeOptions, checked, recipe
 from gradcomp.transform import compress
 
 
+@recipe
 def redsync(
   density: float = 0.001,
   momentum: float | None = 0.9,
@@ -22,12 +25,9 @@ def redsync(
   value_dtype: DTypeLike = jnp.float32,
   slack: float = 2.0,
   interval: int = 5,
-  axis_name: AxisName | None = None,
-  exchange: ExchangeName | Auto | Exchange = "auto",
-  group_size: int | None = None,
-  second_stage_feedback: bool = True,
-  min_leaf_size: int | None = None,
-  message_bytes: int | None = None,
+  implementation: Implementation | None = None,
+  feedback: Literal["auto", "error", "momentum"] = "auto",
+  **options: Unpack[ExchangeOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""RedSync: averages the largest elements of momentum and residuals over workers.
 
@@ -71,13 +71,10 @@ def redsync(
     value_dtype: the dtype of values on the wire.
     slack: slots for each element to send, from 1 to 2.
     interval: steps that a ``sampled`` threshold is used for.
-    axis_name: the axis to average over.
-    exchange: ``"auto"`` is ``"all_gather"`` until that sends more than a plain mean.
-    group_size: workers in a group of ``"hierarchical"`` over one axis.
-    second_stage_feedback: whether owners keep what they do not send.
-    min_leaf_size: leaves with fewer elements travel whole. By default the smallest
-      leaves that together hold less than 0.01 % of all elements.
-    message_bytes: the largest payload in bytes that leaves share.
+    implementation: how elements are counted and listed, see the codec.
+    feedback: ``"auto"``: ``"momentum"``, or ``"error"`` with ``momentum=None``.
+    **options: all others of :class:`gradcomp.CompressOptions`. Here ``exchange="auto"``
+      is ``"all_gather"`` until that sends more than a plain mean.
 
   Returns:
     A gradient transformation, as :func:`gradcomp.compress` returns it; with
@@ -103,6 +100,12 @@ def redsync(
     et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018,
     section 3
   """
+  kept: Literal["error", "momentum"] = "error" if momentum is None else "momentum"
+  if feedback not in ("auto", kept):
+    raise ValueError(
+      f'`feedback` must be "auto" or "{kept}" in RedSync with momentum={momentum!r}, '
+      f"got {feedback!r}; momentum=None keeps residuals of plain gradients."
+    )
   codec = TopK(
     density=density,
     selection=selection,
@@ -110,20 +113,16 @@ def redsync(
     value_dtype=value_dtype,
     slack=slack,
     interval=interval,
+    implementation=implementation,
   )
   exchanged = compress(
     codec,
-    axis_name=axis_name,
-    exchange=exchange,
-    group_size=group_size,
-    feedback="error" if momentum is None else "momentum",
+    feedback=kept,
     momentum=0.0 if momentum is None else momentum,
     nesterov=nesterov,
-    second_stage_feedback=second_stage_feedback,
-    min_leaf_size=min_leaf_size,
-    message_bytes=message_bytes,
+    **checked(redsync, options),
   )
   if max_norm is None:
     return exchanged
-  clip = clip_by_local_norm(max_norm, axis_name=axis_name)
+  clip = clip_by_local_norm(max_norm, axis_name=options.get("axis_name"))
   return optax.chain(clip, exchanged)

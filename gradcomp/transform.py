@@ -99,38 +99,9 @@ def compress(
 
   Args:
     codec: the codec of the leaves, e.g. :class:`gradcomp.codecs.QSGD`.
-    axis_name: the axis of the enclosing shard_map, pmap or vmap to average over, or a
-      tuple of axes to average over together; under Explicit axes, the axes that the
-      gradients are unreduced over. None takes these from the type, if no residual is
-      kept. Elsewhere None exchanges nothing, and returns ``Q(g + e)``.
-    exchange: ``"all_gather"``, ``"two_shot"``, ``"ring"``, ``"hierarchical"``,
-      ``"psum"`` (dense float32, and codecs that share their scale), ``"local"`` or
-      ``"auto"``: see :func:`gradcomp.exchange.choose`. ``"local"`` exchanges nothing:
-      outputs differ between workers, and under Explicit axes stay unreduced.
-    group_size: workers in a group of ``"hierarchical"`` over one axis, which sends full
-      precision inside groups of consecutive workers. Over two axes, ``("host",
-      "chip")``, the groups are the workers of the second.
-    feedback: ``"error"`` keeps what was not sent, and adds it to the next gradient.
-      None does not. ``"auto"`` does for biased codecs. ``"momentum"`` does so with
-      each worker's momentum of its gradients, ``u' = m u + g``, in place of the
-      gradient: put no momentum behind it. Where a sparse codec sends something, ``u``
-      becomes zero, so that what waited is not pushed on once it is sent.
-    momentum: m, at least 0 and below 1, with ``feedback="momentum"``.
-    nesterov: whether ``m u' + g`` takes the place of ``u'``.
-    second_stage_feedback: whether, with feedback, the owner of a share in ``two_shot``
-      and ``hierarchical`` keeps what encoding the mean lost, an Nth of the gradient a
-      worker in float32. ``init`` must then know the number of workers: call it inside
-      the map, or under ``jax.set_mesh(mesh)``.
-    min_leaf_size: leaves with fewer elements travel in float32, in the same message, or
-      in one of their own where sums of codes are exact. By default these are the
-      smallest leaves that together hold less than 0.5 % of all elements, or 0.01 % with
-      a sparse codec.
-    message_bytes: the largest payload in bytes that leaves share; None for one message.
-      Several messages can be on their way before the whole backward pass is done. A
-      leaf is never cut.
-    key: a seed, or a threefry key, of the stochastic rounding, equal on all workers.
-      The bits of a step derive from key, step, the leaf's path in the tree and worker
-      alone.
+    axis_name, exchange, group_size, feedback, momentum, nesterov,
+      second_stage_feedback, min_leaf_size, message_bytes, key: the options, which all
+      recipes take, too: see :class:`gradcomp.CompressOptions`.
 
   Returns:
     A gradient transformation; its state is a :class:`CompressState`. Inside the map,

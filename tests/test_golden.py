@@ -6,7 +6,7 @@ import pytest
 HASHES = golden.read()
 
 
-def parameters():
+def _parameters():
   """Every case; in a plain run those of each kind of sum, with four workers."""
   for case in golden.cases():
     plain = case.mode == "vmap" and (case.codec, case.exchange) in golden.KINDS
@@ -14,7 +14,7 @@ def parameters():
     yield pytest.param(case, id=case.name, marks=marks)
 
 
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize("case", list(_parameters()))
 def test_outputs_and_states_have_the_bits_that_they_had(case):
   assert golden.digest(case) == HASHES[case.name]
 
