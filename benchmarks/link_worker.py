@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD, Codec, Dense, EightBit, OneBit, Payload, Ternary
-from gradcomp.exchange import ExchangeName
+from gradcomp.exchange import ExchangeName, Hierarchical
 
 _BASELINE = "plain f32 mean"
 _ALL = tuple(name for name in get_args(ExchangeName) if name not in ("auto", "local"))
@@ -51,7 +51,7 @@ CODECS: dict[str, tuple[Codec, tuple[str, ...]]] = {
   "linear": (EightBit(data_type="linear"), _GATHERS),
 }
 _GROUP = 2
-_OPTIONS: dict[str, dict[str, Any]] = {"hierarchical": {"group_size": _GROUP}}
+_GROUPED = Hierarchical(group_size=_GROUP)
 _IN_PARTS = "qsgd-4"  # the codec whose two_shot is also timed part by part
 
 # Bytes that one of n hosts sends for payloads of c bytes, f in float32. Hierarchical:
@@ -118,13 +118,15 @@ def steps(
   for name in codecs:
     codec, exchanges = CODECS[name]
     for exchange in exchanges:
-      options = _OPTIONS.get(exchange, {})
-      group = options.get("group_size", 1)
+      group = _GROUP if exchange == _GROUPED.name else 1
       if group >= hosts or hosts % group:
         continue
       try:
         tx = gradcomp.compress(
-          codec, axis_name="data", exchange=exchange, feedback=None, **options
+          codec,
+          axis_name="data",
+          exchange=_GROUPED if exchange == _GROUPED.name else exchange,
+          feedback=None,
         )
       except ValueError:  # the library says that these do not go together
         continue

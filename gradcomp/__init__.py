@@ -1,6 +1,7 @@
 """Compresses the gradient exchange of data-parallel training in JAX."""
 
 from gradcomp import codecs as codecs
+from gradcomp import exchange as exchange
 from gradcomp import floats as floats
 from gradcomp import kernels as kernels
 from gradcomp._explain import Explanation as Explanation
@@ -12,6 +13,8 @@ from gradcomp.aliases import onebit_sgd as onebit_sgd
 from gradcomp.aliases import qsgd as qsgd
 from gradcomp.aliases import terngrad as terngrad
 from gradcomp.clipping import clip_by_local_norm as clip_by_local_norm
+from gradcomp.feedback import ErrorFeedback as ErrorFeedback
+from gradcomp.feedback import MomentumFeedback as MomentumFeedback
 from gradcomp.freezing import allow_frozen as allow_frozen
 from gradcomp.local_gradients import defer_reduction as defer_reduction
 from gradcomp.local_gradients import value_and_grad as value_and_grad

@@ -1,125 +1,133 @@
 """Feedback adds what was not sent to what comes next, with or without momentum."""
 
-import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+import dataclasses
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from gradcomp import _axes, _whole, explicit
-from gradcomp._axes import AxisName
+from gradcomp._checks import flag, share_below_1
 from gradcomp.codecs import Codec, working_dtype
 from gradcomp.kernels.fixed_point import scaled
 
-Own = dict[str, Any]  # arrays by the axes that stack them, joined by commas
+FeedbackName = Literal["auto", "error", "momentum"]
 
 
-class OwnShapes(Protocol):
-  """A function that returns the shapes of what a worker keeps besides its residuals."""
+@runtime_checkable
+class Feedback(Protocol):
+  """What a worker does with what it did not send: a frozen dataclass.
 
-  def __call__(
-    self,
-    leaves: Sequence[jax.ShapeDtypeStruct],
-    others: Sequence[tuple[str, ...]],
-    workers: int | None,
-  ) -> dict[str, Any]: ...
-
-
-def zero_state(
-  params: Any, axis_name: AxisName | None, trees: int, own_shapes: OwnShapes
-) -> tuple[list[Any], Own]:
-  """Makes the zeros of all that differs between workers.
-
-  Inside the map, or without any, they are the worker's own, shaped like the leaf.
-  Outside it, under a mesh that has the axis, they are the global arrays: the workers'
-  stacked on their first axis, and sharded over it.
-
-  Args:
-    params: the leaves.
-    axis_name: the axes of the workers.
-    trees: the number of trees like the leaves, float32 and at least 1-d.
-    own_shapes: returns trees of ``jax.ShapeDtypeStruct`` by the axes that stack them.
-
-  Returns:
-    The trees like the leaves, and the other arrays by the axes that stack them.
+  Leaves and trees are float32.
   """
-  leaves, treedef = jax.tree.flatten(params)
-  names = () if axis_name is None else _axes.names(axis_name)
-  bound = _axes.bound_size(names) if names else None
-  on_mesh = _axes.mesh_size(names) if names and bound is None else None
-  mesh = jax.sharding.get_abstract_mesh() if on_mesh else explicit.mesh_of(leaves)
-  specs = [
-    explicit.placed_spec(leaf) if on_mesh else explicit.typed_spec(leaf)
-    for leaf in leaves
-  ]
-  others = [explicit.other_axes(leaf, axis_name) for leaf in leaves]
-  # The second stage is planned from what update will see. That is a part of a leaf if
-  # types say so, but the whole of one that Auto axes cut.
-  seen = [_part(leaf, explicit.typed_spec(leaf), mesh) for leaf in leaves]
-  owned = own_shapes(seen, others, bound or on_mesh)
-  parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
 
-  def local() -> tuple[list[list[jax.Array]], Own]:
-    like = [
-      [
-        _zeros(jax.ShapeDtypeStruct(part.shape or (1,), jnp.float32), (*names, *axes))
-        for part, axes in zip(parts, others, strict=True)
-      ]
-      for _ in range(trees)
-    ]
-    return like, {
-      axes: jax.tree.map(functools.partial(_zeros, axes=axes.split(",")), shapes)
-      for axes, shapes in owned.items()
-    }
+  keeps: ClassVar[bool]
+  """True if a worker keeps a residual."""
 
-  cut = frozenset().union(*map(explicit.sharded, specs))
-  if not on_mesh and not cut:
-    like, own = local()
-    return [jax.tree.unflatten(treedef, tree) for tree in like], own
-  if on_mesh:
-    specs = [explicit.stacked(names, spec) for spec in specs]
-  inside = frozenset(mesh.axis_names) if on_mesh else cut
-  own_specs = {axes: explicit.stacked_over(axes.split(","), inside) for axes in owned}
-  mapped = jax.shard_map(
-    local,
-    in_specs=(),
-    out_specs=([specs] * trees, own_specs),
-    axis_names=set(inside),
-    check_vma=not on_mesh,
-  )
-  like, own = jax.jit(mapped)()
-  return [jax.tree.unflatten(treedef, tree) for tree in like], own
-
-
-def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
-  """Returns the shape of one device's part of a leaf."""
-  shape = getattr(leaf, "shape", ())
-  if explicit.sharded(spec):
-    shape = NamedSharding(mesh, spec).shard_shape(shape)
-  return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def _zeros(like: jax.ShapeDtypeStruct, axes: Sequence[str]) -> jax.Array:
-  """Returns zeros, typed as different over those of the axes that maps have bound."""
-  bound = tuple(name for name in axes if name and _axes.bound_size(name) is not None)
-  zeros = jnp.zeros(like.shape, like.dtype)
-  return _axes.mark_varying(zeros, bound) if bound else zeros
-
-
-class Momentum(NamedTuple):
-  """The momentum that each worker has of its own gradients, before the exchange."""
-
-  decay: float
-  nesterov: bool
+  moves: ClassVar[bool]
+  """True if a worker keeps a momentum of its gradients."""
 
   def accumulate(self, updates: Any, momentum: Any) -> tuple[Any, Any]:
-    """Returns what a step shall send, and the new momentum, both float32.
+    """Returns what a step shall send but for the residual, and the new momentum."""
 
-    The new momentum is ``u' = m u + g``. A step sends ``u'``, or ``m u' + g`` after
-    Nesterov.
+  def mask(
+    self,
+    momentum: jax.Array,
+    old: jax.Array,
+    corrected: jax.Array,
+    unsent: jax.Array,
+    mean: jax.Array,
+    *,
+    sparse: bool,
+  ) -> jax.Array:
+    """Returns the momentum of a leaf that is kept.
+
+    Args:
+      momentum: the momentum with this step's gradient.
+      old: the momentum without it.
+      corrected: what was to be sent.
+      unsent: the part of that which was not sent.
+      mean: the mean of all workers.
+      sparse: whether the codec sends some elements and not others.
     """
+
+
+@dataclasses.dataclass(frozen=True)
+class NoFeedback:
+  """Forgets what was not sent."""
+
+  keeps: ClassVar[bool] = False
+  moves: ClassVar[bool] = False
+
+  def accumulate(self, updates: Any, momentum: Any) -> tuple[Any, Any]:
+    return updates, momentum
+
+  def mask(
+    self,
+    momentum: jax.Array,
+    old: jax.Array,
+    corrected: jax.Array,
+    unsent: jax.Array,
+    mean: jax.Array,
+    *,
+    sparse: bool,
+  ) -> jax.Array:
+    return momentum
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorFeedback(NoFeedback):
+  r"""Keeps what was not sent, and adds it to the next gradient.
+
+  With the gradient :math:`g`, the residual :math:`e` and what encodes and decodes,
+  :math:`Q`:
+
+  .. math:: c = g + e, \qquad e' = c - Q(c)
+
+  Example:
+    >>> tx = gradcomp.qsgd(bits=4, feedback=ErrorFeedback())
+    >>> tx.init(jnp.zeros(4)).residual
+    Array([0., 0., 0., 0.], dtype=float32)
+
+  References:
+    Seide et al., `1-Bit Stochastic Gradient Descent
+    <https://www.isca-archive.org/interspeech_2014/seide14_interspeech.html>`_, 2014,
+    section 3.1; Grubic et al., 2018, section 2.2
+  """
+
+  keeps: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MomentumFeedback(ErrorFeedback):
+  """Sends a momentum of the worker's own gradients, and keeps what was not sent.
+
+  ``u' = m u + g`` takes the place of the gradient, or ``m u' + g`` after Nesterov. So
+  put no momentum behind it. Where a sparse codec sends something, ``u'`` becomes zero,
+  so that what waited is not pushed on once it is sent.
+
+  Attributes:
+    decay: m, at least 0 and below 1.
+    nesterov: whether momentum is Nesterov's.
+
+  Raises:
+    ValueError: an attribute is outside these.
+
+  References:
+    Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018,
+    sections 3.1 and 3.2; Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_,
+    2018, section 2.4
+  """
+
+  decay: float = 0.9
+  nesterov: bool = False
+
+  moves: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "decay", share_below_1("decay", self.decay))
+    flag("nesterov", self.nesterov)
+
+  def accumulate(self, updates: Any, momentum: Any) -> tuple[Any, Any]:
     with jax.named_scope("gradcomp_correct"):
       accumulated = _add(updates, momentum, self.decay)
       sent = accumulated
@@ -127,6 +135,54 @@ class Momentum(NamedTuple):
         sent = _add(updates, accumulated, self.decay)
     shaped = jax.tree.map(lambda x, old: x.reshape(old.shape), accumulated, momentum)
     return sent, shaped
+
+  def mask(
+    self,
+    momentum: jax.Array,
+    old: jax.Array,
+    corrected: jax.Array,
+    unsent: jax.Array,
+    mean: jax.Array,
+    *,
+    sparse: bool,
+  ) -> jax.Array:
+    """Returns zero where a sparse codec sent something.
+
+    So what was sent is not sent again as momentum of what is old. The old momentum
+    stays where something is not finite.
+    """
+    with jax.named_scope("gradcomp_residual"):
+      finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
+      if sparse:
+        sent = (unsent != corrected).reshape(old.shape)
+        momentum = jnp.where(sent, 0.0, momentum)
+      return jnp.where(finite.reshape(old.shape), momentum, old)
+
+
+def as_feedback(given: Any, codec: Codec) -> Feedback:
+  """Returns feedback as it is, or what a short form stands for.
+
+  Raises:
+    ValueError: it is neither.
+
+  Example:
+    >>> as_feedback("auto", gradcomp.codecs.OneBit())  # which is biased
+    ErrorFeedback()
+  """
+  if given == "auto":
+    return NoFeedback() if codec.unbiased else ErrorFeedback()
+  if given is None:
+    return NoFeedback()
+  if given == "error":
+    return ErrorFeedback()
+  if given == "momentum":
+    return MomentumFeedback()
+  if isinstance(given, type) or not isinstance(given, Feedback):
+    raise ValueError(
+      '`feedback` must be "auto", "error", "momentum", None, gradcomp.ErrorFeedback() '
+      f"or gradcomp.MomentumFeedback(...), got {given!r}."
+    )
+  return given
 
 
 def _add(updates: Any, tree: Any, factor: float) -> Any:
@@ -157,59 +213,6 @@ def correct(updates: Any, residual: Any, codec: Codec) -> Any:
     return jax.tree.map(add, updates, *([] if residual is None else [residual]))
 
 
-def check_own(
-  name: str, tree: Any, updates: Any, axis_name: AxisName | None, workers: int
-) -> None:
-  """Raises ValueError for a worker's own tree that is not like its gradient.
-
-  Args:
-    name: the field of the state.
-    tree: its value, or None.
-    updates: the gradients.
-    axis_name: the axes to average over.
-    workers: N.
-  """
-
-  def check(path: Any, update: jax.Array, leaf: jax.Array) -> None:
-    shape = update.shape or (1,)
-    if leaf.shape != shape:
-      raise ValueError(
-        f"`state.{name}`{jax.tree_util.keystr(path)} must have the gradient's shape "
-        f"{shape} here, got {leaf.shape}{_made_for(leaf.shape, shape, workers)}; "
-        "inside a map, pass the state through with gradcomp.state_specs, and make it "
-        "by optimizer.init inside the map or under jax.set_mesh(mesh)."
-        f"{_parts(shape, leaf.shape, axis_name)}"
-      )
-
-  if tree is not None:
-    jax.tree_util.tree_map_with_path(check, updates, tree)
-
-
-def _parts(
-  part: tuple[int, ...], whole: tuple[int, ...], axis_name: AxisName | None
-) -> str:
-  """Returns what to do if a gradient has the shape of a part of its residual."""
-  if len(part) != len(whole) or axis_name is None:
-    return ""
-  longer = [(a, b) for a, b in zip(part, whole, strict=True) if a != b]
-  if len(longer) != 1 or not longer[0][0] or longer[0][1] % longer[0][0]:
-    return ""
-  return (
-    f" If the gradient is that of a part of the parameter, cut over {axis_name!r}, "
-    f"{_whole.CURE}. If it is cut over another axis, make the state by "
-    "gradcomp.init_state."
-  )
-
-
-def _made_for(got: tuple[int, ...], expected: tuple[int, ...], workers: int) -> str:
-  """Returns for how many workers residuals were stacked, if their part tells it."""
-  if got[1:] != expected[1:] or not expected[0] or (workers * got[0]) % expected[0]:
-    return ""
-  count = workers * got[0] // expected[0]
-  several = "s" if count > 1 else ""
-  return f": as if made for {count} worker{several}, not for {workers}"
-
-
 def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
   """Returns the new residual: what was not sent, or the old one if that is not finite.
 
@@ -221,33 +224,3 @@ def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
     finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
     new = unsent.reshape(old.shape).astype(old.dtype)
     return jnp.where(finite.reshape(old.shape), new, old)
-
-
-def mask_momentum(
-  momentum: jax.Array,
-  old: jax.Array,
-  corrected: jax.Array,
-  unsent: jax.Array,
-  mean: jax.Array,
-  *,
-  sparse: bool,
-) -> jax.Array:
-  """Returns the new momentum, which is zero where a sparse codec sent something.
-
-  So what was sent is not sent again as momentum of what is old. The old momentum stays
-  where something is not finite.
-
-  Args:
-    momentum: the momentum with this step's gradient.
-    old: the momentum without it.
-    corrected: what was to be sent.
-    unsent: the part of that which was not sent.
-    mean: the mean of all workers.
-    sparse: whether the codec sends some elements and not others.
-  """
-  with jax.named_scope("gradcomp_residual"):
-    finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
-    if sparse:
-      sent = (unsent != corrected).reshape(old.shape)
-      momentum = jnp.where(sent, 0.0, momentum)
-    return jnp.where(finite.reshape(old.shape), momentum, old)

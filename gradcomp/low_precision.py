@@ -35,7 +35,7 @@ def aps(
 
   It is biased, and keeps a residual by default, as every biased codec does. The paper
   keeps none (``feedback=None``). It uses rings of 8, and groups of 16 among 256 workers
-  (``exchange="hierarchical", group_size=16``), and float32 for the last layer.
+  (``exchange=Hierarchical(group_size=16)``), and float32 for the last layer.
 
   A payload has 8 bits an element with the default format, 4 with (3, 0), and a byte a
   leaf. ``optax.inject_hyperparams(gradcomp.aps, static_args=("exponent_bits",

@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from jax.typing import ArrayLike
 
 from gradcomp._axes import AxisName
-from gradcomp.exchange import Exchange
+from gradcomp.exchange import Auto, Exchange, ExchangeName
+from gradcomp.feedback import Feedback, FeedbackName
 from gradcomp.transform import compress
 
 
@@ -15,9 +16,7 @@ class ExchangeOptions(TypedDict, total=False):
   """Those of :class:`CompressOptions` that a recipe with feedback of its own takes."""
 
   axis_name: AxisName | None
-  exchange: Exchange
-  group_size: int | None
-  second_stage_feedback: bool
+  exchange: ExchangeName | Auto | Exchange
   min_leaf_size: int | None
   message_bytes: int | None
   key: ArrayLike
@@ -40,21 +39,13 @@ class CompressOptions(ExchangeOptions, total=False):
       ``"psum"`` (dense float32, and codecs that share their scale), ``"local"`` or, by
       default, ``"auto"``: see :func:`gradcomp.exchange.choose`. ``"local"`` exchanges
       nothing: outputs differ between workers, and under Explicit axes stay unreduced.
-    group_size: workers in a group of ``"hierarchical"`` over one axis, which sends full
-      precision inside groups of consecutive workers. None, the default, is for two
-      axes, ``("host", "chip")``: the groups are the workers of the second.
-    feedback: ``"error"`` keeps what was not sent, ``e' = g + e - Q(g + e)``, and adds
-      it to the next gradient. None does not. ``"auto"``, the default, does for biased
-      codecs. ``"momentum"`` does so with each worker's momentum of its gradients,
-      ``u' = m u + g``, in place of the gradient: put no momentum behind it. Where a
-      sparse codec sends something, ``u`` becomes zero, so that what waited is not
-      pushed on once it is sent.
-    momentum: m, at least 0 and below 1, with ``feedback="momentum"``; 0.9 by default.
-    nesterov: whether ``m u' + g`` takes the place of ``u'``; by default not.
-    second_stage_feedback: whether, with feedback, the owner of a share in ``two_shot``
-      and ``hierarchical`` keeps what encoding the mean lost, an Nth of the gradient a
-      worker in float32; by default it does. ``init`` must then know the number of
-      workers: call it inside the map, or under ``jax.set_mesh(mesh)``.
+      An object in its place has options, like ``gradcomp.exchange.TwoShot(feedback=
+      False)`` and ``gradcomp.exchange.Hierarchical(group_size=8)``.
+    feedback: ``"error"``, or :class:`gradcomp.ErrorFeedback`, keeps what was not sent,
+      ``e' = g + e - Q(g + e)``, and adds it to the next gradient. None does not.
+      ``"auto"``, the default, does for biased codecs. ``"momentum"``, or
+      :class:`gradcomp.MomentumFeedback`, does so with a momentum of each worker's
+      gradients in place of the gradient.
     min_leaf_size: leaves with fewer elements travel in float32, in the same message, or
       in one of their own where sums of codes are exact. By default these are the
       smallest leaves that together hold less than 0.5 % of all elements, or 0.01 % with
@@ -67,9 +58,7 @@ class CompressOptions(ExchangeOptions, total=False):
       and worker alone.
   """
 
-  feedback: Literal["auto", "error", "momentum"] | None
-  momentum: float
-  nesterov: bool
+  feedback: FeedbackName | Feedback | None
 
 
 _Recipe = TypeVar("_Recipe", bound=Callable[..., Any])
@@ -84,8 +73,7 @@ def recipe(make: _Recipe) -> _Recipe:
 
   Example:
     >>> inspect.signature(recipe(lambda codec="qsgd", *, exchange="ring", **options: 0))
-    <Signature (codec='qsgd', *, exchange='ring', axis_name=None, group_size=None,
-      feedback='auto', momentum=0.9, nesterov=False, second_stage_feedback=True,
+    <Signature (codec='qsgd', *, exchange='ring', axis_name=None, feedback='auto',
       min_leaf_size=None, message_bytes=None, key=0)>
   """
   signature = inspect.signature(make)

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from gradcomp._checks import flag, share_below_1
 from gradcomp.clipping import clip_by_local_norm
 from gradcomp.codecs import Quantize, Selection, TopK
+from gradcomp.feedback import ErrorFeedback, MomentumFeedback
 from gradcomp.kernels import Implementation
 from gradcomp.options import ExchangeOptions, checked, recipe
 from gradcomp.transform import compress
@@ -106,6 +108,11 @@ def redsync(
       f'`feedback` must be "auto" or "{kept}" in RedSync with momentum={momentum!r}, '
       f"got {feedback!r}; momentum=None keeps residuals of plain gradients."
     )
+  flag("nesterov", nesterov)
+  keeper = ErrorFeedback()
+  if momentum is not None:
+    momentum = share_below_1("momentum", momentum)
+    keeper = MomentumFeedback(decay=momentum, nesterov=nesterov)
   codec = TopK(
     density=density,
     selection=selection,
@@ -117,9 +124,7 @@ def redsync(
   )
   exchanged = compress(
     codec,
-    feedback=kept,
-    momentum=0.0 if momentum is None else momentum,
-    nesterov=nesterov,
+    feedback=keeper,
     **checked(redsync, options),
   )
   if max_norm is None:

@@ -139,5 +139,5 @@ def _check_part(number: int, state: Any, largest: Any) -> None:
       raise ValueError(
         f"`transformations`[{number}] must keep the residuals of owners, state{name}, "
         "as another of them does, or what waits there would not be sent; give all "
-        'exchange="all_gather", or second_stage_feedback=False.'
+        'exchange="all_gather", or gradcomp.exchange.TwoShot(feedback=False).'
       )

@@ -1,23 +1,21 @@
 """The optax transformation: gradient, residual, encode, exchange, decode."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from gradcomp import _agreement, _axes, _planning, _whole, explicit
+from gradcomp import _agreement, _axes, _planning, _whole, explicit, sums
 from gradcomp._axes import AxisName
 from gradcomp._border import not_differentiated, of_reals
-from gradcomp._checks import flag, optional_size, share_below_1
+from gradcomp._checks import optional_size
 from gradcomp.codecs import (
   Codec,
   SelectingCodec,
-  SparseCodec,
   is_fitted,
 )
 from gradcomp.exchange import (
@@ -27,7 +25,6 @@ from gradcomp.exchange import (
   Hierarchical,
   Message,
   OwnerResiduals,
-  TwoShot,
   Workers,
   as_exchange,
   average_messages,
@@ -41,14 +38,14 @@ from gradcomp.exchange import (
   used_entries,
 )
 from gradcomp.feedback import (
-  Momentum,
-  check_own,
+  Feedback,
+  FeedbackName,
+  as_feedback,
   correct,
-  mask_momentum,
   remainder,
-  zero_state,
 )
 from gradcomp.gradients import reduction
+from gradcomp.own_state import check_own, zero_state
 from gradcomp.state import (
   CompressState,
   check_state,
@@ -63,11 +60,7 @@ def compress(
   *,
   axis_name: AxisName | None = None,
   exchange: ExchangeName | Auto | Exchange = "auto",
-  group_size: int | None = None,
-  feedback: Literal["auto", "error", "momentum"] | None = "auto",
-  momentum: float = 0.9,
-  nesterov: bool = False,
-  second_stage_feedback: bool = True,
+  feedback: FeedbackName | Feedback | None = "auto",
   min_leaf_size: int | None = None,
   message_bytes: int | None = None,
   key: ArrayLike = 0,
@@ -81,8 +74,8 @@ def compress(
   .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
 
   where :math:`Q` encodes and decodes. ``two_shot`` encodes the mean once more, and
-  keeps what that loses, too: see ``second_stage_feedback``. Every worker gets the same
-  bits. Without feedback the result is unbiased if the codec is.
+  keeps what that loses, too: see :class:`gradcomp.exchange.TwoShot`. Every worker gets
+  the same bits. Without feedback the result is unbiased if the codec is.
 
   Under Explicit axes, call ``update`` in plain ``jax.jit``. It takes gradients typed
   ``{U:data}``, whose sum over the devices is the gradient of the whole batch, and
@@ -99,9 +92,8 @@ def compress(
 
   Args:
     codec: the codec of the leaves, e.g. :class:`gradcomp.codecs.QSGD`.
-    axis_name, exchange, group_size, feedback, momentum, nesterov,
-      second_stage_feedback, min_leaf_size, message_bytes, key: the options, which all
-      recipes take, too: see :class:`gradcomp.CompressOptions`.
+    axis_name, exchange, feedback, min_leaf_size, message_bytes, key: the options, which
+      all recipes take, too: see :class:`gradcomp.CompressOptions`.
 
   Returns:
     A gradient transformation; its state is a :class:`CompressState`. Inside the map,
@@ -111,8 +103,7 @@ def compress(
 
   Raises:
     ValueError: ``exchange`` or ``feedback`` is unknown; the codec or the axes do not
-      allow the exchange; or ``momentum``, ``nesterov``, ``second_stage_feedback``,
-      ``group_size``, ``min_leaf_size``, ``message_bytes`` or ``key`` is bad. In
+      allow the exchange; or ``min_leaf_size``, ``message_bytes`` or ``key`` is bad. In
       ``update``: an axis is not bound; there are manual axes and no ``axis_name``;
       gradients are already reduced; residuals have other shapes than it needs; or
       another process of the run has other options. In both, parameters are cut over an
@@ -140,41 +131,17 @@ def compress(
   if axis_name is not None:
     names = _axes.names(axis_name)
     axis_name = names if len(names) > 1 else names[0]
-  schedule = as_exchange(exchange)
-  if isinstance(schedule, Hierarchical) and group_size is not None:
-    schedule = Hierarchical(group_size=group_size)
-  elif group_size is not None:
-    raise ValueError(
-      f'`group_size` must be None unless exchange="hierarchical", got {group_size} '
-      f"with {exchange!r}."
-    )
-  if isinstance(schedule, TwoShot | Hierarchical | Auto):
-    schedule = dataclasses.replace(schedule, feedback=second_stage_feedback)
+  schedule, keeper = as_exchange(exchange), as_feedback(feedback, codec)
   check_exchange(schedule, codec, axis_name)
+  if keeper.moves and isinstance(schedule, Hierarchical) and sums.of(codec).drops:
+    raise ValueError(
+      '`feedback` must not be "momentum" for a sparse codec in a "hierarchical" '
+      "exchange, where no worker knows what of its own momentum a group has sent, "
+      f'got {codec}; use feedback="error", with momentum behind it.'
+    )
   min_leaf_size = optional_size("min_leaf_size", "elements", min_leaf_size)
   message_bytes = optional_size("message_bytes", "bytes", message_bytes)
-  if feedback not in ("auto", "error", "momentum", None):
-    raise ValueError(
-      f'`feedback` must be "auto", "error", "momentum" or None, got {feedback!r}.'
-    )
-  flag("second_stage_feedback", second_stage_feedback)
-  flag("nesterov", nesterov)
-  accumulator = None
-  # optax.inject_hyperparams makes an array of `momentum`, even if nobody uses it.
-  if feedback == "momentum" or not isinstance(momentum, jax.Array):
-    momentum = share_below_1("momentum", momentum)
-  if feedback == "momentum":
-    if isinstance(schedule, Hierarchical) and isinstance(codec, SparseCodec):
-      raise ValueError(
-        '`feedback` must not be "momentum" for a sparse codec in a "hierarchical" '
-        "exchange, where no worker knows what of its own momentum a group has sent, "
-        f'got {codec}; use feedback="error", with momentum behind it.'
-      )
-    accumulator = Momentum(momentum, nesterov)
-  keeps_residual = feedback in ("error", "momentum") or (
-    feedback == "auto" and not codec.unbiased
-  )
-  keeps_owned = keeps_residual and schedule.keeps
+  keeps_owned = keeper.keeps and schedule.keeps
   averages = axis_name if schedule.sends else None
   plan = functools.partial(
     plan_messages,
@@ -188,7 +155,6 @@ def compress(
   told = {
     "codec": repr(codec),
     "exchange": repr(schedule),
-    "group_size": repr(group_size),
     "min_leaf_size": repr(min_leaf_size),
     "message_bytes": repr(message_bytes),
   }
@@ -204,7 +170,7 @@ def compress(
     if not _planning.current():
       if averages:
         _whole.check_placed("params", params, averages)
-      count = keeps_residual + bool(accumulator)
+      count = keeper.keeps + keeper.moves
       trees, own = zero_state(params, axis_name, count, own_shapes)
     residual, moving, *_ = (*trees, None, None)
     owned = {axes: arrays for axes, (arrays, _) in own.items() if arrays}
@@ -249,14 +215,14 @@ def compress(
     updates = not_differentiated(updates)
     if study := _planning.current():
       used = functools.partial(used_entries, codec, state.selection, axis_name)
-      study.add(updates, plan, group_size, codec, used)
+      study.add(updates, plan, getattr(schedule, "group_size", None), codec, used)
       return updates, state
     if averages:
       _whole.check_params(params, averages)
     axes, is_sum = reduction(updates, axis_name, local=not schedule.sends)
     needs = {
-      "residual": keeps_residual and bool(jax.tree.leaves(updates)),
-      "momentum": accumulator is not None and bool(jax.tree.leaves(updates)),
+      "residual": keeper.keeps and bool(jax.tree.leaves(updates)),
+      "momentum": keeper.moves and bool(jax.tree.leaves(updates)),
       "memory": jax.eval_shape(codec.init) if is_fitted(codec) else None,
     }
     check_state(state, needs, f"feedback={feedback!r} and {codec}")
@@ -276,9 +242,7 @@ def compress(
       count = 1 if axes is None else _axes.require_size(axes)
       check_own("residual", state.residual, updates, axes, count)
       check_own("momentum", state.momentum, updates, axes, count)
-      given, moving = updates, state.momentum
-      if accumulator:
-        given, moving = accumulator.accumulate(updates, moving)
+      given, moving = keeper.accumulate(updates, state.momentum)
       corrected, treedef = jax.tree.flatten(correct(given, state.residual, codec))
       workers = (
         None if axes is None else Workers(axes, count, 1 if is_sum else 1 / count)
@@ -302,7 +266,7 @@ def compress(
         owned=owned,
         memory=turn,
         thresholds=thresholds,
-        keep=keeps_residual,
+        keep=keeper.keeps,
       )
       unflatten = functools.partial(jax.tree.unflatten, treedef)
       result = optax.tree.cast_like(unflatten(exchanged.mean), updates)
@@ -310,17 +274,17 @@ def compress(
       residual = state.residual
       if residual is not None:
         # A residual that an earlier transformation left, see switch, is sent once.
-        lost = unsent if keeps_residual else [jnp.zeros_like(x) for x in corrected]
+        lost = unsent if keeper.keeps else [jnp.zeros_like(x) for x in corrected]
         old = jax.tree.leaves(residual)
         residual = unflatten(
           [remainder(*x) for x in zip(lost, means, old, strict=True)]
         )
-      if accumulator:
+      if keeper.moves:
         trees = map(jax.tree.leaves, (moving, state.momentum))
         sparse = _sparse_leaves(messages)
         moving = unflatten(
           [
-            mask_momentum(*x, sparse=i in sparse)
+            keeper.mask(*x, sparse=i in sparse)
             for i, x in enumerate(zip(*trees, corrected, unsent, means, strict=True))
           ]
         )
@@ -356,7 +320,7 @@ def _required_owned(state: CompressState, workers: Workers) -> OwnerResiduals:
       f"`state.owner_residual` must be kept by the {workers.size} workers of "
       f"{workers.axis_name!r}, whose second stage loses something; make the state by "
       "optimizer.init inside the map or under jax.set_mesh(mesh), or pass "
-      "second_stage_feedback=False."
+      "exchange=gradcomp.exchange.TwoShot(feedback=False)."
     )
   return state.owner_residual
 
@@ -367,5 +331,5 @@ def _sparse_leaves(messages: Sequence[Message]) -> set[int]:
     number
     for message in messages
     for number, slot in zip(message.leaves, message.layout.slots, strict=True)
-    if isinstance(message.layout.codecs[slot.group], SparseCodec)
+    if sums.of(message.layout.codecs[slot.group]).drops
   }

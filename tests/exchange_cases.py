@@ -98,8 +98,7 @@ def plain_and_slow(cases, *plain):
 
 @functools.cache  # for modes, which compiles once a transformation
 def transformation(codec, exchange, workers, **options):
-  if exchange == "hierarchical":
-    options["group_size"] = 2 if workers % 2 == 0 else 1
+  exchange = modes.grouped(exchange, 2 if workers % 2 == 0 else 1)
   return gradcomp.compress(codec, axis_name="data", exchange=exchange, **options)
 
 

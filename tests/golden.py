@@ -74,14 +74,12 @@ def transformation(case):
   codec = case.codec
   if getattr(codec, "implementation", "") is None:
     codec = dataclasses.replace(codec, implementation="xla")
+  exchange = modes.grouped(case.exchange, {1: 1, 3: 3, 4: 2}[case.workers])
   return gradcomp.compress(
     codec,
     axis_name="data",
-    exchange=case.exchange,
+    exchange=exchange,
     feedback=case.feedback,
-    group_size={1: 1, 3: 3, 4: 2}[case.workers]
-    if case.exchange == "hierarchical"
-    else None,
     min_leaf_size=64,
     key=7,
   )

@@ -37,7 +37,7 @@ CASES = {
   "qsgd4-all_gather": dict(codec=QSGD4, exchange="all_gather"),
   "qsgd4-two_shot": dict(codec=QSGD4, exchange="two_shot"),
   "qsgd4-ring": dict(codec=QSGD4, exchange="ring"),
-  "qsgd4-hierarchical": dict(codec=QSGD4, exchange="hierarchical", group_size=2),
+  "qsgd4-hierarchical": dict(codec=QSGD4, exchange=Hierarchical(group_size=2)),
   "qsgd4-shared-psum": dict(
     codec=QSGD(bits=4, bucket_size=32, share_scale=True), exchange="psum"
   ),

@@ -14,6 +14,14 @@ from gradcomp.explicit import unreduce
 # Maps, in which the mean of the workers' gradients is taken.
 MODES = ("shard_map", "shard_map_unchecked", "pmap", "vmap")
 
+
+def grouped(exchange, group_size=2):
+  """The exchange by its short form; of groups of one axis, if it needs some."""
+  if exchange == "hierarchical":
+    return gradcomp.exchange.Hierarchical(group_size=group_size)
+  return exchange
+
+
 # Plain jit, in which the sum of addends is taken: gradients over N, which is exact for
 # N a power of two.
 EXPLICIT = "explicit"

@@ -3,19 +3,20 @@
 import chex
 import jax
 import jax.numpy as jnp
+import modes
 import numpy as np
 import oracle_top_k
 
 import gradcomp
+from gradcomp import MomentumFeedback
 
 N, DENSITY, SIZE = 4, 0.05, 630
 
 
 def transformation(codec, exchange, momentum=None, nesterov=False, **options):
-  if exchange == "hierarchical":
-    options["group_size"] = 2
+  exchange = modes.grouped(exchange)
   if momentum is not None:
-    options.update(feedback="momentum", momentum=momentum, nesterov=nesterov)
+    options["feedback"] = MomentumFeedback(decay=momentum, nesterov=nesterov)
   options.setdefault("min_leaf_size", 64)
   return gradcomp.compress(codec, axis_name="data", exchange=exchange, **options)
 

@@ -53,7 +53,7 @@ def trace(leaf="w", *, exchange="all_gather", key=0, size=64, **codec):
     (dict(levels="uniform"), "`codec` must .*levels='uniform'"),
     (
       dict(exchange="two_shot"),
-      "`exchange` must .*two_shot in process 1 and all_gather",
+      "`exchange` must .*TwoShot.* in process 1 and AllGather",
     ),
     (dict(key=7), "`key` must .*got 7 in process 1 and 0 in process 0"),
   ],

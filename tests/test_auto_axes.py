@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import modes
 import numpy as np
 import optax
 import pytest
@@ -75,13 +76,11 @@ def on_one_axis(codec, exchange):
 
 
 def transformation(codec, exchange):
-  group_size = 2 if exchange == "hierarchical" else None
   feedback = None if codec == Dense() else "error"
   return gradcomp.compress(
     codec,
     axis_name="data",
-    exchange=exchange,
-    group_size=group_size,
+    exchange=modes.grouped(exchange),
     feedback=feedback,
     min_leaf_size=100,
   )

@@ -21,6 +21,7 @@ from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, OneBit, Ternary, TopK
+from gradcomp.exchange import Auto, Hierarchical, TwoShot
 
 WORKERS = 4
 GRADS = {"w": np.linspace(-1, 1, 8 * 256, dtype=np.float32).reshape(8, 256)}
@@ -409,7 +410,8 @@ def test_axis_names_are_names(axis_name):
 def test_partial_sums_have_no_shared_scale(exchange):
   parts = ("`exchange`", exchange, "share_scale=True", '"psum"', "share_scale=False")
   with pytest.raises(ValueError, match=says(*parts)):
-    gradcomp.qsgd(axis_name="data", share_scale=True, exchange=exchange, group_size=2)
+    exchange = modes.grouped(exchange)
+    gradcomp.qsgd(axis_name="data", share_scale=True, exchange=exchange)
 
 
 @pytest.mark.parametrize(
@@ -418,22 +420,24 @@ def test_partial_sums_have_no_shared_scale(exchange):
 def test_hierarchical_needs_groups(axis_name, group_size):
   parts = ("`axis_name`", "two axes", "group_size=", repr(axis_name))
   with pytest.raises(ValueError, match=says(*parts)):
-    gradcomp.qsgd(axis_name=axis_name, exchange="hierarchical", group_size=group_size)
+    gradcomp.qsgd(axis_name=axis_name, exchange=Hierarchical(group_size=group_size))
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True], ids=repr)
 def test_group_size(value):
   with pytest.raises(ValueError, match=says("`group_size`", "1 or more", repr(value))):
-    gradcomp.qsgd(axis_name="data", exchange="hierarchical", group_size=value)
+    Hierarchical(group_size=value)
 
 
-def test_group_size_of_another_exchange():
-  with pytest.raises(ValueError, match=says("`group_size`", "hierarchical", "2")):
-    gradcomp.qsgd(axis_name="data", exchange="two_shot", group_size=2)
+@pytest.mark.parametrize("exchange", ["gossip", TwoShot, None, 3], ids=repr)
+def test_exchanges_are_objects_or_short_forms(exchange):
+  parts = ("`exchange`", "two_shot", "TwoShot()", repr(exchange))
+  with pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.qsgd(axis_name="data", exchange=exchange)
 
 
 def test_groups_that_workers_do_not_fill():
-  tx = gradcomp.qsgd(axis_name="data", exchange="hierarchical", group_size=3)
+  tx = gradcomp.qsgd(axis_name="data", exchange=Hierarchical(group_size=3))
   with pytest.raises(
     ValueError, match=says("`group_size`", "divide", "4 workers", "3")
   ):
@@ -447,10 +451,10 @@ def test_message_bytes(value):
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"], ids=repr)
-def test_second_stage_feedback(value):
-  parts = ("`second_stage_feedback`", "bool", repr(value))
-  with pytest.raises(ValueError, match=says(*parts)):
-    gradcomp.qsgd(second_stage_feedback=value)
+@pytest.mark.parametrize("make", [Auto, TwoShot, Hierarchical])
+def test_feedback_of_owners(make, value):
+  with pytest.raises(ValueError, match=says("`feedback`", "bool", repr(value))):
+    make(feedback=value)
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"], ids=repr)
@@ -470,7 +474,7 @@ def test_sums_that_no_integer_holds():
 def test_state_of_an_unknown_number_of_workers():
   """Made outside a map and a mesh; the second stage of four workers keeps residuals."""
   state = residual4.init({"w": jnp.ones((64, 512))})
-  parts = ("`state.owner_residual`", "4 workers", "set_mesh", "second_stage_feedback")
+  parts = ("`state.owner_residual`", "4 workers", "set_mesh", "TwoShot(feedback=False)")
   with pytest.raises(ValueError, match=says(*parts)):
     jax.vmap(lambda g: residual4.update({"w": g}, state)[0], axis_name="data")(
       jnp.ones((4, 64, 512))
@@ -491,7 +495,7 @@ def test_state_of_another_number_of_workers():
 @pytest.mark.parametrize("made_for", [8, 2, 1])
 def test_a_state_says_how_many_workers_it_was_made_for(mode, made_for):
   """A state of 1 is what init makes outside the mesh."""
-  tx = gradcomp.qsgd(axis_name="data", feedback="error", second_stage_feedback=False)
+  tx = gradcomp.qsgd(axis_name="data", feedback="error", exchange=Auto(feedback=False))
   params, mesh = {"w": jnp.zeros((8, 256))}, modes.mesh(WORKERS, AxisType.Explicit)
   with jax.set_mesh(modes.mesh(made_for, AxisType.Explicit)):
     state = jax.device_get(tx.init(params))

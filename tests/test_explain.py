@@ -77,7 +77,7 @@ def test_workers_that_are_no_groups():
   with pytest.raises(ValueError, match="`workers` must be the sizes of both axes"):
     gradcomp.explain(over_two, PARAMS, workers=8)
   with pytest.raises(ValueError, match="`workers` must be a multiple of group_size=4"):
-    explain(workers=6, exchange="hierarchical", group_size=4)
+    explain(workers=6, exchange=gradcomp.exchange.Hierarchical(group_size=4))
 
 
 def test_jit_inside_the_optimizer_keeps_no_trace():

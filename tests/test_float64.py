@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
+from gradcomp.exchange import Hierarchical
 
 WORKERS = 4  # a mean of four is exact where the sum is
 
@@ -43,7 +44,7 @@ def mean(x):
   [
     {},
     {"exchange": "two_shot", "feedback": "error"},
-    *slow({"exchange": "all_gather"}, {"exchange": "hierarchical", "group_size": 2}),
+    *slow({"exchange": "all_gather"}, {"exchange": Hierarchical(group_size=2)}),
   ],
   ids=str,
 )

@@ -41,8 +41,7 @@ def transformation(codec, exchange, group_size=None, feedback="error"):
   return gradcomp.compress(
     codec,
     axis_name="data",
-    exchange=exchange,
-    group_size=group_size,
+    exchange=modes.grouped(exchange, group_size),
     feedback=feedback,
     key=SEED,
   )
@@ -308,8 +307,7 @@ def test_empty_leaves_and_double_precision(exchange):
   tx = gradcomp.aps(
     accumulate="kahan" if exchange == "ring" else "float32",
     axis_name="data",
-    exchange=exchange,
-    group_size=2 if exchange == "hierarchical" else None,
+    exchange=modes.grouped(exchange),
     min_leaf_size=0,
   )
   expected, residual = modes.run("vmap", tx, [tree, tree])

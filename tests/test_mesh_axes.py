@@ -6,6 +6,7 @@ import itertools
 import chex
 import jax
 import jax.numpy as jnp
+import modes
 import numpy as np
 import optax
 import pytest
@@ -284,14 +285,15 @@ def test_two_axes_are_one(exchange, codec):
 def test_hierarchical_over_two_axes_is_groups_on_one():
   """Also by ``jax.vmap`` over chips inside ``jax.vmap`` over hosts."""
   shape, workers = (2, 4), 8
-  make = functools.partial(
-    gradcomp.qsgd, bits=4, bucket_size=64, exchange="hierarchical", feedback="error"
-  )
+  make = functools.partial(gradcomp.qsgd, bits=4, bucket_size=64, feedback="error")
   grads = gradients(workers)
-  tx = make(axis_name=BOTH)
+  tx = make(axis_name=BOTH, exchange="hierarchical")
   two = in_shard_map(tx, two_axes_mesh(shape), BOTH, grads)
   one = in_shard_map(
-    make(axis_name="data", group_size=shape[1]), flat_mesh(workers), "data", grads
+    make(axis_name="data", exchange=modes.grouped("hierarchical", shape[1])),
+    flat_mesh(workers),
+    "data",
+    grads,
   )
   assert_same_leaves(two, one)
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
-from gradcomp.exchange import AllReduce, TwoShot, plan_messages
+from gradcomp.exchange import AllGather, AllReduce, TwoShot, plan_messages
 
 WORKERS = 4
 LAYERS = 6
@@ -48,7 +48,7 @@ def test_dense_leaves_travel_apart_from_sums():
   shared = QSGD(bits=4, bucket_size=32, share_scale=True)
   messages = plan([8, 2048], shared, exchange=AllReduce(), min_leaf_size=100)
   assert [m.leaves for m in messages] == [(0,), (1,)]
-  assert [m.exchange for m in messages] == ["all_gather", "psum"]
+  assert [m.exchange for m in messages] == [AllGather(), AllReduce()]
   assert messages[0].layout.codecs == (Dense(),)
 
 

@@ -23,7 +23,7 @@ RECIPES = {
 }
 # What its name does not say: a factor is needed, and RedSync's feedback is its own.
 NEEDED = {"loss_scaling_cast": {"factor": 2.0}}
-OWN = {"redsync": {"feedback", "momentum", "nesterov"}}
+OWN = {"redsync": {"feedback"}}
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 
@@ -66,11 +66,7 @@ def test_signatures_name_every_option(name):
   [
     ("axis_name", ()),
     ("exchange", "gossip"),
-    ("group_size", 0),
     ("feedback", "none"),
-    ("momentum", 1.0),
-    ("nesterov", 1),
-    ("second_stage_feedback", 1),
     ("min_leaf_size", -1),
     ("message_bytes", -1),
     ("key", jnp.ones(2)),
@@ -124,7 +120,7 @@ def test_feedback_of_redsync_may_be_said(momentum, feedback):
 def test_recipes_can_be_injected(name):
   """inject_hyperparams passes every argument by its name, numbers as arrays."""
   parameters = inspect.signature(RECIPES[name]).parameters
-  static = parameters.keys() - OPTIONS.keys() | {"momentum"}
+  static = parameters.keys() - OPTIONS.keys()
   params = {"w": jnp.ones(8)}
   inject = optax.inject_hyperparams(RECIPES[name], static_args=static)
   state = inject(**NEEDED.get(name, {}), feedback="auto").init(params)

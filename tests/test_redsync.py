@@ -85,7 +85,7 @@ def test_bad_boundaries(boundaries, parts):
   [
     optax.trace(0.9),
     optax.scale_by_adam(),
-    gradcomp.compress(TopK(), exchange="hierarchical", group_size=2, axis_name="data"),
+    gradcomp.compress(TopK(), exchange=Hierarchical(group_size=2), axis_name="data"),
     redsync(0.02, exchange="two_shot"),
   ],
   ids=["trace", "adam", "hierarchical", "two_shot"],

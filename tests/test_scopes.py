@@ -43,10 +43,9 @@ def traced(tx):
 )
 @pytest.mark.parametrize("codec", ["qsgd", *slow("onebit_sgd")])
 def test_every_stage_has_its_name(codec, exchange):
-  groups = {"group_size": 2} if exchange == "hierarchical" else {}
   options = {"qsgd": {"feedback": "error"}}.get(codec, {})
   tx = getattr(gradcomp, codec)(
-    axis_name="data", exchange=exchange, min_leaf_size=0, **groups, **options
+    axis_name="data", exchange=modes.grouped(exchange), min_leaf_size=0, **options
   )
   found = set(re.findall(r"gradcomp_\w+", " ".join(scopes for _, scopes in traced(tx))))
   stages = ("correct", "encode", exchange, "decode", "residual")

@@ -7,7 +7,7 @@ import pytest
 from assertions import says
 
 import gradcomp
-from gradcomp.codecs import QSGD, RandomK, TopK
+from gradcomp.codecs import RandomK, TopK
 
 SPARSE = [TopK(), RandomK()]
 
@@ -115,22 +115,16 @@ def test_momentum_in_groups():
   """Nobody knows there what of a worker's own momentum was sent."""
   parts = ("`feedback`", '"momentum"', '"hierarchical"', "TopK", 'feedback="error"')
   with pytest.raises(ValueError, match=says(*parts)):
-    gradcomp.redsync(axis_name="data", exchange="hierarchical", group_size=2)
+    gradcomp.redsync(axis_name="data", exchange=Hierarchical(group_size=2))
 
 
-@pytest.mark.parametrize(
-  "make",
-  [
-    gradcomp.redsync,
-    lambda momentum: gradcomp.compress(QSGD(), feedback="momentum", momentum=momentum),
-  ],
-  ids=["redsync", "compress"],
-)
 @pytest.mark.parametrize("value", [-0.1, 1, 1.5, np.nan, "0.9", True], ids=repr)
-def test_momentum(make, value):
-  parts = ("`momentum`", "at least 0 and below 1", repr(value))
-  with pytest.raises(ValueError, match=says(*parts)):
-    make(momentum=value)
+def test_momentum(value):
+  rule = ("at least 0 and below 1", repr(value))
+  with pytest.raises(ValueError, match=says("`momentum`", *rule)):
+    gradcomp.redsync(momentum=value)
+  with pytest.raises(ValueError, match=says("`decay`", *rule)):
+    gradcomp.MomentumFeedback(decay=value)
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"], ids=repr)
@@ -138,7 +132,7 @@ def test_nesterov(value):
   with pytest.raises(ValueError, match=says("`nesterov`", "bool", repr(value))):
     gradcomp.redsync(nesterov=value)
   with pytest.raises(ValueError, match=says("`nesterov`", "bool", repr(value))):
-    gradcomp.compress(TopK(), feedback="momentum", nesterov=value)
+    gradcomp.MomentumFeedback(nesterov=value)
 
 
 def test_feedback_names_its_choices():

@@ -24,6 +24,7 @@ from sparse_steps import (
 )
 
 import gradcomp
+from gradcomp import MomentumFeedback
 from gradcomp.codecs import RandomK, TopK
 
 EXACT = TopK(density=DENSITY)
@@ -156,7 +157,7 @@ def test_local_is_what_each_worker_would_do_alone(quantize):
   codec = TopK(density=DENSITY, quantize=quantize)
   steps = gradients(3)
   passed = trail(transformation(codec, "local", 0.9, True), steps)
-  options = dict(feedback="momentum", nesterov=True, min_leaf_size=64)
+  options = dict(feedback=MomentumFeedback(nesterov=True), min_leaf_size=64)
   alone = gradcomp.compress(codec, **options)
   update = jax.jit(alone.update)
   for i in range(2):

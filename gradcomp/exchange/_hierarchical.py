@@ -81,7 +81,7 @@ class Hierarchical:
     if axis_name is not None and len(_axes.names(axis_name)) != count:
       raise ValueError(
         '`axis_name` must be two axes (between, inside) for exchange="hierarchical", '
-        f"or one axis with group_size=, got {axis_name!r} and "
+        f"or one axis with Hierarchical(group_size=), got {axis_name!r} and "
         f"group_size={self.group_size}."
       )
 
@@ -107,7 +107,7 @@ class Hierarchical:
       if len(_axes.names(workers.axis_name)) != 2:
         raise ValueError(
           '`axis_name` must be two axes (between, inside) for exchange="hierarchical" '
-          f"without group_size=, got {workers.axis_name!r}."
+          f"without a group_size, got {workers.axis_name!r}."
         )
       outer, inner = _axes.names(workers.axis_name)
       return _axes.require_size(outer), _axes.require_size(inner)
