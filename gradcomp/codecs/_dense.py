@@ -33,8 +33,8 @@ class Dense:
   ``bfloat16`` collectives to ``float32`` on CPU: a bfloat16 ``psum`` saves nothing.
 
   A payload has 32 or 16 bits an element, in whole rows of 128 words. ``float32`` is
-  exact. NaN and infinities stay what and where they are, and what is nearer to infinity
-  than to the largest number becomes infinite: in ``float16`` 65520 and above.
+  exact. NaN and infinities stay what and where they are. A number that is half a step
+  or more above the largest becomes infinite: in ``float16`` 65520 and above.
 
   16 bits are rounded to nearest even, which is biased: use error feedback. Or they are
   rounded at random to one of the two neighbours :math:`a \le |v| < b`, which is
