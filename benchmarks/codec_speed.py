@@ -70,6 +70,7 @@ CODECS: dict[str, Codec] = {
   "cast-5-2": FloatCast(scale=1.0),
   "dense-f32": Dense(),
   "dense-bf16": Dense(dtype=jnp.bfloat16),
+  "dense-bf16 stochastic": Dense(dtype=jnp.bfloat16, rounding="stochastic"),
 }
 # Of each kind: with its residual known, with fitted levels, with a shared scale, and
 # with sums in its format.

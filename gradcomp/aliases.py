@@ -220,6 +220,8 @@ def eight_bit(
 @recipe
 def dense(
   dtype: DTypeLike = jnp.float32,
+  *,
+  rounding: Literal["nearest", "stochastic"] = "nearest",
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over ``axis_name`` in 32 or 16 bits an element: the baseline.
@@ -229,6 +231,7 @@ def dense(
   plain mean, one ``psum``, and unbiased. ``bfloat16`` and ``float16`` travel as 16-bit
   integers, through the same exchanges as every codec, and are added in float32. They
   are rounded to nearest, which is biased, and so keep a residual by default.
+  ``rounding="stochastic"`` is unbiased, and keeps none.
 
   With ``float32``, float64 gradients (``jax_enable_x64``) are added as float64, by a
   ``psum`` of their own, whatever ``exchange`` says. With 16 bits they are computed in
@@ -243,4 +246,5 @@ def dense(
     >>> tx.update(grads, tx.init(grads))[0]
     {'w': Array([1.001, 2.   ], dtype=float32)}
   """
-  return compress(Dense(dtype=dtype), **checked(dense, options))
+  codec = Dense(dtype=dtype, rounding=rounding)
+  return compress(codec, **checked(dense, options))

@@ -100,11 +100,11 @@ def _scale_is_the_norm(x, rows, value):
   np.testing.assert_allclose(found, np.linalg.norm(np.float64(x)), rtol=1e-6)
 
 
-def _dense(dtype, numpy_dtype):
+def _dense(dtype, numpy_dtype, **hyper):
   read = lambda rows, stats, shape: wire_decoder.decode_dense(
     rows, int(np.prod(shape)), numpy_dtype
   )
-  return Case(Dense(dtype=dtype), read, "itself")
+  return Case(Dense(dtype=dtype, **hyper), read, "itself")
 
 
 def _one_bit(bucket_size):
@@ -298,6 +298,8 @@ CASES = [
   _dense(jnp.float32, np.float32),
   _dense(jnp.bfloat16, ml_dtypes.bfloat16),
   _dense(jnp.float16, np.float16),
+  _dense(jnp.bfloat16, ml_dtypes.bfloat16, rounding="stochastic"),
+  _dense(jnp.float16, np.float16, rounding="stochastic"),
   _one_bit(64),
   _one_bit(512),
   _one_bit_columns(),

@@ -45,6 +45,8 @@ CASES = [
   (FloatCast(accumulate="float32"), "two_shot"),
   (FloatCast(accumulate="kahan", rounding="stochastic"), "ring"),
   (FloatCast(exponent_bits=3, mantissa_bits=0), "hierarchical"),
+  # Sums in float32 of what is rounded at random, in both stages.
+  (Dense(dtype=jnp.bfloat16, rounding="stochastic"), "two_shot"),
 ]
 
 # Of these, each exchange, each kind of sum, and what is new in each codec once.

@@ -297,18 +297,45 @@ def pack_sums(sums, workers, *, bits, bucket_size, levels):
   return pack(sums + limit, width, _geometry(bits, bucket_size)[1])
 
 
-def dense_encode(x, dtype):
-  """The rows of a Dense payload, uint32[tiles, 128]; the cast rounds to nearest even.
+def dense_encode(x, dtype, key=None):
+  """The rows of a Dense payload, uint32[tiles, 128].
 
   Args:
     x: the leaf, of any shape.
     dtype: float32, float16 or ml_dtypes.bfloat16.
+    key: uint32[2] for stochastic rounding; else the cast rounds to nearest even.
   """
   dtype = np.dtype(dtype)
   bits = 8 * dtype.itemsize
   with np.errstate(over="ignore"):
     values = as_leaf(x).astype(dtype)
+  if key is not None:
+    tiles = -(-values.size // (2 * DENSE_WORDS))
+    lanes = random_lanes(key, tiles, bits=16, bucket_size=DENSE_WORDS)
+    values = dense_stochastic(as_leaf(x), dtype, lanes.ravel()[: values.size])
   return pack(values.view(f"uint{bits}"), bits, DENSE_WORDS)
+
+
+def dense_stochastic(x, dtype, draws):
+  """Each number as one of its two neighbours of 16 bits: a table of all is searched.
+
+  Args:
+    x: float32[n].
+    dtype: float16 or ml_dtypes.bfloat16.
+    draws: uint32[n], from 0 to 2^16 - 1.
+  """
+  with np.errstate(over="ignore"):
+    cast = x.astype(dtype)
+  infinity = np.array(np.inf, dtype).view(np.uint16)
+  table = np.arange(infinity, dtype=np.uint16).view(dtype).astype(np.float64)
+  size = np.where(np.isfinite(cast), np.abs(x), 0).astype(np.float64)
+  below = np.searchsorted(table, size, "right") - 1
+  above = np.minimum(below + 1, len(table) - 1)  # nothing is above the largest
+  step = np.where(above > below, table[above] - table[below], 1)
+  share = (size - table[below]) / step  # exact: binary64, and steps are powers of two
+  up = (above > below) & (np.floor(share * 2**16) + draws >= 2**16)
+  rounded = np.where(up, above, below).astype(np.uint16).view(dtype)
+  return np.where(np.isfinite(cast), np.copysign(rounded, cast), cast)
 
 
 def qsgd_ideal(x, uniform, *, bits, bucket_size, norm, levels, scales=None):

@@ -8,9 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from gradcomp._checks import float_dtype
-from gradcomp.codecs._codec import Payload, as_float32, decode_payload
-from gradcomp.kernels import planes
+from gradcomp._checks import float_dtype, one_of
+from gradcomp.codecs._codec import (
+  Payload,
+  Rounding,
+  as_float32,
+  codec_key,
+  decode_payload,
+)
+from gradcomp.floats import FloatFormat
+from gradcomp.kernels import planes, random_lanes
+from gradcomp.kernels.float_codes import to_codes
 
 _ROW_SIZE = 128  # words in a row: few, because small leaves fill rows badly
 
@@ -25,17 +33,31 @@ class Dense:
   ``bfloat16`` collectives to ``float32`` on CPU: a bfloat16 ``psum`` saves nothing.
 
   A payload has 32 or 16 bits an element, in whole rows of 128 words. ``float32`` is
-  exact. 16 bits are rounded to nearest even, which is biased: use error feedback. NaN
-  and infinities stay what and where they are.
+  exact. NaN and infinities stay what and where they are. A number that is half a step
+  or more above the largest becomes infinite: in ``float16`` 65520 and above.
+
+  16 bits are rounded to nearest even, which is biased: use error feedback. Or they are
+  rounded at random to one of the two neighbours :math:`a \le |v| < b`, which is
+  unbiased, and needs no residual:
+
+  .. math:: P(|Q(v)| = b) = \frac{|v| - a}{b - a}
+
+  The random numbers have 16 bits, as many as ``bfloat16`` drops, so that it is exact.
+  So is ``float16`` from 2**-17 on. Below, probabilities are multiples of 2**-16, cut
+  downwards: a mean is less than 2**-40 short, and below 2**-40 all becomes zero. A
+  number above the largest that does not become infinite becomes the largest.
 
   ``encode`` rounds float64 to these. In an exchange ``Dense()`` need not encode: there
   float64 gradients are added as they are, see :func:`gradcomp.dense`.
 
   Attributes:
     dtype: ``float32``, ``bfloat16`` or ``float16``.
+    rounding: ``"nearest"`` or, with 16 bits, ``"stochastic"``.
 
   Raises:
-    ValueError: ``dtype`` is another one.
+    ValueError: ``dtype`` or ``rounding`` is another one, or ``float32`` is to be
+      rounded stochastically, when the codec is made; or ``encode`` has no key, and
+      rounding is stochastic.
     TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
@@ -46,8 +68,8 @@ class Dense:
   """
 
   dtype: DTypeLike = jnp.float32
+  rounding: Rounding = "nearest"
 
-  needs_key: ClassVar[bool] = False
   shares_stats: ClassVar[bool] = False
   by_column: ClassVar[bool] = False
   fitted: ClassVar[bool] = False
@@ -55,10 +77,20 @@ class Dense:
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "dtype", float_dtype("dtype", self.dtype))
+    one_of("rounding", Rounding, self.rounding)
+    if self.rounding == "stochastic" and self._bits == 32:
+      raise ValueError(
+        '`rounding` must be "nearest" with float32, which is not rounded, got '
+        '"stochastic"; choose bfloat16 or float16.'
+      )
+
+  @property
+  def needs_key(self) -> bool:
+    return self.rounding == "stochastic"
 
   @property
   def unbiased(self) -> bool:
-    return self._bits == 32
+    return self._bits == 32 or self.rounding == "stochastic"
 
   @property
   def summable(self) -> bool:
@@ -84,8 +116,8 @@ class Dense:
     stats: jax.Array | None = None,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, 128]``."""
-    del key, stats
-    return Payload(self._encode(as_float32(x)))
+    del stats
+    return Payload(self._encode(as_float32(x), codec_key(key, self)))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to the shape and dtype of ``like``."""
@@ -98,8 +130,8 @@ class Dense:
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> jax.Array:
-    del key, stats
-    return self._encode(tiles.reshape(-1))
+    del stats
+    return self._encode(tiles.reshape(-1), codec_key(key, self))
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     codes = planes.unpack_planes(rows, self._bits)
@@ -107,18 +139,34 @@ class Dense:
       codes = codes.astype(jnp.uint16)
     return jax.lax.bitcast_convert_type(codes, self.dtype).astype(jnp.float32)
 
-  def _encode(self, flat: jax.Array) -> jax.Array:
+  def _encode(self, flat: jax.Array, key: jax.Array | None) -> jax.Array:
     count = planes.planes_per_word(self._bits)
-    parts = [
-      planes.pack_planes([self._code(plane) for plane in segment.planes], self._bits)
-      for segment in planes.tile_segments(flat, count, _ROW_SIZE)
-    ]
-    return jnp.concatenate([jnp.zeros((0, _ROW_SIZE), jnp.uint32), *parts])
 
-  def _code(self, plane: jax.Array) -> jax.Array:
+    def encode(segment: planes.Segment) -> list[jax.Array]:
+      if key is None:
+        codes = [self._nearest(plane) for plane in segment.planes]
+      else:
+        first = segment.first_row
+        lanes = random_lanes(key, segment.shape, count, first_row=first)
+        codes = list(map(self._stochastic, segment.planes, lanes))
+      return [planes.pack_planes(codes, self._bits)]
+
+    return planes.stack_rows(flat, count, _ROW_SIZE, _ROW_SIZE, encode)
+
+  def _nearest(self, plane: jax.Array) -> jax.Array:
     unsigned = jnp.uint32 if self._bits == 32 else jnp.uint16
     code = jax.lax.bitcast_convert_type(plane.astype(self.dtype), unsigned)
     return code.astype(jnp.uint32)
+
+  def _stochastic(self, plane: jax.Array, lane: jax.Array) -> jax.Array:
+    """Rounds by 16 random bits; infinite is what the nearest rounding makes so."""
+    info = jnp.finfo(self.dtype)
+    fmt = FloatFormat(info.nexp, info.nmant)
+    halfway = fmt.max_finite + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
+    infinity = jnp.copysign(jnp.float32(jnp.inf), plane)
+    given = jnp.where(jnp.abs(plane) >= halfway, infinity, plane)
+    draw = lane << 16
+    return to_codes(given, fmt, rounding="stochastic", draw=draw, saturate=True)
 
 
 def working_dtype(codec: Any, dtype: DTypeLike) -> np.dtype:
