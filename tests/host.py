@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, OneBit, Ternary
+from gradcomp.exchange import Hierarchical
 
 # In seconds: no wait is endless, and none ends early where many processes share a core.
 LIMITS = {

@@ -289,12 +289,8 @@ def test_hierarchical_over_two_axes_is_groups_on_one():
   grads = gradients(workers)
   tx = make(axis_name=BOTH, exchange="hierarchical")
   two = in_shard_map(tx, two_axes_mesh(shape), BOTH, grads)
-  one = in_shard_map(
-    make(axis_name="data", exchange=modes.grouped("hierarchical", shape[1])),
-    flat_mesh(workers),
-    "data",
-    grads,
-  )
+  flat = make(axis_name="data", exchange=modes.grouped("hierarchical", shape[1]))
+  one = in_shard_map(flat, flat_mesh(workers), "data", grads)
   assert_same_leaves(two, one)
 
   nested = lambda f: jax.vmap(jax.vmap(f, axis_name="chip"), axis_name="host")

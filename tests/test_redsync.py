@@ -17,6 +17,7 @@ from sparse_steps import N, check_conservation, gradients, trail
 
 import gradcomp
 from gradcomp.codecs import RandomK, TopK
+from gradcomp.exchange import Hierarchical
 from gradcomp.explicit import unreduce
 
 redsync = functools.partial(

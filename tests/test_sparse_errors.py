@@ -8,6 +8,7 @@ from assertions import says
 
 import gradcomp
 from gradcomp.codecs import RandomK, TopK
+from gradcomp.exchange import Hierarchical
 
 SPARSE = [TopK(), RandomK()]
 
