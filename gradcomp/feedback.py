@@ -114,19 +114,27 @@ class Momentum(NamedTuple):
   decay: float
   nesterov: bool
 
-  def accumulate(self, updates: Any, momentum: Any) -> tuple[Any, Any]:
-    """Returns what a step shall send, and the new momentum, both float32.
+  def sent(self, updates: Any, momentum: Any) -> Any:
+    """Returns what a step shall send: ``u'``, or ``m u' + g`` after Nesterov.
 
-    The new momentum is ``u' = m u + g``. A step sends ``u'``, or ``m u' + g`` after
-    Nesterov.
+    The new momentum is ``u' = m u + g``. All are float32.
     """
     with jax.named_scope("gradcomp_correct"):
       accumulated = _add(updates, momentum, self.decay)
-      sent = accumulated
       if self.nesterov:
-        sent = _add(updates, accumulated, self.decay)
-    shaped = jax.tree.map(lambda x, old: x.reshape(old.shape), accumulated, momentum)
-    return sent, shaped
+        return _add(updates, accumulated, self.decay)
+      return accumulated
+
+  def accumulated(self, updates: Any, momentum: Any) -> Any:
+    """Returns the new momentum ``u'``, in the shapes of the old.
+
+    The barrier has it computed again, from the same numbers. It would otherwise take a
+    gradient's memory from the encoding to the end of the exchange.
+    """
+    with jax.named_scope("gradcomp_correct"):
+      updates, momentum = jax.lax.optimization_barrier((updates, momentum))
+      accumulated = _add(updates, momentum, self.decay)
+    return jax.tree.map(lambda x, old: x.reshape(old.shape), accumulated, momentum)
 
 
 def _add(updates: Any, tree: Any, factor: float) -> Any:
@@ -223,14 +231,13 @@ def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(finite.reshape(old.shape), new, old)
 
 
-def mask_momentum(
+def keep_momentum(
   momentum: jax.Array,
   old: jax.Array,
-  corrected: jax.Array,
-  unsent: jax.Array,
   mean: jax.Array,
+  unsent: jax.Array,
   *,
-  sparse: bool,
+  chosen: jax.Array | None,
 ) -> jax.Array:
   """Returns the new momentum, which is zero where a sparse codec sent something.
 
@@ -240,14 +247,33 @@ def mask_momentum(
   Args:
     momentum: the momentum with this step's gradient.
     old: the momentum without it.
-    corrected: what was to be sent.
-    unsent: the part of that which was not sent.
     mean: the mean of all workers.
-    sparse: whether the codec sends some elements and not others.
+    unsent: what this worker did not send.
+    chosen: the positions in the flat leaf where a sparse codec sent something, or at
+      least the leaf's size; None if the codec sends all elements.
   """
+
+  def finite(mean: jax.Array, unsent: jax.Array) -> jax.Array:
+    # A codec that sends all elements makes the mean NaN wherever one is not finite. To
+    # look at what was not sent, too, XLA would have to copy the residual first.
+    both = jnp.isfinite(mean)
+    return both if chosen is None else both & jnp.isfinite(unsent)
+
   with jax.named_scope("gradcomp_residual"):
-    finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
-    if sparse:
-      sent = (unsent != corrected).reshape(old.shape)
-      momentum = jnp.where(sent, 0.0, momentum)
-    return jnp.where(finite.reshape(old.shape), momentum, old)
+    kept = jnp.where(finite(mean, unsent).reshape(old.shape), momentum, old)
+    if chosen is None:
+      return kept
+    # Zeros are written one by one into the old momentum's memory, without a mask. A
+    # flat view of it would be a copy.
+    mean, unsent = (x.reshape(-1).at[chosen].get(mode="clip") for x in (mean, unsent))
+    place = jnp.where(finite(mean, unsent), chosen, old.size)
+    return kept.at[_index(place, old.shape)].set(0.0, mode="drop")
+
+
+def _index(place: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+  """Returns the index of positions in a flat array; of its size, one out of bounds."""
+  index = []
+  for size in reversed(shape[1:]):
+    index.append(place % size)
+    place = place // size
+  return (place, *reversed(index))

@@ -15,6 +15,7 @@ from gradcomp.codecs import (
   SelectingCodec,
   SharedCodec,
   SparseCodec,
+  SummingCodec,
   from_tiles,
   is_by_column,
   sum_entries,
@@ -191,6 +192,8 @@ def mean_of_rows(codec: Codec, rows: jax.Array, scale: float) -> jax.Array:
   """
   if isinstance(codec, SparseCodec):
     return sum_entries(codec, *codec.entries(rows), scale)
+  if isinstance(codec, SummingCodec):
+    return scaled(codec.sum_rows(rows), scale)
   return scaled(sum_in_order(codec.decode_rows, rows), scale)
 
 

@@ -18,6 +18,7 @@ from gradcomp.codecs import (
   SelectingCodec,
   SparseCodec,
   is_fitted,
+  sent_positions,
 )
 from gradcomp.exchange import (
   Exchange,
@@ -38,7 +39,7 @@ from gradcomp.feedback import (
   Momentum,
   check_own,
   correct,
-  mask_momentum,
+  keep_momentum,
   remainder,
   zero_state,
 )
@@ -291,7 +292,7 @@ def compress(
       check_own("momentum", state.momentum, updates, axes, count)
       given, moving = updates, state.momentum
       if accumulator:
-        given, moving = accumulator.accumulate(updates, moving)
+        given = accumulator.sent(updates, moving)
       corrected, treedef = jax.tree.flatten(correct(given, state.residual, codec))
       workers = (
         None if axes is None else Workers(axes, count, 1 if is_sum else 1 / count)
@@ -330,12 +331,13 @@ def compress(
           [remainder(*x) for x in zip(lost, means, old, strict=True)]
         )
       if accumulator:
-        trees = map(jax.tree.leaves, (moving, state.momentum))
-        sparse = _sparse_leaves(messages)
+        trees = accumulator.accumulated(updates, moving), moving
+        new, last = map(jax.tree.leaves, trees)
+        chosen = _chosen(messages, exchanged.sent)
         moving = unflatten(
           [
-            mask_momentum(*x, sparse=i in sparse)
-            for i, x in enumerate(zip(*trees, corrected, unsent, means, strict=True))
+            keep_momentum(*x, chosen=chosen.get(i))
+            for i, x in enumerate(zip(new, last, means, unsent, strict=True))
           ]
         )
       selection = remember(
@@ -375,11 +377,26 @@ def _required_owned(state: CompressState, workers: Workers) -> OwnerResiduals:
   return state.owner_residual
 
 
-def _sparse_leaves(messages: Sequence[Message]) -> set[int]:
-  """Returns the numbers of the leaves of which only some elements are sent."""
-  return {
-    number
-    for message in messages
-    for number, slot in zip(message.leaves, message.layout.slots, strict=True)
-    if isinstance(message.layout.codecs[slot.group], SparseCodec)
-  }
+def _chosen(
+  messages: Sequence[Message], sent: Sequence[list[jax.Array] | None]
+) -> dict[int, jax.Array]:
+  """Returns where this worker sent something, of leaves that are sent in part.
+
+  Args:
+    messages: the plan.
+    sent: this worker's own rows for each message and codec, or None.
+
+  Returns:
+    By the number of the leaf, positions in it, flat.
+  """
+  found = {}
+  for message, matrices in zip(messages, sent, strict=True):
+    layout = message.layout
+    for number, like, slot in zip(
+      message.leaves, layout.like, layout.slots, strict=True
+    ):
+      codec = layout.codecs[slot.group]
+      if matrices is not None and isinstance(codec, SparseCodec):
+        rows = matrices[slot.group][slot.start : slot.stop]
+        found[number] = sent_positions(codec, rows, like.size)
+  return found
