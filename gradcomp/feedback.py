@@ -1,6 +1,7 @@
 """Feedback adds what was not sent to what comes next, with or without momentum."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
@@ -26,28 +27,26 @@ class Feedback(Protocol):
   moves: ClassVar[bool]
   """True if a worker keeps a momentum of its gradients."""
 
-  def accumulate(self, updates: Any, momentum: Any) -> tuple[Any, Any]:
-    """Returns what a step shall send but for the residual, and the new momentum."""
+  def sent(self, updates: Any, momentum: Any) -> Any:
+    """Returns what a step shall send but for the residual."""
 
-  def mask(
+  def keep(
     self,
-    momentum: jax.Array,
-    old: jax.Array,
-    corrected: jax.Array,
-    unsent: jax.Array,
-    mean: jax.Array,
-    *,
-    sparse: bool,
-  ) -> jax.Array:
-    """Returns the momentum of a leaf that is kept.
+    updates: Any,
+    momentum: Any,
+    means: Any,
+    unsent: Any,
+    chosen: Sequence[jax.Array | None],
+  ) -> Any:
+    """Returns the new momentum.
 
     Args:
-      momentum: the momentum with this step's gradient.
-      old: the momentum without it.
-      corrected: what was to be sent.
-      unsent: the part of that which was not sent.
-      mean: the mean of all workers.
-      sparse: whether the codec sends some elements and not others.
+      updates: the gradients.
+      momentum: the old momentum.
+      means: the means of all workers.
+      unsent: what this worker did not send.
+      chosen: for each leaf the positions in it, flat, where a sparse codec sent
+        something, or its size; None if the codec sends all elements.
     """
 
 
@@ -58,19 +57,17 @@ class NoFeedback:
   keeps: ClassVar[bool] = False
   moves: ClassVar[bool] = False
 
-  def accumulate(self, updates: Any, momentum: Any) -> tuple[Any, Any]:
-    return updates, momentum
+  def sent(self, updates: Any, momentum: Any) -> Any:
+    return updates
 
-  def mask(
+  def keep(
     self,
-    momentum: jax.Array,
-    old: jax.Array,
-    corrected: jax.Array,
-    unsent: jax.Array,
-    mean: jax.Array,
-    *,
-    sparse: bool,
-  ) -> jax.Array:
+    updates: Any,
+    momentum: Any,
+    means: Any,
+    unsent: Any,
+    chosen: Sequence[jax.Array | None],
+  ) -> Any:
     return momentum
 
 
@@ -127,36 +124,32 @@ class MomentumFeedback(ErrorFeedback):
     object.__setattr__(self, "decay", share_below_1("decay", self.decay))
     flag("nesterov", self.nesterov)
 
-  def accumulate(self, updates: Any, momentum: Any) -> tuple[Any, Any]:
+  def sent(self, updates: Any, momentum: Any) -> Any:
     with jax.named_scope("gradcomp_correct"):
       accumulated = _add(updates, momentum, self.decay)
-      sent = accumulated
-      if self.nesterov:
-        sent = _add(updates, accumulated, self.decay)
-    shaped = jax.tree.map(lambda x, old: x.reshape(old.shape), accumulated, momentum)
-    return sent, shaped
+      return _add(updates, accumulated, self.decay) if self.nesterov else accumulated
 
-  def mask(
+  def keep(
     self,
-    momentum: jax.Array,
-    old: jax.Array,
-    corrected: jax.Array,
-    unsent: jax.Array,
-    mean: jax.Array,
-    *,
-    sparse: bool,
-  ) -> jax.Array:
-    """Returns zero where a sparse codec sent something.
+    updates: Any,
+    momentum: Any,
+    means: Any,
+    unsent: Any,
+    chosen: Sequence[jax.Array | None],
+  ) -> Any:
+    """Returns ``u'``, which is zero where a sparse codec sent something.
 
     So what was sent is not sent again as momentum of what is old. The old momentum
     stays where something is not finite.
     """
-    with jax.named_scope("gradcomp_residual"):
-      finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
-      if sparse:
-        sent = (unsent != corrected).reshape(old.shape)
-        momentum = jnp.where(sent, 0.0, momentum)
-      return jnp.where(finite.reshape(old.shape), momentum, old)
+    # The barrier has u' computed again, from the same numbers. Else it would take the
+    # memory of a gradient from the encoding to the end of the exchange.
+    with jax.named_scope("gradcomp_correct"):
+      updates, again = jax.lax.optimization_barrier((updates, momentum))
+      again = _add(updates, again, self.decay)
+    trees = map(jax.tree.leaves, (again, momentum, means, unsent))
+    kept = [_kept(*x) for x in zip(*trees, chosen, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(momentum), kept)
 
 
 def as_feedback(given: Any, codec: Codec) -> Feedback:
@@ -224,3 +217,48 @@ def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
     finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
     new = unsent.reshape(old.shape).astype(old.dtype)
     return jnp.where(finite.reshape(old.shape), new, old)
+
+
+def _kept(
+  momentum: jax.Array,
+  old: jax.Array,
+  mean: jax.Array,
+  unsent: jax.Array,
+  chosen: jax.Array | None,
+) -> jax.Array:
+  """Returns the momentum of a leaf that is kept.
+
+  Args:
+    momentum: the momentum with this step's gradient.
+    old: the momentum without it.
+    mean: the mean of all workers.
+    unsent: what this worker did not send.
+    chosen: the positions in the flat leaf where a sparse codec sent something, or at
+      least the leaf's size; None if the codec sends all elements.
+  """
+
+  def finite(mean: jax.Array, unsent: jax.Array) -> jax.Array:
+    # A codec that sends all elements makes the mean NaN wherever one is not finite. To
+    # look at what was not sent, too, XLA would have to copy the residual first.
+    both = jnp.isfinite(mean)
+    return both if chosen is None else both & jnp.isfinite(unsent)
+
+  with jax.named_scope("gradcomp_residual"):
+    momentum = momentum.reshape(old.shape)
+    kept = jnp.where(finite(mean, unsent).reshape(old.shape), momentum, old)
+    if chosen is None:
+      return kept
+    # Zeros are written one by one into the old momentum's memory, without a mask. A
+    # flat view of it would be a copy.
+    mean, unsent = (x.reshape(-1).at[chosen].get(mode="clip") for x in (mean, unsent))
+    place = jnp.where(finite(mean, unsent), chosen, old.size)
+    return kept.at[_index(place, old.shape)].set(0.0, mode="drop")
+
+
+def _index(place: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+  """Returns the index of positions in a flat array; of its size, one out of bounds."""
+  index = []
+  for size in reversed(shape[1:]):
+    index.append(place % size)
+    place = place // size
+  return (place, *reversed(index))

@@ -242,7 +242,7 @@ def compress(
       count = 1 if axes is None else _axes.require_size(axes)
       check_own("residual", state.residual, updates, axes, count)
       check_own("momentum", state.momentum, updates, axes, count)
-      given, moving = keeper.accumulate(updates, state.momentum)
+      given = keeper.sent(updates, state.momentum)
       corrected, treedef = jax.tree.flatten(correct(given, state.residual, codec))
       workers = (
         None if axes is None else Workers(axes, count, 1 if is_sum else 1 / count)
@@ -279,15 +279,10 @@ def compress(
         residual = unflatten(
           [remainder(*x) for x in zip(lost, means, old, strict=True)]
         )
+      chosen = _chosen(messages, exchanged.sent, len(corrected))
+      moving = state.momentum
       if keeper.moves:
-        trees = map(jax.tree.leaves, (moving, state.momentum))
-        sparse = _sparse_leaves(messages)
-        moving = unflatten(
-          [
-            keeper.mask(*x, sparse=i in sparse)
-            for i, x in enumerate(zip(*trees, corrected, unsent, means, strict=True))
-          ]
-        )
+        moving = keeper.keep(updates, moving, means, unsent, chosen)
       selection = remember(
         codec, state.selection, messages, thresholds, exchanged.sent, axes
       )
@@ -325,11 +320,28 @@ def _required_owned(state: CompressState, workers: Workers) -> OwnerResiduals:
   return state.owner_residual
 
 
-def _sparse_leaves(messages: Sequence[Message]) -> set[int]:
-  """Returns the numbers of the leaves of which only some elements are sent."""
-  return {
-    number
-    for message in messages
-    for number, slot in zip(message.leaves, message.layout.slots, strict=True)
-    if sums.of(message.layout.codecs[slot.group]).drops
-  }
+def _chosen(
+  messages: Sequence[Message],
+  sent: Sequence[list[jax.Array] | None],
+  leaves: int,
+) -> list[jax.Array | None]:
+  """Returns where this worker sent something, of leaves that are sent in part.
+
+  Args:
+    messages: the plan.
+    sent: this worker's own rows for each message and codec, or None.
+    leaves: their number.
+
+  Returns:
+    For each leaf positions in it, flat; or None.
+  """
+  found: list[jax.Array | None] = [None] * leaves
+  for message, matrices in zip(messages, sent, strict=True):
+    layout = message.layout
+    for number, like, slot in zip(
+      message.leaves, layout.like, layout.slots, strict=True
+    ):
+      if matrices is not None:
+        rows = matrices[slot.group][slot.start : slot.stop]
+        found[number] = sums.of(layout.codecs[slot.group]).sent_at(rows, like.size)
+  return found

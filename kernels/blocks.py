@@ -127,13 +127,13 @@ def encode(
   warps: int | None = None,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes a flat array tile by tile.
+  """Encodes an array tile by tile.
 
   Args:
     body: encodes one block. It is called with a :class:`Block` and, for each operand,
       with its reference, or None for None.
     name: the name of the kernel.
-    x: ``float32[n]``, with one whole tile or more.
+    x: ``float32`` of any shape, with one whole tile or more.
     operands: the other arrays that the kernel reads, or None.
     planes: buckets a tile, ``P``.
     bucket_size: elements a bucket, ``B``.
@@ -146,7 +146,7 @@ def encode(
     interpret: whether to interpret the kernel, which any backend can do, slowly.
 
   Returns:
-    The rows, ``uint32[rows, row_words]``, and the residual, ``float32[n]`` or None.
+    The rows, ``uint32[rows, row_words]``, and the residual like ``x``, or None.
   """
   tile = planes * bucket_size
   tiles = x.size // tile
@@ -166,7 +166,7 @@ def encode(
     )
     body(block, *(None if operand is None else next(inputs) for operand in operands))
 
-  out = [((-(-x.size // tile), row_words), jnp.uint32)] + keep * [(x.shape, x.dtype)]
+  out = [((-(-x.size // tile), row_words), jnp.uint32)] + keep * [((x.size,), x.dtype)]
   found = pl.pallas_call(
     kernel,
     out_shape=[typed(x, shape, dtype) for shape, dtype in out],
@@ -176,7 +176,7 @@ def encode(
     ),
     interpret=interpret,
     name=name,
-  )(x, *given)
+  )(x.reshape(-1), *given)
   return complete(found, x, tiles, whole, last)
 
 

@@ -31,15 +31,15 @@ def complete(
   Args:
     found: the rows of the kernel and, if it is kept, the residual. What they hold for a
       partial tile means nothing.
-    x: ``float32[n]``, the array.
+    x: the array, which kernels read flat and the residual is shaped like.
     tiles: the number of whole tiles.
     whole: the number of elements in these.
     last: encodes the other elements.
   """
   result, residual = found[0], found[1] if len(found) > 1 else None
   if whole < x.size:
-    words, rest = last(x[whole:], tiles)
+    words, rest = last(x.reshape(-1)[whole:], tiles)
     result = jax.lax.dynamic_update_slice(result, words, (tiles, 0))
     if residual is not None and rest is not None:
       residual = jax.lax.dynamic_update_slice(residual, rest, (whole,))
-  return result, residual
+  return result, None if residual is None else residual.reshape(x.shape)

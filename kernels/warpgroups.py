@@ -123,7 +123,7 @@ def encode(
   last: Reference,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes a flat array tile by tile: see :func:`blocks.encode`.
+  """Encodes an array tile by tile: see :func:`blocks.encode`.
 
   ``body`` is called with a :class:`Tile`. ``interpret`` is a
   ``plgpu.InterpretGPUParams``, which JAX has from 0.11 on, or None.
@@ -139,7 +139,7 @@ def encode(
     body(block, *(None if operand is None else next(inputs) for operand in operands))
 
   kernel.__name__ = name
-  out = [((-(-x.size // tile), row_words), jnp.uint32)] + keep * [(x.shape, x.dtype)]
+  out = [((-(-x.size // tile), row_words), jnp.uint32)] + keep * [((x.size,), x.dtype)]
   found = plgpu.kernel(
     kernel,
     out_type=[typed(x, shape, dtype) for shape, dtype in out],
@@ -149,7 +149,7 @@ def encode(
       lowering_semantics=plgpu.LoweringSemantics.Lane
     ),
     interpret=interpret,
-  )(x, *given)
+  )(x.reshape(-1), *given)
   # Without the barrier, XLA of JAX 0.11.2 fuses the call with the update of its last
   # row, and then refuses the fusion.
   found = jax.lax.optimization_barrier(found)

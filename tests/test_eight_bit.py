@@ -1,5 +1,6 @@
 """EightBit sends the page's rows, and its data types are the paper's."""
 
+import functools
 import hashlib
 
 import chex
@@ -257,3 +258,19 @@ def test_later_stages_have_a_scale_a_row():
     jax.jit(codec.encode_rows)(jnp.asarray(tiles)),
     oracle_eight_bit.eight_bit_encode(tiles, scales=scales, **options(codec)),
   )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_payloads_are_added_in_their_order(count):
+  """Bit for bit as by one addition after the other."""
+  codec = EightBit(block_size=32)
+  rows = np.stack(
+    [
+      codec.encode(jnp.asarray(wide_range(256) * np.float32(3**k))).rows
+      for k in range(count)
+    ]
+  )
+  addends = [np.asarray(codec.decode_rows(own)) for own in rows]
+  expected = functools.reduce(np.add, addends)
+  total = np.asarray(jax.jit(codec.sum_rows)(rows))
+  np.testing.assert_array_equal(total.view(np.uint32), expected.view(np.uint32))

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from sparse_steps import N, check_conservation, gradients, trail
 
 import gradcomp
-from gradcomp.codecs import RandomK, TopK
+from gradcomp.codecs import QSGD, RandomK, TopK
 from gradcomp.exchange import Hierarchical
 from gradcomp.explicit import unreduce
 
@@ -278,3 +278,21 @@ def test_redsync_trains_as_dense_momentum_does():
     TopK(density=0.05), axis_name="data", exchange="all_gather", feedback=None
   )
   assert train(lost, optax.sgd(rate, momentum=0.9, nesterov=True)) > 1.5 * dense
+
+
+def test_momentum_of_a_bucket_that_is_not_finite_stays():
+  """A codec that sends all elements masks no momentum, and keeps nothing of a NaN."""
+  tx = gradcomp.compress(
+    QSGD(bits=8, bucket_size=32, rounding="nearest"),
+    feedback="momentum",
+    momentum=0.5,
+    min_leaf_size=0,
+  )
+  clean = jnp.linspace(1.0, 2.0, 256).reshape(8, 32)
+  update = jax.jit(tx.update)
+  _, before = update(clean, tx.init(clean))
+  _, after = update(clean.at[2, 5].set(jnp.nan), before)
+  expected = np.array(0.5 * clean + clean)
+  expected[2] = clean[2]
+  np.testing.assert_array_equal(before.momentum, clean)
+  np.testing.assert_array_equal(after.momentum, expected)

@@ -7,6 +7,7 @@ from gradcomp.codecs._codec import FittedCodec as FittedCodec
 from gradcomp.codecs._codec import Payload as Payload
 from gradcomp.codecs._codec import RemainderCodec as RemainderCodec
 from gradcomp.codecs._codec import SharedCodec as SharedCodec
+from gradcomp.codecs._codec import SummingCodec as SummingCodec
 from gradcomp.codecs._codec import from_tiles as from_tiles
 from gradcomp.codecs._codec import is_adding as is_adding
 from gradcomp.codecs._codec import is_by_column as is_by_column
@@ -24,6 +25,7 @@ from gradcomp.codecs._row_codec import RowCodec as RowCodec
 from gradcomp.codecs._sparse import LinearCodec as LinearCodec
 from gradcomp.codecs._sparse import SelectingCodec as SelectingCodec
 from gradcomp.codecs._sparse import SparseCodec as SparseCodec
+from gradcomp.codecs._sparse import sent_positions as sent_positions
 from gradcomp.codecs._sparse import sum_entries as sum_entries
 from gradcomp.codecs._ternary import Ternary as Ternary
 from gradcomp.codecs._top_k import Quantize as Quantize

@@ -223,6 +223,21 @@ class RemainderCodec(Codec, Protocol):
 
 
 @runtime_checkable
+class SummingCodec(Codec, Protocol):
+  """A codec that adds payloads itself, because decoding them all at once is dear."""
+
+  def sum_rows(self, rows: jax.Array) -> jax.Array:
+    """Decodes K payloads and adds them in their order, with the same bits.
+
+    Args:
+      rows: ``uint32[K, rows, words]``.
+
+    Returns:
+      ``float32[rows, P, B]``.
+    """
+
+
+@runtime_checkable
 class FilledCodec(Codec, Protocol):
   """A codec that fills the last bucket itself, because zeros would change its means."""
 

@@ -231,6 +231,19 @@ class EightBit:
       bucket_size=words,
     )
 
+  def sum_rows(self, rows: jax.Array) -> jax.Array:
+    """Decodes K payloads and adds them in order: ``uint32[K, rows, words]``.
+
+    XLA writes what it looks up in a table to memory wherever a sum has two users. So
+    payloads that are added in one expression would all lie there at once, in float32. A
+    loop holds one sum.
+    """
+    first = self.decode_rows(rows[0])
+    # Minus zero changes no addend, and differs between workers where types say so.
+    nothing = jnp.where(first == first, np.float32(-0.0), np.float32(-0.0))
+    add = lambda k, total: total + self.decode_rows(rows[k])
+    return jax.lax.fori_loop(0, rows.shape[0], add, nothing)
+
   @property
   def _scales_inside(self) -> bool:
     """True if the encoder finds the scales, so that a kernel reads elements once."""

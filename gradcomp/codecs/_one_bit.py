@@ -131,14 +131,15 @@ class OneBit:
     del key, stats
     rows, rest = self._encode(x, keep=True)
     assert rest is not None
-    return Payload(rows), rest.reshape(x.shape)
+    return Payload(rows), rest
 
   def _encode(self, x: jax.Array, keep: bool) -> tuple[jax.Array, jax.Array | None]:
-    flat = as_float32(x)
+    wide = as_float32(x).reshape(x.shape)
     if self.per_column:
-      return one_bit.encode_columns(as_matrix(flat.reshape(x.shape)))
+      rows, rest = one_bit.encode_columns(as_matrix(wide))
+      return rows, rest.reshape(x.shape)
     return one_bit.encode_rows(
-      flat,
+      wide,
       bucket_size=self.bucket_size,
       keep=keep,
       implementation=self.implementation,

@@ -257,14 +257,13 @@ class QSGD:
     Returns:
       A :class:`Payload`, and the residual, ``float32`` in the shape of ``x``.
     """
-    flat = as_float32(x)
+    wide = as_float32(x).reshape(x.shape)
     if not self._scales_inside:
       payload = self.encode(x, key=key, stats=stats)
-      sent = decode_payload(payload, flat, self)
-      return payload, (flat - sent).reshape(x.shape)
-    words, rest = self._encode(flat, None, codec_key(key, self), None, keep=True)
+      return payload, wide - decode_payload(payload, wide, self)
+    words, rest = self._encode(wide, None, codec_key(key, self), None, keep=True)
     assert rest is not None
-    return Payload(words), rest.reshape(x.shape)
+    return Payload(words), rest
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to the shape and dtype of ``like``."""

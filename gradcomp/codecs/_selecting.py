@@ -46,9 +46,9 @@ def encode_leaves(
   entries = encode_rows(form, select, matrices, stats, copied=leaves[0].size <= COPIED)
   count = matrices[0].shape[0]
   result = []
-  for i, leaf in enumerate(leaves):
+  for i, (leaf, matrix) in enumerate(zip(leaves, matrices, strict=True)):
     own = jax.tree.map(lambda x, i=i: x[i * count : (i + 1) * count], entries)
-    result.append((own.words, _rest(form, leaf, own)))
+    result.append((own.words, _rest(leaf, matrix, own)))
   return result
 
 
@@ -92,13 +92,18 @@ def encode_rows(
   return jax.lax.map(encode, jnp.arange(total, dtype=jnp.int32))
 
 
-def _rest(form: EntryRow, leaf: jax.Array, own: Entries) -> jax.Array:
-  """Returns the residual of a leaf, made of what its entries leave."""
-  if own.rest is not None:
-    return own.rest.reshape(-1)[: leaf.size].reshape(leaf.shape)
-  start = form.size * jnp.arange(len(own.words), dtype=jnp.int32)[:, None]
-  used = own.positions < form.size
-  place = jnp.where(used, start + own.positions, leaf.size).reshape(-1)
-  lost = own.unsent.reshape(-1)
-  rest = leaf.reshape(-1).at[place].set(lost, mode="drop", unique_indices=True)
-  return rest.reshape(leaf.shape)
+def _rest(leaf: jax.Array, matrix: jax.Array, own: Entries) -> jax.Array:
+  """Returns the residual of a leaf, made of what its entries leave.
+
+  It is written into the matrix that was read, so that XLA does not hold the leaf twice.
+  """
+  rest = own.rest
+  if rest is None:
+    place: tuple[jax.Array, ...] = (own.positions,)
+    lost = own.unsent
+    if len(matrix) == 1:  # which was read as a flat array
+      matrix, place, lost = jax.tree.map(lambda x: x[0], (matrix, place, lost))
+    else:
+      place = (jnp.arange(len(matrix))[:, None], *place)
+    rest = matrix.at[place].set(lost, mode="drop", unique_indices=True)
+  return rest.reshape(-1)[: leaf.size].reshape(leaf.shape)

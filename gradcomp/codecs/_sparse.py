@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from gradcomp._checks import static_integer, static_number
 from gradcomp.codecs._codec import Codec
@@ -178,6 +179,23 @@ def sum_entries(
   """
   shape = (positions.shape[1], codec.tile_size)
   return sparse.add_entries(shape, positions, values, scale)[:, None]
+
+
+def sent_positions(codec: SparseCodec, rows: jax.Array, size: int) -> jax.Array:
+  """Returns where in a flat leaf its rows send something but zeros: ``int32[entries]``.
+
+  Entries that send nothing are at ``size``, behind the leaf.
+
+  Example:
+    >>> codec = gradcomp.codecs.TopK(density=0.5, range_size=4)
+    >>> rows = codec.encode(jnp.array([3.0, 0.0, 0.0, -2.0])).rows
+    >>> sorted(sent_positions(codec, rows, 4).tolist())
+    [0, 3]
+  """
+  positions, values = codec.entries(rows)
+  used = (positions < codec.tile_size) & (values != 0)
+  start = codec.tile_size * jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+  return jnp.where(used, start + positions, size).reshape(-1)
 
 
 def decode_sparse_rows(codec: SparseCodec, rows: jax.Array) -> jax.Array:

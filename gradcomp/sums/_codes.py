@@ -81,6 +81,9 @@ class Codes:
   def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
     raise AssertionError("sums of integers lose nothing")
 
+  def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
+    return None
+
   def terms(self, rows: jax.Array, workers: int) -> jax.Array:
     return self.codec.codes(rows).astype(sum_dtype(self.codec, workers))
 

@@ -5,7 +5,7 @@ import functools
 
 import jax
 
-from gradcomp.codecs import SelectingCodec, SparseCodec, sum_entries
+from gradcomp.codecs import SelectingCodec, SparseCodec, sent_positions, sum_entries
 from gradcomp.kernels.rows import COPIED
 from gradcomp.sums._sum import RowDecoder, Way
 from gradcomp.sums._tiles import Tiles
@@ -55,3 +55,6 @@ class Entries(Tiles):
       return sum_entries(codec, positions[:, start:stop], values[:, start:stop], scale)
 
     return decode
+
+  def sent_at(self, rows: jax.Array, size: int) -> jax.Array:
+    return sent_positions(self.codec, rows, size)

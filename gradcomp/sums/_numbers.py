@@ -136,6 +136,9 @@ class Numbers:
   def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
     return self._unscaled(cutter(lost), agreed, 1.0)
 
+  def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
+    return None
+
   def _first(self, number: jax.Array, *, keep: bool) -> Partial:
     # Zeros that differ between workers where types say that the number does.
     zeros = jnp.where(number == number, np.float32(0), np.float32(0))

@@ -125,6 +125,12 @@ class Sum(Protocol):
   def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
     """Returns the decoder of what was lost, in the units of the leaves."""
 
+  def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
+    """Returns where in a flat leaf of this size its rows send something but zeros.
+
+    They are positions, ``int32[entries]``, or the size for none. None stands for all.
+    """
+
 
 class PartialSum(Sum, Protocol):
   """A sum that travels before it is whole."""

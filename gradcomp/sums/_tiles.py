@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs import Codec
+from gradcomp.codecs import Codec, SummingCodec
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import cutter, in_order, sum_in_order
 from gradcomp.sums._sum import Partial, RowDecoder, Sent, Way
@@ -36,6 +36,8 @@ class Tiles:
 
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     """Decodes K payloads, adds and scales: ``uint32[K, rows, words]`` to tiles."""
+    if isinstance(self.codec, SummingCodec):
+      return scaled(self.codec.sum_rows(rows), scale)
     return scaled(sum_in_order(self.codec.decode_rows, rows), scale)
 
   def gathered(
@@ -115,3 +117,6 @@ class Tiles:
 
   def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
     return cutter(lost)
+
+  def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
+    return None

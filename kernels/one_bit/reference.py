@@ -152,19 +152,20 @@ def filled(x: jax.Array, bucket_size: int) -> jax.Array:
 def encode_rows(
   x: jax.Array, *, bucket_size: int, keep: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes a flat array, and returns its rows and its residual.
+  """Encodes an array, and returns its rows and its residual.
 
   Args:
-    x: ``float32[n]``.
+    x: ``float32`` of any shape.
     bucket_size: elements a bucket, ``B``.
     keep: whether to return the residual, which is what the rows do not send.
 
   Returns:
-    ``uint32[rows, B + 64]``, and ``float32[n]`` or None.
+    ``uint32[rows, B + 64]``, and the residual in the shape of ``x``, or None.
   """
   # The barrier makes the means once, for rows and residual. Fused with the residual
   # they take twice as long.
-  pairs = jax.lax.optimization_barrier(means(x, bucket_size))
+  flat = x.reshape(-1)
+  pairs = jax.lax.optimization_barrier(means(flat, bucket_size))
 
   def encode(segment: Segment) -> list[jax.Array]:
     signs = [(plane < 0).astype(jnp.uint32) for plane in segment.planes]
@@ -173,18 +174,20 @@ def encode_rows(
 
   fill = functools.partial(filled, bucket_size=bucket_size)
   row_words = bucket_size + 2 * WORD
-  rows = stack_rows(x, WORD, bucket_size, row_words, encode, fill=fill)
+  rows = stack_rows(flat, WORD, bucket_size, row_words, encode, fill=fill)
   return rows, remainder(x, pairs, bucket_size=bucket_size) if keep else None
 
 
 def remainder(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Array:
-  """Returns the residual of a flat array: ``x`` less the mean of its side."""
+  """Returns the residual of an array: ``x`` less the mean of its side.
+
+  XLA could not write a reshaped residual over the old one.
+  """
 
   def spread(side: jax.Array) -> jax.Array:
-    """Repeats each bucket's mean for its elements: ``float32[n]``."""
-    return jnp.broadcast_to(side.reshape(-1, 1), (side.size, bucket_size)).reshape(-1)[
-      : x.size
-    ]
+    """Repeats each bucket's mean for its elements, in the shape of ``x``."""
+    each = jnp.broadcast_to(side.reshape(-1, 1), (side.size, bucket_size))
+    return each.reshape(-1)[: x.size].reshape(x.shape)
 
   return x - jnp.where(x < 0, spread(pairs[:, 1]), spread(pairs[:, 0]))
 

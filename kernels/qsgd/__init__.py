@@ -27,7 +27,7 @@ def encode_rows(
   keep: bool = False,
   implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes a flat array by the implementation that :func:`dispatch.run` chooses.
+  """Encodes an array by the implementation that :func:`dispatch.run` chooses.
 
   See :func:`reference.encode_rows` for the other arguments and the result.
   """

@@ -54,10 +54,10 @@ def encode_rows(
   keep: bool = False,
   first_row: int = 0,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes a flat array as rows of words and scales.
+  """Encodes an array as rows of words and scales.
 
   Args:
-    x: ``float32[n]``.
+    x: ``float32`` of any shape.
     scale: ``float32[rows, 1]`` or ``float32[rows, P]``; None for the largest magnitude
       of each bucket.
     key: ``uint32[2]`` for stochastic rounding, None for nearest.
@@ -70,11 +70,12 @@ def encode_rows(
 
   Returns:
     The rows, ``uint32[rows, B + scales]``, or ``uint32[rows, B]`` if the scales are not
-    inline; and the residual, ``float32[n]`` or None.
+    inline; and the residual, in the shape of ``x``, or None.
   """
   planes = planes_per_word(bits)
+  flat = x.reshape(-1)
   if scale is None:
-    scale = scales(bucket_norms(x, planes, bucket_size, "max"))
+    scale = scales(bucket_norms(flat, planes, bucket_size, "max"))
 
   def encode(segment: Segment) -> list[jax.Array]:
     row_scale = segment.rows_of(scale)
@@ -90,11 +91,12 @@ def encode_rows(
     return [words, float_words(row_scale)] if inline else [words]
 
   row_words = bucket_size + inline * scale.shape[1]
-  rows = stack_rows(x, planes, bucket_size, row_words, encode)
+  rows = stack_rows(flat, planes, bucket_size, row_words, encode)
   if not keep:
     return rows, None
   sent = decode_rows(rows, bits=bits, bucket_size=bucket_size, levels=levels)
-  return rows, x - sent.reshape(-1)[: x.size]
+  # In the leaf's shape: XLA cannot write a reshaped residual over the old one.
+  return rows, x - sent.reshape(-1)[: x.size].reshape(x.shape)
 
 
 def limit(bits: int, levels: Levels) -> int:
