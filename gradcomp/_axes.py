@@ -76,7 +76,7 @@ def _cure(axis_name: AxisName, mesh: AbstractMesh) -> str:
   """Returns what binds the axes, or the axes that there are instead."""
   cure = "call this inside one (or use gradcomp.make_train_step), "
   if not mesh.axis_names:
-    return cure
+    return f"{cure}or in plain jax.jit under jax.set_mesh(jax.make_mesh(...)), "
   if not set(names(axis_name)).issubset(mesh.axis_names):
     return f"the axes of the mesh are {mesh.axis_names}: name one of these, "
   return (

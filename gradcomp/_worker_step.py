@@ -87,14 +87,31 @@ class WorkerStep:
       options = {} if keys is None else {"rng": keys[0]}
       if self.model_state is not None:
         batch, extra = model_state, (batch, *extra)
-      result = loss_fn(params, batch, *extra, **options)
-      if self.model_state is None:
-        loss, aux = result if self.has_aux else (result, None)
-        return loss, (None, aux)
-      loss, rest = result
-      return loss, (rest if self.has_aux else (rest, None))
+      return self._parts(loss_fn(params, batch, *extra, **options))
 
     return uniform
+
+  def _parts(self, result: Any) -> tuple[Any, tuple[Any, Any]]:
+    """Returns ``(loss, (model_state, aux))``; TypeError for a result of another form.
+
+    A pattern of two parts matches tuples and lists, where unpacking would take the keys
+    of a dict of two entries.
+    """
+    match self.model_state is not None, self.has_aux, result:
+      case False, False, loss if jax.tree_util.all_leaves([loss]):
+        return loss, (None, None)
+      case False, True, (loss, aux):
+        return loss, (None, aux)
+      case True, False, (loss, model_state):
+        return loss, (model_state, None)
+      case True, True, (loss, (model_state, aux)):
+        return loss, (model_state, aux)
+    forms = "loss", "(loss, aux)", "(loss, model_state)", "(loss, (model_state, aux))"
+    form = forms[2 * (self.model_state is not None) + self.has_aux]
+    raise TypeError(
+      f"`loss_fn` must return {form} with has_aux={self.has_aux} and model_state="
+      f"{self.model_state!r}, got {jax.tree.structure(result)}."
+    )
 
   def _keys(self, rng: jax.Array | None) -> jax.Array | None:
     """Returns a key of the worker's own for each micro-batch."""

@@ -99,6 +99,7 @@ def value_and_grad(
       not bound, or the micro-batches would not be equal; or under Explicit axes, no
       argument is cut over the axis, a differentiated one is, or the loss closes over an
       array in a way that is not searched.
+    TypeError: when called, a leaf to differentiate is no real or complex float.
 
   Example:
     >>> grad_fn = value_and_grad(lambda w, x: jnp.mean(w * x), axis_name="data")
@@ -120,6 +121,8 @@ def value_and_grad(
     return gradients_of(loss_fn)
 
   def local_value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    for i in differentiated:
+      _check_floats(i, args[i])
     if _in_explicit_jit((args, kwargs), axis_name):
       _check_cut([args[i] for i in differentiated], (args, kwargs), axis_name)
       return explicit.addends(loss_fn, gradients_of, axis_name, *args, **kwargs)
@@ -187,6 +190,17 @@ def _in_explicit_jit(tree: Any, axis_name: AxisName) -> bool:
   if _axes.bound_size(axis_name) is not None:
     return False
   return explicit.is_explicit(explicit.mesh_of(tree), axis_name)
+
+
+def _check_floats(argument: int, params: Any) -> None:
+  """Raises TypeError, where JAX would too, but with the name of the leaf."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    if not jnp.issubdtype(dtype := jax.typeof(leaf).dtype, jnp.inexact):
+      raise TypeError(
+        f"argument {argument} of `loss_fn` must have leaves of real or complex floats, "
+        f"which can be trained, but {jax.tree_util.keystr(path)} is of {dtype}; make "
+        "what is not trained an argument of its own, behind the batch."
+      )
 
 
 def _check_cut(params: Any, arguments: Any, axis_name: AxisName) -> None:

@@ -79,7 +79,8 @@ def make_train_step(
       batch cannot be cut into equal parts, a state was made outside the mesh or for
       another number of workers, parameters are cut over an Explicit axis of the batch,
       or no exchange has averaged a parameter's gradient.
-    TypeError: when called, something in a model state that is averaged is no float.
+    TypeError: when called, a parameter, or something in a model state that is averaged,
+      is no float; or the loss returns another form than the options say.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))

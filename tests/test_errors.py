@@ -229,12 +229,13 @@ UNBOUND = ("`axis_name`", "jax.shard_map, jax.pmap or jax.vmap", "'data'", "not 
 
 
 def test_unbound_axis():
-  parts = (*UNBOUND, "make_train_step", "axis_name=None")
+  cures = ("make_train_step", "jax.set_mesh(jax.make_mesh(...))", "axis_name=None")
+  parts = (*UNBOUND, *cures)
   with pytest.raises(ValueError, match=says(*parts)):
     update_once(residual4, GRADS)
   with pytest.raises(ValueError, match=says(*UNBOUND)):
     gradcomp.defer_reduction(GRADS, "data")
-  with pytest.raises(ValueError, match=says(*UNBOUND)):
+  with pytest.raises(ValueError, match=says(*parts)):
     gradcomp.value_and_grad(jnp.sum, axis_name="data")(GRADS["w"])
   another = jax.vmap(functools.partial(update_once, residual4), axis_name="model")
   with pytest.raises(ValueError, match=says(*UNBOUND)):
@@ -567,3 +568,18 @@ def test_scalars_in_a_batch(scalar):
 def test_train_step_of_another_axis_than_the_transformation():
   with pytest.raises(ValueError, match=says("`axis_name`", "'model'", "not bound")):
     train_step(gradcomp.dense(axis_name="model"))
+
+
+@pytest.mark.parametrize("call", ["value_and_grad", "make_train_step"])
+def test_parameters_that_are_not_floats(call):
+  """A counter among the parameters, which JAX would refuse without its name."""
+  params = {"w": jnp.ones((8, 8)), "layer": [jnp.zeros(3, jnp.int32)]}
+  parts = ("argument 0 of `loss_fn`", "['layer'][0]", "int32", "argument of its own")
+  with pytest.raises(TypeError, match=says(*parts)):
+    if call == "make_train_step":
+      tx = gradcomp.dense(axis_name="data")
+      options = {"axis_name": "data", "mesh": modes.mesh(WORKERS)}
+      gradcomp.make_train_step(loss_fn, tx, **options)(params, tx.init(params), BATCH)
+    else:
+      grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data")
+      jax.vmap(grad_fn, axis_name="data", in_axes=(None, 0))(params, BATCH[:, None])

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
-from gradcomp.codecs import QSGD, FloatCast, OneBit, RandomK, Ternary, TopK
+from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, RandomK, Ternary, TopK
 from gradcomp.exchange import as_exchange, plan_messages
 
 SIZE, WORKERS = 1 << 20, 4
@@ -47,6 +47,7 @@ def temporaries(codec, exchange):
       (QSGD(bits=4), "all_gather"),
       (OneBit(), "two_shot"),
       (Ternary(), "psum"),
+      (EightBit(), "two_shot"),
       (FloatCast(), "all_gather"),
       (TopK(density=0.01), "all_gather"),
     ),

@@ -284,8 +284,7 @@ def test_momentum_of_a_bucket_that_is_not_finite_stays():
   """A codec that sends all elements masks no momentum, and keeps nothing of a NaN."""
   tx = gradcomp.compress(
     QSGD(bits=8, bucket_size=32, rounding="nearest"),
-    feedback="momentum",
-    momentum=0.5,
+    feedback=gradcomp.MomentumFeedback(decay=0.5),
     min_leaf_size=0,
   )
   clean = jnp.linspace(1.0, 2.0, 256).reshape(8, 32)

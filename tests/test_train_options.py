@@ -271,3 +271,28 @@ def test_bad_options(options, state, error, parts):
   loss = loss_fn if state is None else centred
   with pytest.raises(error, match=says(*parts)):
     run(loss, dense, *args, **options)
+
+
+@pytest.mark.parametrize(
+  "returned, options, form",
+  [
+    ("loss, aux", {}, "loss"),
+    ("loss", {"has_aux": True}, "(loss, aux)"),
+    ("loss", {"model_state": "mean"}, "(loss, model_state)"),
+    (
+      "loss, aux",
+      {"model_state": "mean", "has_aux": True},
+      "(loss, (model_state, aux))",
+    ),
+  ],
+)
+def test_a_loss_that_returns_something_else(returned, options, form):
+  def loss(params, *rest):
+    value = loss_fn(params, rest[-1])
+    return value if returned == "loss" else (value, {"value": value, "step": 1.0})
+
+  args = ({},) if "model_state" in options else ()
+  has_aux = f"has_aux={options.get('has_aux', False)}"
+  parts = ("`loss_fn`", f"return {form} with {has_aux}", "model_state=", "got")
+  with pytest.raises(TypeError, match=says(*parts)):
+    run(loss, dense, *args, **options)
