@@ -1,10 +1,6 @@
 """Which exchange: what can be asked for, what "auto" takes, and what it costs."""
 
-from fractions import Fraction
 from typing import Literal, NamedTuple, get_args
-
-import jax
-import numpy as np
 
 from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
@@ -14,10 +10,8 @@ from gradcomp.codecs import (
   LinearCodec,
   SelectingCodec,
   SparseCodec,
-  is_adding,
   is_shared,
 )
-from gradcomp.exchange._fold import compensates
 from gradcomp.exchange._sums import packed_shape, sum_dtype
 from gradcomp.layout import Layout
 
@@ -126,15 +120,13 @@ def choose(exchange: Exchange, layout: Layout, workers: int) -> Choice:
   if all(codec == Dense() for codec in layout.codecs):
     return Choice("psum", "all is dense float32, and there is nothing to encode")
   if any(is_shared(codec) for codec in layout.codecs):
-    psum, two_shot = (bytes_sent(e, layout, workers) for e in ("psum", "two_shot"))
-    if psum <= two_shot:
+    if workers == 1 or _integers_send_less(layout, workers):
       return Choice("psum", "sums of codes are exact, and integers send less")
     return Choice("two_shot", "sums of codes are exact, and packed they send less")
   if any(isinstance(codec, LinearCodec) for codec in layout.codecs):
     return Choice("psum", "all workers send the same elements, whose values are added")
   if any(isinstance(codec, SparseCodec) for codec in layout.codecs):
-    dense = Fraction(8 * (workers - 1), workers) * layout.elements
-    if bytes_sent("all_gather", layout, workers) < dense:
+    if workers * layout.nbytes < 8 * layout.elements:
       return Choice("all_gather", "it adds up what all workers chose, in one encoding")
   return reencoding(layout, workers)
 
@@ -148,110 +140,17 @@ def reencoding(layout: Layout, workers: int) -> Choice:
   return Choice("two_shot", "it sends 2/N of all_gather's bytes")
 
 
-def bytes_sent(
-  exchange: Exchange, layout: Layout, workers: int, group_size: int = 1
-) -> Fraction:
-  """What one of N workers sends, and receives, for a message; as the HLO says it.
+def _integers_send_less(layout: Layout, workers: int) -> bool:
+  """Whether an all-reduce of integers sends no more than packed codes and sums.
 
-  With c the bytes of a payload, of whole rows and N equal shares, and f those of the
-  same rows as float32:
-
-  ================  =====================================================
-  ``all_gather``    ``(N-1) c``
-  ``two_shot``      ``(N-1)/N (c + c2)``; c2 = c, or the bytes of exact sums
-  ``ring``          ``2 (N-1)/N c``
-  ``hierarchical``  ``(C-1)/C f + (H-1)/H (c/C) + (N-1)/N c``
-  ``psum``          ``2 (N-1)/N`` times the integers, or the float32 elements
-  ================  =====================================================
-
-  Statistics that workers share add an all-reduce of their own. With a codec that adds
-  in its own format, f is c, and Kahan's compensation doubles the first half of a ring.
-
-  Args:
-    exchange: not ``"auto"``.
-    layout: of the message.
-    workers: N.
-    group_size: C, for ``hierarchical``; the number of groups H is N / C.
+  Either sends ``(N-1)/N`` of what is counted here, and the statistics.
   """
-  return sum(bytes_by_leaf(exchange, layout, workers, group_size), Fraction(0))
-
-
-def bytes_by_leaf(
-  exchange: Exchange, layout: Layout, workers: int, group_size: int = 1
-) -> list[Fraction]:
-  """:func:`bytes_sent` for each leaf; rows that fill up shares count for all alike."""
-  if exchange == "local":
-    return [Fraction(0) for _ in layout.slots]
-  result = []
-  for like, (group, start, stop) in zip(layout.like, layout.slots, strict=True):
-    codec, rows = layout.codecs[group], layout.rows[group]
-    if exchange == "psum" and not codec.shares_stats:
-      sent = like.size
-      if any(isinstance(other, LinearCodec) for other in layout.codecs):
-        header = codec.header_words if isinstance(codec, LinearCodec) else 0
-        sent = (stop - start) * (codec.row_words - header)
-      size = 8 if like.dtype == np.float64 else 4  # half precision is added in float32
-      result.append(Fraction(2 * (workers - 1), workers) * size * sent)
-      continue
-    inside = _inside_row(layout, codec)
-    total = _codec_bytes(exchange, codec, rows, workers, group_size, inside)
-    stats = _stats_bytes(codec, like, workers)
-    result.append(stats + (total * (stop - start) / rows if rows else 0))
-  return result
-
-
-def inside_bytes(layout: Layout, workers: int, group_size: int) -> Fraction:
-  """Of ``hierarchical``'s bytes, those that stay inside a group of two axes' second."""
-  total = Fraction(0)
+  integers = packed = 0
   for codec, rows in zip(layout.codecs, layout.rows, strict=True):
-    share = -(-rows // workers)
-    dense = _inside_row(layout, codec) * Fraction(workers, group_size)
-    gathered = 4 * codec.row_words * Fraction(workers, group_size)
-    total += (group_size - 1) * share * (dense + gathered)
-  return total
-
-
-def _inside_row(layout: Layout, codec: Codec) -> int:
-  """Bytes of a row inside groups: of float32, or of codes where codecs add those."""
-  adding = any(is_adding(codec) for codec in layout.codecs)
-  return 4 * (codec.row_words if adding else codec.tile_size)
-
-
-def _codec_bytes(
-  exchange: Exchange,
-  codec: Codec,
-  rows: int,
-  workers: int,
-  group_size: int,
-  inside_row: int,
-) -> Fraction:
-  """What the rows of one codec add."""
-  n = Fraction(workers)
-  share = -(-rows // workers)
-  row = 4 * codec.row_words
-  if exchange == "psum" and is_shared(codec):
-    width = sum_dtype(codec, workers).itemsize
-    return 2 * (n - 1) / n * rows * codec.tile_size * width
-  if exchange == "all_gather":
-    return (n - 1) * rows * row
-  second = (n - 1) * share * row
-  if exchange == "two_shot" and is_shared(codec):
-    sums, words = packed_shape(codec, workers, share)
-    second = (n - 1) * sums * 4 * words
-  if exchange == "hierarchical":
-    inside, groups = Fraction(group_size), n / group_size
-    dense = (inside - 1) * groups * share * inside_row
-    return dense + (groups - 1) * share * row + second
-  first = (n - 1) * share * row
-  if exchange == "ring" and compensates(codec):
-    first *= 2
-  return first + second
-
-
-def _stats_bytes(codec: Codec, like: jax.ShapeDtypeStruct, workers: int) -> Fraction:
-  """What the maximum of a leaf's statistics adds: an all-reduce."""
-  if not codec.shares_stats:
-    return Fraction(0)
-  assert is_shared(codec) or is_adding(codec)
-  stats = jax.eval_shape(codec.stats, like)
-  return Fraction(2 * (workers - 1), workers) * stats.dtype.itemsize * stats.size
+    if is_shared(codec):
+      share = -(-rows // workers)
+      sums, words = packed_shape(codec, workers, share)
+      width = sum_dtype(codec, workers).itemsize
+      integers += 2 * rows * codec.tile_size * width
+      packed += 4 * workers * (share * codec.row_words + sums * words)
+  return integers <= packed

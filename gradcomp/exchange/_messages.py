@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from gradcomp._axes import AxisName
 from gradcomp.exchange._average import Keys, Residuals, average
 from gradcomp.exchange._collectives import Workers
+from gradcomp.exchange._notes import noted
 from gradcomp.exchange._plan import Message
 from gradcomp.exchange._selected import Thresholds, stack_name
 from gradcomp.exchange._two_shot import loses
@@ -89,7 +90,7 @@ def average_messages(
     if owned is not None and workers is not None:
       shapes = _shapes(message, workers.size)
       residuals = [_take(waiting, axes, shape) for shape in shapes]
-    with jax.named_scope(f"gradcomp_{message.exchange}"):
+    with jax.named_scope(f"gradcomp_{message.exchange}"), noted(message):
       outcome = average(
         message,
         [leaves[i] for i in message.leaves],
