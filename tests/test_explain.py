@@ -194,13 +194,15 @@ def test_messages_are_numbered():
 
 
 def test_hierarchical_over_two_axes():
-  """2 hosts of 4 chips: 64 rows are 8 shares of 8."""
-  params = {"w": PARAMS["w"]}
+  """2 hosts of 4 chips: 64 rows are 8 shares of 8, and 4 rows 8 shares of one."""
   tx = gradcomp.qsgd(axis_name=("host", "chip"), exchange="hierarchical")
-  explanation = gradcomp.explain(tx, params, workers=(2, 4))
+  explanation = gradcomp.explain(tx, PARAMS, workers=(2, 4))
+  b, w = explanation.leaves
   dense, inside = 3 * 2 * 8 * 4096 * 4, 3 * 2 * 8 * ROW
-  assert explanation.bytes_inside == dense + inside
-  assert explanation.bytes_sent == dense + 1 * 8 * ROW + 7 * 8 * ROW
+  assert w.bytes_sent == dense + 1 * 8 * ROW + 7 * 8 * ROW
+  assert b.bytes_sent == (3 * 2 + 1 + 7) * 512
+  assert explanation.bytes_sent == w.bytes_sent + b.bytes_sent
+  assert explanation.bytes_inside == dense + inside + 2 * 3 * 2 * 512
   assert "stay inside groups" in str(explanation)
 
 

@@ -1,4 +1,4 @@
-"""Which exchange: what can be asked for, what "auto" takes, and what it costs."""
+"""Which exchange: what can be asked for, and what "auto" takes."""
 
 from typing import Literal, NamedTuple, get_args
 
