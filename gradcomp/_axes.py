@@ -14,6 +14,21 @@ from jax.sharding import AbstractMesh
 # One axis, or several that are reduced together, as jax.lax.psum takes them.
 AxisName = str | tuple[str, ...]
 
+# Where explain traces update, these are bound: (between, inside), or the first alone.
+# They stand for the axes that a transformation takes from the types of gradients.
+EXPLAINED = ("gradcomp_between", "gradcomp_inside")
+
+# Where allow_frozen looks which gradients are read, this is bound.
+FOLLOWED = "gradcomp_followed"
+
+
+class UnboundAxisError(ValueError):
+  """An axis is not bound; says which are needed."""
+
+  def __init__(self, message: str, axis_name: AxisName):
+    super().__init__(message)
+    self.axis_name = axis_name
+
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
   """Returns the axes as a tuple.
@@ -39,6 +54,26 @@ def bound_size(axis_name: AxisName) -> int | None:
     return None
 
 
+def is_explained() -> bool:
+  """Returns True where explain traces, and nothing runs.
+
+  JAX knows the bound axes of each trace that it keeps, and takes none of elsewhere.
+  """
+  return bound_size(EXPLAINED[0]) is not None
+
+
+def is_followed() -> bool:
+  """Returns True where transformations give gradients back as they are."""
+  return bound_size(FOLLOWED) is not None
+
+
+def or_explained(axis_name: AxisName | None) -> AxisName | None:
+  """Returns the axes; where none are named, those of explain if it traces."""
+  if axis_name is not None or not is_explained():
+    return axis_name
+  return EXPLAINED if bound_size(EXPLAINED) else EXPLAINED[0]
+
+
 def mesh_size(axis_name: AxisName) -> int | None:
   """Returns the number of workers on axes of the mesh of ``jax.set_mesh``, or None.
 
@@ -59,15 +94,16 @@ def require_size(axis_name: AxisName, mesh: AbstractMesh | None = None) -> int:
       that of ``jax.set_mesh`` or of the enclosing map.
 
   Raises:
-    ValueError: an axis is not bound.
+    UnboundAxisError: an axis is not bound.
   """
   size = bound_size(axis_name)
   if size is None:
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    raise ValueError(
+    raise UnboundAxisError(
       f"`axis_name` must be an axis of the enclosing jax.shard_map, jax.pmap or "
       f"jax.vmap, and {axis_name!r} is not bound here; {_cure(axis_name, mesh)}or pass "
-      "axis_name=None to compress on one device."
+      "axis_name=None to compress on one device.",
+      axis_name,
     )
   return size
 

@@ -5,14 +5,14 @@ import math
 from fractions import Fraction
 from typing import Any
 
-import jax
 import optax
 
-from gradcomp import _planning
+from gradcomp import _traced
+from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
 from gradcomp._table import aligned
 from gradcomp.codecs import Codec, SparseCodec
-from gradcomp.exchange import Hierarchical, bytes_by_leaf, fit_bytes, inside_bytes
+from gradcomp.exchange import Hierarchical, used_entries
 from gradcomp.layout import Slot
 
 _WORKERS_RULE = "a number of workers, 1 or more, or a tuple of the sizes of two axes"
@@ -94,17 +94,17 @@ class Explanation:
     return _ratio(Fraction(self.bytes_sent), elements, self.workers, bits)
 
   def __str__(self) -> str:
-    header = "leaf,shape,codec,bits,exchange,message,sent,received,/f32,/bf16"
+    header = "leaf,shape,codec,bits,exchange,message,sent,/f32,/bf16"
     rows = [header.split(","), *map(self._row, self.leaves)]
     total = f"{self.bytes_sent:,}"
     ratios = [f"{self._ratio(bits):.4g}" for bits in (32, 16)]
-    rows.append(["total", "", "", "", "", "", total, total, *ratios])
+    rows.append(["total", "", "", "", "", "", total, *ratios])
     if any(leaf.slots is not None for leaf in self.leaves):
       columns = [["slots", "used"], *map(_slots, self.leaves), ["", ""]]
       rows = [row + column for row, column in zip(rows, columns, strict=True)]
-    lines = aligned(rows, right=(3, 5, 6, 7, 8, 9, 10, 11))
+    lines = aligned(rows, right=(3, 5, 6, 7, 8, 9, 10))
     lines.append(
-      f"Bytes that each of {self.workers} workers sends and receives a step."
+      f"Bytes that each of {self.workers} workers sends a step. It receives as many."
     )
     reasons = dict.fromkeys((leaf.exchange, leaf.reason) for leaf in self.leaves)
     lines += [f"{exchange}: {reason}." for exchange, reason in reasons]
@@ -117,7 +117,6 @@ class Explanation:
     return "\n".join(lines)
 
   def _row(self, leaf: LeafPlan) -> list[str]:
-    sent = f"{math.ceil(leaf.bytes_sent):,}"
     ratios = [
       _ratio(leaf.bytes_sent, leaf.elements, self.workers, bits) for bits in (32, 16)
     ]
@@ -128,8 +127,7 @@ class Explanation:
       f"{32 * leaf.codec.row_words / leaf.codec.tile_size:.4g}",
       leaf.exchange,
       str(leaf.message),
-      sent,
-      sent,
+      f"{math.ceil(leaf.bytes_sent):,}",
       *(f"{ratio:.4g}" for ratio in ratios),
     ]
 
@@ -153,16 +151,12 @@ def _leaf_slots(codec: Codec, slot: Slot) -> int | None:
   return (slot.stop - slot.start) * codec.slots
 
 
-def _check_groups(group_size: int | None, sizes: tuple[int, ...]) -> None:
-  """Raises ValueError if workers are not groups as ``hierarchical`` would find them."""
-  if group_size is None and len(sizes) != 2:
+def _check_axes(axis_name: AxisName | None, sizes: tuple[int, ...]) -> None:
+  """Raises ValueError for two axes of which one size is known."""
+  if isinstance(axis_name, tuple) and len(axis_name) == 2 != len(sizes):
     raise ValueError(
       "`workers` must be the sizes of both axes, (between, inside), for "
       f'exchange="hierarchical" over two axes, got {sizes[0]}.'
-    )
-  if group_size is not None and math.prod(sizes) % group_size:
-    raise ValueError(
-      f"`workers` must be a multiple of group_size={group_size}, got {sizes}."
     )
 
 
@@ -176,9 +170,13 @@ def explain(
   """Explains what gradcomp's transformations in an optimizer send for these parameters.
 
   Nothing is computed, and no axis or device is needed: ``update`` is traced with shapes
-  alone. A leaf that no gradcomp transformation sees is not in the table. One that two
-  see is there twice. For :func:`gradcomp.switch` the table shows the last
-  transformation.
+  alone, as a map over the workers would trace it, and its collectives are read. That
+  takes as long as tracing a step does. A leaf shares the bytes of its message by the
+  rows that it has there. A leaf that no gradcomp transformation sees is not in the
+  table. One that two see is there twice. For :func:`gradcomp.switch`, and wherever else
+  a step takes one of several branches, the table shows the last that sends something.
+  Without ``axis_name``, what would be sent over the axes that gradients are unreduced
+  over is shown.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
@@ -191,8 +189,8 @@ def explain(
   Returns:
     An :class:`Explanation`. ``print`` shows for each leaf the codec, its real bits an
     element on the wire, the exchange (see :func:`gradcomp.exchange.choose`), the bytes
-    that a worker sends and receives in a step, and these against plain means in float32
-    and in 16 bits.
+    that a worker sends in a step, and these against plain means in float32 and in 16
+    bits.
 
   Raises:
     ValueError: ``workers`` is no number of workers, or does not fit the groups of
@@ -202,11 +200,11 @@ def explain(
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
     >>> params = {"b": jnp.zeros(64), "w": jnp.zeros((256, 256))}
     >>> print(explain(optimizer, params, workers=4))
-    leaf   shape       codec   bits  exchange  message    sent  received    /f32   /bf16
-    ['b']  [64]        Dense     32  two_shot        0   3,072     3,072       8      16
-    ['w']  [256, 256]  QSGD   4.062  two_shot        0  49,920    49,920   0.127  0.2539
-    total                                               52,992    52,992  0.1346  0.2693
-    Bytes that each of 4 workers sends and receives a step.
+    leaf   shape       codec   bits  exchange  message    sent    /f32   /bf16
+    ['b']  [64]        Dense     32  two_shot        0   3,072       8      16
+    ['w']  [256, 256]  QSGD   4.062  two_shot        0  49,920   0.127  0.2539
+    total                                               52,992  0.1346  0.2693
+    Bytes that each of 4 workers sends a step. It receives as many.
     two_shot: it sends 2/N of all_gather's bytes.
   """
   sizes: tuple[int, ...] = workers if isinstance(workers, tuple) else (workers,)
@@ -215,48 +213,37 @@ def explain(
   sizes = tuple(static_integer("workers", _WORKERS_RULE, size) for size in sizes)
   if min(sizes) < 1:
     raise ValueError(f"`workers` must be {_WORKERS_RULE}, got {workers!r}.")
-  count = math.prod(sizes)
-  with _planning.planning(count) as plans:
-    # The cache of a jit inside would give back traces of another occasion.
-    with jax.disable_jit():
-      jax.make_jaxpr(
-        lambda p: optimizer.update(
-          p, optimizer.init(p) if opt_state is None else opt_state, p
-        )
-      )(params)
+  states = _traced.states(opt_state)
+  transformations = _traced.traced(optimizer, params, sizes)
   leaves: list[LeafPlan] = []
-  inside, fitting, number = Fraction(0), Fraction(0), 0
-  for plan in plans:
-    group_size = plan.group_size or sizes[-1]
-    if any(isinstance(message.exchange, Hierarchical) for message in plan.messages):
-      _check_groups(plan.group_size, sizes)
-    found = []
-    fitting += fit_bytes(plan.codec, plan.messages, count)
+  number = 0
+  for found in transformations:
+    plan, selection = found.plan, None
+    if states and found.state is not None:
+      selection = states[found.state].selection
+    used = used_entries(plan.codec, selection, plan.axis_name, plan.messages)
+    own = {}
     for message in plan.messages:
+      if isinstance(message.exchange, Hierarchical):
+        _check_axes(plan.axis_name, sizes)
       layout = message.layout
-      sent = bytes_by_leaf(message.exchange, layout, count, group_size)
-      for i, like, slot, bytes_sent in zip(
-        message.leaves, layout.like, layout.slots, sent, strict=True
-      ):
-        leaf = LeafPlan(
+      for i, like, slot in zip(message.leaves, layout.like, layout.slots, strict=True):
+        own[i] = LeafPlan(
           path=plan.paths[i],
           shape=like.shape,
           codec=layout.codecs[slot.group],
           exchange=message.exchange.name,
           message=number,
-          bytes_sent=bytes_sent,
+          bytes_sent=found.by_leaf[i],
           reason=message.reason,
           slots=_leaf_slots(layout.codecs[slot.group], slot),
-          used=plan.used.get(i),
+          used=used.get(i),
         )
-        found.append((i, leaf))
-      if isinstance(message.exchange, Hierarchical) and plan.group_size is None:
-        inside += inside_bytes(layout, count, group_size)
       number += 1
-    leaves += [leaf for _, leaf in sorted(found, key=lambda pair: pair[0])]
+    leaves += [own[i] for i in sorted(own)]
   return Explanation(
     leaves=tuple(leaves),
-    workers=count,
-    bytes_inside=math.ceil(inside),
-    bytes_fitting=fitting,
+    workers=math.prod(sizes),
+    bytes_inside=math.ceil(sum(x.inside for x in transformations)),
+    bytes_fitting=sum((x.fitting for x in transformations), Fraction(0)),
   )

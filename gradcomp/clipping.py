@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from gradcomp import _axes, _planning, explicit
+from gradcomp import _axes, explicit
 from gradcomp._axes import AxisName
 from gradcomp._border import of_reals
 from gradcomp._checks import static_number
@@ -64,8 +64,6 @@ def clip_by_local_norm(
     updates: Any, state: Any, params: Any = None, **extra_args: Any
   ) -> tuple[Any, Any]:
     del params, extra_args
-    if _planning.current():
-      return updates, state
     axes, is_sum = reduction(updates, axis_name, local=False)
     others = [explicit.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
 

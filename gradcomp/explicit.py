@@ -138,6 +138,8 @@ def per_device(
     keeps_addends: whether the updates that ``function`` returns are as unreduced as
       those that it takes.
   """
+  if _axes.is_followed():
+    return updates, state
   specs = jax.tree.map(typed_spec, updates)
   leaves = jax.tree.leaves(specs, is_leaf=is_spec)
   cut = frozenset().union(*map(sharded, leaves))

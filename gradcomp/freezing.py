@@ -1,6 +1,5 @@
 """Lets optax freeze parameters whose gradients nobody exchanges."""
 
-import math
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import optax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
-from gradcomp import _axes, _planning, explicit
+from gradcomp import _axes, explicit
 
 
 def allow_frozen(
@@ -102,8 +101,6 @@ def _reads(
 
   It traces ``update`` with shapes alone, where nothing is exchanged.
   """
-  mesh = explicit.mesh_of(updates)
-  axes = frozenset().union(*map(_axes_of, jax.tree.leaves(updates)))
   leaves, treedef = jax.tree.flatten((updates, *rest))
   arrays = [x for x in leaves if isinstance(x, jax.Array)]
 
@@ -114,10 +111,8 @@ def _reads(
     return optimizer.update(updates, state, params, **extra_args)
 
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-  workers = math.prod(mesh.shape[name] for name in axes)
-  # The cache of a jit inside would keep this trace for another occasion.
-  with _planning.planning(workers), jax.disable_jit():
-    jaxpr = jax.make_jaxpr(update)(*shapes).jaxpr
+  with jax.disable_jit():  # what reads one argument of a jit does not read all
+    jaxpr = jax.make_jaxpr(update, axis_env=[(_axes.FOLLOWED, 1)])(*shapes).jaxpr
   alive = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
   for equation in reversed(jaxpr.eqns):
     if equation.effects or alive.intersection(equation.outvars):

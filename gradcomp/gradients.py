@@ -37,6 +37,9 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
   Raises:
     ValueError: the types contradict ``axis_name``, or gradients are already reduced.
   """
+  if _axes.is_followed():
+    return Reduction(None, is_sum=False)
+  axis_name = _axes.or_explained(axis_name)
   paths = jax.tree_util.tree_leaves_with_path(updates)
   addends = [explicit.unreduced_axes(leaf) for _, leaf in paths]
   found = frozenset().union(*addends)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from gradcomp import _axes, _planning, explicit
+from gradcomp import _axes, explicit
 from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
 from gradcomp.exchange import largest
@@ -88,8 +88,6 @@ def skip_nonfinite(
     updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, SkipNonfiniteState]:
     new, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-    if _planning.current():
-      return new, state._replace(inner_state=inner_state)
     finite = _all_finite(updates, axis_name)
     more = optax.safe_increment(state.notfinite_count)
     count = jnp.where(finite, jnp.zeros_like(more), more)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from gradcomp import _planning
 from gradcomp._checks import static_integer
 
 
@@ -102,10 +101,6 @@ def switch(
   def update_fn(
     updates: Any, state: SwitchState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, SwitchState]:
-    if _planning.current():
-      updates, inner = choices[-1].update(updates, state.inner, params, **extra_args)
-      return updates, SwitchState(state.step, inner)
-
     def branch(tx: optax.GradientTransformationExtraArgs) -> Any:
       return lambda updates, inner: tx.update(updates, inner, params, **extra_args)
 

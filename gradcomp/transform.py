@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from gradcomp import _agreement, _axes, _planning, _whole, explicit, sums
+from gradcomp import _agreement, _axes, _whole, explicit, sums
 from gradcomp._axes import AxisName
 from gradcomp._border import not_differentiated, of_reals
 from gradcomp._checks import optional_size
@@ -25,17 +25,18 @@ from gradcomp.exchange import (
   Hierarchical,
   Message,
   OwnerResiduals,
+  Plan,
   Workers,
   as_exchange,
   average_messages,
   check_exchange,
+  note,
   owner_shapes,
   plan_messages,
   recall,
   refit,
   remember,
   selected_rows,
-  used_entries,
 )
 from gradcomp.feedback import (
   Feedback,
@@ -165,13 +166,11 @@ def compress(
     step, memory = jnp.zeros([], jnp.int32), None
     if is_fitted(codec):
       memory = codec.init()
-    trees: list[Any] = []
-    own: dict[str, Any] = {}
-    if not _planning.current():
-      if averages:
-        _whole.check_placed("params", params, averages)
-      count = keeper.keeps + keeper.moves
-      trees, own = zero_state(params, axis_name, count, own_shapes)
+    if averages:
+      _whole.check_placed("params", params, averages)
+    count = keeper.keeps + keeper.moves
+    axes = _axes.or_explained(axis_name)
+    trees, own = zero_state(params, axes, count, own_shapes)
     residual, moving, *_ = (*trees, None, None)
     owned = {axes: arrays for axes, (arrays, _) in own.items() if arrays}
     selection = {axes: found for axes, (_, found) in own.items() if found}
@@ -191,15 +190,16 @@ def compress(
     workers: int | None,
   ) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], Any]]:
     """Returns the shapes of owners' residuals and of selections, by axes."""
-    if axis_name is None:
+    over = _axes.or_explained(axis_name)
+    if over is None:
       workers = 1
     if workers is None:
       return {}  # if update needs some, it raises an error
     messages = plan(leaves, others, workers=workers)
     owned: dict[str, list[tuple[int, int]]] = {}
-    if keeps_owned and axis_name is not None:
-      owned = owner_shapes(messages, workers, axis_name)
-    rows = selected_rows(codec, messages, axis_name)
+    if keeps_owned and over is not None:
+      owned = owner_shapes(messages, workers, over)
+    rows = selected_rows(codec, messages, over)
     return {
       axes: (
         tuple(jax.ShapeDtypeStruct(x, jnp.float32) for x in owned.get(axes, ())),
@@ -213,10 +213,6 @@ def compress(
   ) -> tuple[Any, CompressState]:
     del extra_args
     updates = not_differentiated(updates)
-    if study := _planning.current():
-      used = functools.partial(used_entries, codec, state.selection, axis_name)
-      study.add(updates, plan, getattr(schedule, "group_size", None), codec, used)
-      return updates, state
     if averages:
       _whole.check_params(params, averages)
     axes, is_sum = reduction(updates, axis_name, local=not schedule.sends)
@@ -248,6 +244,7 @@ def compress(
         None if axes is None else Workers(axes, count, 1 if is_sum else 1 / count)
       )
       messages = plan(corrected, others, workers=count)
+      note(Plan(tuple(names), messages, codec, axis_name), state.step)
       owned = None
       if keeps_owned and workers and owner_shapes(messages, count, workers.axis_name):
         owned = _required_owned(state, workers)

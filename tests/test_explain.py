@@ -1,15 +1,20 @@
-"""The bytes that explain counts are those of arithmetic by hand.
+"""The bytes that explain reads from a trace are those of arithmetic by hand.
 
 test_wire_proof.py compares them with the optimized HLO.
 """
 
+import functools
+import itertools
 from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
+import modes
 import optax
 import pytest
 from assertions import assert_same_bits
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
@@ -72,11 +77,103 @@ def test_shared_scales_take_the_cheaper_of_two_exact_sums():
   assert leaf.bytes_sent == 3 * (rows // 4 * 2048 + sums) + stats
 
 
+def test_leaves_of_a_plain_mean_have_bytes_of_their_own():
+  """No rows are filled up there: the ratio is 1 for each."""
+  sizes = {"a": 3, "b": 64, "c": 1000}
+  like = {name: jax.ShapeDtypeStruct((n,), jnp.float32) for name, n in sizes.items()}
+  explanation = gradcomp.explain(gradcomp.dense(axis_name="data"), like, workers=4)
+  assert [leaf.bytes_sent for leaf in explanation.leaves] == [
+    Fraction(2 * 3, 4) * 4 * n for n in sizes.values()
+  ]
+
+
+def test_each_transformation_has_its_own_axes():
+  """All are of as many workers; one takes them from types that are not there yet."""
+  axes = ("data", ("host", "chip"), None)
+  chained = optax.chain(*(gradcomp.qsgd(bits=4, axis_name=name) for name in axes))
+  sent = explain(workers=8).bytes_sent
+  for workers in (8, (2, 4)):
+    assert gradcomp.explain(chained, PARAMS, workers=workers).bytes_sent == 3 * sent
+
+
+def test_a_fit_is_not_a_part_of_a_leaf():
+  """It all-reduces 32-bit counts, of one leaf here."""
+  codec = QSGD(bits=4, levels="nonuniform")
+  counts = jax.eval_shape(codec.measure, PARAMS["w"]).size
+  tx = gradcomp.compress(codec, axis_name="data")
+  explanation = gradcomp.explain(tx, PARAMS, workers=4)
+  assert explanation.bytes_fitting == Fraction(2 * 3, 4) * 4 * counts
+  leaves = sum(leaf.bytes_sent for leaf in explanation.leaves)
+  assert explanation.bytes_sent == leaves + explanation.bytes_fitting
+  assert "only where levels are fitted" in str(explanation)
+
+
+def every_other(tx):
+  """Exchanges in odd steps alone: in the branch that is written first."""
+
+  def update(updates, state, params=None):
+    step, inner = state
+    branches = [lambda u, s: tx.update(u, s, params), lambda u, s: (u, s)]
+    updates, inner = jax.lax.switch((step + 1) % 2, branches, updates, inner)
+    return updates, (step + 1, inner)
+
+  return optax.GradientTransformation(
+    lambda params: (jnp.zeros([], jnp.int32), tx.init(params)), update
+  )
+
+
+def test_of_branches_the_last_that_sends_something_is_shown():
+  assert explain(4, wrap=every_other).leaves == explain(4).leaves
+  dense, last = gradcomp.dense(axis_name="data"), gradcomp.qsgd(axis_name="data")
+  switched = gradcomp.switch([10], [dense, last])
+  alone = gradcomp.explain(last, PARAMS, workers=4)
+  assert gradcomp.explain(switched, PARAMS, workers=4) == alone
+
+
+def test_slots_that_were_used_are_found_behind_branches():
+  """Two sparse transformations, one in a branch, each with a state of its own."""
+  sparse = functools.partial(
+    gradcomp.redsync, axis_name="data", exchange="all_gather", min_leaf_size=0
+  )
+  both = {"v": every_other(sparse(0.01)), "w": gradcomp.switch([1], [sparse(0.5)] * 2)}
+  params = {name: jnp.zeros((64, 64)) for name in "vw"}
+  tx = optax.partition(both, {"v": "v", "w": "w"})
+  state = jax.vmap(tx.init, axis_name="data", axis_size=2, in_axes=None)(params)
+  found = itertools.count(1)
+
+  def sent(path, x):
+    is_used = jax.tree_util.keystr(path).endswith(".used")
+    return jnp.zeros(x.shape).at[:, 0].set(next(found)).ravel() if is_used else x
+
+  state = jax.tree_util.tree_map_with_path(sent, state)
+  leaves = gradcomp.explain(tx, params, workers=2, opt_state=state).leaves
+  assert {leaf.path: leaf.used for leaf in leaves} == {"['v']": 1, "['w']": 2}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_a_map_it_explains_other_workers(check_vma):
+  """The map's axis has the same name, and the mesh has other devices."""
+  mesh = modes.mesh(2, AxisType.Explicit)
+  found = []
+
+  def traced(x):
+    found.append(explain(workers=8))
+    return x
+
+  mapped = jax.shard_map(
+    traced, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma
+  )
+  with jax.set_mesh(mesh):
+    found.append(explain(workers=8))
+    jax.make_jaxpr(mapped)(1.0)
+  assert found == [explain(workers=8)] * 2
+
+
 def test_workers_that_are_no_groups():
   over_two = gradcomp.qsgd(axis_name=("host", "chip"), exchange="hierarchical")
   with pytest.raises(ValueError, match="`workers` must be the sizes of both axes"):
     gradcomp.explain(over_two, PARAMS, workers=8)
-  with pytest.raises(ValueError, match="`workers` must be a multiple of group_size=4"):
+  with pytest.raises(ValueError, match="`group_size` must divide the 6 workers"):
     explain(workers=6, exchange=gradcomp.exchange.Hierarchical(group_size=4))
 
 
@@ -97,13 +194,15 @@ def test_messages_are_numbered():
 
 
 def test_hierarchical_over_two_axes():
-  """2 hosts of 4 chips: 64 rows are 8 shares of 8."""
-  params = {"w": PARAMS["w"]}
+  """2 hosts of 4 chips: 64 rows are 8 shares of 8, and 4 rows 8 shares of one."""
   tx = gradcomp.qsgd(axis_name=("host", "chip"), exchange="hierarchical")
-  explanation = gradcomp.explain(tx, params, workers=(2, 4))
+  explanation = gradcomp.explain(tx, PARAMS, workers=(2, 4))
+  b, w = explanation.leaves
   dense, inside = 3 * 2 * 8 * 4096 * 4, 3 * 2 * 8 * ROW
-  assert explanation.bytes_inside == dense + inside
-  assert explanation.bytes_sent == dense + 1 * 8 * ROW + 7 * 8 * ROW
+  assert w.bytes_sent == dense + 1 * 8 * ROW + 7 * 8 * ROW
+  assert b.bytes_sent == (3 * 2 + 1 + 7) * 512
+  assert explanation.bytes_sent == w.bytes_sent + b.bytes_sent
+  assert explanation.bytes_inside == dense + inside + 2 * 3 * 2 * 512
   assert "stay inside groups" in str(explanation)
 
 
@@ -136,10 +235,8 @@ def test_nothing_runs_otherwise_while_it_is_asked():
 def test_table():
   lines = str(explain(workers=4)).splitlines()
   assert lines[0].split() == (
-    "leaf shape codec bits exchange message sent received /f32 /bf16".split()
+    "leaf shape codec bits exchange message sent /f32 /bf16".split()
   )
-  assert lines[2].split()[-7:] == (
-    "4.062 two_shot 0 199,680 199,680 0.127 0.2539".split()
-  )
-  assert lines[-2] == "Bytes that each of 4 workers sends and receives a step."
+  assert lines[2].split()[-6:] == "4.062 two_shot 0 199,680 0.127 0.2539".split()
+  assert lines[-2] == "Bytes that each of 4 workers sends a step. It receives as many."
   assert lines[-1] == "two_shot: it sends 2/N of all_gather's bytes."

@@ -17,6 +17,7 @@ from jax import lax
 
 from gradcomp import _axes
 from gradcomp._axes import AxisName
+from gradcomp.exchange._notes import Parts, note
 from gradcomp.exchange._spread import devices, spread
 
 
@@ -42,11 +43,13 @@ def final_stage(elements: int, workers: Workers) -> str:
 
 def pmean(tree: Any, axis_name: AxisName) -> Any:
   """The plain mean over the axis, in the arrays' own dtype."""
+  note(_parts(jax.tree.leaves(tree)))
   return lax.pmean(tree, axis_name)
 
 
 def psum(tree: Any, axis_name: AxisName) -> Any:
   """The plain sum over the axis, in the arrays' own dtype."""
+  note(_parts(jax.tree.leaves(tree)))
   return lax.psum(tree, axis_name)
 
 
@@ -169,4 +172,9 @@ def stacked(x: jax.Array) -> jax.Array:
 
 def join(parts: Sequence[jax.Array], lines: int) -> jax.Array:
   """Arrays ``[lines, ...]`` side by side: ``[lines, M]``."""
+  note(_parts(parts))
   return jnp.concatenate([x.reshape(lines, x.size // lines) for x in parts], axis=1)
+
+
+def _parts(arrays: Sequence[jax.Array]) -> Parts:
+  return Parts(tuple(jnp.size(x) for x in arrays))

@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,9 @@ from jax import lax
 
 from gradcomp import _axes
 from gradcomp._axes import AxisName
-from gradcomp.codecs import Codec, FittedCodec, is_fitted
+from gradcomp.codecs import Codec, FittedCodec
 from gradcomp.exchange._collectives import STAGE, totals
+from gradcomp.exchange._notes import noted
 from gradcomp.exchange._plan import Message
 
 
@@ -50,7 +50,8 @@ def refit(
   def fit() -> jax.Array:
     counts = sum(_measure(codec, leaves[number]) >> shift for number in encoded)
     if names:
-      (counts,) = totals([counts], names, STAGE)
+      with noted(codec):
+        (counts,) = totals([counts], names, STAGE)
     return codec.fit(jnp.asarray(counts), memory)
 
   return lax.cond(step % codec.refit_every == 0, fit, lambda: memory)
@@ -60,14 +61,6 @@ def refit(
 def _measure(codec: FittedCodec, leaf: jax.Array) -> jax.Array:
   """Jitted by itself, so that leaves of one shape are traced once."""
   return codec.measure(leaf)
-
-
-def fit_bytes(codec: Codec, messages: Sequence[Message], workers: int) -> Fraction:
-  """What a worker sends for a fit: an all-reduce of 32-bit counts."""
-  if not is_fitted(codec) or not _encoded(codec, messages):
-    return Fraction(0)
-  counts = jax.eval_shape(codec.measure, jax.ShapeDtypeStruct((1,), jnp.float32))
-  return Fraction(2 * (workers - 1), workers) * 4 * counts.size
 
 
 def _encoded(codec: Codec, messages: Sequence[Message]) -> dict[int, tuple[str, ...]]:

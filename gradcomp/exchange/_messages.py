@@ -11,6 +11,7 @@ from gradcomp._axes import AxisName
 from gradcomp.exchange._average import Residuals, average
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Keys
+from gradcomp.exchange._notes import noted
 from gradcomp.exchange._plan import Message
 from gradcomp.exchange._selected import Thresholds, stack_name
 
@@ -88,7 +89,7 @@ def average_messages(
     if owned is not None and workers is not None:
       shapes = _shapes(message, workers.size)
       residuals = [_take(waiting, axes, shape) for shape in shapes]
-    with jax.named_scope(f"gradcomp_{message.exchange.name}"):
+    with jax.named_scope(f"gradcomp_{message.exchange.name}"), noted(message):
       outcome = average(
         message,
         [leaves[i] for i in message.leaves],

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from gradcomp._axes import AxisName
 from gradcomp.codecs import (
   Codec,
   Dense,
@@ -39,6 +40,22 @@ class Message(NamedTuple):
   others: tuple[str, ...]
   reason: str
   workers: int
+
+
+class Plan(NamedTuple):
+  """What one transformation sends in a step.
+
+  Attributes:
+    paths: the paths of its leaves.
+    messages: the messages, with the numbers of those leaves.
+    codec: of the large leaves.
+    axis_name: the axes that it was given.
+  """
+
+  paths: tuple[str, ...]
+  messages: tuple[Message, ...]
+  codec: Codec
+  axis_name: AxisName | None
 
 
 def plan_messages(

@@ -84,6 +84,14 @@ class Codes:
   def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
     return None
 
+  def reduces_shorter(self, rows: int, workers: int) -> bool:
+    # Either way sends (N-1)/N of what is counted here.
+    integers = 2 * rows * self.codec.tile_size * sum_dtype(self.codec, workers).itemsize
+    share = -(-rows // workers)
+    sums, words = packed_shape(self.codec, workers, share)
+    packed = 4 * workers * (share * self.codec.row_words + sums * words)
+    return workers == 1 or integers <= packed
+
   def terms(self, rows: jax.Array, workers: int) -> jax.Array:
     return self.codec.codes(rows).astype(sum_dtype(self.codec, workers))
 

@@ -171,6 +171,9 @@ class PartialSum(Sum, Protocol):
 class ReducibleSum(Sum, Protocol):
   """A sum of numbers that the backend's all-reduce adds exactly, or as floats."""
 
+  def reduces_shorter(self, rows: int, workers: int) -> bool:
+    """Returns whether an all-reduce of so many rows sends no more than owners would."""
+
   def terms(self, rows: jax.Array, workers: int) -> jax.Array:
     """Returns the numbers that an all-reduce over N workers adds.
 

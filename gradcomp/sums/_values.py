@@ -23,6 +23,9 @@ class Floats(Tiles):
   def refusals(self) -> dict[Way, str]:
     return {}
 
+  def reduces_shorter(self, rows: int, workers: int) -> bool:
+    return True
+
   def terms(self, rows: jax.Array, workers: int) -> jax.Array:
     return jax.lax.bitcast_convert_type(rows, jnp.float32)
 
@@ -57,6 +60,9 @@ class Chosen(Entries):
       "owned": again,
       "grouped": again,
     }
+
+  def reduces_shorter(self, rows: int, workers: int) -> bool:
+    return True
 
   def terms(self, rows: jax.Array, workers: int) -> jax.Array:
     values = rows[:, self.codec.header_words :]

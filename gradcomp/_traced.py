@@ -1,0 +1,201 @@
+"""Traces an update over workers that do not exist, and reads what its messages send."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import jax
+import optax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AbstractMesh, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+from gradcomp import _axes
+from gradcomp.codecs import Codec
+from gradcomp.exchange import NOTE, Message, Parts, Plan, note
+from gradcomp.layout import Layout
+from gradcomp.state import CompressState
+
+# What one of N workers sends, as a part of its operand's bytes, by JAX's primitives:
+# the best algorithms for a ring, which wire_report counts by as well.
+_SENT: dict[str, Callable[[int], Fraction]] = {
+  "all_gather": lambda n: Fraction(n - 1),
+  "all_to_all": lambda n: Fraction(n - 1, n),
+  "pmax": lambda n: Fraction(2 * (n - 1), n),
+  "ppermute": lambda n: Fraction(min(n - 1, 1)),
+  "psum": lambda n: Fraction(2 * (n - 1), n),
+}
+
+
+@dataclasses.dataclass
+class Found:
+  """What one transformation sends, in bytes of one worker.
+
+  Attributes:
+    plan: its messages.
+    state: the number of its state, see :func:`states`; None if the trace hides it.
+    by_leaf: for each leaf.
+    inside: the part of these that stays inside the groups of two axes' second.
+    fitting: what fits the codec, beside these.
+  """
+
+  plan: Plan
+  state: int | None
+  by_leaf: list[Fraction]
+  inside: Fraction = Fraction(0)
+  fitting: Fraction = Fraction(0)
+
+
+def traced(
+  optimizer: optax.GradientTransformation, params: Any, sizes: tuple[int, ...]
+) -> list[Found]:
+  """Returns what the transformations in an optimizer send, in their order.
+
+  It binds the axes that they ask for, until none is missing.
+
+  Args:
+    optimizer: an optax transformation with gradcomp's in it.
+    params: arrays, or their shapes and dtypes.
+    sizes: of a transformation's axes, if it has as many; else all are on its first one.
+  """
+  like = jax.eval_shape(lambda params: params, params)
+  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+
+  def update(params: Any) -> Any:
+    numbers = itertools.count()
+
+    def numbered(x: Any) -> Any:
+      return x._replace(step=note(next(numbers), x.step)[0]) if _is_state(x) else x
+
+    state = jax.tree.map(numbered, optimizer.init(params), is_leaf=_is_state)
+    return optimizer.update(params, state, params)[0]
+
+  bound = dict(zip(_axes.EXPLAINED, sizes, strict=False))
+  while True:
+    try:
+      mesh = AbstractMesh(tuple(bound.values()), tuple(bound))
+      with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
+        trace = jax.make_jaxpr(
+          jax.shard_map(update, in_specs=P(), out_specs=P(), check_vma=False)
+        )(like)
+      return _read(trace.jaxpr, bound)
+    except _axes.UnboundAxisError as unbound:
+      names = _axes.names(unbound.axis_name)
+      ones = (1,) * (len(names) - 1)
+      fit = sizes if len(sizes) == len(names) else (math.prod(sizes), *ones)
+      bound |= zip(names, fit, strict=True)
+
+
+def states(opt_state: Any) -> list[CompressState]:
+  """Returns the states of gradcomp's transformations, in the order of their numbers."""
+  return list(filter(_is_state, jax.tree.leaves(opt_state, is_leaf=_is_state)))
+
+
+def _is_state(x: Any) -> bool:
+  return isinstance(x, CompressState)
+
+
+def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
+  """Returns what a traced update sends. Only what notes stand around is counted."""
+  result: list[Found] = []
+  now: object = None
+  parts: tuple[int, ...] = ()
+  for equation, state, times in _told(jaxpr, {}, 1):
+    if equation.primitive is not NOTE:
+      axes, nbytes = _sent(equation, sizes)
+      if isinstance(now, Codec):
+        result[-1].fitting += times * nbytes
+      elif isinstance(now, Message):
+        found = result[-1]
+        for i, share in zip(now.leaves, _shares(now.layout, parts), strict=True):
+          found.by_leaf[i] += times * nbytes * share
+        if axes == _axes.names(found.plan.axis_name or _axes.EXPLAINED)[1:]:
+          found.inside += times * nbytes
+    elif isinstance(about := equation.params["about"], Parts):
+      parts = about.sizes
+    else:
+      now, parts = about, ()
+      if isinstance(about, Plan):
+        result.append(Found(about, state, [Fraction(0)] * len(about.paths)))
+  return result
+
+
+def _sent(
+  equation: JaxprEqn, sizes: Mapping[str, int]
+) -> tuple[tuple[str, ...], Fraction]:
+  """Returns the axes of a collective, and the bytes that a worker sends by it.
+
+  Raises:
+    UnboundAxisError: an axis is that of a map around explain.
+  """
+  axes = equation.params.get("axis_name", equation.params.get("axes"))
+  axes = axes if isinstance(axes, tuple) else (axes,)
+  if not sizes.keys() >= set(axes):
+    raise _axes.UnboundAxisError(f"{axes} must be bound, got {sizes}.", axes)
+  (x,) = equation.invars
+  assert isinstance(x.aval, ShapedArray)
+  nbytes = x.aval.size * x.aval.dtype.itemsize
+  return axes, nbytes * _SENT[equation.primitive.name](
+    math.prod(sizes[axis] for axis in axes)
+  )
+
+
+def _shares(layout: Layout, parts: tuple[int, ...]) -> list[Fraction]:
+  """Returns each leaf's share of a collective: its part, or its rows' of its codec's.
+
+  Parts that are neither leaves nor codecs are shared like whole payloads.
+  """
+  rows, codecs = layout.rows, layout.codecs
+  weights = [Fraction(size) for size in parts]
+  if len(parts) != len(layout.slots):
+    if len(parts) != len(codecs):
+      parts = tuple(n * c.row_words for n, c in zip(rows, codecs, strict=True))
+    weights = [
+      Fraction(parts[group] * (stop - start), rows[group] or 1)
+      for group, start, stop in layout.slots
+    ]
+  total = sum(weights) or 1
+  return [weight / total for weight in weights]
+
+
+def _told(
+  jaxpr: Jaxpr, states: dict[Var, int], times: int
+) -> Iterator[tuple[JaxprEqn, int | None, int]]:
+  """Yields notes and collectives; of branches those of the last that has any.
+
+  Args:
+    jaxpr: of a function, perhaps inside another one.
+    states: the variables that are steps of states, with the numbers of these.
+    times: how often the function runs.
+
+  Yields:
+    The equation, the number of the state that it is about, and how often it runs.
+  """
+  for equation in jaxpr.eqns:
+    name, params = equation.primitive.name, equation.params
+    known = [None if isinstance(x, Literal) else states.get(x) for x in equation.invars]
+    if equation.primitive is NOTE and isinstance(params["about"], int):
+      states[equation.outvars[0]] = params["about"]
+    elif equation.primitive is NOTE or name in _SENT:
+      yield equation, known[0] if known else None, times
+    else:
+      found = []
+      for part in _inside(params):
+        pairs = zip(reversed(part.invars), reversed(known), strict=False)
+        inner = {x: number for x, number in pairs if number is not None}
+        again = times * params.get("length", 1)  # of a loop
+        found.append(list(_told(part, inner, again)))
+      taken = list(filter(None, found))
+      yield from itertools.chain(*(taken[-1:] if name == "cond" else taken))
+
+
+def _inside(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+  """Yields the functions that an equation calls, whose arguments are its last ones."""
+  for part in jax.tree.leaves(tuple(params.values())):
+    part = part.jaxpr if isinstance(part, ClosedJaxpr) else part
+    if isinstance(part, Jaxpr):
+      yield part
