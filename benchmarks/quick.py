@@ -31,6 +31,7 @@ RUNS = (
   "gpu_kernels --interpret",
   "link_speed",
   "link_speed --loopback",
+  "memory",
   "ptx_check",
   "redsync_study",
   "roundoff",

@@ -1,70 +1,41 @@
-"""A step needs little more temporary memory than its messages and one gradient."""
+"""An update needs little more temporary memory than its messages and 1.5 gradients."""
 
-import jax
-import jax.numpy as jnp
-import modes
+import memory
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from memory import Case
 from slow_cases import slow
 
-import gradcomp
-from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, RandomK, Ternary, TopK
-from gradcomp.exchange import as_exchange, plan_messages
+# With feedback XLA holds more here, as docs/results.md says.
+EXCEEDING = {
+  ("8 bits, dynamic tree", "ring"),
+  ("APS (5, 2)", "ring"),
+  ("APS (5, 2), Kahan", "ring"),
+  ("TopK, 0.1 %", "two_shot"),
+  ("TopK, 0.1 %", "hierarchical"),
+}
 
-SIZE, WORKERS = 1 << 20, 4
+
+def exceeds(case):
+  return case.feedback is not None and (case.codec, case.exchange) in EXCEEDING
 
 
-def temporaries(codec, exchange):
-  """The temporary bytes of an update of one leaf, in gradients, as XLA plans them."""
-  mesh = modes.mesh(WORKERS)
-  tx = gradcomp.compress(codec, axis_name="data", exchange=exchange, feedback="error")
-  with jax.set_mesh(mesh):
-    state = jax.eval_shape(tx.init, jax.ShapeDtypeStruct((SIZE,), jnp.float32))
-  specs = gradcomp.state_specs(state, "data")
+def name(case):
+  return ", ".join(map(str, case))
 
-  def placed(like, spec):
-    sharding = NamedSharding(mesh, spec)
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
 
-  update = jax.shard_map(
-    tx.update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs)
-  )
-  grads = placed(jax.ShapeDtypeStruct((WORKERS * SIZE,), jnp.float32), P("data"))
-  lowered = jax.jit(update, donate_argnums=1).lower(
-    grads, jax.tree.map(placed, state, specs)
-  )
-  analysis = lowered.compile().memory_analysis()
-  return analysis.temp_size_in_bytes / (4 * SIZE)
+PLAIN = [
+  Case("bfloat16", "all_gather", "momentum"),
+  Case("1-bit SGD", "all_gather", "momentum"),
+  Case("8 bits, dynamic tree", "all_gather", "error"),
+  Case("TopK, 0.1 %", "all_gather", "momentum"),
+  Case("RandomK, 1 %", "psum", "error"),
+]
 
 
 @pytest.mark.parametrize(
-  "codec, exchange",
-  [
-    (RandomK(density=0.01), "psum"),
-    (QSGD(bits=4), "two_shot"),
-    *slow(
-      (QSGD(bits=4), "all_gather"),
-      (OneBit(), "two_shot"),
-      (Ternary(), "psum"),
-      (EightBit(), "two_shot"),
-      (FloatCast(), "all_gather"),
-      (TopK(density=0.01), "all_gather"),
-    ),
-  ],
-  ids=str,
+  "case", [*PLAIN, *slow(*((x,) for x in memory.cases() if x not in PLAIN))], ids=name
 )
-def test_temporaries_are_the_payloads_and_one_and_a_half_gradients(codec, exchange):
-  (message,) = plan_messages(
-    [jax.ShapeDtypeStruct((SIZE,), jnp.float32)],
-    [()],
-    codec,
-    exchange=as_exchange(exchange),
-    workers=WORKERS,
-    min_leaf_size=None,
-    message_bytes=None,
-  )
-  payload = message.layout.nbytes / (4 * SIZE)
-  # A worker's own, and those that it receives: all others', or two stages of one.
-  payloads = (1 + WORKERS if exchange == "all_gather" else 3) * payload
-  assert temporaries(codec, exchange) < payloads + 1.5
+def test_temporaries_are_the_payloads_and_one_and_a_half_gradients(case):
+  excess = memory.measure(case).excess
+  # What no longer exceeds shall leave the list and the page.
+  assert (excess > memory.LIMIT) == exceeds(case), excess
