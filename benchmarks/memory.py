@@ -62,7 +62,7 @@ CODECS: dict[str, Codec] = {
   "TopK, 0.1 %": TopK(density=0.001),
   "RandomK, 1 %": RandomK(density=0.01),
 }
-EXCHANGES = tuple(x for x in get_args(Exchange) if x not in ("auto", "local"))
+EXCHANGES = tuple(x for x in get_args(ExchangeName) if x not in ("auto", "local"))
 FEEDBACKS = (None, "error", "momentum")
 QUICK = "bfloat16"  # compiles fastest
 _GROUPED = Hierarchical(group_size=2)
