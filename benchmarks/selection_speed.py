@@ -58,7 +58,7 @@ def rows(kind: str, size: int, density: float, repeats: int) -> dict[str, Any]:
   }
   facts: dict[str, Any] = {}
   for name, unbound in codecs(density).items():
-    codec = unbound.for_leaf(size)
+    codec = unbound.ranged(size)
     encode = _compiled(lambda x, codec=codec: codec.encode(x, key=_KEY).rows, x)
     payload = encode(x)
     facts[name] = {
@@ -74,7 +74,7 @@ def rows(kind: str, size: int, density: float, repeats: int) -> dict[str, Any]:
     if name == "threshold":
       add = lambda rows, codec=codec: Entries(codec).mean(rows, 1 / _WORKERS)
       calls[f"add {_WORKERS} payloads"] = _call(add, jnp.stack([payload] * _WORKERS))
-      again = TopK(density=density, selection="sampled").for_leaf(size)
+      again = TopK(density=density, selection="sampled").ranged(size)
       reuse = lambda x, t, codec=again: codec.encode(x, stats=t).rows
       calls["sampled, again"] = _call(reuse, x, codec.thresholds(payload))
   seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)

@@ -7,13 +7,12 @@ from typing import Any
 
 import optax
 
-from gradcomp import _traced
+from gradcomp import _traced, sums
 from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
 from gradcomp._table import aligned
-from gradcomp.codecs import Codec, SparseCodec
+from gradcomp.codecs import Codec
 from gradcomp.exchange import Hierarchical, used_entries
-from gradcomp.layout import Slot
 
 _WORKERS_RULE = "a number of workers, 1 or more, or a tuple of the sizes of two axes"
 
@@ -145,12 +144,6 @@ def _ratio(sent: Fraction, elements: int, workers: int, bits: int) -> float:
   return math.inf if sent else 1.0
 
 
-def _leaf_slots(codec: Codec, slot: Slot) -> int | None:
-  if not isinstance(codec, SparseCodec):
-    return None
-  return (slot.stop - slot.start) * codec.slots
-
-
 def _check_axes(axis_name: AxisName | None, sizes: tuple[int, ...]) -> None:
   """Raises ValueError for two axes of which one size is known."""
   if isinstance(axis_name, tuple) and len(axis_name) == 2 != len(sizes):
@@ -236,7 +229,7 @@ def explain(
           message=number,
           bytes_sent=found.by_leaf[i],
           reason=message.reason,
-          slots=_leaf_slots(layout.codecs[slot.group], slot),
+          slots=sums.of(layout.codecs[slot.group]).slots(slot.stop - slot.start),
           used=used.get(i),
         )
       number += 1

@@ -8,15 +8,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gradcomp import sums
 from gradcomp.codecs import (
   Codec,
   Dense,
+  Leaf,
   RemainderCodec,
   SelectingCodec,
   SharedCodec,
-  SparseCodec,
   from_tiles,
-  is_by_column,
   to_tiles,
 )
 from gradcomp.sums import RowDecoder
@@ -178,6 +178,7 @@ def plan(
   *,
   min_leaf_size: int | None = None,
   ranges: int = 1,
+  addends: int | None = None,
 ) -> Layout:
   """Assigns a codec to each leaf: ``codec``, or ``Dense(float32)`` to small leaves.
 
@@ -199,7 +200,7 @@ def plan(
   codecs: dict[Codec, int] = {}  # each with the rows that it has so far
   slots = []
   for leaf in like:
-    chosen = leaf_codec(leaf, codec, min_leaf_size, ranges)
+    chosen = leaf_codec(leaf, codec, min_leaf_size, ranges, addends)
     start = codecs.setdefault(chosen, 0)
     codecs[chosen] += leaf_rows(chosen, leaf)
     slots.append(Slot(list(codecs).index(chosen), start, codecs[chosen]))
@@ -211,22 +212,13 @@ def leaf_codec(
   codec: Codec,
   min_leaf_size: int,
   ranges: int = 1,
+  addends: int | None = None,
 ) -> Codec:
-  """The codec of one leaf, a sparse one of so many ranges of it."""
-  if is_by_column(codec):
-    codec = codec.with_rows(leaf.shape[0] if leaf.shape else 1)
-  if isinstance(codec, SparseCodec):
-    codec = codec.for_leaf(leaf.size, ranges)
-
-  def words(codec: Codec) -> int:
-    return leaf_rows(codec, leaf) * codec.row_words
-
-  # Rounding to a format is asked for by itself, also where it saves nothing.
-  most = words(Dense()) if codec.adds else words(Dense()) - 1
-  # All elements as they are need no positions.
-  whole = isinstance(codec, SparseCodec) and codec.density == 1
-  compressed = leaf.size >= min_leaf_size and words(codec) <= most and not whole
-  return codec if compressed else Dense()
+  """The codec of one leaf, of which workers own ranges and add numbers."""
+  bound = codec.bind(Leaf(leaf.shape, addends, ranges))
+  words, dense = (leaf_rows(c, leaf) * c.row_words for c in (bound, Dense()))
+  saves = words < dense or (words == dense and sums.of(bound).even_at_par)
+  return bound if leaf.size >= min_leaf_size and saves else Dense()
 
 
 def leaf_rows(codec: Codec, leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
@@ -246,8 +238,8 @@ def default_min_leaf_size(sizes: Sequence[int], codec: Codec | None = None) -> i
     >>> default_min_leaf_size([300, 300])
     300
   """
-  sparse = isinstance(codec, SparseCodec)
-  allowed = (_DENSE_SHARE_OF_SPARSE if sparse else _DENSE_SHARE) * sum(sizes)
+  drops = codec is not None and sums.of(codec).drops
+  allowed = (_DENSE_SHARE_OF_SPARSE if drops else _DENSE_SHARE) * sum(sizes)
   passed = 0
   for size in sorted(sizes):
     passed += size

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from gradcomp import sums
 from gradcomp._axes import AxisName
-from gradcomp.codecs import LinearCodec
 from gradcomp.exchange import Message, OwnerResiduals, Selected, Selections
 from gradcomp.kernels import key_words
 
@@ -115,9 +115,9 @@ def step_keys(
   step_key = fold(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
   texts = [*names, *(text for message in messages for text in _stages(message, names))]
   words = jnp.array([_words(text) for text in texts], jnp.uint32)
-  linear = any(isinstance(c, LinearCodec) for layout in layouts for c in layout.codecs)
+  alike = any(sums.of(codec).alike for layout in layouts for codec in layout.codecs)
   # Workers that must choose the same elements have the same keys.
-  worker = 0 if axis_name is None or linear else lax.axis_index(axis_name)
+  worker = 0 if axis_name is None or alike else lax.axis_index(axis_name)
 
   def key(own: jax.Array) -> jax.Array:
     return fold(fold(fold(step_key, own[0]), own[1]), worker)

@@ -55,7 +55,6 @@ class Case(NamedTuple):
     own: ``own(x, rows, value)`` asserts that statistics are those of the leaf's own
       elements; None where zeros behind a leaf change nothing, which the law shows.
     unclipped: the codec of what is left of a leaf that is not finite, if another.
-    bind: gives the codec of leaves of a shape.
     shape: of the leaf that the laws try; None for two tiles and a part of a third.
     slow: whether plain runs leave it out: what is its own is the same code elsewhere.
   """
@@ -65,7 +64,6 @@ class Case(NamedTuple):
   spoils: int | str | None
   own: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None = None
   unclipped: Codec | None = None
-  bind: Callable[[Codec, tuple[int, ...]], Codec] = lambda codec, shape: codec
   shape: tuple[int, ...] | None = None
   slow: bool = False
 
@@ -125,7 +123,6 @@ def _one_bit_columns():
   read = lambda rows, stats, shape: wire_decoder_codecs.decode_one_bit_columns(
     rows, shape
   )
-  bind = lambda codec, shape: codec.with_rows(shape[0] if shape else 1)
 
   def own(x, rows, value):
     for column, found in zip(x.reshape(45, 6).T, value.reshape(45, 6).T, strict=True):
@@ -133,7 +130,7 @@ def _one_bit_columns():
       # Sums of at most 45 elements of one sign in binary32.
       np.testing.assert_allclose(found, expected, rtol=1e-6)
 
-  return Case(OneBit(per_column=True), read, "column", own, bind=bind, shape=(45, 2, 3))
+  return Case(OneBit(per_column=True), read, "column", own, shape=(45, 2, 3))
 
 
 def _ternary(slow=False, **hyper):
@@ -190,10 +187,6 @@ def _float_cast(slow=False, **hyper):
   return Case(codec, read, spoils, slow=slow)
 
 
-def _for_leaf(codec, shape):
-  return codec.for_leaf(int(np.prod(shape)), 1)
-
-
 def _top_k(slow=False, **hyper):
   codec = TopK(**{"density": 0.02, **hyper})
 
@@ -211,7 +204,7 @@ def _top_k(slow=False, **hyper):
 
   shape = None if codec.range_size else (2077,)
   spoils = "sent" if codec.quantize is None else "row"
-  return Case(codec, read, spoils, bind=_for_leaf, shape=shape, slow=slow)
+  return Case(codec, read, spoils, shape=shape, slow=slow)
 
 
 def _random_k(**hyper):
@@ -224,7 +217,7 @@ def _random_k(**hyper):
     return wire_decoder_sparse.decode_random_k(rows, size, range_size=n, stride=stride)
 
   shape = None if codec.range_size else (2077,)
-  return Case(codec, read, "row", bind=_for_leaf, shape=shape)
+  return Case(codec, read, "row", shape=shape)
 
 
 # Each width by bucket. Level scheme, norm, rounding and one scale a tensor are the same

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from codec_cases import CASES
 
-from gradcomp.codecs import Payload, RemainderCodec
+from gradcomp.codecs import Leaf, Payload, RemainderCodec
 
 CODECS = [case.codec for case in CASES]
 
@@ -95,7 +95,7 @@ class Trial(NamedTuple):
 @functools.lru_cache(maxsize=1)  # the laws of one codec follow each other
 def _program(case):
   whole = _here(case.codec)
-  codec = case.bind(whole, case.leaf)
+  codec = whole.bind(Leaf(case.leaf))
 
   @jax.jit
   def run(x, key):
@@ -133,7 +133,7 @@ def trial(case, x, key=KEY):
 
 def payload_is_the_documented_rows(case, x):
   """Rows of one tile each; statistics where workers share them; nothing beside them."""
-  codec = case.bind(case.codec, x.shape)
+  codec = case.codec.bind(Leaf(x.shape))
   payload = trial(case, x).payload
   tiles = -(-x.size // codec.tile_size)
   chex.assert_shape(payload.rows, (tiles, codec.row_words))
@@ -199,7 +199,7 @@ def padding_never_leaks(case, x):
   if case.own is not None:
     case.own(x, found.payload.rows, found.value)
     return
-  codec = case.bind(_here(case.codec), x.shape)
+  codec = _here(case.codec).bind(Leaf(x.shape))
   by_bucket = isinstance(case.spoils, int) or case.spoils == "itself"
   scaled = codec.shares_stats or getattr(codec, "scale", 1) != 1
 
@@ -230,7 +230,7 @@ def non_finite_elements_are_seen(case, x, bad):
     clean = trial(case, x).value.ravel()
   number = np.arange(x.size)
   if case.spoils in ("sent", "row"):
-    codec = case.bind(case.codec, x.shape)
+    codec = case.codec.bind(Leaf(x.shape))
     spoiled = number // codec.tile_size == position // codec.tile_size
     assert not np.isfinite(found[spoiled]).all()
     if case.spoils == "sent":

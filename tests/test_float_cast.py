@@ -19,7 +19,7 @@ from oracle_floats import Format
 
 import gradcomp
 from gradcomp import floats
-from gradcomp.codecs import FloatCast
+from gradcomp.codecs import FloatCast, Leaf
 
 # Formats of all widths, 4, 8, 16 and 32 bits, filled and not.
 CASES = [
@@ -91,7 +91,7 @@ def test_rows_are_the_documented_ones(fmt, rounding, scale):
 @pytest.mark.parametrize("fmt, rounding, scale", [CASES[0], CASES[5], CASES[10]])
 def test_under_the_byte_of_others(fmt, rounding, scale):
   """Another worker's leaf is larger, and there are 5 of them."""
-  codec = codec_of(fmt, rounding, scale).for_addends(5)
+  codec = codec_of(fmt, rounding, scale).bind(Leaf((), addends=5))
   assert codec == codec_of(fmt, rounding, scale, addends=5)
   x = wide_leaf(codec.tile_size + 77)
   byte = oracle_float_cast.aps_byte(8 * x, 5)

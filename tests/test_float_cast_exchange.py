@@ -19,7 +19,7 @@ from slow_cases import slow
 
 import gradcomp
 from gradcomp import floats
-from gradcomp.codecs import FloatCast
+from gradcomp.codecs import FloatCast, Leaf
 from gradcomp.exchange import TwoShot, plan_messages
 
 SEED = 11
@@ -51,9 +51,9 @@ def agreed(codec, x):
   """The oracle's cast with the byte that the workers agree on."""
   workers = len(x)
   if codec.scale != "auto":
-    return cast_of(codec.for_addends(workers))
+    return cast_of(codec.bind(Leaf((), addends=workers)))
   byte = max(oracle_float_cast.aps_byte(own, workers) for own in x)
-  return cast_of(codec.for_addends(workers), byte)
+  return cast_of(codec.bind(Leaf((), addends=workers)), byte)
 
 
 def case_name(part):

@@ -164,7 +164,7 @@ CODECS = {
 def encoder(codec):
   @jax.jit
   def encode(leaves):
-    whole = codec.for_leaf(leaves[0].size)
+    whole = codec.ranged(leaves[0].size)
     return whole.encode_leaves(leaves, [None] * len(leaves))
 
   return encode

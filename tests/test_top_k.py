@@ -56,13 +56,13 @@ def test_the_largest_are_sent_of_any_data(size, method):
   codec = TopK(density=SIZES[size], selection=method)
   k = oracle_top_k.entries_of(codec.density, size)
   slots = oracle_top_k.slots_of(codec.density, size, method)
-  assert codec.for_leaf(size).slots == slots == (2 * k if method == "threshold" else k)
+  assert codec.ranged(size).slots == slots == (2 * k if method == "threshold" else k)
   for x in data(size).values():
     rows, rest = encode(codec, x)
     (entries,) = entries_of(codec, rows, size)
     check_selection(x, entries.positions, k, slots)
     check_row(codec, x, rows, rest, entries.positions)
-    bound = codec.for_leaf(size)
+    bound = codec.ranged(size)
     assert bound.used(rows) == len(entries.positions)
     assert bound.thresholds(rows) == np.abs(entries.values).min()
 
@@ -95,7 +95,7 @@ def test_ten_million_elements():
   """A leaf of many blocks, whose sample is a small part."""
   size, k = 10_000_000, 10_000
   codec = TopK(density=0.001)
-  assert codec.for_leaf(size).method == "threshold"
+  assert codec.ranged(size).method == "threshold"
   x = np.random.default_rng(0).random(size, np.float32) - np.float32(0.5)
   rows, rest = encode(codec, x)
   entries = wire_decoder_sparse.top_k_entries(rows, range_size=size, slots=2 * k)[0]
@@ -143,7 +143,7 @@ def test_an_empty_leaf_has_no_rows(quantize):
 def test_auto_takes_the_selection_for_the_size():
   sizes = {1: "exact", 2**15 - 1: "exact", 2**15: "trimmed", 2**20 - 1: "trimmed"}
   for size, method in {**sizes, 2**20: "threshold"}.items():
-    assert TopK().for_leaf(size).method == method
+    assert TopK().ranged(size).method == method
 
 
 @pytest.mark.parametrize("method", ["exact", "threshold"])
@@ -247,6 +247,6 @@ def test_bytes_of_a_slot(quantize, most, size, density):
   like = jax.ShapeDtypeStruct((size,), jnp.float32)
   rows = jax.eval_shape(codec.encode, like).rows
   slots = oracle_top_k.slots_of(density, size)
-  assert codec.for_leaf(size).slots == slots
+  assert codec.ranged(size).slots == slots
   chex.assert_type(rows, jnp.uint32)
   assert 4 * rows.size / slots <= most

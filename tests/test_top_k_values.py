@@ -66,7 +66,7 @@ def test_asq_sends_the_largest_of_one_sign(size, density, method):
         )
         left[chosen] -= mean
       np.testing.assert_allclose(rest, left, 0, smallest(name))
-      bound = codec.for_leaf(size)
+      bound = codec.ranged(size)
       assert bound.used(rows) == chosen.size
 
 
@@ -184,7 +184,7 @@ def test_the_library_decodes_what_the_page_says(codec, size):
   first, second = data(size)["normal"], data(size)["half constant"]
   rows = [encode(codec, x)[0] for x in (first, second)]
   values = [values_of(codec, x, size) for x in rows]
-  bound = codec.for_leaf(size)
+  bound = codec.ranged(size)
 
   @jax.jit
   def decode(rows):
@@ -214,7 +214,7 @@ def test_a_threshold_is_used_again():
   x = data(SIZE)["normal"]
   rows, _ = encode(codec, x, 0.0)
   np.testing.assert_array_equal(rows, encode(codec, x)[0])
-  limit = float(codec.for_leaf(SIZE).thresholds(rows)[0])
+  limit = float(codec.ranged(SIZE).thresholds(rows)[0])
   for factor in (0.8, 0.1, 1.0, 1.02):
     y = x * np.float32(factor)
     reach = np.flatnonzero(np.abs(y) >= np.float32(limit))
@@ -294,9 +294,9 @@ def test_what_the_codecs_say_of_themselves():
   for codec in (TopK(), RandomK()):
     assert not codec.unbiased and not codec.shares_stats and not codec.summable
     assert not codec.by_column and not codec.fitted and not codec.adds
-    assert codec.for_leaf(5000, ranges=3).range_size == 1667
-    assert codec.for_leaf(5000).for_leaf(10) == codec.for_leaf(5000)
+    assert codec.ranged(5000, ranges=3).range_size == 1667
+    assert codec.ranged(5000).ranged(10) == codec.ranged(5000)
   assert RandomK().needs_key and not TopK().needs_key
-  assert TopK(density=0.001).for_leaf(1000).slots == 1
-  assert TopK(density=0.001).for_leaf(1001).slots == 2
-  assert TopK(density=1).for_leaf(7).slots == 7
+  assert TopK(density=0.001).ranged(1000).slots == 1
+  assert TopK(density=0.001).ranged(1001).slots == 2
+  assert TopK(density=1).ranged(7).slots == 7

@@ -2,15 +2,14 @@
 
 from gradcomp.codecs._codec import AddingCodec as AddingCodec
 from gradcomp.codecs._codec import Codec as Codec
-from gradcomp.codecs._codec import ColumnCodec as ColumnCodec
 from gradcomp.codecs._codec import FittedCodec as FittedCodec
+from gradcomp.codecs._codec import Leaf as Leaf
 from gradcomp.codecs._codec import Payload as Payload
 from gradcomp.codecs._codec import RemainderCodec as RemainderCodec
 from gradcomp.codecs._codec import SharedCodec as SharedCodec
 from gradcomp.codecs._codec import SummingCodec as SummingCodec
 from gradcomp.codecs._codec import from_tiles as from_tiles
 from gradcomp.codecs._codec import is_adding as is_adding
-from gradcomp.codecs._codec import is_by_column as is_by_column
 from gradcomp.codecs._codec import is_fitted as is_fitted
 from gradcomp.codecs._codec import is_shared as is_shared
 from gradcomp.codecs._codec import to_tiles as to_tiles

@@ -1,7 +1,7 @@
 """The protocols of codecs: the facts and the functions that the exchange relies on."""
 
 import math
-from typing import Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,28 @@ class Payload(NamedTuple):
 
   rows: jax.Array  # uint32[rows, row_words], words and scales
   stats: jax.Array | None = None  # what workers agreed on, if the codec shares it
+
+
+class Leaf(NamedTuple):
+  """What a codec may depend on before it encodes a leaf."""
+
+  shape: tuple[int, ...]
+  addends: int | None = None  # how many workers' numbers are added, if any are
+  ranges: int = 1  # of consecutive elements, each of which a worker owns
+
+  @property
+  def size(self) -> int:
+    """The number of elements."""
+    return math.prod(self.shape)
+
+
+class SameForAll:
+  """A base of codecs that depend on no leaf."""
+
+  def bind(self, leaf: Leaf) -> Self:
+    """Returns the codec itself."""
+    del leaf
+    return self
 
 
 @runtime_checkable
@@ -49,7 +71,7 @@ class Codec(Protocol):
 
   @property
   def by_column(self) -> bool:
-    """True if a row is a column of a leaf's matrix: see :class:`ColumnCodec`."""
+    """True if a row is a column of a leaf's matrix."""
 
   @property
   def fitted(self) -> bool:
@@ -58,6 +80,9 @@ class Codec(Protocol):
   @property
   def adds(self) -> bool:
     """True if sums are numbers of the codec's format: see :class:`AddingCodec`."""
+
+  def bind(self, leaf: Leaf) -> "Codec":
+    """Returns the codec of a leaf, which knows its ``tile_size``."""
 
   @property
   def tile_size(self) -> int:
@@ -135,17 +160,6 @@ class SharedCodec(Codec, Protocol):
 
 
 @runtime_checkable
-class ColumnCodec(Codec, Protocol):
-  """A codec whose tiles are the columns of a leaf's matrix: one with ``by_column``.
-
-  The first dimension of a leaf is the row, all others are flattened to columns.
-  """
-
-  def with_rows(self, count: int) -> "ColumnCodec":
-    """Returns the codec of leaves whose first dimension is ``count``."""
-
-
-@runtime_checkable
 class FittedCodec(Codec, Protocol):
   """A codec that is fitted to the gradients of all workers every few steps.
 
@@ -183,9 +197,6 @@ class AddingCodec(Codec, Protocol):
   @property
   def accumulate(self) -> Accumulate:
     """The way in which numbers are added one by one."""
-
-  def for_addends(self, count: int) -> "AddingCodec":
-    """Returns the codec whose scale leaves room for the sum of ``count`` numbers."""
 
   def stats(self, x: jax.Array) -> jax.Array:
     """Returns the byte that a leaf's scale follows from: ``uint8[1, 1]``."""
@@ -265,16 +276,6 @@ def is_adding(codec: Codec) -> TypeGuard[AddingCodec]:
   return codec.adds
 
 
-def is_by_column(codec: Codec) -> TypeGuard[ColumnCodec]:
-  """Returns True for a :class:`ColumnCodec`, which the hyperparameters decide.
-
-  Example:
-    >>> is_by_column(gradcomp.codecs.OneBit(per_column=True))
-    True
-  """
-  return codec.by_column
-
-
 def is_fitted(codec: Codec) -> TypeGuard[FittedCodec]:
   """Returns True for a :class:`FittedCodec`, which the hyperparameters decide.
 
@@ -312,14 +313,14 @@ def as_matrix(x: jax.Array) -> jax.Array:
 def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
   """Cuts a leaf into tiles, ``float32[rows, tile_size]``, filled with zeros.
 
-  A :class:`FilledCodec` first fills the last bucket. The tiles of a
-  :class:`ColumnCodec` are columns.
+  A :class:`FilledCodec` first fills the last bucket. The tiles of a codec that is
+  ``by_column`` are columns: a leaf's first dimension is the row.
 
   Example:
     >>> to_tiles(jnp.ones(300), gradcomp.codecs.Dense()).shape
     (3, 128)
   """
-  if is_by_column(codec):
+  if codec.by_column:
     return as_matrix(x).T
   flat = x.reshape(-1)
   if isinstance(codec, FilledCodec):
@@ -339,7 +340,7 @@ def from_tiles(
     >>> from_tiles(jnp.ones((3, 1, 128)), jnp.zeros(300), gradcomp.codecs.Dense()).shape
     (300,)
   """
-  if is_by_column(codec):
+  if codec.by_column:
     columns = tiles.reshape(tiles.shape[0], math.prod(tiles.shape[1:]))
     return columns.T.reshape(like.shape)
   return tiles.reshape(-1)[: like.size].reshape(like.shape)

@@ -12,6 +12,7 @@ from gradcomp._checks import float_dtype, one_of
 from gradcomp.codecs._codec import (
   Payload,
   Rounding,
+  SameForAll,
   as_float32,
   codec_key,
   decode_payload,
@@ -24,7 +25,7 @@ _ROW_SIZE = 128  # words in a row: few, because small leaves fill rows badly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dense:
+class Dense(SameForAll):
   r"""Sends all elements as floats, bitcast to words: the baseline.
 
   .. math:: Q(v_i) = \mathrm{cast}(v_i)

@@ -17,6 +17,7 @@ from gradcomp._checks import (
 from gradcomp.codecs._codec import (
   Payload,
   Rounding,
+  SameForAll,
   as_float32,
   codec_key,
   decode_payload,
@@ -73,7 +74,7 @@ def _lines(data_type: DataType) -> tuple[Line, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EightBit:
+class EightBit(SameForAll):
   r"""Replaces each element by a level of an 8-bit type, times the largest element.
 
   .. math:: Q(v_i) = \lVert v \rVert_\infty \, \mathrm{sgn}(v_i) \, T[m_i]

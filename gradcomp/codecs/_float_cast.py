@@ -13,6 +13,7 @@ from gradcomp._checks import (
 )
 from gradcomp.codecs._codec import (
   Accumulate,
+  Leaf,
   Payload,
   as_float32,
   codec_key,
@@ -164,9 +165,11 @@ class FloatCast:
   def tile_size(self) -> int:
     return planes_per_word(float_cast.width(self.format)) * _ROW_WORDS
 
-  def for_addends(self, count: int) -> "FloatCast":
-    """Returns the codec whose scale leaves room for the sum of ``count`` numbers."""
-    return dataclasses.replace(self, addends=count)
+  def bind(self, leaf: Leaf) -> "FloatCast":
+    """Returns the codec whose scale leaves room for the sum of all numbers."""
+    if leaf.addends is None:
+      return self
+    return dataclasses.replace(self, addends=leaf.addends)
 
   def stats(self, x: jax.Array) -> jax.Array:
     """Returns the byte of the sum's exponent: ``uint8[1, 1]``.

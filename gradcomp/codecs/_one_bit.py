@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 
 from gradcomp._checks import bucket, flag, optional_one_of, static_integer
-from gradcomp.codecs._codec import Payload, as_float32, as_matrix, decode_payload
+from gradcomp.codecs._codec import Leaf, Payload, as_float32, as_matrix, decode_payload
 from gradcomp.kernels import Implementation, one_bit
 
 
@@ -97,9 +97,11 @@ class OneBit:
       return -(-self.bucket_size // one_bit.WORD) + 2
     return self.bucket_size + 2 * one_bit.WORD
 
-  def with_rows(self, count: int) -> "OneBit":
-    """Returns the codec of leaves whose first dimension, the bucket, is ``count``."""
-    return dataclasses.replace(self, bucket_size=count)
+  def bind(self, leaf: Leaf) -> "OneBit":
+    """Returns the codec of a leaf, whose first dimension is a column's bucket."""
+    if not self.per_column:
+      return self
+    return dataclasses.replace(self, bucket_size=leaf.shape[0] if leaf.shape else 1)
 
   def filled(self, flat: jax.Array) -> jax.Array:
     """Returns a flat leaf whose last bucket repeats its own elements in turn."""
@@ -149,7 +151,7 @@ class OneBit:
     """Decodes a payload to the shape and dtype of ``like``."""
     codec = self
     if self.per_column:
-      codec = self.with_rows(like.shape[0] if like.shape else 1)
+      codec = self.bind(Leaf(like.shape))
     return decode_payload(payload, like, codec)
 
   def encode_rows(

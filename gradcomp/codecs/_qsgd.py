@@ -16,6 +16,7 @@ from gradcomp._checks import (
 from gradcomp.codecs._codec import (
   Payload,
   Rounding,
+  SameForAll,
   as_float32,
   codec_key,
   decode_payload,
@@ -32,7 +33,7 @@ _REFIT_RULE = "a number of steps, 1 or more"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QSGD:
+class QSGD(SameForAll):
   r"""Quantizes each element to one of a few levels of its bucket's norm.
 
   With :math:`s` intervals and the scale :math:`\lVert v \rVert` of a bucket,

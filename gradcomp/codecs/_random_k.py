@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp.codecs._codec import (
+  Codec,
+  Leaf,
   Payload,
   as_float32,
   codec_key,
@@ -14,6 +16,7 @@ from gradcomp.codecs._codec import (
   from_tiles,
   to_tiles,
 )
+from gradcomp.codecs._dense import Dense
 from gradcomp.codecs._sparse import (
   checked_density,
   checked_range,
@@ -87,7 +90,7 @@ class RandomK:
 
   @property
   def tile_size(self) -> int:
-    return self.range_size or 0  # 0 until for_leaf knows the leaf
+    return self.range_size or 0  # 0 until bind knows the leaf
 
   @property
   def row_words(self) -> int:
@@ -102,7 +105,13 @@ class RandomK:
   def _stride(self) -> int:
     return -(-self.tile_size // sent_of(self.density, self.tile_size)) or 1
 
-  def for_leaf(self, size: int, ranges: int = 1) -> "RandomK":
+  def bind(self, leaf: Leaf) -> Codec:
+    """Returns the codec of a leaf's ranges; for all elements one without positions."""
+    if self.density == 1:
+      return Dense()
+    return self.ranged(leaf.size, leaf.ranges)
+
+  def ranged(self, size: int, ranges: int = 1) -> "RandomK":
     """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
     if self.range_size is not None:
       return self
@@ -117,7 +126,7 @@ class RandomK:
   ) -> Payload:
     """Encodes an array: ``uint32[rows, 2 + slots]``, a key and the values."""
     del stats
-    codec = self.for_leaf(x.size)
+    codec = self.ranged(x.size)
     return Payload(codec.encode_rows(to_tiles(as_float32(x), codec), key=key))
 
   def encode_with_residual(
@@ -129,7 +138,7 @@ class RandomK:
   ) -> tuple[Payload, jax.Array]:
     """Returns ``encode(x)``, and ``x`` without what that sends."""
     del stats
-    codec = self.for_leaf(x.size)
+    codec = self.ranged(x.size)
     tiles = to_tiles(as_float32(x), codec)
     payload = Payload(codec.encode_rows(tiles, key=key))
     positions, values = codec.entries(payload.rows)
@@ -139,7 +148,7 @@ class RandomK:
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to the shape and dtype of ``like``."""
-    return decode_payload(payload, like, self.for_leaf(like.size))
+    return decode_payload(payload, like, self.ranged(like.size))
 
   def encode_rows(
     self,

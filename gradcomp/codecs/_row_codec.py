@@ -7,6 +7,7 @@ import jax
 
 from gradcomp.codecs._codec import (
   Payload,
+  SameForAll,
   as_float32,
   codec_key,
   decode_payload,
@@ -14,7 +15,7 @@ from gradcomp.codecs._codec import (
 )
 
 
-class RowCodec(abc.ABC):
+class RowCodec(SameForAll, abc.ABC):
   """A base for codecs of one's own, which need four members then.
 
   These are ``tile_size``, ``row_words``, ``encode_rows`` and ``decode_rows``. A codec

@@ -30,7 +30,7 @@ class SparseCodec(Codec, Protocol):
   def slots(self) -> int:
     """The number of entries that a row has room for."""
 
-  def for_leaf(self, size: int, ranges: int) -> "SparseCodec":
+  def ranged(self, size: int, ranges: int) -> "SparseCodec":
     """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
 
   def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:

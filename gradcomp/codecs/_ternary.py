@@ -13,7 +13,13 @@ from gradcomp._checks import (
   optional_one_of,
   static_number,
 )
-from gradcomp.codecs._codec import Payload, as_float32, codec_key, decode_payload
+from gradcomp.codecs._codec import (
+  Payload,
+  SameForAll,
+  as_float32,
+  codec_key,
+  decode_payload,
+)
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
 from gradcomp.kernels import Implementation, ternary
 from gradcomp.kernels.planes import floats
@@ -26,7 +32,7 @@ _SIGMAS_RULE = "a number of standard deviations above 0, or None to clip nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ternary:
+class Ternary(SameForAll):
   r"""Rounds each element to :math:`-s`, 0 or :math:`s`, the largest magnitude.
 
   Elements are clipped first, layer by layer, to :math:`c` standard deviations:

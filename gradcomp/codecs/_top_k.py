@@ -16,11 +16,14 @@ from gradcomp._checks import (
   static_number,
 )
 from gradcomp.codecs._codec import (
+  Codec,
+  Leaf,
   Payload,
   as_float32,
   decode_payload,
   to_tiles,
 )
+from gradcomp.codecs._dense import Dense
 from gradcomp.codecs._entry_rows import EntryRow
 from gradcomp.codecs._entry_values import Quantize
 from gradcomp.codecs._selecting import encode_leaves, encode_rows
@@ -172,7 +175,7 @@ class TopK:
 
   @property
   def tile_size(self) -> int:
-    return self.range_size or 0  # 0 until for_leaf knows the leaf
+    return self.range_size or 0  # 0 until bind knows the leaf
 
   @property
   def row_words(self) -> int:
@@ -203,7 +206,13 @@ class TopK:
   def alternates(self) -> bool:
     return self.quantize == "asq"
 
-  def for_leaf(self, size: int, ranges: int = 1) -> "TopK":
+  def bind(self, leaf: Leaf) -> Codec:
+    """Returns the codec of a leaf's ranges; for all elements one without positions."""
+    if self.density == 1:
+      return Dense()
+    return self.ranged(leaf.size, leaf.ranges)
+
+  def ranged(self, size: int, ranges: int = 1) -> "TopK":
     """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
     if self.range_size is not None:
       return self
@@ -237,7 +246,7 @@ class TopK:
     """
     del key
     leaf = as_float32(x).reshape(x.shape)
-    ((rows, rest),) = self.for_leaf(x.size).encode_leaves([leaf], [stats])
+    ((rows, rest),) = self.ranged(x.size).encode_leaves([leaf], [stats])
     return Payload(rows), rest
 
   def encode_leaves(
@@ -252,7 +261,7 @@ class TopK:
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to the shape and dtype of ``like``."""
-    return decode_payload(payload, like, self.for_leaf(like.size))
+    return decode_payload(payload, like, self.ranged(like.size))
 
   def encode_rows(
     self,

@@ -6,20 +6,17 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from gradcomp import sums
 from gradcomp._axes import AxisName
 from gradcomp.codecs import (
   Codec,
   Dense,
-  SparseCodec,
-  is_adding,
-  is_shared,
   working_dtype,
 )
 from gradcomp.exchange._all_reduce import AllReduce
 from gradcomp.exchange._choice import Auto, Choice, choose, reencoding
 from gradcomp.exchange._exchange import Exchange
 from gradcomp.layout import Layout, default_min_leaf_size, leaf_codec, leaf_rows, plan
-from gradcomp.sums import sum_limit
 
 
 class Message(NamedTuple):
@@ -91,24 +88,23 @@ def plan_messages(
     jax.ShapeDtypeStruct(leaf.shape, working_dtype(codec, leaf.dtype))
     for leaf in leaves
   ]
-  if is_shared(codec):
-    sum_limit(codec, workers)  # raises where 32 bits are too few
-  if is_adding(codec) and exchange.sends:
-    codec = codec.for_addends(workers)
+  total = sums.of(codec)
+  total.check(workers)
+  addends = workers if exchange.sends else None
   if min_leaf_size is None:
     min_leaf_size = default_min_leaf_size([leaf.size for leaf in leaves], codec)
   decided = None
-  if isinstance(codec, SparseCodec):  # for all messages, before ranges are cut
+  if total.drops:  # for all messages, before ranges are cut
     whole = plan(leaves, codec, min_leaf_size=min_leaf_size)
     decided = choose(exchange, whole, workers)
     exchange = decided.exchange
   # Where workers own ranges of rows, every leaf has a row for each of them.
   ranges = workers if getattr(exchange, "owners", False) else 1
-  apart = is_shared(codec) and isinstance(exchange, AllReduce | Auto)
+  apart = not total.mixes and isinstance(exchange, AllReduce | Auto)
   groups: dict[tuple[tuple[str, ...], bool, bool], list[list[int]]] = {}
   filled: dict[tuple[tuple[str, ...], bool, bool], int] = {}
   for i, leaf in enumerate(leaves):
-    chosen = leaf_codec(leaf, codec, min_leaf_size, ranges)
+    chosen = leaf_codec(leaf, codec, min_leaf_size, ranges, addends)
     wide = leaf.dtype == np.float64
     group = (others[i], apart and chosen == Dense(), wide)
     nbytes = leaf.dtype.itemsize * leaf_rows(chosen, leaf) * chosen.row_words
@@ -123,7 +119,11 @@ def plan_messages(
   for (axes, dense, wide), pieces in groups.items():
     for piece in pieces:
       layout = plan(
-        [leaves[i] for i in piece], codec, min_leaf_size=min_leaf_size, ranges=ranges
+        [leaves[i] for i in piece],
+        codec,
+        min_leaf_size=min_leaf_size,
+        ranges=ranges,
+        addends=addends,
       )
       picked = decided or (
         reencoding(exchange, layout, workers)

@@ -208,7 +208,7 @@ def _rows(codec: Codec, message: Message) -> list[int]:
   if not isinstance(codec, SelectingCodec) or not message.exchange.of_leaves:
     return []  # which selects from sums of groups
   return [
-    leaf_rows(codec.for_leaf(like.size, message.workers), like)
+    leaf_rows(codec.ranged(like.size, message.workers), like)
     for like in message.layout.like
   ]
 

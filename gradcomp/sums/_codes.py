@@ -30,6 +30,9 @@ class Codes:
   plain = False
   exact = True
   drops = False
+  even_at_par = False
+  mixes = False
+  alike = False
   of_rows = True
 
   @property
@@ -40,6 +43,12 @@ class Codes:
       "share_scale=False."
     )
     return {"passed": again, "grouped": again}
+
+  def check(self, workers: int) -> None:
+    sum_limit(self.codec, workers)
+
+  def slots(self, rows: int) -> int | None:
+    return None
 
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float

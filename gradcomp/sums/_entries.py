@@ -33,6 +33,9 @@ class Entries(Tiles):
       )
     return found
 
+  def slots(self, rows: int) -> int:
+    return rows * self.codec.slots
+
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     return sum_entries(self.codec, *self.codec.entries(rows), scale)
 

@@ -37,6 +37,9 @@ class Numbers:
   plain = False
   exact = True
   drops = False
+  even_at_par = True
+  mixes = True
+  alike = False
   of_rows = True
 
   @property
@@ -53,6 +56,12 @@ class Numbers:
   @property
   def _compensates(self) -> bool:
     return self.codec.accumulate == "kahan"
+
+  def check(self, workers: int) -> None:
+    """Any number will do."""
+
+  def slots(self, rows: int) -> int | None:
+    return None
 
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float

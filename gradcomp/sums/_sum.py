@@ -76,8 +76,26 @@ class Sum(Protocol):
     """True if an owner's encoding of a mean leaves out some of its elements."""
 
   @property
+  def even_at_par(self) -> bool:
+    """True if leaves are encoded even where that saves no bytes."""
+
+  @property
+  def mixes(self) -> bool:
+    """True if plain leaves can share a message with it, whatever the exchange."""
+
+  @property
+  def alike(self) -> bool:
+    """True if all workers draw the same random numbers."""
+
+  @property
   def of_rows(self) -> bool:
     """True if partial sums are sums of encoded rows, and not of the leaves' tiles."""
+
+  def check(self, workers: int) -> None:
+    """Raises ValueError if so many workers cannot be added."""
+
+  def slots(self, rows: int) -> int | None:
+    """Returns the entries that so many rows have room for; None if they send all."""
 
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float

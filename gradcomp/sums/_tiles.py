@@ -24,6 +24,9 @@ class Tiles:
   plain = False
   exact = False
   drops = False
+  even_at_par = False
+  mixes = True
+  alike = False
   of_rows = False
 
   @property
@@ -33,6 +36,12 @@ class Tiles:
       'exchange="auto", a codec that shares its scale (share_scale=True), or '
       "gradcomp.dense() for the plain mean."
     }
+
+  def check(self, workers: int) -> None:
+    """Any number will do."""
+
+  def slots(self, rows: int) -> int | None:
+    return None
 
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     """Decodes K payloads, adds and scales: ``uint32[K, rows, words]`` to tiles."""

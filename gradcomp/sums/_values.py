@@ -49,6 +49,8 @@ class Chosen(Entries):
 
   codec: LinearCodec
 
+  alike = True
+
   @property
   def refusals(self) -> dict[Way, str]:
     again = (
