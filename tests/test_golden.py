@@ -11,8 +11,9 @@ def _parameters():
   for case in golden.cases():
     if case.name not in HASHES:
       continue
-    plain = case.mode == "vmap" and (case.codec, case.exchange) in golden.KINDS
-    marks = () if plain and case.workers == 4 else pytest.mark.slow
+    kind = (case.codec, case.exchange) in golden.KINDS
+    plain = kind and case == golden.Case(case.codec, case.exchange, 4)
+    marks = () if plain else pytest.mark.slow
     yield pytest.param(case, id=case.name, marks=marks)
 
 

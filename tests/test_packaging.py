@@ -125,7 +125,8 @@ def test_no_file_is_imported_twice():
   """pytest would name kernels/ after its folder: see conftest.py."""
   modules = {id(module): module for module in sys.modules.values()}.values()
   files = [getattr(module, "__file__", None) for module in modules]
-  ours = [file for file in files if file in set(map(str, sources().values()))]
+  known = set(map(str, sources().values()))
+  ours = [file for file in files if file in known]
   assert len(ours) == len(set(ours))
   assert gradcomp.kernels.__name__ == "gradcomp.kernels"
 

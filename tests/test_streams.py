@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from slow_cases import slow
 
 import gradcomp
 
@@ -68,7 +69,7 @@ def test_leaves_workers_and_steps_are_independent(how):
   assert_independent(outputs(composed(how, exchange="local")))
 
 
-@pytest.mark.parametrize("exchange", ["two_shot", "ring"])
+@pytest.mark.parametrize("exchange", ["two_shot", *slow("ring")])
 def test_later_stages_are_independent(exchange):
   """Each encodes sums again. All workers have the same mean."""
   found = outputs(composed("partition", exchange=exchange))
