@@ -36,6 +36,7 @@ from gradcomp.exchange import (
   AllReduce,
   Auto,
   TwoShot,
+  as_exchange,
   choose,
   plan_messages,
 )
@@ -91,7 +92,7 @@ def test_nothing_is_lost_and_all_workers_have_the_same_bits(codec, exchange, wor
   tx_plan = functools.partial(
     plan_messages,
     codec=codec,
-    exchange=exchange,
+    exchange=as_exchange(exchange),
     workers=workers,
     min_leaf_size=None,
     message_bytes=None,

@@ -145,7 +145,7 @@ def test_hierarchical(codec, workers):
     )
     outputs.append(flat(mean, x.shape[2]))
     residual = flat(lost, x.shape[2])
-  got = run(codec, "hierarchical", x, group_size=2)
+  got = run(codec, modes.grouped("hierarchical"), x)
   assert_steps_equal(got, (outputs, residual, [owned]))
 
 
