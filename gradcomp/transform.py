@@ -15,8 +15,8 @@ from gradcomp._border import not_differentiated, of_reals
 from gradcomp._checks import optional_size
 from gradcomp.codecs import (
   Codec,
-  SelectingCodec,
-  is_fitted,
+  first_memory,
+  recalled,
 )
 from gradcomp.exchange import (
   Auto,
@@ -163,9 +163,6 @@ def compress(
     told["key"] = repr(key)
 
   def init_fn(params: Any) -> CompressState:
-    step, memory = jnp.zeros([], jnp.int32), None
-    if is_fitted(codec):
-      memory = codec.init()
     if averages:
       _whole.check_placed("params", params, averages)
     count = keeper.keeps + keeper.moves
@@ -175,11 +172,11 @@ def compress(
     owned = {axes: arrays for axes, (arrays, _) in own.items() if arrays}
     selection = {axes: found for axes, (_, found) in own.items() if found}
     return CompressState(
-      step,
+      jnp.zeros([], jnp.int32),
       seed_words(key),
       residual,
       owned or None,
-      memory,
+      first_memory(codec),
       moving,
       selection or None,
     )
@@ -219,7 +216,7 @@ def compress(
     needs = {
       "residual": keeper.keeps and bool(jax.tree.leaves(updates)),
       "momentum": keeper.moves and bool(jax.tree.leaves(updates)),
-      "memory": jax.eval_shape(codec.init) if is_fitted(codec) else None,
+      "memory": jax.eval_shape(lambda: first_memory(codec)),
     }
     check_state(state, needs, f"feedback={feedback!r} and {codec}")
     if is_sum:
@@ -248,12 +245,7 @@ def compress(
       owned = None
       if keeps_owned and workers and owner_shapes(messages, count, workers.axis_name):
         owned = _required_owned(state, workers)
-      memory = state.memory
-      if is_fitted(codec) and memory is not None:
-        memory = refit(codec, memory, messages, corrected, state.step, axes)
-      turn = memory
-      if isinstance(codec, SelectingCodec) and codec.alternates:
-        turn = codec.turn(state.step)
+      memory = refit(codec, state.memory, messages, corrected, state.step, axes)
       thresholds = recall(codec, state.selection, messages, state.step, axes)
       exchanged = average_messages(
         messages,
@@ -261,7 +253,7 @@ def compress(
         step_keys(state, messages, names, axes),
         workers,
         owned=owned,
-        memory=turn,
+        memory=recalled(codec, memory, state.step, agreed=schedule.sends),
         thresholds=thresholds,
         keep=keeper.keeps,
       )
@@ -276,9 +268,9 @@ def compress(
         residual = unflatten(
           [remainder(*x) for x in zip(lost, means, old, strict=True)]
         )
-      chosen = _chosen(messages, exchanged.sent, len(corrected))
       moving = state.momentum
       if keeper.moves:
+        chosen = _chosen(messages, exchanged.sent, len(corrected))
         moving = keeper.keep(updates, moving, means, unsent, chosen)
       selection = remember(
         codec, state.selection, messages, thresholds, exchanged.sent, axes

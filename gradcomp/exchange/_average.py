@@ -58,8 +58,6 @@ def average(
   """
   layout = message.layout
   alone = workers is None or not layout.elements or not message.exchange.sends
-  if not message.exchange.sends and any(c.fitted for c in layout.codecs):
-    memory = None  # nobody agrees on levels
   stats = layout.stats(leaves)
   own = Contribution(
     layout,

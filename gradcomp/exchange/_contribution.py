@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp import sums
-from gradcomp.codecs import Codec, SelectingCodec
+from gradcomp.codecs import takes_memory
 from gradcomp.layout import Layout
 from gradcomp.sums import LeafRows, RowDecoder, Sum
 
@@ -78,7 +78,7 @@ class Contribution:
   def _encoded(self) -> tuple[Leaves, list[jax.Array | None]]:
     codecs = [self.layout.codecs[slot.group] for slot in self.layout.slots]
     remembered = [
-      self.memory if _remembers(codec) else own
+      self.memory if takes_memory(codec) else own
       for codec, own in zip(codecs, self.thresholds, strict=True)
     ]
     agreed = [
@@ -159,8 +159,3 @@ class Contribution:
       return not_encoded(i) + decoded if encoded else decoded
 
     return [lost(i) for i in range(len(self.leaves))]
-
-
-def _remembers(codec: Codec) -> bool:
-  """Whether a codec encodes with a memory that is equal on all workers."""
-  return codec.fitted or (isinstance(codec, SelectingCodec) and codec.alternates)

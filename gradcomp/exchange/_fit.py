@@ -10,20 +10,20 @@ from jax import lax
 
 from gradcomp import _axes
 from gradcomp._axes import AxisName
-from gradcomp.codecs import Codec, FittedCodec
+from gradcomp.codecs import Codec, FittedCodec, is_fitted
 from gradcomp.exchange._collectives import STAGE, totals
 from gradcomp.exchange._notes import noted
 from gradcomp.exchange._plan import Message
 
 
 def refit(
-  codec: FittedCodec,
-  memory: jax.Array,
+  codec: Codec,
+  memory: jax.Array | None,
   messages: Sequence[Message],
   leaves: Sequence[jax.Array],
   step: jax.Array,
   axis_name: AxisName | None,
-) -> jax.Array:
+) -> jax.Array | None:
   """The memory of this step: fitted anew every ``codec.refit_every`` steps.
 
   The workers' counts are added as integers, exactly, so that all fit the same.
@@ -37,7 +37,7 @@ def refit(
     axis_name: the axes of the workers; None for one alone.
   """
   encoded = _encoded(codec, messages)
-  if not encoded:
+  if memory is None or not is_fitted(codec) or not encoded:
     return memory
   names: tuple[str, ...] = ()
   if axis_name is not None:
