@@ -1,7 +1,6 @@
 """Which leaf travels where: leaves to rows of a few matrices, and back."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,10 +12,9 @@ from gradcomp.codecs import (
   Codec,
   Dense,
   Leaf,
-  RemainderCodec,
-  SelectingCodec,
-  SharedCodec,
+  encode_leaves,
   from_tiles,
+  shared_stats,
   to_tiles,
 )
 from gradcomp.sums import RowDecoder
@@ -72,10 +70,7 @@ class Layout:
   def stats(self, leaves: Sequence[jax.Array]) -> list[jax.Array | None]:
     """The statistics of each leaf whose codec shares them, None for others."""
     codecs = [self.codecs[slot.group] for slot in self.slots]
-    return [
-      _stats(codec, leaf) if codec.shares_stats else None
-      for codec, leaf in zip(codecs, leaves, strict=True)
-    ]
+    return list(map(shared_stats, codecs, leaves))
 
   def row_stats(self, stats: Sequence[jax.Array | None]) -> list[jax.Array | None]:
     """The statistics of each matrix, a line for each row; None where there are none."""
@@ -110,23 +105,12 @@ class Layout:
       The matrices, and of each leaf what is not sent, float32, where ``keep`` asks for
       it and the codec knows it without decoding; else None.
     """
-    encoded: dict[int, tuple[jax.Array, jax.Array | None]] = {}
-    alike: dict[tuple[SelectingCodec, int], list[int]] = {}
-    for i, (leaf, slot) in enumerate(zip(leaves, self.slots, strict=True)):
-      codec = self.codecs[slot.group]
-      if isinstance(codec, SelectingCodec):
-        alike.setdefault((codec, leaf.size), []).append(i)
-      else:
-        key = None if keys is None else keys[i]
-        encoded[i] = _encode(codec, keep, leaf, key, stats[i])
-    for (selecting, _), numbers in alike.items():
-      given = [leaves[i] for i in numbers], [stats[i] for i in numbers]
-      encoded |= zip(numbers, selecting.encode_leaves(*given), strict=True)
+    codecs = [self.codecs[slot.group] for slot in self.slots]
+    encoded = encode_leaves(codecs, leaves, keys, stats, keep=keep)
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
-    for i, slot in enumerate(self.slots):
-      parts[slot.group].append(encoded[i][0])
-    unsent = [encoded[i][1] for i in range(len(leaves))]
-    return [jnp.concatenate(rows) for rows in parts], unsent
+    for slot, (rows, _) in zip(self.slots, encoded, strict=True):
+      parts[slot.group].append(rows)
+    return [jnp.concatenate(rows) for rows in parts], [rest for _, rest in encoded]
 
   def decode(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
     """The leaves, in float32, from one decoder for each matrix.
@@ -150,26 +134,6 @@ class Layout:
     for leaf, slot in zip(leaves, self.slots, strict=True):
       parts[slot.group].append(to_tiles(leaf, self.codecs[slot.group]))
     return [jnp.concatenate(rows) for rows in parts]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _encode(
-  codec: Codec,
-  keep: bool,
-  leaf: jax.Array,
-  key: jax.Array | None,
-  stats: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None]:
-  """Jitted by itself, so that leaves of one shape are traced once."""
-  if keep and isinstance(codec, RemainderCodec):
-    payload, rest = codec.encode_with_residual(leaf, key=key, stats=stats)
-    return payload.rows, rest
-  return codec.encode(leaf, key=key, stats=stats).rows, None
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _stats(codec: SharedCodec, leaf: jax.Array) -> jax.Array:
-  return codec.stats(leaf)
 
 
 def plan(

@@ -22,7 +22,6 @@ from gradcomp.exchange import (
   Auto,
   Exchange,
   ExchangeName,
-  Hierarchical,
   Message,
   OwnerResiduals,
   Plan,
@@ -134,9 +133,9 @@ def compress(
     axis_name = names if len(names) > 1 else names[0]
   schedule, keeper = as_exchange(exchange), as_feedback(feedback, codec)
   check_exchange(schedule, codec, axis_name)
-  if keeper.moves and isinstance(schedule, Hierarchical) and sums.of(codec).drops:
+  if keeper.moves and sums.of(codec).drops and not schedule.of_leaves:
     raise ValueError(
-      '`feedback` must not be "momentum" for a sparse codec in a "hierarchical" '
+      f'`feedback` must not be "momentum" for a sparse codec in a "{schedule.name}" '
       "exchange, where no worker knows what of its own momentum a group has sent, "
       f'got {codec}; use feedback="error", with momentum behind it.'
     )

@@ -16,6 +16,8 @@ from gradcomp.codecs._codec import to_tiles as to_tiles
 from gradcomp.codecs._dense import Dense as Dense
 from gradcomp.codecs._dense import working_dtype as working_dtype
 from gradcomp.codecs._eight_bit import EightBit as EightBit
+from gradcomp.codecs._encoding import encode_leaves as encode_leaves
+from gradcomp.codecs._encoding import shared_stats as shared_stats
 from gradcomp.codecs._float_cast import FloatCast as FloatCast
 from gradcomp.codecs._memory import first_memory as first_memory
 from gradcomp.codecs._memory import recalled as recalled

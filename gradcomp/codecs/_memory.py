@@ -10,8 +10,8 @@ def first_memory(codec: Codec) -> jax.Array | None:
   """Returns the memory before the first step; None for a codec without.
 
   Example:
-    >>> first_memory(gradcomp.codecs.QSGD(bits=2, levels="nonuniform"))
-    Array([0.33333334, 1.        ], dtype=float32)
+    >>> first_memory(gradcomp.codecs.QSGD(bits=2, levels="nonuniform")).shape
+    (2,)
   """
   return codec.init() if is_fitted(codec) else None
 

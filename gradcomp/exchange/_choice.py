@@ -37,6 +37,8 @@ class Auto:
   feedback: bool = True
 
   name: ClassVar[str] = "auto"
+  owners: ClassVar[bool] = False  # not before it is known to what it comes
+  of_leaves: ClassVar[bool] = True
   sends: ClassVar[bool] = True
 
   def __post_init__(self) -> None:

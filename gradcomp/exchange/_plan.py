@@ -10,7 +10,6 @@ from gradcomp import sums
 from gradcomp._axes import AxisName
 from gradcomp.codecs import (
   Codec,
-  Dense,
   working_dtype,
 )
 from gradcomp.exchange._all_reduce import AllReduce
@@ -99,14 +98,14 @@ def plan_messages(
     decided = choose(exchange, whole, workers)
     exchange = decided.exchange
   # Where workers own ranges of rows, every leaf has a row for each of them.
-  ranges = workers if getattr(exchange, "owners", False) else 1
+  ranges = workers if exchange.owners else 1
   apart = not total.mixes and isinstance(exchange, AllReduce | Auto)
   groups: dict[tuple[tuple[str, ...], bool, bool], list[list[int]]] = {}
   filled: dict[tuple[tuple[str, ...], bool, bool], int] = {}
   for i, leaf in enumerate(leaves):
     chosen = leaf_codec(leaf, codec, min_leaf_size, ranges, addends)
     wide = leaf.dtype == np.float64
-    group = (others[i], apart and chosen == Dense(), wide)
+    group = (others[i], apart and sums.of(chosen).plain, wide)
     nbytes = leaf.dtype.itemsize * leaf_rows(chosen, leaf) * chosen.row_words
     pieces = groups.setdefault(group, [[]])
     size = filled.get(group, 0)
