@@ -8,12 +8,12 @@ from typing import Any
 import optax
 
 from gradcomp import _traced
-from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
 from gradcomp._table import aligned
 from gradcomp.codecs import Codec, SparseCodec
 from gradcomp.exchange import Hierarchical, used_entries
 from gradcomp.layout import Slot
+from gradcomp.workers import AxisName
 
 _WORKERS_RULE = "a number of workers, 1 or more, or a tuple of the sizes of two axes"
 

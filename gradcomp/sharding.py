@@ -9,10 +9,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gradcomp import _axes, _whole
-from gradcomp._axes import AxisName
-from gradcomp.explicit import is_spec, stacked, stacked_over
 from gradcomp.state import CompressState
+from gradcomp.workers import (
+  AxisName,
+  axis_names,
+  check_whole_specs,
+  is_spec,
+  stack_spec,
+  stacked_over,
+)
 
 
 def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None) -> Any:
@@ -47,7 +52,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     (True, True)
   """
   if param_specs is not None:
-    _whole.check_specs("param_specs", param_specs, axis_name)
+    check_whole_specs("param_specs", param_specs, axis_name)
   structure: Any = jax.tree.structure(param_specs, is_leaf=is_spec)
 
   def specs(node: Any) -> Any:
@@ -88,15 +93,15 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     result = {}
     for axes, tree in arrays.items():
       names = axes.split(",")
-      inside = names if param_specs is not None else _axes.names(axis_name)
+      inside = names if param_specs is not None else axis_names(axis_name)
       spec = stacked_over(names, inside)
       result[axes] = jax.tree.map(lambda _, spec=spec: spec, tree)
     return result
 
   def per_worker(tree: Any) -> Any:
     if like_params(tree):
-      return of_params(lambda spec: stacked(axis_name, spec), tree)
-    return jax.tree.map(lambda _: stacked(axis_name, PartitionSpec()), tree)
+      return of_params(lambda spec: stack_spec(axis_name, spec), tree)
+    return jax.tree.map(lambda _: stack_spec(axis_name, PartitionSpec()), tree)
 
   def of_params(function: Callable[[PartitionSpec], PartitionSpec], tree: Any) -> Any:
     """Maps parameters' specs; holes of optax.masked and optax.partition stay."""
@@ -164,7 +169,7 @@ def init_state(
     >>> state.residual["w"].sharding.spec == P("data", "model")
     True
   """
-  _whole.check_specs("param_specs", param_specs, axis_name)
+  check_whole_specs("param_specs", param_specs, axis_name)
   mesh = jax.sharding.get_mesh() if mesh is None else mesh
   place = functools.partial(NamedSharding, mesh)
   shardings = jax.tree.map(place, param_specs, is_leaf=is_spec)

@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from gradcomp._axes import AxisName
 from gradcomp.codecs import LinearCodec
 from gradcomp.exchange import Message, OwnerResiduals, Selected, Selections
 from gradcomp.kernels import key_words
+from gradcomp.workers import AxisName
 
 
 class CompressState(NamedTuple):

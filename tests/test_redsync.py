@@ -18,7 +18,7 @@ from sparse_steps import N, check_conservation, gradients, trail
 import gradcomp
 from gradcomp.codecs import QSGD, RandomK, TopK
 from gradcomp.exchange import Hierarchical
-from gradcomp.explicit import unreduce
+from gradcomp.workers import unreduce
 
 redsync = functools.partial(
   gradcomp.redsync, axis_name="data", exchange="all_gather", min_leaf_size=64

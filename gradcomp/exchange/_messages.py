@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp import sums
-from gradcomp._axes import AxisName
 from gradcomp.exchange._average import Residuals, average
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Keys
 from gradcomp.exchange._notes import noted
 from gradcomp.exchange._plan import Message
 from gradcomp.exchange._selected import Thresholds, stack_name
+from gradcomp.workers import AxisName
 
 # The second stages' residuals by the axes that stack them, joined by commas: "data", or
 # "data,model" of leaves that are sharded over a model axis.

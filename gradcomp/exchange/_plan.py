@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from gradcomp._axes import AxisName
 from gradcomp.codecs import (
   Codec,
   Dense,
@@ -20,6 +19,7 @@ from gradcomp.exchange._choice import Auto, Choice, choose, reencoding
 from gradcomp.exchange._exchange import Exchange
 from gradcomp.layout import Layout, default_min_leaf_size, leaf_codec, leaf_rows, plan
 from gradcomp.sums import sum_limit
+from gradcomp.workers import AxisName
 
 
 class Message(NamedTuple):

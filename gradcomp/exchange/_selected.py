@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp import _axes
-from gradcomp._axes import AxisName
 from gradcomp.codecs import Codec, SelectingCodec
 from gradcomp.exchange._plan import Message
 from gradcomp.layout import leaf_rows
+from gradcomp.workers import AxisName, axis_names, mark_varying
 
 
 class Selected(NamedTuple):
@@ -99,9 +98,7 @@ def remember(
     for key, own in parts.items()
   }
   if axis_name is not None:  # dense leaves' are constants, and are typed as such
-    made = {
-      key: _axes.mark_varying(own, tuple(key.split(","))) for key, own in made.items()
-    }
+    made = {key: mark_varying(own, tuple(key.split(","))) for key, own in made.items()}
   return {key: made.get(key, old) for key, old in selections.items()}
 
 
@@ -134,7 +131,7 @@ def used_entries(
 
 def stack_name(axis_name: AxisName | None, message: Message) -> str:
   """The axes over which workers' own arrays are stacked, joined by commas."""
-  names = () if axis_name is None else _axes.names(axis_name)
+  names = () if axis_name is None else axis_names(axis_name)
   return ",".join((*names, *message.others))
 
 
