@@ -84,7 +84,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     return of_params(lambda spec: spec, node) if like_params(node) else PartitionSpec()
 
   def owned(arrays: Any) -> Any:
-    """Reads the axes that stack an array from its name.
+    """Returns the specs of arrays that are kept by the axes that stack them.
 
     Axes that the map leaves automatic are skipped.
     """
@@ -92,9 +92,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       return None
     result = {}
     for axes, tree in arrays.items():
-      names = axes.split(",")
-      inside = names if param_specs is not None else axis_names(axis_name)
-      spec = stacked_over(names, inside)
+      inside = axes if param_specs is not None else axis_names(axis_name)
+      spec = stacked_over(axes, inside)
       result[axes] = jax.tree.map(lambda _, spec=spec: spec, tree)
     return result
 
@@ -186,25 +185,13 @@ def init_state(
   return jax.jit(map_over(optimizer.init, out_specs=specs))(params)
 
 
-def _exchanges(opt_state: Any) -> bool:
-  """Returns True if there is a gradcomp state in an optimizer state."""
-
-  def is_ours(node: Any) -> bool:
-    return isinstance(node, CompressState)
-
-  return any(map(is_ours, jax.tree.leaves(opt_state, is_leaf=is_ours)))
-
-
 def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None:
   """Raises ValueError if a part that differs between workers is that of one alone."""
   own = {leaf.shape or (1,) for leaf in jax.tree.leaves(params)}
   stacked = {(workers * first, *rest) for first, *rest in own}
-  for (path, leaf), spec in zip(
-    jax.tree_util.tree_leaves_with_path(opt_state), jax.tree.leaves(specs), strict=True
-  ):
-    name = jax.tree_util.keystr(path)
-    if ".owner_residual" in name or ".selection" in name:
-      continue  # these are rows, and update checks their number
+  leaves = jax.tree_util.tree_leaves_with_path(_without_rows(opt_state))
+  specs = jax.tree.leaves(_without_rows(specs))
+  for (path, leaf), spec in zip(leaves, specs, strict=True):
     whole = leaf.shape and leaf.shape not in own and leaf.shape[0] % workers == 0
     if spec != PartitionSpec() and leaf.shape not in stacked and not whole:
       raise ValueError(
@@ -213,3 +200,25 @@ def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None
         "optimizer.init under jax.set_mesh(mesh), or, with optax.MultiSteps around the "
         "exchange, inside jax.shard_map."
       )
+
+
+def _without_rows(opt_state: Any) -> Any:
+  """Returns a state, or its specs, without what is kept of rows, not of parameters.
+
+  Only ``update`` knows how many rows there are, and checks that.
+  """
+
+  def without(node: Any) -> Any:
+    rowless = {"owner_residual": None, "selection": None}
+    return node._replace(**rowless) if _is_ours(node) else node
+
+  return jax.tree.map(without, opt_state, is_leaf=_is_ours)
+
+
+def _exchanges(opt_state: Any) -> bool:
+  """Returns True if there is a gradcomp state in an optimizer state."""
+  return any(map(_is_ours, jax.tree.leaves(opt_state, is_leaf=_is_ours)))
+
+
+def _is_ours(node: Any) -> bool:
+  return isinstance(node, CompressState)

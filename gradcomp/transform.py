@@ -52,6 +52,7 @@ from gradcomp.state import (
   step_keys,
 )
 from gradcomp.workers import (
+  Axes,
   AxisName,
   axis_names,
   check_own,
@@ -199,7 +200,7 @@ def compress(
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
     workers: int | None,
-  ) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], Any]]:
+  ) -> dict[Axes, tuple[tuple[jax.ShapeDtypeStruct, ...], Any]]:
     """Returns the shapes of owners' residuals and of selections, by axes."""
     over = or_explained(axis_name)
     if over is None:
@@ -207,7 +208,7 @@ def compress(
     if workers is None:
       return {}  # if update needs some, it raises an error
     messages = plan(leaves, others, workers=workers)
-    owned: dict[str, list[tuple[int, int]]] = {}
+    owned: dict[Axes, list[tuple[int, int]]] = {}
     if keeps_owned and over is not None:
       owned = owner_shapes(messages, workers, over)
     rows = selected_rows(codec, messages, over)

@@ -3,6 +3,7 @@
 The folder lies below all others but the kernels, and imports none of them.
 """
 
+from gradcomp.workers._axes import Axes as Axes
 from gradcomp.workers._axes import AxisName as AxisName
 from gradcomp.workers._axes import UnboundAxisError as UnboundAxisError
 from gradcomp.workers._axes import automatic_axes as automatic_axes

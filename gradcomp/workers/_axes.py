@@ -13,6 +13,9 @@ from jax.sharding import AbstractMesh
 # One axis, or several that are reduced together, as jax.lax.psum takes them.
 AxisName = str | tuple[str, ...]
 
+# The axes that stack arrays of which each worker has its own: keys in states.
+Axes = tuple[str, ...]
+
 
 class UnboundAxisError(ValueError):
   """No map binds an axis here; ``axis_name`` holds the axes that are needed."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gradcomp.workers._axes import AxisName, axis_names, bound_size, mesh_size
+from gradcomp.workers._axes import Axes, AxisName, axis_names, bound_size, mesh_size
 from gradcomp.workers._specs import sharded_axes, stack_spec, stacked_over
 from gradcomp.workers._types import (
   mark_varying,
@@ -19,7 +19,7 @@ from gradcomp.workers._types import (
 )
 from gradcomp.workers._whole import GATHER_FIRST
 
-Own = dict[str, Any]  # arrays by the axes that stack them, joined by commas
+Own = dict[Axes, Any]  # arrays by the axes that stack them
 
 
 class OwnShapes(Protocol):
@@ -30,7 +30,7 @@ class OwnShapes(Protocol):
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
     workers: int | None,
-  ) -> dict[str, Any]: ...
+  ) -> dict[Axes, Any]: ...
 
 
 def zero_state(
@@ -73,7 +73,7 @@ def zero_state(
       for _ in range(trees)
     ]
     return like, {
-      axes: jax.tree.map(functools.partial(_zeros, axes=axes.split(",")), shapes)
+      axes: jax.tree.map(functools.partial(_zeros, axes=axes), shapes)
       for axes, shapes in owned.items()
     }
 
@@ -84,7 +84,7 @@ def zero_state(
   if on_mesh:
     specs = [stack_spec(names, spec) for spec in specs]
   inside = frozenset(mesh.axis_names) if on_mesh else cut
-  own_specs = {axes: stacked_over(axes.split(","), inside) for axes in owned}
+  own_specs = {axes: stacked_over(axes, inside) for axes in owned}
   mapped = jax.shard_map(
     local,
     in_specs=(),
@@ -106,7 +106,7 @@ def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
 
 def _zeros(like: jax.ShapeDtypeStruct, axes: Sequence[str]) -> jax.Array:
   """Returns zeros, typed as different over those of the axes that maps have bound."""
-  bound = tuple(name for name in axes if name and bound_size(name) is not None)
+  bound = tuple(name for name in axes if bound_size(name) is not None)
   zeros = jnp.zeros(like.shape, like.dtype)
   return mark_varying(zeros, bound) if bound else zeros
 
