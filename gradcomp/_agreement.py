@@ -10,8 +10,8 @@ import json
 import jax
 from jax._src import distributed  # the key-value store has no public name
 
-from gradcomp import _axes
 from gradcomp._version import __version__
+from gradcomp.workers import is_explained
 
 # What this process has traced: for each list of leaves, the options one after another.
 _traced: dict[str, list[str]] = {}
@@ -32,7 +32,7 @@ def require_agreement(leaves: str, options: dict[str, str]) -> None:
     options: what decides the bits of messages, by the names of arguments.
   """
   client = distributed.global_state.client
-  if client is None or jax.process_count() == 1 or _axes.is_explained():
+  if client is None or jax.process_count() == 1 or is_explained():
     return
   place = hashlib.sha256(leaves.encode()).hexdigest()[:16]
   text = json.dumps(options | {"gradcomp": __version__}, sort_keys=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from gradcomp import explicit
+from gradcomp.workers import map_addends
 
 
 def of_reals(
@@ -71,7 +71,7 @@ def _pairs(x: Any) -> Any:
   stack = lambda x: jnp.stack([jnp.real(x), jnp.imag(x)], axis=-1)
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.eval_shape(stack, x)
-  return explicit.map_addends(stack, x)
+  return map_addends(stack, x)
 
 
 def _like(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ def _like(x: jax.Array, like: jax.Array) -> jax.Array:
   if not _is_complex(like):
     return x
   part = functools.partial(lax.index_in_dim, axis=-1, keepdims=False)
-  return explicit.map_addends(lambda x: lax.complex(part(x, 0), part(x, 1)), x)
+  return map_addends(lambda x: lax.complex(part(x, 0), part(x, 1)), x)
 
 
 @jax.custom_jvp

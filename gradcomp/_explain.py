@@ -8,11 +8,11 @@ from typing import Any
 import optax
 
 from gradcomp import _traced, sums
-from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
 from gradcomp._table import aligned
 from gradcomp.codecs import Codec
 from gradcomp.exchange import Hierarchical, used_entries
+from gradcomp.workers import AxisName
 
 _WORKERS_RULE = "a number of workers, 1 or more, or a tuple of the sizes of two axes"
 

@@ -14,11 +14,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from gradcomp import _axes
 from gradcomp.codecs import Codec
 from gradcomp.exchange import NOTE, Message, Parts, Plan, note
 from gradcomp.layout import Layout
 from gradcomp.state import CompressState
+from gradcomp.workers import EXPLAINED, UnboundAxisError, axis_names
 
 # What one of N workers sends, as a part of its operand's bytes, by JAX's primitives:
 # the best algorithms for a ring, which wire_report counts by as well.
@@ -74,7 +74,7 @@ def traced(
     state = jax.tree.map(numbered, optimizer.init(params), is_leaf=_is_state)
     return optimizer.update(params, state, params)[0]
 
-  bound = dict(zip(_axes.EXPLAINED, sizes, strict=False))
+  bound = dict(zip(EXPLAINED, sizes, strict=False))
   while True:
     try:
       mesh = AbstractMesh(tuple(bound.values()), tuple(bound))
@@ -83,8 +83,8 @@ def traced(
           jax.shard_map(update, in_specs=P(), out_specs=P(), check_vma=False)
         )(like)
       return _read(trace.jaxpr, bound)
-    except _axes.UnboundAxisError as unbound:
-      names = _axes.names(unbound.axis_name)
+    except UnboundAxisError as unbound:
+      names = axis_names(unbound.axis_name)
       ones = (1,) * (len(names) - 1)
       fit = sizes if len(sizes) == len(names) else (math.prod(sizes), *ones)
       bound |= zip(names, fit, strict=True)
@@ -113,7 +113,7 @@ def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
         found = result[-1]
         for i, share in zip(now.leaves, _shares(now.layout, parts), strict=True):
           found.by_leaf[i] += times * nbytes * share
-        if axes == _axes.names(found.plan.axis_name or _axes.EXPLAINED)[1:]:
+        if axes == axis_names(found.plan.axis_name or EXPLAINED)[1:]:
           found.inside += times * nbytes
     elif isinstance(about := equation.params["about"], Parts):
       parts = about.sizes
@@ -135,7 +135,7 @@ def _sent(
   axes = equation.params.get("axis_name", equation.params.get("axes"))
   axes = axes if isinstance(axes, tuple) else (axes,)
   if not sizes.keys() >= set(axes):
-    raise _axes.UnboundAxisError(f"{axes} must be bound, got {sizes}.", axes)
+    raise UnboundAxisError(f"{axes} must be bound, got {sizes}.", axes)
   (x,) = equation.invars
   assert isinstance(x.aval, ShapedArray)
   nbytes = x.aval.size * x.aval.dtype.itemsize

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from gradcomp._axes import AxisName
 from gradcomp.exchange import pmean
 from gradcomp.freezing import unaveraged
 from gradcomp.local_gradients import value_and_grad
+from gradcomp.workers import AxisName
 
 ModelState = Literal["mean", "local"]
 

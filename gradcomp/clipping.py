@@ -8,12 +8,17 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from gradcomp import _axes, explicit
-from gradcomp._axes import AxisName
 from gradcomp._border import of_reals
 from gradcomp._checks import static_number
 from gradcomp.exchange import largest, psum
-from gradcomp.gradients import reduction
+from gradcomp.workers import (
+  AxisName,
+  axis_names,
+  other_axes,
+  per_device,
+  reduction,
+  require_size,
+)
 
 
 def clip_by_local_norm(
@@ -58,17 +63,17 @@ def clip_by_local_norm(
   """
   max_norm = static_number("max_norm", "a positive, finite number", max_norm)
   if axis_name is not None:
-    _axes.names(axis_name)
+    axis_names(axis_name)
 
   def update_fn(
     updates: Any, state: Any, params: Any = None, **extra_args: Any
   ) -> tuple[Any, Any]:
     del params, extra_args
     axes, is_sum = reduction(updates, axis_name, local=False)
-    others = [explicit.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
+    others = [other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
 
     def on_device(updates: Any, state: Any) -> tuple[Any, Any]:
-      workers = 1 if axes is None else _axes.require_size(axes)
+      workers = 1 if axes is None else require_size(axes)
       limit = max_norm / math.sqrt(workers)
       if is_sum:  # each addend is a gradient divided by N
         limit /= workers
@@ -78,7 +83,7 @@ def clip_by_local_norm(
       scale = lambda g: (g * factors[0] * factors[1]).astype(g.dtype)
       return jax.tree.map(scale, updates), state
 
-    return explicit.per_device(on_device, updates, state, axes, keeps_addends=True)
+    return per_device(on_device, updates, state, axes, keeps_addends=True)
 
   return of_reals(lambda params: optax.EmptyState(), update_fn)
 

@@ -8,7 +8,15 @@ import optax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
-from gradcomp import _axes, explicit
+from gradcomp.workers import (
+  FOLLOWED,
+  mesh_of,
+  reduced_spec,
+  sharded_axes,
+  typed_spec,
+  unreduced_axes,
+  varying_axes,
+)
 
 
 def allow_frozen(
@@ -52,7 +60,7 @@ def allow_frozen(
     call = lambda updates: optimizer.update(updates, state, params, **extra_args)
     leaves, treedef = jax.tree.flatten(updates)
     # JAX refuses most work on unreduced gradients, so these are looked at first.
-    if not any(map(explicit.unreduced_axes, leaves)):
+    if not any(map(unreduced_axes, leaves)):
       result = call(updates)
       if not unaveraged(result[0], params):
         return result
@@ -82,15 +90,15 @@ def _axes_of(x: Any) -> frozenset[str]:
   """Returns the axes over which an array differs, or is a sum of addends."""
   if not isinstance(x, jax.Array):
     return frozenset()
-  return _axes.varying(x) | explicit.unreduced_axes(x)
+  return varying_axes(x) | unreduced_axes(x)
 
 
 def _zeros(x: jax.Array) -> jax.Array:
   """Returns zeros like ``x`` that are the same on all workers."""
-  spec, zeros = explicit.typed_spec(x), jnp.zeros(x.shape, x.dtype)
-  if not explicit.sharded(spec):
+  spec, zeros = typed_spec(x), jnp.zeros(x.shape, x.dtype)
+  if not sharded_axes(spec):
     return zeros
-  whole = NamedSharding(explicit.mesh_of(x), explicit.reduced(spec))
+  whole = NamedSharding(mesh_of(x), reduced_spec(spec))
   return jax.reshard(zeros, whole)
 
 
@@ -112,7 +120,7 @@ def _reads(
 
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
   with jax.disable_jit():  # what reads one argument of a jit does not read all
-    jaxpr = jax.make_jaxpr(update, axis_env=[(_axes.FOLLOWED, 1)])(*shapes).jaxpr
+    jaxpr = jax.make_jaxpr(update, axis_env=[(FOLLOWED, 1)])(*shapes).jaxpr
   alive = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
   for equation in reversed(jaxpr.eqns):
     if equation.effects or alive.intersection(equation.outvars):

@@ -1,16 +1,31 @@
 """Keeps gradients per worker: the mean must not be taken before it is compressed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from gradcomp import _axes, _whole, explicit
-from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
 from gradcomp.exchange import pmean
+from gradcomp.workers import (
+  GATHER_FIRST,
+  AxisName,
+  axis_names,
+  bound_size,
+  is_explicit,
+  mark_reduced,
+  mark_varying,
+  mesh_of,
+  require_size,
+  restrict_spec,
+  sharded_axes,
+  typed_spec,
+  unreduce,
+  with_arrays,
+)
 
 
 def defer_reduction(params: Any, axis_name: AxisName) -> Any:
@@ -50,9 +65,9 @@ def defer_reduction(params: Any, axis_name: AxisName) -> Any:
     Array([2., 2.], dtype=float32)
   """
   if _in_explicit_jit(params, axis_name):
-    return explicit.mark_reduced(params, axis_name)
-  _axes.require_size(axis_name, explicit.mesh_of(params))
-  return _axes.mark_varying(params, axis_name)
+    return mark_reduced(params, axis_name)
+  require_size(axis_name, mesh_of(params))
+  return mark_varying(params, axis_name)
 
 
 def value_and_grad(
@@ -125,7 +140,7 @@ def value_and_grad(
       _check_floats(i, args[i])
     if _in_explicit_jit((args, kwargs), axis_name):
       _check_cut([args[i] for i in differentiated], (args, kwargs), axis_name)
-      return explicit.addends(loss_fn, gradients_of, axis_name, *args, **kwargs)
+      return _addends(loss_fn, gradients_of, axis_name, *args, **kwargs)
     marked = list(args)
     for i in differentiated:
       marked[i] = defer_reduction(marked[i], axis_name)
@@ -135,6 +150,56 @@ def value_and_grad(
     return pmean(value, axis_name), grads
 
   return local_value_and_grad
+
+
+def _addends(
+  loss_fn: Callable[..., Any],
+  gradients_of: Callable[..., Callable[..., tuple[Any, Any]]],
+  axis_name: AxisName,
+  *args: Any,
+  **kwargs: Any,
+) -> tuple[Any, Any]:
+  """Runs ``gradients_of(loss_fn)(*args, **kwargs)`` on each worker's arguments.
+
+  Arrays of the mesh that the loss closes over become arguments.
+
+  Args:
+    loss_fn: returns the worker's loss.
+    gradients_of: makes of it a function that returns the value and the gradients.
+    axis_name: the axes over which arguments are cut, as their types say.
+    *args: arrays, and anything else as it is.
+    **kwargs: arrays, and anything else as it is.
+
+  Returns:
+    The mean of the values, and the gradients divided by N, unreduced over the axes.
+  """
+  leaves, treedef = jax.tree.flatten((args, kwargs))
+  given = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+  names = axis_names(axis_name)
+
+  def enter(bind: Callable[[Sequence[Any]], Any], closed_over: list[Any]) -> Any:
+    arrays = [*given, *closed_over]
+
+    def local(*arrays: jax.Array) -> tuple[Any, Any]:
+      parts = iter(arrays)
+      own = [next(parts) if isinstance(x, jax.Array) else x for x in leaves]
+      args, kwargs = jax.tree.unflatten(treedef, own)
+      value, grads = gradients_of(bind(tuple(parts)))(*args, **kwargs)
+      share = 1 / require_size(axis_name)
+      grads = jax.tree.map(lambda g: (g * share)[None], grads)
+      return pmean(value, axis_name), grads
+
+    return jax.shard_map(
+      local,
+      mesh=mesh_of(arrays),
+      in_specs=tuple(restrict_spec(typed_spec(x), names) for x in arrays),
+      out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
+      axis_names=set(names),
+      check_vma=False,
+    )(*arrays)
+
+  value, stack = with_arrays(loss_fn, enter)
+  return value, unreduce(stack, axis_name)
 
 
 def check_accumulate(value: Any) -> int:
@@ -187,9 +252,9 @@ def _over_micro_batches(
 
 def _in_explicit_jit(tree: Any, axis_name: AxisName) -> bool:
   """Returns True if the axes are Explicit ones of the mesh that no map has bound."""
-  if _axes.bound_size(axis_name) is not None:
+  if bound_size(axis_name) is not None:
     return False
-  return explicit.is_explicit(explicit.mesh_of(tree), axis_name)
+  return is_explicit(mesh_of(tree), axis_name)
 
 
 def _check_floats(argument: int, params: Any) -> None:
@@ -205,15 +270,15 @@ def _check_floats(argument: int, params: Any) -> None:
 
 def _check_cut(params: Any, arguments: Any, axis_name: AxisName) -> None:
   """Raises ValueError unless the parameters are whole, and another argument is cut."""
-  names = _axes.names(axis_name)
+  names = axis_names(axis_name)
   for leaf in jax.tree.leaves(params):
-    if cut := explicit.sharded(explicit.typed_spec(leaf)).intersection(names):
+    if cut := sharded_axes(typed_spec(leaf)).intersection(names):
       raise ValueError(
         "`argnums` must name arguments that every worker has whole, but one is cut "
-        f"over {sorted(cut)}: {_whole.CURE}; or compress over other axes of the batch."
+        f"over {sorted(cut)}: {GATHER_FIRST}; or compress over other axes of the batch."
       )
-  specs = [explicit.typed_spec(leaf) for leaf in jax.tree.leaves(arguments)]
-  if not all(any(name in explicit.sharded(spec) for spec in specs) for name in names):
+  specs = [typed_spec(leaf) for leaf in jax.tree.leaves(arguments)]
+  if not all(any(name in sharded_axes(spec) for spec in specs) for name in names):
     raise ValueError(
       f"`axis_name` must cut an argument, but none is sharded over {axis_name!r}: "
       "every worker would compute the same gradient. Put the batch there: "

@@ -6,10 +6,10 @@ from typing import Any, TypedDict, TypeVar
 
 from jax.typing import ArrayLike
 
-from gradcomp._axes import AxisName
 from gradcomp.exchange import Auto, Exchange, ExchangeName
 from gradcomp.feedback import Feedback, FeedbackName
 from gradcomp.transform import compress
+from gradcomp.workers import AxisName
 
 
 class ExchangeOptions(TypedDict, total=False):

@@ -9,10 +9,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gradcomp import _axes, _whole
-from gradcomp._axes import AxisName
-from gradcomp.explicit import is_spec, stacked, stacked_over
 from gradcomp.state import CompressState
+from gradcomp.workers import (
+  AxisName,
+  axis_names,
+  check_whole_specs,
+  is_spec,
+  stack_spec,
+  stacked_over,
+)
 
 
 def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None) -> Any:
@@ -47,7 +52,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     (True, True)
   """
   if param_specs is not None:
-    _whole.check_specs("param_specs", param_specs, axis_name)
+    check_whole_specs("param_specs", param_specs, axis_name)
   structure: Any = jax.tree.structure(param_specs, is_leaf=is_spec)
 
   def specs(node: Any) -> Any:
@@ -79,7 +84,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     return of_params(lambda spec: spec, node) if like_params(node) else PartitionSpec()
 
   def owned(arrays: Any) -> Any:
-    """Reads the axes that stack an array from its name.
+    """Returns the specs of arrays that are kept by the axes that stack them.
 
     Axes that the map leaves automatic are skipped.
     """
@@ -87,16 +92,15 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       return None
     result = {}
     for axes, tree in arrays.items():
-      names = axes.split(",")
-      inside = names if param_specs is not None else _axes.names(axis_name)
-      spec = stacked_over(names, inside)
+      inside = axes if param_specs is not None else axis_names(axis_name)
+      spec = stacked_over(axes, inside)
       result[axes] = jax.tree.map(lambda _, spec=spec: spec, tree)
     return result
 
   def per_worker(tree: Any) -> Any:
     if like_params(tree):
-      return of_params(lambda spec: stacked(axis_name, spec), tree)
-    return jax.tree.map(lambda _: stacked(axis_name, PartitionSpec()), tree)
+      return of_params(lambda spec: stack_spec(axis_name, spec), tree)
+    return jax.tree.map(lambda _: stack_spec(axis_name, PartitionSpec()), tree)
 
   def of_params(function: Callable[[PartitionSpec], PartitionSpec], tree: Any) -> Any:
     """Maps parameters' specs; holes of optax.masked and optax.partition stay."""
@@ -164,7 +168,7 @@ def init_state(
     >>> state.residual["w"].sharding.spec == P("data", "model")
     True
   """
-  _whole.check_specs("param_specs", param_specs, axis_name)
+  check_whole_specs("param_specs", param_specs, axis_name)
   mesh = jax.sharding.get_mesh() if mesh is None else mesh
   place = functools.partial(NamedSharding, mesh)
   shardings = jax.tree.map(place, param_specs, is_leaf=is_spec)
@@ -181,25 +185,13 @@ def init_state(
   return jax.jit(map_over(optimizer.init, out_specs=specs))(params)
 
 
-def _exchanges(opt_state: Any) -> bool:
-  """Returns True if there is a gradcomp state in an optimizer state."""
-
-  def is_ours(node: Any) -> bool:
-    return isinstance(node, CompressState)
-
-  return any(map(is_ours, jax.tree.leaves(opt_state, is_leaf=is_ours)))
-
-
 def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None:
   """Raises ValueError if a part that differs between workers is that of one alone."""
   own = {leaf.shape or (1,) for leaf in jax.tree.leaves(params)}
   stacked = {(workers * first, *rest) for first, *rest in own}
-  for (path, leaf), spec in zip(
-    jax.tree_util.tree_leaves_with_path(opt_state), jax.tree.leaves(specs), strict=True
-  ):
-    name = jax.tree_util.keystr(path)
-    if ".owner_residual" in name or ".selection" in name:
-      continue  # these are rows, and update checks their number
+  leaves = jax.tree_util.tree_leaves_with_path(_without_rows(opt_state))
+  specs = jax.tree.leaves(_without_rows(specs))
+  for (path, leaf), spec in zip(leaves, specs, strict=True):
     whole = leaf.shape and leaf.shape not in own and leaf.shape[0] % workers == 0
     if spec != PartitionSpec() and leaf.shape not in stacked and not whole:
       raise ValueError(
@@ -208,3 +200,25 @@ def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None
         "optimizer.init under jax.set_mesh(mesh), or, with optax.MultiSteps around the "
         "exchange, inside jax.shard_map."
       )
+
+
+def _without_rows(opt_state: Any) -> Any:
+  """Returns a state, or its specs, without what is kept of rows, not of parameters.
+
+  Only ``update`` knows how many rows there are, and checks that.
+  """
+
+  def without(node: Any) -> Any:
+    rowless = {"owner_residual": None, "selection": None}
+    return node._replace(**rowless) if _is_ours(node) else node
+
+  return jax.tree.map(without, opt_state, is_leaf=_is_ours)
+
+
+def _exchanges(opt_state: Any) -> bool:
+  """Returns True if there is a gradcomp state in an optimizer state."""
+  return any(map(_is_ours, jax.tree.leaves(opt_state, is_leaf=_is_ours)))
+
+
+def _is_ours(node: Any) -> bool:
+  return isinstance(node, CompressState)

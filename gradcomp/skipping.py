@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from gradcomp import _axes, explicit
-from gradcomp._axes import AxisName
 from gradcomp._checks import static_integer
 from gradcomp.exchange import largest
-from gradcomp.gradients import reduction
+from gradcomp.workers import AxisName, axis_names, other_axes, per_device, reduction
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -77,7 +75,7 @@ def skip_nonfinite(
   if most < 0:
     raise ValueError(f"`max_consecutive_errors` must be {rule}, got {most}.")
   if axis_name is not None:
-    _axes.names(axis_name)
+    axis_names(axis_name)
   inner = optax.with_extra_args_support(inner)
 
   def init_fn(params: Any) -> SkipNonfiniteState:
@@ -109,10 +107,8 @@ def _all_finite(updates: Any, axis_name: AxisName | None) -> jax.Array:
   if not jax.tree.leaves(updates):
     return jnp.array(True)
   axes, _ = reduction(updates, axis_name, local=False)
-  own = () if axes is None else _axes.names(axes)
-  others = {
-    x for leaf in jax.tree.leaves(updates) for x in explicit.other_axes(leaf, axes)
-  }
+  own = () if axes is None else axis_names(axes)
+  others = {x for leaf in jax.tree.leaves(updates) for x in other_axes(leaf, axes)}
   over = (*own, *sorted(others))
 
   def on_device(updates: Any, found: jax.Array) -> tuple[Any, jax.Array]:
@@ -121,7 +117,7 @@ def _all_finite(updates: Any, axis_name: AxisName | None) -> jax.Array:
     return updates, largest(found, over) if over else found
 
   found = jnp.zeros([], jnp.uint8)  # a byte, for no collective is given a bool
-  _, found = explicit.per_device(on_device, updates, found, axes, keeps_addends=True)
+  _, found = per_device(on_device, updates, found, axes, keeps_addends=True)
   return found == 0
 
 

@@ -11,9 +11,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from gradcomp import sums
-from gradcomp._axes import AxisName
 from gradcomp.exchange import Message, OwnerResiduals, Selected, Selections
 from gradcomp.kernels import key_words
+from gradcomp.workers import AxisName
 
 
 class CompressState(NamedTuple):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.tree_util import GetAttrKey
 
 from gradcomp._checks import static_integer
 
@@ -116,23 +117,24 @@ def switch(
 def _check_part(number: int, state: Any, largest: Any) -> None:
   """Raises ValueError unless each array of a state is one of the largest state, too."""
   shapes = {
-    jax.tree_util.keystr(path): (leaf.shape, leaf.dtype)
+    path: (leaf.shape, leaf.dtype)
     for path, leaf in jax.tree_util.tree_leaves_with_path(largest)
   }
   for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-    name = jax.tree_util.keystr(path)
-    if shapes.get(name) != (leaf.shape, leaf.dtype):
+    found = shapes.pop(path, None)
+    if found != (leaf.shape, leaf.dtype):
       raise ValueError(
         f"`transformations`[{number}] must keep a part of the state that another of "
-        f"them keeps, but its state{name} is {leaf.dtype}{list(leaf.shape)}, and there "
-        f"it is {shapes.get(name, 'missing')}; give all the same feedback=, exchange= "
-        "and min_leaf_size=, and the same transformations around them."
+        f"them keeps, but its state{jax.tree_util.keystr(path)} is "
+        f"{leaf.dtype}{list(leaf.shape)}, and there it is {found or 'missing'}; give "
+        "all the same feedback=, exchange= and min_leaf_size=, and the same "
+        "transformations around them."
       )
-    shapes.pop(name)
-  for name in shapes:
-    if ".owner_residual" in name:
+  for path in shapes:
+    if GetAttrKey("owner_residual") in path:
       raise ValueError(
-        f"`transformations`[{number}] must keep the residuals of owners, state{name}, "
-        "as another of them does, or what waits there would not be sent; give all "
-        'exchange="all_gather", or gradcomp.exchange.TwoShot(feedback=False).'
+        f"`transformations`[{number}] must keep the residuals of owners, "
+        f"state{jax.tree_util.keystr(path)}, as another of them does, or what waits "
+        'there would not be sent; give all exchange="all_gather", or '
+        "gradcomp.exchange.TwoShot(feedback=False)."
       )

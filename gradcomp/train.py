@@ -9,15 +9,20 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gradcomp import _axes, _whole, explicit
-from gradcomp._axes import AxisName
 from gradcomp._checks import flag, optional_one_of
-from gradcomp._closures import with_arrays
 from gradcomp._explain import explain
 from gradcomp._worker_step import ModelState, WorkerStep, check_model_state
 from gradcomp.freezing import allow_frozen
 from gradcomp.local_gradients import check_accumulate
 from gradcomp.sharding import check_stacked, state_specs
+from gradcomp.workers import (
+  AxisName,
+  axis_names,
+  check_whole_arrays,
+  restrict_spec,
+  typed_spec,
+  with_arrays,
+)
 
 
 def make_train_step(
@@ -144,7 +149,7 @@ def make_train_step(
 
 def _sizes(mesh: Mesh, axis_name: AxisName) -> tuple[int, ...]:
   """Returns the sizes of the axes; ValueError if the mesh does not have them."""
-  names = _axes.names(axis_name)
+  names = axis_names(axis_name)
   if not set(names).issubset(mesh.shape):
     raise ValueError(
       f"`axis_name` must be an axis of the mesh, got {axis_name!r} and a mesh with the "
@@ -157,7 +162,7 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
   """Returns ``one_worker`` with these functions, mapped over its axis of the mesh."""
   axis_name = one_worker.axis_name
   assert axis_name is not None
-  names = _axes.names(axis_name)
+  names = axis_names(axis_name)
   workers = math.prod(_sizes(mesh, axis_name))
   kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   is_explicit = all(kinds[name] == AxisType.Explicit for name in names)
@@ -176,7 +181,7 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
     check_model_state(
       model_state, one_worker.model_state, one_worker.accumulate, workers
     )
-    _whole.check_placed("params", params, axis_name)
+    check_whole_arrays("params", params, axis_name)
     if is_explicit:
       batch = jax.reshard(batch, NamedSharding(mesh, cut))
       model_state = jax.reshard(model_state, NamedSharding(mesh, kept))
@@ -187,7 +192,7 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
       def local(closed_over: list[Any], *args: Any) -> Any:
         return one_worker(bind(closed_over), *args)
 
-      spec = [explicit.restricted(explicit.typed_spec(x), names) for x in closed_over]
+      spec = [restrict_spec(typed_spec(x), names) for x in closed_over]
       return jax.shard_map(
         local,
         mesh=mesh,

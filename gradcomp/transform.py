@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from gradcomp import _agreement, _axes, _whole, explicit, sums
-from gradcomp._axes import AxisName
+from gradcomp import _agreement, sums
 from gradcomp._border import not_differentiated, of_reals
 from gradcomp._checks import optional_size
 from gradcomp.codecs import (
@@ -44,14 +43,27 @@ from gradcomp.feedback import (
   correct,
   remainder,
 )
-from gradcomp.gradients import reduction
-from gradcomp.own_state import check_own, zero_state
 from gradcomp.state import (
   CompressState,
   check_state,
   seed_words,
   selected_shapes,
   step_keys,
+)
+from gradcomp.workers import (
+  Axes,
+  AxisName,
+  axis_names,
+  check_own,
+  check_residual_types,
+  check_whole_arrays,
+  check_whole_params,
+  or_explained,
+  other_axes,
+  per_device,
+  reduction,
+  require_size,
+  zero_state,
 )
 
 
@@ -129,7 +141,7 @@ def compress(
   if isinstance(codec, type) or not isinstance(codec, Codec):
     raise TypeError(f"`codec` must be an instance of a codec, got {codec!r}.")
   if axis_name is not None:
-    names = _axes.names(axis_name)
+    names = axis_names(axis_name)
     axis_name = names if len(names) > 1 else names[0]
   schedule, keeper = as_exchange(exchange), as_feedback(feedback, codec)
   check_exchange(schedule, codec, axis_name)
@@ -163,9 +175,9 @@ def compress(
 
   def init_fn(params: Any) -> CompressState:
     if averages:
-      _whole.check_placed("params", params, averages)
+      check_whole_arrays("params", params, averages)
     count = keeper.keeps + keeper.moves
-    axes = _axes.or_explained(axis_name)
+    axes = or_explained(axis_name)
     trees, own = zero_state(params, axes, count, own_shapes)
     residual, moving, *_ = (*trees, None, None)
     owned = {axes: arrays for axes, (arrays, _) in own.items() if arrays}
@@ -184,15 +196,15 @@ def compress(
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
     workers: int | None,
-  ) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], Any]]:
+  ) -> dict[Axes, tuple[tuple[jax.ShapeDtypeStruct, ...], Any]]:
     """Returns the shapes of owners' residuals and of selections, by axes."""
-    over = _axes.or_explained(axis_name)
+    over = or_explained(axis_name)
     if over is None:
       workers = 1
     if workers is None:
       return {}  # if update needs some, it raises an error
     messages = plan(leaves, others, workers=workers)
-    owned: dict[str, list[tuple[int, int]]] = {}
+    owned: dict[Axes, list[tuple[int, int]]] = {}
     if keeps_owned and over is not None:
       owned = owner_shapes(messages, workers, over)
     rows = selected_rows(codec, messages, over)
@@ -210,7 +222,7 @@ def compress(
     del extra_args
     updates = not_differentiated(updates)
     if averages:
-      _whole.check_params(params, averages)
+      check_whole_params(params, averages)
     axes, is_sum = reduction(updates, axis_name, local=not schedule.sends)
     needs = {
       "residual": keeper.keeps and bool(jax.tree.leaves(updates)),
@@ -219,8 +231,8 @@ def compress(
     }
     check_state(state, needs, f"feedback={feedback!r} and {codec}")
     if is_sum:
-      explicit.check_stacked(state.residual, updates, axes)
-    others = [explicit.other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
+      check_residual_types(state.residual, updates, axes)
+    others = [other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
     names = [
       jax.tree_util.keystr(path)
       for path, _ in jax.tree_util.tree_leaves_with_path(updates)
@@ -231,7 +243,7 @@ def compress(
       _agreement.require_agreement(repr((axes, names, shapes)), told)
 
     def on_device(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
-      count = 1 if axes is None else _axes.require_size(axes)
+      count = 1 if axes is None else require_size(axes)
       check_own("residual", state.residual, updates, axes, count)
       check_own("momentum", state.momentum, updates, axes, count)
       given = keeper.sent(updates, state.momentum)
@@ -287,7 +299,7 @@ def compress(
       )
 
     unreduced = not schedule.sends
-    return explicit.per_device(on_device, updates, state, axes, keeps_addends=unreduced)
+    return per_device(on_device, updates, state, axes, keeps_addends=unreduced)
 
   return of_reals(init_fn, update_fn)
 

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp.explicit import unreduce
+from gradcomp.workers import unreduce
 
 # Maps, in which the mean of the workers' gradients is taken.
 MODES = ("shard_map", "shard_map_unchecked", "pmap", "vmap")

@@ -55,7 +55,7 @@ def owned_of(state, leaf):
   """Returns what owners keep of one of the leaves: the first ranges are those of v."""
   if not state.owner_residual:
     return np.zeros(SIZE)
-  (rows,) = state.owner_residual["data"]
+  (rows,) = state.owner_residual[("data",)]
   rows = np.float64(rows)
   rows = rows.reshape(-1, rows.shape[-1])
   first = N * (leaf == "w")

@@ -277,7 +277,7 @@ def test_non_finite_gradients_reach_everyone_and_no_residual(exchange, bad):
   assert (kept != old).any()
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((after, owned_after)))
   if owned:  # 32 elements of a row of an owner
-    ours, theirs = (np.asarray(x["data"][0]) for x in (owned_after, owned))
+    ours, theirs = (np.asarray(x[("data",)][0]) for x in (owned_after, owned))
     assert (ours != theirs).any() and (ours == theirs).sum() >= 32
 
 

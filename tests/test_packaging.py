@@ -215,6 +215,16 @@ def test_no_exchange_is_known_by_its_name():
   assert not named
 
 
+def test_workers_import_nothing_above_them():
+  """So every room may ask where the workers are."""
+  files = [
+    path for name, path in sources().items() if name.startswith("gradcomp/workers/")
+  ]
+  imported = {name for path in files for name in imported_modules(path)}
+  ours = {name for name in imported if name.startswith(("gradcomp", "."))}
+  assert ours and all(name.startswith("gradcomp.workers.") for name in ours), ours
+
+
 def test_only_kernels_import_pallas():
   users = {
     file

@@ -18,7 +18,7 @@ from sparse_steps import N, check_conservation, gradients, trail
 import gradcomp
 from gradcomp.codecs import QSGD, RandomK, TopK
 from gradcomp.exchange import Hierarchical
-from gradcomp.explicit import unreduce
+from gradcomp.workers import unreduce
 
 redsync = functools.partial(
   gradcomp.redsync, axis_name="data", exchange="all_gather", min_leaf_size=64
@@ -44,7 +44,7 @@ def test_switch_changes_the_density_in_one_compilation():
   assert all(k[2] <= count <= 4 * k[2] for count in sent[4:])
   assert min(waiting[2:]) > 0
   # The rows of w are the last, as many as there are workers; here one is in use.
-  counts = [int(state.selection["data"].used[0, -N]) for _, state in passed]
+  counts = [int(state.selection[("data",)].used[0, -N]) for _, state in passed]
   assert counts == [630, 630, k[1], k[1], k[2], k[2], k[2]]
   assert [int(state.step[0]) for _, state in passed] == list(range(1, 8))
 
@@ -97,6 +97,12 @@ def test_states_that_do_not_fit_together(other):
   init = jax.vmap(lambda p: tx.init(params), axis_name="data")
   with pytest.raises(ValueError, match=says("`transformations`", "must keep")):
     init(jnp.arange(N))
+
+
+def test_a_parameter_may_be_named_like_what_owners_keep():
+  """Only their own residuals must not wait through a transformation without them."""
+  params = {".owner_residual": jnp.ones((9, 70))}
+  gradcomp.switch([3], [redsync(0.02), redsync(0.02, None)]).init(params)
 
 
 def clipped_mean(gradient, max_norm):
@@ -208,11 +214,11 @@ def test_states_are_stacked_under_a_mesh(codec, exchange, selects):
     return
   # Of each leaf as many rows as it may be cut into, for density may change.
   rows = 3 + N
-  chex.assert_shape(state.selection["data"].used, (N * rows,))
-  assert specs.selection["data"].used == specs.selection["data"].threshold == P("data")
+  chex.assert_shape(state.selection[("data",)].used, (N * rows,))
+  assert all(spec == P("data") for spec in specs.selection[("data",)])
   assert bool(state.owner_residual) == (exchange == "two_shot")
   local = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(N))
-  chex.assert_shape(local.selection["data"].used, (N, rows))
+  chex.assert_shape(local.selection[("data",)].used, (N, rows))
 
 
 def test_without_a_map_or_a_mesh_nothing_is_selected_again():

@@ -76,7 +76,7 @@ def test_nothing_is_lost(case):
   assert np.count_nonzero(state.residual["w"]) > 100
   assert (state.selection is not None) == (ROWS[case] > 0)
   if ROWS[case]:
-    used = np.asarray(state.selection["data"].used)
+    used = np.asarray(state.selection[("data",)].used)
     chex.assert_shape(used, (N, 3 + 2 * N))  # rows that leaves may be cut into
     assert (np.count_nonzero(used[:, -N:], axis=1) == ROWS[case]).all()
 
@@ -128,7 +128,7 @@ def test_the_mean_is_the_oracles(exchange):
         )
     np.testing.assert_array_equal(np.reshape(rest["w"], residual.shape), residual)
     if exchange == "two_shot":
-      np.testing.assert_array_equal(np.ravel(kept["data"][0]), owned.ravel())
+      np.testing.assert_array_equal(np.ravel(kept[("data",)][0]), owned.ravel())
     else:
       assert not kept
 

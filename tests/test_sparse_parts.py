@@ -12,8 +12,8 @@ from sparse_steps import N, gradients, trail, transformation
 
 import gradcomp
 from gradcomp.codecs import Dense, RandomK, TopK
-from gradcomp.explicit import unreduce
 from gradcomp.layout import default_min_leaf_size
+from gradcomp.workers import unreduce
 
 SAMPLED = TopK(density=0.05, selection="sampled", interval=2)
 
@@ -53,9 +53,9 @@ def test_parts_of_a_leaf_are_selected_from_apart():
       assert mean["w"].sharding.spec == P(None, "model")
       expected = np.concatenate([output["a"][0], output["b"][0]], axis=1)
       np.testing.assert_array_equal(mean["w"], expected)
-      used = np.asarray(state.selection["data,model"].used).reshape(workers, 2, -1)
+      used = np.asarray(state.selection[("data", "model")].used).reshape(workers, 2, -1)
       np.testing.assert_array_equal(
-        used.reshape(workers, -1), own.selection["data"].used
+        used.reshape(workers, -1), own.selection[("data",)].used
       )
 
 

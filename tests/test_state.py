@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from assertions import assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -61,9 +63,48 @@ def test_parameters_of_the_shape_of_a_tile():
   params = placed({"w": jnp.ones((8, 4096))}, mesh)
   with jax.set_mesh(mesh):
     state = optimizer.init(params)
-  chex.assert_shape(state[0].owner_residual["data"], (8, 4096))
+  chex.assert_shape(state[0].owner_residual[("data",)], (8, 4096))
   step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
   step(params, state, jnp.ones((8, 8)))
+
+
+def test_a_parameter_may_have_the_name_of_a_field():
+  """What owners keep is told from a residual by its place in the state."""
+  mesh = modes.mesh(WORKERS)
+  optimizer = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
+  params = {".selection": jnp.ones((8, 256)), "x.owner_residual": jnp.ones(8)}
+  step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
+  with pytest.raises(ValueError, match=r"residual\['.selection'\] must stack"):
+    step(params, optimizer.init(params), jnp.ones((8, 8)))
+
+
+def test_orbax_restores_what_owners_of_two_axes_keep(tmp_path):
+  """The keys of these arrays are tuples of axes, which a file can only spell."""
+  axes = ("data", "model")
+  kinds = (AxisType.Explicit,) * 2
+  mesh = jax.make_mesh((2, 2), axes, kinds, devices=jax.devices()[:4])
+  tx = gradcomp.qsgd(
+    bits=4, axis_name="data", exchange="two_shot", feedback="error", min_leaf_size=0
+  )
+  params = {
+    "w": placed(jnp.ones((64, 128)), mesh, P(None, "model")),
+    "b": placed(jnp.ones(4096), mesh),
+  }
+  with jax.set_mesh(mesh):
+    new = tx.init(params)
+  assert sorted(new.owner_residual) == [("data",), axes]
+  numbers = np.random.default_rng(0).normal(size=10**5).astype(np.float32)
+
+  def filled(x):
+    return jax.device_put(np.resize(numbers, x.shape).astype(x.dtype), x.sharding)
+
+  state = jax.tree.map(filled, new)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", state)
+    checkpointer.wait_until_finished()
+    restored = checkpointer.restore(tmp_path / "state", new)
+  chex.assert_trees_all_equal_structs(restored, state)
+  assert_same_bits(restored, state)
 
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])

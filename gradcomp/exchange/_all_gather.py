@@ -7,11 +7,11 @@ from typing import ClassVar
 import jax
 from jax import lax
 
-from gradcomp._axes import AxisName
 from gradcomp.exchange._collectives import Workers, final_stage, gather, join, split
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.layout import Layout
 from gradcomp.sums import Way
+from gradcomp.workers import AxisName
 
 
 @dataclasses.dataclass(frozen=True)

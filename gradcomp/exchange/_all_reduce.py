@@ -3,7 +3,6 @@
 import dataclasses
 from typing import ClassVar, cast
 
-from gradcomp._axes import AxisName
 from gradcomp.exchange._collectives import (
   Workers,
   final_stage,
@@ -13,6 +12,7 @@ from gradcomp.exchange._collectives import (
 )
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.sums import ReducibleSum, Way
+from gradcomp.workers import AxisName
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 from gradcomp import sums
-from gradcomp._axes import AxisName
 from gradcomp.codecs import Codec
 from gradcomp.exchange._all_gather import AllGather
 from gradcomp.exchange._all_reduce import AllReduce
@@ -16,6 +15,7 @@ from gradcomp.exchange._ring import Ring
 from gradcomp.exchange._two_shot import TwoShot
 from gradcomp.layout import Layout
 from gradcomp.sums import ReducibleSum
+from gradcomp.workers import AxisName
 
 ExchangeName = Literal[
   "auto", "all_gather", "two_shot", "psum", "ring", "hierarchical", "local"

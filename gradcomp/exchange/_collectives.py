@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp import _axes
-from gradcomp._axes import AxisName
 from gradcomp.exchange._notes import Parts, note
 from gradcomp.exchange._spread import devices, spread
+from gradcomp.workers import AxisName, is_typed
 
 
 class Workers(NamedTuple):
@@ -84,7 +83,7 @@ def gather(message: jax.Array, axis_name: AxisName, name: str) -> jax.Array:
   """``[M]`` to ``[N, M]``, typed as equal on all workers where types are tracked."""
 
   def every(message: jax.Array) -> jax.Array:
-    if _axes.is_typed(axis_name):
+    if is_typed(axis_name):
       return lax.all_gather(message, axis_name, to="invarying")
     return lax.all_gather(message, axis_name)
 

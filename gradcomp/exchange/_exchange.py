@@ -2,10 +2,10 @@
 
 from typing import ClassVar, Protocol, runtime_checkable
 
-from gradcomp._axes import AxisName
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.sums import Way
+from gradcomp.workers import AxisName
 
 
 @runtime_checkable

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp import _axes
-from gradcomp._axes import AxisName
 from gradcomp.codecs import Codec, FittedCodec, is_fitted
 from gradcomp.exchange._collectives import STAGE, totals
 from gradcomp.exchange._notes import noted
 from gradcomp.exchange._plan import Message
+from gradcomp.workers import AxisName, axis_names, require_size
 
 
 def refit(
@@ -42,8 +41,8 @@ def refit(
   names: tuple[str, ...] = ()
   if axis_name is not None:
     others = {axis for number in encoded for axis in encoded[number]}
-    names = (*_axes.names(axis_name), *sorted(others))
-  measured = len(encoded) * math.prod(map(_axes.require_size, names))
+    names = (*axis_names(axis_name), *sorted(others))
+  measured = len(encoded) * math.prod(map(require_size, names))
   # The counts of all leaves and workers fit in 32 bits, cut to fewer digits if need be.
   shift = max(0, (measured * codec.most_counted).bit_length() - 31)
 

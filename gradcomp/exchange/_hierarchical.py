@@ -7,8 +7,6 @@ from typing import ClassVar, cast
 import jax
 import jax.numpy as jnp
 
-from gradcomp import _axes
-from gradcomp._axes import AxisName
 from gradcomp._checks import flag, static_integer
 from gradcomp.exchange._collectives import (
   STAGE,
@@ -26,6 +24,7 @@ from gradcomp.exchange._two_shot import owned_loss, owned_total, place
 from gradcomp.kernels import fold_key
 from gradcomp.layout import Layout
 from gradcomp.sums import PartialSum, Sent, Way
+from gradcomp.workers import AxisName, axis_names, require_size
 
 _GROUP_RULE = "a number of workers, 1 or more"
 
@@ -78,7 +77,7 @@ class Hierarchical:
   def check_axes(self, axis_name: AxisName | None) -> None:
     """Raises ValueError unless they are two axes, or one that is cut into groups."""
     count = 1 if self.group_size else 2
-    if axis_name is not None and len(_axes.names(axis_name)) != count:
+    if axis_name is not None and len(axis_names(axis_name)) != count:
       raise ValueError(
         '`axis_name` must be two axes (between, inside) for exchange="hierarchical", '
         f"or one axis with Hierarchical(group_size=), got {axis_name!r} and "
@@ -104,13 +103,13 @@ class Hierarchical:
       ValueError: the workers are not so many groups.
     """
     if self.group_size is None:
-      if len(_axes.names(workers.axis_name)) != 2:
+      if len(axis_names(workers.axis_name)) != 2:
         raise ValueError(
           '`axis_name` must be two axes (between, inside) for exchange="hierarchical" '
           f"without a group_size, got {workers.axis_name!r}."
         )
-      outer, inner = _axes.names(workers.axis_name)
-      return _axes.require_size(outer), _axes.require_size(inner)
+      outer, inner = axis_names(workers.axis_name)
+      return require_size(outer), require_size(inner)
     if workers.size % self.group_size:
       raise ValueError(
         f"`group_size` must divide the {workers.size} workers of "
@@ -199,7 +198,7 @@ def gather_groups(
   name = final_stage(layout.elements, workers)
   if group_size is not None:
     return gather(message, workers.axis_name, name)
-  outer, inner = _axes.names(workers.axis_name)
+  outer, inner = axis_names(workers.axis_name)
   between = gather(message, outer, STAGE)
   inside = gather(between, inner, name)  # [C, H, M]
   return inside.swapaxes(0, 1).reshape(workers.size, -1)

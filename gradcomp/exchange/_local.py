@@ -3,10 +3,10 @@
 import dataclasses
 from typing import ClassVar
 
-from gradcomp._axes import AxisName
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.sums import Way
+from gradcomp.workers import AxisName
 
 
 @dataclasses.dataclass(frozen=True)

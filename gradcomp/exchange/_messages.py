@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp import sums
-from gradcomp._axes import AxisName
 from gradcomp.exchange._average import Residuals, average
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Keys
 from gradcomp.exchange._notes import noted
 from gradcomp.exchange._plan import Message
-from gradcomp.exchange._selected import Thresholds, stack_name
+from gradcomp.exchange._selected import Thresholds, stack_axes
+from gradcomp.workers import Axes, AxisName
 
-# The second stages' residuals by the axes that stack them, joined by commas: "data", or
-# "data,model" of leaves that are sharded over a model axis.
-OwnerResiduals = dict[str, tuple[jax.Array, ...]]
+# The second stages' residuals by the axes that stack them: ("data",), or ("data",
+# "model") of leaves that are sharded over a model axis.
+OwnerResiduals = dict[Axes, tuple[jax.Array, ...]]
 
 
 class Exchanged(NamedTuple):
@@ -39,13 +39,13 @@ class Exchanged(NamedTuple):
 
 def owner_shapes(
   messages: Sequence[Message], workers: int, axis_name: AxisName
-) -> dict[str, list[tuple[int, int]]]:
+) -> dict[Axes, list[tuple[int, int]]]:
   """The shapes of what one worker keeps of the rows that it owns, where they lose."""
-  result: dict[str, list[tuple[int, int]]] = {}
+  result: dict[Axes, list[tuple[int, int]]] = {}
   for message in messages:
     shapes = [shape for shape in _shapes(message, workers) if shape is not None]
     if shapes:
-      result.setdefault(stack_name(axis_name, message), []).extend(shapes)
+      result.setdefault(stack_axes(axis_name, message), []).extend(shapes)
   return result
 
 
@@ -75,7 +75,7 @@ def average_messages(
   mean: dict[int, jax.Array] = {}
   unsent: dict[int, jax.Array] = {}
   waiting = {axes: list(arrays) for axes, arrays in (owned or {}).items()}
-  kept: dict[str, list[jax.Array]] = {axes: [] for axes in waiting}
+  kept: dict[Axes, list[jax.Array]] = {axes: [] for axes in waiting}
   sent: list[list[jax.Array] | None] = []
   stage = len(leaves)
   for message, again in zip(messages, thresholds, strict=True):
@@ -85,7 +85,7 @@ def average_messages(
       message_keys = Keys(keys[jnp.array(message.leaves)], keys[stage:stop])
     stage = stop
     residuals: Residuals = [None] * len(message.layout.codecs)
-    axes = "" if workers is None else stack_name(workers.axis_name, message)
+    axes = () if workers is None else stack_axes(workers.axis_name, message)
     if owned is not None and workers is not None:
       shapes = _shapes(message, workers.size)
       residuals = [_take(waiting, axes, shape) for shape in shapes]
@@ -132,7 +132,9 @@ def _shapes(message: Message, workers: int) -> list[tuple[int, int] | None]:
 
 
 def _take(
-  waiting: dict[str, list[jax.Array]], axes: str, shape: tuple[int, int] | None
+  waiting: dict[Axes, list[jax.Array]],
+  axes: Axes,
+  shape: tuple[int, int] | None,
 ) -> jax.Array | None:
   if shape is None:
     return None
@@ -147,7 +149,7 @@ def _take(
   return array
 
 
-def _check_all_taken(waiting: dict[str, list[jax.Array]]) -> None:
+def _check_all_taken(waiting: dict[Axes, list[jax.Array]]) -> None:
   for axes, arrays in waiting.items():
     if arrays:
       raise ValueError(

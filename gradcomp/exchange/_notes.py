@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 from jax.extend.core import Primitive
 
-from gradcomp import _axes
+from gradcomp.workers import is_explained
 
 NOTE = Primitive("gradcomp_note")
 NOTE.multiple_results = True
@@ -27,7 +27,7 @@ class Parts(NamedTuple):
 
 def note(about: object, *arrays: jax.Array) -> Sequence[jax.Array]:
   """Says in a trace that is read what comes next, and of what; returns the arrays."""
-  return NOTE.bind(*arrays, about=about) if _axes.is_explained() else arrays
+  return NOTE.bind(*arrays, about=about) if is_explained() else arrays
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from gradcomp import sums
-from gradcomp._axes import AxisName
 from gradcomp.codecs import (
   Codec,
   working_dtype,
@@ -16,6 +15,7 @@ from gradcomp.exchange._all_reduce import AllReduce
 from gradcomp.exchange._choice import Auto, Choice, choose, reencoding
 from gradcomp.exchange._exchange import Exchange
 from gradcomp.layout import Layout, default_min_leaf_size, leaf_codec, leaf_rows, plan
+from gradcomp.workers import AxisName
 
 
 class Message(NamedTuple):

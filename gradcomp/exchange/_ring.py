@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp import _axes
-from gradcomp._axes import AxisName
 from gradcomp.exchange._all_gather import gather_rows
 from gradcomp.exchange._collectives import (
   Workers,
@@ -21,6 +19,7 @@ from gradcomp.exchange._collectives import (
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.kernels import fold_key
 from gradcomp.sums import PartialSum, Sent, Way
+from gradcomp.workers import AxisName, mark_varying
 
 
 class _Passing(NamedTuple):
@@ -121,8 +120,8 @@ def reduce(own: Contribution, workers: Workers) -> _Passing:
     for total, part in zip(sums, parts, strict=True)
     if own.keep
   ]
-  lost = _axes.mark_varying(lost, workers.axis_name)
-  riders = _axes.mark_varying([x.riders for x in sent], workers.axis_name)
+  lost = mark_varying(lost, workers.axis_name)
+  riders = mark_varying([x.riders for x in sent], workers.axis_name)
   passing = _Passing([x.rows for x in sent], riders, noted(lost, sent, first))
   return lax.fori_loop(0, n - 1, hop, passing)
 

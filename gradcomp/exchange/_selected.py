@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp import _axes
-from gradcomp._axes import AxisName
 from gradcomp.codecs import Codec, SelectingCodec
 from gradcomp.exchange._plan import Message
 from gradcomp.layout import leaf_rows
+from gradcomp.workers import Axes, AxisName, axis_names, mark_varying
 
 
 class Selected(NamedTuple):
@@ -21,19 +20,19 @@ class Selected(NamedTuple):
   used: jax.Array  # int32[rows]: entries sent in this step
 
 
-# By the axes that stack the workers' own, joined by commas, as in OwnerResiduals.
-Selections = dict[str, Selected]
+# By the axes that stack the workers' own, as in OwnerResiduals.
+Selections = dict[Axes, Selected]
 
 Thresholds = list[jax.Array | None]  # for each leaf of a message
 
 
 def selected_rows(
   codec: Codec, messages: Sequence[Message], axis_name: AxisName | None
-) -> dict[str, int]:
+) -> dict[Axes, int]:
   """The rows that one worker selects from, by the axes over which they differ."""
   return {
-    key: rows.stop
-    for _, _, key, rows in _places(codec, messages, axis_name)
+    axes: rows.stop
+    for _, _, axes, rows in _places(codec, messages, axis_name)
     if rows.stop
   }
 
@@ -53,11 +52,11 @@ def recall(
   if not isinstance(codec, SelectingCodec) or not codec.reuses:
     return result
   again = step % codec.interval != 0
-  for number, leaf, key, rows in _places(codec, messages, axis_name):
-    old = _thresholds(selections, key)
+  for number, leaf, axes, rows in _places(codec, messages, axis_name):
+    old = _thresholds(selections, axes)
     if old.shape[0] < rows.stop:
       raise ValueError(
-        f"`state.selection`[{key!r}] must have a threshold for each of at least "
+        f"`state.selection`[{axes!r}] must have a threshold for each of at least "
         f"{rows.stop} rows, got {old.shape[0]}; give axis_name=, and make the state "
         "by optimizer.init with as many workers, inside the map or under "
         "jax.set_mesh(mesh), and pass it through with gradcomp.state_specs."
@@ -89,20 +88,18 @@ def remember(
   """
   if selections is None:
     return None
-  parts: dict[str, list[Selected]] = {}
+  parts: dict[Axes, list[Selected]] = {}
   for message, thresholds, matrices in zip(messages, again, sent, strict=True):
     if rows := _rows(codec, message):
-      own = parts.setdefault(stack_name(axis_name, message), [])
+      own = parts.setdefault(stack_axes(axis_name, message), [])
       own.append(_selected(message, rows, thresholds, matrices))
   made = {
-    key: Selected(*map(jnp.concatenate, zip(*own, strict=True)))
-    for key, own in parts.items()
+    axes: Selected(*map(jnp.concatenate, zip(*own, strict=True)))
+    for axes, own in parts.items()
   }
   if axis_name is not None:  # dense leaves' are constants, and are typed as such
-    made = {
-      key: _axes.mark_varying(own, tuple(key.split(","))) for key, own in made.items()
-    }
-  return {key: made.get(key, old) for key, old in selections.items()}
+    made = {axes: mark_varying(own, axes) for axes, own in made.items()}
+  return {axes: made.get(axes, old) for axes, old in selections.items()}
 
 
 def used_entries(
@@ -117,11 +114,11 @@ def used_entries(
   """
   totals = selected_rows(codec, messages, axis_name)
   result = {}
-  for number, leaf, key, rows in _places(codec, messages, axis_name):
-    found = (selections or {}).get(key)
+  for number, leaf, axes, rows in _places(codec, messages, axis_name):
+    found = (selections or {}).get(axes)
     if found is None or isinstance(found.used, jax.core.Tracer):
       continue
-    message, total = messages[number], totals[key]
+    message, total = messages[number], totals[axes]
     if found.used.size != total * (message.workers if axis_name is not None else 1):
       raise ValueError(
         f"`opt_state` must be that of {message.workers} workers with {total} rows "
@@ -132,10 +129,10 @@ def used_entries(
   return result
 
 
-def stack_name(axis_name: AxisName | None, message: Message) -> str:
-  """The axes over which workers' own arrays are stacked, joined by commas."""
-  names = () if axis_name is None else _axes.names(axis_name)
-  return ",".join((*names, *message.others))
+def stack_axes(axis_name: AxisName | None, message: Message) -> Axes:
+  """Returns the axes over which workers' own arrays of a message are stacked."""
+  names = () if axis_name is None else axis_names(axis_name)
+  return (*names, *message.others)
 
 
 def _selected(
@@ -187,16 +184,16 @@ def _selected(
 
 def _places(
   codec: Codec, messages: Sequence[Message], axis_name: AxisName | None
-) -> Iterator[tuple[int, int, str, slice]]:
+) -> Iterator[tuple[int, int, Axes, slice]]:
   """Where what is remembered of a leaf lies: the numbers of its message and of it in
   the message, the axes that stack the array, and its rows there."""
-  taken: dict[str, int] = {}
+  taken: dict[Axes, int] = {}
   for number, message in enumerate(messages):
-    key = stack_name(axis_name, message)
+    axes = stack_axes(axis_name, message)
     for leaf, count in enumerate(_rows(codec, message)):
-      start = taken.get(key, 0)
-      taken[key] = start + count
-      yield number, leaf, key, slice(start, start + count)
+      start = taken.get(axes, 0)
+      taken[axes] = start + count
+      yield number, leaf, axes, slice(start, start + count)
 
 
 def _rows(codec: Codec, message: Message) -> list[int]:
@@ -218,6 +215,6 @@ def _selects(message: Message, leaf: int) -> bool:
   return isinstance(codec, SelectingCodec)
 
 
-def _thresholds(selections: Selections | None, key: str) -> jax.Array:
-  found = (selections or {}).get(key)
+def _thresholds(selections: Selections | None, axes: Axes) -> jax.Array:
+  found = (selections or {}).get(axes)
   return jnp.zeros(0, jnp.float32) if found is None else found.threshold

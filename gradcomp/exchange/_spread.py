@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gradcomp import _axes
-from gradcomp._axes import AxisName
+from gradcomp.workers import AxisName, automatic_axes, is_typed
 
 
 def devices(axis_name: AxisName) -> int:
   """The devices that share the work of one worker, each with a part."""
-  return math.prod(_axes.automatic(axis_name).values())
+  return math.prod(automatic_axes(axis_name).values())
 
 
 def spread(
@@ -39,7 +38,7 @@ def spread(
     name: of the collective alone, not of what XLA moves between devices around it.
     ndim: of the result, whose last axis is again M; by default that of ``words``.
   """
-  axes = _axes.automatic(axis_name)
+  axes = automatic_axes(axis_name)
   named = jax.named_scope(name)(function)
   if not axes or not words.ndim:
     return named(words)
@@ -58,7 +57,7 @@ def spread(
     in_specs=cut(words.ndim),
     out_specs=cut(words.ndim if ndim is None else ndim),
     axis_names=set(axes),
-    check_vma=_axes.is_typed(axis_name),
+    check_vma=is_typed(axis_name),
   )
   whole = jax.lax.with_sharding_constraint(mapped(padded), PartitionSpec())
   return whole[..., :length]

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp._axes import AxisName
 from gradcomp._checks import flag
 from gradcomp.exchange._all_gather import gather_rows
 from gradcomp.exchange._collectives import Workers, join, scatter, shares, split
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.sums import Sent, Way
+from gradcomp.workers import AxisName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,16 +10,17 @@ from typing import Any
 
 import jax
 
-from gradcomp import _axes, explicit
-from gradcomp._axes import AxisName
+from gradcomp.workers._axes import AxisName, axis_names
+from gradcomp.workers._specs import is_spec, sharded_axes
+from gradcomp.workers._types import placed_spec, typed_spec, varying_axes
 
-CURE = (
+GATHER_FIRST = (
   "the exchange would average different rows with each other. Gather the parameters "
   "before jax.grad, exchange whole gradients, and cut the result"
 )
 
 
-def check_specs(name: str, specs: Any, axis_name: AxisName) -> None:
+def check_whole_specs(name: str, specs: Any, axis_name: AxisName) -> None:
   """Raises ValueError if a spec in a tree cuts over the axes.
 
   Args:
@@ -27,18 +28,18 @@ def check_specs(name: str, specs: Any, axis_name: AxisName) -> None:
     specs: a tree of ``PartitionSpec``.
     axis_name: the axes to average over.
   """
-  _check(name, specs, axis_name, explicit.sharded, explicit.is_spec)
+  _check(name, specs, axis_name, sharded_axes, is_spec)
 
 
-def check_placed(name: str, tree: Any, axis_name: AxisName) -> None:
+def check_whole_arrays(name: str, tree: Any, axis_name: AxisName) -> None:
   """Raises ValueError for arrays that lie in parts along the axes.
 
   Inside a transformed function it sees Explicit axes alone.
   """
-  _check(name, tree, axis_name, lambda x: explicit.sharded(explicit.placed_spec(x)))
+  _check(name, tree, axis_name, lambda x: sharded_axes(placed_spec(x)))
 
 
-def check_params(params: Any, axis_name: AxisName) -> None:
+def check_whole_params(params: Any, axis_name: AxisName) -> None:
   """Raises ValueError for parameters of ``update`` that differ between the workers.
 
   Explicit axes say so in a spec, and a map that checks types by what varies. Elsewhere
@@ -46,8 +47,7 @@ def check_params(params: Any, axis_name: AxisName) -> None:
   """
 
   def differs(x: Any) -> frozenset[str]:
-    varying = _axes.varying(x) if isinstance(x, jax.Array) else frozenset()
-    return varying | explicit.sharded(explicit.typed_spec(x))
+    return varying_axes(x) | sharded_axes(typed_spec(x))
 
   more = (
     "; if it is whole, and gradcomp.defer_reduction has marked it, pass what was marked"
@@ -64,10 +64,10 @@ def _check(
   more: str = "",
 ) -> None:
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
-    if cut := cut_over(leaf).intersection(_axes.names(axis_name)):
-      got = leaf if explicit.is_spec(leaf) else jax.typeof(leaf)
+    if cut := cut_over(leaf).intersection(axis_names(axis_name)):
+      got = leaf if is_spec(leaf) else jax.typeof(leaf)
       raise ValueError(
         f"`{name}`{jax.tree_util.keystr(path)} must be whole along {axis_name!r}, "
         f"which gradients are averaged over, but is cut over {sorted(cut)}, got {got}: "
-        f"{CURE}{more}."
+        f"{GATHER_FIRST}{more}."
       )

@@ -1,11 +1,10 @@
-"""Asks JAX about the data axis: whether it is bound here, and whether it is typed.
+"""Asks JAX for the names and the sizes of axes, and whether a map binds them here.
 
-The spellings here are those of JAX 0.10.2 to 0.12. What differs among versions, or
-between pmap, vmap and shard_map, stays in this file.
+The spellings in this folder are those of JAX 0.10.2 to 0.12. What differs among
+versions, or between pmap, vmap and shard_map, stays in it.
 """
 
 import math
-from typing import Any
 
 import jax
 from jax import lax
@@ -14,23 +13,19 @@ from jax.sharding import AbstractMesh
 # One axis, or several that are reduced together, as jax.lax.psum takes them.
 AxisName = str | tuple[str, ...]
 
-# Where explain traces update, these are bound: (between, inside), or the first alone.
-# They stand for the axes that a transformation takes from the types of gradients.
-EXPLAINED = ("gradcomp_between", "gradcomp_inside")
-
-# Where allow_frozen looks which gradients are read, this is bound.
-FOLLOWED = "gradcomp_followed"
+# The axes that stack arrays of which each worker has its own: keys in states.
+Axes = tuple[str, ...]
 
 
 class UnboundAxisError(ValueError):
-  """An axis is not bound; says which are needed."""
+  """No map binds an axis here; ``axis_name`` holds the axes that are needed."""
 
   def __init__(self, message: str, axis_name: AxisName):
     super().__init__(message)
     self.axis_name = axis_name
 
 
-def names(axis_name: AxisName) -> tuple[str, ...]:
+def axis_names(axis_name: AxisName) -> tuple[str, ...]:
   """Returns the axes as a tuple.
 
   Raises:
@@ -49,29 +44,9 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
 def bound_size(axis_name: AxisName) -> int | None:
   """Returns the number of workers on axes of enclosing maps; None if one is unbound."""
   try:
-    return math.prod(lax.axis_size(name) for name in names(axis_name))
+    return math.prod(lax.axis_size(name) for name in axis_names(axis_name))
   except NameError:
     return None
-
-
-def is_explained() -> bool:
-  """Returns True where explain traces, and nothing runs.
-
-  JAX knows the bound axes of each trace that it keeps, and takes none of elsewhere.
-  """
-  return bound_size(EXPLAINED[0]) is not None
-
-
-def is_followed() -> bool:
-  """Returns True where transformations give gradients back as they are."""
-  return bound_size(FOLLOWED) is not None
-
-
-def or_explained(axis_name: AxisName | None) -> AxisName | None:
-  """Returns the axes; where none are named, those of explain if it traces."""
-  if axis_name is not None or not is_explained():
-    return axis_name
-  return EXPLAINED if bound_size(EXPLAINED) else EXPLAINED[0]
 
 
 def mesh_size(axis_name: AxisName) -> int | None:
@@ -80,9 +55,9 @@ def mesh_size(axis_name: AxisName) -> int | None:
   It is None if the mesh lacks one of the axes, or if there is no mesh.
   """
   shape = jax.sharding.get_abstract_mesh().shape
-  if any(name not in shape for name in names(axis_name)):
+  if any(name not in shape for name in axis_names(axis_name)):
     return None
-  return math.prod(shape[name] for name in names(axis_name))
+  return math.prod(shape[name] for name in axis_names(axis_name))
 
 
 def require_size(axis_name: AxisName, mesh: AbstractMesh | None = None) -> int:
@@ -113,7 +88,7 @@ def _cure(axis_name: AxisName, mesh: AbstractMesh) -> str:
   cure = "call this inside one (or use gradcomp.make_train_step), "
   if not mesh.axis_names:
     return f"{cure}or in plain jax.jit under jax.set_mesh(jax.make_mesh(...)), "
-  if not set(names(axis_name)).issubset(mesh.axis_names):
+  if not set(axis_names(axis_name)).issubset(mesh.axis_names):
     return f"the axes of the mesh are {mesh.axis_names}: name one of these, "
   return (
     f"{cure}or make the mesh with Explicit axes: jax.make_mesh(shape, "
@@ -121,39 +96,14 @@ def _cure(axis_name: AxisName, mesh: AbstractMesh) -> str:
   )
 
 
-def varying(x: jax.Array) -> frozenset[str]:
-  """Returns the manual axes over which ``x`` differs, as its type says."""
-  return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
-def is_typed(axis_name: AxisName) -> bool:
-  """Returns True if the enclosing map tracks what varies.
-
-  ``jax.shard_map`` with ``check_vma=True`` does.
-  """
-  return names(axis_name)[0] in varying(lax.axis_index(axis_name))
-
-
-def mark_varying(tree: Any, axis_name: AxisName) -> Any:
-  """Types every leaf as varying over the axes, if types are tracked."""
-  if not is_typed(axis_name):
-    return tree
-
-  def mark(x: jax.Array) -> jax.Array:
-    missing = tuple(name for name in names(axis_name) if name not in varying(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-  return jax.tree.map(mark, tree)
-
-
-def automatic(axis_name: AxisName) -> dict[str, int]:
+def automatic_axes(axis_name: AxisName) -> dict[str, int]:
   """Returns the Auto axes beside these ones of an enclosing shard_map, and their sizes.
 
   Along them JAX decides by itself which device holds what. Under pmap and vmap there
   are none.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if not set(names(axis_name)).issubset(mesh.manual_axes):
+  if not set(axis_names(axis_name)).issubset(mesh.manual_axes):
     return {}
   return {name: mesh.shape[name] for name in mesh.auto_axes if mesh.shape[name] > 1}
 

@@ -4,8 +4,21 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gradcomp import _axes, explicit
-from gradcomp._axes import AxisName
+from gradcomp.workers._axes import (
+  AxisName,
+  axis_names,
+  bound_size,
+  manual_axes,
+  require_size,
+)
+from gradcomp.workers._traces import is_followed, or_explained
+from gradcomp.workers._types import (
+  is_explicit,
+  is_typed,
+  mesh_of,
+  unreduced_axes,
+  varying_axes,
+)
 
 
 class Reduction(NamedTuple):
@@ -37,33 +50,33 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
   Raises:
     ValueError: the types contradict ``axis_name``, or gradients are already reduced.
   """
-  if _axes.is_followed():
+  if is_followed():
     return Reduction(None, is_sum=False)
-  axis_name = _axes.or_explained(axis_name)
+  axis_name = or_explained(axis_name)
   paths = jax.tree_util.tree_leaves_with_path(updates)
-  addends = [explicit.unreduced_axes(leaf) for _, leaf in paths]
+  addends = [unreduced_axes(leaf) for _, leaf in paths]
   found = frozenset().union(*addends)
   if found:
     return Reduction(_addends(paths, addends, axis_name), is_sum=True)
   if axis_name is None:
-    if _axes.manual_axes() and not local:
+    if manual_axes() and not local:
       raise ValueError(
         f"`axis_name` must name the axis to average over inside a map with the axes "
-        f'{_axes.manual_axes()}, got None; pass axis_name=, or exchange="local" to '
+        f'{manual_axes()}, got None; pass axis_name=, or exchange="local" to '
         "exchange nothing."
       )
     return Reduction(None, is_sum=False)
-  if not paths and _axes.bound_size(axis_name) is None:
+  if not paths and bound_size(axis_name) is None:
     return Reduction(None, is_sum=False)
-  mesh = explicit.mesh_of(updates)
-  if _axes.bound_size(axis_name) is None and explicit.is_explicit(mesh, axis_name):
+  mesh = mesh_of(updates)
+  if bound_size(axis_name) is None and is_explicit(mesh, axis_name):
     if mesh.size > 1:
       raise _already_reduced(paths[0][0], axis_name)
-    return Reduction(axis_name, is_sum=True)  # a sum of one, see explicit.unreduce
-  _axes.require_size(axis_name, mesh)
-  if _axes.is_typed(axis_name):
+    return Reduction(axis_name, is_sum=True)  # a sum of one, see unreduce
+  require_size(axis_name, mesh)
+  if is_typed(axis_name):
     for path, leaf in paths:
-      if not _axes.varying(leaf).issuperset(_axes.names(axis_name)):
+      if not varying_axes(leaf).issuperset(axis_names(axis_name)):
         raise _already_reduced(path, axis_name)
   return Reduction(axis_name, is_sum=False)
 
@@ -72,10 +85,10 @@ def _addends(
   paths: Any, addends: list[frozenset[str]], axis_name: AxisName | None
 ) -> AxisName:
   """Returns the axes that every leaf is unreduced over; ValueError if leaves differ."""
-  mesh = explicit.mesh_of([leaf for _, leaf in paths])
+  mesh = mesh_of([leaf for _, leaf in paths])
   names = tuple(name for name in mesh.axis_names if name in addends[0])
   if axis_name is not None:
-    names = _axes.names(axis_name)
+    names = axis_names(axis_name)
   for (path, _), axes in zip(paths, addends, strict=True):
     if axes != set(names):
       raise ValueError(

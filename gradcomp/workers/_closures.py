@@ -181,7 +181,7 @@ def _names(code: types.CodeType) -> set[str]:
 def _is_installed(module: str) -> bool:
   """Returns True for modules of Python, of this package, and of others installed."""
   root = module.partition(".")[0]
-  if root in sys.stdlib_module_names or root == __package__:
+  if root in sys.stdlib_module_names or root == __name__.partition(".")[0]:
     return True
   if root == "__main__":  # the user's, also where a launcher's file runs
     return False

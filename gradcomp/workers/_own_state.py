@@ -8,10 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gradcomp import _axes, _whole, explicit
-from gradcomp._axes import AxisName
+from gradcomp.workers._axes import Axes, AxisName, axis_names, bound_size, mesh_size
+from gradcomp.workers._specs import sharded_axes, stack_spec, stacked_over
+from gradcomp.workers._types import (
+  mark_varying,
+  mesh_of,
+  other_axes,
+  placed_spec,
+  typed_spec,
+)
+from gradcomp.workers._whole import GATHER_FIRST
 
-Own = dict[str, Any]  # arrays by the axes that stack them, joined by commas
+Own = dict[Axes, Any]  # arrays by the axes that stack them
 
 
 class OwnShapes(Protocol):
@@ -22,7 +30,7 @@ class OwnShapes(Protocol):
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
     workers: int | None,
-  ) -> dict[str, Any]: ...
+  ) -> dict[Axes, Any]: ...
 
 
 def zero_state(
@@ -44,18 +52,15 @@ def zero_state(
     The trees like the leaves, and the other arrays by the axes that stack them.
   """
   leaves, treedef = jax.tree.flatten(params)
-  names = () if axis_name is None else _axes.names(axis_name)
-  bound = _axes.bound_size(names) if names else None
-  on_mesh = _axes.mesh_size(names) if names and bound is None else None
-  mesh = jax.sharding.get_abstract_mesh() if on_mesh else explicit.mesh_of(leaves)
-  specs = [
-    explicit.placed_spec(leaf) if on_mesh else explicit.typed_spec(leaf)
-    for leaf in leaves
-  ]
-  others = [explicit.other_axes(leaf, axis_name) for leaf in leaves]
+  names = () if axis_name is None else axis_names(axis_name)
+  bound = bound_size(names) if names else None
+  on_mesh = mesh_size(names) if names and bound is None else None
+  mesh = jax.sharding.get_abstract_mesh() if on_mesh else mesh_of(leaves)
+  specs = [placed_spec(leaf) if on_mesh else typed_spec(leaf) for leaf in leaves]
+  others = [other_axes(leaf, axis_name) for leaf in leaves]
   # The second stage is planned from what update will see. That is a part of a leaf if
   # types say so, but the whole of one that Auto axes cut.
-  seen = [_part(leaf, explicit.typed_spec(leaf), mesh) for leaf in leaves]
+  seen = [_part(leaf, typed_spec(leaf), mesh) for leaf in leaves]
   owned = own_shapes(seen, others, bound or on_mesh)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
 
@@ -68,18 +73,18 @@ def zero_state(
       for _ in range(trees)
     ]
     return like, {
-      axes: jax.tree.map(functools.partial(_zeros, axes=axes.split(",")), shapes)
+      axes: jax.tree.map(functools.partial(_zeros, axes=axes), shapes)
       for axes, shapes in owned.items()
     }
 
-  cut = frozenset().union(*map(explicit.sharded, specs))
+  cut = frozenset().union(*map(sharded_axes, specs))
   if not on_mesh and not cut:
     like, own = local()
     return [jax.tree.unflatten(treedef, tree) for tree in like], own
   if on_mesh:
-    specs = [explicit.stacked(names, spec) for spec in specs]
+    specs = [stack_spec(names, spec) for spec in specs]
   inside = frozenset(mesh.axis_names) if on_mesh else cut
-  own_specs = {axes: explicit.stacked_over(axes.split(","), inside) for axes in owned}
+  own_specs = {axes: stacked_over(axes, inside) for axes in owned}
   mapped = jax.shard_map(
     local,
     in_specs=(),
@@ -94,16 +99,16 @@ def zero_state(
 def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
   """Returns the shape of one device's part of a leaf."""
   shape = getattr(leaf, "shape", ())
-  if explicit.sharded(spec):
+  if sharded_axes(spec):
     shape = NamedSharding(mesh, spec).shard_shape(shape)
   return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def _zeros(like: jax.ShapeDtypeStruct, axes: Sequence[str]) -> jax.Array:
   """Returns zeros, typed as different over those of the axes that maps have bound."""
-  bound = tuple(name for name in axes if name and _axes.bound_size(name) is not None)
+  bound = tuple(name for name in axes if bound_size(name) is not None)
   zeros = jnp.zeros(like.shape, like.dtype)
-  return _axes.mark_varying(zeros, bound) if bound else zeros
+  return mark_varying(zeros, bound) if bound else zeros
 
 
 def check_own(
@@ -134,6 +139,25 @@ def check_own(
     jax.tree_util.tree_map_with_path(check, updates, tree)
 
 
+def check_residual_types(
+  residual: Any, updates: Any, axis_name: AxisName | None
+) -> None:
+  """Raises ValueError for residuals that every device would take for its own.
+
+  Under Explicit axes their types must say that they are cut over the workers.
+  """
+  if mesh_of(updates).size == 1:
+    return
+  names = () if axis_name is None else axis_names(axis_name)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(residual):
+    if not sharded_axes(typed_spec(leaf)).issuperset(names):
+      raise ValueError(
+        f"`state.residual`{jax.tree_util.keystr(path)} must stack the parts of all "
+        f"workers of {axis_name!r}, but its type says {jax.typeof(leaf)}; give "
+        "axis_name= and make the state by optimizer.init under jax.set_mesh(mesh)."
+      )
+
+
 def _parts(
   part: tuple[int, ...], whole: tuple[int, ...], axis_name: AxisName | None
 ) -> str:
@@ -145,7 +169,7 @@ def _parts(
     return ""
   return (
     f" If the gradient is that of a part of the parameter, cut over {axis_name!r}, "
-    f"{_whole.CURE}. If it is cut over another axis, make the state by "
+    f"{GATHER_FIRST}. If it is cut over another axis, make the state by "
     "gradcomp.init_state."
   )
 

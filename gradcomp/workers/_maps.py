@@ -1,0 +1,130 @@
+"""Enters the maps that follow from the types of arrays.
+
+Code that works on the part of one device enters a ``jax.shard_map`` by itself where the
+types say that an array is cut, or unreduced, over Explicit axes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from gradcomp.workers._axes import AxisName, axis_names, bound_size, manual_axes
+from gradcomp.workers._specs import entries, is_spec, on_top, reduced_spec, sharded_axes
+from gradcomp.workers._traces import is_followed
+from gradcomp.workers._types import mesh_of, typed_spec, varying_axes
+
+
+def per_device(
+  function: Callable[[Any, Any], Any],
+  updates: Any,
+  state: Any,
+  axis_name: AxisName | None,
+  *,
+  keeps_addends: bool,
+) -> tuple[Any, Any]:
+  """Calls ``function(updates, state)`` on each device's parts.
+
+  It enters a map if the types need one.
+
+  Args:
+    function: returns ``(updates, state)`` like its arguments.
+    updates: gradients, perhaps unreduced or sharded over Explicit axes.
+    state: arrays.
+    axis_name: the axes to reduce over, which the map binds if none has; or None.
+    keeps_addends: whether the updates that ``function`` returns are as unreduced as
+      those that it takes.
+  """
+  if is_followed():
+    return updates, state
+  specs = jax.tree.map(typed_spec, updates)
+  leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+  cut = frozenset().union(*map(sharded_axes, leaves))
+  addends = axis_name is not None and bound_size(axis_name) is None
+  if not addends and not cut:
+    return function(updates, state)
+  state_specs = jax.tree.map(typed_spec, state)
+  out = specs if keeps_addends else _map_specs(reduced_spec, specs)
+  mesh = mesh_of(updates)
+  outside = not manual_axes()
+  # JAX 0.10 takes unreduced arrays only if all axes are manual.
+  manual = set(mesh.axis_names) if addends else set(cut)
+  if axis_name is not None and addends and mesh.auto_axes and not keeps_addends:
+    # But then the devices along an Auto axis would all do, and send, the same.
+    manual -= set(mesh.auto_axes)
+    updates = _stack(updates, mesh, specs, axis_name)
+    specs = _map_specs(lambda spec: on_top(axis_name, spec), specs)
+    function = _of_rows(function)
+  mapped = jax.shard_map(
+    function,
+    mesh=mesh if outside else None,
+    in_specs=(specs, state_specs),
+    out_specs=(out, state_specs),
+    axis_names=manual,
+    # JAX allows an unreduced argument only if types are not checked.
+    check_vma=not outside and _checks_types(updates),
+  )
+  return mapped(updates, state)
+
+
+def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+  """Applies a linear function to an array, or to each device's addend of it.
+
+  It may add or drop last axes, which nothing cuts.
+  """
+  spec = typed_spec(x)
+  if not spec.unreduced:
+    return function(x)
+  rank = jax.eval_shape(function, jax.ShapeDtypeStruct(x.shape, x.dtype)).ndim
+  return jax.shard_map(
+    function,
+    mesh=None if manual_axes() else mesh_of(x),
+    in_specs=spec,
+    out_specs=PartitionSpec(*entries(spec)[:rank], unreduced=spec.unreduced),
+    check_vma=False,
+  )(x)
+
+
+def unreduce(tree: Any, axis_name: AxisName) -> Any:
+  """Turns workers' addends, stacked ``[N, ...]`` over the axis, into unreduced ones."""
+  mesh = mesh_of(tree)
+  names = set(axis_names(axis_name))
+  if mesh.size == 1:  # JAX has no unreduced arrays on one device
+    return jax.tree.map(lambda x: x[0], tree)
+
+  def spec(x: jax.Array) -> PartitionSpec:
+    return PartitionSpec(*entries(typed_spec(x))[1:], unreduced=names)
+
+  return jax.shard_map(
+    lambda tree: jax.tree.map(lambda x: x[0], tree),
+    mesh=mesh,
+    in_specs=(jax.tree.map(typed_spec, tree),),
+    out_specs=jax.tree.map(spec, tree),
+    check_vma=False,
+  )(tree)
+
+
+def _stack(tree: Any, mesh: AbstractMesh, specs: Any, axis_name: AxisName) -> Any:
+  """Returns unreduced arrays as their addends, stacked ``[N, ...]`` over the axis."""
+  return jax.shard_map(
+    lambda tree: jax.tree.map(lambda x: x[None], tree),
+    mesh=mesh,
+    in_specs=(specs,),
+    out_specs=_map_specs(lambda spec: on_top(axis_name, spec), specs),
+    check_vma=False,
+  )(tree)
+
+
+def _of_rows(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+  """Returns the function of the one row that a device has of stacked updates."""
+  return lambda rows, state: function(jax.tree.map(lambda x: x[0], rows), state)
+
+
+def _map_specs(function: Callable[[PartitionSpec], Any], specs: Any) -> Any:
+  return jax.tree.map(function, specs, is_leaf=is_spec)
+
+
+def _checks_types(tree: Any) -> bool:
+  """Returns True if the enclosing map tracks what varies."""
+  return any(varying_axes(leaf) for leaf in jax.tree.leaves(tree))
