@@ -9,18 +9,14 @@ from gradcomp.workers._axes import UnboundAxisError as UnboundAxisError
 from gradcomp.workers._axes import automatic_axes as automatic_axes
 from gradcomp.workers._axes import axis_names as axis_names
 from gradcomp.workers._axes import bound_size as bound_size
-from gradcomp.workers._axes import manual_axes as manual_axes
-from gradcomp.workers._axes import mesh_size as mesh_size
 from gradcomp.workers._axes import require_size as require_size
 from gradcomp.workers._closures import with_arrays as with_arrays
 from gradcomp.workers._maps import map_addends as map_addends
 from gradcomp.workers._maps import per_device as per_device
 from gradcomp.workers._maps import unreduce as unreduce
-from gradcomp.workers._own_state import Own as Own
 from gradcomp.workers._own_state import check_own as check_own
 from gradcomp.workers._own_state import check_residual_types as check_residual_types
 from gradcomp.workers._own_state import zero_state as zero_state
-from gradcomp.workers._reduction import Reduction as Reduction
 from gradcomp.workers._reduction import reduction as reduction
 from gradcomp.workers._specs import is_spec as is_spec
 from gradcomp.workers._specs import reduced_spec as reduced_spec
@@ -31,7 +27,6 @@ from gradcomp.workers._specs import stacked_over as stacked_over
 from gradcomp.workers._traces import EXPLAINED as EXPLAINED
 from gradcomp.workers._traces import FOLLOWED as FOLLOWED
 from gradcomp.workers._traces import is_explained as is_explained
-from gradcomp.workers._traces import is_followed as is_followed
 from gradcomp.workers._traces import or_explained as or_explained
 from gradcomp.workers._types import is_explicit as is_explicit
 from gradcomp.workers._types import is_typed as is_typed
@@ -39,7 +34,6 @@ from gradcomp.workers._types import mark_reduced as mark_reduced
 from gradcomp.workers._types import mark_varying as mark_varying
 from gradcomp.workers._types import mesh_of as mesh_of
 from gradcomp.workers._types import other_axes as other_axes
-from gradcomp.workers._types import placed_spec as placed_spec
 from gradcomp.workers._types import typed_spec as typed_spec
 from gradcomp.workers._types import unreduced_axes as unreduced_axes
 from gradcomp.workers._types import varying_axes as varying_axes
