@@ -24,6 +24,7 @@ from gradcomp.codecs import (
   Dense,
   EightBit,
   FloatCast,
+  Natural,
   OneBit,
   RandomK,
   Ternary,
@@ -190,6 +191,13 @@ def _float_cast(slow=False, **hyper):
   return Case(codec, read, spoils, slow=slow)
 
 
+def _natural():
+  read = lambda rows, stats, shape: wire_decoder_codecs.decode_natural(
+    rows, int(np.prod(shape))
+  )
+  return Case(Natural(), read, 1)
+
+
 def _for_leaf(codec, shape):
   return codec.for_leaf(int(np.prod(shape)), 1)
 
@@ -328,5 +336,6 @@ CASES = [
       (8, 23, dict(scale=64.0)),
     )
   ),
+  _natural(),
   *SPARSE_CASES,
 ]

@@ -18,6 +18,7 @@ from gradcomp.codecs._dense import Dense as Dense
 from gradcomp.codecs._dense import working_dtype as working_dtype
 from gradcomp.codecs._eight_bit import EightBit as EightBit
 from gradcomp.codecs._float_cast import FloatCast as FloatCast
+from gradcomp.codecs._natural import Natural as Natural
 from gradcomp.codecs._one_bit import OneBit as OneBit
 from gradcomp.codecs._qsgd import QSGD as QSGD
 from gradcomp.codecs._random_k import RandomK as RandomK
