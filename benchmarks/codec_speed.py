@@ -32,6 +32,7 @@ from gradcomp.codecs import (
   Dense,
   EightBit,
   FloatCast,
+  Natural,
   OneBit,
   RemainderCodec,
   Ternary,
@@ -68,6 +69,7 @@ CODECS: dict[str, Codec] = {
     for e, m in ((5, 2), (4, 3), (3, 0), (5, 10))
   },
   "cast-5-2": FloatCast(scale=1.0),
+  "natural": Natural(),
   "dense-f32": Dense(),
   "dense-bf16": Dense(dtype=jnp.bfloat16),
   "dense-bf16 stochastic": Dense(dtype=jnp.bfloat16, rounding="stochastic"),

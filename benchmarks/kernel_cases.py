@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary, TopK
+from gradcomp.codecs import QSGD, EightBit, FloatCast, Natural, OneBit, Ternary, TopK
 from gradcomp.codecs._scaling import bucket_words
 from gradcomp.kernels import Implementation, float_cast
 from gradcomp.kernels.scales import tensor_norm
@@ -229,6 +229,16 @@ def _cast(
   )
 
 
+def _natural() -> Case:
+  """Casts to a format without mantissa bits, by the kernel of the casts."""
+  return Case(
+    "float_cast natural",
+    Natural(),
+    lambda codec, x, key: (codec._encode(x, key),),
+    _key,
+  )
+
+
 def _mosaic(operation: str, bucket_size: int | None) -> tuple[Implementation, ...]:
   """Returns ("mosaic",) if there is such a kernel, whose planes are buckets of 512."""
   there = importlib.util.find_spec(f"gradcomp.kernels.{operation}.mosaic")
@@ -305,6 +315,7 @@ CASES: dict[str, Case] = {
       for rounding in ("nearest_even", "stochastic", "toward_zero")
       for auto in (False, True)
     ),
+    _natural(),
   ]
 }
 

@@ -9,6 +9,7 @@ from gradcomp._explain import explain as explain
 from gradcomp._version import __version__ as __version__
 from gradcomp.aliases import dense as dense
 from gradcomp.aliases import eight_bit as eight_bit
+from gradcomp.aliases import natural as natural
 from gradcomp.aliases import onebit_sgd as onebit_sgd
 from gradcomp.aliases import qsgd as qsgd
 from gradcomp.aliases import terngrad as terngrad

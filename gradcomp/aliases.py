@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from gradcomp.codecs import QSGD, Dense, EightBit, OneBit, Ternary
+from gradcomp.codecs import QSGD, Dense, EightBit, Natural, OneBit, Ternary
 from gradcomp.kernels import Implementation
 from gradcomp.options import CompressOptions, checked, recipe
 from gradcomp.transform import compress
@@ -215,6 +215,43 @@ def eight_bit(
     implementation=implementation,
   )
   return compress(codec, **checked(eight_bit, options))
+
+
+@recipe
+def natural(
+  *,
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
+) -> optax.GradientTransformationExtraArgs:
+  r"""Natural compression: averages gradients over ``axis_name`` as powers of two.
+
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Natural`, which
+  rounds each element up or down at random. With the codec's :math:`Q` and the gradients
+  :math:`g_i` of N workers it returns
+
+  .. math:: \frac{1}{N} \sum_i Q(g_i)
+
+  It is unbiased, and keeps no residual by default, as in the paper.
+
+  A payload has 8 bits an element, for magnitudes from 2**-62 to 2**63. The codec says
+  what becomes of others.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
+
+  Example:
+    >>> tx = gradcomp.natural()
+    >>> grads = {"w": jnp.tile(jnp.array([1.0, -0.25, 0.0, 2.0**-60]), 512)}
+    >>> updates, _ = tx.update(grads, tx.init(grads))
+    >>> updates["w"][:4] == grads["w"][:4]  # powers of two are exact
+    Array([ True,  True,  True,  True], dtype=bool)
+
+  References:
+    Horvath et al., `Natural Compression for Distributed Deep Learning
+    <https://arxiv.org/abs/1905.10988>`_, 2019
+  """
+  codec = Natural(implementation=implementation)
+  return compress(codec, **checked(natural, options))
 
 
 @recipe

@@ -24,6 +24,7 @@ from gradcomp.codecs import (
   Dense,
   EightBit,
   FloatCast,
+  Natural,
   OneBit,
   RandomK,
   Ternary,
@@ -187,6 +188,13 @@ def _float_cast(slow=False, **hyper):
   return Case(codec, read, spoils, slow=slow)
 
 
+def _natural():
+  read = lambda rows, stats, shape: wire_decoder_codecs.decode_natural(
+    rows, int(np.prod(shape))
+  )
+  return Case(Natural(), read, 1)
+
+
 def _top_k(slow=False, **hyper):
   codec = TopK(**{"density": 0.02, **hyper})
 
@@ -321,5 +329,6 @@ CASES = [
       (8, 23, dict(scale=64.0)),
     )
   ),
+  _natural(),
   *SPARSE_CASES,
 ]

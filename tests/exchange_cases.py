@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, OneBit, Ternary
+from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, Natural, OneBit, Ternary
 
 CODECS = [
   QSGD(bits=4, bucket_size=32),
@@ -47,10 +47,11 @@ CASES = [
   (FloatCast(exponent_bits=3, mantissa_bits=0), "hierarchical"),
   # Sums in float32 of what is rounded at random, in both stages.
   (Dense(dtype=jnp.bfloat16, rounding="stochastic"), "two_shot"),
+  (Natural(), "two_shot"),
 ]
 
 # Of these, each exchange, each kind of sum, and what is new in each codec once.
-PLAIN = CASES[:4] + CASES[7:16:4] + CASES[17:19] + CASES[22::2]
+PLAIN = CASES[:4] + CASES[7:16:4] + CASES[17:19] + CASES[22::2] + CASES[-1:]
 
 # Other numbers of workers: one, some that are no power of two, and eight.
 NUMBERS = [

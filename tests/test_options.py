@@ -41,8 +41,8 @@ def test_the_options_are_those_of_compress():
 
 
 def test_the_recipes():
-  names = "dense qsgd onebit_sgd terngrad eight_bit aps loss_scaling_cast redsync"
-  assert RECIPES.keys() == set(names.split())
+  names = "dense qsgd onebit_sgd terngrad eight_bit natural aps loss_scaling_cast"
+  assert RECIPES.keys() == {*names.split(), "redsync"}
 
 
 @every_recipe

@@ -6,6 +6,7 @@ import oracle_eight_bit
 import oracle_float_cast
 import oracle_floats
 import oracle_levels
+import oracle_natural
 import oracle_one_bit
 import oracle_ternary
 import pytest
@@ -55,6 +56,10 @@ def read_eight_bit(data_type, **options):
   )
 
 
+def read_natural(rows):
+  return wire_decoder_codecs.decode_natural(rows, SIZE)
+
+
 def read_levels(rows):
   return wire_decoder_codecs.decode_nonuniform(rows, SIZE, bits=3, bucket_size=64)
 
@@ -72,6 +77,7 @@ def read_floats(fmt, byte=None):
 
 ONE_BIT = oracle_one_bit.one_bit_encode(X, bucket_size=64)
 COLUMN = oracle_one_bit.one_bit_encode_columns(X)
+NATURAL = oracle_natural.natural_encode(X, KEY)
 LEVELS = oracle_levels.levels_encode(
   X, oracle_levels.first_levels(3), key=KEY, bits=3, bucket_size=64
 )
@@ -108,6 +114,7 @@ LEVELS = oracle_levels.levels_encode(
     (read_floats((4, 2)), float_rows((4, 2)), 0, 1 << 7, "bits 7 to 7 of a code"),
     (read_floats((5, 2)), float_rows((5, 2)), 127, 1, "fill the last tile"),
     (read_floats((5, 2), 126), float_rows((5, 2), 126), 0, 0x7C, "that of a number"),
+    (read_natural, NATURAL, 127, 1, "fill the last tile"),
     (read_levels, LEVELS, -1, word(0.5), "the last of them 1"),
     (read_levels, LEVELS, -2, word(0.3), "multiples of 1/256"),
     (read_levels, LEVELS, -4, word(0.75), "increasing"),
@@ -129,6 +136,7 @@ def test_what_no_encoder_sends_is_refused(read, rows, place, value, reason):
     (read_ternary("2bit"), ternary_rows("2bit")),
     (read_eight_bit("linear"), eight_bit_rows("linear")),
     (read_floats((5, 2)), float_rows((5, 2))),
+    (read_natural, NATURAL),
     (read_levels, LEVELS),
   ],
 )

@@ -1,4 +1,4 @@
-"""Reads payloads of OneBit, Ternary, EightBit, FloatCast and QSGD with fitted levels.
+"""Reads payloads of OneBit, Ternary, EightBit, FloatCast, Natural, and fitted QSGD.
 
 Like wire_decoder.py: from docs/wire-format.md alone, with NumPy only, and refusing,
 with ``ValueError``, what no encoder that follows the page could have sent.
@@ -204,6 +204,22 @@ def decode_float_cast(
     room = int(np.ceil(np.log2(addends)))  # of an integer below 2^23: exact
     value = value * 2.0 ** -(bias - (byte - 126 + room) if byte else 0)
     return np.where(np.abs(value) < 2.0**-126, 0, value).astype(np.float32)
+
+
+def decode_natural(rows, size):
+  """The values of a Natural payload, float32[size].
+
+  Args:
+    rows: uint32[tiles, 128], the payload.
+    size: the number of elements of the leaf.
+  """
+  codes = codes_of_words(checked_rows(rows, size, 4, DENSE_WORDS), 8)
+  if codes[size:].any():
+    raise ValueError("the elements that fill the last tile must have the code 0.")
+  negative, field = np.divmod(codes[:size].astype(np.int64), 128)
+  value = np.where(field == 0, 0.0, np.ldexp(1.0, field - 63))
+  value = np.where(field == 127, np.nan, value)
+  return np.where(negative == 1, -value, value).astype(np.float32)
 
 
 def _checked_means(positive_mean, negative_mean, negative, real):

@@ -22,6 +22,7 @@ from gradcomp.codecs._float_cast import FloatCast as FloatCast
 from gradcomp.codecs._memory import first_memory as first_memory
 from gradcomp.codecs._memory import recalled as recalled
 from gradcomp.codecs._memory import takes_memory as takes_memory
+from gradcomp.codecs._natural import Natural as Natural
 from gradcomp.codecs._one_bit import OneBit as OneBit
 from gradcomp.codecs._qsgd import QSGD as QSGD
 from gradcomp.codecs._random_k import RandomK as RandomK

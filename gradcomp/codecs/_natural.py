@@ -1,0 +1,110 @@
+"""Natural sends the nearest powers of two: a sign and 7 bits of an exponent."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+
+from gradcomp._checks import optional_one_of
+from gradcomp.codecs._codec import Payload, as_float32, codec_key
+from gradcomp.codecs._row_codec import RowCodec
+from gradcomp.kernels import Implementation, float_cast
+from gradcomp.kernels.float_formats import FloatFormat
+from gradcomp.kernels.planes import planes_per_word
+
+# The 126 powers of two have the bias of IEEE formats, 63: so the square of each is a
+# normal float32, and an optimizer's second moment neither overflows nor vanishes.
+_FORMAT = FloatFormat(7, 0)
+_ROW_WORDS = 128  # rows carry no scale: short rows cost nothing, and waste less
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Natural(RowCodec):
+  r"""Rounds each element to a neighbouring power of two: natural compression.
+
+  An element with :math:`a \le |v| < b`, where a and :math:`b = 2 a` are powers of two,
+  becomes one of them at random, with its sign:
+
+  .. math:: P(|Q(v)| = b) = \frac{|v| - a}{a}, \qquad
+     E[Q(v)] = v, \qquad E[(Q(v) - v)^2] = (|v| - a)(b - |v|) \le \frac{v^2}{8}
+
+  Every element has the same relative precision, whatever the others are: there are no
+  buckets and no scales. A payload has 8 bits an element, in whole rows of 128 words.
+
+  The paper sends a sign and all 8 exponent bits of ``float32``. Here the exponent has
+  7, so that a code is a byte, and the powers go from 2**-62 to 2**63. Below, an element
+  becomes 2**-62 with the probability ``|v| / 2**-62``, or else zero: still unbiased,
+  but with a larger variance. Above 2**63 it becomes NaN, where it is rounded up: never
+  a smaller number, which would be a bias that nobody sees. Zeros stay zeros, and NaN
+  and infinities become NaN, each element by itself. Powers of two are exact.
+
+  The random numbers have 16 bits. So probabilities are multiples of 2**-16, cut
+  downwards: the magnitude of a mean is short by less than ``2**-16 * a``, and elements
+  below 2**-78 all become zero.
+
+  Attributes:
+    implementation: how the encoder runs: see :func:`gradcomp.kernels.dispatch.run`.
+
+  Raises:
+    ValueError: ``implementation`` is another one, when the codec is made; or ``encode``
+      has no key.
+    TypeError: ``encode`` is given integers or complex numbers.
+
+  Example:
+    >>> codec = Natural()
+    >>> x = jnp.array([1.0, -0.25, 0.0, 3.0])
+    >>> payload = codec.encode(x, key=jax.random.key(0))
+    >>> codec.decode(payload, like=x)
+    Array([ 1.  , -0.25,  0.  ,  2.  ], dtype=float32)
+
+  References:
+    Horvath et al., `Natural Compression for Distributed Deep Learning
+    <https://arxiv.org/abs/1905.10988>`_, 2019, sections 2 and 3
+  """
+
+  implementation: Implementation | None = None
+
+  unbiased: ClassVar[bool] = True
+  needs_key: ClassVar[bool] = True
+
+  row_words: ClassVar[int] = _ROW_WORDS
+  tile_size: ClassVar[int] = planes_per_word(8) * _ROW_WORDS
+
+  def __post_init__(self) -> None:
+    optional_one_of("implementation", Implementation, self.implementation)
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> Payload:
+    """Encodes an array: ``uint32[rows, 128]``."""
+    del stats
+    return Payload(self._encode(as_float32(x), codec_key(key, self)))
+
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    stats: jax.Array | None = None,
+  ) -> jax.Array:
+    del stats
+    return self._encode(tiles.reshape(-1), codec_key(key, self))
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    return float_cast.decode_rows(rows, _FORMAT)
+
+  def _encode(self, flat: jax.Array, key: jax.Array | None) -> jax.Array:
+    return float_cast.encode_rows(
+      flat,
+      None,
+      key,
+      fmt=_FORMAT,
+      rounding="stochastic",
+      saturate=False,
+      row_words=_ROW_WORDS,
+      implementation=self.implementation,
+    )
