@@ -1,5 +1,7 @@
 """What a codec remembers that all workers share: fitted levels, or whose turn it is."""
 
+from typing import TypeGuard
+
 import jax
 
 from gradcomp.codecs._codec import Codec, is_fitted
@@ -32,10 +34,10 @@ def recalled(
     step: ``int32[]``.
     agreed: whether workers have agreed on the memory.
   """
-  if isinstance(codec, SelectingCodec) and codec.alternates:
+  if _alternates(codec):
     return codec.turn(step)
   return memory if agreed else None
 
 
-def _alternates(codec: Codec) -> bool:
+def _alternates(codec: Codec) -> TypeGuard[SelectingCodec]:
   return isinstance(codec, SelectingCodec) and codec.alternates

@@ -9,13 +9,13 @@ from jax import lax
 
 from gradcomp.exchange._collectives import Workers, final_stage, gather, join, split
 from gradcomp.exchange._contribution import Contribution, Total
+from gradcomp.exchange._exchange import WithoutOwners
 from gradcomp.layout import Layout
 from gradcomp.sums import Way
-from gradcomp.workers import AxisName
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGather:
+class AllGather(WithoutOwners):
   """Every worker receives every payload, decodes all and adds.
 
   What additions lose of a worker's numbers, that worker keeps. A worker sends ``(N-1)
@@ -24,14 +24,7 @@ class AllGather:
 
   name: ClassVar[str] = "all_gather"
   way: ClassVar[Way] = "gathered"
-  owners: ClassVar[bool] = False
   of_leaves: ClassVar[bool] = True
-  sends: ClassVar[bool] = True
-
-  keeps: ClassVar[bool] = False
-
-  def check_axes(self, axis_name: AxisName | None) -> None:
-    """Any will do."""
 
   def run(self, own: Contribution, workers: Workers) -> Total:
     gathered = gather_rows(own.layout, own.rows, workers)

@@ -11,12 +11,12 @@ from gradcomp.exchange._collectives import (
   totals,
 )
 from gradcomp.exchange._contribution import Contribution, Total
+from gradcomp.exchange._exchange import WithoutOwners
 from gradcomp.sums import ReducibleSum, Way
-from gradcomp.workers import AxisName
 
 
 @dataclasses.dataclass(frozen=True)
-class AllReduce:
+class AllReduce(WithoutOwners):
   """The backend adds what all workers send: codes in integers that hold it, or values.
 
   Where all leaves are plain, it adds the leaves themselves, in their own dtype.
@@ -24,14 +24,7 @@ class AllReduce:
 
   name: ClassVar[str] = "psum"
   way: ClassVar[Way] = "reduced"
-  owners: ClassVar[bool] = False
   of_leaves: ClassVar[bool] = True
-  sends: ClassVar[bool] = True
-
-  keeps: ClassVar[bool] = False
-
-  def check_axes(self, axis_name: AxisName | None) -> None:
-    """Any will do."""
 
   def run(self, own: Contribution, workers: Workers) -> Total:
     if own.plain:

@@ -57,19 +57,20 @@ def average(
     keep: whether to return what was not sent.
   """
   layout = message.layout
-  alone = workers is None or not layout.elements or not message.exchange.sends
+  if not layout.elements or not message.exchange.sends:
+    workers = None
   stats = layout.stats(leaves)
   own = Contribution(
     layout,
     leaves,
     keys,
-    stats if workers is None or alone else _shared(stats, workers),
+    stats if workers is None else _shared(stats, workers),
     memory,
     thresholds,
     residuals,
     keep,
   )
-  if workers is None or alone:
+  if workers is None:
     total = Local().run(own)
   else:
     total = message.exchange.run(own, workers)

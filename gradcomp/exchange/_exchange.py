@@ -40,3 +40,14 @@ class Exchange(Protocol):
 
   def run(self, own: Contribution, workers: Workers) -> Total:
     """Returns the mean, or the sum, of all workers' leaves."""
+
+
+class WithoutOwners:
+  """A base of exchanges in which no worker owns rows, and any axes will do."""
+
+  owners: ClassVar[bool] = False
+  sends: ClassVar[bool] = True
+  keeps: ClassVar[bool] = False
+
+  def check_axes(self, axis_name: AxisName | None) -> None:
+    """Any will do."""

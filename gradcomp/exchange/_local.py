@@ -5,12 +5,12 @@ from typing import ClassVar
 
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Contribution, Total
+from gradcomp.exchange._exchange import WithoutOwners
 from gradcomp.sums import Way
-from gradcomp.workers import AxisName
 
 
 @dataclasses.dataclass(frozen=True)
-class Local:
+class Local(WithoutOwners):
   """Each worker decodes what it has encoded: the codec's noise alone.
 
   Outputs differ between workers, and under Explicit axes they stay unreduced.
@@ -18,14 +18,8 @@ class Local:
 
   name: ClassVar[str] = "local"
   way: ClassVar[Way] = "gathered"
-  owners: ClassVar[bool] = False
   of_leaves: ClassVar[bool] = True
   sends: ClassVar[bool] = False
-
-  keeps: ClassVar[bool] = False
-
-  def check_axes(self, axis_name: AxisName | None) -> None:
-    """Any will do."""
 
   def run(self, own: Contribution, workers: Workers | None = None) -> Total:
     if own.plain:

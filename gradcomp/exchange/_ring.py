@@ -17,9 +17,11 @@ from gradcomp.exchange._collectives import (
   stacked,
 )
 from gradcomp.exchange._contribution import Contribution, Total
+from gradcomp.exchange._exchange import WithoutOwners
+from gradcomp.exchange._two_shot import owned_total
 from gradcomp.kernels import fold_key
 from gradcomp.sums import PartialSum, Sent, Way
-from gradcomp.workers import AxisName, mark_varying
+from gradcomp.workers import mark_varying
 
 
 class _Passing(NamedTuple):
@@ -31,7 +33,7 @@ class _Passing(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class Ring(WithoutOwners):
   r"""Partial sums go from worker to worker over N-1 hops, then from owners to all.
 
   The rows are cut into N shares. The sum of share ``d`` starts at worker ``d + 1`` and
@@ -50,26 +52,17 @@ class Ring:
 
   name: ClassVar[str] = "ring"
   way: ClassVar[Way] = "passed"
-  owners: ClassVar[bool] = False
   of_leaves: ClassVar[bool] = False
-  sends: ClassVar[bool] = True
-
-  keeps: ClassVar[bool] = False
-
-  def check_axes(self, axis_name: AxisName | None) -> None:
-    """Any will do."""
 
   def run(self, own: Contribution, workers: Workers) -> Total:
     passing = reduce(own, workers)
     gathered = gather_rows(own.layout, passing.rows, workers)
-    decoders, lost = [], []
-    for i, (total, rows) in enumerate(zip(own.sums, gathered, strict=True)):
-      share = rows.shape[1]
-      value = total.value(rows, own.agreed[i], workers.scale, share, workers.size)
-      decoders.append(value)
-      gone = total.loss(stacked(passing.lost[i]), own.agreed[i]) if own.keep else None
-      lost.append(gone)
-    return Total(own.layout.decode(decoders), lost, own.residuals, encoded=False)
+    lost = [stacked(x) for x in passing.lost] if own.keep else own.nothing
+    sent = [
+      Sent(rows, residual=residual, scale=workers.scale)
+      for rows, residual in zip(passing.rows, own.residuals, strict=True)
+    ]
+    return owned_total(own, gathered, sent, lost, workers)._replace(encoded=False)
 
 
 def reduce(own: Contribution, workers: Workers) -> _Passing:

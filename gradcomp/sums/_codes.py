@@ -14,11 +14,11 @@ from gradcomp.codecs import SharedCodec
 from gradcomp.kernels import pack_planes, planes, unpack_planes
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import sum_in_order
-from gradcomp.sums._sum import LeafRows, Partial, RowDecoder, Sent, Way
+from gradcomp.sums._sum import Facts, LeafRows, Partial, RowDecoder, Sent, Way
 
 
 @dataclasses.dataclass(frozen=True)
-class Codes:
+class Codes(Facts):
   """Sums of ``int32[rows, P, B]`` codes, which an owner packs as tightly as they fit.
 
   Attributes:
@@ -27,13 +27,7 @@ class Codes:
 
   codec: SharedCodec
 
-  plain = False
-  exact = True
-  drops = False
-  even_at_par = False
   mixes = False
-  alike = False
-  of_rows = True
 
   @property
   def refusals(self) -> dict[Way, str]:
@@ -46,9 +40,6 @@ class Codes:
 
   def check(self, workers: int) -> None:
     sum_limit(self.codec, workers)
-
-  def slots(self, rows: int) -> int | None:
-    return None
 
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
@@ -89,9 +80,6 @@ class Codes:
 
   def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
     raise AssertionError("sums of integers lose nothing")
-
-  def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
-    return None
 
   def reduces_shorter(self, rows: int, workers: int) -> bool:
     # Either way sends (N-1)/N of what is counted here.

@@ -10,14 +10,14 @@ import numpy as np
 from gradcomp.codecs import AddingCodec
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import UNROLLED, cutter, in_order
-from gradcomp.sums._sum import Partial, RowDecoder, Sent, Way
+from gradcomp.sums._sum import Facts, Partial, RowDecoder, Sent, Way
 
 # An addition that rounds is 60 operations: fewer are written out, for the compile time.
 _UNROLLED = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class Numbers(Facts):
   """Sums of scaled numbers, ``float32[rows, P, B]``, that the codec's format holds.
 
   What crosses the wire is codes, from the first to the last stage. Each addition is
@@ -34,13 +34,7 @@ class Numbers:
 
   codec: AddingCodec
 
-  plain = False
-  exact = True
-  drops = False
   even_at_par = True
-  mixes = True
-  alike = False
-  of_rows = True
 
   @property
   def refusals(self) -> dict[Way, str]:
@@ -56,12 +50,6 @@ class Numbers:
   @property
   def _compensates(self) -> bool:
     return self.codec.accumulate == "kahan"
-
-  def check(self, workers: int) -> None:
-    """Any number will do."""
-
-  def slots(self, rows: int) -> int | None:
-    return None
 
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
@@ -144,9 +132,6 @@ class Numbers:
 
   def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
     return self._unscaled(cutter(lost), agreed, 1.0)
-
-  def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
-    return None
 
   def _first(self, number: jax.Array, *, keep: bool) -> Partial:
     # Zeros that differ between workers where types say that the number does.

@@ -150,6 +150,27 @@ class Sum(Protocol):
     """
 
 
+class Facts:
+  """What most sums say of themselves: a base of those that say little else."""
+
+  plain = False
+  exact = True
+  drops = False
+  even_at_par = False
+  mixes = True
+  alike = False
+  of_rows = True
+
+  def check(self, workers: int) -> None:
+    """Any number will do."""
+
+  def slots(self, rows: int) -> int | None:
+    return None
+
+  def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
+    return None
+
+
 class PartialSum(Sum, Protocol):
   """A sum that travels before it is whole."""
 

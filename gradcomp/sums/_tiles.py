@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from gradcomp.codecs import Codec, SummingCodec
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import cutter, in_order, sum_in_order
-from gradcomp.sums._sum import Partial, RowDecoder, Sent, Way
+from gradcomp.sums._sum import Facts, Partial, RowDecoder, Sent, Way
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
+class Tiles(Facts):
   """Sums of float32 tiles.
 
   Attributes:
@@ -21,12 +21,7 @@ class Tiles:
 
   codec: Codec
 
-  plain = False
   exact = False
-  drops = False
-  even_at_par = False
-  mixes = True
-  alike = False
   of_rows = False
 
   @property
@@ -36,12 +31,6 @@ class Tiles:
       'exchange="auto", a codec that shares its scale (share_scale=True), or '
       "gradcomp.dense() for the plain mean."
     }
-
-  def check(self, workers: int) -> None:
-    """Any number will do."""
-
-  def slots(self, rows: int) -> int | None:
-    return None
 
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     """Decodes K payloads, adds and scales: ``uint32[K, rows, words]`` to tiles."""
@@ -126,6 +115,3 @@ class Tiles:
 
   def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
     return cutter(lost)
-
-  def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
-    return None
