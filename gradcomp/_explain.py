@@ -10,8 +10,9 @@ import optax
 from gradcomp import _traced, sums
 from gradcomp._checks import static_integer
 from gradcomp._table import aligned
-from gradcomp.codecs import Codec
-from gradcomp.exchange import Hierarchical, used_entries
+from gradcomp.codecs import LeafCodec
+from gradcomp.exchange import Hierarchical
+from gradcomp.memory import used_by_leaf
 from gradcomp.workers import AxisName
 
 _WORKERS_RULE = "a number of workers, 1 or more, or a tuple of the sizes of two axes"
@@ -25,6 +26,7 @@ class LeafPlan:
     path: the path of the leaf in the parameters.
     shape: the shape of the leaf.
     codec: the codec that encodes it.
+    bits: the bits on the wire for each of its elements, in one payload.
     exchange: the exchange that its message takes.
     message: the number of the message that it shares with other leaves.
     bytes_sent: the bytes that a worker sends for it in a step, and receives. They are
@@ -37,7 +39,8 @@ class LeafPlan:
 
   path: str
   shape: tuple[int, ...]
-  codec: Codec
+  codec: LeafCodec
+  bits: Fraction
   exchange: str
   message: int
   bytes_sent: Fraction
@@ -123,7 +126,7 @@ class Explanation:
       leaf.path,
       str(list(leaf.shape)),
       type(leaf.codec).__name__,
-      f"{32 * leaf.codec.row_words / leaf.codec.tile_size:.4g}",
+      f"{float(leaf.bits):.4g}",
       leaf.exchange,
       str(leaf.message),
       f"{math.ceil(leaf.bytes_sent):,}",
@@ -211,25 +214,29 @@ def explain(
   leaves: list[LeafPlan] = []
   number = 0
   for found in transformations:
-    plan, selection = found.plan, None
+    plan, memory = found.plan, None
     if states and found.state is not None:
-      selection = states[found.state].selection
-    used = used_entries(plan.codec, selection, plan.axis_name, plan.messages)
-    own = {}
+      memory = states[found.state].memory
+    used = used_by_leaf(plan, memory)
+    own: dict[int, LeafPlan] = {}
     for message in plan.messages:
       if isinstance(message.exchange, Hierarchical):
         _check_axes(plan.axis_name, sizes)
       layout = message.layout
       for i, like, slot in zip(message.leaves, layout.like, layout.slots, strict=True):
+        codec = layout.codecs[slot.group]
+        share = Fraction(like.size, plan.leaves[i].size) if like.size else 1
+        bits = share * Fraction(32 * codec.row_words, codec.tile_size)
         own[i] = LeafPlan(
-          path=plan.paths[i],
-          shape=like.shape,
-          codec=layout.codecs[slot.group],
+          path=plan.names[i],
+          shape=plan.leaves[i].shape,
+          codec=plan.codecs[i],
+          bits=bits + (own[i].bits if i in own else 0),
           exchange=message.exchange.name,
           message=number,
           bytes_sent=found.by_leaf[i],
           reason=message.reason,
-          slots=sums.of(layout.codecs[slot.group]).slots(slot.stop - slot.start),
+          slots=sums.of(codec).slots(slot.stop - slot.start),
           used=used.get(i),
         )
       number += 1

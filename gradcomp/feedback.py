@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._checks import flag, share_below_1
-from gradcomp.codecs import Codec, working_dtype
+from gradcomp.codecs import LeafCodec, working_dtype
 from gradcomp.kernels.fixed_point import scaled
 
 FeedbackName = Literal["auto", "error", "momentum"]
@@ -152,7 +152,7 @@ class MomentumFeedback(ErrorFeedback):
     return jax.tree.unflatten(jax.tree.structure(momentum), kept)
 
 
-def as_feedback(given: Any, codec: Codec) -> Feedback:
+def as_feedback(given: Any, codec: LeafCodec) -> Feedback:
   """Returns feedback as it is, or what a short form stands for.
 
   Raises:
@@ -190,7 +190,7 @@ def _add(updates: Any, tree: Any, factor: float) -> Any:
   )
 
 
-def correct(updates: Any, residual: Any, codec: Codec) -> Any:
+def correct(updates: Any, residual: Any, codec: LeafCodec) -> Any:
   """Returns the gradient plus the residual, or the gradient if there is none.
 
   Both are in the dtype that an exchange with the codec adds.

@@ -1,6 +1,7 @@
 """Which leaf travels where: leaves to rows of a few matrices, and back."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,9 +12,12 @@ from gradcomp import sums
 from gradcomp.codecs import (
   Codec,
   Dense,
+  Encoded,
   Leaf,
+  LeafCodec,
   encode_leaves,
   from_tiles,
+  rounds_of,
   shared_stats,
   to_tiles,
 )
@@ -84,11 +88,11 @@ class Layout:
   def encode(
     self,
     leaves: Sequence[jax.Array],
-    keys: jax.Array | None,
+    keys: Sequence[jax.Array | None],
     stats: Sequence[jax.Array | None],
     *,
     keep: bool = False,
-  ) -> tuple[list[jax.Array], list[jax.Array | None]]:
+  ) -> tuple[list[jax.Array], list[Encoded]]:
     """The matrices of a list of leaves: ``uint32[rows, row_words]`` for each codec.
 
     Every leaf is encoded by itself and the rows are stacked: flattening the gradient
@@ -96,21 +100,20 @@ class Layout:
 
     Args:
       leaves: arrays as in ``like``.
-      keys: ``uint32[leaves, 2]``, or None if no codec needs one.
-      stats: for each leaf what its codec encodes with: what workers share, or a memory;
-        None for nothing.
+      keys: for each leaf ``uint32[2]``, or None if its codec needs none.
+      stats: for each leaf what its codec encodes with: what workers share, or what is
+        remembered; None for nothing.
       keep: whether to return what is not sent.
 
     Returns:
-      The matrices, and of each leaf what is not sent, float32, where ``keep`` asks for
-      it and the codec knows it without decoding; else None.
+      The matrices, and what became of each leaf.
     """
     codecs = [self.codecs[slot.group] for slot in self.slots]
     encoded = encode_leaves(codecs, leaves, keys, stats, keep=keep)
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
-    for slot, (rows, _) in zip(self.slots, encoded, strict=True):
-      parts[slot.group].append(rows)
-    return [jnp.concatenate(rows) for rows in parts], [rest for _, rest in encoded]
+    for slot, leaf in zip(self.slots, encoded, strict=True):
+      parts[slot.group].append(leaf.rows)
+    return [jnp.concatenate(rows) for rows in parts], encoded
 
   def decode(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
     """The leaves, in float32, from one decoder for each matrix.
@@ -141,15 +144,8 @@ def plan(
   codec: Codec,
   *,
   min_leaf_size: int | None = None,
-  ranges: int = 1,
-  addends: int | None = None,
 ) -> Layout:
-  """Assigns a codec to each leaf: ``codec``, or ``Dense(float32)`` to small leaves.
-
-  A leaf is small if it has fewer than ``min_leaf_size`` elements; by default, if it is
-  among the smallest leaves that together hold less than 0.5 % of all elements. A leaf
-  also stays dense where its payload would not be smaller (or would be larger, of a
-  codec that adds in its own format).
+  """Lays out leaves by a codec: see :func:`leaf_codecs`.
 
   Example:
     >>> from gradcomp.codecs import QSGD
@@ -158,31 +154,67 @@ def plan(
     >>> [type(codec).__name__ for codec in layout.codecs], layout.rows
     (['Dense', 'QSGD'], [4, 64])
   """
+  places = [Leaf(leaf.shape) for leaf in leaves]
+  codecs = leaf_codecs(places, codec, min_leaf_size=min_leaf_size)
+  rounds = [
+    rounds_of(x, leaf.shape)[-1] for x, leaf in zip(codecs, leaves, strict=True)
+  ]
+  return arrange(leaves, [x.codec for x in rounds])
+
+
+def arrange(
+  leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], codecs: Sequence[Codec]
+) -> Layout:
+  """Lays out leaves, of which each has a codec.
+
+  Example:
+    >>> dense = gradcomp.codecs.Dense()
+    >>> arrange([jnp.zeros(512), jnp.zeros(100)], [dense, dense]).slots
+    (Slot(group=0, start=0, stop=4), Slot(group=0, start=4, stop=5))
+  """
   like = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-  if min_leaf_size is None:
-    min_leaf_size = default_min_leaf_size([leaf.size for leaf in like], codec)
-  codecs: dict[Codec, int] = {}  # each with the rows that it has so far
+  filled: dict[Codec, int] = {}  # the rows that each codec has so far
   slots = []
-  for leaf in like:
-    chosen = leaf_codec(leaf, codec, min_leaf_size, ranges, addends)
-    start = codecs.setdefault(chosen, 0)
-    codecs[chosen] += leaf_rows(chosen, leaf)
-    slots.append(Slot(list(codecs).index(chosen), start, codecs[chosen]))
-  return Layout(tuple(codecs), tuple(slots), like)
+  for leaf, codec in zip(like, codecs, strict=True):
+    start = filled.setdefault(codec, 0)
+    filled[codec] += leaf_rows(codec, leaf)
+    slots.append(Slot(list(filled).index(codec), start, filled[codec]))
+  return Layout(tuple(filled), tuple(slots), like)
 
 
-def leaf_codec(
-  leaf: jax.Array | jax.ShapeDtypeStruct,
-  codec: Codec,
-  min_leaf_size: int,
-  ranges: int = 1,
-  addends: int | None = None,
-) -> Codec:
-  """The codec of one leaf, of which workers own ranges and add numbers."""
-  bound = codec.bind(Leaf(leaf.shape, addends, ranges))
-  words, dense = (leaf_rows(c, leaf) * c.row_words for c in (bound, Dense()))
-  saves = words < dense or (words == dense and sums.of(bound).even_at_par)
-  return bound if leaf.size >= min_leaf_size and saves else Dense()
+def leaf_codecs(
+  leaves: Sequence[Leaf], codec: LeafCodec, *, min_leaf_size: int | None = None
+) -> list[LeafCodec]:
+  """Binds a codec to each leaf; small leaves get ``Dense(float32)``.
+
+  A leaf is small if it has fewer than ``min_leaf_size`` elements; by default, if it is
+  among the smallest leaves that together hold less than 0.5 % of all elements, or 0.01
+  % with a sparse codec. A leaf also stays dense where its payload would not be smaller
+  (or would be larger, of a codec that adds in its own format).
+
+  Example:
+    >>> leaves = [Leaf((512,)), Leaf((512, 512))]
+    >>> [type(x).__name__ for x in leaf_codecs(leaves, gradcomp.codecs.OneBit())]
+    ['Dense', 'OneBit']
+  """
+  sizes = [leaf.size for leaf in leaves]
+  least = {
+    drops: default_min_leaf_size(sizes, drops=drops)
+    if min_leaf_size is None
+    else min_leaf_size
+    for drops in (False, True)
+  }
+  result = []
+  for leaf in leaves:
+    bound = codec.bind(leaf)
+    total = sums.of(bound)
+    rounds = rounds_of(bound, leaf.shape)
+    words = sum(_words(x.codec, math.prod(x.shape)) for x in rounds)
+    dense = _words(Dense(), leaf.size)
+    saves = words < dense or (words == dense and total.even_at_par)
+    large = leaf.size >= least[total.drops]
+    result.append(bound if large and saves else Dense())
+  return result
 
 
 def leaf_rows(codec: Codec, leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
@@ -190,7 +222,12 @@ def leaf_rows(codec: Codec, leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
   return -(-leaf.size // codec.tile_size) if leaf.size else 0
 
 
-def default_min_leaf_size(sizes: Sequence[int], codec: Codec | None = None) -> int:
+def _words(codec: Codec, size: int) -> int:
+  """Returns the words of the rows that so many elements fill."""
+  return -(-size // codec.tile_size) * codec.row_words if size else 0
+
+
+def default_min_leaf_size(sizes: Sequence[int], *, drops: bool = False) -> int:
   """The size from which leaves are compressed: all smaller ones hold less than 0.5 %.
 
   With a sparse codec, less than 0.01 %, or they would be most of what is sent; whatever
@@ -202,7 +239,6 @@ def default_min_leaf_size(sizes: Sequence[int], codec: Codec | None = None) -> i
     >>> default_min_leaf_size([300, 300])
     300
   """
-  drops = codec is not None and sums.of(codec).drops
   allowed = (_DENSE_SHARE_OF_SPARSE if drops else _DENSE_SHARE) * sum(sizes)
   passed = 0
   for size in sorted(sizes):

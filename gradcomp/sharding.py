@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gradcomp.codecs import Memory
 from gradcomp.state import CompressState
 from gradcomp.workers import (
   AxisName,
@@ -61,8 +62,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       return replicated._replace(
         residual=per_worker(node.residual),
         owner_residual=owned(node.owner_residual),
+        memory=None if node.memory is None else Memory(*map(owned, node.memory)),
         momentum=per_worker(node.momentum),
-        selection=owned(node.selection),
       )
     if isinstance(node, optax.MultiStepsState):
       return optax.MultiStepsState(
@@ -209,7 +210,7 @@ def _without_rows(opt_state: Any) -> Any:
   """
 
   def without(node: Any) -> Any:
-    rowless = {"owner_residual": None, "selection": None}
+    rowless = {"owner_residual": None, "memory": None}
     return node._replace(**rowless) if _is_ours(node) else node
 
   return jax.tree.map(without, opt_state, is_leaf=_is_ours)

@@ -132,9 +132,31 @@ def digest(case):
     output, state = update(gradient, state, params)
     for leaf in jax.tree.leaves(output):
       hashed.update(_bytes(leaf))
-    for part in sorted({_bytes(leaf) for leaf in jax.tree.leaves(state)}):
+    for part in sorted({_bytes(leaf) for leaf in _arrays(state, case, params)}):
       hashed.update(hashlib.sha256(part).digest())
   return hashed.hexdigest()[:16]
+
+
+def _arrays(state, case, params):
+  """The arrays of a state, where what workers remember of all leaves is one array.
+
+  So it was when the hashes were made: for each leaf as many rows as N owners would
+  have, and for those that are sent whole no threshold and all elements.
+  """
+  own = {} if state.memory is None else state.memory.own
+  kept = {name: tree for trees in own.values() for name, tree in trees.items()}
+  whole, workers = [], case.workers
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    if kept:
+      codec = case.codec.ranged(leaf.size, workers)
+      rows = -(-leaf.size // codec.tile_size)
+      found = kept.get(jax.tree_util.keystr(path))
+      used = np.full((workers, 1), leaf.size, np.int32)
+      parts = (np.zeros((workers, 0), np.float32), used) if found is None else found
+      parts = [np.asarray(part).reshape(workers, -1) for part in parts]
+      whole.append([np.pad(x, ((0, 0), (0, rows - x.shape[1]))) for x in parts])
+  rest = jax.tree.leaves(state if not kept else state._replace(memory=None))
+  return rest + [np.concatenate(parts, axis=1) for parts in zip(*whole, strict=True)]
 
 
 def _bytes(leaf):

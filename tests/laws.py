@@ -42,7 +42,7 @@ def _told(value, field):
 def encode(codec, x, key, stats=None):
   """The payload of a leaf; under the first levels where levels are fitted."""
   if codec.fitted and stats is None:
-    stats = codec.init()
+    stats = codec.init().shared
   return codec.encode(x, key=key if codec.needs_key else None, stats=stats)
 
 
@@ -174,7 +174,7 @@ def batches_are_independent(case, x):
   def both(x, key):
     if not isinstance(codec, RemainderCodec):
       return encode(codec, x, key), None
-    levels = codec.init() if codec.fitted else None
+    levels = codec.init().shared if codec.fitted else None
     own = key if codec.needs_key else None
     return codec.encode_with_residual(x, key=own, stats=levels)
 
@@ -209,7 +209,7 @@ def padding_never_leaks(case, x):
     if not by_bucket or scaled:
       return payload, payload.rows
     key = KEY if codec.needs_key else None
-    levels = codec.init() if codec.fitted else None
+    levels = codec.init().shared if codec.fitted else None
     tiles = padded.reshape(-1, codec.tile_size // 32, 32)
     return payload, codec.encode_rows(tiles, key=key, stats=levels)
 

@@ -1,8 +1,10 @@
 """Ternary means are exact in every exchange, and levels are fitted to all workers."""
 
 import dataclasses
+import re
 from typing import ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import laws
@@ -18,8 +20,6 @@ from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, OneBit, Ternary
-from gradcomp.exchange import AllGather, Message, refit
-from gradcomp.layout import plan
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def states_of(mode, tx, steps):
   result = []
   for grads in steps:
     _, state = update(grads, state)
-    memory = np.asarray(state.memory)
+    memory = np.asarray(state.memory.shared[()]["['w']"])
     result.append(memory if mode == "vmap" else np.stack([memory] * workers))
   return result
 
@@ -122,8 +122,8 @@ def test_levels_are_fitted_to_all_workers_every_few_steps():
   fitted = []
   for step in (steps[0], steps[3]):
     counts = sum(np.asarray(codec.measure(jnp.asarray(leaf))) for leaf in step["w"])
-    fitted.append(np.asarray(codec.fit(jnp.asarray(counts), codec.init())))
-  alone = codec.fit(codec.measure(jnp.asarray(steps[0]["w"][1])), codec.init())
+    fitted.append(np.asarray(codec.fit(jnp.asarray(counts), codec.init().shared)))
+  alone = codec.fit(codec.measure(jnp.asarray(steps[0]["w"][1])), codec.init().shared)
   assert (fitted[0] != fitted[1]).any() and (fitted[0] != np.asarray(alone)).any()
   for mode in ("vmap", "shard_map"):
     for number, memory in enumerate(states_of(mode, tx, steps)):
@@ -132,12 +132,13 @@ def test_levels_are_fitted_to_all_workers_every_few_steps():
 
 
 def test_a_leaf_that_nobody_encodes_fits_nothing():
-  """No collective, and the levels stay the first ones."""
+  """Nothing is remembered, and nothing is counted."""
   tx = gradcomp.qsgd(bits=3, levels="nonuniform", axis_name="data", min_leaf_size=10**6)
-  steps = [{"w": laws.gaussian((2, 512))}]
-  first = QSGD(bits=3, levels="nonuniform").init()
-  (memory,) = states_of("vmap", tx, steps)
-  np.testing.assert_array_equal(memory, np.stack([first] * 2))
+  update = jax.vmap(tx.update, axis_name="data")
+  grads = {"w": jnp.asarray(laws.gaussian((2, 512)))}
+  state = jax.vmap(tx.init, axis_name="data")(grads)
+  assert update(grads, state)[1].memory is None
+  assert not re.search(r"i32\[.*psum", str(jax.make_jaxpr(update)(grads, state)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,22 +155,23 @@ def test_counts_of_many_workers_do_not_overflow():
   """Eight times 2**30 would be zero, as if the first bin were empty."""
   codec = ManyCounts(bits=3, bucket_size=64, levels="nonuniform")
   leaf = jnp.asarray(laws.gaussian(6400))
-  layout = plan([leaf], codec)
-  message = Message((0,), layout, AllGather(), (), "asked for", 8)
-  fit = lambda leaf: refit(codec, codec.init(), [message], [leaf], jnp.int32(0), "data")
-  fitted = jax.jit(jax.vmap(fit, axis_name="data"))(jnp.stack([leaf] * 8))
+  tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather")
+  leaves = {"w": jnp.stack([leaf] * 8)}
+  state = jax.vmap(tx.init, axis_name="data")(leaves)
+  _, state = jax.jit(jax.vmap(tx.update, axis_name="data"))(leaves, state)
+  fitted = state.memory.shared[()]["['w']"]
   # The first bin is worth two levels; what the others get is settled by what is left.
   np.testing.assert_array_equal(fitted[:, :2] * 256, np.float32([[0, 1]] * 8))
 
 
 def test_a_state_without_memory_is_refused_and_one_with_it_is_left_alone():
-  grads = {"w": jnp.ones(512)}
+  grads = {"w": jnp.ones((128, 128))}
   fitted, plain = gradcomp.qsgd(bits=3, levels="nonuniform"), gradcomp.qsgd(bits=3)
-  with pytest.raises(ValueError, match="`state.memory` must be kept"):
+  with pytest.raises(ValueError, match="`state.memory.shared.*must have"):
     fitted.update(grads, plain.init(grads))
   state = fitted.init(grads)
   _, after = plain.update(grads, state)
-  np.testing.assert_array_equal(after.memory, state.memory)
+  chex.assert_trees_all_equal(after.memory, state.memory)
 
 
 @pytest.mark.parametrize("exchange", ["two_shot", "ring", "hierarchical"])
@@ -190,5 +192,5 @@ def test_alone_a_worker_fits_its_own_levels():
   grads = {"w": jnp.asarray(laws.gaussian(512 * 64))}
   codec = QSGD(bits=3, levels="nonuniform")
   _, state = jax.jit(tx.update)(grads, tx.init(grads))
-  expected = codec.fit(codec.measure(grads["w"]), codec.init())
-  np.testing.assert_array_equal(state.memory, expected)
+  expected = codec.fit(codec.measure(grads["w"]), codec.init().shared)
+  np.testing.assert_array_equal(state.memory.shared[()]["['w']"], expected)

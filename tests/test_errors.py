@@ -392,7 +392,7 @@ def test_state_of_another_feedback():
   """Else feedback would be off, and nobody told. More than is needed is no mistake."""
   state = gradcomp.qsgd(feedback=None).init(GRADS)
   with pytest.raises(
-    ValueError, match=says("`state.residual`", "must be kept", "'error'")
+    ValueError, match=says("`state.residual`", "must be kept", "ErrorFeedback")
   ):
     gradcomp.qsgd(feedback="error").update(GRADS, state)
   state = gradcomp.qsgd(feedback="error").init(GRADS)
@@ -522,7 +522,13 @@ nonuniform = functools.partial(gradcomp.qsgd, levels="nonuniform")
 @pytest.mark.parametrize("bits", [2, 4])
 def test_levels_fitted_for_other_bits(bits):
   state = nonuniform(6 - bits).init(GRADS)
-  parts = ("`state.memory`", "the shape", f"bits={bits}", "got", "this transformation")
+  parts = (
+    "`state.memory.shared",
+    "the shapes",
+    f"bits={bits}",
+    "got",
+    "this transformation",
+  )
   with pytest.raises(ValueError, match=says(*parts)):
     nonuniform(bits).update(GRADS, state)
 

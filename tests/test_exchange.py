@@ -50,7 +50,7 @@ def owned_leaves(tx_plan, tree, owned):
   zeros = jax.tree.unflatten(treedef, [np.zeros(leaf.shape) for leaf in leaves])
   if not owned:
     return zeros
-  (message,) = tx_plan(leaves, [()] * len(leaves))
+  (message,) = tx_plan(leaves, [()] * len(leaves), [()] * len(leaves)).messages
   layout = message.layout
   (arrays,) = owned.values()
   arrays = iter(arrays)
@@ -92,6 +92,7 @@ def test_nothing_is_lost_and_all_workers_have_the_same_bits(codec, exchange, wor
   tx_plan = functools.partial(
     plan_messages,
     codec=codec,
+    axis_name="data",
     exchange=as_exchange(exchange),
     workers=workers,
     min_leaf_size=None,

@@ -162,10 +162,10 @@ def test_leaves_of_all_kinds_in_one_message_and_in_many():
   results = []
   for message_bytes, count in ((None, 1), (1400, len(tree))):
     like = [jax.ShapeDtypeStruct((size,), jnp.float32)] * len(tree)
-    planned = plan_messages(
-      like, [()] * len(tree), workers=workers, message_bytes=message_bytes, **hyper
-    )
-    assert len(planned) == count
+    none = [()] * len(tree)
+    options = hyper | {"axis_name": "data", "message_bytes": message_bytes}
+    planned = plan_messages(like, none, none, workers=workers, **options)
+    assert len(planned.messages) == count
     tx = gradcomp.compress(
       axis_name="data", message_bytes=message_bytes, feedback="error", **hyper
     )

@@ -61,7 +61,7 @@ def test_what_the_codec_says_of_itself():
 
 @every_width
 def test_the_first_levels_are_equally_spaced(bits):
-  levels = np.asarray(nonuniform(bits).init())
+  levels = np.asarray(nonuniform(bits).init().shared)
   np.testing.assert_array_equal(256 * levels, oracle_levels.first_levels(bits))
   both = np.concatenate([-levels[::-1], levels])
   # Each level is rounded to 1/256, by half of that at most.
@@ -74,7 +74,7 @@ def test_the_first_levels_are_equally_spaced(bits):
 @every_width
 def test_the_fit_is_the_optimum(bits, kind):
   counts = histogram(draw(kind))
-  levels = np.asarray(fitter(bits)(counts, nonuniform(bits).init()))
+  levels = np.asarray(fitter(bits)(counts, nonuniform(bits).init().shared))
   k = 256 * levels
   assert (k == np.trunc(k)).all() and k[0] >= 0 and k[-1] == 256
   assert (np.diff(k) > 0).all()
@@ -94,7 +94,7 @@ def test_a_fit_to_two_bins_by_hand():
   """All magnitudes in the middles of bins 0 and 99: between 0, 1, 99, 100 and 256."""
   counts = np.zeros(256, np.int32)
   counts[[0, 99]] = 1000
-  levels = 256 * np.asarray(fitter(4)(counts, nonuniform(4).init()))
+  levels = 256 * np.asarray(fitter(4)(counts, nonuniform(4).init().shared))
   assert levels[0] in (0, 1) and {99, 100} <= set(levels)
 
 
@@ -102,7 +102,7 @@ def test_large_counts_do_not_overflow():
   """Of many workers: each bin is an int32, but not the sum of two."""
   counts = np.zeros(256, np.int32)
   counts[[3, 70, 200]] = 2**31 - 1
-  levels = 256 * np.asarray(fitter(3)(counts, nonuniform(3).init()))
+  levels = 256 * np.asarray(fitter(3)(counts, nonuniform(3).init().shared))
   np.testing.assert_array_equal(
     *(
       oracle_levels.levels_variance(counts, k)
@@ -196,7 +196,7 @@ def test_payload_is_the_oracles(bits, bucket_size, rounding):
 
 def test_without_levels_a_leaf_is_encoded_with_its_own():
   codec, x = nonuniform(3), laws.gaussian(2000)
-  levels = fitter(3)(jax.jit(codec.measure)(x), codec.init())
+  levels = fitter(3)(jax.jit(codec.measure)(x), codec.init().shared)
   encode = jax.jit(lambda x, stats=None: codec.encode(x, key=laws.KEY, stats=stats))
   np.testing.assert_array_equal(encode(x).rows, encode(x, levels).rows)
 

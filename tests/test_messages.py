@@ -25,7 +25,11 @@ def plan(sizes, codec=CODEC, others=None, **options):
   leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
   options = dict(exchange=TwoShot(), min_leaf_size=0, message_bytes=None) | options
   others = [()] * len(sizes) if others is None else others
-  return plan_messages(leaves, others, codec, workers=WORKERS, **options)
+  paths = [()] * len(sizes)
+  plan = plan_messages(
+    leaves, paths, others, codec, axis_name="data", workers=WORKERS, **options
+  )
+  return plan.messages
 
 
 def test_leaves_share_a_message_up_to_its_bytes():

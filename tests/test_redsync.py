@@ -43,9 +43,8 @@ def test_switch_changes_the_density_in_one_compilation():
   assert all(k[1] <= count <= 4 * k[1] for count in sent[2:4])
   assert all(k[2] <= count <= 4 * k[2] for count in sent[4:])
   assert min(waiting[2:]) > 0
-  # The rows of w are the last, as many as there are workers; here one is in use.
-  counts = [int(state.selection[("data",)].used[0, -N]) for _, state in passed]
-  assert counts == [630, 630, k[1], k[1], k[2], k[2], k[2]]
+  kept = [state.memory.own[("data",)]["['w']"] for _, state in passed]
+  assert [int(own.used[0, 0]) for own in kept] == [0, 0, k[1], k[1], k[2], k[2], k[2]]
   assert [int(state.step[0]) for _, state in passed] == list(range(1, 8))
 
 
@@ -210,15 +209,14 @@ def test_states_are_stacked_under_a_mesh(codec, exchange, selects):
   assert specs.momentum["w"] == specs.residual["w"] == P("data")
   assert specs.step == specs.key == P()
   if not selects:
-    assert state.selection is None and specs.selection is None
+    assert state.memory is None and specs.memory is None
     return
-  # Of each leaf as many rows as it may be cut into, for density may change.
-  rows = 3 + N
-  chex.assert_shape(state.selection[("data",)].used, (N * rows,))
-  assert all(spec == P("data") for spec in specs.selection[("data",)])
+  rows = N if exchange == "two_shot" else 1
+  chex.assert_shape(state.memory.own[("data",)]["['w']"].used, (N * rows,))
+  assert all(spec == P("data") for spec in specs.memory.own[("data",)]["['w']"])
   assert bool(state.owner_residual) == (exchange == "two_shot")
   local = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(N))
-  chex.assert_shape(local.selection[("data",)].used, (N, rows))
+  chex.assert_shape(local.memory.own[("data",)]["['w']"].used, (N, rows))
 
 
 def test_without_a_map_or_a_mesh_nothing_is_selected_again():
@@ -228,13 +226,13 @@ def test_without_a_map_or_a_mesh_nothing_is_selected_again():
   for selection in ("exact", "sampled"):
     tx = redsync(0.05, selection=selection)
     state = tx.init(params)
-    assert state.selection is None
+    assert state.memory is None
     local = lambda g, tx=tx, state=state: tx.update(g, state)[0]
     update = jax.jit(jax.vmap(local, axis_name="data"))
     if selection == "exact":
       assert jnp.count_nonzero(update(gradient)["w"][0]) == 35
       continue
-    with pytest.raises(ValueError, match=says("`state.selection`", "4 rows", "got 0")):
+    with pytest.raises(ValueError, match=says("`memory`", "thresholds", "got none")):
       update(gradient)
 
 

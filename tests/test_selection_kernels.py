@@ -175,7 +175,7 @@ def test_a_codec_sends_the_same_with_kernels(codec):
   """Of rows in a loop; equal elements and all that is not finite included."""
   leaves = [data(2 * TILE + 5)[name] for name in ("constant", "special")]
   by = lambda name: encoder(dataclasses.replace(codec, implementation=name))(leaves)
-  for (words, rest), found in zip(by("xla"), by("pallas_interpret"), strict=True):
+  for (words, rest, _), found in zip(by("xla"), by("pallas_interpret"), strict=True):
     np.testing.assert_array_equal(found[0], words)
     assert_same_bits(found[1], rest)
 

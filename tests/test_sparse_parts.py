@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from sparse_steps import N, gradients, trail, transformation
 
 import gradcomp
+from gradcomp import sums
 from gradcomp.codecs import Dense, RandomK, TopK
 from gradcomp.layout import default_min_leaf_size
 from gradcomp.workers import unreduce
@@ -53,10 +54,10 @@ def test_parts_of_a_leaf_are_selected_from_apart():
       assert mean["w"].sharding.spec == P(None, "model")
       expected = np.concatenate([output["a"][0], output["b"][0]], axis=1)
       np.testing.assert_array_equal(mean["w"], expected)
-      used = np.asarray(state.selection[("data", "model")].used).reshape(workers, 2, -1)
-      np.testing.assert_array_equal(
-        used.reshape(workers, -1), own.selection[("data",)].used
-      )
+      used = np.asarray(state.memory.own[axes]["['w']"].used).reshape(workers, 2, -1)
+      for part, name in enumerate(("['a']", "['b']")):
+        kept = own.memory.own[("data",)][name]
+        np.testing.assert_array_equal(used[:, part], kept.used)
 
 
 @pytest.mark.parametrize("codec", [TopK(density=0.01), RandomK(density=0.01)])
@@ -64,10 +65,10 @@ def test_leaves_below_a_hundredth_of_a_percent_are_dense(codec):
   """Of a million elements, those of leaves that together hold less than a hundred."""
   sizes = [40, 50, 60, 5000, 994_850]
   assert sum(sizes) == 10**6
-  assert default_min_leaf_size(sizes, codec) == 60
+  assert default_min_leaf_size(sizes, drops=sums.of(codec).drops) == 60
   assert default_min_leaf_size(sizes) == 5000
-  assert default_min_leaf_size([99, 999_901], codec) == 999_901
-  assert default_min_leaf_size([100, 999_900], codec) == 100
+  assert default_min_leaf_size([99, 999_901], drops=True) == 999_901
+  assert default_min_leaf_size([100, 999_900], drops=True) == 100
   tx = gradcomp.compress(codec, axis_name="data", exchange="all_gather")
   like = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
   leaves = gradcomp.explain(tx, like, workers=N).leaves
@@ -86,8 +87,8 @@ def test_explain_says_how_many_slots_were_used():
   sent = {k: (state[0].residual[k] == 0).reshape(N, -1).sum(1) for k in "vw"}
   assert sent["w"][1] == 32 and sent["w"].min() < sent["w"].max()
   # As a map under a mesh would give it: what workers have of their own is stacked.
-  own = jax.tree.map(lambda x: x.reshape(-1), state[0].selection)
-  state = (state[0]._replace(selection=own), state[1])
+  own = jax.tree.map(lambda x: x.reshape(-1), state[0].memory)
+  state = (state[0]._replace(memory=own), state[1])
   explanation = gradcomp.explain(optimizer, params, workers=N, opt_state=state)
   b, v, w = explanation.leaves
   assert (b.slots, v.slots, w.slots) == (None, 30, 64)

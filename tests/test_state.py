@@ -72,9 +72,9 @@ def test_a_parameter_may_have_the_name_of_a_field():
   """What owners keep is told from a residual by its place in the state."""
   mesh = modes.mesh(WORKERS)
   optimizer = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
-  params = {".selection": jnp.ones((8, 256)), "x.owner_residual": jnp.ones(8)}
+  params = {".memory": jnp.ones((8, 256)), "x.owner_residual": jnp.ones(8)}
   step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
-  with pytest.raises(ValueError, match=r"residual\['.selection'\] must stack"):
+  with pytest.raises(ValueError, match=r"residual\['.memory'\] must stack"):
     step(params, optimizer.init(params), jnp.ones((8, 8)))
 
 

@@ -173,9 +173,9 @@ def test_leaves_of_one_size_share_a_program(monkeypatch, copied):
   xs = [data(1000)[name] for name in ("normal", "half zero", "heavy")]
   codec = TopK(density=0.05, selection="threshold", range_size=300)
   found = jax.jit(lambda xs: codec.encode_leaves(xs, [None] * 3))(xs)
-  rows = jnp.concatenate([own for own, _ in found])
+  rows = jnp.concatenate([own for own, *_ in found])
   decode = _entries.Entries(codec).gathered(jnp.stack([rows, rows]), None, 0.5)
-  for i, (x, (own, rest)) in enumerate(zip(xs, found, strict=True)):
+  for i, (x, (own, rest, _)) in enumerate(zip(xs, found, strict=True)):
     alone = encode(codec, x)
     np.testing.assert_array_equal(own, alone[0])
     assert_same_bits(rest, alone[1])

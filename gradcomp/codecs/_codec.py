@@ -25,6 +25,7 @@ class Leaf(NamedTuple):
   shape: tuple[int, ...]
   addends: int | None = None  # how many workers' numbers are added, if any are
   ranges: int = 1  # of consecutive elements, each of which a worker owns
+  path: str = ""  # in the tree, like "layer/kernel"
 
   @property
   def size(self) -> int:
@@ -42,7 +43,23 @@ class SameForAll:
 
 
 @runtime_checkable
-class Codec(Protocol):
+class LeafCodec(Protocol):
+  """What users choose for their leaves: it becomes a codec of each."""
+
+  @property
+  def unbiased(self) -> bool:
+    """True if ``E[decode(encode(x))] == x``."""
+
+  @property
+  def needs_key(self) -> bool:
+    """True if ``encode`` needs a key."""
+
+  def bind(self, leaf: Leaf) -> "LeafCodec":
+    """Returns the codec of a leaf."""
+
+
+@runtime_checkable
+class Codec(LeafCodec, Protocol):
   """A pair of pure functions between an array and a :class:`Payload`.
 
   Codecs are frozen dataclasses: hashable, printable, without state. They are not
@@ -52,14 +69,6 @@ class Codec(Protocol):
   a payload can be decoded alone, so that workers can own ranges of rows.
   ``encode_rows`` encodes a mean of decoded rows again.
   """
-
-  @property
-  def unbiased(self) -> bool:
-    """True if ``E[decode(encode(x))] == x``."""
-
-  @property
-  def needs_key(self) -> bool:
-    """True if ``encode`` needs a key."""
 
   @property
   def shares_stats(self) -> bool:
@@ -163,8 +172,8 @@ class SharedCodec(Codec, Protocol):
 class FittedCodec(Codec, Protocol):
   """A codec that is fitted to the gradients of all workers every few steps.
 
-  Its memory is one array, which the transformation's state carries. ``encode`` and
-  ``encode_rows`` take it as ``stats``. Rows can be decoded without it.
+  All leaves share one array, which is their memory. ``encode`` and ``encode_rows`` take
+  it as ``stats``. Rows can be decoded without it.
   """
 
   @property
@@ -174,9 +183,6 @@ class FittedCodec(Codec, Protocol):
   @property
   def most_counted(self) -> int:
     """The largest sum of one leaf's counts."""
-
-  def init(self) -> jax.Array:
-    """Returns the memory before the first fit."""
 
   def measure(self, x: jax.Array) -> jax.Array:
     """Counts a leaf's elements, ``int32[k]``, to be added over leaves and workers."""
@@ -256,34 +262,34 @@ class FilledCodec(Codec, Protocol):
     """Returns a flat leaf, followed by what fills its last bucket."""
 
 
-def is_shared(codec: Codec) -> TypeGuard[SharedCodec]:
+def is_shared(codec: LeafCodec) -> TypeGuard[SharedCodec]:
   """Returns True for a :class:`SharedCodec`, which the hyperparameters decide.
 
   Example:
     >>> is_shared(gradcomp.codecs.Ternary()), is_shared(gradcomp.codecs.OneBit())
     (True, False)
   """
-  return codec.shares_stats and codec.summable
+  return getattr(codec, "shares_stats", False) and getattr(codec, "summable", False)
 
 
-def is_adding(codec: Codec) -> TypeGuard[AddingCodec]:
+def is_adding(codec: LeafCodec) -> TypeGuard[AddingCodec]:
   """Returns True for an :class:`AddingCodec`.
 
   Example:
     >>> is_adding(gradcomp.codecs.FloatCast()), is_adding(gradcomp.codecs.OneBit())
     (True, False)
   """
-  return codec.adds
+  return getattr(codec, "adds", False)
 
 
-def is_fitted(codec: Codec) -> TypeGuard[FittedCodec]:
+def is_fitted(codec: LeafCodec) -> TypeGuard[FittedCodec]:
   """Returns True for a :class:`FittedCodec`, which the hyperparameters decide.
 
   Example:
     >>> is_fitted(gradcomp.codecs.QSGD(levels="nonuniform"))
     True
   """
-  return codec.fitted
+  return getattr(codec, "fitted", False)
 
 
 def as_float32(x: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,8 +16,19 @@ from gradcomp.codecs._codec import (
 )
 from gradcomp.codecs._sparse import SelectingCodec
 
-# Rows, uint32[rows, row_words], and what is not sent, where encoding says so.
-Encoded = tuple[jax.Array, jax.Array | None]
+
+class Encoded(NamedTuple):
+  """What encoding makes of one leaf.
+
+  Attributes:
+    rows: ``uint32[rows, row_words]``.
+    unsent: what is not sent, where encoding says so; else None.
+    own: what the worker remembers for itself; else ().
+  """
+
+  rows: jax.Array
+  unsent: jax.Array | None
+  own: Any = ()
 
 
 def shared_stats(codec: Codec, leaf: jax.Array) -> jax.Array | None:
@@ -35,7 +47,7 @@ def shared_stats(codec: Codec, leaf: jax.Array) -> jax.Array | None:
 def encode_leaves(
   codecs: Sequence[Codec],
   leaves: Sequence[jax.Array],
-  keys: jax.Array | None,
+  keys: Sequence[jax.Array | None],
   stats: Sequence[jax.Array | None],
   *,
   keep: bool,
@@ -45,9 +57,9 @@ def encode_leaves(
   Args:
     codecs: the codec of each leaf.
     leaves: arrays of any shape.
-    keys: ``uint32[leaves, 2]``, or None if no codec needs one.
-    stats: for each leaf what its codec encodes with: what workers share, or a memory;
-      None for nothing.
+    keys: for each leaf ``uint32[2]``, or None if its codec needs none.
+    stats: for each leaf what its codec encodes with: what workers share, or what is
+      remembered; None for nothing.
     keep: whether to return what is not sent.
   """
   encoded: dict[int, Encoded] = {}
@@ -56,11 +68,11 @@ def encode_leaves(
     if isinstance(codec, SelectingCodec):
       alike.setdefault((codec, leaf.size), []).append(i)
     else:
-      key = None if keys is None else keys[i]
-      encoded[i] = _encode(codec, keep, leaf, key, stats[i])
+      encoded[i] = Encoded(*_encode(codec, keep, leaf, keys[i], stats[i]))
   for (selecting, _), numbers in alike.items():
     given = [leaves[i] for i in numbers], [stats[i] for i in numbers]
-    encoded |= zip(numbers, selecting.encode_leaves(*given), strict=True)
+    for i, found in zip(numbers, selecting.encode_leaves(*given), strict=True):
+      encoded[i] = Encoded(*found)
   return [encoded[i] for i in range(len(leaves))]
 
 
@@ -77,7 +89,7 @@ def _encode(
   leaf: jax.Array,
   key: jax.Array | None,
   stats: jax.Array | None,
-) -> Encoded:
+) -> tuple[jax.Array, jax.Array | None]:
   """Jitted like :func:`_stats`."""
   if keep and isinstance(codec, RemainderCodec):
     payload, rest = codec.encode_with_residual(leaf, key=key, stats=stats)

@@ -1,43 +1,159 @@
-"""What a codec remembers that all workers share: fitted levels, or whose turn it is."""
+"""What codecs remember of a leaf from step to step, and what they make of it."""
 
-from typing import TypeGuard
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from gradcomp.codecs._codec import Codec, is_fitted
-from gradcomp.codecs._sparse import SelectingCodec
+from gradcomp.codecs._codec import FittedCodec, Leaf, LeafCodec, is_fitted
+from gradcomp.codecs._sparse import Selected, SelectingCodec
 
 
-def first_memory(codec: Codec) -> jax.Array | None:
-  """Returns the memory before the first step; None for a codec without.
+class Memory(NamedTuple):
+  """What a codec remembers of one leaf.
+
+  Attributes:
+    shared: a tree of arrays that are equal on all workers.
+    own: a tree of arrays that each worker has for itself.
+  """
+
+  shared: Any = ()
+  own: Any = ()
+
+
+@runtime_checkable
+class RememberingCodec(LeafCodec, Protocol):
+  """A codec that may have a memory of each leaf."""
+
+  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
+    """Returns the memory of a leaf before the first step.
+
+    Args:
+      leaf: the leaf that the codec is bound to.
+      key: ``uint32[2]``, the same on all workers, and another one for each leaf.
+    """
+
+
+class Adding(NamedTuple):
+  """How counts are added.
+
+  Attributes:
+    add: adds ``int32`` over all workers.
+    workers: their number.
+  """
+
+  add: Callable[[jax.Array], jax.Array]
+  workers: int
+
+
+def first_memory(codec: LeafCodec, leaf: Leaf, key: jax.Array) -> Memory:
+  """Returns the memory of a leaf before the first step; an empty one for most codecs.
 
   Example:
-    >>> first_memory(gradcomp.codecs.QSGD(bits=2, levels="nonuniform")).shape
+    >>> key, leaf = jnp.zeros(2, jnp.uint32), gradcomp.codecs.Leaf((64, 64))
+    >>> codec = gradcomp.codecs.QSGD(bits=2, levels="nonuniform")
+    >>> first_memory(codec, leaf, key).shared.shape
     (2,)
+    >>> first_memory(gradcomp.codecs.OneBit(), leaf, key)
+    Memory(shared=(), own=())
   """
-  return codec.init() if is_fitted(codec) else None
+  if isinstance(codec, RememberingCodec):
+    return codec.init(leaf, key)
+  return Memory()
 
 
-def takes_memory(codec: Codec) -> bool:
-  """Returns True if a codec encodes with what :func:`recalled` returns."""
-  return is_fitted(codec) or _alternates(codec)
+def refitted(
+  codecs: Sequence[LeafCodec],
+  leaves: Sequence[jax.Array],
+  shared: Sequence[Any],
+  kinds: Sequence[Hashable],
+  step: jax.Array,
+  adding: Callable[[LeafCodec, Sequence[int]], Adding],
+) -> list[Any]:
+  """Returns the shared memories of a step: some are fitted to all workers' leaves.
+
+  A fitted codec counts all leaves that it encodes every ``refit_every`` steps. Counts
+  are added as integers, exactly, so that all workers fit the same.
+
+  Args:
+    codecs: the codec of each leaf.
+    leaves: ``float32`` arrays.
+    shared: of each leaf, what all workers remember.
+    kinds: of each leaf; those of one kind have memories of one type.
+    step: ``int32[]``.
+    adding: from a codec and the numbers of its leaves to how its counts are added.
+  """
+  result = list(shared)
+  for codec in dict.fromkeys(filter(_fits, codecs)):
+    own = [i for i, other in enumerate(codecs) if other == codec]
+    add, workers = adding(codec, own)
+    # The counts of all leaves and workers fit in 32 bits, cut to fewer digits if need
+    # be.
+    most = len(own) * workers * codec.most_counted
+    shift = max(0, most.bit_length() - 31)
+
+    def fit(old: list[jax.Array]) -> list[jax.Array]:
+      counts = sum(_measure(codec, leaves[i]) >> shift for i in own)  # noqa: B023
+      total = add(jnp.asarray(counts))  # noqa: B023
+      return [codec.fit(total, levels) for levels in old]  # noqa: B023
+
+    first = {kinds[i]: shared[i] for i in reversed(own)}
+    due = step % codec.refit_every == 0
+    again = lax.cond(due, fit, lambda old: old, list(first.values()))
+    fitted = dict(zip(first, again, strict=True))
+    for i in own:
+      result[i] = fitted[kinds[i]]
+  return result
 
 
 def recalled(
-  codec: Codec, memory: jax.Array | None, step: jax.Array, *, agreed: bool
+  codec: LeafCodec, memory: Memory | None, step: jax.Array
 ) -> jax.Array | None:
-  """Returns what a step's encodings take as ``stats``, equal on all workers; or None.
+  """Returns what a leaf is encoded with as ``stats`` that it remembers; or None.
 
-  Args:
-    codec: the codec.
-    memory: what it remembers.
-    step: ``int32[]``.
-    agreed: whether workers have agreed on the memory.
+  Raises:
+    ValueError: the codec uses thresholds again, and there are none.
   """
-  if _alternates(codec):
+  if isinstance(codec, SelectingCodec) and codec.reuses:
+    if memory is None or not memory.own:
+      raise ValueError(
+        f"`memory` must hold the thresholds that {codec} uses again, got none; make "
+        "the state by optimizer.init."
+      )
+    # Zeros have a threshold searched anew.
+    return jnp.where(step % codec.interval != 0, memory.own.threshold, 0.0)
+  return recalled_by_all(codec, memory, step)
+
+
+def recalled_by_all(
+  codec: LeafCodec, memory: Memory | None, step: jax.Array
+) -> jax.Array | None:
+  """Returns what sums are encoded with as ``stats``, equal on all workers; or None."""
+  if isinstance(codec, SelectingCodec) and codec.alternates:
     return codec.turn(step)
-  return memory if agreed else None
+  if is_fitted(codec) and memory is not None and len(memory.shared):
+    return memory.shared
+  return None
 
 
-def _alternates(codec: Codec) -> TypeGuard[SelectingCodec]:
-  return isinstance(codec, SelectingCodec) and codec.alternates
+def used_entries(memory: Memory) -> jax.Array | None:
+  """Returns how many entries each row sent, where a memory counts them.
+
+  Example:
+    >>> used_entries(Memory()) is None
+    True
+  """
+  return memory.own.used if isinstance(memory.own, Selected) else None
+
+
+def _fits(codec: LeafCodec) -> TypeGuard[FittedCodec]:
+  return is_fitted(codec)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _measure(codec: FittedCodec, leaf: jax.Array) -> jax.Array:
+  """Jitted by itself, so that leaves of one shape are traced once."""
+  return codec.measure(leaf)

@@ -14,6 +14,7 @@ from gradcomp._checks import (
   static_integer,
 )
 from gradcomp.codecs._codec import (
+  Leaf,
   Payload,
   Rounding,
   SameForAll,
@@ -21,6 +22,7 @@ from gradcomp.codecs._codec import (
   codec_key,
   decode_payload,
 )
+from gradcomp.codecs._memory import Memory
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
 from gradcomp.kernels import Implementation, planes, qsgd
 from gradcomp.kernels import levels as fitted_levels
@@ -213,9 +215,13 @@ class QSGD(SameForAll):
     count = planes.planes_per_word(self.bits)
     return scales(leaf_scales(as_float32(x), count, self.bucket_size, self.norm))
 
-  def init(self) -> jax.Array:
-    """Returns equally spaced levels, those above zero: ``float32[2**(bits - 1)]``."""
-    return fitted_levels.first_levels(self.bits)
+  def init(self, leaf: Leaf | None = None, key: jax.Array | None = None) -> Memory:
+    """Returns equally spaced levels, those above zero: ``float32[2**(bits - 1)]``.
+
+    Only of fitted levels.
+    """
+    del leaf, key
+    return Memory(fitted_levels.first_levels(self.bits)) if self.fitted else Memory()
 
   def measure(self, x: jax.Array) -> jax.Array:
     """Counts normalised magnitudes in a sample of buckets: ``int32[256]``."""
@@ -322,7 +328,7 @@ class QSGD(SameForAll):
     if self.levels == "nonuniform":
       assert scale is not None
       if stats is None:
-        stats = self.fit(self.measure(flat), self.init())
+        stats = self.fit(self.measure(flat), self.init().shared)
       found = fitted_levels.encode_rows(
         flat, scale, stats, bits=self.bits, bucket_size=words, key=key
       )

@@ -29,7 +29,7 @@ def encode_leaves(
   leaves: Sequence[jax.Array],
   matrices: Sequence[jax.Array],
   stats: Sequence[jax.Array | None],
-) -> list[tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, list[jax.Array]]:
   """Encodes several leaves of one size by a single program.
 
   Args:
@@ -40,16 +40,16 @@ def encode_leaves(
     stats: for each leaf, what the choice depends on besides, or None.
 
   Returns:
-    For each leaf its rows, ``uint32[rows, words]``, and its residual, ``float32`` in
-    the leaf's shape.
+    The rows of all leaves, ``uint32[rows, words]``, and for each leaf its residual,
+    ``float32`` in its shape.
   """
   entries = encode_rows(form, select, matrices, stats, copied=leaves[0].size <= COPIED)
   count = matrices[0].shape[0]
   result = []
   for i, (leaf, matrix) in enumerate(zip(leaves, matrices, strict=True)):
     own = jax.tree.map(lambda x, i=i: x[i * count : (i + 1) * count], entries)
-    result.append((own.words, _rest(leaf, matrix, own)))
-  return result
+    result.append(_rest(leaf, matrix, own))
+  return entries.words, result
 
 
 def encode_rows(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,18 @@ class SparseCodec(Codec, Protocol):
     """
 
 
+class Selected(NamedTuple):
+  """What a worker remembers of the rows of a leaf that it selected from.
+
+  Attributes:
+    threshold: ``float32[rows]``, the smallest magnitude sent at the last search.
+    used: ``int32[rows]``, the entries sent in this step.
+  """
+
+  threshold: jax.Array
+  used: jax.Array
+
+
 @runtime_checkable
 class SelectingCodec(SparseCodec, Protocol):
   """A sparse codec that chooses elements by their values, each worker its own.
@@ -65,7 +77,7 @@ class SelectingCodec(SparseCodec, Protocol):
 
   def encode_leaves(
     self, leaves: Sequence[jax.Array], stats: Sequence[jax.Array | None]
-  ) -> list[tuple[jax.Array, jax.Array]]:
+  ) -> list[tuple[jax.Array, jax.Array, Selected]]:
     """Encodes leaves of one size as ``encode_with_residual`` does, by one program.
 
     Args:
@@ -73,17 +85,12 @@ class SelectingCodec(SparseCodec, Protocol):
       stats: for each leaf, what its choice depends on besides, or None.
 
     Returns:
-      For each leaf its rows, ``uint32[rows, words]``, and its residual.
+      For each leaf its rows, ``uint32[rows, words]``, its residual, and what is to be
+      remembered.
     """
 
   def turn(self, step: jax.Array) -> jax.Array:
     """Returns the sign whose turn it is, 1 or -1: ``float32[]``."""
-
-  def used(self, rows: jax.Array) -> jax.Array:
-    """Counts the entries of each row, ``uint32[rows, words]``: ``int32[rows]``."""
-
-  def thresholds(self, rows: jax.Array) -> jax.Array:
-    """Returns the smallest magnitude that each row sends: ``float32[rows]``."""
 
 
 @runtime_checkable

@@ -26,8 +26,10 @@ from gradcomp.codecs._codec import (
 from gradcomp.codecs._dense import Dense
 from gradcomp.codecs._entry_rows import EntryRow
 from gradcomp.codecs._entry_values import Quantize
+from gradcomp.codecs._memory import Memory
 from gradcomp.codecs._selecting import encode_leaves, encode_rows
 from gradcomp.codecs._sparse import (
+  Selected,
   checked_density,
   checked_range,
   decode_sparse_rows,
@@ -246,18 +248,31 @@ class TopK:
     """
     del key
     leaf = as_float32(x).reshape(x.shape)
-    ((rows, rest),) = self.ranged(x.size).encode_leaves([leaf], [stats])
+    ((rows, rest, _),) = self.ranged(x.size).encode_leaves([leaf], [stats])
     return Payload(rows), rest
+
+  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
+    """Returns no thresholds yet, which are ``float32[rows]``, and no entries."""
+    del key
+    rows = -(-leaf.size // self.tile_size) if leaf.size else 0
+    none = jnp.zeros(rows, jnp.float32)
+    return Memory(own=Selected(none, jnp.zeros(rows, jnp.int32)))
 
   def encode_leaves(
     self, leaves: Sequence[jax.Array], stats: Sequence[jax.Array | None]
-  ) -> list[tuple[jax.Array, jax.Array]]:
+  ) -> list[tuple[jax.Array, jax.Array, Selected]]:
     matrices = [to_tiles(leaf, self) for leaf in leaves]
-    return encode_leaves(self._row, self._select, leaves, matrices, stats)
-
-  def filled(self, flat: jax.Array) -> jax.Array:
-    """Returns the leaf as it is: zeros may fill its last range."""
-    return flat
+    words, rests = encode_leaves(self._row, self._select, leaves, matrices, stats)
+    # Of all leaves at once: leaf by leaf, there would be several programs for each.
+    threshold, used = self.thresholds(words), self.used(words)
+    result = []
+    for i, (old, rest) in enumerate(zip(stats, rests, strict=True)):
+      own = slice(i * len(matrices[0]), (i + 1) * len(matrices[0]))
+      found = threshold[own]
+      if self.reuses and old is not None:
+        found = jnp.where(old > 0, old, found)
+      result.append((words[own], rest, Selected(found, used[own])))
+    return result
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to the shape and dtype of ``like``."""

@@ -11,12 +11,13 @@ from gradcomp.exchange._collectives import Workers as Workers
 from gradcomp.exchange._collectives import largest as largest
 from gradcomp.exchange._collectives import pmean as pmean
 from gradcomp.exchange._collectives import psum as psum
+from gradcomp.exchange._contribution import Keys as Keys
 from gradcomp.exchange._exchange import Exchange as Exchange
-from gradcomp.exchange._fit import refit as refit
 from gradcomp.exchange._hierarchical import Hierarchical as Hierarchical
 from gradcomp.exchange._local import Local as Local
+from gradcomp.exchange._messages import Exchanged as Exchanged
 from gradcomp.exchange._messages import OwnerResiduals as OwnerResiduals
-from gradcomp.exchange._messages import average_messages as average_messages
+from gradcomp.exchange._messages import average_leaves as average_leaves
 from gradcomp.exchange._messages import owner_shapes as owner_shapes
 from gradcomp.exchange._notes import NOTE as NOTE
 from gradcomp.exchange._notes import Parts as Parts
@@ -25,10 +26,4 @@ from gradcomp.exchange._plan import Message as Message
 from gradcomp.exchange._plan import Plan as Plan
 from gradcomp.exchange._plan import plan_messages as plan_messages
 from gradcomp.exchange._ring import Ring as Ring
-from gradcomp.exchange._selected import Selected as Selected
-from gradcomp.exchange._selected import Selections as Selections
-from gradcomp.exchange._selected import recall as recall
-from gradcomp.exchange._selected import remember as remember
-from gradcomp.exchange._selected import selected_rows as selected_rows
-from gradcomp.exchange._selected import used_entries as used_entries
 from gradcomp.exchange._two_shot import TwoShot as TwoShot

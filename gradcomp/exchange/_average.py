@@ -1,12 +1,13 @@
 """One message: encode, exchange, decode, and what was lost on the way."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from gradcomp.exchange._collectives import Workers, largest, split
+from gradcomp.codecs import Memory
+from gradcomp.exchange._agree import largest_stats
+from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Contribution, Keys, Leaves
 from gradcomp.exchange._local import Local
 from gradcomp.exchange._plan import Message
@@ -22,41 +23,48 @@ class Outcome(NamedTuple):
     unsent: what this worker did not send, in the units of the leaves; None where nobody
       asked.
     residuals: what the owners' encodings lost.
-    sent: this worker's own rows for each codec; None where it does not encode leaves.
+    own: of each leaf what this worker remembers for itself; None where it does not
+      encode leaves.
+    chosen: of each leaf where this worker sends something, flat; None for everywhere,
+      or where nobody asked.
   """
 
   mean: Leaves
   unsent: Leaves | None
   residuals: Sequence[jax.Array | None]
-  sent: list[jax.Array] | None = None
+  own: list[Any] | None
+  chosen: list[jax.Array | None]
 
 
 def average(
   message: Message,
   leaves: Leaves,
-  keys: Keys | None,
+  keys: Keys,
   workers: Workers | None,
   *,
   residuals: Residuals,
-  memory: jax.Array | None,
-  thresholds: Sequence[jax.Array | None],
+  memory: Sequence[Memory],
+  step: jax.Array,
   keep: bool,
+  mark: bool,
 ) -> Outcome:
   """The mean of all workers' leaves, and what was lost.
 
   Args:
     message: the plan.
     leaves: float32 arrays; float64 ones only for a plain mean.
-    keys: for stochastic rounding, or None.
+    keys: for stochastic rounding.
     workers: who exchanges; None to exchange nothing.
     residuals: of the second stage, ``float32[share, tile_size]`` for each codec; None
       where none is kept.
-    memory: of the codec that has one, equal on all workers.
-    thresholds: for each leaf those that its codec uses again, this worker's own; None
-      where there are none.
+    memory: what the codec of each leaf remembers.
+    step: ``int32[]``.
     keep: whether to return what was not sent.
+    mark: whether to return where something was sent.
   """
   layout = message.layout
+  if not message.exchange.sends:  # then no worker knows what the others remember
+    memory = [x._replace(shared=()) for x in memory]
   if not layout.elements or not message.exchange.sends:
     workers = None
   stats = layout.stats(leaves)
@@ -64,9 +72,9 @@ def average(
     layout,
     leaves,
     keys,
-    stats if workers is None else _shared(stats, workers),
+    stats if workers is None else largest_stats(stats, workers),
     memory,
-    thresholds,
+    step,
     residuals,
     keep,
   )
@@ -74,23 +82,11 @@ def average(
     total = Local().run(own)
   else:
     total = message.exchange.run(own, workers)
+  numbers = range(len(leaves))
   return Outcome(
     total.mean,
     own.unsent(total) if keep else None,
     total.residuals,
-    own.rows if total.encoded else None,
+    own.remembered if total.encoded else None,
+    [own.chosen(i) if total.encoded and mark else None for i in numbers],
   )
-
-
-def _shared(
-  stats: Sequence[jax.Array | None], workers: Workers
-) -> list[jax.Array | None]:
-  """The largest statistics of all workers, in one message."""
-  own = [x for x in stats if x is not None]
-  if not own:
-    return list(stats)
-  message = jnp.concatenate([x.reshape(-1) for x in own])
-  agreed = iter(
-    split(largest(message, workers.axis_name)[None], [x.shape for x in own])
-  )
-  return [None if x is None else next(agreed)[0] for x in stats]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 from gradcomp import sums
-from gradcomp.codecs import Codec
+from gradcomp.codecs import LeafCodec
 from gradcomp.exchange._all_gather import AllGather
 from gradcomp.exchange._all_reduce import AllReduce
 from gradcomp.exchange._exchange import Exchange
@@ -76,7 +76,7 @@ def as_exchange(given: Any) -> Auto | Exchange:
 
 
 def check_exchange(
-  exchange: Auto | Exchange, codec: Codec, axis_name: AxisName | None
+  exchange: Auto | Exchange, codec: LeafCodec, axis_name: AxisName | None
 ) -> None:
   """Raises ValueError for what the codec's sums or the axes do not allow."""
   if isinstance(exchange, Auto):
@@ -103,7 +103,7 @@ def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
   3. Up to two workers, where the bytes are equal, and for messages that are tiny:
      ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes by it. Also
      for sparse codecs, whose owners would drop what other workers chose, as long as it
-     sends less than a plain mean.
+     sends less than a plain mean; and where a codec does not let owners add.
   4. Else ``two_shot``: ``2 (N-1)/N c`` bytes, whatever N is, for a second encoding.
 
   ``ring`` sends as much as ``two_shot`` and encodes N times; ``hierarchical`` needs to
@@ -139,4 +139,6 @@ def reencoding(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choic
     return Choice(AllGather(), "up to two workers it sends no more, and encodes once")
   if workers * layout.nbytes <= _TINY_MESSAGE:
     return Choice(AllGather(), "the message is tiny, and a second stage takes longer")
+  if any("owned" in sums.of(codec).refusals for codec in layout.codecs):
+    return Choice(AllGather(), "a codec of the message allows no second encoding")
   return Choice(TwoShot(feedback=exchange.keeps), "it sends 2/N of all_gather's bytes")

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp import sums
-from gradcomp.codecs import takes_memory
+from gradcomp.codecs import Encoded, Memory, recalled, recalled_by_all
 from gradcomp.layout import Layout
 from gradcomp.sums import LeafRows, RowDecoder, Sum
 
@@ -17,10 +17,10 @@ Leaves = list[jax.Array]
 
 
 class Keys(NamedTuple):
-  """Of one worker and step."""
+  """The keys of one worker and step, ``uint32[2]``; None where a codec needs none."""
 
-  leaves: jax.Array  # uint32[leaves, 2]
-  stages: jax.Array  # uint32[codecs, 2], for what is encoded after the leaves
+  leaves: Sequence[jax.Array | None]
+  stages: Sequence[jax.Array | None]  # of codecs: for what is encoded after the leaves
 
 
 class Total(NamedTuple):
@@ -47,20 +47,20 @@ class Contribution:
   Attributes:
     layout: the plan.
     leaves: float32 arrays.
-    keys: for stochastic rounding, or None.
+    keys: for stochastic rounding.
     stats: what all workers share of each leaf, or None.
-    memory: what a codec remembers, equal on all workers; or None.
-    thresholds: what codecs use again of each leaf, this worker's own; or None.
+    memory: what the codec of each leaf remembers; None where it is not kept.
+    step: ``int32[]``.
     residuals: of the owners' last encodings, for each codec; or None.
     keep: whether to return what is lost.
   """
 
   layout: Layout
   leaves: Leaves
-  keys: Keys | None
+  keys: Keys
   stats: Sequence[jax.Array | None]
-  memory: jax.Array | None
-  thresholds: Sequence[jax.Array | None]
+  memory: Sequence[Memory | None]
+  step: jax.Array
   residuals: Sequence[jax.Array | None]
   keep: bool
 
@@ -75,19 +75,14 @@ class Contribution:
     return self.layout.row_stats(self.stats)
 
   @functools.cached_property
-  def _encoded(self) -> tuple[Leaves, list[jax.Array | None]]:
+  def _encoded(self) -> tuple[Leaves, list[Encoded]]:
     codecs = [self.layout.codecs[slot.group] for slot in self.layout.slots]
-    remembered = [
-      self.memory if takes_memory(codec) else own
-      for codec, own in zip(codecs, self.thresholds, strict=True)
+    stats = [
+      recalled(codec, memory, self.step) if stat is None else stat
+      for codec, stat, memory in zip(codecs, self.stats, self.memory, strict=True)
     ]
-    agreed = [
-      other if stat is None else stat
-      for stat, other in zip(self.stats, remembered, strict=True)
-    ]
-    keys = None if self.keys is None else self.keys.leaves
     with jax.named_scope("gradcomp_encode"):
-      return self.layout.encode(self.leaves, keys, agreed, keep=self.keep)
+      return self.layout.encode(self.leaves, self.keys.leaves, stats, keep=self.keep)
 
   @property
   def plain(self) -> bool:
@@ -112,14 +107,26 @@ class Contribution:
       for i, total in enumerate(self.sums)
     ]
 
-  def stage_key(self, group: int) -> jax.Array | None:
-    """The key with which this worker encodes sums of a codec."""
-    return None if self.keys is None else self.keys.stages[group]
+  @property
+  def remembered(self) -> list[Any]:
+    """What this worker remembers of each leaf for itself, after it has encoded it."""
+    return [leaf.own for leaf in self._encoded[1]]
+
+  def chosen(self, number: int) -> jax.Array | None:
+    """Where in a leaf this worker sends something, flat; None for everywhere."""
+    group, start, stop = self.layout.slots[number]
+    size = self.layout.like[number].size
+    return self.sums[group].sent_at(self.rows[group][start:stop], size)
+
+  def stage_stats(self, group: int) -> jax.Array | None:
+    """What sums of a codec are encoded with that all workers remember; or None."""
+    first = next(i for i, x in enumerate(self.layout.slots) if x.group == group)
+    return recalled_by_all(self.layout.codecs[group], self.memory[first], self.step)
 
   def leaf_rows(self, group: int) -> list[LeafRows]:
     """The leaves of a codec."""
     return [
-      LeafRows(self.keys and self.keys.leaves[i], slot.stop - slot.start)
+      LeafRows(self.keys.leaves[i], slot.stop - slot.start)
       for i, slot in enumerate(self.layout.slots)
       if slot.group == group
     ]
@@ -146,7 +153,7 @@ class Contribution:
     """What this worker did not send of each leaf, in the units of the leaves."""
 
     def not_encoded(i: int) -> jax.Array:
-      known = self._encoded[1][i]
+      known = self._encoded[1][i].unsent
       return self.leaves[i] - self.decoded(i) if known is None else known
 
     def lost(i: int) -> jax.Array:

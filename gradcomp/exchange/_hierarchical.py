@@ -135,7 +135,7 @@ def _reduce_inside(
   ):
     addends = jax.lax.bitcast_convert_type(words, parts[i].dtype)
     partial = total.add_all(addends, keep=own.keep)
-    sent.append(total.send(partial, _key(own, i, 0), own.memory, keep=own.keep))
+    sent.append(total.send(partial, _key(own, i, 0), own.stage_stats(i), keep=own.keep))
   return sent
 
 
@@ -153,7 +153,7 @@ def _reduce_between(
     finished = total.finish(
       partial,
       _key(own, i, 1),
-      own.memory,
+      own.stage_stats(i),
       own.residuals[i],
       workers.size,
       keep=own.keep,
@@ -205,5 +205,5 @@ def gather_groups(
 
 
 def _key(own: Contribution, group: int, number: int) -> jax.Array | None:
-  key = own.stage_key(group)
+  key = own.keys.stages[group]
   return None if key is None else fold_key(key, number)

@@ -4,16 +4,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from gradcomp import sums
-from gradcomp.exchange._average import Residuals, average
+from gradcomp.codecs import Memory, in_rounds
+from gradcomp.exchange._agree import refit
+from gradcomp.exchange._average import Outcome, Residuals, average
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Keys
-from gradcomp.exchange._notes import noted
-from gradcomp.exchange._plan import Message
-from gradcomp.exchange._selected import Thresholds, stack_axes
-from gradcomp.workers import Axes, AxisName
+from gradcomp.exchange._notes import note, noted
+from gradcomp.exchange._plan import Message, Plan, own_axes
+from gradcomp.kernels import fold_key
+from gradcomp.workers import Axes
 
 # The second stages' residuals by the axes that stack them: ("data",), or ("data",
 # "model") of leaves that are sharded over a model axis.
@@ -21,110 +22,145 @@ OwnerResiduals = dict[Axes, tuple[jax.Array, ...]]
 
 
 class Exchanged(NamedTuple):
-  """What :func:`average_messages` returns.
+  """What :func:`average_leaves` returns.
 
   Attributes:
     mean: of each leaf.
     unsent: what this worker did not send of each, in the units of the leaves; an empty
       list where nobody asked.
+    chosen: where this worker sent something of each, flat; None for everywhere.
     owned: the new residuals of the second stage.
-    sent: for each message this worker's own rows, or None.
+    memory: what the codec of each leaf remembers.
   """
 
   mean: list[jax.Array]
   unsent: list[jax.Array]
+  chosen: list[jax.Array | None]
   owned: OwnerResiduals | None
-  sent: list[list[jax.Array] | None]
+  memory: list[Memory]
 
 
-def owner_shapes(
-  messages: Sequence[Message], workers: int, axis_name: AxisName
-) -> dict[Axes, list[tuple[int, int]]]:
+def owner_shapes(plan: Plan) -> dict[Axes, list[tuple[int, int]]]:
   """The shapes of what one worker keeps of the rows that it owns, where they lose."""
   result: dict[Axes, list[tuple[int, int]]] = {}
-  for message in messages:
-    shapes = [shape for shape in _shapes(message, workers) if shape is not None]
+  for message in plan.messages:
+    shapes = [shape for shape in _shapes(message) if shape is not None]
     if shapes:
-      result.setdefault(stack_axes(axis_name, message), []).extend(shapes)
+      axes = own_axes(plan.axis_name, message.others)
+      result.setdefault(axes, []).extend(shapes)
   return result
 
 
-def average_messages(
-  messages: Sequence[Message],
+def average_leaves(
+  plan: Plan,
   leaves: Sequence[jax.Array],
-  keys: jax.Array | None,
+  keys: Keys,
   workers: Workers | None,
   *,
   owned: OwnerResiduals | None,
-  memory: jax.Array | None,
-  thresholds: Sequence[Thresholds],
+  memory: Sequence[Memory],
+  step: jax.Array,
   keep: bool,
+  mark: bool,
 ) -> Exchanged:
   """The mean of all workers' leaves, and what was lost.
 
   Args:
-    messages: the plan, which holds every leaf once.
+    plan: the messages, which hold every leaf once a round.
     leaves: float32 arrays.
-    keys: ``uint32[leaves + codecs of all messages, 2]``, or None.
+    keys: of the leaves, and of the codecs of all messages.
     workers: who exchanges; None to exchange nothing.
     owned: the residuals of the second stage, in :func:`owner_shapes`, or None.
-    memory: of the codec that has one.
-    thresholds: for each message those that its codecs use again.
+    memory: what the codec of each leaf remembers.
+    step: ``int32[]``.
     keep: whether to return what was not sent.
+    mark: whether to return where something was sent.
   """
-  mean: dict[int, jax.Array] = {}
-  unsent: dict[int, jax.Array] = {}
+  note(plan, step)
+  memory = refit(plan, leaves, memory, step)
   waiting = {axes: list(arrays) for axes, arrays in (owned or {}).items()}
   kept: dict[Axes, list[jax.Array]] = {axes: [] for axes in waiting}
-  sent: list[list[jax.Array] | None] = []
-  stage = len(leaves)
-  for message, again in zip(messages, thresholds, strict=True):
-    stop = stage + len(message.layout.codecs)
-    message_keys = None
-    if keys is not None:
-      message_keys = Keys(keys[jnp.array(message.leaves)], keys[stage:stop])
-    stage = stop
-    residuals: Residuals = [None] * len(message.layout.codecs)
-    axes = () if workers is None else stack_axes(workers.axis_name, message)
-    if owned is not None and workers is not None:
-      shapes = _shapes(message, workers.size)
-      residuals = [_take(waiting, axes, shape) for shape in shapes]
+  stages = iter(keys.stages)
+
+  def send(message: Message, arrays: dict[int, jax.Array]) -> Outcome:
+    count = len(message.layout.codecs)
+    residuals: Residuals = [None] * count
+    axes = own_axes(plan.axis_name, message.others)
+    if owned is not None:
+      residuals = [_take(waiting, axes, shape) for shape in _shapes(message)]
     with jax.named_scope(f"gradcomp_{message.exchange.name}"), noted(message):
       outcome = average(
         message,
-        [leaves[i] for i in message.leaves],
-        message_keys,
+        [arrays[i] for i in message.leaves],
+        Keys(
+          [_round_key(keys.leaves[i], message.round) for i in message.leaves],
+          [next(stages) for _ in range(count)],
+        ),
         workers,
         residuals=residuals,
-        memory=memory,
-        thresholds=again,
+        memory=[memory[i] for i in message.leaves],
+        step=step,
         keep=keep,
+        mark=mark,
       )
-    sent.append(outcome.sent)
-    for i, number in enumerate(message.leaves):
-      mean[number] = outcome.mean[i]
-      if keep:
-        assert outcome.unsent is not None
-        unsent[number] = outcome.unsent[i]
     if axes in kept:
       kept[axes] += [x for x in outcome.residuals if x is not None]
-  if owned is not None and workers is not None:
+    return outcome
+
+  mean: dict[int, jax.Array] = {}
+  unsent: dict[int, jax.Array] = {}
+  chosen: dict[int, jax.Array | None] = {}
+  own = {i: x.own for i, x in enumerate(memory)}
+  talk = in_rounds(plan.codecs, leaves, [x.shared for x in memory])
+  arrays = next(talk)
+  for number in range(plan.rounds):
+    for message in plan.messages:
+      if message.round == number:
+        outcome = send(message, arrays)
+        mean |= zip(message.leaves, outcome.mean, strict=True)
+        chosen |= zip(message.leaves, outcome.chosen, strict=True)
+        unsent |= zip(message.leaves, outcome.unsent or (), strict=keep)
+        own |= zip(message.leaves, outcome.own or (), strict=outcome.own is not None)
+    try:
+      arrays = talk.send(mean)
+    except StopIteration as end:
+      restored, shared = end.value
+  for i, leaf in restored.items():
+    mean[i] = leaf
+    if keep:
+      unsent[i] = leaves[i] - _per_worker(leaf, workers)
+  if owned is not None:
     _check_all_taken(waiting)
     owned = {axes: tuple(arrays) for axes, arrays in kept.items()}
-  return Exchanged(_in_order(mean), _in_order(unsent), owned, sent)
+  count = range(len(leaves))
+  return Exchanged(
+    [mean[i] for i in count],
+    [unsent[i] for i in count if keep],
+    [chosen[i] for i in count],
+    owned,
+    [Memory(shared[i], own[i]) for i in count],
+  )
 
 
-def _in_order(arrays: dict[int, jax.Array]) -> list[jax.Array]:
-  return [arrays[i] for i in sorted(arrays)]
+def _per_worker(mean: jax.Array, workers: Workers | None) -> jax.Array:
+  """What one worker would have to send for this mean, or sum."""
+  if workers is None or workers.scale != 1:
+    return mean
+  return mean / workers.size
 
 
-def _shapes(message: Message, workers: int) -> list[tuple[int, int] | None]:
+def _round_key(key: jax.Array | None, number: int) -> jax.Array | None:
+  """The key of a leaf's array in a round, which is its own in each."""
+  return fold_key(key, number) if key is not None and number else key
+
+
+def _shapes(message: Message) -> list[tuple[int, int] | None]:
   """For each codec of a message, ``[share, tile_size]`` where a residual is kept."""
   layout = message.layout
-  if not message.exchange.owners:
+  if not message.exchange.owners or not message.keeps:
     return [None] * len(layout.codecs)
   return [
-    (-(-rows // workers), codec.tile_size)
+    (-(-rows // message.workers), codec.tile_size)
     if rows and not sums.of(codec).exact
     else None
     for codec, rows in zip(layout.codecs, layout.rows, strict=True)

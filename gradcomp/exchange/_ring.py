@@ -76,7 +76,7 @@ def reduce(own: Contribution, workers: Workers) -> _Passing:
     return lax.dynamic_index_in_dim(parts[group], share, keepdims=False)
 
   def key(group: int, hop: jax.Array | int) -> jax.Array | None:
-    known = own.stage_key(group)
+    known = own.keys.stages[group]
     return None if known is None else fold_key(known, hop)
 
   def noted(lost: list[jax.Array], sent: list[Sent], share: jax.Array) -> list:
@@ -99,12 +99,12 @@ def reduce(own: Contribution, workers: Workers) -> _Passing:
     for i, total in enumerate(sums):
       came = Sent(next(received), tuple(next(received) for _ in passing.riders[i]))
       partial = total.add(came, addend(i, share), keep=own.keep)
-      sent.append(total.send(partial, key(i, k + 1), own.memory, keep=own.keep))
+      sent.append(total.send(partial, key(i, k + 1), own.stage_stats(i), keep=own.keep))
     return _passing(sent, noted(passing.lost, sent, share))
 
   first = (index - 1) % n
   sent = [
-    total.start(addend(i, first), key(i, 0), own.memory, keep=own.keep)
+    total.start(addend(i, first), key(i, 0), own.stage_stats(i), keep=own.keep)
     for i, total in enumerate(sums)
   ]
   # Like what is added, which may differ over other axes, too.

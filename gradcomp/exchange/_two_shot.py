@@ -70,9 +70,9 @@ def reduce(own: Contribution, workers: Workers) -> list[Sent]:
   sent = []
   for i, (total, rows) in enumerate(zip(own.sums, owned, strict=True)):
     partial = total.fold(rows, workers.scale, keep=own.keep)
-    key, residual = own.stage_key(i), own.residuals[i]
+    key, residual = own.keys.stages[i], own.residuals[i]
     finished = total.finish(
-      partial, key, own.memory, residual, workers.size, keep=own.keep
+      partial, key, own.stage_stats(i), residual, workers.size, keep=own.keep
     )
     sent.append(finished)
   return sent

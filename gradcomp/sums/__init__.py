@@ -1,6 +1,17 @@
 """Sums say how the payloads of a codec add up, and how a sum travels."""
 
-from gradcomp.codecs import Codec, Dense, LinearCodec, SparseCodec, is_adding, is_shared
+from typing import cast
+
+from gradcomp.codecs import (
+  Codec,
+  Dense,
+  LeafCodec,
+  LinearCodec,
+  RoundsCodec,
+  SparseCodec,
+  is_adding,
+  is_shared,
+)
 from gradcomp.sums._codes import Codes as Codes
 from gradcomp.sums._codes import pack_sums as pack_sums
 from gradcomp.sums._codes import packed_shape as packed_shape
@@ -22,7 +33,7 @@ from gradcomp.sums._values import Chosen as Chosen
 from gradcomp.sums._values import Floats as Floats
 
 
-def of(codec: Codec) -> Sum:
+def of(codec: LeafCodec) -> Sum:
   """Returns the sum of a codec's payloads.
 
   Example:
@@ -31,6 +42,8 @@ def of(codec: Codec) -> Sum:
     >>> type(of(gradcomp.codecs.OneBit())).__name__
     'Tiles'
   """
+  if isinstance(codec, RoundsCodec):
+    return of(codec.inner)
   if is_adding(codec):
     return Numbers(codec)
   if is_shared(codec):
@@ -39,4 +52,5 @@ def of(codec: Codec) -> Sum:
     return Chosen(codec)
   if isinstance(codec, SparseCodec):
     return Entries(codec)
-  return Floats(codec) if codec == Dense() else Tiles(codec)
+  rows = cast(Codec, codec)  # as compress has made sure
+  return Floats(rows) if rows == Dense() else Tiles(rows)

@@ -16,7 +16,7 @@ from gradcomp.workers._maps import per_device as per_device
 from gradcomp.workers._maps import unreduce as unreduce
 from gradcomp.workers._own_state import check_own as check_own
 from gradcomp.workers._own_state import check_residual_types as check_residual_types
-from gradcomp.workers._own_state import zero_state as zero_state
+from gradcomp.workers._own_state import first_state as first_state
 from gradcomp.workers._reduction import reduction as reduction
 from gradcomp.workers._specs import is_spec as is_spec
 from gradcomp.workers._specs import reduced_spec as reduced_spec

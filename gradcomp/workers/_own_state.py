@@ -1,7 +1,6 @@
 """Makes and checks the parts of a state that differ between workers."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -22,31 +21,34 @@ from gradcomp.workers._whole import GATHER_FIRST
 Own = dict[Axes, Any]  # arrays by the axes that stack them
 
 
-class OwnShapes(Protocol):
-  """A function that returns the shapes of what a worker keeps besides its residuals."""
+class OwnArrays(Protocol):
+  """A function that finds what a worker keeps besides trees like the leaves.
+
+  It returns functions that make the arrays, by the axes that stack these.
+  """
 
   def __call__(
     self,
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
     workers: int | None,
-  ) -> dict[Axes, Any]: ...
+  ) -> dict[Axes, Callable[[], Any]]: ...
 
 
-def zero_state(
-  params: Any, axis_name: AxisName | None, trees: int, own_shapes: OwnShapes
+def first_state(
+  params: Any, axis_name: AxisName | None, trees: int, own_arrays: OwnArrays
 ) -> tuple[list[Any], Own]:
-  """Makes the zeros of all that differs between workers.
+  """Makes what differs between workers, before the first step.
 
-  Inside the map, or without any, they are the worker's own, shaped like the leaf.
-  Outside it, under a mesh that has the axis, they are the global arrays: the workers'
+  Inside the map, or without any, arrays are the worker's own, shaped like the leaf.
+  Outside it, under a mesh that has the axis, they are the global ones: the workers'
   stacked on their first axis, and sharded over it.
 
   Args:
     params: the leaves.
     axis_name: the axes of the workers.
-    trees: the number of trees like the leaves, float32 and at least 1-d.
-    own_shapes: returns trees of ``jax.ShapeDtypeStruct`` by the axes that stack them.
+    trees: the number of trees of zeros like the leaves, float32 and at least 1-d.
+    own_arrays: finds the other arrays.
 
   Returns:
     The trees like the leaves, and the other arrays by the axes that stack them.
@@ -61,21 +63,18 @@ def zero_state(
   # The second stage is planned from what update will see. That is a part of a leaf if
   # types say so, but the whole of one that Auto axes cut.
   seen = [_part(leaf, typed_spec(leaf), mesh) for leaf in leaves]
-  owned = own_shapes(seen, others, bound or on_mesh)
+  owned = own_arrays(seen, others, bound or on_mesh)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
 
   def local() -> tuple[list[list[jax.Array]], Own]:
     like = [
       [
-        _zeros(jax.ShapeDtypeStruct(part.shape or (1,), jnp.float32), (*names, *axes))
+        _typed(jnp.zeros(part.shape or (1,), jnp.float32), (*names, *axes))
         for part, axes in zip(parts, others, strict=True)
       ]
       for _ in range(trees)
     ]
-    return like, {
-      axes: jax.tree.map(functools.partial(_zeros, axes=axes), shapes)
-      for axes, shapes in owned.items()
-    }
+    return like, {axes: _typed(make(), axes) for axes, make in owned.items()}
 
   cut = frozenset().union(*map(sharded_axes, specs))
   if not on_mesh and not cut:
@@ -104,11 +103,10 @@ def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _zeros(like: jax.ShapeDtypeStruct, axes: Sequence[str]) -> jax.Array:
-  """Returns zeros, typed as different over those of the axes that maps have bound."""
+def _typed(tree: Any, axes: Sequence[str]) -> Any:
+  """Types arrays as different over those of the axes that maps have bound."""
   bound = tuple(name for name in axes if bound_size(name) is not None)
-  zeros = jnp.zeros(like.shape, like.dtype)
-  return mark_varying(zeros, bound) if bound else zeros
+  return mark_varying(tree, bound) if bound else tree
 
 
 def check_own(

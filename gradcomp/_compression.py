@@ -1,0 +1,245 @@
+"""The checked options of a transformation, and the parts of its steps."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
+
+from gradcomp import _agreement, sums
+from gradcomp.codecs import LeafCodec
+from gradcomp.exchange import (
+  Auto,
+  Exchange,
+  Exchanged,
+  OwnerResiduals,
+  Plan,
+  Workers,
+  check_exchange,
+  owner_shapes,
+  plan_messages,
+)
+from gradcomp.feedback import Feedback, remainder
+from gradcomp.memory import first_stored
+from gradcomp.state import CompressState, check_state, seed_words
+from gradcomp.workers import (
+  Axes,
+  AxisName,
+  check_own,
+  check_residual_types,
+  check_whole_arrays,
+  check_whole_params,
+  or_explained,
+  other_axes,
+  reduction,
+  require_size,
+)
+
+
+class Across(NamedTuple):
+  """The workers of a step, as the types of gradients tell them.
+
+  Attributes:
+    axes: of the workers; None to exchange nothing.
+    is_sum: whether gradients are addends of their sum.
+    others: for each leaf, the axes beside these over which it differs.
+  """
+
+  axes: AxisName | None
+  is_sum: bool
+  others: Sequence[tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compression:
+  """The options of :func:`gradcomp.compress`, where short forms have become objects."""
+
+  codec: LeafCodec
+  axis_name: AxisName | None
+  exchange: Auto | Exchange
+  feedback: Feedback
+  min_leaf_size: int | None
+  message_bytes: int | None
+  key: ArrayLike
+
+  def __post_init__(self) -> None:
+    check_exchange(self.exchange, self.codec, self.axis_name)
+    drops = sums.of(self.codec).drops
+    if self.feedback.moves and drops and not self.exchange.of_leaves:
+      raise ValueError(
+        f'`feedback` must not be "momentum" for a sparse codec in a '
+        f'"{self.exchange.name}" exchange, where no worker knows what of its own '
+        f'momentum a group has sent, got {self.codec}; use feedback="error", with '
+        "momentum behind it."
+      )
+
+  @property
+  def _averaged(self) -> AxisName | None:
+    return self.axis_name if self.exchange.sends else None
+
+  def plan(
+    self,
+    leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
+    paths: Sequence[KeyPath],
+    across: Across,
+    workers: Workers | None,
+  ) -> Plan:
+    """Returns what a step sends."""
+    return plan_messages(
+      leaves,
+      paths,
+      across.others,
+      self.codec,
+      axis_name=across.axes,
+      exchange=self.exchange,
+      workers=1 if workers is None else workers.size,
+      min_leaf_size=self.min_leaf_size,
+      message_bytes=self.message_bytes,
+    )
+
+  def check_init(self, params: Any) -> None:
+    """Raises ValueError if values of parameters show that they are cut."""
+    if self._averaged:
+      check_whole_arrays("params", params, self._averaged)
+
+  def own_arrays(
+    self,
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    others: Sequence[tuple[str, ...]],
+    workers: int | None,
+    *,
+    paths: Sequence[KeyPath],
+  ) -> dict[Axes, Callable[[], Any]]:
+    """Finds what is kept by axes: owners' residuals, shared memories and own ones.
+
+    Where nobody knows the number of workers, these are shared memories alone. If update
+    needs more, it raises an error.
+    """
+    axes = or_explained(self.axis_name)
+    known = 1 if axes is None else workers
+    across = Across(axes, False, others)
+    several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
+    plan = self.plan(leaves, paths, across, several)
+    memory = jax.eval_shape(lambda: first_stored(plan, seed_words(0)))
+    owned: dict[Axes, list[tuple[int, int]]] = {}
+    if known is not None and axes is not None and self._keeps_owned:
+      owned = owner_shapes(plan)
+
+    def make(at: Axes) -> Any:
+      zeros = [jnp.zeros(shape, jnp.float32) for shape in owned.get(at, ())]
+      found = first_stored(plan, seed_words(self.key))
+      parts = [{}, {}] if found is None else [part.get(at, {}) for part in found]
+      return tuple(zeros), parts[0], {} if known is None else parts[1]
+
+    shared, own = memory or ({}, {})
+    if known is None:
+      own = {}
+    places = dict.fromkeys([*owned, *shared, *own])
+    return {at: functools.partial(make, at) for at in places}
+
+  def across(self, updates: Any, state: CompressState, params: Any) -> Across:
+    """Checks what ``update`` was given, and returns who takes part in the step.
+
+    Raises:
+      ValueError: the gradients, the parameters or the state are not what it needs, or
+        another process has other options.
+    """
+    if self._averaged:
+      check_whole_params(params, self._averaged)
+    axes, is_sum = reduction(updates, self.axis_name, local=not self.exchange.sends)
+    leaves = jax.tree.leaves(updates)
+    needs = {
+      "residual": self.feedback.keeps and bool(leaves),
+      "momentum": self.feedback.moves and bool(leaves),
+    }
+    check_state(state, needs, f"feedback={self.feedback} and {self.codec}")
+    if is_sum:
+      check_residual_types(state.residual, updates, axes)
+    if axes is not None and self.exchange.sends:
+      names = [jax.tree_util.keystr(path) for path in paths_of(updates)]
+      _agreement.require_agreement(
+        repr((axes, names, [leaf.shape for leaf in leaves])), self._told()
+      )
+    return Across(axes, is_sum, [other_axes(leaf, axes) for leaf in leaves])
+
+  def workers(
+    self, across: Across, updates: Any, state: CompressState
+  ) -> Workers | None:
+    """Returns who exchanges, on a device; None to exchange nothing.
+
+    Raises:
+      ValueError: residuals have other shapes than the gradients.
+    """
+    axes = across.axes
+    count = 1 if axes is None else require_size(axes)
+    check_own("residual", state.residual, updates, axes, count)
+    check_own("momentum", state.momentum, updates, axes, count)
+    if axes is None:
+      return None
+    return Workers(axes, count, 1 if across.is_sum else 1 / count)
+
+  def owned(self, plan: Plan, state: CompressState) -> OwnerResiduals | None:
+    """Returns the residuals of owners, where they keep any.
+
+    Raises:
+      ValueError: the state was made where nobody knew the number of workers.
+    """
+    if not self._keeps_owned or plan.axis_name is None or not owner_shapes(plan):
+      return None
+    if state.owner_residual is None:
+      raise ValueError(
+        f"`state.owner_residual` must be kept by the {plan.workers} workers of "
+        f"{plan.axis_name!r}, whose second stage loses something; make the state by "
+        "optimizer.init inside the map or under jax.set_mesh(mesh), or pass "
+        "exchange=gradcomp.exchange.TwoShot(feedback=False)."
+      )
+    return state.owner_residual
+
+  def keep(
+    self,
+    state: CompressState,
+    updates: Any,
+    corrected: Sequence[jax.Array],
+    mean: Any,
+    exchanged: Exchanged,
+  ) -> CompressState:
+    """Returns the state with what was not sent in this step."""
+    unsent, means = exchanged.unsent, jax.tree.leaves(mean)
+    if state.residual is not None:
+      # A residual that an earlier transformation left, see switch, is sent once.
+      lost = unsent if self.feedback.keeps else [jnp.zeros_like(x) for x in corrected]
+      old, treedef = jax.tree.flatten(state.residual)
+      new = [remainder(*x) for x in zip(lost, means, old, strict=True)]
+      state = state._replace(residual=jax.tree.unflatten(treedef, new))
+    if self.feedback.moves:
+      momentum = self.feedback.keep(
+        updates, state.momentum, means, unsent, exchanged.chosen
+      )
+      state = state._replace(momentum=momentum)
+    # Owners' residuals that only an earlier transformation kept stay: see switch.
+    if exchanged.owned is not None:
+      state = state._replace(owner_residual=exchanged.owned)
+    return state
+
+  @property
+  def _keeps_owned(self) -> bool:
+    return self.feedback.keeps and self.exchange.keeps
+
+  def _told(self) -> dict[str, str]:
+    """Returns what decides how workers read each other's messages."""
+    told = {
+      "codec": repr(self.codec),
+      "exchange": repr(self.exchange),
+      "min_leaf_size": repr(self.min_leaf_size),
+      "message_bytes": repr(self.message_bytes),
+    }
+    return told | ({"key": repr(self.key)} if isinstance(self.key, int) else {})
+
+
+def paths_of(tree: Any) -> list[KeyPath]:
+  """Returns the paths of a tree's leaves."""
+  return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -1,0 +1,129 @@
+"""Keeps what codecs remember of leaves in a state, by axes and by leaf."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gradcomp.codecs import LeafCodec, Memory, first_memory, used_entries
+from gradcomp.exchange import Plan
+from gradcomp.workers import Axes, mark_varying
+
+# Trees of arrays by the axes that stack them, and by the names of leaves.
+Stored = dict[Axes, dict[str, Any]]
+
+
+def first_stored(plan: Plan, key: jax.Array) -> Memory | None:
+  """Returns what is remembered before the first step; None for nothing.
+
+  Args:
+    plan: the codecs of all leaves.
+    key: ``uint32[2]``, the same on all workers.
+  """
+  return _stored(plan, [first_memory(codec, leaf, key) for codec, leaf in _bound(plan)])
+
+
+def recall(plan: Plan, stored: Memory | None) -> list[Memory]:
+  """Returns what the codec of each leaf remembers; empty parts where nothing is kept.
+
+  Raises:
+    ValueError: what is kept is not what the codecs remember.
+  """
+  result = []
+  for i, needed in enumerate(_shapes(plan)):
+    places = Memory(plan.others[i], plan.own_axes(i))
+    parts = []
+    for field, axes, part in zip(Memory._fields, places, needed, strict=True):
+      kept: Stored = {} if stored is None else getattr(stored, field)
+      found = kept.get(axes, {}).get(plan.names[i], ())
+      # Where nobody knew the number of workers, they keep nothing of their own.
+      if jax.tree.leaves(part) and (field == "shared" or jax.tree.leaves(found)):
+        _check(f"{field}[{axes!r}][{plan.names[i]!r}]", found, part, plan.codecs[i])
+      parts.append(found)
+    result.append(Memory(*parts))
+  return result
+
+
+def remember(
+  plan: Plan, stored: Memory | None, memory: Sequence[Memory]
+) -> Memory | None:
+  """Returns what is remembered after a step; what nobody needed stays as it was."""
+  if stored is None:
+    return None
+  new = _stored(plan, memory) or Memory({}, {})
+  if plan.axis_name is not None:
+    # Types shall say that even constants are a worker's own.
+    own = {axes: mark_varying(trees, axes) for axes, trees in new.own.items()}
+    new = new._replace(own=own)
+
+  def merged(old: Stored, new: Stored) -> Stored:
+    return {
+      axes: {name: new.get(axes, {}).get(name, tree) for name, tree in kept.items()}
+      for axes, kept in old.items()
+    }
+
+  return Memory(*map(merged, stored, new))
+
+
+def used_by_leaf(plan: Plan, stored: Memory | None) -> dict[int, float]:
+  """Returns the entries that a worker sent of each leaf, by the numbers of leaves.
+
+  They are means over the workers, of a state that holds numbers. Of one inside a
+  transformed function nothing is known.
+
+  Raises:
+    ValueError: the state is that of other workers.
+  """
+  result = {}
+  workers = 1 if plan.axis_name is None else plan.workers
+  for i, needed in enumerate(_shapes(plan)):
+    kept: Stored = {} if stored is None else stored.own
+    tree = kept.get(plan.own_axes(i), {}).get(plan.names[i], ())
+    used = used_entries(Memory(own=tree))
+    if used is None or isinstance(used, jax.core.Tracer):
+      continue
+    rows = sum(x.size for x in [used_entries(needed)] if x is not None)
+    if used.size != workers * rows:
+      raise ValueError(
+        f"`opt_state` must be that of {workers} workers with {rows} rows of "
+        f"{plan.names[i]} each, got {used.size} rows."
+      )
+    result[i] = float(np.asarray(used).sum() / workers)
+  return result
+
+
+def _shapes(plan: Plan) -> list[Memory]:
+  """Returns the shapes of what the codec of each leaf remembers."""
+  key = jax.ShapeDtypeStruct((2,), np.uint32)
+  return jax.eval_shape(
+    lambda key: [first_memory(codec, leaf, key) for codec, leaf in _bound(plan)], key
+  )
+
+
+def _bound(plan: Plan) -> Any:
+  return zip(plan.codecs, plan.leaves, strict=True)
+
+
+def _stored(plan: Plan, memory: Sequence[Memory]) -> Memory | None:
+  """Returns what is kept of each leaf, by axes and names; None for nothing."""
+  shared: Stored = {}
+  own: Stored = {}
+  for i, (name, part) in enumerate(zip(plan.names, memory, strict=True)):
+    if jax.tree.leaves(part.shared):
+      shared.setdefault(plan.others[i], {})[name] = part.shared
+    if jax.tree.leaves(part.own) and plan.of_leaves:
+      own.setdefault(plan.own_axes(i), {})[name] = part.own
+  return Memory(shared, own) if shared or own else None
+
+
+def _check(name: str, found: Any, needed: Any, codec: LeafCodec) -> None:
+  shapes = [leaf.shape for leaf in jax.tree.leaves(needed)]
+  got = [leaf.shape for leaf in jax.tree.leaves(found)]
+  if got != shapes:
+    raise ValueError(
+      f"`state.memory.{name}` must have arrays of the shapes {shapes} with {codec}, "
+      f"got {got or 'none'}; make the state by optimizer.init with this "
+      "transformation and as many workers, inside the map or under "
+      "jax.set_mesh(mesh), and pass it through with gradcomp.state_specs."
+    )
