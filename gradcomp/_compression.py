@@ -68,7 +68,7 @@ class Compression:
 
   def __post_init__(self) -> None:
     check_exchange(self.exchange, self.codec, self.axis_name)
-    drops = sums.of(self.codec).drops
+    drops = sums.facts(self.codec).drops
     if self.feedback.moves and drops and not self.exchange.of_leaves:
       raise ValueError(
         f'`feedback` must not be "momentum" for a sparse codec in a '

@@ -31,6 +31,7 @@ class LeafPlan:
     message: the number of the message that it shares with other leaves.
     bytes_sent: the bytes that a worker sends for it in a step, and receives. They are
       fractional, because leaves share rows that fill up a message.
+    rule: the rule of a policy that chose the codec; "" without one.
     reason: the reason for the exchange: it was asked for, or ``"auto"`` took it.
     slots: entries that a sparse message of the leaf has room for; None for a dense one.
     used: the entries that a worker filled in the last step, a mean over the workers;
@@ -45,6 +46,7 @@ class LeafPlan:
   message: int
   bytes_sent: Fraction
   reason: str
+  rule: str = ""
   slots: int | None = None
   used: float | None = None
 
@@ -104,7 +106,12 @@ class Explanation:
     if any(leaf.slots is not None for leaf in self.leaves):
       columns = [["slots", "used"], *map(_slots, self.leaves), ["", ""]]
       rows = [row + column for row, column in zip(rows, columns, strict=True)]
-    lines = aligned(rows, right=(3, 5, 6, 7, 8, 9, 10))
+    if any(leaf.rule for leaf in self.leaves):
+      rules = ["rule", *(leaf.rule for leaf in self.leaves), ""]
+      rows = [[*row, rule] for row, rule in zip(rows, rules, strict=True)]
+    numbers = {"bits", "message", "sent", "/f32", "/bf16", "slots", "used"}
+    right = [i for i, name in enumerate(rows[0]) if name in numbers]
+    lines = aligned(rows, right=right)
     lines.append(
       f"Bytes that each of {self.workers} workers sends a step. It receives as many."
     )
@@ -236,6 +243,7 @@ def explain(
           message=number,
           bytes_sent=found.by_leaf[i],
           reason=message.reason,
+          rule=plan.rules[i],
           slots=sums.of(codec).slots(slot.stop - slot.start),
           used=used.get(i),
         )

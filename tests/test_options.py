@@ -21,8 +21,12 @@ RECIPES = {
   for name, make in vars(gradcomp).items()
   if "options" in getattr(make, "__annotations__", {})
 }
-# What its name does not say: a factor is needed, and RedSync's feedback is its own.
-NEEDED = {"loss_scaling_cast": {"factor": 2.0}}
+# What its name does not say: a factor or rules are needed, and RedSync's feedback is
+# its own.
+NEEDED = {
+  "loss_scaling_cast": {"factor": 2.0},
+  "policy": {"rules": [("w", gradcomp.codecs.QSGD())]},
+}
 OWN = {"redsync": {"feedback"}}
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -42,7 +46,7 @@ def test_the_options_are_those_of_compress():
 
 def test_the_recipes():
   names = "dense qsgd onebit_sgd terngrad eight_bit natural aps loss_scaling_cast"
-  assert RECIPES.keys() == {*names.split(), "redsync"}
+  assert RECIPES.keys() == {*names.split(), "redsync", "policy"}
 
 
 @every_recipe
@@ -75,8 +79,8 @@ def test_signatures_name_every_option(name):
 )
 def test_every_option_arrives(name, option, value):
   """``compress``, or the codec, says what is wrong with it."""
-  if (name, option) == ("dense", "implementation"):
-    return  # without kernels there is no choice
+  if name in ("dense", "policy") and option == "implementation":
+    return  # without kernels there is no choice, and codecs of rules have their own
   with pytest.raises(ValueError, match=says(f"`{option}`")):
     make(name, **{option: value}).init({"w": jnp.ones(3)})
 

@@ -81,7 +81,7 @@ def check_exchange(
   """Raises ValueError for what the codec's sums or the axes do not allow."""
   if isinstance(exchange, Auto):
     return
-  refusal = sums.of(codec).refusals.get(exchange.way)
+  refusal = sums.facts(codec).refusals.get(exchange.way)
   if refusal:
     raise ValueError(f'`exchange` must not be "{exchange.name}" for {refusal}')
   exchange.check_axes(axis_name)

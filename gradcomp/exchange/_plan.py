@@ -8,7 +8,15 @@ import numpy as np
 from jax.tree_util import KeyPath, keystr
 
 from gradcomp import sums
-from gradcomp.codecs import Leaf, LeafCodec, Round, rounds_of, working_dtype
+from gradcomp.codecs import (
+  Leaf,
+  LeafCodec,
+  Round,
+  check_leaves,
+  rounds_of,
+  rule_of,
+  working_dtype,
+)
 from gradcomp.exchange._all_reduce import AllReduce
 from gradcomp.exchange._choice import Auto, Choice, choose, reencoding
 from gradcomp.exchange._exchange import Exchange
@@ -48,6 +56,7 @@ class Plan(NamedTuple):
     leaves: what codecs were bound to.
     others: for each leaf, the axes beside the data axis over which it differs.
     codecs: the codec of each leaf.
+    rules: why each leaf gets it; "" where all get the same.
     messages: the messages, round by round.
     axis_name: the axes of the workers, or None.
     workers: N.
@@ -57,6 +66,7 @@ class Plan(NamedTuple):
   leaves: tuple[Leaf, ...]
   others: tuple[tuple[str, ...], ...]
   codecs: tuple[LeafCodec, ...]
+  rules: tuple[str, ...]
   messages: tuple[Message, ...]
   axis_name: AxisName | None
   workers: int
@@ -124,13 +134,14 @@ def plan_messages(
     jax.ShapeDtypeStruct(leaf.shape, working_dtype(codec, leaf.dtype))
     for leaf in leaves
   ]
-  total = sums.of(codec)
+  total = sums.facts(codec)
   total.check(workers)
   addends = workers if exchange.sends else None
   whole = [
     Leaf(leaf.shape, path=keystr(path, simple=True, separator="/"))
     for leaf, path in zip(leaves, paths, strict=True)
   ]
+  check_leaves(codec, whole)
   decided = None
   if total.drops:  # for all messages, before ranges are cut
     codecs = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
@@ -176,6 +187,7 @@ def plan_messages(
     tuple(bound),
     tuple(others),
     tuple(codecs),
+    tuple(rule_of(codec, leaf) for leaf in whole),
     tuple(messages),
     axis_name,
     workers,

@@ -7,6 +7,7 @@ from gradcomp.codecs import (
   Dense,
   LeafCodec,
   LinearCodec,
+  Policy,
   RoundsCodec,
   SparseCodec,
   is_adding,
@@ -20,6 +21,7 @@ from gradcomp.sums._codes import sum_dtype as sum_dtype
 from gradcomp.sums._codes import sum_limit as sum_limit
 from gradcomp.sums._entries import Entries as Entries
 from gradcomp.sums._numbers import Numbers as Numbers
+from gradcomp.sums._several import Several as Several
 from gradcomp.sums._sum import LeafRows as LeafRows
 from gradcomp.sums._sum import Partial as Partial
 from gradcomp.sums._sum import PartialSum as PartialSum
@@ -27,10 +29,23 @@ from gradcomp.sums._sum import ReducibleSum as ReducibleSum
 from gradcomp.sums._sum import RowDecoder as RowDecoder
 from gradcomp.sums._sum import Sent as Sent
 from gradcomp.sums._sum import Sum as Sum
+from gradcomp.sums._sum import SumFacts as SumFacts
 from gradcomp.sums._sum import Way as Way
 from gradcomp.sums._tiles import Tiles as Tiles
 from gradcomp.sums._values import Chosen as Chosen
 from gradcomp.sums._values import Floats as Floats
+
+
+def facts(codec: LeafCodec) -> SumFacts:
+  """Returns what the sums of all codecs that a codec becomes have in common.
+
+  Example:
+    >>> facts(gradcomp.codecs.Policy([(".", gradcomp.codecs.TopK())])).drops
+    True
+  """
+  if isinstance(codec, Policy):
+    return Several(tuple(facts(part) for part in codec.codecs))
+  return of(codec)
 
 
 def of(codec: LeafCodec) -> Sum:

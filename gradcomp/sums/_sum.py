@@ -48,13 +48,8 @@ class Sent(NamedTuple):
   scale: float = 1.0
 
 
-class Sum(Protocol):
-  """The sum of one codec's payloads.
-
-  A schedule of an exchange decides who adds what, and when. A sum decides what is added
-  and how it travels. ``agreed`` are the statistics that all workers share, a line a
-  row, or None.
-  """
+class SumFacts(Protocol):
+  """What is asked of sums before leaves are known."""
 
   @property
   def refusals(self) -> Mapping[Way, str]:
@@ -62,6 +57,26 @@ class Sum(Protocol):
 
     It goes on from ``must not be ... for``.
     """
+
+  @property
+  def drops(self) -> bool:
+    """True if an owner's encoding of a mean leaves out some of its elements."""
+
+  @property
+  def mixes(self) -> bool:
+    """True if plain leaves can share a message with it, whatever the exchange."""
+
+  def check(self, workers: int) -> None:
+    """Raises ValueError if so many workers cannot be added."""
+
+
+class Sum(SumFacts, Protocol):
+  """The sum of one codec's payloads.
+
+  A schedule of an exchange decides who adds what, and when. A sum decides what is added
+  and how it travels. ``agreed`` are the statistics that all workers share, a line a
+  row, or None.
+  """
 
   @property
   def plain(self) -> bool:
@@ -72,16 +87,8 @@ class Sum(Protocol):
     """True if the owner's encoding of a mean loses nothing that it would keep."""
 
   @property
-  def drops(self) -> bool:
-    """True if an owner's encoding of a mean leaves out some of its elements."""
-
-  @property
   def even_at_par(self) -> bool:
     """True if leaves are encoded even where that saves no bytes."""
-
-  @property
-  def mixes(self) -> bool:
-    """True if plain leaves can share a message with it, whatever the exchange."""
 
   @property
   def alike(self) -> bool:
@@ -90,9 +97,6 @@ class Sum(Protocol):
   @property
   def of_rows(self) -> bool:
     """True if partial sums are sums of encoded rows, and not of the leaves' tiles."""
-
-  def check(self, workers: int) -> None:
-    """Raises ValueError if so many workers cannot be added."""
 
   def slots(self, rows: int) -> int | None:
     """Returns the entries that so many rows have room for; None if they send all."""
