@@ -9,11 +9,9 @@ from gradcomp.codecs._codec import Payload as Payload
 from gradcomp.codecs._codec import RemainderCodec as RemainderCodec
 from gradcomp.codecs._codec import SharedCodec as SharedCodec
 from gradcomp.codecs._codec import SummingCodec as SummingCodec
-from gradcomp.codecs._codec import from_tiles as from_tiles
 from gradcomp.codecs._codec import is_adding as is_adding
 from gradcomp.codecs._codec import is_fitted as is_fitted
 from gradcomp.codecs._codec import is_shared as is_shared
-from gradcomp.codecs._codec import to_tiles as to_tiles
 from gradcomp.codecs._dense import Dense as Dense
 from gradcomp.codecs._dense import working_dtype as working_dtype
 from gradcomp.codecs._eight_bit import EightBit as EightBit
@@ -41,6 +39,7 @@ from gradcomp.codecs._rounds import RoundsCodec as RoundsCodec
 from gradcomp.codecs._rounds import in_rounds as in_rounds
 from gradcomp.codecs._rounds import rounds_of as rounds_of
 from gradcomp.codecs._row_codec import RowCodec as RowCodec
+from gradcomp.codecs._selection_methods import Selection as Selection
 from gradcomp.codecs._sparse import LinearCodec as LinearCodec
 from gradcomp.codecs._sparse import Selected as Selected
 from gradcomp.codecs._sparse import SelectingCodec as SelectingCodec
@@ -48,6 +47,7 @@ from gradcomp.codecs._sparse import SparseCodec as SparseCodec
 from gradcomp.codecs._sparse import sent_positions as sent_positions
 from gradcomp.codecs._sparse import sum_entries as sum_entries
 from gradcomp.codecs._ternary import Ternary as Ternary
+from gradcomp.codecs._tiles import from_tiles as from_tiles
+from gradcomp.codecs._tiles import to_tiles as to_tiles
 from gradcomp.codecs._top_k import Quantize as Quantize
-from gradcomp.codecs._top_k import Selection as Selection
 from gradcomp.codecs._top_k import TopK as TopK

@@ -9,14 +9,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from gradcomp._checks import float_dtype, one_of
-from gradcomp.codecs._codec import (
-  Payload,
-  Rounding,
-  SameForAll,
-  as_float32,
-  codec_key,
-  decode_payload,
-)
+from gradcomp.codecs._codec import Payload, Rounding, SameForAll
+from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload
 from gradcomp.floats import FloatFormat
 from gradcomp.kernels import planes, random_lanes
 from gradcomp.kernels.float_codes import to_codes

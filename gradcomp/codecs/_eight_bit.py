@@ -14,15 +14,9 @@ from gradcomp._checks import (
   optional_one_of,
   static_integer,
 )
-from gradcomp.codecs._codec import (
-  Payload,
-  Rounding,
-  SameForAll,
-  as_float32,
-  codec_key,
-  decode_payload,
-)
+from gradcomp.codecs._codec import Payload, Rounding, SameForAll
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
+from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload
 from gradcomp.kernels import Implementation, eight_bit
 from gradcomp.kernels.lines import Line, lines_between
 from gradcomp.kernels.scales import scales

@@ -11,14 +11,8 @@ from gradcomp._checks import (
   static_factor,
   static_integer,
 )
-from gradcomp.codecs._codec import (
-  Accumulate,
-  Leaf,
-  Payload,
-  as_float32,
-  codec_key,
-  from_tiles,
-)
+from gradcomp.codecs._codec import Accumulate, Leaf, Payload
+from gradcomp.codecs._tiles import as_float32, codec_key, from_tiles
 from gradcomp.floats import FloatFormat, FloatRounding, kahan_step, rounded_sum
 from gradcomp.kernels import Implementation, float_cast
 from gradcomp.kernels.fixed_point import scaled

@@ -6,8 +6,9 @@ from typing import ClassVar
 import jax
 
 from gradcomp._checks import optional_one_of
-from gradcomp.codecs._codec import Payload, as_float32, codec_key
+from gradcomp.codecs._codec import Payload
 from gradcomp.codecs._row_codec import RowCodec
+from gradcomp.codecs._tiles import as_float32, codec_key
 from gradcomp.kernels import Implementation, float_cast
 from gradcomp.kernels.float_formats import FloatFormat
 from gradcomp.kernels.planes import planes_per_word

@@ -6,7 +6,8 @@ from typing import ClassVar
 import jax
 
 from gradcomp._checks import bucket, flag, optional_one_of, static_integer
-from gradcomp.codecs._codec import Leaf, Payload, as_float32, as_matrix, decode_payload
+from gradcomp.codecs._codec import Leaf, Payload
+from gradcomp.codecs._tiles import as_float32, as_matrix, decode_payload
 from gradcomp.kernels import Implementation, one_bit
 
 

@@ -13,20 +13,13 @@ from gradcomp._checks import (
   optional_one_of,
   static_integer,
 )
-from gradcomp.codecs._codec import (
-  Leaf,
-  Payload,
-  Rounding,
-  SameForAll,
-  as_float32,
-  codec_key,
-  decode_payload,
-)
-from gradcomp.codecs._memory import Memory
+from gradcomp.codecs._codec import Payload, Rounding, SameForAll
+from gradcomp.codecs._fitted_levels import FittedLevels, check_fitted
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
+from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload
 from gradcomp.kernels import Implementation, planes, qsgd
 from gradcomp.kernels import levels as fitted_levels
-from gradcomp.kernels.scales import Norm, scales, tensor_norm
+from gradcomp.kernels.scales import Norm, scales
 
 Levels = Literal["sign_magnitude", "uniform", "nonuniform"]
 
@@ -35,7 +28,7 @@ _REFIT_RULE = "a number of steps, 1 or more"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QSGD(SameForAll):
+class QSGD(FittedLevels, SameForAll):
   r"""Quantizes each element to one of a few levels of its bucket's norm.
 
   With :math:`s` intervals and the scale :math:`\lVert v \rVert` of a bucket,
@@ -127,7 +120,6 @@ class QSGD(SameForAll):
 
   by_column: ClassVar[bool] = False
   adds: ClassVar[bool] = False
-  most_counted: ClassVar[int] = fitted_levels.MOST_COUNTED
 
   def __post_init__(self) -> None:
     bits = static_integer("bits", _BITS_RULE, self.bits)
@@ -151,23 +143,7 @@ class QSGD(SameForAll):
     object.__setattr__(self, "refit_every", steps)
     optional_one_of("implementation", Implementation, self.implementation)
     if self.fitted:
-      self._check_fitted()
-
-  def _check_fitted(self) -> None:
-    if self.bits not in (2, 3, 4):
-      raise ValueError(
-        f'`bits` must be 2, 3 or 4 with levels="nonuniform", got {self.bits}; more '
-        'levels than that gain nothing over levels="uniform".'
-      )
-    if self.norm != "max":
-      raise ValueError(
-        f'`norm` must be "max" with levels="nonuniform", got {self.norm!r}.'
-      )
-    if self.share_scale:
-      raise ValueError(
-        '`share_scale` must be False with levels="nonuniform", whose codes cannot be '
-        "added, got True."
-      )
+      check_fitted(self.bits, self.norm, self.share_scale)
 
   @property
   def unbiased(self) -> bool:
@@ -214,28 +190,6 @@ class QSGD(SameForAll):
     """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
     count = planes.planes_per_word(self.bits)
     return scales(leaf_scales(as_float32(x), count, self.bucket_size, self.norm))
-
-  def init(self, leaf: Leaf | None = None, key: jax.Array | None = None) -> Memory:
-    """Returns equally spaced levels, those above zero: ``float32[2**(bits - 1)]``.
-
-    Only of fitted levels.
-    """
-    del leaf, key
-    return Memory(fitted_levels.first_levels(self.bits)) if self.fitted else Memory()
-
-  def measure(self, x: jax.Array) -> jax.Array:
-    """Counts normalised magnitudes in a sample of buckets: ``int32[256]``."""
-    flat = as_float32(x)
-    return fitted_levels.histogram(
-      flat,
-      bucket_size=bucket_words(self.bucket_size),
-      scale=None if self.bucket_size else scales(tensor_norm(flat, self.norm)),
-      norm=self.norm,
-    )
-
-  def fit(self, counts: jax.Array, memory: jax.Array) -> jax.Array:
-    """Returns the levels with the least variance; ``memory`` if nothing was counted."""
-    return fitted_levels.fit(counts, memory)
 
   def encode(
     self,

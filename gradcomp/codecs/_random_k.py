@@ -6,23 +6,18 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs._codec import (
-  Codec,
-  Leaf,
-  Payload,
-  as_float32,
-  codec_key,
-  decode_payload,
-  from_tiles,
-  to_tiles,
-)
-from gradcomp.codecs._dense import Dense
+from gradcomp.codecs._codec import Payload
 from gradcomp.codecs._sparse import (
+  SparseRows,
   checked_density,
   checked_range,
-  decode_sparse_rows,
-  range_of,
   sent_of,
+)
+from gradcomp.codecs._tiles import (
+  as_float32,
+  codec_key,
+  from_tiles,
+  to_tiles,
 )
 from gradcomp.kernels.threefry import threefry2x32
 
@@ -30,7 +25,7 @@ _KEY_WORDS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RandomK:
+class RandomK(SparseRows):
   r"""Sends one random element of every ``stride`` consecutive ones, as it is.
 
   .. math:: Q(v)_i = v_i \text{ with probability } 1 / \mathrm{stride}, \quad
@@ -77,20 +72,11 @@ class RandomK:
 
   unbiased: ClassVar[bool] = False
   needs_key: ClassVar[bool] = True
-  shares_stats: ClassVar[bool] = False
-  summable: ClassVar[bool] = False
-  by_column: ClassVar[bool] = False
-  fitted: ClassVar[bool] = False
-  adds: ClassVar[bool] = False
   header_words: ClassVar[int] = _KEY_WORDS
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "density", checked_density(self.density))
     object.__setattr__(self, "range_size", checked_range(self.range_size))
-
-  @property
-  def tile_size(self) -> int:
-    return self.range_size or 0  # 0 until bind knows the leaf
 
   @property
   def row_words(self) -> int:
@@ -104,18 +90,6 @@ class RandomK:
   @property
   def _stride(self) -> int:
     return -(-self.tile_size // sent_of(self.density, self.tile_size)) or 1
-
-  def bind(self, leaf: Leaf) -> Codec:
-    """Returns the codec of a leaf's ranges; for all elements one without positions."""
-    if self.density == 1:
-      return Dense()
-    return self.ranged(leaf.size, leaf.ranges)
-
-  def ranged(self, size: int, ranges: int = 1) -> "RandomK":
-    """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
-    if self.range_size is not None:
-      return self
-    return dataclasses.replace(self, range_size=range_of(size, ranges))
 
   def encode(
     self,
@@ -146,10 +120,6 @@ class RandomK:
     rest = tiles.at[row, positions].add(-values, mode="drop", unique_indices=True)
     return payload, from_tiles(rest, x, codec)
 
-  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    """Decodes a payload to the shape and dtype of ``like``."""
-    return decode_payload(payload, like, self.ranged(like.size))
-
   def encode_rows(
     self,
     tiles: jax.Array,
@@ -179,9 +149,6 @@ class RandomK:
     """
     number = jnp.arange(rows, dtype=jnp.uint32)
     return jnp.stack(threefry2x32(key, (number, number)), axis=1)
-
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
-    return decode_sparse_rows(self, rows)
 
   def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""

@@ -5,14 +5,8 @@ from typing import ClassVar
 
 import jax
 
-from gradcomp.codecs._codec import (
-  Payload,
-  SameForAll,
-  as_float32,
-  codec_key,
-  decode_payload,
-  to_tiles,
-)
+from gradcomp.codecs._codec import Payload, SameForAll
+from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload, to_tiles
 
 
 class RowCodec(SameForAll, abc.ABC):

@@ -1,14 +1,17 @@
 """The protocols of sparse codecs, which send some elements, and what they share."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp._checks import static_integer, static_number
-from gradcomp.codecs._codec import Codec
+from gradcomp.codecs._codec import Codec, Leaf, Payload
+from gradcomp.codecs._dense import Dense
+from gradcomp.codecs._tiles import decode_payload
 from gradcomp.kernels import sparse
 
 _MOST_ELEMENTS = 1 << 30  # of a row: positions are int32
@@ -107,6 +110,42 @@ class LinearCodec(SparseCodec, Protocol):
 
   def header(self, key: jax.Array, rows: int) -> jax.Array:
     """Returns the headers of a key's rows: ``uint32[rows, header_words]``."""
+
+
+class SparseRows:
+  """A base of sparse codecs: a dataclass with a ``density`` and a ``range_size``."""
+
+  density: float
+  range_size: int | None
+
+  shares_stats: ClassVar[bool] = False
+  summable: ClassVar[bool] = False
+  by_column: ClassVar[bool] = False
+  fitted: ClassVar[bool] = False
+  adds: ClassVar[bool] = False
+
+  @property
+  def tile_size(self) -> int:
+    return self.range_size or 0  # 0 until bind knows the leaf
+
+  def bind(self, leaf: Leaf) -> Codec:
+    """Returns the codec of a leaf's ranges; for all elements one without positions."""
+    if self.density == 1:
+      return Dense()
+    return cast(Codec, self.ranged(leaf.size, leaf.ranges))
+
+  def ranged(self, size: int, ranges: int = 1) -> Self:
+    """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
+    if self.range_size is not None:
+      return self
+    return dataclasses.replace(self, range_size=range_of(size, ranges))  # type: ignore[type-var]
+
+  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
+    return decode_payload(payload, like, cast(Codec, self.ranged(like.size)))
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    return decode_sparse_rows(cast(SparseCodec, self), rows)
 
 
 def checked_density(value: Any) -> float:

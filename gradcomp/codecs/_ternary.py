@@ -13,14 +13,9 @@ from gradcomp._checks import (
   optional_one_of,
   static_number,
 )
-from gradcomp.codecs._codec import (
-  Payload,
-  SameForAll,
-  as_float32,
-  codec_key,
-  decode_payload,
-)
+from gradcomp.codecs._codec import Payload, SameForAll
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
+from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload
 from gradcomp.kernels import Implementation, ternary
 from gradcomp.kernels.planes import floats
 from gradcomp.kernels.qsgd import from_signed_codes

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,43 +15,28 @@ from gradcomp._checks import (
   static_integer,
   static_number,
 )
-from gradcomp.codecs._codec import (
-  Codec,
-  Leaf,
-  Payload,
-  as_float32,
-  decode_payload,
-  to_tiles,
-)
-from gradcomp.codecs._dense import Dense
+from gradcomp.codecs._codec import Leaf, Payload
 from gradcomp.codecs._entry_rows import EntryRow
 from gradcomp.codecs._entry_values import Quantize
 from gradcomp.codecs._memory import Memory
 from gradcomp.codecs._selecting import encode_leaves, encode_rows
+from gradcomp.codecs._selection_methods import Selection, method_of, selected_in
 from gradcomp.codecs._sparse import (
   Selected,
+  SparseRows,
   checked_density,
   checked_range,
-  decode_sparse_rows,
-  range_of,
   sent_of,
 )
+from gradcomp.codecs._tiles import as_float32, to_tiles
 from gradcomp.kernels import Implementation
 from gradcomp.kernels.rows import Row
-from gradcomp.kernels.selection import at_least, largest, trimmed
-
-Selection = Literal["auto", "exact", "trimmed", "threshold", "sampled"]
-
-# Fang 2018, sections 2.1 and 3.1: 128 KB of float32.
-_SMALL = 1 << 15
-# From this size on up to twice the needed elements are sent, which is no large message.
-_LARGE = 1 << 20
 
 _SLACK_RULE = "a number from 1 to 2"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopK:
+class TopK(SparseRows):
   r"""Sends the ``k = ceil(density * n)`` elements of largest magnitude of each leaf.
 
   .. math:: Q(v)_i = v_i \text{ if } |v_i| \ge t, \quad 0 \text{ otherwise}
@@ -138,11 +123,6 @@ class TopK:
 
   unbiased: ClassVar[bool] = False
   needs_key: ClassVar[bool] = False
-  shares_stats: ClassVar[bool] = False
-  summable: ClassVar[bool] = False
-  by_column: ClassVar[bool] = False
-  fitted: ClassVar[bool] = False
-  adds: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "density", checked_density(self.density))
@@ -176,10 +156,6 @@ class TopK:
     optional_one_of("implementation", Implementation, self.implementation)
 
   @property
-  def tile_size(self) -> int:
-    return self.range_size or 0  # 0 until bind knows the leaf
-
-  @property
   def row_words(self) -> int:
     return self._row.words
 
@@ -194,11 +170,7 @@ class TopK:
   @property
   def method(self) -> Selection:
     """The selection of a row of this size, which is never ``"auto"``."""
-    if self.selection != "auto":
-      return self.selection
-    if self.tile_size < _SMALL:
-      return "exact"
-    return "trimmed" if self.tile_size < _LARGE else "threshold"
+    return method_of(self.selection, self.tile_size)
 
   @property
   def reuses(self) -> bool:
@@ -207,18 +179,6 @@ class TopK:
   @property
   def alternates(self) -> bool:
     return self.quantize == "asq"
-
-  def bind(self, leaf: Leaf) -> Codec:
-    """Returns the codec of a leaf's ranges; for all elements one without positions."""
-    if self.density == 1:
-      return Dense()
-    return self.ranged(leaf.size, leaf.ranges)
-
-  def ranged(self, size: int, ranges: int = 1) -> "TopK":
-    """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
-    if self.range_size is not None:
-      return self
-    return dataclasses.replace(self, range_size=range_of(size, ranges))
 
   def turn(self, step: jax.Array) -> jax.Array:
     """Returns the sign whose turn it is: 1 in even steps, -1 in odd ones."""
@@ -264,19 +224,15 @@ class TopK:
     matrices = [to_tiles(leaf, self) for leaf in leaves]
     words, rests = encode_leaves(self._row, self._select, leaves, matrices, stats)
     # Of all leaves at once: leaf by leaf, there would be several programs for each.
-    threshold, used = self.thresholds(words), self.used(words)
+    every = Selected(self.thresholds(words), self.used(words))
+    rows = len(matrices[0])
     result = []
     for i, (old, rest) in enumerate(zip(stats, rests, strict=True)):
-      own = slice(i * len(matrices[0]), (i + 1) * len(matrices[0]))
-      found = threshold[own]
+      own, kept = jax.tree.map(lambda x, i=i: x[i * rows :][:rows], (words, every))
       if self.reuses and old is not None:
-        found = jnp.where(old > 0, old, found)
-      result.append((words[own], rest, Selected(found, used[own])))
+        kept = kept._replace(threshold=jnp.where(old > 0, old, kept.threshold))
+      result.append((own, rest, kept))
     return result
-
-  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    """Decodes a payload to the shape and dtype of ``like``."""
-    return decode_payload(payload, like, self.ranged(like.size))
 
   def encode_rows(
     self,
@@ -288,9 +244,6 @@ class TopK:
     del key
     matrix = tiles.reshape(-1, self.tile_size)
     return encode_rows(self._row, self._select, [matrix], [stats]).words
-
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
-    return decode_sparse_rows(self, rows)
 
   def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""
@@ -321,13 +274,12 @@ class TopK:
     sign = None
     if self.alternates:
       sign = jnp.float32(1) if stats is None else stats
-    sent = sent_of(self.density, x.size)
-    if self.method == "exact":
-      return largest(x, sent, sign)
-    if self.method == "trimmed":
-      most = min(x.size, 2 * sent)
-      return trimmed(x, sent, most, sign=sign, implementation=self.implementation)
-    first = stats if self.reuses else None
-    return at_least(
-      x, sent, self.slots, sign=sign, first=first, implementation=self.implementation
+    return selected_in(
+      x,
+      self.method,
+      sent_of(self.density, x.size),
+      self.slots,
+      sign=sign,
+      first=stats if self.reuses else None,
+      implementation=self.implementation,
     )

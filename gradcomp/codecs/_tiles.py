@@ -1,0 +1,98 @@
+"""Leaves to tiles, and back: what codecs do around their rows."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp.codecs._codec import Codec, FilledCodec, Payload, is_shared
+from gradcomp.kernels import key_words
+
+
+def as_float32(x: jax.Array) -> jax.Array:
+  """Flattens a float array to ``float32``.
+
+  Raises:
+    TypeError: ``x`` is not real floating point.
+  """
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise TypeError(f"`x` must have a real float dtype, got {x.dtype}.")
+  return x.astype(jnp.float32).reshape(-1)
+
+
+def as_matrix(x: jax.Array) -> jax.Array:
+  """Reshapes an array to a matrix: its first axis by all others.
+
+  A scalar becomes 1 by 1.
+
+  Example:
+    >>> as_matrix(jnp.zeros((3, 3, 64))).shape, as_matrix(jnp.zeros(())).shape
+    ((3, 192), (1, 1))
+  """
+  rows = x.shape[0] if x.ndim else 1
+  return x.reshape(rows, x.size // rows if rows else 0)
+
+
+def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
+  """Cuts a leaf into tiles, ``float32[rows, tile_size]``, filled with zeros.
+
+  A :class:`FilledCodec` first fills the last bucket. The tiles of a codec that is
+  ``by_column`` are columns: a leaf's first dimension is the row.
+
+  Example:
+    >>> to_tiles(jnp.ones(300), gradcomp.codecs.Dense()).shape
+    (3, 128)
+  """
+  if codec.by_column:
+    return as_matrix(x).T
+  flat = x.reshape(-1)
+  if isinstance(codec, FilledCodec):
+    flat = codec.filled(flat)
+  padded = jnp.pad(flat, (0, -flat.size % codec.tile_size))
+  return padded.reshape(-1, codec.tile_size)
+
+
+def from_tiles(
+  tiles: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
+) -> jax.Array:
+  """Undoes :func:`to_tiles`: ``float32[rows, P, B]`` to the shape of ``like``.
+
+  What filled the tiles is cut off.
+
+  Example:
+    >>> from_tiles(jnp.ones((3, 1, 128)), jnp.zeros(300), gradcomp.codecs.Dense()).shape
+    (300,)
+  """
+  if codec.by_column:
+    columns = tiles.reshape(tiles.shape[0], math.prod(tiles.shape[1:]))
+    return columns.T.reshape(like.shape)
+  return tiles.reshape(-1)[: like.size].reshape(like.shape)
+
+
+def decode_payload(
+  payload: Payload, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
+) -> jax.Array:
+  """Decodes a payload, with the statistics in it if workers share them."""
+  if payload.stats is None:
+    tiles = codec.decode_rows(payload.rows)
+  else:
+    assert is_shared(codec)
+    tiles = codec.from_codes(codec.codes(payload.rows), payload.stats)
+  return from_tiles(tiles, like, codec).astype(like.dtype)
+
+
+def codec_key(key: jax.Array | None, codec: Codec) -> jax.Array | None:
+  """Returns the ``uint32[2]`` that a codec's rounding needs; None if it needs none.
+
+  Raises:
+    ValueError: the codec needs a key, and there is none.
+  """
+  if not codec.needs_key:
+    return None
+  if key is None:
+    cure = ', or choose rounding="nearest"' if hasattr(codec, "rounding") else ""
+    raise ValueError(
+      f"`key` must be given to {codec}.encode, which draws random numbers; pass "
+      f"jax.random.key(seed){cure}."
+    )
+  return key_words(key)
