@@ -154,7 +154,7 @@ class Compression:
     leaves = jax.tree.leaves(updates)
     needs = {
       "residual": self.feedback.keeps and bool(leaves),
-      "momentum": self.feedback.moves and bool(leaves),
+      "velocity": self.feedback.moves and bool(leaves),
     }
     check_state(state, needs, f"feedback={self.feedback} and {self.codec}")
     if is_sum:
@@ -177,7 +177,7 @@ class Compression:
     axes = across.axes
     count = 1 if axes is None else require_size(axes)
     check_own("residual", state.residual, updates, axes, count)
-    check_own("momentum", state.momentum, updates, axes, count)
+    check_own("velocity", state.velocity, updates, axes, count)
     if axes is None:
       return None
     return Workers(axes, count, 1 if across.is_sum else 1 / count)
@@ -190,14 +190,14 @@ class Compression:
     """
     if not self._keeps_owned or plan.axis_name is None or not owner_shapes(plan):
       return None
-    if state.owner_residual is None:
+    if state.server_residual is None:
       raise ValueError(
-        f"`state.owner_residual` must be kept by the {plan.workers} workers of "
+        f"`state.server_residual` must be kept by the {plan.workers} workers of "
         f"{plan.axis_name!r}, whose second stage loses something; make the state by "
         "optimizer.init inside the map or under jax.set_mesh(mesh), or pass "
         "exchange=gradcomp.exchange.TwoShot(feedback=False)."
       )
-    return state.owner_residual
+    return state.server_residual
 
   def keep(
     self,
@@ -216,13 +216,13 @@ class Compression:
       new = [remainder(*x) for x in zip(lost, means, old, strict=True)]
       state = state._replace(residual=jax.tree.unflatten(treedef, new))
     if self.feedback.moves:
-      momentum = self.feedback.keep(
-        updates, state.momentum, means, unsent, exchanged.chosen
+      velocity = self.feedback.keep(
+        updates, state.velocity, means, unsent, exchanged.chosen
       )
-      state = state._replace(momentum=momentum)
+      state = state._replace(velocity=velocity)
     # Owners' residuals that only an earlier transformation kept stay: see switch.
     if exchanged.owned is not None:
-      state = state._replace(owner_residual=exchanged.owned)
+      state = state._replace(server_residual=exchanged.owned)
     return state
 
   @property

@@ -69,7 +69,7 @@ def traced(
     numbers = itertools.count()
 
     def numbered(x: Any) -> Any:
-      return x._replace(step=note(next(numbers), x.step)[0]) if _is_state(x) else x
+      return x._replace(count=note(next(numbers), x.count)[0]) if _is_state(x) else x
 
     state = jax.tree.map(numbered, optimizer.init(params), is_leaf=_is_state)
     return optimizer.update(params, state, params)[0]

@@ -49,7 +49,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
   Example:
     >>> tx = optax.chain(gradcomp.qsgd(bits=4, feedback="error"), optax.sgd(0.1))
     >>> specs = state_specs(tx.init({"w": jnp.zeros(3)}), "data")
-    >>> specs[0].residual["w"] == P("data"), specs[0].step == P()
+    >>> specs[0].residual["w"] == P("data"), specs[0].count == P()
     (True, True)
   """
   if param_specs is not None:
@@ -61,9 +61,9 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       replicated = jax.tree.map(lambda _: PartitionSpec(), node)
       return replicated._replace(
         residual=per_worker(node.residual),
-        owner_residual=owned(node.owner_residual),
+        server_residual=owned(node.server_residual),
         memory=None if node.memory is None else Memory(*map(owned, node.memory)),
-        momentum=per_worker(node.momentum),
+        velocity=per_worker(node.velocity),
       )
     if isinstance(node, optax.MultiStepsState):
       return optax.MultiStepsState(
@@ -210,7 +210,7 @@ def _without_rows(opt_state: Any) -> Any:
   """
 
   def without(node: Any) -> Any:
-    rowless = {"owner_residual": None, "memory": None}
+    rowless = {"server_residual": None, "memory": None}
     return node._replace(**rowless) if _is_ours(node) else node
 
   return jax.tree.map(without, opt_state, is_leaf=_is_ours)

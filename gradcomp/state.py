@@ -22,22 +22,22 @@ class CompressState(NamedTuple):
 
   ``memory`` is for codecs that remember something of a leaf, like fitted levels, or
   thresholds and counts of what was sent. It holds these by the axes that stack them,
-  and by the names of leaves. Fields but ``step`` and ``key`` are None if nobody needs
+  and by the names of leaves. Fields but ``count`` and ``key`` are None if nobody needs
   them. What is kept of complex parameters has a last axis of two more, for pairs of
   reals.
 
   Example:
     >>> state = gradcomp.onebit_sgd(min_leaf_size=0).init({"w": jnp.ones(2048)})
-    >>> int(state.step), state.residual["w"].shape, state.momentum
+    >>> int(state.count), state.residual["w"].shape, state.velocity
     (0, (2048,), None)
   """
 
-  step: jax.Array  # int32[], replicated
+  count: jax.Array  # type: ignore[assignment]  # int32[], steps so far, replicated
   key: jax.Array  # uint32[2], replicated
   residual: Any  # float32, like the parameters but at least 1-d, per worker; or None
-  owner_residual: OwnerResiduals | None  # float32, rows that a worker owns; or None
+  server_residual: OwnerResiduals | None  # float32, rows that a worker owns; or None
   memory: Memory | None = None  # what codecs remember, by axes and leaf; or None
-  momentum: Any = None  # float32, like the residual; or None
+  velocity: Any = None  # float32, like the residual; or None
 
 
 def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
@@ -115,7 +115,7 @@ def _keys(
 ) -> jax.Array:
   """Returns a key for each text, ``uint32[texts, 2]``; each worker's own on axes."""
   fold = jax.random.fold_in
-  step_key = fold(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
+  step_key = fold(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.count)
   words = jnp.array([_words(text) for text in texts], jnp.uint32)
   worker = 0 if axis_name is None else lax.axis_index(axis_name)
 

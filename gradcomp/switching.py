@@ -17,11 +17,11 @@ class SwitchState(NamedTuple):
 
   Example:
     >>> state = switch([2], [optax.scale(1.0), optax.scale(-1.0)]).init(jnp.ones(()))
-    >>> state.step
+    >>> state.count
     Array(0, dtype=int32)
   """
 
-  step: jax.Array  # int32[], replicated
+  count: jax.Array  # type: ignore[assignment]  # int32[], steps so far, replicated
   inner: Any  # the largest state of a transformation; the others keep a part of it
 
 
@@ -105,11 +105,11 @@ def switch(
     def branch(tx: optax.GradientTransformationExtraArgs) -> Any:
       return lambda updates, inner: tx.update(updates, inner, params, **extra_args)
 
-    number = jnp.sum(state.step >= jnp.array(steps, jnp.int32), dtype=jnp.int32)
+    number = jnp.sum(state.count >= jnp.array(steps, jnp.int32), dtype=jnp.int32)
     updates, inner = lax.switch(
       number, [branch(tx) for tx in choices], updates, state.inner
     )
-    return updates, SwitchState(optax.safe_increment(state.step), inner)
+    return updates, SwitchState(optax.safe_increment(state.count), inner)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -131,7 +131,7 @@ def _check_part(number: int, state: Any, largest: Any) -> None:
         "transformations around them."
       )
   for path in shapes:
-    if GetAttrKey("owner_residual") in path:
+    if GetAttrKey("server_residual") in path:
       raise ValueError(
         f"`transformations`[{number}] must keep the residuals of owners, "
         f"state{jax.tree_util.keystr(path)}, as another of them does, or what waits "

@@ -117,7 +117,7 @@ def compress(
     own = functools.partial(parts.own_arrays, paths=paths_of(params))
     count = keeper.keeps + keeper.moves
     trees, kept = first_state(params, or_explained(axis_name), count, own)
-    residual, momentum, *_ = (*trees, None, None)
+    residual, velocity, *_ = (*trees, None, None)
     owned, *memory = ({at: x[i] for at, x in kept.items() if x[i]} for i in range(3))
     return CompressState(
       jnp.zeros([], jnp.int32),
@@ -125,7 +125,7 @@ def compress(
       residual,
       owned or None,
       Memory(*memory) if any(memory) else None,
-      momentum,
+      velocity,
     )
 
   def update_fn(
@@ -137,7 +137,7 @@ def compress(
 
     def step(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
       workers = parts.workers(across, updates, state)
-      given = keeper.sent(updates, state.momentum)
+      given = keeper.sent(updates, state.velocity)
       corrected, treedef = jax.tree.flatten(correct(given, state.residual, codec))
       plan = parts.plan(corrected, paths_of(updates), across, workers)
       exchanged = average_leaves(
@@ -147,14 +147,14 @@ def compress(
         workers,
         owned=parts.owned(plan, state),
         memory=recall(plan, state.memory),
-        step=state.step,
+        step=state.count,
         keep=keeper.keeps,
         mark=keeper.moves,
       )
       mean = optax.tree.cast_like(jax.tree.unflatten(treedef, exchanged.mean), updates)
       kept = parts.keep(state, updates, corrected, mean, exchanged)
       return mean, kept._replace(
-        step=optax.safe_increment(state.step),
+        count=optax.safe_increment(state.count),
         memory=remember(plan, state.memory, exchanged.memory),
       )
 

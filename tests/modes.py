@@ -61,7 +61,7 @@ def run_all(mode, transformation, gradients):
   for gradient in gradients:
     output, state = update(gradient, state, params)
     outputs.append(output)
-  residual, owned = state.residual, state.owner_residual
+  residual, owned = state.residual, state.server_residual
   if mode not in ("pmap", "vmap"):
     residual, owned = (
       jax.tree.map(lambda x: _unstack(np.asarray(x), workers), tree)

@@ -53,9 +53,9 @@ def trail(tx, steps):
 
 def owned_of(state, leaf):
   """Returns what owners keep of one of the leaves: the first ranges are those of v."""
-  if not state.owner_residual:
+  if not state.server_residual:
     return np.zeros(SIZE)
-  (rows,) = state.owner_residual[("data",)]
+  (rows,) = state.server_residual[("data",)]
   rows = np.float64(rows)
   rows = rows.reshape(-1, rows.shape[-1])
   first = N * (leaf == "w")
@@ -80,7 +80,7 @@ def check_conservation(passed, steps, momentum, nesterov, sparse=lambda step: Tr
         worker.keep(x, rest, sparse=leaf != "b" and sparse(number))
         largest = max(largest, np.abs(x).max(), np.abs(rest).max())
         if momentum is not None:
-          np.testing.assert_array_equal(state.momentum[leaf][i], worker.u)
+          np.testing.assert_array_equal(state.velocity[leaf][i], worker.u)
       out = np.asarray(output[leaf])
       np.testing.assert_array_equal(out, np.broadcast_to(out[:1], out.shape))
       total = total + N * np.float64(out[0])

@@ -124,7 +124,7 @@ def test_state_is_stable_under_scan_and_cond(name):
   def step(state, tree):
     keep = lambda state: (optax.tree.zeros_like(tree), state)
     output, state = jax.lax.cond(
-      state.step >= 0, lambda state: tx.update(tree, state), keep, state
+      state.count >= 0, lambda state: tx.update(tree, state), keep, state
     )
     return state, output
 
@@ -134,7 +134,7 @@ def test_state_is_stable_under_scan_and_cond(name):
   expected, states = plain(name)
   assert_equal(outputs, jax.tree.map(lambda *xs: jnp.stack(xs), *expected))
   assert_equal(state, states[-1])
-  assert int(state.step) == 3
+  assert int(state.count) == 3
 
 
 @every_transformation

@@ -96,7 +96,7 @@ def test_no_residual_is_kept_and_the_mean_of_workers_is_unbiased(dtype):
     dtype, rounding="stochastic", axis_name="data", exchange="two_shot", min_leaf_size=0
   )
   state = tx.init({"w": x})
-  assert state.residual is None and state.owner_residual is None
+  assert state.residual is None and state.server_residual is None
   update = lambda x: tx.update({"w": x}, state)[0]["w"]
   means = jax.jit(jax.vmap(update, axis_name="data"))(jnp.stack([x] * 64))
   np.testing.assert_array_equal(means, jnp.stack([means[0]] * 64))

@@ -475,7 +475,12 @@ def test_sums_that_no_integer_holds():
 def test_state_of_an_unknown_number_of_workers():
   """Made outside a map and a mesh; the second stage of four workers keeps residuals."""
   state = residual4.init({"w": jnp.ones((64, 512))})
-  parts = ("`state.owner_residual`", "4 workers", "set_mesh", "TwoShot(feedback=False)")
+  parts = (
+    "`state.server_residual`",
+    "4 workers",
+    "set_mesh",
+    "TwoShot(feedback=False)",
+  )
   with pytest.raises(ValueError, match=says(*parts)):
     jax.vmap(lambda g: residual4.update({"w": g}, state)[0], axis_name="data")(
       jnp.ones((4, 64, 512))
@@ -487,7 +492,7 @@ def test_state_of_another_number_of_workers():
   grads = {"w": jnp.ones((4, 64, 512))}
   four = jax.vmap(tx.init, axis_name="data")(grads)
   two = jax.tree.map(lambda x: x[:2], (grads, four))
-  parts = ("`state.owner_residual`", "(4, 4096)", "(2, 4096)", "as many workers")
+  parts = ("`state.server_residual`", "(4, 4096)", "(2, 4096)", "as many workers")
   with pytest.raises(ValueError, match=says(*parts)):
     jax.vmap(lambda g, s: tx.update(g, s), axis_name="data")(*two)
 

@@ -285,7 +285,7 @@ def test_two_axes_agree_with_shard_map(exchange):
   samples = jax.tree.map(lambda x: x * workers, state.residual)
   assert_same_bits(samples, map_state.residual)
   # What an owner keeps is what the sum, which is the mean, has lost.
-  assert_same_bits(state.owner_residual, map_state.owner_residual)
+  assert_same_bits(state.server_residual, map_state.server_residual)
 
 
 @pytest.mark.parametrize("in_context", [True, False], ids=["set_mesh", "no_context"])

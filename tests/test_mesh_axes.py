@@ -255,7 +255,7 @@ def in_shard_map(tx, mesh, axis_name, grads):
   for grad in grads:
     output, state = update(grad, state)
     outputs.append(output)
-  return outputs, state.residual, state.owner_residual
+  return outputs, state.residual, state.server_residual
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_hierarchical_over_two_axes_is_groups_on_one():
     assert_same_bits(output, whole)
   # A map stacks what differs between workers on the first axis.
   stacked = jax.tree.map(
-    lambda x: x.reshape(-1, *x.shape[3:]), (state.residual, state.owner_residual)
+    lambda x: x.reshape(-1, *x.shape[3:]), (state.residual, state.server_residual)
   )
   assert_same_bits(stacked, two[1:])
 

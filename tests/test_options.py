@@ -97,7 +97,7 @@ def test_one_bit_always_has_feedback():
     gradcomp.onebit_sgd(feedback=None)
   params = {"w": jnp.ones(8)}
   state = gradcomp.onebit_sgd(feedback="momentum").init(params)
-  assert_equal(state.momentum, {"w": jnp.zeros(8)})
+  assert_equal(state.velocity, {"w": jnp.zeros(8)})
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_feedback_of_redsync_may_be_said(momentum, feedback):
     for value in (feedback, "auto")
   )
   assert_equal(said, plain)
-  assert (said.momentum is None) == (momentum is None)
+  assert (said.velocity is None) == (momentum is None)
 
 
 @every_recipe

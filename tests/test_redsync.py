@@ -45,7 +45,7 @@ def test_switch_changes_the_density_in_one_compilation():
   assert min(waiting[2:]) > 0
   kept = [state.memory.own[("data",)]["['w']"] for _, state in passed]
   assert [int(own.used[0, 0]) for own in kept] == [0, 0, k[1], k[1], k[2], k[2], k[2]]
-  assert [int(state.step[0]) for _, state in passed] == list(range(1, 8))
+  assert [int(state.count[0]) for _, state in passed] == list(range(1, 8))
 
 
 def test_a_residual_that_nothing_keeps_is_sent():
@@ -100,7 +100,7 @@ def test_states_that_do_not_fit_together(other):
 
 def test_a_parameter_may_be_named_like_what_owners_keep():
   """Only their own residuals must not wait through a transformation without them."""
-  params = {".owner_residual": jnp.ones((9, 70))}
+  params = {".server_residual": jnp.ones((9, 70))}
   gradcomp.switch([3], [redsync(0.02), redsync(0.02, None)]).init(params)
 
 
@@ -205,16 +205,16 @@ def test_states_are_stacked_under_a_mesh(codec, exchange, selects):
   with jax.set_mesh(modes.mesh(N)):
     state = tx.init(params)
   specs = gradcomp.state_specs(state, "data")
-  chex.assert_shape([state.momentum["w"], state.residual["w"]], (4 * 10, 70))
-  assert specs.momentum["w"] == specs.residual["w"] == P("data")
-  assert specs.step == specs.key == P()
+  chex.assert_shape([state.velocity["w"], state.residual["w"]], (4 * 10, 70))
+  assert specs.velocity["w"] == specs.residual["w"] == P("data")
+  assert specs.count == specs.key == P()
   if not selects:
     assert state.memory is None and specs.memory is None
     return
   rows = N if exchange == "two_shot" else 1
   chex.assert_shape(state.memory.own[("data",)]["['w']"].used, (N * rows,))
   assert all(spec == P("data") for spec in specs.memory.own[("data",)]["['w']"])
-  assert bool(state.owner_residual) == (exchange == "two_shot")
+  assert bool(state.server_residual) == (exchange == "two_shot")
   local = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(N))
   chex.assert_shape(local.memory.own[("data",)]["['w']"].used, (N, rows))
 
@@ -297,5 +297,5 @@ def test_momentum_of_a_bucket_that_is_not_finite_stays():
   _, after = update(clean.at[2, 5].set(jnp.nan), before)
   expected = np.array(0.5 * clean + clean)
   expected[2] = clean[2]
-  np.testing.assert_array_equal(before.momentum, clean)
-  np.testing.assert_array_equal(after.momentum, expected)
+  np.testing.assert_array_equal(before.velocity, clean)
+  np.testing.assert_array_equal(after.velocity, expected)

@@ -161,14 +161,14 @@ def test_clipping_over_no_axis():
     gradcomp.clip_by_local_norm(1.0).update([jnp.ones(3, jnp.int32)], None)
 
 
-@pytest.mark.parametrize("name", ["residual", "momentum"])
+@pytest.mark.parametrize("name", ["residual", "velocity"])
 def test_states_that_lack_something(name):
   """A state may hold more than it has to, see switch, but nothing less."""
   grads = {"w": jnp.ones(512)}
   made = gradcomp.compress(TopK(density=0.1), feedback=None)
   used = gradcomp.compress(TopK(density=0.1), feedback="momentum")
   state = made.init(grads)
-  if name == "momentum":
+  if name == "velocity":
     state = state._replace(residual={"w": jnp.zeros(512)})
   with pytest.raises(ValueError, match=says(f"`state.{name}`", "must be kept")):
     used.update(grads, state)

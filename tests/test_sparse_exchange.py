@@ -71,7 +71,7 @@ def test_nothing_is_lost(case):
   passed = trail(transformation(*case), steps)
   check_conservation(passed, steps, momentum, nesterov)
   _, state = passed[-1]
-  assert bool(state.owner_residual) == (exchange in ("two_shot", "hierarchical"))
+  assert bool(state.server_residual) == (exchange in ("two_shot", "hierarchical"))
   # Something waits and, but where a second stage sends all of it, something was sent.
   assert np.count_nonzero(state.residual["w"]) > 100
   assert (state.memory is not None) == (ROWS[case] > 0)
@@ -165,7 +165,7 @@ def test_local_is_what_each_worker_would_do_alone(quantize):
       output, state = update({k: v[i] for k, v in gradient.items()}, state)
       for name in output:
         np.testing.assert_array_equal(output[name], together[name][i])
-        np.testing.assert_array_equal(state.momentum[name], both.momentum[name][i])
+        np.testing.assert_array_equal(state.velocity[name], both.velocity[name][i])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_what_is_not_finite_reaches_all_and_nothing_that_is_kept(exchange, bad):
   assert not np.isfinite(output["w"][:, 5, 7]).any()
   dirty = ~np.isfinite(output["w"])
   assert dirty.sum() == N
-  for name in ("residual", "momentum"):
+  for name in ("residual", "velocity"):
     new, before = getattr(state, name)["w"], getattr(old, name)["w"]
     np.testing.assert_array_equal(new[:, 5, 7], before[:, 5, 7])
     chex.assert_tree_all_finite(new)

@@ -63,7 +63,7 @@ def test_parameters_of_the_shape_of_a_tile():
   params = placed({"w": jnp.ones((8, 4096))}, mesh)
   with jax.set_mesh(mesh):
     state = optimizer.init(params)
-  chex.assert_shape(state[0].owner_residual[("data",)], (8, 4096))
+  chex.assert_shape(state[0].server_residual[("data",)], (8, 4096))
   step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
   step(params, state, jnp.ones((8, 8)))
 
@@ -72,7 +72,7 @@ def test_a_parameter_may_have_the_name_of_a_field():
   """What owners keep is told from a residual by its place in the state."""
   mesh = modes.mesh(WORKERS)
   optimizer = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
-  params = {".memory": jnp.ones((8, 256)), "x.owner_residual": jnp.ones(8)}
+  params = {".memory": jnp.ones((8, 256)), "x.server_residual": jnp.ones(8)}
   step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
   with pytest.raises(ValueError, match=r"residual\['.memory'\] must stack"):
     step(params, optimizer.init(params), jnp.ones((8, 8)))
@@ -92,7 +92,7 @@ def test_orbax_restores_what_owners_of_two_axes_keep(tmp_path):
   }
   with jax.set_mesh(mesh):
     new = tx.init(params)
-  assert sorted(new.owner_residual) == [("data",), axes]
+  assert sorted(new.server_residual) == [("data",), axes]
   numbers = np.random.default_rng(0).normal(size=10**5).astype(np.float32)
 
   def filled(x):

@@ -157,7 +157,7 @@ def test_compressed_train_step_learns(kind, feedback):
   for _ in range(30):
     params, state, metrics = step(params, state, batch)
   assert metrics["loss"] < 0.5 * before
-  assert int(state[0].step) == 30
+  assert int(state[0].count) == 30
 
 
 def test_train_step_reports_aux_and_donates():

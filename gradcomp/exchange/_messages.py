@@ -178,7 +178,7 @@ def _take(
   if array is None or array.shape != shape:
     got = "none" if array is None else array.shape
     raise ValueError(
-      f"`state.owner_residual`[{axes!r}] must have an array of the shape {shape} here, "
+      f"`state.server_residual`[{axes!r}] must have an array of the shape {shape}, "
       f"got {got}; make the state by optimizer.init with as many workers, inside the "
       "map or under jax.set_mesh(mesh), and pass it through with gradcomp.state_specs."
     )
@@ -189,7 +189,7 @@ def _check_all_taken(waiting: dict[Axes, list[jax.Array]]) -> None:
   for axes, arrays in waiting.items():
     if arrays:
       raise ValueError(
-        f"`state.owner_residual`[{axes!r}] must have what the second stage keeps here, "
+        f"`state.server_residual`[{axes!r}] must have what the second stage keeps, "
         f"got {len(arrays)} arrays too many; make the state by optimizer.init with "
         "this transformation and as many workers."
       )
