@@ -62,7 +62,7 @@ CODECS: dict[str, Codec] = {
     name: EightBit(data_type=name)
     for name in ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
   },
-  "dynamic_tree 512": EightBit(block_size=512),
+  "dynamic_tree 512": EightBit(bucket_size=512),
   "dynamic_tree stochastic": EightBit(rounding="stochastic"),
   **{
     f"aps-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m)

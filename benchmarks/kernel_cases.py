@@ -71,7 +71,7 @@ class Case(NamedTuple):
     codec = self.codec
     if self.rounds:
       return self.rounds
-    size = getattr(codec, "bucket_size", getattr(codec, "block_size", codec.row_words))
+    size = getattr(codec, "bucket_size", getattr(codec, "bucket_size", codec.row_words))
     return codec.tile_size // bucket_words(size)
 
   def function(self, implementation: Implementation | None) -> Encode:
@@ -298,7 +298,7 @@ CASES: dict[str, Case] = {
       _eight_bit(
         f"{name}{', blocks' * bool(size)}, {rounding}",
         data_type=name,
-        block_size=size,
+        bucket_size=size,
         rounding=rounding,
         timed=name in ("dynamic_tree", "linear") and rounding == "nearest",
       )

@@ -174,7 +174,7 @@ def eight_bit(
     "dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"
   ] = "dynamic_tree",
   *,
-  block_size: int | None = None,
+  bucket_size: int | None = None,
   rounding: Literal["nearest", "stochastic"] = "nearest",
   exponent_offset: int | None = None,
   implementation: Implementation | None = None,
@@ -191,7 +191,7 @@ def eight_bit(
   Nearest rounding is biased, and keeps a residual by default. The paper keeps none
   (``feedback=None``), and then :math:`e_i = 0`. Stochastic rounding is unbiased.
 
-  A payload has 8 bits an element and one scale a leaf, or a block.
+  A payload has 8 bits an element and one scale a leaf, or a bucket.
 
   Raises:
     ValueError: an argument that the codec or ``compress`` does not allow.
@@ -209,7 +209,7 @@ def eight_bit(
   """
   codec = EightBit(
     data_type=data_type,
-    block_size=block_size,
+    bucket_size=bucket_size,
     rounding=rounding,
     exponent_offset=exponent_offset,
     implementation=implementation,

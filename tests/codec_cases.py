@@ -163,10 +163,10 @@ def _eight_bit(slow=False, **hyper):
     rows,
     int(np.prod(shape)),
     data_type=codec.data_type,
-    block_size=codec.block_size,
+    bucket_size=codec.bucket_size,
     exponent_offset=codec.exponent_offset,
   )
-  return Case(codec, read, codec.block_size, slow=slow)
+  return Case(codec, read, codec.bucket_size, slow=slow)
 
 
 def _float_cast(slow=False, **hyper):
@@ -259,7 +259,7 @@ EIGHT_BIT_CASES = [
   _eight_bit(data_type="static_tree"),
   _eight_bit(data_type="linear"),
   _eight_bit(data_type="mantissa", slow=True),
-  _eight_bit(block_size=64, rounding="stochastic", slow=True),
+  _eight_bit(bucket_size=64, rounding="stochastic", slow=True),
   _eight_bit(data_type="dynamic_map", rounding="stochastic"),
   _eight_bit(data_type="mantissa", exponent_offset=1),
 ]

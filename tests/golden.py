@@ -47,7 +47,7 @@ FEEDBACK = [
   *((QSGD(bits=4, bucket_size=64), e, "error") for e in EXCHANGES[:4]),
   (QSGD(bits=4, bucket_size=64), "two_shot", "momentum"),
   (QSGD(bits=4, bucket_size=64, share_scale=True), "psum", "error"),
-  (EightBit(block_size=64, rounding="stochastic"), "two_shot", "error"),
+  (EightBit(bucket_size=64, rounding="stochastic"), "two_shot", "error"),
   (TopK(density=0.02, range_size=1000), "all_gather", "momentum"),
   (TopK(density=0.02, range_size=1000, quantize="asq"), "two_shot", "momentum"),
   (RandomK(density=0.1, range_size=1000), "psum", "momentum"),

@@ -48,7 +48,7 @@ CASES = {
   "onebit-two_shot": dict(codec=OneBit(bucket_size=32), exchange="two_shot"),
   "terngrad-psum": dict(codec=Ternary(), exchange="psum"),
   "terngrad-two_shot": dict(codec=Ternary(packing="base3"), exchange="two_shot"),
-  "dynamic_tree-two_shot": dict(codec=EightBit(block_size=32), exchange="two_shot"),
+  "dynamic_tree-two_shot": dict(codec=EightBit(bucket_size=32), exchange="two_shot"),
   "natural-two_shot": dict(codec=Natural(), exchange="two_shot"),
   "aps-ring": dict(codec=FloatCast(accumulate="kahan"), exchange="ring"),
   "bfloat16-all_gather": dict(codec=Dense(dtype=jnp.bfloat16), exchange="all_gather"),

@@ -59,7 +59,7 @@ def eight_bit_scales(
   x,
   *,
   data_type,
-  block_size,
+  bucket_size,
   rounding="nearest",
   exponent_offset=None,
   scale_per_row=False,
@@ -69,13 +69,13 @@ def eight_bit_scales(
   Args:
     x: the leaf, of any shape.
     data_type: one of `DATA_TYPES`.
-    block_size: the elements that share a scale; None is one scale a tensor.
+    bucket_size: the elements that share a scale; None is one scale a tensor.
     rounding: "nearest" or "stochastic".
     exponent_offset: None, or k for fixed scales of 10^k, or 1.5 * 10^k for "mantissa".
     scale_per_row: by tensor, one scale for each row, as in later stages.
   """
   scales = oracle.qsgd_scales(
-    x, bits=8, bucket_size=block_size, norm="max", scale_per_row=scale_per_row
+    x, bits=8, bucket_size=bucket_size, norm="max", scale_per_row=scale_per_row
   )
   if exponent_offset is not None:
     fixed = (1.5 if data_type == "mantissa" else 1.0) * 10.0**exponent_offset
@@ -91,7 +91,7 @@ def eight_bit_encode(
   *,
   key=None,
   data_type,
-  block_size,
+  bucket_size,
   scales,
   rounding="nearest",
   lanes=None,
@@ -105,16 +105,16 @@ def eight_bit_encode(
     x: the leaf, of any shape.
     key: the leaf's key, two 32-bit words; only read for stochastic rounding.
     data_type: one of `DATA_TYPES`.
-    block_size: the elements that share a scale; None is one scale a tensor.
+    bucket_size: the elements that share a scale; None is one scale a tensor.
     scales: float32[tiles, P or 1], as :func:`eight_bit_scales`.
     rounding: "nearest" or "stochastic".
     lanes: uint32[tiles, P, B] to use instead of those of the key.
     first_row: the index of the first row, for the key's.
   """
-  words = oracle.PER_TENSOR_WORDS if block_size is None else block_size
+  words = oracle.PER_TENSOR_WORDS if bucket_size is None else bucket_size
   tiles = oracle.tiled(oracle.as_leaf(x), 4, words)
   scales = np.asarray(scales, np.float32)
-  expected = (len(tiles), 1 if block_size is None else 4)
+  expected = (len(tiles), 1 if bucket_size is None else 4)
   if scales.shape != expected:
     raise ValueError(f"`scales` must have the shape {expected}, got {scales.shape}.")
   with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
@@ -123,7 +123,7 @@ def eight_bit_encode(
   fixed = _positions(np.where(np.isnan(t), np.float32(0), t), data_type)
   if rounding == "stochastic" and lanes is None:
     lanes = oracle.random_lanes(
-      key, len(tiles), bits=8, bucket_size=block_size, first_row=first_row
+      key, len(tiles), bits=8, bucket_size=bucket_size, first_row=first_row
     )
   addend = np.int64(2**15) if rounding == "nearest" else lanes.astype(np.int64)
   last = len(levels(data_type)) - 1

@@ -26,8 +26,8 @@ def test_one_bit_needs_buckets(make, size):
   [
     (Ternary, "bucket_size"),
     (gradcomp.terngrad, "bucket_size"),
-    (EightBit, "block_size"),
-    (gradcomp.eight_bit, "block_size"),
+    (EightBit, "bucket_size"),
+    (gradcomp.eight_bit, "bucket_size"),
   ],
 )
 def test_buckets_or_none(make, name, size):

@@ -116,7 +116,7 @@ def _choices(hint):
       QSGD(bits=4, bucket_size=64),
       OneBit(),
       Ternary(packing="base3"),
-      EightBit(block_size=64),
+      EightBit(bucket_size=64),
       Dense(dtype=jnp.bfloat16),
     ),
   ],

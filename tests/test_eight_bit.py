@@ -28,7 +28,7 @@ def wide_range(size):
 
 def options(codec):
   return dict(
-    data_type=codec.data_type, block_size=codec.block_size, rounding=codec.rounding
+    data_type=codec.data_type, bucket_size=codec.bucket_size, rounding=codec.rounding
   )
 
 
@@ -38,7 +38,7 @@ def scales_of(codec, x):
     x, exponent_offset=codec.exponent_offset, **options(codec)
   )
   each = np.broadcast_to(scales, (len(scales), 4)).ravel().astype(np.float64)
-  return each.repeat(codec.block_size or 512)[: x.size]
+  return each.repeat(codec.bucket_size or 512)[: x.size]
 
 
 def decoded_table(data_type):
@@ -102,13 +102,13 @@ def test_the_dynamic_map_is_that_of_bitsandbytes():
   "codec",
   [
     *(case.codec for case in EIGHT_BIT_CASES),
-    EightBit(data_type="linear", block_size=32, rounding="stochastic"),
+    EightBit(data_type="linear", bucket_size=32, rounding="stochastic"),
     EightBit(data_type="static_tree", rounding="stochastic", exponent_offset=-2),
   ],
   ids=laws.name,
 )
 def test_payload_is_the_oracles(codec):
-  x = wide_range(codec.tile_size + 3 * (codec.block_size or 64) + 13)
+  x = wide_range(codec.tile_size + 3 * (codec.bucket_size or 64) + 13)
   rows = np.asarray(laws.encoder(codec)(x, laws.KEY).rows)
   scales = oracle_eight_bit.eight_bit_scales(
     x, exponent_offset=codec.exponent_offset, **options(codec)
@@ -145,7 +145,7 @@ def test_codes_are_the_nearest(data_type):
   "codec",
   [
     EightBit(data_type="linear"),
-    EightBit(data_type="mantissa", block_size=64),
+    EightBit(data_type="mantissa", bucket_size=64),
     EightBit(data_type="dynamic_map"),
     EightBit(data_type="static_tree", exponent_offset=0),
     EightBit(data_type="mantissa", exponent_offset=1),
@@ -164,7 +164,7 @@ def test_nearest_rounding_is_idempotent(codec):
 def test_the_largest_element(data_type, sign):
   """It is the last level: 1 in three data types, and in the map if it is positive."""
   x = sign * np.repeat(np.float32([0.1, 7, 3.4e38, 2.0**-96]), 64)
-  restored = laws.round_trip(EightBit(data_type=data_type, block_size=64), x)
+  restored = laws.round_trip(EightBit(data_type=data_type, bucket_size=64), x)
   last = oracle_eight_bit.levels(data_type)[-1]
   if sign < 0:
     last = oracle_eight_bit.largest_of_both_signs(data_type)
@@ -174,7 +174,7 @@ def test_the_largest_element(data_type, sign):
 @every_type
 def test_stochastic_rounding_is_unbiased(data_type):
   """Its largest element too, and over all decades; against each element's own step."""
-  codec = EightBit(data_type=data_type, block_size=64, rounding="stochastic")
+  codec = EightBit(data_type=data_type, bucket_size=64, rounding="stochastic")
   x = wide_range(500)
   scales, levels = scales_of(codec, x), oracle_eight_bit.levels(data_type)
   gaps = np.diff(levels)
@@ -186,7 +186,7 @@ def test_stochastic_rounding_is_unbiased(data_type):
 @pytest.mark.parametrize("data_type", ["linear", "dynamic_map"])
 def test_zeros_among_others_stay_zero(data_type):
   """Of 2^20 draws, each with 2^-16 for an error of one fixed-point unit to show."""
-  codec = EightBit(data_type=data_type, block_size=64, rounding="stochastic")
+  codec = EightBit(data_type=data_type, bucket_size=64, rounding="stochastic")
   x = np.zeros(2**20, np.float32)
   x[::64] = 1
   assert np.flatnonzero(laws.round_trip(codec, x)).size == 2**14
@@ -196,7 +196,7 @@ def test_zeros_among_others_stay_zero(data_type):
 @every_type
 def test_huge_and_tiny_values(data_type, rounding):
   """Neither the scale nor its inverse overflows or vanishes."""
-  codec = EightBit(data_type=data_type, block_size=32, rounding=rounding)
+  codec = EightBit(data_type=data_type, bucket_size=32, rounding=rounding)
   values = np.float32([3.4e38, 1e38, 2.0**-96, 1e-30, 1e-40])
   x = np.concatenate([np.repeat(values, 16)[:, None], -values.repeat(16)[:, None]], 1)
   x = np.ascontiguousarray(x.reshape(5, 32)).ravel()
@@ -244,7 +244,7 @@ def test_only_two_data_types_take_an_exponent(data_type):
 
 
 def test_bits_an_element():
-  for codec, bits in [(EightBit(), 8 + 32 / 2048), (EightBit(block_size=512), 8.0625)]:
+  for codec, bits in [(EightBit(), 8 + 32 / 2048), (EightBit(bucket_size=512), 8.0625)]:
     assert 32 * codec.row_words / codec.tile_size == bits
 
 
@@ -263,7 +263,7 @@ def test_later_stages_have_a_scale_a_row():
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_payloads_are_added_in_their_order(count):
   """Bit for bit as by one addition after the other."""
-  codec = EightBit(block_size=32)
+  codec = EightBit(bucket_size=32)
   rows = np.stack(
     [
       codec.encode(jnp.asarray(wide_range(256) * np.float32(3**k))).rows

@@ -53,7 +53,7 @@ def small(monkeypatch):
     codec = case.codec
     words = 32 if getattr(codec, "bits", 3) < 3 else 64
     monkeypatch.setattr(_scaling, "_TENSOR_ROW", words)
-    for size in ("bucket_size", "block_size"):
+    for size in ("bucket_size", "bucket_size"):
       # Not those that the table itself has in several sizes.
       if getattr(codec, size, None) == 512 and case.operation != "one_bit":
         codec = dataclasses.replace(codec, **{size: words})
@@ -184,7 +184,7 @@ CODECS = [
     QSGD(bits=8, bucket_size=None, norm="l2", rounding="nearest"),
     QSGD(bits=2, bucket_size=64, share_scale=True),
     Ternary(),
-    EightBit(block_size=64),
+    EightBit(bucket_size=64),
   ),
 ]
 

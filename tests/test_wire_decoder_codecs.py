@@ -29,7 +29,7 @@ def ternary_rows(packing):
 
 
 def eight_bit_rows(data_type, exponent_offset=None):
-  hyper = dict(data_type=data_type, block_size=64)
+  hyper = dict(data_type=data_type, bucket_size=64)
   scales = oracle_eight_bit.eight_bit_scales(
     X, exponent_offset=exponent_offset, **hyper
   )
@@ -52,7 +52,7 @@ def read_ternary(packing):
 
 def read_eight_bit(data_type, **options):
   return lambda rows: wire_decoder_codecs.decode_eight_bit(
-    rows, SIZE, data_type=data_type, block_size=64, **options
+    rows, SIZE, data_type=data_type, bucket_size=64, **options
   )
 
 

@@ -96,18 +96,18 @@ def decode_ternary(rows, size, *, packing, bucket_size, scales=None):
   return z.astype(np.float32) * scale
 
 
-def decode_eight_bit(rows, size, *, data_type, block_size, exponent_offset=None):
+def decode_eight_bit(rows, size, *, data_type, bucket_size, exponent_offset=None):
   """The values of an EightBit payload, float32[size].
 
   Args:
     rows: uint32[tiles, B + scales], the payload.
     size: the number of elements of the leaf.
     data_type: "dynamic_tree", "dynamic_map", "static_tree", "linear" or "mantissa".
-    block_size: the elements that share a scale; None is one scale a tensor.
+    bucket_size: the elements that share a scale; None is one scale a tensor.
     exponent_offset: None, or the k of the fixed scale.
   """
-  words = PER_TENSOR_WORDS if block_size is None else block_size
-  rows = checked_rows(rows, size, 4, words, floats=1 if block_size is None else 4)
+  words = PER_TENSOR_WORDS if bucket_size is None else bucket_size
+  rows = checked_rows(rows, size, 4, words, floats=1 if bucket_size is None else 4)
   if exponent_offset is None:
     scale = checked_scales(rows[:, words:], size, 4, words)
   else:

@@ -105,15 +105,15 @@ class EightBit(SameForAll):
   the fixed-point grid (probabilities are multiples of 2**-16, cut downwards). Its scale
   makes the largest element the largest level that both signs have.
 
-  A payload has 8 bits an element and 32 a tensor or block, in whole rows of four
-  blocks.
+  A payload has 8 bits an element and 32 a tensor or bucket, in whole rows of four
+  buckets.
 
-  A block (or tensor) that holds a NaN or an infinity decodes to NaN, all of it. Zeros
+  A bucket (or tensor) that holds a NaN or an infinity decodes to NaN, all of it. Zeros
   stay zeros. A largest element below 2**-126 counts as zero.
 
   Attributes:
     data_type: one of the table above.
-    block_size: consecutive elements that share a scale, a multiple of 32; None for one
+    bucket_size: consecutive elements that share a scale, a multiple of 32; None for one
       scale a tensor, as in the paper.
     rounding: ``"nearest"`` or ``"stochastic"``, which the paper leaves open.
     exponent_offset: k for a fixed scale of :math:`10^k` instead of the largest element,
@@ -139,7 +139,7 @@ class EightBit(SameForAll):
   """
 
   data_type: DataType = "dynamic_tree"
-  block_size: int | None = None
+  bucket_size: int | None = None
   rounding: Rounding = "nearest"
   exponent_offset: int | None = None
   implementation: Implementation | None = None
@@ -154,8 +154,8 @@ class EightBit(SameForAll):
     one_of("data_type", DataType, self.data_type)
     one_of("rounding", Rounding, self.rounding)
     optional_one_of("implementation", Implementation, self.implementation)
-    size = optional_bucket("block_size", self.block_size)
-    object.__setattr__(self, "block_size", size)
+    size = optional_bucket("bucket_size", self.bucket_size)
+    object.__setattr__(self, "bucket_size", size)
     if self.exponent_offset is None:
       return
     offset = static_integer("exponent_offset", _OFFSET_RULE, self.exponent_offset)
@@ -178,12 +178,12 @@ class EightBit(SameForAll):
 
   @property
   def tile_size(self) -> int:
-    return eight_bit.PLANES * bucket_words(self.block_size)
+    return eight_bit.PLANES * bucket_words(self.bucket_size)
 
   @property
   def row_words(self) -> int:
-    count = 1 if self.block_size is None else eight_bit.PLANES
-    return bucket_words(self.block_size) + count
+    count = 1 if self.bucket_size is None else eight_bit.PLANES
+    return bucket_words(self.bucket_size) + count
 
   def encode(
     self,
@@ -192,12 +192,12 @@ class EightBit(SameForAll):
     key: jax.Array | None = None,
     stats: jax.Array | None = None,
   ) -> Payload:
-    """Encodes an array: ``uint32[rows, B + 4]`` with blocks, else ``[rows, 513]``."""
+    """Encodes an array: ``uint32[rows, B + 4]`` with buckets, else ``[rows, 513]``."""
     del stats
     flat = as_float32(x)
     scale = None
     if not self._scales_inside:
-      scale = self._scale(leaf_scales(flat, eight_bit.PLANES, self.block_size))
+      scale = self._scale(leaf_scales(flat, eight_bit.PLANES, self.bucket_size))
     return Payload(self._encode(flat, scale, key))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
@@ -214,11 +214,11 @@ class EightBit(SameForAll):
     del stats
     scale = None
     if not self._scales_inside:
-      scale = self._scale(row_scales(tiles, eight_bit.PLANES, self.block_size))
+      scale = self._scale(row_scales(tiles, eight_bit.PLANES, self.bucket_size))
     return self._encode(tiles.reshape(-1), scale, key)
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
-    words = bucket_words(self.block_size)
+    words = bucket_words(self.bucket_size)
     return eight_bit.decode_rows(
       rows,
       table=_table(self.data_type),
@@ -242,7 +242,7 @@ class EightBit(SameForAll):
   @property
   def _scales_inside(self) -> bool:
     """True if the encoder finds the scales, so that a kernel reads elements once."""
-    return self.block_size is not None and self.exponent_offset is None
+    return self.bucket_size is not None and self.exponent_offset is None
 
   @property
   def _up(self) -> float:
@@ -276,7 +276,7 @@ class EightBit(SameForAll):
       codec_key(key, self),
       lines=_lines(self.data_type),
       tops=(top + (self.data_type == "dynamic_map"), top),
-      bucket_size=bucket_words(self.block_size),
+      bucket_size=bucket_words(self.bucket_size),
       up=self._up,
       implementation=self.implementation,
     )
