@@ -4,6 +4,7 @@ Every compiler on every device then agrees on every code: no float addition can 
 contracted, and no sums of floats are compared.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -101,6 +102,8 @@ def exact_divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
   return jnp.where(jnp.abs(x) < jnp.inf, quotient, x)
 
 
+# Jitted like the cipher: what is for GPUs is traced elsewhere too, so once a shape.
+@functools.partial(jax.jit, inline=True)
 def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """Returns ``x / divisor``, correctly rounded on every device.
 

@@ -6,6 +6,7 @@ within one. It is the one layout that is fast in XLA on CPU and that Pallas can 
 for GPUs. See docs/wire-format.md.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -85,6 +86,7 @@ def tile_segments(
   return segments
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=True)
 def pack_planes(codes: Sequence[jax.Array], bits: int) -> jax.Array:
   """Packs one array of codes a plane into words: plane ``k`` from bit ``k*bits`` on.
 
@@ -106,6 +108,7 @@ def pack_planes(codes: Sequence[jax.Array], bits: int) -> jax.Array:
   return words
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=True)
 def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
   """Unpacks the words of :func:`pack_planes` by one broadcast shift.
 

@@ -3,6 +3,7 @@
 See docs/wire-format.md for the rule.
 """
 
+import functools
 from typing import Literal
 
 import jax
@@ -88,6 +89,7 @@ def encode_rows(
   return stack_rows(x, count, bucket_size, row_words, encode)
 
 
+@functools.partial(jax.jit, static_argnums=4, inline=True)
 def code(
   x: jax.Array, limit: jax.Array, factor: jax.Array, lane: Lane, packing: Packing
 ) -> jax.Array:
