@@ -68,6 +68,7 @@ def forgotten_programs(request):
   if request.path.parent.name == "tests":
     jax.clear_caches()
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
