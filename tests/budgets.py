@@ -21,14 +21,14 @@ OTHERS = Budget(programs=150, seconds=10)
 
 FILES: dict[str, Budget] = {
   "tests/test_codecs.py": Budget(programs=780, seconds=90),
-  "tests/test_exchange.py": Budget(programs=520, seconds=70),
+  "tests/test_exchange.py": Budget(programs=500, seconds=65),
   "tests/test_examples.py": Budget(programs=60, seconds=35),
-  "tests/test_pallas.py": Budget(programs=380, seconds=30),
-  "tests/test_wire_proof.py": Budget(programs=120, seconds=30),
+  "tests/test_pallas.py": Budget(programs=370, seconds=30),
+  "tests/test_wire_proof.py": Budget(programs=120, seconds=25),
   "tests/test_float_cast_exchange.py": Budget(programs=200, seconds=25),
   "tests/test_mesh_axes.py": Budget(programs=250, seconds=25),
   "tests/test_sparse_exchange.py": Budget(programs=230, seconds=25),
-  "tests/test_citizen.py": Budget(programs=340, seconds=20),
+  "tests/test_citizen.py": Budget(programs=280, seconds=15),
   "tests/test_docs.py": Budget(programs=200, seconds=20),
   "tests/test_explicit.py": Budget(programs=290, seconds=20),
   "tests/test_float_sums.py": Budget(programs=640, seconds=20),

@@ -46,7 +46,7 @@ def encode(codec, x, key, stats=None):
   return codec.encode(x, key=key if codec.needs_key else None, stats=stats)
 
 
-def _here(codec):
+def here(codec):
   """The codec whose ``implementation`` is the one that None takes on CPUs.
 
   None would trace the kernels for GPUs too, which takes longer than all else.
@@ -58,7 +58,7 @@ def _here(codec):
 
 @functools.cache
 def encoder(codec):
-  return jax.jit(functools.partial(encode, _here(codec)))
+  return jax.jit(functools.partial(encode, here(codec)))
 
 
 @functools.cache
@@ -94,12 +94,12 @@ class Trial(NamedTuple):
 
 @functools.lru_cache(maxsize=1)  # the laws of one codec follow each other
 def _program(case):
-  whole = _here(case.codec)
+  whole = here(case.codec)
   codec = whole.bind(Leaf(case.leaf))
 
   @jax.jit
   def run(x, key):
-    payload = encode(whole, x, key)
+    payload = encoder(case.codec)(x, key)
     rows, stats = payload
     lines = (
       None
@@ -167,13 +167,13 @@ def batches_are_independent(case, x):
 
   A codec that gives the payload and the residual at once gives the same of both.
   """
-  codec = _here(case.codec)
+  codec = here(case.codec)
   batch = np.stack([x, 3 * x[::-1]])
   keys = jnp.stack([KEY, KEY + 1])
 
   def both(x, key):
     if not isinstance(codec, RemainderCodec):
-      return encode(codec, x, key), None
+      return encoder(case.codec)(x, key), None
     levels = codec.init().shared if codec.fitted else None
     own = key if codec.needs_key else None
     return codec.encode_with_residual(x, key=own, stats=levels)
@@ -199,7 +199,7 @@ def padding_never_leaks(case, x):
   if case.own is not None:
     case.own(x, found.payload.rows, found.value)
     return
-  codec = _here(case.codec).bind(Leaf(x.shape))
+  codec = here(case.codec).bind(Leaf(x.shape))
   by_bucket = isinstance(case.spoils, int) or case.spoils == "itself"
   scaled = codec.shares_stats or getattr(codec, "scale", 1) != 1
 

@@ -22,19 +22,17 @@ from jax.flatten_util import ravel_pytree
 import gradcomp
 from gradcomp.codecs import QSGD
 
-# Without and with a residual, stochastic and to nearest; others are slow.
-every_transformation = pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(
-      name,
-      marks=()
-      if name in ("dense", "qsgd4-error", "qsgd8-nearest")
-      else pytest.mark.slow,
-    )
-    for name in FACTORIES
-  ],
-)
+
+def every(*plain):
+  """Parametrizes a test by transformations, of which plain runs have those named."""
+  marks = {True: (), False: pytest.mark.slow}
+  return pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks[name in plain]) for name in FACTORIES]
+  )
+
+
+# Without and with a residual.
+every_transformation = every("dense", "qsgd4-error")
 
 
 def signs():
@@ -137,7 +135,8 @@ def test_state_is_stable_under_scan_and_cond(name):
   assert int(state.count) == 3
 
 
-@every_transformation
+# A codec that rounds to nearest keeps a residual unasked.
+@every("dense", "qsgd4-error", "qsgd8-nearest")
 def test_init_takes_abstract_parameters(name):
   tx, grads = FACTORIES[name](), gradients()
   state, abstract = tx.init(grads), jax.eval_shape(lambda: grads)

@@ -166,7 +166,10 @@ def check_model_sharding(params, kinds):
 @pytest.mark.parametrize(
   "run, kinds",
   [
-    *itertools.product([with_train_step, with_user_map], KINDS),
+    *((with_train_step, kinds) for kinds in KINDS),
+    (with_user_map, KINDS[0]),
+    (with_user_map, KINDS[-1]),
+    *slow(*((with_user_map, kinds) for kinds in KINDS[1:-1])),
     # Plain jit needs types that say what the data axis has not summed yet.
     *((with_plain_jit, kinds) for kinds in KINDS if kinds[0] == AxisType.Explicit),
   ],
