@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gradcomp.codecs import LeafCodec, Memory, first_memory, used_entries
 from gradcomp.exchange import Plan
+from gradcomp.kernels import fold_key
+from gradcomp.state import name_words
 from gradcomp.workers import Axes, mark_varying
 
 # Trees of arrays by the axes that stack them, and by the names of leaves.
@@ -19,9 +22,14 @@ def first_stored(plan: Plan, key: jax.Array) -> Memory | None:
 
   Args:
     plan: the codecs of all leaves.
-    key: ``uint32[2]``, the same on all workers.
+    key: ``uint32[2]``, the same on all workers. Each leaf folds its name into it.
   """
-  return _stored(plan, [first_memory(codec, leaf, key) for codec, leaf in _bound(plan)])
+  if not jax.tree.leaves(_shapes(plan)):
+    return None
+  words = jnp.array([name_words(name) for name in plan.names], jnp.uint32)
+  keys = jax.vmap(lambda own: fold_key(fold_key(key, own[0]), own[1]))(words)
+  bound = zip(plan.codecs, plan.leaves, keys, strict=True)
+  return _stored(plan, [first_memory(codec, leaf, own) for codec, leaf, own in bound])
 
 
 def recall(plan: Plan, stored: Memory | None) -> list[Memory]:

@@ -116,7 +116,7 @@ def _keys(
   """Returns a key for each text, ``uint32[texts, 2]``; each worker's own on axes."""
   fold = jax.random.fold_in
   step_key = fold(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.count)
-  words = jnp.array([_words(text) for text in texts], jnp.uint32)
+  words = jnp.array([name_words(text) for text in texts], jnp.uint32)
   worker = 0 if axis_name is None else lax.axis_index(axis_name)
 
   def key(own: jax.Array) -> jax.Array:
@@ -125,6 +125,6 @@ def _keys(
   return jax.random.key_data(jax.vmap(key)(words))
 
 
-def _words(text: str) -> np.ndarray:
+def name_words(text: str) -> np.ndarray:
   """Returns the first two words of a text's SHA-256, big-endian."""
   return np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], ">u4")
