@@ -1,4 +1,4 @@
-"""Exchanges schedule sums: the only folder that calls collectives."""
+"""Schedules sums between workers. Only this folder calls collectives."""
 
 from gradcomp.exchange._all_gather import AllGather as AllGather
 from gradcomp.exchange._all_reduce import AllReduce as AllReduce

@@ -1,4 +1,4 @@
-"""What workers agree on before they encode: the largest statistics, and what fits."""
+"""Lets workers agree, before they encode, on statistics and on fitted memories."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,10 @@ from gradcomp.workers import axis_names, require_size
 def largest_stats(
   stats: Sequence[jax.Array | None], workers: Workers
 ) -> list[jax.Array | None]:
-  """The largest statistics of all workers, in one message."""
+  """Returns, for each leaf, the largest statistics of all workers.
+
+  All leaves share one message. A leaf whose codec shares nothing has None.
+  """
   own = [x for x in stats if x is not None]
   if not own:
     return list(stats)
@@ -33,13 +36,16 @@ def refit(
   memory: Sequence[Memory],
   step: jax.Array,
 ) -> list[Memory]:
-  """The memories of this step: what all workers share is fitted to all their leaves.
+  """Returns the memories of this step.
+
+  The shared part of a memory is fitted to the leaves of all workers. The part that a
+  worker has for itself stays as it is.
 
   Args:
-    plan: says which codec encodes what.
+    plan: the codec of each leaf.
     leaves: float32 arrays.
-    memory: of the last step.
-    step: ``int32[]``.
+    memory: the memory of each leaf after the last step.
+    step: the number of the step, ``int32[]``.
   """
   if not plan.sends:
     return list(memory)

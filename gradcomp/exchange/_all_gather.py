@@ -16,10 +16,11 @@ from gradcomp.sums import Way
 
 @dataclasses.dataclass(frozen=True)
 class AllGather(WithoutOwners):
-  """Every worker receives every payload, decodes all and adds.
+  """Sends every payload to every worker, which decodes all of them and adds.
 
-  What additions lose of a worker's numbers, that worker keeps. A worker sends ``(N-1)
-  c`` bytes, with c the bytes of a payload.
+  An addition may lose a part of the numbers that it adds. The worker whose numbers were
+  added keeps that part. A worker sends ``(N-1) c`` bytes, where c is the bytes of a
+  payload.
   """
 
   name: ClassVar[str] = "all_gather"
@@ -46,12 +47,12 @@ class AllGather(WithoutOwners):
 def gather_rows(
   layout: Layout, matrices: Sequence[jax.Array], workers: Workers
 ) -> list[jax.Array]:
-  """All workers' rows, in one message.
+  """Gathers the rows of all workers, in one message.
 
   Args:
-    layout: the plan that the matrices follow.
+    layout: the layout of the matrices.
     matrices: ``uint32[rows, row_words]`` for each codec.
-    workers: who exchanges.
+    workers: the workers that exchange.
 
   Returns:
     ``uint32[N, rows, row_words]`` for each codec, the same on every worker.

@@ -1,4 +1,4 @@
-"""``psum``: the backend adds, where sums of plain values or integers are exact."""
+"""``psum``: the backend adds plain values, or integers, whose sums are exact."""
 
 import dataclasses
 from typing import ClassVar, cast
@@ -17,9 +17,10 @@ from gradcomp.sums import ReducibleSum, Way
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce(WithoutOwners):
-  """The backend adds what all workers send: codes in integers that hold it, or values.
+  """Lets the backend add the numbers that all workers send.
 
-  Where all leaves are plain, it adds the leaves themselves, in their own dtype.
+  The numbers are codes, in integers that hold their sums, or plain values. If all
+  leaves are plain, the backend adds the leaves themselves, in their own dtype.
   """
 
   name: ClassVar[str] = "psum"
@@ -31,7 +32,7 @@ class AllReduce(WithoutOwners):
       reduce = psum if workers.scale == 1 else pmean
       mean = reduce(own.leaves, workers.axis_name)
       return Total(mean, own.nothing, own.residuals, encoded=False)
-    sums = cast(list[ReducibleSum], own.sums)  # as check_exchange has made sure
+    sums = cast(list[ReducibleSum], own.sums)  # check_exchange makes sure
     terms = [
       total.terms(rows, workers.size)
       for total, rows in zip(sums, own.rows, strict=True)

@@ -1,4 +1,4 @@
-"""One message: encode, exchange, decode, and what was lost on the way."""
+"""Averages the leaves of one message: agrees, encodes, exchanges and decodes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,21 +12,21 @@ from gradcomp.exchange._contribution import Contribution, Keys, Leaves
 from gradcomp.exchange._local import Local
 from gradcomp.exchange._plan import Message
 
-Residuals = list[jax.Array | None]  # of the second stage, one for each codec
+Residuals = list[jax.Array | None]  # owner residuals, one for each codec
 
 
 class Outcome(NamedTuple):
-  """What :func:`average` returns.
+  """Holds the result of :func:`average`.
 
   Attributes:
-    mean: float32 leaves, equal on all workers.
-    unsent: what this worker did not send, in the units of the leaves; None where nobody
-      asked.
-    residuals: what the owners' encodings lost.
-    own: of each leaf what this worker remembers for itself; None where it does not
-      encode leaves.
-    chosen: of each leaf where this worker sends something, flat; None for everywhere,
-      or where nobody asked.
+    mean: the mean of each leaf, float32, equal on all workers.
+    unsent: the part of each leaf that this worker did not send, in the units of the
+      leaf; None without ``keep``.
+    residuals: the owner residual of each codec; None where none is kept.
+    own: the memory of each leaf that this worker has for itself; None if it encodes
+      sums instead of leaves.
+    chosen: for each leaf, the flat positions of the elements that this worker sends;
+      None if it sends all of them, or without ``mark``.
   """
 
   mean: Leaves
@@ -48,22 +48,24 @@ def average(
   keep: bool,
   mark: bool,
 ) -> Outcome:
-  """The mean of all workers' leaves, and what was lost.
+  """Averages the leaves of a message over all workers.
+
+  It also returns the parts of the leaves that were not sent, and what codecs remember.
 
   Args:
-    message: the plan.
+    message: the layout of the leaves, and their exchange.
     leaves: float32 arrays; float64 ones only for a plain mean.
-    keys: for stochastic rounding.
-    workers: who exchanges; None to exchange nothing.
-    residuals: of the second stage, ``float32[share, tile_size]`` for each codec; None
+    keys: the keys of this worker and step.
+    workers: the workers that exchange; None to exchange nothing.
+    residuals: the owner residual of each codec, ``float32[share, tile_size]``; None
       where none is kept.
-    memory: what the codec of each leaf remembers.
-    step: ``int32[]``.
-    keep: whether to return what was not sent.
-    mark: whether to return where something was sent.
+    memory: the memory of each leaf.
+    step: the number of the step, ``int32[]``.
+    keep: whether to return the parts that were not sent.
+    mark: whether to return the positions of the elements that were sent.
   """
   layout = message.layout
-  if not message.exchange.sends:  # then no worker knows what the others remember
+  if not message.exchange.sends:  # no worker knows what others remember
     memory = [x._replace(shared=()) for x in memory]
   if not layout.elements or not message.exchange.sends:
     workers = None

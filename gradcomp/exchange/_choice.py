@@ -1,4 +1,4 @@
-"""Which exchange: what can be asked for, and what "auto" takes."""
+"""Lists the exchanges that users may ask for, and picks one for "auto"."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,23 +21,24 @@ ExchangeName = Literal[
   "auto", "all_gather", "two_shot", "psum", "ring", "hierarchical", "local"
 ]
 
-# Below this many bytes from all workers together, a second stage costs more in latency
-# than it saves: two messages of 64 KiB take 1 ms at 1 Gbit/s, a stage about 0.1 ms.
+# For up to this many bytes from all workers together, a second stage costs more in
+# latency than it saves: two messages of 64 KiB take 1 ms at 1 Gbit/s, a stage about
+# 0.1 ms.
 _TINY_MESSAGE = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Auto:
-  """The exchange that fits a message: see :func:`choose`.
+  """Picks the exchange that fits a message: see :func:`choose`.
 
   Attributes:
-    feedback: of :class:`TwoShot`, where that is what fits.
+    feedback: the option of :class:`TwoShot`, for messages that this fits.
   """
 
   feedback: bool = True
 
   name: ClassVar[str] = "auto"
-  owners: ClassVar[bool] = False  # not before it is known to what it comes
+  owners: ClassVar[bool] = False  # unknown until it has picked
   of_leaves: ClassVar[bool] = True
   sends: ClassVar[bool] = True
 
@@ -56,10 +57,10 @@ _SHORT_FORMS: dict[str, Callable[[], Any]] = {
 
 
 def as_exchange(given: Any) -> Auto | Exchange:
-  """Returns an exchange as it is, or the one of a short form, with its defaults.
+  """Returns an exchange as it is, and for a short form the exchange with its defaults.
 
   Raises:
-    ValueError: it is neither.
+    ValueError: ``given`` is neither an exchange nor a short form.
 
   Example:
     >>> as_exchange("two_shot")
@@ -78,7 +79,7 @@ def as_exchange(given: Any) -> Auto | Exchange:
 def check_exchange(
   exchange: Auto | Exchange, codec: LeafCodec, axis_name: AxisName | None
 ) -> None:
-  """Raises ValueError for what the codec's sums or the axes do not allow."""
+  """Raises ValueError if the codec's sums or the axes do not allow the exchange."""
   if isinstance(exchange, Auto):
     return
   refusal = sums.facts(codec).refusals.get(exchange.way)
@@ -88,26 +89,30 @@ def check_exchange(
 
 
 class Choice(NamedTuple):
-  """An exchange, and why."""
+  """Holds an exchange, and the reason for it."""
 
   exchange: Exchange
   reason: str
 
 
 def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
-  """Returns the exchange behind ``Auto()``; one that was asked for as it is.
+  """Returns the exchange that ``Auto()`` picks; any other exchange as it is.
 
-  1. Where every leaf is dense float32 there is nothing to encode: ``psum``.
-  2. Sums that a backend can add are added by it: ``psum``. Or, of codes, by owners, if
-     their packed sums are shorter: ``two_shot``.
-  3. Up to two workers, where the bytes are equal, and for messages that are tiny:
-     ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes by it. Also
-     for sparse codecs, whose owners would drop what other workers chose, as long as it
-     sends less than a plain mean; and where a codec does not let owners add.
-  4. Else ``two_shot``: ``2 (N-1)/N c`` bytes, whatever N is, for a second encoding.
+  The first rule that fits decides. A payload has c bytes.
 
-  ``ring`` sends as much as ``two_shot`` and encodes N times; ``hierarchical`` needs to
-  know which links are fast. They are for those who ask for them.
+  1. ``psum``, if every leaf is dense float32. Then there is nothing to encode.
+  2. ``psum``, if the backend can add the numbers. If they are codes, and owners send
+     fewer bytes because they pack the sums, it is ``two_shot``.
+  3. ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes. It is picked
+     for up to two workers, where the bytes are equal, and for tiny messages. It is
+     picked for sparse codecs, too, as long as it sends less than a plain mean: owners
+     would drop entries that other workers chose. And it is picked for codecs that do
+     not let owners add.
+  4. ``two_shot``. A worker sends ``2 (N-1)/N c`` bytes, whatever N is, and the mean is
+     encoded a second time.
+
+  ``Auto()`` never picks two of the exchanges. ``ring`` sends as much as ``two_shot``
+  and encodes N times. ``hierarchical`` needs to know which links are fast.
   """
   if not isinstance(exchange, Auto):
     return Choice(exchange, "asked for")
@@ -134,7 +139,7 @@ def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
 
 
 def reencoding(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
-  """Returns the exchange by the rules 3 and 4."""
+  """Returns the exchange that rules 3 and 4 of :func:`choose` pick."""
   if workers <= 2:
     return Choice(AllGather(), "up to two workers it sends no more, and encodes once")
   if workers * layout.nbytes <= _TINY_MESSAGE:

@@ -1,10 +1,11 @@
-"""The collectives, by what they do to lines of words.
+"""Wraps the collectives, which move lines of words between workers.
 
-Whatever they carry is 32-bit words or whole bytes: XLA widens narrower floats and
-sub-byte integers on the way. In each exchange exactly one collective is named after the
-elements whose mean it completes, which is how :func:`gradcomp.wire_report` knows what a
-plain mean would have sent; the others are named as its stages. Under Auto axes each
-device sends a part of the words: see :func:`spread`.
+Messages are 32-bit words or whole bytes, because XLA widens narrower floats and
+integers of less than a byte on the way. In each exchange, one collective completes the
+mean. Its name holds the number of elements of that mean, from which
+:func:`gradcomp.wire_report` computes the bytes of a plain mean. All other collectives
+are named stages. Under Auto axes each device sends a part of the words: see
+:func:`spread`.
 """
 
 import math
@@ -21,7 +22,7 @@ from gradcomp.workers import AxisName, is_typed
 
 
 class Workers(NamedTuple):
-  """Who exchanges, and what each summand counts: ``1/N`` for a mean, 1 for a sum."""
+  """Names the workers that exchange. ``scale`` is 1/N for a mean, and 1 for a sum."""
 
   axis_name: AxisName
   size: int
@@ -32,31 +33,32 @@ STAGE = "gradcomp_stage"  # the name of every other collective
 
 
 def final_stage(elements: int, workers: Workers) -> str:
-  """The name of the collective that completes an exchange.
+  """Returns the name of the collective that completes an exchange.
 
-  It counts the elements of one device's part.
+  The name holds the number of elements in one device's part, and the number of workers.
   """
   elements = -(-elements // devices(workers.axis_name))
   return f"gradcomp_mean_{elements}_over_{workers.size}"
 
 
 def pmean(tree: Any, axis_name: AxisName) -> Any:
-  """The plain mean over the axis, in the arrays' own dtype."""
+  """Returns the plain mean over the axis, in the arrays' own dtype."""
   note(_parts(jax.tree.leaves(tree)))
   return lax.pmean(tree, axis_name)
 
 
 def psum(tree: Any, axis_name: AxisName) -> Any:
-  """The plain sum over the axis, in the arrays' own dtype."""
+  """Returns the plain sum over the axis, in the arrays' own dtype."""
   note(_parts(jax.tree.leaves(tree)))
   return lax.psum(tree, axis_name)
 
 
 def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
-  """The maximum over the workers of bytes, or of ``float32`` that is zero or more.
+  """Returns the maximum over the workers.
 
-  Such floats are ordered as their bit patterns are, NaN above all. A maximum of floats
-  may drop NaN on the way.
+  The elements are bytes, or ``float32`` of zero or more. Such floats have the order of
+  their bit patterns, with NaN as the largest. The maximum is taken of the bit patterns,
+  because a maximum of floats may drop NaN.
   """
 
   def maximum(x: jax.Array) -> jax.Array:
@@ -72,7 +74,7 @@ def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
 def totals(
   arrays: Sequence[jax.Array], axis_name: AxisName, name: str
 ) -> list[jax.Array]:
-  """The sums over the workers of arrays of numbers, in a stage of this name."""
+  """Returns the sum of each array over the workers, in collectives of this name."""
   if devices(axis_name) == 1:
     with jax.named_scope(name):
       return psum(arrays, axis_name)  # in one message
@@ -80,7 +82,10 @@ def totals(
 
 
 def gather(message: jax.Array, axis_name: AxisName, name: str) -> jax.Array:
-  """``[M]`` to ``[N, M]``, typed as equal on all workers where types are tracked."""
+  """Gathers each worker's message at every worker: ``[M]`` to ``[N, M]``.
+
+  If types are tracked, the result is typed as equal on all workers.
+  """
 
   def every(message: jax.Array) -> jax.Array:
     if is_typed(axis_name):
@@ -91,7 +96,10 @@ def gather(message: jax.Array, axis_name: AxisName, name: str) -> jax.Array:
 
 
 def scatter(lines: jax.Array, axis_name: AxisName) -> jax.Array:
-  """``[N, M]``: line d goes to worker d; line s of the result comes from worker s."""
+  """Sends line d of ``[N, M]`` to worker d.
+
+  Line s of the result, ``[N, M]``, comes from worker s.
+  """
 
   def exchange(lines: jax.Array) -> jax.Array:
     return lax.all_to_all(lines, axis_name, 0, 0, tiled=True)
@@ -102,15 +110,15 @@ def scatter(lines: jax.Array, axis_name: AxisName) -> jax.Array:
 def scatter_within(
   lines: jax.Array, axis_name: str, members: Sequence[Sequence[int]]
 ) -> jax.Array:
-  """:func:`scatter` among the members of groups of one axis.
+  """Sends a line to each member of the worker's group, like :func:`scatter`.
 
-  One permutation for each distance in a group: ``jax.vmap`` has no rule for grouped
-  collectives.
+  It takes one permutation for each distance in a group, because ``jax.vmap`` has no
+  rule for grouped collectives.
 
   Args:
     lines: ``[K, M]``, a line for each member of the worker's group.
     axis_name: the axis.
-    members: groups of K workers, which are all workers.
+    members: the workers of each group, K a group. Every worker is in one group.
 
   Returns:
     ``[K, M]``, a line from each member.
@@ -130,7 +138,7 @@ def scatter_within(
 
 
 def pass_on(message: jax.Array, axis_name: AxisName, count: int) -> jax.Array:
-  """Each worker's message to the next one in the ring."""
+  """Sends each worker's message to the next worker in the ring."""
   ring = [(i, (i + 1) % count) for i in range(count)]
   return _permuted(message, axis_name, ring)
 
@@ -146,7 +154,7 @@ def _permuted(
 
 
 def split(lines: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-  """The inverse of :func:`join`: ``[lines, M]`` to arrays ``[lines, *shape]``."""
+  """Cuts ``[lines, M]`` into arrays ``[lines, *shape]``: it undoes :func:`join`."""
   result = []
   start = 0
   for shape in shapes:
@@ -157,7 +165,10 @@ def split(lines: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array
 
 
 def shares(rows: jax.Array, workers: Workers) -> jax.Array:
-  """``[rows, width]``, filled with zeros, as ``[N, share, width]``."""
+  """Cuts rows into a share for each worker: ``[rows, width]`` to ``[N, share, width]``.
+
+  Zeros fill the last shares.
+  """
   share = -(-rows.shape[0] // workers.size)
   padding = workers.size * share - rows.shape[0]
   padded = jnp.pad(rows, ((0, padding), (0, 0)))
@@ -165,12 +176,15 @@ def shares(rows: jax.Array, workers: Workers) -> jax.Array:
 
 
 def stacked(x: jax.Array) -> jax.Array:
-  """The inverse of :func:`shares`, filling included: ``[N * share, ...]``."""
+  """Joins shares to rows: ``[N, share, ...]`` to ``[N * share, ...]``.
+
+  The zeros that fill the last shares stay in.
+  """
   return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def join(parts: Sequence[jax.Array], lines: int) -> jax.Array:
-  """Arrays ``[lines, ...]`` side by side: ``[lines, M]``."""
+  """Puts arrays ``[lines, ...]`` side by side: ``[lines, M]``."""
   note(_parts(parts))
   return jnp.concatenate([x.reshape(lines, x.size // lines) for x in parts], axis=1)
 

@@ -1,4 +1,4 @@
-"""What one worker adds to a message, and what the exchange makes of all."""
+"""Holds what one worker contributes to an exchange, and what the exchange returns."""
 
 import dataclasses
 import functools
@@ -17,20 +17,21 @@ Leaves = list[jax.Array]
 
 
 class Keys(NamedTuple):
-  """The keys of one worker and step, ``uint32[2]``; None where a codec needs none."""
+  """Holds the keys of one worker and step, ``uint32[2]``, or None for no key."""
 
   leaves: Sequence[jax.Array | None]
-  stages: Sequence[jax.Array | None]  # of codecs: for what is encoded after the leaves
+  stages: Sequence[jax.Array | None]  # one for each codec, for its later encodings
 
 
 class Total(NamedTuple):
-  """What an exchange returns.
+  """Holds the result of an exchange.
 
   Attributes:
-    mean: the leaves' mean, or sum, of all workers, equal on all, float32.
-    lost: for each codec the decoder of what this worker has to keep of what was lost on
-      the way, or None.
-    residuals: for each codec what owners keep of their means, or None.
+    mean: the mean, or the sum, of each leaf over all workers, float32, with the same
+      bits on every worker.
+    lost: for each codec, the decoder of the losses on the way that this worker keeps in
+      its residual; None if there are none.
+    residuals: the owner residual of each codec; None where none is kept.
     encoded: whether the leaves were encoded before anything was added.
   """
 
@@ -42,17 +43,19 @@ class Total(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Contribution:
-  """The leaves of one worker, as an exchange needs them.
+  """Holds the leaves of one worker, in the forms in which exchanges add them.
+
+  A form is computed when an exchange first asks for it.
 
   Attributes:
-    layout: the plan.
+    layout: the place of each leaf in the message.
     leaves: float32 arrays.
-    keys: for stochastic rounding.
-    stats: what all workers share of each leaf, or None.
-    memory: what the codec of each leaf remembers; None where it is not kept.
-    step: ``int32[]``.
-    residuals: of the owners' last encodings, for each codec; or None.
-    keep: whether to return what is lost.
+    keys: the keys of this worker and step.
+    stats: the shared statistics of each leaf, or None.
+    memory: the memory of each leaf; None where none is kept.
+    step: the number of the step, ``int32[]``.
+    residuals: the owner residual of each codec from the last step, or None.
+    keep: whether to return the losses.
   """
 
   layout: Layout
@@ -71,7 +74,7 @@ class Contribution:
 
   @functools.cached_property
   def agreed(self) -> list[jax.Array | None]:
-    """The shared statistics of each matrix, a line a row."""
+    """The shared statistics of each matrix, one line for each of its rows."""
     return self.layout.row_stats(self.stats)
 
   @functools.cached_property
@@ -101,7 +104,7 @@ class Contribution:
 
   @property
   def addends(self) -> Leaves:
-    """What this worker adds to sums of each codec, be it rows or tiles."""
+    """The rows or the tiles that this worker adds to the partial sums of each codec."""
     return [
       self.rows[i] if total.of_rows else self.tiles[i]
       for i, total in enumerate(self.sums)
@@ -109,22 +112,28 @@ class Contribution:
 
   @property
   def remembered(self) -> list[Any]:
-    """What this worker remembers of each leaf for itself, after it has encoded it."""
+    """The memory of each leaf that this worker has for itself, after encoding it."""
     return [leaf.own for leaf in self._encoded[1]]
 
   def chosen(self, number: int) -> jax.Array | None:
-    """Where in a leaf this worker sends something, flat; None for everywhere."""
+    """Returns the flat positions of the elements of a leaf that this worker sends.
+
+    None means that it sends all of them.
+    """
     group, start, stop = self.layout.slots[number]
     size = self.layout.like[number].size
     return self.sums[group].sent_at(self.rows[group][start:stop], size)
 
   def stage_stats(self, group: int) -> jax.Array | None:
-    """What sums of a codec are encoded with that all workers remember; or None."""
+    """Returns the ``stats`` with which a codec encodes sums, or None.
+
+    They are equal on all workers.
+    """
     first = next(i for i, x in enumerate(self.layout.slots) if x.group == group)
     return recalled_by_all(self.layout.codecs[group], self.memory[first], self.step)
 
   def leaf_rows(self, group: int) -> list[LeafRows]:
-    """The leaves of a codec."""
+    """Returns the key and the number of rows of each leaf of a codec."""
     return [
       LeafRows(self.keys.leaves[i], slot.stop - slot.start)
       for i, slot in enumerate(self.layout.slots)
@@ -133,7 +142,7 @@ class Contribution:
 
   @functools.cached_property
   def decoders(self) -> list[RowDecoder]:
-    """Of this worker's own rows."""
+    """The decoder of this worker's own rows, one for each codec."""
     return [
       total.gathered(rows[None], agreed, 1.0)
       for total, rows, agreed in zip(self.sums, self.rows, self.agreed, strict=True)
@@ -141,16 +150,23 @@ class Contribution:
 
   @functools.cached_property
   def decoded(self) -> Callable[[int], jax.Array]:
-    """What this worker's own rows of a leaf decode to, by its number."""
+    """A function from the number of a leaf to what this worker's rows decode to.
+
+    It decodes each leaf once.
+    """
     return functools.cache(lambda i: self.layout.decode_leaf(i, self.decoders))
 
   @property
   def nothing(self) -> list[None]:
-    """For each codec nothing that was lost on the way."""
+    """None for each codec, for exchanges that lose nothing on the way."""
     return [None] * len(self.sums)
 
   def unsent(self, total: Total) -> Leaves:
-    """What this worker did not send of each leaf, in the units of the leaves."""
+    """Returns the part of each leaf that this worker did not send.
+
+    It is in the units of the leaf: what encoding the leaf lost, and the losses on the
+    way that this worker keeps.
+    """
 
     def not_encoded(i: int) -> jax.Array:
       known = self._encoded[1][i].unsent

@@ -1,4 +1,4 @@
-"""What the transformation asks of an exchange."""
+"""Defines the protocol of exchanges, which the transformation relies on."""
 
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -10,44 +10,44 @@ from gradcomp.workers import AxisName
 
 @runtime_checkable
 class Exchange(Protocol):
-  """A schedule, which says who sends which rows to whom, and who adds them.
+  """A schedule says who sends which rows to whom, and who adds them.
 
-  It is a frozen dataclass, whose fields are its options. It never asks what is added:
-  that a :class:`gradcomp.sums.Sum` knows.
+  It is a frozen dataclass, whose fields are its options. It does not know the numbers
+  that are added: a :class:`gradcomp.sums.Sum` does.
   """
 
   name: ClassVar[str]
-  """The short form, which users may give in its place."""
+  """The short form. Users may give it instead of the exchange."""
 
   way: ClassVar[Way]
-  """How sums come about, which some codecs' sums refuse."""
+  """The way in which sums come about. The sums of a codec may refuse it."""
 
   owners: ClassVar[bool]
-  """True if each of N workers owns an Nth of the rows, whose sums it sends to all."""
+  """True if each worker owns a share of the rows, and sends their sums to all."""
 
   of_leaves: ClassVar[bool]
-  """True if what is encoded first are the leaves of one worker, and not sums."""
+  """True if each worker encodes its leaves before anything is added."""
 
   sends: ClassVar[bool]
   """True if workers exchange anything."""
 
   @property
   def keeps(self) -> bool:
-    """True if owners keep what their encodings of means lost."""
+    """True if owners keep owner residuals."""
 
   def check_axes(self, axis_name: AxisName | None) -> None:
-    """Raises ValueError for axes over which it cannot run."""
+    """Raises ValueError if the exchange cannot run over the axes."""
 
   def run(self, own: Contribution, workers: Workers) -> Total:
     """Returns the mean, or the sum, of all workers' leaves."""
 
 
 class WithoutOwners:
-  """A base of exchanges in which no worker owns rows, and any axes will do."""
+  """A base of exchanges that have no owners and run over any axes."""
 
   owners: ClassVar[bool] = False
   sends: ClassVar[bool] = True
   keeps: ClassVar[bool] = False
 
   def check_axes(self, axis_name: AxisName | None) -> None:
-    """Any will do."""
+    """Accepts any axes."""

@@ -1,4 +1,4 @@
-"""``hierarchical``: full precision inside a group, compressed between groups."""
+"""``hierarchical``: adds inside groups first, and sends the sums between groups."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,22 +31,28 @@ _GROUP_RULE = "a number of workers, 1 or more"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hierarchical:
-  r"""Sums of groups as they are, then two_shot between groups, then all_gather.
+  r"""Adds inside groups first, and sends the sums, encoded, between groups.
 
-  Worker (h, c) of H groups of C first adds, in the order of the workers, the rows of
-  the shares ``(*, c)`` over its group: a reduce-scatter as an all_to_all, because no
-  backend says in which order its own one adds. What is added there are float32 tiles,
-  or numbers of a codec that adds in its own format. The worker sends those sums,
-  encoded, to the workers ``(*, c)`` of the other groups, where each owns one share, and
-  the owners' encoded means go to all.
+  There are H groups of C workers. Worker (h, c) has place c in group h, and owns one
+  share.
 
-  What worker (h, c) loses, it loses of the sum of its group. ``fold_in(key, 0)`` rounds
-  the sums of groups and ``fold_in(key, 1)`` the means.
+  1. Inside its group, worker (h, c) adds the shares that the workers ``(*, c)`` own. It
+     adds float32 tiles, or numbers of a codec that adds in its own format, in the order
+     of the workers. This is a reduce-scatter made of an all_to_all, because no backend
+     documents the order in which its own reduce-scatter adds.
+  2. The worker encodes these sums of its group, and sends each to the owner of the
+     share, one of the workers ``(*, c)``. The owner adds what it receives.
+  3. The owners encode the means and send them to all.
+
+  The worker that encodes a sum of its group keeps what that loses in its residual.
+  ``fold_in(key, 0)`` rounds the sums of groups, and ``fold_in(key, 1)`` rounds the
+  means.
 
   Attributes:
-    group_size: workers in a group of one axis, which are consecutive; None if the
-      workers of the second of two axes, ``("host", "chip")``, are a group.
-    feedback: as in :class:`TwoShot`.
+    group_size: the number of workers in a group. A group is so many consecutive workers
+      of one axis. With None there are two axes, ``("host", "chip")``, and a group is
+      the workers along the second one.
+    feedback: the same as in :class:`TwoShot`.
 
   References:
     Han et al., `Auto-Precision Scaling for Distributed Deep Learning
@@ -75,7 +81,7 @@ class Hierarchical:
     return self.feedback
 
   def check_axes(self, axis_name: AxisName | None) -> None:
-    """Raises ValueError unless they are two axes, or one that is cut into groups."""
+    """Raises ValueError unless there are two axes, or one that is cut into groups."""
     count = 1 if self.group_size else 2
     if axis_name is not None and len(axis_names(axis_name)) != count:
       raise ValueError(
@@ -97,10 +103,10 @@ class Hierarchical:
     return owned_total(own, rows, second, lost, workers)._replace(encoded=False)
 
   def shape(self, workers: Workers) -> tuple[int, int]:
-    """The number of groups H and of workers in a group C.
+    """Returns the number of groups H, and the number of workers in a group C.
 
     Raises:
-      ValueError: the workers are not so many groups.
+      ValueError: C does not divide the number of workers, or there are not two axes.
     """
     if self.group_size is None:
       if len(axis_names(workers.axis_name)) != 2:
@@ -121,14 +127,14 @@ class Hierarchical:
 def _reduce_inside(
   own: Contribution, workers: Workers, groups: int, size: int
 ) -> list[Sent]:
-  """The sums of this worker's group, of the rows of its H shares."""
+  """Adds, over this worker's group, the rows of the H shares of its place."""
   parts = [
     shares(addend, workers).reshape(groups, size, -1, addend.shape[1]).swapaxes(0, 1)
     for addend in own.addends
   ]
   lines = [_words(part.reshape(size, -1, part.shape[-1])) for part in parts]
   received = regroup(join(lines, size), workers, groups, size, inside=True)
-  sums = cast(list[PartialSum], own.sums)  # as check_exchange has made sure
+  sums = cast(list[PartialSum], own.sums)  # check_exchange makes sure of that
   sent = []
   for i, (total, words) in enumerate(
     zip(sums, split(received, [x.shape[1:] for x in lines]), strict=True)
@@ -142,7 +148,7 @@ def _reduce_inside(
 def _reduce_between(
   own: Contribution, inside: Sequence[Sent], workers: Workers, groups: int, size: int
 ) -> list[Sent]:
-  """The sums of all groups, of the rows of this worker's share."""
+  """Adds the sums of all groups, for the rows of the share that this worker owns."""
   lines = [x.rows.reshape(groups, -1, x.rows.shape[1]) for x in inside]
   received = regroup(join(lines, groups), workers, groups, size, inside=False)
   sent = []
@@ -165,7 +171,10 @@ def _reduce_between(
 def _lost(
   inside: Sent, between: Sent, workers: Workers, groups: int, size: int
 ) -> jax.Array | None:
-  """What this worker lost of its group's sums, and of its share, among all rows."""
+  """Returns what this worker lost, ``float32[rows, tile_size]`` over all rows.
+
+  These are the losses in the sums of its group, and in the sum of its share.
+  """
   if inside.lost is None:
     return None
   lost = inside.lost.reshape(groups, -1, inside.lost.shape[1])
@@ -181,7 +190,7 @@ def _words(x: jax.Array) -> jax.Array:
 def regroup(
   lines: jax.Array, workers: Workers, groups: int, size: int, *, inside: bool
 ) -> jax.Array:
-  """Inside groups, or between workers of the same place in different groups."""
+  """Sends lines inside groups, or between groups to the workers of the same place."""
   if isinstance(workers.axis_name, tuple):
     return scatter(lines, workers.axis_name[1 if inside else 0])
   if inside:
@@ -194,7 +203,11 @@ def regroup(
 def gather_groups(
   layout: Layout, message: jax.Array, workers: Workers, group_size: int | None
 ) -> jax.Array:
-  """``[N, M]``: first between groups, where each line crosses once, then inside."""
+  """Gathers each worker's message at every worker: ``[M]`` to ``[N, M]``.
+
+  Over two axes, messages first go between groups, and then inside them. So each message
+  goes to another group once.
+  """
   name = final_stage(layout.elements, workers)
   if group_size is not None:
     return gather(message, workers.axis_name, name)

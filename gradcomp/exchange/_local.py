@@ -1,4 +1,4 @@
-"""``local``: nothing is sent, and each worker keeps to its own."""
+"""``local``: sends nothing. Each worker uses its own leaves alone."""
 
 import dataclasses
 from typing import ClassVar
@@ -11,7 +11,7 @@ from gradcomp.sums import Way
 
 @dataclasses.dataclass(frozen=True)
 class Local(WithoutOwners):
-  """Each worker decodes what it has encoded: the codec's noise alone.
+  """Decodes, on each worker, what it has encoded: this adds the codec's noise alone.
 
   Outputs differ between workers, and under Explicit axes they stay unreduced.
   """

@@ -1,4 +1,4 @@
-"""All messages of a step, and the residuals of their second stages."""
+"""Sends all messages of a step, and keeps the residuals of owners."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,21 +16,22 @@ from gradcomp.exchange._plan import Message, Plan, own_axes
 from gradcomp.kernels import fold_key
 from gradcomp.workers import Axes
 
-# The second stages' residuals by the axes that stack them: ("data",), or ("data",
-# "model") of leaves that are sharded over a model axis.
+# Owner residuals by the axes that stack them: ("data",), or ("data", "model") for
+# leaves that are sharded over a model axis.
 OwnerResiduals = dict[Axes, tuple[jax.Array, ...]]
 
 
 class Exchanged(NamedTuple):
-  """What :func:`average_leaves` returns.
+  """Holds the result of :func:`average_leaves`.
 
   Attributes:
-    mean: of each leaf.
-    unsent: what this worker did not send of each, in the units of the leaves; an empty
-      list where nobody asked.
-    chosen: where this worker sent something of each, flat; None for everywhere.
-    owned: the new residuals of the second stage.
-    memory: what the codec of each leaf remembers.
+    mean: the mean of each leaf.
+    unsent: the part of each leaf that this worker did not send, in the units of the
+      leaf; an empty list without ``keep``.
+    chosen: for each leaf, the flat positions of the elements that this worker sent;
+      None if it sent all of them, or without ``mark``.
+    owned: the new owner residuals, or None.
+    memory: the new memory of each leaf.
   """
 
   mean: list[jax.Array]
@@ -41,7 +42,10 @@ class Exchanged(NamedTuple):
 
 
 def owner_shapes(plan: Plan) -> dict[Axes, list[tuple[int, int]]]:
-  """The shapes of what one worker keeps of the rows that it owns, where they lose."""
+  """Returns the shapes of the owner residuals of one worker, by axes.
+
+  Owners of exact sums keep none.
+  """
   result: dict[Axes, list[tuple[int, int]]] = {}
   for message in plan.messages:
     shapes = [shape for shape in _shapes(message) if shape is not None]
@@ -63,18 +67,23 @@ def average_leaves(
   keep: bool,
   mark: bool,
 ) -> Exchanged:
-  """The mean of all workers' leaves, and what was lost.
+  """Averages leaves over all workers, message by message and round by round.
+
+  It also returns the parts of the leaves that were not sent, and what codecs remember.
 
   Args:
-    plan: the messages, which hold every leaf once a round.
+    plan: the messages of the step.
     leaves: float32 arrays.
-    keys: of the leaves, and of the codecs of all messages.
-    workers: who exchanges; None to exchange nothing.
-    owned: the residuals of the second stage, in :func:`owner_shapes`, or None.
-    memory: what the codec of each leaf remembers.
-    step: ``int32[]``.
-    keep: whether to return what was not sent.
-    mark: whether to return where something was sent.
+    keys: the keys of this worker and step.
+    workers: the workers that exchange; None to exchange nothing.
+    owned: the owner residuals, in the shapes of :func:`owner_shapes`, or None.
+    memory: the memory of each leaf.
+    step: the number of the step, ``int32[]``.
+    keep: whether to return the parts that were not sent.
+    mark: whether to return the positions of the elements that were sent.
+
+  Raises:
+    ValueError: the owner residuals do not have the shapes that the plan needs.
   """
   note(plan, step)
   memory = refit(plan, leaves, memory, step)
@@ -143,19 +152,25 @@ def average_leaves(
 
 
 def _per_worker(mean: jax.Array, workers: Workers | None) -> jax.Array:
-  """What one worker would have to send for this mean, or sum."""
+  """Returns what each worker would send if all sent the same.
+
+  That is the mean itself, or an Nth of a sum.
+  """
   if workers is None or workers.scale != 1:
     return mean
   return mean / workers.size
 
 
 def _round_key(key: jax.Array | None, number: int) -> jax.Array | None:
-  """The key of a leaf's array in a round, which is its own in each."""
+  """Returns the key of a leaf in a round. Each round has a key of its own."""
   return fold_key(key, number) if key is not None and number else key
 
 
 def _shapes(message: Message) -> list[tuple[int, int] | None]:
-  """For each codec of a message, ``[share, tile_size]`` where a residual is kept."""
+  """Returns the shape of the owner residual of each codec, ``[share, tile_size]``.
+
+  None stands for a codec without one.
+  """
   layout = message.layout
   if not message.exchange.owners or not message.keeps:
     return [None] * len(layout.codecs)

@@ -1,8 +1,9 @@
-"""Notes in a trace that is read: what the collectives between them are sent for.
+"""Puts notes into a trace, which say what the collectives between them are sent for.
 
-A note is an equation that computes nothing. Only traces of :func:`gradcomp.explain`
-have some, and nobody compiles those. As a part of the trace it goes where JAX takes
-that: into branches and loops, and into what jit remembers of a function.
+A note is an equation that computes nothing. Only the traces that
+:func:`gradcomp.explain` reads have notes, and nobody compiles those. JAX treats a note
+like every other equation: it stays in its branch or loop, and in the traces that jit
+caches.
 """
 
 import contextlib
@@ -20,19 +21,23 @@ NOTE.def_abstract_eval(lambda *operands, about: list(operands))
 
 
 class Parts(NamedTuple):
-  """The sizes of what travels together: for each codec of a message, or each leaf."""
+  """Holds the sizes of arrays that travel together, one for each codec or leaf."""
 
   sizes: tuple[int, ...]
 
 
 def note(about: object, *arrays: jax.Array) -> Sequence[jax.Array]:
-  """Says in a trace that is read what comes next, and of what; returns the arrays."""
+  """Adds a note to a trace that :func:`gradcomp.explain` reads.
+
+  The note says ``about``. The arrays pass through it, so that the trace shows which
+  ones it is about. They are returned, and other traces return them as they are.
+  """
   return NOTE.bind(*arrays, about=about) if is_explained() else arrays
 
 
 @contextlib.contextmanager
 def noted(about: object) -> Iterator[None]:
-  """Says what the collectives inside are sent for."""
+  """Adds a note that says what the collectives in the body of a ``with`` send."""
   note(about)
   yield
   note(None)

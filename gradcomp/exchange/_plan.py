@@ -1,4 +1,4 @@
-"""The messages of a step: which leaves travel together, and how."""
+"""Plans the messages of a step: which leaves travel together, and how."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -25,17 +25,17 @@ from gradcomp.workers import Axes, AxisName, axis_names
 
 
 class Message(NamedTuple):
-  """Leaves that share the collectives of one exchange.
+  """Holds leaves that share the collectives of one exchange.
 
   Attributes:
-    leaves: their numbers in the flattened tree.
-    layout: how they become rows.
-    exchange: who sends which rows to whom.
-    others: axes beside the data axis over which the leaves differ.
-    reason: for the exchange.
-    workers: N.
-    round: the number of the round in which it is sent.
-    keeps: whether owners may keep what their encodings of means lost.
+    leaves: the numbers of the leaves in the flattened tree.
+    layout: the place of each leaf in the rows.
+    exchange: the exchange that sends them.
+    others: the axes beside the data axis over which the leaves differ.
+    reason: the reason for the exchange.
+    workers: the number of workers N.
+    round: the number of the round in which the message is sent.
+    keeps: whether owners may keep owner residuals of it.
   """
 
   leaves: tuple[int, ...]
@@ -49,17 +49,17 @@ class Message(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """What one transformation sends in a step.
+  """Holds the messages that one transformation sends in a step.
 
   Attributes:
-    names: of the leaves, like "['layer']['kernel']".
-    leaves: what codecs were bound to.
+    names: the name of each leaf, like "['layer']['kernel']".
+    leaves: the shapes and paths to which codecs were bound.
     others: for each leaf, the axes beside the data axis over which it differs.
     codecs: the codec of each leaf.
-    rules: why each leaf gets it; "" where all get the same.
+    rules: the rule that chose each codec; "" where all leaves get the same.
     messages: the messages, round by round.
     axis_name: the axes of the workers, or None.
-    workers: N.
+    workers: the number of workers N.
   """
 
   names: tuple[str, ...]
@@ -73,26 +73,26 @@ class Plan(NamedTuple):
 
   @property
   def rounds(self) -> int:
-    """How many messages follow one another, at most."""
+    """The number of rounds. A round waits for the means of the round before it."""
     return 1 + max((message.round for message in self.messages), default=0)
 
   @property
   def sends(self) -> bool:
-    """Whether workers exchange anything."""
+    """True if workers exchange anything."""
     return any(message.exchange.sends for message in self.messages)
 
   @property
   def of_leaves(self) -> bool:
-    """Whether what is encoded first are the leaves of one worker, and not sums."""
+    """True if each worker encodes its leaves before anything is added."""
     return all(message.exchange.of_leaves for message in self.messages)
 
   def own_axes(self, number: int) -> Axes:
-    """Returns the axes that stack what each worker keeps of a leaf."""
+    """Returns the axes that stack the arrays that workers keep of a leaf."""
     return own_axes(self.axis_name, self.others[number])
 
 
 def own_axes(axis_name: AxisName | None, others: tuple[str, ...]) -> Axes:
-  """Returns the axes over which workers' own arrays are stacked."""
+  """Returns the axes that stack arrays of which each worker has its own."""
   return (*(() if axis_name is None else axis_names(axis_name)), *others)
 
 
@@ -110,25 +110,32 @@ def plan_messages(
 ) -> Plan:
   """Cuts a list of leaves into messages.
 
-  One message a round, unless
+  A round has one message, unless one of these rules makes more.
 
-  - ``message_bytes`` asks for more: consecutive leaves share a message as long as its
-    payload is not larger;
-  - leaves differ over different ``others``: a message has one type;
-  - codes are added by ``psum``: dense leaves have no integer codes;
-  - what an owner's encoding loses of other arrays than leaves is not for the next step;
-  - leaves are float64, of which there is only a plain sum.
+  - ``message_bytes`` limits the payload of a message. Consecutive leaves share one as
+    long as they fit.
+  - Leaves that differ over different ``others`` cannot share a message, which has one
+    type.
+  - Dense leaves have no integer codes, so that they cannot share a message with codes
+    that ``psum`` adds.
+  - Owners keep owner residuals of leaves, but not of the arrays that a codec averages
+    in a leaf's place.
+  - Leaves of float64 are only added plainly.
 
   Args:
-    leaves: of the flattened tree.
-    paths: their paths.
+    leaves: the leaves of the flattened tree.
+    paths: the path of each leaf.
     others: for each leaf, the axes beside the data axis over which it differs.
-    codec: for the large leaves.
+    codec: the codec of the large leaves.
     axis_name: the axes of the workers, or None.
-    exchange: the one that was asked for.
-    workers: N.
-    min_leaf_size: elements, or None for the default.
-    message_bytes: bytes of a payload, or None for no limit.
+    exchange: the exchange that was asked for.
+    workers: the number of workers N.
+    min_leaf_size: elements from which a leaf is large, or None for the default.
+    message_bytes: the limit in bytes, or None for no limit.
+
+  Raises:
+    ValueError: sums of codes of so many workers do not fit in 32 bits, or a rule of a
+      policy matches no leaf.
   """
   like = [
     jax.ShapeDtypeStruct(leaf.shape, working_dtype(codec, leaf.dtype))
@@ -143,12 +150,12 @@ def plan_messages(
   ]
   check_leaves(codec, whole)
   decided = None
-  if total.drops:  # for all messages, before ranges are cut
+  if total.drops:  # one exchange for all, before ranges are cut
     codecs = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
     last = [rounds_of(c, x.shape)[-1] for c, x in zip(codecs, like, strict=True)]
     decided = choose(exchange, arrange(like, [x.codec for x in last]), workers)
     exchange = decided.exchange
-  # Where workers own ranges of rows, every leaf has a row for each of them.
+  # If workers own shares, every leaf of a sparse codec has a range for each worker.
   ranges = workers if exchange.owners else 1
   bound = [leaf._replace(addends=addends, ranges=ranges) for leaf in whole]
   codecs = leaf_codecs(bound, codec, min_leaf_size=min_leaf_size)
@@ -195,10 +202,10 @@ def plan_messages(
 
 
 class _Kind(NamedTuple):
-  """What leaves of one message have in common."""
+  """Holds the properties that all leaves of a message share."""
 
   others: tuple[str, ...]
-  plain: bool  # and added apart from codes
+  plain: bool  # True for plain leaves that are added apart from codes
   wide: bool
   keeps: bool
 

@@ -1,4 +1,4 @@
-"""``ring``: partial sums travel from worker to worker, encoded again at every hop."""
+"""``ring``: sends partial sums from worker to worker, encoded again at each hop."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple, cast
@@ -25,25 +25,27 @@ from gradcomp.workers import mark_varying
 
 
 class _Passing(NamedTuple):
-  """What a worker is about to pass on, for each codec."""
+  """Holds the partial sums that a worker passes on next, one for each codec."""
 
   rows: list[jax.Array]
   riders: list[tuple[jax.Array, ...]]
-  lost: list[jax.Array]  # float32[N, share, tile_size]; empty where nobody asks
+  lost: list[jax.Array]  # float32[N, share, tile_size]; empty without keep
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring(WithoutOwners):
-  r"""Partial sums go from worker to worker over N-1 hops, then from owners to all.
+  r"""Passes partial sums from worker to worker, and sends the whole sums to all.
 
-  The rows are cut into N shares. The sum of share ``d`` starts at worker ``d + 1`` and
-  ends at its owner ``d``: who receives it adds its own part and encodes the sum again.
+  The rows are cut into N shares. The sum of share ``d`` starts at worker ``d + 1``,
+  takes N-1 hops, and ends at its owner ``d``. Each worker that receives it adds its own
+  part and encodes the sum again:
 
   .. math:: s_{k} = Q(s_{k-1} + g_k)
 
-  Each worker encodes each share once, its own share last, so that all that is lost is
-  lost in N encodings whose errors one residual a worker holds:
-  :math:`\sum_k e_k = \sum_k g_k - s_N`. Hop k rounds with ``fold_in(key, k)``.
+  Each worker encodes each share once, and its own share last. So it needs one residual,
+  which holds the error :math:`e_k` of each of its encodings. The N errors of a share
+  are all that is lost: :math:`\sum_k e_k = \sum_k g_k - s_N`. Hop k rounds with
+  ``fold_in(key, k)``.
 
   References:
     Han et al., `Auto-Precision Scaling for Distributed Deep Learning
@@ -66,8 +68,8 @@ class Ring(WithoutOwners):
 
 
 def reduce(own: Contribution, workers: Workers) -> _Passing:
-  """The whole sums of the rows that this worker owns, and what it lost of all rows."""
-  sums = cast(list[PartialSum], own.sums)  # as check_exchange has made sure
+  """Returns the whole sums of this worker's share, and what it lost of all shares."""
+  sums = cast(list[PartialSum], own.sums)  # check_exchange makes sure of that
   n = workers.size
   parts = [shares(addend, workers) for addend in own.addends]
   index = lax.axis_index(workers.axis_name)
@@ -80,7 +82,7 @@ def reduce(own: Contribution, workers: Workers) -> _Passing:
     return None if known is None else fold_key(known, hop)
 
   def noted(lost: list[jax.Array], sent: list[Sent], share: jax.Array) -> list:
-    """What is lost so far, with what was lost now written in."""
+    """Writes what encoding a share lost into the losses so far."""
     return [
       x if y.lost is None else lax.dynamic_update_index_in_dim(x, y.lost, share, 0)
       for x, y in zip(lost, sent, strict=bool(lost))
@@ -107,7 +109,7 @@ def reduce(own: Contribution, workers: Workers) -> _Passing:
     total.start(addend(i, first), key(i, 0), own.stage_stats(i), keep=own.keep)
     for i, total in enumerate(sums)
   ]
-  # Like what is added, which may differ over other axes, too.
+  # The zeros have the type of the addends, which may differ over other axes, too.
   lost = [
     jnp.zeros_like(total.read(part))
     for total, part in zip(sums, parts, strict=True)

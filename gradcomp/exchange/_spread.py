@@ -1,7 +1,8 @@
-"""Spreads what is sent over the devices that Auto axes group together.
+"""Spreads the words of a worker over the devices that Auto axes give it.
 
-XLA gathers the operands of most collectives over the axes that it places itself, and
-every device then sends the whole. A map over those axes leaves each its part.
+XLA places arrays over Auto axes itself. It gathers the operands of most collectives
+over them, so that every device would send all words. A map over these axes makes each
+device send a part.
 """
 
 import math
@@ -15,7 +16,7 @@ from gradcomp.workers import AxisName, automatic_axes, is_typed
 
 
 def devices(axis_name: AxisName) -> int:
-  """The devices that share the work of one worker, each with a part."""
+  """Returns the number of devices that share the work of one worker."""
   return math.prod(automatic_axes(axis_name).values())
 
 
@@ -27,16 +28,18 @@ def spread(
   *,
   ndim: int | None = None,
 ) -> jax.Array:
-  """``function(words)``, each device with its part of the last axis.
+  """Returns ``function(words)``, for which each device sends a part of the last axis.
 
   Args:
     function: a collective over ``axis_name`` that treats all places of the last axis
       alike.
-    words: ``[..., M]``, or one alone, which all send. Zeros fill M up to a multiple of
-      the devices.
+    words: ``[..., M]``, or a scalar, which every device sends. Zeros fill M up to a
+      multiple of the number of devices.
     axis_name: the axes of the workers.
-    name: of the collective alone, not of what XLA moves between devices around it.
-    ndim: of the result, whose last axis is again M; by default that of ``words``.
+    name: the name of the collective. What XLA moves between devices around it does not
+      get the name.
+    ndim: the number of axes of the result, of which the last is again M; by default as
+      many as ``words`` has.
   """
   axes = automatic_axes(axis_name)
   named = jax.named_scope(name)(function)
@@ -44,8 +47,9 @@ def spread(
     return named(words)
   length = words.shape[-1]
   filling = -length % math.prod(axes.values())
-  # Else XLA would cut whatever the words are made of, and what is made of them. That
-  # takes many small messages, and leaves that lie whole would come out in parts.
+  # The constraint keeps the words whole outside of the map. Without it, XLA would cut
+  # the arrays that the words are made of, and those that are made of the words. That
+  # takes many small messages, and whole leaves would come out in parts.
   words = jax.lax.with_sharding_constraint(words, PartitionSpec())
   padded = jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, filling)])
 

@@ -1,4 +1,4 @@
-"""``two_shot``: reduce and broadcast. Each worker owns an Nth of the rows."""
+"""``two_shot``: reduces each share at its owner, and broadcasts the results."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,22 +18,24 @@ from gradcomp.workers import AxisName
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoShot:
-  r"""Each worker owns an Nth of the rows, adds what comes, and sends the mean to all.
+  r"""Sends each share to its owner, which adds it up and sends the mean to all.
 
-  Of a codec with scales of its own, the owner decodes the rows and averages them in
-  float32, adds what its last encoding :math:`Q_2` lost, and encodes again:
+  Each worker owns an Nth of the rows. If the codec has scales of its own, the owner
+  decodes the rows that it receives, and averages them in float32. It adds its owner
+  residual r, which is what its last encoding :math:`Q_2` lost, and encodes again:
 
   .. math:: y = Q_2(\tfrac{1}{N} \sum_i Q(g_i) + r), \qquad
      r' = \tfrac{1}{N} \sum_i Q(g_i) + r - y
 
-  Of a codec with shared statistics, it adds the codes as integers and sends the sums,
-  in as many bits as they need: nothing is lost, and there is no residual. A worker
-  sends ``2 (N-1)/N c`` bytes, with c the bytes of a payload, whatever N is.
+  If the codec has shared statistics, the owner adds the codes as integers. It sends the
+  sums in as many bits as they need. Then nothing is lost, and there is no owner
+  residual. A worker sends ``2 (N-1)/N c`` bytes, where c is the bytes of a payload.
+  That is less than two payloads, whatever N is.
 
   Attributes:
-    feedback: whether, where workers keep residuals, owners keep r, an Nth of the
-      gradient in float32. ``init`` must then know the number of workers: call it
-      inside the map, or under ``jax.set_mesh(mesh)``.
+    feedback: whether owners keep r, an Nth of the gradient in float32, if workers keep
+      residuals. ``init`` must then know the number of workers: call it inside the map,
+      or under ``jax.set_mesh(mesh)``.
 
   References:
     Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
@@ -56,14 +58,14 @@ class TwoShot:
     return self.feedback
 
   def check_axes(self, axis_name: AxisName | None) -> None:
-    """Any will do."""
+    """Accepts any axes."""
 
   def run(self, own: Contribution, workers: Workers) -> Total:
     return broadcast(own, reduce(own, workers), workers)
 
 
 def reduce(own: Contribution, workers: Workers) -> list[Sent]:
-  """The sums of the rows that this worker owns, one for each codec, to send to all."""
+  """Adds the rows that this worker owns, and encodes the sum of each codec for all."""
   lines = [shares(rows, workers) for rows in own.rows]
   received = scatter(join(lines, workers.size), workers.axis_name)
   owned = split(received, [line.shape[1:] for line in lines])
@@ -79,7 +81,7 @@ def reduce(own: Contribution, workers: Workers) -> list[Sent]:
 
 
 def broadcast(own: Contribution, sent: Sequence[Sent], workers: Workers) -> Total:
-  """What the owners of equal shares send, at every worker."""
+  """Sends the encoded sums of all owners to every worker, and decodes them."""
   gathered = gather_rows(own.layout, [x.rows for x in sent], workers)
   lost = [owned_loss(x, workers) for x in sent]
   return owned_total(own, gathered, sent, lost, workers)
@@ -92,14 +94,15 @@ def owned_total(
   lost: Sequence[jax.Array | None],
   workers: Workers,
 ) -> Total:
-  """What N owners' rows stand for.
+  """Decodes what N owners have sent.
 
   Args:
-    own: this worker's leaves.
-    gathered: for each codec ``uint32[N, rows, words]``, a share of each owner.
-    sent: what this worker sent, as one of them.
-    lost: of all rows, what this worker has to keep: ``float32[rows, tile_size]``.
-    workers: who exchanges.
+    own: the leaves of this worker.
+    gathered: the shares of all owners, ``uint32[N, rows, words]`` for each codec.
+    sent: what this worker sent as an owner, for each codec.
+    lost: for each codec, the losses in all rows that this worker keeps in its residual,
+      ``float32[rows, tile_size]``, or None.
+    workers: the workers that exchange.
   """
   decoders, losses = [], []
   for i, (total, rows) in enumerate(zip(own.sums, gathered, strict=True)):
@@ -112,20 +115,21 @@ def owned_total(
 
 
 def owned_loss(sent: Sent, workers: Workers) -> jax.Array | None:
-  """What this worker lost of its share, among all rows."""
+  """Returns what this worker lost of its share, with zeros in all other rows."""
   return None if sent.lost is None else place(sent.lost[None], workers, workers.size)
 
 
 def place(lost: jax.Array, workers: Workers, size: int) -> jax.Array:
-  """The errors of shares ``(*, c)`` among all rows, which lost nothing here.
+  """Places what this worker lost of the shares ``(*, c)``, where c is its own place.
 
   Args:
-    lost: ``float32[groups, share, width]``.
-    workers: who exchanges; this one has place c in its group.
-    size: workers in a group.
+    lost: the losses in these shares, ``float32[groups, share, width]``.
+    workers: the workers that exchange.
+    size: the number of workers in a group.
 
   Returns:
-    ``float32[groups * size * share, width]``.
+    The losses in all rows, ``float32[groups * size * share, width]``, with zeros in all
+    other shares.
   """
   groups, share, width = lost.shape
   own = lax.axis_index(workers.axis_name) % size
