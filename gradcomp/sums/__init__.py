@@ -1,4 +1,4 @@
-"""Sums say how the payloads of a codec add up, and how a sum travels."""
+"""Says how the payloads of a codec add up, and how their sums travel."""
 
 from typing import cast
 
@@ -37,7 +37,7 @@ from gradcomp.sums._values import Floats as Floats
 
 
 def facts(codec: LeafCodec) -> SumFacts:
-  """Returns what the sums of all codecs that a codec becomes have in common.
+  """Returns the facts about a codec's sums; for a policy, those of all its codecs.
 
   Example:
     >>> facts(gradcomp.codecs.Policy([(".", gradcomp.codecs.TopK())])).drops
@@ -67,5 +67,5 @@ def of(codec: LeafCodec) -> Sum:
     return Chosen(codec)
   if isinstance(codec, SparseCodec):
     return Entries(codec)
-  rows = cast(Codec, codec)  # as compress has made sure
+  rows = cast(Codec, codec)  # compress makes sure of that
   return Floats(rows) if rows == Dense() else Tiles(rows)

@@ -1,4 +1,4 @@
-"""Sums of integer codes, which are exact: how many bits they need, and how they travel.
+"""Adds integer codes exactly, and packs the sums into as many bits as they need.
 
 Codes of a :class:`gradcomp.codecs.SharedCodec` lie in ``[-m, m]``, so sums over N
 workers lie in ``[-N m, N m]``, whatever the gradients are. Nothing here rounds.
@@ -19,10 +19,10 @@ from gradcomp.sums._sum import Facts, LeafRows, Partial, RowDecoder, Sent, Way
 
 @dataclasses.dataclass(frozen=True)
 class Codes(Facts):
-  """Sums of ``int32[rows, P, B]`` codes, which an owner packs as tightly as they fit.
+  """Adds codes, ``int32[rows, P, B]``. Owners pack the sums into as few bits as fit.
 
   Attributes:
-    codec: encodes with the statistics of all workers.
+    codec: the codec of the rows, which encodes with the statistics of all workers.
   """
 
   codec: SharedCodec
@@ -82,7 +82,7 @@ class Codes(Facts):
     raise AssertionError("sums of integers lose nothing")
 
   def reduces_shorter(self, rows: int, workers: int) -> bool:
-    # Either way sends (N-1)/N of what is counted here.
+    # Both ways send (N-1)/N of the bytes that are counted here.
     integers = 2 * rows * self.codec.tile_size * sum_dtype(self.codec, workers).itemsize
     share = -(-rows // workers)
     sums, words = packed_shape(self.codec, workers, share)
@@ -111,7 +111,10 @@ class Codes(Facts):
 
 
 def sum_limit(codec: SharedCodec, workers: int) -> int:
-  """The largest magnitude of a sum: ``N m``; ValueError where 32 bits are too few.
+  """Returns the largest magnitude of a sum, ``N m``.
+
+  Raises:
+    ValueError: sums do not fit in 32 bits.
 
   Example:
     >>> sum_limit(gradcomp.codecs.QSGD(bits=4, share_scale=True), 8)
@@ -127,7 +130,7 @@ def sum_limit(codec: SharedCodec, workers: int) -> int:
 
 
 def sum_bits(codec: SharedCodec, workers: int) -> int:
-  """``ceil(log2(2 N m + 1))``: the bits that hold every sum.
+  """Returns the number of bits that hold every sum: ``ceil(log2(2 N m + 1))``.
 
   Example:
     >>> sum_bits(gradcomp.codecs.QSGD(bits=4, share_scale=True), 8)
@@ -137,7 +140,7 @@ def sum_bits(codec: SharedCodec, workers: int) -> int:
 
 
 def sum_dtype(codec: SharedCodec, workers: int) -> jnp.dtype:
-  """The narrowest integer type that no sum of N workers can overflow.
+  """Returns the narrowest integer type that no sum of N workers can overflow.
 
   Example:
     >>> codec = gradcomp.codecs.QSGD(bits=4, share_scale=True)  # m = 7
@@ -153,17 +156,17 @@ def sum_dtype(codec: SharedCodec, workers: int) -> jnp.dtype:
 
 
 def packed_shape(codec: SharedCodec, workers: int, rows: int) -> tuple[int, int]:
-  """Rows and words of the packed sums of so many rows of codes."""
+  """Returns the numbers of rows and words that the sums of ``rows`` rows pack into."""
   per_word = planes.planes_per_word(sum_bits(codec, workers))
   buckets = rows * codec.tile_size // codec.row_words
   return -(-buckets // per_word), codec.row_words
 
 
 def pack_sums(codec: SharedCodec, sums: jax.Array, workers: int) -> jax.Array:
-  """``int32[rows, P, B]`` to words that each hold a sum of several buckets.
+  """Packs sums, ``int32[rows, P, B]``, into words.
 
-  Code ``k`` of word ``w`` of row ``t`` is the sum of element ``w`` of bucket
-  ``t P' + k``, plus ``N m``, where P' sums share a word.
+  A word holds the sums of one element in each of P' buckets. Code ``k`` of word ``w``
+  of row ``t`` is the sum of element ``w`` of bucket ``t P' + k``, plus ``N m``.
   """
   bits = sum_bits(codec, workers)
   per_word = planes.planes_per_word(bits)
@@ -176,7 +179,7 @@ def pack_sums(codec: SharedCodec, sums: jax.Array, workers: int) -> jax.Array:
 def unpack_sums(
   codec: SharedCodec, words: jax.Array, rows: int, workers: int
 ) -> jax.Array:
-  """The inverse of :func:`pack_sums`: ``int32[rows, P, B]``."""
+  """Unpacks the words of :func:`pack_sums` to sums, ``int32[rows, P, B]``."""
   codes = unpack_planes(words, sum_bits(codec, workers)).astype(jnp.int32)
   count = codec.tile_size // codec.row_words
   buckets = codes.reshape(-1, codec.row_words)[: rows * count]

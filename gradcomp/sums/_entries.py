@@ -1,4 +1,4 @@
-"""Sums of sparse payloads: each entry is added at its position, and zeros are not."""
+"""Adds sparse payloads, entry by entry. Elements that are not sent cost nothing."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from gradcomp.sums._tiles import Tiles
 
 @dataclasses.dataclass(frozen=True)
 class Entries(Tiles):
-  """Sums of entries, which are scaled before they are added."""
+  """Adds entries at their positions. Each value is scaled before it is added."""
 
   codec: SparseCodec
 
@@ -42,13 +42,14 @@ class Entries(Tiles):
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
-    """Reads all rows at once.
+    """Returns the decoder of the sum of all payloads, ``uint32[K, rows, words]``.
 
-    Those of small leaves, of which there may be many, are added at once, too.
+    It unpacks the entries of all rows at once. There may be many small leaves, so the
+    entries of these are added at once, too.
     """
     codec = self.codec
     positions, values = codec.entries(rows)
-    together = rows.shape[1] * codec.tile_size < 2**31  # as int32 says where they lie
+    together = rows.shape[1] * codec.tile_size < 2**31  # positions are int32
     every = functools.cache(lambda: sum_entries(codec, positions, values, scale))
 
     def decode(start: int, stop: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Sums in numbers of a codec's own format, each addition rounded to it (Han et al.)."""
+"""Adds numbers of a codec's own format, and rounds each sum to it (Han et al.)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,20 +12,21 @@ from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import UNROLLED, cutter, in_order
 from gradcomp.sums._sum import Facts, Partial, RowDecoder, Sent, Way
 
-# An addition that rounds is 60 operations: fewer are written out, for the compile time.
+# An addition that rounds takes 60 operations. So fewer of them are written out, which
+# bounds the compile time.
 _UNROLLED = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Numbers(Facts):
-  """Sums of scaled numbers, ``float32[rows, P, B]``, that the codec's format holds.
+  """Adds scaled numbers, ``float32[rows, P, B]``, in the codec's format.
 
-  What crosses the wire is codes, from the first to the last stage. Each addition is
-  done, and its loss kept, by one worker. Where all do all, that is the one whose
-  numbers are added.
+  Codes of the format cross the wire in every stage. One worker does an addition, and
+  keeps its loss in its residual. In ``all_gather`` every worker does all additions. The
+  loss is then kept by the worker whose numbers were added.
 
   Attributes:
-    codec: whose format it is.
+    codec: the codec with the format.
 
   References:
     Han et al., `Auto-Precision Scaling for Distributed Deep Learning
@@ -95,7 +96,7 @@ class Numbers(Facts):
     rows = self.codec.encode_sums(partial.total)
     lost = partial.lost
     if lost is not None:
-      if not self._rounds:  # else the sum is a number of the format
+      if not self._rounds:  # a rounded sum encodes exactly
         lost = lost + (partial.total - self.codec.decode_rows(rows))
       lost = lost.reshape(len(lost), -1)
     riders: tuple[jax.Array, ...] = ()
@@ -134,7 +135,7 @@ class Numbers(Facts):
     return self._unscaled(cutter(lost), agreed, 1.0)
 
   def _first(self, number: jax.Array, *, keep: bool) -> Partial:
-    # Zeros that differ between workers where types say that the number does.
+    # The zeros have the type of the number: they vary over the axes over which it does.
     zeros = jnp.where(number == number, np.float32(0), np.float32(0))
     return Partial(
       number, zeros if self._compensates else None, zeros if keep else None
@@ -143,12 +144,12 @@ class Numbers(Facts):
   def _plus(
     self, partial: Partial, x: jax.Array, counts: jax.Array | bool = True
   ) -> Partial:
-    """Returns the sum with one more.
+    """Adds the numbers of one more worker to a sum.
 
     Args:
       partial: the sum.
-      x: ``float32[rows, P, B]``.
-      counts: whether what this addition loses is to be kept here.
+      x: the numbers, ``float32[rows, P, B]``.
+      counts: whether this worker keeps the loss of this addition.
     """
     exact = partial.total + x
     if not self._rounds:
@@ -170,13 +171,13 @@ class Numbers(Facts):
     keep: bool,
     counts: Callable[[jax.Array | int], jax.Array | bool] | None = None,
   ) -> Partial:
-    """Returns the sum of K payloads, in their order.
+    """Returns the sum of K payloads, added in their order.
 
     Args:
-      rows: ``uint32[K, rows, words]``.
-      keep: whether to return what is lost.
-      counts: from the number of a payload to whether what adding it loses is to be kept
-        here; by default all is.
+      rows: the payloads, ``uint32[K, rows, words]``.
+      keep: whether to return the losses.
+      counts: a function from the number of a payload to whether this worker keeps the
+        loss of adding it. By default it keeps all losses.
     """
 
     def step(k: jax.Array | int, arrays: tuple) -> tuple:
@@ -187,7 +188,7 @@ class Numbers(Facts):
     first = self._first(self.codec.decode_rows(rows[0]), keep=keep)
     lost = first.lost
     if lost is not None and counts is not None:
-      # What is kept differs between workers, and types shall say so from the start.
+      # Workers keep different losses, and a loop needs that in their type at the start.
       lost = jnp.where(counts(0), lost, lost)
     arrays = (first.total, first.compensation, lost)
     unrolled = _UNROLLED if self._rounds else UNROLLED
@@ -196,7 +197,7 @@ class Numbers(Facts):
   def _unscaled(
     self, decode: RowDecoder, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
-    """Returns the decoder of scaled numbers that also takes their scale off."""
+    """Returns a decoder that decodes scaled numbers and takes their scale off."""
 
     def values(start: int, stop: int) -> jax.Array:
       tiles = scaled(decode(start, stop), scale)

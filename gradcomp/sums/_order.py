@@ -12,7 +12,10 @@ UNROLLED = 16
 def in_order(
   step: Callable[[Any, Any], Any], count: int, first: Any, unrolled: int = UNROLLED
 ) -> Any:
-  """``step(count - 1, ... step(2, step(1, first)))``, written out if that is short."""
+  """Returns ``step(count - 1, ... step(2, step(1, first)))``.
+
+  Up to ``unrolled`` steps are written out, and more are a loop.
+  """
   if count > unrolled:
     return jax.lax.fori_loop(1, count, step, first)
   for k in range(1, count):
@@ -23,9 +26,9 @@ def in_order(
 def sum_in_order(
   decode: Callable[[jax.Array], jax.Array], rows: jax.Array
 ) -> jax.Array:
-  """``decode(rows[0]) + decode(rows[1]) + ...``
+  """Returns ``decode(rows[0]) + decode(rows[1]) + ...``.
 
-  It is written out, so that XLA fuses decoding and adding into one pass.
+  A short sum is written out, so that XLA fuses decoding and adding into one pass.
   """
   return in_order(
     lambda k, total: total + decode(rows[k]), rows.shape[0], decode(rows[0])
@@ -33,5 +36,5 @@ def sum_in_order(
 
 
 def cutter(tiles: jax.Array) -> Callable[[int, int], jax.Array]:
-  """Returns the decoder of values that nothing encodes."""
+  """Returns the decoder of tiles that are not encoded. It cuts a range out of them."""
   return lambda start, stop: tiles[start:stop]

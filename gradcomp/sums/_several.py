@@ -1,4 +1,4 @@
-"""What can be said of the sums of several codecs together."""
+"""Joins the facts about the sums of several codecs that share messages."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ from gradcomp.sums._sum import SumFacts, Way
 
 @dataclasses.dataclass(frozen=True)
 class Several:
-  """The sums of codecs that share a message.
+  """Answers for the sums of several codecs together.
 
-  It answers for all of them. What is added, each adds by itself.
+  It does not add. The sum of each codec does that for its own rows.
 
   Attributes:
-    parts: the sum of each codec.
+    parts: the facts about each codec's sums.
   """
 
   parts: tuple[SumFacts, ...]

@@ -1,44 +1,45 @@
-"""What an exchange asks of a sum of payloads, and what it gets."""
+"""Defines the protocols of sums: the facts and the functions that exchanges rely on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import jax
 
-# How the sum of all workers comes about: each adds what it has gathered; owners add;
-# it is passed on, and grows; groups add first; the backend adds.
+# The way in which the sum of all workers comes about. "gathered": every worker adds all
+# payloads. "owned": owners add. "passed": a partial sum goes from worker to worker.
+# "grouped": groups add first. "reduced": the backend adds.
 Way = Literal["gathered", "owned", "passed", "grouped", "reduced"]
 
-# From a range of a matrix's rows, [start, stop), to their values, float32 tiles.
+# Decodes the rows [start, stop) of a matrix to float32 tiles.
 RowDecoder = Callable[[int, int], jax.Array]
 
 
 class LeafRows(NamedTuple):
-  """The rows of one leaf."""
+  """Holds the key of one leaf, and the number of its rows."""
 
   key: jax.Array | None  # uint32[2]
   rows: int
 
 
 class Partial(NamedTuple):
-  """What has been added so far of some rows."""
+  """Holds the sum so far of some rows."""
 
   total: jax.Array  # float32 tiles, or int32 codes
   compensation: jax.Array | None = None  # of Kahan's algorithm
-  lost: jax.Array | None = None  # float32, by the additions; None where nobody asks
-  scale: float = 1.0  # what the sum has yet to be multiplied by
+  lost: jax.Array | None = None  # float32, what additions lost; None without keep
+  scale: float = 1.0  # the factor of the sum that is still to be applied
 
 
 class Sent(NamedTuple):
-  """How a sum travels.
+  """Holds an encoded sum, and what the worker that sends it keeps.
 
   Attributes:
-    rows: ``uint32[rows, words]``.
-    riders: what goes along to the worker that adds next, like ``rows``.
-    lost: what this worker has to keep of what encoding and additions lost, ``float32
-      [rows, tile_size]`` in the units of the codec's rows; None for nothing.
-    residual: what the owner keeps for its next mean, ``float32[rows, tile_size]``.
-    scale: what the sum has yet to be multiplied by.
+    rows: the encoded sum, ``uint32[rows, words]``.
+    riders: arrays like ``rows`` that travel with it to the worker that adds next.
+    lost: the losses of encoding and additions that this worker keeps in its residual,
+      ``float32[rows, tile_size]``, in the units of the codec's rows; None for nothing.
+    residual: the new owner residual, ``float32[rows, tile_size]``, or None.
+    scale: the factor of the sum that is still to be applied.
   """
 
   rows: jax.Array
@@ -49,13 +50,13 @@ class Sent(NamedTuple):
 
 
 class SumFacts(Protocol):
-  """What is asked of sums before leaves are known."""
+  """Says what is known of sums before the leaves are known."""
 
   @property
   def refusals(self) -> Mapping[Way, str]:
-    """The ways in which it cannot come about, each with the reason and the cure.
+    """The ways in which the sum cannot come about, each with the reason and the cure.
 
-    It goes on from ``must not be ... for``.
+    The texts continue an error message that begins with ``must not be ... for``.
     """
 
   @property
@@ -64,18 +65,22 @@ class SumFacts(Protocol):
 
   @property
   def mixes(self) -> bool:
-    """True if plain leaves can share a message with it, whatever the exchange."""
+    """True if plain leaves can share a message with the codec in every exchange."""
 
   def check(self, workers: int) -> None:
-    """Raises ValueError if so many workers cannot be added."""
+    """Raises ValueError if the sum cannot hold the numbers of so many workers."""
 
 
 class Sum(SumFacts, Protocol):
-  """The sum of one codec's payloads.
+  """Adds the payloads of one codec.
 
-  A schedule of an exchange decides who adds what, and when. A sum decides what is added
-  and how it travels. ``agreed`` are the statistics that all workers share, a line a
-  row, or None.
+  An exchange decides who adds which rows, and when. A sum decides which numbers are
+  added, and how they travel. Its methods share these arguments:
+
+  - ``agreed`` holds the statistics that all workers share, one line for each row, or
+    None;
+  - ``scale`` is the factor of the sum, 1/N for a mean;
+  - ``keep`` says whether to return the losses.
   """
 
   @property
@@ -84,11 +89,11 @@ class Sum(SumFacts, Protocol):
 
   @property
   def exact(self) -> bool:
-    """True if the owner's encoding of a mean loses nothing that it would keep."""
+    """True if the owner's encoding loses nothing that an owner residual would keep."""
 
   @property
   def even_at_par(self) -> bool:
-    """True if leaves are encoded even where that saves no bytes."""
+    """True if leaves are encoded even if their payload is as large as the leaf."""
 
   @property
   def alike(self) -> bool:
@@ -96,10 +101,13 @@ class Sum(SumFacts, Protocol):
 
   @property
   def of_rows(self) -> bool:
-    """True if partial sums are sums of encoded rows, and not of the leaves' tiles."""
+    """True if partial sums add encoded rows, and not the tiles of the leaves."""
 
   def slots(self, rows: int) -> int | None:
-    """Returns the entries that so many rows have room for; None if they send all."""
+    """Returns the number of slots in so many rows.
+
+    None means that rows send all elements.
+    """
 
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
@@ -109,10 +117,13 @@ class Sum(SumFacts, Protocol):
   def gathered_loss(
     self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
   ) -> RowDecoder | None:
-    """Returns the decoder of what adding the payload of number ``own`` lost."""
+    """Returns the decoder of what adding the payload of worker ``own`` lost.
+
+    None means that additions lose nothing.
+    """
 
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
-    """Returns the sum of K encoded rows, ``uint32[K, rows, words]``, in their order."""
+    """Returns the sum of K workers' ``uint32[K, rows, words]``, in their order."""
 
   def finish(
     self,
@@ -124,7 +135,16 @@ class Sum(SumFacts, Protocol):
     *,
     keep: bool,
   ) -> Sent:
-    """Returns how an owner sends a whole sum of N workers to all of them."""
+    """Encodes the whole sum of an owner's share, which is sent to all workers.
+
+    Args:
+      partial: the sum.
+      key: the key that rounds, or None.
+      memory: the ``stats`` with which the codec encodes sums, or None.
+      residual: the owner residual of the last step, or None.
+      workers: the number of workers N.
+      keep: whether to return the losses.
+    """
 
   def value(
     self,
@@ -134,28 +154,29 @@ class Sum(SumFacts, Protocol):
     share: int,
     workers: int,
   ) -> RowDecoder:
-    """Returns the decoder of what the owners sent, ``uint32[N, ..., words]``.
+    """Returns the decoder of what all owners have sent.
 
     Args:
-      rows: of each owner.
+      rows: the rows of the owners, ``uint32[N, ..., words]``.
       agreed: the shared statistics.
-      scale: what the sums have yet to be multiplied by.
-      share: rows that each owner has.
-      workers: N.
+      scale: the factor of the sums that is still to be applied.
+      share: the number of rows that each owner owns.
+      workers: the number of workers N.
     """
 
   def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
-    """Returns the decoder of what was lost, in the units of the leaves."""
+    """Returns the decoder of losses. It gives them in the units of the leaves."""
 
   def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
-    """Returns where in a flat leaf of this size its rows send something but zeros.
+    """Returns the positions in a flat leaf of the elements that its rows send.
 
-    They are positions, ``int32[entries]``, or the size for none. None stands for all.
+    They are ``int32[entries]``. An entry that is zero or unused has the position
+    ``size``. None means that the rows send all elements.
     """
 
 
 class Facts:
-  """What most sums say of themselves: a base of those that say little else."""
+  """A base of sums, which has the facts that most of them share."""
 
   plain = False
   exact = True
@@ -166,7 +187,7 @@ class Facts:
   of_rows = True
 
   def check(self, workers: int) -> None:
-    """Any number will do."""
+    """Accepts any number of workers."""
 
   def slots(self, rows: int) -> int | None:
     return None
@@ -176,26 +197,26 @@ class Facts:
 
 
 class PartialSum(Sum, Protocol):
-  """A sum that travels before it is whole."""
+  """Adds numbers whose sum travels before it is whole, as ``ring`` needs it."""
 
   def start(
     self, own: jax.Array, key: jax.Array | None, memory: jax.Array | None, *, keep: bool
   ) -> Sent:
-    """Returns how what one worker adds sets out to the worker that adds next.
+    """Encodes the part of the first worker, which is sent to the worker that adds next.
 
     Args:
-      own: ``uint32[rows, words]`` if the sum is ``of_rows``, else ``float32[rows,
-        tile_size]``.
-      key: for rounding, or None.
-      memory: what the codec remembers, or None.
-      keep: whether to return what is lost.
+      own: the part, ``uint32[rows, words]`` if the sum is ``of_rows``, and else
+        ``float32[rows, tile_size]``.
+      key: the key that rounds, or None.
+      memory: the ``stats`` with which the codec encodes sums, or None.
+      keep: whether to return the losses.
     """
 
   def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
-    """Returns the sum that came, and what one worker adds."""
+    """Adds the part of this worker to the sum that it received."""
 
   def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
-    """Returns the sum of what K workers add, ``own[K, rows, ...]``, in their order."""
+    """Returns the sum of K workers' parts, ``own[K, rows, ...]``, in their order."""
 
   def send(
     self,
@@ -205,24 +226,24 @@ class PartialSum(Sum, Protocol):
     *,
     keep: bool,
   ) -> Sent:
-    """Returns how a partial sum travels to the worker that adds next."""
+    """Encodes a partial sum, which is sent to the worker that adds next."""
 
   def read(self, own: jax.Array) -> jax.Array:
-    """Returns the tiles, ``float32[..., tile_size]``, of what one worker adds."""
+    """Returns the part of a worker as tiles, ``float32[..., tile_size]``."""
 
 
 class ReducibleSum(Sum, Protocol):
-  """A sum of numbers that the backend's all-reduce adds exactly, or as floats."""
+  """Adds integers or plain floats, which the backend's all-reduce can add, too."""
 
   def reduces_shorter(self, rows: int, workers: int) -> bool:
-    """Returns whether an all-reduce of so many rows sends no more than owners would."""
+    """Returns True if an all-reduce of so many rows sends no more than owners would."""
 
   def terms(self, rows: jax.Array, workers: int) -> jax.Array:
     """Returns the numbers that an all-reduce over N workers adds.
 
     Args:
-      rows: this worker's, ``uint32[rows, words]``.
-      workers: N.
+      rows: the rows of this worker, ``uint32[rows, words]``.
+      workers: the number of workers N.
     """
 
   def reduced(
@@ -232,11 +253,11 @@ class ReducibleSum(Sum, Protocol):
     agreed: jax.Array | None,
     scale: float,
   ) -> RowDecoder:
-    """Returns the decoder of what the all-reduce gives.
+    """Returns the decoder of the sums that the all-reduce returns.
 
     Args:
-      total: like :meth:`terms`.
-      leaves: those that have the rows, in their order.
+      total: the sums, in the shape and dtype of :meth:`terms`.
+      leaves: the leaves that have the rows, in the order of the rows.
       agreed: the shared statistics.
-      scale: what the sums have yet to be multiplied by.
+      scale: the factor of the sums that is still to be applied.
     """

@@ -1,4 +1,4 @@
-"""Sums of decoded tiles: float32, encoded again wherever a sum travels."""
+"""Adds decoded tiles in float32, and encodes a sum again before it travels."""
 
 import dataclasses
 
@@ -13,10 +13,10 @@ from gradcomp.sums._sum import Facts, Partial, RowDecoder, Sent, Way
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(Facts):
-  """Sums of float32 tiles.
+  """Adds float32 tiles.
 
   Attributes:
-    codec: decodes what came, and encodes sums.
+    codec: the codec that decodes received rows, and encodes sums.
   """
 
   codec: Codec
@@ -33,7 +33,7 @@ class Tiles(Facts):
     }
 
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
-    """Decodes K payloads, adds and scales: ``uint32[K, rows, words]`` to tiles."""
+    """Decodes K payloads, ``uint32[K, rows, words]``, and returns their scaled sum."""
     if isinstance(self.codec, SummingCodec):
       return scaled(self.codec.sum_rows(rows), scale)
     return scaled(sum_in_order(self.codec.decode_rows, rows), scale)
@@ -47,7 +47,7 @@ class Tiles(Facts):
   def gathered_loss(
     self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
   ) -> None:
-    return None  # additions in float32 do not count as lossy
+    return None  # float32 additions count as exact
 
   def start(
     self, own: jax.Array, key: jax.Array | None, memory: jax.Array | None, *, keep: bool
@@ -91,7 +91,10 @@ class Tiles(Facts):
     *,
     keep: bool,
   ) -> Sent:
-    """Encodes ``mean + residual``; the residual stays where that is not finite."""
+    """Encodes ``mean + residual``, and keeps what that loses as the new residual.
+
+    Where the loss is not finite, the old residual stays.
+    """
     if residual is None:
       return self.send(partial, key, memory, keep=False)
     mean = partial.total.reshape(residual.shape)

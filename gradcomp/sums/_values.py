@@ -1,4 +1,4 @@
-"""Sums of plain values, which an all-reduce can add."""
+"""Adds plain values, which the backend's all-reduce can add, too."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from gradcomp.sums._tiles import Tiles
 
 @dataclasses.dataclass(frozen=True)
 class Floats(Tiles):
-  """Sums of elements that travel as they are."""
+  """Adds dense leaves, whose elements travel as they are."""
 
   plain = True
   exact = True
@@ -42,9 +42,9 @@ class Floats(Tiles):
 
 @dataclasses.dataclass(frozen=True)
 class Chosen(Entries):
-  """Sums of the elements that all workers choose alike.
+  """Adds the values of elements that all workers choose alike.
 
-  The header of a row says which these are.
+  The header of a row says which elements these are.
   """
 
   codec: LinearCodec
@@ -79,7 +79,7 @@ class Chosen(Entries):
   ) -> RowDecoder:
     headers = []
     for leaf in leaves:
-      assert leaf.key is not None  # which chooses the elements
+      assert leaf.key is not None  # the key chooses the elements
       headers.append(self.codec.header(leaf.key, leaf.rows))
     words = jax.lax.bitcast_convert_type(total, jnp.uint32)
     rows = jnp.concatenate([jnp.concatenate(headers), words], axis=1)
