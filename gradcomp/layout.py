@@ -1,4 +1,4 @@
-"""Which leaf travels where: leaves to rows of a few matrices, and back."""
+"""Lays out the leaves of a message as rows of a few matrices, and restores them."""
 
 import dataclasses
 import math
@@ -24,14 +24,14 @@ from gradcomp.codecs import (
 from gradcomp.sums import RowDecoder
 
 # Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more
-# than 99 % of all parameters are quantized. Half of that share: 1 % in float32 would
-# add 8 % to a 4-bit message.
+# than 99 % of all parameters are quantized. Half of that 1 % is taken here, because 1 %
+# in float32 would add 8 % to a 4-bit message.
 _DENSE_SHARE = 0.005
 _DENSE_SHARE_OF_SPARSE = 0.0001
 
 
 class Slot(NamedTuple):
-  """Where one leaf lies: rows ``[start, stop)`` of one codec's matrix."""
+  """Says where one leaf lies: rows ``[start, stop)`` of the matrix number ``group``."""
 
   group: int
   start: int
@@ -40,12 +40,14 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """The static plan of a message: one matrix of rows for each codec.
+  """Says where the leaves of a message lie, which has one matrix for each codec.
+
+  It is static: it depends on shapes, and not on values.
 
   Attributes:
-    codecs: one for each matrix, in the order of their first leaf.
-    slots: one for each leaf.
-    like: shape and dtype of each leaf.
+    codecs: the codec of each matrix, in the order of their first leaves.
+    slots: the place of each leaf.
+    like: the shape and dtype of each leaf.
   """
 
   codecs: tuple[Codec, ...]
@@ -54,12 +56,12 @@ class Layout:
 
   @property
   def elements(self) -> int:
-    """Elements of all leaves."""
+    """The number of elements in all leaves."""
     return sum(like.size for like in self.like)
 
   @property
   def rows(self) -> list[int]:
-    """Rows of each matrix."""
+    """The number of rows in each matrix."""
     return [
       max(slot.stop for slot in self.slots if slot.group == group)
       for group in range(len(self.codecs))
@@ -67,17 +69,20 @@ class Layout:
 
   @property
   def nbytes(self) -> int:
-    """Bytes of one payload's rows."""
+    """The bytes of all rows of one worker."""
     words = [codec.row_words for codec in self.codecs]
     return 4 * sum(r * w for r, w in zip(self.rows, words, strict=True))
 
   def stats(self, leaves: Sequence[jax.Array]) -> list[jax.Array | None]:
-    """The statistics of each leaf whose codec shares them, None for others."""
+    """Returns the statistics of each leaf whose codec shares them; None for others."""
     codecs = [self.codecs[slot.group] for slot in self.slots]
     return list(map(shared_stats, codecs, leaves))
 
   def row_stats(self, stats: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-    """The statistics of each matrix, a line for each row; None where there are none."""
+    """Returns the statistics of each matrix, one line for each of its rows.
+
+    A matrix whose codec shares none has None.
+    """
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
     for stat, slot in zip(stats, self.slots, strict=True):
       if stat is not None:
@@ -93,20 +98,20 @@ class Layout:
     *,
     keep: bool = False,
   ) -> tuple[list[jax.Array], list[Encoded]]:
-    """The matrices of a list of leaves: ``uint32[rows, row_words]`` for each codec.
+    """Encodes leaves to one matrix of rows for each codec.
 
-    Every leaf is encoded by itself and the rows are stacked: flattening the gradient
+    It encodes every leaf by itself, and then stacks the rows. Flattening the gradient
     in float32 first would cost five times as much.
 
     Args:
-      leaves: arrays as in ``like``.
-      keys: for each leaf ``uint32[2]``, or None if its codec needs none.
-      stats: for each leaf what its codec encodes with: what workers share, or what is
-        remembered; None for nothing.
-      keep: whether to return what is not sent.
+      leaves: arrays with the shapes and dtypes in ``like``.
+      keys: the key of each leaf, ``uint32[2]``, or None if its codec needs none.
+      stats: for each leaf, the shared statistics or the memory with which its codec
+        encodes it; None for nothing.
+      keep: whether to return the parts that are not sent.
 
     Returns:
-      The matrices, and what became of each leaf.
+      The matrices, ``uint32[rows, row_words]``, and the encoded form of each leaf.
     """
     codecs = [self.codecs[slot.group] for slot in self.slots]
     encoded = encode_leaves(codecs, leaves, keys, stats, keep=keep)
@@ -116,23 +121,26 @@ class Layout:
     return [jnp.concatenate(rows) for rows in parts], encoded
 
   def decode(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
-    """The leaves, in float32, from one decoder for each matrix.
+    """Returns the leaves, in float32, from the decoder of each matrix.
 
-    Rows are cut before they are decoded, so that each leaf is written once.
+    It cuts the rows before it decodes them, so that each leaf is written once.
     """
     return [self.decode_leaf(i, decoders) for i in range(len(self.like))]
 
   def decode_leaf(
     self, number: int, decoders: Sequence[RowDecoder] | Mapping[int, RowDecoder]
   ) -> jax.Array:
-    """One of them, from the decoder of its matrix."""
+    """Returns the leaf of this number, in float32, from the decoder of its matrix."""
     group, start, stop = self.slots[number]
     with jax.named_scope("gradcomp_decode"):
       tiles = decoders[group](start, stop)
       return from_tiles(tiles, self.like[number], self.codecs[group])
 
   def tiles(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """The leaves as ``float32[rows, tile_size]`` for each codec, filled with zeros."""
+    """Cuts leaves into tiles, ``float32[rows, tile_size]`` for each codec.
+
+    Zeros fill the last tile of a leaf.
+    """
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
     for leaf, slot in zip(leaves, self.slots, strict=True):
       parts[slot.group].append(to_tiles(leaf, self.codecs[slot.group]))
@@ -145,7 +153,7 @@ def plan(
   *,
   min_leaf_size: int | None = None,
 ) -> Layout:
-  """Lays out leaves by a codec: see :func:`leaf_codecs`.
+  """Lays out leaves for one codec. Small leaves stay dense: see :func:`leaf_codecs`.
 
   Example:
     >>> from gradcomp.codecs import QSGD
@@ -165,7 +173,7 @@ def plan(
 def arrange(
   leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], codecs: Sequence[Codec]
 ) -> Layout:
-  """Lays out leaves, of which each has a codec.
+  """Lays out leaves, each with its own codec.
 
   Example:
     >>> dense = gradcomp.codecs.Dense()
@@ -173,7 +181,7 @@ def arrange(
     (Slot(group=0, start=0, stop=4), Slot(group=0, start=4, stop=5))
   """
   like = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-  filled: dict[Codec, int] = {}  # the rows that each codec has so far
+  filled: dict[Codec, int] = {}  # the number of rows of each codec so far
   slots = []
   for leaf, codec in zip(like, codecs, strict=True):
     start = filled.setdefault(codec, 0)
@@ -185,12 +193,13 @@ def arrange(
 def leaf_codecs(
   leaves: Sequence[Leaf], codec: LeafCodec, *, min_leaf_size: int | None = None
 ) -> list[LeafCodec]:
-  """Binds a codec to each leaf; small leaves get ``Dense(float32)``.
+  """Binds a codec to each leaf. Small leaves get ``Dense(float32)``.
 
-  A leaf is small if it has fewer than ``min_leaf_size`` elements; by default, if it is
-  among the smallest leaves that together hold less than 0.5 % of all elements, or 0.01
-  % with a sparse codec. A leaf also stays dense where its payload would not be smaller
-  (or would be larger, of a codec that adds in its own format).
+  A leaf is small if it has fewer than ``min_leaf_size`` elements. By default, the small
+  leaves are the smallest ones, which together hold less than 0.5 % of all elements, or
+  less than 0.01 % with a sparse codec. A leaf also stays dense if its payload would not
+  be smaller. With a codec that adds in its own format, it stays dense only if its
+  payload would be larger.
 
   Example:
     >>> leaves = [Leaf((512,)), Leaf((512, 512))]
@@ -218,20 +227,21 @@ def leaf_codecs(
 
 
 def leaf_rows(codec: Codec, leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
-  """The rows that a leaf fills."""
+  """Returns the number of rows that a leaf fills."""
   return -(-leaf.size // codec.tile_size) if leaf.size else 0
 
 
 def _words(codec: Codec, size: int) -> int:
-  """Returns the words of the rows that so many elements fill."""
+  """Returns the number of words in the rows that so many elements fill."""
   return -(-size // codec.tile_size) * codec.row_words if size else 0
 
 
 def default_min_leaf_size(sizes: Sequence[int], *, drops: bool = False) -> int:
-  """The size from which leaves are compressed: all smaller ones hold less than 0.5 %.
+  """Returns the size from which leaves are compressed.
 
-  With a sparse codec, less than 0.01 %, or they would be most of what is sent; whatever
-  the density, so that densities can follow one another.
+  All smaller leaves together hold less than 0.5 % of all elements. With a sparse codec
+  they hold less than 0.01 %, because they would be most of the message otherwise. The
+  size does not depend on the density, so that it stays when a schedule changes that.
 
   Example:
     >>> default_min_leaf_size([10, 64, 100_000, 50_000])
