@@ -29,6 +29,7 @@ from gradcomp import sums
 from gradcomp.codecs import (
   QSGD,
   Codec,
+  Context,
   Dense,
   EightBit,
   FloatCast,
@@ -84,9 +85,9 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
   x = jax.random.normal(jax.random.key(0), (size,))
   key = jnp.array([1, 2], jnp.uint32)
   # Levels are fitted in one step of a hundred.
-  agreed = codec.init().shared if is_fitted(codec) else None
+  context = Context(levels=codec.init().shared) if is_fitted(codec) else Context()
   start = time.perf_counter()
-  rows = jax.jit(lambda x, key: codec.encode(x, key=key, stats=agreed))
+  rows = jax.jit(lambda x, key: codec.encode(x, key=key, context=context))
   encode = rows.lower(x, key).compile()
   compile_seconds = time.perf_counter() - start
   payload = encode(x, key)
@@ -95,7 +96,7 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
   received = jnp.stack([payload.rows[:share]] * _WORKERS)
 
   def mean(rows: jax.Array) -> jax.Array:
-    agreed = payload.stats
+    agreed = payload.agreed
     if agreed is not None:
       agreed = jnp.broadcast_to(agreed[:1], (share, agreed.shape[1]))
     return sums.of(codec).gathered(rows, agreed, 1 / _WORKERS)(0, share)
@@ -107,7 +108,9 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
     "decode and sum, a worker": lambda: add(received),
   }
   if isinstance(codec, RemainderCodec):
-    both = jax.jit(lambda x, key: codec.encode_with_residual(x, key=key, stats=agreed))
+    both = jax.jit(
+      lambda x, key: codec.encode_with_residual(x, key=key, context=context)
+    )
     both = both.lower(x, key).compile()
     calls["encode and residual"] = lambda: both(x, key)
   seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)

@@ -117,7 +117,7 @@ def _qsgd(
   inside = codec._scales_inside
 
   def operands(codec: QSGD, x: jax.Array) -> tuple[jax.Array, ...]:
-    return (() if inside else (codec.stats(x),)) + _key(codec, x)
+    return (() if inside else (codec.agree(x),)) + _key(codec, x)
 
   def encode(codec: QSGD, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
     scale = None if inside else given[0]
@@ -211,7 +211,7 @@ def _cast(
   def operands(codec: FloatCast, x: jax.Array) -> tuple[jax.Array, ...]:
     if not auto:
       return _key(codec, x)
-    exponent = float_cast.shift(codec.stats(x)[0, 0], codec.format, 1)
+    exponent = float_cast.shift(codec.agree(x)[0, 0], codec.format, 1)
     return (exponent, *_key(codec, x))
 
   def encode(codec: FloatCast, x: jax.Array, *given: jax.Array) -> tuple[jax.Array]:

@@ -133,7 +133,7 @@ def steps(
       specs = gradcomp.state_specs(jax.eval_shape(tx.init, like), "data")
       init = jax.shard_map(tx.init, mesh=mesh, in_specs=P("data"), out_specs=specs)
       # Sums of codes travel in integers of a width that only the library knows.
-      formula = None if codec.shares_stats else _SENT.get(exchange)
+      formula = None if codec.agrees else _SENT.get(exchange)
       payload = payload_bytes(codec, like, 1 if exchange == "all_gather" else hosts)
       sent = formula and formula(hosts, payload, floats)
       yield f"{name} {exchange}", timed(tx.update, jax.jit(init)(grads), specs, sent)

@@ -20,7 +20,7 @@ import running
 import timing
 from jax import lax
 
-from gradcomp.codecs import RandomK, TopK
+from gradcomp.codecs import Context, RandomK, TopK
 from gradcomp.sums import Entries
 
 _MIB = 2**20
@@ -75,7 +75,9 @@ def rows(kind: str, size: int, density: float, repeats: int) -> dict[str, Any]:
       add = lambda rows, codec=codec: Entries(codec).mean(rows, 1 / _WORKERS)
       calls[f"add {_WORKERS} payloads"] = _call(add, jnp.stack([payload] * _WORKERS))
       again = TopK(density=density, selection="sampled").ranged(size)
-      reuse = lambda x, t, codec=again: codec.encode(x, stats=t).rows
+      reuse = lambda x, t, codec=again: (
+        codec.encode(x, context=Context(thresholds=t)).rows
+      )
       calls["sampled, again"] = _call(reuse, x, codec.thresholds(payload))
   seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
   print(f"{kind}, {size:,} elements, {density:%}:")

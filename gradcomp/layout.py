@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from gradcomp import sums
 from gradcomp.codecs import (
   Codec,
+  Context,
   Dense,
   Encoded,
   Leaf,
@@ -18,7 +19,7 @@ from gradcomp.codecs import (
   encode_leaves,
   from_tiles,
   rounds_of,
-  shared_stats,
+  to_agree,
   to_tiles,
 )
 from gradcomp.sums import RowDecoder
@@ -73,18 +74,18 @@ class Layout:
     words = [codec.row_words for codec in self.codecs]
     return 4 * sum(r * w for r, w in zip(self.rows, words, strict=True))
 
-  def stats(self, leaves: Sequence[jax.Array]) -> list[jax.Array | None]:
+  def to_agree(self, leaves: Sequence[jax.Array]) -> list[jax.Array | None]:
     """Returns the statistics of each leaf whose codec shares them; None for others."""
     codecs = [self.codecs[slot.group] for slot in self.slots]
-    return list(map(shared_stats, codecs, leaves))
+    return list(map(to_agree, codecs, leaves))
 
-  def row_stats(self, stats: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+  def agreed_rows(self, agreed: Sequence[jax.Array | None]) -> list[jax.Array | None]:
     """Returns the statistics of each matrix, one line for each of its rows.
 
     A matrix whose codec shares none has None.
     """
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
-    for stat, slot in zip(stats, self.slots, strict=True):
+    for stat, slot in zip(agreed, self.slots, strict=True):
       if stat is not None:
         shape = (slot.stop - slot.start, stat.shape[1])
         parts[slot.group].append(jnp.broadcast_to(stat, shape))
@@ -94,7 +95,7 @@ class Layout:
     self,
     leaves: Sequence[jax.Array],
     keys: Sequence[jax.Array | None],
-    stats: Sequence[jax.Array | None],
+    contexts: Sequence[Context],
     *,
     keep: bool = False,
   ) -> tuple[list[jax.Array], list[Encoded]]:
@@ -106,15 +107,14 @@ class Layout:
     Args:
       leaves: arrays with the shapes and dtypes in ``like``.
       keys: the key of each leaf, ``uint32[2]``, or None if its codec needs none.
-      stats: for each leaf, the shared statistics or the memory with which its codec
-        encodes it; None for nothing.
+      contexts: for each leaf what its codec encodes with besides.
       keep: whether to return the parts that are not sent.
 
     Returns:
       The matrices, ``uint32[rows, row_words]``, and the encoded form of each leaf.
     """
     codecs = [self.codecs[slot.group] for slot in self.slots]
-    encoded = encode_leaves(codecs, leaves, keys, stats, keep=keep)
+    encoded = encode_leaves(codecs, leaves, keys, contexts, keep=keep)
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
     for slot, leaf in zip(self.slots, encoded, strict=True):
       parts[slot.group].append(leaf.rows)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from codec_cases import CASES
 
-from gradcomp.codecs import Leaf, Payload, RemainderCodec
+from gradcomp.codecs import Context, Leaf, Payload, RemainderCodec
 
 CODECS = [case.codec for case in CASES]
 
@@ -39,11 +39,13 @@ def _told(value, field):
   return str(value) if isinstance(value, str | int | float | None) else value.name
 
 
-def encode(codec, x, key, stats=None):
+def encode(codec, x, key, levels=None):
   """The payload of a leaf; under the first levels where levels are fitted."""
-  if codec.fitted and stats is None:
-    stats = codec.init().shared
-  return codec.encode(x, key=key if codec.needs_key else None, stats=stats)
+  if codec.fitted and levels is None:
+    levels = codec.init().shared
+  return codec.encode(
+    x, key=key if codec.needs_key else None, context=Context(levels=levels)
+  )
 
 
 def here(codec):
@@ -138,10 +140,10 @@ def payload_is_the_documented_rows(case, x):
   tiles = -(-x.size // codec.tile_size)
   chex.assert_shape(payload.rows, (tiles, codec.row_words))
   chex.assert_type(payload.rows, jnp.uint32)
-  assert (payload.stats is not None) == codec.shares_stats
-  assert len(jax.tree.leaves(payload)) == 1 + codec.shares_stats
-  if codec.shares_stats:
-    assert payload.stats.shape[0] in (1, tiles)
+  assert (payload.agreed is not None) == codec.agrees
+  assert len(jax.tree.leaves(payload)) == 1 + codec.agrees
+  if codec.agrees:
+    assert payload.agreed.shape[0] in (1, tiles)
 
 
 def the_page_reads_the_payload(case, x):
@@ -176,7 +178,7 @@ def batches_are_independent(case, x):
       return encoder(case.codec)(x, key), None
     levels = codec.init().shared if codec.fitted else None
     own = key if codec.needs_key else None
-    return codec.encode_with_residual(x, key=own, stats=levels)
+    return codec.encode_with_residual(x, key=own, context=Context(levels=levels))
 
   payloads, rests = jax.jit(jax.vmap(both))(batch, keys)
   for i in range(2):
@@ -201,7 +203,7 @@ def padding_never_leaks(case, x):
     return
   codec = here(case.codec).bind(Leaf(x.shape))
   by_bucket = isinstance(case.spoils, int) or case.spoils == "itself"
-  scaled = codec.shares_stats or getattr(codec, "scale", 1) != 1
+  scaled = codec.agrees or getattr(codec, "scale", 1) != 1
 
   @jax.jit
   def run(padded):
@@ -211,7 +213,7 @@ def padding_never_leaks(case, x):
     key = KEY if codec.needs_key else None
     levels = codec.init().shared if codec.fitted else None
     tiles = padded.reshape(-1, codec.tile_size // 32, 32)
-    return payload, codec.encode_rows(tiles, key=key, stats=levels)
+    return payload, codec.encode_rows(tiles, key=key, context=Context(levels=levels))
 
   payload, rows = run(np.pad(x, (0, -x.size % codec.tile_size)))
   chex.assert_trees_all_equal(found.payload, payload, strict=True)
@@ -265,7 +267,7 @@ def shapes_and_dtypes_return(codec):
       payload, value = jax.eval_shape(lambda x: _both_ways(codec, x), x)
     assert (value.shape, value.dtype) == (shape, dtype)
     assert payload.rows.dtype == jnp.uint32
-    assert payload.stats is None or payload.stats.dtype in (jnp.float32, jnp.uint8)
+    assert payload.agreed is None or payload.agreed.dtype in (jnp.float32, jnp.uint8)
 
 
 def _both_ways(codec, x):
@@ -302,11 +304,12 @@ def facts_hold(codec):
   assert repr(codec).startswith(f"{type(codec).__name__}(")
 
 
-def mean_is_the_input(codec, x, draws, z=5.0, mean=None, step=None, stats=None):
+def mean_is_the_input(codec, x, draws, z=5.0, mean=None, step=None, levels=None):
   """z-test of unbiasedness: |mean - x| <= z * sigma / sqrt(draws) for every element.
 
   Where a codec clips, `mean` is what it is to be unbiased of. Where steps are small,
-  `step` tells those of all elements, which keeps the test sharp. `stats` are levels.
+  `step` tells those of all elements, which keeps the test sharp. `levels` are those
+  of a codec that fits them.
 
   With z = 5 and at most 10^4 elements a correct codec fails with probability 6e-3;
   the keys are fixed, so it does so always or never. An element between two levels that
@@ -317,7 +320,7 @@ def mean_is_the_input(codec, x, draws, z=5.0, mean=None, step=None, stats=None):
   @jax.jit
   def total(x, mean, keys):
     def add(sums, key):
-      value = codec.decode(encode(codec, x, key, stats), like=x)
+      value = codec.decode(encode(codec, x, key, levels), like=x)
       error = value.astype(jnp.float32) - mean
       return (sums[0] + error, sums[1] + error * error), None
 

@@ -8,21 +8,24 @@ import numpy as np
 import oracle_top_k
 import wire_decoder_sparse
 
+from gradcomp.codecs import Context
+
 
 @functools.cache
 def encoder(codec):
   """Rows and what is left, of a leaf and of what the choice depends on besides."""
 
-  def encode(x, stats):
-    payload, rest = codec.encode_with_residual(x, stats=stats)
+  def encode(x, given):
+    context = Context(turn=given) if codec.alternates else Context(thresholds=given)
+    payload, rest = codec.encode_with_residual(x, context=context)
     return payload.rows, rest
 
   return jax.jit(encode)
 
 
-def encode(codec, x, stats=None):
-  stats = None if stats is None else jnp.float32(stats)
-  return tuple(map(np.asarray, encoder(codec)(jnp.asarray(x), stats)))
+def encode(codec, x, given=None):
+  given = None if given is None else jnp.float32(given)
+  return tuple(map(np.asarray, encoder(codec)(jnp.asarray(x), given)))
 
 
 def layout(codec, size):

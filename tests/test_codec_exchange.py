@@ -38,7 +38,7 @@ def test_the_mean_of_ternary_gradients_is_exact(packing, workers):
   codec = Ternary(packing=packing)
   # Of unequal size, so that one worker's scale is everyone's.
   x = np.stack([laws.gaussian(12_345, i) * (1 + i) for i in range(workers)])
-  own = [np.float32(np.asarray(jax.jit(codec.stats)(leaf))[0, 0]) for leaf in x]
+  own = [np.float32(np.asarray(jax.jit(codec.agree)(leaf))[0, 0]) for leaf in x]
   shared, rows = max(own), -(-x.shape[1] // codec.tile_size)
   hyper = dict(packing=packing, bucket_size=None)
   total = 0

@@ -99,7 +99,7 @@ def test_nothing_is_lost_and_all_workers_have_the_same_bits(codec, exchange, wor
     min_leaf_size=None,
     message_bytes=None,
   )
-  twice = exchange in ("two_shot", "hierarchical") and not codec.shares_stats
+  twice = exchange in ("two_shot", "hierarchical") and not codec.agrees
   assert bool(owned) == twice
   kept = owned_leaves(tx_plan, steps[0], owned)
   for out, own, rest, given in zip(

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
-from gradcomp.codecs import QSGD
+from gradcomp.codecs import QSGD, Context
 from gradcomp.exchange._collectives import largest
 from gradcomp.sums import pack_sums
 
@@ -276,9 +276,11 @@ def test_a_shared_codec_alone_and_among_others(bits, bucket_size, levels):
   shape = dict(bits=bits, bucket_size=bucket_size, levels=levels)
   codec, plain = QSGD(share_scale=True, **shape), QSGD(**shape)
   x = laws.gaussian(2 * codec.tile_size + 45)
-  encoder = jax.jit(lambda x, stats: codec.encode(x, key=laws.KEY, stats=stats))
+  encoder = jax.jit(
+    lambda x, agreed: codec.encode(x, key=laws.KEY, context=Context(agreed=agreed))
+  )
   payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
-  stats = jax.jit(codec.stats)(jnp.asarray(x))
+  stats = jax.jit(codec.agree)(jnp.asarray(x))
   again = encoder(jnp.asarray(x), stats)
   jax.tree.map(np.testing.assert_array_equal, payload, again)
   scales = oracle.qsgd_scales(x, norm="max", bits=bits, bucket_size=bucket_size)

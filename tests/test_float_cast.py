@@ -19,7 +19,7 @@ from oracle_floats import Format
 
 import gradcomp
 from gradcomp import floats
-from gradcomp.codecs import FloatCast, Leaf
+from gradcomp.codecs import Context, FloatCast, Leaf
 
 # Formats of all widths, 4, 8, 16 and 32 bits, filled and not.
 CASES = [
@@ -43,7 +43,7 @@ CASES = [
 def encoder(codec):
   """With statistics that are given."""
   key = laws.KEY if codec.needs_key else None
-  return jax.jit(lambda x, stats: codec.encode(x, key=key, stats=stats))
+  return jax.jit(lambda x, byte: codec.encode(x, key=key, context=Context(agreed=byte)))
 
 
 def stats_of(byte):
@@ -76,13 +76,13 @@ def test_rows_are_the_documented_ones(fmt, rounding, scale):
   payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
   cast = cast_of(codec)
   if scale == "auto":
-    chex.assert_type(payload.stats, jnp.uint8)
-    chex.assert_shape(payload.stats, (1, 1))
+    chex.assert_type(payload.agreed, jnp.uint8)
+    chex.assert_shape(payload.agreed, (1, 1))
     byte = oracle_float_cast.aps_byte(x)
-    assert payload.stats == byte
+    assert payload.agreed == byte
     cast = cast_of(codec, byte)
   else:
-    assert payload.stats is None
+    assert payload.agreed is None
   assert codec.tile_size == 32 // cast.width * 128
   chex.assert_shape(payload.rows, (2, 128))
   assert_documented(codec, payload, cast, x)
@@ -126,7 +126,7 @@ def test_the_byte_is_exact(addends):
   largest = np.concatenate([near, words.view(np.float32), extremes])
   leaves = np.stack([-largest, np.zeros_like(largest), largest / 2], axis=1)
   codec = codec_of((5, 2), addends=addends)
-  bytes_ = np.asarray(jax.jit(jax.vmap(codec.stats))(leaves)).ravel()
+  bytes_ = np.asarray(jax.jit(jax.vmap(codec.agree))(leaves)).ravel()
   expected = [oracle_float_cast.aps_byte(leaf, addends) for leaf in leaves]
   np.testing.assert_array_equal(bytes_, expected)
 
@@ -208,7 +208,7 @@ def test_leaves_of_zeros_and_of_subnormal_numbers_are_zero(fmt):
   tiny = np.float32([1e-40, -1e-45, 0, 1.17e-38])
   for x in (np.zeros(700, np.float32), np.zeros(0, np.float32), tiny):
     payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
-    assert payload.stats == 0
+    assert payload.agreed == 0
     assert (laws.round_trip(codec, x) == 0).all()
   x = np.float32([1.0, 1e-40])
   np.testing.assert_array_equal(laws.round_trip(codec, x), np.float32([1, 0]))
@@ -223,7 +223,7 @@ def test_what_is_not_finite(fmt, bad):
   x[17] = bad
   codec = codec_of(fmt)
   payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
-  assert payload.stats == 255
+  assert payload.agreed == 255
   assert np.isnan(laws.round_trip(codec, x)).all()
   # Under the agreed byte: whatever a worker's own leaf is.
   clean = encoder(codec)(jnp.asarray(laws.gaussian(300)), stats_of(255))
@@ -270,7 +270,7 @@ def test_facts():
   assert not codec_of((5, 2), "stochastic").unbiased
   for codec in (codec_of((5, 2)), codec_of((5, 2), "stochastic", 1.0)):
     assert codec.adds and not codec.summable
-    assert codec.shares_stats == (codec.scale == "auto")
+    assert codec.agrees == (codec.scale == "auto")
     assert codec.needs_key == (codec.rounding == "stochastic")
     assert not codec.by_column and not codec.fitted
     assert hash(codec) == hash(eval(repr(codec)))

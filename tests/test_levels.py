@@ -12,7 +12,7 @@ import oracle_levels
 import pytest
 from slow_cases import slow
 
-from gradcomp.codecs import QSGD
+from gradcomp.codecs import QSGD, Context
 
 every_width = pytest.mark.parametrize("bits", [3, *slow(2, 4)])
 
@@ -54,7 +54,7 @@ def test_what_the_codec_says_of_itself():
   codec = nonuniform(3)
   assert codec.fitted and codec.refit_every == 100
   assert codec.unbiased and codec.needs_key
-  assert not codec.shares_stats and not codec.summable and not codec.by_column
+  assert not codec.agrees and not codec.summable and not codec.by_column
   assert not QSGD(bits=3).fitted
   assert not nonuniform(3, rounding="nearest").needs_key
 
@@ -178,7 +178,7 @@ def test_payload_is_the_oracles(bits, bucket_size, rounding):
   x[3], x[40], x[64:96] = 0.0, -0.0, 0.0
   encode = jax.jit(
     lambda x, levels: codec.encode(
-      x, key=laws.KEY if codec.needs_key else None, stats=levels
+      x, key=laws.KEY if codec.needs_key else None, context=Context(levels=levels)
     )
   )
   for k in (fitted_to(x, bits), [0, *range(250, 249 + 2 ** (bits - 1) - 1), 256]):
@@ -197,7 +197,9 @@ def test_payload_is_the_oracles(bits, bucket_size, rounding):
 def test_without_levels_a_leaf_is_encoded_with_its_own():
   codec, x = nonuniform(3), laws.gaussian(2000)
   levels = fitter(3)(jax.jit(codec.measure)(x), codec.init().shared)
-  encode = jax.jit(lambda x, stats=None: codec.encode(x, key=laws.KEY, stats=stats))
+  encode = jax.jit(
+    lambda x, levels=None: codec.encode(x, key=laws.KEY, context=Context(levels=levels))
+  )
   np.testing.assert_array_equal(encode(x).rows, encode(x, levels).rows)
 
 
@@ -211,7 +213,7 @@ def test_stochastic_rounding_is_unbiased(bits):
   edges = np.concatenate([[-k[0]], k]) / 256
   above = np.searchsorted(edges, np.abs(x) / scales).clip(1, len(k))
   step = (edges[above] - edges[above - 1]) * scales
-  laws.mean_is_the_input(codec, x, draws=1000, step=step, stats=np.float32(k) / 256)
+  laws.mean_is_the_input(codec, x, draws=1000, step=step, levels=np.float32(k) / 256)
 
 
 @every_width
@@ -229,8 +231,8 @@ def test_fitted_levels_lose_less_than_equal_ones(bits):
     (QSGD(bits=bits, levels="uniform"), None),
   ]:
     run = jax.jit(
-      lambda x, c=codec, stats=levels: c.decode(
-        c.encode(x, key=laws.KEY, stats=stats), like=x
+      lambda x, c=codec, levels=levels: c.decode(
+        c.encode(x, key=laws.KEY, context=Context(levels=levels)), like=x
       )
     )
     squares.append(np.square(np.asarray(run(x), np.float64) - x).sum())

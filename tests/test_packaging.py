@@ -185,7 +185,7 @@ def test_only_the_exchange_calls_collectives():
 # What asks for the kind of a codec, or compares the name of an exchange.
 KIND = re.compile(
   r"isinstance\(\w*codec, (?!LeafCodec\)|type\))|is_(shared|adding|fitted)\("
-  r"|[!=]= Dense\(|\.(adds|fitted|by_column|summable|shares_stats|reuses|alternates)\b"
+  r"|[!=]= Dense\(|\.(adds|fitted|by_column|summable|agrees|reuses|alternates)\b"
 )
 NAME = re.compile(r"(exchange|schedule)(\.name)? [!=]= |\.name [!=]= \"")
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from lowering import TRITON, lowered_for_cuda
 from slow_cases import slow
 
-from gradcomp.codecs import TopK
+from gradcomp.codecs import NOTHING, TopK
 from gradcomp.kernels import listing, marks
 from gradcomp.kernels.rows import Row
 
@@ -165,7 +165,7 @@ def encoder(codec):
   @jax.jit
   def encode(leaves):
     whole = codec.ranged(leaves[0].size)
-    return whole.encode_leaves(leaves, [None] * len(leaves))
+    return whole.encode_leaves(leaves, [NOTHING] * len(leaves))
 
   return encode
 

@@ -11,7 +11,7 @@ import oracle_ternary
 import pytest
 import wire_decoder_codecs
 
-from gradcomp.codecs import Ternary
+from gradcomp.codecs import Context, Ternary
 
 CODECS = [
   Ternary(),
@@ -33,7 +33,7 @@ def encode(codec, x):
   rows, words = np.asarray(payload.rows), codec.bucket_size or 512
   if not codec.share_scale:
     return rows[:, :words], np.ascontiguousarray(rows[:, words:]).view(np.float32)
-  scales = np.asarray(payload.stats)
+  scales = np.asarray(payload.agreed)
   return rows, np.broadcast_to(scales, (len(rows), scales.shape[1]))
 
 
@@ -43,7 +43,7 @@ def options(codec):
 
 def scale_of(codec, x):
   """The one scale of a leaf."""
-  return float(np.asarray(jax.jit(codec.stats)(jnp.asarray(x)))[0, 0])
+  return float(np.asarray(jax.jit(codec.agree)(jnp.asarray(x)))[0, 0])
 
 
 def ragged(codec):
@@ -55,7 +55,7 @@ def ragged(codec):
 def test_what_the_codec_says_of_itself():
   for share in (True, False):
     codec = Ternary(share_scale=share)
-    assert codec.shares_stats == codec.summable == share
+    assert codec.agrees == codec.summable == share
     assert codec.unbiased and codec.needs_key and codec.max_code == 1
     assert not codec.by_column and not codec.fitted
 
@@ -106,7 +106,7 @@ def test_values_are_those_of_the_papers_equations(codec):
 def test_an_independent_decoder_reads_shared_scales_too(codec):
   x = ragged(codec)
   payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
-  rows, scales = np.asarray(payload.rows), payload.stats
+  rows, scales = np.asarray(payload.rows), payload.agreed
   decoded = wire_decoder_codecs.decode_ternary(
     rows, x.size, scales=scales, **options(codec)
   )
@@ -121,7 +121,7 @@ def test_an_independent_decoder_reads_shared_scales_too(codec):
 def test_the_mean_is_the_clipped_gradient(packing, scaler):
   codec = Ternary(packing=packing, scaler=scaler, bucket_size=32)
   x = laws.gaussian(500)
-  scale = np.max(jax.jit(codec.stats)(x))  # the limit, which some element is above
+  scale = np.max(jax.jit(codec.agree)(x))  # the limit, which some element is above
   assert (np.abs(x) > scale).any()  # or nothing would be clipped
   clipped = oracle_ternary.clip(x, scale).astype(np.float32)
   laws.mean_is_the_input(codec, x, draws=1000, mean=clipped, step=scale)
@@ -199,11 +199,13 @@ def test_scales_of_each_scaler():
 def test_a_larger_shared_scale_leaves_the_own_limit(bucket_size):
   codec = Ternary(bucket_size=bucket_size, clip_sigmas=1.0)
   x = ragged(codec)
-  own = jax.jit(codec.stats)(x)
+  own = jax.jit(codec.agree)(x)
   shared = np.asarray(4 * own)
-  run = jax.jit(lambda x, stats: codec.encode(x, key=laws.KEY, stats=stats))
+  run = jax.jit(
+    lambda x, agreed: codec.encode(x, key=laws.KEY, context=Context(agreed=agreed))
+  )
   payload = run(x, shared)
-  np.testing.assert_array_equal(payload.stats, shared)
+  np.testing.assert_array_equal(payload.agreed, shared)
   rows = np.asarray(payload.rows)
   expected, unlimited = (
     oracle_ternary.ternary_encode(
@@ -223,10 +225,10 @@ def test_a_larger_shared_scale_leaves_the_own_limit(bucket_size):
 def test_codes_of_workers_add_up():
   codec = Ternary(packing="base3")
   x = laws.gaussian(2000)
-  stats = jax.jit(codec.stats)(x)
-  run = jax.jit(lambda x, key: codec.encode(x, key=key, stats=stats))
+  agreed = jax.jit(codec.agree)(x)
+  run = jax.jit(lambda x, key: codec.encode(x, key=key, context=Context(agreed=agreed)))
   payloads = [run(x, laws.KEY + np.uint32(worker)) for worker in range(3)]
-  add = jax.jit(lambda rows: codec.from_codes(sum(map(codec.codes, rows)), stats))
+  add = jax.jit(lambda rows: codec.from_codes(sum(map(codec.codes, rows)), agreed))
   added = np.asarray(add([payload.rows for payload in payloads])).ravel()[: x.size]
   single = [np.asarray(laws.decoder(codec, x.shape)(payload)) for payload in payloads]
   # Three times a scale is rounded once here, and after each addition there.

@@ -22,7 +22,7 @@ from selections import (
 )
 from slow_cases import slow
 
-from gradcomp.codecs import TopK, _selecting
+from gradcomp.codecs import NOTHING, TopK, _selecting
 from gradcomp.sums import _entries
 
 SIZES = {1000: 0.01, 100_003: 0.001, 1_000_000: 0.001}  # each with a density
@@ -172,7 +172,7 @@ def test_leaves_of_one_size_share_a_program(monkeypatch, copied):
     monkeypatch.setattr(module, "COPIED", 4 * 300 if copied else 0)
   xs = [data(1000)[name] for name in ("normal", "half zero", "heavy")]
   codec = TopK(density=0.05, selection="threshold", range_size=300)
-  found = jax.jit(lambda xs: codec.encode_leaves(xs, [None] * 3))(xs)
+  found = jax.jit(lambda xs: codec.encode_leaves(xs, [NOTHING] * 3))(xs)
   rows = jnp.concatenate([own for own, *_ in found])
   decode = _entries.Entries(codec).gathered(jnp.stack([rows, rows]), None, 0.5)
   for i, (x, (own, rest, _)) in enumerate(zip(xs, found, strict=True)):

@@ -1,7 +1,9 @@
 """Codecs turn arrays into the words that cross the wire, and back."""
 
+from gradcomp.codecs._codec import NOTHING as NOTHING
 from gradcomp.codecs._codec import AddingCodec as AddingCodec
 from gradcomp.codecs._codec import Codec as Codec
+from gradcomp.codecs._codec import Context as Context
 from gradcomp.codecs._codec import FittedCodec as FittedCodec
 from gradcomp.codecs._codec import Leaf as Leaf
 from gradcomp.codecs._codec import LeafCodec as LeafCodec
@@ -17,15 +19,15 @@ from gradcomp.codecs._dense import working_dtype as working_dtype
 from gradcomp.codecs._eight_bit import EightBit as EightBit
 from gradcomp.codecs._encoding import Encoded as Encoded
 from gradcomp.codecs._encoding import encode_leaves as encode_leaves
-from gradcomp.codecs._encoding import shared_stats as shared_stats
+from gradcomp.codecs._encoding import to_agree as to_agree
 from gradcomp.codecs._float_cast import FloatCast as FloatCast
 from gradcomp.codecs._memory import Adding as Adding
 from gradcomp.codecs._memory import Memory as Memory
 from gradcomp.codecs._memory import RememberingCodec as RememberingCodec
 from gradcomp.codecs._memory import first_memory as first_memory
-from gradcomp.codecs._memory import recalled as recalled
-from gradcomp.codecs._memory import recalled_by_all as recalled_by_all
+from gradcomp.codecs._memory import leaf_context as leaf_context
 from gradcomp.codecs._memory import refitted as refitted
+from gradcomp.codecs._memory import sum_context as sum_context
 from gradcomp.codecs._memory import used_entries as used_entries
 from gradcomp.codecs._natural import Natural as Natural
 from gradcomp.codecs._one_bit import OneBit as OneBit

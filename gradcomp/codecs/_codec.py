@@ -1,33 +1,16 @@
 """The protocols of codecs: the facts and the functions that the exchange relies on."""
 
-import math
-from typing import Literal, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
+from typing import Literal, Protocol, Self, TypeGuard, runtime_checkable
 
 import jax
 
+from gradcomp.codecs._leaf import NOTHING as NOTHING
+from gradcomp.codecs._leaf import Context as Context
+from gradcomp.codecs._leaf import Leaf as Leaf
+from gradcomp.codecs._leaf import Payload as Payload
+
 Rounding = Literal["stochastic", "nearest"]
 Accumulate = Literal["format", "kahan", "float32"]
-
-
-class Payload(NamedTuple):
-  """The arrays that cross the wire for one leaf; their bytes are all that is sent."""
-
-  rows: jax.Array  # uint32[rows, row_words], words and scales
-  stats: jax.Array | None = None  # what workers agreed on, if the codec shares it
-
-
-class Leaf(NamedTuple):
-  """What a codec may depend on before it encodes a leaf."""
-
-  shape: tuple[int, ...]
-  addends: int | None = None  # how many workers' numbers are added, if any are
-  ranges: int = 1  # of consecutive elements, each of which a worker owns
-  path: str = ""  # in the tree, like "layer/kernel"
-
-  @property
-  def size(self) -> int:
-    """The number of elements."""
-    return math.prod(self.shape)
 
 
 class SameForAll:
@@ -68,8 +51,8 @@ class Codec(LeafCodec, Protocol):
   """
 
   @property
-  def shares_stats(self) -> bool:
-    """True if workers agree on statistics before encoding."""
+  def agrees(self) -> bool:
+    """True if workers agree on a scale before they encode."""
 
   @property
   def summable(self) -> bool:
@@ -103,15 +86,15 @@ class Codec(LeafCodec, Protocol):
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array of any shape and float dtype.
 
     Args:
       x: the array.
       key: one threefry key, which stochastic rounding needs.
-      stats: what workers agree on: shared statistics, or a memory. By default it is
-        made of ``x`` alone.
+      context: what workers agree on, or remember. By default it is made of ``x``
+        alone.
 
     Raises:
       ValueError: ``key`` is missing, and the codec needs one.
@@ -126,7 +109,7 @@ class Codec(LeafCodec, Protocol):
     tiles: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> jax.Array:
     """Encodes ``float32[rows, ...]`` tiles: ``uint32[rows, row_words]``."""
 
@@ -143,16 +126,16 @@ class Codec(LeafCodec, Protocol):
 class SharedCodec(Codec, Protocol):
   """A codec whose workers all encode with the same statistics.
 
-  It is ``summable`` and has ``shares_stats``. The exchange takes the largest of all
-  workers' ``stats`` before anyone encodes. Rows then hold codes alone, and the codes of
-  several workers add up as integers.
+  It is ``summable`` and ``agrees``. The exchange takes the largest of what ``agree``
+  gives on all workers before anyone encodes. Rows then hold codes alone, and the codes
+  of several workers add up as integers.
   """
 
   @property
   def max_code(self) -> int:
     """The largest magnitude of a code."""
 
-  def stats(self, x: jax.Array) -> jax.Array:
+  def agree(self, x: jax.Array) -> jax.Array:
     """Returns a leaf's statistics: zero or more, or NaN.
 
     They are ``float32[rows, k]``, or ``float32[1, 1]`` for all rows.
@@ -161,7 +144,7 @@ class SharedCodec(Codec, Protocol):
   def codes(self, rows: jax.Array) -> jax.Array:
     """Unpacks ``uint32[..., rows, words]`` to codes, ``int32[..., rows, P, B]``."""
 
-  def from_codes(self, codes: jax.Array, stats: jax.Array) -> jax.Array:
+  def from_codes(self, codes: jax.Array, agreed: jax.Array) -> jax.Array:
     """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
 
 
@@ -170,7 +153,7 @@ class FittedCodec(Codec, Protocol):
   """A codec that is fitted to the gradients of all workers every few steps.
 
   All leaves share one array, which is their memory. ``encode`` and ``encode_rows`` take
-  it as ``stats``. Rows can be decoded without it.
+  it as ``levels`` of the context. Rows can be decoded without it.
   """
 
   @property
@@ -194,14 +177,14 @@ class AddingCodec(Codec, Protocol):
 
   Its rows stand for scaled numbers, which ``encode_rows`` takes and ``decode_rows``
   gives. The scale leaves room for the sum of all workers' numbers. With
-  ``shares_stats`` the workers agree on it, by the largest of their bytes.
+  ``agrees`` the workers share it, by the largest of their bytes.
   """
 
   @property
   def accumulate(self) -> Accumulate:
     """The way in which numbers are added one by one."""
 
-  def stats(self, x: jax.Array) -> jax.Array:
+  def agree(self, x: jax.Array) -> jax.Array:
     """Returns the byte that a leaf's scale follows from: ``uint8[1, 1]``."""
 
   def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
@@ -215,8 +198,8 @@ class AddingCodec(Codec, Protocol):
   def encode_sums(self, tiles: jax.Array) -> jax.Array:
     """Encodes scaled sums, rounded to nearest: exact for numbers of the format."""
 
-  def unscaled(self, tiles: jax.Array, stats: jax.Array | None) -> jax.Array:
-    """Takes the scale off numbers, ``float32[rows, P, B]``, with ``stats`` by row."""
+  def unscaled(self, tiles: jax.Array, agreed: jax.Array | None) -> jax.Array:
+    """Takes the scale off numbers, ``float32[rows, P, B]``, with ``agreed`` by row."""
 
 
 @runtime_checkable
@@ -228,7 +211,7 @@ class RemainderCodec(Codec, Protocol):
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> tuple[Payload, jax.Array]:
     """Returns ``encode(x)``, and the residual ``x - decode(encode(x))``.
 
@@ -266,7 +249,7 @@ def is_shared(codec: LeafCodec) -> TypeGuard[SharedCodec]:
     >>> is_shared(gradcomp.codecs.Ternary()), is_shared(gradcomp.codecs.OneBit())
     (True, False)
   """
-  return getattr(codec, "shares_stats", False) and getattr(codec, "summable", False)
+  return getattr(codec, "agrees", False) and getattr(codec, "summable", False)
 
 
 def is_adding(codec: LeafCodec) -> TypeGuard[AddingCodec]:

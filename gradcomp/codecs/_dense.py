@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from gradcomp._checks import float_dtype, one_of
-from gradcomp.codecs._codec import Payload, Rounding, SameForAll
+from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
 from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload
 from gradcomp.floats import FloatFormat
 from gradcomp.kernels import planes, random_lanes
@@ -65,7 +65,7 @@ class Dense(SameForAll):
   dtype: DTypeLike = jnp.float32
   rounding: Rounding = "nearest"
 
-  shares_stats: ClassVar[bool] = False
+  agrees: ClassVar[bool] = False
   by_column: ClassVar[bool] = False
   fitted: ClassVar[bool] = False
   adds: ClassVar[bool] = False
@@ -108,10 +108,10 @@ class Dense(SameForAll):
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, 128]``."""
-    del stats
+    del context
     return Payload(self._encode(as_float32(x), codec_key(key, self)))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
@@ -123,9 +123,9 @@ class Dense(SameForAll):
     tiles: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> jax.Array:
-    del stats
+    del context
     return self._encode(tiles.reshape(-1), codec_key(key, self))
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from gradcomp._checks import (
   optional_one_of,
   static_integer,
 )
-from gradcomp.codecs._codec import Payload, Rounding, SameForAll
+from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
 from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload
 from gradcomp.kernels import Implementation, eight_bit
@@ -144,7 +144,7 @@ class EightBit(SameForAll):
   exponent_offset: int | None = None
   implementation: Implementation | None = None
 
-  shares_stats: ClassVar[bool] = False
+  agrees: ClassVar[bool] = False
   summable: ClassVar[bool] = False
   by_column: ClassVar[bool] = False
   fitted: ClassVar[bool] = False
@@ -190,10 +190,10 @@ class EightBit(SameForAll):
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, B + 4]`` with buckets, else ``[rows, 513]``."""
-    del stats
+    del context
     flat = as_float32(x)
     scale = None
     if not self._scales_inside:
@@ -209,9 +209,9 @@ class EightBit(SameForAll):
     tiles: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> jax.Array:
-    del stats
+    del context
     scale = None
     if not self._scales_inside:
       scale = self._scale(row_scales(tiles, eight_bit.PLANES, self.bucket_size))

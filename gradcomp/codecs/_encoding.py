@@ -9,6 +9,7 @@ import jax
 from gradcomp.codecs._codec import (
   AddingCodec,
   Codec,
+  Context,
   RemainderCodec,
   SharedCodec,
   is_adding,
@@ -31,24 +32,24 @@ class Encoded(NamedTuple):
   own: Any = ()
 
 
-def shared_stats(codec: Codec, leaf: jax.Array) -> jax.Array | None:
-  """Returns the statistics of a leaf that workers have to agree on; None for nothing.
+def to_agree(codec: Codec, leaf: jax.Array) -> jax.Array | None:
+  """Returns what workers take the largest of before they encode a leaf, or None.
 
   Example:
-    >>> shared_stats(gradcomp.codecs.Ternary(clip_sigmas=None), jnp.array([1.0, -3.0]))
+    >>> to_agree(gradcomp.codecs.Ternary(clip_sigmas=None), jnp.array([1.0, -3.0]))
     Array([[3.]], dtype=float32)
   """
-  if not codec.shares_stats:
+  if not codec.agrees:
     return None
   assert is_shared(codec) or is_adding(codec)
-  return _stats(codec, leaf)
+  return _agree(codec, leaf)
 
 
 def encode_leaves(
   codecs: Sequence[Codec],
   leaves: Sequence[jax.Array],
   keys: Sequence[jax.Array | None],
-  stats: Sequence[jax.Array | None],
+  contexts: Sequence[Context],
   *,
   keep: bool,
 ) -> list[Encoded]:
@@ -58,8 +59,7 @@ def encode_leaves(
     codecs: the codec of each leaf.
     leaves: arrays of any shape.
     keys: for each leaf ``uint32[2]``, or None if its codec needs none.
-    stats: for each leaf what its codec encodes with: what workers share, or what is
-      remembered; None for nothing.
+    contexts: for each leaf what its codec encodes with besides.
     keep: whether to return what is not sent.
   """
   encoded: dict[int, Encoded] = {}
@@ -68,18 +68,18 @@ def encode_leaves(
     if isinstance(codec, SelectingCodec):
       alike.setdefault((codec, leaf.size), []).append(i)
     else:
-      encoded[i] = Encoded(*_encode(codec, keep, leaf, keys[i], stats[i]))
+      encoded[i] = Encoded(*_encode(codec, keep, leaf, keys[i], contexts[i]))
   for (selecting, _), numbers in alike.items():
-    given = [leaves[i] for i in numbers], [stats[i] for i in numbers]
+    given = [leaves[i] for i in numbers], [contexts[i] for i in numbers]
     for i, found in zip(numbers, selecting.encode_leaves(*given), strict=True):
       encoded[i] = Encoded(*found)
   return [encoded[i] for i in range(len(leaves))]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _stats(codec: SharedCodec | AddingCodec, leaf: jax.Array) -> jax.Array:
+def _agree(codec: SharedCodec | AddingCodec, leaf: jax.Array) -> jax.Array:
   """Jitted by itself, so that leaves of one shape are traced once."""
-  return codec.stats(leaf)
+  return codec.agree(leaf)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -88,10 +88,10 @@ def _encode(
   keep: bool,
   leaf: jax.Array,
   key: jax.Array | None,
-  stats: jax.Array | None,
+  context: Context,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Jitted like :func:`_stats`."""
+  """Jitted like :func:`_agree`."""
   if keep and isinstance(codec, RemainderCodec):
-    payload, rest = codec.encode_with_residual(leaf, key=key, stats=stats)
+    payload, rest = codec.encode_with_residual(leaf, key=key, context=context)
     return payload.rows, rest
-  return codec.encode(leaf, key=key, stats=stats).rows, None
+  return codec.encode(leaf, key=key, context=context).rows, None

@@ -11,7 +11,7 @@ from gradcomp._checks import (
   static_factor,
   static_integer,
 )
-from gradcomp.codecs._codec import Accumulate, Leaf, Payload
+from gradcomp.codecs._codec import NOTHING, Accumulate, Context, Leaf, Payload
 from gradcomp.codecs._tiles import as_float32, codec_key, from_tiles
 from gradcomp.floats import FloatFormat, FloatRounding, kahan_step, rounded_sum
 from gradcomp.kernels import Implementation, float_cast
@@ -89,7 +89,7 @@ class FloatCast:
     >>> codec = FloatCast(exponent_bits=4, mantissa_bits=3)
     >>> x = jnp.array([3.0, -1.1, 0.0]) * 2.0**-60
     >>> payload = codec.encode(x)
-    >>> codec.decode(payload, like=x) * 2.0**60, payload.stats
+    >>> codec.decode(payload, like=x) * 2.0**60, payload.agreed
     (Array([ 3.   , -1.125,  0.   ], dtype=float32), Array([[68]], dtype=uint8))
 
   References:
@@ -134,7 +134,7 @@ class FloatCast:
       raise ValueError(f"`addends` must be {_ADDENDS_RULE}, got {addends}.")
     object.__setattr__(self, "addends", addends)
     room = 2.0**self.format.max_exponent / addends
-    if self.shares_stats and room <= self.format.smallest / 2:
+    if self.agrees and room <= self.format.smallest / 2:
       raise ValueError(
         "`exponent_bits` must leave room for the sum of all workers' numbers, got "
         f"{self.exponent_bits}, with {self.mantissa_bits} mantissa bits and {addends} "
@@ -152,7 +152,7 @@ class FloatCast:
     return self.rounding == "stochastic"
 
   @property
-  def shares_stats(self) -> bool:
+  def agrees(self) -> bool:
     return self.scale == "auto"
 
   @property
@@ -165,7 +165,7 @@ class FloatCast:
       return self
     return dataclasses.replace(self, addends=leaf.addends)
 
-  def stats(self, x: jax.Array) -> jax.Array:
+  def agree(self, x: jax.Array) -> jax.Array:
     """Returns the byte of the sum's exponent: ``uint8[1, 1]``.
 
     It is 0 for zeros, and 255 for NaN and infinity.
@@ -178,19 +178,19 @@ class FloatCast:
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, 128]``, and the byte with ``scale="auto"``."""
     flat = as_float32(x)
     if self.scale != "auto":
       return Payload(self._encode(scaled(flat, self.scale), None, key))
-    byte = self.stats(x) if stats is None else stats
+    byte = self.agree(x) if context.agreed is None else context.agreed
     exponent = float_cast.shift(byte[0, 0], self.format, self.addends)
     return Payload(self._encode(flat, exponent, key), byte)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to the shape and dtype of ``like``."""
-    tiles = self.unscaled(self.decode_rows(payload.rows), payload.stats)
+    tiles = self.unscaled(self.decode_rows(payload.rows), payload.agreed)
     return from_tiles(tiles, like, self).astype(like.dtype)
 
   def encode_rows(
@@ -198,9 +198,9 @@ class FloatCast:
     tiles: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> jax.Array:
-    del stats
+    del context
     return self._encode(tiles.reshape(-1), None, key)
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
@@ -211,22 +211,22 @@ class FloatCast:
     nearest = dataclasses.replace(self, rounding="nearest_even")
     return nearest.encode_rows(tiles)
 
-  def unscaled(self, tiles: jax.Array, stats: jax.Array | None) -> jax.Array:
+  def unscaled(self, tiles: jax.Array, agreed: jax.Array | None) -> jax.Array:
     """Takes the scale off numbers: ``float32[rows, P, B]``."""
     if self.scale != "auto":
       return scaled(tiles, 1 / self.scale)
-    assert stats is not None
-    return float_cast.unshifted(tiles, stats, self.format, self.addends)
+    assert agreed is not None
+    return float_cast.unshifted(tiles, agreed, self.format, self.addends)
 
   def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
     """Adds two numbers of the format, and rounds the sum to it."""
-    return rounded_sum(total, x, self.format, saturate=self.shares_stats)
+    return rounded_sum(total, x, self.format, saturate=self.agrees)
 
   def add_compensated(
     self, total: jax.Array, compensation: jax.Array, x: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """Returns the next sum and compensation of Kahan's algorithm, in the format."""
-    saturate = self.shares_stats
+    saturate = self.agrees
     return kahan_step(total, compensation, x, self.format, saturate=saturate)
 
   def _encode(
@@ -238,7 +238,7 @@ class FloatCast:
       codec_key(key, self),
       fmt=self.format,
       rounding=self.rounding,
-      saturate=self.shares_stats,
+      saturate=self.agrees,
       row_words=_ROW_WORDS,
       implementation=self.implementation,
     )

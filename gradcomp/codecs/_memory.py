@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp.codecs._codec import FittedCodec, Leaf, LeafCodec, is_fitted
+from gradcomp.codecs._codec import (
+  NOTHING,
+  Context,
+  FittedCodec,
+  Leaf,
+  LeafCodec,
+  is_fitted,
+)
 from gradcomp.codecs._sparse import Selected, SelectingCodec
 
 
@@ -109,34 +116,40 @@ def refitted(
   return result
 
 
-def recalled(
-  codec: LeafCodec, memory: Memory | None, step: jax.Array
-) -> jax.Array | None:
-  """Returns what a leaf is encoded with as ``stats`` that it remembers; or None.
+def leaf_context(
+  codec: LeafCodec, agreed: jax.Array | None, memory: Memory, step: jax.Array
+) -> Context:
+  """Returns what a leaf is encoded with.
+
+  Args:
+    codec: the codec of the leaf.
+    agreed: what workers agree on, or None.
+    memory: what the codec remembers.
+    step: ``int32[]``.
 
   Raises:
     ValueError: the codec uses thresholds again, and there are none.
   """
+  context = sum_context(codec, memory, step)._replace(agreed=agreed)
   if isinstance(codec, SelectingCodec) and codec.reuses:
-    if memory is None or not memory.own:
+    if not memory.own:
       raise ValueError(
         f"`memory` must hold the thresholds that {codec} uses again, got none; make "
         "the state by optimizer.init."
       )
     # Zeros have a threshold searched anew.
-    return jnp.where(step % codec.interval != 0, memory.own.threshold, 0.0)
-  return recalled_by_all(codec, memory, step)
+    old = jnp.where(step % codec.interval != 0, memory.own.threshold, 0.0)
+    context = context._replace(thresholds=old)
+  return context
 
 
-def recalled_by_all(
-  codec: LeafCodec, memory: Memory | None, step: jax.Array
-) -> jax.Array | None:
-  """Returns what sums are encoded with as ``stats``, equal on all workers; or None."""
+def sum_context(codec: LeafCodec, memory: Memory, step: jax.Array) -> Context:
+  """Returns what sums are encoded with, equal on all workers: see leaf_context."""
   if isinstance(codec, SelectingCodec) and codec.alternates:
-    return codec.turn(step)
-  if is_fitted(codec) and memory is not None and len(memory.shared):
-    return memory.shared
-  return None
+    return Context(turn=codec.turn(step))
+  if is_fitted(codec) and len(memory.shared):
+    return Context(levels=memory.shared)
+  return NOTHING
 
 
 def used_entries(memory: Memory) -> jax.Array | None:

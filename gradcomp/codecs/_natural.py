@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 
 from gradcomp._checks import optional_one_of
-from gradcomp.codecs._codec import Payload
+from gradcomp.codecs._codec import NOTHING, Context, Payload
 from gradcomp.codecs._row_codec import RowCodec
 from gradcomp.codecs._tiles import as_float32, codec_key
 from gradcomp.kernels import Implementation, float_cast
@@ -79,10 +79,10 @@ class Natural(RowCodec):
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, 128]``."""
-    del stats
+    del context
     return Payload(self._encode(as_float32(x), codec_key(key, self)))
 
   def encode_rows(
@@ -90,9 +90,9 @@ class Natural(RowCodec):
     tiles: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> jax.Array:
-    del stats
+    del context
     return self._encode(tiles.reshape(-1), codec_key(key, self))
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 
 from gradcomp._checks import bucket, flag, optional_one_of, static_integer
-from gradcomp.codecs._codec import Leaf, Payload
+from gradcomp.codecs._codec import NOTHING, Context, Leaf, Payload
 from gradcomp.codecs._tiles import as_float32, as_matrix, decode_payload
 from gradcomp.kernels import Implementation, one_bit
 
@@ -71,7 +71,7 @@ class OneBit:
 
   unbiased: ClassVar[bool] = False
   needs_key: ClassVar[bool] = False
-  shares_stats: ClassVar[bool] = False
+  agrees: ClassVar[bool] = False
   summable: ClassVar[bool] = False
   fitted: ClassVar[bool] = False
   adds: ClassVar[bool] = False
@@ -113,10 +113,10 @@ class OneBit:
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, B + 64]``; ``[columns, words]`` by column."""
-    del key, stats
+    del key, context
     return Payload(self._encode(x, keep=False)[0])
 
   def encode_with_residual(
@@ -124,14 +124,14 @@ class OneBit:
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> tuple[Payload, jax.Array]:
     """Encodes an array, and returns what the payload leaves of it, without decoding.
 
     Returns:
       A :class:`Payload`, and the residual, ``float32`` in the shape of ``x``.
     """
-    del key, stats
+    del key, context
     rows, rest = self._encode(x, keep=True)
     assert rest is not None
     return Payload(rows), rest
@@ -160,13 +160,13 @@ class OneBit:
     tiles: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> jax.Array:
     if self.per_column:
       tiles = tiles.reshape(tiles.shape[0], -1).T
     else:
       tiles = tiles.reshape(-1)
-    return self.encode(tiles, key=key, stats=stats).rows
+    return self.encode(tiles, key=key, context=context).rows
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     if self.per_column:

@@ -13,7 +13,7 @@ from gradcomp._checks import (
   optional_one_of,
   static_integer,
 )
-from gradcomp.codecs._codec import Payload, Rounding, SameForAll
+from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
 from gradcomp.codecs._fitted_levels import FittedLevels, check_fitted
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
 from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload
@@ -154,7 +154,7 @@ class QSGD(FittedLevels, SameForAll):
     return self.rounding == "stochastic"
 
   @property
-  def shares_stats(self) -> bool:
+  def agrees(self) -> bool:
     return self.share_scale
 
   @property
@@ -186,7 +186,7 @@ class QSGD(FittedLevels, SameForAll):
     assert self.levels != "nonuniform"
     return self.levels
 
-  def stats(self, x: jax.Array) -> jax.Array:
+  def agree(self, x: jax.Array) -> jax.Array:
     """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
     count = planes.planes_per_word(self.bits)
     return scales(leaf_scales(as_float32(x), count, self.bucket_size, self.norm))
@@ -196,12 +196,13 @@ class QSGD(FittedLevels, SameForAll):
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, row_words]``; shared scales come beside them."""
-    shared = stats if self.share_scale and stats is not None else None
-    scale = self.stats(x) if shared is None and not self._scales_inside else shared
-    words, _ = self._encode(as_float32(x), scale, codec_key(key, self), stats)
+    scale = context.agreed if self.share_scale else None
+    if scale is None and not self._scales_inside:
+      scale = self.agree(x)
+    words, _ = self._encode(as_float32(x), scale, codec_key(key, self), context.levels)
     return Payload(words, scale if self.share_scale else None)
 
   def encode_with_residual(
@@ -209,19 +210,16 @@ class QSGD(FittedLevels, SameForAll):
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> tuple[Payload, jax.Array]:
-    """Encodes an array, and returns what the payload leaves of it.
+    """Encodes an array, and returns what the payload leaves of it, ``float32``.
 
     A kernel that finds the scales does both in one pass.
-
-    Returns:
-      A :class:`Payload`, and the residual, ``float32`` in the shape of ``x``.
     """
     wide = as_float32(x).reshape(x.shape)
     if not self._scales_inside:
-      payload = self.encode(x, key=key, stats=stats)
-      return payload, wide - decode_payload(payload, wide, self)
+      payload = self.encode(x, key=key, context=context)
+      return payload, wide - self.decode(payload, like=wide)
     words, rest = self._encode(wide, None, codec_key(key, self), None, keep=True)
     assert rest is not None
     return Payload(words), rest
@@ -235,14 +233,14 @@ class QSGD(FittedLevels, SameForAll):
     tiles: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> jax.Array:
     scale = None
     if not self._scales_inside:
       count = planes.planes_per_word(self.bits)
       scale = scales(row_scales(tiles, count, self.bucket_size, self.norm))
-    key = codec_key(key, self)
-    return self._encode(tiles.reshape(-1), scale, key, stats)[0]
+    key, levels = codec_key(key, self), context.levels
+    return self._encode(tiles.reshape(-1), scale, key, levels)[0]
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     words = bucket_words(self.bucket_size)
@@ -257,9 +255,9 @@ class QSGD(FittedLevels, SameForAll):
       rows, bits=self.bits, bucket_size=words, levels=self._equal_levels
     )
 
-  def from_codes(self, codes: jax.Array, stats: jax.Array) -> jax.Array:
+  def from_codes(self, codes: jax.Array, agreed: jax.Array) -> jax.Array:
     """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
-    return qsgd.from_signed_codes(codes, stats, self.max_code)
+    return qsgd.from_signed_codes(codes, agreed, self.max_code)
 
   @property
   def _scales_inside(self) -> bool:
@@ -272,7 +270,7 @@ class QSGD(FittedLevels, SameForAll):
     flat: jax.Array,
     scale: jax.Array | None,
     key: jax.Array | None,
-    stats: jax.Array | None,
+    levels: jax.Array | None,
     keep: bool = False,
   ) -> tuple[jax.Array, jax.Array | None]:
     if scale is not None:
@@ -281,10 +279,10 @@ class QSGD(FittedLevels, SameForAll):
     words = bucket_words(self.bucket_size)
     if self.levels == "nonuniform":
       assert scale is not None
-      if stats is None:
-        stats = self.fit(self.measure(flat), self.init().shared)
+      if levels is None:
+        levels = self.fit(self.measure(flat), self.init().shared)
       found = fitted_levels.encode_rows(
-        flat, scale, stats, bits=self.bits, bucket_size=words, key=key
+        flat, scale, levels, bits=self.bits, bucket_size=words, key=key
       )
       return found, None
     return qsgd.encode_rows(

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs._codec import Payload
+from gradcomp.codecs._codec import NOTHING, Context, Payload
 from gradcomp.codecs._sparse import (
   SparseRows,
   checked_density,
@@ -96,10 +96,10 @@ class RandomK(SparseRows):
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, 2 + slots]``, a key and the values."""
-    del stats
+    del context
     codec = self.ranged(x.size)
     return Payload(codec.encode_rows(to_tiles(as_float32(x), codec), key=key))
 
@@ -108,10 +108,10 @@ class RandomK(SparseRows):
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> tuple[Payload, jax.Array]:
     """Returns ``encode(x)``, and ``x`` without what that sends."""
-    del stats
+    del context
     codec = self.ranged(x.size)
     tiles = to_tiles(as_float32(x), codec)
     payload = Payload(codec.encode_rows(tiles, key=key))
@@ -125,9 +125,9 @@ class RandomK(SparseRows):
     tiles: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> jax.Array:
-    del stats
+    del context
     tiles = tiles.reshape(-1, self.tile_size)
     words = codec_key(key, self)
     assert words is not None  # it needs one

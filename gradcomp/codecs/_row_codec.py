@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import jax
 
-from gradcomp.codecs._codec import Payload, SameForAll
+from gradcomp.codecs._codec import NOTHING, Context, Payload, SameForAll
 from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload, to_tiles
 
 
@@ -22,7 +22,7 @@ class RowCodec(SameForAll, abc.ABC):
     >>> @dataclasses.dataclass(frozen=True)
     ... class UpperHalf(gradcomp.codecs.RowCodec):
     ...   tile_size, row_words = 64, 32
-    ...   def encode_rows(self, tiles, *, key=None, stats=None):
+    ...   def encode_rows(self, tiles, *, key=None, context=None):
     ...     words = jax.lax.bitcast_convert_type(tiles, jnp.uint32).reshape(-1, 2, 32)
     ...     return words[:, 0] >> 16 | words[:, 1] >> 16 << 16
     ...   def decode_rows(self, rows):
@@ -35,7 +35,7 @@ class RowCodec(SameForAll, abc.ABC):
 
   unbiased: ClassVar[bool] = False
   needs_key: ClassVar[bool] = False
-  shares_stats: ClassVar[bool] = False
+  agrees: ClassVar[bool] = False
   summable: ClassVar[bool] = False
   by_column: ClassVar[bool] = False
   fitted: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class RowCodec(SameForAll, abc.ABC):
     tiles: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> jax.Array:
     """Encodes ``float32[rows, ...]`` to ``uint32[rows, row_words]``.
 
@@ -65,7 +65,7 @@ class RowCodec(SameForAll, abc.ABC):
       tiles: ``tile_size`` elements in each row, in one axis or several. The last tile
         of a leaf is filled with zeros.
       key: ``uint32[2]`` if the codec needs one.
-      stats: always None here.
+      context: always empty here.
     """
 
   @abc.abstractmethod
@@ -83,7 +83,7 @@ class RowCodec(SameForAll, abc.ABC):
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array of any shape and float dtype.
 

@@ -28,7 +28,7 @@ def encode_leaves(
   select: Select,
   leaves: Sequence[jax.Array],
   matrices: Sequence[jax.Array],
-  stats: Sequence[jax.Array | None],
+  given: Sequence[jax.Array | None],
 ) -> tuple[jax.Array, list[jax.Array]]:
   """Encodes several leaves of one size by a single program.
 
@@ -37,13 +37,13 @@ def encode_leaves(
     select: selects the elements of a row to send.
     leaves: ``float32``, of one size.
     matrices: their rows, filled with zeros.
-    stats: for each leaf, what the choice depends on besides, or None.
+    given: for each leaf, what the choice depends on besides, or None.
 
   Returns:
     The rows of all leaves, ``uint32[rows, words]``, and for each leaf its residual,
     ``float32`` in its shape.
   """
-  entries = encode_rows(form, select, matrices, stats, copied=leaves[0].size <= COPIED)
+  entries = encode_rows(form, select, matrices, given, copied=leaves[0].size <= COPIED)
   count = matrices[0].shape[0]
   result = []
   for i, (leaf, matrix) in enumerate(zip(leaves, matrices, strict=True)):
@@ -56,7 +56,7 @@ def encode_rows(
   form: EntryRow,
   select: Select,
   matrices: Sequence[jax.Array],
-  stats: Sequence[jax.Array | None],
+  given: Sequence[jax.Array | None],
   *,
   copied: bool = False,
 ) -> Entries:
@@ -71,8 +71,8 @@ def encode_rows(
     empty = jnp.zeros((0, form.slots))
     words = jnp.zeros((0, form.words), jnp.uint32)
     return Entries(words, empty.astype(jnp.int32), empty, jnp.zeros((0, form.size)))
-  given = [jnp.broadcast_to(stat, (count,)) for stat in stats if stat is not None]
-  every = jnp.concatenate(given) if given else None
+  lines = [jnp.broadcast_to(x, (count,)) for x in given if x is not None]
+  every = jnp.concatenate(lines) if lines else None
 
   def encode(number: jax.Array) -> Entries:
     row = Row(matrices, number)

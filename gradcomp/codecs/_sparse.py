@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._checks import static_integer, static_number
-from gradcomp.codecs._codec import Codec, Leaf, Payload
+from gradcomp.codecs._codec import Codec, Context, Leaf, Payload
 from gradcomp.codecs._dense import Dense
 from gradcomp.codecs._tiles import decode_payload
 from gradcomp.kernels import sparse
@@ -61,7 +61,7 @@ class Selected(NamedTuple):
 class SelectingCodec(SparseCodec, Protocol):
   """A sparse codec that chooses elements by their values, each worker its own.
 
-  ``encode`` and ``encode_rows`` take as ``stats`` what the choice depends on besides
+  Its context says what the choice depends on besides
   the values. For a codec with ``reuses`` these are thresholds, ``float32[rows]``, 0 for
   none. For one with ``alternates`` it is the :meth:`turn`.
   """
@@ -79,13 +79,13 @@ class SelectingCodec(SparseCodec, Protocol):
     """The number of steps from one search for a threshold to the next."""
 
   def encode_leaves(
-    self, leaves: Sequence[jax.Array], stats: Sequence[jax.Array | None]
+    self, leaves: Sequence[jax.Array], contexts: Sequence[Context]
   ) -> list[tuple[jax.Array, jax.Array, Selected]]:
     """Encodes leaves of one size as ``encode_with_residual`` does, by one program.
 
     Args:
       leaves: ``float32``.
-      stats: for each leaf, what its choice depends on besides, or None.
+      contexts: for each leaf, what its choice depends on besides.
 
     Returns:
       For each leaf its rows, ``uint32[rows, words]``, its residual, and what is to be
@@ -118,7 +118,7 @@ class SparseRows:
   density: float
   range_size: int | None
 
-  shares_stats: ClassVar[bool] = False
+  agrees: ClassVar[bool] = False
   summable: ClassVar[bool] = False
   by_column: ClassVar[bool] = False
   fitted: ClassVar[bool] = False

@@ -13,7 +13,7 @@ from gradcomp._checks import (
   optional_one_of,
   static_number,
 )
-from gradcomp.codecs._codec import Payload, SameForAll
+from gradcomp.codecs._codec import NOTHING, Context, Payload, SameForAll
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
 from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload
 from gradcomp.kernels import Implementation, ternary
@@ -79,7 +79,7 @@ class Ternary(SameForAll):
     >>> payload = codec.encode(x, key=jax.random.key(0))
     >>> codec.decode(payload, like=x)
     Array([ 2., -2.,  0.,  2.], dtype=float32)
-    >>> payload.rows.shape, payload.stats
+    >>> payload.rows.shape, payload.agreed
     ((1, 512), Array([[2.]], dtype=float32))
 
   References:
@@ -119,7 +119,7 @@ class Ternary(SameForAll):
       )
 
   @property
-  def shares_stats(self) -> bool:
+  def agrees(self) -> bool:
     return self.share_scale
 
   @property
@@ -137,7 +137,7 @@ class Ternary(SameForAll):
       return words
     return words + (1 if self.bucket_size is None else ternary.planes(self.packing))
 
-  def stats(self, x: jax.Array) -> jax.Array:
+  def agree(self, x: jax.Array) -> jax.Array:
     """Returns the scales of clipped values: ``float32[1, 1]``, or ``[rows, P]``."""
     return self._scales(as_float32(x))[0]
 
@@ -159,13 +159,13 @@ class Ternary(SameForAll):
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, row_words]``; shared scales come beside them."""
     flat = as_float32(x)
     scale, limit = self._scales(flat)
-    if self.share_scale and stats is not None:
-      scale = stats
+    if self.share_scale and context.agreed is not None:
+      scale = context.agreed
     rows = self._encode(flat, scale, limit, key)
     return Payload(rows, scale if self.share_scale else None)
 
@@ -178,10 +178,10 @@ class Ternary(SameForAll):
     tiles: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> jax.Array:
     """Encodes tiles of a mean, which are not clipped again."""
-    del stats
+    del context
     planes = ternary.planes(self.packing)
     scale = scales(row_scales(tiles, planes, self.bucket_size))
     return self._encode(tiles.reshape(-1), scale, jnp.float32(jnp.inf), key)
@@ -195,9 +195,9 @@ class Ternary(SameForAll):
     words = bucket_words(self.bucket_size)
     return ternary.codes(rows, packing=self.packing, bucket_size=words)
 
-  def from_codes(self, codes: jax.Array, stats: jax.Array) -> jax.Array:
+  def from_codes(self, codes: jax.Array, agreed: jax.Array) -> jax.Array:
     """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
-    return from_signed_codes(codes, stats, self.max_code)
+    return from_signed_codes(codes, agreed, self.max_code)
 
   def _encode(
     self,

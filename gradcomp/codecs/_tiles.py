@@ -73,11 +73,11 @@ def decode_payload(
   payload: Payload, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
 ) -> jax.Array:
   """Decodes a payload, with the statistics in it if workers share them."""
-  if payload.stats is None:
+  if payload.agreed is None:
     tiles = codec.decode_rows(payload.rows)
   else:
     assert is_shared(codec)
-    tiles = codec.from_codes(codec.codes(payload.rows), payload.stats)
+    tiles = codec.from_codes(codec.codes(payload.rows), payload.agreed)
   return from_tiles(tiles, like, codec).astype(like.dtype)
 
 

@@ -15,7 +15,7 @@ from gradcomp._checks import (
   static_integer,
   static_number,
 )
-from gradcomp.codecs._codec import Leaf, Payload
+from gradcomp.codecs._codec import NOTHING, Context, Leaf, Payload
 from gradcomp.codecs._entry_rows import EntryRow
 from gradcomp.codecs._entry_values import Quantize
 from gradcomp.codecs._memory import Memory
@@ -189,17 +189,17 @@ class TopK(SparseRows):
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, row_words]``, one row a range."""
-    return self.encode_with_residual(x, key=key, stats=stats)[0]
+    return self.encode_with_residual(x, key=key, context=context)[0]
 
   def encode_with_residual(
     self,
     x: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> tuple[Payload, jax.Array]:
     """Encodes an array, and returns what the payload leaves of it, without decoding.
 
@@ -208,7 +208,7 @@ class TopK(SparseRows):
     """
     del key
     leaf = as_float32(x).reshape(x.shape)
-    ((rows, rest, _),) = self.ranged(x.size).encode_leaves([leaf], [stats])
+    ((rows, rest, _),) = self.ranged(x.size).encode_leaves([leaf], [context])
     return Payload(rows), rest
 
   def init(self, leaf: Leaf, key: jax.Array) -> Memory:
@@ -219,15 +219,16 @@ class TopK(SparseRows):
     return Memory(own=Selected(none, jnp.zeros(rows, jnp.int32)))
 
   def encode_leaves(
-    self, leaves: Sequence[jax.Array], stats: Sequence[jax.Array | None]
+    self, leaves: Sequence[jax.Array], contexts: Sequence[Context]
   ) -> list[tuple[jax.Array, jax.Array, Selected]]:
     matrices = [to_tiles(leaf, self) for leaf in leaves]
-    words, rests = encode_leaves(self._row, self._select, leaves, matrices, stats)
+    given = [self._given(context) for context in contexts]
+    words, rests = encode_leaves(self._row, self._select, leaves, matrices, given)
     # Of all leaves at once: leaf by leaf, there would be several programs for each.
     every = Selected(self.thresholds(words), self.used(words))
     rows = len(matrices[0])
     result = []
-    for i, (old, rest) in enumerate(zip(stats, rests, strict=True)):
+    for i, (old, rest) in enumerate(zip(given, rests, strict=True)):
       own, kept = jax.tree.map(lambda x, i=i: x[i * rows :][:rows], (words, every))
       if self.reuses and old is not None:
         kept = kept._replace(threshold=jnp.where(old > 0, old, kept.threshold))
@@ -239,11 +240,11 @@ class TopK(SparseRows):
     tiles: jax.Array,
     *,
     key: jax.Array | None = None,
-    stats: jax.Array | None = None,
+    context: Context = NOTHING,
   ) -> jax.Array:
     del key
     matrix = tiles.reshape(-1, self.tile_size)
-    return encode_rows(self._row, self._select, [matrix], [stats]).words
+    return encode_rows(self._row, self._select, [matrix], [self._given(context)]).words
 
   def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""
@@ -269,17 +270,21 @@ class TopK(SparseRows):
   def _row(self) -> EntryRow:
     return EntryRow(self.tile_size, self.slots, self.quantize, self.value_dtype)
 
-  def _select(self, x: Row, stats: jax.Array | None) -> jax.Array:
+  def _given(self, context: Context) -> jax.Array | None:
+    """Returns what the choice depends on besides the elements, or None."""
+    return context.turn if self.alternates else context.thresholds
+
+  def _select(self, x: Row, given: jax.Array | None) -> jax.Array:
     """Returns the positions of the elements of a row to send."""
     sign = None
     if self.alternates:
-      sign = jnp.float32(1) if stats is None else stats
+      sign = jnp.float32(1) if given is None else given
     return selected_in(
       x,
       self.method,
       sent_of(self.density, x.size),
       self.slots,
       sign=sign,
-      first=stats if self.reuses else None,
+      first=given if self.reuses else None,
       implementation=self.implementation,
     )

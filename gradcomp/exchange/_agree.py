@@ -13,21 +13,21 @@ from gradcomp.exchange._plan import Plan
 from gradcomp.workers import axis_names, require_size
 
 
-def largest_stats(
-  stats: Sequence[jax.Array | None], workers: Workers
+def agree(
+  wanted: Sequence[jax.Array | None], workers: Workers
 ) -> list[jax.Array | None]:
   """Returns, for each leaf, the largest statistics of all workers.
 
   All leaves share one message. A leaf whose codec shares nothing has None.
   """
-  own = [x for x in stats if x is not None]
+  own = [x for x in wanted if x is not None]
   if not own:
-    return list(stats)
+    return list(wanted)
   message = jnp.concatenate([x.reshape(-1) for x in own])
   agreed = iter(
     split(largest(message, workers.axis_name)[None], [x.shape for x in own])
   )
-  return [None if x is None else next(agreed)[0] for x in stats]
+  return [None if x is None else next(agreed)[0] for x in wanted]
 
 
 def refit(

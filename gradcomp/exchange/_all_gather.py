@@ -29,7 +29,7 @@ class AllGather(WithoutOwners):
 
   def run(self, own: Contribution, workers: Workers) -> Total:
     gathered = gather_rows(own.layout, own.rows, workers)
-    parts = list(zip(own.sums, gathered, own.agreed, strict=True))
+    parts = list(zip(own.sums, gathered, own.agreed_rows, strict=True))
     number = lax.axis_index(workers.axis_name) if own.keep else None
     decoders = [
       total.gathered(rows, agreed, workers.scale) for total, rows, agreed in parts

@@ -40,7 +40,7 @@ class AllReduce(WithoutOwners):
     name = final_stage(own.layout.elements, workers)
     results = totals(terms, workers.axis_name, name)
     decoders = [
-      total.reduced(result, own.leaf_rows(i), own.agreed[i], workers.scale)
+      total.reduced(result, own.leaf_rows(i), own.agreed_rows[i], workers.scale)
       for i, (total, result) in enumerate(zip(sums, results, strict=True))
     ]
     return Total(own.layout.decode(decoders), own.nothing, own.residuals)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from gradcomp.codecs import Memory
-from gradcomp.exchange._agree import largest_stats
+from gradcomp.exchange._agree import agree
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Contribution, Keys, Leaves
 from gradcomp.exchange._local import Local
@@ -69,12 +69,12 @@ def average(
     memory = [x._replace(shared=()) for x in memory]
   if not layout.elements or not message.exchange.sends:
     workers = None
-  stats = layout.stats(leaves)
+  wanted = layout.to_agree(leaves)
   own = Contribution(
     layout,
     leaves,
     keys,
-    stats if workers is None else largest_stats(stats, workers),
+    wanted if workers is None else agree(wanted, workers),
     memory,
     step,
     residuals,

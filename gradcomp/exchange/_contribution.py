@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp import sums
-from gradcomp.codecs import Encoded, Memory, recalled, recalled_by_all
+from gradcomp.codecs import Context, Encoded, Memory, leaf_context, sum_context
 from gradcomp.layout import Layout
 from gradcomp.sums import LeafRows, RowDecoder, Sum
 
@@ -51,8 +51,8 @@ class Contribution:
     layout: the place of each leaf in the message.
     leaves: float32 arrays.
     keys: the keys of this worker and step.
-    stats: the shared statistics of each leaf, or None.
-    memory: the memory of each leaf; None where none is kept.
+    agreed: what all workers agree on for each leaf, or None.
+    memory: the memory of each leaf.
     step: the number of the step, ``int32[]``.
     residuals: the owner residual of each codec from the last step, or None.
     keep: whether to return the losses.
@@ -61,8 +61,8 @@ class Contribution:
   layout: Layout
   leaves: Leaves
   keys: Keys
-  stats: Sequence[jax.Array | None]
-  memory: Sequence[Memory | None]
+  agreed: Sequence[jax.Array | None]
+  memory: Sequence[Memory]
   step: jax.Array
   residuals: Sequence[jax.Array | None]
   keep: bool
@@ -73,19 +73,19 @@ class Contribution:
     return [sums.of(codec) for codec in self.layout.codecs]
 
   @functools.cached_property
-  def agreed(self) -> list[jax.Array | None]:
-    """The shared statistics of each matrix, one line for each of its rows."""
-    return self.layout.row_stats(self.stats)
+  def agreed_rows(self) -> list[jax.Array | None]:
+    """What workers agree on for each matrix, one line for each of its rows."""
+    return self.layout.agreed_rows(self.agreed)
 
   @functools.cached_property
   def _encoded(self) -> tuple[Leaves, list[Encoded]]:
     codecs = [self.layout.codecs[slot.group] for slot in self.layout.slots]
-    stats = [
-      recalled(codec, memory, self.step) if stat is None else stat
-      for codec, stat, memory in zip(codecs, self.stats, self.memory, strict=True)
+    contexts = [
+      leaf_context(codec, agreed, memory, self.step)
+      for codec, agreed, memory in zip(codecs, self.agreed, self.memory, strict=True)
     ]
     with jax.named_scope("gradcomp_encode"):
-      return self.layout.encode(self.leaves, self.keys.leaves, stats, keep=self.keep)
+      return self.layout.encode(self.leaves, self.keys.leaves, contexts, keep=self.keep)
 
   @property
   def plain(self) -> bool:
@@ -124,13 +124,10 @@ class Contribution:
     size = self.layout.like[number].size
     return self.sums[group].sent_at(self.rows[group][start:stop], size)
 
-  def stage_stats(self, group: int) -> jax.Array | None:
-    """Returns the ``stats`` with which a codec encodes sums, or None.
-
-    They are equal on all workers.
-    """
+  def sum_context(self, group: int) -> Context:
+    """Returns what sums of a codec are encoded with, equal on all workers."""
     first = next(i for i, x in enumerate(self.layout.slots) if x.group == group)
-    return recalled_by_all(self.layout.codecs[group], self.memory[first], self.step)
+    return sum_context(self.layout.codecs[group], self.memory[first], self.step)
 
   def leaf_rows(self, group: int) -> list[LeafRows]:
     """Returns the key and the number of rows of each leaf of a codec."""
@@ -145,7 +142,9 @@ class Contribution:
     """The decoder of this worker's own rows, one for each codec."""
     return [
       total.gathered(rows[None], agreed, 1.0)
-      for total, rows, agreed in zip(self.sums, self.rows, self.agreed, strict=True)
+      for total, rows, agreed in zip(
+        self.sums, self.rows, self.agreed_rows, strict=True
+      )
     ]
 
   @functools.cached_property

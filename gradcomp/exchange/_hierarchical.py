@@ -141,7 +141,7 @@ def _reduce_inside(
   ):
     addends = jax.lax.bitcast_convert_type(words, parts[i].dtype)
     partial = total.add_all(addends, keep=own.keep)
-    sent.append(total.send(partial, _key(own, i, 0), own.stage_stats(i), keep=own.keep))
+    sent.append(total.send(partial, _key(own, i, 0), own.sum_context(i), keep=own.keep))
   return sent
 
 
@@ -159,7 +159,7 @@ def _reduce_between(
     finished = total.finish(
       partial,
       _key(own, i, 1),
-      own.stage_stats(i),
+      own.sum_context(i),
       own.residuals[i],
       workers.size,
       keep=own.keep,

@@ -101,12 +101,12 @@ def reduce(own: Contribution, workers: Workers) -> _Passing:
     for i, total in enumerate(sums):
       came = Sent(next(received), tuple(next(received) for _ in passing.riders[i]))
       partial = total.add(came, addend(i, share), keep=own.keep)
-      sent.append(total.send(partial, key(i, k + 1), own.stage_stats(i), keep=own.keep))
+      sent.append(total.send(partial, key(i, k + 1), own.sum_context(i), keep=own.keep))
     return _passing(sent, noted(passing.lost, sent, share))
 
   first = (index - 1) % n
   sent = [
-    total.start(addend(i, first), key(i, 0), own.stage_stats(i), keep=own.keep)
+    total.start(addend(i, first), key(i, 0), own.sum_context(i), keep=own.keep)
     for i, total in enumerate(sums)
   ]
   # The zeros have the type of the addends, which may differ over other axes, too.

@@ -74,7 +74,7 @@ def reduce(own: Contribution, workers: Workers) -> list[Sent]:
     partial = total.fold(rows, workers.scale, keep=own.keep)
     key, residual = own.keys.stages[i], own.residuals[i]
     finished = total.finish(
-      partial, key, own.stage_stats(i), residual, workers.size, keep=own.keep
+      partial, key, own.sum_context(i), residual, workers.size, keep=own.keep
     )
     sent.append(finished)
   return sent
@@ -107,10 +107,10 @@ def owned_total(
   decoders, losses = [], []
   for i, (total, rows) in enumerate(zip(own.sums, gathered, strict=True)):
     share = -(-own.layout.rows[i] // workers.size)
-    value = total.value(rows, own.agreed[i], sent[i].scale, share, workers.size)
+    value = total.value(rows, own.agreed_rows[i], sent[i].scale, share, workers.size)
     decoders.append(value)
     gone = lost[i]
-    losses.append(None if gone is None else total.loss(gone, own.agreed[i]))
+    losses.append(None if gone is None else total.loss(gone, own.agreed_rows[i]))
   return Total(own.layout.decode(decoders), losses, [x.residual for x in sent])
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs import SharedCodec
+from gradcomp.codecs import Context, SharedCodec
 from gradcomp.kernels import pack_planes, planes, unpack_planes
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import sum_in_order
@@ -58,7 +58,7 @@ class Codes(Facts):
     self,
     partial: Partial,
     key: jax.Array | None,
-    memory: jax.Array | None,
+    context: Context,
     residual: jax.Array | None,
     workers: int,
     *,

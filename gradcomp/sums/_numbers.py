@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.codecs import AddingCodec
+from gradcomp.codecs import AddingCodec, Context
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import UNROLLED, cutter, in_order
 from gradcomp.sums._sum import Facts, Partial, RowDecoder, Sent, Way
@@ -69,7 +69,7 @@ class Numbers(Facts):
     return self._unscaled(lost, agreed, 1.0)
 
   def start(
-    self, own: jax.Array, key: jax.Array | None, memory: jax.Array | None, *, keep: bool
+    self, own: jax.Array, key: jax.Array | None, context: Context, *, keep: bool
   ) -> Sent:
     return Sent(own, (jnp.zeros_like(own),) if self._compensates else ())
 
@@ -89,7 +89,7 @@ class Numbers(Facts):
     self,
     partial: Partial,
     key: jax.Array | None,
-    memory: jax.Array | None,
+    context: Context,
     *,
     keep: bool,
   ) -> Sent:
@@ -108,13 +108,13 @@ class Numbers(Facts):
     self,
     partial: Partial,
     key: jax.Array | None,
-    memory: jax.Array | None,
+    context: Context,
     residual: jax.Array | None,
     workers: int,
     *,
     keep: bool,
   ) -> Sent:
-    return self.send(partial, key, memory, keep=keep)
+    return self.send(partial, key, context, keep=keep)
 
   def value(
     self,

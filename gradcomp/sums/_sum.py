@@ -5,6 +5,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import jax
 
+from gradcomp.codecs import Context
+
 # The way in which the sum of all workers comes about. "gathered": every worker adds all
 # payloads. "owned": owners add. "passed": a partial sum goes from worker to worker.
 # "grouped": groups add first. "reduced": the backend adds.
@@ -129,7 +131,7 @@ class Sum(SumFacts, Protocol):
     self,
     partial: Partial,
     key: jax.Array | None,
-    memory: jax.Array | None,
+    context: Context,
     residual: jax.Array | None,
     workers: int,
     *,
@@ -140,7 +142,7 @@ class Sum(SumFacts, Protocol):
     Args:
       partial: the sum.
       key: the key that rounds, or None.
-      memory: the ``stats`` with which the codec encodes sums, or None.
+      context: what the codec encodes sums with besides.
       residual: the owner residual of the last step, or None.
       workers: the number of workers N.
       keep: whether to return the losses.
@@ -200,7 +202,7 @@ class PartialSum(Sum, Protocol):
   """Adds numbers whose sum travels before it is whole, as ``ring`` needs it."""
 
   def start(
-    self, own: jax.Array, key: jax.Array | None, memory: jax.Array | None, *, keep: bool
+    self, own: jax.Array, key: jax.Array | None, context: Context, *, keep: bool
   ) -> Sent:
     """Encodes the part of the first worker, which is sent to the worker that adds next.
 
@@ -208,7 +210,7 @@ class PartialSum(Sum, Protocol):
       own: the part, ``uint32[rows, words]`` if the sum is ``of_rows``, and else
         ``float32[rows, tile_size]``.
       key: the key that rounds, or None.
-      memory: the ``stats`` with which the codec encodes sums, or None.
+      context: what the codec encodes sums with besides.
       keep: whether to return the losses.
     """
 
@@ -222,7 +224,7 @@ class PartialSum(Sum, Protocol):
     self,
     partial: Partial,
     key: jax.Array | None,
-    memory: jax.Array | None,
+    context: Context,
     *,
     keep: bool,
   ) -> Sent:

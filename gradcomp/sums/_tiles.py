@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs import Codec, SummingCodec
+from gradcomp.codecs import Codec, Context, SummingCodec
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import cutter, in_order, sum_in_order
 from gradcomp.sums._sum import Facts, Partial, RowDecoder, Sent, Way
@@ -50,9 +50,9 @@ class Tiles(Facts):
     return None  # float32 additions count as exact
 
   def start(
-    self, own: jax.Array, key: jax.Array | None, memory: jax.Array | None, *, keep: bool
+    self, own: jax.Array, key: jax.Array | None, context: Context, *, keep: bool
   ) -> Sent:
-    return self.send(Partial(own), key, memory, keep=keep)
+    return self.send(Partial(own), key, context, keep=keep)
 
   def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
     with jax.named_scope("gradcomp_decode"):
@@ -70,13 +70,13 @@ class Tiles(Facts):
     self,
     partial: Partial,
     key: jax.Array | None,
-    memory: jax.Array | None,
+    context: Context,
     *,
     keep: bool,
   ) -> Sent:
     tiles = partial.total
     with jax.named_scope("gradcomp_encode"):
-      rows = self.codec.encode_rows(tiles, key=key, stats=memory)
+      rows = self.codec.encode_rows(tiles, key=key, context=context)
       if not keep:
         return Sent(rows)
       return Sent(rows, lost=tiles - self.codec.decode_rows(rows).reshape(tiles.shape))
@@ -85,7 +85,7 @@ class Tiles(Facts):
     self,
     partial: Partial,
     key: jax.Array | None,
-    memory: jax.Array | None,
+    context: Context,
     residual: jax.Array | None,
     workers: int,
     *,
@@ -96,9 +96,9 @@ class Tiles(Facts):
     Where the loss is not finite, the old residual stays.
     """
     if residual is None:
-      return self.send(partial, key, memory, keep=False)
+      return self.send(partial, key, context, keep=False)
     mean = partial.total.reshape(residual.shape)
-    sent = self.send(Partial(mean + residual), key, memory, keep=True)
+    sent = self.send(Partial(mean + residual), key, context, keep=True)
     assert sent.lost is not None
     kept = jnp.where(jnp.isfinite(sent.lost), sent.lost, residual)
     return Sent(sent.rows, residual=kept)
