@@ -1,20 +1,21 @@
 """Keeps what codecs remember of leaves in a state, by axes and by leaf."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.codecs import LeafCodec, Memory, first_memory, used_entries
+from gradcomp.codecs import Memory, first_memory, used_entries
 from gradcomp.exchange import Plan
 from gradcomp.kernels import fold_key
 from gradcomp.state import name_words
 from gradcomp.workers import Axes, mark_varying
 
-# Trees of arrays by the axes that stack them, and by the names of leaves.
-Stored = dict[Axes, dict[str, Any]]
+# Trees of arrays by the axes that stack them, and by the numbers of leaves. Names would
+# not do: flax.nnx has others for init than for update.
+Stored = dict[Axes, dict[int, Any]]
 
 
 def first_stored(plan: Plan, key: jax.Array) -> Memory | None:
@@ -32,6 +33,19 @@ def first_stored(plan: Plan, key: jax.Array) -> Memory | None:
   return _stored(plan, [first_memory(codec, leaf, own) for codec, leaf, own in bound])
 
 
+def as_stored(params: Any, memory: Memory) -> Any:
+  """Returns a memory as a state keeps it: None for an empty one.
+
+  ``optax.tree.map_params`` asks for the state of a node without leaves, which stands
+  for any parameters. Nobody knows what codecs remember of these: one array stands for
+  it.
+  """
+  known = isinstance(params, Mapping | Sequence | None) or jax.tree.leaves(params)
+  if not known:
+    return jnp.zeros([])
+  return memory if any(memory) else None
+
+
 def recall(plan: Plan, stored: Memory | None) -> list[Memory]:
   """Returns what the codec of each leaf remembers; empty parts where nothing is kept.
 
@@ -44,10 +58,10 @@ def recall(plan: Plan, stored: Memory | None) -> list[Memory]:
     parts = []
     for field, axes, part in zip(Memory._fields, places, needed, strict=True):
       kept: Stored = {} if stored is None else getattr(stored, field)
-      found = kept.get(axes, {}).get(plan.names[i], ())
+      found = kept.get(axes, {}).get(i, ())
       # Where nobody knew the number of workers, they keep nothing of their own.
       if jax.tree.leaves(part) and (field == "shared" or jax.tree.leaves(found)):
-        _check(f"{field}[{axes!r}][{plan.names[i]!r}]", found, part, plan.codecs[i])
+        _check(f"{field}[{axes!r}][{i}]", found, part, plan, i)
       parts.append(found)
     result.append(Memory(*parts))
   return result
@@ -67,7 +81,7 @@ def remember(
 
   def merged(old: Stored, new: Stored) -> Stored:
     return {
-      axes: {name: new.get(axes, {}).get(name, tree) for name, tree in kept.items()}
+      axes: {i: new.get(axes, {}).get(i, tree) for i, tree in kept.items()}
       for axes, kept in old.items()
     }
 
@@ -87,7 +101,7 @@ def used_by_leaf(plan: Plan, stored: Memory | None) -> dict[int, float]:
   workers = 1 if plan.axis_name is None else plan.workers
   for i, needed in enumerate(_shapes(plan)):
     kept: Stored = {} if stored is None else stored.own
-    tree = kept.get(plan.own_axes(i), {}).get(plan.names[i], ())
+    tree = kept.get(plan.own_axes(i), {}).get(i, ())
     used = used_entries(Memory(own=tree))
     if used is None or isinstance(used, jax.core.Tracer):
       continue
@@ -114,24 +128,25 @@ def _bound(plan: Plan) -> Any:
 
 
 def _stored(plan: Plan, memory: Sequence[Memory]) -> Memory | None:
-  """Returns what is kept of each leaf, by axes and names; None for nothing."""
+  """Returns what is kept of each leaf, by axes and numbers; None for nothing."""
   shared: Stored = {}
   own: Stored = {}
-  for i, (name, part) in enumerate(zip(plan.names, memory, strict=True)):
+  for i, part in enumerate(memory):
     if jax.tree.leaves(part.shared):
-      shared.setdefault(plan.others[i], {})[name] = part.shared
+      shared.setdefault(plan.others[i], {})[i] = part.shared
     if jax.tree.leaves(part.own) and plan.of_leaves:
-      own.setdefault(plan.own_axes(i), {})[name] = part.own
+      own.setdefault(plan.own_axes(i), {})[i] = part.own
   return Memory(shared, own) if shared or own else None
 
 
-def _check(name: str, found: Any, needed: Any, codec: LeafCodec) -> None:
+def _check(place: str, found: Any, needed: Any, plan: Plan, number: int) -> None:
   shapes = [leaf.shape for leaf in jax.tree.leaves(needed)]
   got = [leaf.shape for leaf in jax.tree.leaves(found)]
   if got != shapes:
     raise ValueError(
-      f"`state.memory.{name}` must have arrays of the shapes {shapes} with {codec}, "
-      f"got {got or 'none'}; make the state by optimizer.init with this "
-      "transformation and as many workers, inside the map or under "
-      "jax.set_mesh(mesh), and pass it through with gradcomp.state_specs."
+      f"`state.memory.{place}` must have arrays of the shapes {shapes} for "
+      f"{plan.names[number]} with {plan.codecs[number]}, got {got or 'none'}; make "
+      "the state by optimizer.init with this transformation and as many workers, "
+      "inside the map or under jax.set_mesh(mesh), and pass it through with "
+      "gradcomp.state_specs."
     )

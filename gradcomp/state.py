@@ -22,9 +22,9 @@ class CompressState(NamedTuple):
 
   ``memory`` is for codecs that remember something of a leaf, like fitted levels, or
   thresholds and counts of what was sent. It holds these by the axes that stack them,
-  and by the names of leaves. Fields but ``count`` and ``key`` are None if nobody needs
-  them. What is kept of complex parameters has a last axis of two more, for pairs of
-  reals.
+  and by the numbers of leaves. Fields but ``count`` and ``key`` are None if nobody
+  needs them. What is kept of complex parameters has a last axis of two more, for pairs
+  of reals.
 
   Example:
     >>> state = gradcomp.onebit_sgd(min_leaf_size=0).init({"w": jnp.ones(2048)})

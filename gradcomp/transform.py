@@ -20,7 +20,7 @@ from gradcomp.exchange import (
   average_leaves,
 )
 from gradcomp.feedback import Feedback, FeedbackName, as_feedback, correct
-from gradcomp.memory import recall, remember
+from gradcomp.memory import as_stored, recall, remember
 from gradcomp.state import CompressState, seed_words, step_keys
 from gradcomp.workers import AxisName, axis_names, first_state, or_explained, per_device
 
@@ -124,7 +124,7 @@ def compress(
       seed_words(key),
       residual,
       owned or None,
-      Memory(*memory) if any(memory) else None,
+      as_stored(params, Memory(*memory)),
       velocity,
     )
 

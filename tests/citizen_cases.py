@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcomp
+from gradcomp.codecs import QSGD, TopK
 
 qsgd4 = functools.partial(gradcomp.qsgd, bits=4, bucket_size=32)
 error4 = functools.partial(qsgd4, feedback="error")
@@ -25,6 +26,10 @@ FACTORIES = {
   "dense": gradcomp.dense,
   "dense-bfloat16": functools.partial(gradcomp.dense, jnp.bfloat16),
 }
+REMEMBERING = [
+  QSGD(bits=3, bucket_size=32, levels="nonuniform"),
+  TopK(density=0.1, selection="sampled"),
+]
 KEEP_RESIDUAL = ("qsgd4-error", "qsgd8-nearest", "dense-bfloat16")
 
 

@@ -144,13 +144,13 @@ def _arrays(state, case, params):
   have, and for those that are sent whole no threshold and all elements.
   """
   own = {} if state.memory is None else state.memory.own
-  kept = {name: tree for trees in own.values() for name, tree in trees.items()}
+  kept = {i: tree for trees in own.values() for i, tree in trees.items()}
   whole, workers = [], case.workers
-  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+  for number, leaf in enumerate(jax.tree.leaves(params)):
     if kept:
       codec = case.codec.ranged(leaf.size, workers)
       rows = -(-leaf.size // codec.tile_size)
-      found = kept.get(jax.tree_util.keystr(path))
+      found = kept.get(number)
       used = np.full((workers, 1), leaf.size, np.int32)
       parts = (np.zeros((workers, 0), np.float32), used) if found is None else found
       parts = [np.asarray(part).reshape(workers, -1) for part in parts]

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from assertions import assert_equal
-from citizen_cases import FACTORIES, KEEP_RESIDUAL, gradients, pick
+from citizen_cases import FACTORIES, KEEP_RESIDUAL, REMEMBERING, gradients, pick
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.flatten_util import ravel_pytree
@@ -318,3 +318,23 @@ def test_nnx_optimizer(name):
   assert_equal(model["m"][...], -alone(name, "m")["m"])
   residual = optax.tree.get(optimizer.opt_state, "residual")
   assert (residual is not None) == (name in KEEP_RESIDUAL)
+
+
+@pytest.mark.parametrize("codec", REMEMBERING, ids=lambda codec: type(codec).__name__)
+def test_what_codecs_remember_passes_through_nnx_and_optax(codec):
+  """Names of leaves differ between nnx's init and update, and have no shapes here."""
+  chained = optax.chain(gradcomp.compress(codec, min_leaf_size=1), optax.scale(-1.0))
+  model = nnx.Dict(m=nnx.Param(jnp.ones((32, 64))))
+  optimizer = nnx.Optimizer(model, chained, wrt=nnx.Param)
+
+  @nnx.jit
+  def step(model, optimizer):
+    optimizer.update(model, nnx.grad(lambda m: jnp.sum(m["m"][...] ** 3))(model))
+
+  step(model, optimizer)
+  assert not jnp.array_equal(model["m"][...], jnp.ones((32, 64)))
+  params = {"m": jnp.ones((32, 64)), "b": jnp.ones(3)}
+  state = chained.init(params)
+  mapped = optax.tree.map_params(chained, lambda leaf: leaf + 1, state)
+  assert_equal(mapped[0].memory, state[0].memory)
+  assert jax.tree.leaves(state[0].memory)

@@ -103,7 +103,7 @@ def states_of(mode, tx, steps):
   result = []
   for grads in steps:
     _, state = update(grads, state)
-    memory = np.asarray(state.memory.shared[()]["['w']"])
+    memory = np.asarray(state.memory.shared[()][0])
     result.append(memory if mode == "vmap" else np.stack([memory] * workers))
   return result
 
@@ -159,7 +159,7 @@ def test_counts_of_many_workers_do_not_overflow():
   leaves = {"w": jnp.stack([leaf] * 8)}
   state = jax.vmap(tx.init, axis_name="data")(leaves)
   _, state = jax.jit(jax.vmap(tx.update, axis_name="data"))(leaves, state)
-  fitted = state.memory.shared[()]["['w']"]
+  fitted = state.memory.shared[()][0]
   # The first bin is worth two levels; what the others get is settled by what is left.
   np.testing.assert_array_equal(fitted[:, :2] * 256, np.float32([[0, 1]] * 8))
 
@@ -193,4 +193,4 @@ def test_alone_a_worker_fits_its_own_levels():
   codec = QSGD(bits=3, levels="nonuniform")
   _, state = jax.jit(tx.update)(grads, tx.init(grads))
   expected = codec.fit(codec.measure(grads["w"]), codec.init().shared)
-  np.testing.assert_array_equal(state.memory.shared[()]["['w']"], expected)
+  np.testing.assert_array_equal(state.memory.shared[()][0], expected)

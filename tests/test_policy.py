@@ -131,9 +131,9 @@ def test_codecs_with_memories_remember_side_by_side():
     *RULES[2:],
   ]
   _, state = run(transformation(Policy(rules)), gradients(2))
-  assert list(state.memory.shared[()]) == ["['a']['kernel']"]
-  assert list(state.memory.own[("data",)]) == ["['b'][0]"]
-  used = state.memory.own[("data",)]["['b'][0]"].used
+  assert list(state.memory.shared[()]) == [1]
+  assert list(state.memory.own[("data",)]) == [2]
+  used = state.memory.own[("data",)][2].used
   assert used.shape == (WORKERS, 1) and (np.asarray(used) > 0).all()
 
 

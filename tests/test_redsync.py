@@ -43,7 +43,7 @@ def test_switch_changes_the_density_in_one_compilation():
   assert all(k[1] <= count <= 4 * k[1] for count in sent[2:4])
   assert all(k[2] <= count <= 4 * k[2] for count in sent[4:])
   assert min(waiting[2:]) > 0
-  kept = [state.memory.own[("data",)]["['w']"] for _, state in passed]
+  kept = [state.memory.own[("data",)][1] for _, state in passed]
   assert [int(own.used[0, 0]) for own in kept] == [0, 0, k[1], k[1], k[2], k[2], k[2]]
   assert [int(state.count[0]) for _, state in passed] == list(range(1, 8))
 
@@ -212,11 +212,11 @@ def test_states_are_stacked_under_a_mesh(codec, exchange, selects):
     assert state.memory is None and specs.memory is None
     return
   rows = N if exchange == "two_shot" else 1
-  chex.assert_shape(state.memory.own[("data",)]["['w']"].used, (N * rows,))
-  assert all(spec == P("data") for spec in specs.memory.own[("data",)]["['w']"])
+  chex.assert_shape(state.memory.own[("data",)][1].used, (N * rows,))
+  assert all(spec == P("data") for spec in specs.memory.own[("data",)][1])
   assert bool(state.server_residual) == (exchange == "two_shot")
   local = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(N))
-  chex.assert_shape(local.memory.own[("data",)]["['w']"].used, (N, rows))
+  chex.assert_shape(local.memory.own[("data",)][1].used, (N, rows))
 
 
 def test_without_a_map_or_a_mesh_nothing_is_selected_again():

@@ -76,7 +76,7 @@ def test_nothing_is_lost(case):
   assert np.count_nonzero(state.residual["w"]) > 100
   assert (state.memory is not None) == (ROWS[case] > 0)
   if ROWS[case]:
-    used = np.asarray(state.memory.own[("data",)]["['w']"].used)
+    used = np.asarray(state.memory.own[("data",)][2].used)
     assert used.shape == (N, ROWS[case]) and used.all()
 
 

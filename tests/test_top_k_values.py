@@ -82,7 +82,7 @@ def test_asq_takes_turns_and_sends_all_in_the_end():
     values = values[values != 0]
     assert values.size == 10 and (values == values[0]).all()
     assert (values[0] > 0) == (number % 2 == 0)
-    assert state.memory.own[()]["['w']"].used == 10
+    assert state.memory.own[()][0].used == 10
   codec = TopK(density=0.01, quantize="asq")
   assert_same_bits(encode(codec, x)[0], encode(codec, x, 1)[0])
   assert [float(codec.turn(jnp.int32(i))) for i in range(3)] == [1, -1, 1]
@@ -241,7 +241,7 @@ def test_thresholds_are_searched_every_interval():
     y = x * np.float32(factor)
     sent, state = step({"w": y}, state)
     chosen = np.flatnonzero(sent["w"])
-    own = state.memory.own[()]["['w']"]
+    own = state.memory.own[()][0]
     limits.append(float(own.threshold[0]))
     assert int(own.used[0]) == chosen.size
     if number % 3 == 0:

@@ -134,6 +134,8 @@ def average_leaves(
       arrays = talk.send(mean)
     except StopIteration as end:
       restored, shared = end.value
+  if plan.axis_name is not None and not plan.sends:
+    shared = [x.shared for x in memory]  # or it would no longer be equal on all
   for i, leaf in restored.items():
     mean[i] = leaf
     if keep:
