@@ -21,6 +21,7 @@ from gradcomp.local_gradients import defer_reduction as defer_reduction
 from gradcomp.local_gradients import value_and_grad as value_and_grad
 from gradcomp.low_precision import aps as aps
 from gradcomp.low_precision import loss_scaling_cast as loss_scaling_cast
+from gradcomp.low_rank import powersgd as powersgd
 from gradcomp.options import CompressOptions as CompressOptions
 from gradcomp.policies import policy as policy
 from gradcomp.sharding import init_state as init_state

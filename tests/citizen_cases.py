@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcomp
-from gradcomp.codecs import QSGD, TopK
+from gradcomp.codecs import QSGD, PowerSGD, TopK
 
 qsgd4 = functools.partial(gradcomp.qsgd, bits=4, bucket_size=32)
 error4 = functools.partial(qsgd4, feedback="error")
@@ -29,6 +29,7 @@ FACTORIES = {
 REMEMBERING = [
   QSGD(bits=3, bucket_size=32, levels="nonuniform"),
   TopK(density=0.1, selection="sampled"),
+  PowerSGD(rank=1),
 ]
 KEEP_RESIDUAL = ("qsgd4-error", "qsgd8-nearest", "dense-bfloat16")
 

@@ -46,7 +46,7 @@ def test_the_options_are_those_of_compress():
 
 def test_the_recipes():
   names = "dense qsgd onebit_sgd terngrad eight_bit natural aps loss_scaling_cast"
-  assert RECIPES.keys() == {*names.split(), "redsync", "policy"}
+  assert RECIPES.keys() == {*names.split(), "redsync", "policy", "powersgd"}
 
 
 @every_recipe
@@ -79,7 +79,7 @@ def test_signatures_name_every_option(name):
 )
 def test_every_option_arrives(name, option, value):
   """``compress``, or the codec, says what is wrong with it."""
-  if name in ("dense", "policy") and option == "implementation":
+  if name in ("dense", "policy", "powersgd") and option == "implementation":
     return  # without kernels there is no choice, and codecs of rules have their own
   with pytest.raises(ValueError, match=says(f"`{option}`")):
     make(name, **{option: value}).init({"w": jnp.ones(3)})

@@ -34,6 +34,7 @@ from gradcomp.codecs._one_bit import OneBit as OneBit
 from gradcomp.codecs._policy import Policy as Policy
 from gradcomp.codecs._policy import check_leaves as check_leaves
 from gradcomp.codecs._policy import rule_of as rule_of
+from gradcomp.codecs._power_sgd import PowerSGD as PowerSGD
 from gradcomp.codecs._qsgd import QSGD as QSGD
 from gradcomp.codecs._random_k import RandomK as RandomK
 from gradcomp.codecs._rounds import Round as Round
