@@ -26,7 +26,17 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp.codecs import QSGD, Codec, Dense, EightBit, OneBit, Payload, Ternary
+from gradcomp.codecs import (
+  QSGD,
+  Codec,
+  Dense,
+  EightBit,
+  LeafCodec,
+  OneBit,
+  Payload,
+  PowerSGD,
+  Ternary,
+)
 from gradcomp.exchange import ExchangeName, Hierarchical
 
 _BASELINE = "plain f32 mean"
@@ -36,7 +46,7 @@ _SUMS = ("two_shot", "psum")
 
 # Each codec with the exchanges to time; those that the codec or the number of hosts
 # rules out are skipped.
-CODECS: dict[str, tuple[Codec, tuple[str, ...]]] = {
+CODECS: dict[str, tuple[LeafCodec, tuple[str, ...]]] = {
   "f32": (Dense(), ("psum",)),
   "bf16": (Dense(dtype=jnp.bfloat16), ("all_gather", "two_shot")),
   "qsgd-8": (QSGD(bits=8), _ALL),
@@ -49,10 +59,14 @@ CODECS: dict[str, tuple[Codec, tuple[str, ...]]] = {
   "terngrad-base3": (Ternary(packing="base3"), _SUMS),
   "dynamic-tree": (EightBit(data_type="dynamic_tree"), _GATHERS),
   "linear": (EightBit(data_type="linear"), _GATHERS),
+  "powersgd-4": (PowerSGD(rank=4), ("psum",)),
+  "powersgd-4-8bit": (PowerSGD(rank=4, quantize=8), ("two_shot",)),
 }
 _GROUP = 2
 _GROUPED = Hierarchical(group_size=_GROUP)
-_IN_PARTS = "qsgd-4"  # the codec whose two_shot is also timed part by part
+_IN_PARTS = QSGD(bits=4)  # its two_shot is also timed part by part
+# Low rank without residuals would be another method: its mean lacks most of a step.
+_WITH_FEEDBACK = ("powersgd-4", "powersgd-4-8bit")
 
 # Bytes that one of n hosts sends for payloads of c bytes, f in float32. Hierarchical:
 # shares of f inside a group, of c between groups, and the means to all.
@@ -86,7 +100,8 @@ def local_like(
   mesh: jax.sharding.Mesh, grads: list[jax.Array]
 ) -> list[jax.ShapeDtypeStruct]:
   """Returns the shapes of the part of the gradients that one host holds."""
-  return [jax.ShapeDtypeStruct((x.size // mesh.size,), x.dtype) for x in grads]
+  shape = lambda x: (x.shape[0] // mesh.size, *x.shape[1:])
+  return [jax.ShapeDtypeStruct(shape(x), x.dtype) for x in grads]
 
 
 def payload_bytes(codec: Codec, like: list[jax.ShapeDtypeStruct], shares: int) -> int:
@@ -126,16 +141,17 @@ def steps(
           codec,
           axis_name="data",
           exchange=_GROUPED if exchange == _GROUPED.name else exchange,
-          feedback=None,
+          feedback="error" if name in _WITH_FEEDBACK else None,
         )
       except ValueError:  # the library says that these do not go together
         continue
       specs = gradcomp.state_specs(jax.eval_shape(tx.init, like), "data")
       init = jax.shard_map(tx.init, mesh=mesh, in_specs=P("data"), out_specs=specs)
       # Sums of codes travel in integers of a width that only the library knows.
-      formula = None if codec.agrees else _SENT.get(exchange)
-      payload = payload_bytes(codec, like, 1 if exchange == "all_gather" else hosts)
-      sent = formula and formula(hosts, payload, floats)
+      sent = None
+      if isinstance(codec, Codec) and not codec.agrees:
+        payload = payload_bytes(codec, like, 1 if exchange == "all_gather" else hosts)
+        sent = _SENT[exchange](hosts, payload, floats)
       yield f"{name} {exchange}", timed(tx.update, jax.jit(init)(grads), specs, sent)
 
 
@@ -242,8 +258,9 @@ def main(options: dict[str, Any]) -> None:
   mesh = jax.make_mesh((len(ends),), ("data",))
   rng = np.random.default_rng(rank)
   size = options["mib"] * 2**20 // 4 // options["leaves"]
+  rows = 2 ** (int(np.log2(size)) // 2)  # of a matrix, which low rank needs
   grads = [
-    spread(mesh, rng.standard_normal(size, np.float32))
+    spread(mesh, rng.standard_normal((rows, size // rows), np.float32))
     for _ in range(options["leaves"])
   ]
   total = jax.shard_map(
@@ -253,7 +270,7 @@ def main(options: dict[str, Any]) -> None:
   tiny = jax.jit(total).lower(one).compile()
   programs = dict(steps(mesh, grads, options["codecs"]))
   count = len(programs)
-  programs |= parts(mesh, grads, CODECS[_IN_PARTS][0])
+  programs |= parts(mesh, grads, _IN_PARTS)
   meet = lambda: jax.block_until_ready(tiny(one))
   results = measure(programs, options["repeats"], meet, options["interface"])
   report["steps"] = dict(list(results.items())[:count])

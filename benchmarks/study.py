@@ -10,6 +10,7 @@ rate of its own. With --output, writes codec_study.json and codec_study.md there
   paper        8 workers, momentum 0.9 and 200 steps, which is the example's own
                setting, with the codecs as in their papers. The accuracy may be half a
                point below that of f32, and one point for TernGrad.
+  low-rank     The same with PowerSGD: its means of rank 2 and 4 may lose half a point.
   longer       The same in 400 steps for 1-bit SGD, which the paper says takes longer.
   failures     8 workers, Adam and 100 steps, where the papers' warnings show. The
                images to train on and to test on change places: 360 images are harder to
@@ -33,7 +34,16 @@ from typing import Any, NamedTuple
 import jax
 import running
 
-from gradcomp.codecs import QSGD, Codec, Dense, EightBit, OneBit, Ternary
+from gradcomp.codecs import (
+  QSGD,
+  Codec,
+  Dense,
+  EightBit,
+  LeafCodec,
+  OneBit,
+  PowerSGD,
+  Ternary,
+)
 from gradcomp.layout import plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -43,7 +53,7 @@ import image_classification as example  # noqa: E402
 from training import AXIS, Run, Task  # noqa: E402
 
 # Each with the points of accuracy that it may lose; None for no promise.
-Codecs = dict[str, tuple[Codec, float | None]]
+Codecs = dict[str, tuple[LeafCodec, float | None]]
 
 
 class Table(NamedTuple):
@@ -81,9 +91,14 @@ FAILURES: Codecs = {
   "TernGrad, not clipped": (Ternary(clip_sigmas=None), None),
 }
 TERNARY: Codecs = {"TernGrad": (Ternary(), 1.0)}
+LOW_RANK: Codecs = {
+  **{f"PowerSGD, rank {rank}": (PowerSGD(rank=rank), 0.5) for rank in (2, 4)},
+  "PowerSGD, rank 4, 8 bits": (PowerSGD(rank=4, quantize=8), None),
+}
 ONE_IMAGE = "64 workers with an image each, 60 steps"
 TABLES = {
   "paper": Table("8 workers, momentum, 200 steps", "", 8, PAPER),
+  "low-rank": Table("8 workers, momentum, 200 steps", "", 8, LOW_RANK),
   "longer": Table("8 workers, momentum, 400 steps", "--steps 400", 8, ONE_BIT),
   "failures": Table(
     "8 workers, Adam, 100 steps, 360 images to train on",

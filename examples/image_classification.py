@@ -28,11 +28,12 @@ from training import AXIS, Run, Task, compile_step, init_state, train
 import gradcomp
 from gradcomp.codecs import (
   QSGD,
-  Codec,
   Dense,
   EightBit,
   FloatCast,
+  LeafCodec,
   OneBit,
+  PowerSGD,
   RandomK,
   Ternary,
   TopK,
@@ -41,7 +42,7 @@ from gradcomp.codecs import (
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
 TYPES = ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
 # What crosses the wire; None is JAX's own mean.
-CODECS: dict[str, Codec | None] = {
+CODECS: dict[str, LeafCodec | None] = {
   "none": None,
   "f32": Dense(),
   "bf16": Dense(dtype=jnp.bfloat16),
@@ -61,6 +62,7 @@ CODECS: dict[str, Codec | None] = {
   "topk-1": TopK(density=0.01),
   "topk-1-asq": TopK(density=0.01, quantize="asq"),
   "randomk-1": RandomK(density=0.01),
+  **{f"powersgd-{n}": PowerSGD(rank=n) for n in (1, 2, 4)},
 }
 COMPARED = ("f32", "qsgd-8", "qsgd-4", "qsgd-2")
 EXCHANGES = ("auto", "all_gather", "two_shot", "psum")
@@ -92,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def choose_codecs(
   parser: argparse.ArgumentParser, args: argparse.Namespace
-) -> dict[str, Codec | None]:
+) -> dict[str, LeafCodec | None]:
   """Returns the codecs named by the options; QSGD's with their bucket size."""
   if args.compare is None:
     names = [f"qsgd-{args.bits}" if args.codec == "qsgd" else args.codec]
@@ -112,7 +114,7 @@ def choose_codecs(
 
 def run_codec(
   name: str,
-  codec: Codec | None,
+  codec: LeafCodec | None,
   task: Task,
   train_set: data.Split,
   args: argparse.Namespace,
@@ -146,7 +148,7 @@ def run_codec(
 
 
 def make_optimizer(
-  codec: Codec | None, args: argparse.Namespace, *, seed: int
+  codec: LeafCodec | None, args: argparse.Namespace, *, seed: int
 ) -> optax.GradientTransformation:
   """Chains the exchange and the optimizer. The seed goes into the state alone."""
   schedule = optax.cosine_decay_schedule(args.learning_rate, args.steps)
@@ -158,7 +160,7 @@ def make_optimizer(
 
 
 def make_exchange(
-  codec: Codec | None, args: argparse.Namespace, *, seed: int
+  codec: LeafCodec | None, args: argparse.Namespace, *, seed: int
 ) -> optax.GradientTransformation:
   """Makes the transformation that averages the gradients of the workers."""
   if codec is None:
