@@ -20,16 +20,24 @@ from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._exchange import WithoutOwners
 from gradcomp.exchange._two_shot import owned_total
 from gradcomp.kernels import fold_key
-from gradcomp.sums import PartialSum, Sent, Way
+from gradcomp.sums import Partial, PartialSum, Sent, Way
 from gradcomp.workers import mark_varying
 
 
-class _Passing(NamedTuple):
-  """Holds the partial sums that a worker passes on next, one for each codec."""
+class _Owned(NamedTuple):
+  """Holds the whole sums of the rows that a worker owns, and its losses.
+
+  Attributes:
+    rows: ``uint32[share, words]`` for each codec.
+    lost: ``float32[N, share, tile_size]`` for each codec; empty where nobody asks.
+  """
 
   rows: list[jax.Array]
-  riders: list[tuple[jax.Array, ...]]
-  lost: list[jax.Array]  # float32[N, share, tile_size]; empty without keep
+  lost: list[jax.Array]
+
+
+# The arrays of a Partial.
+_Sums = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +65,17 @@ class Ring(WithoutOwners):
   of_leaves: ClassVar[bool] = False
 
   def run(self, own: Contribution, workers: Workers) -> Total:
-    passing = reduce(own, workers)
-    gathered = gather_rows(own.layout, passing.rows, workers)
-    lost = [stacked(x) for x in passing.lost] if own.keep else own.nothing
+    owned = reduce(own, workers)
+    gathered = gather_rows(own.layout, owned.rows, workers)
+    lost = [stacked(x) for x in owned.lost] if own.keep else own.nothing
     sent = [
       Sent(rows, residual=residual, scale=workers.scale)
-      for rows, residual in zip(passing.rows, own.residuals, strict=True)
+      for rows, residual in zip(owned.rows, own.residuals, strict=True)
     ]
     return owned_total(own, gathered, sent, lost, workers)._replace(encoded=False)
 
 
-def reduce(own: Contribution, workers: Workers) -> _Passing:
+def reduce(own: Contribution, workers: Workers) -> _Owned:
   """Returns the whole sums of this worker's share, and what it lost of all shares."""
   sums = cast(list[PartialSum], own.sums)  # check_exchange makes sure of that
   n = workers.size
@@ -88,21 +96,28 @@ def reduce(own: Contribution, workers: Workers) -> _Passing:
       for x, y in zip(lost, sent, strict=bool(lost))
     ]
 
-  def hop(k: jax.Array, passing: _Passing) -> _Passing:
-    arrays = [
-      x
-      for rows, riders in zip(passing.rows, passing.riders, strict=True)
-      for x in (rows, *riders)
-    ]
+  def receive(sent: list[Sent], hop: jax.Array | int) -> list[_Sums]:
+    """Passes sums on, and adds this worker's part to those that come."""
+    arrays = [x for one in sent for x in (one.rows, *one.riders)]
     message = pass_on(join(arrays, 1), workers.axis_name, n)
     received = iter(x[0] for x in split(message, [x.shape for x in arrays]))
-    share = (index - 2 - k) % n
-    sent = []
-    for i, total in enumerate(sums):
-      came = Sent(next(received), tuple(next(received) for _ in passing.riders[i]))
-      partial = total.add(came, addend(i, share), keep=own.keep)
-      sent.append(total.send(partial, key(i, k + 1), own.sum_context(i), keep=own.keep))
-    return _passing(sent, noted(passing.lost, sent, share))
+    partials = []
+    for i, (total, one) in enumerate(zip(sums, sent, strict=True)):
+      came = Sent(next(received), tuple(next(received) for _ in one.riders))
+      mine = addend(i, (index - 2 - hop) % n)
+      partials.append(total.add(came, mine, keep=own.keep)[:3])
+    return partials
+
+  def send(partials: list[_Sums], hop: jax.Array | int) -> list[Sent]:
+    return [
+      total.send(Partial(*x), key(i, hop), own.sum_context(i), keep=own.keep)
+      for i, (total, x) in enumerate(zip(sums, partials, strict=True))
+    ]
+
+  def step(hop: jax.Array, passing: tuple) -> tuple:
+    partials, lost = passing
+    sent = send(partials, hop)
+    return receive(sent, hop), noted(lost, sent, (index - 1 - hop) % n)
 
   first = (index - 1) % n
   sent = [
@@ -115,11 +130,11 @@ def reduce(own: Contribution, workers: Workers) -> _Passing:
     for total, part in zip(sums, parts, strict=True)
     if own.keep
   ]
-  lost = mark_varying(lost, workers.axis_name)
-  riders = mark_varying([x.riders for x in sent], workers.axis_name)
-  passing = _Passing([x.rows for x in sent], riders, noted(lost, sent, first))
-  return lax.fori_loop(0, n - 1, hop, passing)
-
-
-def _passing(sent: list[Sent], lost: list[jax.Array]) -> _Passing:
-  return _Passing([x.rows for x in sent], [x.riders for x in sent], lost)
+  lost = noted(mark_varying(lost, workers.axis_name), sent, first)
+  if n > 1:
+    # Sums are written before a step encodes them. Else XLA would decode what came once
+    # for the scales and once for the codes.
+    passing = lax.fori_loop(1, n - 1, step, (receive(sent, 0), lost))
+    sent = send(passing[0], n - 1)
+    lost = noted(passing[1], sent, index)
+  return _Owned([x.rows for x in sent], lost)
