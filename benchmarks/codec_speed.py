@@ -124,7 +124,7 @@ def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, A
   size = sum(leaf.size for leaf in tree)
   layout = plan(tree, QSGD(bits=4))
   keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
-  rows = lambda tree, keys: layout.encode(tree, keys, [None] * len(tree))[0]
+  rows = lambda tree, keys: layout.encode(tree, keys, [Context()] * len(tree))[0]
   encode = jax.jit(rows).lower(tree, keys).compile()
   matrices = encode(tree, keys)
 

@@ -78,13 +78,18 @@ def test_every_law(case):
 
 
 def test_every_codec_that_can_be_built_is_held_to_the_laws():
-  """Each public codec, and each value of each of its fields that names a choice."""
+  """Each public codec, and each value of each of its fields that names a choice.
+
+  Codecs without rows of their own send those of others, and have tests of their own.
+  """
   held = collections.defaultdict(set)
   for codec in laws.CODECS:
     for field in dataclasses.fields(codec):
       held[type(codec), field.name].add(getattr(codec, field.name))
   public = {
-    kind for kind in vars(gradcomp.codecs).values() if dataclasses.is_dataclass(kind)
+    kind
+    for kind in vars(gradcomp.codecs).values()
+    if dataclasses.is_dataclass(kind) and hasattr(kind, "encode_rows")
   }
   assert {kind for kind, _ in held} == public
   for kind in public:

@@ -8,7 +8,7 @@ import laws
 import numpy as np
 import pytest
 
-from gradcomp.codecs import QSGD, Dense
+from gradcomp.codecs import NOTHING, QSGD, Dense
 from gradcomp.layout import default_min_leaf_size, plan
 
 
@@ -56,7 +56,7 @@ def test_the_plan_is_what_is_encoded(codec):
   ]
   layout = plan(leaves, codec)
   keys = jnp.stack([laws.KEY] * len(leaves))
-  matrices, _ = layout.encode(leaves, keys, [None] * len(leaves))
+  matrices, _ = layout.encode(leaves, keys, [NOTHING] * len(leaves))
   assert [matrix.shape for matrix in matrices] == [
     (rows, codec.row_words)
     for rows, codec in zip(layout.rows, layout.codecs, strict=True)
