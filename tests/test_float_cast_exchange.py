@@ -119,7 +119,7 @@ def test_one_law(fmt, rounding, scale, accumulate, exchange, workers, group_size
 
 @pytest.mark.parametrize(
   "workers, accumulate",
-  [(5, "kahan"), (8, "format")],
+  [(5, "kahan"), *slow((8, "format"))],
 )
 def test_all_at_the_largest_never_overflow(workers, accumulate):
   """All elements of all workers are the largest, of numbers that fill the room."""
@@ -218,8 +218,8 @@ def collectives(tx, workers):
 @pytest.mark.parametrize(
   "fmt, exchange, accumulate, bytes_an_element",
   [
-    ((5, 2), "two_shot", "format", 1),
     ((2, 1), "ring", "kahan", 3 / 4),  # the compensations travel, but not to all
+    *slow(((5, 2), "two_shot", "format", 1)),
   ],
   ids=case_name,
 )

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from assertions import says
+from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense, EightBit, OneBit, Policy, RandomK, TopK
@@ -59,7 +60,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", TwoShot(), "ring"], ids=str)
+@pytest.mark.parametrize("exchange", ["all_gather", *slow(TwoShot(), "ring")], ids=str)
 def test_each_leaf_is_sent_as_its_codec_alone_would(exchange):
   """Outputs and residuals have the same bits: keys derive from names of leaves."""
   rules = list(RULES)

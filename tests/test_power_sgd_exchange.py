@@ -10,12 +10,12 @@ import oracle_power_sgd
 import pytest
 from assertions import assert_same_bits, says
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, PowerSGD
 
 SHAPES = {"a": (40, 30), "b": (3,), "c": (3, 3, 8, 12), "d": (40, 30)}
-EXCHANGES = ["psum", "all_gather", "two_shot", "ring", "hierarchical"]
 
 
 def gradients(workers, seed=0):
@@ -65,17 +65,25 @@ def check_steps(mode, exchange, workers, count):
   assert not np.asarray(residual["b"]).any()
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(
+  "exchange", ["psum", "two_shot", *slow("all_gather", "ring", "hierarchical")]
+)
 def test_every_exchange_takes_the_papers_steps(exchange):
   check_steps("vmap", exchange, 4, 5)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, *slow(3)])
 def test_any_number_of_workers(workers):
   check_steps("vmap", "auto", workers, 5)
 
 
-@pytest.mark.parametrize("mode", modes.modes_for(4))
+@pytest.mark.parametrize(
+  "mode",
+  [
+    pytest.param(mode, marks=() if mode == modes.EXPLICIT else pytest.mark.slow)
+    for mode in modes.modes_for(4)
+  ],
+)
 def test_every_place_takes_them(mode):
   check_steps(mode, "auto", 4, 2)
 
@@ -126,7 +134,7 @@ def test_bytes_of_quantized_factors_are_those_of_their_rows():
   assert payload.rows.shape == (2 * 4, 516)
 
 
-@pytest.mark.parametrize("exchange, quantize", [("psum", None), ("two_shot", 8)])
+@pytest.mark.parametrize("exchange, quantize", [("psum", None), *slow(("two_shot", 8))])
 def test_what_one_worker_cannot_send_is_seen_by_all(exchange, quantize):
   """Its leaf is NaN everywhere, and its residuals and memory stay; others go on."""
   tx = transformation(4, exchange, quantize=quantize, min_rate=1)
@@ -145,7 +153,9 @@ def test_what_one_worker_cannot_send_is_seen_by_all(exchange, quantize):
   assert_same_bits(new[0], old[0])
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES[1:])
+@pytest.mark.parametrize(
+  "exchange", ["two_shot", *slow("all_gather", "ring", "hierarchical")]
+)
 def test_residuals_hold_what_quantized_means_lack(exchange):
   """The sum of N means and all residuals is that of gradients and old residuals."""
   update = mapped(transformation(4, exchange, quantize=8, min_rate=1))
