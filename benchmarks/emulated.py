@@ -140,7 +140,7 @@ def own(state: Any) -> Any:
   """
 
   def axis(path: Any, _: Any) -> int | None:
-    return None if getattr(path[-1], "name", "") in ("step", "key") else 0
+    return None if getattr(path[-1], "name", "") in ("count", "key") else 0
 
   return jax.tree.map_with_path(axis, state)
 
