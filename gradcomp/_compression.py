@@ -1,7 +1,6 @@
 """The checked options of a transformation, and the parts of its steps."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -113,8 +112,8 @@ class Compression:
     workers: int | None,
     *,
     paths: Sequence[KeyPath],
-  ) -> dict[Axes, Callable[[], Any]]:
-    """Finds what is kept by axes: owners' residuals, shared memories and own ones.
+  ) -> Callable[[], dict[Axes, Any]]:
+    """Returns what makes, by axes, owners' residuals, shared memories and own ones.
 
     Where nobody knows the number of workers, these are shared memories alone. If update
     needs more, it raises an error.
@@ -124,22 +123,20 @@ class Compression:
     across = Across(axes, False, others)
     several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
     plan = self.plan(leaves, paths, across, several)
-    memory = jax.eval_shape(lambda: first_stored(plan, seed_words(0)))
-    owned: dict[Axes, list[tuple[int, int]]] = {}
-    if known is not None and axes is not None and self._keeps_owned:
-      owned = owner_shapes(plan)
+    keeps_owned = known is not None and axes is not None and self._keeps_owned
+    shapes = owner_shapes(plan) if keeps_owned else {}
 
-    def make(at: Axes) -> Any:
-      zeros = [jnp.zeros(shape, jnp.float32) for shape in owned.get(at, ())]
-      found = first_stored(plan, seed_words(self.key))
-      parts = [{}, {}] if found is None else [part.get(at, {}) for part in found]
-      return tuple(zeros), parts[0], {} if known is None else parts[1]
+    def make() -> dict[Axes, Any]:
+      shared, own = first_stored(plan, seed_words(self.key)) or ({}, {})
+      owned = {
+        at: tuple(jnp.zeros(shape, jnp.float32) for shape in found)
+        for at, found in shapes.items()
+      }
+      parts = (owned, shared, {} if known is None else own)
+      places = dict.fromkeys(at for part in parts for at in part)
+      return {at: tuple(part.get(at, ()) for part in parts) for at in places}
 
-    shared, own = memory or ({}, {})
-    if known is None:
-      own = {}
-    places = dict.fromkeys([*owned, *shared, *own])
-    return {at: functools.partial(make, at) for at in places}
+    return make
 
   def across(self, updates: Any, state: CompressState, params: Any) -> Across:
     """Checks what ``update`` was given, and returns who takes part in the step.

@@ -14,8 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from gradcomp.codecs import LeafCodec
-from gradcomp.exchange import NOTE, Message, Parts, Plan, note
+from gradcomp.exchange import FITTING, NOTE, Message, Parts, Plan, note
 from gradcomp.layout import Layout
 from gradcomp.state import CompressState
 from gradcomp.workers import EXPLAINED, UnboundAxisError, axis_names
@@ -107,7 +106,7 @@ def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
   for equation, state, times in _told(jaxpr, {}, 1):
     if equation.primitive is not NOTE:
       axes, nbytes = _sent(equation, sizes)
-      if isinstance(now, LeafCodec):
+      if now == FITTING:
         result[-1].fitting += times * nbytes
       elif isinstance(now, Message):
         found = result[-1]

@@ -164,10 +164,15 @@ def plan(
   """
   places = [Leaf(leaf.shape) for leaf in leaves]
   codecs = leaf_codecs(places, codec, min_leaf_size=min_leaf_size)
-  rounds = [
-    rounds_of(x, leaf.shape)[-1] for x, leaf in zip(codecs, leaves, strict=True)
-  ]
-  return arrange(leaves, [x.codec for x in rounds])
+  return arrange_last(leaves, codecs)
+
+
+def arrange_last(
+  leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], codecs: Sequence[LeafCodec]
+) -> Layout:
+  """Lays out leaves for the codecs of the last round in which each one is averaged."""
+  rounds = [rounds_of(x, leaf.shape) for x, leaf in zip(codecs, leaves, strict=True)]
+  return arrange(leaves, [x[-1].codec for x in rounds])
 
 
 def arrange(

@@ -118,13 +118,8 @@ def used_by_leaf(plan: Plan, stored: Memory | None) -> dict[int, float]:
 def _shapes(plan: Plan) -> list[Memory]:
   """Returns the shapes of what the codec of each leaf remembers."""
   key = jax.ShapeDtypeStruct((2,), np.uint32)
-  return jax.eval_shape(
-    lambda key: [first_memory(codec, leaf, key) for codec, leaf in _bound(plan)], key
-  )
-
-
-def _bound(plan: Plan) -> Any:
-  return zip(plan.codecs, plan.leaves, strict=True)
+  bound = list(zip(plan.codecs, plan.leaves, strict=True))
+  return jax.eval_shape(lambda key: [first_memory(*pair, key) for pair in bound], key)
 
 
 def _stored(plan: Plan, memory: Sequence[Memory]) -> Memory | None:

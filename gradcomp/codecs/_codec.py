@@ -24,7 +24,7 @@ class SameForAll:
 
 @runtime_checkable
 class LeafCodec(Protocol):
-  """What users choose for their leaves: it becomes a codec of each."""
+  """Becomes the codec of each leaf: it is what users choose."""
 
   @property
   def unbiased(self) -> bool:

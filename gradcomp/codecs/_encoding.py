@@ -19,7 +19,7 @@ from gradcomp.codecs._sparse import SelectingCodec
 
 
 class Encoded(NamedTuple):
-  """What encoding makes of one leaf.
+  """Holds the result of encoding one leaf.
 
   Attributes:
     rows: ``uint32[rows, row_words]``.

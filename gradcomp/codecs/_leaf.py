@@ -1,4 +1,4 @@
-"""What codecs are told of a leaf, and what they make of it."""
+"""Holds what codecs are told of a leaf, and what they make of it."""
 
 import math
 from typing import NamedTuple
@@ -14,7 +14,9 @@ class Payload(NamedTuple):
 
 
 class Context(NamedTuple):
-  """What an encoding depends on besides the leaf and the key; None for nothing.
+  """Holds what an encoding depends on besides the leaf and the key.
+
+  Each is None where it depends on nothing of that kind.
 
   Attributes:
     agreed: the scale, or the byte of the exponent, that all workers agree on.
@@ -33,7 +35,7 @@ NOTHING = Context()
 
 
 class Leaf(NamedTuple):
-  """What a codec may depend on before it encodes a leaf."""
+  """Holds what a codec may depend on before it encodes a leaf."""
 
   shape: tuple[int, ...]
   addends: int | None = None  # how many workers' numbers are added, if any are

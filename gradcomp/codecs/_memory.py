@@ -1,8 +1,8 @@
-"""What codecs remember of a leaf from step to step, and what they make of it."""
+"""Keeps what codecs remember of a leaf, and turns it into what they encode with."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from gradcomp.codecs._sparse import Selected, SelectingCodec
 
 
 class Memory(NamedTuple):
-  """What a codec remembers of one leaf.
+  """Holds what a codec remembers of one leaf.
 
   Attributes:
     shared: a tree of arrays that are equal on all workers.
@@ -45,11 +45,11 @@ class RememberingCodec(LeafCodec, Protocol):
 
 
 class Adding(NamedTuple):
-  """How counts are added.
+  """Adds counts over all workers.
 
   Attributes:
-    add: adds ``int32`` over all workers.
-    workers: their number.
+    add: adds ``int32`` arrays.
+    workers: the number of workers.
   """
 
   add: Callable[[jax.Array], jax.Array]
@@ -78,7 +78,7 @@ def refitted(
   shared: Sequence[Any],
   kinds: Sequence[Hashable],
   step: jax.Array,
-  adding: Callable[[LeafCodec, Sequence[int]], Adding],
+  adding: Callable[[Sequence[int]], Adding],
 ) -> list[Any]:
   """Returns the shared memories of a step: some are fitted to all workers' leaves.
 
@@ -91,12 +91,12 @@ def refitted(
     shared: of each leaf, what all workers remember.
     kinds: of each leaf; those of one kind have memories of one type.
     step: ``int32[]``.
-    adding: from a codec and the numbers of its leaves to how its counts are added.
+    adding: from the numbers of a codec's leaves to how their counts are added.
   """
   result = list(shared)
-  for codec in dict.fromkeys(filter(_fits, codecs)):
+  for codec in dict.fromkeys(filter(is_fitted, codecs)):
     own = [i for i, other in enumerate(codecs) if other == codec]
-    add, workers = adding(codec, own)
+    add, workers = adding(own)
     # The counts of all leaves and workers fit in 32 bits, cut to fewer digits if need
     # be.
     most = len(own) * workers * codec.most_counted
@@ -160,10 +160,6 @@ def used_entries(memory: Memory) -> jax.Array | None:
     True
   """
   return memory.own.used if isinstance(memory.own, Selected) else None
-
-
-def _fits(codec: LeafCodec) -> TypeGuard[FittedCodec]:
-  return is_fitted(codec)
 
 
 @functools.partial(jax.jit, static_argnums=0)

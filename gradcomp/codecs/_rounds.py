@@ -1,4 +1,4 @@
-"""What workers average of a leaf: the leaf itself, or other arrays, round by round."""
+"""Averages leaves as they are, or other arrays in their place, round by round."""
 
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -13,7 +13,7 @@ class Round(NamedTuple):
 
   Attributes:
     shape: its shape.
-    codec: encodes it.
+    codec: the codec of its rows.
     of_leaf: whether it is the leaf itself.
   """
 
@@ -111,8 +111,8 @@ def in_rounds(
       if number < first:
         continue
       try:
-        given = None if number == first else [received[i] for i in own]
-        sent = talks[codec].send(given)  # type: ignore[arg-type]
+        talk = talks[codec]
+        sent = next(talk) if number == first else talk.send([received[i] for i in own])
       except StopIteration as end:
         found, remembered = end.value
         means |= zip(own, found, strict=True)

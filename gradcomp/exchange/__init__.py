@@ -19,6 +19,7 @@ from gradcomp.exchange._messages import Exchanged as Exchanged
 from gradcomp.exchange._messages import OwnerResiduals as OwnerResiduals
 from gradcomp.exchange._messages import average_leaves as average_leaves
 from gradcomp.exchange._messages import owner_shapes as owner_shapes
+from gradcomp.exchange._notes import FITTING as FITTING
 from gradcomp.exchange._notes import NOTE as NOTE
 from gradcomp.exchange._notes import Parts as Parts
 from gradcomp.exchange._notes import note as note

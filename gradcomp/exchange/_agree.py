@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs import Adding, LeafCodec, Memory, refitted
+from gradcomp.codecs import Adding, Memory, refitted
 from gradcomp.exchange._collectives import STAGE, Workers, largest, split, totals
-from gradcomp.exchange._notes import noted
+from gradcomp.exchange._notes import FITTING, noted
 from gradcomp.exchange._plan import Plan
 from gradcomp.workers import axis_names, require_size
 
@@ -51,14 +51,14 @@ def refit(
     return list(memory)
   data = () if plan.axis_name is None else axis_names(plan.axis_name)
 
-  def adding(codec: LeafCodec, numbers: Sequence[int]) -> Adding:
+  def adding(numbers: Sequence[int]) -> Adding:
     others = {axis for i in numbers for axis in plan.others[i]}
     names = (*data, *sorted(others))
 
     def add(counts: jax.Array) -> jax.Array:
       if not names:
         return counts
-      with noted(codec):
+      with noted(FITTING):
         return totals([counts], names, STAGE)[0]
 
     return Adding(add, math.prod(map(require_size, names)))

@@ -48,7 +48,7 @@ def owner_shapes(plan: Plan) -> dict[Axes, list[tuple[int, int]]]:
   """
   result: dict[Axes, list[tuple[int, int]]] = {}
   for message in plan.messages:
-    shapes = [shape for shape in _shapes(message) if shape is not None]
+    shapes = [shape for shape in _shapes(message, plan.workers) if shape is not None]
     if shapes:
       axes = own_axes(plan.axis_name, message.others)
       result.setdefault(axes, []).extend(shapes)
@@ -96,7 +96,9 @@ def average_leaves(
     residuals: Residuals = [None] * count
     axes = own_axes(plan.axis_name, message.others)
     if owned is not None:
-      residuals = [_take(waiting, axes, shape) for shape in _shapes(message)]
+      residuals = [
+        _take(waiting, axes, shape) for shape in _shapes(message, plan.workers)
+      ]
     with jax.named_scope(f"gradcomp_{message.exchange.name}"), noted(message):
       outcome = average(
         message,
@@ -168,7 +170,7 @@ def _round_key(key: jax.Array | None, number: int) -> jax.Array | None:
   return fold_key(key, number) if key is not None and number else key
 
 
-def _shapes(message: Message) -> list[tuple[int, int] | None]:
+def _shapes(message: Message, workers: int) -> list[tuple[int, int] | None]:
   """Returns the shape of the owner residual of each codec, ``[share, tile_size]``.
 
   None stands for a codec without one.
@@ -177,7 +179,7 @@ def _shapes(message: Message) -> list[tuple[int, int] | None]:
   if not message.exchange.owners or not message.keeps:
     return [None] * len(layout.codecs)
   return [
-    (-(-rows // message.workers), codec.tile_size)
+    (-(-rows // workers), codec.tile_size)
     if rows and not sums.of(codec).exact
     else None
     for codec, rows in zip(layout.codecs, layout.rows, strict=True)

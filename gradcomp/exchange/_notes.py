@@ -20,6 +20,9 @@ NOTE.multiple_results = True
 NOTE.def_abstract_eval(lambda *operands, about: list(operands))
 
 
+FITTING = "fitting"  # about collectives that fit codecs to the gradients
+
+
 class Parts(NamedTuple):
   """Holds the sizes of arrays that travel together, one for each codec or leaf."""
 

@@ -20,7 +20,7 @@ from gradcomp.codecs import (
 from gradcomp.exchange._all_reduce import AllReduce
 from gradcomp.exchange._choice import Auto, Choice, choose, reencoding
 from gradcomp.exchange._exchange import Exchange
-from gradcomp.layout import Layout, arrange, leaf_codecs, leaf_rows
+from gradcomp.layout import Layout, arrange, arrange_last, leaf_codecs, leaf_rows
 from gradcomp.workers import Axes, AxisName, axis_names
 
 
@@ -33,7 +33,6 @@ class Message(NamedTuple):
     exchange: the exchange that sends them.
     others: the axes beside the data axis over which the leaves differ.
     reason: the reason for the exchange.
-    workers: the number of workers N.
     round: the number of the round in which the message is sent.
     keeps: whether owners may keep owner residuals of it.
   """
@@ -43,7 +42,6 @@ class Message(NamedTuple):
   exchange: Exchange
   others: tuple[str, ...]
   reason: str
-  workers: int
   round: int = 0
   keeps: bool = True
 
@@ -152,8 +150,7 @@ def plan_messages(
   decided = None
   if total.drops:  # one exchange for all, before ranges are cut
     codecs = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
-    last = [rounds_of(c, x.shape)[-1] for c, x in zip(codecs, like, strict=True)]
-    decided = choose(exchange, arrange(like, [x.codec for x in last]), workers)
+    decided = choose(exchange, arrange_last(like, codecs), workers)
     exchange = decided.exchange
   # If workers own shares, every leaf of a sparse codec has a range for each worker.
   ranges = workers if exchange.owners else 1
@@ -184,7 +181,6 @@ def plan_messages(
           picked.exchange,
           kind.others,
           picked.reason,
-          workers,
           number,
           kind.keeps,
         )

@@ -22,9 +22,9 @@ Own = dict[Axes, Any]  # arrays by the axes that stack them
 
 
 class OwnArrays(Protocol):
-  """A function that finds what a worker keeps besides trees like the leaves.
+  """Returns what makes the arrays that a worker keeps besides trees like the leaves.
 
-  It returns functions that make the arrays, by the axes that stack these.
+  It makes them by the axes that stack them.
   """
 
   def __call__(
@@ -32,7 +32,7 @@ class OwnArrays(Protocol):
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
     workers: int | None,
-  ) -> dict[Axes, Callable[[], Any]]: ...
+  ) -> Callable[[], Own]: ...
 
 
 def first_state(
@@ -48,7 +48,7 @@ def first_state(
     params: the leaves.
     axis_name: the axes of the workers.
     trees: the number of trees of zeros like the leaves, float32 and at least 1-d.
-    own_arrays: finds the other arrays.
+    own_arrays: returns what makes the other arrays.
 
   Returns:
     The trees like the leaves, and the other arrays by the axes that stack them.
@@ -63,7 +63,7 @@ def first_state(
   # The second stage is planned from what update will see. That is a part of a leaf if
   # types say so, but the whole of one that Auto axes cut.
   seen = [_part(leaf, typed_spec(leaf), mesh) for leaf in leaves]
-  owned = own_arrays(seen, others, bound or on_mesh)
+  make = own_arrays(seen, others, bound or on_mesh)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
 
   def local() -> tuple[list[list[jax.Array]], Own]:
@@ -74,7 +74,7 @@ def first_state(
       ]
       for _ in range(trees)
     ]
-    return like, {axes: _typed(make(), axes) for axes, make in owned.items()}
+    return like, {axes: _typed(tree, axes) for axes, tree in make().items()}
 
   cut = frozenset().union(*map(sharded_axes, specs))
   if not on_mesh and not cut:
@@ -83,7 +83,7 @@ def first_state(
   if on_mesh:
     specs = [stack_spec(names, spec) for spec in specs]
   inside = frozenset(mesh.axis_names) if on_mesh else cut
-  own_specs = {axes: stacked_over(axes, inside) for axes in owned}
+  own_specs = {axes: stacked_over(axes, inside) for axes in jax.eval_shape(make)}
   mapped = jax.shard_map(
     local,
     in_specs=(),
