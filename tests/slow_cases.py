@@ -3,6 +3,12 @@
 import pytest
 
 
+def one_in(step, cases):
+  """Returns parameters for one name; all but every ``step``-th are ``slow``."""
+  marks = lambda number: pytest.mark.slow if number % step else ()
+  return [pytest.param(case, marks=marks(i)) for i, case in enumerate(cases)]
+
+
 def slow(*cases):
   """Returns parameters marked ``slow``; a tuple holds the values of several names."""
   return [

@@ -46,7 +46,7 @@ every_case, every_qsgd = every(laws.CASES), every(QSGD_CASES)
 
 # Other widths between them are the same code.
 every_scheme = [
-  pytest.param(*scheme, marks=() if scheme[0] in (1, 4, 8) else pytest.mark.slow)
+  pytest.param(*scheme, marks=() if scheme[0] in (1, 4) else pytest.mark.slow)
   for scheme in SCHEMES
 ]
 
@@ -154,8 +154,7 @@ def test_double_precision_changes_nothing(codec):
     Dense(),
     *slow(OneBit(), EightBit()),
     OneBit(per_column=True),
-    Ternary(),
-    FloatCast(),
+    *slow(Ternary(), FloatCast()),
     TopK(density=0.1),
     *slow(RandomK(density=0.1)),
   ],

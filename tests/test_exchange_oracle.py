@@ -264,11 +264,14 @@ def test_packed_sums_are_the_documented_words(codec, workers):
 @pytest.mark.parametrize(
   "bits, bucket_size, levels",
   [
-    (1, 32, "uniform"),
     (3, 64, "uniform"),
-    (4, 32, "sign_magnitude"),
     (3, None, "sign_magnitude"),
-    *slow((16, 32, "sign_magnitude"), (8, None, "uniform")),
+    *slow(
+      (1, 32, "uniform"),
+      (4, 32, "sign_magnitude"),
+      (16, 32, "sign_magnitude"),
+      (8, None, "uniform"),
+    ),
   ],
 )
 def test_a_shared_codec_alone_and_among_others(bits, bucket_size, levels):

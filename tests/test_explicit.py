@@ -14,6 +14,7 @@ from assertions import assert_same_bits
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD
@@ -143,7 +144,7 @@ def transformer_block():
     # An epsilon far above a gradient's rounding error: Adam divides what is zero but
     # for rounding by its own size, and would make whole steps of it.
     (conv_net, optax.adam(1e-2, eps=1e-3)),
-    (transformer_block, optax.sgd(0.1, momentum=0.9)),
+    *slow((transformer_block, optax.sgd(0.1, momentum=0.9))),
   ],
   ids=["conv_net-adam", "transformer_block-sgd"],
 )
@@ -258,7 +259,7 @@ def test_axes_are_taken_from_the_type(exchange):
   assert_same_bits(typed, named)
 
 
-@pytest.mark.parametrize("exchange", ["two_shot", "hierarchical"])
+@pytest.mark.parametrize("exchange", ["hierarchical", *slow("two_shot")])
 def test_two_axes_agree_with_shard_map(exchange):
   """Sums of addends, g / 8, and means of samples have the same bits."""
   workers = 8
@@ -335,7 +336,7 @@ def test_train_step_agrees_with_plain_jit():
 
 
 @pytest.mark.parametrize(
-  "shape, names", [((1,), ("data",)), ((1, 2), ("data", "model"))]
+  "shape, names", [((1, 2), ("data", "model")), *slow(((1,), ("data",)))]
 )
 def test_an_axis_of_one_device(shape, names):
   loss_fn, params, batch = mlp()

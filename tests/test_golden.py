@@ -7,11 +7,11 @@ HASHES = golden.read()
 
 
 def _parameters():
-  """Every case; in a plain run those of each kind of sum, with four workers."""
+  """Every case; in a plain run those of every other kind of sum, with four workers."""
   for case in golden.cases():
     if case.name not in HASHES:
       continue
-    kind = (case.codec, case.exchange) in golden.KINDS
+    kind = (case.codec, case.exchange) in golden.KINDS[::2]
     plain = kind and case == golden.Case(case.codec, case.exchange, 4)
     marks = () if plain else pytest.mark.slow
     yield pytest.param(case, id=case.name, marks=marks)

@@ -21,7 +21,7 @@ from gradcomp.kernels import (
 
 # Each width has others of the sizes up to 200, and the ends of tiles.
 @pytest.mark.parametrize("step", [8, *slow(1)])
-@pytest.mark.parametrize("bits", [1, 3, 4, 7, 16, *slow(2, 5, 6, 8)])
+@pytest.mark.parametrize("bits", [1, 3, 16, *slow(2, 4, 5, 6, 7, 8)])
 def test_every_size_round_trips_through_packing(bits, step):
   bucket_size = 8  # so that 200 elements are up to 12 tiles and a part of one
   count = planes.planes_per_word(bits)

@@ -340,7 +340,7 @@ def test_gradients_stay_per_worker_over_two_axes(check_vma):
       np.testing.assert_allclose(grads[key][i], expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, *slow(AxisType.Auto)])
 def test_train_step_over_two_axes(kind):
   """The same step, to the bit, as over one axis of the same devices."""
   results = []

@@ -10,6 +10,7 @@ import pytest
 from assertions import assert_same_bits
 from exchange_cases import small_gradients, transformation
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense
@@ -56,7 +57,7 @@ def test_dense_leaves_travel_apart_from_sums():
   assert messages[0].layout.codecs == (Dense(),)
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "psum"])
+@pytest.mark.parametrize("exchange", ["psum", *slow("all_gather")])
 def test_pieces_have_the_mean_of_the_whole(exchange):
   """Rounding is keyed by the leaf, so that only second stages differ."""
   codec = QSGD(bits=4, bucket_size=32, share_scale=exchange == "psum")

@@ -47,7 +47,7 @@ def assert_same(got, want):
   np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(want[1]))
 
 
-@pytest.mark.parametrize("columns", ["inside", "one", "each"])
+@pytest.mark.parametrize("columns", ["inside", *slow("one", "each")])
 @pytest.mark.parametrize(
   "bits, levels",
   [

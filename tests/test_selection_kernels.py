@@ -180,6 +180,7 @@ def test_a_codec_sends_the_same_with_kernels(codec):
     assert_same_bits(found[1], rest)
 
 
+@pytest.mark.slow
 def test_selections_call_kernels_on_cuda_wherever_they_are():
   """In loops, conditionals, batches and typed shard_map, as on this machine."""
   encode = CODECS["threshold"].encode_with_residual

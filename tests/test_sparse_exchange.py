@@ -12,6 +12,7 @@ import oracle_exchange
 import oracle_top_k
 import pytest
 from assertions import assert_same_bits
+from slow_cases import slow
 from sparse_steps import (
   DENSITY,
   SIZE,
@@ -60,7 +61,7 @@ def short_name(case):
 @pytest.mark.parametrize(
   "case",
   [
-    pytest.param(case, marks=pytest.mark.slow if i in (0, 2, 4, 5, 8) else ())
+    pytest.param(case, marks=pytest.mark.slow if i in (0, 2, 3, 4, 5, 7, 8) else ())
     for i, case in enumerate(CASES)
   ],
   ids=short_name,
@@ -194,7 +195,7 @@ LIKE = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in SHAPES.items()}
 @pytest.mark.parametrize(
   "codec, exchange, kinds",
   [
-    (TopK(density=0.01), "all_gather", ["all-gather"]),
+    *slow((TopK(density=0.01), "all_gather", ["all-gather"])),
     (TopK(density=0.01, quantize="asq"), "two_shot", ["all-gather", "all-to-all"]),
     (RandomK(density=0.01), "psum", ["all-reduce"]),
   ],

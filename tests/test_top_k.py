@@ -44,9 +44,8 @@ def check_row(codec, x, rows, rest, chosen):
   "size, method",
   [
     *((1000, method) for method in METHODS),
-    (100_003, "threshold"),
     *slow(
-      *((100_003, method) for method in METHODS if method != "threshold"),
+      *((100_003, method) for method in METHODS),
       *((1_000_000, method) for method in METHODS),
     ),
   ],

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
-from gradcomp.codecs import QSGD, Dense, FloatCast
+from gradcomp.codecs import QSGD, Dense
 from gradcomp.layout import plan
 
 
@@ -69,7 +69,7 @@ TWO_SHOT = list(
 
 
 @pytest.mark.parametrize(
-  "codec, workers, feedback", plain_and_slow(TWO_SHOT, TWO_SHOT[3], TWO_SHOT[8])
+  "codec, workers, feedback", plain_and_slow(TWO_SHOT, TWO_SHOT[8])
 )
 def test_two_shot_sends_two_stages_of_words(codec, workers, feedback):
   """2 (N-1)/N c bytes, one u32 message a stage, and no float but the loss."""
@@ -155,7 +155,7 @@ EIGHT = [(*case, 8) for case in CASES[:4] + CASES[16:19]]
 
 @pytest.mark.parametrize(
   "codec, exchange, workers",
-  plain_and_slow(EIGHT + MANY, *((*case, 20) for case in SENT)),
+  plain_and_slow(EIGHT + MANY, *((*case, 20) for case in SENT[::2])),
 )
 def test_explain_says_what_is_traced(codec, exchange, workers):
   """The table, before anything runs, and the collectives of the update agree.
@@ -178,12 +178,11 @@ def test_explain_says_what_is_traced(codec, exchange, workers):
   assert not sums or sums & {c.dtype for c in sent}
 
 
-# One of each kind of sum, and of each exchange but the simplest.
+# Two stages, two kinds of axes, and sums of codes; others in slow runs.
 COMPILED = [
-  *((CODECS[0], exchange, 3) for exchange in ("two_shot", "ring")),
+  (CODECS[0], "two_shot", 3),
   (CODECS[0], "hierarchical", 8),
   (SHARED[0], "psum", 8),
-  (FloatCast(accumulate="float32"), "two_shot", 3),
 ]
 
 
