@@ -259,7 +259,7 @@ def test_axes_are_taken_from_the_type(exchange):
   assert_same_bits(typed, named)
 
 
-@pytest.mark.parametrize("exchange", ["hierarchical", *slow("two_shot")])
+@pytest.mark.parametrize("exchange", ["two_shot", *slow("hierarchical")])
 def test_two_axes_agree_with_shard_map(exchange):
   """Sums of addends, g / 8, and means of samples have the same bits."""
   workers = 8
