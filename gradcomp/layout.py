@@ -1,6 +1,7 @@
 """Lays out the leaves of a message as rows of a few matrices, and restores them."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from gradcomp import sums
 from gradcomp.codecs import (
+  TOGETHER,
   Codec,
   Context,
   Dense,
@@ -123,18 +125,49 @@ class Layout:
   def decode(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
     """Returns the leaves, in float32, from the decoder of each matrix.
 
-    It cuts the rows before it decodes them, so that each leaf is written once.
+    Small leaves whose rows follow each other are decoded together. The rows of a large
+    one are cut before it decodes them, so that it is written once.
     """
-    return [self.decode_leaf(i, decoders) for i in range(len(self.like))]
+    leaves: dict[int, jax.Array] = {}
+    for numbers in self._runs():
+      leaves |= self._decode_run(numbers, decoders)
+    return [leaves[i] for i in range(len(self.like))]
 
-  def decode_leaf(
-    self, number: int, decoders: Sequence[RowDecoder] | Mapping[int, RowDecoder]
-  ) -> jax.Array:
+  def decode_leaf(self, number: int, decoders: Mapping[int, RowDecoder]) -> jax.Array:
     """Returns the leaf of this number, in float32, from the decoder of its matrix."""
-    group, start, stop = self.slots[number]
+    return self._decode_run([number], decoders)[number]
+
+  def _decode_run(
+    self,
+    numbers: Sequence[int],
+    decoders: Sequence[RowDecoder] | Mapping[int, RowDecoder],
+  ) -> dict[int, jax.Array]:
+    group, first, _ = self.slots[numbers[0]]
     with jax.named_scope("gradcomp_decode"):
-      tiles = decoders[group](start, stop)
-      return from_tiles(tiles, self.like[number], self.codecs[group])
+      tiles = decoders[group](first, self.slots[numbers[-1]].stop)
+      leaves = {}
+      for i in numbers:
+        _, start, stop = self.slots[i]
+        own = tiles[start - first : stop - first]
+        leaves[i] = from_tiles(own, self.like[i], self.codecs[group])
+      return leaves
+
+  def _runs(self) -> list[list[int]]:
+    """Returns the numbers of leaves that are decoded together.
+
+    Their rows follow each other in one matrix. A compiler is done sooner with a program
+    for many leaves than with as many programs.
+    """
+    runs: dict[int, list[list[int]]] = {}
+    filled: dict[int, int] = {}
+    for i, (slot, like) in enumerate(zip(self.slots, self.like, strict=True)):
+      own = runs.setdefault(slot.group, [])
+      filled[slot.group] = filled.get(slot.group, 0) + like.size
+      if not own or filled[slot.group] > TOGETHER:
+        own.append([])
+        filled[slot.group] = like.size
+      own[-1].append(i)
+    return list(itertools.chain.from_iterable(runs.values()))
 
   def tiles(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
     """Cuts leaves into tiles, ``float32[rows, tile_size]`` for each codec.

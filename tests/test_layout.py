@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gradcomp.codecs import NOTHING, QSGD, Dense
-from gradcomp.layout import default_min_leaf_size, plan
+from gradcomp.layout import arrange, default_min_leaf_size, plan
 
 
 def shapes(*sizes):
@@ -71,3 +71,26 @@ def test_the_plan_is_what_is_encoded(codec):
   for leaf, slot, got in zip(leaves, layout.slots, back, strict=True):
     alone = laws.round_trip(layout.codecs[slot.group], leaf)
     np.testing.assert_array_equal(got, alone)
+
+
+def test_leaves_that_are_decoded_together_are_cut_apart(monkeypatch):
+  """In runs of two and of one, whose first leaf is empty."""
+  monkeypatch.setattr("gradcomp.layout.TOGETHER", 5000)
+  codec = QSGD(bits=4, bucket_size=64)
+  leaves = shapes(0, 2000, 2000, 2000, 9000, 10)
+  layout = arrange(leaves, [codec] * len(leaves))
+  filled = layout.rows[0] * codec.tile_size
+  tiles = jnp.arange(filled, dtype=jnp.float32).reshape(-1, codec.tile_size)
+  asked = []
+
+  def decoder(start, stop):
+    asked.append((start, stop))
+    return tiles[start:stop]
+
+  found = layout.decode([decoder])
+  slots = layout.slots
+  runs = [(0, 2), (3, 3), (4, 4), (5, 5)]
+  assert asked == [(slots[a].start, slots[b].stop) for a, b in runs]
+  for leaf, slot, value in zip(leaves, slots, found, strict=True):
+    first = slot.start * codec.tile_size
+    np.testing.assert_array_equal(value, np.arange(first, first + leaf.size))

@@ -17,6 +17,7 @@ from gradcomp.codecs._codec import is_shared as is_shared
 from gradcomp.codecs._dense import Dense as Dense
 from gradcomp.codecs._dense import working_dtype as working_dtype
 from gradcomp.codecs._eight_bit import EightBit as EightBit
+from gradcomp.codecs._encoding import TOGETHER as TOGETHER
 from gradcomp.codecs._encoding import Encoded as Encoded
 from gradcomp.codecs._encoding import encode_leaves as encode_leaves
 from gradcomp.codecs._encoding import to_agree as to_agree

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -148,12 +148,9 @@ class Contribution:
     ]
 
   @functools.cached_property
-  def decoded(self) -> Callable[[int], jax.Array]:
-    """A function from the number of a leaf to what this worker's rows decode to.
-
-    It decodes each leaf once.
-    """
-    return functools.cache(lambda i: self.layout.decode_leaf(i, self.decoders))
+  def decoded(self) -> Leaves:
+    """What this worker's rows decode to."""
+    return self.layout.decode(self.decoders)
 
   @property
   def nothing(self) -> list[None]:
@@ -169,7 +166,7 @@ class Contribution:
 
     def not_encoded(i: int) -> jax.Array:
       known = self._encoded[1][i].unsent
-      return self.leaves[i] - self.decoded(i) if known is None else known
+      return self.leaves[i] - self.decoded[i] if known is None else known
 
     def lost(i: int) -> jax.Array:
       group = self.layout.slots[i].group

@@ -24,5 +24,4 @@ class Local(WithoutOwners):
   def run(self, own: Contribution, workers: Workers | None = None) -> Total:
     if own.plain:
       return Total(own.leaves, own.nothing, own.residuals, encoded=False)
-    mean = [own.decoded(i) for i in range(len(own.leaves))]
-    return Total(mean, own.nothing, own.residuals)
+    return Total(own.decoded, own.nothing, own.residuals)
