@@ -237,7 +237,7 @@ QSGD_CASES = [
     norm=norm,
     levels=levels,
     rounding=rounding,
-    slow=bits in (5, 6, 7) or (norm, levels) == ("l2", "uniform"),
+    slow=bits in (5, 6, 7),
   )
   for bits, levels in SCHEMES
   for bucket_size, norm, rounding, widths in (
