@@ -51,7 +51,7 @@ CASES = [
 ]
 
 # Of these, each exchange, each kind of sum, and what is new in each codec once.
-PLAIN = CASES[:4] + CASES[11:12] + CASES[17:19] + CASES[22:37:2] + CASES[-1:]
+PLAIN = CASES[:4] + CASES[11:12] + CASES[17:19] + CASES[22::2] + CASES[-1:]
 
 # Of these, each exchange and each kind of sum: what is sent follows from them, and from
 # the length of a row.

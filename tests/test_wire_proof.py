@@ -155,7 +155,7 @@ EIGHT = [(*case, 8) for case in CASES[:4] + CASES[16:19]]
 
 @pytest.mark.parametrize(
   "codec, exchange, workers",
-  plain_and_slow(EIGHT + MANY, *((*case, 20) for case in SENT[::2])),
+  plain_and_slow(EIGHT + MANY, *((*case, 20) for case in SENT)),
 )
 def test_explain_says_what_is_traced(codec, exchange, workers):
   """The table, before anything runs, and the collectives of the update agree.

@@ -73,14 +73,14 @@ def encode_leaves(
   """
   encoded: dict[int, Encoded] = {}
   alike: dict[tuple[SelectingCodec, int], list[int]] = {}
-  dense: list[int] = []
+  others: list[int] = []
   for i, (codec, leaf) in enumerate(zip(codecs, leaves, strict=True)):
     if isinstance(codec, SelectingCodec):
       alike.setdefault((codec, leaf.size), []).append(i)
     else:
-      dense.append(i)
+      others.append(i)
   last = None
-  for numbers in _groups(codecs, leaves, contexts, dense):
+  for numbers in _groups(codecs, leaves, contexts, others):
     codec = codecs[numbers[0]]
     if len(numbers) == 1:
       (i,) = numbers

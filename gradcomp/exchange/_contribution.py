@@ -149,7 +149,7 @@ class Contribution:
 
   @functools.cached_property
   def decoded(self) -> Leaves:
-    """What this worker's rows decode to."""
+    """Returns the leaves that this worker's own rows decode to."""
     return self.layout.decode(self.decoders)
 
   @property
