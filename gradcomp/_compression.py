@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from gradcomp import _agreement, sums
+from gradcomp._checks import one_of
 from gradcomp.codecs import LeafCodec
 from gradcomp.exchange import (
   Auto,
@@ -39,6 +40,9 @@ from gradcomp.workers import (
 )
 
 
+Dither = Literal["shared", "independent"]
+
+
 class Across(NamedTuple):
   """The workers of a step, as the types of gradients tell them.
 
@@ -64,8 +68,10 @@ class Compression:
   min_leaf_size: int | None
   message_bytes: int | None
   key: ArrayLike
+  dither: Dither
 
   def __post_init__(self) -> None:
+    one_of("dither", Dither, self.dither)
     check_exchange(self.exchange, self.codec, self.axis_name)
     drops = sums.facts(self.codec).drops
     if self.feedback.moves and drops and not self.exchange.of_leaves:

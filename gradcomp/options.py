@@ -6,6 +6,7 @@ from typing import Any, TypedDict, TypeVar
 
 from jax.typing import ArrayLike
 
+from gradcomp._compression import Dither
 from gradcomp.exchange import Auto, Exchange, ExchangeName
 from gradcomp.feedback import Feedback, FeedbackName
 from gradcomp.transform import compress
@@ -20,6 +21,7 @@ class ExchangeOptions(TypedDict, total=False):
   min_leaf_size: int | None
   message_bytes: int | None
   key: ArrayLike
+  dither: Dither
 
 
 class CompressOptions(ExchangeOptions, total=False):
@@ -56,6 +58,11 @@ class CompressOptions(ExchangeOptions, total=False):
     key: a seed, 0 by default, or a threefry key, of the stochastic rounding, equal on
       all workers. The bits of a step derive from key, step, the leaf's path in the tree
       and worker alone.
+    dither: ``"shared"``, the default: all workers round by the same random bits, which
+      each changes by a constant of its own, so that their errors cancel. The error of
+      the mean then has half the variance, at the same bytes, and each worker's rounding
+      stays unbiased: see docs/wire-format.md. ``"independent"``: each worker draws bits
+      of its own, for comparison.
   """
 
   feedback: FeedbackName | Feedback | None
@@ -74,7 +81,7 @@ def recipe(make: _Recipe) -> _Recipe:
   Example:
     >>> inspect.signature(recipe(lambda codec="qsgd", *, exchange="ring", **options: 0))
     <Signature (codec='qsgd', *, exchange='ring', axis_name=None, feedback='auto',
-      min_leaf_size=None, message_bytes=None, key=0)>
+      min_leaf_size=None, message_bytes=None, key=0, dither='shared')>
   """
   signature = inspect.signature(make)
   parameters = dict(signature.parameters)

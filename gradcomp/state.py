@@ -12,9 +12,8 @@ from jax.typing import ArrayLike
 
 from gradcomp import sums
 from gradcomp.codecs import Codec, Memory
-from gradcomp.exchange import Keys, OwnerResiduals, Plan
-from gradcomp.kernels import key_words
-from gradcomp.workers import AxisName
+from gradcomp.exchange import Keys, OwnerResiduals, Plan, StepKey
+from gradcomp.kernels import dither, fold_key, key_words
 
 
 class CompressState(NamedTuple):
@@ -77,14 +76,21 @@ def seed_words(key: ArrayLike) -> jax.Array:
   return jnp.array(key_words(key))
 
 
-def step_keys(state: CompressState, plan: Plan) -> Keys:
+def step_keys(state: CompressState, plan: Plan, *, shared: bool) -> Keys:
   """Returns the keys of a step, for each codec that needs one.
 
   There is one for each leaf, and one for the later stages of each codec of a message. A
   key derives from the names of the leaves that it is for, and from no others. So two
   transformations of different leaves, as in ``optax.partition``, draw different bits,
-  and a new leaf changes no bits of others. Each worker has keys of its own, but for
-  codecs with which all workers must choose the same elements.
+  and a new leaf changes no bits of others.
+
+  Each worker has keys of its own, but for codecs with which all workers must choose the
+  same elements, and dithers that derive from keys of all workers.
+
+  Args:
+    state: the state before the step.
+    plan: what the step sends.
+    shared: whether to return dithers.
   """
   leaves: dict[int, Codec] = {}
   stages: list[tuple[str, Codec]] = []
@@ -96,33 +102,25 @@ def step_keys(state: CompressState, plan: Plan) -> Keys:
       texts[slot.group] += f"{plan.names[i]}\n"
     stages += zip(texts, codecs, strict=True)
   users = [(name, leaves[i]) for i, name in enumerate(plan.names)] + stages
-  keys: list[jax.Array | None] = [None] * len(users)
-  for alike in (False, True):
-    numbers = [
-      i
-      for i, (_, codec) in enumerate(users)
-      if codec.needs_key and sums.of(codec).alike == alike
-    ]
-    worker = None if alike else plan.axis_name
-    found = _keys(state, [users[i][0] for i in numbers], worker) if numbers else ()
-    for i, key in zip(numbers, found, strict=True):
-      keys[i] = key
+  numbers = [i for i, (_, codec) in enumerate(users) if codec.needs_key]
+  keys: list[StepKey | None] = [None] * len(users)
+  if numbers:
+    worker = 0 if plan.axis_name is None else lax.axis_index(plan.axis_name)
+    common = _keys(state, [users[i][0] for i in numbers])
+    own = jax.vmap(fold_key, (0, None))(common, worker)
+    dithers = jax.vmap(dither, (0, None))(common, worker) if shared else None
+    for k, i in enumerate(numbers):
+      alike = sums.of(users[i][1]).alike
+      mine = common[k] if alike else own[k]
+      keys[i] = StepKey(mine, None if dithers is None else dithers[k])
   return Keys(keys[: len(plan.names)], keys[len(plan.names) :])
 
 
-def _keys(
-  state: CompressState, texts: Sequence[str], axis_name: AxisName | None
-) -> jax.Array:
-  """Returns a key for each text, ``uint32[texts, 2]``; each worker's own on axes."""
-  fold = jax.random.fold_in
-  step_key = fold(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.count)
+def _keys(state: CompressState, texts: Sequence[str]) -> jax.Array:
+  """Returns the key of all workers for each text, ``uint32[texts, 2]``."""
+  step_key = fold_key(state.key, state.count)
   words = jnp.array([name_words(text) for text in texts], jnp.uint32)
-  worker = 0 if axis_name is None else lax.axis_index(axis_name)
-
-  def key(own: jax.Array) -> jax.Array:
-    return fold(fold(fold(step_key, own[0]), own[1]), worker)
-
-  return jax.random.key_data(jax.vmap(key)(words))
+  return jax.vmap(lambda word: fold_key(fold_key(step_key, word[0]), word[1]))(words)
 
 
 def name_words(text: str) -> np.ndarray:

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from gradcomp._border import not_differentiated, of_reals
 from gradcomp._checks import optional_size
-from gradcomp._compression import Compression, paths_of
+from gradcomp._compression import Compression, Dither, paths_of
 from gradcomp.codecs import LeafCodec, Memory
 from gradcomp.exchange import (
   Auto,
@@ -34,6 +34,7 @@ def compress(
   min_leaf_size: int | None = None,
   message_bytes: int | None = None,
   key: ArrayLike = 0,
+  dither: Dither = "shared",
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces each worker's gradient by the mean of all workers', sent compressed.
 
@@ -62,8 +63,8 @@ def compress(
 
   Args:
     codec: the codec of the leaves, e.g. :class:`gradcomp.codecs.QSGD`.
-    axis_name, exchange, feedback, min_leaf_size, message_bytes, key: the options, which
-      all recipes take, too: see :class:`gradcomp.CompressOptions`.
+    axis_name, exchange, feedback, min_leaf_size, message_bytes, key, dither: the
+      options, which all recipes take, too: see :class:`gradcomp.CompressOptions`.
 
   Returns:
     A gradient transformation; its state is a :class:`CompressState`. Inside the map,
@@ -73,7 +74,8 @@ def compress(
 
   Raises:
     ValueError: ``exchange`` or ``feedback`` is unknown; the codec or the axes do not
-      allow the exchange; or ``min_leaf_size``, ``message_bytes`` or ``key`` is bad. In
+      allow the exchange; or ``min_leaf_size``, ``message_bytes``, ``key`` or
+      ``dither`` is bad. In
       ``update``: an axis is not bound; there are manual axes and no ``axis_name``;
       gradients are already reduced; residuals have other shapes than it needs; or
       another process of the run has other options. In both, parameters are cut over an
@@ -109,6 +111,7 @@ def compress(
     optional_size("min_leaf_size", "elements", min_leaf_size),
     optional_size("message_bytes", "bytes", message_bytes),
     key,
+    dither,
   )
   keeper = parts.feedback
 
@@ -143,7 +146,7 @@ def compress(
       exchanged = average_leaves(
         plan,
         corrected,
-        step_keys(state, plan),
+        step_keys(state, plan, shared=parts.dither == "shared"),
         workers,
         owned=parts.owned(plan, state),
         memory=recall(plan, state.memory),

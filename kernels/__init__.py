@@ -23,9 +23,10 @@ from gradcomp.kernels import ternary as ternary
 from gradcomp.kernels import thresholds as thresholds
 from gradcomp.kernels import warpgroups as warpgroups
 from gradcomp.kernels.dispatch import Implementation as Implementation
+from gradcomp.kernels.dithers import dither as dither
+from gradcomp.kernels.dithers import random_lanes as random_lanes
 from gradcomp.kernels.planes import pack_planes as pack_planes
 from gradcomp.kernels.planes import unpack_planes as unpack_planes
 from gradcomp.kernels.threefry import fold_key as fold_key
 from gradcomp.kernels.threefry import key_words as key_words
-from gradcomp.kernels.threefry import random_lanes as random_lanes
 from gradcomp.kernels.threefry import threefry2x32 as threefry2x32

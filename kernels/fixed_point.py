@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.threefry import Key, random_lanes
+from gradcomp.kernels.dithers import Dither, random_lanes
 
 FRACTION = 16  # bits behind the point
 
@@ -30,7 +30,7 @@ Divide = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def rounding_lanes(
-  key: Key | None,
+  dither: Dither | None,
   shape: tuple[int, int],
   planes: int,
   *,
@@ -38,11 +38,11 @@ def rounding_lanes(
 ) -> Sequence[Lane]:
   """Returns what is added to each plane before ``FRACTION`` bits are dropped.
 
-  With a key these are random 16-bit integers, so that a fraction rounds up with a
+  With a dither these are random 16-bit integers, so that a fraction rounds up with a
   probability equal to it. Without one it is a half, so that it rounds to the nearest.
 
   Args:
-    key: ``uint32[2]`` for stochastic rounding, None for nearest.
+    dither: ``uint32[3]`` for stochastic rounding, None for nearest.
     shape: the shape of a plane, ``(rows, columns)``.
     planes: the number of planes.
     first_row: the number of the first row, which the random numbers depend on.
@@ -50,9 +50,9 @@ def rounding_lanes(
   Returns:
     For each plane an array ``uint32[rows, columns]``, or one Python integer.
   """
-  if key is None:
+  if dither is None:
     return [1 << (FRACTION - 1)] * planes
-  return random_lanes(key, shape, planes, first_row=first_row)
+  return random_lanes(dither, shape, planes, first_row=first_row)
 
 
 def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:

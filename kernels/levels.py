@@ -142,7 +142,7 @@ def encode_rows(
   *,
   bits: int,
   bucket_size: int,
-  key: jax.Array | None,
+  dither: jax.Array | None,
 ) -> jax.Array:
   """Encodes a flat array as rows of words, scales and levels.
 
@@ -152,7 +152,7 @@ def encode_rows(
     levels: ``float32[L]``, where ``L`` is ``2**(bits - 1)``.
     bits: the width of a code.
     bucket_size: elements a bucket, ``B``.
-    key: ``uint32[2]`` for stochastic rounding, None for nearest.
+    dither: ``uint32[3]`` for stochastic rounding, None for nearest.
 
   Returns:
     ``uint32[rows, B + scales + L]``.
@@ -164,7 +164,7 @@ def encode_rows(
     rows = segment.shape[0]
     row_scale = segment.rows_of(scale)
     factor = jnp.broadcast_to(to_units(row_scale), (rows, planes))
-    lanes = rounding_lanes(key, segment.shape, planes, first_row=segment.first_row)
+    lanes = rounding_lanes(dither, segment.shape, planes, first_row=segment.first_row)
     codes = [
       _round(plane, factor[:, k : k + 1], lanes[k], lines)
       for k, plane in enumerate(segment.planes)

@@ -10,9 +10,10 @@ from jax.typing import DTypeLike
 
 from gradcomp._checks import float_dtype, one_of
 from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
-from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload
+from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
 from gradcomp.floats import FloatFormat
 from gradcomp.kernels import planes, random_lanes
+from gradcomp.kernels.dithers import signed_lane
 from gradcomp.kernels.float_codes import to_codes
 
 _ROW_SIZE = 128  # words in a row: few, because small leaves fill rows badly
@@ -111,8 +112,7 @@ class Dense(SameForAll):
     context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, 128]``."""
-    del context
-    return Payload(self._encode(as_float32(x), codec_key(key, self)))
+    return Payload(self._encode(as_float32(x), codec_dither(key, self, context)))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to the shape and dtype of ``like``."""
@@ -125,8 +125,7 @@ class Dense(SameForAll):
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> jax.Array:
-    del context
-    return self._encode(tiles.reshape(-1), codec_key(key, self))
+    return self._encode(tiles.reshape(-1), codec_dither(key, self, context))
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     codes = planes.unpack_planes(rows, self._bits)
@@ -134,15 +133,15 @@ class Dense(SameForAll):
       codes = codes.astype(jnp.uint16)
     return jax.lax.bitcast_convert_type(codes, self.dtype).astype(jnp.float32)
 
-  def _encode(self, flat: jax.Array, key: jax.Array | None) -> jax.Array:
+  def _encode(self, flat: jax.Array, dither: jax.Array | None) -> jax.Array:
     count = planes.planes_per_word(self._bits)
 
     def encode(segment: planes.Segment) -> list[jax.Array]:
-      if key is None:
+      if dither is None:
         codes = [self._nearest(plane) for plane in segment.planes]
       else:
         first = segment.first_row
-        lanes = random_lanes(key, segment.shape, count, first_row=first)
+        lanes = random_lanes(dither, segment.shape, count, first_row=first)
         codes = list(map(self._stochastic, segment.planes, lanes))
       return [planes.pack_planes(codes, self._bits)]
 
@@ -160,7 +159,7 @@ class Dense(SameForAll):
     halfway = fmt.max_finite + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
     infinity = jnp.copysign(jnp.float32(jnp.inf), plane)
     given = jnp.where(jnp.abs(plane) >= halfway, infinity, plane)
-    draw = lane << 16
+    draw = jnp.uint32(signed_lane(lane, plane)) << 16
     return to_codes(given, fmt, rounding="stochastic", draw=draw, saturate=True)
 
 

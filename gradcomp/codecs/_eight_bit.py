@@ -16,7 +16,7 @@ from gradcomp._checks import (
 )
 from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
-from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload
+from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
 from gradcomp.kernels import Implementation, eight_bit
 from gradcomp.kernels.lines import Line, lines_between
 from gradcomp.kernels.scales import scales
@@ -193,12 +193,11 @@ class EightBit(SameForAll):
     context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, B + 4]`` with buckets, else ``[rows, 513]``."""
-    del context
     flat = as_float32(x)
     scale = None
     if not self._scales_inside:
       scale = self._scale(leaf_scales(flat, eight_bit.PLANES, self.bucket_size))
-    return Payload(self._encode(flat, scale, key))
+    return Payload(self._encode(flat, scale, codec_dither(key, self, context)))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to the shape and dtype of ``like``."""
@@ -211,11 +210,11 @@ class EightBit(SameForAll):
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> jax.Array:
-    del context
     scale = None
     if not self._scales_inside:
       scale = self._scale(row_scales(tiles, eight_bit.PLANES, self.bucket_size))
-    return self._encode(tiles.reshape(-1), scale, key)
+    dither = codec_dither(key, self, context)
+    return self._encode(tiles.reshape(-1), scale, dither)
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     words = bucket_words(self.bucket_size)
@@ -264,7 +263,7 @@ class EightBit(SameForAll):
     return eight_bit.enlarged(scales(largest), self._up)
 
   def _encode(
-    self, flat: jax.Array, scale: jax.Array | None, key: jax.Array | None
+    self, flat: jax.Array, scale: jax.Array | None, dither: jax.Array | None
   ) -> jax.Array:
     if scale is not None:
       rows = -(-flat.size // self.tile_size)
@@ -273,7 +272,7 @@ class EightBit(SameForAll):
     return eight_bit.encode_rows(
       flat,
       scale,
-      codec_key(key, self),
+      dither,
       lines=_lines(self.data_type),
       tops=(top + (self.data_type == "dynamic_map"), top),
       bucket_size=bucket_words(self.bucket_size),

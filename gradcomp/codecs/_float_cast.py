@@ -12,7 +12,7 @@ from gradcomp._checks import (
   static_integer,
 )
 from gradcomp.codecs._codec import NOTHING, Accumulate, Context, Leaf, Payload
-from gradcomp.codecs._tiles import as_float32, codec_key, from_tiles
+from gradcomp.codecs._tiles import as_float32, codec_dither, from_tiles
 from gradcomp.floats import FloatFormat, FloatRounding, kahan_step, rounded_sum
 from gradcomp.kernels import Implementation, float_cast
 from gradcomp.kernels.fixed_point import scaled
@@ -181,12 +181,12 @@ class FloatCast:
     context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, 128]``, and the byte with ``scale="auto"``."""
-    flat = as_float32(x)
+    flat, dither = as_float32(x), codec_dither(key, self, context)
     if self.scale != "auto":
-      return Payload(self._encode(scaled(flat, self.scale), None, key))
+      return Payload(self._encode(scaled(flat, self.scale), None, dither))
     byte = self.agree(x) if context.agreed is None else context.agreed
     exponent = float_cast.shift(byte[0, 0], self.format, self.addends)
-    return Payload(self._encode(flat, exponent, key), byte)
+    return Payload(self._encode(flat, exponent, dither), byte)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to the shape and dtype of ``like``."""
@@ -200,8 +200,7 @@ class FloatCast:
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> jax.Array:
-    del context
-    return self._encode(tiles.reshape(-1), None, key)
+    return self._encode(tiles.reshape(-1), None, codec_dither(key, self, context))
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     return float_cast.decode_rows(rows, self.format)
@@ -230,12 +229,12 @@ class FloatCast:
     return kahan_step(total, compensation, x, self.format, saturate=saturate)
 
   def _encode(
-    self, flat: jax.Array, exponent: jax.Array | None, key: jax.Array | None
+    self, flat: jax.Array, exponent: jax.Array | None, dither: jax.Array | None
   ) -> jax.Array:
     return float_cast.encode_rows(
       flat,
       exponent,
-      codec_key(key, self),
+      dither,
       fmt=self.format,
       rounding=self.rounding,
       saturate=self.agrees,

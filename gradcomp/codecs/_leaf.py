@@ -20,12 +20,15 @@ class Context(NamedTuple):
 
   Attributes:
     agreed: the scale, or the byte of the exponent, that all workers agree on.
+    dither: ``uint32[3]``, what to round with in place of the key: the key that all
+      workers share, and the worker's mask, see :mod:`gradcomp.kernels.dithers`.
     levels: the levels that are fitted to the gradients of all workers.
     thresholds: ``float32[rows]``, those of the worker's last search; 0 for none.
     turn: ``float32[]``, the sign whose turn it is: 1 or -1.
   """
 
   agreed: jax.Array | None = None
+  dither: jax.Array | None = None
   levels: jax.Array | None = None
   thresholds: jax.Array | None = None
   turn: jax.Array | None = None

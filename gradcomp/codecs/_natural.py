@@ -8,7 +8,7 @@ import jax
 from gradcomp._checks import optional_one_of
 from gradcomp.codecs._codec import NOTHING, Context, Payload
 from gradcomp.codecs._row_codec import RowCodec
-from gradcomp.codecs._tiles import as_float32, codec_key
+from gradcomp.codecs._tiles import as_float32, codec_dither
 from gradcomp.kernels import Implementation, float_cast
 from gradcomp.kernels.float_formats import FloatFormat
 from gradcomp.kernels.planes import planes_per_word
@@ -82,8 +82,7 @@ class Natural(RowCodec):
     context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, 128]``."""
-    del context
-    return Payload(self._encode(as_float32(x), codec_key(key, self)))
+    return Payload(self._encode(as_float32(x), codec_dither(key, self, context)))
 
   def encode_rows(
     self,
@@ -92,17 +91,16 @@ class Natural(RowCodec):
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> jax.Array:
-    del context
-    return self._encode(tiles.reshape(-1), codec_key(key, self))
+    return self._encode(tiles.reshape(-1), codec_dither(key, self, context))
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     return float_cast.decode_rows(rows, _FORMAT)
 
-  def _encode(self, flat: jax.Array, key: jax.Array | None) -> jax.Array:
+  def _encode(self, flat: jax.Array, dither: jax.Array | None) -> jax.Array:
     return float_cast.encode_rows(
       flat,
       None,
-      key,
+      dither,
       fmt=_FORMAT,
       rounding="stochastic",
       saturate=False,

@@ -16,7 +16,7 @@ from gradcomp._checks import (
 from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
 from gradcomp.codecs._fitted_levels import FittedLevels, check_fitted
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
-from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload
+from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
 from gradcomp.kernels import Implementation, planes, qsgd
 from gradcomp.kernels import levels as fitted_levels
 from gradcomp.kernels.scales import Norm, scales
@@ -202,7 +202,8 @@ class QSGD(FittedLevels, SameForAll):
     scale = context.agreed if self.share_scale else None
     if scale is None and not self._scales_inside:
       scale = self.agree(x)
-    words, _ = self._encode(as_float32(x), scale, codec_key(key, self), context.levels)
+    dither = codec_dither(key, self, context)
+    words, _ = self._encode(as_float32(x), scale, dither, context.levels)
     return Payload(words, scale if self.share_scale else None)
 
   def encode_with_residual(
@@ -220,7 +221,8 @@ class QSGD(FittedLevels, SameForAll):
     if not self._scales_inside:
       payload = self.encode(x, key=key, context=context)
       return payload, wide - self.decode(payload, like=wide)
-    words, rest = self._encode(wide, None, codec_key(key, self), None, keep=True)
+    dither = codec_dither(key, self, context)
+    words, rest = self._encode(wide, None, dither, None, keep=True)
     assert rest is not None
     return Payload(words), rest
 
@@ -239,8 +241,8 @@ class QSGD(FittedLevels, SameForAll):
     if not self._scales_inside:
       count = planes.planes_per_word(self.bits)
       scale = scales(row_scales(tiles, count, self.bucket_size, self.norm))
-    key, levels = codec_key(key, self), context.levels
-    return self._encode(tiles.reshape(-1), scale, key, levels)[0]
+    dither = codec_dither(key, self, context)
+    return self._encode(tiles.reshape(-1), scale, dither, context.levels)[0]
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     words = bucket_words(self.bucket_size)
@@ -269,7 +271,7 @@ class QSGD(FittedLevels, SameForAll):
     self,
     flat: jax.Array,
     scale: jax.Array | None,
-    key: jax.Array | None,
+    dither: jax.Array | None,
     levels: jax.Array | None,
     keep: bool = False,
   ) -> tuple[jax.Array, jax.Array | None]:
@@ -282,13 +284,13 @@ class QSGD(FittedLevels, SameForAll):
       if levels is None:
         levels = self.fit(self.measure(flat), self.init().shared)
       found = fitted_levels.encode_rows(
-        flat, scale, levels, bits=self.bits, bucket_size=words, key=key
+        flat, scale, levels, bits=self.bits, bucket_size=words, dither=dither
       )
       return found, None
     return qsgd.encode_rows(
       flat,
       scale,
-      key,
+      dither,
       bits=self.bits,
       bucket_size=words,
       levels=self.levels,

@@ -15,7 +15,7 @@ from gradcomp._checks import (
 )
 from gradcomp.codecs._codec import NOTHING, Context, Payload, SameForAll
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
-from gradcomp.codecs._tiles import as_float32, codec_key, decode_payload
+from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
 from gradcomp.kernels import Implementation, ternary
 from gradcomp.kernels.planes import floats
 from gradcomp.kernels.qsgd import from_signed_codes
@@ -166,7 +166,7 @@ class Ternary(SameForAll):
     scale, limit = self._scales(flat)
     if self.share_scale and context.agreed is not None:
       scale = context.agreed
-    rows = self._encode(flat, scale, limit, key)
+    rows = self._encode(flat, scale, limit, codec_dither(key, self, context))
     return Payload(rows, scale if self.share_scale else None)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
@@ -181,10 +181,10 @@ class Ternary(SameForAll):
     context: Context = NOTHING,
   ) -> jax.Array:
     """Encodes tiles of a mean, which are not clipped again."""
-    del context
     planes = ternary.planes(self.packing)
     scale = scales(row_scales(tiles, planes, self.bucket_size))
-    return self._encode(tiles.reshape(-1), scale, jnp.float32(jnp.inf), key)
+    dither = codec_dither(key, self, context)
+    return self._encode(tiles.reshape(-1), scale, jnp.float32(jnp.inf), dither)
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     scale = floats(rows[..., bucket_words(self.bucket_size) :])
@@ -204,16 +204,14 @@ class Ternary(SameForAll):
     flat: jax.Array,
     scale: jax.Array,
     limit: jax.Array,
-    key: jax.Array | None,
+    dither: jax.Array | None,
   ) -> jax.Array:
-    words = codec_key(key, self)
-    assert words is not None
     rows = -(-flat.size // self.tile_size)
     return ternary.encode_rows(
       flat,
       jnp.broadcast_to(scale, (rows, scale.shape[1])),
       limit,
-      words,
+      dither,
       packing=self.packing,
       bucket_size=bucket_words(self.bucket_size),
       inline=not self.share_scale,

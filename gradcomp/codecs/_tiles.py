@@ -5,8 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs._codec import Codec, FilledCodec, Payload, is_shared
-from gradcomp.kernels import key_words
+from gradcomp.codecs._codec import Codec, Context, FilledCodec, Payload, is_shared
+from gradcomp.kernels import dither, key_words
 
 
 def as_float32(x: jax.Array) -> jax.Array:
@@ -96,3 +96,19 @@ def codec_key(key: jax.Array | None, codec: Codec) -> jax.Array | None:
       f"jax.random.key(seed){cure}."
     )
   return key_words(key)
+
+
+def codec_dither(
+  key: jax.Array | None, codec: Codec, context: Context
+) -> jax.Array | None:
+  """Returns the ``uint32[3]`` that a codec rounds with; None if it needs none.
+
+  It is that of the context, or else made of the key.
+
+  Raises:
+    ValueError: the codec needs one, and there is neither.
+  """
+  if codec.needs_key and context.dither is not None:
+    return context.dither
+  words = codec_key(key, codec)
+  return None if words is None else dither(words)

@@ -11,9 +11,10 @@ from gradcomp.exchange._collectives import Workers as Workers
 from gradcomp.exchange._collectives import largest as largest
 from gradcomp.exchange._collectives import pmean as pmean
 from gradcomp.exchange._collectives import psum as psum
-from gradcomp.exchange._contribution import Keys as Keys
 from gradcomp.exchange._exchange import Exchange as Exchange
 from gradcomp.exchange._hierarchical import Hierarchical as Hierarchical
+from gradcomp.exchange._keys import Keys as Keys
+from gradcomp.exchange._keys import StepKey as StepKey
 from gradcomp.exchange._local import Local as Local
 from gradcomp.exchange._messages import Exchanged as Exchanged
 from gradcomp.exchange._messages import OwnerResiduals as OwnerResiduals

@@ -8,7 +8,8 @@ import jax
 from gradcomp.codecs import Memory
 from gradcomp.exchange._agree import agree
 from gradcomp.exchange._collectives import Workers
-from gradcomp.exchange._contribution import Contribution, Keys, Leaves
+from gradcomp.exchange._contribution import Contribution, Leaves
+from gradcomp.exchange._keys import Keys
 from gradcomp.exchange._local import Local
 from gradcomp.exchange._plan import Message
 

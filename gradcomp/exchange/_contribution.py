@@ -10,17 +10,11 @@ import jax.numpy as jnp
 
 from gradcomp import sums
 from gradcomp.codecs import Context, Encoded, Memory, leaf_context, sum_context
+from gradcomp.exchange._keys import Keys, StepKey
 from gradcomp.layout import Layout
 from gradcomp.sums import LeafRows, RowDecoder, Sum
 
 Leaves = list[jax.Array]
-
-
-class Keys(NamedTuple):
-  """Holds the keys of one worker and step, ``uint32[2]``, or None for no key."""
-
-  leaves: Sequence[jax.Array | None]
-  stages: Sequence[jax.Array | None]  # one for each codec, for its later encodings
 
 
 class Total(NamedTuple):
@@ -80,12 +74,15 @@ class Contribution:
   @functools.cached_property
   def _encoded(self) -> tuple[Leaves, list[Encoded]]:
     codecs = [self.layout.codecs[slot.group] for slot in self.layout.slots]
+    keys = [_own(key) for key in self.keys.leaves]
     contexts = [
-      leaf_context(codec, agreed, memory, self.step)
-      for codec, agreed, memory in zip(codecs, self.agreed, self.memory, strict=True)
+      leaf_context(codec, agreed, memory, self.step)._replace(dither=_shared(key))
+      for codec, agreed, memory, key in zip(
+        codecs, self.agreed, self.memory, self.keys.leaves, strict=True
+      )
     ]
     with jax.named_scope("gradcomp_encode"):
-      return self.layout.encode(self.leaves, self.keys.leaves, contexts, keep=self.keep)
+      return self.layout.encode(self.leaves, keys, contexts, keep=self.keep)
 
   @property
   def plain(self) -> bool:
@@ -124,15 +121,29 @@ class Contribution:
     size = self.layout.like[number].size
     return self.sums[group].sent_at(self.rows[group][start:stop], size)
 
-  def sum_context(self, group: int) -> Context:
-    """Returns what sums of a codec are encoded with, equal on all workers."""
+  def of_whole(self, group: int) -> tuple[jax.Array | None, Context]:
+    """Returns the key and the context that the whole sums of a codec are encoded with.
+
+    Only one worker encodes the sum of a share, so that it draws bits of its own.
+    """
+    return _own(self.keys.stages[group]), self._sum_context(group)
+
+  def of_partial(
+    self, group: int, part: jax.Array, number: jax.Array | int
+  ) -> tuple[jax.Array | None, Context]:
+    """Returns the same for one of the sums on the way, see :meth:`StepKey.at`."""
+    stage = self.keys.stages[group]
+    key = None if stage is None else stage.at(part, number)
+    return _own(key), self._sum_context(group)._replace(dither=_shared(key))
+
+  def _sum_context(self, group: int) -> Context:
     first = next(i for i, x in enumerate(self.layout.slots) if x.group == group)
     return sum_context(self.layout.codecs[group], self.memory[first], self.step)
 
   def leaf_rows(self, group: int) -> list[LeafRows]:
     """Returns the key and the number of rows of each leaf of a codec."""
     return [
-      LeafRows(self.keys.leaves[i], slot.stop - slot.start)
+      LeafRows(_own(self.keys.leaves[i]), slot.stop - slot.start)
       for i, slot in enumerate(self.layout.slots)
       if slot.group == group
     ]
@@ -178,3 +189,11 @@ class Contribution:
       return not_encoded(i) + decoded if encoded else decoded
 
     return [lost(i) for i in range(len(self.leaves))]
+
+
+def _own(key: StepKey | None) -> jax.Array | None:
+  return None if key is None else key.own
+
+
+def _shared(key: StepKey | None) -> jax.Array | None:
+  return None if key is None else key.dither

@@ -21,7 +21,6 @@ from gradcomp.exchange._collectives import (
 )
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._two_shot import owned_loss, owned_total, place
-from gradcomp.kernels import fold_key
 from gradcomp.layout import Layout
 from gradcomp.sums import PartialSum, Sent, Way
 from gradcomp.workers import AxisName, axis_names, require_size
@@ -135,13 +134,15 @@ def _reduce_inside(
   lines = [_words(part.reshape(size, -1, part.shape[-1])) for part in parts]
   received = regroup(join(lines, size), workers, groups, size, inside=True)
   sums = cast(list[PartialSum], own.sums)  # check_exchange makes sure of that
+  number = jax.lax.axis_index(workers.axis_name)
   sent = []
   for i, (total, words) in enumerate(
     zip(sums, split(received, [x.shape[1:] for x in lines]), strict=True)
   ):
     addends = jax.lax.bitcast_convert_type(words, parts[i].dtype)
     partial = total.add_all(addends, keep=own.keep)
-    sent.append(total.send(partial, _key(own, i, 0), own.sum_context(i), keep=own.keep))
+    randomness = own.of_partial(i, number % size, number // size)
+    sent.append(total.send(partial, *randomness, keep=own.keep))
   return sent
 
 
@@ -158,8 +159,7 @@ def _reduce_between(
     partial = total.fold(rows, workers.scale, keep=own.keep)
     finished = total.finish(
       partial,
-      _key(own, i, 1),
-      own.sum_context(i),
+      *own.of_whole(i),
       own.residuals[i],
       workers.size,
       keep=own.keep,
@@ -215,8 +215,3 @@ def gather_groups(
   between = gather(message, outer, STAGE)
   inside = gather(between, inner, name)  # [C, H, M]
   return inside.swapaxes(0, 1).reshape(workers.size, -1)
-
-
-def _key(own: Contribution, group: int, number: int) -> jax.Array | None:
-  key = own.keys.stages[group]
-  return None if key is None else fold_key(key, number)

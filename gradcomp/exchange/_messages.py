@@ -10,10 +10,9 @@ from gradcomp.codecs import Memory, in_rounds
 from gradcomp.exchange._agree import refit
 from gradcomp.exchange._average import Outcome, Residuals, average
 from gradcomp.exchange._collectives import Workers
-from gradcomp.exchange._contribution import Keys
+from gradcomp.exchange._keys import Keys
 from gradcomp.exchange._notes import note, noted
 from gradcomp.exchange._plan import Message, Plan, own_axes
-from gradcomp.kernels import fold_key
 from gradcomp.workers import Axes
 
 # Owner residuals by the axes that stack them: ("data",), or ("data", "model") for
@@ -100,11 +99,12 @@ def average_leaves(
         _take(waiting, axes, shape) for shape in _shapes(message, plan.workers)
       ]
     with jax.named_scope(f"gradcomp_{message.exchange.name}"), noted(message):
+      leaf_keys = [keys.leaves[i] for i in message.leaves]
       outcome = average(
         message,
         [arrays[i] for i in message.leaves],
         Keys(
-          [_round_key(keys.leaves[i], message.round) for i in message.leaves],
+          [key and key.in_round(message.round) for key in leaf_keys],
           [next(stages) for _ in range(count)],
         ),
         workers,
@@ -163,11 +163,6 @@ def _per_worker(mean: jax.Array, workers: Workers | None) -> jax.Array:
   if workers is None or workers.scale != 1:
     return mean
   return mean / workers.size
-
-
-def _round_key(key: jax.Array | None, number: int) -> jax.Array | None:
-  """Returns the key of a leaf in a round. Each round has a key of its own."""
-  return fold_key(key, number) if key is not None and number else key
 
 
 def _shapes(message: Message, workers: int) -> list[tuple[int, int] | None]:

@@ -19,7 +19,6 @@ from gradcomp.exchange._collectives import (
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._exchange import WithoutOwners
 from gradcomp.exchange._two_shot import owned_total
-from gradcomp.kernels import fold_key
 from gradcomp.sums import Partial, PartialSum, Sent, Way
 from gradcomp.workers import mark_varying
 
@@ -85,9 +84,9 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
   def addend(group: int, share: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(parts[group], share, keepdims=False)
 
-  def key(group: int, hop: jax.Array | int) -> jax.Array | None:
-    known = own.keys.stages[group]
-    return None if known is None else fold_key(known, hop)
+  def randomness(group: int, hop: jax.Array | int) -> tuple:
+    """Returns the key and the context of a hop; the last ones are a pair."""
+    return own.of_partial(group, (index - 1 - hop) % n, n - 1 - hop)
 
   def noted(lost: list[jax.Array], sent: list[Sent], share: jax.Array) -> list:
     """Writes what encoding a share lost into the losses so far."""
@@ -110,7 +109,7 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
 
   def send(partials: list[_Sums], hop: jax.Array | int) -> list[Sent]:
     return [
-      total.send(Partial(*x), key(i, hop), own.sum_context(i), keep=own.keep)
+      total.send(Partial(*x), *randomness(i, hop), keep=own.keep)
       for i, (total, x) in enumerate(zip(sums, partials, strict=True))
     ]
 
@@ -121,7 +120,7 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
 
   first = (index - 1) % n
   sent = [
-    total.start(addend(i, first), key(i, 0), own.sum_context(i), keep=own.keep)
+    total.start(addend(i, first), *randomness(i, 0), keep=own.keep)
     for i, total in enumerate(sums)
   ]
   # The zeros have the type of the addends, which may differ over other axes, too.

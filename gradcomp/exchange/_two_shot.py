@@ -72,9 +72,8 @@ def reduce(own: Contribution, workers: Workers) -> list[Sent]:
   sent = []
   for i, (total, rows) in enumerate(zip(own.sums, owned, strict=True)):
     partial = total.fold(rows, workers.scale, keep=own.keep)
-    key, residual = own.keys.stages[i], own.residuals[i]
     finished = total.finish(
-      partial, key, own.sum_context(i), residual, workers.size, keep=own.keep
+      partial, *own.of_whole(i), own.residuals[i], workers.size, keep=own.keep
     )
     sent.append(finished)
   return sent

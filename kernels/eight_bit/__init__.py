@@ -17,7 +17,7 @@ from gradcomp.kernels.lines import Line
 def encode_rows(
   x: jax.Array,
   scale: jax.Array | None,
-  key: jax.Array | None,
+  dither: jax.Array | None,
   *,
   lines: Sequence[Line],
   tops: tuple[int, int],
@@ -40,7 +40,7 @@ def encode_rows(
     implementation,
     x,
     scale,
-    key,
+    dither,
     xla=functools.partial(reference.encode_rows, **options),
     pallas=no or functools.partial(pallas.encode_rows, **options),
   )

@@ -9,6 +9,7 @@ import jax
 from gradcomp.kernels import blocks
 from gradcomp.kernels.eight_bit import reference
 from gradcomp.kernels.eight_bit.reference import PLANES, code, enlarged
+from gradcomp.kernels.dithers import read
 from gradcomp.kernels.fixed_point import exact_quotient, rounding_lanes
 from gradcomp.kernels.lines import Line, to_units
 from gradcomp.kernels.planes import float_words, pack_planes
@@ -24,7 +25,7 @@ from gradcomp.kernels.scales import scales_of_bits
 def encode_rows(
   x: jax.Array,
   scale: jax.Array | None,
-  key: jax.Array | None,
+  dither: jax.Array | None,
   *,
   lines: Sequence[Line],
   tops: tuple[int, int],
@@ -36,8 +37,8 @@ def encode_rows(
   columns = PLANES if scale is None else scale.shape[1]
   units = None if scale is None else to_units(scale)
 
-  def body(block: blocks.Block, key_ref: Any, scale_ref: Any, factor_ref: Any) -> None:
-    words = None if key_ref is None else (key_ref[0], key_ref[1])
+  def body(block: blocks.Block, dither_ref: Any, scale_ref: Any, factor_ref: Any) -> None:
+    words = read(dither_ref)
     lanes = rounding_lanes(words, block.shape, PLANES, first_row=block.first_row)
     codes = []
     for k in range(PLANES):
@@ -57,7 +58,7 @@ def encode_rows(
     rows = reference.encode_rows(
       rest,
       None if scale is None else scale[row:],
-      key,
+      dither,
       lines=lines,
       tops=tops,
       bucket_size=bucket_size,
@@ -70,7 +71,7 @@ def encode_rows(
     body,
     "eight_bit_encode",
     x,
-    (key, scale, units),
+    (dither, scale, units),
     planes=PLANES,
     bucket_size=bucket_size,
     row_words=bucket_size + columns,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp.kernels.dithers import signed_lane
 from gradcomp.kernels.fixed_point import (
   FRACTION,
   Lane,
@@ -35,7 +36,7 @@ PLANES = planes_per_word(8)
 def encode_rows(
   x: jax.Array,
   scale: jax.Array | None,
-  key: jax.Array | None,
+  dither: jax.Array | None,
   *,
   lines: Sequence[Line],
   tops: tuple[int, int],
@@ -49,7 +50,7 @@ def encode_rows(
     x: ``float32[n]``.
     scale: ``float32[rows, 1]`` or ``float32[rows, 4]``; by default the largest
       magnitude of each bucket, :func:`enlarged`.
-    key: ``uint32[2]`` for stochastic rounding, None for nearest.
+    dither: ``uint32[3]`` for stochastic rounding, None for nearest.
     lines: the straight lines between the levels, see :mod:`gradcomp.kernels.lines`.
     tops: the largest magnitude of a positive and of a negative code.
     bucket_size: elements a bucket, ``B``.
@@ -66,7 +67,7 @@ def encode_rows(
     row_scale = segment.rows_of(scale)
     factor = jnp.broadcast_to(to_units(row_scale), (segment.shape[0], PLANES))
     row = first_row + segment.first_row
-    lanes = rounding_lanes(key, segment.shape, PLANES, first_row=row)
+    lanes = rounding_lanes(dither, segment.shape, PLANES, first_row=row)
     codes = [
       code(plane, factor[:, k : k + 1], lanes[k], lines, tops)
       for k, plane in enumerate(segment.planes)
@@ -101,7 +102,7 @@ def code(
   positive, negative = (jnp.uint32(top << FRACTION) for top in tops)
   top = positive if tops[0] == tops[1] else jnp.where(x < 0, negative, positive)
   fixed = jnp.minimum(coordinate(jnp.abs(x) * factor, lines), top)
-  magnitude = (fixed + jnp.uint32(lane)) >> FRACTION
+  magnitude = (fixed + jnp.uint32(signed_lane(lane, x))) >> FRACTION
   negative = (x < 0) & (magnitude > 0)
   return jnp.where(negative, magnitude | jnp.uint32(_SIGN), magnitude)
 

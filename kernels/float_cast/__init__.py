@@ -20,7 +20,7 @@ from gradcomp.kernels.planes import planes_per_word
 def encode_rows(
   x: jax.Array,
   exponent: jax.Array | None,
-  key: jax.Array | None,
+  dither: jax.Array | None,
   *,
   fmt: FloatFormat,
   rounding: FloatRounding,
@@ -43,7 +43,7 @@ def encode_rows(
     implementation,
     x,
     exponent,
-    key,
+    dither,
     xla=functools.partial(reference.encode_rows, **options),
     pallas=no or functools.partial(pallas.encode_rows, **options),
   )

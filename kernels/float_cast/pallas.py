@@ -7,8 +7,9 @@ import jax
 
 from gradcomp.kernels import blocks
 from gradcomp.kernels.float_cast import reference
-from gradcomp.kernels.float_cast.reference import draws, width
-from gradcomp.kernels.float_codes import FloatRounding, to_codes
+from gradcomp.kernels.dithers import read
+from gradcomp.kernels.float_cast.reference import code, lanes_or_none, width
+from gradcomp.kernels.float_codes import FloatRounding
 from gradcomp.kernels.float_formats import FloatFormat
 from gradcomp.kernels.planes import pack_planes, planes_per_word
 
@@ -22,7 +23,7 @@ from gradcomp.kernels.planes import pack_planes, planes_per_word
 def encode_rows(
   x: jax.Array,
   exponent: jax.Array | None,
-  key: jax.Array | None,
+  dither: jax.Array | None,
   *,
   fmt: FloatFormat,
   rounding: FloatRounding,
@@ -34,18 +35,12 @@ def encode_rows(
   bits = width(fmt)
   planes = planes_per_word(bits)
 
-  def body(block: blocks.Block, exponent_ref: Any, key_ref: Any) -> None:
-    words = None if key_ref is None else (key_ref[0], key_ref[1])
-    lanes = draws(words, block.shape, planes, block.first_row)
+  def body(block: blocks.Block, exponent_ref: Any, dither_ref: Any) -> None:
+    words, row = read(dither_ref), block.first_row
+    lanes = lanes_or_none(words, block.shape, planes, first_row=row)
+    moved = None if exponent_ref is None else exponent_ref[0]
     codes = [
-      to_codes(
-        block.plane(k),
-        fmt,
-        rounding=rounding,
-        draw=lane,
-        exponent=None if exponent_ref is None else exponent_ref[0],
-        saturate=saturate,
-      )
+      code(block.plane(k), lane, moved, fmt=fmt, rounding=rounding, saturate=saturate)
       for k, lane in enumerate(lanes)
     ]
     block.put(pack_planes(codes, bits))
@@ -54,7 +49,7 @@ def encode_rows(
     rows = reference.encode_rows(
       rest,
       exponent,
-      key,
+      dither,
       fmt=fmt,
       rounding=rounding,
       saturate=saturate,
@@ -67,7 +62,7 @@ def encode_rows(
     body,
     "float_cast",
     x,
-    (None if exponent is None else exponent.reshape(1), key),
+    (None if exponent is None else exponent.reshape(1), dither),
     planes=planes,
     bucket_size=row_words,
     row_words=row_words,

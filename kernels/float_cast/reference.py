@@ -3,9 +3,12 @@
 See docs/wire-format.md for the rule.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
+from gradcomp.kernels.dithers import Dither, random_lanes, signed_lane
 from gradcomp.kernels.float_codes import (
   FloatRounding,
   from_codes,
@@ -21,7 +24,6 @@ from gradcomp.kernels.planes import (
   stack_rows,
   unpack_planes,
 )
-from gradcomp.kernels.threefry import Key, random_lanes
 
 # A byte is an exponent plus 126. The bytes 0 and 255 stand for zero and for NaN.
 _BYTE_BIAS = 126
@@ -95,7 +97,7 @@ def unshifted(
 def encode_rows(
   x: jax.Array,
   exponent: jax.Array | None,
-  key: jax.Array | None,
+  dither: jax.Array | None,
   *,
   fmt: FloatFormat,
   rounding: FloatRounding,
@@ -108,7 +110,7 @@ def encode_rows(
   Args:
     x: ``float32[n]``.
     exponent: ``int32[]`` or None.
-    key: ``uint32[2]`` for stochastic rounding, else None.
+    dither: ``uint32[3]`` for stochastic rounding, else None.
     fmt: the format.
     rounding: how numbers are rounded to the format.
     saturate: whether numbers that are too large become the largest number, not
@@ -122,16 +124,10 @@ def encode_rows(
   planes = planes_per_word(width(fmt))
 
   def encode(segment: Segment) -> list[jax.Array]:
-    lanes = draws(key, segment.shape, planes, first_row + segment.first_row)
+    row = first_row + segment.first_row
+    lanes = lanes_or_none(dither, segment.shape, planes, first_row=row)
     codes = [
-      to_codes(
-        plane,
-        fmt,
-        rounding=rounding,
-        draw=lane,
-        exponent=exponent,
-        saturate=saturate,
-      )
+      code(plane, lane, exponent, fmt=fmt, rounding=rounding, saturate=saturate)
       for plane, lane in zip(segment.planes, lanes, strict=True)
     ]
     return [pack_planes(codes, width(fmt))]
@@ -139,16 +135,33 @@ def encode_rows(
   return stack_rows(x, planes, row_words, row_words, encode)
 
 
-def draws(
-  key: Key | None, shape: tuple[int, int], planes: int, first_row: jax.Array | int
-) -> list[jax.Array | None]:
-  """Draws ``uint32`` random numbers for each plane, 16 bits at the top.
-
-  Without a key there are none: the list holds None for each plane.
-  """
-  if key is None:
+def lanes_or_none(
+  dither: Dither | None,
+  shape: tuple[int, int],
+  planes: int,
+  *,
+  first_row: jax.Array | int,
+) -> Sequence[jax.Array | None]:
+  """Returns the random lanes of each plane; None for each plane without a dither."""
+  if dither is None:
     return [None] * planes
-  return [lane << 16 for lane in random_lanes(key, shape, planes, first_row=first_row)]
+  return random_lanes(dither, shape, planes, first_row=first_row)
+
+
+def code(
+  x: jax.Array,
+  lane: jax.Array | None,
+  exponent: jax.Array | None,
+  *,
+  fmt: FloatFormat,
+  rounding: FloatRounding,
+  saturate: bool,
+) -> jax.Array:
+  """Returns the codes of one plane, see :func:`to_codes`; 16 random bits round."""
+  draw = None if lane is None else jnp.uint32(signed_lane(lane, x)) << 16
+  return to_codes(
+    x, fmt, rounding=rounding, draw=draw, exponent=exponent, saturate=saturate
+  )
 
 
 def decode_rows(rows: jax.Array, fmt: FloatFormat) -> jax.Array:

@@ -18,7 +18,7 @@ from gradcomp.kernels.qsgd.reference import signed_codes as signed_codes
 def encode_rows(
   x: jax.Array,
   scale: jax.Array | None,
-  key: jax.Array | None,
+  dither: jax.Array | None,
   *,
   bits: int,
   bucket_size: int,
@@ -43,7 +43,7 @@ def encode_rows(
     implementation,
     x,
     scale,
-    key,
+    dither,
     xla=functools.partial(reference.encode_rows, **options),
     pallas=blocks.refusal(*sizes) or functools.partial(pallas.encode_rows, **options),
     mosaic=warpgroups.refusal(*sizes)

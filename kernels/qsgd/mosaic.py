@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from gradcomp.kernels import blocks, warpgroups
+from gradcomp.kernels.dithers import lane_stream, read
 from gradcomp.kernels.fixed_point import (
   exact_quotient,
   rounding_lanes,
@@ -18,13 +19,12 @@ from gradcomp.kernels.planes import float_words, planes_per_word
 from gradcomp.kernels.qsgd import reference
 from gradcomp.kernels.qsgd.reference import Levels, code, limit, value
 from gradcomp.kernels.scales import scales_of_bits
-from gradcomp.kernels.threefry import lane_stream
 
 
 def encode_rows(
   x: jax.Array,
   scale: jax.Array | None,
-  key: jax.Array | None,
+  dither: jax.Array | None,
   *,
   bits: int,
   bucket_size: int,
@@ -40,9 +40,9 @@ def encode_rows(
   multiplier = None if scale is None else top_multiplier(top, scale)
 
   def body(
-    tile: warpgroups.Tile, key_ref: Any, scale_ref: Any, factor_ref: Any
+    tile: warpgroups.Tile, dither_ref: Any, scale_ref: Any, factor_ref: Any
   ) -> None:
-    words = None if key_ref is None else (key_ref[0], key_ref[1])
+    words = read(dither_ref)
     row = tile.number
     lanes = iter(rounding_lanes(None, tile.shape, planes, first_row=row))
     if words is not None:
@@ -68,7 +68,7 @@ def encode_rows(
     return reference.encode_rows(
       rest,
       None if scale is None else scale[row:],
-      key,
+      dither,
       bits=bits,
       bucket_size=bucket_size,
       levels=levels,
@@ -81,7 +81,7 @@ def encode_rows(
     body,
     "qsgd_encode",
     x,
-    (key, scale, multiplier),
+    (dither, scale, multiplier),
     planes=planes,
     bucket_size=bucket_size,
     row_words=bucket_size + inline * columns,

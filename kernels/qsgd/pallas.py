@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from gradcomp.kernels import blocks
+from gradcomp.kernels.dithers import read
 from gradcomp.kernels.fixed_point import (
   exact_quotient,
   rounding_lanes,
@@ -36,7 +37,7 @@ def _scaling(x: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
 def encode_rows(
   x: jax.Array,
   scale: jax.Array | None,
-  key: jax.Array | None,
+  dither: jax.Array | None,
   *,
   bits: int,
   bucket_size: int,
@@ -52,8 +53,8 @@ def encode_rows(
   # The division by a given scale is the one of all implementations, outside the kernel.
   multiplier = None if scale is None else top_multiplier(top, scale)
 
-  def body(block: blocks.Block, key_ref: Any, scale_ref: Any, factor_ref: Any) -> None:
-    words = None if key_ref is None else (key_ref[0], key_ref[1])
+  def body(block: blocks.Block, dither_ref: Any, scale_ref: Any, factor_ref: Any) -> None:
+    words = read(dither_ref)
     lanes = rounding_lanes(words, block.shape, planes, first_row=block.first_row)
     codes = []
     for k in range(planes):
@@ -74,7 +75,7 @@ def encode_rows(
     return reference.encode_rows(
       rest,
       None if scale is None else scale[row:],
-      key,
+      dither,
       bits=bits,
       bucket_size=bucket_size,
       levels=levels,
@@ -87,7 +88,7 @@ def encode_rows(
     body,
     "qsgd_encode",
     x,
-    (key, scale, multiplier),
+    (dither, scale, multiplier),
     planes=planes,
     bucket_size=bucket_size,
     row_words=bucket_size + inline * columns,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp.kernels.dithers import signed_lane
 from gradcomp.kernels.fixed_point import (
   FRACTION,
   Lane,
@@ -45,7 +46,7 @@ def intervals(bits: int, levels: Levels) -> int:
 def encode_rows(
   x: jax.Array,
   scale: jax.Array | None,
-  key: jax.Array | None,
+  dither: jax.Array | None,
   *,
   bits: int,
   bucket_size: int,
@@ -60,7 +61,7 @@ def encode_rows(
     x: ``float32`` of any shape.
     scale: ``float32[rows, 1]`` or ``float32[rows, P]``; None for the largest magnitude
       of each bucket.
-    key: ``uint32[2]`` for stochastic rounding, None for nearest.
+    dither: ``uint32[3]`` for stochastic rounding, None for nearest.
     bits: the width of a code.
     bucket_size: elements a bucket, ``B``.
     levels: where the levels are.
@@ -82,7 +83,7 @@ def encode_rows(
     multiplier = top_multiplier(limit(bits, levels), row_scale)
     multiplier = jnp.broadcast_to(multiplier, (segment.shape[0], planes))
     row = first_row + segment.first_row
-    lanes = rounding_lanes(key, segment.shape, planes, first_row=row)
+    lanes = rounding_lanes(dither, segment.shape, planes, first_row=row)
     codes = [
       code(plane, multiplier[:, k : k + 1], lanes[k], bits, levels)
       for k, plane in enumerate(segment.planes)
@@ -122,7 +123,7 @@ def code(
   fixed = jnp.minimum(fixed, top)
   if levels == "sign_magnitude":
     sign = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 31
-    return ((fixed + jnp.uint32(lane)) >> FRACTION) | (sign << (bits - 1))
+    return ((fixed + jnp.uint32(signed_lane(lane, x))) >> FRACTION) | (sign << (bits - 1))
   fixed = jnp.where(x < 0, top - fixed, top + fixed)
   return (fixed + jnp.uint32(lane)) >> FRACTION
 

@@ -18,7 +18,7 @@ def encode_rows(
   x: jax.Array,
   scale: jax.Array,
   limit: jax.Array,
-  key: jax.Array,
+  dither: jax.Array | None,
   *,
   packing: Packing,
   bucket_size: int,
@@ -40,7 +40,7 @@ def encode_rows(
     x,
     scale,
     limit,
-    key,
+    dither,
     xla=functools.partial(reference.encode_rows, **options),
     pallas=no or functools.partial(pallas.encode_rows, **options),
   )

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from gradcomp.kernels import blocks
+from gradcomp.kernels.dithers import read
 from gradcomp.kernels.fixed_point import rounding_lanes, top_multiplier
 from gradcomp.kernels.planes import float_words
 from gradcomp.kernels.ternary import reference
@@ -22,7 +23,7 @@ def encode_rows(
   x: jax.Array,
   scale: jax.Array,
   limit: jax.Array,
-  key: jax.Array,
+  dither: jax.Array | None,
   *,
   packing: Packing,
   bucket_size: int,
@@ -33,8 +34,8 @@ def encode_rows(
   planes, columns = reference.planes(packing), scale.shape[1]
 
   def body(block: blocks.Block, *refs: Any) -> None:
-    scale_ref, factor_ref, limit_ref, key_ref = refs
-    words = key_ref[0], key_ref[1]
+    scale_ref, factor_ref, limit_ref, dither_ref = refs
+    words = read(dither_ref)
     lanes = rounding_lanes(words, block.shape, planes, first_row=block.first_row)
     digits = []
     for k in range(planes):
@@ -49,7 +50,7 @@ def encode_rows(
       rest,
       scale[row:],
       limit,
-      key,
+      dither,
       packing=packing,
       bucket_size=bucket_size,
       inline=inline,
@@ -61,7 +62,7 @@ def encode_rows(
     body,
     "ternary_encode",
     x,
-    (scale, top_multiplier(TOP, scale), limit.reshape(1), key),
+    (scale, top_multiplier(TOP, scale), limit.reshape(1), dither),
     planes=planes,
     bucket_size=bucket_size,
     row_words=bucket_size + inline * columns,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp.kernels.dithers import signed_lane
 from gradcomp.kernels.fixed_point import (
   FRACTION,
   Lane,
@@ -48,7 +49,7 @@ def encode_rows(
   x: jax.Array,
   scale: jax.Array,
   limit: jax.Array,
-  key: jax.Array,
+  dither: jax.Array | None,
   *,
   packing: Packing,
   bucket_size: int,
@@ -61,7 +62,7 @@ def encode_rows(
     x: ``float32[n]``.
     scale: ``float32[rows, 1]`` or ``float32[rows, P]``.
     limit: ``float32[]``, the magnitude that values are clipped to; infinity clips none.
-    key: ``uint32[2]``.
+    dither: ``uint32[3]`` for stochastic rounding, None for nearest.
     packing: how codes become words.
     bucket_size: elements a bucket, ``B``.
     inline: whether the scales follow the words of a row.
@@ -77,7 +78,7 @@ def encode_rows(
     multiplier = top_multiplier(TOP, row_scale)
     multiplier = jnp.broadcast_to(multiplier, (segment.shape[0], count))
     row = first_row + segment.first_row
-    lanes = rounding_lanes(key, segment.shape, count, first_row=row)
+    lanes = rounding_lanes(dither, segment.shape, count, first_row=row)
     digits = [
       code(plane, limit, multiplier[:, k : k + 1], lanes[k], packing)
       for k, plane in enumerate(segment.planes)
@@ -99,7 +100,7 @@ def code(
   """
   fixed = (jnp.minimum(jnp.abs(x), limit) * factor).astype(jnp.int32)
   fixed = jnp.minimum(fixed.astype(jnp.uint32), jnp.uint32(TOP))
-  magnitude = (fixed + jnp.uint32(lane)) >> FRACTION
+  magnitude = (fixed + jnp.uint32(signed_lane(lane, x))) >> FRACTION
   if packing == "2bit":
     return jnp.where(x < 0, 3 * magnitude, magnitude)
   return jnp.where(x < 0, 1 - magnitude, 1 + magnitude)
