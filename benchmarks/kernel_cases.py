@@ -21,6 +21,7 @@ from gradcomp.kernels import Implementation, float_cast
 from gradcomp.kernels.scales import tensor_norm
 
 KEY = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
+_DITHER = np.append(KEY, np.uint32(0))
 
 _STRANGE = (np.nan, np.inf, -np.inf, 0.0, -0.0, 2.0**-126, -(2.0**-100), 3e38, -3e38)
 _SUBNORMAL = (1e-39, -1e-45)
@@ -98,9 +99,9 @@ def _present(outputs: tuple[jax.Array | None, ...]) -> tuple[jax.Array, ...]:
   return tuple(output for output in outputs if output is not None)
 
 
-def _key(codec: Any, x: jax.Array) -> tuple[jax.Array, ...]:
+def _dither(codec: Any, x: jax.Array) -> tuple[jax.Array, ...]:
   del x
-  return (jnp.asarray(KEY),) if codec.needs_key else ()
+  return (jnp.asarray(_DITHER),) if codec.needs_key else ()
 
 
 def _shared(codec: Any) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def _qsgd(
   inside = codec._scales_inside
 
   def operands(codec: QSGD, x: jax.Array) -> tuple[jax.Array, ...]:
-    return (() if inside else (codec.agree(x),)) + _key(codec, x)
+    return (() if inside else (codec.agree(x),)) + _dither(codec, x)
 
   def encode(codec: QSGD, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
     scale = None if inside else given[0]
@@ -172,7 +173,7 @@ def _ternary(
     f"ternary {name}",
     codec,
     lambda codec, x, *given: (codec._encode(x, *given),),
-    lambda codec, x: codec._scales(x) + _key(codec, x),
+    lambda codec, x: codec._scales(x) + _dither(codec, x),
     timed=timed,
     **_shared(codec),
   )
@@ -184,7 +185,7 @@ def _eight_bit(name: str, *, timed: bool = False, **options: Any) -> Case:
 
   def operands(codec: EightBit, x: jax.Array) -> tuple[jax.Array, ...]:
     scale = () if inside else (codec._scale(tensor_norm(x, "max").reshape(1, 1)),)
-    return scale + _key(codec, x)
+    return scale + _dither(codec, x)
 
   def encode(codec: EightBit, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
     scale = None if inside else given[0]
@@ -210,9 +211,9 @@ def _cast(
 
   def operands(codec: FloatCast, x: jax.Array) -> tuple[jax.Array, ...]:
     if not auto:
-      return _key(codec, x)
+      return _dither(codec, x)
     exponent = float_cast.shift(codec.agree(x)[0, 0], codec.format, 1)
-    return (exponent, *_key(codec, x))
+    return (exponent, *_dither(codec, x))
 
   def encode(codec: FloatCast, x: jax.Array, *given: jax.Array) -> tuple[jax.Array]:
     exponent = given[0] if auto else None
@@ -235,7 +236,7 @@ def _natural() -> Case:
     "float_cast natural",
     Natural(),
     lambda codec, x, key: (codec._encode(x, key),),
-    _key,
+    _dither,
   )
 
 

@@ -39,7 +39,6 @@ from gradcomp.workers import (
   require_size,
 )
 
-
 Dither = Literal["shared", "independent"]
 
 

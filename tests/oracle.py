@@ -19,13 +19,14 @@ DENSE_WORDS = 128
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def threefry2x32(key, c0, c1):
-  """Threefry-2x32 with 20 rounds (Salmon et al. 2011).
+def threefry2x32(key, c0, c1, rounds=20):
+  """Threefry-2x32 (Salmon et al. 2011).
 
   Args:
     key: two 32-bit words.
     c0: the first word of each counter, an integer or an array.
     c1: the second word.
+    rounds: the number of rounds.
 
   Returns:
     Two uint32 arrays of the broadcast shape of `c0` and `c1`.
@@ -34,19 +35,23 @@ def threefry2x32(key, c0, c1):
     >>> a, b = threefry2x32((0, 0), 0, 0)
     >>> hex(a), hex(b)
     ('0x6b200159', '0x99ba4efe')
+    >>> [hex(word) for word in threefry2x32((0, 0), 0, 0, 13)]  # Random123's answer
+    ['0x9d1c5ec6', '0x8bd50731']
   """
   k0, k1 = (np.asarray(word, np.uint32) for word in key)
   schedule = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
   x0, x1 = np.broadcast_arrays(np.asarray(c0, np.uint32), np.asarray(c1, np.uint32))
   with np.errstate(over="ignore"):  # NumPy warns where scalars wrap around
     x0, x1 = x0 + schedule[0], x1 + schedule[1]
-    for group in range(5):
-      for rotation in _ROTATIONS[group % 2]:
-        x0 = x0 + x1
-        x1 = (x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))
-        x1 = x1 ^ x0
-      x0 = x0 + schedule[(group + 1) % 3]
-      x1 = x1 + schedule[(group + 2) % 3] + np.uint32(group + 1)
+    for number in range(rounds):
+      group, place = divmod(number, 4)
+      rotation = _ROTATIONS[group % 2][place]
+      x0 = x0 + x1
+      x1 = (x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))
+      x1 = x1 ^ x0
+      if place == 3:
+        x0 = x0 + schedule[(group + 1) % 3]
+        x1 = x1 + schedule[(group + 2) % 3] + np.uint32(group + 1)
   return x0, x1
 
 
@@ -71,34 +76,60 @@ def name_words(text):
   return tuple(int.from_bytes(digest[i : i + 4], "big") for i in (0, 4))
 
 
-def leaf_key(seed, step, name, worker, *more):
-  """The key of a leaf by its name, or of the stage of one, with a newline behind it."""
+def leaf_key(seed, step, name, *more):
+  """The key of a leaf by its name, or of the stage of one, with a newline behind it.
+
+  All workers share it; with a worker's number behind it, it is that worker's own.
+  """
   result = (0, seed)
-  for number in (step, *name_words(name), worker, *more):
+  for number in (step, *name_words(name), *more):
     result = fold_in(result, number)
   return result
+
+
+def mask(worker):
+  """The page's constant of a worker, below 2^16.
+
+  Example:
+    >>> [mask(i) for i in range(4)]
+    [0, 65535, 32768, 32767]
+  """
+  mirrored = int(f"{worker >> 1:016b}"[::-1], 2)
+  return mirrored ^ 0xFFFF if worker % 2 else mirrored
+
+
+def leaf_dither(seed, step, name, worker, *more):
+  """The key of a leaf that all workers share, and a worker's mask: three integers."""
+  return (*leaf_key(seed, step, name, *more), mask(worker))
 
 
 def random_lanes(key, tiles, *, bits, bucket_size, first_row=0):
   """The 16-bit integers of stochastic rounding, uint32[tiles, P, B].
 
   Args:
-    key: the leaf's key, two 32-bit words.
+    key: the leaf's key, two 32-bit words; a mask behind them is XORed with each.
     tiles: the number of rows.
     bits: the bits of a code.
     bucket_size: the words of a row; None is one scale a tensor, 512 words.
     first_row: the index of the first of the rows.
   """
   per_word, words = _geometry(bits, bucket_size)
-  groups = -(-per_word // 4)
+  groups = -(-per_word // 8)
   row = np.arange(first_row, first_row + tiles, dtype=np.uint32)[:, None]
   column = np.arange(groups * words, dtype=np.uint32)
   a, b = (
-    out.reshape(tiles, groups, 1, words) for out in threefry2x32(key, row, column)
+    out.reshape(tiles, groups, words) for out in threefry2x32(key[:2], row, column, 13)
   )
   low, high = np.uint32(0xFFFF), np.uint32(16)
-  lanes = np.concatenate([a & low, a >> high, b & low, b >> high], axis=2)
-  return lanes.reshape(tiles, groups * 4, words)[:, :per_word]
+  q = [a & low, a >> high, b & low, b >> high]
+  pairs = [q[0] ^ q[2], q[1] ^ q[3], q[0] ^ q[3], q[1] ^ q[2]]
+  lanes = np.stack(q + pairs, axis=2).reshape(tiles, groups * 8, words)
+  return lanes[:, :per_word] ^ np.uint32(key[2] if len(key) > 2 else 0)
+
+
+def signed_lanes(lanes, x):
+  """What rounds magnitudes as `lanes` would round the numbers x below 2^16."""
+  return np.where(np.signbit(x), 0xFFFF - lanes, lanes)
 
 
 def as_leaf(x):
@@ -246,7 +277,7 @@ def qsgd_encode(
       lanes = random_lanes(
         key, len(tiles), bits=bits, bucket_size=bucket_size, first_row=first_row
       )
-    addend = lanes
+    addend = lanes if levels == "uniform" else signed_lanes(lanes, tiles)
   else:
     raise ValueError(f"`rounding` must be 'nearest' or 'stochastic', got {rounding!r}.")
   negative = tiles < 0
@@ -312,7 +343,8 @@ def dense_encode(x, dtype, key=None):
   if key is not None:
     tiles = -(-values.size // (2 * DENSE_WORDS))
     lanes = random_lanes(key, tiles, bits=16, bucket_size=DENSE_WORDS)
-    values = dense_stochastic(as_leaf(x), dtype, lanes.ravel()[: values.size])
+    draws = signed_lanes(lanes.ravel()[: values.size], as_leaf(x))
+    values = dense_stochastic(as_leaf(x), dtype, draws)
   return pack(values.view(f"uint{bits}"), bits, DENSE_WORDS)
 
 

@@ -125,7 +125,9 @@ def eight_bit_encode(
     lanes = oracle.random_lanes(
       key, len(tiles), bits=8, bucket_size=bucket_size, first_row=first_row
     )
-  addend = np.int64(2**15) if rounding == "nearest" else lanes.astype(np.int64)
+  addend = np.int64(2**15)
+  if rounding == "stochastic":
+    addend = oracle.signed_lanes(lanes, tiles).astype(np.int64)
   last = len(levels(data_type)) - 1
   top = np.where(tiles < 0, min(last, 127), last).astype(np.int64)
   codes = (np.minimum(fixed, top << 16) + addend) >> 16

@@ -98,7 +98,8 @@ class Cast(NamedTuple):
     if self.rounding == "stochastic":
       tiles = -(-flat.size // (32 // self.width * WORDS))
       lanes = oracle.random_lanes(key, tiles, bits=self.width, bucket_size=WORDS)
-      draws = lanes.ravel()[: flat.size].astype(np.int64) << 16
+      lanes = oracle.signed_lanes(lanes.ravel()[: flat.size], flat)
+      draws = lanes.astype(np.int64) << 16
     codes = encode(
       self.scaled(flat),
       self.fmt,

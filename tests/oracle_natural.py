@@ -41,7 +41,7 @@ def natural_encode(x, key):
   flat = oracle.as_leaf(x)
   tiles = -(-flat.size // (4 * WORDS))
   lanes = oracle.random_lanes(key, tiles, bits=8, bucket_size=WORDS)
-  value = natural(flat, lanes.ravel()[: flat.size])
+  value = natural(flat, oracle.signed_lanes(lanes.ravel()[: flat.size], flat))
   _, exponent = np.frexp(value)  # of a power of two, one above its own
   field = np.where(value == 0, 0, exponent + 62)
   field = np.where(np.isnan(value), 127, field)

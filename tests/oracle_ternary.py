@@ -95,7 +95,9 @@ def ternary_encode(
     lanes = random_lanes(
       key, len(tiles), packing=packing, bucket_size=bucket_size, first_row=first_row
     )
-  magnitude = ((fixed + lanes) >> np.uint32(16)).astype(np.int64)
+  magnitude = ((fixed + oracle.signed_lanes(lanes, tiles)) >> np.uint32(16)).astype(
+    np.int64
+  )
   packed = pack(np.where(tiles < 0, -magnitude, magnitude), packing)
   if not inline:
     return packed

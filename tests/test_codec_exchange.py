@@ -45,7 +45,7 @@ def test_the_mean_of_ternary_gradients_is_exact(packing, workers):
   for i in range(workers):
     words = oracle_ternary.ternary_encode(
       x[i],
-      key=oracle.leaf_key(9, 0, "['w']", i),
+      key=oracle.leaf_dither(9, 0, "['w']", i),
       scales=np.full((rows, 1), shared),
       limit=own[i],  # 12,345 Gaussian values go beyond 2.5 sigma
       inline=False,

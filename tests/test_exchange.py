@@ -175,7 +175,7 @@ def sent_values(codec, tree, workers, seed):
       hyper = dict(bits=codec.bits, bucket_size=codec.bucket_size)
       rows = oracle.qsgd_encode(
         x,
-        key=oracle.leaf_key(seed, 0, jax.tree_util.keystr(path), worker),
+        key=oracle.leaf_dither(seed, 0, jax.tree_util.keystr(path), worker),
         norm=codec.norm,
         levels=codec.levels,
         rounding=codec.rounding,
@@ -216,9 +216,10 @@ def test_two_shot_is_the_owners_encoding_of_the_mean(workers):
     rows, len(rows) * codec.tile_size, levels="sign_magnitude", **hyper
   ).reshape(len(rows), codec.tile_size)
   key = functools.partial(oracle.leaf_key, 7, 0)
+  dither = functools.partial(oracle.leaf_dither, 7, 0)
   first = np.stack(
     [
-      decode(oracle.qsgd_encode(x[i], key=key("['w']", i), **rule))
+      decode(oracle.qsgd_encode(x[i], key=dither("['w']", i), **rule))
       for i in range(workers)
     ]
   )

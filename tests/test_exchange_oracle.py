@@ -53,8 +53,13 @@ def run(codec, exchange, x, **options):
   return [np.asarray(out["w"][0]) for out in outputs], np.asarray(residual["w"]), owned
 
 
-def key(step, name, worker, *more):
-  return oracle.leaf_key(SEED, step, name, worker, *more)
+def key(step, name, worker):
+  """The key of an owner's own."""
+  return oracle.leaf_key(SEED, step, name, worker)
+
+
+def dither(step, name, worker, *more):
+  return oracle.leaf_dither(SEED, step, name, worker, *more)
 
 
 def hyper(codec):
@@ -117,7 +122,9 @@ def test_ring(codec, workers):
     mean, lost = oracle_exchange.exchange_ring(
       tiled(x[step] + residual, codec),
       lambda rows, worker, hop, step=step: recode(
-        codec, rows, key(step, LATER, worker, hop)
+        codec,
+        rows,
+        dither(step, LATER, workers - 1 - hop, (worker - 1 - hop) % workers),
       ),
     )
     outputs.append(flat(mean, x.shape[2]))
@@ -134,14 +141,15 @@ def test_hierarchical(codec, workers):
   residual, outputs = np.zeros_like(x[0]), []
   owned = owner_zeros(tiled(x[0], codec), codec)
   for step in range(STEPS):
-    stage = lambda number, step=step: (
-      lambda rows, worker: recode(codec, rows, key(step, LATER, worker, number))
+    inside = lambda rows, worker, step=step: recode(
+      codec, rows, dither(step, LATER, worker // 2, worker % 2)
     )
+    means = lambda rows, owner, step=step: recode(codec, rows, key(step, LATER, owner))
     mean, lost = oracle_exchange.exchange_hierarchical(
       tiled(x[step] + residual, codec),
       2,
-      stage(0),
-      oracle_exchange.with_feedback(stage(1), owned),
+      inside,
+      oracle_exchange.with_feedback(means, owned),
     )
     outputs.append(flat(mean, x.shape[2]))
     residual = flat(lost, x.shape[2])
@@ -159,7 +167,7 @@ def test_two_shot_with_both_residuals(codec, workers):
   for step in range(STEPS):
     corrected = tiled(x[step] + residual, codec)
     sent = np.stack(
-      [recode(codec, corrected[i], key(step, LEAF, i)) for i in range(workers)]
+      [recode(codec, corrected[i], dither(step, LEAF, i)) for i in range(workers)]
     )
     again = lambda mean, owner, step=step: recode(codec, mean, key(step, LATER, owner))
     mean = oracle_exchange.exchange_two_shot(
@@ -205,7 +213,7 @@ def test_shared_scales(codec, exchange, workers):
   residual, outputs = np.zeros_like(x[0]), []
   for step in range(STEPS):
     corrected = x[step] + residual
-    keys = [key(step, LEAF, worker) for worker in range(workers)]
+    keys = [dither(step, LEAF, worker) for worker in range(workers)]
     _, _, sent, mean = shared_step(codec, corrected, keys)
     outputs.append(mean)
     kept = np.isfinite(corrected - sent) & np.isfinite(mean)

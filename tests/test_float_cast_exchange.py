@@ -82,7 +82,7 @@ def test_one_law(fmt, rounding, scale, accumulate, exchange, workers, group_size
   assert not jax.tree.leaves(owned)
 
   cast = agreed(codec, steps[0])
-  keys = [oracle.leaf_key(SEED, 0, "['w']", i) for i in range(workers)]
+  keys = [oracle.leaf_dither(SEED, 0, "['w']", i) for i in range(workers)]
   expected, sent = oracle_float_cast.exchange(
     steps[0],
     cast,

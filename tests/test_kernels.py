@@ -10,6 +10,7 @@ from jax.extend.random import threefry_2x32
 from slow_cases import slow
 
 from gradcomp.kernels import (
+  dithers,
   fixed_point,
   pack_planes,
   planes,
@@ -54,7 +55,7 @@ def test_every_size_round_trips_through_packing(bits, step):
     assert not np.asarray(codes).reshape(-1)[leaf.size :].any()
 
 
-def test_threefry_is_jaxs_own():
+def test_threefry_of_20_rounds_is_jaxs_own():
   key = jnp.array([123, 456], jnp.uint32)
   counter = jnp.arange(2000, dtype=jnp.uint32) * jnp.uint32(2654435761)
   ours = threefry2x32(key, (counter[:1000], counter[1000:]))
@@ -64,37 +65,84 @@ def test_threefry_is_jaxs_own():
   )
 
 
-def test_lanes_use_every_bit_of_the_cipher_once():
+@pytest.mark.parametrize("rounds", [8, 13])
+def test_threefry_of_fewer_rounds_is_the_oracles(rounds):
+  key = jnp.array([123, 456], jnp.uint32)
+  counter = jnp.arange(50, dtype=jnp.uint32) * jnp.uint32(2654435761)
+  ours = threefry2x32(key, (counter, counter + 7), rounds)
+  theirs = oracle.threefry2x32((123, 456), counter, counter + 7, rounds)
+  np.testing.assert_array_equal(ours, theirs)
+
+
+def test_lanes_are_quarters_of_blocks_and_sums_of_them():
   shape, lanes = (3, 64), 10
-  got = random_lanes(laws.KEY, shape, lanes, first_row=5)
-  counters = set()
-  for k, lane in enumerate(got):
-    for row in range(shape[0]):
-      for column in (0, 63):
-        counter = (5 + row, column + shape[1] * (k // 4))
-        counters.add((counter, k % 4))
-        words = oracle.threefry2x32(
-          np.asarray(laws.KEY), np.uint32(counter[0]), np.uint32(counter[1])
-        )
-        word = int(words[k % 4 // 2])
-        assert int(lane[row, column]) == (word >> 16 * (k % 2)) & 0xFFFF
-  assert len(counters) == lanes * shape[0] * 2
+  dither = jnp.array([*np.asarray(laws.KEY), oracle.mask(5) * 0x10001], jnp.uint32)
+  got = np.stack(random_lanes(dither, shape, lanes, first_row=5), axis=1)
+  words = (*np.asarray(laws.KEY).tolist(), oracle.mask(5))
+  # Ten planes of three bits.
+  expected = oracle.random_lanes(words, 3, bits=3, bucket_size=64, first_row=5)
+  np.testing.assert_array_equal(got, expected)
+
+
+def test_any_two_lanes_are_independent():
+  """Each bit of a lane is a sum of the cipher's: of two lanes, all 32 differ in rank.
+
+  A lane is linear over the integers modulo 2, so that one bit at a time shows it whole.
+  """
+  rows = []
+  for bit in range(64):
+    word = [np.uint32(1 << bit) if bit < 32 else np.uint32(0)]
+    word.append(np.uint32(1 << bit - 32) if bit >= 32 else np.uint32(0))
+    a, b = (jnp.full((1, 1), x) for x in word)
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(dithers, "threefry2x32", lambda *_, a=a, b=b: (a, b))
+      lanes = random_lanes(jnp.zeros(3, jnp.uint32), (1, 1), 8)
+    rows.append([int(lane[0, 0]) for lane in lanes])
+  assert len(set(zip(*rows, strict=True))) == 8
+  for one in range(8):
+    for other in range(one):
+      assert _rank([row[one] << 16 | row[other] for row in rows]) == 32
+
+
+def _rank(numbers):
+  """The rank of rows of bits modulo 2."""
+  basis = []
+  for number in numbers:
+    for known in basis:
+      number = min(number, number ^ known)
+    if number:
+      basis.append(number)
+  return len(basis)
+
+
+def test_masks_are_the_pages():
+  traced = jax.jit(jax.vmap(dithers.mask))(jnp.arange(300))
+  expected = [oracle.mask(i) for i in range(300)]
+  assert traced.tolist() == expected
+  assert [int(dithers.mask(i)) for i in range(300)] == expected
+  # Half of the pairs lie on either side of any half, quarter, eighth...
+  for count in (2, 4, 8, 16):
+    places = [(0x5A5A ^ m) * count >> 16 for m in expected[: 2 * count : 2]]
+    assert sorted(places) == list(range(count))
 
 
 def test_part_of_the_rows_draws_the_same_bits():
-  whole = random_lanes(laws.KEY, (8, 32), 4)
-  part = random_lanes(laws.KEY, (3, 32), 4, first_row=5)
+  whole = random_lanes(dithers.dither(laws.KEY), (8, 32), 4)
+  part = random_lanes(dithers.dither(laws.KEY), (3, 32), 4, first_row=5)
   for all_rows, last_rows in zip(whole, part, strict=True):
     np.testing.assert_array_equal(np.asarray(all_rows[5:]), np.asarray(last_rows))
 
 
 def test_lanes_are_uniform():
   """Mean and variance of 2^20 lanes, and each bit's frequency, within 5 sigma."""
-  lanes = np.stack(random_lanes(laws.KEY, (256, 512), 8)).astype(np.float64) / 65535
+  lanes = (
+    np.stack(random_lanes(dithers.dither(laws.KEY), (256, 512), 8)).astype(np.float64)
+    / 65535
+  )
   n = lanes.size
   assert abs(lanes.mean() - 0.5) <= 5 * np.sqrt(1 / 12 / n)
   assert abs(lanes.var() - 1 / 12) <= 5 * np.sqrt(1 / 180 / n)
-  codes = np.stack(random_lanes(laws.KEY, (256, 512), 8))
+  codes = np.stack(random_lanes(dithers.dither(laws.KEY), (256, 512), 8))
   for bit in range(16):
     assert abs(((codes >> bit) & 1).mean() - 0.5) <= 5 * 0.5 / np.sqrt(n)
 

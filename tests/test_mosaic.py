@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from slow_cases import slow
 
-from gradcomp.kernels import one_bit, planes, qsgd
+from gradcomp.kernels import dithers, one_bit, planes, qsgd
 
 plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
@@ -62,7 +62,8 @@ def test_qsgd_lowers_for_cuda(bits, levels, columns):
   scale = jax.ShapeDtypeStruct((3, each), jnp.float32) if each else None
   # Both ways with each width, and with each kind of scale.
   keep = (bits + each) % 2 == 0
-  for key in (None, laws.KEY) if bits == 4 else (laws.KEY if keep else None,):
+  dither = dithers.dither(laws.KEY, 3)
+  for drawn in (None, dither) if bits == 4 else (dither if keep else None,):
     encode = functools.partial(
       qsgd.mosaic.encode_rows,
       bits=bits,
@@ -71,7 +72,7 @@ def test_qsgd_lowers_for_cuda(bits, levels, columns):
       inline=True,
       keep=keep,
     )
-    assert "mosaic_gpu" in lowered(encode, x, scale, key)
+    assert "mosaic_gpu" in lowered(encode, x, scale, drawn)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +112,12 @@ def test_qsgd_gives_the_bits_of_the_reference(bits, levels, columns):
     "inline": True,
     "keep": True,
   }
-  key = None if columns == "one" else laws.KEY
+  drawn = None if columns == "one" else dithers.dither(laws.KEY, 3)
   interpret = plgpu.InterpretGPUParams()
   kernel = functools.partial(qsgd.mosaic.encode_rows, interpret=interpret, **options)
   reference = functools.partial(qsgd.reference.encode_rows, **options)
-  assert_same(jax.jit(kernel)(x, scale, key), jax.jit(reference)(x, scale, key))
+  found = jax.jit(kernel)(x, scale, drawn)
+  assert_same(found, jax.jit(reference)(x, scale, drawn))
 
 
 @needs_interpreter

@@ -22,6 +22,7 @@ from gradcomp.kernels.fixed_point import exact_quotient, top_multiplier
 from gradcomp.kernels.scales import scales
 
 KEY = np.array([123, 456], np.uint32)
+DITHER = np.array([123, 456, 0x80018001], np.uint32)
 
 
 # At least one of each operation, rounding and way to get scales.
@@ -73,7 +74,7 @@ def operands(case: Case, size: int, rows: int) -> list[np.ndarray]:
   found = []
   for like in jax.eval_shape(lambda x: case.operands(case.codec, x), x):
     if like.dtype == jnp.uint32:
-      found.append(KEY)
+      found.append(DITHER)
     elif like.dtype == jnp.int32:
       found.append(np.int32(-3))
     elif not like.shape:
@@ -133,8 +134,8 @@ def test_few_tiles_are_whole_blocks(tiles):
     qsgd.encode_rows, bits=8, bucket_size=64, levels="uniform", inline=True
   )
   x = gradient(max(tiles, 2) * 256, 256)[-tiles * 256 :]
-  expected, _ = encode(x, None, KEY, implementation="xla")
-  found, _ = encode(x, None, KEY, implementation="pallas_interpret")
+  expected, _ = encode(x, None, DITHER, implementation="xla")
+  found, _ = encode(x, None, DITHER, implementation="pallas_interpret")
   np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 

@@ -134,13 +134,13 @@ def test_the_mean_is_the_oracles(exchange):
 
 
 def test_random_k_sends_the_same_elements_from_all():
-  """Those of worker 0's key, which change from step to step."""
+  """Those of the key that all workers share, which change from step to step."""
   steps = gradients(3)
   passed = trail(transformation(RandomK(density=DENSITY), "psum", key=7), steps)
   seen = set()
   for number, (output, _) in enumerate(passed):
     for name in ("v", "w"):
-      key = oracle.leaf_key(7, number, f"['{name}']", 0)
+      key = oracle.leaf_key(7, number, f"['{name}']")
       place = oracle_top_k.random_k_positions(key, 1, SIZE, DENSITY)[0]
       sent = np.flatnonzero(output[name][0])
       np.testing.assert_array_equal(sent, place[place < SIZE])

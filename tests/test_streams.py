@@ -1,4 +1,4 @@
-"""Rounding draws bits of its own for every leaf, step, worker and transformation."""
+"""Rounding draws bits of its own for every leaf, step and transformation."""
 
 import functools
 import itertools
@@ -52,28 +52,48 @@ def outputs(tx, names="ab"):
   }
 
 
-def assert_independent(streams):
+def correlations(streams):
+  """Those of any two streams' errors."""
+  return {
+    pair: np.corrcoef(streams[pair[0]] - X, streams[pair[1]] - X)[0, 1]
+    for pair in itertools.combinations(streams, 2)
+  }
+
+
+def assert_independent(correlations):
   """Correlations of independent errors are 1 / sqrt(SIZE) at one sigma.
 
   Of some hundred pairs, one is beyond 5 sigma with probability 1e-4.
   """
-  for one, other in itertools.combinations(streams.values(), 2):
-    assert abs(np.corrcoef(one - X, other - X)[0, 1]) < 5 / SIZE**0.5
+  for found in correlations.values():
+    assert abs(found) < 5 / SIZE**0.5
 
 
 COMPOSITIONS = ["one", "partition", "partition, other bits", "masked"]
 
 
 @pytest.mark.parametrize("how", COMPOSITIONS)
-def test_leaves_workers_and_steps_are_independent(how):
-  assert_independent(outputs(composed(how, exchange="local")))
+def test_leaves_and_steps_are_independent_and_workers_opposed(how):
+  """The two workers of a pair err to opposite sides, with a correlation of a half."""
+  found = correlations(outputs(composed(how, exchange="local")))
+  of_workers = {x for x in found if x[0][::2] == x[1][::2]}
+  assert len(of_workers) == 2 * STEPS
+  assert_independent({x: found[x] for x in found.keys() - of_workers})
+  assert all(-0.55 < found[x] < -0.45 for x in of_workers)
+
+
+@pytest.mark.parametrize("how", ["one", *slow(*COMPOSITIONS[1:])])
+def test_workers_are_independent_with_independent_dithers(how):
+  found = outputs(composed(how, exchange="local", dither="independent"))
+  assert_independent(correlations(found))
 
 
 @pytest.mark.parametrize("exchange", ["two_shot", *slow("ring")])
 def test_later_stages_are_independent(exchange):
   """Each encodes sums again. All workers have the same mean."""
   found = outputs(composed("partition", exchange=exchange))
-  assert_independent({key: x for key, x in found.items() if key[1] == 0})
+  of_one = {key: x for key, x in found.items() if key[1] == 0}
+  assert_independent(correlations(of_one))
 
 
 def test_a_leaf_draws_the_same_whoever_else_is_there():

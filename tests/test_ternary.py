@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import laws
 import numpy as np
+import oracle
 import oracle_ternary
 import pytest
 import wire_decoder_codecs
@@ -96,7 +97,8 @@ def test_values_are_those_of_the_papers_equations(codec):
     np.asarray(laws.KEY), len(words), **options(codec)
   )
   each = np.broadcast_to(scales[:, :, None], lanes.shape).ravel()[: x.size]
-  uniform = (lanes.ravel()[: x.size] + 0.5) / 2**16
+  lanes = oracle.signed_lanes(lanes.ravel()[: x.size], x)
+  uniform = (lanes + 0.5) / 2**16
   clipped = oracle_ternary.clip(x, scales.max())
   ideal = oracle_ternary.ternarize(clipped, uniform, each.astype(np.float64))
   # The fixed-point grid moves a choice with 2^-16: of at most 11,000, 3 are 1 in 1000.

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from gradcomp.kernels import blocks
+from gradcomp.kernels.dithers import read
 from gradcomp.kernels.eight_bit import reference
 from gradcomp.kernels.eight_bit.reference import PLANES, code, enlarged
-from gradcomp.kernels.dithers import read
 from gradcomp.kernels.fixed_point import exact_quotient, rounding_lanes
 from gradcomp.kernels.lines import Line, to_units
 from gradcomp.kernels.planes import float_words, pack_planes
@@ -37,7 +37,9 @@ def encode_rows(
   columns = PLANES if scale is None else scale.shape[1]
   units = None if scale is None else to_units(scale)
 
-  def body(block: blocks.Block, dither_ref: Any, scale_ref: Any, factor_ref: Any) -> None:
+  def body(
+    block: blocks.Block, dither_ref: Any, scale_ref: Any, factor_ref: Any
+  ) -> None:
     words = read(dither_ref)
     lanes = rounding_lanes(words, block.shape, PLANES, first_row=block.first_row)
     codes = []

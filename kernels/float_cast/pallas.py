@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from gradcomp.kernels import blocks
-from gradcomp.kernels.float_cast import reference
 from gradcomp.kernels.dithers import read
+from gradcomp.kernels.float_cast import reference
 from gradcomp.kernels.float_cast.reference import code, lanes_or_none, width
 from gradcomp.kernels.float_codes import FloatRounding
 from gradcomp.kernels.float_formats import FloatFormat

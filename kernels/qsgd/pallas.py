@@ -53,7 +53,9 @@ def encode_rows(
   # The division by a given scale is the one of all implementations, outside the kernel.
   multiplier = None if scale is None else top_multiplier(top, scale)
 
-  def body(block: blocks.Block, dither_ref: Any, scale_ref: Any, factor_ref: Any) -> None:
+  def body(
+    block: blocks.Block, dither_ref: Any, scale_ref: Any, factor_ref: Any
+  ) -> None:
     words = read(dither_ref)
     lanes = rounding_lanes(words, block.shape, planes, first_row=block.first_row)
     codes = []

@@ -123,7 +123,9 @@ def code(
   fixed = jnp.minimum(fixed, top)
   if levels == "sign_magnitude":
     sign = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 31
-    return ((fixed + jnp.uint32(signed_lane(lane, x))) >> FRACTION) | (sign << (bits - 1))
+    return ((fixed + jnp.uint32(signed_lane(lane, x))) >> FRACTION) | (
+      sign << (bits - 1)
+    )
   fixed = jnp.where(x < 0, top - fixed, top + fixed)
   return (fixed + jnp.uint32(lane)) >> FRACTION
 
