@@ -18,6 +18,7 @@ from gradcomp.kernels import qsgd as qsgd
 from gradcomp.kernels import rows as rows
 from gradcomp.kernels import scales as scales
 from gradcomp.kernels import selection as selection
+from gradcomp.kernels import self_check as self_check
 from gradcomp.kernels import sparse as sparse
 from gradcomp.kernels import ternary as ternary
 from gradcomp.kernels import thresholds as thresholds

@@ -5,10 +5,14 @@ on CPU and TPU. ``pallas`` and, in some folders, ``mosaic`` are kernels for GPUs
 give the same bits, unless the file ``mosaic`` says otherwise.
 """
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+
+from gradcomp.kernels import self_check
 
 Implementation = Literal["xla", "pallas", "pallas_interpret", "mosaic"]
 
@@ -18,6 +22,9 @@ Kernel = Callable[..., Any] | str
 NO_MOSAIC = "there is no such kernel for this operation"
 _HOPPER = 9.0
 
+# Whatever the filters of warnings say, each text once in a process.
+_warn_once = functools.cache(warnings.warn)
+
 
 def run(
   implementation: Implementation | None,
@@ -25,6 +32,7 @@ def run(
   xla: Callable[..., Any],
   pallas: Kernel,
   mosaic: Kernel = NO_MOSAIC,
+  example: Callable[[], self_check.Example],
 ) -> Any:
   """Calls one implementation with the operands, and returns its result.
 
@@ -35,21 +43,32 @@ def run(
       ``"pallas"`` on CUDA devices, where there is such a kernel, and ``"xla"``
       elsewhere. It decides when the program is lowered for a platform. A program that
       is exported for several platforms at once needs a name.
+      In a process with CUDA devices, :func:`self_check.failure` first compares
+      ``"pallas"`` with ``"xla"`` on a small input. Where the kernel fails or gives
+      other bits, None warns of it once and takes ``"xla"``, and the name raises. The
+      environment variable ``GRADCOMP_CHECK_KERNELS=0`` turns the check off.
     *operands: arrays, or None.
     xla: the reference.
     pallas: the kernel, which also takes ``interpret``; or why there is none.
     mosaic: the kernel; or why there is none.
+    example: returns the small input. It is called only where there is a CUDA device.
 
   Raises:
     ValueError: the named implementation has no kernel for these arguments, or its
       kernel does not run on the default backend.
+    RuntimeError: ``"pallas"`` was named, and its kernel fails or gives other bits.
 
   Example:
-    >>> float(run(None, jnp.float32(4.0), xla=jnp.sqrt, pallas="there is none"))
+    >>> functions = {"xla": jnp.sqrt, "pallas": "there is none"}
+    >>> example = lambda: self_check.Example((np.ones(8, np.float32),))
+    >>> float(run(None, jnp.float32(4.0), **functions, example=example))
     2.0
   """
   if implementation is None:
     if isinstance(pallas, str):
+      return xla(*operands)
+    if wrong := self_check.failure(pallas, xla, example):
+      _warn_once(f"{wrong} XLA runs the reference instead.", RuntimeWarning)
       return xla(*operands)
     return jax.lax.platform_dependent(*operands, cuda=pallas, default=xla)
   if implementation == "xla":
@@ -66,6 +85,9 @@ def run(
       f"`implementation` must be one that runs here, got {implementation!r}, which "
       f'needs {missing}; use None, which takes the fastest, or "xla".'
     )
+  if implementation == "pallas":
+    if wrong := self_check.failure(kernel, xla, example):
+      raise RuntimeError(f'{wrong} Use `implementation` None or "xla".')
   return kernel(*operands)
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -76,6 +78,23 @@ def test_a_wrong_bit_is_found(monkeypatch):
     "pallas in shard_map, 2,125 elements",
   ]
   assert "1 of 384 differ, the first at 259" in wrong[0]
+
+
+def test_the_librarys_own_check_is_timed_and_then_left_out(monkeypatch, capsys):
+  name = "float_cast (3, 0) toward_zero"
+  case = kernel_cases.CASES[name]
+
+  def encode(codec, x):
+    if os.environ.get("GRADCOMP_CHECK_KERNELS") != "0":
+      raise RuntimeError("other bits")
+    return case.encode(dataclasses.replace(codec, implementation="xla"), x)
+
+  monkeypatch.setattr(kernel_cases, "_SIZES", ((1, 0),))
+  monkeypatch.setitem(gpu_check.CASES, name, case._replace(encode=encode))
+  gpu_check.run_here([name], interpret=False)
+  printed = capsys.readouterr()
+  assert json.loads(printed.out) == [name, ["its own check: other bits"]]
+  assert re.search(rf"{re.escape(name)}: traced and tried in \d", printed.err)
 
 
 def test_a_kernel_that_ends_its_process_fails_alone(monkeypatch):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from assertions import assert_equal, says
+from recipe_cases import NEEDED, RECIPES, make
 
 import gradcomp
 from gradcomp.options import ExchangeOptions
@@ -16,24 +17,10 @@ OPTIONS = {
   for name, parameter in inspect.signature(gradcomp.compress).parameters.items()
   if parameter.kind is parameter.KEYWORD_ONLY
 }
-RECIPES = {
-  name: make
-  for name, make in vars(gradcomp).items()
-  if "options" in getattr(make, "__annotations__", {})
-}
-# What its name does not say: a factor or rules are needed, and RedSync's feedback is
-# its own.
-NEEDED = {
-  "loss_scaling_cast": {"factor": 2.0},
-  "policy": {"rules": [("w", gradcomp.codecs.QSGD())]},
-}
+# RedSync has a feedback of its own.
 OWN = {"redsync": {"feedback"}}
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
-
-
-def make(name, **options):
-  return RECIPES[name](**NEEDED.get(name, {}), **options)
 
 
 def test_the_options_are_those_of_compress():

@@ -17,7 +17,7 @@ from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary, _scaling
-from gradcomp.kernels import fixed_point, qsgd
+from gradcomp.kernels import fixed_point, qsgd, self_check
 from gradcomp.kernels.fixed_point import exact_quotient, top_multiplier
 from gradcomp.kernels.scales import scales
 
@@ -108,6 +108,27 @@ def test_an_interpreted_kernel_has_the_references_bits(name, small):
   assert jax.tree.structure(found) == jax.tree.structure(expected)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_array_equal(_bits(a), _bits(b))
+
+
+@every_case
+def test_an_interpreted_kernel_passes_its_own_check(name, small, monkeypatch):
+  case = small(name)
+  found = []
+
+  def interpreted(kernel, reference, example):
+    kernel = functools.partial(kernel, interpret=True)
+    found.append(failure(kernel, reference, example))
+    return found[-1]
+
+  failure = self_check.failure
+  monkeypatch.setattr(self_check, "failure", interpreted)
+  monkeypatch.setattr(self_check, "_gpus", lambda: jax.devices()[:1])
+  monkeypatch.setattr(self_check, "_ELEMENTS", 1 << 11)
+  monkeypatch.setattr(self_check, "_known", {})
+  x = jax.ShapeDtypeStruct((2 * (case.tile or case.codec.tile_size),), jnp.float32)
+  jax.eval_shape(case.function(None), x, *operands(case, x.size, 2))
+  assert found == [""] * max(len(case.kernels), 1)
+  assert len(self_check._known) == len(found)
 
 
 def compiled(function: Any, *args: Any) -> Any:

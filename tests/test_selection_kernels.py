@@ -16,7 +16,7 @@ from lowering import TRITON, lowered_for_cuda
 from slow_cases import slow
 
 from gradcomp.codecs import NOTHING, TopK
-from gradcomp.kernels import listing, marks
+from gradcomp.kernels import listing, marks, self_check
 from gradcomp.kernels.rows import Row
 
 TILE = 1024
@@ -218,3 +218,16 @@ def test_a_name_without_a_kernel_is_refused():
       codec.encode(small)
   with pytest.raises(ValueError, match="`implementation` must be None or one of"):
     TopK(implementation="cuda")
+
+
+@pytest.mark.parametrize(
+  "several, signed", [(True, True), *slow((False, True), (True, False))]
+)
+def test_the_example_of_marks_passes_its_check(several, signed):
+  """The kernel is another one for an only row, and for elements of one sign."""
+  operands, options = marks._example(several, signed)
+  assert not options
+  assert marks.mark(*operands)[1] > 5000
+  interpreted = functools.partial(marks.pallas.mark, interpret=True)
+  device = jax.devices()[0]
+  assert self_check._compare(interpreted, marks.reference.mark, operands, device) == ""

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch
+from gradcomp.kernels import blocks, dispatch, self_check
 from gradcomp.kernels.eight_bit import pallas, reference
 from gradcomp.kernels.eight_bit.reference import PLANES as PLANES
 from gradcomp.kernels.eight_bit.reference import decode_rows as decode_rows
@@ -43,4 +43,5 @@ def encode_rows(
     dither,
     xla=functools.partial(reference.encode_rows, **options),
     pallas=no or functools.partial(pallas.encode_rows, **options),
+    example=lambda: self_check.few_tiles(PLANES * bucket_size, scale, key),
   )

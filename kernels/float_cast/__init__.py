@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch
+from gradcomp.kernels import blocks, dispatch, self_check
 from gradcomp.kernels.float_cast import pallas, reference
 from gradcomp.kernels.float_cast.reference import decode_rows as decode_rows
 from gradcomp.kernels.float_cast.reference import exponent_byte as exponent_byte
@@ -38,7 +38,8 @@ def encode_rows(
     "saturate": saturate,
     "row_words": row_words,
   }
-  no = blocks.refusal(x.size, planes_per_word(width(fmt)), row_words)
+  planes = planes_per_word(width(fmt))
+  no = blocks.refusal(x.size, planes, row_words)
   return dispatch.run(
     implementation,
     x,
@@ -46,4 +47,5 @@ def encode_rows(
     dither,
     xla=functools.partial(reference.encode_rows, **options),
     pallas=no or functools.partial(pallas.encode_rows, **options),
+    example=lambda: self_check.few_tiles(planes * row_words, exponent, key),
   )

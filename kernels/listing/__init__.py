@@ -3,8 +3,9 @@
 import functools
 
 import jax
+import numpy as np
 
-from gradcomp.kernels import blocks, dispatch
+from gradcomp.kernels import blocks, dispatch, self_check
 from gradcomp.kernels.listing import pallas, reference
 from gradcomp.kernels.listing.reference import LANES as LANES
 from gradcomp.kernels.listing.reference import TILE as TILE
@@ -31,4 +32,13 @@ def positions(
     words,
     xla=functools.partial(reference.positions, capacity=capacity, size=size),
     pallas=no or functools.partial(pallas.positions, capacity=capacity, size=size),
+    example=_example,
   )
+
+
+def _example() -> self_check.Example:
+  """Returns words with one set bit or two, and more slots than there are set bits."""
+  bits = np.random.default_rng(0).integers(0, WORD, (2, 100 * LANES), np.uint32)
+  words = np.bitwise_or.reduce(np.uint32(1) << bits)
+  slots = {"capacity": 2 * words.size, "size": words.size * WORD}
+  return self_check.Example((words,), slots)

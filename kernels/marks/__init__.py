@@ -1,9 +1,12 @@
 """Marks the elements whose magnitude reaches a threshold by one bit each."""
 
-import jax
+from typing import Any
 
-from gradcomp.kernels import blocks, dispatch
-from gradcomp.kernels.listing import LANES, WORD
+import jax
+import numpy as np
+
+from gradcomp.kernels import blocks, dispatch, self_check
+from gradcomp.kernels.listing import LANES, TILE, WORD
 from gradcomp.kernels.marks import pallas, reference
 from gradcomp.kernels.rows import Row
 
@@ -28,4 +31,15 @@ def mark(
     sign,
     xla=reference.mark,
     pallas=no or pallas.mark,
+    example=lambda: _example(x.matrices[0].shape[0] > 1, sign is not None),
   )
+
+
+def _example(several: bool, signed: bool) -> self_check.Example:
+  """Returns a row, the only one or one of two, and a threshold that some reach."""
+  matrix: Any = self_check.elements((1 + several) * (100 * TILE + 77))
+  number: Any = np.int32(several)
+  half = np.float32(0.5).view(np.uint32)
+  sign = np.float32(-1) if signed else None
+  x = Row([matrix.reshape(1 + several, -1)], number)
+  return self_check.Example((x, half, sign))

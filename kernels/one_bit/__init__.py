@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch, warpgroups
+from gradcomp.kernels import blocks, dispatch, self_check, warpgroups
 from gradcomp.kernels.one_bit import mosaic, pallas, reference
 from gradcomp.kernels.one_bit.columns import decode_columns as decode_columns
 from gradcomp.kernels.one_bit.columns import encode_columns as encode_columns
@@ -34,4 +34,5 @@ def encode_rows(
     pallas=blocks.refusal(*sizes) or functools.partial(pallas.encode_rows, **options),
     mosaic=warpgroups.refusal(*sizes)
     or functools.partial(mosaic.encode_rows, **options),
+    example=lambda: self_check.few_tiles(WORD * bucket_size),
   )

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch, warpgroups
+from gradcomp.kernels import blocks, dispatch, self_check, warpgroups
 from gradcomp.kernels.planes import planes_per_word
 from gradcomp.kernels.qsgd import mosaic, pallas, reference
 from gradcomp.kernels.qsgd.reference import Levels as Levels
@@ -48,4 +48,5 @@ def encode_rows(
     pallas=blocks.refusal(*sizes) or functools.partial(pallas.encode_rows, **options),
     mosaic=warpgroups.refusal(*sizes)
     or functools.partial(mosaic.encode_rows, **options),
+    example=lambda: self_check.few_tiles(sizes[1] * bucket_size, scale, key),
   )

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch
+from gradcomp.kernels import blocks, dispatch, self_check
 from gradcomp.kernels.ternary import pallas, reference
 from gradcomp.kernels.ternary.reference import Packing as Packing
 from gradcomp.kernels.ternary.reference import codes as codes
@@ -34,6 +34,7 @@ def encode_rows(
     "bucket_size": bucket_size,
     "inline": inline,
   }
+  tile = planes(packing) * bucket_size
   no = blocks.refusal(x.size, planes(packing), bucket_size)
   return dispatch.run(
     implementation,
@@ -43,4 +44,5 @@ def encode_rows(
     dither,
     xla=functools.partial(reference.encode_rows, **options),
     pallas=no or functools.partial(pallas.encode_rows, **options),
+    example=lambda: self_check.few_tiles(tile, scale, limit, key),
   )
