@@ -103,6 +103,7 @@ class Compression:
       workers=1 if workers is None else workers.size,
       min_leaf_size=self.min_leaf_size,
       message_bytes=self.message_bytes,
+      feedback=self.feedback.keeps,
     )
 
   def check_init(self, params: Any) -> None:
@@ -128,7 +129,7 @@ class Compression:
     across = Across(axes, False, others)
     several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
     plan = self.plan(leaves, paths, across, several)
-    keeps_owned = known is not None and axes is not None and self._keeps_owned
+    keeps_owned = known is not None and axes is not None and self.exchange.keeps
     shapes = owner_shapes(plan) if keeps_owned else {}
 
     def make() -> dict[Axes, Any]:
@@ -187,12 +188,15 @@ class Compression:
   def owned(self, plan: Plan, state: CompressState) -> OwnerResiduals | None:
     """Returns the residuals of owners, where they keep any.
 
+    Without feedback they keep none if the state was made where nobody knew the number
+    of workers. The second stage then rounds as the first does.
+
     Raises:
-      ValueError: the state was made where nobody knew the number of workers.
+      ValueError: the state was made there, and workers keep residuals.
     """
-    if not self._keeps_owned or plan.axis_name is None or not owner_shapes(plan):
+    if not self.exchange.keeps or plan.axis_name is None or not owner_shapes(plan):
       return None
-    if state.server_residual is None:
+    if state.server_residual is None and self.feedback.keeps:
       raise ValueError(
         f"`state.server_residual` must be kept by the {plan.workers} workers of "
         f"{plan.axis_name!r}, whose second stage loses something; make the state by "
@@ -226,10 +230,6 @@ class Compression:
     if exchanged.owned is not None:
       state = state._replace(server_residual=exchanged.owned)
     return state
-
-  @property
-  def _keeps_owned(self) -> bool:
-    return self.feedback.keeps and self.exchange.keeps
 
   def _told(self) -> dict[str, str]:
     """Returns what decides how workers read each other's messages."""

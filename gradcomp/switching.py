@@ -128,7 +128,8 @@ def _check_part(number: int, state: Any, largest: Any) -> None:
         f"them keeps, but its state{jax.tree_util.keystr(path)} is "
         f"{leaf.dtype}{list(leaf.shape)}, and there it is {found or 'missing'}; give "
         "all the same feedback=, exchange= and min_leaf_size=, and the same "
-        "transformations around them."
+        'transformations around them, or exchange="all_gather" or '
+        "gradcomp.exchange.TwoShot(feedback=False), whose owners keep nothing."
       )
   for path in shapes:
     if GetAttrKey("server_residual") in path:

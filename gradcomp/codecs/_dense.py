@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from gradcomp._checks import float_dtype, one_of
 from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
+from gradcomp.codecs._rounding import RoundsAtRandom
 from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
 from gradcomp.floats import FloatFormat
 from gradcomp.kernels import planes, random_lanes
@@ -20,7 +21,7 @@ _ROW_SIZE = 128  # words in a row: few, because small leaves fill rows badly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dense(SameForAll):
+class Dense(RoundsAtRandom, SameForAll):
   r"""Sends all elements as floats, bitcast to words: the baseline.
 
   .. math:: Q(v_i) = \mathrm{cast}(v_i)
@@ -81,12 +82,8 @@ class Dense(SameForAll):
       )
 
   @property
-  def needs_key(self) -> bool:
-    return self.rounding == "stochastic"
-
-  @property
   def unbiased(self) -> bool:
-    return self._bits == 32 or self.rounding == "stochastic"
+    return self._bits == 32 or super().unbiased
 
   @property
   def summable(self) -> bool:

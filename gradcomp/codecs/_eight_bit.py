@@ -15,6 +15,7 @@ from gradcomp._checks import (
   static_integer,
 )
 from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
+from gradcomp.codecs._rounding import RoundsAtRandom
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
 from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
 from gradcomp.kernels import Implementation, eight_bit
@@ -68,7 +69,7 @@ def _lines(data_type: DataType) -> tuple[Line, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EightBit(SameForAll):
+class EightBit(RoundsAtRandom, SameForAll):
   r"""Replaces each element by a level of an 8-bit type, times the largest element.
 
   .. math:: Q(v_i) = \lVert v \rVert_\infty \, \mathrm{sgn}(v_i) \, T[m_i]
@@ -170,11 +171,7 @@ class EightBit(SameForAll):
 
   @property
   def unbiased(self) -> bool:
-    return self.rounding == "stochastic" and self.exponent_offset is None
-
-  @property
-  def needs_key(self) -> bool:
-    return self.rounding == "stochastic"
+    return super().unbiased and self.exponent_offset is None
 
   @property
   def tile_size(self) -> int:

@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import jax
 
-from gradcomp._checks import optional_one_of
-from gradcomp.codecs._codec import NOTHING, Context, Payload
+from gradcomp._checks import one_of, optional_one_of
+from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding
+from gradcomp.codecs._rounding import RoundsAtRandom
 from gradcomp.codecs._row_codec import RowCodec
 from gradcomp.codecs._tiles import as_float32, codec_dither
 from gradcomp.kernels import Implementation, float_cast
@@ -20,7 +21,7 @@ _ROW_WORDS = 128  # rows carry no scale: short rows cost nothing, and waste less
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Natural(RowCodec):
+class Natural(RoundsAtRandom, RowCodec):
   r"""Rounds each element to a neighbouring power of two: natural compression.
 
   An element with :math:`a \le |v| < b`, where a and :math:`b = 2 a` are powers of two,
@@ -44,11 +45,13 @@ class Natural(RowCodec):
   below 2**-78 all become zero.
 
   Attributes:
+    rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased: of two
+      equally near powers it takes the larger.
     implementation: how the encoder runs: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
-    ValueError: ``implementation`` is another one, when the codec is made; or ``encode``
-      has no key.
+    ValueError: an attribute is another one, when the codec is made; or ``encode`` has
+      no key, and rounding is stochastic.
     TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
@@ -63,15 +66,14 @@ class Natural(RowCodec):
     <https://arxiv.org/abs/1905.10988>`_, 2019, sections 2 and 3
   """
 
+  rounding: Rounding = "stochastic"
   implementation: Implementation | None = None
-
-  unbiased: ClassVar[bool] = True
-  needs_key: ClassVar[bool] = True
 
   row_words: ClassVar[int] = _ROW_WORDS
   tile_size: ClassVar[int] = planes_per_word(8) * _ROW_WORDS
 
   def __post_init__(self) -> None:
+    one_of("rounding", Rounding, self.rounding)
     optional_one_of("implementation", Implementation, self.implementation)
 
   def encode(
@@ -102,7 +104,7 @@ class Natural(RowCodec):
       None,
       dither,
       fmt=_FORMAT,
-      rounding="stochastic",
+      rounding="stochastic" if self.needs_key else "nearest_even",
       saturate=False,
       row_words=_ROW_WORDS,
       implementation=self.implementation,

@@ -15,6 +15,7 @@ from gradcomp._checks import (
 )
 from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
 from gradcomp.codecs._fitted_levels import FittedLevels, check_fitted
+from gradcomp.codecs._rounding import RoundsAtRandom
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
 from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
 from gradcomp.kernels import Implementation, planes, qsgd
@@ -28,7 +29,7 @@ _REFIT_RULE = "a number of steps, 1 or more"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QSGD(FittedLevels, SameForAll):
+class QSGD(FittedLevels, RoundsAtRandom, SameForAll):
   r"""Quantizes each element to one of a few levels of its bucket's norm.
 
   With :math:`s` intervals and the scale :math:`\lVert v \rVert` of a bucket,
@@ -145,13 +146,12 @@ class QSGD(FittedLevels, SameForAll):
     if self.fitted:
       check_fitted(self.bits, self.norm, self.share_scale)
 
-  @property
-  def unbiased(self) -> bool:
-    return self.rounding == "stochastic"
+  def to_nearest(self) -> "QSGD":
+    """Returns the codec that rounds to nearest; with 1 bit this one.
 
-  @property
-  def needs_key(self) -> bool:
-    return self.rounding == "stochastic"
+    To nearest, 1 bit has no value near zero: almost all of a bucket would be its norm.
+    """
+    return self if self.bits == 1 else super().to_nearest()
 
   @property
   def agrees(self) -> bool:

@@ -33,13 +33,19 @@ class RowCodec(SameForAll, abc.ABC):
     Array([ 1. , -2.5,  3. ], dtype=float32)
   """
 
-  unbiased: ClassVar[bool] = False
-  needs_key: ClassVar[bool] = False
   agrees: ClassVar[bool] = False
   summable: ClassVar[bool] = False
   by_column: ClassVar[bool] = False
   fitted: ClassVar[bool] = False
   adds: ClassVar[bool] = False
+
+  @property
+  def unbiased(self) -> bool:
+    return False
+
+  @property
+  def needs_key(self) -> bool:
+    return False
 
   @property
   @abc.abstractmethod

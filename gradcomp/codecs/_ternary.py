@@ -13,7 +13,8 @@ from gradcomp._checks import (
   optional_one_of,
   static_number,
 )
-from gradcomp.codecs._codec import NOTHING, Context, Payload, SameForAll
+from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
+from gradcomp.codecs._rounding import RoundsAtRandom
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
 from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
 from gradcomp.kernels import Implementation, ternary
@@ -27,7 +28,7 @@ _SIGMAS_RULE = "a number of standard deviations above 0, or None to clip nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ternary(SameForAll):
+class Ternary(RoundsAtRandom, SameForAll):
   r"""Rounds each element to :math:`-s`, 0 or :math:`s`, the largest magnitude.
 
   Elements are clipped first, layer by layer, to :math:`c` standard deviations:
@@ -66,11 +67,13 @@ class Ternary(SameForAll):
     packing: ``"2bit"`` or ``"base3"``, which is a fifth smaller, and slower to encode.
     scaler: ``"clipped"``, the paper's :math:`\max |f(g)|`, or ``"sigma"``, the
       :math:`c \sigma` of its authors' program, which is larger if nothing was clipped.
+    rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased: owners
+      round means to nearest if they keep what that loses.
     implementation: how the encoder runs: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
     ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
-      has no key.
+      has no key, and rounding is stochastic.
     TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
@@ -92,10 +95,9 @@ class Ternary(SameForAll):
   share_scale: bool = True
   packing: ternary.Packing = "2bit"
   scaler: Scaler = "clipped"
+  rounding: Rounding = "stochastic"
   implementation: Implementation | None = None
 
-  unbiased: ClassVar[bool] = True
-  needs_key: ClassVar[bool] = True
   by_column: ClassVar[bool] = False
   fitted: ClassVar[bool] = False
   adds: ClassVar[bool] = False
@@ -108,6 +110,7 @@ class Ternary(SameForAll):
     flag("share_scale", self.share_scale)
     one_of("packing", ternary.Packing, self.packing)
     one_of("scaler", Scaler, self.scaler)
+    one_of("rounding", Rounding, self.rounding)
     optional_one_of("implementation", Implementation, self.implementation)
     if self.clip_sigmas is not None:
       sigmas = static_number("clip_sigmas", _SIGMAS_RULE, self.clip_sigmas)

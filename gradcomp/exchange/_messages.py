@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 
 from gradcomp import sums
-from gradcomp.codecs import Memory, in_rounds
+from gradcomp.codecs import Codec, Memory, in_rounds
 from gradcomp.exchange._agree import refit
 from gradcomp.exchange._average import Outcome, Residuals, average
 from gradcomp.exchange._collectives import Workers
@@ -43,11 +43,12 @@ class Exchanged(NamedTuple):
 def owner_shapes(plan: Plan) -> dict[Axes, list[tuple[int, int]]]:
   """Returns the shapes of the owner residuals of one worker, by axes.
 
-  Owners of exact sums keep none.
+  Owners of exact sums keep none. Those who round sums at random in any case keep one
+  only if workers keep residuals, too: the random errors of all steps would add up.
   """
   result: dict[Axes, list[tuple[int, int]]] = {}
   for message in plan.messages:
-    shapes = [shape for shape in _shapes(message, plan.workers) if shape is not None]
+    shapes = [shape for shape in _shapes(plan, message) if shape is not None]
     if shapes:
       axes = own_axes(plan.axis_name, message.others)
       result.setdefault(axes, []).extend(shapes)
@@ -95,9 +96,7 @@ def average_leaves(
     residuals: Residuals = [None] * count
     axes = own_axes(plan.axis_name, message.others)
     if owned is not None:
-      residuals = [
-        _take(waiting, axes, shape) for shape in _shapes(message, plan.workers)
-      ]
+      residuals = [_take(waiting, axes, shape) for shape in _shapes(plan, message)]
     with jax.named_scope(f"gradcomp_{message.exchange.name}"), noted(message):
       leaf_keys = [keys.leaves[i] for i in message.leaves]
       outcome = average(
@@ -165,7 +164,7 @@ def _per_worker(mean: jax.Array, workers: Workers | None) -> jax.Array:
   return mean / workers.size
 
 
-def _shapes(message: Message, workers: int) -> list[tuple[int, int] | None]:
+def _shapes(plan: Plan, message: Message) -> list[tuple[int, int] | None]:
   """Returns the shape of the owner residual of each codec, ``[share, tile_size]``.
 
   None stands for a codec without one.
@@ -173,10 +172,13 @@ def _shapes(message: Message, workers: int) -> list[tuple[int, int] | None]:
   layout = message.layout
   if not message.exchange.owners or not message.keeps:
     return [None] * len(layout.codecs)
+
+  def keeps(codec: Codec) -> bool:
+    total = sums.of(codec)
+    return not total.exact and (plan.feedback or not total.draws)
+
   return [
-    (-(-rows // workers), codec.tile_size)
-    if rows and not sums.of(codec).exact
-    else None
+    (-(-rows // plan.workers), codec.tile_size) if rows and keeps(codec) else None
     for codec, rows in zip(layout.codecs, layout.rows, strict=True)
   ]
 

@@ -58,6 +58,7 @@ class Plan(NamedTuple):
     messages: the messages, round by round.
     axis_name: the axes of the workers, or None.
     workers: the number of workers N.
+    feedback: whether workers keep what they do not send.
   """
 
   names: tuple[str, ...]
@@ -68,6 +69,7 @@ class Plan(NamedTuple):
   messages: tuple[Message, ...]
   axis_name: AxisName | None
   workers: int
+  feedback: bool
 
   @property
   def rounds(self) -> int:
@@ -105,6 +107,7 @@ def plan_messages(
   workers: int,
   min_leaf_size: int | None,
   message_bytes: int | None,
+  feedback: bool,
 ) -> Plan:
   """Cuts a list of leaves into messages.
 
@@ -130,6 +133,7 @@ def plan_messages(
     workers: the number of workers N.
     min_leaf_size: elements from which a leaf is large, or None for the default.
     message_bytes: the limit in bytes, or None for no limit.
+    feedback: whether workers keep what they do not send.
 
   Raises:
     ValueError: sums of codes of so many workers do not fit in 32 bits, or a rule of a
@@ -194,6 +198,7 @@ def plan_messages(
     tuple(messages),
     axis_name,
     workers,
+    feedback,
   )
 
 

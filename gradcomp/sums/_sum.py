@@ -94,6 +94,10 @@ class Sum(SumFacts, Protocol):
     """True if the owner's encoding loses nothing that an owner residual would keep."""
 
   @property
+  def draws(self) -> bool:
+    """True if an owner draws random bits even where it keeps what it loses."""
+
+  @property
   def even_at_par(self) -> bool:
     """True if leaves are encoded even if their payload is as large as the leaf."""
 
@@ -182,6 +186,7 @@ class Facts:
 
   plain = False
   exact = True
+  draws = False
   drops = False
   even_at_par = False
   mixes = True

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs import Codec, Context, SummingCodec
+from gradcomp.codecs import Codec, Context, SummingCodec, to_nearest
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import cutter, in_order, sum_in_order
 from gradcomp.sums._sum import Facts, Partial, RowDecoder, Sent, Way
@@ -23,6 +23,10 @@ class Tiles(Facts):
 
   exact = False
   of_rows = False
+
+  @property
+  def draws(self) -> bool:
+    return to_nearest(self.codec).needs_key
 
   @property
   def refusals(self) -> dict[Way, str]:
@@ -93,12 +97,14 @@ class Tiles(Facts):
   ) -> Sent:
     """Encodes ``mean + residual``, and keeps what that loses as the new residual.
 
-    Where the loss is not finite, the old residual stays.
+    It rounds to nearest then, if the codec can, because nothing is lost for good. Where
+    the loss is not finite, the old residual stays.
     """
     if residual is None:
       return self.send(partial, key, context, keep=False)
     mean = partial.total.reshape(residual.shape)
-    sent = self.send(Partial(mean + residual), key, context, keep=True)
+    nearest = dataclasses.replace(self, codec=to_nearest(self.codec))
+    sent = nearest.send(Partial(mean + residual), key, context, keep=True)
     assert sent.lost is not None
     kept = jnp.where(jnp.isfinite(sent.lost), sent.lost, residual)
     return Sent(sent.rows, residual=kept)

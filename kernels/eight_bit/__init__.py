@@ -43,5 +43,5 @@ def encode_rows(
     dither,
     xla=functools.partial(reference.encode_rows, **options),
     pallas=no or functools.partial(pallas.encode_rows, **options),
-    example=lambda: self_check.few_tiles(PLANES * bucket_size, scale, key),
+    example=lambda: self_check.few_tiles(PLANES * bucket_size, scale, dither),
   )

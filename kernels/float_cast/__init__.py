@@ -47,5 +47,5 @@ def encode_rows(
     dither,
     xla=functools.partial(reference.encode_rows, **options),
     pallas=no or functools.partial(pallas.encode_rows, **options),
-    example=lambda: self_check.few_tiles(planes * row_words, exponent, key),
+    example=lambda: self_check.few_tiles(planes * row_words, exponent, dither),
   )

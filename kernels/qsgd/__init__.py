@@ -48,5 +48,5 @@ def encode_rows(
     pallas=blocks.refusal(*sizes) or functools.partial(pallas.encode_rows, **options),
     mosaic=warpgroups.refusal(*sizes)
     or functools.partial(mosaic.encode_rows, **options),
-    example=lambda: self_check.few_tiles(sizes[1] * bucket_size, scale, key),
+    example=lambda: self_check.few_tiles(sizes[1] * bucket_size, scale, dither),
   )

@@ -44,5 +44,5 @@ def encode_rows(
     dither,
     xla=functools.partial(reference.encode_rows, **options),
     pallas=no or functools.partial(pallas.encode_rows, **options),
-    example=lambda: self_check.few_tiles(tile, scale, limit, key),
+    example=lambda: self_check.few_tiles(tile, scale, limit, dither),
   )
