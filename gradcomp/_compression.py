@@ -129,8 +129,7 @@ class Compression:
     across = Across(axes, False, others)
     several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
     plan = self.plan(leaves, paths, across, several)
-    keeps_owned = known is not None and axes is not None and self.exchange.keeps
-    shapes = owner_shapes(plan) if keeps_owned else {}
+    shapes = {} if known is None or axes is None else owner_shapes(plan)
 
     def make() -> dict[Axes, Any]:
       shared, own = first_stored(plan, seed_words(self.key)) or ({}, {})
@@ -194,7 +193,7 @@ class Compression:
     Raises:
       ValueError: the state was made there, and workers keep residuals.
     """
-    if not self.exchange.keeps or plan.axis_name is None or not owner_shapes(plan):
+    if plan.axis_name is None or not owner_shapes(plan):
       return None
     if state.server_residual is None and self.feedback.keeps:
       raise ValueError(

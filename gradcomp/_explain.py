@@ -11,7 +11,7 @@ from gradcomp import _traced, sums
 from gradcomp._checks import static_integer
 from gradcomp._table import aligned
 from gradcomp.codecs import LeafCodec
-from gradcomp.exchange import Hierarchical
+from gradcomp.exchange import Hierarchical, owner_shapes
 from gradcomp.memory import used_by_leaf
 from gradcomp.workers import AxisName
 
@@ -66,12 +66,17 @@ class Explanation:
     bytes_inside: the part of all bytes that ``hierarchical`` sends inside groups.
     bytes_fitting: the part of all bytes that fits a codec to the gradients, which only
       some steps send.
+    bytes_kept: the memory in which an owner keeps what encoding means loses.
+    forgets: whether owners keep nothing of it, because the state was made where nobody
+      knew the number of workers. They round means at random then.
   """
 
   leaves: tuple[LeafPlan, ...]
   workers: int
   bytes_inside: int
   bytes_fitting: Fraction
+  bytes_kept: int = 0
+  forgets: bool = False
 
   @property
   def bytes_sent(self) -> int:
@@ -122,6 +127,16 @@ class Explanation:
     if self.bytes_fitting:
       lines.append(
         f"{math.ceil(self.bytes_fitting):,} of them only where levels are fitted."
+      )
+    if self.forgets:
+      lines.append(
+        "Owners forget what encoding a mean loses. Call optimizer.init inside the map, "
+        "or under jax.set_mesh(mesh)."
+      )
+    elif self.bytes_kept:
+      lines.append(
+        f"An owner keeps what encoding a mean loses, {self.bytes_kept:,} bytes, if "
+        "optimizer.init knows the workers."
       )
     return "\n".join(lines)
 
@@ -187,7 +202,8 @@ def explain(
     workers: the number of workers that share the axis; ``(hosts, chips)`` for
       ``"hierarchical"`` over two axes.
     opt_state: the state after a step, outside of any transformed function. It says how
-      many slots of sparse messages were used, as a mean over the workers.
+      many slots of sparse messages were used, as a mean over the workers, and whether
+      owners keep what they lose.
 
   Returns:
     An :class:`Explanation`. ``print`` shows for each leaf the codec, its real bits an
@@ -209,6 +225,8 @@ def explain(
     total                                               52,992  0.1346  0.2693
     Bytes that each of 4 workers sends a step. It receives as many.
     two_shot: it sends 2/N of all_gather's bytes.
+    An owner keeps what encoding a mean loses, 65,536 bytes, if optimizer.init knows the
+      workers.
   """
   sizes: tuple[int, ...] = workers if isinstance(workers, tuple) else (workers,)
   if len(sizes) not in (1, 2):
@@ -219,11 +237,15 @@ def explain(
   states = _traced.states(opt_state)
   transformations = _traced.traced(optimizer, params, sizes)
   leaves: list[LeafPlan] = []
-  number = 0
+  number = kept = 0
+  forgets = False
   for found in transformations:
     plan, memory = found.plan, None
+    owned = [shape for shapes in owner_shapes(plan).values() for shape in shapes]
+    kept += sum(4 * math.prod(shape) for shape in owned)
     if states and found.state is not None:
       memory = states[found.state].memory
+      forgets |= bool(owned) and states[found.state].server_residual is None
     used = used_by_leaf(plan, memory)
     own: dict[int, LeafPlan] = {}
     for message in plan.messages:
@@ -254,4 +276,6 @@ def explain(
     workers=math.prod(sizes),
     bytes_inside=math.ceil(sum(x.inside for x in transformations)),
     bytes_fitting=sum((x.fitting for x in transformations), Fraction(0)),
+    bytes_kept=0 if forgets else kept,
+    forgets=forgets,
   )

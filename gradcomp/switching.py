@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.tree_util import GetAttrKey
+from jax.tree_util import GetAttrKey, KeyPath
 
 from gradcomp._checks import static_integer
+from gradcomp.state import CompressState
 
 
 class SwitchState(NamedTuple):
@@ -50,7 +51,8 @@ def switch(
   Han et al. train the first third in float32: ``switch([steps // 3], [dense(...),
   aps(...)])``. If the next transformation keeps no residual, the old one goes out with
   its first gradient. Take one exchange for all: what owners keep in ``two_shot``, only
-  owners can send.
+  owners can send. It has the shape of the codec's rows: to change the bits on the way,
+  take ``TwoShot(feedback=False)``.
 
   Args:
     boundaries: steps, in ascending order, one fewer than transformations.
@@ -132,10 +134,28 @@ def _check_part(number: int, state: Any, largest: Any) -> None:
         "gradcomp.exchange.TwoShot(feedback=False), whose owners keep nothing."
       )
   for path in shapes:
-    if GetAttrKey("server_residual") in path:
+    if path in _promised(largest):
       raise ValueError(
         f"`transformations`[{number}] must keep the residuals of owners, "
         f"state{jax.tree_util.keystr(path)}, as another of them does, or what waits "
         'there would not be sent; give all exchange="all_gather", or '
         "gradcomp.exchange.TwoShot(feedback=False)."
       )
+
+
+def _promised(state: Any) -> set[KeyPath]:
+  """Returns the places of what owners keep, where workers keep residuals, too.
+
+  Without feedback owners may forget their last rounding error, as workers do.
+  """
+
+  def is_ours(node: Any) -> bool:
+    return isinstance(node, CompressState)
+
+  return {
+    (*path, *place)
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_ours)
+    if is_ours(node) and node.residual is not None
+    for place, _ in jax.tree_util.tree_leaves_with_path(node)
+    if place[0] == GetAttrKey("server_residual")
+  }

@@ -98,6 +98,7 @@ def test_nothing_is_lost_and_all_workers_have_the_same_bits(codec, exchange, wor
     workers=workers,
     min_leaf_size=None,
     message_bytes=None,
+    feedback=True,
   )
   twice = exchange in ("two_shot", "hierarchical") and not codec.agrees
   assert bool(owned) == twice
@@ -202,16 +203,22 @@ def test_all_gather_is_the_mean_of_the_decoded_payloads(workers):
 
 
 @pytest.mark.parametrize("workers", [3, *slow(1, 8)])
-def test_two_shot_is_the_owners_encoding_of_the_mean(workers):
-  """The whole arithmetic of the page, in NumPy, for one compressed leaf."""
+@pytest.mark.parametrize("keeps", [True, False])
+def test_two_shot_is_the_owners_encoding_of_the_mean(keeps, workers):
+  """The whole arithmetic of the page, in NumPy, for one compressed leaf.
+
+  Owners who keep nothing round by bits of their own. Others round to nearest.
+  """
   codec = QSGD(bits=4, bucket_size=64)
   x = np.stack(
     [laws.gaussian(5 * codec.tile_size + 9, seed) for seed in range(workers)]
   )
-  tx = gradcomp.compress(codec, axis_name="data", exchange="two_shot", key=7)
+  exchange = TwoShot(feedback=keeps)
+  tx = gradcomp.compress(codec, axis_name="data", exchange=exchange, key=7)
   (output,), _ = modes.run("shard_map", tx, [{"w": jnp.asarray(x)}])
   hyper = dict(bits=4, bucket_size=64)
-  rule = dict(norm="max", levels="sign_magnitude", rounding="stochastic", **hyper)
+  rule = dict(norm="max", levels="sign_magnitude", **hyper)
+  random, nearest = dict(rule, rounding="stochastic"), dict(rule, rounding="nearest")
   decode = lambda rows: wire_decoder.decode_qsgd(
     rows, len(rows) * codec.tile_size, levels="sign_magnitude", **hyper
   ).reshape(len(rows), codec.tile_size)
@@ -219,12 +226,14 @@ def test_two_shot_is_the_owners_encoding_of_the_mean(workers):
   dither = functools.partial(oracle.leaf_dither, 7, 0)
   first = np.stack(
     [
-      decode(oracle.qsgd_encode(x[i], key=dither("['w']", i), **rule))
+      decode(oracle.qsgd_encode(x[i], key=dither("['w']", i), **random))
       for i in range(workers)
     ]
   )
   recode = lambda mean, owner: decode(
-    oracle.qsgd_encode(mean.ravel(), key=key("['w']\n", owner), **rule)
+    oracle.qsgd_encode(mean.ravel(), **nearest)
+    if keeps
+    else oracle.qsgd_encode(mean.ravel(), key=key("['w']\n", owner), **random)
   )
   expected = oracle_exchange.exchange_two_shot(first, recode).ravel()[: x.shape[1]]
   np.testing.assert_array_equal(output["w"][0], expected)

@@ -5,6 +5,7 @@ compare are two programs with nothing in common but the page. Workers are emulat
 maps of real devices have the same bits is a law of test_exchange.py.
 """
 
+import dataclasses
 import itertools
 
 import jax
@@ -51,11 +52,6 @@ def run(codec, exchange, x, **options):
   outputs, residual, owned = modes.run_all("vmap", tx, steps)
   owned = [np.asarray(array) for arrays in (owned or {}).values() for array in arrays]
   return [np.asarray(out["w"][0]) for out in outputs], np.asarray(residual["w"]), owned
-
-
-def key(step, name, worker):
-  """The key of an owner's own."""
-  return oracle.leaf_key(SEED, step, name, worker)
 
 
 def dither(step, name, worker, *more):
@@ -144,7 +140,9 @@ def test_hierarchical(codec, workers):
     inside = lambda rows, worker, step=step: recode(
       codec, rows, dither(step, LATER, worker // 2, worker % 2)
     )
-    means = lambda rows, owner, step=step: recode(codec, rows, key(step, LATER, owner))
+    means = lambda rows, owner: recode(
+      dataclasses.replace(codec, rounding="nearest"), rows, None
+    )
     mean, lost = oracle_exchange.exchange_hierarchical(
       tiled(x[step] + residual, codec),
       2,
@@ -169,7 +167,9 @@ def test_two_shot_with_both_residuals(codec, workers):
     sent = np.stack(
       [recode(codec, corrected[i], dither(step, LEAF, i)) for i in range(workers)]
     )
-    again = lambda mean, owner, step=step: recode(codec, mean, key(step, LATER, owner))
+    again = lambda mean, owner: recode(
+      dataclasses.replace(codec, rounding="nearest"), mean, None
+    )
     mean = oracle_exchange.exchange_two_shot(
       sent, oracle_exchange.with_feedback(again, owned)
     )

@@ -164,6 +164,7 @@ def test_leaves_of_all_kinds_in_one_message_and_in_many():
     like = [jax.ShapeDtypeStruct((size,), jnp.float32)] * len(tree)
     none = [()] * len(tree)
     options = hyper | {"axis_name": "data", "message_bytes": message_bytes}
+    options["feedback"] = True
     planned = plan_messages(like, none, none, workers=workers, **options)
     assert len(planned.messages) == count
     tx = gradcomp.compress(

@@ -25,6 +25,7 @@ CODEC = QSGD(bits=4, bucket_size=32)
 def plan(sizes, codec=CODEC, others=None, **options):
   leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
   options = dict(exchange=TwoShot(), min_leaf_size=0, message_bytes=None) | options
+  options = dict(feedback=True) | options
   others = [()] * len(sizes) if others is None else others
   paths = [()] * len(sizes)
   plan = plan_messages(
@@ -94,7 +95,7 @@ def test_pieces_keep_the_residuals_of_their_second_stages():
 def test_pieces_round_their_means_apart():
   """Signs are exact in the first stage: what differs is what the owners draw."""
   signs = np.random.default_rng(0).choice(np.float32([-1, 1]), (WORKERS, 1024))
-  tx = transformation(CODEC, "two_shot", WORKERS, message_bytes=100)
+  tx = transformation(CODEC, TwoShot(feedback=False), WORKERS, message_bytes=100)
   (output,), _ = modes.run("vmap", tx, [{"a": signs, "b": signs}])
   assert (np.asarray(output["a"][0]) != np.asarray(output["b"][0])).mean() > 0.05
 

@@ -170,7 +170,8 @@ def _shapes(plan: Plan, message: Message) -> list[tuple[int, int] | None]:
   None stands for a codec without one.
   """
   layout = message.layout
-  if not message.exchange.owners or not message.keeps:
+  exchange = message.exchange
+  if not (exchange.owners and exchange.keeps and message.keeps):
     return [None] * len(layout.codecs)
 
   def keeps(codec: Codec) -> bool:

@@ -186,12 +186,15 @@ class Facts:
 
   plain = False
   exact = True
-  draws = False
   drops = False
   even_at_par = False
   mixes = True
   alike = False
   of_rows = True
+
+  @property
+  def draws(self) -> bool:
+    return False
 
   def check(self, workers: int) -> None:
     """Accepts any number of workers."""
