@@ -45,8 +45,9 @@ def compress(
   .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
 
   where :math:`Q` encodes and decodes. ``two_shot`` encodes the mean once more, and
-  keeps what that loses, too: see :class:`gradcomp.exchange.TwoShot`. Every worker gets
-  the same bits. Without feedback the result is unbiased if the codec is.
+  sends what that loses in the next step: see :class:`gradcomp.exchange.TwoShot`. Every
+  worker gets the same bits. Without feedback the result is unbiased if the codec is, up
+  to what waits for the next step.
 
   Under Explicit axes, call ``update`` in plain ``jax.jit``. It takes gradients typed
   ``{U:data}``, whose sum over the devices is the gradient of the whole batch, and

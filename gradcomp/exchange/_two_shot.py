@@ -22,7 +22,8 @@ class TwoShot:
 
   Each worker owns an Nth of the rows. If the codec has scales of its own, the owner
   decodes the rows that it receives, and averages them in float32. It adds its owner
-  residual r, which is what its last encoding :math:`Q_2` lost, and encodes again:
+  residual r, which is what its last encoding :math:`Q_2` lost, and encodes again, to
+  nearest:
 
   .. math:: y = Q_2(\tfrac{1}{N} \sum_i Q(g_i) + r), \qquad
      r' = \tfrac{1}{N} \sum_i Q(g_i) + r - y
@@ -33,9 +34,13 @@ class TwoShot:
   That is less than two payloads, whatever N is.
 
   Attributes:
-    feedback: whether owners keep r, an Nth of the gradient in float32, if workers keep
-      residuals. ``init`` must then know the number of workers: call it inside the map,
-      or under ``jax.set_mesh(mesh)``.
+    feedback: whether owners keep r, an Nth of the gradient in float32. ``init`` must
+      know the number of workers for it: call it inside the map, or under
+      ``jax.set_mesh(mesh)``. If it does not, that is an error if the workers keep
+      residuals. Else owners keep nothing, as with False. :math:`Q_2` then rounds at
+      random where the codec does, so that its errors have the mean zero, and twice the
+      variance. So it does with ``QSGD(bits=1)``, which has no value near zero to round
+      to; owners keep r of it only if the workers keep residuals.
 
   References:
     Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
