@@ -61,6 +61,8 @@ def policy(
     total                                               99,072  0.224  0.4479
     Bytes that each of 4 workers sends a step. It receives as many.
     two_shot: it sends 2/N of all_gather's bytes.
+    An owner keeps what encoding a mean loses, 65,536 bytes, if optimizer.init knows the
+      workers.
   """
   checked(policy, options)
   return compress(Policy(rules), **options)

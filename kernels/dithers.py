@@ -134,14 +134,12 @@ def read(reference: Any) -> Dither | None:
   return None if reference is None else (reference[0], reference[1], reference[2])
 
 
-def signed_lane(lane: jax.Array | int, x: jax.Array) -> jax.Array | int:
+def signed_lane(lane: jax.Array, x: jax.Array) -> jax.Array:
   """Returns what rounds the magnitude of ``x`` as ``lane`` rounds ``x`` itself.
 
-  That is the complement of a random lane where ``x`` is negative. Rounding then takes
-  the lower neighbour where the lane is small, whatever the sign is, and the errors of
-  several workers cancel. A half, which rounds to nearest, stays a half.
+  That is the complement of the lane where ``x`` is negative. Rounding then takes the
+  lower neighbour where the lane is small, whatever the sign is, and the errors of
+  several workers cancel.
   """
-  if isinstance(lane, int):
-    return lane
   negative = jax.lax.bitcast_convert_type(x, jnp.int32) >> 31
   return lane ^ (jax.lax.bitcast_convert_type(negative, jnp.uint32) >> 16)

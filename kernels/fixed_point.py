@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.dithers import Dither, random_lanes
+from gradcomp.kernels.dithers import Dither, random_lanes, signed_lane
 
 FRACTION = 16  # bits behind the point
 
@@ -23,8 +23,8 @@ _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 # division of GPUs, div.full.f32, and by one for the conversion to an integer.
 _OFF = 4
 
-# The integer below 2**FRACTION that an element is rounded with.
-Lane = jax.Array | int
+# The integers below 2**FRACTION that elements are rounded with; None for a half.
+Lane = jax.Array | None
 
 Divide = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -48,11 +48,25 @@ def rounding_lanes(
     first_row: the number of the first row, which the random numbers depend on.
 
   Returns:
-    For each plane an array ``uint32[rows, columns]``, or one Python integer.
+    For each plane an array ``uint32[rows, columns]``, or None for a half.
   """
   if dither is None:
-    return [1 << (FRACTION - 1)] * planes
+    return [None] * planes
   return random_lanes(dither, shape, planes, first_row=first_row)
+
+
+def rounded(fixed: jax.Array, lane: Lane, x: jax.Array | None = None) -> jax.Array:
+  """Rounds ``fixed``, fixed point as ``uint32``, to integers.
+
+  Args:
+    fixed: the numbers; a half is rounded up.
+    lane: one of :func:`rounding_lanes`.
+    x: the numbers that ``fixed`` has the magnitudes of, so that random numbers round
+      these; None if ``fixed`` has signs of its own.
+  """
+  if lane is None:
+    return (fixed + jnp.uint32(1 << (FRACTION - 1))) >> FRACTION
+  return (fixed + (lane if x is None else signed_lane(lane, x))) >> FRACTION
 
 
 def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.fixed_point import FRACTION, Lane, rounding_lanes, signed
+from gradcomp.kernels.fixed_point import (
+  FRACTION,
+  Lane,
+  rounded,
+  rounding_lanes,
+  signed,
+)
 from gradcomp.kernels.lines import Line, coordinate, to_units
 from gradcomp.kernels.planes import (
   Segment,
@@ -180,8 +186,7 @@ def _round(x: jax.Array, factor: jax.Array, lane: Lane, lines: list[Line]) -> ja
   """Returns the codes of one plane, which count levels from the lowest negative one."""
   limit = jnp.uint32((2 * len(lines) - 1) << (FRACTION - 1))
   fixed = jnp.minimum(coordinate(jnp.abs(x) * factor, lines), limit)
-  fixed = jnp.where(x < 0, limit - fixed, limit + fixed)
-  return (fixed + jnp.uint32(lane)) >> FRACTION
+  return rounded(jnp.where(x < 0, limit - fixed, limit + fixed), lane)
 
 
 def decode_rows(rows: jax.Array, *, bits: int, bucket_size: int) -> jax.Array:

@@ -32,6 +32,7 @@ FILES: dict[str, Budget] = {
   "tests/test_docs.py": Budget(programs=200, seconds=20),
   "tests/test_explicit.py": Budget(programs=290, seconds=20),
   "tests/test_float_sums.py": Budget(programs=640, seconds=20),
+  "tests/test_self_check.py": Budget(programs=280, seconds=15),
   "tests/test_many_hosts.py": Budget(programs=90, seconds=20),
   "tests/test_selection_kernels.py": Budget(programs=200, seconds=20),
   "tests/test_ternary.py": Budget(programs=250, seconds=20),

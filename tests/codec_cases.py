@@ -188,11 +188,11 @@ def _float_cast(slow=False, **hyper):
   return Case(codec, read, spoils, slow=slow)
 
 
-def _natural():
+def _natural(slow=False, **hyper):
   read = lambda rows, stats, shape: wire_decoder_codecs.decode_natural(
     rows, int(np.prod(shape))
   )
-  return Case(Natural(), read, 1)
+  return Case(Natural(**hyper), read, 1, slow=slow)
 
 
 def _top_k(slow=False, **hyper):
@@ -315,6 +315,7 @@ CASES = [
   _ternary(bucket_size=64, clip_sigmas=None),
   _ternary(bucket_size=64, clip_sigmas=None, share_scale=False, slow=True),
   _ternary(scaler="sigma"),
+  _ternary(bucket_size=64, share_scale=False, rounding="nearest", slow=True),
   *EIGHT_BIT_CASES,
   *(
     _float_cast(exponent_bits=exponent, mantissa_bits=mantissa, **hyper)
@@ -332,5 +333,6 @@ CASES = [
     )
   ),
   _natural(),
+  _natural(rounding="nearest", slow=True),
   *SPARSE_CASES,
 ]

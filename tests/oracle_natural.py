@@ -36,12 +36,29 @@ def natural(x, r):
   return np.where(np.signbit(x), -value, value)
 
 
+def nearest(x):
+  """The nearest values, float64; of two equally near, the one with the even code."""
+  lower, upper, chance = neighbours(x)
+  even = np.where(upper > SMALLEST, np.frexp(upper)[1] % 2 == 0, False)
+  value = np.where((chance > 0.5) | ((chance == 0.5) & even), upper, lower)
+  value = np.where(~np.isfinite(x) | (value > LARGEST), np.nan, value)
+  return np.where(np.signbit(x), -value, value)
+
+
 def natural_encode(x, key):
-  """The payload, uint32[tiles, 128]."""
+  """The payload, uint32[tiles, 128]; without a key rounded to nearest."""
   flat = oracle.as_leaf(x)
+  if key is None:
+    return codes(flat, nearest(flat))
   tiles = -(-flat.size // (4 * WORDS))
   lanes = oracle.random_lanes(key, tiles, bits=8, bucket_size=WORDS)
-  value = natural(flat, oracle.signed_lanes(lanes.ravel()[: flat.size], flat))
+  return codes(
+    flat, natural(flat, oracle.signed_lanes(lanes.ravel()[: flat.size], flat))
+  )
+
+
+def codes(flat, value):
+  """The rows of values, with the signs of `flat`."""
   _, exponent = np.frexp(value)  # of a power of two, one above its own
   field = np.where(value == 0, 0, exponent + 62)
   field = np.where(np.isnan(value), 127, field)

@@ -61,6 +61,7 @@ def ternary_encode(
   bucket_size,
   scales,
   limit=np.inf,
+  rounding="stochastic",
   lanes=None,
   first_row=0,
   inline=True,
@@ -76,6 +77,7 @@ def ternary_encode(
     bucket_size: the elements that share a scale; None is one scale a leaf.
     scales: float32[tiles, P or 1], the worker's own or those that all share.
     limit: as :func:`clip_limit`.
+    rounding: "stochastic" or "nearest".
     lanes: uint32[tiles, P, B] to use instead of :func:`random_lanes`.
     first_row: the index of the first row, for :func:`random_lanes`.
     inline: whether the scales follow the words; not where workers share them.
@@ -91,13 +93,14 @@ def ternary_encode(
     product = np.minimum(np.abs(tiles), np.float32(limit)) * multiplier[:, :, None]
   product = np.where(np.isnan(product), np.float32(0), product)
   fixed = np.minimum(np.trunc(product), np.float32(2**16)).astype(np.uint32)
-  if lanes is None:
+  if rounding == "stochastic" and lanes is None:
     lanes = random_lanes(
       key, len(tiles), packing=packing, bucket_size=bucket_size, first_row=first_row
     )
-  magnitude = ((fixed + oracle.signed_lanes(lanes, tiles)) >> np.uint32(16)).astype(
-    np.int64
-  )
+  addend = np.uint32(2**15)
+  if rounding == "stochastic":
+    addend = oracle.signed_lanes(lanes, tiles)
+  magnitude = ((fixed + addend) >> np.uint32(16)).astype(np.int64)
   packed = pack(np.where(tiles < 0, -magnitude, magnitude), packing)
   if not inline:
     return packed

@@ -43,6 +43,16 @@ def test_payload_is_the_oracles(leaf):
   assert_same_floats(laws.decoder(CODEC, x.shape)(payload), expected)
 
 
+def test_nearest_payload_is_the_oracles():
+  """With numbers in the middle between two powers, and below the smallest."""
+  x = wide_leaf(CODEC.tile_size)
+  x[:400] = np.float32(1.5) * np.ldexp(np.float32(1), np.arange(400) % 130 - 64)
+  x[:400:3] *= -1
+  nearest = Natural(rounding="nearest")
+  payload = laws.encoder(nearest)(jnp.asarray(x), None)
+  np.testing.assert_array_equal(payload.rows, oracle_natural.natural_encode(x, None))
+
+
 def test_the_pages_example():
   x = jnp.array([1, -1.5, 0, 3e30], jnp.float32)
   rows = CODEC.encode(x, key=jnp.zeros(2, jnp.uint32)).rows

@@ -182,6 +182,14 @@ def test_rows_to_nearest_decode_alike(codec):
   assert np.square(value - x).sum() < np.square(random - x).sum()
 
 
+@pytest.mark.parametrize("codec", [RANDOM[0], *RANDOM[2:]], ids=laws.name)
+def test_nearest_values_of_negative_numbers_are_negative_ones(codec):
+  """Also of numbers in the middle between two values: 14 is seven steps of 4 bits."""
+  x = np.random.default_rng(0).integers(-14, 15, codec.tile_size).astype(np.float32)
+  trip = lambda x: laws.round_trip(codec.to_nearest(), x, None)
+  np.testing.assert_array_equal(trip(-x), -trip(x))
+
+
 def test_switching_may_leave_what_only_owners_keep():
   """Without feedback. With it, what waits would be lost."""
   dense = gradcomp.dense(axis_name="data")

@@ -11,6 +11,7 @@ import pytest
 from slow_cases import slow
 
 import gradcomp
+from gradcomp.exchange import TwoShot
 
 SIZE, WORKERS, STEPS = 4096, 2, 2
 X = np.random.default_rng(0).standard_normal(SIZE).astype(np.float32)
@@ -88,7 +89,7 @@ def test_workers_are_independent_with_independent_dithers(how):
   assert_independent(correlations(found))
 
 
-@pytest.mark.parametrize("exchange", ["two_shot", *slow("ring")])
+@pytest.mark.parametrize("exchange", [TwoShot(feedback=False), *slow("ring")])
 def test_later_stages_are_independent(exchange):
   """Each encodes sums again. All workers have the same mean."""
   found = outputs(composed("partition", exchange=exchange))

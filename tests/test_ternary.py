@@ -62,7 +62,11 @@ def test_what_the_codec_says_of_itself():
     assert not codec.by_column and not codec.fitted
 
 
-@every_codec
+@pytest.mark.parametrize(
+  "codec",
+  [*CODECS, Ternary(bucket_size=64, share_scale=False, rounding="nearest")],
+  ids=laws.name,
+)
 def test_payload_is_the_oracles(codec):
   """Codes bit for bit; scales to the last bits of a standard deviation."""
   x = ragged(codec)
@@ -83,6 +87,7 @@ def test_payload_is_the_oracles(codec):
       scales=scales,
       # The largest scale is the limit, or all are below it and nothing is clipped.
       limit=scales.max(),
+      rounding=codec.rounding,
       inline=False,
       **options(codec),
     ),

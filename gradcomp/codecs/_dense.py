@@ -156,7 +156,7 @@ class Dense(RoundsAtRandom, SameForAll):
     halfway = fmt.max_finite + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
     infinity = jnp.copysign(jnp.float32(jnp.inf), plane)
     given = jnp.where(jnp.abs(plane) >= halfway, infinity, plane)
-    draw = jnp.uint32(signed_lane(lane, plane)) << 16
+    draw = signed_lane(lane, plane) << 16
     return to_codes(given, fmt, rounding="stochastic", draw=draw, saturate=True)
 
 

@@ -45,8 +45,8 @@ class Natural(RoundsAtRandom, RowCodec):
   below 2**-78 all become zero.
 
   Attributes:
-    rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased: of two
-      equally near powers it takes the larger.
+    rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased. Of two
+      equally near powers it takes the one whose code is even: 2 for 1.5 and for 3.
     implementation: how the encoder runs: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:

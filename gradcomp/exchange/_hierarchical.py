@@ -43,9 +43,9 @@ class Hierarchical:
      share, one of the workers ``(*, c)``. The owner adds what it receives.
   3. The owners encode the means and send them to all.
 
-  The worker that encodes a sum of its group keeps what that loses in its residual.
-  ``fold_in(key, 0)`` rounds the sums of groups, and ``fold_in(key, 1)`` rounds the
-  means.
+  The worker that encodes a sum of its group keeps what that loses in its residual. The
+  groups round these sums by random bits that they share, as workers do in other
+  exchanges, and owners round means to nearest: see :class:`TwoShot`.
 
   Attributes:
     group_size: the number of workers in a group. A group is so many consecutive workers

@@ -51,8 +51,9 @@ class Ring(WithoutOwners):
 
   Each worker encodes each share once, and its own share last. So it needs one residual,
   which holds the error :math:`e_k` of each of its encodings. The N errors of a share
-  are all that is lost: :math:`\sum_k e_k = \sum_k g_k - s_N`. Hop k rounds with
-  ``fold_in(key, k)``.
+  are all that is lost: :math:`\sum_k e_k = \sum_k g_k - s_N`. The hops of a share round
+  by the same random bits, each with a mask of its own. The last two, whose sums are the
+  largest, are a pair, so that a part of their errors cancels.
 
   References:
     Han et al., `Auto-Precision Scaling for Distributed Deep Learning

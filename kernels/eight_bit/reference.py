@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.dithers import signed_lane
 from gradcomp.kernels.fixed_point import (
   FRACTION,
   Lane,
+  rounded,
   rounding_lanes,
   signed,
 )
@@ -102,7 +102,7 @@ def code(
   positive, negative = (jnp.uint32(top << FRACTION) for top in tops)
   top = positive if tops[0] == tops[1] else jnp.where(x < 0, negative, positive)
   fixed = jnp.minimum(coordinate(jnp.abs(x) * factor, lines), top)
-  magnitude = (fixed + jnp.uint32(signed_lane(lane, x))) >> FRACTION
+  magnitude = rounded(fixed, lane, x)
   negative = (x < 0) & (magnitude > 0)
   return jnp.where(negative, magnitude | jnp.uint32(_SIGN), magnitude)
 

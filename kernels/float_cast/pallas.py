@@ -7,8 +7,9 @@ import jax
 
 from gradcomp.kernels import blocks
 from gradcomp.kernels.dithers import read
+from gradcomp.kernels.fixed_point import rounding_lanes
 from gradcomp.kernels.float_cast import reference
-from gradcomp.kernels.float_cast.reference import code, lanes_or_none, width
+from gradcomp.kernels.float_cast.reference import code, width
 from gradcomp.kernels.float_codes import FloatRounding
 from gradcomp.kernels.float_formats import FloatFormat
 from gradcomp.kernels.planes import pack_planes, planes_per_word
@@ -37,7 +38,7 @@ def encode_rows(
 
   def body(block: blocks.Block, exponent_ref: Any, dither_ref: Any) -> None:
     words, row = read(dither_ref), block.first_row
-    lanes = lanes_or_none(words, block.shape, planes, first_row=row)
+    lanes = rounding_lanes(words, block.shape, planes, first_row=row)
     moved = None if exponent_ref is None else exponent_ref[0]
     codes = [
       code(block.plane(k), lane, moved, fmt=fmt, rounding=rounding, saturate=saturate)

@@ -3,12 +3,11 @@
 See docs/wire-format.md for the rule.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
-from gradcomp.kernels.dithers import Dither, random_lanes, signed_lane
+from gradcomp.kernels.dithers import signed_lane
+from gradcomp.kernels.fixed_point import Lane, rounding_lanes
 from gradcomp.kernels.float_codes import (
   FloatRounding,
   from_codes,
@@ -125,7 +124,7 @@ def encode_rows(
 
   def encode(segment: Segment) -> list[jax.Array]:
     row = first_row + segment.first_row
-    lanes = lanes_or_none(dither, segment.shape, planes, first_row=row)
+    lanes = rounding_lanes(dither, segment.shape, planes, first_row=row)
     codes = [
       code(plane, lane, exponent, fmt=fmt, rounding=rounding, saturate=saturate)
       for plane, lane in zip(segment.planes, lanes, strict=True)
@@ -135,22 +134,9 @@ def encode_rows(
   return stack_rows(x, planes, row_words, row_words, encode)
 
 
-def lanes_or_none(
-  dither: Dither | None,
-  shape: tuple[int, int],
-  planes: int,
-  *,
-  first_row: jax.Array | int,
-) -> Sequence[jax.Array | None]:
-  """Returns the random lanes of each plane; None for each plane without a dither."""
-  if dither is None:
-    return [None] * planes
-  return random_lanes(dither, shape, planes, first_row=first_row)
-
-
 def code(
   x: jax.Array,
-  lane: jax.Array | None,
+  lane: Lane,
   exponent: jax.Array | None,
   *,
   fmt: FloatFormat,
@@ -158,7 +144,7 @@ def code(
   saturate: bool,
 ) -> jax.Array:
   """Returns the codes of one plane, see :func:`to_codes`; 16 random bits round."""
-  draw = None if lane is None else jnp.uint32(signed_lane(lane, x)) << 16
+  draw = None if lane is None else signed_lane(lane, x) << 16
   return to_codes(
     x, fmt, rounding=rounding, draw=draw, exponent=exponent, saturate=saturate
   )

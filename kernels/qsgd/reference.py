@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.dithers import signed_lane
 from gradcomp.kernels.fixed_point import (
   FRACTION,
   Lane,
+  rounded,
   rounding_lanes,
   sign_bit,
   signed,
@@ -123,11 +123,8 @@ def code(
   fixed = jnp.minimum(fixed, top)
   if levels == "sign_magnitude":
     sign = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 31
-    return ((fixed + jnp.uint32(signed_lane(lane, x))) >> FRACTION) | (
-      sign << (bits - 1)
-    )
-  fixed = jnp.where(x < 0, top - fixed, top + fixed)
-  return (fixed + jnp.uint32(lane)) >> FRACTION
+    return rounded(fixed, lane, x) | (sign << (bits - 1))
+  return rounded(jnp.where(x < 0, top - fixed, top + fixed), lane)
 
 
 def decode_rows(

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.dithers import signed_lane
 from gradcomp.kernels.fixed_point import (
   FRACTION,
   Lane,
+  rounded,
   rounding_lanes,
   top_multiplier,
 )
@@ -100,7 +100,7 @@ def code(
   """
   fixed = (jnp.minimum(jnp.abs(x), limit) * factor).astype(jnp.int32)
   fixed = jnp.minimum(fixed.astype(jnp.uint32), jnp.uint32(TOP))
-  magnitude = (fixed + jnp.uint32(signed_lane(lane, x))) >> FRACTION
+  magnitude = rounded(fixed, lane, x)
   if packing == "2bit":
     return jnp.where(x < 0, 3 * magnitude, magnitude)
   return jnp.where(x < 0, 1 - magnitude, 1 + magnitude)
