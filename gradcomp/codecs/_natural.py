@@ -46,7 +46,7 @@ class Natural(RoundsAtRandom, RowCodec):
 
   Attributes:
     rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased: of two
-      equally near powers it takes the larger.
+      equally near powers it takes the odd one, 2**1 for 1.5 and for 3.
     implementation: how the encoder runs: see :func:`gradcomp.kernels.dispatch.run`.
 
   Raises:
