@@ -92,9 +92,8 @@ def library(codec: QSGD) -> Any:
   tx = gradcomp.compress(
     codec, axis_name="data", exchange="all_gather", feedback=None, min_leaf_size=0
   )
-  return jax.jit(
-    jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name="data")  # mean only
-  )
+  mean = lambda x: tx.update(x, tx.init(x))[0]
+  return jax.jit(jax.vmap(mean, axis_name="data"))
 
 
 def places(codec: QSGD, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
