@@ -32,6 +32,7 @@ RUNS = (
   "link_speed",
   "link_speed --loopback",
   "memory",
+  "noise",
   "ptx_check",
   "redsync_study",
   "roundoff",

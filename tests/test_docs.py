@@ -197,6 +197,22 @@ def test_the_measured_table_is_what_was_measured():
     assert row in text
 
 
+def test_the_table_of_noise_is_what_was_measured():
+  """Of the results: one row for each codec and kind of gradients, and no others."""
+  found = json.loads((RESULTS / "noise.json").read_text())["ratios"]
+  text = (FOLDER / "results.md").read_text()
+  rows = re.findall(r"^\| (?:independent|nearly agree) \|.*", text, re.M)
+  assert rows == [
+    f"| {kind.removeprefix('are ')} | {codec} | "
+    + " | ".join(f"{a:.2f} / {b:.2f}" for a, b in zip(*pair, strict=True))
+    + " |"
+    for kind, of in found.items()
+    for codec, *pair in zip(
+      of["gradcomp"], of["gradcomp"].values(), of["Suresh"].values(), strict=True
+    )
+  ]
+
+
 @pytest.mark.parametrize("page", [README, FOLDER / "results.md"], ids=name)
 def test_the_picture_is_of_these_times(page, tmp_path, monkeypatch):
   """Its words for those who do not see it hold the times that the script draws."""

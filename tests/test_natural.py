@@ -12,7 +12,8 @@ from assertions import assert_same_floats, says
 from float_cases import wide_leaf
 
 import gradcomp
-from gradcomp.codecs import Natural
+from gradcomp import kernels
+from gradcomp.codecs import Context, Natural
 
 CODEC = Natural()
 # The ends of the range, what is beside them, and numbers of no range at all.
@@ -54,9 +55,15 @@ def test_nearest_payload_is_the_oracles():
 
 
 def test_the_pages_example():
+  """Of two workers, which make -1 and -2 of -1.5."""
   x = jnp.array([1, -1.5, 0, 3e30], jnp.float32)
-  rows = CODEC.encode(x, key=jnp.zeros(2, jnp.uint32)).rows
-  assert rows[0, :4].tolist() == [0x3F, 0xBF, 0x00, 0x7F]
+  key = jnp.zeros(2, jnp.uint32)
+  rows = [
+    laws.here(CODEC).encode(x, context=Context(dither=kernels.dither(key, i))).rows
+    for i in range(2)
+  ]
+  assert rows[0][0, :4].tolist() == [0x3F, 0xBF, 0x00, 0x7F]
+  assert rows[1][0, :4].tolist() == [0x3F, 0xC0, 0x00, 0x7F]
 
 
 def test_unbiased():

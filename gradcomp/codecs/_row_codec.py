@@ -70,8 +70,10 @@ class RowCodec(SameForAll, abc.ABC):
     Args:
       tiles: ``tile_size`` elements in each row, in one axis or several. The last tile
         of a leaf is filled with zeros.
-      key: ``uint32[2]`` if the codec needs one.
-      context: always empty here.
+      key: ``uint32[2]`` if the codec needs one, another one for each worker.
+      context: holds ``dither``, ``uint32[3]`` or None, if the codec needs a key. That
+        is a key which all workers share, and the worker's mask: with random numbers
+        from it, the errors of the workers cancel. See docs/extending.md.
     """
 
   @abc.abstractmethod
@@ -98,7 +100,8 @@ class RowCodec(SameForAll, abc.ABC):
       TypeError: ``x`` is not real floating point.
     """
     tiles = to_tiles(as_float32(x), self)
-    return Payload(self.encode_rows(tiles, key=codec_key(key, self)))
+    words = codec_key(key, self)
+    return Payload(self.encode_rows(tiles, key=words, context=context))
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to an array with the shape and dtype of ``like``."""
