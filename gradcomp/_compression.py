@@ -237,6 +237,7 @@ class Compression:
       "exchange": repr(self.exchange),
       "min_leaf_size": repr(self.min_leaf_size),
       "message_bytes": repr(self.message_bytes),
+      "dither": repr(self.dither),
     }
     return told | ({"key": repr(self.key)} if isinstance(self.key, int) else {})
 
