@@ -6,14 +6,15 @@
 Prints nanoseconds an element for each codec and size, the ratio to a copy of as many
 float32 numbers into a buffer in use and into a new one (see timing.py), and the
 temporary memory of the compiled encoder. Then it does the same for ResNet-50's 161
-leaves as one message, and prints how long a train step of 300 leaves takes to trace and
-to compile. Writes JSON with --output.
+leaves as one message, and prints how long a train step of 300 leaves, of ResNet-50's
+and of a transformer's takes to trace and to compile. Writes JSON with --output.
 """
 
 import argparse
 import json
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import gradients
@@ -146,11 +147,12 @@ def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, A
   return _report(f"{title}, qsgd-4", seconds, size, temp, sent)
 
 
-def compile_rows(leaves: int) -> dict[str, Any]:
+def compile_rows(
+  model: str, params: Any, loss_fn: Callable[..., Any], batch: Any
+) -> dict[str, Any]:
   """Times tracing and compiling a train step with a plain mean, and with QSGD-4."""
   devices = min(2, jax.device_count())
   mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
-  params, loss_fn, batch = gradients.deep_mlp(leaves // 2)
   result = {}
   for name, mean in (
     ("plain mean", gradcomp.dense(axis_name="data")),
@@ -167,7 +169,7 @@ def compile_rows(leaves: int) -> dict[str, Any]:
     lowered.compile()
     result[name] = {"trace": traced - start, "compile": time.perf_counter() - traced}
     print(
-      f"train step of {leaves} leaves, {name}: trace {result[name]['trace']:.1f} s, "
+      f"train step of {model}, {name}: trace {result[name]['trace']:.1f} s, "
       f"compile {result[name]['compile']:.1f} s"
     )
   return result
@@ -208,7 +210,14 @@ def main() -> None:
       results[key] = codec_rows(name, CODECS[name], size, options.repeats)
   tree = gradients.resnet50(message)
   results["resnet50"] = message_rows("ResNet-50", tree, options.repeats)
-  results["compile"] = compile_rows(leaves)
+  results["compile"] = compile_rows(
+    f"{leaves} leaves", *gradients.deep_mlp(leaves // 2)
+  )
+  if not options.quick:
+    models = {"ResNet-50": gradients.resnet50, "12 layers": gradients.transformer}
+    for model, make in models.items():
+      given = make(), gradients.squares, jnp.ones((8, 1))
+      results[f"compile {model}"] = compile_rows(model, *given)
   if options.output:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(results, indent=1))

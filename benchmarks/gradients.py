@@ -29,6 +29,23 @@ def resnet50(leaves: int | None = None) -> list[jax.Array]:
   ]
 
 
+def transformer(layers: int = 12, width: int = 512) -> list[jax.Array]:
+  """Makes leaves like those of a decoder with ``layers`` layers, which no scan joins.
+
+  A layer has query, key, value and output, two layers of a network four times as wide,
+  and two normalisations; twelve layers have 196 leaves.
+  """
+  square, line = (width, width), (width,)
+  layer = [square, line] * 4 + [(width, 4 * width), (4 * width,), (4 * width, width)]
+  shapes = [(8192, width), *[*layer, *[line] * 5] * layers, line, line, (width, 8192)]
+  return [jnp.full(shape, 0.01) for shape in shapes]
+
+
+def squares(leaves: list[jax.Array], batch: jax.Array) -> jax.Array:
+  """Returns a loss that depends on every leaf, and takes no time to compile."""
+  return sum(jnp.mean(leaf**2) for leaf in leaves) * jnp.mean(batch)
+
+
 def deep_mlp(layers: int, width: int = 128) -> tuple[Any, Callable[..., Any], Any]:
   """Makes parameters, loss and batch of a network with two leaves a layer."""
   params = [
