@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def planes_per_word(bits: int) -> int:
@@ -84,6 +85,25 @@ def tile_segments(
     last = jnp.pad(rest, (0, tile - rest.size)).reshape(planes, bucket_size)
     segments.append(Segment(full, last, [last[k : k + 1] for k in range(planes)]))
   return segments
+
+
+def filled(x: jax.Array, bucket_size: int) -> jax.Array:
+  """Fills the last bucket of a flat array with its own elements in turn.
+
+  It is for codecs that take means over a bucket, which zeros would draw to zero. Copies
+  get the codes and values of what they copy in every stage. In later stages rows have
+  no leaf any more, and a mean counts the copies as well. It is then nearly that of the
+  elements alone.
+
+  Example:
+    >>> filled(jnp.arange(7), 4).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 4]
+  """
+  rest = x.size % bucket_size
+  if not rest:
+    return x
+  copies = np.arange(bucket_size - rest) % rest + x.size - rest
+  return jnp.concatenate([x, x[copies]])
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)

@@ -5,6 +5,7 @@ payload, what a NaN spoils, and what may stand behind the end of a leaf.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle_clipped
 import oracle_one_bit
 import oracle_top_k
 import wire_decoder
@@ -87,10 +89,22 @@ def _qsgd(slow=False, **hyper):
     codes = wire_decoder.shared_codes(rows, size, levels=codec.levels, **layout)
     return wire_decoder.decode_sums(codes, stats, levels=codec.levels, **layout)
 
-  # A whole tensor's l2 norm is added in another order when zeros follow.
-  alone = codec.bucket_size is None and codec.norm == "l2"
-  own = _scale_is_the_norm if alone else None
+  own = None
+  if codec.norm == "rms":
+    own = functools.partial(_scales_are_of_copies, codec)
+  elif codec.bucket_size is None and codec.norm == "l2":
+    # A whole tensor's l2 norm is added in another order when zeros follow.
+    own = _scale_is_the_norm
   return Case(codec, read, codec.bucket_size, own, slow=slow)
+
+
+def _scales_are_of_copies(codec, x, rows, value):
+  if codec.share_scale:
+    return  # they are not in the rows, which the page reads with them
+  found = np.ascontiguousarray(rows[:, codec.bucket_size :]).view(np.float32)
+  expected = oracle_clipped.scales(x, bits=codec.bits, bucket_size=codec.bucket_size)
+  # At most 64 additions in binary32, a square root and a product: 1e-6 is 8 ulp.
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def _scale_is_the_norm(x, rows, value):
@@ -255,6 +269,16 @@ SHARED_QSGD_CASES = [
     bits=8, bucket_size=64, norm="l2", rounding="nearest", share_scale=True, slow=True
   ),
 ]
+CLIPPED_QSGD_CASES = [
+  _qsgd(norm="rms", levels="uniform", **hyper)
+  for hyper in (
+    dict(bits=1, bucket_size=64, slow=True),
+    dict(bits=2, bucket_size=64, rounding="nearest"),
+    dict(bits=3, bucket_size=32, rounding="nearest", slow=True),
+    dict(bits=4, bucket_size=32),
+    dict(bits=2, bucket_size=64, rounding="nearest", share_scale=True),
+  )
+]
 EIGHT_BIT_CASES = [
   _eight_bit(),
   _eight_bit(data_type="dynamic_map", slow=True),
@@ -293,6 +317,7 @@ SPARSE_CASES = [
 CASES = [
   *QSGD_CASES,
   *SHARED_QSGD_CASES,
+  *CLIPPED_QSGD_CASES,
   # The levels' fit is a property of a leaf: the laws take those of the first step.
   *(
     _qsgd(bits=bits, bucket_size=64, levels="nonuniform", slow=bits != 3)

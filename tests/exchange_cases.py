@@ -22,6 +22,7 @@ SHARED = [
   QSGD(bits=4, bucket_size=32, share_scale=True),
   QSGD(bits=3, bucket_size=None, levels="uniform", share_scale=True),
 ]
+CLIPPED = QSGD(bits=2, bucket_size=32, norm="rms", levels="uniform", rounding="nearest")
 # Every exchange that a codec can take.
 CASES = [
   *itertools.product(CODECS, ["all_gather", "two_shot", "ring", "hierarchical"]),
@@ -48,10 +49,13 @@ CASES = [
   # Sums in float32 of what is rounded at random, in both stages.
   (Dense(dtype=jnp.bfloat16, rounding="stochastic"), "two_shot"),
   (Natural(), "two_shot"),
+  # Last buckets that are filled with copies, also where sums start from leaves.
+  (CLIPPED, "two_shot"),
+  (CLIPPED, "ring"),
 ]
 
 # Of these, each exchange, each kind of sum, and what is new in each codec once.
-PLAIN = CASES[:4] + CASES[11:12] + CASES[17:19] + CASES[22::2] + CASES[-1:]
+PLAIN = CASES[:4] + CASES[11:12] + CASES[17:19] + CASES[22:39:2] + CASES[39:]
 
 # Of these, each exchange and each kind of sum: what is sent follows from them, and from
 # the length of a row.
@@ -83,6 +87,7 @@ IN_MODES = [
   ((OneBit(per_column=True), "hierarchical"), "shard_map"),
   ((Ternary(packing="base3"), "psum"), modes.EXPLICIT),
   ((FloatCast(accumulate="float32"), "two_shot"), modes.EXPLICIT),
+  ((CLIPPED, "two_shot"), modes.EXPLICIT),
 ]
 
 

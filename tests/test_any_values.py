@@ -30,6 +30,8 @@ CODECS = {
   EightBit(data_type="mantissa", exponent_offset=0): (None, None),
   EightBit(): (None, 1),
   QSGD(bits=3, bucket_size=32, levels="nonuniform"): (32, 1),
+  # A root mean square is at most the largest element.
+  QSGD(bits=2, bucket_size=32, norm="rms", levels="uniform"): (32, 1.494),
 }
 
 

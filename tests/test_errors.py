@@ -64,7 +64,7 @@ def test_integers_of_numpy_are_integers():
 @pytest.mark.parametrize(
   "name, choices",
   [
-    ("norm", ("max", "l2")),
+    ("norm", ("max", "l2", "rms")),
     ("levels", ("sign_magnitude", "uniform")),
     ("rounding", ("stochastic", "nearest")),
   ],

@@ -201,6 +201,7 @@ CODECS = [
     FloatCast(),
     QSGD(bits=8, bucket_size=None, norm="l2", rounding="nearest"),
     QSGD(bits=2, bucket_size=64, share_scale=True),
+    QSGD(bits=2, bucket_size=64, norm="rms", levels="uniform", rounding="nearest"),
     Ternary(),
     EightBit(bucket_size=64),
   ),

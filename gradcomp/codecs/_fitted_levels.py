@@ -9,7 +9,7 @@ from gradcomp.codecs._memory import Memory
 from gradcomp.codecs._scaling import bucket_words
 from gradcomp.codecs._tiles import as_float32
 from gradcomp.kernels import levels
-from gradcomp.kernels.scales import Norm, scales, tensor_norm
+from gradcomp.kernels.scales import scales, tensor_norm
 
 
 class FittedLevels:
@@ -17,7 +17,6 @@ class FittedLevels:
 
   bits: int
   bucket_size: int | None
-  norm: Norm
 
   most_counted: ClassVar[int] = levels.MOST_COUNTED
 
@@ -40,26 +39,10 @@ class FittedLevels:
     return levels.histogram(
       flat,
       bucket_size=bucket_words(self.bucket_size),
-      scale=None if self.bucket_size else scales(tensor_norm(flat, self.norm)),
-      norm=self.norm,
+      scale=None if self.bucket_size else scales(tensor_norm(flat, "max")),
+      norm="max",
     )
 
   def fit(self, counts: jax.Array, memory: jax.Array) -> jax.Array:
     """Returns the levels with the least variance; ``memory`` if nothing was counted."""
     return levels.fit(counts, memory)
-
-
-def check_fitted(bits: int, norm: Norm, share_scale: bool) -> None:
-  """Raises ValueError for hyperparameters with which levels cannot be fitted."""
-  if bits not in (2, 3, 4):
-    raise ValueError(
-      f'`bits` must be 2, 3 or 4 with levels="nonuniform", got {bits}; more '
-      'levels than that gain nothing over levels="uniform".'
-    )
-  if norm != "max":
-    raise ValueError(f'`norm` must be "max" with levels="nonuniform", got {norm!r}.')
-  if share_scale:
-    raise ValueError(
-      '`share_scale` must be False with levels="nonuniform", whose codes cannot be '
-      "added, got True."
-    )

@@ -8,7 +8,7 @@ import jax
 from gradcomp._checks import bucket, flag, optional_one_of, static_integer
 from gradcomp.codecs._codec import NOTHING, Context, Leaf, Payload
 from gradcomp.codecs._tiles import as_float32, as_matrix, decode_payload
-from gradcomp.kernels import Implementation, one_bit
+from gradcomp.kernels import Implementation, one_bit, planes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class OneBit:
 
   def filled(self, flat: jax.Array) -> jax.Array:
     """Returns a flat leaf whose last bucket repeats its own elements in turn."""
-    return one_bit.filled(flat, self.bucket_size)
+    return planes.filled(flat, self.bucket_size)
 
   def encode(
     self,

@@ -1,35 +1,32 @@
 """QSGD quantizes to few levels, rounds stochastically, and scales bucket by bucket."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from gradcomp._checks import (
-  flag,
-  one_of,
-  optional_bucket,
-  optional_one_of,
-  static_integer,
-)
+from gradcomp._checks import flag, one_of, optional_bucket, optional_one_of
+from gradcomp.codecs._bucket_scales import BucketScales
 from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
-from gradcomp.codecs._fitted_levels import FittedLevels, check_fitted
+from gradcomp.codecs._fitted_levels import FittedLevels
+from gradcomp.codecs._qsgd_options import (
+  Levels,
+  ScaleNorm,
+  check_clipped,
+  check_fitted,
+  checked_bits,
+  checked_refit_every,
+)
 from gradcomp.codecs._rounding import RoundsAtRandom
-from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
+from gradcomp.codecs._scaling import bucket_words
 from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
 from gradcomp.kernels import Implementation, planes, qsgd
 from gradcomp.kernels import levels as fitted_levels
-from gradcomp.kernels.scales import Norm, scales
-
-Levels = Literal["sign_magnitude", "uniform", "nonuniform"]
-
-_BITS_RULE = "1 to 8 or 16"
-_REFIT_RULE = "a number of steps, 1 or more"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QSGD(FittedLevels, RoundsAtRandom, SameForAll):
+class QSGD(BucketScales, FittedLevels, RoundsAtRandom, SameForAll):
   r"""Quantizes each element to one of a few levels of its bucket's norm.
 
   With :math:`s` intervals and the scale :math:`\lVert v \rVert` of a bucket,
@@ -49,6 +46,12 @@ class QSGD(FittedLevels, RoundsAtRandom, SameForAll):
   ``nonuniform``      ``2**bits-1``      s intervals of [-norm, norm] that are small
                                          where many elements are; 2, 3 or 4 bits
   ==================  ================  ==========================================
+
+  With ``norm="rms"`` the norm is a multiple of the root mean square of a bucket, so
+  that ``uniform`` levels are 1.596, 0.996, 0.586 or 0.335 root mean squares apart at 1,
+  2, 3 or 4 bits. Elements beyond the outermost level are clipped to it. Of all steps
+  these lose least of a Gaussian bucket with nearest rounding. Clipping is a bias, so
+  the codec has error feedback by default: what is clipped is sent later.
 
   Non-uniform levels are multiples of 1/256 of the norm, the same on both sides of zero.
   Of all such levels they have the least variance of stochastic rounding. They are
@@ -81,8 +84,9 @@ class QSGD(FittedLevels, RoundsAtRandom, SameForAll):
     bucket_size: consecutive elements that share a scale, a multiple of 32; None for
       one scale a tensor. The owner's second encoding in a ``two_shot`` exchange then
       uses one scale a row of ``512 * floor(32 / bits)`` elements.
-    norm: ``"max"`` or ``"l2"``. The paper found ``"max"`` more accurate. Its variance
-      bound holds for ``"l2"``.
+    norm: ``"max"``, ``"l2"``, or ``"rms"``, which needs ``uniform`` levels, buckets and
+      1 to 4 bits. The paper found ``"max"`` more accurate than ``"l2"``, for which its
+      variance bound holds.
     levels: ``"sign_magnitude"``, ``"uniform"`` or ``"nonuniform"``.
     rounding: ``"stochastic"`` or ``"nearest"``.
     share_scale: whether the scales are those of all workers together.
@@ -112,7 +116,7 @@ class QSGD(FittedLevels, RoundsAtRandom, SameForAll):
 
   bits: int = 4
   bucket_size: int | None = 512
-  norm: Norm = "max"
+  norm: ScaleNorm = "max"
   levels: Levels = "sign_magnitude"
   rounding: Rounding = "stochastic"
   share_scale: bool = False
@@ -123,35 +127,31 @@ class QSGD(FittedLevels, RoundsAtRandom, SameForAll):
   adds: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
-    bits = static_integer("bits", _BITS_RULE, self.bits)
-    if bits not in (1, 2, 3, 4, 5, 6, 7, 8, 16):
-      raise ValueError(f"`bits` must be {_BITS_RULE}, got {bits}.")
-    object.__setattr__(self, "bits", bits)
-    size = optional_bucket("bucket_size", self.bucket_size)
-    object.__setattr__(self, "bucket_size", size)
-    one_of("norm", Norm, self.norm)
+    one_of("norm", ScaleNorm, self.norm)
     one_of("levels", Levels, self.levels)
     one_of("rounding", Rounding, self.rounding)
+    object.__setattr__(self, "bits", checked_bits(self.bits, self.levels))
+    size = optional_bucket("bucket_size", self.bucket_size)
+    object.__setattr__(self, "bucket_size", size)
     flag("share_scale", self.share_scale)
-    if bits == 1 and self.levels == "sign_magnitude":
-      raise ValueError(
-        '`bits` must be at least 2 with levels="sign_magnitude", which spends one bit '
-        'on the sign, got 1; use levels="uniform".'
-      )
-    steps = static_integer("refit_every", _REFIT_RULE, self.refit_every)
-    if steps < 1:
-      raise ValueError(f"`refit_every` must be {_REFIT_RULE}, got {steps}.")
-    object.__setattr__(self, "refit_every", steps)
+    object.__setattr__(self, "refit_every", checked_refit_every(self.refit_every))
     optional_one_of("implementation", Implementation, self.implementation)
     if self.fitted:
       check_fitted(self.bits, self.norm, self.share_scale)
+    if self.norm == "rms":
+      check_clipped(self.bits, self.levels, self.bucket_size)
+
+  @property
+  def unbiased(self) -> bool:
+    return super().unbiased and self.norm != "rms"
 
   def to_nearest(self) -> "QSGD":
-    """Returns the codec that rounds to nearest; with 1 bit this one.
+    """Returns the codec that rounds to nearest; with 1 bit and ``"max"`` this one.
 
-    To nearest, 1 bit has no value near zero: almost all of a bucket would be its norm.
+
+    To nearest, every element of a bucket would be as large as the largest.
     """
-    return self if self.bits == 1 else super().to_nearest()
+    return self if self.bits == 1 and self.norm != "rms" else super().to_nearest()
 
   @property
   def agrees(self) -> bool:
@@ -186,11 +186,6 @@ class QSGD(FittedLevels, RoundsAtRandom, SameForAll):
     assert self.levels != "nonuniform"
     return self.levels
 
-  def agree(self, x: jax.Array) -> jax.Array:
-    """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
-    count = planes.planes_per_word(self.bits)
-    return scales(leaf_scales(as_float32(x), count, self.bucket_size, self.norm))
-
   def encode(
     self,
     x: jax.Array,
@@ -199,11 +194,12 @@ class QSGD(FittedLevels, RoundsAtRandom, SameForAll):
     context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, row_words]``; shared scales come beside them."""
+    flat = self.filled(as_float32(x))
     scale = context.agreed if self.share_scale else None
     if scale is None and not self._scales_inside:
-      scale = self.agree(x)
+      scale = self.flat_scales(flat)
     dither = codec_dither(key, self, context)
-    words, _ = self._encode(as_float32(x), scale, dither, context.levels)
+    words, _ = self._encode(flat, scale, dither, context.levels)
     return Payload(words, scale if self.share_scale else None)
 
   def encode_with_residual(
@@ -237,10 +233,7 @@ class QSGD(FittedLevels, RoundsAtRandom, SameForAll):
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> jax.Array:
-    scale = None
-    if not self._scales_inside:
-      count = planes.planes_per_word(self.bits)
-      scale = scales(row_scales(tiles, count, self.bucket_size, self.norm))
+    scale = None if self._scales_inside else self.tile_scales(tiles)
     dither = codec_dither(key, self, context)
     return self._encode(tiles.reshape(-1), scale, dither, context.levels)[0]
 

@@ -11,7 +11,6 @@ from gradcomp.kernels.one_bit.columns import decode_columns as decode_columns
 from gradcomp.kernels.one_bit.columns import encode_columns as encode_columns
 from gradcomp.kernels.one_bit.reference import WORD as WORD
 from gradcomp.kernels.one_bit.reference import decode_rows as decode_rows
-from gradcomp.kernels.one_bit.reference import filled as filled
 
 
 def encode_rows(

@@ -15,6 +15,7 @@ from gradcomp.kernels.fixed_point import Divide
 from gradcomp.kernels.fixed_point import divide as divide_anywhere
 from gradcomp.kernels.planes import (
   Segment,
+  filled,
   float_words,
   floats,
   pack_planes,
@@ -129,24 +130,6 @@ def means_of_sums(
 def _power_of_two(size: int) -> int:
   """Returns the smallest power of two that is not below ``size``."""
   return 1 << (size - 1).bit_length()
-
-
-def filled(x: jax.Array, bucket_size: int) -> jax.Array:
-  """Fills the last bucket of a flat array with its own elements in turn.
-
-  Copies get the codes and values of what they copy in every stage. In later stages rows
-  have no leaf any more, and a mean counts the copies as well. It is then nearly that of
-  the elements alone. Zeros would draw it to zero.
-
-  Example:
-    >>> filled(jnp.arange(7), 4).tolist()
-    [0, 1, 2, 3, 4, 5, 6, 4]
-  """
-  rest = x.size % bucket_size
-  if not rest:
-    return x
-  copies = np.arange(bucket_size - rest) % rest + x.size - rest
-  return jnp.concatenate([x, x[copies]])
 
 
 def encode_rows(
