@@ -52,6 +52,13 @@ CODECS: dict[str, Codec] = {
   "qsgd-4 nearest": QSGD(bits=4, rounding="nearest"),
   "qsgd-4 l2": QSGD(bits=4, norm="l2"),
   "qsgd-4 tensor": QSGD(bits=4, bucket_size=None),
+  "qsgd-4 rotate 8": QSGD(bits=4, rotate=8),
+  "qsgd-4 rotate 32": QSGD(bits=4, rotate=32),
+  "qsgd-2 nearest": QSGD(bits=2, levels="uniform", rounding="nearest"),
+  "qsgd-2 rms": QSGD(bits=2, norm="rms", levels="uniform", rounding="nearest"),
+  "qsgd-2 rms rotate 32": QSGD(
+    bits=2, norm="rms", levels="uniform", rounding="nearest", rotate=32
+  ),
   **{
     f"qsgd-{bits} nonuniform": QSGD(bits=bits, levels="nonuniform")
     for bits in (2, 3, 4)

@@ -21,6 +21,7 @@ def qsgd(
   levels: Literal["sign_magnitude", "uniform", "nonuniform"] = "sign_magnitude",
   rounding: Literal["stochastic", "nearest"] = "stochastic",
   share_scale: bool = False,
+  rotate: int | None = None,
   refit_every: int = 100,
   implementation: Implementation | None = None,
   **options: Unpack[CompressOptions],
@@ -37,7 +38,8 @@ def qsgd(
   bits. Stochastic rounding is unbiased, and keeps no residual by default, as in the
   paper. At 2 bits ``feedback="error"`` is worth its memory. With ``norm="rms"``,
   ``levels="uniform"`` and ``rounding="nearest"`` it keeps a residual by default, which
-  is a quarter as large as with the other norms at 2 bits.
+  is a quarter as large as with the other norms at 2 bits. ``rotate=8`` or ``rotate=32``
+  is for gradients with heavy tails.
 
   A payload has about ``bits + 32 / bucket_size`` bits an element.
 
@@ -64,6 +66,7 @@ def qsgd(
     levels=levels,
     rounding=rounding,
     share_scale=share_scale,
+    rotate=rotate,
     refit_every=refit_every,
     implementation=implementation,
   )

@@ -15,9 +15,11 @@ import ml_dtypes
 import numpy as np
 import oracle_clipped
 import oracle_one_bit
+import oracle_rotated
 import oracle_top_k
 import wire_decoder
 import wire_decoder_codecs
+import wire_decoder_rotated
 import wire_decoder_sparse
 
 from gradcomp.codecs import (
@@ -81,6 +83,13 @@ def _qsgd(slow=False, **hyper):
   layout = dict(bits=codec.bits, bucket_size=codec.bucket_size)
 
   def read(rows, stats, shape):
+    if codec.rotate:
+      tiles = read_tiles(rows, stats, (len(rows) * codec.tile_size,))
+      whole = wire_decoder_rotated.unrotate(tiles, group=codec.rotate, **layout)
+      return whole[: int(np.prod(shape))]
+    return read_tiles(rows, stats, shape)
+
+  def read_tiles(rows, stats, shape):
     size = int(np.prod(shape))
     if codec.levels == "nonuniform":
       return wire_decoder_codecs.decode_nonuniform(rows, size, **layout)
@@ -95,14 +104,21 @@ def _qsgd(slow=False, **hyper):
   elif codec.bucket_size is None and codec.norm == "l2":
     # A whole tensor's l2 norm is added in another order when zeros follow.
     own = _scale_is_the_norm
-  return Case(codec, read, codec.bucket_size, own, slow=slow)
+  spoils = codec.bucket_size
+  if codec.rotate and spoils:
+    spoils *= 8  # the planes that a group lies in
+  return Case(codec, read, spoils, own, slow=slow)
 
 
 def _scales_are_of_copies(codec, x, rows, value):
   if codec.share_scale:
     return  # they are not in the rows, which the page reads with them
   found = np.ascontiguousarray(rows[:, codec.bucket_size :]).view(np.float32)
-  expected = oracle_clipped.scales(x, bits=codec.bits, bucket_size=codec.bucket_size)
+  layout = dict(bits=codec.bits, bucket_size=codec.bucket_size)
+  leaf = oracle_clipped.filled(x, codec.bucket_size)
+  if codec.rotate:
+    leaf = oracle_rotated.rotate(leaf, group=codec.rotate, **layout)
+  expected = oracle_clipped.scales(leaf, **layout)
   # At most 64 additions in binary32, a square root and a product: 1e-6 is 8 ulp.
   np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -279,6 +295,20 @@ CLIPPED_QSGD_CASES = [
     dict(bits=2, bucket_size=64, rounding="nearest", share_scale=True),
   )
 ]
+ROTATED_QSGD_CASES = [
+  _qsgd(bits=4, bucket_size=64, rotate=8),
+  _qsgd(bits=1, bucket_size=32, levels="uniform", rotate=8, slow=True),
+  _qsgd(
+    bits=2,
+    bucket_size=32,
+    norm="rms",
+    levels="uniform",
+    rounding="nearest",
+    rotate=32,
+  ),
+  _qsgd(bits=4, bucket_size=None, rotate=32, slow=True),
+  _qsgd(bits=4, bucket_size=64, share_scale=True, rotate=32),
+]
 EIGHT_BIT_CASES = [
   _eight_bit(),
   _eight_bit(data_type="dynamic_map", slow=True),
@@ -318,6 +348,7 @@ CASES = [
   *QSGD_CASES,
   *SHARED_QSGD_CASES,
   *CLIPPED_QSGD_CASES,
+  *ROTATED_QSGD_CASES,
   # The levels' fit is a property of a leaf: the laws take those of the first step.
   *(
     _qsgd(bits=bits, bucket_size=64, levels="nonuniform", slow=bits != 3)

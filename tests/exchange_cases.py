@@ -1,5 +1,6 @@
 """Provides every exchange that a codec can take, and what the tests give to them."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -23,6 +24,7 @@ SHARED = [
   QSGD(bits=3, bucket_size=None, levels="uniform", share_scale=True),
 ]
 CLIPPED = QSGD(bits=2, bucket_size=32, norm="rms", levels="uniform", rounding="nearest")
+ROTATED = QSGD(bits=4, bucket_size=32, rotate=32)
 # Every exchange that a codec can take.
 CASES = [
   *itertools.product(CODECS, ["all_gather", "two_shot", "ring", "hierarchical"]),
@@ -52,6 +54,10 @@ CASES = [
   # Last buckets that are filled with copies, also where sums start from leaves.
   (CLIPPED, "two_shot"),
   (CLIPPED, "ring"),
+  # Sums of rotated tiles, also those of integers, and where sums start from leaves.
+  (ROTATED, "two_shot"),
+  (dataclasses.replace(ROTATED, share_scale=True), "psum"),
+  (dataclasses.replace(CLIPPED, rotate=8), "ring"),
 ]
 
 # Of these, each exchange, each kind of sum, and what is new in each codec once.
@@ -88,6 +94,7 @@ IN_MODES = [
   ((Ternary(packing="base3"), "psum"), modes.EXPLICIT),
   ((FloatCast(accumulate="float32"), "two_shot"), modes.EXPLICIT),
   ((CLIPPED, "two_shot"), modes.EXPLICIT),
+  ((ROTATED, "two_shot"), "shard_map"),
 ]
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from codec_cases import CASES
 
-from gradcomp.codecs import Context, Leaf, Payload, RemainderCodec
+from gradcomp.codecs import Context, Leaf, Payload, RemainderCodec, to_tiles
 
 CODECS = [case.codec for case in CASES]
 
@@ -212,7 +212,7 @@ def padding_never_leaks(case, x):
       return payload, payload.rows
     key = KEY if codec.needs_key else None
     levels = codec.init().shared if codec.fitted else None
-    tiles = padded.reshape(-1, codec.tile_size // 32, 32)
+    tiles = to_tiles(padded, codec).reshape(-1, codec.tile_size // 32, 32)
     return payload, codec.encode_rows(tiles, key=key, context=Context(levels=levels))
 
   payload, rows = run(np.pad(x, (0, -x.size % codec.tile_size)))

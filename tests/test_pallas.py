@@ -202,6 +202,7 @@ CODECS = [
     QSGD(bits=8, bucket_size=None, norm="l2", rounding="nearest"),
     QSGD(bits=2, bucket_size=64, share_scale=True),
     QSGD(bits=2, bucket_size=64, norm="rms", levels="uniform", rounding="nearest"),
+    QSGD(bits=4, bucket_size=64, rotate=8),
     Ternary(),
     EightBit(bucket_size=64),
   ),

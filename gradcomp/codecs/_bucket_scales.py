@@ -8,7 +8,6 @@ import numpy as np
 
 from gradcomp.codecs._qsgd_options import ScaleNorm
 from gradcomp.codecs._scaling import leaf_scales, row_scales
-from gradcomp.codecs._tiles import as_float32
 from gradcomp.kernels import planes
 from gradcomp.kernels.scales import scales
 
@@ -40,12 +39,8 @@ class BucketScales:
       return flat
     return planes.filled(flat, self.bucket_size)
 
-  def agree(self, x: jax.Array) -> jax.Array:
-    """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
-    return self.flat_scales(self.filled(as_float32(x)))
-
   def flat_scales(self, flat: jax.Array) -> jax.Array:
-    """Returns the scales of a flat leaf that is :meth:`filled`."""
+    """Returns the scales of what is encoded of a leaf, flat: those of buckets."""
     return self._scales(leaf_scales, flat)
 
   def tile_scales(self, tiles: jax.Array) -> jax.Array:

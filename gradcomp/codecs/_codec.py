@@ -242,6 +242,21 @@ class FilledCodec(Codec, Protocol):
     """Returns a flat leaf, followed by what fills its last bucket."""
 
 
+@runtime_checkable
+class RotatingCodec(Codec, Protocol):
+  """A codec whose rows stand for rotated tiles, which add up as leaves do.
+
+  Tiles are rotated before they are encoded, and rotated back when they are leaves
+  again, after the last sum.
+  """
+
+  def rotated(self, tiles: jax.Array) -> jax.Array:
+    """Returns what is encoded of tiles: ``float32[rows, tile_size]``."""
+
+  def unrotated(self, tiles: jax.Array) -> jax.Array:
+    """Undoes :meth:`rotated` for tiles, or sums of tiles, of one or two axes each."""
+
+
 def is_shared(codec: LeafCodec) -> TypeGuard[SharedCodec]:
   """Returns True for a :class:`SharedCodec`, which the hyperparameters decide.
 

@@ -13,20 +13,21 @@ from gradcomp.codecs._fitted_levels import FittedLevels
 from gradcomp.codecs._qsgd_options import (
   Levels,
   ScaleNorm,
-  check_clipped,
-  check_fitted,
+  check_levels,
   checked_bits,
   checked_refit_every,
+  checked_rotate,
 )
+from gradcomp.codecs._rotated_tiles import RotatedTiles
 from gradcomp.codecs._rounding import RoundsAtRandom
 from gradcomp.codecs._scaling import bucket_words
-from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
+from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload, to_tiles
 from gradcomp.kernels import Implementation, planes, qsgd
 from gradcomp.kernels import levels as fitted_levels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QSGD(BucketScales, FittedLevels, RoundsAtRandom, SameForAll):
+class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll):
   r"""Quantizes each element to one of a few levels of its bucket's norm.
 
   With :math:`s` intervals and the scale :math:`\lVert v \rVert` of a bucket,
@@ -47,23 +48,22 @@ class QSGD(BucketScales, FittedLevels, RoundsAtRandom, SameForAll):
                                          where many elements are; 2, 3 or 4 bits
   ==================  ================  ==========================================
 
-  With ``norm="rms"`` the norm is a multiple of the root mean square of a bucket, so
-  that ``uniform`` levels are 1.596, 0.996, 0.586 or 0.335 root mean squares apart at 1,
-  2, 3 or 4 bits. Elements beyond the outermost level are clipped to it. Of all steps
-  these lose least of a Gaussian bucket with nearest rounding. Clipping is a bias, so
-  the codec has error feedback by default: what is clipped is sent later.
+  With ``norm="rms"`` the norm is a multiple of a bucket's root mean square: ``uniform``
+  levels are 1.596, 0.996, 0.586 or 0.335 of these apart at 1 to 4 bits, which loses
+  least of Gaussian buckets. Elements beyond the outermost level are clipped to it. That
+  is a bias, so the codec has error feedback by default: what is clipped is sent later.
 
   Non-uniform levels are multiples of 1/256 of the norm, the same on both sides of zero.
   Of all such levels they have the least variance of stochastic rounding. They are
   fitted to the gradients of all workers every ``refit_every`` steps, for all leaves
-  together, and travel in every row: see :class:`FittedCodec`. On Gaussian buckets of
-  512 they have 0.77, 0.67 and 0.65 of the variance of ``uniform`` levels at 2, 3 and 4
-  bits, and 0.38, 0.49 and 0.57 of that of ``sign_magnitude``.
+  together, and travel in every row: see :class:`FittedCodec`.
 
-  A payload has ``32 / floor(32 / bits)`` bits an element and 32 bits a bucket, in whole
-  tiles of ``floor(32 / bits)`` buckets. At 4 bits and buckets of 512 that is 4.0625
-  bits an element. Widths that do not divide 32 send more than their name says: 3 ->
-  3.2, 5 -> 5.33, 6 -> 6.4, 7 -> 8 bits.
+  With ``rotate`` each element is spread over a group of 8 or 32 before it is encoded,
+  and gathered after the last sum, see :func:`gradcomp.kernels.rotation.rotate`. Then a
+  few large elements do not spoil the others.
+
+  A payload has ``32 / floor(32 / bits)`` bits an element and 32 bits a bucket, 4.0625
+  bits at 4 bits and buckets of 512, in whole tiles of ``floor(32 / bits)`` buckets.
 
   Stochastic rounding is unbiased up to the fixed-point grid: the probability is a
   multiple of 2**-16, cut downwards, so the mean can be short by 2**-16 of a level.
@@ -76,20 +76,20 @@ class QSGD(BucketScales, FittedLevels, RoundsAtRandom, SameForAll):
   exactly. So ``psum`` and both stages of ``two_shot`` round nothing after the first
   encoding.
 
-  A bucket that holds a NaN or an infinity decodes to NaN, all of it. A norm below
-  2**-126 counts as zero; between that and 2**-96 the scale is 2**-96.
+  A bucket that holds a NaN or an infinity decodes to NaN, all of it; with ``rotate``
+  all of the 8 buckets that a group lies in.
 
   Attributes:
     bits: width of a code, 1 to 8 or 16.
     bucket_size: consecutive elements that share a scale, a multiple of 32; None for
       one scale a tensor. The owner's second encoding in a ``two_shot`` exchange then
       uses one scale a row of ``512 * floor(32 / bits)`` elements.
-    norm: ``"max"``, ``"l2"``, or ``"rms"``, which needs ``uniform`` levels, buckets and
-      1 to 4 bits. The paper found ``"max"`` more accurate than ``"l2"``, for which its
-      variance bound holds.
+    norm: ``"max"``, ``"l2"``, or ``"rms"`` with ``uniform`` levels, buckets and 1 to 4
+      bits. The bound holds for ``"l2"``. The paper found ``"max"`` more accurate.
     levels: ``"sign_magnitude"``, ``"uniform"`` or ``"nonuniform"``.
     rounding: ``"stochastic"`` or ``"nearest"``.
     share_scale: whether the scales are those of all workers together.
+    rotate: elements of a group, 8 or 32, at 1, 2 or 4 bits; None rotates nothing.
     refit_every: steps from one fit of non-uniform levels to the next.
     implementation: how the encoder runs: see :func:`gradcomp.kernels.dispatch.run`.
 
@@ -120,6 +120,7 @@ class QSGD(BucketScales, FittedLevels, RoundsAtRandom, SameForAll):
   levels: Levels = "sign_magnitude"
   rounding: Rounding = "stochastic"
   share_scale: bool = False
+  rotate: int | None = None
   refit_every: int = 100
   implementation: Implementation | None = None
 
@@ -134,12 +135,11 @@ class QSGD(BucketScales, FittedLevels, RoundsAtRandom, SameForAll):
     size = optional_bucket("bucket_size", self.bucket_size)
     object.__setattr__(self, "bucket_size", size)
     flag("share_scale", self.share_scale)
+    rotate = checked_rotate(self.rotate, self.bits, self.levels)
+    object.__setattr__(self, "rotate", rotate)
     object.__setattr__(self, "refit_every", checked_refit_every(self.refit_every))
     optional_one_of("implementation", Implementation, self.implementation)
-    if self.fitted:
-      check_fitted(self.bits, self.norm, self.share_scale)
-    if self.norm == "rms":
-      check_clipped(self.bits, self.levels, self.bucket_size)
+    check_levels(self.bits, self.norm, self.levels, self.bucket_size, self.share_scale)
 
   @property
   def unbiased(self) -> bool:
@@ -147,7 +147,6 @@ class QSGD(BucketScales, FittedLevels, RoundsAtRandom, SameForAll):
 
   def to_nearest(self) -> "QSGD":
     """Returns the codec that rounds to nearest; with 1 bit and ``"max"`` this one.
-
 
     To nearest, every element of a bucket would be as large as the largest.
     """
@@ -178,13 +177,22 @@ class QSGD(BucketScales, FittedLevels, RoundsAtRandom, SameForAll):
     return words + scales + (2 ** (self.bits - 1) if self.fitted else 0)
 
   @property
-  def max_code(self) -> int:
-    return qsgd.intervals(self.bits, self._equal_levels)
-
-  @property
   def _equal_levels(self) -> qsgd.Levels:
     assert self.levels != "nonuniform"
     return self.levels
+
+  @property
+  def max_code(self) -> int:
+    return qsgd.intervals(self.bits, self._equal_levels)
+
+  def agree(self, x: jax.Array) -> jax.Array:
+    """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
+    return self.flat_scales(self._prepared(x))
+
+  def _prepared(self, x: jax.Array) -> jax.Array:
+    """Returns the elements that are encoded of a leaf: ``float32[n]``."""
+    flat = as_float32(x)
+    return self.filled(flat) if not self.rotate else to_tiles(flat, self).reshape(-1)
 
   def encode(
     self,
@@ -194,7 +202,7 @@ class QSGD(BucketScales, FittedLevels, RoundsAtRandom, SameForAll):
     context: Context = NOTHING,
   ) -> Payload:
     """Encodes an array: ``uint32[rows, row_words]``; shared scales come beside them."""
-    flat = self.filled(as_float32(x))
+    flat = self._prepared(x)
     scale = context.agreed if self.share_scale else None
     if scale is None and not self._scales_inside:
       scale = self.flat_scales(flat)
@@ -209,12 +217,9 @@ class QSGD(BucketScales, FittedLevels, RoundsAtRandom, SameForAll):
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> tuple[Payload, jax.Array]:
-    """Encodes an array, and returns what the payload leaves of it, ``float32``.
-
-    A kernel that finds the scales does both in one pass.
-    """
+    """Encodes an array, and returns what the payload leaves of it, ``float32``."""
     wide = as_float32(x).reshape(x.shape)
-    if not self._scales_inside:
+    if self.rotate or not self._scales_inside:
       payload = self.encode(x, key=key, context=context)
       return payload, wide - self.decode(payload, like=wide)
     dither = codec_dither(key, self, context)

@@ -8,6 +8,7 @@ ScaleNorm = Literal["max", "l2", "rms"]
 Levels = Literal["sign_magnitude", "uniform", "nonuniform"]
 
 _BITS_RULE = "1 to 8 or 16"
+_ROTATE_RULE = "8, 32, or None to rotate nothing"
 _REFIT_RULE = "a number of steps, 1 or more"
 
 
@@ -32,7 +33,41 @@ def checked_refit_every(value: int) -> int:
   return steps
 
 
-def check_fitted(bits: int, norm: ScaleNorm, share_scale: bool) -> None:
+def checked_rotate(value: int | None, bits: int, levels: Levels) -> int | None:
+  """Returns the elements of a group that is rotated, or None; ValueError for others."""
+  if value is None:
+    return None
+  size = static_integer("rotate", _ROTATE_RULE, value)
+  if size not in (8, 32):
+    raise ValueError(f"`rotate` must be {_ROTATE_RULE}, got {size}.")
+  if bits not in (1, 2, 4):
+    raise ValueError(
+      f"`bits` must be 1, 2 or 4 with rotate={size}, got {bits}; only their words hold "
+      "a multiple of 8 codes, across which groups lie."
+    )
+  if levels == "nonuniform":
+    raise ValueError(
+      f'`rotate` must be None with levels="nonuniform", got {size}; rotated elements '
+      'are nearly Gaussian, for which norm="rms" has the levels.'
+    )
+  return size
+
+
+def check_levels(
+  bits: int,
+  norm: ScaleNorm,
+  levels: Levels,
+  bucket_size: int | None,
+  share_scale: bool,
+) -> None:
+  """Raises ValueError for hyperparameters that do not go together."""
+  if levels == "nonuniform":
+    _check_fitted(bits, norm, share_scale)
+  if norm == "rms":
+    _check_clipped(bits, levels, bucket_size)
+
+
+def _check_fitted(bits: int, norm: ScaleNorm, share_scale: bool) -> None:
   """Raises ValueError for hyperparameters with which levels cannot be fitted."""
   if bits not in (2, 3, 4):
     raise ValueError(
@@ -48,7 +83,7 @@ def check_fitted(bits: int, norm: ScaleNorm, share_scale: bool) -> None:
     )
 
 
-def check_clipped(bits: int, levels: Levels, bucket_size: int | None) -> None:
+def _check_clipped(bits: int, levels: Levels, bucket_size: int | None) -> None:
   """Raises ValueError for hyperparameters that ``norm="rms"`` has no steps for."""
   if levels != "uniform":
     raise ValueError(

@@ -5,7 +5,14 @@ import math
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs._codec import Codec, Context, FilledCodec, Payload, is_shared
+from gradcomp.codecs._codec import (
+  Codec,
+  Context,
+  FilledCodec,
+  Payload,
+  RotatingCodec,
+  is_shared,
+)
 from gradcomp.kernels import dither, key_words
 
 
@@ -36,8 +43,9 @@ def as_matrix(x: jax.Array) -> jax.Array:
 def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
   """Cuts a leaf into tiles, ``float32[rows, tile_size]``, filled with zeros.
 
-  A :class:`FilledCodec` first fills the last bucket. The tiles of a codec that is
-  ``by_column`` are columns: a leaf's first dimension is the row.
+  A :class:`FilledCodec` first fills the last bucket, and a :class:`RotatingCodec` then
+  rotates the tiles. The tiles of a codec that is ``by_column`` are columns: a leaf's
+  first dimension is the row.
 
   Example:
     >>> to_tiles(jnp.ones(300), gradcomp.codecs.Dense()).shape
@@ -49,7 +57,8 @@ def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
   if isinstance(codec, FilledCodec):
     flat = codec.filled(flat)
   padded = jnp.pad(flat, (0, -flat.size % codec.tile_size))
-  return padded.reshape(-1, codec.tile_size)
+  tiles = padded.reshape(-1, codec.tile_size)
+  return codec.rotated(tiles) if isinstance(codec, RotatingCodec) else tiles
 
 
 def from_tiles(
@@ -66,6 +75,8 @@ def from_tiles(
   if codec.by_column:
     columns = tiles.reshape(tiles.shape[0], math.prod(tiles.shape[1:]))
     return columns.T.reshape(like.shape)
+  if isinstance(codec, RotatingCodec):
+    tiles = codec.unrotated(tiles)
   return tiles.reshape(-1)[: like.size].reshape(like.shape)
 
 
