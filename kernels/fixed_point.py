@@ -25,8 +25,8 @@ _HALF = 1 << (FRACTION - 1)
 _MANTISSA, _HIDDEN = (1 << 23) - 1, 1 << 23
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
-# A product with an estimated reciprocal is off by at most five floats from the quotient:
-# the division of GPUs, div.full.f32, by two units in the last place.
+# At most five floats lie between a quotient and its estimate by a reciprocal, since the
+# division of GPUs, div.full.f32, is off by up to two units in the last place.
 _OFF = 8
 
 # The integers below 2**FRACTION that elements are rounded with; None for a half.
