@@ -119,10 +119,11 @@ def lane_stream(
   for block in itertools.count():
     counter = (rows, columns + jnp.uint32(block * shape[1]))
     a, b = threefry2x32((dither[0], dither[1]), counter, _ROUNDS)
-    yield from _halves(a ^ dither[2])
+    masked = a ^ dither[2]  # and so are the sums with it
+    yield from _halves(masked)
     yield from _halves(b ^ dither[2])
-    yield from _halves(a ^ b ^ dither[2])
-    yield from _halves(a ^ ((b << 16) | (b >> 16)) ^ dither[2])
+    yield from _halves(masked ^ b)
+    yield from _halves(masked ^ ((b << 16) | (b >> 16)))
 
 
 def _halves(word: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -141,5 +142,10 @@ def signed_lane(lane: jax.Array, x: jax.Array) -> jax.Array:
   lower neighbour where the lane is small, whatever the sign is, and the errors of
   several workers cancel.
   """
-  negative = jax.lax.bitcast_convert_type(x, jnp.int32) >> 31
-  return lane ^ (jax.lax.bitcast_convert_type(negative, jnp.uint32) >> 16)
+  return lane ^ (negative_mask(x) & jnp.uint32(0xFFFF))
+
+
+def negative_mask(x: jax.Array) -> jax.Array:
+  """Returns ``uint32``: all bits set where the sign bit of ``x`` is, and else none."""
+  sign = jax.lax.bitcast_convert_type(x, jnp.int32) >> 31
+  return jax.lax.bitcast_convert_type(sign, jnp.uint32)

@@ -11,17 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.dithers import Dither, random_lanes, signed_lane
+from gradcomp.kernels.dithers import (
+  Dither,
+  negative_mask,
+  random_lanes,
+  signed_lane,
+)
 
 FRACTION = 16  # bits behind the point
+_HALF = 1 << (FRACTION - 1)
 
 # The bits of a float32.
 _MANTISSA, _HIDDEN = (1 << 23) - 1, 1 << 23
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
-# An estimated quotient is off by less than this: by two units in the last place for the
-# division of GPUs, div.full.f32, and by one for the conversion to an integer.
-_OFF = 4
+# At most five floats lie between a quotient and its estimate by a reciprocal, since the
+# division of GPUs, div.full.f32, is off by up to two units in the last place.
+_OFF = 8
 
 # The integers below 2**FRACTION that elements are rounded with; None for a half.
 Lane = jax.Array | None
@@ -65,15 +71,43 @@ def rounded(fixed: jax.Array, lane: Lane, x: jax.Array | None = None) -> jax.Arr
       these; None if ``fixed`` has signs of its own.
   """
   if lane is None:
-    return (fixed + jnp.uint32(1 << (FRACTION - 1))) >> FRACTION
+    return (fixed + jnp.uint32(_HALF)) >> FRACTION
   return (fixed + (lane if x is None else signed_lane(lane, x))) >> FRACTION
+
+
+def rounded_with_sign(
+  fixed: jax.Array, lane: Lane, x: jax.Array, bits: int
+) -> jax.Array:
+  """Returns :func:`rounded` magnitudes with the sign of ``x`` above them.
+
+  One XOR takes the complement of a random number for a negative ``x`` and sets the sign
+  bit, which the sum does not reach.
+
+  Args:
+    fixed: the magnitudes of ``x``, at most ``2**(bits - 1) - 1`` in fixed point.
+    lane: one of :func:`rounding_lanes`.
+    x: float32.
+    bits: the width of the result, with its sign.
+
+  Example:
+    >>> x = jnp.array([-2.5, 2.5])
+    >>> lane = jnp.array([0xFFFF, 0xFFFF], jnp.uint32)
+    >>> rounded_with_sign(jnp.uint32(5 << 15), lane, x, 4).tolist()  # signs are 8
+    [10, 3]
+  """
+  sign = 1 << (FRACTION + bits - 1)
+  if lane is None:
+    lane, flips = jnp.uint32(_HALF), jnp.uint32(sign)
+  else:
+    flips = jnp.uint32(sign | ((1 << FRACTION) - 1))
+  return (fixed + (lane ^ (negative_mask(x) & flips))) >> FRACTION
 
 
 def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """Returns ``x / divisor``, correctly rounded, if the quotient is a normal number.
 
-  A division of floats estimates it. Integers correct the estimate, and round it to
-  nearest even. The quotient by NaN is NaN.
+  A reciprocal estimates it. Integers correct the estimate, and round it to nearest. The
+  quotient by NaN is NaN.
 
   Args:
     x: float32, a normal number above 0, or 0; subnormal ones count as 0.
@@ -82,28 +116,30 @@ def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """
   x_bits, bits = (jax.lax.bitcast_convert_type(a, jnp.uint32) for a in (x, divisor))
   over, by = ((a & np.uint32(_MANTISSA)) | np.uint32(_HIDDEN) for a in (x_bits, bits))
-  # The quotient of the significands is above 1/2, and 1 or more if `below` is 0.
-  # This is its first 24 bits.
+  # The quotient of the significands has the exponent of 1, or of 1/2 if `below` is 1.
+  # The bits of floats count in their order, so `found` is a little too low.
   below = (by > over).astype(jnp.uint32)
-  estimate = jnp.divide(_as_float(over), _as_float(by))
-  shifted = estimate * _as_float(np.uint32(_HIDDEN) << below)
-  quotient = shifted.astype(jnp.int32).astype(jnp.uint32) - np.uint32(_OFF)
+  reciprocal = jnp.divide(np.float32(1), _as_float(by))
+  estimate = _as_float(over) * reciprocal
+  found = jax.lax.bitcast_convert_type(estimate, jnp.uint32) - np.uint32(_OFF)
+  quotient = found - ((126 - below) << 23)  # its first 24 bits
   # Both numbers are longer than 32 bits, but their difference is small: its low 32 bits
   # are all of it.
   rest = (over << (23 + below)) - quotient * by
-  for step in (_OFF, _OFF // 2, _OFF // 4):
-    fits = (rest >= by * step).astype(jnp.uint32)
-    quotient, rest = quotient + fits * step, rest - fits * (by * step)
-  up = (2 * rest + (quotient & 1) > by).astype(jnp.uint32)
-  field = (x_bits >> 23) + np.uint32(127) - (bits >> 23) - below
-  result = (field << 23) + (quotient - np.uint32(_HIDDEN)) + up
+  # A quotient that is one too large leaves a rest below zero, which is not rounded up.
+  more = (_as_float(rest) * reciprocal).astype(jnp.int32)
+  by = by.astype(jnp.int32)
+  # No quotient of 24 bits by 24 bits lies half-way between two floats.
+  up = (2 * (rest.astype(jnp.int32) - more * by) > by).astype(jnp.int32)
+  exponents = (x_bits & np.uint32(_INFINITY)) - (bits & np.uint32(_INFINITY))
+  result = found + (more + up).astype(jnp.uint32) + exponents
   result = jnp.where(x_bits < np.uint32(_HIDDEN), jnp.uint32(0), result)
   result = jnp.where(bits > np.uint32(_INFINITY), np.uint32(_NAN), result)
   return jax.lax.bitcast_convert_type(result, jnp.float32)
 
 
 def _as_float(x: jax.Array) -> jax.Array:
-  """Converts a ``uint32`` below 2**24 to ``float32``, which is exact."""
+  """Converts a ``uint32`` below 2**31 to ``float32``; below 2**24 this is exact."""
   return x.astype(jnp.int32).astype(jnp.float32)
 
 

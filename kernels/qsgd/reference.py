@@ -14,6 +14,7 @@ from gradcomp.kernels.fixed_point import (
   FRACTION,
   Lane,
   rounded,
+  rounded_with_sign,
   rounding_lanes,
   sign_bit,
   signed,
@@ -122,8 +123,7 @@ def code(
   fixed = (jnp.abs(x) * multiplier).astype(jnp.int32).astype(jnp.uint32)
   fixed = jnp.minimum(fixed, top)
   if levels == "sign_magnitude":
-    sign = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 31
-    return rounded(fixed, lane, x) | (sign << (bits - 1))
+    return rounded_with_sign(fixed, lane, x, bits)
   return rounded(jnp.where(x < 0, top - fixed, top + fixed), lane)
 
 
