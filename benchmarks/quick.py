@@ -35,6 +35,7 @@ RUNS = (
   "noise",
   "ptx_check",
   "redsync_study",
+  "rounding_study",
   "roundoff",
   "selection_speed",
   "study",
