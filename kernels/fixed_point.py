@@ -26,7 +26,8 @@ _MANTISSA, _HIDDEN = (1 << 23) - 1, 1 << 23
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
 # At most five floats lie between a quotient and its estimate by a reciprocal, since the
-# division of GPUs, div.full.f32, is off by up to two units in the last place.
+# division of GPUs is off by up to two units in the last place: div.full.f32 in Triton,
+# and rcp.approx.f32, by one, in Mosaic.
 _OFF = 8
 
 # The integers below 2**FRACTION that elements are rounded with; None for a half.
