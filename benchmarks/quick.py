@@ -33,6 +33,7 @@ RUNS = (
   "link_speed --loopback",
   "memory",
   "ptx_check",
+  "random_bits",
   "redsync_study",
   "roundoff",
   "selection_speed",
