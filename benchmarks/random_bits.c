@@ -12,11 +12,12 @@
           alone, in as many steps as are asked for.
    KEY    The second word of the state's key, as of jax.random.key(KEY).
 
-   A BATTERY (SmallCrush, Crush or BigCrush) runs test after test, all of them where none
-   is named, on a stream that goes on from one to the next. After each test it prints its
-   p-values, a line each: "p-value", the number of the test, the value, the name. The
-   word "done" and the number follow. "write" writes words to the standard output, WORDS
-   or without end. random_bits.py has a model of these streams, and compares them. */
+   A BATTERY (SmallCrush, Crush or BigCrush) runs test after test on a stream that goes on
+   from one to the next. Where no TEST is named it runs all, in an order that mixes their
+   kinds, so that a part of a battery says something of every kind. After each test it
+   prints its p-values, a line each: "p-value", the test's number, the value, the name.
+   "write" writes words to the standard output, WORDS or without end. random_streams.py
+   has a model of these streams. */
 
 #include <bbattery.h>
 #include <stdint.h>
@@ -116,7 +117,6 @@ static void test(void (*battery)(unif01_Gen *, int *), int number) {
     const char *title = bbattery_TestNames[i];
     printf("p-value %d %.17g %s\n", number, bbattery_pVal[i], title);
   }
-  printf("done %d\n", number);
   fflush(stdout);
 }
 
@@ -137,6 +137,7 @@ int main(int count, char **arguments) {
                                          : crush ? bbattery_RepeatCrush
                                                  : bbattery_RepeatBigCrush;
   for (int i = 5; i < count; i++) test(battery, atoi(arguments[i]));
-  for (int i = 1; count == 5 && i <= tests; i++) test(battery, i);
+  /* By steps of 7, until all have run: tests + 1 is a prime. */
+  for (int i = 1; count == 5 && i <= tests; i++) test(battery, 7 * i % (tests + 1));
   return 0;
 }
