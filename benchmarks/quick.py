@@ -34,6 +34,7 @@ RUNS = (
   "memory",
   "noise",
   "ptx_check",
+  "random_bits",
   "redsync_study",
   "rounding_study",
   "roundoff",
