@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from random_streams import NAME, Stream, lanes, model, threefry
 
+from gradcomp.kernels import random_lanes
+
 LANES, BITS, BLOCK = 8, 16, 64
 
 # Each sums to zero, as does every pair of them but for the lane that both have, if any.
@@ -24,6 +26,12 @@ def matrices():
   a, b = (units & 0xFFFFFFFF).astype(np.uint32), (units >> 32).astype(np.uint32)
   shifts = np.arange(BITS, dtype=np.uint32)[:, None]
   return (lanes(a, b)[:, None] >> shifts & 1).astype(bool)
+
+
+def test_the_library_draws_these_lanes():
+  a, b = threefry((3, 5), (np.uint32([0]), np.arange(64, dtype=np.uint32)), 13)
+  drawn = random_lanes(np.uint32([3, 5, 0]), (1, 64), LANES)
+  np.testing.assert_array_equal(np.concatenate(drawn), lanes(a, b))
 
 
 def rank(matrix):
