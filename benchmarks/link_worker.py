@@ -145,7 +145,8 @@ def steps(
         )
       except ValueError:  # the library says that these do not go together
         continue
-      specs = gradcomp.state_specs(jax.eval_shape(tx.init, like), "data")
+      with jax.set_mesh(mesh):  # owners keep something where their number is known
+        specs = gradcomp.state_specs(jax.eval_shape(tx.init, like), "data")
       init = jax.shard_map(tx.init, mesh=mesh, in_specs=P("data"), out_specs=specs)
       # Sums of codes travel in integers of a width that only the library knows.
       sent = None
