@@ -1,5 +1,6 @@
 """Rotated tiles: what they are, that sums are taken of them, and what they are for."""
 
+import jax
 import jax.numpy as jnp
 import laws
 import modes
@@ -19,6 +20,10 @@ from gradcomp.kernels import rotation
 GROUPS = (8, 32)
 BUCKET = 64
 
+rotate, unrotate = (
+  jax.jit(f, static_argnums=1) for f in (rotation.rotate, rotation.unrotate)
+)
+
 
 def planes(x, bits=4):
   return jnp.asarray(x).reshape(-1, 32 // bits, BUCKET)
@@ -33,10 +38,10 @@ def layout(bits=4):
 def test_rotations_are_the_oracles(group, bits):
   """Bit for bit, both ways."""
   x = laws.gaussian(3 * 32 // bits * BUCKET)
-  rotated = np.asarray(rotation.rotate(planes(x, bits), group)).ravel()
+  rotated = np.asarray(rotate(planes(x, bits), group)).ravel()
   expected = oracle_rotated.rotate(x, group=group, **layout(bits))
   np.testing.assert_array_equal(rotated, expected)
-  back = np.asarray(rotation.unrotate(planes(rotated, bits), group)).ravel()
+  back = np.asarray(unrotate(planes(rotated, bits), group)).ravel()
   expected = wire_decoder_rotated.unrotate(rotated, group=group, **layout(bits))
   np.testing.assert_array_equal(back, expected)
   # Ten sums of two or fewer, each rounded to 2^-24 of at most the largest element.
@@ -50,11 +55,9 @@ def test_a_rotation_is_a_hadamard_matrix_with_signs(group):
   signed = x * oracle_rotated.signs(x.size)
   of_groups = lambda a: np.asarray(a).reshape(group, -1)
   expected = oracle_rotated.matrix(group) @ of_groups(signed) / group
-  rotated = rotation.rotate(planes(x), group)
+  rotated = rotate(planes(x), group)
   np.testing.assert_array_equal(of_groups(rotated), expected)
-  np.testing.assert_array_equal(
-    np.asarray(rotation.unrotate(rotated, group)).ravel(), x
-  )
+  np.testing.assert_array_equal(np.asarray(unrotate(rotated, group)).ravel(), x)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -62,9 +65,9 @@ def test_single_elements_and_constants_are_spread(group):
   """One element becomes a whole group; a constant, none of whose sums is all of it."""
   one = np.zeros(8 * BUCKET, np.float32)
   one[100] = group
-  found = np.abs(np.asarray(rotation.rotate(planes(one), group)))
+  found = np.abs(np.asarray(rotate(planes(one), group)))
   assert np.count_nonzero(found) == group and found.max() == 1
-  constant = rotation.rotate(planes(np.ones(8 * BUCKET, np.float32)), group)
+  constant = rotate(planes(np.ones(8 * BUCKET, np.float32)), group)
   assert np.abs(constant).max() <= 0.5
 
 
@@ -107,7 +110,7 @@ def test_shared_scales_are_of_rotated_elements():
   codec = QSGD(**layout(), share_scale=True, rotate=8)
   x = np.zeros(codec.tile_size, np.float32)
   x[100] = 8.0
-  np.testing.assert_array_equal(codec.agree(jnp.asarray(x)), np.ones((1, 8)))
+  np.testing.assert_array_equal(jax.jit(codec.agree)(jnp.asarray(x)), np.ones((1, 8)))
 
 
 def test_rings_rotate_tiles_as_encoders_do():
