@@ -25,8 +25,6 @@ Iota = Callable[[Any, tuple[int, ...], int], jax.Array]
 # its default, drawing takes half as long again.
 _ROUNDS = 13
 
-_LANES = 8  # that share a block of the cipher
-
 
 def dither(key: jax.Array, worker: jax.Array | int = 0) -> jax.Array:
   """Returns the dither of one of the workers that share a key: ``uint32[3]``.

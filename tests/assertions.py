@@ -1,4 +1,4 @@
-"""Compares trees and floats bit for bit, and matches the messages of errors."""
+"""Compares trees and floats bit by bit, ranks bits, and matches messages of errors."""
 
 import re
 
@@ -17,6 +17,22 @@ def bits_of(x):
   x = np.asarray(x)
   floats = jax.dtypes.issubdtype(x.dtype, np.floating)
   return x.view(f"uint{8 * x.dtype.itemsize}") if floats else x
+
+
+def rank(numbers):
+  """Returns the rank of rows of bits modulo 2, each row an integer.
+
+  Example:
+    >>> rank([0b011, 0b110, 0b101])  # each is the sum of the two others
+    2
+  """
+  basis = []
+  for number in numbers:
+    for other in basis:
+      number = min(number, number ^ other)
+    if number:
+      basis.append(number)
+  return len(basis)
 
 
 def assert_same_bits(got, expected):

@@ -128,7 +128,7 @@ def random_lanes(key, tiles, *, bits, bucket_size, first_row=0):
 
 
 def signed_lanes(lanes, x):
-  """What rounds magnitudes as `lanes` would round the numbers x below 2^16."""
+  """Returns what rounds the magnitudes of x as `lanes` would round x itself."""
   return np.where(np.signbit(x), 0xFFFF - lanes, lanes)
 
 

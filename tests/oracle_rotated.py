@@ -40,7 +40,7 @@ def rotate(x, *, bits, bucket_size, group):
   elements = [parts[:, :, i // (group // 8), i % (group // 8)] for i in range(group)]
 
   def transform(xs):
-    """Of the first and the second half: transforms of their sums and differences."""
+    """Transforms the sums and the differences of the first and the second half."""
     if len(xs) == 1:
       return xs
     half = len(xs) // 2

@@ -57,7 +57,7 @@ def test_payload_is_the_oracles(case):
 
 @pytest.mark.parametrize("bits", [*slow(1), 2, *slow(3), 4])
 def test_steps_lose_least_of_gaussian_buckets(bits):
-  """As much as uniform quantizers of 2 to 16 levels at best lose (Max 1960, table II).
+  """The loss is the least of uniform quantizers of 2 to 16 levels (Max 1960, table II).
 
   Of 2^17 elements, whose sample error of the mean is below 1 %. A norm over 512
   elements is 3 % off, which costs another 1 % at most.

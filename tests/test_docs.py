@@ -198,7 +198,7 @@ def test_the_measured_table_is_what_was_measured():
 
 
 def test_the_table_of_noise_is_what_was_measured():
-  """Of the results: one row for each codec and kind of gradients, and no others."""
+  """The page has one row for each codec and kind of gradients, and no others."""
   found = json.loads((RESULTS / "noise.json").read_text())["ratios"]
   text = (FOLDER / "results.md").read_text()
   rows = re.findall(r"^\| (?:independent|nearly agree) \|.*", text, re.M)

@@ -249,7 +249,7 @@ def mean_in_jit(tx, params, rows, mesh, axis_name, expected_axes):
 
 @pytest.mark.parametrize("exchange", ["all_gather", TwoShot(feedback=False)])
 def test_axes_are_taken_from_the_type(exchange):
-  """Where nothing is kept: ``init`` does not know the axes that only types tell."""
+  """Nothing is kept here: ``init`` does not know the axes that only types tell."""
   params, rows = linear()
   make = functools.partial(
     gradcomp.qsgd, bits=4, bucket_size=64, exchange=exchange, feedback=None

@@ -6,6 +6,7 @@ import laws
 import numpy as np
 import oracle
 import pytest
+from assertions import rank
 from jax.extend.random import threefry_2x32
 from slow_cases import slow
 
@@ -101,18 +102,7 @@ def test_any_two_lanes_are_independent():
   assert len(set(zip(*rows, strict=True))) == 8
   for one in range(8):
     for other in range(one):
-      assert _rank([row[one] << 16 | row[other] for row in rows]) == 32
-
-
-def _rank(numbers):
-  """The rank of rows of bits modulo 2."""
-  basis = []
-  for number in numbers:
-    for known in basis:
-      number = min(number, number ^ known)
-    if number:
-      basis.append(number)
-  return len(basis)
+      assert rank([row[one] << 16 | row[other] for row in rows]) == 32
 
 
 def test_masks_are_the_pages():

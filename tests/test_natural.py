@@ -55,7 +55,7 @@ def test_nearest_payload_is_the_oracles():
 
 
 def test_the_pages_example():
-  """Of two workers, which make -1 and -2 of -1.5."""
+  """Two workers of a pair make -1 and -2 of -1.5."""
   x = jnp.array([1, -1.5, 0, 3e30], jnp.float32)
   key = jnp.zeros(2, jnp.uint32)
   rows = [

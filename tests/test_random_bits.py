@@ -10,6 +10,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from assertions import rank
 from random_streams import NAME, Stream, lanes, model, threefry
 
 from gradcomp.kernels import random_lanes
@@ -34,16 +35,9 @@ def test_the_library_draws_these_lanes():
   np.testing.assert_array_equal(np.concatenate(drawn), lanes(a, b))
 
 
-def rank(matrix):
-  """The rank over GF(2), by elimination of rows as integers."""
-  basis = []
-  for row in matrix:
-    number = int("".join(map(str, row.astype(int))), 2)
-    for other in basis:
-      number = min(number, number ^ other)
-    if number:
-      basis.append(number)
-  return len(basis)
+def rank_of(matrix):
+  """Returns the rank of a matrix over GF(2)."""
+  return rank(int("".join(map(str, row.astype(int))), 2) for row in matrix)
 
 
 def test_lanes_are_linear():
@@ -59,7 +53,7 @@ def test_lanes_are_linear():
 @pytest.mark.parametrize("count", [1, 2])
 def test_any_two_lanes_are_independent(count):
   for some in itertools.combinations(matrices(), count):
-    assert rank(np.concatenate(some)) == count * BITS
+    assert rank_of(np.concatenate(some)) == count * BITS
 
 
 def test_the_dependent_triples():
@@ -67,14 +61,14 @@ def test_the_dependent_triples():
   found = {
     some
     for some in itertools.combinations(range(LANES), 3)
-    if rank(np.concatenate(matrices()[list(some)])) < 3 * BITS
+    if rank_of(np.concatenate(matrices()[list(some)])) < 3 * BITS
   }
   assert found == DEPENDENT
   a, b = np.random.default_rng(1).integers(2**32, size=(2, 1000), dtype=np.uint32)
   parts = lanes(a, b)
   for i, j, k in DEPENDENT:
     np.testing.assert_array_equal(parts[i] ^ parts[j], parts[k])
-  assert rank(np.concatenate(matrices())) == BLOCK
+  assert rank_of(np.concatenate(matrices())) == BLOCK
 
 
 @pytest.mark.parametrize(
