@@ -1,6 +1,7 @@
 """Compresses the gradient exchange of data-parallel training in JAX."""
 
 from gradcomp import codecs as codecs
+from gradcomp import cost as cost
 from gradcomp import exchange as exchange
 from gradcomp import floats as floats
 from gradcomp import kernels as kernels
