@@ -9,9 +9,10 @@ import optax
 
 from gradcomp import _traced, sums
 from gradcomp._checks import static_integer
+from gradcomp._stages import Stage
 from gradcomp._table import aligned
 from gradcomp.codecs import LeafCodec
-from gradcomp.exchange import Hierarchical, owner_shapes
+from gradcomp.exchange import CODED_ONCE, Hierarchical, Message, Work, owner_shapes
 from gradcomp.memory import used_by_leaf
 from gradcomp.workers import AxisName
 
@@ -36,6 +37,8 @@ class LeafPlan:
     slots: entries that a sparse message of the leaf has room for; None for a dense one.
     used: the entries that a worker filled in the last step, a mean over the workers;
       None if that is unknown.
+    work: the work of a worker for it, as parts of its elements.
+    keeps: whether workers keep what they do not send.
   """
 
   path: str
@@ -49,6 +52,8 @@ class LeafPlan:
   rule: str = ""
   slots: int | None = None
   used: float | None = None
+  work: Work = Work()
+  keeps: bool = False
 
   @property
   def elements(self) -> int:
@@ -69,6 +74,8 @@ class Explanation:
     bytes_kept: the memory in which an owner keeps what encoding means loses.
     forgets: whether owners keep nothing of it, because the state was made where nobody
       knew the number of workers. They round means at random then.
+    stages: the collectives of a step, from which :mod:`gradcomp.cost` predicts seconds.
+      Those that fit a codec are not among them.
   """
 
   leaves: tuple[LeafPlan, ...]
@@ -77,6 +84,7 @@ class Explanation:
   bytes_fitting: Fraction
   bytes_kept: int = 0
   forgets: bool = False
+  stages: tuple[Stage, ...] = ()
 
   @property
   def bytes_sent(self) -> int:
@@ -169,6 +177,17 @@ def _ratio(sent: Fraction, elements: int, workers: int, bits: int) -> float:
   return math.inf if sent else 1.0
 
 
+def _work(
+  message: Message, sent: LeafCodec, codec: LeafCodec, sizes: tuple[int, ...]
+) -> Work:
+  """Returns the work for a leaf of a message.
+
+  Where a codec averages other arrays in place of a leaf, only the leaf counts.
+  """
+  plain = all(sums.of(codec).plain for codec in message.layout.codecs)
+  return message.exchange.work(sizes, plain=plain) if sent == codec else CODED_ONCE
+
+
 def _check_axes(axis_name: AxisName | None, sizes: tuple[int, ...]) -> None:
   """Raises ValueError for two axes of which one size is known."""
   if isinstance(axis_name, tuple) and len(axis_name) == 2 != len(sizes):
@@ -237,6 +256,7 @@ def explain(
   states = _traced.states(opt_state)
   transformations = _traced.traced(optimizer, params, sizes)
   leaves: list[LeafPlan] = []
+  stages: list[Stage] = []
   number = kept = 0
   forgets = False
   for found in transformations:
@@ -248,6 +268,7 @@ def explain(
       forgets |= bool(owned) and states[found.state].server_residual is None
     used = used_by_leaf(plan, memory)
     own: dict[int, LeafPlan] = {}
+    stages += [dataclasses.replace(x, message=number + x.message) for x in found.stages]
     for message in plan.messages:
       if isinstance(message.exchange, Hierarchical):
         _check_axes(plan.axis_name, sizes)
@@ -268,6 +289,8 @@ def explain(
           rule=plan.rules[i],
           slots=sums.of(codec).slots(slot.stop - slot.start),
           used=used.get(i),
+          work=_work(message, codec, plan.codecs[i], sizes),
+          keeps=plan.feedback,
         )
       number += 1
     leaves += [own[i] for i in sorted(own)]
@@ -278,4 +301,5 @@ def explain(
     bytes_fitting=sum((x.fitting for x in transformations), Fraction(0)),
     bytes_kept=0 if forgets else kept,
     forgets=forgets,
+    stages=tuple(stages),
   )

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from gradcomp._stages import Stage, append, members, span
 from gradcomp.exchange import FITTING, NOTE, Message, Parts, Plan, note
 from gradcomp.layout import Layout
 from gradcomp.state import CompressState
@@ -40,6 +41,7 @@ class Found:
     by_leaf: for each leaf.
     inside: the part of these that stays inside the groups of two axes' second.
     fitting: what fits the codec, beside these.
+    stages: the collectives of the messages, by the messages' numbers in the plan.
   """
 
   plan: Plan
@@ -47,6 +49,7 @@ class Found:
   by_leaf: list[Fraction]
   inside: Fraction = Fraction(0)
   fitting: Fraction = Fraction(0)
+  stages: list[Stage] = dataclasses.field(default_factory=list)
 
 
 def traced(
@@ -105,14 +108,30 @@ def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
   parts: tuple[int, ...] = ()
   for equation, state, times in _told(jaxpr, {}, 1):
     if equation.primitive is not NOTE:
-      axes, nbytes = _sent(equation, sizes)
+      axes = _axes(equation, sizes)
+      nbytes = _sent(equation, axes, sizes)
       if now == FITTING:
         result[-1].fitting += times * nbytes
       elif isinstance(now, Message):
         found = result[-1]
         for i, share in zip(now.leaves, _shares(now.layout, parts), strict=True):
           found.by_leaf[i] += times * nbytes * share
-        if axes == axis_names(found.plan.axis_name or EXPLAINED)[1:]:
+        data = axis_names(found.plan.axis_name or EXPLAINED)
+        number = found.plan.messages.index(now)
+        permutation = equation.params.get("perm", ())
+        x = _operand(equation)
+        stage = Stage(
+          message=number,
+          primitive=equation.primitive.name,
+          workers=members(axes, sizes, permutation),
+          span=span(axes, data, sizes, permutation),
+          elements=x.size,
+          bytes_in=x.size * x.dtype.itemsize,
+          bytes_sent=nbytes,
+          times=times,
+        )
+        append(found.stages, stage)
+        if axes == data[1:]:
           found.inside += times * nbytes
     elif isinstance(about := equation.params["about"], Parts):
       parts = about.sizes
@@ -123,10 +142,8 @@ def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
   return result
 
 
-def _sent(
-  equation: JaxprEqn, sizes: Mapping[str, int]
-) -> tuple[tuple[str, ...], Fraction]:
-  """Returns the axes of a collective, and the bytes that a worker sends by it.
+def _axes(equation: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
+  """Returns the axes of a collective.
 
   Raises:
     UnboundAxisError: an axis is that of a map around explain.
@@ -135,12 +152,22 @@ def _sent(
   axes = axes if isinstance(axes, tuple) else (axes,)
   if not sizes.keys() >= set(axes):
     raise UnboundAxisError(f"{axes} must be bound, got {sizes}.", axes)
+  return axes
+
+
+def _operand(equation: JaxprEqn) -> ShapedArray:
   (x,) = equation.invars
   assert isinstance(x.aval, ShapedArray)
-  nbytes = x.aval.size * x.aval.dtype.itemsize
-  return axes, nbytes * _SENT[equation.primitive.name](
-    math.prod(sizes[axis] for axis in axes)
-  )
+  return x.aval
+
+
+def _sent(
+  equation: JaxprEqn, axes: tuple[str, ...], sizes: Mapping[str, int]
+) -> Fraction:
+  """Returns the bytes that a worker sends by a collective."""
+  x = _operand(equation)
+  workers = math.prod(sizes[axis] for axis in axes)
+  return x.size * x.dtype.itemsize * _SENT[equation.primitive.name](workers)
 
 
 def _shares(layout: Layout, parts: tuple[int, ...]) -> list[Fraction]:

@@ -29,3 +29,5 @@ from gradcomp.exchange._plan import Plan as Plan
 from gradcomp.exchange._plan import plan_messages as plan_messages
 from gradcomp.exchange._ring import Ring as Ring
 from gradcomp.exchange._two_shot import TwoShot as TwoShot
+from gradcomp.exchange._work import CODED_ONCE as CODED_ONCE
+from gradcomp.exchange._work import Work as Work

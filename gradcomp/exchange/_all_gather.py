@@ -1,7 +1,9 @@
 """``all_gather``: every worker receives every payload."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import ClassVar
 
 import jax
@@ -10,6 +12,7 @@ from jax import lax
 from gradcomp.exchange._collectives import Workers, final_stage, gather, join, split
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._exchange import WithoutOwners
+from gradcomp.exchange._work import Work
 from gradcomp.layout import Layout
 from gradcomp.sums import Way
 
@@ -42,6 +45,9 @@ class AllGather(WithoutOwners):
       ],
       own.residuals,
     )
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    return Work(encoded=Fraction(1), added=Fraction(math.prod(sizes)))
 
 
 def gather_rows(

@@ -4,6 +4,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Contribution, Total
+from gradcomp.exchange._work import Work
 from gradcomp.sums import Way
 from gradcomp.workers import AxisName
 
@@ -40,6 +41,14 @@ class Exchange(Protocol):
 
   def run(self, own: Contribution, workers: Workers) -> Total:
     """Returns the mean, or the sum, of all workers' leaves."""
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    """Returns what a worker computes, for :mod:`gradcomp.cost`.
+
+    Args:
+      sizes: the sizes of the axes.
+      plain: whether all leaves are added as they are.
+    """
 
 
 class WithoutOwners:

@@ -1,7 +1,9 @@
 """``hierarchical``: adds inside groups first, and sends the sums between groups."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import ClassVar, cast
 
 import jax
@@ -21,6 +23,7 @@ from gradcomp.exchange._collectives import (
 )
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._two_shot import owned_loss, owned_total, place
+from gradcomp.exchange._work import Work
 from gradcomp.layout import Layout
 from gradcomp.sums import PartialSum, Sent, Way
 from gradcomp.workers import AxisName, axis_names, require_size
@@ -100,6 +103,16 @@ class Hierarchical:
       _lost(*pair, workers, groups, size) for pair in zip(first, second, strict=True)
     ]
     return owned_total(own, rows, second, lost, workers)._replace(encoded=False)
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    count = math.prod(sizes)
+    size = sizes[-1] if self.group_size is None else self.group_size
+    return Work(
+      encoded=Fraction(1, size) + Fraction(1, count),
+      decoded=Fraction(1),
+      added=Fraction(1, size),
+      summed=Fraction(size - 1, size),
+    )
 
   def shape(self, workers: Workers) -> tuple[int, int]:
     """Returns the number of groups H, and the number of workers in a group C.

@@ -6,6 +6,7 @@ from typing import ClassVar
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._exchange import WithoutOwners
+from gradcomp.exchange._work import CODED_ONCE, Work
 from gradcomp.sums import Way
 
 
@@ -25,3 +26,6 @@ class Local(WithoutOwners):
     if own.plain:
       return Total(own.leaves, own.nothing, own.residuals, encoded=False)
     return Total(own.decoded, own.nothing, own.residuals)
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    return Work() if plain else CODED_ONCE

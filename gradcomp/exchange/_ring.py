@@ -1,6 +1,8 @@
 """``ring``: sends partial sums from worker to worker, encoded again at each hop."""
 
 import dataclasses
+import math
+from fractions import Fraction
 from typing import ClassVar, NamedTuple, cast
 
 import jax
@@ -19,6 +21,7 @@ from gradcomp.exchange._collectives import (
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._exchange import WithoutOwners
 from gradcomp.exchange._two_shot import owned_total
+from gradcomp.exchange._work import Work
 from gradcomp.sums import Partial, PartialSum, Sent, Way
 from gradcomp.workers import mark_varying
 
@@ -73,6 +76,10 @@ class Ring(WithoutOwners):
       for rows, residual in zip(owned.rows, own.residuals, strict=True)
     ]
     return owned_total(own, gathered, sent, lost, workers)._replace(encoded=False)
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    hops = Fraction(math.prod(sizes) - 1, math.prod(sizes))
+    return Work(encoded=Fraction(1), decoded=hops + 1, summed=hops)
 
 
 def reduce(own: Contribution, workers: Workers) -> _Owned:

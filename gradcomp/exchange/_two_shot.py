@@ -1,7 +1,9 @@
 """``two_shot``: reduces each share at its owner, and broadcasts the results."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import ClassVar
 
 import jax
@@ -12,6 +14,7 @@ from gradcomp._checks import flag
 from gradcomp.exchange._all_gather import gather_rows
 from gradcomp.exchange._collectives import Workers, join, scatter, shares, split
 from gradcomp.exchange._contribution import Contribution, Total
+from gradcomp.exchange._work import Work
 from gradcomp.sums import Sent, Way
 from gradcomp.workers import AxisName
 
@@ -67,6 +70,10 @@ class TwoShot:
 
   def run(self, own: Contribution, workers: Workers) -> Total:
     return broadcast(own, reduce(own, workers), workers)
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    share = Fraction(1, math.prod(sizes))
+    return Work(encoded=1 + share, decoded=Fraction(1), added=Fraction(1))
 
 
 def reduce(own: Contribution, workers: Workers) -> list[Sent]:
