@@ -8,9 +8,13 @@ from gradcomp.exchange._choice import as_exchange as as_exchange
 from gradcomp.exchange._choice import check_exchange as check_exchange
 from gradcomp.exchange._choice import choose as choose
 from gradcomp.exchange._collectives import Workers as Workers
+from gradcomp.exchange._collectives import gather as gather
 from gradcomp.exchange._collectives import largest as largest
+from gradcomp.exchange._collectives import pass_on as pass_on
 from gradcomp.exchange._collectives import pmean as pmean
 from gradcomp.exchange._collectives import psum as psum
+from gradcomp.exchange._collectives import scatter as scatter
+from gradcomp.exchange._collectives import scatter_within as scatter_within
 from gradcomp.exchange._exchange import Exchange as Exchange
 from gradcomp.exchange._hierarchical import Hierarchical as Hierarchical
 from gradcomp.exchange._keys import Keys as Keys

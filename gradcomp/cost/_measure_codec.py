@@ -1,0 +1,84 @@
+"""Measures a codec on a device of this program. Only its functions need JAX."""
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gradcomp.cost._cluster import CodecSpeed
+from gradcomp.cost._rules import count
+
+if TYPE_CHECKING:  # at run time this would import JAX
+  from gradcomp.codecs import LeafCodec
+
+_PAYLOADS = 4  # that are added at a time
+
+
+def measured_speed(codec: "LeafCodec", elements: int, repeats: int) -> CodecSpeed:
+  """Measures a codec; see :meth:`CodecSpeed.measure`."""
+  count("elements", elements)
+  count("repeats", repeats)
+  width = 1 << (elements.bit_length() // 2)
+  shape = (-(-elements // width), width)
+  medians = [_median(call, repeats) for call in _calls(codec, shape)]
+  encode, decode, add, both = (x / math.prod(shape) for x in medians)
+  return CodecSpeed(
+    encode=encode, decode=decode, add=add / _PAYLOADS, keep=max(0.0, both - encode)
+  )
+
+
+def _median(call: Callable[[], Any], repeats: int) -> float:
+  import jax
+
+  jax.block_until_ready(call())
+  seconds = []
+  for _ in range(repeats):
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    seconds.append(time.perf_counter() - start)
+  return statistics.median(seconds)
+
+
+def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]]:
+  """Returns what encodes, decodes, adds payloads, and encodes with what is lost."""
+  import jax
+  import jax.numpy as jnp
+
+  from gradcomp import codecs, sums
+
+  x = jax.random.normal(jax.random.key(0), shape)
+  key = jnp.array([1, 2], jnp.uint32)
+  leaf = codecs.Leaf(shape, addends=_PAYLOADS)
+  bound: Any = codec.bind(leaf)
+  memory = codecs.first_memory(bound, leaf, key)
+  context = codecs.leaf_context(bound, None, memory, jnp.int32(0))
+
+  def encode(x: jax.Array) -> Any:
+    return bound.encode(x, key=key, context=context)
+
+  def decode(payload: Any) -> jax.Array:
+    return bound.decode(payload, like=x)
+
+  def add(payload: Any, received: jax.Array) -> jax.Array:
+    rows, agreed = payload.rows.shape[0], payload.agreed
+    if agreed is not None:
+      agreed = jnp.broadcast_to(agreed, (rows, agreed.shape[1]))
+    return sums.of(bound).gathered(received, agreed, 1 / _PAYLOADS)(0, rows)
+
+  def keep(x: jax.Array) -> Any:
+    if isinstance(bound, codecs.RemainderCodec):
+      return bound.encode_with_residual(x, key=key, context=context)
+    payload = encode(x)
+    return payload, x - decode(payload)
+
+  encoded = jax.jit(encode)
+  payload = encoded(x)
+  received = jnp.stack([payload.rows] * _PAYLOADS)
+  return [
+    functools.partial(encoded, x),
+    functools.partial(jax.jit(decode), payload),
+    functools.partial(jax.jit(add), payload, received),
+    functools.partial(jax.jit(keep), x),
+  ]
