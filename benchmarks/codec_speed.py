@@ -50,6 +50,7 @@ CODECS: dict[str, Codec] = {
   "qsgd-1 uniform": QSGD(bits=1, levels="uniform"),
   "qsgd-4 uniform": QSGD(bits=4, levels="uniform"),
   "qsgd-4 nearest": QSGD(bits=4, rounding="nearest"),
+  "qsgd-4 shared": QSGD(bits=4, share_scale=True),
   "qsgd-4 l2": QSGD(bits=4, norm="l2"),
   "qsgd-4 tensor": QSGD(bits=4, bucket_size=None),
   "qsgd-4 rotate 8": QSGD(bits=4, rotate=8),

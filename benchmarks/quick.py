@@ -24,6 +24,7 @@ RUNS = (
   "approximation_error",
   "aps_study",
   "codec_speed",
+  "cost_fit",
   "front_picture",
   "gpu_check",
   "gpu_check --interpret",
