@@ -189,6 +189,9 @@ def compared(cases):
 def compare(cases, hosts, host, folder):
   for name in compared(cases):
     save(folder / f"{name}.{host}.npz", exchange(name, hosts))
+  mesh = jax.make_mesh((hosts,), ("data",))
+  link = gradcomp.cost.Link.measure(mesh, sizes=(1 << 10, 1 << 14), repeats=1)
+  link.save(folder / f"link.{host}.json")
   if hosts == 2:
     train(hosts, host, folder)
 

@@ -152,6 +152,9 @@ def test_hosts_hold_the_bits_of_emulated_devices(hosts, cases, tmp_path, subtest
     bound = rounding if name in host.TRANSPORT_ADDS else 0.0
     with subtests.test(name):
       assert_hosts_agree(tmp_path, name, tree, hosts, bound)
+  with subtests.test("link"):  # plans that differed would not end
+    links = {(tmp_path / f"link.{i}.json").read_text() for i in range(hosts)}
+    assert len(links) == 1
   if trained is not None:
     with subtests.test("training"):
       assert_hosts_agree(tmp_path, f"step-{host.STEPS}", trained, hosts)

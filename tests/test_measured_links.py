@@ -1,0 +1,109 @@
+"""Links and codecs are measured on emulated devices; on hosts in test_many_hosts.py."""
+
+import jax
+import numpy as np
+import pytest
+
+from gradcomp import cost
+from gradcomp.codecs import QSGD, PowerSGD, TopK
+from gradcomp.cost import CodecSpeed, Link
+from gradcomp.cost._measure_link import line
+
+SIZES = (1 << 10, 1 << 14)
+
+
+def mesh(*shape):
+  names = ("host", "chip")[: len(shape)]
+  devices = jax.devices()[: np.prod(shape)]
+  return jax.make_mesh(shape, names, devices=devices)
+
+
+def clock(monkeypatch, seconds):
+  """A clock that shows no time but between calls, where it takes these in turn."""
+  times = iter(seconds)
+  state = {"now": 0.0, "open": False}
+
+  def now():
+    state["open"] = not state["open"]
+    if not state["open"]:
+      state["now"] += next(times)
+    return state["now"]
+
+  monkeypatch.setattr("time.perf_counter", now)
+
+
+def test_each_collective_and_size_has_a_factor(capsys):
+  link = Link.measure(mesh(4), sizes=SIZES, repeats=1)
+  names = ("all_gather", "all_to_all", "all_reduce", "ppermute")
+  assert link.factor.keys() == {*((name, 4) for name in names), ("ppermute", 2)}
+  assert min(link.factor.values()) == 1.0
+  said = capsys.readouterr().err.splitlines()
+  assert len(said) == 5 and said[0].startswith("all_gather, 4 workers: ")
+
+
+def test_one_axis_of_a_mesh_is_measured_alone(capsys):
+  options = dict(sizes=SIZES, repeats=1, progress=False)
+  assert {n for _, n in Link.measure(mesh(2, 3), "chip", **options).factor} == {3}
+  assert {n for _, n in Link.measure(mesh(2, 3), **options).factor} == {6}
+  assert capsys.readouterr().err == ""
+
+
+def test_a_link_of_known_rate_is_found(monkeypatch):
+  """Its collectives take what the cost model says, so that it must come out again."""
+  factor = {("all_gather", 4): 1.5, ("all_to_all", 4): 2.0, ("all_reduce", 4): 1.25}
+  factor |= {("ppermute", 4): 1.0, ("ppermute", 2): 3.0}
+  true = Link(latency=1e-3, bytes_per_second=1e6, factor=factor)
+  swapping = Link(latency=1e-3, bytes_per_second=1e6 / 3)
+  times = []
+  for name, put_in in [  # of what a worker puts in, it sends so many bytes
+    ("all_gather", lambda size: -(-size // 12) * 4),
+    ("all_to_all", lambda size: -(-size // 12) * 16),
+    ("all_reduce", lambda size: -(-size * 2 // 12) * 4),
+    ("ppermute", lambda size: size),
+  ]:
+    function = getattr(cost, f"{name}_seconds")
+    times += [function(put_in(size), 4, true) for size in SIZES]
+  times += [cost.ppermute_seconds(size, 4, swapping) for size in SIZES]
+  clock(monkeypatch, times)
+  found = Link.measure(mesh(4), sizes=SIZES, repeats=1, progress=False)
+  assert found.latency == pytest.approx(1e-3, rel=1e-4)
+  assert found.bytes_per_second == pytest.approx(1e6, rel=1e-4)
+  assert found.factor == pytest.approx(factor, rel=1e-4)
+
+
+def test_short_messages_count_as_much_as_long_ones():
+  """1 % of the longest would hide all of the latency in a plain fit."""
+  sizes = (2**16, 2**20, 2**23, 2**26)
+  points = [(n, 1e-4 + 8e-9 * n) for n in sizes[:3]]
+  points.append((sizes[3], 1.01 * (1e-4 + 8e-9 * sizes[3])))
+  start, byte = line(points)
+  assert start == pytest.approx(1e-4, rel=0.1)
+  assert byte == pytest.approx(8e-9, rel=0.01)
+  assert line([(1.0, 1.0), (2.0, 3.0)])[0] == 0.0  # would be below 0
+  assert line([(1.0, 3.0), (2.0, 2.0)])[1] > 0.0
+
+
+@pytest.mark.parametrize("codec", [QSGD(bits=4), TopK(density=0.1), PowerSGD(rank=1)])
+def test_speeds_are_seconds_an_element(codec, monkeypatch):
+  clock(monkeypatch, [4.0, 8.0, 16.0, 10.0])
+  speed = CodecSpeed.measure(codec, elements=4096, repeats=1)
+  elements = 4096
+  assert speed == CodecSpeed(
+    encode=4 / elements, decode=8 / elements, add=4 / elements, keep=6 / elements
+  )
+
+
+@pytest.mark.parametrize(
+  "measure, message",
+  [
+    (lambda: Link.measure(mesh(1)), r"`mesh` must have 2 workers .*\('host',\), got 1"),
+    (lambda: Link.measure(mesh(2), sizes=(4, 4)), r"`sizes` must hold two .*\[4\]"),
+    (lambda: Link.measure(mesh(2), sizes=(0, 4)), "`sizes` must be .*, got 0"),
+    (lambda: Link.measure(mesh(2), repeats=0), "`repeats` must be .*, got 0"),
+    (lambda: CodecSpeed.measure(QSGD(), 0), "`elements` must be .*, got 0"),
+    (lambda: CodecSpeed.measure(QSGD(), repeats=-1), "`repeats` must be .*, got -1"),
+  ],
+)
+def test_bad_arguments_are_refused_with_the_rule(measure, message):
+  with pytest.raises(ValueError, match=message):
+    measure()
