@@ -26,7 +26,7 @@ class _Case(NamedTuple):
     rounds: the messages that follow one another.
     lines: the lines of a worker's words. It sends one to each worker, or all to all.
     sent: the bytes that a worker sends, for each byte that it puts in.
-    run: the collective of ``uint32[lines, M]``.
+    run: the collective of ``float32[lines, M]``.
   """
 
   kind: str
@@ -154,7 +154,7 @@ def _times(
   points: list[tuple[float, float]] = []
   for size in sizes:
     words = math.ceil(size / (case.sent * case.lines * _WORD))
-    x = spread(1, (case.lines, words), np.uint32)
+    x = spread(1, (case.lines, words), np.float32)
     send = run.lower(x).compile()
     if not points:
       jax.block_until_ready(send(x))  # makes the connections
