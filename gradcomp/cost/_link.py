@@ -76,10 +76,11 @@ class Link:
   ) -> "Link":
     """Measures the links between the devices of a mesh, in a few seconds.
 
-    It times the collectives that gradcomp calls, over the workers of the axes, and over
-    pairs of an even number on one axis. For each it draws the line ``a + b bytes`` with the least squares of
-    relative errors. The rate is that of the fastest collective, the factors say how
-    much slower the others are, and the latency is the median of those of all.
+    It times the collectives that gradcomp calls, over the workers of the axes, and
+    swaps between pairs of them if they are even in number and on one axis. For each it
+    draws the line ``a + b bytes`` with the least squares of relative errors. The rate
+    is that of the fastest collective, the factors say how much slower the others are,
+    and the latency is the median of those of all.
 
     Args:
       mesh: the mesh. If its devices belong to several processes, all of them must call
