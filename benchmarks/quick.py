@@ -34,6 +34,7 @@ RUNS = (
   "link_speed --loopback",
   "memory",
   "noise",
+  "paper_models",
   "ptx_check",
   "random_bits",
   "redsync_study",

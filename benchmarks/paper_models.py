@@ -1,0 +1,102 @@
+"""Recomputes what the five papers predict, and compares it with what they print.
+
+  python benchmarks/paper_models.py [--output FOLDER]
+
+Each number has its inputs, what gradcomp.cost gives, what the paper prints, and whether
+that can be right:
+
+  agrees  The model gives the printed number, within the tolerance beside it.
+  wrong   The paper's own inputs give another number.
+  open    The number depends on what the paper does not print.
+  ours    The paper prints none.
+
+Nothing is measured here. It ends with 1 if a number that must agree does not. With
+--output, writes paper_models.json, paper_models.md and a plot for each paper there.
+"""
+
+import argparse
+import itertools
+import json
+import pathlib
+import sys
+from typing import Any
+
+import papers
+import running
+from papers import plots
+
+COLUMNS = ("what", "inputs", "ours", "paper", "difference", "verdict", "why")
+
+
+def entry(row: papers.Number) -> dict[str, Any]:
+  """Returns a number as it is written to the JSON file."""
+  kept = {key: value for key, value in row._asdict().items() if value is not None}
+  if row.verdict != "agrees":
+    kept.pop("tolerance")
+  if row.difference is not None:
+    kept["difference"] = row.difference
+  return kept
+
+
+def table(rows: list[papers.Number]) -> str:
+  """Returns a Markdown table of numbers."""
+  lines = [COLUMNS, ("---", "---", "---:", "---:", "---:", "---", "---")]
+  for row in rows:
+    printed, difference = "", ""
+    if row.printed is not None:
+      printed, difference = f"{row.printed:.4g}", f"{row.difference:+.1%}"
+    verdict = row.verdict
+    if verdict == "agrees" and row.tolerance:
+      verdict = f"agrees within {row.tolerance:.2g}"
+    shown = f"{row.ours:.4g}"
+    lines.append((row.what, row.inputs, shown, printed, difference, verdict, row.why))
+  return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def page(rows: list[papers.Number]) -> str:
+  """Returns the Markdown page."""
+  parts = [
+    "# What the papers predict, recomputed\n\n"
+    "Made by `python benchmarks/paper_models.py`; [models.md](../../docs/models.md) "
+    "tells what it means.\n\n"
+    "* *agrees*: the model gives the printed number, within the relative tolerance "
+    "beside it.\n"
+    "* *wrong*: the paper's own inputs give another number.\n"
+    "* *open*: the number depends on what the paper does not print.\n"
+    "* *ours*: the paper prints none.\n"
+  ]
+  for paper, group in itertools.groupby(rows, lambda row: row.paper):
+    parts.append(f"\n## {paper}\n\n{table(list(group))}")
+  return "".join(parts)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  running.add_quick(parser, "the same numbers and plots")
+  parser.add_argument("--output", type=pathlib.Path, help="folder of the files")
+  options = parser.parse_args()
+  rows = papers.numbers()
+  for paper, group in itertools.groupby(rows, lambda row: row.paper):
+    verdicts = [row.verdict for row in group]
+    counts = [f"{verdicts.count(x)} {x}" for x in ("agrees", "wrong", "open", "ours")]
+    print(f"{paper}: {', '.join(counts)}")
+  for row in rows:
+    if row.verdict == "wrong" or row.missed:
+      said = "MISSED" if row.missed else "wrong"
+      print(
+        f"{said}: {row.paper}, {row.what}, {row.inputs}: {row.ours:.4g}, "
+        f"printed {row.printed:.4g}"
+      )
+  if options.output:
+    options.output.mkdir(parents=True, exist_ok=True)
+    text = json.dumps([entry(row) for row in rows], indent=1) + "\n"
+    (options.output / "paper_models.json").write_text(text)
+    (options.output / "paper_models.md").write_text(page(rows))
+    plots.draw(options.output)
+  sys.exit(any(row.missed for row in rows))
+
+
+if __name__ == "__main__":
+  main()
