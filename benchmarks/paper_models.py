@@ -38,18 +38,24 @@ def entry(row: papers.Number) -> dict[str, Any]:
   return kept
 
 
+def digits(number: float) -> str:
+  """Returns four digits, or all of a large number."""
+  return f"{number:,.0f}" if abs(number) >= 1e4 else f"{number:.4g}"
+
+
 def table(rows: list[papers.Number]) -> str:
   """Returns a Markdown table of numbers."""
   lines = [COLUMNS, ("---", "---", "---:", "---:", "---:", "---", "---")]
   for row in rows:
     printed, difference = "", ""
     if row.printed is not None:
-      printed, difference = f"{row.printed:.4g}", f"{row.difference:+.1%}"
+      printed, difference = digits(row.printed), f"{row.difference:+.1%}"
     verdict = row.verdict
     if verdict == "agrees" and row.tolerance:
       verdict = f"agrees within {row.tolerance:.2g}"
-    shown = f"{row.ours:.4g}"
-    lines.append((row.what, row.inputs, shown, printed, difference, verdict, row.why))
+    lines.append(
+      (row.what, row.inputs, digits(row.ours), printed, difference, verdict, row.why)
+    )
   return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -27,7 +27,7 @@ def numbers() -> list[Number]:
   _implied(paper)
   for name in CLUSTERS:
     for network in MODELS:
-      for machines in (2, 128):
+      for machines in (8, 64):
         inputs = f"{network}, {machines} x {GPUS} GPUs, {name}, estimated T"
         paper.ours("TernGrad's gain", inputs, estimated_gain(network, name, machines))
   return paper.numbers

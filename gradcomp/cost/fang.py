@@ -48,8 +48,8 @@ class Model(NamedTuple):
 
   Attributes:
     megabytes: of the parameters.
-    gigaflops: of a forward pass of one image; multiply-adds in all rows but ResNet50's
-      and the LSTMs', which count two operations for each.
+    gigaflops: of a forward pass of one sample. Those of AlexNet and VGG16 count a
+      multiply-add once, and those of ResNet50 twice.
   """
 
   megabytes: float
