@@ -21,6 +21,7 @@ from gradcomp.codecs import (
   encode_leaves,
   from_tiles,
   rounds_of,
+  tile_shape,
   to_agree,
   to_tiles,
 )
@@ -170,13 +171,15 @@ class Layout:
     return list(itertools.chain.from_iterable(runs.values()))
 
   def tiles(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Cuts leaves into tiles, ``float32[rows, tile_size]`` for each codec.
+    """Cuts leaves into tiles, ``float32[rows, *tile_shape]`` for each codec.
 
     Zeros fill the last tile of a leaf.
     """
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
     for leaf, slot in zip(leaves, self.slots, strict=True):
-      parts[slot.group].append(to_tiles(leaf, self.codecs[slot.group]))
+      codec = self.codecs[slot.group]
+      tiles = to_tiles(leaf, codec)
+      parts[slot.group].append(tiles.reshape(-1, *tile_shape(codec)))
     return [jnp.concatenate(rows) for rows in parts]
 
 

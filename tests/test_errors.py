@@ -492,7 +492,7 @@ def test_state_of_another_number_of_workers():
   grads = {"w": jnp.ones((4, 64, 512))}
   four = jax.vmap(tx.init, axis_name="data")(grads)
   two = jax.tree.map(lambda x: x[:2], (grads, four))
-  parts = ("`state.server_residual`", "(4, 4096)", "(2, 4096)", "as many workers")
+  parts = ("`state.server_residual`", "(4, 8, 512)", "(2, 8, 512)", "as many workers")
   with pytest.raises(ValueError, match=says(*parts)):
     jax.vmap(lambda g, s: tx.update(g, s), axis_name="data")(*two)
 

@@ -54,16 +54,16 @@ def test_residuals_that_are_not_stacked_are_refused_in_plain_jit(axis_name, on_m
 
 
 def test_parameters_of_the_shape_of_a_tile():
-  """What an owner keeps has rows of 4,096 elements, as this matrix has."""
+  """What an owner keeps has rows of 8 buckets of 512, as this parameter has."""
   mesh = modes.mesh(WORKERS)
   optimizer = optax.chain(
     gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot", feedback="error"),
     optax.sgd(0.1),
   )
-  params = placed({"w": jnp.ones((8, 4096))}, mesh)
+  params = placed({"w": jnp.ones((8, 8, 512))}, mesh)
   with jax.set_mesh(mesh):
     state = optimizer.init(params)
-  chex.assert_shape(state[0].server_residual[("data",)], (8, 4096))
+  chex.assert_shape(state[0].server_residual[("data",)], (8, 8, 512))
   step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
   step(params, state, jnp.ones((8, 8)))
 

@@ -58,7 +58,7 @@ def average(
     leaves: float32 arrays; float64 ones only for a plain mean.
     keys: the keys of this worker and step.
     workers: the workers that exchange; None to exchange nothing.
-    residuals: the owner residual of each codec, ``float32[share, tile_size]``; None
+    residuals: the owner residual of each codec, ``float32[share, *tile_shape]``; None
       where none is kept.
     memory: the memory of each leaf.
     step: the number of the step, ``int32[]``.

@@ -165,14 +165,14 @@ def split(lines: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array
 
 
 def shares(rows: jax.Array, workers: Workers) -> jax.Array:
-  """Cuts rows into a share for each worker: ``[rows, width]`` to ``[N, share, width]``.
+  """Cuts rows into a share for each worker: ``[rows, ...]`` to ``[N, share, ...]``.
 
   Zeros fill the last shares.
   """
   share = -(-rows.shape[0] // workers.size)
   padding = workers.size * share - rows.shape[0]
-  padded = jnp.pad(rows, ((0, padding), (0, 0)))
-  return padded.reshape(workers.size, share, rows.shape[1])
+  padded = jnp.pad(rows, [(0, padding)] + [(0, 0)] * (rows.ndim - 1))
+  return padded.reshape(workers.size, share, *rows.shape[1:])
 
 
 def stacked(x: jax.Array) -> jax.Array:

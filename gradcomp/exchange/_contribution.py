@@ -96,7 +96,7 @@ class Contribution:
 
   @functools.cached_property
   def tiles(self) -> Leaves:
-    """The leaves as ``float32[rows, tile_size]`` for each codec."""
+    """The leaves as ``float32[rows, *tile_shape]`` for each codec."""
     return self.layout.tiles(self.leaves)
 
   @property

@@ -141,10 +141,10 @@ def _reduce_inside(
 ) -> list[Sent]:
   """Adds, over this worker's group, the rows of the H shares of its place."""
   parts = [
-    shares(addend, workers).reshape(groups, size, -1, addend.shape[1]).swapaxes(0, 1)
-    for addend in own.addends
+    shares(x, workers).reshape(groups, size, -1, *x.shape[1:]).swapaxes(0, 1)
+    for x in own.addends
   ]
-  lines = [_words(part.reshape(size, -1, part.shape[-1])) for part in parts]
+  lines = [_words(x.reshape(size, -1, *x.shape[3:])) for x in parts]
   received = regroup(join(lines, size), workers, groups, size, inside=True)
   sums = cast(list[PartialSum], own.sums)  # check_exchange makes sure of that
   number = jax.lax.axis_index(workers.axis_name)
@@ -184,13 +184,13 @@ def _reduce_between(
 def _lost(
   inside: Sent, between: Sent, workers: Workers, groups: int, size: int
 ) -> jax.Array | None:
-  """Returns what this worker lost, ``float32[rows, tile_size]`` over all rows.
+  """Returns what this worker lost, ``float32[rows, *tile_shape]`` over all rows.
 
   These are the losses in the sums of its group, and in the sum of its share.
   """
   if inside.lost is None:
     return None
-  lost = inside.lost.reshape(groups, -1, inside.lost.shape[1])
+  lost = inside.lost.reshape(groups, -1, *inside.lost.shape[1:])
   of_group = place(lost, workers, size)
   of_share = owned_loss(between, workers)
   return of_group if of_share is None else of_group + of_share

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 
 from gradcomp import sums
-from gradcomp.codecs import Codec, Memory, in_rounds
+from gradcomp.codecs import Codec, Memory, in_rounds, tile_shape
 from gradcomp.exchange._agree import refit
 from gradcomp.exchange._average import Outcome, Residuals, average
 from gradcomp.exchange._collectives import Workers
@@ -40,13 +40,13 @@ class Exchanged(NamedTuple):
   memory: list[Memory]
 
 
-def owner_shapes(plan: Plan) -> dict[Axes, list[tuple[int, int]]]:
+def owner_shapes(plan: Plan) -> dict[Axes, list[tuple[int, ...]]]:
   """Returns the shapes of the owner residuals of one worker, by axes.
 
   Owners of exact sums keep none. Those who round sums at random in any case keep one
   only if workers keep residuals, too: the random errors of all steps would add up.
   """
-  result: dict[Axes, list[tuple[int, int]]] = {}
+  result: dict[Axes, list[tuple[int, ...]]] = {}
   for message in plan.messages:
     shapes = [shape for shape in _shapes(plan, message) if shape is not None]
     if shapes:
@@ -164,8 +164,8 @@ def _per_worker(mean: jax.Array, workers: Workers | None) -> jax.Array:
   return mean / workers.size
 
 
-def _shapes(plan: Plan, message: Message) -> list[tuple[int, int] | None]:
-  """Returns the shape of the owner residual of each codec, ``[share, tile_size]``.
+def _shapes(plan: Plan, message: Message) -> list[tuple[int, ...] | None]:
+  """Returns the shape of the owner residual of each codec, ``[share, *tile_shape]``.
 
   None stands for a codec without one.
   """
@@ -179,7 +179,7 @@ def _shapes(plan: Plan, message: Message) -> list[tuple[int, int] | None]:
     return not total.exact and (plan.feedback or not total.draws)
 
   return [
-    (-(-rows // plan.workers), codec.tile_size) if rows and keeps(codec) else None
+    (-(-rows // plan.workers), *tile_shape(codec)) if rows and keeps(codec) else None
     for codec, rows in zip(layout.codecs, layout.rows, strict=True)
   ]
 
@@ -187,7 +187,7 @@ def _shapes(plan: Plan, message: Message) -> list[tuple[int, int] | None]:
 def _take(
   waiting: dict[Axes, list[jax.Array]],
   axes: Axes,
-  shape: tuple[int, int] | None,
+  shape: tuple[int, ...] | None,
 ) -> jax.Array | None:
   if shape is None:
     return None

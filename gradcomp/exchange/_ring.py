@@ -31,7 +31,7 @@ class _Owned(NamedTuple):
 
   Attributes:
     rows: ``uint32[share, words]`` for each codec.
-    lost: ``float32[N, share, tile_size]`` for each codec; empty where nobody asks.
+    lost: ``float32[N, share, *tile_shape]`` for each codec; empty where nobody asks.
   """
 
   rows: list[jax.Array]

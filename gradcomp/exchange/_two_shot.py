@@ -112,7 +112,7 @@ def owned_total(
     gathered: the shares of all owners, ``uint32[N, rows, words]`` for each codec.
     sent: what this worker sent as an owner, for each codec.
     lost: for each codec, the losses in all rows that this worker keeps in its residual,
-      ``float32[rows, tile_size]``, or None.
+      ``float32[rows, *tile_shape]``, or None.
     workers: the workers that exchange.
   """
   decoders, losses = [], []
@@ -134,16 +134,16 @@ def place(lost: jax.Array, workers: Workers, size: int) -> jax.Array:
   """Places what this worker lost of the shares ``(*, c)``, where c is its own place.
 
   Args:
-    lost: the losses in these shares, ``float32[groups, share, width]``.
+    lost: the losses in these shares, ``float32[groups, share, ...]``.
     workers: the workers that exchange.
     size: the number of workers in a group.
 
   Returns:
-    The losses in all rows, ``float32[groups * size * share, width]``, with zeros in all
+    The losses in all rows, ``float32[groups * size * share, ...]``, with zeros in all
     other shares.
   """
-  groups, share, width = lost.shape
+  groups, share, *tile = lost.shape
   own = lax.axis_index(workers.axis_name) % size
-  mine = (jnp.arange(size) == own)[None, :, None, None]
-  placed = jnp.where(mine, lost[:, None], 0.0)
-  return placed.reshape(groups * size * share, width)
+  mine = jnp.arange(size) == own
+  placed = jnp.where(mine.reshape(-1, *[1] * (1 + len(tile))), lost[:, None], 0.0)
+  return placed.reshape(groups * size * share, *tile)

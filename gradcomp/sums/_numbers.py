@@ -98,7 +98,6 @@ class Numbers(Facts):
     if lost is not None:
       if not self._rounds:  # a rounded sum encodes exactly
         lost = lost + (partial.total - self.codec.decode_rows(rows))
-      lost = lost.reshape(len(lost), -1)
     riders: tuple[jax.Array, ...] = ()
     if partial.compensation is not None:
       riders = (self.codec.encode_sums(partial.compensation),)
@@ -129,7 +128,7 @@ class Numbers(Facts):
     return self._unscaled(decode, agreed, scale)
 
   def read(self, own: jax.Array) -> jax.Array:
-    return self.codec.decode_rows(own).reshape(*own.shape[:-1], self.codec.tile_size)
+    return self.codec.decode_rows(own)
 
   def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
     return self._unscaled(cutter(lost), agreed, 1.0)

@@ -39,8 +39,9 @@ class Sent(NamedTuple):
     rows: the encoded sum, ``uint32[rows, words]``.
     riders: arrays like ``rows`` that travel with it to the worker that adds next.
     lost: the losses of encoding and additions that this worker keeps in its residual,
-      ``float32[rows, tile_size]``, in the units of the codec's rows; None for nothing.
-    residual: the new owner residual, ``float32[rows, tile_size]``, or None.
+      ``float32[rows, *tile_shape]``, in the units of the codec's rows; None if nothing
+      is lost.
+    residual: the new owner residual, ``float32[rows, *tile_shape]``, or None.
     scale: the factor of the sum that is still to be applied.
   """
 
@@ -216,7 +217,7 @@ class PartialSum(Sum, Protocol):
 
     Args:
       own: the part, ``uint32[rows, words]`` if the sum is ``of_rows``, and else
-        ``float32[rows, tile_size]``.
+        ``float32[rows, *tile_shape]``.
       key: the key that rounds, or None.
       context: what the codec encodes sums with besides.
       keep: whether to return the losses.
@@ -239,7 +240,7 @@ class PartialSum(Sum, Protocol):
     """Encodes a partial sum, which is sent to the worker that adds next."""
 
   def read(self, own: jax.Array) -> jax.Array:
-    """Returns the part of a worker as tiles, ``float32[..., tile_size]``."""
+    """Returns the part of a worker as tiles, ``float32[..., *tile_shape]``."""
 
 
 class ReducibleSum(Sum, Protocol):
