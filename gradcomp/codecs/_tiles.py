@@ -1,7 +1,5 @@
 """Leaves to tiles, and back: what codecs do around their rows."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -88,8 +86,7 @@ def from_tiles(
     (300,)
   """
   if codec.by_column:
-    columns = tiles.reshape(tiles.shape[0], math.prod(tiles.shape[1:]))
-    return columns.T.reshape(like.shape)
+    return tiles.T.reshape(like.shape)
   if isinstance(codec, RotatingCodec):
     tiles = codec.unrotated(tiles)
   return tiles.reshape(-1)[: like.size].reshape(like.shape)

@@ -30,10 +30,10 @@ def encode_columns(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def decode_columns(rows: jax.Array, *, size: int) -> jax.Array:
-  """Decodes ``uint32[..., n, words]`` to columns, ``float32[..., n, 1, d]``."""
+  """Decodes ``uint32[..., n, words]`` to columns, ``float32[..., n, d]``."""
   place = jax.lax.broadcasted_iota(jnp.uint32, (WORD,), 0)
   bits = (rows[..., :-2, None] >> place) & jnp.uint32(1)
   words = rows.shape[-1] - 2
   negative = bits.reshape(*rows.shape[:-1], words * WORD)[..., :size] == 1
   pair = floats(rows[..., -2:])
-  return jnp.where(negative, pair[..., 1:], pair[..., :1])[..., None, :]
+  return jnp.where(negative, pair[..., 1:], pair[..., :1])
