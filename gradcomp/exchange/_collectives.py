@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp.exchange._notes import Parts, note
+from gradcomp.exchange._rounds import rounds
 from gradcomp.exchange._spread import devices, spread
 from gradcomp.workers import AxisName, is_typed
 
@@ -98,8 +99,12 @@ def gather(message: jax.Array, axis_name: AxisName, name: str) -> jax.Array:
 def scatter(lines: jax.Array, axis_name: AxisName) -> jax.Array:
   """Sends line d of ``[N, M]`` to worker d.
 
-  Line s of the result, ``[N, M]``, comes from worker s.
+  Line s of the result, ``[N, M]``, comes from worker s. Where gloo carries the words,
+  they go in :func:`rounds`, because its own all_to_all takes 1.7 times what its bytes
+  need with four workers, and the rounds take 1.3 times that.
   """
+  if lines.shape[0] > 2 and _over_gloo():
+    return scatter_within(lines, axis_name, [range(lines.shape[0])])
 
   def exchange(lines: jax.Array) -> jax.Array:
     return lax.all_to_all(lines, axis_name, 0, 0, tiled=True)
@@ -107,13 +112,16 @@ def scatter(lines: jax.Array, axis_name: AxisName) -> jax.Array:
   return spread(exchange, lines, axis_name, STAGE)
 
 
+def _over_gloo() -> bool:
+  return jax.default_backend() == "cpu" and jax.process_count() > 1
+
+
 def scatter_within(
-  lines: jax.Array, axis_name: str, members: Sequence[Sequence[int]]
+  lines: jax.Array, axis_name: AxisName, members: Sequence[Sequence[int]]
 ) -> jax.Array:
   """Sends a line to each member of the worker's group, like :func:`scatter`.
 
-  It takes one permutation for each distance in a group, because ``jax.vmap`` has no
-  rule for grouped collectives.
+  It takes permutations, because ``jax.vmap`` has no rule for grouped collectives.
 
   Args:
     lines: ``[K, M]``, a line for each member of the worker's group.
@@ -123,18 +131,22 @@ def scatter_within(
   Returns:
     ``[K, M]``, a line from each member.
   """
-  size = lines.shape[0]
-  place = [0] * sum(map(len, members))
-  for group in members:
-    for i, worker in enumerate(group):
-      place[worker] = i
-  own = jnp.array(place)[lax.axis_index(axis_name)]
-  received = [lines[own]]
-  for distance in range(1, size):
-    pairs = [(g[i], g[(i + distance) % size]) for g in members for i in range(size)]
-    line = lines[(own + distance) % size]
-    received.append(_permuted(line, axis_name, pairs))
-  return jnp.stack(received)[(own - jnp.arange(size)) % size]
+  place = {worker: i for group in members for i, worker in enumerate(group)}
+  own = jnp.array([place[i] for i in range(len(place))])[lax.axis_index(axis_name)]
+  mine = lambda table: jnp.array(table)[own]
+  parts, schedule = rounds(lines.shape[0])
+  width = -(-lines.shape[1] // parts)
+  last = lines.shape[1] - width  # where the second part starts
+  received = lines
+  for to, part in schedule:
+    source = [to.index(i) for i in range(len(to))]
+    came = [part[i] for i in source]
+    pairs = [(group[i], group[j]) for group in members for i, j in enumerate(to)]
+    piece = lax.dynamic_slice(lines, (mine(to), mine(part) * last), (1, width))
+    piece = _permuted(piece, axis_name, pairs)
+    at = (mine(source), mine(came) * last)
+    received = lax.dynamic_update_slice(received, piece, at)
+  return received
 
 
 def pass_on(message: jax.Array, axis_name: AxisName, count: int) -> jax.Array:
