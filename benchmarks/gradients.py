@@ -8,10 +8,13 @@ import jax.numpy as jnp
 
 
 def resnet50(leaves: int | None = None) -> list[jax.Array]:
-  """Draws random gradients of ResNet-50's 161 leaves, or of its first ``leaves``.
+  """Draws random gradients of ResNet-50's 161 leaves, or of its first ``leaves``."""
+  shapes = resnet50_shapes()[:leaves]
+  return [jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes)]
 
-  The 161 leaves have 25,557,032 elements.
-  """
+
+def resnet50_shapes() -> list[tuple[int, ...]]:
+  """Returns the shapes of ResNet-50's 161 leaves, which have 25,557,032 elements."""
   shapes: list[tuple[int, ...]] = [(7, 7, 3, 64), (64,), (64,)]
   channels = 64
   for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -23,10 +26,7 @@ def resnet50(leaves: int | None = None) -> list[jax.Array]:
       if block == 0:
         shapes += [(1, 1, channels, out), (out,), (out,)]
       channels = out
-  shapes += [(channels, 1000), (1000,)]
-  return [
-    jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes[:leaves])
-  ]
+  return [*shapes, (channels, 1000), (1000,)]
 
 
 def transformer(layers: int = 12, width: int = 512) -> list[jax.Array]:

@@ -1,49 +1,65 @@
 """Times a whole gradient exchange between hosts on links of a known rate.
 
-  python benchmarks/link_speed.py [--hosts 2 4] [--rate 1gbit ...] [--mib 64 ...]
+  python benchmarks/link_speed.py    the default cells; results/link_speed.{json,md,png}
+  python benchmarks/link_speed.py --rates 1gbit --hosts 4 --leaves 1 --codecs qsgd-4
   python benchmarks/link_speed.py --quick [--loopback]
 
 Hosts are network namespaces on rate-limited links (links.py), which need Linux, root,
-ip and tc. With --loopback, they are plain processes on a link that nothing limits. Each
-host runs one JAX process (link_worker.py), which times in turn the plain f32 mean and
-every codec with every exchange. A time covers the way from the gradient to its mean:
-encode, exchange, decode. One two_shot is also timed part by part. The time of a step is
-the slowest host's.
+ip and tc. At the rate "loopback", they are plain processes on a link that nothing
+limits. A cell is a rate, a number of hosts and a gradient. In each cell every host runs
+one JAX process (link_worker.py), which times in turn the plain f32 mean and every codec
+with every exchange. Then every host runs one PyTorch process (torch_worker.py), which
+times DistributedDataParallel over gloo with f32, its fp16 hook and its PowerSGD hook on
+the same links, if there is a PyTorch: see --torch. A time covers the way from the
+gradient to its mean: encode, exchange, decode. One two_shot is also timed part by part,
+and so are the exponents that APS agrees on. The time of a step is the slowest host's.
+
+What is measured joins the file of results, so that a run can be cut into pieces: a step
+replaces the one of its name in its cell. All codecs run at 1gbit with one leaf, and by
+default a choice of them elsewhere. ResNet-50's leaves come at 1gbit only, unless told.
 
 The table also has bytes from the kernel's counters, as multiples of the arithmetic and
 of gradcomp.wire_report, the CPU time, the error, and whether all hosts got the same
 bits. The probe sends raw TCP from each host to the next, all at once, and shows what
-the links carry. Read two lines first: the probe, and how far plain f32 is from its wire
-bound. Where it is far, something other than the link takes the time, and compression
-looks better than it is.
+the links carry; a rate of which it reaches less than 0.7 is not measured. Read two
+lines first: the probe, and how far plain f32 is from its wire bound. Where it is far,
+something other than the link takes the time, and compression looks better than it is.
 
 Three things bias the times. The hosts share this machine's cores: with 4 hosts on 2
 cores, each codec runs on half a core, and speed-ups come out lower than for hosts with
 a core each. The links have no delay, which favours exchanges of many small messages.
 They are all alike, and hierarchical is for links that differ. The MALLOC_ settings are
 the same for all, and keep the pages that XLA would otherwise fault in anew each step.
+PyTorch has the threads that torchrun would give it, or more: cores by hosts.
 """
 
 import argparse
-import itertools
 import json
 import os
 import pathlib
 import platform
 import signal
-import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from importlib import metadata
 from typing import Any
 
-import link_worker
+import link_codecs
+import link_options
+import link_picture
+import link_results
+import link_tables
 import links
 import numpy as np
 import running
+from link_options import Cell
 
 _HERE = pathlib.Path(__file__).parent
-_FAR = 1.3  # times the wire bound: too far for a measurement of the link
+_REACHED = 0.7  # of the rate, or it is not measured
+_DDP = ("ddp f32", "ddp fp16", "ddp powersgd-1", "ddp powersgd-2", "ddp powersgd-4")
+_HANGS = "ddp powersgd-1 in buckets"
 _MALLOC = {
   "MALLOC_ARENA_MAX": "1",
   "MALLOC_MMAP_MAX_": "0",
@@ -53,137 +69,105 @@ _MALLOC = {
 _ENVIRONMENT = _MALLOC | {
   "JAX_PLATFORMS": "cpu",
   "XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=120",
+  # Only the first process would find its programs there, and come too early.
+  "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
 
 
 def run_workers(
-  hosts: list[links.Host], job: dict[str, Any], limit: float
-) -> list[dict[str, Any]]:
-  """Runs link_worker.py on each host, and returns the reports."""
+  hosts: list[links.Host],
+  python: str,
+  script: str,
+  job: dict[str, Any],
+  environment: dict[str, str],
+  limit: float,
+) -> list[Any]:
+  """Runs a worker's script on each host, and returns the reports."""
   ports = links.free_ports(len(hosts) + 1)
   ends = [(host.address, port) for host, port in zip(hosts, ports, strict=False)]
-  job = job | {"ends": ends, "coordinator": f"{hosts[0].address}:{ports[-1]}"}
+  meeting = f"{hosts[0].address}:{ports[-1]}"
+  job = job | {"ends": ends, "count": len(hosts), "coordinator": meeting}
   with tempfile.TemporaryDirectory() as folder:
     outputs = [pathlib.Path(folder, f"{rank}.json") for rank in range(len(hosts))]
     commands = []
     for rank, (host, output) in enumerate(zip(hosts, outputs, strict=True)):
       own = {"rank": rank, "interface": host.interface, "output": str(output)}
-      worker = str(_HERE / "link_worker.py")
-      commands.append([sys.executable, worker, json.dumps(job | own)])
-    links.run(hosts, commands, _ENVIRONMENT, limit)
+      commands.append([python, str(_HERE / script), json.dumps(job | own)])
+    links.run(hosts, commands, environment, limit)
     return [json.loads(output.read_text()) for output in outputs]
 
 
-def combine(reports: list[dict[str, Any]], kind: str, shared: bool) -> dict[str, Any]:
-  """Makes one entry for each program from the entries of all hosts.
-
-  Args:
-    reports: one of each host.
-    kind: ``"steps"`` or ``"parts"``.
-    shared: whether one counter counts the bytes of all hosts.
-  """
-  results = {}
-  for name, first in reports[0][kind].items():
-    entries = [report[kind][name] for report in reports]
-    seconds = list(map(max, zip(*(e["seconds"] for e in entries), strict=True)))
-    sent = max(statistics.median(e["sent"]) for e in entries)
-    results[name] = {
-      "seconds": seconds,
-      "median_seconds": statistics.median(seconds),
-      "cpu_seconds_a_host": statistics.mean(
-        statistics.median(e["cpu_seconds"]) for e in entries
-      ),
-      "bytes_sent": sent / len(reports) if shared else sent,
-      "bytes_arithmetic": first["arithmetic"],
-      "bytes_wire_report": first["wire_report"],
-    }
-    if "crc32" in first:
-      results[name]["error"] = first["error"]
-      results[name]["same_bits"] = len({e["crc32"] for e in entries}) == 1
-  return results
-
-
-def show(run: dict[str, Any]) -> None:
-  """Prints the tables of a run."""
-  rate = run["bits_per_second"]
-  print(
-    f"\n{run['hosts']} hosts, {run['rate']}, {run['mib']} MiB of f32 in "
-    f"{run['leaves']} leaves, {run['repeats']} repeats"
+def measure(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
+  """Measures a cell: what the links carry, our steps, and PyTorch's."""
+  speed = None if cell.rate == "loopback" else links.bits_per_second(cell.rate)
+  repeats = options.repeats or (2 if speed and speed < 5e8 else 5)
+  shapes = link_options.shapes_of(cell.leaves, options.mib)
+  size = sum(map(np.prod, shapes)) * 4 / 2**20
+  names = link_codecs.chosen(options.codecs, cell.brief, len(shapes) == 1)
+  run: dict[str, Any] = {
+    "hosts": cell.hosts,
+    "rate": cell.rate,
+    "bits_per_second": speed,
+    "mib": options.mib if len(set(shapes)) == 1 else round(size, 1),
+    "leaves": cell.leaves,
+    "repeats": repeats,
+    "probe": [],
+    "steps": {},
+    "parts": {},
+    "failed": {},
+  }
+  network = (
+    links.limited(cell.hosts, cell.rate) if speed else links.loopback(cell.hosts)
   )
-  if run["probe"]:
-    speed = ", ".join(f"{8e-6 * value:,.0f}" for value in run["probe"])
-    of_rate = f": {8 * min(run['probe']) / rate:.2f} of the rate" if rate else ""
-    print(f"raw TCP, all hosts sending and receiving: {speed} Mbit/s{of_rate}")
-  baseline = next(iter(run["steps"].values()))
-  print(
-    f"{'':22}{'ms':>7}  {'(min - max)':>15}{'x f32':>7}{'wire ms':>9}{'CPU ms':>8}"
-    f"{'MB sent':>9}{'/ formula':>11}{'/ HLO':>8}{'error':>9}"
-  )
-  for name, row in (run["steps"] | run["parts"]).items():
-    median, seconds = row["median_seconds"], row["seconds"]
-    spread = f"({1e3 * min(seconds):.0f} - {1e3 * max(seconds):.0f})"
-    bound = f"{8e3 * row['bytes_wire_report'] / rate:.1f}" if rate else ""
-    is_step = name in run["steps"]
-    ratio = f"{baseline['median_seconds'] / median:.2f}" if is_step else ""
-    error = f"{row['error']:.4f}" if is_step else ""
-    print(
-      f"{name if is_step else '  part: ' + name:22}{1e3 * median:7.1f}  {spread:>15}"
-      f"{ratio:>7}{bound:>9}{1e3 * row['cpu_seconds_a_host']:8.1f}"
-      f"{row['bytes_sent'] / 1e6:9.3f}{_ratio(row, 'bytes_arithmetic'):>11}"
-      f"{_ratio(row, 'bytes_wire_report'):>8}{error:>9}"
-      f"{'' if row.get('same_bits', True) else '  THE HOSTS DIFFER'}"
-    )
-  if run["parts"]:
-    total = sum(row["median_seconds"] for row in run["parts"].values())
-    print(f"  the parts together: {1e3 * total:.1f} ms")
-  if not rate:
-    print("NOT A MEASUREMENT OF A LINK: nothing limits it, all is memory and cores.")
-    return
-  far = baseline["median_seconds"] * rate / 8 / baseline["bytes_wire_report"]
-  verdict = "" if far < _FAR else ": TOO FAR FOR A MEASUREMENT OF THE LINK"
-  print(f"plain f32 takes {far:.2f} x its wire bound{verdict}.")
+  with network as hosts:
+    if options.probe:
+      job = {"nbytes": int((speed or 8e9) / 8 / 2)}
+      probe = run_workers(hosts, sys.executable, "link_probe.py", job, {}, 120)
+      run["probe"] = probe
+      if speed and 8 * min(probe) < _REACHED * speed:
+        return run
+    job = {"shapes": shapes, "steps": names, "repeats": repeats}
+    if not options.only_ddp:
+      _add(run, hosts, sys.executable, "link_worker.py", job, options.limit)
+    if options.torch:
+      for steps in [_DDP, *[(_DDP[0], _HANGS)] * cell.hangs]:
+        theirs = job | {"steps": steps, "hang_seconds": options.hang_seconds}
+        try:
+          _add(run, hosts, options.torch, "torch_worker.py", theirs, options.limit)
+        except RuntimeError as error:  # ours are measured, and worth keeping
+          print(f"PyTorch's workers have failed: {error}")
+          how = "sums of two buckets met" if "mismatch" in str(error) else "failed"
+          missing = [name for name in steps if name not in run["steps"]]
+          run["failed"] |= dict.fromkeys(missing, how)
+  return run
 
 
-def _ratio(row: dict[str, Any], key: str) -> str:
-  return f"{row['bytes_sent'] / row[key]:.3f}" if row[key] else "-"
-
-
-def plot(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
-  """Draws a panel for each run: a bar a program, its speed-up and its wire bound."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt
-
-  columns = min(2, len(runs))
-  lines = -(-len(runs) // columns)
-  height = 1.2 + 0.28 * max(len(run["steps"]) for run in runs)
-  size = (7 * columns, height * lines)
-  figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False)
-  for axis, run in zip(axes.flat, runs, strict=False):
-    names, entries = list(run["steps"]), run["steps"].values()
-    times = 1e3 * np.array([entry["seconds"] for entry in entries])
-    median, low, high = np.median(times, 1), times.min(1), times.max(1)
-    codecs = [name.split()[0] for name in names]  # one colour each
-    colors = [f"C{list(dict.fromkeys(codecs)).index(codec)}" for codec in codecs]
-    axis.barh(names, median, color=["0.6", *colors[1:]], alpha=0.8)
-    around = np.stack([median - low, high - median])
-    axis.errorbar(median, names, xerr=around, fmt="none", ecolor="0.3", capsize=2)
-    for i, speed_up in enumerate(median[0] / median):
-      axis.text(high[i], i, f"  {speed_up:.1f} x", va="center", fontsize=9)
-    if rate := run["bits_per_second"]:
-      bounds = [8e3 * entry["bytes_wire_report"] / rate for entry in entries]
-      axis.plot(bounds, names, "|", color="k", ms=11, mew=2, label="bytes / rate")
-      axis.legend(loc="lower right")
-    axis.set_xlim(0, 1.15 * high.max())
-    axis.invert_yaxis()
-    axis.set_xlabel("ms a step: median, min to max; x: speed-up over plain f32")
-    axis.set_title(f"{run['hosts']} hosts, {run['rate']}, {run['mib']} MiB of f32")
-  for axis in axes.flat[len(runs) :]:
-    axis.remove()
-  figure.tight_layout()
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
+def _add(
+  run: dict[str, Any],
+  hosts: list[links.Host],
+  python: str,
+  script: str,
+  job: dict[str, Any],
+  limit: float,
+) -> None:
+  """Runs workers, and puts what they measured into the run."""
+  threads = max(1, (os.cpu_count() or 1) // len(hosts))
+  environment = _ENVIRONMENT
+  if script == "torch_worker.py":
+    interface = {"GLOO_SOCKET_IFNAME": hosts[0].interface}
+    environment = _MALLOC | interface | {"OMP_NUM_THREADS": str(threads)}
+  load, start = link_results.load_note(), time.monotonic()
+  reports = run_workers(hosts, python, script, job, environment, limit)
+  for kind in ("steps", "parts"):
+    if kind in reports[0]:
+      found = link_results.combine(reports, kind, shared=hosts[0].interface == "lo")
+      for entry in found.values():
+        entry["load_and_cores"] = load
+      run[kind] |= found
+  run["failed"] |= reports[0].get("failed", {})
+  compiling = reports[0].get("compile_seconds", 0)
+  seconds = time.monotonic() - start
+  print(f"{script}: {seconds:.0f} s, of which {compiling:.0f} went to compiling")
 
 
 def machine() -> dict[str, Any]:
@@ -194,82 +178,62 @@ def machine() -> dict[str, Any]:
     "cpu": cpu.splitlines()[0] if cpu else platform.machine(),
     "cores": os.cpu_count(),
     "kernel": platform.release(),
-    "load": os.getloadavg()[0],
     "malloc": _MALLOC,
   }
 
 
-def parse() -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  add = parser.add_argument
-  add("--hosts", type=int, nargs="+", default=[2, 4])
-  add("--rate", nargs="+", default=["1gbit"], help="of each direction, in tc's words")
-  add("--mib", type=int, nargs="+", default=[64], help="size of the f32 gradient")
-  add("--leaves", type=int, default=1, help="equal arrays that make up the gradient")
-  add("--repeats", type=int, default=5)
-  add("--codecs", nargs="+", choices=link_worker.CODECS, default=[*link_worker.CODECS])
-  add("--no-probe", dest="probe", action="store_false", help="skip the raw TCP probe")
-  add("--loopback", action="store_true", help="plain processes, no limit on the link")
-  running.add_quick(parser, "2 hosts, 1 MiB, 2 codecs, 1 repeat")
-  add("--limit", type=float, default=900, help="seconds after which a run has failed")
-  where = "folder of link_speed.json and .png; by default benchmarks/results, and none "
-  add("--output", type=pathlib.Path, help=where + "with --quick or without a limit")
-  options = parser.parse_args()
-  if options.quick:
-    options.hosts, options.mib, options.repeats = [2], [1], 1
-    options.codecs = ["qsgd-4", "terngrad"]
-    running.compile_fast()
-  if not options.loopback and (missing := links.missing()):
-    running.skip(f"limited links need {missing}; --loopback does without")
-  if options.loopback:
-    options.rate = ["unlimited"]
-  elif options.output is None and not options.quick:
-    options.output = _HERE / "results"
-  return options
+def _has_torch(python: str) -> bool:
+  return not subprocess.run(
+    [python, "-c", "import torch"], capture_output=True
+  ).returncode
 
 
 def main() -> None:
   sys.stdout.reconfigure(line_buffering=True)
-  options = parse()
+  options = link_options.parse(__doc__)
+  if options.output is None and not options.quick:
+    options.output = _HERE / "results"
+  if options.draw:
+    path = options.output / "link_speed.json"
+    return _write(json.loads(path.read_text()), options.output)
+  shaped = any(cell.rate != "loopback" for cell in link_options.cells(options))
+  if shaped and (missing := links.missing()):
+    running.skip(f"limited links need {missing}; --loopback does without")
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, _leave)
-  results: dict[str, Any] = {"machine": machine(), "runs": []}
-  print(json.dumps(results["machine"]))
-  for rate, count, mib in itertools.product(options.rate, options.hosts, options.mib):
-    speed = None if options.loopback else links.bits_per_second(rate)
-    job = {
-      "mib": mib,
-      "leaves": options.leaves,
-      "repeats": options.repeats,
-      "codecs": options.codecs,
-      "probe_bytes": int((speed or 8e9) / 8 / 2) if options.probe else 0,
-    }
-    network = links.limited(count, rate) if speed else links.loopback(count)
-    load = os.getloadavg()[0]
-    with network as hosts:
-      reports = run_workers(hosts, job, options.limit)
-    run = {
-      "hosts": count,
-      "rate": rate,
-      "bits_per_second": speed,
-      **{key: job[key] for key in ("mib", "leaves", "repeats")},
-      "load_before": load,
-      "probe": [report["probe"] for report in reports] if options.probe else [],
-      "steps": combine(reports, "steps", shared=options.loopback),
-      "parts": combine(reports, "parts", shared=options.loopback),
-    }
-    show(run)
-    results["runs"].append(run)
+  if options.torch and not _has_torch(options.torch):
+    print(
+      f"no PyTorch in {options.torch}: DDP is left out (--torch, or the extra torch)"
+    )
+    options.torch = ""
+  here = machine()
+  print(json.dumps(here))
+  results: dict[str, Any] = {"machine": here, "runs": []}
+  if options.output:
+    options.output.mkdir(parents=True, exist_ok=True)
+    if not options.fresh:
+      results = link_results.read(options.output / "link_speed.json", here)
+  differ = []
+  for cell in link_options.cells(options):
+    start = time.monotonic()
+    run = measure(cell, options)
+    link_tables.show(run)
+    print(f"{' '.join(map(str, cell[:3]))}: {time.monotonic() - start:.0f} s")
+    differ += [name for name, step in run["steps"].items() if not step["same_bits"]]
+    results["runs"] = link_results.merge(results["runs"], run)
     if options.output:
-      options.output.mkdir(parents=True, exist_ok=True)
-      text = json.dumps(results, indent=1)
-      (options.output / "link_speed.json").write_text(text)
-      plot(results["runs"], options.output / "link_speed.png")
-  steps = [step for run in results["runs"] for step in run["steps"].values()]
-  if not all(step["same_bits"] for step in steps):
-    sys.exit("The hosts of a step did not get the same bits.")
+      _write(results, options.output)
+  if differ:
+    sys.exit(f"The hosts of a step did not get the same bits: {', '.join(differ)}.")
+
+
+def _write(results: dict[str, Any], folder: pathlib.Path) -> None:
+  runs = results["runs"]
+  (folder / "link_speed.json").write_text(json.dumps(results, indent=1))
+  (folder / "link_speed.md").write_text(link_tables.markdown(runs))
+  full = [run for run in runs if run["rate"] == "1gbit" and run["steps"]]
+  link_picture.bars(full or runs, folder / "link_speed.png")
+  link_picture.rates(runs, folder / "link_rates.png")
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -1,0 +1,144 @@
+"""Names what is timed on links: codecs, with the exchanges that each is timed in.
+
+Options are those of the codec's paper. So residuals are kept where a method has them:
+1-bit SGD, RedSync, PowerSGD. Elsewhere a time is without. A case "in leaves" sends each
+leaf in a message of its own, as systems do that do not merge layers (Han 2021, figure
+11). "Sorted" is RedSync with the naive selection: the exact largest, by sorting.
+"""
+
+import dataclasses
+from typing import get_args
+
+import jax.numpy as jnp
+
+from gradcomp.codecs import (
+  QSGD,
+  Dense,
+  EightBit,
+  FloatCast,
+  LeafCodec,
+  Natural,
+  OneBit,
+  PowerSGD,
+  Ternary,
+  TopK,
+)
+from gradcomp.exchange import ExchangeName
+from gradcomp.feedback import FeedbackName
+
+_ALL = tuple(name for name in get_args(ExchangeName) if name not in ("auto", "local"))
+_GATHERS = ("all_gather", "two_shot", "ring")
+_SUMS = ("two_shot", "psum")
+_CHAINS = ("two_shot", "ring")
+_MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A codec, the exchanges to time it in, and the options that matter for its time.
+
+  Exchanges that the codec or the number of hosts rules out are skipped.
+  """
+
+  codec: LeafCodec
+  exchanges: tuple[str, ...]
+  feedback: FeedbackName | None = None
+  message_bytes: int | None = None
+
+
+APS = FloatCast(exponent_bits=5, mantissa_bits=2)
+IN_PARTS = QSGD(bits=4)  # its two_shot is also timed part by part
+
+CASES: dict[str, Case] = {
+  "f32": Case(Dense(), ("psum",)),
+  "bf16": Case(Dense(dtype=jnp.bfloat16), ("all_gather", "two_shot")),
+  "f16": Case(Dense(dtype=jnp.float16), _CHAINS),
+  "qsgd-8": Case(QSGD(bits=8), _ALL),
+  "qsgd-4": Case(QSGD(bits=4), _ALL),
+  "qsgd-2": Case(QSGD(bits=2), _ALL),
+  "qsgd-4 shared": Case(QSGD(bits=4, share_scale=True), _SUMS),
+  "qsgd-4 fitted": Case(QSGD(bits=4, levels="nonuniform"), _GATHERS),
+  "qsgd-2 fitted": Case(QSGD(bits=2, levels="nonuniform"), _GATHERS),
+  "natural": Case(Natural(), _GATHERS),
+  "onebit-64": Case(OneBit(bucket_size=64), _GATHERS, "error"),
+  "onebit-512": Case(OneBit(bucket_size=512), _GATHERS, "error"),
+  "terngrad": Case(Ternary(), _SUMS),
+  "terngrad-base3": Case(Ternary(packing="base3"), _SUMS),
+  "dynamic-tree": Case(EightBit(data_type="dynamic_tree"), _GATHERS),
+  "linear": Case(EightBit(data_type="linear"), _GATHERS),
+  "aps-8": Case(APS, _CHAINS),
+  "redsync-1%": Case(TopK(density=0.01), ("all_gather",), "momentum"),
+  "redsync-1% asq": Case(
+    TopK(density=0.01, quantize="asq"), ("all_gather",), "momentum"
+  ),
+  "redsync-1% sorted": Case(
+    TopK(density=0.01, selection="exact"), ("all_gather",), "momentum"
+  ),
+  "redsync-0.1%": Case(TopK(density=0.001), ("all_gather",), "momentum"),
+  "redsync-0.1% asq": Case(
+    TopK(density=0.001, quantize="asq"), ("all_gather",), "momentum"
+  ),
+  "redsync-0.1% sorted": Case(
+    TopK(density=0.001, selection="exact"), ("all_gather",), "momentum"
+  ),
+  "powersgd-1": Case(PowerSGD(rank=1), ("psum",), "error"),
+  "powersgd-2": Case(PowerSGD(rank=2), ("psum",), "error"),
+  "powersgd-4": Case(PowerSGD(rank=4), ("psum",), "error"),
+  "powersgd-4-8bit": Case(PowerSGD(rank=4, quantize=8), ("two_shot",), "error"),
+  # One message in parts; with one leaf these are one message, too, and left out.
+  "f16 in leaves": Case(Dense(dtype=jnp.float16), _CHAINS, message_bytes=1),
+  "bf16 in leaves": Case(Dense(dtype=jnp.bfloat16), ("two_shot",), message_bytes=1),
+  "aps-8 in leaves": Case(APS, _CHAINS, message_bytes=1),
+  "qsgd-4 in leaves": Case(QSGD(bits=4), ("two_shot",), message_bytes=1),
+  "qsgd-4 by 1 MiB": Case(QSGD(bits=4), ("two_shot",), message_bytes=_MIB),
+  "qsgd-4 by 4 MiB": Case(QSGD(bits=4), ("two_shot",), message_bytes=4 * _MIB),
+}
+
+# What cells have that are there for the rate or the leaves, and not for the codecs.
+BRIEF = (
+  "bf16 two_shot",
+  "f16 two_shot",
+  "f16 ring",
+  "natural two_shot",
+  "dynamic-tree two_shot",
+  "aps-8 two_shot",
+  "aps-8 ring",
+  "qsgd-8 two_shot",
+  "qsgd-4 two_shot",
+  "qsgd-4 fitted two_shot",
+  "qsgd-2 two_shot",
+  "terngrad psum",
+  "terngrad two_shot",
+  "onebit-64 two_shot",
+  "redsync-1% all_gather",
+  "redsync-0.1% all_gather",
+  "redsync-0.1% asq all_gather",
+  "powersgd-1 psum",
+  "powersgd-2 psum",
+  "powersgd-4 psum",
+)
+
+
+def chosen(codecs: list[str] | None, brief: bool, merged: bool) -> list[str]:
+  """Returns the names of the steps to time: codec and exchange.
+
+  Args:
+    codecs: names in ``CASES``, of which all exchanges are timed; None for all codecs.
+    brief: whether None stands for ``BRIEF`` only, and what splits messages.
+    merged: whether nothing can be split, because the gradient has one leaf.
+
+  Example:
+    >>> chosen(["f16", "f16 in leaves"], brief=True, merged=True)
+    ['f16 two_shot', 'f16 ring']
+  """
+  return [
+    f"{name} {exchange}"
+    for name, case in CASES.items()
+    for exchange in case.exchanges
+    if not (merged and case.message_bytes)
+    if (name in codecs if codecs else _is_in(f"{name} {exchange}", case, brief))
+  ]
+
+
+def _is_in(step: str, case: Case, brief: bool) -> bool:
+  return not brief or case.message_bytes is not None or step in BRIEF
