@@ -78,7 +78,7 @@ def parse(description: str | None) -> argparse.Namespace:
   add("--codecs", nargs="+", choices=link_codecs.CASES, help="all exchanges of these")
   add("--no-probe", dest="probe", action="store_false", help="skip the raw TCP probe")
   add("--loopback", action="store_true", help="the same as --rates loopback")
-  running.add_quick(parser, "2 hosts, 1 MiB, 2 codecs, 1 repeat")
+  running.add_quick(parser, "2 hosts, 1 MiB, 4 codecs, 1 repeat")
   add(
     "--limit", type=float, default=900, help="seconds after which workers have failed"
   )
@@ -96,7 +96,7 @@ def parse(description: str | None) -> argparse.Namespace:
   if options.quick:
     options.hosts, options.mib, options.repeats = [2], 1, 1
     options.rates, options.leaves = ["1gbit"], [1]
-    options.codecs = ["qsgd-4", "terngrad"]
+    options.codecs = ["qsgd-4", "terngrad", "aps-8", "redsync-1%"]
     running.compile_fast()
   if options.loopback:
     options.rates = ["loopback"]

@@ -8,7 +8,7 @@ import numpy as np
 from link_results import is_theirs, speed_up
 
 # What the picture of the rates shows, each with its label.
-_LINES = {
+LINES = {
   "f16 two_shot": "f16",
   "aps-8 ring": "APS, 8 bits",
   "qsgd-8 two_shot": "QSGD, 8 bits",
@@ -80,7 +80,7 @@ def rates(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
   figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
   for axis, group in zip(axes[0], panels, strict=True):
     group = sorted(group, key=lambda run: run["bits_per_second"] or float("inf"))
-    for i, (name, label) in enumerate(_LINES.items()):
+    for i, (name, label) in enumerate(LINES.items()):
       at = [x for x, run in enumerate(group) if name in run["steps"]]
       values = [speed_up(group[x]["steps"][name]) for x in at]
       style = "--" if is_theirs(name) else "-"
