@@ -117,6 +117,16 @@ BRIEF = (
   "powersgd-2 psum",
   "powersgd-4 psum",
 )
+# The same for many leaves, whose programs take 3 to 30 s to compile on one core each.
+BRIEF_OF_MANY = (
+  "bf16 two_shot",
+  "f16 ring",
+  "aps-8 ring",
+  "qsgd-4 two_shot",
+  "powersgd-4 psum",
+  "f16 in leaves ring",
+  "aps-8 in leaves ring",
+)
 
 
 def chosen(codecs: list[str] | None, brief: bool, merged: bool) -> list[str]:
@@ -124,21 +134,18 @@ def chosen(codecs: list[str] | None, brief: bool, merged: bool) -> list[str]:
 
   Args:
     codecs: names in ``CASES``, of which all exchanges are timed; None for all codecs.
-    brief: whether None stands for ``BRIEF`` only, and what splits messages.
+    brief: whether None stands for ``BRIEF``, or ``BRIEF_OF_MANY``.
     merged: whether nothing can be split, because the gradient has one leaf.
 
   Example:
     >>> chosen(["f16", "f16 in leaves"], brief=True, merged=True)
     ['f16 two_shot', 'f16 ring']
   """
+  if brief and not codecs:
+    return list(BRIEF if merged else BRIEF_OF_MANY)
   return [
     f"{name} {exchange}"
     for name, case in CASES.items()
+    if (not codecs or name in codecs) and not (merged and case.message_bytes)
     for exchange in case.exchanges
-    if not (merged and case.message_bytes)
-    if (name in codecs if codecs else _is_in(f"{name} {exchange}", case, brief))
   ]
-
-
-def _is_in(step: str, case: Case, brief: bool) -> bool:
-  return not brief or case.message_bytes is not None or step in BRIEF

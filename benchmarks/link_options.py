@@ -33,7 +33,7 @@ class Cell(NamedTuple):
 
 
 def cells(options: argparse.Namespace) -> list[Cell]:
-  """Returns the cells to measure, by default all rates but few with ResNet-50."""
+  """Returns the cells to measure; by default there is one with ResNet-50."""
   default = not (options.rates or options.leaves or options.codecs)
   rates = options.rates or (_RATES if default else ["1gbit"])
   return [
@@ -46,7 +46,7 @@ def cells(options: argparse.Namespace) -> list[Cell]:
     )
     for leaves in options.leaves or ([1, "resnet50"] if default else [1])
     for hosts, rate in itertools.product(options.hosts, rates)
-    if not default or leaves == 1 or rate == "1gbit"
+    if not default or leaves == 1 or (rate, hosts) == ("1gbit", 2)
   ]
 
 
