@@ -49,7 +49,7 @@ bench: $(VENV)/.installed-bench  ## time the codecs against a memory copy
 bench-quick: $(VENV)/.installed-bench  ## run every benchmark for some seconds
 	$(python) benchmarks/quick.py $(ARGS)
 
-links: $(VENV)/.installed-bench  ## time the exchanges over slow links (as root)
+links: $(VENV)/.installed-bench  ## time the exchanges over slow links (as root, half an hour)
 	$(python) benchmarks/link_speed.py $(ARGS)
 
 # For a machine with a GPU and no package index: what $(PYTHON) has is taken as it is.
