@@ -119,6 +119,7 @@ BRIEF = (
 )
 # The same for many leaves, whose programs take 3 to 30 s to compile on one core each.
 BRIEF_OF_MANY = (
+  "f32 psum",
   "bf16 two_shot",
   "f16 ring",
   "aps-8 ring",
