@@ -7,20 +7,20 @@ import link_tables
 import numpy as np
 from link_results import is_theirs, speed_up
 
-# What the picture of the rates shows, each with its label.
+# What the picture of the rates shows: label and colour, the same for a method of both.
 LINES = {
-  "f16 two_shot": "f16",
-  "aps-8 ring": "APS, 8 bits",
-  "qsgd-8 two_shot": "QSGD, 8 bits",
-  "qsgd-4 two_shot": "QSGD, 4 bits",
-  "qsgd-2 two_shot": "QSGD, 2 bits",
-  "terngrad two_shot": "TernGrad",
-  "onebit-64 two_shot": "1-bit SGD",
-  "redsync-0.1% all_gather": "RedSync, 0.1 %",
-  "powersgd-4 psum": "PowerSGD, rank 4",
-  "ddp fp16": "DDP, fp16 hook",
-  "ddp powersgd-1": "DDP, PowerSGD, rank 1",
-  "ddp powersgd-4": "DDP, PowerSGD, rank 4",
+  "f16 two_shot": ("f16", "C0"),
+  "aps-8 ring": ("APS, 8 bits", "C1"),
+  "qsgd-8 two_shot": ("QSGD, 8 bits", "C2"),
+  "qsgd-4 two_shot": ("QSGD, 4 bits", "C3"),
+  "qsgd-2 two_shot": ("QSGD, 2 bits", "C4"),
+  "terngrad two_shot": ("TernGrad", "C5"),
+  "onebit-64 two_shot": ("1-bit SGD", "C6"),
+  "redsync-0.1% all_gather": ("RedSync, 0.1 %", "C8"),
+  "powersgd-4 psum": ("PowerSGD, rank 4", "C9"),
+  "ddp fp16": ("DDP, fp16 hook", "C0"),
+  "ddp powersgd-1": ("DDP, PowerSGD, rank 1", "C7"),
+  "ddp powersgd-4": ("DDP, PowerSGD, rank 4", "C9"),
 }
 
 
@@ -80,12 +80,11 @@ def rates(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
   figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
   for axis, group in zip(axes[0], panels, strict=True):
     group = sorted(group, key=lambda run: run["bits_per_second"] or float("inf"))
-    for i, (name, label) in enumerate(LINES.items()):
+    for name, (label, color) in LINES.items():
       at = [x for x, run in enumerate(group) if name in run["steps"]]
       values = [speed_up(group[x]["steps"][name]) for x in at]
-      style = "--" if is_theirs(name) else "-"
-      marker = "s" if is_theirs(name) else "o"
-      axis.plot(at, values, style, marker=marker, ms=4, color=f"C{i % 10}", label=label)
+      style = "s--" if is_theirs(name) else "o-"
+      axis.plot(at, values, style, ms=4, color=color, label=label)
     axis.axhline(1, color="0.5", lw=1)
     axis.set_yscale("log")
     axis.set_xticks(range(len(group)), [run["rate"] for run in group])

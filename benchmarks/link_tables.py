@@ -129,7 +129,9 @@ def _table(runs: list[dict[str, Any]]) -> list[str]:
 
 def _entry(run: dict[str, Any], name: str) -> str:
   if step := run["steps"].get(name):
-    return f"{1e3 * step['median_seconds']:,.0f} ({speed_up(step):.1f})"
+    milliseconds = 1e3 * step["median_seconds"]
+    digits = 0 if milliseconds >= 10 else 1
+    return f"{milliseconds:,.{digits}f} ({speed_up(step):.1f})"
   return run["failed"].get(name, "")
 
 
