@@ -9,9 +9,10 @@ mean. Leaves have the shapes that PyTorch's layers have: the axes turned round.
 PowerSGD's hook must have all leaves in one bucket. It waits inside of callbacks for its
 second and third sum. gloo runs callbacks on its two threads, and so two buckets whose
 callbacks wait leave no thread for what they wait for: the step hangs. And hosts whose
-callbacks run in other orders pair the sums of different buckets. A program with
-"buckets" in its name has DDP's own buckets, to show that. What does not end within
-``hang_seconds`` is reported as hung, and ends the process.
+callbacks run in other orders pair the sums of different buckets, which gloo ends with
+an error where their sizes differ. A program with "buckets" in its name has DDP's own
+buckets, to show that. What does not end within ``hang_seconds`` is reported as hung,
+and ends the process.
 """
 
 import json
