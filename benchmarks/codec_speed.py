@@ -82,6 +82,7 @@ CODECS: dict[str, Codec] = {
   "natural": Natural(),
   "dense-f32": Dense(),
   "dense-bf16": Dense(dtype=jnp.bfloat16),
+  "dense-f16": Dense(dtype=jnp.float16),
   "dense-bf16 stochastic": Dense(dtype=jnp.bfloat16, rounding="stochastic"),
 }
 # Of each kind: with its residual known, with fitted levels, with a shared scale, and

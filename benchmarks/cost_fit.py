@@ -11,18 +11,21 @@ measured and predicted milliseconds, the error, and at last the median and the l
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import gradients
 import jax
 import jax.numpy as jnp
 import running
+from link_codecs import CASES
 
 import gradcomp
-from gradcomp.codecs import QSGD, Dense, EightBit, LeafCodec, OneBit, Ternary
 from gradcomp.cost import Cluster, CodecSpeed, Link, crossover_rate, exchange_seconds
 from gradcomp.exchange import Hierarchical
 
@@ -30,17 +33,18 @@ _RESULTS = pathlib.Path(__file__).parent / "results"
 LINKS = _RESULTS / "link_speed.json"
 SPEEDS = (_RESULTS / "codec_speed_jax0.10.2_malloc.json",)
 _BASELINE = "plain f32 mean"
+_CROSSES = "qsgd-4 two_shot"
+Run = Mapping[str, Any]
 
-# Codecs by their names in link_speed.py, with their names in codec_speed.py.
-CODECS: dict[str, tuple[LeafCodec, str]] = {
-  "bf16": (Dense(dtype=jnp.bfloat16), "dense-bf16"),
-  **{f"qsgd-{bits}": (QSGD(bits=bits), f"qsgd-{bits}") for bits in (2, 4, 8)},
-  "qsgd-4 shared": (QSGD(bits=4, share_scale=True), "qsgd-4 shared"),
-  **{f"onebit-{n}": (OneBit(bucket_size=n), f"onebit-{n}") for n in (64, 512)},
-  "terngrad": (Ternary(), "terngrad"),
-  "terngrad-base3": (Ternary(packing="base3"), "terngrad base3"),
-  "dynamic-tree": (EightBit(data_type="dynamic_tree"), "dynamic_tree"),
-  "linear": (EightBit(data_type="linear"), "linear"),
+# The names that codec_speed.py has for the cases of link_codecs.py.
+NAMES = {
+  "bf16": "dense-bf16",
+  "f16": "dense-f16",
+  "qsgd-4 fitted": "qsgd-4 nonuniform",
+  "qsgd-2 fitted": "qsgd-2 nonuniform",
+  "terngrad-base3": "terngrad base3",
+  "dynamic-tree": "dynamic_tree",
+  "aps-8": "aps-5-2",
 }
 
 
@@ -48,6 +52,7 @@ class Row(NamedTuple):
   """Holds a row of link_speed.py, and what is predicted for it, in seconds."""
 
   hosts: int
+  rate: str
   name: str
   measured: float
   predicted: float
@@ -58,32 +63,43 @@ class Row(NamedTuple):
     return self.predicted / self.measured - 1
 
 
-def fit_links(runs: Sequence[Mapping[str, Any]]) -> list[Link]:
-  """Fits a link to each run, which has no latency that could be told from the bytes."""
-  swaps = {run["hosts"]: _factor(run, "all_to_all") for run in runs}
+def fit_links(runs: Sequence[Run]) -> list[Link]:
+  """Fits a link to each run, which has no latency that could be told from the bytes.
+
+  The parts of a two_shot are those of the run, or else of one with as many hosts and
+  the same rate.
+  """
   links = []
   for run in runs:
     n = run["hosts"]
-    gather, scatter = _factor(run, "all_gather"), swaps[n]
-    reduce = _factor(run, _BASELINE)
+    parts = _parts(runs, run["rate"], n) or run
     # An all_to_all of two is a swap, and an all-reduce of more is a ring.
-    factor = {("all_reduce", n): reduce, ("all_to_all", n): scatter}
-    factor |= {("all_gather", n): gather, ("ppermute", n): reduce}
-    if 2 in swaps:
-      factor["ppermute", 2] = swaps[2]
+    reduce = _factor(run, "steps", _BASELINE)
+    factor = {("all_reduce", n): reduce, ("ppermute", n): reduce}
+    for name in ("all_gather", "all_to_all"):
+      factor[name, n] = _factor(parts, "parts", name)
+    pair = _parts(runs, run["rate"], 2)
+    if pair:
+      factor["ppermute", 2] = _factor(pair, "parts", "all_to_all")
     links.append(Link(latency=0.0, bytes_per_second=_rate(run), factor=factor))
   return links
 
 
-def _rate(run: Mapping[str, Any]) -> float:
+def _parts(runs: Sequence[Run], rate: str, hosts: int) -> Run | None:
+  """Returns a run at a rate that has parts."""
+  alike = [run for run in runs if run["rate"] == rate and run["hosts"] == hosts]
+  return next((run for run in alike if run["parts"]), None)
+
+
+def _rate(run: Run) -> float:
   plain = run["steps"][_BASELINE]
   if run["bits_per_second"]:
     return run["bits_per_second"] / 8
   return plain["bytes_wire_report"] / plain["median_seconds"]
 
 
-def _factor(run: Mapping[str, Any], name: str) -> float:
-  row = (run["steps"] | run["parts"])[name]
+def _factor(run: Run, kind: str, name: str) -> float:
+  row = run[kind][name]
   return row["median_seconds"] * _rate(run) / row["bytes_wire_report"]
 
 
@@ -100,6 +116,7 @@ def read_speeds(contents: Sequence[Mapping[str, Any]]) -> dict[str, CodecSpeed]:
         encode=seconds["encode"],
         decode=seconds["decode"],
         add=seconds["decode and sum, a worker"],
+        keep=max(0.0, seconds.get("encode and residual", 0.0) - seconds["encode"]),
       )
       # Shared scales take another pass. This is for files without a row of their own.
       if name == "qsgd-4" and "qsgd-4 shared" not in speeds:
@@ -109,9 +126,7 @@ def read_speeds(contents: Sequence[Mapping[str, Any]]) -> dict[str, CodecSpeed]:
   return speeds
 
 
-def compare(
-  runs: Sequence[Mapping[str, Any]], speeds: Mapping[str, CodecSpeed]
-) -> list[Row]:
+def compare(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> list[Row]:
   """Predicts every row that has a codec of known speed, but not those of the fit.
 
   Args:
@@ -124,29 +139,38 @@ def compare(
     like = _gradient(run)
     for name, row in run["steps"].items():
       codec, _, way = name.rpartition(" ")
-      own, of = CODECS.get(codec, (None, ""))
-      if own is None or of not in speeds:
+      case, of = CASES.get(codec), NAMES.get(codec, codec)
+      if case is None or of not in speeds:
         continue
-      exchange = Hierarchical(group_size=2) if way == "hierarchical" else way
-      tx = gradcomp.compress(own, axis_name="data", exchange=exchange, feedback=None)
+      tx = gradcomp.compress(
+        case.codec,
+        axis_name="data",
+        exchange=Hierarchical(group_size=2) if way == "hierarchical" else way,
+        feedback=case.feedback,
+        message_bytes=case.message_bytes,
+      )
       explanation = gradcomp.explain(tx, like, workers=run["hosts"])
       speed = speeds[of].times(run["hosts"])
       cost = exchange_seconds(explanation, cluster, speed)
-      rows.append(Row(run["hosts"], name, row["median_seconds"], cost.total))
+      measured = row["median_seconds"]
+      rows.append(Row(run["hosts"], run["rate"], name, measured, cost.total))
   return rows
 
 
-def _gradient(run: Mapping[str, Any]) -> list[jax.ShapeDtypeStruct]:
-  size = run["mib"] * 2**20 // 4 // run["leaves"]
-  return [jax.ShapeDtypeStruct((size,), jnp.float32)] * run["leaves"]
+def _gradient(run: Run) -> list[jax.ShapeDtypeStruct]:
+  if run["leaves"] == "resnet50":
+    shapes = gradients.resnet50_shapes()
+  else:
+    shapes = [(run["mib"] * 2**20 // 4 // run["leaves"],)] * run["leaves"]
+  return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
 
 def show(rows: Sequence[Row]) -> None:
   """Prints a line a row, and the median and the largest error."""
-  print(f"{'hosts':5} {'':24}{'measured ms':>12}{'predicted':>11}{'error':>8}")
+  print(f"hosts {'rate':9}{'':26}{'measured ms':>12}{'predicted':>11}{'error':>8}")
   for row in rows:
     print(
-      f"{row.hosts:5} {row.name:24}{1e3 * row.measured:12.1f}"
+      f"{row.hosts:5} {row.rate:9}{row.name:26}{1e3 * row.measured:12.1f}"
       f"{1e3 * row.predicted:11.1f}{row.error:8.1%}"
     )
   errors = sorted(abs(row.error) for row in rows)
@@ -157,9 +181,7 @@ def show(rows: Sequence[Row]) -> None:
   )
 
 
-def show_crossovers(
-  runs: Sequence[Mapping[str, Any]], speeds: Mapping[str, CodecSpeed]
-) -> None:
+def show_crossovers(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> None:
   """Prints the rates above which a plain mean is faster than QSGD with 4 bits."""
   tx = gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot")
   for run, link in zip(runs, fit_links(runs), strict=True):
@@ -167,7 +189,38 @@ def show_crossovers(
     cluster = Cluster(workers=run["hosts"], link=link)
     speed = speeds["qsgd-4"].times(run["hosts"])
     rate = 8e-9 * crossover_rate(explanation, cluster, speed)
-    print(f"{run['hosts']} hosts: plain f32 beats qsgd-4 from {rate:.1f} Gbit/s on")
+    print(
+      f"{run['hosts']} hosts, as at {run['rate']}: plain f32 beats {_CROSSES} from "
+      f"{rate:.1f} Gbit/s on"
+    )
+  for hosts in sorted({run["hosts"] for run in runs}):
+    points = measured_gains(runs, hosts)
+    found = crossing(points)
+    text = f"at {8e-9 * found:.1f} Gbit/s" if found else "at none of the rates"
+    gains = ", ".join(f"{8e-9 * rate:.2f}: {gain:.2f}" for rate, gain in points)
+    print(f"{hosts} hosts, measured: {text}; Gbit/s that f32 reaches, gain: {gains}")
+
+
+def measured_gains(runs: Sequence[Run], hosts: int) -> list[tuple[float, float]]:
+  """Returns, by rate, the bytes/s that plain f32 reaches, and QSGD's gain over it."""
+  points = []
+  for run in runs:
+    steps = run["steps"]
+    if run["hosts"] == hosts and run["leaves"] == 1 and _CROSSES in steps:
+      plain = steps[_BASELINE]
+      rate = plain["bytes_wire_report"] / plain["median_seconds"]
+      gain = plain["median_seconds"] / steps[_CROSSES]["median_seconds"]
+      points.append((rate, gain))
+  return sorted(points)
+
+
+def crossing(points: Sequence[tuple[float, float]]) -> float | None:
+  """Returns the rate at which a gain falls to 1, linear between the logarithms."""
+  for (slow, more), (fast, less) in itertools.pairwise(points):
+    if more >= 1 > less:
+      part = math.log(more) / math.log(more / less)
+      return slow * (fast / slow) ** part
+  return None
 
 
 def main() -> None:

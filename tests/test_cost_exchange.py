@@ -245,3 +245,10 @@ def test_measured_links_are_predicted():
   errors = {(row.hosts, row.name): abs(row.error) for row in rows}
   assert statistics.median(errors.values()) <= 0.07
   assert {key for key, error in errors.items() if error > 0.2} <= FAR
+
+
+def test_a_measured_crossing_lies_between_two_rates():
+  """A gain of 2 falls to 1/2 where the rate is four times as high."""
+  points = [(1e8, 4.0), (1e9, 2.0), (4e9, 0.5)]
+  assert cost_fit.crossing(points) == pytest.approx(2e9)
+  assert cost_fit.crossing(points[:2]) is None
