@@ -382,3 +382,11 @@ def test_rounding_differs_between_steps_workers_and_leaves():
   for i in range(len(draws)):
     for j in range(i):
       assert (draws[i] != draws[j]).mean() > 0.05
+
+
+def test_a_cpu_writes_rows_down_before_it_decodes_them():
+  """Else XLA fuses encoding into decoding, and a word is encoded for each element."""
+  tx = gradcomp.qsgd(bits=4)
+  x = jnp.ones(8 * 512)
+  text = jax.jit(tx.update).lower(x, tx.init(x)).compile().as_text()
+  assert text.count(" conditional(") == 1

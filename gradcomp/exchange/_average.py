@@ -80,6 +80,7 @@ def average(
     step,
     residuals,
     keep,
+    workers is not None,
   )
   if workers is None:
     total = Local().run(own)

@@ -50,6 +50,7 @@ class Contribution:
     step: the number of the step, ``int32[]``.
     residuals: the owner residual of each codec from the last step, or None.
     keep: whether to return the losses.
+    sends: whether the rows are sent, and so written down in any case.
   """
 
   layout: Layout
@@ -60,6 +61,7 @@ class Contribution:
   step: jax.Array
   residuals: Sequence[jax.Array | None]
   keep: bool
+  sends: bool
 
   @functools.cached_property
   def sums(self) -> list[Sum]:
@@ -151,11 +153,10 @@ class Contribution:
   @functools.cached_property
   def decoders(self) -> list[RowDecoder]:
     """The decoder of this worker's own rows, one for each codec."""
+    own = self.rows if self.sends else [_written(rows) for rows in self.rows]
     return [
       total.gathered(rows[None], agreed, 1.0)
-      for total, rows, agreed in zip(
-        self.sums, self.rows, self.agreed_rows, strict=True
-      )
+      for total, rows, agreed in zip(self.sums, own, self.agreed_rows, strict=True)
     ]
 
   @functools.cached_property
@@ -189,6 +190,23 @@ class Contribution:
       return not_encoded(i) + decoded if encoded else decoded
 
     return [lost(i) for i in range(len(self.leaves))]
+
+
+def _written(rows: jax.Array) -> jax.Array:
+  """Returns rows as they are, which a CPU writes down before anything reads them.
+
+  Else XLA would fuse encoding into decoding, and encode a word anew for each of its
+  elements. It drops an optimization barrier before it fuses, but not a condition of
+  which it does not know that it never holds: no word has more than 32 bits.
+  """
+
+  def condition(rows: jax.Array) -> jax.Array:
+    never = jax.lax.population_count(rows[0, 0]) > 32
+    return jax.lax.cond(never, lambda x: x ^ x, lambda x: x, rows)
+
+  if not rows.size:
+    return rows
+  return jax.lax.platform_dependent(rows, cpu=condition, default=lambda x: x)
 
 
 def _own(key: StepKey | None) -> jax.Array | None:
