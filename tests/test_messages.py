@@ -81,7 +81,7 @@ def test_pieces_keep_the_residuals_of_their_second_stages():
   results = [modes.run_all(mode, tx, steps) for mode in ("vmap", "shard_map")]
   assert_same_bits(*results)
   outputs, residual, owned = results[0]
-  assert [x.shape for x in owned[("data",)]] == [(WORKERS, 1, 256)] * 3
+  assert [x.shape for x in owned[("data",)]] == [(WORKERS, 1, 8, 32)] * 3
   for name, own in zip(outputs[0], owned[("data",)], strict=True):
     size = steps[0][name][0].size
     kept = np.float64(residual[name]).sum(axis=0).ravel()
