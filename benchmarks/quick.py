@@ -35,6 +35,7 @@ RUNS = (
   "memory",
   "noise",
   "paper_models",
+  "plan_speeds",
   "ptx_check",
   "random_bits",
   "redsync_study",

@@ -5,6 +5,7 @@ from gradcomp import cost as cost
 from gradcomp import exchange as exchange
 from gradcomp import floats as floats
 from gradcomp import kernels as kernels
+from gradcomp import planner as planner
 from gradcomp._explain import Explanation as Explanation
 from gradcomp._explain import explain as explain
 from gradcomp._version import __version__ as __version__
@@ -24,6 +25,8 @@ from gradcomp.low_precision import aps as aps
 from gradcomp.low_precision import loss_scaling_cast as loss_scaling_cast
 from gradcomp.low_rank import powersgd as powersgd
 from gradcomp.options import CompressOptions as CompressOptions
+from gradcomp.planner import Plan as Plan
+from gradcomp.planner import plan as plan
 from gradcomp.policies import policy as policy
 from gradcomp.sharding import init_state as init_state
 from gradcomp.sharding import state_specs as state_specs

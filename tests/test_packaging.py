@@ -74,7 +74,8 @@ def test_every_package_is_listed():
 def test_the_wheel_holds_every_file(wheel):
   names = set(zipfile.ZipFile(wheel).namelist())
   info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
-  assert names - info == {*sources(), "gradcomp/py.typed"}
+  data = {"gradcomp/py.typed", "gradcomp/planner/speeds.json"}
+  assert names - info == {*sources(), *data}
   assert any(name.endswith("/LICENSE") for name in info)
 
 

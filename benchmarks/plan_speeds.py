@@ -1,0 +1,132 @@
+"""Makes the speeds that gradcomp.plan takes where nobody gives it any.
+
+  python benchmarks/plan_speeds.py [--quick] [--output gradcomp/planner/speeds.json]
+
+It reads files of codec_speed.py with one setting of malloc, and the largest arrays in
+them. Their machines had memories of several speeds: each time counts as a multiple of
+the copy beside it, of 0.19 ns an element. What a codec loses takes a decoding and a
+copy, if its row does not say otherwise. Sparse codecs are in no such file, and are
+measured here: one payload counts as a 32nd of what 32 more take, because writing a sum
+takes the same time for any number of payloads. That is part of encoding here.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import running
+import timing
+
+from gradcomp import codecs, sums
+from gradcomp.codecs import TopK
+from gradcomp.cost import CodecSpeed
+
+_RESULTS = pathlib.Path(__file__).parent / "results"
+FILES = ("", "_quantizing", "_floats")  # the first that has a codec counts
+_COPY = 0.19e-9  # seconds an element
+_FEW, _MANY = 4, 36  # payloads
+
+# Candidates of gradcomp.plan by their names in codec_speed.py.
+NAMES = {
+  "bfloat16": "dense-bf16",
+  "QSGD-8": "qsgd-8",
+  "QSGD-4": "qsgd-4",
+  "QSGD-2": "qsgd-2",
+  "QSGD-2 fitted": "qsgd-2 nonuniform",
+  "1-bit": "onebit-64",
+  "TernGrad": "terngrad",
+  "APS (5, 2)": "aps-5-2",
+  "APS (4, 3)": "aps-4-3",
+}
+SPARSE = {
+  "top 1 %": TopK(density=0.01),
+  "top 0.1 %": TopK(density=0.001),
+  "top 0.1 % ASQ": TopK(density=0.001, quantize="asq"),
+}
+
+
+def read() -> Iterator[tuple[str, CodecSpeed]]:
+  """Yields the speeds of the candidates in the files."""
+  names = [f"codec_speed{file}_jax0.10.2_malloc.json" for file in FILES]
+  rows: dict[str, Any] = {}
+  for name in reversed(names):
+    rows |= json.loads((_RESULTS / name).read_text())
+  for name, title in NAMES.items():
+    row = rows[f"{title}, {1 << 24}"]
+    scale = _COPY / row["seconds"]["copy"]
+    times = {key: scale * value for key, value in row["seconds"].items()}
+    keep = times["decode"] + times["copy"]
+    if "encode and residual" in times:
+      keep = max(0.0, times["encode and residual"] - times["encode"])
+    yield (
+      name,
+      CodecSpeed(
+        encode=times["encode"],
+        decode=times["decode"],
+        add=times["decode and sum, a worker"],
+        keep=keep,
+      ),
+    )
+
+
+def measured(codec: TopK, size: int, repeats: int) -> CodecSpeed:
+  """Measures a sparse codec on a vector of normal numbers."""
+  x = jax.random.normal(jax.random.key(0), (size,))
+  bound: Any = codec.bind(codecs.Leaf(x.shape))
+  context = codecs.leaf_context(
+    bound, None, codecs.first_memory(bound, codecs.Leaf(x.shape), None), jnp.int32(0)
+  )
+  encode = jax.jit(lambda x: bound.encode(x, context=context).rows)
+  keep = jax.jit(lambda x: bound.encode_with_residual(x, context=context))
+  rows = encode(x)
+  total = jax.jit(
+    lambda rows: sums.of(bound).gathered(rows, None, 1.0)(0, rows.shape[1])
+  )
+  few, many = (jnp.stack([rows] * count) for count in (_FEW, _MANY))
+  calls: dict[str, Callable[[], Any]] = {
+    "encode": lambda: encode(x),
+    "keep": lambda: keep(x),
+    "few": lambda: total(few),
+    "many": lambda: total(many),
+  }
+  seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
+  times = {name: _COPY / seconds["copy"] * value for name, value in seconds.items()}
+  add = max(0.0, times["many"] - times["few"]) / (_MANY - _FEW)
+  written = max(0.0, times["few"] - _FEW * add)
+  return CodecSpeed(
+    encode=times["encode"] + written,
+    decode=written,
+    add=add,
+    keep=max(0.0, times["keep"] - times["encode"]),
+  )
+
+
+def rounded(speed: CodecSpeed) -> Mapping[str, float]:
+  return {key: float(f"{x:.3g}") for key, x in dataclasses.asdict(speed).items()}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  running.add_quick(parser, "small arrays")
+  parser.add_argument("--output", type=pathlib.Path, help="JSON file to write")
+  options = parser.parse_args()
+  size, repeats = (1 << 16, 1) if options.quick else (1 << 24, 9)
+  speeds = {name: rounded(speed) for name, speed in read()}
+  for name, codec in SPARSE.items():
+    speeds[name] = rounded(measured(codec, size, repeats))
+  text = json.dumps({"cpu": speeds}, indent=1) + "\n"
+  print(text, end="")
+  if options.output:
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(text)
+
+
+if __name__ == "__main__":
+  main()

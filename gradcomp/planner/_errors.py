@@ -1,0 +1,122 @@
+"""Measures how much of a gradient a codec loses, and says which loss is too much."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.codecs import LeafCodec
+from gradcomp.cost._rules import above_0
+from gradcomp.planner._candidates import Candidate
+from gradcomp.transform import compress
+
+BudgetName = Literal["none", "tight", "paper", "aggressive"]
+
+_TIGHT = 0.01  # of omega, over N where rounding errors of workers cancel
+_LEAVES = 8  # of a gradient that are encoded, the largest
+_WAITS = 10  # times what an element waits for, a run must be long
+_SHORT_WAIT = 100  # steps that an element may wait in a run of unknown length
+
+
+def omega(codec: LeafCodec, leaves: Sequence[Any] | None = None) -> float:
+  r"""Returns the share of a gradient's energy that encoding it once loses.
+
+  .. math:: \omega = \frac{E \lVert Q(g) - g \rVert^2}{\lVert g \rVert^2}
+
+  Args:
+    codec: Q.
+    leaves: the arrays of g; by default 2**18 normal numbers.
+
+  Raises:
+    ValueError: the gradient is zero, or not finite.
+
+  Example:
+    >>> round(omega(gradcomp.codecs.QSGD(bits=4)), 3)
+    0.036
+  """
+  if leaves is None:
+    leaves = [np.random.default_rng(0).standard_normal((512, 512))]
+  given = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
+  energy = sum(float(jnp.sum(leaf**2)) for leaf in given)
+  if not 0 < energy < np.inf:
+    raise ValueError(
+      "`gradients` must have a norm that is finite and not 0, got the square "
+      f"{energy!r}."
+    )
+  tx = compress(codec, feedback=None, min_leaf_size=0)
+  sent, _ = jax.jit(tx.update)(given, tx.init(given))
+  lost = sum(float(jnp.sum((a - b) ** 2)) for a, b in zip(sent, given, strict=True))
+  return lost / energy
+
+
+def checked_budget(budget: Any) -> BudgetName | float:
+  """Returns a budget; ValueError unless it is a name, or a number above 0."""
+  if isinstance(budget, str):
+    if budget not in get_args(BudgetName):
+      raise ValueError(
+        f"`budget` must be one of {get_args(BudgetName)}, or a bound on omega / "
+        f"workers, got {budget!r}."
+      )
+    return budget  # type: ignore[return-value]
+  return above_0("budget", budget)
+
+
+class Errors(NamedTuple):
+  """Says which candidates lose too much.
+
+  Attributes:
+    budget: what may be lost, see :func:`gradcomp.plan`.
+    workers: N.
+    steps: the steps of the training, None if they are unknown.
+    gradients: the leaves to measure errors on; None for normal numbers.
+  """
+
+  budget: BudgetName | float
+  workers: int
+  steps: int | None
+  gradients: Sequence[np.ndarray] | None
+
+  def omega(self, candidate: Candidate) -> float:
+    """Returns what a candidate loses, see :func:`omega`.
+
+    Of gradients, the largest leaves count.
+    """
+    if self.gradients is not None:
+      return omega(candidate.codec, sorted(self.gradients, key=np.size)[-_LEAVES:])
+    return omega(candidate.codec) if candidate.omega is None else candidate.omega
+
+  def refusal(self, candidate: Candidate, omega: float) -> str:
+    """Returns why a candidate's error is too much; "" if it is not."""
+    mean = omega / self.workers
+    if candidate.biased and not candidate.feedback:
+      return f"it is biased, loses {omega:.3g} of the energy, and keeps no residual"
+    if candidate.biased and omega >= 1:
+      return f"it is biased and loses {omega:.3g} of the energy; residuals need below 1"
+    if candidate.density is not None:
+      wait = round(1 / candidate.density)
+      if self.steps is None and wait > _SHORT_WAIT:
+        return (
+          f"an element waits for about {wait:,} steps; it needs steps={_WAITS * wait} "
+          "or more"
+        )
+      if self.steps is not None and _WAITS * wait > self.steps:
+        return (
+          f"an element waits for about {wait:,} steps, more than a tenth of "
+          f"{self.steps:,}"
+        )
+    if self.budget == "none":
+      return f'budget "none" allows no error, and omega is {omega:.3g}'
+    if self.budget == "paper" and not candidate.studied:
+      return f"no paper or study found it within 0.2 points; omega is {omega:.3g}"
+    if self.budget == "tight":
+      kept = candidate.feedback and omega <= _TIGHT
+      if not kept and (candidate.biased or mean > _TIGHT):
+        number = f"omega is {omega:.3g}, and {mean:.3g} in the mean"
+        return f'{number}; budget "tight" allows {_TIGHT}'
+    if not isinstance(self.budget, str) and mean > self.budget:
+      return (
+        f"omega / {self.workers} is {mean:.3g}, above the budget of {self.budget:.3g}"
+      )
+    return ""
