@@ -42,7 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
   add("--backward", type=float, help="seconds of the backward pass")
   add("--budget", type=_budget, default="paper", help=_BUDGETS)
   add("--steps", type=int, help="steps of the training, for sparse codecs")
-  add("--slower", type=float, default=1.0, help="times that codecs are slower here than on two cores")
+  add(
+    "--slower",
+    type=float,
+    default=1.0,
+    help="times that codecs are slower here than on two cores",
+  )
   options = parser.parse_args(arguments)
   if not hasattr(options, "run"):
     parser.print_help()

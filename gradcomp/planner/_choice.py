@@ -1,8 +1,9 @@
 """Compares candidates, and chooses one of them or the plain mean."""
 
+import math
 from collections.abc import Callable, Sequence
 
-from gradcomp.cost import crossover_rate
+from gradcomp.cost import Cluster, crossover_rate
 from gradcomp.planner import _report
 from gradcomp.planner._candidates import Candidate
 from gradcomp.planner._errors import Errors
@@ -53,8 +54,9 @@ def choose(
     leaves = len(setting.model.leaves)
     notes = [*notes, f"Rows behind the best are of few leaves in place of {leaves}."]
   if row.predicted.step_seconds > (1 - margin) * dense.predicted.step_seconds:
-    rate = crossover_rate(row.explanation, setting.cluster, row.speed)
-    verdict = _report.refused(row, dense, margin, rate)
+    rates = [_rate(x, dense, setting.cluster) for x in rows]
+    rate, other = max(zip(rates, rows, strict=True), key=lambda pair: pair[0])
+    verdict = _report.refused(row, dense, margin, other, rate)
     return dense_plan(dense, rows, refused, verdict, notes)
   return Plan(
     chosen=row,
@@ -63,6 +65,17 @@ def choose(
     verdict=_report.chosen(row, dense),
     notes=tuple(notes),
   )
+
+
+def _rate(row: Row, dense: Row, cluster: Cluster) -> float:
+  """Returns the bytes per second below which a row is faster than a plain mean.
+
+  One that sends no less is so at none, or because of latencies at all.
+  """
+  if row.explanation.bytes_sent >= dense.explanation.bytes_sent:
+    return 0.0
+  rate = crossover_rate(row.explanation, cluster, row.speed)
+  return rate if rate < math.inf else 0.0
 
 
 def dense_plan(

@@ -20,14 +20,15 @@ def chosen(row: Row, dense: Row) -> str:
   )
 
 
-def refused(row: Row, dense: Row, margin: float, rate: float) -> str:
+def refused(row: Row, dense: Row, margin: float, other: Row, rate: float) -> str:
   """Returns the verdict where the best candidate gains too little.
 
   Args:
     row: the best candidate.
     dense: a plain mean.
     margin: the part of a step that it must gain.
-    rate: the bytes per second below which it is faster.
+    other: the candidate that is faster than a plain mean up to the highest rate.
+    rate: that rate in bytes per second, 0 if there is none.
   """
   gain = 1 - row.predicted.step_seconds / dense.predicted.step_seconds
   times = f"dense {_ms(dense)}, best {row.name} {_ms(row)}"
@@ -36,9 +37,10 @@ def refused(row: Row, dense: Row, margin: float, rate: float) -> str:
       f"do not: compression gains {gain:.1%} of a step here, below the margin of "
       f"{margin:.0%}: {times}"
     )
-  below = f"it would win below {8e-9 * rate:.3g} Gbit/s"
-  if not 0 < rate < math.inf:
-    below = "it would win at no rate"
+  who = "it" if other is row else other.name
+  below = f"{who} would win below {8e-9 * rate:.3g} Gbit/s"
+  if not rate:
+    below = "none would win at any rate"
   return f"do not: compression loses here: {times}; {below}"
 
 

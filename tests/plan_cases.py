@@ -1,0 +1,89 @@
+"""Plans for the cells of link_speed.json, from what is measured beside its rows."""
+
+import dataclasses
+import json
+
+import cost_fit
+import gradients
+import jax
+import jax.numpy as jnp
+
+import gradcomp
+from gradcomp.codecs import QSGD
+from gradcomp.planner import CANDIDATES, packaged_speeds
+
+RUNS = json.loads(cost_fit.LINKS.read_text())["runs"]
+LIKE = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 64 MiB
+BY_NAME = {x.name: x for x in CANDIDATES}
+
+
+def timed(name, /, **changes):
+  """A candidate as link_speed.py times it: quantizers keep no residuals there."""
+  return dataclasses.replace(BY_NAME[name], **changes)
+
+
+# What plan knows of the rows of link_speed.json, by the codecs' names there.
+ROWS = {
+  "bf16": timed("bfloat16", feedback=False, biased=False),
+  "qsgd-8": BY_NAME["QSGD-8"],
+  "qsgd-4": BY_NAME["QSGD-4"],
+  "qsgd-2": timed("QSGD-2", codec=QSGD(bits=2), feedback=False, studied=False),
+  "qsgd-2 fitted": BY_NAME["QSGD-2 fitted"],
+  "qsgd-4 shared": timed(
+    "QSGD-4", name="QSGD-4 shared", codec=QSGD(bits=4, share_scale=True)
+  ),
+  "onebit-64": BY_NAME["1-bit"],
+  "terngrad": BY_NAME["TernGrad"],
+  "aps-8": timed("APS (5, 2)", feedback=False, biased=False),
+  "redsync-1%": BY_NAME["top 1 %"],
+  "redsync-0.1%": BY_NAME["top 0.1 %"],
+  "redsync-0.1% asq": BY_NAME["top 0.1 % ASQ"],
+}
+
+
+def speeds(times):
+  """The packaged speeds, for hosts that share two cores."""
+  found = {name: speed.times(times) for name, speed in packaged_speeds("cpu").items()}
+  # Shared scales take another pass.
+  own = found["QSGD-4"]
+  copy = times * 0.19e-9
+  return found | {"QSGD-4 shared": dataclasses.replace(own, encode=own.encode + copy)}
+
+
+def link_of(run):
+  """The link of a run, by the runs of its rate that have parts; None without any."""
+  same = [x for x in RUNS if x["rate"] == run["rate"] and "all_to_all" in x["parts"]]
+  links = zip(same, cost_fit.fit_links(same), strict=True)
+  return next((link for x, link in links if x["hosts"] == run["hosts"]), None)
+
+
+def codecs_of(run):
+  """The codecs of a run's rows that plan knows, by their names there."""
+  names = {name.rpartition(" ")[0] for name in run["steps"]}
+  return {name: ROWS[name] for name in names & ROWS.keys()}
+
+
+def like_of(run):
+  """The shapes of a run's gradient."""
+  if run["leaves"] == "resnet50":
+    return jax.eval_shape(gradients.resnet50)
+  size = run["mib"] * 2**20 // 4 // run["leaves"]
+  return [jax.ShapeDtypeStruct((size,), jnp.float32)] * run["leaves"]
+
+
+def plan_of(run, **options):
+  """The plan for a run, among the codecs of its rows, with the speeds of its hosts."""
+  given = dict(
+    workers=run["hosts"],
+    link=link_of(run),
+    speeds=speeds(run["hosts"]),
+    candidates=list(codecs_of(run).values()),
+    steps=10**6,
+  )
+  return gradcomp.plan(like_of(run), **given | options)
+
+
+def cell(hosts, rate="1gbit"):
+  """The run with one leaf at a rate."""
+  (run,) = [x for x in RUNS if (x["hosts"], x["rate"], x["leaves"]) == (hosts, rate, 1)]
+  return run
