@@ -6,11 +6,13 @@
 Prints nanoseconds an element for each codec and size, the ratio to a copy of as many
 float32 numbers into a buffer in use and into a new one (see timing.py), and the
 temporary memory of the compiled encoder. Then it does the same for ResNet-50's 161
-leaves as one message, and prints how long a train step of 300 leaves, of ResNet-50's
+leaves as one message, times their plain mean over two devices, by itself and through
+gradcomp.dense, and prints how long a train step of 300 leaves, of ResNet-50's
 and of a transformer's takes to trace and to compile. Writes JSON with --output.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import time
@@ -156,6 +158,31 @@ def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, A
   return _report(f"{title}, qsgd-4", seconds, size, temp, sent)
 
 
+def mean_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]:
+  """Times a plain mean of all leaves over two devices, ours against jax.lax.pmean."""
+  devices = min(2, jax.device_count())
+  mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+  tx = gradcomp.dense(axis_name="data")
+  tree = jax.device_put(tree, jax.NamedSharding(mesh, P()))
+  state = jax.device_put(tx.init(tree), jax.NamedSharding(mesh, P()))
+  plain = lambda tree, state: (jax.lax.pmean(tree, "data"), state)
+  calls = {}
+  for name, mean in (("pmean", plain), ("dense", tx.update)):
+    over = jax.shard_map(
+      mean, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False
+    )
+    program = jax.jit(over).lower(tree, state).compile()
+    calls[name] = functools.partial(program, tree, state)
+  seconds = timing.interleaved(calls, 4 * repeats)
+  size = sum(leaf.size for leaf in tree)
+  print(
+    f"mean of {title} over {devices} devices: pmean {1e3 * seconds['pmean']:.1f} ms, "
+    f"dense {1e3 * seconds['dense']:.1f} ms, "
+    f"{seconds['dense'] / seconds['pmean']:.3f} x"
+  )
+  return {"elements": size, "seconds": seconds}
+
+
 def compile_rows(
   model: str, params: Any, loss_fn: Callable[..., Any], batch: Any
 ) -> dict[str, Any]:
@@ -219,6 +246,7 @@ def main() -> None:
       results[key] = codec_rows(name, CODECS[name], size, options.repeats)
   tree = gradients.resnet50(message)
   results["resnet50"] = message_rows("ResNet-50", tree, options.repeats)
+  results["mean"] = mean_rows("ResNet-50's leaves", tree, options.repeats)
   results["compile"] = compile_rows(
     f"{leaves} leaves", *gradients.deep_mlp(leaves // 2)
   )

@@ -1,5 +1,6 @@
 """plan chooses what is fastest where it was measured, and says no with a number."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import plan_cases
 import pytest
+from jax.sharding import PartitionSpec as P
 from plan_cases import BY_NAME, LIKE, RUNS, cell, plan_of, speeds
 
 import gradcomp
@@ -227,6 +229,24 @@ def test_what_is_printed():
 def test_bfloat16_has_a_verdict_of_its_own():
   found = plan(LIKE, candidates=[BY_NAME["bfloat16"]])
   assert found.verdict.startswith("send bfloat16: bfloat16 two_shot ")
+
+
+def test_dense_is_a_plain_mean_and_a_counter():
+  """Where nothing is gained, the program has no more than a pmean of each leaf."""
+  tx = gradcomp.plan({"w": jnp.zeros(9)}, workers=1, link=GIGABIT).transformation
+  tree = {"b": jnp.zeros(9), "w": jnp.zeros((64, 512))}
+  mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+  dense = tx("data")
+  programs = []
+  for mean in (lambda x, s: (jax.lax.pmean(x, "data"), s), dense.update):
+    over = jax.shard_map(mean, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    text = jax.jit(over).lower(tree, dense.init(tree)).compile().as_text()
+    found = re.findall(r"= (\(.*\)|\S+) ([a-z-]+)\(", text)
+    programs.append(collections.Counter(found))
+  plain, ours = programs
+  assert sum(count for (_, name), count in plain.items() if name == "all-reduce") == 1
+  more = {shape.partition("{")[0] for shape, _ in ours - plain}
+  assert more <= {"s32[]", "pred[]", "u32[2]"}  # the step, and the key
 
 
 def test_one_worker_and_one_memory_send_float32():

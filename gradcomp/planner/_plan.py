@@ -100,8 +100,8 @@ def plan(
     >>> tx = optax.chain(found.transformation("data"), optax.adam(1e-3))
     >>> fast = gradcomp.cost.Link(latency=5e-6, bytes_per_second=100e9)
     >>> print(plan(params, workers=4, link=fast, candidates=codecs).verdict)
-    do not: compression loses here: dense 1.0 ms, best QSGD-4 all_gather 9.7 ms; it would
-      win below 63.6 Gbit/s
+    do not: compression loses here: dense 1.0 ms, best QSGD-4 all_gather 9.7 ms; it
+      would win below 63.6 Gbit/s
 
   References:
     Agarwal et al., `On the Utility of Gradient Compression in Distributed Training
