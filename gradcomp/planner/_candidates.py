@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 
@@ -56,6 +56,13 @@ class Candidate:
     if self.last_dense and any(map(is_last, paths)):
       return Policy([(_LAST, Dense()), ("", self.codec)])
     return self.codec
+
+  def without_kernels(self) -> "Candidate":
+    """Returns a candidate whose codec runs XLA's code, if it has the choice."""
+    if not hasattr(self.codec, "implementation"):
+      return self
+    codec = dataclasses.replace(cast(Any, self.codec), implementation="xla")
+    return dataclasses.replace(self, codec=codec)
 
 
 DENSE = Candidate(name="float32", codec=Dense(), omega=0.0, studied=True, by_size=True)

@@ -118,9 +118,13 @@ def explained(
 ) -> Explanation:
   """Returns what a candidate sends.
 
+  Its codec is traced without kernels for GPUs, which takes half the time: bytes are the
+  same.
+
   Raises:
     ValueError: the codec or the axes do not allow the exchange.
   """
   axis_name = ("between", "inside") if isinstance(workers, tuple) else "workers"
-  tx = transformation(candidate, exchange, model.paths, axis_name)
+  plain = candidate.without_kernels()
+  tx = transformation(plain, exchange, model.paths, axis_name)
   return explain(tx, model.params, workers=workers)

@@ -76,8 +76,8 @@ def plan(
     speeds: the speeds of codecs: CodecSpeeds by the names of candidates, one for all,
       a function from the codec of a leaf to its speeds, or ``"measure"``. By default
       those that the package has for the backend.
-    gradients: gradients like the parameters, to measure errors on; normal numbers by
-      default.
+    gradients: gradients like the parameters, to measure errors on, which compiles each
+      codec; normal numbers by default.
     steps: the steps of the training; without them sparse codecs below 1 % are refused.
     budget: the error that is allowed.
     candidates: candidates, or codecs, in place of
