@@ -70,7 +70,7 @@ def choose(
 def _rate(row: Row, dense: Row, cluster: Cluster) -> float:
   """Returns the bytes per second below which a row is faster than a plain mean.
 
-  One that sends no less is so at none, or because of latencies at all.
+  It is 0 for one that sends no less, or is slower at every rate.
   """
   if row.explanation.bytes_sent >= dense.explanation.bytes_sent:
     return 0.0
