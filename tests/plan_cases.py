@@ -10,11 +10,15 @@ import jax.numpy as jnp
 
 import gradcomp
 from gradcomp.codecs import QSGD
+from gradcomp.cost import Link
 from gradcomp.planner import CANDIDATES, packaged_speeds
 
 RUNS = json.loads(cost_fit.LINKS.read_text())["runs"]
 LIKE = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 64 MiB
 BY_NAME = {x.name: x for x in CANDIDATES}
+QSGD4 = [BY_NAME["QSGD-4"]]
+SMALL = {"w": jax.ShapeDtypeStruct((64, 512), jnp.float32)}
+GIGABIT = Link(latency=50e-6, bytes_per_second=125e6)
 
 
 def timed(name, /, **changes):
@@ -51,10 +55,11 @@ def speeds(times):
 
 
 def link_of(run):
-  """The link of a run, by the runs of its rate that have parts; None without any."""
-  same = [x for x in RUNS if x["rate"] == run["rate"] and "all_to_all" in x["parts"]]
-  links = zip(same, cost_fit.fit_links(same), strict=True)
-  return next((link for x, link in links if x["hosts"] == run["hosts"]), None)
+  """The link of a run, by the parts of one with its rate and hosts; None without any."""
+  parts = {(x["rate"], x["hosts"]) for x in RUNS if x["parts"]}
+  runs = [x for x in RUNS if (x["rate"], x["hosts"]) in parts]
+  links = zip(runs, cost_fit.fit_links(runs), strict=True)
+  return next((link for x, link in links if x is run), None)
 
 
 def codecs_of(run):
@@ -87,3 +92,9 @@ def cell(hosts, rate="1gbit"):
   """The run with one leaf at a rate."""
   (run,) = [x for x in RUNS if (x["hosts"], x["rate"], x["leaves"]) == (hosts, rate, 1)]
   return run
+
+
+def plan(params=SMALL, **options):
+  """The plan for four workers with 1 Gbit/s, of one candidate unless told."""
+  given = dict(workers=4, link=GIGABIT, candidates=QSGD4)
+  return gradcomp.plan(params, **given | options)
