@@ -55,7 +55,7 @@ def speeds(times):
 
 
 def link_of(run):
-  """The link of a run, by the parts of one with its rate and hosts; None without any."""
+  """The link of a run, by parts measured at its rate with as many hosts, or None."""
   parts = {(x["rate"], x["hosts"]) for x in RUNS if x["parts"]}
   runs = [x for x in RUNS if (x["rate"], x["hosts"]) in parts]
   links = zip(runs, cost_fit.fit_links(runs), strict=True)
