@@ -5,6 +5,7 @@ from gradcomp import cost as cost
 from gradcomp import exchange as exchange
 from gradcomp import floats as floats
 from gradcomp import kernels as kernels
+from gradcomp import parallel as parallel
 from gradcomp import planner as planner
 from gradcomp._explain import Explanation as Explanation
 from gradcomp._explain import explain as explain

@@ -34,6 +34,10 @@ _SHARE_SENT: dict[str, Callable[[int], Fraction]] = {
 _MEAN = re.compile(r"gradcomp_mean_(\d+)_over_(\d+)")
 _STAGE = "gradcomp_stage"
 
+# The scope of a collective of gradcomp.parallel, which stands for the same one of so
+# many floats.
+_FLOATS = re.compile(r"gradcomp_float32_(\d+)")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
@@ -86,11 +90,14 @@ class Collective:
     """The bytes that a worker would send each time by a plain f32 all-reduce.
 
     The collective that completes a mean of gradcomp counts for the whole mean, and the
-    stages before it count 0. Other collectives count their ``bytes_sent``.
+    stages before it count 0. A collective of :mod:`gradcomp.parallel` counts for the
+    same one of ``float32``. Other collectives count their ``bytes_sent``.
     """
     if match := _MEAN.search(self.scope):
       elements, workers = map(int, match.groups())
       return math.ceil(_SHARE_SENT["all-reduce"](workers) * 4 * elements)
+    if match := _FLOATS.search(self.scope):
+      return math.ceil(_SHARE_SENT[self.kind](self.workers) * 4 * int(match[1]))
     return 0 if _STAGE in self.scope else self.bytes_sent
 
   def _row(self) -> list[str]:

@@ -51,6 +51,7 @@ from gradcomp.codecs._sparse import SelectingCodec as SelectingCodec
 from gradcomp.codecs._sparse import SparseCodec as SparseCodec
 from gradcomp.codecs._sparse import sent_positions as sent_positions
 from gradcomp.codecs._sparse import sum_entries as sum_entries
+from gradcomp.codecs._stateless import stateless as stateless
 from gradcomp.codecs._ternary import Ternary as Ternary
 from gradcomp.codecs._tiles import from_tiles as from_tiles
 from gradcomp.codecs._tiles import tile_shape as tile_shape

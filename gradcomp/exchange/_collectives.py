@@ -42,6 +42,11 @@ def final_stage(elements: int, workers: Workers) -> str:
   return f"gradcomp_mean_{elements}_over_{workers.size}"
 
 
+def as_floats(elements: int, axis_name: AxisName) -> str:
+  """Returns the name of a collective that stands for one of so many ``float32``."""
+  return f"gradcomp_float32_{-(-elements // devices(axis_name))}"
+
+
 def pmean(tree: Any, axis_name: AxisName) -> Any:
   """Returns the plain mean over the axis, in the arrays' own dtype."""
   note(_parts(jax.tree.leaves(tree)))
@@ -96,7 +101,7 @@ def gather(message: jax.Array, axis_name: AxisName, name: str) -> jax.Array:
   return spread(every, message, axis_name, name, ndim=message.ndim + 1)
 
 
-def scatter(lines: jax.Array, axis_name: AxisName) -> jax.Array:
+def scatter(lines: jax.Array, axis_name: AxisName, name: str = STAGE) -> jax.Array:
   """Sends line d of ``[N, M]`` to worker d.
 
   Line s of the result, ``[N, M]``, comes from worker s. Where gloo carries the words,
@@ -109,7 +114,7 @@ def scatter(lines: jax.Array, axis_name: AxisName) -> jax.Array:
   def exchange(lines: jax.Array) -> jax.Array:
     return lax.all_to_all(lines, axis_name, 0, 0, tiled=True)
 
-  return spread(exchange, lines, axis_name, STAGE)
+  return spread(exchange, lines, axis_name, name)
 
 
 def _over_gloo() -> bool:
@@ -143,7 +148,7 @@ def scatter_within(
     came = [part[i] for i in source]
     pairs = [(group[i], group[j]) for group in members for i, j in enumerate(to)]
     piece = lax.dynamic_slice(lines, (mine(to), mine(part) * last), (1, width))
-    piece = _permuted(piece, axis_name, pairs)
+    piece = permute(piece, axis_name, pairs)
     at = (mine(source), mine(came) * last)
     received = lax.dynamic_update_slice(received, piece, at)
   return received
@@ -152,17 +157,21 @@ def scatter_within(
 def pass_on(message: jax.Array, axis_name: AxisName, count: int) -> jax.Array:
   """Sends each worker's message to the next worker in the ring."""
   ring = [(i, (i + 1) % count) for i in range(count)]
-  return _permuted(message, axis_name, ring)
+  return permute(message, axis_name, ring)
 
 
-def _permuted(
-  message: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
+def permute(
+  message: jax.Array,
+  axis_name: AxisName,
+  pairs: Sequence[tuple[int, int]],
+  name: str = STAGE,
 ) -> jax.Array:
+  """Sends each worker's message along pairs of workers; zeros come where none does."""
 
-  def permute(message: jax.Array) -> jax.Array:
+  def move(message: jax.Array) -> jax.Array:
     return lax.ppermute(message, axis_name, pairs)
 
-  return spread(permute, message, axis_name, STAGE)
+  return spread(move, message, axis_name, name)
 
 
 def split(lines: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:

@@ -21,6 +21,7 @@ from gradcomp.sums._codes import sum_dtype as sum_dtype
 from gradcomp.sums._codes import sum_limit as sum_limit
 from gradcomp.sums._entries import Entries as Entries
 from gradcomp.sums._numbers import Numbers as Numbers
+from gradcomp.sums._order import sum_in_order as sum_in_order
 from gradcomp.sums._several import Several as Several
 from gradcomp.sums._sum import LeafRows as LeafRows
 from gradcomp.sums._sum import Partial as Partial

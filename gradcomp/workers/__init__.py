@@ -18,10 +18,13 @@ from gradcomp.workers._own_state import check_own as check_own
 from gradcomp.workers._own_state import check_residual_types as check_residual_types
 from gradcomp.workers._own_state import first_state as first_state
 from gradcomp.workers._reduction import reduction as reduction
+from gradcomp.workers._specs import entries as entries
 from gradcomp.workers._specs import is_spec as is_spec
+from gradcomp.workers._specs import names_by_axis as names_by_axis
 from gradcomp.workers._specs import reduced_spec as reduced_spec
 from gradcomp.workers._specs import restrict_spec as restrict_spec
 from gradcomp.workers._specs import sharded_axes as sharded_axes
+from gradcomp.workers._specs import spec_of as spec_of
 from gradcomp.workers._specs import stack_spec as stack_spec
 from gradcomp.workers._specs import stacked_over as stacked_over
 from gradcomp.workers._traces import EXPLAINED as EXPLAINED

@@ -18,6 +18,17 @@ def entries(spec: PartitionSpec) -> tuple[Any, ...]:
   return tuple(spec.partitions if hasattr(spec, "partitions") else spec)
 
 
+def names_by_axis(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
+  """Returns the names that cut each of an array's axes."""
+  found = [_names(entry) for entry in entries(spec)]
+  return (*found, *[()] * (ndim - len(found)))
+
+
+def spec_of(names: Sequence[Sequence[str]]) -> PartitionSpec:
+  """Returns the spec in which these names cut each axis."""
+  return PartitionSpec(*map(_entry, names))
+
+
 def sharded_axes(spec: PartitionSpec) -> frozenset[str]:
   """Returns the axes that a spec cuts an array over."""
   return frozenset(name for entry in entries(spec) for name in _names(entry))

@@ -1,0 +1,10 @@
+"""Collectives for models that are cut over workers, compressed in both directions."""
+
+from gradcomp.parallel._all_gather import all_gather as all_gather
+from gradcomp.parallel._all_to_all import all_to_all as all_to_all
+from gradcomp.parallel._permute import ppermute as ppermute
+from gradcomp.parallel._psum import psum as psum
+from gradcomp.parallel._psum import sum_gradients as sum_gradients
+from gradcomp.parallel._psum_scatter import psum_scatter as psum_scatter
+from gradcomp.parallel._reshard import reshard as reshard
+from gradcomp.parallel._sub_batches import sub_batches as sub_batches

@@ -1,0 +1,93 @@
+"""Turns arrays into lines of words, and back: a line is all that a codec sends of one.
+
+Each array is encoded by itself, with scales of its own. What workers would agree on in
+an exchange of gradients travels in the line, because arrays of different workers are
+not of one size here.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp.codecs import Codec, Context, Payload
+from gradcomp.exchange import join, split
+from gradcomp.kernels import dither, fold_key
+
+
+class Draws(NamedTuple):
+  """Holds what several arrays are rounded with; None where a codec draws nothing.
+
+  Attributes:
+    own: ``uint32[K, 2]``, a key of this worker's own for each array.
+    dither: ``uint32[K, 3]``, for each array a key that all workers share, and this
+      worker's mask, see :mod:`gradcomp.kernels.dithers`.
+  """
+
+  own: jax.Array | None = None
+  dither: jax.Array | None = None
+
+
+def draws(codec: Codec, key: jax.Array | None, count: int, worker: jax.Array) -> Draws:
+  """Returns what the ``count`` arrays of a worker are rounded with.
+
+  Args:
+    codec: the codec of the arrays.
+    key: ``uint32[2]``, the same on all workers; None if the codec draws nothing.
+    count: the number of arrays. Each draws other numbers.
+    worker: the number of the worker.
+  """
+  if not codec.needs_key:
+    return Draws()
+  assert key is not None
+  keys = jax.vmap(lambda i: fold_key(key, i))(jnp.arange(count))
+  own = jax.vmap(lambda key: fold_key(key, worker))(keys)
+  return Draws(own, jax.vmap(lambda key: dither(key, worker))(keys))
+
+
+def to_lines(arrays: jax.Array, codec: Codec, drawn: Draws) -> jax.Array:
+  """Encodes ``[K, ...]`` arrays to ``uint32[K, M]``."""
+  with jax.named_scope("gradcomp_encode"):
+    payload = jax.vmap(lambda x, own, shared: _encode(codec, x, own, shared))(
+      arrays, drawn.own, drawn.dither
+    )
+  agreed = [] if payload.agreed is None else [_words(payload.agreed)]
+  return join([payload.rows, *agreed], arrays.shape[0])
+
+
+def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Array:
+  """Decodes ``uint32[K, M]`` to arrays of a shape, ``float32[K, *shape]``."""
+  like = jnp.zeros(shape, jnp.float32)  # only its shape and dtype count
+  key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+  mask = jax.ShapeDtypeStruct((3,), jnp.uint32)
+  form = jax.eval_shape(lambda *args: _encode(codec, *args), like, key, mask)
+  with jax.named_scope("gradcomp_decode"):
+    if form.agreed is None:
+      (rows,) = split(lines, [form.rows.shape])
+      return jax.vmap(lambda rows: codec.decode(Payload(rows), like=like))(rows)
+    rows, words = split(lines, [form.rows.shape, form.agreed.shape])
+    agreed = _from_words(words, form.agreed.dtype)
+    return jax.vmap(
+      lambda rows, agreed: codec.decode(Payload(rows, agreed), like=like)
+    )(rows, agreed)
+
+
+def _encode(
+  codec: Codec, x: jax.Array, own: jax.Array | None, shared: jax.Array | None
+) -> Payload:
+  wide = x.astype(jnp.float32)
+  return codec.encode(wide, key=own, context=Context(dither=shared))
+
+
+def _words(agreed: jax.Array) -> jax.Array:
+  """Returns a word for each float or byte."""
+  if agreed.dtype == jnp.float32:
+    return lax.bitcast_convert_type(agreed, jnp.uint32)
+  return agreed.astype(jnp.uint32)
+
+
+def _from_words(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  if dtype == jnp.float32:
+    return lax.bitcast_convert_type(words, jnp.float32)
+  return words.astype(dtype)

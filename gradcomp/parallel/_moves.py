@@ -1,0 +1,108 @@
+"""Sums, scatters and gathers the arrays of one worker, with or without a residual."""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp.codecs import Codec
+from gradcomp.parallel._all_gather import all_gather
+from gradcomp.parallel._lines import draws, from_lines, to_lines
+from gradcomp.parallel._psum import by_owners, owner_key, psum, total
+from gradcomp.parallel._psum_scatter import psum_scatter
+from gradcomp.parallel._raw import cut, gathered, joined, mine, reduced
+from gradcomp.parallel._wire import Wire, checked_key, wire
+from gradcomp.workers import AxisName, mark_varying
+
+
+class Move(NamedTuple):
+  """Says what becomes of an array that is unreduced or sharded over some axes.
+
+  Attributes:
+    kind: ``"sum"`` adds up addends on all workers; ``"scatter"`` adds up each worker's
+      part on it; ``"gather"`` puts shards together.
+    axis_name: the axes of the workers.
+    axis: the array axis that is, or will be, cut.
+  """
+
+  kind: Literal["sum", "scatter", "gather"]
+  axis_name: AxisName
+  axis: int = 0
+
+
+def moved(x: jax.Array, move: Move, codec: Codec, key: jax.Array | None) -> jax.Array:
+  """Returns the result of one worker, where a map binds the axes."""
+  if move.kind == "sum":
+    return psum(x, move.axis_name, codec=codec, key=key)
+  if move.kind == "scatter":
+    return psum_scatter(x, move.axis_name, codec=codec, axis=move.axis, key=key)
+  return all_gather(
+    x,
+    move.axis_name,
+    codec=codec,
+    axis=move.axis,
+    own="coded",
+    to="invarying",
+    key=key,
+  )
+
+
+def moved_with_residual(
+  move: Move,
+  codec: Codec,
+  x: jax.Array,
+  residual: jax.Array,
+  key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the result of one worker, and its new residual.
+
+  The array and the residual are sent together. The new residual is what was not sent of
+  them; where that is not finite, it is the old one.
+  """
+  if jnp.iscomplexobj(x):
+    raise TypeError(f"`x` must be real where `residual` is given, got {x.dtype}.")
+  own = "exact" if move.kind == "scatter" else "coded"
+  options = wire(move.axis_name, codec, own=own)
+  words = checked_key(key, codec)
+  old = mark_varying(residual.astype(jnp.float32), move.axis_name)
+  corrected = mark_varying(x.astype(jnp.float32), move.axis_name) + old.reshape(x.shape)
+  if move.kind == "sum":
+    result = total(corrected, options, words)
+    lost = _lost_in_sum(corrected, options, words)
+  elif move.kind == "scatter":
+    parts = cut(corrected, move.axis, options.size)
+    result = reduced(parts, options, words)
+    lost = joined(_lost(parts, options, words), move.axis)
+  else:
+    result = joined(gathered(corrected, options, words), move.axis)
+    lost = _lost(corrected[None], options, words)[0]
+  lost = lost.reshape(old.shape)
+  kept = jnp.where(jnp.isfinite(lost), lost, old).astype(residual.dtype)
+  return result.astype(x.dtype), kept
+
+
+def _lost(parts: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
+  """Returns what receivers do not get of parts ``[K, ...]``.
+
+  XLA sees that the parts are encoded as they were for sending, and does it once.
+  """
+  worker = lax.axis_index(wire.axis_name)
+  lines = to_lines(parts, wire.codec, draws(wire.codec, key, parts.shape[0], worker))
+  lost = parts - from_lines(lines, parts.shape[1:], wire.codec)
+  if wire.own == "exact":
+    lost = jnp.where(mine(worker, lost), 0.0, lost)
+  return lost
+
+
+def _lost_in_sum(x: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
+  """Returns what is lost of this worker's array, and of the sum that it owns.
+
+  An owner sends the loss of its sum in the next step, as if it were its own.
+  """
+  worker = lax.axis_index(wire.axis_name)
+  parts, own = by_owners(x, wire, key)
+  lost = _lost(parts, wire, key)
+  again = _lost(own[None], wire, owner_key(wire, key))[0]
+  lost = lost + jnp.where(mine(worker, lost), again, 0.0)
+  return lost.reshape(-1)[: x.size].reshape(x.shape)
