@@ -36,13 +36,13 @@ def of_reals(
   """
 
   def init(params: Any) -> Any:
-    return init_fn(jax.tree.map(_pairs, params))
+    return init_fn(jax.tree.map(pairs, params))
 
   def update(
     updates: Any, state: Any, params: Any = None, **extra_args: Any
   ) -> tuple[Any, Any]:
     _check_dtypes(updates)
-    reals, state = update_fn(jax.tree.map(_pairs, updates), state, params, **extra_args)
+    reals, state = update_fn(jax.tree.map(pairs, updates), state, params, **extra_args)
     return jax.tree.map(_like, reals, updates), state
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -64,7 +64,7 @@ def _is_complex(x: Any) -> bool:
   return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
-def _pairs(x: Any) -> Any:
+def pairs(x: Any) -> Any:
   """Returns a complex array as pairs of reals, and all else as it is."""
   if not _is_complex(x):
     return x

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradcomp.codecs import Memory
-from gradcomp.state import CompressState
+from gradcomp.state import CompressState, OwnedRows
 from gradcomp.workers import (
   AxisName,
   axis_names,
@@ -26,8 +26,9 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
 
   Residuals differ between workers: the global array stacks them on their first axis,
   ``P(axis_name)``. So do the gradients that ``optax.MultiSteps`` around the exchange
-  has not sent yet, and what gradcomp keeps of momentum. Everything else, also an
-  optimizer's momentum, is replicated: ``P()``.
+  has not sent yet, what gradcomp keeps of momentum, and the rows that a worker owns in
+  :func:`gradcomp.parallel.zero`. Everything else, also an optimizer's momentum, is
+  replicated: ``P()``.
 
   Args:
     opt_state: the state of any optax transformation that holds gradcomp's, or its
@@ -65,6 +66,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
         memory=None if node.memory is None else Memory(*map(owned, node.memory)),
         velocity=per_worker(node.velocity),
       )
+    if isinstance(node, OwnedRows):
+      return OwnedRows(owned(node.arrays))
     if isinstance(node, optax.MultiStepsState):
       return optax.MultiStepsState(
         mini_step=PartitionSpec(),
@@ -127,7 +130,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       return _exchanges(node.inner_opt_state)
     if isinstance(node, optax.ApplyIfFiniteState):
       return _exchanges(node.inner_state)
-    return isinstance(node, CompressState) or like_params(node)
+    return isinstance(node, CompressState | OwnedRows) or like_params(node)
 
   return jax.tree.map(specs, opt_state, is_leaf=is_leaf)
 
@@ -210,10 +213,15 @@ def _without_rows(opt_state: Any) -> Any:
   """
 
   def without(node: Any) -> Any:
+    if isinstance(node, OwnedRows):
+      return None
     rowless = {"server_residual": None, "memory": None}
     return node._replace(**rowless) if _is_ours(node) else node
 
-  return jax.tree.map(without, opt_state, is_leaf=_is_ours)
+  def has_rows(node: Any) -> bool:
+    return _is_ours(node) or isinstance(node, OwnedRows)
+
+  return jax.tree.map(without, opt_state, is_leaf=has_rows)
 
 
 def _exchanges(opt_state: Any) -> bool:

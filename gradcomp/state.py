@@ -39,6 +39,22 @@ class CompressState(NamedTuple):
   velocity: Any = None  # float32, like the residual; or None
 
 
+class OwnedRows(NamedTuple):
+  """The rows of elements that a worker owns, as :func:`gradcomp.parallel.zero` has.
+
+  An optimizer inside of it sees these as its parameters and gradients.
+
+  Example:
+    >>> rows = OwnedRows({("data",): (jnp.ones((2, 128)),)})
+    >>> optax.adam(0.1).init(rows)[0].mu.arrays[("data",)][0].shape
+    (2, 128)
+  """
+
+  # By the axes that stack them, one array for each codec of a message, per worker:
+  # [rows, ...], the elements of a row in one axis or several.
+  arrays: dict[tuple[str, ...], tuple[jax.Array, ...]]
+
+
 def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
   """Raises an error for the state of another transformation.
 

@@ -53,8 +53,11 @@ from gradcomp.codecs._sparse import sent_positions as sent_positions
 from gradcomp.codecs._sparse import sum_entries as sum_entries
 from gradcomp.codecs._stateless import stateless as stateless
 from gradcomp.codecs._ternary import Ternary as Ternary
+from gradcomp.codecs._tiles import cut as cut
+from gradcomp.codecs._tiles import elements as elements
 from gradcomp.codecs._tiles import from_tiles as from_tiles
 from gradcomp.codecs._tiles import tile_shape as tile_shape
 from gradcomp.codecs._tiles import to_tiles as to_tiles
+from gradcomp.codecs._tiles import uncut as uncut
 from gradcomp.codecs._top_k import Quantize as Quantize
 from gradcomp.codecs._top_k import TopK as TopK

@@ -49,14 +49,26 @@ def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
     >>> to_tiles(jnp.ones(300), gradcomp.codecs.Dense()).shape
     (3, 128)
   """
+  if isinstance(codec, FilledCodec) and not codec.by_column:
+    x = codec.filled(x.reshape(-1))
+  tiles = cut(x, codec)
+  return codec.rotated(tiles) if isinstance(codec, RotatingCodec) else tiles
+
+
+def cut(x: jax.Array, codec: Codec) -> jax.Array:
+  """Cuts a leaf into rows of the elements themselves, ``[rows, tile_size]``.
+
+  They lie where :func:`to_tiles` puts them, and zeros fill the last row.
+
+  Example:
+    >>> cut(jnp.ones(300), gradcomp.codecs.OneBit()).sum()
+    Array(300., dtype=float32)
+  """
   if codec.by_column:
     return as_matrix(x).T
   flat = x.reshape(-1)
-  if isinstance(codec, FilledCodec):
-    flat = codec.filled(flat)
   padded = jnp.pad(flat, (0, -flat.size % codec.tile_size))
-  tiles = padded.reshape(-1, codec.tile_size)
-  return codec.rotated(tiles) if isinstance(codec, RotatingCodec) else tiles
+  return padded.reshape(-1, codec.tile_size)
 
 
 def tile_shape(codec: Codec) -> tuple[int, ...]:
@@ -71,7 +83,8 @@ def tile_shape(codec: Codec) -> tuple[int, ...]:
     (8, 512)
   """
   row = jax.ShapeDtypeStruct((1, codec.row_words), jnp.uint32)
-  return jax.eval_shape(codec.decode_rows, row).shape[1:]
+  decode = codec.codes if is_shared(codec) else codec.decode_rows
+  return jax.eval_shape(decode, row).shape[1:]
 
 
 def from_tiles(
@@ -85,11 +98,33 @@ def from_tiles(
     >>> from_tiles(jnp.ones((3, 1, 128)), jnp.zeros(300), gradcomp.codecs.Dense()).shape
     (300,)
   """
+  return uncut(elements(tiles, codec), like, codec)
+
+
+def elements(tiles: jax.Array, codec: Codec) -> jax.Array:
+  """Returns the elements that decoded tiles stand for, in the shape of the tiles.
+
+  Example:
+    >>> elements(jnp.ones((1, 4)), gradcomp.codecs.Dense())
+    Array([[1., 1., 1., 1.]], dtype=float32)
+  """
+  if not isinstance(codec, RotatingCodec):
+    return tiles
+  return codec.unrotated(tiles).reshape(tiles.shape)
+
+
+def uncut(
+  rows: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
+) -> jax.Array:
+  """Undoes :func:`cut`: rows of elements to the shape of ``like``.
+
+  Example:
+    >>> uncut(jnp.ones((3, 128)), jnp.zeros(300), gradcomp.codecs.Dense()).shape
+    (300,)
+  """
   if codec.by_column:
-    return tiles.T.reshape(like.shape)
-  if isinstance(codec, RotatingCodec):
-    tiles = codec.unrotated(tiles)
-  return tiles.reshape(-1)[: like.size].reshape(like.shape)
+    return rows.T.reshape(like.shape)
+  return rows.reshape(-1)[: like.size].reshape(like.shape)
 
 
 def decode_payload(

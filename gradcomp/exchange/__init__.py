@@ -34,8 +34,12 @@ from gradcomp.exchange._notes import FITTING as FITTING
 from gradcomp.exchange._notes import NOTE as NOTE
 from gradcomp.exchange._notes import Parts as Parts
 from gradcomp.exchange._notes import note as note
+from gradcomp.exchange._owned import average_owned as average_owned
+from gradcomp.exchange._owned import gather_owned as gather_owned
+from gradcomp.exchange._owned import own_share as own_share
 from gradcomp.exchange._plan import Message as Message
 from gradcomp.exchange._plan import Plan as Plan
+from gradcomp.exchange._plan import own_axes as own_axes
 from gradcomp.exchange._plan import plan_messages as plan_messages
 from gradcomp.exchange._ring import Ring as Ring
 from gradcomp.exchange._two_shot import TwoShot as TwoShot

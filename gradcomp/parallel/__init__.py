@@ -8,3 +8,5 @@ from gradcomp.parallel._psum import sum_gradients as sum_gradients
 from gradcomp.parallel._psum_scatter import psum_scatter as psum_scatter
 from gradcomp.parallel._reshard import reshard as reshard
 from gradcomp.parallel._sub_batches import sub_batches as sub_batches
+from gradcomp.parallel._zero import ZeroState as ZeroState
+from gradcomp.parallel._zero import zero as zero

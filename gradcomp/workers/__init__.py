@@ -9,6 +9,7 @@ from gradcomp.workers._axes import UnboundAxisError as UnboundAxisError
 from gradcomp.workers._axes import automatic_axes as automatic_axes
 from gradcomp.workers._axes import axis_names as axis_names
 from gradcomp.workers._axes import bound_size as bound_size
+from gradcomp.workers._axes import mesh_size as mesh_size
 from gradcomp.workers._axes import require_size as require_size
 from gradcomp.workers._closures import with_arrays as with_arrays
 from gradcomp.workers._maps import map_addends as map_addends

@@ -1,0 +1,122 @@
+"""Brings each worker the means of the rows that it owns, and sends its rows to all.
+
+These are the two halves of ``two_shot``. What happens between them is not a second
+encoding of the mean, but whatever the owner does with it.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp.codecs import Memory, elements
+from gradcomp.exchange._agree import agree, refit
+from gradcomp.exchange._all_gather import gather_rows
+from gradcomp.exchange._collectives import Workers, join, scatter, shares, split
+from gradcomp.exchange._contribution import Contribution, Total
+from gradcomp.exchange._keys import Keys
+from gradcomp.exchange._notes import note, noted
+from gradcomp.exchange._plan import Message, Plan
+
+
+class OwnedMeans(NamedTuple):
+  """Holds the result of :func:`average_owned`.
+
+  Attributes:
+    means: for each message the means of the rows that this worker owns, one array for
+      each codec, ``float32[share, *tile_shape]``.
+    unsent: the part of each leaf that this worker did not send; an empty list without
+      ``keep``.
+    memory: the new memory of each leaf.
+  """
+
+  means: list[list[jax.Array]]
+  unsent: list[jax.Array]
+  memory: list[Memory]
+
+
+def average_owned(
+  plan: Plan,
+  leaves: Sequence[jax.Array],
+  keys: Keys,
+  workers: Workers,
+  *,
+  memory: Sequence[Memory],
+  step: jax.Array,
+  keep: bool,
+) -> OwnedMeans:
+  """Averages leaves over all workers, each row at the worker that owns it.
+
+  Args:
+    plan: the messages of the step, in one round.
+    leaves: float32 arrays.
+    keys: the keys of this worker and step.
+    workers: the workers that exchange.
+    memory: the memory of each leaf.
+    step: the number of the step, ``int32[]``.
+    keep: whether to return the parts that were not sent.
+  """
+  note(plan, step)
+  memory = refit(plan, leaves, memory, step)
+  means: list[list[jax.Array]] = []
+  unsent: dict[int, jax.Array] = {}
+  kept = {i: x.own for i, x in enumerate(memory)}
+  for message in plan.messages:
+    layout, numbers = message.layout, message.leaves
+    own_leaves = [leaves[i] for i in numbers]
+    with jax.named_scope("gradcomp_reduce_scatter"), noted(message):
+      own = Contribution(
+        layout,
+        own_leaves,
+        Keys([keys.leaves[i] for i in numbers], [None] * len(layout.codecs)),
+        agree(layout.to_agree(own_leaves), workers),
+        [memory[i] for i in numbers],
+        step,
+        [None] * len(layout.codecs),
+        keep,
+      )
+      means.append(_means(own, workers))
+    if keep:
+      lost = own.unsent(Total([], own.nothing, own.nothing))
+      unsent |= zip(numbers, lost, strict=True)
+    kept |= zip(numbers, own.remembered, strict=True)
+  count = range(len(leaves))
+  return OwnedMeans(
+    means,
+    [unsent[i] for i in count if keep],
+    [Memory(memory[i].shared, kept[i]) for i in count],
+  )
+
+
+def _means(own: Contribution, workers: Workers) -> list[jax.Array]:
+  """Adds the rows that this worker owns, and returns the elements of the means."""
+  lines = [shares(rows, workers) for rows in own.rows]
+  received = scatter(join(lines, workers.size), workers.axis_name)
+  owned = split(received, [line.shape[1:] for line in lines])
+  parts = zip(own.sums, own.layout.codecs, owned, own.agreed_rows, strict=True)
+  means = []
+  for total, codec, rows, agreed in parts:
+    lines_agreed = None if agreed is None else own_share(agreed, workers)
+    with jax.named_scope("gradcomp_decode"):
+      tiles = total.gathered(rows, lines_agreed, workers.scale)(0, rows.shape[1])
+      means.append(elements(tiles, codec))
+  return means
+
+
+def gather_owned(
+  message: Message, matrices: Sequence[jax.Array], workers: Workers
+) -> list[jax.Array]:
+  """Sends the encoded rows of each owner to all, ``uint32[N, rows, words]`` a codec."""
+  with jax.named_scope("gradcomp_all_gather"), noted(message):
+    return gather_rows(message.layout, matrices, workers)
+
+
+def own_share(rows: jax.Array, workers: Workers) -> jax.Array:
+  """Returns the rows that this worker owns: ``[rows, ...]`` to ``[share, ...]``."""
+  share = -(-rows.shape[0] // workers.size)
+  padding = workers.size * share - rows.shape[0]
+  padded = jnp.pad(rows, [(0, padding)] + [(0, 0)] * (rows.ndim - 1))
+  start = share * lax.axis_index(workers.axis_name)
+  return lax.dynamic_slice_in_dim(padded, start, share)

@@ -1,0 +1,203 @@
+"""Says which rows of the parameters a worker owns, and sends what changed in them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.codecs import (
+  Codec,
+  Leaf,
+  LeafCodec,
+  Payload,
+  cut,
+  rounds_of,
+  tile_shape,
+  to_nearest,
+  uncut,
+)
+from gradcomp.exchange import Message, Plan, Workers, gather_owned, own_axes, own_share
+from gradcomp.layout import Layout, Slot, leaf_codecs
+from gradcomp.state import OwnedRows
+from gradcomp.workers import Axes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SharedRows:
+  """The rows of all parameters, an Nth of which each worker owns.
+
+  A row holds the elements that a row of the gradients' codec stands for. Rows with the
+  same two codecs are one matrix, of which the worker number i owns the rows from
+  ``i * share`` on.
+
+  Attributes:
+    plan: the messages of the gradients.
+    codecs: for each message, the codec of what changed in each of its matrices.
+    workers: the workers.
+  """
+
+  plan: Plan
+  codecs: tuple[tuple[LeafCodec, ...], ...]
+  workers: Workers
+
+  def owned(self, leaves: Sequence[jax.Array]) -> OwnedRows:
+    """Returns the rows of float32 leaves that this worker owns."""
+    return self.by_axes(
+      [
+        [own_share(rows, self.workers) for rows in _matrices(message, leaves)]
+        for message in self.plan.messages
+      ]
+    )
+
+  def by_axes(self, arrays: Sequence[Sequence[jax.Array]]) -> OwnedRows:
+    """Returns the arrays of each message by the axes that stack them."""
+    result: dict[Axes, list[jax.Array]] = {}
+    for message, own in zip(self.plan.messages, arrays, strict=True):
+      result.setdefault(self._axes(message), []).extend(own)
+    return OwnedRows({axes: tuple(own) for axes, own in result.items()})
+
+  def elements(self) -> OwnedRows:
+    """Returns for the rows that this worker owns, which of their places have elements.
+
+    The others only fill rows up. Arrays are ``bool``, and broadcast against the rows.
+    """
+
+    def used(layout: Layout, group: int) -> jax.Array:
+      codec = layout.codecs[group]
+      counts = np.concatenate(
+        [
+          np.clip(
+            like.size - codec.tile_size * np.arange(slot.stop - slot.start),
+            0,
+            codec.tile_size,
+          )
+          for slot, like in zip(layout.slots, layout.like, strict=True)
+          if slot.group == group
+        ]
+      )
+      shape = tile_shape(codec)
+      places = jnp.arange(codec.tile_size).reshape(shape)
+      own = own_share(jnp.asarray(counts, jnp.int32), self.workers)
+      return places < own.reshape(-1, *[1] * len(shape))
+
+    return self.by_axes(
+      [
+        [used(message.layout, group) for group in range(len(message.layout.codecs))]
+        for message in self.plan.messages
+      ]
+    )
+
+  def to_all(self, rows: OwnedRows) -> list[jax.Array]:
+    """Sends the rows of each worker to all, and returns the leaves that they decode to.
+
+    Every worker decodes the same words, so that all get the same bits.
+    """
+    leaves: dict[int, jax.Array] = {}
+    waiting = {axes: list(arrays) for axes, arrays in rows.arrays.items()}
+    for message, codecs in zip(self.plan.messages, self.codecs, strict=True):
+      own = [waiting[self._axes(message)].pop(0) for _ in codecs]
+      flat = [x.reshape(-1) for x in own]
+      bound = [_bound(codec, x.size) for codec, x in zip(codecs, flat, strict=True)]
+      with jax.named_scope("gradcomp_encode"):
+        encoded = [x.encode(y).rows for x, y in zip(bound, flat, strict=True)]
+      gathered = gather_owned(message, encoded, self.workers)
+      with jax.named_scope("gradcomp_decode"):
+        matrices = [
+          _decoded(codec, words, like)
+          for codec, words, like in zip(bound, gathered, own, strict=True)
+        ]
+        leaves |= _leaves(message, matrices)
+    return [leaves[i] for i in range(len(self.plan.leaves))]
+
+  def check(self, name: str, rows: Any) -> None:
+    """Raises ValueError for rows that are not those that this worker owns."""
+    expected: dict[Axes, list[tuple[int, ...]]] = {}
+    for message in self.plan.messages:
+      layout = message.layout
+      expected.setdefault(self._axes(message), []).extend(
+        (-(-count // self.workers.size), *tile_shape(codec))
+        for count, codec in zip(layout.rows, layout.codecs, strict=True)
+      )
+    got = {axes: [x.shape for x in own] for axes, own in rows.arrays.items()}
+    if got != expected:
+      raise ValueError(
+        f"`state.{name}` must have the rows that one of {self.workers.size} workers "
+        f"owns, {expected}, got {got}; make the state by optimizer.init with this "
+        "transformation and as many workers, inside the map or under "
+        "jax.set_mesh(mesh), and pass it through with gradcomp.state_specs."
+      )
+
+  def _axes(self, message: Message) -> Axes:
+    return own_axes(self.plan.axis_name, message.others)
+
+
+def share_rows(
+  plan: Plan, codec: LeafCodec, min_leaf_size: int | None, workers: Workers
+) -> SharedRows:
+  """Returns the rows of the parameters that a plan exchanges the gradients of.
+
+  Args:
+    plan: the messages of the gradients.
+    codec: the codec of what changes in the parameters. Small leaves stay dense, as
+      those of gradients do.
+    min_leaf_size: elements from which a leaf is large, or None for the default.
+    workers: the workers.
+  """
+  whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
+  chosen = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
+  pairs = [_paired(message, chosen) for message in plan.messages]
+  messages = tuple(
+    message._replace(layout=layout)
+    for message, (layout, _) in zip(plan.messages, pairs, strict=True)
+  )
+  codecs = tuple(codecs for _, codecs in pairs)
+  return SharedRows(plan._replace(messages=messages), codecs, workers)
+
+
+def _paired(
+  message: Message, chosen: Sequence[LeafCodec]
+) -> tuple[Layout, tuple[LeafCodec, ...]]:
+  """Returns a layout with a matrix for each pair of codecs, and the second ones."""
+  layout = message.layout
+  filled: dict[tuple[Codec, LeafCodec], int] = {}
+  slots = []
+  for i, slot in zip(message.leaves, layout.slots, strict=True):
+    pair = layout.codecs[slot.group], chosen[i]
+    start = filled.setdefault(pair, 0)
+    filled[pair] += slot.stop - slot.start
+    slots.append(Slot(list(filled).index(pair), start, filled[pair]))
+  codecs = tuple(first for first, _ in filled)
+  return Layout(codecs, tuple(slots), layout.like), tuple(x for _, x in filled)
+
+
+def _bound(codec: LeafCodec, size: int) -> Codec:
+  """Returns the codec of a worker's rows, one after another, rounding to nearest."""
+  return to_nearest(rounds_of(codec.bind(Leaf((size,))), (size,))[-1].codec)
+
+
+def _decoded(codec: Codec, words: jax.Array, like: jax.Array) -> jax.Array:
+  """Returns the rows of all owners, ``float32[N * share, ...]``."""
+  decode = lambda rows: codec.decode(Payload(rows), like=like)
+  return jax.vmap(decode)(words).reshape(-1, *like.shape[1:])
+
+
+def _matrices(message: Message, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+  """Cuts leaves into rows, ``float32[rows, *tile_shape]`` for each codec."""
+  layout = message.layout
+  parts: list[list[jax.Array]] = [[] for _ in layout.codecs]
+  for i, slot in zip(message.leaves, layout.slots, strict=True):
+    codec = layout.codecs[slot.group]
+    parts[slot.group].append(cut(leaves[i], codec).reshape(-1, *tile_shape(codec)))
+  return [jnp.concatenate(rows) for rows in parts]
+
+
+def _leaves(message: Message, matrices: Sequence[jax.Array]) -> dict[int, jax.Array]:
+  """Undoes :func:`_matrices`."""
+  layout = message.layout
+  return {
+    i: uncut(matrices[slot.group][slot.start : slot.stop], like, layout.codecs[slot.group])
+    for i, slot, like in zip(message.leaves, layout.slots, layout.like, strict=True)
+  }

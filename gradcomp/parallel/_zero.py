@@ -1,0 +1,353 @@
+"""ZeRO: each worker runs the optimizer on an Nth of the parameters, and sends that."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from gradcomp._border import not_differentiated, of_reals, pairs
+from gradcomp._checks import optional_size
+from gradcomp._compression import Across, Compression, Dither, paths_of
+from gradcomp.codecs import LeafCodec
+from gradcomp.exchange import Exchanged, TwoShot, Workers, average_owned
+from gradcomp.feedback import Feedback, FeedbackName, as_feedback, correct
+from gradcomp.memory import recall, remember
+from gradcomp.parallel._elementwise import check_elementwise
+from gradcomp.parallel._shared_rows import SharedRows, share_rows
+from gradcomp.parallel._zero_codecs import check_codecs
+from gradcomp.state import CompressState, OwnedRows, step_keys
+from gradcomp.transform import compress
+from gradcomp.workers import (
+  AxisName,
+  UnboundAxisError,
+  axis_names,
+  bound_size,
+  mark_varying,
+  mesh_of,
+  mesh_size,
+  other_axes,
+  per_device,
+  sharded_axes,
+  stacked_over,
+  typed_spec,
+)
+
+
+class ZeroState(NamedTuple):
+  """The state of :func:`zero`, in plain arrays that any checkpointer saves.
+
+  Example:
+    >>> codec = gradcomp.codecs.Dense()
+    >>> tx = zero(optax.adam(1e-3), grads=codec, params=codec, axis_name="data")
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+    ...   state = tx.init({"w": jnp.ones(300)})
+    >>> state.master.arrays[("data",)][0].shape  # rows of 128 elements
+    (3, 128)
+  """
+
+  gradients: CompressState  # of their exchange: residual, key, count of steps
+  master: OwnedRows  # float32, the parameters that a worker owns, per worker
+  inner_state: Any  # of the optimizer; what is like the master, per worker
+
+
+def zero(
+  inner: optax.GradientTransformation,
+  *,
+  grads: LeafCodec,
+  params: LeafCodec,
+  axis_name: AxisName,
+  feedback: FeedbackName | Feedback | None = "auto",
+  min_leaf_size: int | None = None,
+  key: ArrayLike = 0,
+  dither: Dither = "shared",
+) -> optax.GradientTransformationExtraArgs:
+  r"""Runs an optimizer on each worker's Nth of the parameters, with compressed messages.
+
+  It takes the place of an exchange and the optimizer behind it. Worker :math:`i` has
+  the gradient :math:`g_i`, the residual :math:`e_i` (zero without feedback) and, of the
+  rows that it owns, the master copy :math:`m` in float32. All workers have the
+  parameters :math:`p`. In a step, the owner of some rows computes, of these rows,
+
+  .. math::
+     \bar g = \tfrac{1}{N} \sum_i Q_g(g_i + e_i), \qquad
+     m' = m + \mathrm{inner}(\bar g, m), \qquad d = Q_p(m' - p)
+
+  and all workers, the owner too, add the decoded :math:`d` to :math:`p`. :math:`Q_g` is
+  ``grads``, and :math:`Q_p` is ``params``, which rounds to nearest. What :math:`Q_p`
+  loses stays in :math:`m' - p`, and is sent later. So the second stage needs no residual,
+  and :math:`p` stays within half a step of :math:`Q_p` of :math:`m`. All workers have the
+  same bits.
+
+  A worker sends ``(N-1)/N (c_g + c_p)`` bytes, where c are the bytes of the payloads of
+  all parameters: 8.1 bits a parameter and step at 4 and 4 bits. It keeps the state of
+  ``inner`` and a float32 copy of an Nth of the parameters, and the residuals of its own
+  gradients, if it keeps any. Parameters may be bfloat16: the master copies hold what
+  they round.
+
+  ``inner`` sees :class:`gradcomp.state.OwnedRows` as its parameters and its gradients:
+  one matrix for each pair of codecs. A leaf's own share would need as many tiles as
+  there are workers, however small the leaf, and matrices of rows need none but the
+  last. So leaves have no names in ``inner``: for other options of some leaves, like no
+  weight decay of biases, put several of these behind ``optax.partition``. And
+  ``inner`` must treat each element by itself, as ``optax.adamw``, ``optax.lion`` and
+  ``optax.sgd`` do, with their schedules. A norm over the gradient would be that of the
+  part that a worker owns, and is refused: put ``gradcomp.clip_by_local_norm`` in front.
+
+  Let it be the last of a chain. What is behind it, and whatever else changes parameters,
+  changes :math:`p` alone: the next step sends the difference to :math:`m` again.
+  ``update`` needs the parameters.
+
+  A gradient that is not finite makes its bucket of the updates NaN on every worker. The
+  residuals, the master copy and the state of ``inner`` keep their old values there.
+  So a guard that drops the updates goes on with a sound state. Once NaN is added to
+  parameters, it stays in them, as with any optimizer: put
+  :func:`gradcomp.skip_nonfinite` around this.
+
+  Args:
+    inner: an optax transformation that treats each element by itself.
+    grads: the codec of gradients.
+    params: the codec of what changes in the parameters, with scales of its own.
+    axis_name: the axis of the workers, or a tuple of axes.
+    feedback, min_leaf_size, key, dither: the options of the gradients' exchange, see
+      :class:`gradcomp.CompressOptions`. Small leaves travel in float32 in both
+      directions, in the same two messages.
+
+  Returns:
+    A gradient transformation; its state is a :class:`ZeroState`. Call ``init`` inside
+    the map, or under ``jax.set_mesh(mesh)``, as for :func:`gradcomp.compress`.
+
+  Raises:
+    TypeError: ``grads`` or ``params`` is no codec; in ``update``, a gradient leaf is
+      neither real nor complex floating point.
+    ValueError: an option is bad; a codec is sparse, or of low rank; or ``params`` rounds
+      at random alone, or has workers agree on a scale. In ``init``: nobody knows the
+      number of workers; ``inner`` looks at several elements at once; or parameters are
+      cut over the axis. In ``update``: there are no parameters; the state was made for
+      other workers or parameters; or gradients are already reduced.
+
+  Example:
+    >>> codec = gradcomp.codecs.QSGD(bits=4)
+    >>> tx = zero(optax.adam(1e-3), grads=codec, params=codec, axis_name="data")
+    >>> params = {"w": jnp.ones((4, 4096))}
+    >>> with jax.set_mesh(jax.make_mesh((4,), ("data",))):
+    ...   state = tx.init(params)
+    >>> state.inner_state[0].mu.arrays[("data",)][0].sharding.shard_shape((4, 8, 512))
+    (1, 8, 512)
+
+  References:
+    Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020, section 5;
+    Jia et al., `SDP4Bit <https://arxiv.org/abs/2410.15526>`_, 2024, section 3.1, for
+    the differences
+  """
+  check_codecs(grads, params)
+  names = axis_names(axis_name)
+  axes = names if len(names) > 1 else names[0]
+  exchange = TwoShot(feedback=False)
+  compressed = compress(
+    grads,
+    axis_name=axes,
+    exchange=exchange,
+    feedback=feedback,
+    min_leaf_size=min_leaf_size,
+    key=key,
+    dither=dither,
+  )
+  keeper = as_feedback(feedback, grads)
+  limit = optional_size("min_leaf_size", "elements", min_leaf_size)
+  parts = Compression(grads, axes, exchange, keeper, limit, None, key, dither)
+  inner = optax.with_extra_args_support(inner)
+
+  def first_rows(tree: Any) -> tuple[OwnedRows, Any]:
+    """Returns the master copy, and the state of ``inner``, on a worker."""
+    leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
+    others = [other_axes(x, axes) for x in leaves]
+    count = bound_size(axes) or 1
+    workers = Workers(axes, count, 1 / count)
+    plan = parts.plan(leaves, paths_of(tree), Across(axes, False, others), workers)
+    master = share_rows(plan, params, limit, workers).owned(leaves)
+    check_elementwise(inner, jax.tree.map(_shape, master))
+    return _per_worker((master, inner.init(master)))
+
+  def init_fn(tree: Any) -> ZeroState:
+    gradients = compressed.init(tree)
+    if not jax.tree.leaves(tree):
+      return ZeroState(gradients, OwnedRows({}), inner.init(OwnedRows({})))
+    if bound_size(axes) is not None:
+      return ZeroState(gradients, *first_rows(tree))
+    if mesh_size(axes) is None:
+      raise UnboundAxisError(
+        f"`axis_name` must be an axis that zero's init can count, and {axis_name!r} is "
+        "not bound here, so that nobody knows which Nth of the parameters a worker "
+        "owns; call optimizer.init under jax.set_mesh(mesh), or inside the map.",
+        axes,
+      )
+    return ZeroState(gradients, *_on_mesh(first_rows, tree, names))
+
+  def update_fn(
+    updates: Any, state: ZeroState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, ZeroState]:
+    _check_given(state, params)
+    updates = not_differentiated(updates)
+    across = parts.across(updates, state.gradients, params)
+
+    def step(updates: Any, given: Any) -> tuple[Any, Any]:
+      state, params = given
+      rows, means, keep = _reduced(across, updates, state.gradients)
+      seen = rows.owned(jax.tree.leaves(params))
+      master, inner_state, changed = _stepped(
+        inner, means, state, seen, rows.elements(), extra_args
+      )
+      leaves = rows.to_all(changed)
+      decoded = jax.tree.unflatten(jax.tree.structure(updates), leaves)
+      sent = optax.tree.cast_like(decoded, updates)
+      return sent, (ZeroState(keep(decoded), master, inner_state), params)
+
+    params = jax.tree.map(pairs, params)
+    result, (state, _) = per_device(
+      step, updates, (state, params), across.axes, keeps_addends=False
+    )
+    return result, state
+
+  def _reduced(across: Any, updates: Any, state: CompressState) -> Any:
+    """Returns the rows, the owned means, and what keeps the state of the exchange."""
+    workers = parts.workers(across, updates, state)
+    assert workers is not None
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+    given = keeper.sent(wide, state.velocity)
+    corrected = jax.tree.leaves(correct(given, state.residual, grads))
+    plan = parts.plan(corrected, paths_of(updates), across, workers)
+    rows = share_rows(plan, params, limit, workers)
+    averaged = average_owned(
+      rows.plan,
+      corrected,
+      step_keys(state, rows.plan, shared=dither == "shared"),
+      workers,
+      memory=recall(plan, state.memory),
+      step=state.count,
+      keep=keeper.keeps,
+    )
+
+    def keep(decoded: Any) -> CompressState:
+      # No worker has the mean of a leaf. Where that is not finite, nor is the update.
+      nothing: list[Any] = [None] * len(corrected)
+      exchanged = Exchanged([], averaged.unsent, nothing, None, averaged.memory)
+      kept = parts.keep(state, wide, corrected, decoded, exchanged)
+      return kept._replace(
+        count=optax.safe_increment(state.count),
+        memory=remember(plan, state.memory, averaged.memory),
+      )
+
+    return rows, rows.by_axes(averaged.means), keep
+
+  return of_reals(init_fn, update_fn)
+
+
+def _stepped(
+  inner: optax.GradientTransformationExtraArgs,
+  means: OwnedRows,
+  state: ZeroState,
+  seen: OwnedRows,
+  elements: OwnedRows,
+  extra_args: dict[str, Any],
+) -> tuple[OwnedRows, Any, OwnedRows]:
+  """Runs the optimizer on the rows that a worker owns.
+
+  Returns:
+    The master copy and the state of ``inner``, with old values where something is not
+    finite, and what the parameters lack. That is NaN there, and zero in places that
+    only fill up rows.
+  """
+  with jax.named_scope("gradcomp_inner"):
+    updates, inner_state = inner.update(
+      means, state.inner_state, state.master, **extra_args
+    )
+    moved = jax.tree.map(jnp.add, state.master, updates)
+    finite = jax.tree.map(lambda g, m: jnp.isfinite(g) & jnp.isfinite(m), means, moved)
+    kept = lambda new, old: jax.tree.map(jnp.where, finite, new, old)
+
+    def kept_rows(new: Any, old: Any) -> Any:
+      return kept(new, old) if _is_rows(new) else new
+
+    def lacking(here: jax.Array, ok: jax.Array, m: jax.Array, p: jax.Array) -> jax.Array:
+      return jnp.where(here, jnp.where(ok, m - p, jnp.nan), 0.0)
+
+    changed = jax.tree.map(lacking, elements, finite, moved, seen)
+    inner_state = jax.tree.map(
+      kept_rows, inner_state, state.inner_state, is_leaf=_is_rows
+    )
+    return kept(moved, state.master), inner_state, changed
+
+
+def _on_mesh(first_rows: Any, tree: Any, names: tuple[str, ...]) -> tuple[OwnedRows, Any]:
+  """Calls ``first_rows`` on every device of the mesh; returns global arrays."""
+  mesh = mesh_of(tree)
+  specs = jax.tree.map(typed_spec, tree)
+  cut = frozenset().union(*(sharded_axes(typed_spec(x)) for x in jax.tree.leaves(tree)))
+  inside = cut.union(names)
+
+  def mapped(function: Any, out_specs: Any) -> Any:
+    return jax.shard_map(
+      function,
+      in_specs=(specs,),
+      out_specs=out_specs,
+      axis_names=set(inside),
+      check_vma=False,
+    )
+
+  found: list[Any] = []
+
+  def probe(tree: Any) -> jax.Array:
+    found.append(jax.tree.map(_shape, first_rows(tree)))
+    return jnp.zeros([])
+
+  def spec(node: Any) -> Any:
+    if not _is_rows(node):
+      return PartitionSpec()
+    return OwnedRows(
+      {
+        axes: jax.tree.map(lambda _, axes=axes: stacked_over(axes, inside), own)
+        for axes, own in node.arrays.items()
+      }
+    )
+
+  jax.eval_shape(mapped(probe, PartitionSpec()), tree)
+  out = jax.tree.map(spec, found[0], is_leaf=_is_rows)
+  return jax.jit(mapped(first_rows, out))(tree)
+
+
+def _per_worker(tree: Any) -> Any:
+  """Types rows as different on all workers, as even zeros are when they are a state."""
+
+  def mark(node: Any) -> Any:
+    if not _is_rows(node):
+      return node
+    arrays = {axes: mark_varying(own, axes) for axes, own in node.arrays.items()}
+    return OwnedRows(arrays)
+
+  return jax.tree.map(mark, tree, is_leaf=_is_rows)
+
+
+def _check_given(state: Any, params: Any) -> None:
+  """Raises an error for what ``update`` cannot do without."""
+  if not isinstance(state, ZeroState):
+    raise TypeError(
+      f"`state` must be a gradcomp.parallel.ZeroState, got {type(state).__name__}; make "
+      "the state with this transformation, and take the one of its place from the state "
+      "of an optax.chain."
+    )
+  if params is None:
+    raise ValueError(
+      "`params` must be given to update, because zero sends how its master copy differs "
+      "from them, got None; call optimizer.update(grads, state, params)."
+    )
+
+
+def _is_rows(node: Any) -> bool:
+  return isinstance(node, OwnedRows)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
