@@ -55,6 +55,11 @@ class OwnedRows(NamedTuple):
   arrays: dict[tuple[str, ...], tuple[jax.Array, ...]]
 
 
+def is_rows(node: Any) -> bool:
+  """Returns True for :class:`OwnedRows`; it is meant for ``is_leaf``."""
+  return isinstance(node, OwnedRows)
+
+
 def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
   """Raises an error for the state of another transformation.
 

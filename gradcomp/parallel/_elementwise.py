@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from gradcomp.state import OwnedRows
+from gradcomp.state import OwnedRows, is_rows
 
 # What makes one number of several, by the beginnings of JAX's names.
 _MIXES = ("reduce_", "arg", "cum", "dot_general", "sort", "conv_", "top_k", "scan")
@@ -32,19 +33,20 @@ def check_elementwise(inner: optax.GradientTransformation, rows: OwnedRows) -> N
     return
   inner = optax.with_extra_args_support(inner)
   state = jax.eval_shape(inner.init, rows)
-  is_rows = lambda node: isinstance(node, OwnedRows)
+  like = _shapes(rows)
   for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_rows):
-    if not is_rows(node) and node.size > 2:  # a key has two words
+    if _shapes(node) != like if is_rows(node) else node.size > 2:  # words of a key
       raise ValueError(
-        f"`inner` must keep numbers, and trees like its parameters, got an array of "
-        f"the shape {node.shape} at `inner_state`{jax.tree_util.keystr(path)}; use an "
-        "optimizer that treats each element by itself, like optax.adamw, and no "
+        f"`inner` must keep numbers, and trees like its parameters, of the shapes "
+        f"{like}, got {_shapes(node)} at `inner_state`{jax.tree_util.keystr(path)}; "
+        "use an optimizer that treats each element by itself, like optax.adamw, and no "
         "optax.flatten."
       )
   trace = jax.make_jaxpr(inner.update)(rows, state, rows)
   for equation in _equations(trace.jaxpr):
     name = equation.primitive.name
-    if name.startswith(_MIXES) and any(x.aval.ndim for x in equation.invars):
+    several = any(getattr(x.aval, "ndim", 0) for x in equation.invars)
+    if several and name.startswith(_MIXES) and name != "reduce_precision":
       raise ValueError(
         f"`inner` must treat each element by itself, because a worker sees only those "
         f"that it owns, but its update computes {name} of several; put what needs "
@@ -61,3 +63,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
       part = part.jaxpr if isinstance(part, ClosedJaxpr) else part
       if isinstance(part, Jaxpr):
         yield from _equations(part)
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+  return [x.shape for x in jax.tree.leaves(tree)]

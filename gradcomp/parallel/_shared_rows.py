@@ -198,6 +198,8 @@ def _leaves(message: Message, matrices: Sequence[jax.Array]) -> dict[int, jax.Ar
   """Undoes :func:`_matrices`."""
   layout = message.layout
   return {
-    i: uncut(matrices[slot.group][slot.start : slot.stop], like, layout.codecs[slot.group])
+    i: uncut(
+      matrices[slot.group][slot.start : slot.stop], like, layout.codecs[slot.group]
+    )
     for i, slot, like in zip(message.leaves, layout.slots, layout.like, strict=True)
   }

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from gradcomp._border import not_differentiated, of_reals, pairs
@@ -16,7 +15,9 @@ from gradcomp.exchange import Exchanged, TwoShot, Workers, average_owned
 from gradcomp.feedback import Feedback, FeedbackName, as_feedback, correct
 from gradcomp.memory import recall, remember
 from gradcomp.parallel._elementwise import check_elementwise
-from gradcomp.parallel._shared_rows import SharedRows, share_rows
+from gradcomp.parallel._first_rows import on_mesh, per_worker, shape_of
+from gradcomp.parallel._owner_step import step_owned
+from gradcomp.parallel._shared_rows import share_rows
 from gradcomp.parallel._zero_codecs import check_codecs
 from gradcomp.state import CompressState, OwnedRows, step_keys
 from gradcomp.transform import compress
@@ -25,14 +26,9 @@ from gradcomp.workers import (
   UnboundAxisError,
   axis_names,
   bound_size,
-  mark_varying,
-  mesh_of,
   mesh_size,
   other_axes,
   per_device,
-  sharded_axes,
-  stacked_over,
-  typed_spec,
 )
 
 
@@ -45,7 +41,7 @@ class ZeroState(NamedTuple):
     >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
     ...   state = tx.init({"w": jnp.ones(300)})
     >>> state.master.arrays[("data",)][0].shape  # rows of 128 elements
-    (3, 128)
+    (3, 1, 128)
   """
 
   gradients: CompressState  # of their exchange: residual, key, count of steps
@@ -64,7 +60,7 @@ def zero(
   key: ArrayLike = 0,
   dither: Dither = "shared",
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Runs an optimizer on each worker's Nth of the parameters, with compressed messages.
+  r"""Runs an optimizer on an Nth of the parameters a worker, and sends compressed.
 
   It takes the place of an exchange and the optimizer behind it. Worker :math:`i` has
   the gradient :math:`g_i`, the residual :math:`e_i` (zero without feedback) and, of the
@@ -75,11 +71,11 @@ def zero(
      \bar g = \tfrac{1}{N} \sum_i Q_g(g_i + e_i), \qquad
      m' = m + \mathrm{inner}(\bar g, m), \qquad d = Q_p(m' - p)
 
-  and all workers, the owner too, add the decoded :math:`d` to :math:`p`. :math:`Q_g` is
-  ``grads``, and :math:`Q_p` is ``params``, which rounds to nearest. What :math:`Q_p`
-  loses stays in :math:`m' - p`, and is sent later. So the second stage needs no residual,
-  and :math:`p` stays within half a step of :math:`Q_p` of :math:`m`. All workers have the
-  same bits.
+  and all workers, the owner too, add the decoded :math:`d` to :math:`p`. So all have
+  the same bits. :math:`Q_g` is ``grads``, and :math:`Q_p` is ``params``, which rounds
+  to nearest. What :math:`Q_p` loses stays in :math:`m' - p`, and is sent later. So the
+  second stage needs no residual, and :math:`p` is never further from :math:`m` than
+  half a step of :math:`Q_p`.
 
   A worker sends ``(N-1)/N (c_g + c_p)`` bytes, where c are the bytes of the payloads of
   all parameters: 8.1 bits a parameter and step at 4 and 4 bits. It keeps the state of
@@ -96,9 +92,9 @@ def zero(
   ``optax.sgd`` do, with their schedules. A norm over the gradient would be that of the
   part that a worker owns, and is refused: put ``gradcomp.clip_by_local_norm`` in front.
 
-  Let it be the last of a chain. What is behind it, and whatever else changes parameters,
-  changes :math:`p` alone: the next step sends the difference to :math:`m` again.
-  ``update`` needs the parameters.
+  Let it be the last of a chain. What is behind it, and whatever else changes the
+  parameters, changes :math:`p` alone: the next step sends the difference to :math:`m`
+  again. ``update`` needs the parameters.
 
   A gradient that is not finite makes its bucket of the updates NaN on every worker. The
   residuals, the master copy and the state of ``inner`` keep their old values there.
@@ -122,8 +118,8 @@ def zero(
   Raises:
     TypeError: ``grads`` or ``params`` is no codec; in ``update``, a gradient leaf is
       neither real nor complex floating point.
-    ValueError: an option is bad; a codec is sparse, or of low rank; or ``params`` rounds
-      at random alone, or has workers agree on a scale. In ``init``: nobody knows the
+    ValueError: an option is bad; a codec is sparse, or of low rank; or ``params`` only
+      rounds at random, or has workers agree on a scale. In ``init``: nobody knows the
       number of workers; ``inner`` looks at several elements at once; or parameters are
       cut over the axis. In ``update``: there are no parameters; the state was made for
       other workers or parameters; or gradients are already reduced.
@@ -168,8 +164,8 @@ def zero(
     workers = Workers(axes, count, 1 / count)
     plan = parts.plan(leaves, paths_of(tree), Across(axes, False, others), workers)
     master = share_rows(plan, params, limit, workers).owned(leaves)
-    check_elementwise(inner, jax.tree.map(_shape, master))
-    return _per_worker((master, inner.init(master)))
+    check_elementwise(inner, jax.tree.map(shape_of, master))
+    return per_worker((master, inner.init(master)))
 
   def init_fn(tree: Any) -> ZeroState:
     gradients = compressed.init(tree)
@@ -184,7 +180,7 @@ def zero(
         "owns; call optimizer.init under jax.set_mesh(mesh), or inside the map.",
         axes,
       )
-    return ZeroState(gradients, *_on_mesh(first_rows, tree, names))
+    return ZeroState(gradients, *on_mesh(first_rows, tree, names))
 
   def update_fn(
     updates: Any, state: ZeroState, params: Any = None, **extra_args: Any
@@ -196,9 +192,10 @@ def zero(
     def step(updates: Any, given: Any) -> tuple[Any, Any]:
       state, params = given
       rows, means, keep = _reduced(across, updates, state.gradients)
+      rows.check("master", state.master)
       seen = rows.owned(jax.tree.leaves(params))
-      master, inner_state, changed = _stepped(
-        inner, means, state, seen, rows.elements(), extra_args
+      master, inner_state, changed = step_owned(
+        inner, means, state.master, state.inner_state, seen, rows.elements(), extra_args
       )
       leaves = rows.to_all(changed)
       decoded = jax.tree.unflatten(jax.tree.structure(updates), leaves)
@@ -245,109 +242,16 @@ def zero(
   return of_reals(init_fn, update_fn)
 
 
-def _stepped(
-  inner: optax.GradientTransformationExtraArgs,
-  means: OwnedRows,
-  state: ZeroState,
-  seen: OwnedRows,
-  elements: OwnedRows,
-  extra_args: dict[str, Any],
-) -> tuple[OwnedRows, Any, OwnedRows]:
-  """Runs the optimizer on the rows that a worker owns.
-
-  Returns:
-    The master copy and the state of ``inner``, with old values where something is not
-    finite, and what the parameters lack. That is NaN there, and zero in places that
-    only fill up rows.
-  """
-  with jax.named_scope("gradcomp_inner"):
-    updates, inner_state = inner.update(
-      means, state.inner_state, state.master, **extra_args
-    )
-    moved = jax.tree.map(jnp.add, state.master, updates)
-    finite = jax.tree.map(lambda g, m: jnp.isfinite(g) & jnp.isfinite(m), means, moved)
-    kept = lambda new, old: jax.tree.map(jnp.where, finite, new, old)
-
-    def kept_rows(new: Any, old: Any) -> Any:
-      return kept(new, old) if _is_rows(new) else new
-
-    def lacking(here: jax.Array, ok: jax.Array, m: jax.Array, p: jax.Array) -> jax.Array:
-      return jnp.where(here, jnp.where(ok, m - p, jnp.nan), 0.0)
-
-    changed = jax.tree.map(lacking, elements, finite, moved, seen)
-    inner_state = jax.tree.map(
-      kept_rows, inner_state, state.inner_state, is_leaf=_is_rows
-    )
-    return kept(moved, state.master), inner_state, changed
-
-
-def _on_mesh(first_rows: Any, tree: Any, names: tuple[str, ...]) -> tuple[OwnedRows, Any]:
-  """Calls ``first_rows`` on every device of the mesh; returns global arrays."""
-  mesh = mesh_of(tree)
-  specs = jax.tree.map(typed_spec, tree)
-  cut = frozenset().union(*(sharded_axes(typed_spec(x)) for x in jax.tree.leaves(tree)))
-  inside = cut.union(names)
-
-  def mapped(function: Any, out_specs: Any) -> Any:
-    return jax.shard_map(
-      function,
-      in_specs=(specs,),
-      out_specs=out_specs,
-      axis_names=set(inside),
-      check_vma=False,
-    )
-
-  found: list[Any] = []
-
-  def probe(tree: Any) -> jax.Array:
-    found.append(jax.tree.map(_shape, first_rows(tree)))
-    return jnp.zeros([])
-
-  def spec(node: Any) -> Any:
-    if not _is_rows(node):
-      return PartitionSpec()
-    return OwnedRows(
-      {
-        axes: jax.tree.map(lambda _, axes=axes: stacked_over(axes, inside), own)
-        for axes, own in node.arrays.items()
-      }
-    )
-
-  jax.eval_shape(mapped(probe, PartitionSpec()), tree)
-  out = jax.tree.map(spec, found[0], is_leaf=_is_rows)
-  return jax.jit(mapped(first_rows, out))(tree)
-
-
-def _per_worker(tree: Any) -> Any:
-  """Types rows as different on all workers, as even zeros are when they are a state."""
-
-  def mark(node: Any) -> Any:
-    if not _is_rows(node):
-      return node
-    arrays = {axes: mark_varying(own, axes) for axes, own in node.arrays.items()}
-    return OwnedRows(arrays)
-
-  return jax.tree.map(mark, tree, is_leaf=_is_rows)
-
-
 def _check_given(state: Any, params: Any) -> None:
   """Raises an error for what ``update`` cannot do without."""
   if not isinstance(state, ZeroState):
     raise TypeError(
-      f"`state` must be a gradcomp.parallel.ZeroState, got {type(state).__name__}; make "
-      "the state with this transformation, and take the one of its place from the state "
-      "of an optax.chain."
+      f"`state` must be a gradcomp.parallel.ZeroState, got {type(state).__name__}; "
+      "make the state with this transformation, and take the one of its place from the "
+      "state of an optax.chain."
     )
   if params is None:
     raise ValueError(
-      "`params` must be given to update, because zero sends how its master copy differs "
-      "from them, got None; call optimizer.update(grads, state, params)."
+      "`params` must be given to update, because zero sends what they lack of its "
+      "master copy, got None; call optimizer.update(grads, state, params)."
     )
-
-
-def _is_rows(node: Any) -> bool:
-  return isinstance(node, OwnedRows)
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

@@ -31,7 +31,9 @@ def check_codecs(grads: Any, params: Any) -> None:
     check_of_leaf(name, given, _PROBE)
   refusal = sums.facts(grads).refusals.get("owned")
   if refusal:
-    raise ValueError(f"`grads` must be a codec that owners of rows can add, not {refusal}")
+    raise ValueError(
+      f"`grads` must be a codec that owners of rows can add, not {refusal}"
+    )
   check_alone(params, _PROBE)
 
 
@@ -50,8 +52,8 @@ def check_alone(codec: LeafCodec, leaf: Leaf) -> None:
   last = to_nearest(rounds_of(codec.bind(leaf), leaf.shape)[-1].codec)
   if last.needs_key:
     raise ValueError(
-      f"`params` must be a codec that rounds to nearest, for owners keep what it loses, "
-      f"got {codec}, which always draws; use 2 bits or more."
+      f"`params` must be a codec that rounds to nearest, for owners keep what it "
+      f"loses, got {codec}, which always draws; use 2 bits or more."
     )
   like = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
   if jax.eval_shape(last.encode, like).agreed is not None:

@@ -1,0 +1,74 @@
+"""Makes the rows that workers own before the first step, on one device or on all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from gradcomp.state import OwnedRows, is_rows
+from gradcomp.workers import mark_varying, sharded_axes, stacked_over, typed_spec
+
+
+def on_mesh(
+  first_rows: Callable[[Any], tuple[OwnedRows, Any]],
+  tree: Any,
+  names: tuple[str, ...],
+) -> tuple[OwnedRows, Any]:
+  """Calls ``first_rows(tree)`` on every device of the mesh; returns global arrays.
+
+  Args:
+    first_rows: returns the rows that a worker owns, and the state of its optimizer.
+    tree: the parameters, whole along the axes of the workers.
+    names: these axes.
+  """
+  specs = jax.tree.map(typed_spec, tree)
+  cut = frozenset().union(*(sharded_axes(typed_spec(x)) for x in jax.tree.leaves(tree)))
+  inside = cut.union(names)
+
+  def mapped(function: Any, out_specs: Any) -> Any:
+    return jax.shard_map(
+      function,
+      in_specs=(specs,),
+      out_specs=out_specs,
+      axis_names=set(inside),
+      check_vma=False,
+    )
+
+  found: list[Any] = []
+
+  def probe(tree: Any) -> jax.Array:
+    found.append(jax.tree.map(shape_of, first_rows(tree)))
+    return jnp.zeros([])
+
+  def spec(node: Any) -> Any:
+    if not is_rows(node):
+      return PartitionSpec()
+    return OwnedRows(
+      {
+        axes: jax.tree.map(lambda _, axes=axes: stacked_over(axes, inside), own)
+        for axes, own in node.arrays.items()
+      }
+    )
+
+  jax.eval_shape(mapped(probe, PartitionSpec()), tree)
+  out = jax.tree.map(spec, found[0], is_leaf=is_rows)
+  return jax.jit(mapped(first_rows, out))(tree)
+
+
+def per_worker(tree: Any) -> Any:
+  """Types rows as different on all workers, as even zeros are when they are a state."""
+
+  def mark(node: Any) -> Any:
+    if not is_rows(node):
+      return node
+    arrays = {axes: mark_varying(own, axes) for axes, own in node.arrays.items()}
+    return OwnedRows(arrays)
+
+  return jax.tree.map(mark, tree, is_leaf=is_rows)
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+  """Returns the shape and the dtype of an array."""
+  return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

@@ -1,0 +1,507 @@
+"""zero: every worker optimizes an Nth of the parameters, and all see the same ones."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import laws
+import modes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from assertions import assert_same_bits, says
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from slow_cases import slow
+
+import gradcomp
+from gradcomp.codecs import QSGD, Dense, FloatCast, OneBit, PowerSGD, Ternary, TopK
+from gradcomp.parallel import zero
+from gradcomp.workers import unreduce
+
+N = 4
+FOUR_BITS = QSGD(bits=4, bucket_size=64)
+TILE = 8 * 64  # elements of a row
+LEAVES = {"w": (3, 700), "v": (2 * TILE,), "b": (7,), "one": (), "odd": (N + 1,)}
+
+
+def tree(seed, shapes, *stack):
+  rng = np.random.default_rng(seed)
+  draw = lambda shape: jnp.asarray(rng.standard_normal((*stack, *shape)), jnp.float32)
+  return {name: draw(shape) for name, shape in shapes.items()}
+
+
+def gradients(steps, shapes):
+  return [tree(100 + i, shapes, N) for i in range(steps)]
+
+
+def coded(inner, codec=FOUR_BITS, params=None, **options):
+  return zero(inner, grads=codec, params=params or codec, axis_name="data", **options)
+
+
+def stepper(tx):
+  """What a worker does with its gradient."""
+
+  def step(gradient, state, params):
+    updates, state = tx.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return step
+
+
+def train(mode, tx, params, given):
+  """Yields what the workers hold after each step: parameters and state, ``[N, ...]``.
+
+  Where types prove that parameters are equal, there is one copy of them.
+  """
+  for held in _MODES[mode](tx, params, given):
+    yield jax.tree.map(np.asarray, held)
+
+
+def last(*args):
+  return list(train(*args))[-1]
+
+
+def _copies(transform, tx, params, given):
+  step = transform(stepper(tx), axis_name="data")
+  params = jax.tree.map(lambda x: jnp.stack([x] * N), params)
+  state = transform(tx.init, axis_name="data")(params)
+  for gradient in given:
+    params, state = step(gradient, state, params)
+    yield params, state
+
+
+def _mapped(check_vma, tx, params, given):
+  mesh = modes.mesh(N)
+  params = jax.device_put(params, NamedSharding(mesh, P()))
+  with jax.set_mesh(mesh):
+    state = tx.init(params)
+  specs = gradcomp.state_specs(state, "data")
+  # Unchecked, each worker's own copy comes back.
+  out = P() if check_vma else P("data")
+
+  def local(gradient, state, params):
+    drop = lambda tree: jax.tree.map(lambda x: x[0], tree)
+    own = params if check_vma else drop(params)
+    params, state = stepper(tx)(drop(gradient), state, own)
+    return params if check_vma else jax.tree.map(lambda x: x[None], params), state
+
+  step = jax.jit(
+    jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(P("data"), specs, out),
+      out_specs=(out, specs),
+      check_vma=check_vma,
+    )
+  )
+  if not check_vma:
+    params = jax.tree.map(lambda x: jnp.stack([x] * N), params)
+  for gradient in given:
+    params, state = step(gradient, state, params)
+    copies = params
+    if check_vma:
+      copies = jax.tree.map(lambda x: np.stack([x] * N), params)
+    yield copies, _unstacked(state, specs)
+
+
+def _explicit(tx, params, given):
+  mesh = modes.mesh(N, AxisType.Explicit)
+  params = jax.device_put(params, NamedSharding(mesh, P()))
+  with jax.set_mesh(mesh):
+    state = tx.init(params)
+  specs = gradcomp.state_specs(state, "data")
+
+  @jax.jit
+  def step(gradient, state, params):
+    addends = jax.tree.map(lambda x: x * (1 / N), gradient)
+    return stepper(tx)(unreduce(addends, "data"), state, params)
+
+  for gradient in given:
+    gradient = jax.device_put(gradient, NamedSharding(mesh, P("data")))
+    params, state = step(gradient, state, params)
+    copies = jax.tree.map(lambda x: np.stack([x] * N), params)
+    yield copies, _unstacked(state, specs)
+
+
+def _unstacked(state, specs):
+  """Each worker's part of a global state, ``[N, ...]``."""
+
+  def part(x, spec):
+    x = np.asarray(x)
+    if spec == P():
+      return np.stack([x] * N)
+    return x.reshape(N, x.shape[0] // N, *x.shape[1:])
+
+  return jax.tree.map(part, state, specs)
+
+
+_MODES = {
+  "shard_map": functools.partial(_mapped, True),
+  "shard_map_unchecked": functools.partial(_mapped, False),
+  "pmap": functools.partial(_copies, jax.pmap),
+  "vmap": functools.partial(
+    _copies, lambda f, axis_name: jax.jit(jax.vmap(f, axis_name=axis_name))
+  ),
+  "explicit": _explicit,
+}
+
+
+def rows(state):
+  """The master copies of all workers in one vector, of trees with one matrix."""
+  ((own,),) = state.master.arrays.values()
+  return own.reshape(-1)
+
+
+def plain(inner, params, given):
+  """Data-parallel training without this library: one optimizer for the mean."""
+  state = inner.init(params)
+  for gradient in given:
+    mean = jax.tree.map(lambda x: x.mean(axis=0), gradient)
+    updates, state = inner.update(mean, state, params)
+    params = optax.apply_updates(params, updates)
+  return params
+
+
+ADAM = optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.1)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "explicit", *slow("vmap", "pmap")])
+def test_in_float32_it_is_adam(mode):
+  """Up to rounding: a sum of workers in their order, and ``p + (m - p)`` for ``m``.
+
+  An ulp of a parameter below 4 is 2.4e-7, and each step may add one or two.
+  """
+  params, given = tree(0, LEAVES), gradients(3, LEAVES)
+  got, _ = last(mode, coded(ADAM, Dense()), params, given)
+  expected = plain(ADAM, params, given)
+  for name, leaf in expected.items():
+    for copy in got[name]:
+      np.testing.assert_allclose(copy, leaf, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("codec", [FOUR_BITS, OneBit(bucket_size=64)])
+def test_all_workers_hold_the_same_bits(codec):
+  """Nothing proves it here, and everyone's own copy comes back."""
+  given = gradients(3, LEAVES)
+  tx = coded(ADAM, codec)
+  for params, _ in train("shard_map_unchecked", tx, tree(0, LEAVES), given):
+    for leaf in jax.tree.leaves(params):
+      assert np.isfinite(leaf).all()
+      assert_same_bits(leaf, np.stack([leaf[0]] * N))
+
+
+@pytest.mark.parametrize(
+  "codec",
+  [
+    FOUR_BITS,
+    Ternary(),
+    OneBit(per_column=True),
+    *slow(
+      QSGD(bits=2, norm="rms", levels="uniform", rotate=8, bucket_size=64),
+      QSGD(bits=2, levels="nonuniform", bucket_size=64),
+      FloatCast(),
+      Ternary(bucket_size=64, share_scale=False),
+    ),
+  ],
+  ids=laws.name,
+)
+def test_owners_add_what_workers_would_gather(codec):
+  """With the same residuals. Each step of SGD rounds, and so does ``p + (m - p)``."""
+  params, given = tree(0, LEAVES), gradients(3, LEAVES)
+  options = dict(feedback="error", key=5)
+  tx = coded(optax.sgd(0.1), codec, Dense(), **options)
+  got, state = last("vmap", tx, params, given)
+  gathered = gradcomp.compress(
+    codec, axis_name="data", exchange="all_gather", **options
+  )
+  expected, other = last("vmap", optax.chain(gathered, optax.sgd(0.1)), params, given)
+  chex.assert_trees_all_close(got, expected, atol=2e-6)
+  chex.assert_trees_all_close(state.gradients.residual, other[0].residual, atol=2e-6)
+
+
+@pytest.mark.parametrize("mode", ["explicit", "pmap", *slow("shard_map_unchecked")])
+def test_all_modes_train_alike(mode):
+  params, given = tree(0, LEAVES), gradients(2, LEAVES)
+  tx = coded(
+    optax.sgd(0.1, momentum=0.5), QSGD(bits=4, bucket_size=64), feedback="error"
+  )
+  got, state = last(mode, tx, params, given)
+  expected, other = last("shard_map", tx, params, given)
+  chex.assert_trees_all_close(got, expected, atol=1e-6)
+  chex.assert_trees_all_close(state.master, other.master, atol=1e-6)
+
+
+def test_what_the_owner_knows_is_half_a_step_away_at_most():
+  """A level of a bucket is a seventh of its largest difference, ties included.
+
+  Rounding of ``p + d`` adds half an ulp of a parameter below 8.
+  """
+  shapes = {"w": (N * TILE,)}
+  params, given = tree(0, shapes), gradients(4, shapes)
+  before = np.asarray(params["w"])
+  for held, state in train("shard_map", coded(ADAM, min_leaf_size=0), params, given):
+    after, master = held["w"][0], rows(state)
+    largest = np.abs((master - before).reshape(-1, 64)).max(axis=1, keepdims=True)
+    gap = np.abs((master - after).reshape(-1, 64))
+    assert (gap <= largest / 7 / 2 + 2**-22).all()
+    assert gap.max() > 0.9 * largest.max() / 7 / 2 / 2
+    before = after
+
+
+def test_what_was_not_sent_comes_later():
+  """The gradient is zero behind the first step, and the differences go on."""
+  shapes = {"w": (N * TILE,)}
+  params, (first,) = tree(0, shapes), gradients(1, shapes)
+  nothing = jax.tree.map(jnp.zeros_like, first)
+  tx = coded(optax.sgd(0.1), FOUR_BITS, min_leaf_size=0)
+  given = [first] + [nothing] * 3
+  gaps = [
+    np.abs(rows(state) - held["w"][0]).max()
+    for held, state in train("shard_map", tx, params, given)
+  ]
+  assert gaps[0] > 1e-3
+  # Each step leaves a fourteenth of the largest difference.
+  assert gaps[2] < gaps[0] / 100
+
+
+def test_bfloat16_parameters_follow_a_float32_master():
+  """Steps of less than half an ulp would never move a parameter by themselves."""
+  params = {"w": jnp.ones(N * TILE, jnp.bfloat16)}
+  given = [{"w": jnp.ones((N, N * TILE), jnp.bfloat16)}] * 5
+  tx = coded(optax.sgd(2.0**-10), Dense())
+  held, state = last("shard_map", tx, params, given)
+  assert held["w"].dtype == jnp.bfloat16
+  np.testing.assert_array_equal(rows(state), 1 - 5 * 2.0**-10)
+  assert np.abs(held["w"].astype(np.float32) - rows(state)).max() <= 2.0**-8
+  assert (held["w"] < 1).all()
+
+
+def sharded(tx, params, kind=AxisType.Auto):
+  mesh = modes.mesh(N, kind)
+  params = jax.device_put(params, NamedSharding(mesh, P()))
+  with jax.set_mesh(mesh):
+    return params, tx.init(params), mesh
+
+
+def bytes_of(tree):
+  """On the first device."""
+  first = lambda x: x.addressable_shards[0].data.nbytes
+  return sum(map(first, jax.tree.leaves(tree)))
+
+
+def test_a_worker_keeps_an_nth_of_the_optimizer():
+  params = {"w": jnp.ones((64, N * TILE))}
+  tx = coded(optax.adam(0.1), feedback="error")
+  params, state, _ = sharded(tx, params)
+  whole = bytes_of(params)
+  adam = state.inner_state[0]
+  assert bytes_of(adam.mu) == bytes_of(adam.nu) == bytes_of(state.master) == whole / N
+  assert bytes_of(state.gradients.residual) == whole
+  assert bytes_of(state) == whole * (1 + 3 / N) + 4 * 4  # two counts, two words of key
+  _, state, _ = sharded(coded(optax.adam(0.1)), params)
+  assert bytes_of(state) == whole * 3 / N + 4 * 4
+
+
+def loss_fn(params, batch):
+  return sum(jnp.mean((x * batch.mean()) ** 2) for x in jax.tree.leaves(params))
+
+
+def wire(tx, params):
+  params, state, mesh = sharded(tx, params)
+  step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
+  return gradcomp.wire_report(step.lower(params, state, jnp.ones(N)))
+
+
+def test_eight_bits_a_parameter_are_sent():
+  """4 + 4 and the scales, in two messages of words. The loss takes four bytes more."""
+  codec = QSGD(bits=4)
+  params = {"w": jnp.ones((256, 4096)), "b": jnp.ones(100), "s": jnp.ones(())}
+  tx = coded(optax.adam(0.1), codec)
+  report = wire(tx, params)
+  sent = [x for x in report.collectives if x.dtype == "u32"]
+  assert [x.kind for x in sent] == ["all-to-all", "all-gather"]
+  assert [x.dtype for x in report.collectives if x not in sent] == ["f32"]
+  total = sum(x.bytes_sent for x in sent)
+  size = 2**20
+  arithmetic = 2 * (N - 1) / N * size * (4 + 32 / 512) / 8
+  assert abs(total / arithmetic - 1) < 0.01
+  assert 8 * total * N / (N - 1) / size == pytest.approx(8.13, abs=0.05)
+  assert report.ratio < 0.13
+  assert gradcomp.explain(tx, params, workers=N).bytes_sent == total
+
+
+ODD = {
+  "1": (1,),
+  "7": (7,),
+  "N-1": (N - 1,),
+  "N+1": (N + 1,),
+  "p": (4099,),
+  "q": (13, 61),
+}
+
+
+@pytest.mark.parametrize("least, dense", [(None, 4), (0, 0)])
+def test_leaves_of_any_size_share_two_messages(least, dense):
+  """Small ones in float32, exactly; the others within a few levels of the codec."""
+  params, given = tree(0, ODD), gradients(2, ODD)
+  inner = optax.sgd(0.1)
+  codec = QSGD(bits=8, bucket_size=32, rounding="nearest")
+  tx = coded(inner, codec, min_leaf_size=least)
+  got, _ = last("shard_map", tx, params, given)
+  expected = plain(inner, params, given)
+  told = gradcomp.explain(tx, params, workers=N).leaves
+  exact = {x.path for x in told if x.codec == Dense()}
+  assert len(exact) == dense
+  for name, leaf in expected.items():
+    tolerance = 1e-6 if f"['{name}']" in exact else 0.01
+    np.testing.assert_allclose(got[name][0], leaf, atol=tolerance)
+  kinds = [x.kind for x in wire(tx, params).collectives if x.dtype == "u32"]
+  assert kinds == ["all-to-all", "all-gather"]
+
+
+def test_rows_of_filling_stay_zero():
+  """Else what they lack would grow, and the scales of the bucket with it."""
+  shapes = {"w": (TILE + 65,)}
+  given = gradients(3, shapes)
+  for codec in OneBit(bucket_size=64), QSGD(bits=2, levels="uniform", bucket_size=64):
+    tx = coded(optax.sgd(0.1), codec, min_leaf_size=0)
+    held, state = last("shard_map", tx, tree(0, shapes), given)
+    assert np.abs(held["w"][0]).max() < 10
+
+
+def test_what_is_not_finite_stays_out_of_the_state():
+  """Its bucket of the updates is NaN for all, and the step behind it is a sound one."""
+  shapes = {"w": (N * TILE,)}
+  params, (first, then) = tree(0, shapes), gradients(2, shapes)
+  bad = {"w": first["w"].at[1, 3].set(jnp.nan).at[2, -1].set(jnp.inf)}
+  tx = coded(optax.adam(0.1), min_leaf_size=0, feedback="error")
+  (held, state), _ = train("shard_map_unchecked", tx, params, [bad, then])
+  broken = np.isnan(held["w"])
+  assert broken[:, :64].all() and broken[:, -64:].all()
+  assert broken.sum() == N * 2 * 64
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+  np.testing.assert_array_equal(rows(state)[:64], params["w"][:64])
+  mu = state.inner_state[0].mu.arrays[("data",)][0].reshape(-1)
+  assert not mu[:64].any() and mu[64:128].any()
+
+
+def test_a_guard_around_it_leaves_everything_as_it_was():
+  shapes = {"w": (N * TILE,)}
+  params, (first,) = tree(0, shapes), gradients(1, shapes)
+  bad = {"w": first["w"].at[1, 3].set(jnp.nan)}
+  tx = coded(optax.adam(0.1), min_leaf_size=0)
+  guarded = gradcomp.skip_nonfinite(tx, 5, axis_name="data")
+  got, state = last("shard_map", guarded, params, [first, bad])
+  expected, other = last("shard_map", guarded, params, [first])
+  assert_same_bits(got, expected)
+  assert_same_bits(state.inner_state, other.inner_state)
+
+
+WRAPPED = {
+  "chain": lambda tx: optax.chain(
+    gradcomp.clip_by_local_norm(1.0, axis_name="data"), tx
+  ),
+  "masked": lambda tx: optax.chain(
+    optax.masked(tx, {"w": True, "b": False}),
+    optax.masked(optax.set_to_zero(), {"w": False, "b": True}),
+  ),
+  "partition": lambda tx: optax.partition(
+    {"a": tx, "b": coded(optax.sgd(0.1), Dense())}, {"w": "a", "b": "b"}
+  ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_it_goes_where_optimizers_go(name):
+  params = {"w": jnp.ones((8, TILE)), "b": jnp.ones(3)}
+  inner = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 9))
+  tx = WRAPPED[name](coded(inner, feedback="error"))
+  params, state, mesh = sharded(tx, params)
+  step = gradcomp.make_train_step(
+    loss_fn, tx, axis_name="data", mesh=mesh, donate=False
+  )
+  for _ in range(2):
+    params, state, metrics = step(params, state, jnp.ones(N))
+  assert metrics["loss"] < 1.9
+  # A step of Adam is as long as its rate, which is 0.1 and then 0.09; of SGD it is a
+  # tenth of the gradient.
+  np.testing.assert_allclose(params["w"], 0.81, atol=0.01)
+  moved = {"chain": 0.81, "masked": 1.0, "partition": (1 - 0.1 * 2 / 3) ** 2}[name]
+  np.testing.assert_allclose(params["b"], moved, atol=0.01)
+
+
+def test_orbax_restores_a_state(tmp_path):
+  params = {"w": jnp.ones((8, TILE)), "b": jnp.ones(3)}
+  inner = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 9))
+  tx = coded(inner, feedback="error")
+  params, state, mesh = sharded(tx, params)
+  step = gradcomp.make_train_step(
+    loss_fn, tx, axis_name="data", mesh=mesh, donate=False
+  )
+  batch = jnp.arange(1.0, 1 + 2 * N)
+  params, state, _ = step(params, state, batch)
+  _, new, _ = sharded(tx, params)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", state)
+    checkpointer.wait_until_finished()
+    restored = checkpointer.restore(tmp_path / "state", new)
+  assert_same_bits(restored, state)
+  assert_same_bits(step(params, restored, batch)[:2], step(params, state, batch)[:2])
+
+
+def refused(
+  match, inner=ADAM, codec=FOUR_BITS, params=None, kind=ValueError, **options
+):
+  with pytest.raises(kind, match=match):
+    sharded(coded(inner, codec, params, **options), {"w": jnp.ones((8, TILE))})
+
+
+def test_what_cannot_work_is_refused():
+  refused("`grads` must be an instance of a codec, got 4", codec=4, kind=TypeError)
+  refused(says("`grads`", "sparse codec TopK"), codec=TopK(density=0.01))
+  refused(says("`params`", "sparse codec"), params=TopK(density=0.01))
+  refused(says("`grads`", "in the place of a leaf"), codec=PowerSGD(rank=1))
+  one_bit = QSGD(bits=1, levels="uniform")
+  refused(says("`params`", "to nearest", "2 bits or more"), params=one_bit)
+  refused(says("`params`", "decoded alone", "share_scale=False"), params=Ternary())
+  refused(says("`min_leaf_size`", "got -1"), min_leaf_size=-1)
+  with pytest.raises(ValueError, match="`axis_name` must be the name of an axis"):
+    zero(ADAM, grads=Dense(), params=Dense(), axis_name=None)
+
+
+@pytest.mark.parametrize(
+  "inner, text",
+  [
+    (optax.chain(optax.clip_by_global_norm(1.0), ADAM), "clip_by_local_norm"),
+    (optax.lamb(0.1), "of several"),
+    (optax.adafactor(0.1), "trees like its parameters"),
+    (optax.flatten(optax.adam(0.1)), "no optax.flatten"),
+  ],
+)
+def test_optimizers_that_need_whole_gradients_are_refused(inner, text):
+  refused(says("`inner` must", text), inner=inner)
+
+
+@pytest.mark.parametrize("inner", [optax.lion(0.1), optax.rmsprop(0.1)])
+def test_optimizers_of_single_elements_are_taken(inner):
+  sharded(coded(inner), {"w": jnp.ones((8, TILE))})
+
+
+def test_a_state_that_does_not_fit_is_refused():
+  params = {"w": jnp.ones((8, TILE))}
+  tx = coded(ADAM)
+  with pytest.raises(ValueError, match="nobody knows which Nth .* jax.set_mesh"):
+    tx.init(params)
+  params, state, mesh = sharded(tx, params)
+  with pytest.raises(TypeError, match="`state` must be a gradcomp.parallel.ZeroState"):
+    tx.update(params, (), params)
+  with pytest.raises(ValueError, match="`params` must be given to update"):
+    tx.update(params, state)
+  grown = {"w": jnp.ones((80, TILE))}
+  _, other, _ = sharded(tx, grown)
+  step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
+  with pytest.raises(ValueError, match=says("`state.master` must", "got", "20")):
+    step(params, other, jnp.ones(N))
