@@ -202,7 +202,7 @@ def test_all_workers_hold_the_same_bits(codec):
     *slow(
       QSGD(bits=2, norm="rms", levels="uniform", rotate=8, bucket_size=64),
       QSGD(bits=2, levels="nonuniform", bucket_size=64),
-      FloatCast(),
+      FloatCast(accumulate="float32"),
       Ternary(bucket_size=64, share_scale=False),
     ),
   ],

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 

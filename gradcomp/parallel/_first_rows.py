@@ -1,6 +1,6 @@
 """Makes the rows that workers own before the first step, on one device or on all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,17 +10,21 @@ from jax.sharding import PartitionSpec
 from gradcomp.state import OwnedRows, is_rows
 from gradcomp.workers import mark_varying, sharded_axes, stacked_over, typed_spec
 
+Others = Sequence[tuple[str, ...]]
+
 
 def on_mesh(
-  first_rows: Callable[[Any], tuple[OwnedRows, Any]],
+  first_rows: Callable[[Any, Others], tuple[OwnedRows, Any]],
   tree: Any,
+  others: Others,
   names: tuple[str, ...],
 ) -> tuple[OwnedRows, Any]:
-  """Calls ``first_rows(tree)`` on every device of the mesh; returns global arrays.
+  """Calls ``first_rows(tree, others)`` on all devices of the mesh: global arrays.
 
   Args:
     first_rows: returns the rows that a worker owns, and the state of its optimizer.
     tree: the parameters, whole along the axes of the workers.
+    others: for each leaf, the axes beside these over which it differs.
     names: these axes.
   """
   specs = jax.tree.map(typed_spec, tree)
@@ -39,7 +43,7 @@ def on_mesh(
   found: list[Any] = []
 
   def probe(tree: Any) -> jax.Array:
-    found.append(jax.tree.map(shape_of, first_rows(tree)))
+    found.append(jax.tree.map(shape_of, first_rows(tree, others)))
     return jnp.zeros([])
 
   def spec(node: Any) -> Any:
@@ -54,7 +58,7 @@ def on_mesh(
 
   jax.eval_shape(mapped(probe, PartitionSpec()), tree)
   out = jax.tree.map(spec, found[0], is_leaf=is_rows)
-  return jax.jit(mapped(first_rows, out))(tree)
+  return jax.jit(mapped(lambda tree: first_rows(tree, others), out))(tree)
 
 
 def per_worker(tree: Any) -> Any:

@@ -15,7 +15,7 @@ from gradcomp.exchange import Exchanged, TwoShot, Workers, average_owned
 from gradcomp.feedback import Feedback, FeedbackName, as_feedback, correct
 from gradcomp.memory import recall, remember
 from gradcomp.parallel._elementwise import check_elementwise
-from gradcomp.parallel._first_rows import on_mesh, per_worker, shape_of
+from gradcomp.parallel._first_rows import Others, on_mesh, per_worker, shape_of
 from gradcomp.parallel._owner_step import step_owned
 from gradcomp.parallel._shared_rows import share_rows
 from gradcomp.parallel._zero_codecs import check_codecs
@@ -104,7 +104,9 @@ def zero(
 
   Args:
     inner: an optax transformation that treats each element by itself.
-    grads: the codec of gradients.
+    grads: the codec of gradients, which owners add in float32. (But those of APS they
+      add as it says, and keep nothing of what additions lose: choose
+      ``accumulate="float32"``.)
     params: the codec of what changes in the parameters, with scales of its own.
     axis_name: the axis of the workers, or a tuple of axes.
     feedback, min_leaf_size, key, dither: the options of the gradients' exchange, see
@@ -156,10 +158,9 @@ def zero(
   parts = Compression(grads, axes, exchange, keeper, limit, None, key, dither)
   inner = optax.with_extra_args_support(inner)
 
-  def first_rows(tree: Any) -> tuple[OwnedRows, Any]:
+  def first_rows(tree: Any, others: Others) -> tuple[OwnedRows, Any]:
     """Returns the master copy, and the state of ``inner``, on a worker."""
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
-    others = [other_axes(x, axes) for x in leaves]
     count = bound_size(axes) or 1
     workers = Workers(axes, count, 1 / count)
     plan = parts.plan(leaves, paths_of(tree), Across(axes, False, others), workers)
@@ -169,10 +170,11 @@ def zero(
 
   def init_fn(tree: Any) -> ZeroState:
     gradients = compressed.init(tree)
+    others = [other_axes(x, axes) for x in jax.tree.leaves(tree)]
     if not jax.tree.leaves(tree):
       return ZeroState(gradients, OwnedRows({}), inner.init(OwnedRows({})))
     if bound_size(axes) is not None:
-      return ZeroState(gradients, *first_rows(tree))
+      return ZeroState(gradients, *first_rows(tree, others))
     if mesh_size(axes) is None:
       raise UnboundAxisError(
         f"`axis_name` must be an axis that zero's init can count, and {axis_name!r} is "
@@ -180,7 +182,7 @@ def zero(
         "owns; call optimizer.init under jax.set_mesh(mesh), or inside the map.",
         axes,
       )
-    return ZeroState(gradients, *on_mesh(first_rows, tree, names))
+    return ZeroState(gradients, *on_mesh(first_rows, tree, others, names))
 
   def update_fn(
     updates: Any, state: ZeroState, params: Any = None, **extra_args: Any
