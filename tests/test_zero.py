@@ -441,6 +441,30 @@ def test_it_goes_where_optimizers_go(name):
   np.testing.assert_allclose(params["b"], moved, atol=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_parameters_may_be_cut_over_another_axis(kind):
+  """Each device owns rows of its own part, or of the whole where JAX places it."""
+  mesh = jax.make_mesh((N, 2), ("data", "model"), (kind,) * 2)
+  params = {"w": jnp.full((64, TILE), 2.0), "b": jnp.full(7, 2.0)}
+  cut = {"w": P(None, "model"), "b": P()}
+  tx, whole = coded(optax.adam(0.1)), sharded(coded(optax.adam(0.1)), params)
+  held = jax.tree.map(
+    lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, cut
+  )
+  with jax.set_mesh(mesh):
+    state = tx.init(held)
+  losses = []
+  for now, own, devices in (held, state, mesh), whole:
+    step = gradcomp.make_train_step(
+      loss_fn, tx, axis_name="data", mesh=devices, donate=False
+    )
+    for _ in range(3):
+      now, own, metrics = step(now, own, jnp.ones(N))
+    losses.append(float(metrics["loss"]))
+  assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
 def test_orbax_restores_a_state(tmp_path):
   params = {"w": jnp.ones((8, TILE)), "b": jnp.ones(3)}
   inner = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 9))

@@ -76,6 +76,7 @@ def average_owned(
         step,
         [None] * len(layout.codecs),
         keep,
+        True,
       )
       means.append(_means(own, workers))
     if keep:

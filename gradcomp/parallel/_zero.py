@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from gradcomp import _agreement
 from gradcomp._border import not_differentiated, of_reals, pairs
 from gradcomp._checks import optional_size
 from gradcomp._compression import Across, Compression, Dither, paths_of
@@ -190,6 +191,7 @@ def zero(
     _check_given(state, params)
     updates = not_differentiated(updates)
     across = parts.across(updates, state.gradients, params)
+    _require_agreement(across.axes, updates)
 
     def step(updates: Any, given: Any) -> tuple[Any, Any]:
       state, params = given
@@ -209,6 +211,12 @@ def zero(
       step, updates, (state, params), across.axes, keeps_addends=False
     )
     return result, state
+
+  def _require_agreement(axes: AxisName | None, updates: Any) -> None:
+    """Raises ValueError if another process has another codec of differences."""
+    found = [jax.tree_util.keystr(path) for path in paths_of(updates)]
+    place = repr(("zero", axes, found))
+    _agreement.require_agreement(place, {"params": repr(params)})
 
   def _reduced(across: Any, updates: Any, state: CompressState) -> Any:
     """Returns the rows, the owned means, and what keeps the state of the exchange."""
