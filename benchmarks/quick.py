@@ -33,6 +33,7 @@ RUNS = (
   "link_speed",
   "link_speed --loopback",
   "memory",
+  "model_parallel",
   "noise",
   "paper_models",
   "plan_speeds",

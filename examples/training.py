@@ -131,20 +131,27 @@ def train(
   evaluate_every: int,
   bytes_a_step: int,
   progress: Progress,
+  first: int = 0,
+  after: Callable[[int, Any], None] = lambda done, state: None,
 ) -> tuple[list[Point], float]:
-  """Runs ``steps`` steps.
+  """Runs steps until there are ``steps`` of them.
+
+  Args:
+    first: the steps that were done before, whose batches are drawn.
+    after: called after each step with the steps done, and parameters and state.
 
   Returns:
     The curve, and the median time of a step in milliseconds.
   """
   points = []
   losses, seconds = [], []
-  for done in range(1, steps + 1):
+  for done in range(first + 1, steps + 1):
     batch = task.place(next(batches))
     start = time.perf_counter()
     params, opt_state, metrics = jax.block_until_ready(step(params, opt_state, batch))
     seconds.append(time.perf_counter() - start)
     losses.append(float(metrics["loss"]))
+    after(done, (params, opt_state))
     facts = {}
     if done % evaluate_every == 0 or done == steps:
       test_loss, accuracy = task.evaluate(params)

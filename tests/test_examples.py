@@ -4,13 +4,19 @@ import csv
 import io
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from gradcomp import parallel
+from gradcomp.codecs import Dense
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPT = EXAMPLES / "image_classification.py"
@@ -287,3 +293,56 @@ def test_language_model_counts_what_follows_the_warm_up():
   plain = int(found["a plain mean's"].replace(",", ""))
   assert 0.005 < sent / plain < 0.02, out
   assert 1 < float(found["test perplexity"]) < 1000
+
+
+@pytest.mark.slow
+def test_model_parallel_goes_on_from_a_checkpoint(digits, tmp_path):
+  """In passes behind a convolution, as if it had never stopped."""
+  script = EXAMPLES / "model_parallel.py"
+  saved = tmp_path / "saved"
+  args = ["--codec", "linear", "--steps", 4, "--devices", 2, "--hidden", 256]
+  args += ["--channels", 4, "--passes", 2, "--save-every", 2, "--evaluate-every", 2]
+  args += ["--batch-size", 64, "--data-dir", digits[1], "--checkpoints", saved]
+  folders = [tmp_path / "first", tmp_path / "second"]
+  out, _ = finish(start(*args, "--output", folders[0], script=script))
+  assert "linear" in out and "Workers: 2" in out
+  shutil.rmtree(saved / "linear-0" / "4")
+  finish(start(*args, "--output", folders[1], script=script))
+  first, again = (read(folder / "curves.csv") for folder in folders)
+  assert [row["step"] for row in first] == ["2", "4"]
+  assert first[1:] == again
+  (row,) = read(folders[0] / "summary.csv")
+  assert 0.2 < int(row["bytes_a_step"]) / int(row["f32_bytes_a_step"]) < 0.5
+
+
+@pytest.mark.parametrize("own", ["exact", "coded"])
+def test_cut_layers_are_the_whole_net(own):
+  import cut_layers
+
+  layers = cut_layers.init(jax.random.key(0), (6, 8, 8, cut_layers.padded(3, 4)))
+  cut = jax.tree.map(lambda x: jnp.stack(jnp.split(x, 4, axis=-1)), layers)
+  x = jax.random.normal(jax.random.key(1), (5, 6))
+
+  def gather(y, layer):
+    last = dict(own="coded", to="invarying") if layer == 2 else dict(own=own)
+    return parallel.all_gather(y, "model", codec=Dense(), axis=1, **last)
+
+  def loss(layers, **options):
+    return jnp.sum(cut_layers.apply(layers, x, 3, **options) ** 2)
+
+  worker = jax.value_and_grad(lambda layers: loss(layers, gather=gather))
+  values, grads = jax.vmap(worker, axis_name="model")(cut)
+  value, whole = jax.value_and_grad(loss)(layers)
+  np.testing.assert_allclose(values, np.full(4, value), rtol=1e-5)
+  for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(whole), strict=True):
+    want = np.stack(np.split(np.asarray(want), 4, axis=-1))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_sub_batches_have_an_equal_part_of_each_worker():
+  import cut_layers
+
+  assert cut_layers.in_passes(np.arange(8), 2, 2).tolist() == [
+    [0, 1, 4, 5],
+    [2, 3, 6, 7],
+  ]

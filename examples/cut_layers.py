@@ -1,0 +1,117 @@
+"""A net of dense layers, whole or cut over workers by outputs, behind a convolution.
+
+Dettmers, `8-Bit Approximations for Parallelism in Deep Learning
+<https://arxiv.org/abs/1511.04561>`_, 2016, section 2, cuts a dense layer by its
+outputs. All workers have the same inputs. Each computes its share of the activations,
+and gathers those of the others before the next layer. In the backward pass each worker
+has a part of the error of every input, and these are added up where the input was
+computed. Convolutions are whole on all workers, who take samples of their own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Layers = list[dict[str, jax.Array]]
+Gather = Callable[[jax.Array, int], jax.Array]
+Unit = Literal["relu", "logistic"]
+UNITS = {"relu": jax.nn.relu, "logistic": jax.nn.sigmoid}
+DROPOUT = (0.2, 0.3, 0.3)  # of the inputs and of two hidden layers, the paper's
+
+
+def init(key: jax.Array, sizes: Sequence[int], unit: Unit = "relu") -> Layers:
+  """Draws the whole net, whose layers have ``sizes[i]`` inputs.
+
+  Weights are normal with the variance 2 / inputs for ReLU and 16 / inputs for logistic
+  units, whose slope is a quarter. Biases are zero.
+  """
+  gain = {"relu": 2, "logistic": 16}[unit]
+  layers = []
+  for i, (m, n) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    w = jax.random.normal(jax.random.fold_in(key, i), (m, n)) * (gain / m) ** 0.5
+    layers.append({"w": w, "b": jnp.zeros(n)})
+  return layers
+
+
+def padded(classes: int, workers: int) -> int:
+  """Returns the outputs of the last layer: classes, up to a multiple of workers."""
+  return -(-classes // workers) * workers
+
+
+def apply(
+  layers: Layers,
+  x: jax.Array,
+  classes: int,
+  *,
+  unit: Unit = "relu",
+  gather: Gather = lambda y, i: y,
+  dropout: Sequence[float] = (),
+  key: jax.Array | None = None,
+  own_key: jax.Array | None = None,
+) -> jax.Array:
+  """Computes logits ``[samples, classes]``.
+
+  Args:
+    layers: whole ones; or this worker's columns of each weight and bias.
+    x: ``[samples, inputs]``, the same on all workers.
+    classes: the classes, of which the last layer may have more.
+    unit: what follows every layer but the last.
+    gather: called with the outputs of a layer, after the unit, and the layer's number.
+      It returns those of all workers. Whole layers need none.
+    dropout: the rates of inputs and of hidden layers; none in a test.
+    key: of the inputs' dropout, equal on all workers that have the same samples.
+    own_key: of the dropout behind this worker's layers.
+  """
+  rates = [*dropout, *[0.0] * len(layers)]
+  x = dropped(x, rates[0], key)
+  for i, layer in enumerate(layers[:-1]):
+    y = UNITS[unit](x @ layer["w"] + layer["b"])
+    x = gather(dropped(y, rates[i + 1], folded(own_key, i)), i)
+  last = layers[-1]
+  return gather(x @ last["w"] + last["b"], len(layers) - 1)[:, :classes]
+
+
+def folded(key: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
+  """Returns another key; None for none."""
+  return None if key is None else jax.random.fold_in(key, number)
+
+
+def dropped(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+  """Zeroes elements with a probability, and scales the others up."""
+  if not rate or key is None:
+    return x
+  kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+  return jnp.where(kept, x / (1 - rate), 0.0)
+
+
+def init_convolution(key: jax.Array, inputs: int, channels: int) -> Any:
+  """Draws a convolution of 3 x 3; an empty tree for no channels."""
+  if not channels:
+    return {}
+  w = jax.random.normal(key, (3, 3, inputs, channels)) * (2 / (9 * inputs)) ** 0.5
+  return {"w": w, "b": jnp.zeros(channels)}
+
+
+def features(params: Any, images: jax.Array) -> jax.Array:
+  """Convolves, pools over 2 x 2 and flattens images, of numbers from 0 to 255."""
+  x = images.astype(jnp.float32) / 255
+  if params:
+    layout = ("NHWC", "HWIO", "NHWC")
+    x = lax.conv_general_dilated(x, params["w"], (1, 1), "SAME", None, None, layout)
+    x = jax.nn.relu(x + params["b"])
+    window = (1, 2, 2, 1)
+    x = lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID")
+  return x.reshape(x.shape[0], -1)
+
+
+def in_passes(x: jax.Array, workers: int, passes: int) -> jax.Array:
+  """Puts samples ``[B, ...]`` in the order of sub-batches, ``[passes, B/passes, ...]``.
+
+  Worker i has the i-th part of the batch, and gives an equal part of it to each pass.
+  """
+  each = x.shape[0] // (workers * passes)
+  parts = x.reshape(workers, passes, each, *x.shape[1:])
+  return parts.swapaxes(0, 1).reshape(passes, workers * each, *x.shape[1:])
