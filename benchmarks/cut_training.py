@@ -1,0 +1,236 @@
+"""Trains a net of dense layers by vmap, whole on all workers or cut over them."""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from emulated import own
+from jax import lax
+
+import gradcomp
+from gradcomp import parallel
+from gradcomp.codecs import Codec, OneBit
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import cut_layers  # noqa: E402
+import data  # noqa: E402
+
+AXIS = "worker"
+WORKERS = 4
+BATCH = 128
+LAST = 2  # the number of the last layer
+
+
+class Images(NamedTuple):
+  """Pixels from 0 to 1, ``float32[count, pixels]``, and labels ``int32[count]``."""
+
+  x: jax.Array
+  labels: jax.Array
+
+
+class Arm(NamedTuple):
+  """Says what is sent, in which codec, and whether residuals are kept."""
+
+  way: Literal["data", "model"]
+  codec: Codec
+  feedback: Literal["error"] | None = None  # of gradients
+  errors: Codec | None = None  # the codec of errors, if it is another
+
+
+def halves(images: data.ImageSet) -> tuple[Images, Images]:
+  """Returns every other image to train on, and the others to test on.
+
+  So there are 898 to test on, where the set's own split has 360.
+  """
+  x = np.concatenate([split.images for split in images[:2]])
+  x = x.reshape(len(x), -1).astype(np.float32) / 255
+  labels = np.concatenate([split.labels for split in images[:2]])
+  train, test = (Images(x[i::2], labels[i::2]) for i in range(2))
+  return jax.tree.map(jnp.asarray, (train, test))
+
+
+def gathered(
+  y: jax.Array, codec: Codec, errors: Codec, key: jax.Array, last: bool
+) -> jax.Array:
+  """Puts the activations of all workers side by side, each rounded by its worker.
+
+  Errors are added up where their inputs were computed. Those of the last layer are the
+  same on all workers, who need not send them.
+  """
+  if isinstance(codec, OneBit):
+    return refused(codec, errors, last, y)
+  return parallel.all_gather(
+    y,
+    AXIS,
+    codec=codec,
+    backward=errors,
+    axis=1,
+    own="coded",
+    to="invarying" if last else "varying",
+    key=key,
+  )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def refused(codec: Codec, errors: Codec, last: bool, y: jax.Array) -> jax.Array:
+  """Gathers what a codec leaves of activations, where gradcomp.parallel refuses it."""
+  return lax.all_gather(rounded(codec, y), AXIS, axis=1, tiled=True)
+
+
+def _refused_forward(
+  codec: Codec, errors: Codec, last: bool, y: jax.Array
+) -> tuple[jax.Array, None]:
+  return refused(codec, errors, last, y), None
+
+
+def _refused_backward(
+  codec: Codec, errors: Codec, last: bool, _: None, error: jax.Array
+) -> tuple[jax.Array]:
+  parts = jnp.stack(jnp.split(error, WORKERS, axis=1))
+  if last:
+    return (parts[lax.axis_index(AXIS)],)
+  sent = jax.vmap(functools.partial(rounded, errors))(parts)
+  return (lax.psum_scatter(sent, AXIS),)
+
+
+refused.defvjp(_refused_forward, _refused_backward)
+
+
+def rounded(codec: Codec, x: jax.Array) -> jax.Array:
+  """Returns what a codec that draws nothing leaves of an array."""
+  return codec.decode(codec.encode(x), like=x)
+
+
+def columns(layers: cut_layers.Layers) -> cut_layers.Layers:
+  """Cuts the outputs of all layers, ``[workers, ..., n / workers]``."""
+  return jax.tree.map(lambda x: jnp.stack(jnp.split(x, WORKERS, axis=-1)), layers)
+
+
+class Way(NamedTuple):
+  """A way to train, in functions that are traced."""
+
+  start: Callable[[cut_layers.Layers], Any]  # from whole layers to a state
+  step: Callable[[Any, Images, jax.Array], Any]  # the next state
+  predict: Callable[[Any, jax.Array, jax.Array], jax.Array]  # logits
+
+
+def by_data(arm: Arm, net: Callable[..., jax.Array], rmsprop: Any) -> Way:
+  """Sends gradients: each worker has all layers and its own samples."""
+  exchange = gradcomp.compress(
+    arm.codec,
+    axis_name=AXIS,
+    exchange="all_gather",
+    feedback=arm.feedback,
+    min_leaf_size=0,
+  )
+
+  def start(layers: cut_layers.Layers) -> Any:
+    of_each = functools.partial(
+      jax.vmap, lambda _: exchange.init(layers), axis_name=AXIS
+    )
+    each = jnp.arange(WORKERS)
+    axes = own(jax.eval_shape(of_each(), each))
+    return layers, of_each(out_axes=axes)(each), rmsprop.init(layers)
+
+  def step(state: Any, images: Images, key: jax.Array) -> Any:
+    layers, kept, moments = state
+    axes = own(kept)
+
+    def worker(kept: Any, images: Images, key: jax.Array) -> Any:
+      grads = jax.grad(loss)(layers, net, images, key=key, own_key=key)
+      return exchange.update(grads, kept, layers)
+
+    parts = jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), images)
+    mean, kept = jax.vmap(
+      worker, in_axes=(axes, 0, 0), out_axes=(None, axes), axis_name=AXIS
+    )(kept, parts, jax.random.split(key, WORKERS))
+    updates, moments = rmsprop.update(mean, moments)
+    return optax.apply_updates(layers, updates), kept, moments
+
+  return Way(start, step, lambda state, x, key: net(state[0], x))
+
+
+def by_model(arm: Arm, net: Callable[..., jax.Array], rmsprop: Any) -> Way:
+  """Sends activations and errors: each worker has columns of every layer."""
+
+  def start(layers: cut_layers.Layers) -> Any:
+    split = lambda x: jnp.stack(jnp.split(x, WORKERS, axis=-1))
+    layers = jax.tree.map(split, layers)
+    return layers, rmsprop.init(layers)
+
+  def gather(y: jax.Array, layer: int, key: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(key, layer)
+    return gathered(y, arm.codec, arm.errors or arm.codec, key, layer == LAST)
+
+  def step(state: Any, images: Images, key: jax.Array) -> Any:
+    layers, moments = state
+
+    def worker(layers: cut_layers.Layers, own_key: jax.Array) -> Any:
+      send = functools.partial(gather, key=jax.random.fold_in(key, WORKERS))
+      return jax.grad(loss)(layers, net, images, key=key, own_key=own_key, gather=send)
+
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(WORKERS))
+    grads = jax.vmap(worker, axis_name=AXIS)(layers, keys)
+    updates, moments = rmsprop.update(grads, moments)
+    return optax.apply_updates(layers, updates), moments
+
+  def predict(state: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+    send = functools.partial(gather, key=key)
+    worker = lambda layers: net(layers, x, gather=send, dropout=())
+    return jax.vmap(worker, axis_name=AXIS)(state[0])[0]
+
+  return Way(start, step, predict)
+
+
+def loss(
+  layers: cut_layers.Layers, net: Callable[..., jax.Array], images: Images, **options
+) -> jax.Array:
+  """Returns the mean loss of a training step."""
+  logits = net(layers, images.x, dropout=cut_layers.DROPOUT, **options)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, images.labels).mean()
+
+
+class Trainer:
+  """Trains one arm from any seed with a program that is compiled once."""
+
+  def __init__(self, arm: Arm, unit: cut_layers.Unit, sets: Any, args: Any):
+    train, test, classes = sets
+    rate = optax.cosine_decay_schedule(args.rate, args.steps)
+    net = functools.partial(cut_layers.apply, classes=classes, unit=unit)
+    make = by_data if arm.way == "data" else by_model
+    way = make(arm, net, optax.rmsprop(rate))
+    outputs = cut_layers.padded(classes, WORKERS)
+    sizes = (train.x.shape[1], args.hidden, args.hidden, outputs)
+
+    def run(key: jax.Array, batches: jax.Array) -> Any:
+      def step(carry: Any, given: Any) -> Any:
+        batch, key = given
+        images = Images(train.x[batch], train.labels[batch])
+        return way.step(carry, images, key), None
+
+      drawn, key = jax.random.split(key)
+      state = way.start(cut_layers.init(drawn, sizes, unit))
+      keys = jax.random.split(key, len(batches))
+      state, _ = lax.scan(step, state, (batches, keys))
+      right = way.predict(state, test.x, key).argmax(axis=-1) == test.labels
+      return right.mean(), state[0]
+
+    self._run = jax.jit(run)
+    self._count, self._steps = len(train.labels), args.steps
+
+  def train(self, seed: int) -> tuple[float, cut_layers.Layers]:
+    """Returns the accuracy of the test in percent, and the layers."""
+    rng = np.random.default_rng(seed)
+    each = self._count // BATCH * BATCH  # of an epoch
+    epochs = -(-self._steps * BATCH // each)
+    drawn = np.stack([rng.permutation(self._count)[:each] for _ in range(epochs)])
+    batches = drawn.reshape(-1, BATCH)[: self._steps]
+    right, layers = self._run(jax.random.key(seed), batches)
+    return 100 * float(right), layers
