@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
-from gradcomp import floats
-from gradcomp.codecs import FloatCast, Leaf
+from gradcomp import floats, sums
+from gradcomp.codecs import Context, FloatCast, Leaf
 from gradcomp.exchange import TwoShot, plan_messages
 
 SEED = 11
@@ -340,3 +340,16 @@ def test_rings_beside_a_model_axis(accumulate):
     (alone,), kept = modes.run("vmap", tx, [{"w": x[:, i]}])
     np.testing.assert_array_equal(out[i], alone["w"][0])
     np.testing.assert_array_equal(residual[:, i], kept["w"])
+
+
+def test_a_cpu_writes_sums_down_before_it_encodes_them():
+  """Else XLA fuses what adds the numbers into what packs them, and adds them anew."""
+  codec = FloatCast(addends=4)
+  total = sums.of(codec)
+
+  def owner(rows):
+    partial = total.fold(rows, 0.25, keep=False)
+    return total.finish(partial, None, Context(), None, 4, keep=False).rows
+
+  rows = jnp.zeros((4, 8, codec.row_words), jnp.uint32)
+  assert jax.jit(owner).lower(rows).compile().as_text().count(" conditional(") == 1

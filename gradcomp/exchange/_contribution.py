@@ -1,5 +1,6 @@
 """Holds what one worker contributes to an exchange, and what the exchange returns."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from gradcomp import sums
 from gradcomp.codecs import Context, Encoded, Memory, leaf_context, sum_context
 from gradcomp.exchange._keys import Keys, StepKey
 from gradcomp.layout import Layout
-from gradcomp.sums import LeafRows, RowDecoder, Sum
+from gradcomp.sums import LeafRows, RowDecoder, Sum, written
 
 Leaves = list[jax.Array]
 
@@ -50,7 +51,7 @@ class Contribution:
     step: the number of the step, ``int32[]``.
     residuals: the owner residual of each codec from the last step, or None.
     keep: whether to return the losses.
-    sends: whether the rows are sent, and so written down in any case.
+    sends: whether the rows are sent.
   """
 
   layout: Layout
@@ -91,10 +92,17 @@ class Contribution:
     """True if all leaves can be added as they are."""
     return all(total.plain for total in self.sums)
 
-  @property
+  @functools.cached_property
   def rows(self) -> Leaves:
-    """The matrices of encoded rows, ``uint32[rows, words]`` for each codec."""
-    return self._encoded[0]
+    """The matrices of encoded rows, ``uint32[rows, words]`` for each codec.
+
+    A matrix of several leaves is put together before it is sent, and so written down.
+    """
+    leaves = collections.Counter(slot.group for slot in self.layout.slots)
+    return [
+      rows if self.sends and leaves[i] > 1 else written(lambda x: x, rows)
+      for i, rows in enumerate(self._encoded[0])
+    ]
 
   @functools.cached_property
   def tiles(self) -> Leaves:
@@ -153,10 +161,11 @@ class Contribution:
   @functools.cached_property
   def decoders(self) -> list[RowDecoder]:
     """The decoder of this worker's own rows, one for each codec."""
-    own = self.rows if self.sends else [_written(rows) for rows in self.rows]
     return [
       total.gathered(rows[None], agreed, 1.0)
-      for total, rows, agreed in zip(self.sums, own, self.agreed_rows, strict=True)
+      for total, rows, agreed in zip(
+        self.sums, self.rows, self.agreed_rows, strict=True
+      )
     ]
 
   @functools.cached_property
@@ -190,23 +199,6 @@ class Contribution:
       return not_encoded(i) + decoded if encoded else decoded
 
     return [lost(i) for i in range(len(self.leaves))]
-
-
-def _written(rows: jax.Array) -> jax.Array:
-  """Returns rows as they are, which a CPU writes down before anything reads them.
-
-  Else XLA would fuse encoding into decoding, and encode a word anew for each of its
-  elements. It drops an optimization barrier before it fuses, but not a condition of
-  which it does not know that it never holds: no word has more than 32 bits.
-  """
-
-  def condition(rows: jax.Array) -> jax.Array:
-    never = jax.lax.population_count(rows[0, 0]) > 32
-    return jax.lax.cond(never, lambda x: x ^ x, lambda x: x, rows)
-
-  if not rows.size:
-    return rows
-  return jax.lax.platform_dependent(rows, cpu=condition, default=lambda x: x)
 
 
 def _own(key: StepKey | None) -> jax.Array | None:

@@ -11,6 +11,7 @@ from gradcomp.codecs import AddingCodec, Context
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import UNROLLED, cutter, in_order
 from gradcomp.sums._sum import Facts, Partial, RowDecoder, Sent, Way
+from gradcomp.sums._written import written
 
 # An addition that rounds takes 60 operations. So fewer of them are written out, which
 # bounds the compile time.
@@ -83,7 +84,8 @@ class Numbers(Facts):
     return self._fold(own, keep=keep)
 
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
-    return self._fold(rows, keep=keep)._replace(scale=scale)
+    arrays = written(lambda rows: self._fold(rows, keep=keep)[:3], rows)
+    return Partial(*arrays, scale=scale)
 
   def send(
     self,
