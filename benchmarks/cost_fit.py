@@ -31,7 +31,7 @@ from gradcomp.exchange import Hierarchical
 
 _RESULTS = pathlib.Path(__file__).parent / "results"
 LINKS = _RESULTS / "link_speed.json"
-SPEEDS = (_RESULTS / "codec_speed_jax0.10.2_malloc.json",)
+SPEEDS = (_RESULTS / "codec_speed_links_jax0.10.2_malloc.json",)
 _BASELINE = "plain f32 mean"
 _CROSSES = "qsgd-4 two_shot"
 Run = Mapping[str, Any]

@@ -7,6 +7,7 @@ import cost_fit
 import gradients
 import jax
 import jax.numpy as jnp
+from plan_speeds import NAMES
 
 import gradcomp
 from gradcomp.codecs import QSGD
@@ -26,32 +27,31 @@ def timed(name, /, **changes):
   return dataclasses.replace(BY_NAME[name], **changes)
 
 
-# What plan knows of the rows of link_speed.json, by the codecs' names there.
+# What plan knows of the rows of link_speed.json, by the codecs' names there. Those that
+# keep residuals or fit levels take longer there than the speeds of their codecs say.
 ROWS = {
   "bf16": timed("bfloat16", feedback=False, biased=False),
   "qsgd-8": BY_NAME["QSGD-8"],
   "qsgd-4": BY_NAME["QSGD-4"],
   "qsgd-2": timed("QSGD-2", codec=QSGD(bits=2), feedback=False, studied=False),
-  "qsgd-2 fitted": BY_NAME["QSGD-2 fitted"],
   "qsgd-4 shared": timed(
     "QSGD-4", name="QSGD-4 shared", codec=QSGD(bits=4, share_scale=True)
   ),
-  "onebit-64": BY_NAME["1-bit"],
   "terngrad": BY_NAME["TernGrad"],
   "aps-8": timed("APS (5, 2)", feedback=False, biased=False),
-  "redsync-1%": BY_NAME["top 1 %"],
-  "redsync-0.1%": BY_NAME["top 0.1 %"],
-  "redsync-0.1% asq": BY_NAME["top 0.1 % ASQ"],
 }
 
 
 def speeds(times):
-  """The packaged speeds, for hosts that share two cores."""
-  found = {name: speed.times(times) for name, speed in packaged_speeds("cpu").items()}
-  # Shared scales take another pass.
-  own = found["QSGD-4"]
-  copy = times * 0.19e-9
-  return found | {"QSGD-4 shared": dataclasses.replace(own, encode=own.encode + copy)}
+  """The speeds of codecs on the machine of the links, whose hosts share its cores.
+
+  Sparse codecs have the packaged ones.
+  """
+  measured = cost_fit.read_speeds([json.loads(x.read_text()) for x in cost_fit.SPEEDS])
+  names = NAMES | {"QSGD-4 shared": "qsgd-4 shared"}
+  known = {name: measured[of] for name, of in names.items() if of in measured}
+  found = packaged_speeds("cpu") | known
+  return {name: speed.times(times) for name, speed in found.items()}
 
 
 def link_of(run):
@@ -65,7 +65,7 @@ def link_of(run):
 def codecs_of(run):
   """The codecs of a run's rows that plan knows, by their names there."""
   names = {name.rpartition(" ")[0] for name in run["steps"]}
-  return {name: ROWS[name] for name in names & ROWS.keys()}
+  return {name: ROWS[name] for name in sorted(names & ROWS.keys())}
 
 
 def like_of(run):
