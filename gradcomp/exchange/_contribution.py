@@ -97,10 +97,13 @@ class Contribution:
     """The matrices of encoded rows, ``uint32[rows, words]`` for each codec.
 
     A matrix of several leaves is put together before it is sent, and so written down.
+    That of one leaf is written here, but not beside a residual: both would be held.
     """
     leaves = collections.Counter(slot.group for slot in self.layout.slots)
     return [
-      rows if self.sends and leaves[i] > 1 else written(lambda x: x, rows)
+      rows
+      if self.sends and (self.keep or leaves[i] > 1)
+      else written(lambda x: x, rows)
       for i, rows in enumerate(self._encoded[0])
     ]
 
