@@ -17,6 +17,8 @@ from gradcomp.sums import LeafRows, RowDecoder, Sum, written
 
 Leaves = list[jax.Array]
 
+_LARGE = 2**14  # words, that is 64 KiB: encoding fewer is done soon, however it is done
+
 
 class Total(NamedTuple):
   """Holds the result of an exchange.
@@ -97,12 +99,13 @@ class Contribution:
     """The matrices of encoded rows, ``uint32[rows, words]`` for each codec.
 
     A matrix of several leaves is put together before it is sent, and so written down.
-    That of one leaf is written here, but not beside a residual: both would be held.
+    That of one large leaf is written here, but not beside a residual: both would be
+    held.
     """
     leaves = collections.Counter(slot.group for slot in self.layout.slots)
     return [
       rows
-      if self.sends and (self.keep or leaves[i] > 1)
+      if self.sends and (self.keep or leaves[i] > 1 or rows.size < _LARGE)
       else written(lambda x: x, rows)
       for i, rows in enumerate(self._encoded[0])
     ]
