@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import running
 from cut_training import BATCH, WORKERS, Arm, Trainer, halves, loss, rounded
 from jax.scipy.special import betainc
+from tables import spread
 
 from gradcomp.codecs import QSGD, Codec, Dense, EightBit, OneBit, Ternary
 
@@ -251,12 +252,6 @@ def beside(arms: dict[str, list[float]]) -> list[str]:
     less = [a - b for a, b in zip(values, arms["f32"], strict=True)]
     cells.append(f"{spread(values)} ({spread(less, '+')})")
   return cells
-
-
-def spread(values: Sequence[float], sign: str = "") -> str:
-  """Formats a mean and a standard deviation."""
-  deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-  return f"{statistics.fmean(values):{sign}.2f} ± {deviation:.2f}"
 
 
 def main() -> None:

@@ -46,6 +46,7 @@ import jax
 import optax
 import running
 from emulated import POINTS, WORKERS, Method, Setting, Trainer
+from tables import spread
 
 import gradcomp
 from gradcomp.codecs import RandomK, TopK
@@ -277,12 +278,6 @@ def line(name: str, row: Any, dense: Any, metric: str) -> list[str]:
     f"{row['bytes_a_step']:,}",
     f"{round(row['mean_bytes_a_step']):,}",
   ]
-
-
-def spread(values: list[float], sign: str = "") -> str:
-  """Formats a mean and a standard deviation."""
-  deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-  return f"{statistics.fmean(values):{sign}.2f} ± {deviation:.2f}"
 
 
 def main() -> None:

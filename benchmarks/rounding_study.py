@@ -17,13 +17,13 @@ With --output, writes rounding_study.json and rounding_study.md there.
 import argparse
 import functools
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
 import running
 from emulated import AXIS, WORKERS, Method, Setting, Trainer
 from redsync_study import language
+from tables import spread
 
 import gradcomp
 from gradcomp.codecs import QSGD, Codec, Dense, Ternary
@@ -61,20 +61,15 @@ def markdown(found: dict[str, dict[str, list[float]]], setting: Setting) -> str:
   lines = [
     f"{setting.title}, {WORKERS} workers, {setting.steps} steps, momentum "
     f"{setting.momentum}; test loss in nats a character, mean and standard deviation "
-    f"over {seeds} seeds. The plain mean in float32 has {_cell(baseline)}.",
+    f"over {seeds} seeds. The plain mean in float32 has {spread(baseline, digits=3)}.",
     "",
     f"| codec | {' | '.join(WAYS)} |",
     f"| --- {'| --- ' * len(WAYS)}|",
   ]
   for name in filter(found.__contains__, CODECS):
-    cells = [_cell(found[name][way]) for way in WAYS]
+    cells = [spread(found[name][way], digits=3) for way in WAYS]
     lines.append(f"| {name} | {' | '.join(cells)} |")
   return "\n".join(lines) + "\n"
-
-
-def _cell(values: list[float]) -> str:
-  spread = statistics.stdev(values) if len(values) > 1 else 0.0
-  return f"{statistics.mean(values):.3f} ± {spread:.3f}"
 
 
 def main() -> None:
@@ -95,7 +90,7 @@ def main() -> None:
     found[name] = {}
     for way, choices in WAYS.items():
       found[name][way] = losses(setting, method(codec, **choices), options.seeds)
-      print(f"{name}, {way}: {_cell(found[name][way])}", flush=True)
+      print(f"{name}, {way}: {spread(found[name][way], digits=3)}", flush=True)
   if options.output:
     options.output.mkdir(parents=True, exist_ok=True)
     report = json.dumps(found, indent=1)

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import jax
 import running
+from tables import spread
 
 from gradcomp.codecs import (
   QSGD,
@@ -190,12 +191,6 @@ def cells(row: dict[str, Any]) -> list[str]:
     f"{row['bytes_a_step']:,}",
     f"{row['ratio']:.3f}",
   ]
-
-
-def spread(values: list[float], sign: str = "") -> str:
-  """Formats a mean and a standard deviation."""
-  deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-  return f"{statistics.fmean(values):{sign}.2f} ± {deviation:.2f}"
 
 
 def quick(table: Table) -> Table:

@@ -1,0 +1,20 @@
+"""Formats what the tables of results have in common."""
+
+import statistics
+from collections.abc import Sequence
+
+
+def spread(values: Sequence[float], sign: str = "", digits: int = 2) -> str:
+  """Returns the mean of values and their standard deviation, as text.
+
+  Args:
+    values: one or more.
+    sign: ``"+"`` shows the sign of a mean above 0, too.
+    digits: those behind the point.
+
+  Example:
+    >>> spread([1.0, 2.0, 3.0], "+"), spread([1.5], digits=1)
+    ('+2.00 ± 1.00', '1.5 ± 0.0')
+  """
+  deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+  return f"{statistics.fmean(values):{sign}.{digits}f} ± {deviation:.{digits}f}"
