@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from gradcomp.codecs import Memory, elements
 from gradcomp.exchange._agree import agree, refit
 from gradcomp.exchange._all_gather import gather_rows
-from gradcomp.exchange._collectives import Workers, join, scatter, shares, split
+from gradcomp.exchange._collectives import Workers, shares
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._keys import Keys
 from gradcomp.exchange._notes import note, noted
 from gradcomp.exchange._plan import Message, Plan
+from gradcomp.exchange._two_shot import owned_rows
 
 
 class OwnedMeans(NamedTuple):
@@ -93,9 +93,7 @@ def average_owned(
 
 def _means(own: Contribution, workers: Workers) -> list[jax.Array]:
   """Adds the rows that this worker owns, and returns the elements of the means."""
-  lines = [shares(rows, workers) for rows in own.rows]
-  received = scatter(join(lines, workers.size), workers.axis_name)
-  owned = split(received, [line.shape[1:] for line in lines])
+  owned = owned_rows(own, workers)
   parts = zip(own.sums, own.layout.codecs, owned, own.agreed_rows, strict=True)
   means = []
   for total, codec, rows, agreed in parts:
@@ -116,8 +114,5 @@ def gather_owned(
 
 def own_share(rows: jax.Array, workers: Workers) -> jax.Array:
   """Returns the rows that this worker owns: ``[rows, ...]`` to ``[share, ...]``."""
-  share = -(-rows.shape[0] // workers.size)
-  padding = workers.size * share - rows.shape[0]
-  padded = jnp.pad(rows, [(0, padding)] + [(0, 0)] * (rows.ndim - 1))
-  start = share * lax.axis_index(workers.axis_name)
-  return lax.dynamic_slice_in_dim(padded, start, share)
+  number = lax.axis_index(workers.axis_name)
+  return lax.dynamic_index_in_dim(shares(rows, workers), number, keepdims=False)

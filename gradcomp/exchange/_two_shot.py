@@ -78,10 +78,8 @@ class TwoShot:
 
 def reduce(own: Contribution, workers: Workers) -> list[Sent]:
   """Adds the rows that this worker owns, and encodes the sum of each codec for all."""
-  lines = [shares(rows, workers) for rows in own.rows]
-  received = scatter(join(lines, workers.size), workers.axis_name)
-  owned = split(received, [line.shape[1:] for line in lines])
   sent = []
+  owned = owned_rows(own, workers)
   for i, (total, rows) in enumerate(zip(own.sums, owned, strict=True)):
     partial = total.fold(rows, workers.scale, keep=own.keep)
     finished = total.finish(
@@ -89,6 +87,17 @@ def reduce(own: Contribution, workers: Workers) -> list[Sent]:
     )
     sent.append(finished)
   return sent
+
+
+def owned_rows(own: Contribution, workers: Workers) -> list[jax.Array]:
+  """Receives, from all workers, the rows that this worker owns.
+
+  Returns:
+    ``uint32[N, share, words]`` for each codec.
+  """
+  lines = [shares(rows, workers) for rows in own.rows]
+  received = scatter(join(lines, workers.size), workers.axis_name)
+  return split(received, [line.shape[1:] for line in lines])
 
 
 def broadcast(own: Contribution, sent: Sequence[Sent], workers: Workers) -> Total:
