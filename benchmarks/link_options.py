@@ -15,7 +15,7 @@ _RATES = ("100mbit", "1gbit", "5gbit", "10gbit", "loopback")
 
 
 class Cell(NamedTuple):
-  """What is measured together.
+  """Names what is measured together.
 
   Attributes:
     rate: of each direction of each link, in tc's words, or ``"loopback"``.

@@ -40,7 +40,7 @@ class Number(NamedTuple):
 
   @property
   def missed(self) -> bool:
-    """Whether the model does not give a number that it should give."""
+    """True if the model does not give a number that it should give."""
     return self.verdict == "agrees" and not abs(self.difference) <= self.tolerance
 
 

@@ -27,7 +27,7 @@ WARM_UP = (0.25, 0.0625, 0.015625, 0.004, 0.001)  # the densities of section 2.5
 
 
 class Speeds(NamedTuple):
-  """What the work besides the transfers takes, in seconds an element.
+  """Holds the seconds an element that the work besides the transfers takes.
 
   Attributes:
     select: choose the entries, for each element of the gradient.

@@ -31,12 +31,12 @@ class Plan:
 
   @property
   def explanation(self) -> Explanation:
-    """What the choice sends, of every leaf."""
+    """Returns what the choice sends, of every leaf."""
     return self.chosen.explanation
 
   @property
   def predicted(self) -> Predicted:
-    """What the choice is predicted to take."""
+    """Returns what the choice is predicted to take."""
     return self.chosen.predicted
 
   def transformation(

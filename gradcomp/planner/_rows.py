@@ -31,7 +31,7 @@ _ALIKE = 1.02  # times of steps whose ratio is smaller count as equal
 
 
 class Predicted(NamedTuple):
-  """What a step is predicted to take.
+  """Holds what a step is predicted to take.
 
   Attributes:
     breakdown: the seconds of its exchange.
