@@ -214,15 +214,18 @@ class Compression:
   ) -> CompressState:
     """Returns the state with what was not sent in this step."""
     unsent, means = exchanged.unsent, jax.tree.leaves(mean)
+    counts = [state.count] * len(means)
     if state.residual is not None:
       # A residual that an earlier transformation left, see switch, is sent once.
       lost = unsent if self.feedback.keeps else [jnp.zeros_like(x) for x in corrected]
       old, treedef = jax.tree.flatten(state.residual)
-      new = [remainder(*x) for x in zip(lost, means, old, strict=True)]
+      leaves = zip(lost, means, old, counts, strict=True)
+      written = [remainder(*leaf) for leaf in leaves]
+      new, counts = ([pair[i] for pair in written] for i in range(2))
       state = state._replace(residual=jax.tree.unflatten(treedef, new))
     if self.feedback.moves:
       velocity = self.feedback.keep(
-        updates, state.velocity, means, unsent, exchanged.chosen
+        updates, state.velocity, means, unsent, exchanged.chosen, counts
       )
       state = state._replace(velocity=velocity)
     # Owners' residuals that only an earlier transformation kept stay: see switch.

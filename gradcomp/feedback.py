@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from gradcomp._checks import flag, share_below_1
 from gradcomp.codecs import LeafCodec, working_dtype
 from gradcomp.kernels.fixed_point import scaled
+from gradcomp.sums import rewritten
 
 FeedbackName = Literal["auto", "error", "momentum"]
 
@@ -37,6 +38,7 @@ class Feedback(Protocol):
     means: Any,
     unsent: Any,
     chosen: Sequence[jax.Array | None],
+    counts: Sequence[jax.Array],
   ) -> Any:
     """Returns the new momentum.
 
@@ -47,6 +49,7 @@ class Feedback(Protocol):
       unsent: what this worker did not send.
       chosen: for each leaf the positions in it, flat, where a sparse codec sent
         something, or its size; None if the codec sends all elements.
+      counts: for each leaf the count of :func:`remainder`.
     """
 
 
@@ -67,6 +70,7 @@ class NoFeedback:
     means: Any,
     unsent: Any,
     chosen: Sequence[jax.Array | None],
+    counts: Sequence[jax.Array],
   ) -> Any:
     return momentum
 
@@ -136,19 +140,16 @@ class MomentumFeedback(ErrorFeedback):
     means: Any,
     unsent: Any,
     chosen: Sequence[jax.Array | None],
+    counts: Sequence[jax.Array],
   ) -> Any:
     """Returns ``u'``, which is zero where a sparse codec sent something.
 
     So what was sent is not sent again as momentum of what is old. The old momentum
     stays where something is not finite.
     """
-    # The barrier has u' computed again, from the same numbers. Else it would take the
-    # memory of a gradient from the encoding to the end of the exchange.
-    with jax.named_scope("gradcomp_correct"):
-      updates, again = jax.lax.optimization_barrier((updates, momentum))
-      again = _add(updates, again, self.decay)
-    trees = map(jax.tree.leaves, (again, momentum, means, unsent))
-    kept = [_kept(*x) for x in zip(*trees, chosen, strict=True)]
+    trees = map(jax.tree.leaves, (updates, momentum, means, unsent))
+    leaves = zip(*trees, chosen, counts, strict=True)
+    kept = [_kept(self.decay, *leaf) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(momentum), kept)
 
 
@@ -206,48 +207,76 @@ def correct(updates: Any, residual: Any, codec: LeafCodec) -> Any:
     return jax.tree.map(add, updates, *([] if residual is None else [residual]))
 
 
-def remainder(unsent: jax.Array, mean: jax.Array, old: jax.Array) -> jax.Array:
+def remainder(
+  unsent: jax.Array, mean: jax.Array, old: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Returns the new residual: what was not sent, or the old one if that is not finite.
 
   The old one also stays where the mean is not finite. So a gradient that is not finite,
   and its whole bucket with it, is never kept. And of that bucket no worker counts as
   sent what nobody can use.
+
+  Args:
+    unsent: what was not sent, in any shape of as many elements.
+    mean: the mean of all workers, float32.
+    old: the residual of the last step.
+    count: the number of the step, ``int32[]``.
+
+  Returns:
+    The residual, and a count for what is to be written next, see
+    :func:`gradcomp.sums.rewritten`.
   """
+
+  def keep(old: jax.Array, one: jax.Array) -> jax.Array:
+    usable = mean.reshape(unsent.shape)
+    finite = jnp.isfinite(unsent * one) & jnp.isfinite(usable * one)
+    return jnp.where(finite, unsent.astype(old.dtype), old)
+
   with jax.named_scope("gradcomp_residual"):
-    finite = jnp.isfinite(unsent) & jnp.isfinite(mean)
-    new = unsent.reshape(old.shape).astype(old.dtype)
-    return jnp.where(finite.reshape(old.shape), new, old)
+    if unsent.shape == old.shape:
+      return keep(old, jnp.float32(1.0)), count
+    new, count = rewritten(keep, old.reshape(unsent.shape), count)
+    return new.reshape(old.shape), count
 
 
 def _kept(
-  momentum: jax.Array,
+  decay: float,
+  gradient: jax.Array,
   old: jax.Array,
   mean: jax.Array,
   unsent: jax.Array,
   chosen: jax.Array | None,
+  count: jax.Array,
 ) -> jax.Array:
   """Returns the momentum of a leaf that is kept.
 
   Args:
-    momentum: the momentum with this step's gradient.
+    decay: what the old momentum is multiplied by.
+    gradient: this step's gradient.
     old: the momentum without it.
     mean: the mean of all workers.
     unsent: what this worker did not send.
     chosen: the positions in the flat leaf where a sparse codec sent something, or at
       least the leaf's size; None if the codec sends all elements.
+    count: the count of :func:`remainder`.
   """
 
   def finite(mean: jax.Array, unsent: jax.Array) -> jax.Array:
-    # A codec that sends all elements makes the mean NaN wherever one is not finite. To
-    # look at what was not sent, too, XLA would have to copy the residual first.
+    # A codec that sends all elements makes the mean NaN wherever one is not finite.
     both = jnp.isfinite(mean)
     return both if chosen is None else both & jnp.isfinite(unsent)
 
+  def keep(old: jax.Array, one: jax.Array) -> jax.Array:
+    # The barrier has u' computed again, from the same numbers. Else it would take the
+    # memory of a gradient from the encoding to the end of the exchange.
+    added, again = jax.lax.optimization_barrier((gradient.reshape(old.shape), old))
+    usable = finite(mean * one, unsent.reshape(mean.shape) * one).reshape(old.shape)
+    return jnp.where(usable, _add(added, again, decay), old)
+
   with jax.named_scope("gradcomp_residual"):
-    momentum = momentum.reshape(old.shape)
-    kept = jnp.where(finite(mean, unsent).reshape(old.shape), momentum, old)
     if chosen is None:
-      return kept
+      return rewritten(keep, old, count)[0]
+    kept = keep(old, jnp.float32(1.0))
     # Zeros are written one by one into the old momentum's memory, without a mask. A
     # flat view of it would be a copy.
     mean, unsent = (x.reshape(-1).at[chosen].get(mode="clip") for x in (mean, unsent))

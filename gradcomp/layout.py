@@ -129,6 +129,17 @@ class Layout:
     Small leaves whose rows follow each other are decoded together. The rows of a large
     one are cut before it decodes them, so that it is written once.
     """
+    return self.shaped(self.viewed(decoders))
+
+  def shaped(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Gives leaves of :meth:`viewed` their own shapes."""
+    return [x.reshape(y.shape) for x, y in zip(leaves, self.like, strict=True)]
+
+  def viewed(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
+    """Returns the same elements, where a leaf may still have the shape of its tiles.
+
+    A CPU goes through what it decodes fastest in that shape, see :func:`tile_shape`.
+    """
     leaves: dict[int, jax.Array] = {}
     for numbers in self._runs():
       leaves |= self._decode_run(numbers, decoders)
@@ -150,8 +161,21 @@ class Layout:
       for i in numbers:
         _, start, stop = self.slots[i]
         own = tiles[start - first : stop - first]
-        leaves[i] = from_tiles(own, self.like[i], self.codecs[group])
+        like = jax.ShapeDtypeStruct(self.view(i), jnp.float32)
+        leaves[i] = from_tiles(own, like, self.codecs[group])
       return leaves
+
+  def view(self, number: int) -> tuple[int, ...]:
+    """Returns a shape in which a CPU goes through a leaf, with its elements in order.
+
+    That is the shape of its tiles, see :func:`tile_shape`, if the leaf fills them.
+    """
+    like, slot = self.like[number], self.slots[number]
+    codec = self.codecs[slot.group]
+    shape = (slot.stop - slot.start, *tile_shape(codec))
+    if codec.by_column or math.prod(shape) != like.size:
+      return like.shape
+    return shape
 
   def _runs(self) -> list[list[int]]:
     """Returns the numbers of leaves that are decoded together.

@@ -14,7 +14,7 @@ from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._exchange import WithoutOwners
 from gradcomp.exchange._work import Work
 from gradcomp.layout import Layout
-from gradcomp.sums import Way
+from gradcomp.sums import RowDecoder, Way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,13 @@ class AllGather(WithoutOwners):
     gathered = gather_rows(own.layout, own.rows, workers)
     parts = list(zip(own.sums, gathered, own.agreed_rows, strict=True))
     number = lax.axis_index(workers.axis_name) if own.keep else None
-    decoders = [
-      total.gathered(rows, agreed, workers.scale) for total, rows, agreed in parts
-    ]
+
+    def decoders() -> list[RowDecoder]:
+      scale = workers.scale
+      return [total.gathered(rows, agreed, scale) for total, rows, agreed in parts]
+
     return Total(
-      own.layout.decode(decoders),
+      own.means(decoders, gathered[0]),
       [
         None if number is None else total.gathered_loss(rows, agreed, number)
         for total, rows, agreed in parts

@@ -14,7 +14,7 @@ from gradcomp.exchange._collectives import (
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._exchange import WithoutOwners
 from gradcomp.exchange._work import Work
-from gradcomp.sums import ReducibleSum, Way
+from gradcomp.sums import ReducibleSum, RowDecoder, Way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +41,15 @@ class AllReduce(WithoutOwners):
     ]
     name = final_stage(own.layout.elements, workers)
     results = totals(terms, workers.axis_name, name)
-    decoders = [
-      total.reduced(result, own.leaf_rows(i), own.agreed_rows[i], workers.scale)
-      for i, (total, result) in enumerate(zip(sums, results, strict=True))
-    ]
-    return Total(own.layout.decode(decoders), own.nothing, own.residuals)
+    agreed = own.agreed_rows
+
+    def decoders() -> list[RowDecoder]:
+      return [
+        total.reduced(result, own.leaf_rows(i), agreed[i], workers.scale)
+        for i, (total, result) in enumerate(zip(sums, results, strict=True))
+      ]
+
+    return Total(own.means(decoders, results[0]), own.nothing, own.residuals)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     # Rows are unpacked to the codes that are added, and their sums decoded.

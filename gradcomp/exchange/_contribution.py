@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from gradcomp import sums
 from gradcomp.codecs import Context, Encoded, Memory, leaf_context, sum_context
 from gradcomp.exchange._keys import Keys, StepKey
 from gradcomp.layout import Layout
-from gradcomp.sums import LeafRows, RowDecoder, Sum, written
+from gradcomp.sums import LARGE, LeafRows, RowDecoder, Sum, written
 
 Leaves = list[jax.Array]
 
@@ -175,9 +175,31 @@ class Contribution:
     ]
 
   @functools.cached_property
+  def _views(self) -> Leaves:
+    return self.layout.viewed(self.decoders)
+
+  @functools.cached_property
   def decoded(self) -> Leaves:
     """Returns the leaves that this worker's own rows decode to."""
-    return self.layout.decode(self.decoders)
+    return self.layout.shaped(self._views)
+
+  def means(
+    self, decoders: Callable[[], Sequence[RowDecoder]], received: jax.Array
+  ) -> Leaves:
+    """Returns the leaves that all workers' rows decode to.
+
+    A residual and every state of an optimizer read them. So a CPU writes them down, but
+    not columns: XLA would write their transpose, and copy it.
+
+    Args:
+      decoders: makes the decoder of each codec.
+      received: what has come, as words or numbers.
+    """
+    layout = self.layout
+    columns = any(codec.by_column for codec in layout.codecs)
+    if columns or layout.elements < LARGE:
+      return layout.decode(decoders())
+    return layout.shaped(written(lambda _: layout.viewed(decoders()), received))
 
   @property
   def nothing(self) -> list[None]:
@@ -192,8 +214,11 @@ class Contribution:
     """
 
     def not_encoded(i: int) -> jax.Array:
+      shape = self.layout.view(i)
       known = self._encoded[1][i].unsent
-      return self.leaves[i] - self.decoded[i] if known is None else known
+      if known is None:
+        return self.leaves[i].reshape(shape) - self._views[i]
+      return known.reshape(shape)
 
     def lost(i: int) -> jax.Array:
       group = self.layout.slots[i].group
@@ -202,7 +227,10 @@ class Contribution:
       if on_the_way is None:
         return not_encoded(i) if encoded else jnp.zeros_like(self.leaves[i])
       decoded = self.layout.decode_leaf(i, {group: on_the_way})
-      return not_encoded(i) + decoded if encoded else decoded
+      if not encoded:
+        return decoded
+      unsent = not_encoded(i)
+      return unsent + decoded.reshape(unsent.shape)
 
     return [lost(i) for i in range(len(self.leaves))]
 

@@ -31,7 +31,7 @@ class _Owned(NamedTuple):
 
   Attributes:
     rows: ``uint32[share, words]`` for each codec.
-    lost: ``float32[N, share, *tile_shape]`` for each codec; empty where nobody asks.
+    lost: ``float32[rows, *tile_shape]`` for each codec; empty where nobody asks.
   """
 
   rows: list[jax.Array]
@@ -70,7 +70,7 @@ class Ring(WithoutOwners):
   def run(self, own: Contribution, workers: Workers) -> Total:
     owned = reduce(own, workers)
     gathered = gather_rows(own.layout, owned.rows, workers)
-    lost = [stacked(x) for x in owned.lost] if own.keep else own.nothing
+    lost = owned.lost if own.keep else own.nothing
     sent = [
       Sent(rows, residual=residual, scale=workers.scale)
       for rows, residual in zip(owned.rows, own.residuals, strict=True)
@@ -97,11 +97,14 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
     return own.of_partial(group, (index - 1 - hop) % n, n - 1 - hop)
 
   def noted(lost: list[jax.Array], sent: list[Sent], share: jax.Array) -> list:
-    """Writes what encoding a share lost into the losses so far."""
-    return [
-      x if y.lost is None else lax.dynamic_update_index_in_dim(x, y.lost, share, 0)
-      for x, y in zip(lost, sent, strict=bool(lost))
-    ]
+    """Writes what encoding a share lost into the losses of all rows so far."""
+
+    def written(rows: jax.Array, new: jax.Array | None) -> jax.Array:
+      if new is None:
+        return rows
+      return lax.dynamic_update_slice_in_dim(rows, new, share * len(new), 0)
+
+    return [written(x, y.lost) for x, y in zip(lost, sent, strict=bool(lost))]
 
   def receive(sent: list[Sent], hop: jax.Array | int) -> list[_Sums]:
     """Passes sums on, and adds this worker's part to those that come."""
@@ -133,7 +136,7 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
   ]
   # The zeros have the type of the addends, which may differ over other axes, too.
   lost = [
-    jnp.zeros_like(total.read(part))
+    jnp.zeros_like(stacked(total.read(part)))
     for total, part in zip(sums, parts, strict=True)
     if own.keep
   ]

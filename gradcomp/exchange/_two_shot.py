@@ -15,7 +15,7 @@ from gradcomp.exchange._all_gather import gather_rows
 from gradcomp.exchange._collectives import Workers, join, scatter, shares, split
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._work import Work
-from gradcomp.sums import Sent, Way
+from gradcomp.sums import RowDecoder, Sent, Way
 from gradcomp.workers import AxisName
 
 
@@ -124,14 +124,23 @@ def owned_total(
       ``float32[rows, *tile_shape]``, or None.
     workers: the workers that exchange.
   """
-  decoders, losses = [], []
-  for i, (total, rows) in enumerate(zip(own.sums, gathered, strict=True)):
-    share = -(-own.layout.rows[i] // workers.size)
-    value = total.value(rows, own.agreed_rows[i], sent[i].scale, share, workers.size)
-    decoders.append(value)
-    gone = lost[i]
-    losses.append(None if gone is None else total.loss(gone, own.agreed_rows[i]))
-  return Total(own.layout.decode(decoders), losses, [x.residual for x in sent])
+  agreed_rows = own.agreed_rows
+
+  def decoders() -> list[RowDecoder]:
+    shares = [-(-rows // workers.size) for rows in own.layout.rows]
+    return [
+      total.value(rows, agreed, one.scale, share, workers.size)
+      for total, rows, agreed, one, share in zip(
+        own.sums, gathered, agreed_rows, sent, shares, strict=True
+      )
+    ]
+
+  losses = [
+    None if gone is None else total.loss(gone, agreed)
+    for total, gone, agreed in zip(own.sums, lost, agreed_rows, strict=True)
+  ]
+  means = own.means(decoders, gathered[0])
+  return Total(means, losses, [x.residual for x in sent])
 
 
 def owned_loss(sent: Sent, workers: Workers) -> jax.Array | None:

@@ -1,4 +1,4 @@
-"""Computes values that a CPU writes down before anything reads them."""
+"""Says what a CPU writes down before anything reads it, and what it writes in place."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 _Arrays = TypeVar("_Arrays")
+
+LARGE = 2**17  # elements: fewer are computed soon, however that is done
 
 
 def written(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Arrays:
@@ -20,7 +22,7 @@ def written(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Array
 
   Args:
     function: returns arrays.
-    rows: ``uint32`` of any shape.
+    rows: numbers of at most 32 bits, in any shape.
 
   Example:
     >>> written(lambda rows: rows + 1, jnp.zeros((1, 2), jnp.uint32))
@@ -31,6 +33,7 @@ def written(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Array
 
   def condition(rows: jax.Array) -> _Arrays:
     first = rows[(0,) * rows.ndim]
+    first = jax.lax.bitcast_convert_type(first, f"uint{8 * rows.dtype.itemsize}")
 
     def nothing(rows: jax.Array) -> _Arrays:
       zero = first ^ first  # of the type of the words, which differ between workers
@@ -41,3 +44,49 @@ def written(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Array
     return jax.lax.cond(jax.lax.population_count(first) > 32, nothing, function, rows)
 
   return jax.lax.platform_dependent(rows, cpu=condition, default=function)
+
+
+def rewritten(
+  function: Callable[[jax.Array, jax.Array], jax.Array],
+  old: jax.Array,
+  count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns ``function(old, one)``, which a CPU writes into the memory of ``old``.
+
+  It is for an array that the caller gives up, and that has another shape there. XLA
+  would write a reshaped result into new memory, and copy it. A loop keeps its memory,
+  and XLA does not know that this one has one round.
+
+  Args:
+    function: returns an array of the shape and dtype of ``old``. What it computes from
+      other arrays alone, XLA takes out of the loop and writes down, but not what it
+      multiplies by ``one``. XLA does not know that this is 1.0.
+    old: an array of any shape.
+    count: ``int32[]``, not negative, which XLA does not know.
+
+  Returns:
+    The array, and another count for what is to be written after it. Else XLA would not
+    know that what both read may be written over, and copy it.
+
+  Example:
+    >>> rewritten(lambda old, one: old + one, jnp.zeros(2), jnp.int32(0))[0]
+    Array([1., 1.], dtype=float32)
+  """
+
+  def once(old: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return function(old, jnp.float32(1.0)), count
+
+  def loop(old: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def round(passed: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+      number, old = passed
+      few = jax.lax.population_count(number) <= 32
+      return number + 1, function(old, few.astype(jnp.float32))
+
+    rounds = (count >= 0).astype(jnp.int32)
+    first = (jnp.int32(0), old)
+    number, new = jax.lax.while_loop(lambda passed: passed[0] < rounds, round, first)
+    return new, number
+
+  if old.size < LARGE:
+    return once(old, count)
+  return jax.lax.platform_dependent(old, count, cpu=loop, default=once)

@@ -5,6 +5,7 @@ mean zero. Where one mean is not finite, both are NaN.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -162,17 +163,18 @@ def encode_rows(
 
 
 def remainder(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Array:
-  """Returns the residual of an array: ``x`` less the mean of its side.
-
-  XLA could not write a reshaped residual over the old one.
-  """
+  """Returns the residual of an array: ``x`` less the mean of its side."""
+  tiles = (pairs.shape[0], WORD, bucket_size)
+  shape = tiles if x.size == math.prod(tiles) else x.shape  # see planes.less
 
   def spread(side: jax.Array) -> jax.Array:
-    """Repeats each bucket's mean for its elements, in the shape of ``x``."""
-    each = jnp.broadcast_to(side.reshape(-1, 1), (side.size, bucket_size))
-    return each.reshape(-1)[: x.size].reshape(x.shape)
+    """Repeats each bucket's mean for its elements."""
+    each = jnp.broadcast_to(side[..., None], tiles)
+    return each if shape is tiles else each.reshape(-1)[: x.size].reshape(shape)
 
-  return x - jnp.where(x < 0, spread(pairs[:, 1]), spread(pairs[:, 0]))
+  rest = x.reshape(shape)
+  rest -= jnp.where(rest < 0, spread(pairs[:, 1]), spread(pairs[:, 0]))
+  return rest.reshape(x.shape)
 
 
 def decode_rows(rows: jax.Array, *, bucket_size: int) -> jax.Array:

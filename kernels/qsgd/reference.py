@@ -24,6 +24,7 @@ from gradcomp.kernels.planes import (
   Segment,
   float_words,
   floats,
+  less,
   pack_planes,
   planes_per_word,
   stack_rows,
@@ -97,8 +98,7 @@ def encode_rows(
   if not keep:
     return rows, None
   sent = decode_rows(rows, bits=bits, bucket_size=bucket_size, levels=levels)
-  # In the leaf's shape: XLA cannot write a reshaped residual over the old one.
-  return rows, x - sent.reshape(-1)[: x.size].reshape(x.shape)
+  return rows, less(x, sent)
 
 
 def limit(bits: int, levels: Levels) -> int:

@@ -1,0 +1,48 @@
+"""A CPU goes through large leaves in the shape of their tiles, with the same bits."""
+
+import jax
+import modes
+import numpy as np
+import pytest
+from slow_cases import slow
+
+import gradcomp
+from gradcomp.codecs import QSGD, EightBit, OneBit, Ternary
+from gradcomp.exchange import _contribution
+from gradcomp.feedback import ErrorFeedback, MomentumFeedback
+from gradcomp.sums import LARGE, _written
+
+WORKERS = 2
+SHAPE = (LARGE // 256, 256)  # whole tiles of every codec here
+
+CASES = [
+  (QSGD(bits=4), "all_gather", ErrorFeedback()),
+  (OneBit(), "two_shot", MomentumFeedback()),
+  *slow(
+    (OneBit(), "all_gather", ErrorFeedback()),
+    (Ternary(), "psum", ErrorFeedback()),
+    (EightBit(), "ring", ErrorFeedback()),
+    (QSGD(bits=4, levels="nonuniform"), "two_shot", MomentumFeedback()),
+  ),
+]
+
+
+def run(codec, exchange, feedback):
+  """Means and residuals of two steps, of which the second has a NaN and an infinity."""
+  rng = np.random.default_rng(0)
+  steps = rng.standard_normal((2, WORKERS, *SHAPE)).astype(np.float32)
+  steps[1, 0, 3, 5], steps[1, 1, 100, 7] = np.nan, np.inf
+  tx = gradcomp.compress(codec, axis_name="data", exchange=exchange, feedback=feedback)
+  means, residuals = modes.run("shard_map", tx, list(steps))
+  return jax.tree.map(np.asarray, (means, residuals))
+
+
+@pytest.mark.parametrize(("codec", "exchange", "feedback"), CASES, ids=str)
+def test_they_have_the_bits_of_small_leaves(codec, exchange, feedback, monkeypatch):
+  large = run(codec, exchange, feedback)
+  for module in (_contribution, _written):
+    monkeypatch.setattr(module, "LARGE", 2 * LARGE)
+  small = run(codec, exchange, feedback)
+  jax.tree.map(np.testing.assert_array_equal, large, small)
+  means, residuals = large
+  assert np.isnan(means[1]).any() and np.isfinite(residuals).all()
