@@ -95,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--workers", type=int, default=4, help="default: 4")
   parser.add_argument("--steps", type=int, default=200, help="default: 200")
   args = parser.parse_args(argv)
+  if BATCH % args.workers:
+    parser.error(f"--workers must divide the {BATCH} sequences of a batch")
   jax.config.update("jax_num_cpu_devices", args.workers)
   devices = jax.devices()[: args.workers]
   jax.set_mesh(jax.make_mesh((args.workers,), ("data",), devices=devices))
