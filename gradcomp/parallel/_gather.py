@@ -71,9 +71,10 @@ def gather(
   bytes of the payload of a shard. A payload has whole tiles of its codec. Choose
   buckets so small that a shard fills its tiles, or None for a small weight.
 
-  A gradient that is not finite makes at least its block NaN on the owner of the block.
-  The residual keeps its old value there. Workers do not learn of what others sent: a
-  step that is dropped for it must drop all new residuals, too.
+  A gradient that is not finite makes at least its block NaN on the owner of the block,
+  or the element alone if it is the owner's. The residual keeps its old value there.
+  Workers do not learn of what others sent: a step that is dropped for it must drop all
+  new residuals, too.
 
   Args:
     w_shard: this worker's part of the weight, floats, of one shape on all workers. A
