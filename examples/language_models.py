@@ -1,8 +1,8 @@
-"""Defines a language model over bytes in flax nnx."""
+"""Defines two language models over bytes: one in flax nnx, the other in flax linen."""
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 
 class Recurrent(nnx.Module):
@@ -35,3 +35,81 @@ class Recurrent(nnx.Module):
     start = 0 * given[:, 0, : kernel.shape[0]]
     _, states = jax.lax.scan(step, start, given.swapaxes(0, 1))
     return self.head(states.swapaxes(0, 1))
+
+
+class Transformer(linen.Module):
+  """A decoder, which predicts each next byte from all before it.
+
+  It has 0.41 million parameters with ASCII characters. The output layer is the
+  embedding, transposed. Positions turn queries and keys (Su et al., 2021), so that
+  sequences may have any length.
+  """
+
+  characters: int
+  width: int = 128  # of each head an even number
+  heads: int = 4
+  layers: int = 2
+  block: type[linen.Module] | None = None  # in place of Block, as fsdp_linen.py has it
+
+  @linen.compact
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    block = Block if self.block is None else self.block
+    embed = linen.Embed(self.characters, self.width, name="embed")
+    x = embed(tokens.astype(jnp.int32))
+    for i in range(self.layers):
+      x = block(self.heads, name=f"block{i}")(x)
+    return embed.attend(_norm("norm")(x))
+
+
+class Block(linen.Module):
+  """Attention and two dense layers, each normalised before and added to its input."""
+
+  heads: int
+
+  @linen.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    width = x.shape[-1]
+    dense = lambda size, name: linen.Dense(size, use_bias=False, name=name)
+    given = dense(3 * width, "attend")(_norm("norm1")(x))
+    heads = given.reshape(*x.shape[:2], self.heads, -1)
+    query, key, value = jnp.split(heads, 3, axis=-1)
+    x += dense(width, "mix")(attention(turned(query), turned(key), value))
+    wide = linen.gelu(dense(4 * width, "widen")(_norm("norm2")(x)))
+    return x + dense(width, "narrow")(wide)
+
+
+def _norm(name: str) -> linen.LayerNorm:
+  return linen.LayerNorm(use_bias=False, name=name)
+
+
+def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+  """Averages the values of all positions up to each query's own.
+
+  Args:
+    query: ``[batch, length, heads, size]``; key and value are alike.
+
+  Returns:
+    The heads side by side, ``[batch, length, heads * size]``.
+  """
+  length, size = query.shape[1], query.shape[-1]
+  scores = jnp.einsum("bqhs,bkhs->bhqk", query, key) / size**0.5
+  seen = jnp.tril(jnp.ones((length, length), bool))
+  weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+  mixed = jnp.einsum("bhqk,bkhs->bqhs", weights, value)
+  return mixed.reshape(*mixed.shape[:2], -1)
+
+
+def turned(x: jax.Array) -> jax.Array:
+  """Turns each pair of elements by an angle that is proportional to the position.
+
+  So products of queries and keys depend on how far the positions are apart.
+
+  Args:
+    x: ``[batch, length, heads, size]``, where the two halves of ``size`` are pairs.
+  """
+  length, half = x.shape[1], x.shape[-1] // 2
+  rates = 10000.0 ** (-jnp.arange(half) / half)
+  angles = (jnp.arange(length)[:, None] * rates)[:, None]  # [length, 1, half]
+  a, b = jnp.split(x, 2, axis=-1)
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from progress import Progress
 
@@ -17,6 +17,7 @@ import gradcomp
 
 AXIS = "data"
 Batch = tuple[np.ndarray, np.ndarray]  # inputs and labels: a Split, or Tokens
+Model = Callable[..., nnx.Module] | linen.Module
 
 
 class Point(NamedTuple):
@@ -44,18 +45,18 @@ class Task:
   """A model and a test set on a mesh, which all runs of a comparison share.
 
   Args:
-    model: makes the network from ``rngs``.
+    model: makes the network of flax nnx from ``rngs``, or is one of flax linen.
     test: evaluated whole, on one device of each process.
     mesh: all devices, on the axis ``AXIS``.
   """
 
-  def __init__(self, model: Callable[..., nnx.Module], test: Batch, mesh: Mesh):
+  def __init__(self, model: Model, test: Batch, mesh: Mesh):
     replicated = NamedSharding(mesh, PartitionSpec())
-    graph, _ = nnx.split(nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0))))
+    init, apply = _functions(model, test[0][:1])
 
     def predict(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
       inputs, labels = batch
-      logits = nnx.merge(graph, params)(inputs)
+      logits = apply(params, inputs)
       losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
       return losses, logits.argmax(axis=-1) == labels
 
@@ -70,10 +71,7 @@ class Task:
     self._scores = jax.jit(scores)
     self._test = test
     # Jitted, so that every process places the same parameters on its own devices.
-    self._init = jax.jit(
-      lambda key: nnx.state(model(rngs=nnx.Rngs(key)), nnx.Param),
-      out_shardings=replicated,
-    )
+    self._init = jax.jit(init, out_shardings=replicated)
 
   def init_params(self, seed: int) -> Any:
     """Draws parameters on all devices; equal seeds give equal parameters."""
@@ -99,6 +97,22 @@ class Task:
       totals += jax.device_get(self._scores(local, part))
     loss, accuracy = (totals / labels.size).tolist()
     return loss, accuracy
+
+
+def _functions(
+  model: Model, inputs: np.ndarray
+) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
+  """Returns what draws parameters from a key, and what computes logits from both."""
+  if isinstance(model, linen.Module):
+    return (
+      lambda key: model.init(key, inputs)["params"],
+      lambda params, inputs: model.apply({"params": params}, inputs),
+    )
+  graph, _ = nnx.split(nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0))))
+  return (
+    lambda key: nnx.state(model(rngs=nnx.Rngs(key)), nnx.Param),
+    lambda params, inputs: nnx.merge(graph, params)(inputs),
+  )
 
 
 def compile_step(

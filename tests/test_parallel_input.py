@@ -139,6 +139,23 @@ def test_random_numbers_differ_by_part_and_direction():
   assert (np.asarray(there)[RING[0][1]] != np.asarray(back)[RING[0][0]]).any()
 
 
+def test_arrays_that_are_equal_on_all_workers():
+  """Under vmap, where JAX knows it: they have no axis of the workers."""
+  x = numbers(8)
+
+  def function(worker):
+    part = parallel.psum_scatter(x, "data", codec=Dense())
+    swapped = parallel.all_to_all(x, "data", 0, 0, codec=Dense())
+    return part, swapped, parallel.psum(x, "data", codec=Dense())
+
+  part, swapped, total = mapped("vmap", function, N)(np.arange(N))
+  np.testing.assert_array_equal(part, 4 * x.reshape(N, 2))
+  np.testing.assert_array_equal(
+    swapped, np.repeat(x.reshape(N, 1, 2), N, 1).reshape(N, 8)
+  )
+  np.testing.assert_array_equal(total, np.stack([4 * x] * N))
+
+
 RING = [(0, 1), (1, 2), (2, 3), (3, 0)]
 BAD = {
   "sparse": (dict(codec=TopK()), ValueError, ["`codec`", "every element", "TopK"]),
