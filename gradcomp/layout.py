@@ -24,6 +24,7 @@ from gradcomp.codecs import (
   tile_shape,
   to_agree,
   to_tiles,
+  view_shape,
 )
 from gradcomp.sums import RowDecoder
 
@@ -136,10 +137,7 @@ class Layout:
     return [x.reshape(y.shape) for x, y in zip(leaves, self.like, strict=True)]
 
   def viewed(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
-    """Returns the same elements, where a leaf may still have the shape of its tiles.
-
-    A CPU goes through what it decodes fastest in that shape, see :func:`tile_shape`.
-    """
+    """Returns the same leaves in the shapes of :meth:`view`."""
     leaves: dict[int, jax.Array] = {}
     for numbers in self._runs():
       leaves |= self._decode_run(numbers, decoders)
@@ -166,16 +164,9 @@ class Layout:
       return leaves
 
   def view(self, number: int) -> tuple[int, ...]:
-    """Returns a shape in which a CPU goes through a leaf, with its elements in order.
-
-    That is the shape of its tiles, see :func:`tile_shape`, if the leaf fills them.
-    """
-    like, slot = self.like[number], self.slots[number]
-    codec = self.codecs[slot.group]
-    shape = (slot.stop - slot.start, *tile_shape(codec))
-    if codec.by_column or math.prod(shape) != like.size:
-      return like.shape
-    return shape
+    """Returns the shape in which a CPU goes through a leaf fastest."""
+    group, start, stop = self.slots[number]
+    return view_shape(stop - start, self.like[number], self.codecs[group])
 
   def _runs(self) -> list[list[int]]:
     """Returns the numbers of leaves that are decoded together.

@@ -59,5 +59,6 @@ from gradcomp.codecs._tiles import from_tiles as from_tiles
 from gradcomp.codecs._tiles import tile_shape as tile_shape
 from gradcomp.codecs._tiles import to_tiles as to_tiles
 from gradcomp.codecs._tiles import uncut as uncut
+from gradcomp.codecs._tiles import view_shape as view_shape
 from gradcomp.codecs._top_k import Quantize as Quantize
 from gradcomp.codecs._top_k import TopK as TopK

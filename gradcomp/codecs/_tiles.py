@@ -1,5 +1,7 @@
 """Leaves to tiles, and back: what codecs do around their rows."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -85,6 +87,25 @@ def tile_shape(codec: Codec) -> tuple[int, ...]:
   row = jax.ShapeDtypeStruct((1, codec.row_words), jnp.uint32)
   decode = codec.codes if is_shared(codec) else codec.decode_rows
   return jax.eval_shape(decode, row).shape[1:]
+
+
+def view_shape(
+  rows: int, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
+) -> tuple[int, ...]:
+  """Returns the shape in which a CPU goes through a leaf fastest.
+
+  It has the leaf's elements in their order. If the leaf fills its rows, it is that of
+  their tiles, see :func:`tile_shape`, and else its own.
+
+  Example:
+    >>> codec = gradcomp.codecs.QSGD(bits=4, bucket_size=512)
+    >>> view_shape(2, jnp.zeros((128, 64)), codec)
+    (2, 8, 512)
+  """
+  shape = (rows, *tile_shape(codec))
+  if codec.by_column or math.prod(shape) != like.size:
+    return like.shape
+  return shape
 
 
 def from_tiles(

@@ -188,16 +188,16 @@ class Contribution:
   ) -> Leaves:
     """Returns the leaves that all workers' rows decode to.
 
-    A residual and every state of an optimizer read them. So a CPU writes them down, but
-    not columns: XLA would write their transpose, and copy it.
+    A residual and every state of an optimizer read them. So a CPU writes them down, if
+    any leaf has the shape of its tiles.
 
     Args:
       decoders: makes the decoder of each codec.
       received: what has come, as words or numbers.
     """
     layout = self.layout
-    columns = any(codec.by_column for codec in layout.codecs)
-    if columns or layout.elements < LARGE:
+    tiled = any(layout.view(i) != x.shape for i, x in enumerate(layout.like))
+    if not tiled or layout.elements < LARGE:
       return layout.decode(decoders())
     return layout.shaped(written(lambda _: layout.viewed(decoders()), received))
 
