@@ -1,4 +1,4 @@
-"""Says which codecs can encode arrays that nobody corrects later."""
+"""Says which codecs can encode arrays without a memory, and without a residual."""
 
 from typing import Any, cast
 
@@ -9,16 +9,18 @@ from gradcomp.codecs._rounds import RoundsCodec
 from gradcomp.codecs._sparse import LinearCodec, SparseCodec
 
 
-def stateless(name: str, codec: Any) -> Codec:
-  """Returns a codec whose payload stands for the whole array, without a residual.
+def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
+  """Returns a codec whose payload stands for the whole array.
 
   Args:
     name: the name of the argument, for the message.
     codec: what was given for it.
+    corrected: whether a residual holds what the payload lacks; None where there can be
+      none.
 
   Raises:
     ValueError: ``codec`` sends some of the elements, keeps a memory, or needs error
-      feedback.
+      feedback that it does not get.
     TypeError: ``codec`` is no codec.
 
   Example:
@@ -39,8 +41,10 @@ def stateless(name: str, codec: Any) -> Codec:
     )
   elif isinstance(codec, SparseCodec | LinearCodec):
     rule = "send every element, because what is left out is never sent later"
-  elif isinstance(codec, OneBit):
+  elif isinstance(codec, OneBit) and not corrected:
     rule = "work without error feedback, which nothing here keeps for it"
+    if corrected is not None:
+      rule = "work without error feedback where `residual` is None"
   elif is_fitted(codec):
     rule = "be without a memory, which nothing here carries from call to call"
   else:

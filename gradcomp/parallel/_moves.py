@@ -8,10 +8,9 @@ from jax import lax
 
 from gradcomp.codecs import Codec
 from gradcomp.parallel._all_gather import all_gather
-from gradcomp.parallel._lines import draws, from_lines, to_lines
 from gradcomp.parallel._psum import by_owners, owner_key, psum, total
 from gradcomp.parallel._psum_scatter import psum_scatter
-from gradcomp.parallel._raw import cut, gathered, joined, mine, reduced
+from gradcomp.parallel._raw import cut, gathered, joined, lost, mine, reduced
 from gradcomp.parallel._wire import Wire, checked_key, wire
 from gradcomp.workers import AxisName, mark_varying
 
@@ -69,30 +68,17 @@ def moved_with_residual(
   corrected = mark_varying(x.astype(jnp.float32), move.axis_name) + old.reshape(x.shape)
   if move.kind == "sum":
     result = total(corrected, options, words)
-    lost = _lost_in_sum(corrected, options, words)
+    unsent = _lost_in_sum(corrected, options, words)
   elif move.kind == "scatter":
     parts = cut(corrected, move.axis, options.size)
     result = reduced(parts, options, words)
-    lost = joined(_lost(parts, options, words), move.axis)
+    unsent = joined(lost(parts, options, words), move.axis)
   else:
     result = joined(gathered(corrected, options, words), move.axis)
-    lost = _lost(corrected[None], options, words)[0]
-  lost = lost.reshape(old.shape)
-  kept = jnp.where(jnp.isfinite(lost), lost, old).astype(residual.dtype)
+    unsent = lost(corrected[None], options, words)[0]
+  unsent = unsent.reshape(old.shape)
+  kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
   return result.astype(x.dtype), kept
-
-
-def _lost(parts: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
-  """Returns what receivers do not get of parts ``[K, ...]``.
-
-  XLA sees that the parts are encoded as they were for sending, and does it once.
-  """
-  worker = lax.axis_index(wire.axis_name)
-  lines = to_lines(parts, wire.codec, draws(wire.codec, key, parts.shape[0], worker))
-  lost = parts - from_lines(lines, parts.shape[1:], wire.codec)
-  if wire.own == "exact":
-    lost = jnp.where(mine(worker, lost), 0.0, lost)
-  return lost
 
 
 def _lost_in_sum(x: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
@@ -102,7 +88,7 @@ def _lost_in_sum(x: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
   """
   worker = lax.axis_index(wire.axis_name)
   parts, own = by_owners(x, wire, key)
-  lost = _lost(parts, wire, key)
-  again = _lost(own[None], wire, owner_key(wire, key))[0]
-  lost = lost + jnp.where(mine(worker, lost), again, 0.0)
-  return lost.reshape(-1)[: x.size].reshape(x.shape)
+  unsent = lost(parts, wire, key)
+  again = lost(own[None], wire, owner_key(wire, key))[0]
+  unsent = unsent + jnp.where(mine(worker, unsent), again, 0.0)
+  return unsent.reshape(-1)[: x.size].reshape(x.shape)

@@ -72,6 +72,20 @@ def reduced(
   return sum_in_order(lambda part: part, exchanged(parts, wire, key, name))
 
 
+def lost(parts: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
+  """Returns what receivers do not get of parts ``[K, ...]``.
+
+  It takes what :func:`exchanged` takes, or an array that is gathered as ``[1, ...]``.
+  XLA sees that the parts are encoded as they were for sending, and does it once.
+  """
+  worker = lax.axis_index(wire.axis_name)
+  lines = to_lines(parts, wire.codec, draws(wire.codec, key, parts.shape[0], worker))
+  arrived = from_lines(lines, parts.shape[1:], wire.codec)
+  if wire.own == "exact":
+    arrived = jnp.where(mine(worker, arrived), parts, arrived)
+  return parts - arrived
+
+
 def sent(
   x: jax.Array,
   wire: Wire,
