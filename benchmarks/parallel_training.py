@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from emulated import POINTS, WORKERS, own, stacked
+from emulated import WORKERS, own, stacked
 from jax import lax
 
 import gradcomp
@@ -24,6 +24,7 @@ import text  # noqa: E402
 from fsdp import Fsdp  # noqa: E402
 from training import AXIS, Task  # noqa: E402
 
+POINTS = 3  # of a curve
 Way = Literal["data", "zero", "fsdp"]
 
 
@@ -50,13 +51,12 @@ class Setting(NamedTuple):
 class Plan(NamedTuple):
   """A way to train, as one worker does it."""
 
-  init: Callable[[Any], Any]  # from whole parameters to the parameters and the state
-  step: Callable[
-    [Any, Any, Any], Any
-  ]  # to parameters, state, loss, and what is checked
-  whole: Callable[
-    [Any], Any
-  ]  # from the stacked parameters of all workers to whole ones
+  # From whole parameters to the worker's own and its state.
+  init: Callable[[Any], Any]
+  # From these and a batch to the next ones, the loss, and what is found out.
+  step: Callable[[Any, Any, Any], Any]
+  # From the stacked parameters of all workers to whole ones.
+  whole: Callable[[Any], Any]
 
 
 def adam_of(setting: Setting) -> optax.GradientTransformation:

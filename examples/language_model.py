@@ -100,8 +100,9 @@ def make_fsdp(task: Task, args: argparse.Namespace) -> fsdp.Fsdp:
   return fsdp.Fsdp(
     loss_fn=task.loss_fn,
     optimizer=make_adam(args),
-    weights=QSGD(bits=args.weights or 8),
-    grads=QSGD(bits=args.grads),
+    # Buckets are so small that a worker's part of a matrix fills its rows.
+    weights=QSGD(bits=args.weights or 8, bucket_size=128),
+    grads=QSGD(bits=args.grads, bucket_size=128),
     feedback=args.feedback == "error",
   )
 
