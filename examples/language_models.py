@@ -49,13 +49,15 @@ class Transformer(linen.Module):
   width: int = 128  # of each head an even number
   heads: int = 4
   layers: int = 2
+  block: type[linen.Module] | None = None  # in place of Block, as fsdp_linen.py has it
 
   @linen.compact
   def __call__(self, tokens: jax.Array) -> jax.Array:
+    block = Block if self.block is None else self.block
     embed = linen.Embed(self.characters, self.width, name="embed")
     x = embed(tokens.astype(jnp.int32))
     for i in range(self.layers):
-      x = Block(self.heads, name=f"block{i}")(x)
+      x = block(self.heads, name=f"block{i}")(x)
     return embed.attend(_norm("norm")(x))
 
 

@@ -352,6 +352,25 @@ def test_model_parallel_goes_on_from_a_checkpoint(digits, tmp_path):
   assert 0.2 < int(row["bytes_a_step"]) / int(row["f32_bytes_a_step"]) < 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name, options, sent",
+  [
+    # 8 bits there, perhaps again in the backward pass, and 4 back, with scales.
+    ("fsdp_linen", ["--workers", 2], 0.24),
+    ("fsdp_nnx", ["--workers", 2], 0.24),
+    ("hsdp", ["--hosts", 2, "--chips", 2], 0.15),
+  ],
+)
+def test_transformers_with_cut_parameters_train(name, options, sent):
+  script = EXAMPLES / f"{name}.py"
+  out, _ = finish(start(*options, "--steps", 6, script=script))
+  losses = [float(line.split()[-1]) for line in out.splitlines() if "loss" in line]
+  assert len(losses) == 6 and losses[-1] < 0.8 * max(losses)
+  ratio = float(out.splitlines()[-1].split()[1])
+  assert sent - 0.06 < ratio < sent, out
+
+
 def test_cut_layers_are_the_whole_net():
   import cut_layers
 

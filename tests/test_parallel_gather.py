@@ -323,6 +323,28 @@ def test_axes_of_a_mesh(check_vma):
       rounded(np.asarray(dw).reshape(8, 3) + new.sum(0), x.sum(0))
 
 
+def test_weights_of_equal_type_on_hosts_get_the_sum_over_hosts():
+  """By JAX, as everywhere where types are checked; residuals stay each chip's own."""
+  devices = np.array(jax.devices()[:N]).reshape(2, 2)
+  both = P(("host", "chip"))
+  w, x = numbers(8, 3), numbers(N, 8, 3)
+
+  def grads(w, residual, x):
+    loss = lambda w, e: jnp.sum(
+      x[0] * gather(w, "chip", weights=None, grads=COARSE, residual=e)
+    )
+    return jax.grad(loss, (0, 1))(w, residual)
+
+  step = jax.shard_map(
+    grads,
+    mesh=jax.sharding.Mesh(devices, ("host", "chip")),
+    in_specs=(P("chip"), both, both),
+    out_specs=(P("chip"), both),
+  )
+  dw, new = jax.jit(step)(w, np.zeros((N * 8, 3), np.float32), x)
+  rounded(dw + np.asarray(new).reshape(N, 8, 3).sum(0), x.sum(0))
+
+
 WRONG = {
   "sparse": (dict(weights=TopK(), grads=None), ["`weights`", "every element", "TopK"]),
   "sparse back": (dict(weights=None, grads=TopK()), ["`grads`", "every element"]),

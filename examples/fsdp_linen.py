@@ -1,0 +1,116 @@
+"""Trains a transformer of flax linen whose parameters are cut over the workers (FSDP).
+
+    python examples/fsdp_linen.py --steps 200
+
+Each worker keeps an Nth of each parameter, and of Adam's state. A block gathers its
+parameters in 8 bits when it needs them, in the forward pass and again in the backward
+pass, and forgets them. Their gradients go back to their owners in 4 bits. What that
+loses, each worker keeps in a residual, and sends in the next step.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import text
+from flax import linen
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from language_models import Block, Transformer
+
+import gradcomp
+from gradcomp import parallel
+from gradcomp.codecs import QSGD, EightBit
+
+BATCH, LENGTH = 32, 32  # sequences of a step, of all workers, and bytes of a sequence
+# Buckets are so small that a worker's part of a matrix fills its rows.
+WEIGHTS = EightBit(bucket_size=128)
+GRADS = QSGD(bits=4, bucket_size=128, rounding="nearest")
+
+
+def gathered(variables: Any) -> Any:
+  """Puts the parameters of a layer together. All are cut along their first axis."""
+
+  def gather(w: jax.Array, residual: jax.Array) -> jax.Array:
+    small = w.ndim < 2  # such parameters travel in float32
+    codecs = dict(weights=None if small else WEIGHTS, grads=None if small else GRADS)
+    return parallel.gather(w, "data", residual=residual, **codecs)
+
+  return {"params": jax.tree.map(gather, variables["params"], variables["residuals"])}
+
+
+# A block that gathers when it is called, and again before its backward pass.
+GatheredBlock = linen.remat(
+  linen.map_variables(Block, ("params", "residuals"), gathered)
+)
+model = Transformer(text.CHARACTERS, block=GatheredBlock)
+
+
+def loss_fn(params: Any, residuals: Any, batch: text.Tokens) -> jax.Array:
+  """Computes a worker's share of the mean loss, of which gradients are sums."""
+  # A layer that is used twice is gathered once, for each gather sends its residual.
+  outer = [name for name in params if not name.startswith("block")]
+  few = {name: params[name] for name in outer}
+  whole = gathered({"params": few, "residuals": {n: residuals[n] for n in outer}})
+  variables = {"params": params | whole["params"], "residuals": residuals}
+  logits = model.apply(variables, batch.inputs)
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+  return jnp.mean(losses) / lax.axis_size("data")
+
+
+def worker(params: Any, residuals: Any, batch: text.Tokens) -> Any:
+  """Returns the mean loss, the worker's part of the gradient, and its residuals."""
+  loss, cotangents = jax.value_and_grad(loss_fn, (0, 1))(params, residuals, batch)
+  return lax.psum(loss, "data"), *cotangents
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Trains, and prints the loss and the bytes of a step."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--workers", type=int, default=4, help="default: 4")
+  parser.add_argument("--steps", type=int, default=200, help="default: 200")
+  args = parser.parse_args(argv)
+  if BATCH % args.workers:
+    parser.error(f"--workers must divide the {BATCH} sequences of a batch")
+  jax.config.update("jax_num_cpu_devices", args.workers)
+  devices = jax.devices()[: args.workers]
+  jax.set_mesh(jax.make_mesh((args.workers,), ("data",), devices=devices))
+  batches = text.batches(text.load().train, BATCH, LENGTH, seed=0)
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
+
+  def init(key: jax.Array) -> Any:
+    return Transformer(text.CHARACTERS).init(key, next(batches).inputs[:1])["params"]
+
+  def zeros(params: Any) -> Any:
+    return jax.tree.map(lambda w: parallel.gather_residual(w, "data"), params)
+
+  def cut(function: Any, outputs: Any) -> Any:
+    return jax.shard_map(function, in_specs=P("data"), out_specs=outputs)
+
+  gradients = cut(worker, (P(), P("data"), P("data")))
+
+  @jax.jit
+  def step(params: Any, residuals: Any, state: Any, batch: text.Tokens) -> Any:
+    loss, grads, residuals = gradients(params, residuals, batch)
+    # Here parameters are global arrays, and norms are those of whole ones.
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), residuals, state, loss
+
+  params = jax.jit(init, out_shardings=P("data"))(jax.random.key(0))
+  residuals = jax.jit(cut(zeros, P("data")))(params)
+  state = jax.jit(optimizer.init)(params)
+  place = lambda batch: jax.device_put(batch, P("data"))
+  program = step.lower(params, residuals, state, place(next(batches))).compile()
+  for number in range(1, args.steps + 1):
+    batch = place(next(batches))
+    params, residuals, state, loss = program(params, residuals, state, batch)
+    if number % max(1, args.steps // 10) == 0:
+      print(f"step {number}: loss {loss:.3f}")
+  print(gradcomp.wire_report(program))
+
+
+if __name__ == "__main__":
+  main()

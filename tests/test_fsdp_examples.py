@@ -1,0 +1,201 @@
+"""The examples whose parameters are cut over workers compute what whole models do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from slow_cases import slow
+
+import gradcomp
+from gradcomp import _hlo
+
+N = 4
+LENGTH = 6
+
+
+@pytest.fixture
+def batch():
+  tokens = np.random.default_rng(0).integers(0, 16, (2 * N, LENGTH + 1))
+  import text
+
+  return text.Tokens(tokens[:, :-1].astype(np.uint8), tokens[:, 1:].astype(np.int32))
+
+
+def mean_loss(logits, labels):
+  return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def per_worker(tree):
+  """A leaf of all workers as ``[N, ...]``, each an equal part of the first axis."""
+  return jax.tree.map(lambda x: x.reshape(N, x.shape[0] // N, *x.shape[1:]), tree)
+
+
+def zeros(params):
+  return jax.tree.map(lambda w: jnp.zeros((N, *w.shape), jnp.float32), params)
+
+
+def close(got, want):
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    # Sums of a few terms in other orders.
+    np.testing.assert_allclose(np.asarray(x), y, rtol=1e-4, atol=1e-6)
+
+
+def test_linen_has_the_gradients_of_whole_parameters(batch, monkeypatch):
+  import fsdp_linen
+  from language_models import Transformer
+
+  sizes = dict(characters=16, width=8, heads=2, layers=2)
+  monkeypatch.setattr(fsdp_linen, "WEIGHTS", None)
+  monkeypatch.setattr(fsdp_linen, "GRADS", None)
+  model = Transformer(**sizes, block=fsdp_linen.GatheredBlock)
+  monkeypatch.setattr(fsdp_linen, "model", model)
+
+  @jax.jit
+  def both(batch):
+    plain = Transformer(**sizes)
+    params = plain.init(jax.random.key(0), batch.inputs)["params"]
+    loss = lambda params: mean_loss(
+      plain.apply({"params": params}, batch.inputs), batch.labels
+    )
+    worker = jax.vmap(fsdp_linen.worker, axis_name="data")
+    parts = worker(per_worker(params), zeros(params), per_worker(batch))
+    value, grads = jax.value_and_grad(loss)(params)
+    return parts, (jnp.stack([value] * N), per_worker(grads))
+
+  (loss, grads, residuals), want = both(batch)
+  close((loss, grads), want)
+  assert not any(x.any() for x in jax.tree.leaves(residuals))
+
+
+def test_nnx_has_the_gradients_of_whole_parameters(batch, monkeypatch):
+  import fsdp_nnx
+
+  monkeypatch.setattr(fsdp_nnx, "WEIGHTS", None)
+  monkeypatch.setattr(fsdp_nnx, "GRADS", None)
+  made = fsdp_nnx.layers(12, LENGTH, 1, rngs=nnx.Rngs(0))
+  graphs, whole = zip(*map(nnx.split, made), strict=True)
+  parts = [(g, jax.tree.map(jax.typeof, w)) for g, w in zip(graphs, whole, strict=True)]
+  flat = lambda w: jnp.pad(w.reshape(-1), (0, -w.size % N))
+
+  @jax.jit
+  def both(whole, batch):
+    def loss(whole):
+      embed, place, *rest = map(nnx.merge, graphs, whole)
+      x = embed(batch.inputs) + place(jnp.arange(LENGTH))
+      for layer in rest:
+        x = layer(x)
+      return mean_loss(x, batch.labels)
+
+    params = jax.tree.map(flat, whole)
+    worker = jax.vmap(
+      lambda *args: jax.grad(fsdp_nnx.loss_fn, (1, 2))(parts, *args), axis_name="data"
+    )
+    got = worker(per_worker(params), zeros(params), per_worker(batch))
+    return got, per_worker(jax.tree.map(flat, jax.grad(loss)(whole)))
+
+  (grads, residuals), want = both(whole, batch)
+  close(grads, want)
+  assert not any(x.any() for x in jax.tree.leaves(residuals))
+
+
+HOSTS, CHIPS = 2, 4
+SMALL = dict(characters=16, width=64, heads=2, layers=1)
+
+
+def hosts_step(exchange, kind, batch):
+  """A step of the example over hosts and chips, compiled; its arguments; the model."""
+  import hsdp
+  from language_models import Transformer
+
+  plain = Transformer(**SMALL)
+  params = jax.jit(plain.init)(jax.random.key(0), batch.inputs)["params"]
+  cut = jax.tree.map(lambda _: P("chip"), params)
+  optimizer = optax.sgd(1.0)
+  states = (
+    gradcomp.init_state(exchange, params, "host", param_specs=cut),
+    optimizer.init(params),
+  )
+  specs = gradcomp.state_specs(states[0], "host", param_specs=cut)
+  model = Transformer(**SMALL, block=hsdp.GatheredBlock)
+  step = hsdp.make_step(hsdp.make_loss(model), exchange, optimizer, specs)
+  mesh = jax.sharding.get_mesh()
+  put = lambda tree, spec: jax.device_put(tree, jax.NamedSharding(mesh, spec))
+  given = put(params, P("chip")), states, put(batch, hsdp.BOTH)
+  return step.lower(*given).compile(), given, (plain, params)
+
+
+@pytest.fixture(params=[AxisType.Explicit, *slow(AxisType.Auto)], ids=str)
+def hosts(request):
+  kinds = (request.param,) * 2
+  with jax.set_mesh(jax.make_mesh((HOSTS, CHIPS), ("host", "chip"), kinds)):
+    yield request.param
+
+
+def nbytes(codec, size):
+  """The bytes that a payload has, by the arithmetic of the page."""
+  return 4 * -(-size // codec.tile_size) * codec.row_words
+
+
+def test_between_hosts_only_words_of_gradients_travel(hosts, batch):
+  """Each collective of the optimized program whose groups join different hosts.
+
+  One number is an exception, the loss that is shown.
+  """
+  codec = gradcomp.codecs.QSGD(bits=4, bucket_size=32)
+  exchange = gradcomp.compress(
+    codec, axis_name="host", exchange="all_gather", min_leaf_size=1024
+  )
+  program, _, (_, params) = hosts_step(exchange, hosts, batch)
+  found = _hlo.read(program.as_text())
+  assert found.devices == HOSTS * CHIPS
+  crossing, inside = [], []
+  for collective in found.instructions:
+    assert collective.groups.members is not None and collective.times == 1
+    between = any(len({i // CHIPS for i in x}) > 1 for x in collective.groups.members)
+    (crossing if between else inside).append(collective)
+  for collective in crossing:
+    # A chip talks to those that own the same part.
+    for group in collective.groups.members:
+      assert len({i % CHIPS for i in group}) == 1
+  arrays = [array for collective in crossing for array in collective.operands]
+  assert [array for array in arrays if array[0] != "u32"] == [("f32", ())]
+  words = sum(int(np.prod(shape)) for dtype, shape in arrays if dtype == "u32")
+  sizes = [w.size // CHIPS for w in jax.tree.leaves(params)]
+  dense = gradcomp.codecs.Dense()
+  assert 4 * words == sum(nbytes(codec if n >= 1024 else dense, n) for n in sizes)
+  assert {dtype for x in inside for dtype, _ in x.operands} == {"f32"}
+  report = gradcomp.wire_report(program, mesh=jax.sharding.get_mesh())
+  assert set(report.by_axis) == {"host", "chip"}
+  assert report.by_axis["host"].bytes_sent == 4 * words * (HOSTS - 1) + 4
+
+
+def test_hosts_take_the_step_of_one_whole_model(hosts, batch):
+  exchange = gradcomp.dense(axis_name="host")
+  program, given, (plain, params) = hosts_step(exchange, hosts, batch)
+  stepped, _, loss = program(*given)
+  plain_loss = lambda params: mean_loss(
+    plain.apply({"params": params}, batch.inputs), batch.labels
+  )
+  want, grads = jax.jit(jax.value_and_grad(plain_loss))(params)
+  np.testing.assert_allclose(loss, want, rtol=1e-5)
+  close(stepped, jax.tree.map(jnp.subtract, params, grads))
+
+
+def test_a_block_of_another_class_takes_the_place_of_the_transformers():
+  from language_models import Block, Transformer
+
+  class Twice(linen.Module):
+    heads: int
+
+    @linen.compact
+    def __call__(self, x):
+      return 2 * Block(self.heads)(x)
+
+  tokens = np.zeros((1, 3), np.uint8)
+  model = Transformer(16, width=8, heads=2, layers=1, block=Twice)
+  params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+  assert set(params["block0"]) == {"Block_0"}
