@@ -206,6 +206,7 @@ def main() -> None:
   arms = args.arms or [*ARMS]
   if args.quick:
     arms, args.seeds = args.arms or QUICK, 1
+    running.compile_fast()
   jax.config.update("jax_num_cpu_devices", WORKERS)
   file = args.output and args.output / "parallel_study.json"
   found = json.loads(file.read_text()) if file and file.exists() else header(args.quick)
