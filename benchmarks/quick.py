@@ -36,6 +36,7 @@ RUNS = (
   "model_parallel",
   "noise",
   "paper_models",
+  "parallel_study",
   "plan_speeds",
   "ptx_check",
   "random_bits",

@@ -18,6 +18,7 @@ import gradcomp
 AXIS = "data"
 Batch = tuple[np.ndarray, np.ndarray]  # inputs and labels: a Split, or Tokens
 Model = Callable[..., nnx.Module] | linen.Module
+REPLICATED = PartitionSpec()
 
 
 class Point(NamedTuple):
@@ -48,10 +49,16 @@ class Task:
     model: makes the network of flax nnx from ``rngs``, or is one of flax linen.
     test: evaluated whole, on one device of each process.
     mesh: all devices, on the axis ``AXIS``.
+    spec: how parameters lie on the mesh; by default all devices have all of them.
   """
 
-  def __init__(self, model: Model, test: Batch, mesh: Mesh):
-    replicated = NamedSharding(mesh, PartitionSpec())
+  def __init__(
+    self,
+    model: Model,
+    test: Batch,
+    mesh: Mesh,
+    spec: PartitionSpec = REPLICATED,
+  ):
     init, apply = _functions(model, test[0][:1])
 
     def predict(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -71,7 +78,8 @@ class Task:
     self._scores = jax.jit(scores)
     self._test = test
     # Jitted, so that every process places the same parameters on its own devices.
-    self._init = jax.jit(init, out_shardings=replicated)
+    self._init = jax.jit(init, out_shardings=NamedSharding(mesh, spec))
+    self._whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, REPLICATED))
 
   def init_params(self, seed: int) -> Any:
     """Draws parameters on all devices; equal seeds give equal parameters."""
@@ -87,8 +95,10 @@ class Task:
     """Computes mean loss and accuracy on the test set.
 
     Every worker holds the same parameters, to the bit, so one device's copy serves and
-    no process has to wait for another.
+    no process has to wait for another, unless parameters are cut.
     """
+    if not all(x.is_fully_replicated for x in jax.tree.leaves(params)):
+      params = self._whole(params)
     local = jax.tree.map(lambda x: x.addressable_data(0), params)
     _, labels = self._test
     totals = np.zeros(2)

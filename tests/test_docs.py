@@ -212,6 +212,12 @@ def test_the_table_of_noise_is_what_was_measured():
   ]
 
 
+def test_the_table_of_cut_optimizers_is_what_was_measured():
+  """The page has the rows that the study wrote, and no others."""
+  rows = re.findall(r"^\| .*", (RESULTS / "parallel_study.md").read_text(), re.M)
+  assert "\n".join(rows) in (FOLDER / "results.md").read_text()
+
+
 @pytest.mark.parametrize("page", [README, FOLDER / "results.md"], ids=name)
 def test_the_picture_is_of_these_times(page, tmp_path, monkeypatch):
   """Its words for those who do not see it hold the times that the script draws."""

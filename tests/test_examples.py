@@ -282,17 +282,54 @@ def test_batches(digits):
     next(data.batches(split, 1438, seed=0))
 
 
+def language_model(options):
+  """What the table of the language model says, of two steps of two workers."""
+  short = "--steps 2 --workers 2 --batch-size 4 --length 8"
+  script = EXAMPLES / "language_model.py"
+  out, _ = finish(start(*options.split(), *short.split(), script=script))
+  return {line[:16].strip(): line[17:] for line in out.splitlines()}
+
+
 @pytest.mark.slow
 def test_language_model_counts_what_follows_the_warm_up():
   """Slots of 1 % of 0.35 million parameters, positions alone in all layers but one."""
-  options = "--codec redsync-asq --warmup 1 --steps 2 --workers 2 --batch-size 4"
-  script = EXAMPLES / "language_model.py"
-  out, _ = finish(start(*options.split(), "--length", 8, script=script))
-  found = {line[:16].strip(): line[17:] for line in out.splitlines()}
+  found = language_model("--codec redsync-asq --warmup 1")
   sent = int(found["bytes a step"].split()[0].replace(",", ""))
   plain = int(found["a plain mean's"].replace(",", ""))
-  assert 0.005 < sent / plain < 0.02, out
+  assert 0.005 < sent / plain < 0.02, found
   assert 1 < float(found["test perplexity"]) < 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("options", "bits"),
+  [
+    # Two payloads with 32 bits of scale a bucket. A worker of two sends half of each.
+    ("--parallel zero", (4 + 4 + 2 * 32 / 512) / 2),
+    ("--parallel fsdp", (8 + 4 + 2 * 32 / 128) / 2),
+  ],
+)
+def test_transformer_sends_few_bits(options, bits):
+  """And learns: equal chances have a perplexity of 128."""
+  found = language_model(f"--model transformer {options}")
+  sent = int(found["bytes a step"].split()[0].replace(",", ""))
+  # Of 410,240 elements 640 are scales and travel in float32.
+  assert bits < 8 * sent / 410_240 < 1.02 * bits, found
+  assert 1 < float(found["test perplexity"]) < 100
+
+
+@pytest.mark.slow
+def test_recurrent_parameters_are_cut():
+  found = language_model("--parallel fsdp --weights 4 --feedback none")
+  assert 1 < float(found["test perplexity"]) < 1000
+
+
+def test_adam_behind_redsync_is_refused(capsys):
+  import language_model
+
+  with pytest.raises(SystemExit):
+    language_model.main(["--codec", "redsync", "--optimizer", "adam"])
+  assert "choose f32 for Adam" in capsys.readouterr().err
 
 
 @pytest.mark.slow
