@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import running
 from cut_training import BATCH, WORKERS, Arm, Trainer, halves, loss, rounded
 from jax.scipy.special import betainc
-from tables import spread
+from tables import spread, table
 
 from gradcomp.codecs import QSGD, Codec, Dense, EightBit, OneBit, Ternary
 
@@ -237,12 +237,6 @@ def error_lines(kind: str, types: dict[str, list[list[float]]]) -> list[list[str
     theirs = " / ".join(f"{x:g}" for x in paper)
     lines.append([kind, name, ours, theirs, f"{max(worst):.1f}" if worst else ""])
   return lines
-
-
-def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-  """Writes a table in Markdown."""
-  every = [header, ["---"] * len(header), *lines]
-  return "\n".join(f"| {' | '.join(cells)} |" for cells in every)
 
 
 def beside(arms: dict[str, list[float]]) -> list[str]:

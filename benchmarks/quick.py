@@ -36,6 +36,8 @@ RUNS = (
   "model_parallel",
   "noise",
   "paper_models",
+  "parallel_links",
+  "parallel_links --loopback",
   "plan_speeds",
   "ptx_check",
   "random_bits",
