@@ -34,6 +34,7 @@ RUNS = (
   "link_speed --loopback",
   "memory",
   "model_parallel",
+  "model_parallel_nets",
   "noise",
   "paper_models",
   "parallel_links",
