@@ -1,4 +1,4 @@
-"""Trains a net of dense layers by vmap, whole on all workers or cut over them."""
+"""Trains by vmap: a net of dense layers, whole on all workers or cut over them."""
 
 import functools
 import sys
@@ -116,28 +116,25 @@ def columns(layers: cut_layers.Layers) -> cut_layers.Layers:
 class Way(NamedTuple):
   """A way to train, in functions that are traced."""
 
-  start: Callable[[cut_layers.Layers], Any]  # from whole layers to a state
+  start: Callable[[jax.Array], Any]  # from a key to a state, with parameters first
   step: Callable[[Any, Images, jax.Array], Any]  # the next state
   predict: Callable[[Any, jax.Array, jax.Array], jax.Array]  # logits
 
 
-def by_data(arm: Arm, net: Callable[..., jax.Array], rmsprop: Any) -> Way:
-  """Sends gradients: each worker has all layers and its own samples."""
-  exchange = gradcomp.compress(
-    arm.codec,
-    axis_name=AXIS,
-    exchange="all_gather",
-    feedback=arm.feedback,
-    min_leaf_size=0,
-  )
+def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -> Way:
+  """Sends gradients: each worker has all layers and its own samples.
 
-  def start(layers: cut_layers.Layers) -> Any:
-    of_each = functools.partial(
-      jax.vmap, lambda _: exchange.init(layers), axis_name=AXIS
-    )
-    each = jnp.arange(WORKERS)
-    axes = own(jax.eval_shape(of_each(), each))
-    return layers, of_each(out_axes=axes)(each), rmsprop.init(layers)
+  Args:
+    arm: what is sent.
+    net: computes logits from layers and inputs.
+    init: draws the whole layers from a key.
+    rmsprop: the optimizer.
+  """
+  exchange = exchanged(arm)
+
+  def start(key: jax.Array) -> Any:
+    layers = init(key)
+    return layers, first_kept(exchange, layers), rmsprop.init(layers)
 
   def step(state: Any, images: Images, key: jax.Array) -> Any:
     layers, kept, moments = state
@@ -147,22 +144,46 @@ def by_data(arm: Arm, net: Callable[..., jax.Array], rmsprop: Any) -> Way:
       grads = jax.grad(loss)(layers, net, images, key=key, own_key=key)
       return exchange.update(grads, kept, layers)
 
-    parts = jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), images)
     mean, kept = jax.vmap(
       worker, in_axes=(axes, 0, 0), out_axes=(None, axes), axis_name=AXIS
-    )(kept, parts, jax.random.split(key, WORKERS))
+    )(kept, of_workers(images), jax.random.split(key, WORKERS))
     updates, moments = rmsprop.update(mean, moments)
     return optax.apply_updates(layers, updates), kept, moments
 
   return Way(start, step, lambda state, x, key: net(state[0], x))
 
 
-def by_model(arm: Arm, net: Callable[..., jax.Array], rmsprop: Any) -> Way:
-  """Sends activations and errors: each worker has columns of every layer."""
+def exchanged(arm: Arm) -> Any:
+  """Returns the exchange of gradients of weights that all workers have."""
+  return gradcomp.compress(
+    arm.codec,
+    axis_name=AXIS,
+    exchange="all_gather",
+    feedback=arm.feedback,
+    min_leaf_size=0,
+  )
 
-  def start(layers: cut_layers.Layers) -> Any:
-    split = lambda x: jnp.stack(jnp.split(x, WORKERS, axis=-1))
-    layers = jax.tree.map(split, layers)
+
+def first_kept(exchange: Any, params: Any) -> Any:
+  """Returns the first state of an exchange, with each worker's part of it."""
+  of_each = functools.partial(jax.vmap, lambda _: exchange.init(params), axis_name=AXIS)
+  each = jnp.arange(WORKERS)
+  return of_each(out_axes=own(jax.eval_shape(of_each(), each)))(each)
+
+
+def of_workers(tree: Any) -> Any:
+  """Gives each worker its part of all samples, ``[workers, n, ...]``."""
+  return jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), tree)
+
+
+def by_model(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -> Way:
+  """Sends activations and errors: each worker has columns of every layer.
+
+  It takes what :func:`by_data` takes.
+  """
+
+  def start(key: jax.Array) -> Any:
+    layers = columns(init(key))
     return layers, rmsprop.init(layers)
 
   def gather(y: jax.Array, layer: int, key: jax.Array) -> jax.Array:
@@ -197,17 +218,33 @@ def loss(
   return optax.softmax_cross_entropy_with_integer_labels(logits, images.labels).mean()
 
 
-class Trainer:
-  """Trains one arm from any seed with a program that is compiled once."""
+def of_dense_layers(arm: Arm, unit: cut_layers.Unit, sets: Any, args: Any) -> "Trainer":
+  """Returns what trains a net of two hidden layers of ``args.hidden`` units."""
+  train, _, classes = sets
+  net = functools.partial(cut_layers.apply, classes=classes, unit=unit)
+  outputs = cut_layers.padded(classes, WORKERS)
+  sizes = (train.x.shape[1], args.hidden, args.hidden, outputs)
+  make = by_data if arm.way == "data" else by_model
+  init = lambda key: cut_layers.init(key, sizes, unit)
+  return Trainer(make(arm, net, init, rmsprop(args)), sets, args)
 
-  def __init__(self, arm: Arm, unit: cut_layers.Unit, sets: Any, args: Any):
-    train, test, classes = sets
-    rate = optax.cosine_decay_schedule(args.rate, args.steps)
-    net = functools.partial(cut_layers.apply, classes=classes, unit=unit)
-    make = by_data if arm.way == "data" else by_model
-    way = make(arm, net, optax.rmsprop(rate))
-    outputs = cut_layers.padded(classes, WORKERS)
-    sizes = (train.x.shape[1], args.hidden, args.hidden, outputs)
+
+def rmsprop(args: Any) -> optax.GradientTransformation:
+  """Returns the optimizer of all arms, whose rate falls along a cosine."""
+  return optax.rmsprop(optax.cosine_decay_schedule(args.rate, args.steps))
+
+
+class Trainer:
+  """Trains one arm from any seed with a program that is compiled once.
+
+  Args:
+    way: how it trains.
+    sets: the images to train on and to test on, and the number of classes.
+    args: the options, ``steps`` among them.
+  """
+
+  def __init__(self, way: Way, sets: Any, args: Any):
+    train, test, _ = sets
 
     def run(key: jax.Array, batches: jax.Array) -> Any:
       def step(carry: Any, given: Any) -> Any:
@@ -216,7 +253,7 @@ class Trainer:
         return way.step(carry, images, key), None
 
       drawn, key = jax.random.split(key)
-      state = way.start(cut_layers.init(drawn, sizes, unit))
+      state = way.start(drawn)
       keys = jax.random.split(key, len(batches))
       state, _ = lax.scan(step, state, (batches, keys))
       right = way.predict(state, test.x, key).argmax(axis=-1) == test.labels
@@ -225,8 +262,8 @@ class Trainer:
     self._run = jax.jit(run)
     self._count, self._steps = len(train.labels), args.steps
 
-  def train(self, seed: int) -> tuple[float, cut_layers.Layers]:
-    """Returns the accuracy of the test in percent, and the layers."""
+  def train(self, seed: int) -> tuple[float, Any]:
+    """Returns the accuracy of the test in percent, and the parameters."""
     rng = np.random.default_rng(seed)
     each = self._count // BATCH * BATCH  # of an epoch
     epochs = -(-self._steps * BATCH // each)

@@ -38,19 +38,16 @@ import argparse
 import json
 import os
 import pathlib
-import platform
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from importlib import metadata
 from typing import Any
 
 import link_codecs
 import link_options
 import link_picture
 import link_results
+import link_start
 import link_tables
 import links
 import numpy as np
@@ -58,44 +55,8 @@ import running
 from link_options import Cell
 
 _HERE = pathlib.Path(__file__).parent
-_REACHED = 0.7  # of the rate, or it is not measured
 _DDP = ("ddp f32", "ddp fp16", "ddp powersgd-1", "ddp powersgd-2", "ddp powersgd-4")
 _HANGS = "ddp powersgd-1 in buckets"
-_MALLOC = {
-  "MALLOC_ARENA_MAX": "1",
-  "MALLOC_MMAP_MAX_": "0",
-  "MALLOC_TRIM_THRESHOLD_": "17179869184",
-  "MALLOC_TOP_PAD_": "268435456",
-}
-_ENVIRONMENT = _MALLOC | {
-  "JAX_PLATFORMS": "cpu",
-  "XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=120",
-  # Only the first process would find its programs there, and come too early.
-  "JAX_ENABLE_COMPILATION_CACHE": "false",
-}
-
-
-def run_workers(
-  hosts: list[links.Host],
-  python: str,
-  script: str,
-  job: dict[str, Any],
-  environment: dict[str, str],
-  limit: float,
-) -> list[Any]:
-  """Runs a worker's script on each host, and returns the reports."""
-  ports = links.free_ports(len(hosts) + 1)
-  ends = [(host.address, port) for host, port in zip(hosts, ports, strict=False)]
-  meeting = f"{hosts[0].address}:{ports[-1]}"
-  job = job | {"ends": ends, "count": len(hosts), "coordinator": meeting}
-  with tempfile.TemporaryDirectory() as folder:
-    outputs = [pathlib.Path(folder, f"{rank}.json") for rank in range(len(hosts))]
-    commands = []
-    for rank, (host, output) in enumerate(zip(hosts, outputs, strict=True)):
-      own = {"rank": rank, "interface": host.interface, "output": str(output)}
-      commands.append([python, str(_HERE / script), json.dumps(job | own)])
-    links.run(hosts, commands, environment, limit)
-    return [json.loads(output.read_text()) for output in outputs]
 
 
 def measure(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
@@ -117,15 +78,10 @@ def measure(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     "parts": {},
     "failed": {},
   }
-  network = (
-    links.limited(cell.hosts, cell.rate) if speed else links.loopback(cell.hosts)
-  )
-  with network as hosts:
+  with link_start.network(cell.hosts, cell.rate) as hosts:
     if options.probe:
-      job = {"nbytes": int((speed or 8e9) / 8 / 2)}
-      probe = run_workers(hosts, sys.executable, "link_probe.py", job, {}, 120)
-      run["probe"] = probe
-      if speed and 8 * min(probe) < _REACHED * speed:
+      run["probe"] = link_start.probed(hosts, speed)
+      if speed and 8 * min(run["probe"]) < link_start.REACHED * speed:
         return run
     job = {"shapes": shapes, "steps": names, "repeats": repeats}
     if not options.only_ddp:
@@ -152,12 +108,14 @@ def _add(
 ) -> None:
   """Runs workers, and puts what they measured into the run."""
   threads = max(1, (os.cpu_count() or 1) // len(hosts))
-  environment = _ENVIRONMENT
+  environment = link_start.ENVIRONMENT
   if script == "torch_worker.py":
     interface = {"GLOO_SOCKET_IFNAME": hosts[0].interface}
-    environment = _MALLOC | interface | {"OMP_NUM_THREADS": str(threads)}
+    environment = link_start.MALLOC | interface | {"OMP_NUM_THREADS": str(threads)}
   load, start = link_results.load_note(), time.monotonic()
-  reports = run_workers(hosts, python, script, job, environment, limit)
+  reports = link_start.run_workers(
+    hosts, script, job, limit, python=python, environment=environment
+  )
   for kind in ("steps", "parts"):
     if kind in reports[0]:
       found = link_results.combine(reports, kind, shared=hosts[0].interface == "lo")
@@ -170,18 +128,6 @@ def _add(
     longest = sorted(compiling, key=lambda name: -compiling[name])[:3]
     named = ", ".join(f"{name} {compiling[name]:.0f}" for name in longest)
     print(f"  compiling took {sum(compiling.values()):.0f} s, longest: {named}")
-
-
-def machine() -> dict[str, Any]:
-  """Describes the machine, on which the times depend."""
-  cpu = pathlib.Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2]
-  return {
-    "jax": metadata.version("jax"),
-    "cpu": cpu.splitlines()[0] if cpu else platform.machine(),
-    "cores": os.cpu_count(),
-    "kernel": platform.release(),
-    "malloc": _MALLOC,
-  }
 
 
 def _has_torch(python: str) -> bool:
@@ -201,14 +147,13 @@ def main() -> None:
   shaped = any(cell.rate != "loopback" for cell in link_options.cells(options))
   if shaped and (missing := links.missing()):
     running.skip(f"limited links need {missing}; --loopback does without")
-  for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, _leave)
+  link_start.leave_by_signals()
   if options.torch and not _has_torch(options.torch):
     print(
       f"no PyTorch in {options.torch}: DDP is left out (--torch, or the extra torch)"
     )
     options.torch = ""
-  here = machine()
+  here = link_start.machine()
   print(json.dumps(here))
   results: dict[str, Any] = {"machine": here, "runs": []}
   if options.output:
@@ -236,13 +181,6 @@ def _write(results: dict[str, Any], folder: pathlib.Path) -> None:
   full = [run for run in runs if run["rate"] == "1gbit" and run["steps"]]
   link_picture.bars(full or runs, folder / "link_speed.png")
   link_picture.rates(runs, folder / "link_rates.png")
-
-
-def _leave(number: int, frame: Any) -> None:
-  """Ends the program once, through its clean-up; a second signal does not cut it."""
-  for other in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(other, signal.SIG_IGN)
-  sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class Timed:
   arguments: Callable[[], tuple[Any, ...]]  # new ones each time if they are donated
   arithmetic: float | None = None
   keep: Callable[[Any], None] = lambda outputs: None  # for the next call
+  averages: bool = False  # whether it returns a mean, and then what is kept
 
 
 def local_like(
@@ -94,7 +95,7 @@ def steps(
     step = jax.jit(step, donate_argnums=(0, 1)).lower(grads, state).compile()
     held = [state]
     keep = lambda outputs: held.__setitem__(0, outputs[1])
-    return Timed(step, lambda: (copy(grads), held[0]), sent, keep)
+    return Timed(step, lambda: (copy(grads), held[0]), sent, keep, True)
 
   floats = 4 * sum(leaf.size for leaf in like)
   plain = lambda grads, state: (lax.pmean(grads, "data"), state)

@@ -68,7 +68,7 @@ def measure(
         results[name]["seconds"].append(seconds)
         results[name]["cpu_seconds"].append(cpu)
         results[name]["sent"].append(sent)
-      elif isinstance(outputs, tuple):  # a step's: the mean and the state
+      elif timed.averages:
         leaves = [np.ravel(leaf.addressable_data(0)) for leaf in outputs[0]]
         result = np.concatenate(leaves)
         mean = result if mean is None else mean
@@ -78,25 +78,50 @@ def measure(
   return results
 
 
-def main(options: dict[str, Any]) -> None:
-  rank, ends = options["rank"], options["ends"]
+def joined(options: dict[str, Any]) -> jax.sharding.Mesh:
+  """Meets the other hosts, and returns the mesh of all of them."""
   jax.distributed.initialize(
     options["coordinator"],
-    len(ends),
-    rank,
+    len(options["ends"]),
+    options["rank"],
     initialization_timeout=60,
     heartbeat_timeout_seconds=20,
     shutdown_timeout_seconds=20,
   )
-  mesh = jax.make_mesh((len(ends),), ("data",))
-  rng = np.random.default_rng(rank)
-  shapes = [tuple(shape) for shape in options["shapes"]]
-  grads = [spread(mesh, rng.standard_normal(shape, np.float32)) for shape in shapes]
+  return jax.make_mesh((len(options["ends"]),), ("data",))
+
+
+def meeting(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
+  """Returns a function that returns when all hosts have called it."""
   total = jax.shard_map(
     lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
   )
   one = spread(mesh, np.ones(1, np.float32))
   tiny = jax.jit(total).lower(one).compile()
+  return lambda: jax.block_until_ready(tiny(one))
+
+
+def run(main: Callable[[dict[str, Any]], Any]) -> None:
+  """Runs a worker: ``main(options)`` returns the report, which is written.
+
+  The options are the script's argument, in JSON.
+  """
+  try:
+    options = json.loads(sys.argv[1])
+    report = main(options)
+    pathlib.Path(options["output"]).write_text(json.dumps(report))
+    jax.distributed.shutdown()
+  except BaseException:
+    traceback.print_exc()
+    os._exit(1)  # leaving normally would wait for the others, and they for us
+
+
+def main(options: dict[str, Any]) -> dict[str, Any]:
+  mesh = joined(options)
+  rng = np.random.default_rng(options["rank"])
+  shapes = [tuple(shape) for shape in options["shapes"]]
+  grads = [spread(mesh, rng.standard_normal(shape, np.float32)) for shape in shapes]
+  meet = meeting(mesh)
   programs: dict[str, Timed] = {}
   compiling: dict[str, float] = {}
   start = time.perf_counter()
@@ -108,20 +133,13 @@ def main(options: dict[str, Any]) -> None:
     programs |= link_steps.parts(mesh, grads, link_codecs.IN_PARTS)
   if "aps-8 ring" in programs:
     programs |= link_steps.exponents(mesh, grads)
-  meet = lambda: jax.block_until_ready(tiny(one))
   results = measure(programs, options["repeats"], meet, options["interface"])
-  report = {
+  return {
     "compiling": compiling,
     "steps": dict(list(results.items())[:count]),
     "parts": dict(list(results.items())[count:]),
   }
-  pathlib.Path(options["output"]).write_text(json.dumps(report))
-  jax.distributed.shutdown()
 
 
 if __name__ == "__main__":
-  try:
-    main(json.loads(sys.argv[1]))
-  except BaseException:
-    traceback.print_exc()
-    os._exit(1)  # leaving normally would wait for the others, and they for us
+  run(main)

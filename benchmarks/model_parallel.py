@@ -21,35 +21,21 @@ writes model_parallel.json and model_parallel.md there.
 """
 
 import argparse
-import functools
 import json
-import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import running
-from cut_training import BATCH, WORKERS, Arm, Trainer, halves, loss, rounded
-from jax.scipy.special import betainc
-from tables import spread
+from arms import ARMS, accuracies, anova, beside
+from cut_training import BATCH, WORKERS, Arm, cut_layers, data, halves, of_dense_layers
+from layer_errors import error_lines, relative_errors
+from tables import spread, table
 
-from gradcomp.codecs import QSGD, Codec, Dense, EightBit, OneBit, Ternary
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-import cut_layers  # noqa: E402
-import data  # noqa: E402
+from gradcomp.codecs import QSGD, Codec, Dense, OneBit, Ternary
 
 HIDDEN = 256
-TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
-ARMS: dict[str, Codec] = {
-  "f32": Dense(),
-  **{name: EightBit(data_type=name) for name in TYPES},
-}
 COARSE: dict[str, Codec] = {
   "1 bit": OneBit(),
   "QSGD, 2 bits": QSGD(bits=2, bucket_size=128),
@@ -57,112 +43,18 @@ COARSE: dict[str, Codec] = {
 }
 WAYS: tuple[Literal["data", "model"], ...] = ("data", "model")
 UNITS: tuple[cut_layers.Unit, ...] = ("relu", "logistic")
-# Mean relative errors in percent of three layers, from table 2 of the paper.
-PAPER = {
-  "activations": {
-    "dynamic_tree": (0.5, 2, 2),
-    "linear": (1, 2, 3),
-    "mantissa": (1.5, 2, 8),
-    "static_tree": (1, 2, 6),
-  },
-  "gradients": {
-    "dynamic_tree": (3, 4, 5),
-    "linear": (5, 6, 6),
-    "mantissa": (4.5, 4.5, 6),
-    "static_tree": (4, 4, 5),
-  },
-}
 
 
 def compare(
   arms: dict[str, Arm], unit: cut_layers.Unit, sets: Any, args: Any
 ) -> dict[str, list[float]]:
   """Trains all arms from all seeds: accuracies in percent, a list for each arm."""
-  found = {}
-  for name, arm in arms.items():
-    start = time.perf_counter()
-    trainer = Trainer(arm, unit, sets, args)
-    found[name] = [trainer.train(seed)[0] for seed in range(args.seeds)]
-    seconds = time.perf_counter() - start
-    mean = statistics.fmean(found[name])
-    print(f"{unit}, {arm.way}, {name}: {mean:.2f} %, {seconds:.0f} s", flush=True)
-  return found
-
-
-def anova(groups: Sequence[Sequence[float]]) -> dict[str, float]:
-  """Returns F and p of a one-way analysis of variance.
-
-  Example:
-    >>> found = anova([[6, 8, 4, 5, 3, 4], [8, 12, 9, 11, 6, 8], [13, 9, 11, 8, 7, 12]])
-    >>> round(found["F"], 3), round(found["p"], 4)
-    (9.265, 0.0024)
-  """
-  count = sum(map(len, groups))
-  mean = statistics.fmean([x for group in groups for x in group])
-  means = [statistics.fmean(group) for group in groups]
-  between = sum(
-    len(group) * (own - mean) ** 2 for group, own in zip(groups, means, strict=True)
-  )
-  within = sum(
-    (x - own) ** 2 for group, own in zip(groups, means, strict=True) for x in group
-  )
-  a, b = len(groups) - 1, count - len(groups)
-  ratio = (between / a) / (within / b) if within else 0.0
-  p = float(betainc(b / 2, a / 2, b / (b + a * ratio)))
-  return {"F": ratio, "p": p}
-
-
-def relative_errors(sets: Any, args: Any) -> dict[str, dict[str, list[list[float]]]]:
-  """Measures rounding in nets trained in float32.
-
-  Returns:
-    For each kind and type, a list for each seed, with the mean relative error in
-    percent of each layer. Zeros do not count. Activations begin with the inputs and end
-    with the logits; gradients are those of weights; errors are those of activations.
-  """
-  train, _, classes = sets
-  trainer = Trainer(Arm("data", Dense()), "relu", sets, args)
-  net = functools.partial(cut_layers.apply, classes=classes)
-  images = jax.tree.map(lambda x: x[:BATCH], train)
-
-  @jax.jit
-  def arrays(layers: cut_layers.Layers, key: jax.Array) -> Any:
-    shapes = [(BATCH, layer["b"].size) for layer in layers]
-
-    def with_sums(layers: Any, added: Any) -> Any:
-      seen = []
-
-      def gather(y: jax.Array, layer: int) -> jax.Array:
-        seen.append(y)
-        return y + added[layer]  # its gradient is the error of these activations
-
-      keys = {"key": key, "own_key": key}
-      return loss(layers, net, images, gather=gather, **keys), seen
-
-    zeros = [jnp.zeros(shape) for shape in shapes]
-    (grads, errors), seen = jax.grad(with_sums, (0, 1), has_aux=True)(layers, zeros)
-    weights = [layer["w"] for layer in grads]
-    inputs = cut_layers.dropped(images.x, cut_layers.DROPOUT[0], key)
-    return {
-      "activations": [inputs, *seen],
-      "gradients": weights,
-      "errors": errors,
-    }
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def percent(codec: Codec, x: jax.Array) -> jax.Array:
-    distance = jnp.abs(rounded(codec, x) - x)
-    ratio = jnp.where(x == 0, 0.0, distance / jnp.where(x == 0, 1.0, jnp.abs(x)))
-    return 100 * ratio.sum() / (x != 0).sum()
-
-  found: dict[str, dict[str, list[list[float]]]] = {}
-  for seed in range(args.seeds):
-    _, layers = trainer.train(seed)
-    for kind, each in arrays(layers, jax.random.key(seed)).items():
-      for name in TYPES:
-        row = [float(percent(EightBit(data_type=name), x)) for x in each]
-        found.setdefault(kind, {}).setdefault(name, []).append(row)
-  return found
+  return {
+    name: accuracies(
+      f"{unit}, {arm.way}, {name}", of_dense_layers(arm, unit, sets, args), args.seeds
+    )
+    for name, arm in arms.items()
+  }
 
 
 def compare_coarse(sets: Any, args: Any) -> dict[str, dict[str, list[float]]]:
@@ -223,35 +115,6 @@ def markdown(found: dict[str, Any]) -> str:
     ),
   ]
   return "\n\n".join(parts) + "\n"
-
-
-def error_lines(kind: str, types: dict[str, list[list[float]]]) -> list[list[str]]:
-  """Returns a line for each type, beside the paper's where it has one."""
-  lines = []
-  for name, rows in types.items():
-    means = [statistics.fmean(x) for x in zip(*rows, strict=True)]
-    paper = PAPER.get(kind, {}).get(name, ())
-    pairs = zip(means[-3:], paper, strict=False)
-    worst = [max(ours / his, his / ours) for ours, his in pairs]
-    ours = " / ".join(f"{x:.1f}" for x in means)
-    theirs = " / ".join(f"{x:g}" for x in paper)
-    lines.append([kind, name, ours, theirs, f"{max(worst):.1f}" if worst else ""])
-  return lines
-
-
-def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-  """Writes a table in Markdown."""
-  every = [header, ["---"] * len(header), *lines]
-  return "\n".join(f"| {' | '.join(cells)} |" for cells in every)
-
-
-def beside(arms: dict[str, list[float]]) -> list[str]:
-  """Returns the accuracies of the arms, and the differences to f32 seed by seed."""
-  cells = [spread(arms["f32"])]
-  for values in [*arms.values()][1:]:
-    less = [a - b for a, b in zip(values, arms["f32"], strict=True)]
-    cells.append(f"{spread(values)} ({spread(less, '+')})")
-  return cells
 
 
 def main() -> None:

@@ -18,3 +18,16 @@ def spread(values: Sequence[float], sign: str = "", digits: int = 2) -> str:
   """
   deviation = statistics.stdev(values) if len(values) > 1 else 0.0
   return f"{statistics.fmean(values):{sign}.{digits}f} ± {deviation:.{digits}f}"
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+  """Writes a table in Markdown.
+
+  Example:
+    >>> print(table(["a", "b"], [["1", "2"]]))
+    | a | b |
+    | --- | --- |
+    | 1 | 2 |
+  """
+  every = [header, ["---"] * len(header), *lines]
+  return "\n".join(f"| {' | '.join(cells)} |" for cells in every)

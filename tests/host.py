@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import optax
+from host_cut import CUT, gradients
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -67,16 +68,6 @@ TRANSPORT_ADDS = {"float32-psum"}
 STEPS = 6
 FAULT_STEP = 3
 FAILED = 3  # the exit code after an exception, which is not Python's own 1
-
-
-def gradients(hosts, step):
-  """A large ragged leaf, a small one and a scalar."""
-  rng = np.random.default_rng(step)
-  shapes = {"a": (9, 70), "b": (3,), "c": ()}
-  return {
-    name: rng.standard_normal((hosts, *shape), np.float32)
-    for name, shape in shapes.items()
-  }
 
 
 def exchange(name, hosts):
@@ -189,6 +180,8 @@ def compared(cases):
 def compare(cases, hosts, host, folder):
   for name in compared(cases):
     save(folder / f"{name}.{host}.npz", exchange(name, hosts))
+  for name, function in CUT.items():
+    save(folder / f"{name}.{host}.npz", function(hosts))
   mesh = jax.make_mesh((hosts,), ("data",))
   link = gradcomp.cost.Link.measure(mesh, sizes=(1 << 10, 1 << 14), repeats=1)
   link.save(folder / f"link.{host}.json")

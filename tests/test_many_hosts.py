@@ -144,6 +144,7 @@ def assert_hosts_agree(folder, name, tree, hosts, bound=0.0):
 def test_hosts_hold_the_bits_of_emulated_devices(hosts, cases, tmp_path, subtests):
   with run_task(f"compare-{cases}", hosts, tmp_path) as processes:
     expected = {name: host.exchange(name, hosts) for name in host.compared(cases)}
+    expected |= {name: function(hosts) for name, function in host.CUT.items()}
     trained = emulated_training(hosts) if hosts == 2 else None
     assert codes(processes, tmp_path) == [0] * hosts, said(tmp_path)
   # Two orders of addition: each rounds N - 1 sums below 5 N, which are divided by N.

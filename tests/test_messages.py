@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from assertions import assert_same_bits
 from exchange_cases import small_gradients, transformation
+from hlo_order import ancestors, compiled, first_collectives
 from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
@@ -98,39 +99,6 @@ def test_pieces_round_their_means_apart():
   tx = transformation(CODEC, TwoShot(feedback=False), WORKERS, message_bytes=100)
   (output,), _ = modes.run("vmap", tx, [{"a": signs, "b": signs}])
   assert (np.asarray(output["a"][0]) != np.asarray(output["b"][0])).mean() > 0.05
-
-
-def entry_instructions(text):
-  """Of the ENTRY computation: each name with its operands and the whole line."""
-  body = text[text.index("\nENTRY ") :]
-  instructions = {}
-  for line in body.splitlines()[1:]:
-    if match := re.match(r"\s*(?:ROOT )?%([\w.\-]+) = .*? [a-z][\w\-]*\((.*)$", line):
-      operands = re.sub(
-        r"metadata=\{.*|calls=%[\w.\-]+|to_apply=%[\w.\-]+", "", match[2]
-      )
-      instructions[match[1]] = (re.findall(r"%([\w.\-]+)", operands), line)
-  return instructions
-
-
-def ancestors(instructions, name):
-  found, waiting = set(), [name]
-  while waiting:
-    for operand in instructions[waiting.pop()][0]:
-      if operand in instructions and operand not in found:
-        found.add(operand)
-        waiting.append(operand)
-  return found
-
-
-def compiled(function, *arguments):
-  return entry_instructions(jax.jit(function).lower(*arguments).compile().as_text())
-
-
-def first_collectives(instructions):
-  """Those that no other collective comes before."""
-  named = [n for n, (_, line) in instructions.items() if " all-to-all(" in line]
-  return [n for n in named if not set(named) & ancestors(instructions, n)]
 
 
 def test_a_piece_depends_on_its_own_leaves_alone():

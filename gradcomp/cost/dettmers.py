@@ -4,8 +4,7 @@ Convolutions are data-parallel. Fully connected layers are model-parallel on 4 G
 sub-batch's activations travel while the one before is computed. On 96 GPUs in 32 nodes
 the activations of the last convolution travel, and hide under a matrix product.
 
-Times are seconds, and sizes bytes. Where the paper's tables contradict each other, the
-rows here hold what reproduces its results; docs/models.md lists every repair.
+Times are seconds, and sizes bytes.
 
 Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR 2016, section 5.
 """
@@ -13,13 +12,15 @@ Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR 2016, sect
 import math
 from typing import Literal, NamedTuple, get_args
 
+from gradcomp.cost._dettmers_tables import KIB as KIB
+from gradcomp.cost._dettmers_tables import ROWS as ROWS
+from gradcomp.cost._dettmers_tables import TRANSFERS as TRANSFERS
 from gradcomp.cost._rules import above_0, at_least_0, count
 
 Bits = Literal[8, 32]
 Sizes = Literal["table", "derived"]
 Penalty = Literal["nodes", "passes"]
 
-KIB = 1024
 NODES, GPUS = 32, 96
 FORWARD_BACKWARD = 104.1e-3  # of AlexNet on one GPU, NervanaGPU's estimate
 CONVNET2 = 177e-3  # the same with Krizhevsky's kernels
@@ -35,56 +36,6 @@ DENSE_LATENCY = {128: 0.008e-3, 256: 0.015e-3}  # table 5, of a dense layer's me
 DENSE_PRODUCT = 0.1e-3  # the longest matrix product of such a layer on 96 GPUs
 ACTIVATIONS = 9216  # of an image after the last convolution
 _BATCH = 12288
-
-
-class Activation(NamedTuple):
-  """A row of tables 3 and 4: what hides the transfer that stands beside it.
-
-  Attributes:
-    sync: the seconds of the transfer, by bits.
-    hides: the seconds of computation that it hides under.
-  """
-
-  sync: dict[int, float]
-  hides: float
-
-
-# In the order of the terms of section 5.1.2: forward, then backward, then the update.
-TRANSFERS = (
-  Activation({32: 0.9e-3, 8: 0.4e-3}, 0.9e-3),
-  Activation({32: 1.1e-3, 8: 0.5e-3}, 0.3e-3),
-  Activation({32: 1.1e-3, 8: 0.5e-3}, 0.15e-3),
-  Activation({32: 0.4e-3, 8: 0.25e-3}, 0.3e-3),
-  Activation({32: 1.1e-3, 8: 0.5e-3}, 0.9e-3),
-  Activation({32: 1.1e-3, 8: 0.5e-3}, 0.43e-3 + 0.13e-3 + 0.08e-3),
-)
-
-
-class Row(NamedTuple):
-  """A row of table 5, with repaired latencies.
-
-  Attributes:
-    sub_batch: the images of a pass.
-    nbytes: of a message between two nodes, by bits. Those of 8 bits are an eighth of
-      those of 32 bits, as printed; a quarter would be right.
-    latency: the seconds of a message beside those of its bytes, by bits.
-  """
-
-  sub_batch: int
-  nbytes: dict[int, float]
-  latency: dict[int, float]
-
-
-ROWS = (
-  Row(128, {32: 144 * KIB, 8: 18 * KIB}, {32: 0.035e-3, 8: 0.007e-3}),
-  Row(256, {32: 288 * KIB, 8: 36 * KIB}, {32: 0.07e-3, 8: 0.01e-3}),
-  Row(512, {32: 576 * KIB, 8: 72 * KIB}, {32: 0.1e-3, 8: 0.02e-3}),
-  Row(1024, {32: 1152 * KIB, 8: 144 * KIB}, {32: 0.3e-3, 8: 0.04e-3}),
-  # Printed as 2048, with 0.7 and 0.07 ms: table 6 was made with the row above.
-  Row(2056, {32: 2312 * KIB, 8: 289 * KIB}, {32: 0.3e-3, 8: 0.04e-3}),
-  # Printed with 0.06 ms at 8 bits.
-  Row(12288, {32: 13872 * KIB, 8: 1734 * KIB}, {32: 5e-3, 8: 0.6e-3}),
-)
 
 
 class Pass(NamedTuple):
@@ -210,13 +161,40 @@ def cluster_pass(
       raise ValueError(f"`sub_batch` must be one of {known}, got {sub_batch!r}.")
     nbytes, latency = rows[0].nbytes[bits], rows[0].latency[bits]
   single = (NODES - 1) * (latency + (1 + PCIE) * nbytes / BYTES_PER_SECOND)
-  if single <= HIDDEN:
-    exposed = single
-  elif penalty == "nodes":
-    exposed = (NODES - 1) * (single - HIDDEN)
-  else:
-    exposed = single + (passes - 1) * (single - HIDDEN)
+  exposed = exposed_seconds(single, HIDDEN, passes, penalty=penalty)
   return Pass(single, exposed, passes * DENSE + exposed)
+
+
+def exposed_seconds(
+  single: float,
+  hidden: float,
+  passes: int,
+  *,
+  penalty: Penalty = "passes",
+  nodes: int = NODES,
+) -> float:
+  """Returns the seconds of a step's transfers that no computation hides.
+
+  Args:
+    single: the seconds of one pass's transfer.
+    hidden: the seconds of a pass's computation, under which the next transfer hides.
+    passes: the number of passes.
+    penalty: as in :func:`cluster_pass`. Both rules say ``single`` where it is no longer
+      than ``hidden``.
+    nodes: by whose number ``"nodes"`` multiplies, less one.
+
+  >>> exposed_seconds(2.0, 1.5, passes=4), exposed_seconds(2.0, 2.5, passes=4)
+  (3.5, 2.0)
+  >>> exposed_seconds(2.0, 1.5, passes=4, penalty="nodes")
+  15.5
+  """
+  _one_of("penalty", Penalty, penalty)
+  left = at_least_0("single", single) - at_least_0("hidden", hidden)
+  if left <= 0:
+    return single
+  if penalty == "nodes":
+    return (count("nodes", nodes) - 1) * left
+  return single + (count("passes", passes) - 1) * left
 
 
 def cluster_speedup(

@@ -2,6 +2,8 @@
 
 from gradcomp.parallel._all_gather import all_gather as all_gather
 from gradcomp.parallel._all_to_all import all_to_all as all_to_all
+from gradcomp.parallel._explain import Directions as Directions
+from gradcomp.parallel._explain import explain as explain
 from gradcomp.parallel._gather import gather as gather
 from gradcomp.parallel._gather import gather_residual as gather_residual
 from gradcomp.parallel._permute import ppermute as ppermute

@@ -126,8 +126,9 @@ class SharedRows:
       raise ValueError(
         f"`state.{name}` must have the rows that one of {self.workers.size} workers "
         f"owns, {expected}, got {got}; make the state by optimizer.init with this "
-        "transformation and as many workers, inside the map or under "
-        "jax.set_mesh(mesh), and pass it through with gradcomp.state_specs."
+        "transformation, of the same message_bytes, and as many workers, inside the "
+        "map or under jax.set_mesh(mesh), and pass it through with "
+        "gradcomp.state_specs."
       )
 
   def _axes(self, message: Message) -> Axes:

@@ -58,6 +58,7 @@ def zero(
   axis_name: AxisName,
   feedback: FeedbackName | Feedback | None = "auto",
   min_leaf_size: int | None = None,
+  message_bytes: int | None = None,
   key: ArrayLike = 0,
   dither: Dither = "shared",
 ) -> optax.GradientTransformationExtraArgs:
@@ -85,10 +86,10 @@ def zero(
   they round.
 
   ``inner`` sees :class:`gradcomp.state.OwnedRows` as its parameters and its gradients:
-  one matrix for each pair of codecs. A leaf's own share would need as many tiles as
-  there are workers, however small the leaf, and matrices of rows need none but the
-  last. So leaves have no names in ``inner``: for other options of some leaves, like no
-  weight decay of biases, put several of these behind ``optax.partition``. And
+  one matrix for each pair of codecs in a message. A leaf's own share would need as many
+  tiles as there are workers, however small the leaf, and matrices of rows need none but
+  the last. So leaves have no names in ``inner``: for other options of some leaves, like
+  no weight decay of biases, put several of these behind ``optax.partition``. And
   ``inner`` must treat each element by itself, as ``optax.adamw``, ``optax.lion`` and
   ``optax.sgd`` do, with their schedules. A norm over the gradient would be that of the
   part that a worker owns, and is refused: put ``gradcomp.clip_by_local_norm`` in front.
@@ -113,6 +114,10 @@ def zero(
     feedback, min_leaf_size, key, dither: the options of the gradients' exchange, see
       :class:`gradcomp.CompressOptions`. Small leaves travel in float32 in both
       directions, in the same two messages.
+    message_bytes: the largest payload of gradients that leaves share. Each such group
+      of leaves has two messages of its own, one in each direction, and matrices of its
+      own in the state. So those of the last layers can travel before the other layers'
+      gradients are there, and their owners go on meanwhile.
 
   Returns:
     A gradient transformation; its state is a :class:`ZeroState`. Call ``init`` inside
@@ -145,18 +150,22 @@ def zero(
   names = axis_names(axis_name)
   axes = names if len(names) > 1 else names[0]
   exchange = TwoShot(feedback=False)
+  limits = {
+    "min_leaf_size": optional_size("min_leaf_size", "elements", min_leaf_size),
+    "message_bytes": optional_size("message_bytes", "bytes", message_bytes),
+  }
   compressed = compress(
     grads,
     axis_name=axes,
     exchange=exchange,
     feedback=feedback,
-    min_leaf_size=min_leaf_size,
     key=key,
     dither=dither,
+    **limits,
   )
   keeper = as_feedback(feedback, grads)
-  limit = optional_size("min_leaf_size", "elements", min_leaf_size)
-  parts = Compression(grads, axes, exchange, keeper, limit, None, key, dither)
+  limit = limits["min_leaf_size"]
+  parts = Compression(grads, axes, exchange, keeper, key=key, dither=dither, **limits)
   inner = optax.with_extra_args_support(inner)
 
   def first_rows(tree: Any, others: Others) -> tuple[OwnedRows, Any]:

@@ -1,0 +1,106 @@
+"""Starts a worker on each host, with the same environment for all that is compared."""
+
+import contextlib
+import json
+import os
+import pathlib
+import platform
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import links
+
+_HERE = pathlib.Path(__file__).parent
+REACHED = 0.7  # of the rate, or it is not measured
+MALLOC = {
+  "MALLOC_ARENA_MAX": "1",
+  "MALLOC_MMAP_MAX_": "0",
+  "MALLOC_TRIM_THRESHOLD_": "17179869184",
+  "MALLOC_TOP_PAD_": "268435456",
+}
+ENVIRONMENT = MALLOC | {
+  "JAX_PLATFORMS": "cpu",
+  "XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=120",
+  # Only the first process would find its programs there, and come too early.
+  "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
+
+
+def network(
+  count: int, rate: str
+) -> contextlib.AbstractContextManager[list[links.Host]]:
+  """Returns hosts on links of a rate, or without limits at the rate ``"loopback"``."""
+  return links.loopback(count) if rate == "loopback" else links.limited(count, rate)
+
+
+def run_workers(
+  hosts: list[links.Host],
+  script: str,
+  job: Mapping[str, Any],
+  limit: float,
+  *,
+  python: str = sys.executable,
+  environment: Mapping[str, str] = ENVIRONMENT,
+) -> list[Any]:
+  """Runs a worker's script on each host, and returns the reports.
+
+  Args:
+    hosts: where to run it.
+    script: a file of this folder.
+    job: what the worker is to do, for JSON. It gets its own place among the hosts, too.
+    limit: the seconds after which the workers have failed.
+    python: the interpreter.
+    environment: variables beside this process's.
+  """
+  ports = links.free_ports(len(hosts) + 1)
+  ends = [(host.address, port) for host, port in zip(hosts, ports, strict=False)]
+  meeting = f"{hosts[0].address}:{ports[-1]}"
+  job = {**job, "ends": ends, "count": len(hosts), "coordinator": meeting}
+  with tempfile.TemporaryDirectory() as folder:
+    outputs = [pathlib.Path(folder, f"{rank}.json") for rank in range(len(hosts))]
+    commands = []
+    for rank, (host, output) in enumerate(zip(hosts, outputs, strict=True)):
+      own = {"rank": rank, "interface": host.interface, "output": str(output)}
+      commands.append([python, str(_HERE / script), json.dumps(job | own)])
+    links.run(hosts, commands, dict(environment), limit)
+    return [json.loads(output.read_text()) for output in outputs]
+
+
+def probed(hosts: list[links.Host], speed: float | None) -> list[float]:
+  """Returns the bytes a second that each host receives over raw TCP.
+
+  Args:
+    hosts: the hosts.
+    speed: of a link in bits a second; None if nothing limits it.
+  """
+  job = {"nbytes": int((speed or 8e9) / 8 / 2)}
+  return run_workers(hosts, "link_probe.py", job, 120, environment={})
+
+
+def machine() -> dict[str, Any]:
+  """Describes the machine, on which the times depend."""
+  cpu = pathlib.Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2]
+  return {
+    "jax": metadata.version("jax"),
+    "cpu": cpu.splitlines()[0] if cpu else platform.machine(),
+    "cores": os.cpu_count(),
+    "kernel": platform.release(),
+    "malloc": MALLOC,
+  }
+
+
+def leave_by_signals() -> None:
+  """Has signals end the program through its clean-up, so that no namespace is left."""
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, _leave)
+
+
+def _leave(number: int, frame: Any) -> None:
+  """Ends the program once; a second signal does not cut its clean-up."""
+  for other in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(other, signal.SIG_IGN)
+  sys.exit(128 + number)
