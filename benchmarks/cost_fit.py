@@ -116,7 +116,7 @@ def read_speeds(contents: Sequence[Mapping[str, Any]]) -> dict[str, CodecSpeed]:
         encode=seconds["encode"],
         decode=seconds["decode"],
         add=seconds["decode and sum, a worker"],
-        keep=max(0.0, seconds["update and residual"] - seconds["update"]),
+        keep=max(0.0, seconds.get("encode and residual", 0.0) - seconds["encode"]),
       )
       # Shared scales take another pass. This is for files without a row of their own.
       if name == "qsgd-4" and "qsgd-4 shared" not in speeds:
