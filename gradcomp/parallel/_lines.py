@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp import sums
-from gradcomp.codecs import Codec, Context, Payload, uncut
+from gradcomp.codecs import Codec, Context, Payload, from_tiles
 from gradcomp.exchange import join, split
 from gradcomp.kernels import dither, fold_key
 
@@ -77,7 +77,7 @@ def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Ar
       (rows,) = split(lines, [form.rows.shape])
       decode = jax.vmap(codec.decode_rows)
       tiles = decode(rows) if sums.of(codec).plain else sums.written(decode, rows)
-      return jax.vmap(lambda tiles: uncut(tiles, like, codec))(tiles)
+      return jax.vmap(lambda tiles: from_tiles(tiles, like, codec))(tiles)
     rows, words = split(lines, [form.rows.shape, form.agreed.shape])
     agreed = _from_words(words, form.agreed.dtype)
     return jax.vmap(
