@@ -164,9 +164,15 @@ class Layout:
       return leaves
 
   def view(self, number: int) -> tuple[int, ...]:
-    """Returns the shape in which a CPU goes through a leaf fastest."""
+    """Returns the shape in which a CPU goes through a leaf fastest, if it is large.
+
+    A small one keeps its own, and with it the sharding over axes that are not bound.
+    """
     group, start, stop = self.slots[number]
-    return view_shape(stop - start, self.like[number], self.codecs[group])
+    like = self.like[number]
+    if like.size < sums.LARGE:
+      return like.shape
+    return view_shape(stop - start, like, self.codecs[group])
 
   def _runs(self) -> list[list[int]]:
     """Returns the numbers of leaves that are decoded together.
