@@ -27,6 +27,7 @@ from gradcomp.codecs import (
   view_shape,
 )
 from gradcomp.sums import RowDecoder
+from gradcomp.workers import automatic_axes
 
 # Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more
 # than 99 % of all parameters are quantized. Half of that 1 % is taken here, because 1 %
@@ -166,11 +167,12 @@ class Layout:
   def view(self, number: int) -> tuple[int, ...]:
     """Returns the shape in which a CPU goes through a leaf fastest, if it is large.
 
-    A small one keeps its own, and with it the sharding over axes that are not bound.
+    Others keep their own. So do those that JAX may cut over Auto axes: XLA would place
+    them anew, and residuals would leave a step in another sharding.
     """
     group, start, stop = self.slots[number]
     like = self.like[number]
-    if like.size < sums.LARGE:
+    if like.size < sums.LARGE or automatic_axes():
       return like.shape
     return view_shape(stop - start, like, self.codecs[group])
 

@@ -1,9 +1,15 @@
-"""A CPU goes through large leaves in the shape of their tiles, with the same bits."""
+"""A CPU goes through large leaves in the shape of their tiles, with the same bits.
+
+But not through those that JAX may cut over Auto axes.
+"""
 
 import jax
+import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
@@ -46,3 +52,19 @@ def test_they_have_the_bits_of_small_leaves(codec, exchange, feedback, monkeypat
   jax.tree.map(np.testing.assert_array_equal, large, small)
   means, residuals = large
   assert np.isnan(means[1]).any() and np.isfinite(residuals).all()
+
+
+def test_a_residual_keeps_its_place_on_auto_axes():
+  """Else the second step of a training would be compiled again."""
+  mesh = jax.make_mesh((WORKERS, 2), ("data", "model"), (AxisType.Auto,) * 2)
+  spec = P(None, "model")
+  tx = gradcomp.compress(QSGD(bits=4), axis_name="data", feedback=ErrorFeedback())
+  with jax.set_mesh(mesh):
+    params = jax.device_put(jnp.ones(SHAPE), NamedSharding(mesh, spec))
+    state = tx.init(params)
+    loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)
+    step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
+    program = step.lower(params, state, jnp.ones((WORKERS, SHAPE[0]))).compile()
+  (placed, kept, _) = program.output_shardings
+  assert placed.is_equivalent_to(NamedSharding(mesh, spec), 2)
+  assert kept.residual.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)

@@ -96,14 +96,15 @@ def _cure(axis_name: AxisName, mesh: AbstractMesh) -> str:
   )
 
 
-def automatic_axes(axis_name: AxisName) -> dict[str, int]:
+def automatic_axes(axis_name: AxisName | None = None) -> dict[str, int]:
   """Returns the Auto axes beside these ones of an enclosing shard_map, and their sizes.
 
   Along them JAX decides by itself which device holds what. Under pmap and vmap there
-  are none.
+  are none. Without a name, they are those of the mesh that are in no map.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if not set(axis_names(axis_name)).issubset(mesh.manual_axes):
+  names = () if axis_name is None else axis_names(axis_name)
+  if not set(names).issubset(mesh.manual_axes):
     return {}
   return {name: mesh.shape[name] for name in mesh.auto_axes if mesh.shape[name] > 1}
 
