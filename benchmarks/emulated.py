@@ -113,16 +113,7 @@ class Trainer:
       start = time.perf_counter()
       carry, losses = jax.block_until_ready(self._steps(carry, part))
       seconds.append(time.perf_counter() - start)
-      loss, accuracy = setting.task.evaluate(carry[0])
-      points.append(
-        {
-          "step": (i + 1) * steps,
-          "train_loss": float(losses.mean()),
-          "test_loss": loss,
-          "accuracy": 100 * accuracy,
-          "perplexity": math.exp(min(loss, 50.0)),
-        }
-      )
+      points.append(point((i + 1) * steps, losses, setting.task.evaluate(carry[0])))
     compilations = self._steps._cache_size()
     if compilations != 1:
       raise RuntimeError(f"{compilations} compilations")
@@ -131,6 +122,26 @@ class Trainer:
       "step_ms": 1000 * statistics.median(seconds) / steps,
       "compilations": compilations,
     }
+
+
+def point(
+  step: int, losses: jax.Array, evaluated: tuple[float, float]
+) -> dict[str, float]:
+  """Returns a point of a curve.
+
+  Args:
+    step: the number of steps so far.
+    losses: of training, since the last point.
+    evaluated: the loss and the accuracy on what is held out.
+  """
+  loss, accuracy = evaluated
+  return {
+    "step": step,
+    "train_loss": float(losses.mean()),
+    "test_loss": loss,
+    "accuracy": 100 * accuracy,
+    "perplexity": math.exp(min(loss, 50.0)),
+  }
 
 
 def own(state: Any) -> Any:

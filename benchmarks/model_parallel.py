@@ -21,7 +21,6 @@ writes model_parallel.json and model_parallel.md there.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -167,10 +166,7 @@ def main() -> None:
   found["seconds"] = round(time.perf_counter() - start)
   print(markdown(found))
   if args.output:
-    args.output.mkdir(parents=True, exist_ok=True)
-    file = args.output / "model_parallel.json"
-    file.write_text(json.dumps(found, indent=1) + "\n")
-    file.with_suffix(".md").write_text(markdown(found))
+    running.write(args.output, "model_parallel", found, markdown(found))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ model_parallel_nets.json and .md there.
 """
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -158,10 +157,7 @@ def main() -> None:
   }
   print(markdown(found))
   if args.output:
-    args.output.mkdir(parents=True, exist_ok=True)
-    file = args.output / "model_parallel_nets.json"
-    file.write_text(json.dumps(found, indent=1) + "\n")
-    file.with_suffix(".md").write_text(markdown(found))
+    running.write(args.output, "model_parallel_nets", found, markdown(found))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ _STEPS = ("f32", "dynamic_tree", "linear")
 
 
 class Sizes(NamedTuple):
-  """What the hosts compute.
+  """Says what the hosts compute.
 
   Attributes:
     samples: of each host.
@@ -264,10 +264,7 @@ def main() -> None:
     results["runs"].append(measure(rate, sizes, args))
     print(markdown(results | {"runs": results["runs"][-1:]}))
   if args.output:
-    args.output.mkdir(parents=True, exist_ok=True)
-    file = args.output / "parallel_links.json"
-    file.write_text(json.dumps(results, indent=1) + "\n")
-    file.with_suffix(".md").write_text(markdown(results))
+    running.write(args.output, "parallel_links", results, markdown(results))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Trains by vmap with parameters that are whole on each worker, or cut over them."""
 
 import functools
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from emulated import WORKERS, own, stacked
+from emulated import WORKERS, own, point, stacked
 from jax import lax
 
 import gradcomp
@@ -195,17 +194,9 @@ class Trainer:
       carry, (losses, found) = jax.block_until_ready(self._steps(carry, part))
       seconds = time.perf_counter() - start
       checked.append(found)
-      loss, accuracy = setting.task.evaluate(self._whole(carry[0]))
-      points.append(
-        {
-          "step": (i + 1) * steps,
-          "train_loss": float(losses.mean()),
-          "test_loss": loss,
-          "accuracy": 100 * accuracy,
-          "perplexity": math.exp(min(loss, 50.0)),
-          "step_ms": 1000 * seconds / steps,
-        }
-      )
+      evaluated = setting.task.evaluate(self._whole(carry[0]))
+      reached = point((i + 1) * steps, losses, evaluated)
+      points.append(reached | {"step_ms": 1000 * seconds / steps})
     return {"points": points, **_summary(checked)}
 
 

@@ -1,9 +1,11 @@
-"""Lets a script run quickly, and lets it say why it cannot run here."""
+"""Lets a script run quickly, write its results, and say why it cannot run here."""
 
 import argparse
+import json
 import os
 import sys
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 SKIPPED = 77  # the exit status of a skipped test for Automake and Meson
 
@@ -22,6 +24,13 @@ def compile_fast() -> None:
   os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
   if jax := sys.modules.get("jax"):
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+def write(folder: Path, name: str, results: Any, page: str) -> None:
+  """Writes results as JSON, and the page about them as Markdown."""
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+  (folder / f"{name}.md").write_text(page)
 
 
 def skip(missing: str) -> NoReturn:

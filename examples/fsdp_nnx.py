@@ -7,7 +7,6 @@ their parameters out, and ``nnx.merge`` puts whole ones into a layer when it is 
 Here each worker has an Nth of the elements of a parameter, of whatever shape that is.
 """
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +15,13 @@ import jax.numpy as jnp
 import optax
 import text
 from flax import nnx
+from fsdp_training import LENGTH, arguments, batches, train
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import gradcomp
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, EightBit
 
-BATCH, LENGTH = 32, 32  # sequences of a step, of all workers, and bytes of a sequence
 # Buckets are so small that a worker's part of a matrix fills its rows.
 WEIGHTS = EightBit(bucket_size=128)
 GRADS = QSGD(bits=4, bucket_size=128, rounding="nearest")
@@ -91,18 +89,7 @@ def loss_fn(parts: Any, params: Any, residuals: Any, batch: text.Tokens) -> jax.
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains, and prints the loss and the bytes of a step."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--workers", type=int, default=4, help="default: 4")
-  parser.add_argument("--steps", type=int, default=200, help="default: 200")
-  args = parser.parse_args(argv)
-  if BATCH % args.workers:
-    parser.error(f"--workers must divide the {BATCH} sequences of a batch")
-  jax.config.update("jax_num_cpu_devices", args.workers)
-  devices = jax.devices()[: args.workers]
-  jax.set_mesh(jax.make_mesh((args.workers,), ("data",), devices=devices))
-  batches = text.batches(text.load().train, BATCH, LENGTH, seed=0)
-  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
-
+  args = arguments(__doc__.splitlines()[0], argv)
   whole = [nnx.split(x) for x in layers(128, LENGTH, 2, rngs=nnx.Rngs(0))]
   parts = [(graph, jax.tree.map(jax.typeof, params)) for graph, params in whole]
   pad = lambda w: jnp.pad(w.reshape(-1), (0, -w.size % args.workers))
@@ -113,32 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     loss, cotangents = grad(parts, params, residuals, batch)
     return lax.psum(loss, "data"), *cotangents
 
-  def zeros(params: Any) -> Any:
-    return jax.tree.map(lambda w: parallel.gather_residual(w, "data"), params)
-
-  def cut(function: Any, outputs: Any) -> Any:
-    return jax.shard_map(function, in_specs=P("data"), out_specs=outputs)
-
-  gradients = cut(worker, (P(), P("data"), P("data")))
-
-  @jax.jit
-  def step(params: Any, residuals: Any, state: Any, batch: text.Tokens) -> Any:
-    loss, grads, residuals = gradients(params, residuals, batch)
-    # Here parameters are global arrays, and norms are those of whole ones.
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), residuals, state, loss
-
-  params = jax.device_put(params, P("data"))
-  residuals = jax.jit(cut(zeros, P("data")))(params)
-  state = jax.jit(optimizer.init)(params)
-  place = lambda batch: jax.device_put(batch, P("data"))
-  program = step.lower(params, residuals, state, place(next(batches))).compile()
-  for number in range(1, args.steps + 1):
-    batch = place(next(batches))
-    params, residuals, state, loss = program(params, residuals, state, batch)
-    if number % max(1, args.steps // 10) == 0:
-      print(f"step {number}: loss {loss:.3f}")
-  print(gradcomp.wire_report(program))
+  train(worker, jax.device_put(params, P("data")), batches(), args.steps)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,78 @@
+"""Trains a transformer whose parameters are cut over the workers, with residuals."""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import optax
+import text
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp import parallel
+
+BATCH, LENGTH = 32, 32  # sequences of a step, of all workers, and bytes of a sequence
+
+
+def arguments(title: str, argv: Sequence[str] | None) -> argparse.Namespace:
+  """Reads the command line, and makes a mesh of the workers."""
+  parser = argparse.ArgumentParser(description=title)
+  parser.add_argument("--workers", type=int, default=4, help="default: 4")
+  parser.add_argument("--steps", type=int, default=200, help="default: 200")
+  args = parser.parse_args(argv)
+  if BATCH % args.workers:
+    parser.error(f"--workers must divide the {BATCH} sequences of a batch")
+  jax.config.update("jax_num_cpu_devices", args.workers)
+  devices = jax.devices()[: args.workers]
+  jax.set_mesh(jax.make_mesh((args.workers,), ("data",), devices=devices))
+  return args
+
+
+def batches() -> Iterator[text.Tokens]:
+  """Returns the batches of all workers."""
+  return text.batches(text.load().train, BATCH, LENGTH, seed=0)
+
+
+def train(
+  worker: Callable[[Any, Any, text.Tokens], Any],
+  params: Any,
+  feed: Iterator[text.Tokens],
+  steps: int,
+) -> None:
+  """Trains, and prints the loss and the bytes of a step.
+
+  Args:
+    worker: takes a worker's own parameters, residuals and batch, and returns the mean
+      loss, the gradient of the parameters, and the new residuals.
+    params: global arrays that are cut along the first axis.
+    feed: the batches of all workers.
+    steps: how many are taken.
+  """
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
+
+  def zeros(params: Any) -> Any:
+    return jax.tree.map(lambda w: parallel.gather_residual(w, "data"), params)
+
+  def cut(function: Any, outputs: Any) -> Any:
+    return jax.shard_map(function, in_specs=P("data"), out_specs=outputs)
+
+  gradients = cut(worker, (P(), P("data"), P("data")))
+
+  @jax.jit
+  def step(params: Any, residuals: Any, state: Any, batch: text.Tokens) -> Any:
+    loss, grads, residuals = gradients(params, residuals, batch)
+    # Here parameters are global arrays, and norms are those of whole ones.
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), residuals, state, loss
+
+  residuals = jax.jit(cut(zeros, P("data")))(params)
+  state = jax.jit(optimizer.init)(params)
+  place = lambda batch: jax.device_put(batch, P("data"))
+  program = step.lower(params, residuals, state, place(next(feed))).compile()
+  for number in range(1, steps + 1):
+    batch = place(next(feed))
+    params, residuals, state, loss = program(params, residuals, state, batch)
+    if number % max(1, steps // 10) == 0:
+      print(f"step {number}: loss {loss:.3f}")
+  print(gradcomp.wire_report(program))
