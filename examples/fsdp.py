@@ -16,7 +16,7 @@ from gradcomp.codecs import Codec
 
 
 class State(NamedTuple):
-  """What a worker keeps besides its part of the parameters."""
+  """Holds what a worker keeps besides its part of the parameters."""
 
   inner: Any  # of the optimizer, for the part
   residuals: Any  # what is lost of gradients, like whole parameters; None for no such

@@ -6,7 +6,7 @@ import jax
 
 
 def entry_instructions(text):
-  """Of the ENTRY computation: each name with its operands and the whole line."""
+  """Returns, for each name in the ENTRY computation, its operands and its line."""
   body = text[text.index("\nENTRY ") :]
   instructions = {}
   for line in body.splitlines()[1:]:
@@ -33,6 +33,6 @@ def compiled(function, *arguments):
 
 
 def first_collectives(instructions):
-  """Those that no other collective comes before."""
+  """Returns the collectives that no other one comes before."""
   named = [n for n, (_, line) in instructions.items() if " all-to-all(" in line]
   return [n for n in named if not set(named) & ancestors(instructions, n)]

@@ -1,4 +1,4 @@
-"""What hosts compute where a model or its optimizer is cut over them."""
+"""Computes what hosts do where a model or its optimizer is cut over them."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def gradients(hosts, step):
 
 
 def moved(hosts):
-  """What functions of gradcomp.parallel return, forward and backward."""
+  """Returns what functions of gradcomp.parallel return, forward and backward."""
   options = dict(codec=QSGD(bits=4, bucket_size=32), backward=EightBit(bucket_size=32))
   x = np.random.default_rng(5).standard_normal((hosts, 3, 40 * hosts), np.float32)
 
