@@ -42,6 +42,7 @@ from gradcomp.codecs import (
   Ternary,
   is_fitted,
 )
+from gradcomp.cost._measure_codec import updates
 from gradcomp.layout import plan
 
 _WORKERS = 4  # whose payloads decode-and-sum adds
@@ -125,6 +126,8 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
     )
     both = both.lower(x, key).compile()
     calls["encode and residual"] = lambda: both(x, key)
+  forget, keep = updates(codec, (size,))
+  calls |= {"update": forget, "update and residual": keep}
   seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
   temp = encode.memory_analysis().temp_size_in_bytes
   print(f"compiled in {compile_seconds:.1f} s", end="; ")

@@ -31,7 +31,7 @@ from gradcomp.exchange import Hierarchical
 
 _RESULTS = pathlib.Path(__file__).parent / "results"
 LINKS = _RESULTS / "link_speed.json"
-SPEEDS = (_RESULTS / "codec_speed_links_jax0.10.2_malloc.json",)
+SPEEDS = (_RESULTS / "codec_speed_jax0.10.2_malloc.json",)
 _BASELINE = "plain f32 mean"
 _CROSSES = "qsgd-4 two_shot"
 Run = Mapping[str, Any]
@@ -61,6 +61,11 @@ class Row(NamedTuple):
   def error(self) -> float:
     """The relative error of the prediction."""
     return self.predicted / self.measured - 1
+
+
+def read_runs(path: pathlib.Path) -> list[Run]:
+  """Returns the runs in a file of link_speed.py, but those whose rate was too high."""
+  return [run for run in json.loads(path.read_text())["runs"] if run["steps"]]
 
 
 def fit_links(runs: Sequence[Run]) -> list[Link]:
@@ -116,7 +121,7 @@ def read_speeds(contents: Sequence[Mapping[str, Any]]) -> dict[str, CodecSpeed]:
         encode=seconds["encode"],
         decode=seconds["decode"],
         add=seconds["decode and sum, a worker"],
-        keep=max(0.0, seconds.get("encode and residual", 0.0) - seconds["encode"]),
+        keep=max(0.0, seconds["update and residual"] - seconds["update"]),
       )
       # Shared scales take another pass. This is for files without a row of their own.
       if name == "qsgd-4" and "qsgd-4 shared" not in speeds:
@@ -232,7 +237,7 @@ def main() -> None:
   running.add_quick(parser, "the first run of the file alone")
   parser.add_argument("--output", type=pathlib.Path, help="JSON file to write")
   options = parser.parse_args()
-  runs = json.loads(options.links.read_text())["runs"]
+  runs = read_runs(options.links)
   runs = runs[:1] if options.quick else runs
   speeds = read_speeds([json.loads(path.read_text()) for path in options.speeds])
   rows = compare(runs, speeds)

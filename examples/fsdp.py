@@ -52,7 +52,7 @@ class Fsdp:
     return State(
       inner=self.optimizer.init(shards),
       residuals=jax.tree.map(residual, shards),
-      key=jax.random.key(seed),
+      key=jax.random.key_data(jax.random.key(seed)),
       count=jnp.int32(0),
     )
 
@@ -68,7 +68,7 @@ class Fsdp:
 
   def step(self, shards: Any, state: State, batch: Batch) -> tuple[Any, State, Any]:
     """Takes a step inside the map, and returns the mean loss of all workers, too."""
-    key = jax.random.fold_in(state.key, state.count)
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.count)
 
     def loss_fn(shards: Any, residuals: Any) -> jax.Array:
       params = self.whole(shards, residuals, key)

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     return Transformer(text.CHARACTERS).init(key, next(feed).inputs[:1])["params"]
 
   params = jax.jit(init, out_shardings=P("data"))(jax.random.key(0))
-  train(worker, params, feed, args.steps)
+  train(worker, params, feed, args)
 
 
 if __name__ == "__main__":

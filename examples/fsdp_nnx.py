@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     loss, cotangents = grad(parts, params, residuals, batch)
     return lax.psum(loss, "data"), *cotangents
 
-  train(worker, jax.device_put(params, P("data")), batches(), args.steps)
+  train(worker, jax.device_put(params, P("data")), batches(), args)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 import text
+from checkpoints import add_arguments, saved_in
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
@@ -20,6 +21,7 @@ def arguments(title: str, argv: Sequence[str] | None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=title)
   parser.add_argument("--workers", type=int, default=4, help="default: 4")
   parser.add_argument("--steps", type=int, default=200, help="default: 200")
+  add_arguments(parser)
   args = parser.parse_args(argv)
   if BATCH % args.workers:
     parser.error(f"--workers must divide the {BATCH} sequences of a batch")
@@ -38,7 +40,7 @@ def train(
   worker: Callable[[Any, Any, text.Tokens], Any],
   params: Any,
   feed: Iterator[text.Tokens],
-  steps: int,
+  args: argparse.Namespace,
 ) -> None:
   """Trains, and prints the loss and the bytes of a step.
 
@@ -47,7 +49,7 @@ def train(
       loss, the gradient of the parameters, and the new residuals.
     params: global arrays that are cut along the first axis.
     feed: the batches of all workers.
-    steps: how many are taken.
+    args: the options.
   """
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
 
@@ -70,9 +72,12 @@ def train(
   state = jax.jit(optimizer.init)(params)
   place = lambda batch: jax.device_put(batch, P("data"))
   program = step.lower(params, residuals, state, place(next(feed))).compile()
-  for number in range(1, steps + 1):
-    batch = place(next(feed))
-    params, residuals, state, loss = program(params, residuals, state, batch)
-    if number % max(1, steps // 10) == 0:
-      print(f"step {number}: loss {loss:.3f}")
+  trained = params, residuals, state
+  with saved_in(args) as saved:
+    first, trained, _ = saved.restore(trained, feed)
+    for number in range(first + 1, args.steps + 1):
+      *trained, loss = program(*trained, place(next(feed)))
+      saved.save(number, tuple(trained))
+      if number % max(1, args.steps // 10) == 0:
+        print(f"step {number}: loss {loss:.3f}")
   print(gradcomp.wire_report(program))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import text
+from checkpoints import add_arguments, saved_in
 from flax import linen
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--hosts", type=int, default=2, help="default: 2")
   parser.add_argument("--chips", type=int, default=4, help="of a host; default: 4")
   parser.add_argument("--steps", type=int, default=200, help="default: 200")
+  add_arguments(parser)
   args = parser.parse_args(argv)
   workers = args.hosts * args.chips
   if BATCH % workers:
@@ -118,10 +120,14 @@ def main(argv: Sequence[str] | None = None) -> None:
   step = make_step(make_loss(model), exchange, optimizer, specs)
   place = lambda batch: jax.device_put(batch, BOTH)
   program = step.lower(params, states, place(next(batches))).compile()
-  for number in range(1, args.steps + 1):
-    params, states, loss = program(params, states, place(next(batches)))
-    if number % max(1, args.steps // 10) == 0:
-      print(f"step {number}: loss {loss:.3f}")
+  whose = {"optimizer": exchange, "params": params, "workers": args.hosts}
+  with saved_in(args, **whose) as saved:
+    first, (params, states), _ = saved.restore((params, states), batches)
+    for number in range(first + 1, args.steps + 1):
+      params, states, loss = program(params, states, place(next(batches)))
+      saved.save(number, (params, states))
+      if number % max(1, args.steps // 10) == 0:
+        print(f"step {number}: loss {loss:.3f}")
   report = gradcomp.wire_report(program, mesh=jax.sharding.get_mesh())
   print(report.by_axis["host"])
 

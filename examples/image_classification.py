@@ -2,11 +2,13 @@
 
     python examples/image_classification.py --codec qsgd --bits 4
     python examples/image_classification.py --compare f32 qsgd-8 onebit-64 --seeds 3
+    python examples/image_classification.py --steps 2000 --checkpoint saved
 
 Without accelerators it emulates eight devices on the CPU; with them it uses all of
 them. Under several processes, every process runs the same line with ``--coordinator``,
 ``--num-processes`` and ``--process-id``, or without them where JAX detects the cluster
-(SLURM, Open MPI, Kubernetes, cloud TPU).
+(SLURM, Open MPI, Kubernetes, cloud TPU). With ``--checkpoint``, the same line once more
+goes on where the last one was stopped, and ends with the same numbers.
 """
 
 import argparse
@@ -20,10 +22,20 @@ import jax
 import jax.numpy as jnp
 import optax
 import report
+from checkpoints import add_arguments, saved_in
 from jax.experimental import multihost_utils
 from models import MODELS
 from progress import Progress
-from training import AXIS, Run, Task, compile_step, init_state, train
+from telemetry import Log
+from training import (
+  AXIS,
+  Run,
+  Task,
+  compile_inspecting,
+  compile_step,
+  init_state,
+  train,
+)
 
 import gradcomp
 from gradcomp.codecs import (
@@ -101,6 +113,8 @@ def choose_codecs(
   else:
     names = args.compare or COMPARED
   codecs = {name: CODECS[name] for name in names}
+  if args.inspect and None in codecs.values():
+    parser.error("--inspect shows what gradcomp sends: leave out none")
   for name, codec in codecs.items():
     if isinstance(codec, OneBit) and args.feedback == "none":
       parser.error(
@@ -126,12 +140,24 @@ def run_codec(
   step, wire = compile_step(
     task, make_optimizer(codec, args, seed=0), next(batches(seed=0))
   )
+  log = Log()
+  if args.inspect:
+    optimizer = make_optimizer(codec, args, seed=0)
+    log = Log(args.inspect, compile_inspecting(task, optimizer, next(batches(seed=0))))
   runs = []
   for seed in seeds:
     params = task.init_params(seed)
-    opt_state = init_state(task, make_optimizer(codec, args, seed=seed), params)
+    optimizer = make_optimizer(codec, args, seed=seed)
+    opt_state = init_state(task, optimizer, params)
+    saved = saved_in(
+      args,
+      f"{name}-{seed}",
+      optimizer=None if codec is None else optimizer,
+      params=params,
+      workers=task.mesh.size,
+    )
     title, shown = f"{name} seed {seed}", jax.process_index() == 0
-    with Progress(title, args.steps, shown=shown) as progress:
+    with Progress(title, args.steps, shown=shown) as progress, saved:
       points, step_ms = train(
         task,
         step,
@@ -142,8 +168,12 @@ def run_codec(
         evaluate_every=args.evaluate_every,
         bytes_a_step=wire.bytes_sent,
         progress=progress,
+        saved=saved,
+        log=log if seed == args.seed else None,
       )
     runs.append(Run(name, seed, wire.bytes_sent, wire.dense_bytes, step_ms, points))
+  if jax.process_index() == 0:
+    log.write(args.output, name)
   return runs
 
 
@@ -288,6 +318,13 @@ def make_parser() -> argparse.ArgumentParser:
     help="steps between two points of the curves; default: 10",
   )
   group.add_argument(
+    "--inspect",
+    type=positive,
+    metavar="K",
+    help="show what compression does to each leaf every K steps: a table at the end, "
+    "and three plots for each codec",
+  )
+  group.add_argument(
     "--output",
     type=Path,
     default=Path("results"),
@@ -305,6 +342,7 @@ def make_parser() -> argparse.ArgumentParser:
   group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
   group.add_argument("--num-processes", type=positive)
   group.add_argument("--process-id", type=int)
+  add_arguments(parser)
   return parser
 
 

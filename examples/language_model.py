@@ -5,6 +5,7 @@
     python examples/language_model.py --codec f32
     python examples/language_model.py --model transformer --parallel zero
     python examples/language_model.py --model transformer --parallel fsdp --weights 8
+    python examples/language_model.py --steps 6000 --checkpoint saved
 
 With ``--parallel zero`` each worker runs the optimizer on its part of the parameters,
 and with ``fsdp`` it keeps no others. Both send numbers in a few bits, by QSGD.
@@ -17,16 +18,29 @@ import argparse
 import functools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import fsdp
 import jax
 import optax
 import text
+from checkpoints import add_arguments, saved_in
 from jax.sharding import PartitionSpec as P
 from language_models import Recurrent, Transformer
 from progress import Progress
-from training import AXIS, REPLICATED, Model, Run, Task, compile_step, init_state, train
+from telemetry import Log
+from training import (
+  AXIS,
+  REPLICATED,
+  Model,
+  Run,
+  Task,
+  compile_inspecting,
+  compile_step,
+  init_state,
+  train,
+)
 
 import gradcomp
 from gradcomp.codecs import QSGD
@@ -51,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.error(f"--warmup must leave some of the {args.steps} steps")
   if args.optimizer == "adam" and args.codec != "f32":
     parser.error(f"--codec {args.codec} has momentum of its own: choose f32 for Adam")
+  if args.inspect and args.parallel != "data":
+    parser.error(f"--inspect does not go with --parallel {args.parallel}")
   jax.config.update("jax_num_cpu_devices", args.workers)
   if jax.device_count() < args.workers:
     parser.error(f"--workers must be at most the {jax.device_count()} devices")
@@ -67,20 +83,26 @@ def run(task: Task, found: text.Text, args: argparse.Namespace) -> Run:
   """Compiles the step and trains."""
   batches = text.batches(found.train, args.batch_size, args.length, seed=args.seed)
   params = task.init_params(args.seed)
+  log = Log()
   if args.parallel == "fsdp":
     init, step = fsdp.compile_step(task, make_fsdp(task, args), next(batches))
     state = init(params)
     wire = gradcomp.wire_report(step)
     sent, dense = wire.bytes_sent, wire.dense_bytes
+    saved = saved_in(args)
   else:
     optimizer = make_optimizer(args)
-    step, _ = compile_step(task, optimizer, next(batches))
+    first = next(batches)
+    step, _ = compile_step(task, optimizer, first)
+    if args.inspect:
+      log = Log(args.inspect, compile_inspecting(task, optimizer, first))
     state = init_state(task, optimizer, params)
     # The compiled step has a branch for the warm-up, too; this is what follows it.
     plan = gradcomp.explain(optimizer, params, workers=args.workers)
     sent, dense = plan.bytes_sent, round(plan.bytes_sent / plan.ratio)
+    saved = saved_in(args, optimizer=optimizer, params=params, workers=args.workers)
   title = args.codec if args.parallel == "data" else args.parallel
-  with Progress(title, args.steps) as progress:
+  with Progress(title, args.steps) as progress, saved:
     points, step_ms = train(
       task,
       step,
@@ -91,7 +113,10 @@ def run(task: Task, found: text.Text, args: argparse.Namespace) -> Run:
       evaluate_every=max(1, args.steps // 10),
       bytes_a_step=sent,
       progress=progress,
+      saved=saved,
+      log=log,
     )
+  log.write(args.output, title)
   return Run(title, args.seed, sent, dense, step_ms, points)
 
 
@@ -193,6 +218,8 @@ def make_parser() -> argparse.ArgumentParser:
   add("--batch-size", type=int, default=16, help="of all workers; default: 16")
   add("--length", type=int, default=32, help="characters in a sequence; default: 32")
   add("--seed", type=int, default=0, help="of parameters and batches; default: 0")
+  add("--inspect", type=int, metavar="K", help="show each leaf's errors every K steps")
+  add("--output", type=Path, default=Path("results"), help="folder of its plots")
 
   add = parser.add_argument_group("replicated parameters").add_argument
   add("--codec", choices=CODECS, default="redsync", help="default: redsync")
@@ -226,6 +253,7 @@ def make_parser() -> argparse.ArgumentParser:
     default="error",
     help="error (default) keeps what is lost of gradients",
   )
+  add_arguments(parser)
   return parser
 
 

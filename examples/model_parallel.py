@@ -2,7 +2,7 @@
 
     python examples/model_parallel.py --codec linear
     python examples/model_parallel.py --compare f32 linear qsgd-4 --seeds 3
-    python examples/model_parallel.py --channels 32 --passes 4 --checkpoints saved
+    python examples/model_parallel.py --channels 32 --passes 4 --checkpoint saved
 
 The net is Dettmers' (2016): two hidden layers with dropout, trained by RMSProp. Each
 layer is cut by its outputs. Workers gather activations after the unit, and scatter the
@@ -20,7 +20,7 @@ import cut_layers
 import data
 import jax
 import report
-from checkpoints import Saved
+from checkpoints import add_arguments, saved_in
 from cut_task import AXIS, Task
 from image_classification import CODECS, footnote, positive
 from progress import Progress
@@ -80,30 +80,22 @@ def run_codec(
   wire = gradcomp.wire_report(step)
   runs = []
   for seed in range(args.seed, args.seed + args.seeds):
-    folder = args.checkpoints and args.checkpoints / f"{name}-{seed}"
-    saved = Saved(folder, args.save_every)
-    first, state = saved.restore(task.start(seed))
-    if first >= args.steps:
-      raise SystemExit(
-        f"{folder} has all {first} steps: choose more, or another folder"
-      )
-    drawn = batches(seed=seed)
-    for _ in range(first):
-      next(drawn)
-    with Progress(f"{name} seed {seed}", args.steps - first) as progress:
+    title = f"{name} seed {seed}"
+    with (
+      Progress(title, args.steps) as progress,
+      saved_in(args, f"{name}-{seed}") as saved,
+    ):
       points, step_ms = train(
         task,
         step,
-        *state,
-        drawn,
+        *task.start(seed),
+        batches(seed=seed),
         steps=args.steps,
         evaluate_every=args.evaluate_every,
         bytes_a_step=wire.bytes_sent,
         progress=progress,
-        first=first,
-        after=saved.save,
+        saved=saved,
       )
-    saved.close()
     runs.append(Run(name, seed, wire.bytes_sent, wire.dense_bytes, step_ms, points))
   return runs
 
@@ -167,15 +159,13 @@ def make_parser() -> argparse.ArgumentParser:
     help="folder of summary.csv, curves.csv and curves.png; default: results",
   )
 
-  add = parser.add_argument_group("devices and checkpoints").add_argument
-  add(
+  parser.add_argument(
     "--devices",
     type=positive,
     default=8,
     help="CPU devices to emulate, where there are no accelerators; default: 8",
   )
-  add("--checkpoints", type=Path, help="folder to save to, and to go on from")
-  add("--save-every", type=positive, default=50, help="steps; default: 50")
+  add_arguments(parser)
   return parser
 
 

@@ -28,6 +28,11 @@ class Progress:
   def __exit__(self, *_: Any) -> None:
     self._bar.close()
 
+  def skip(self, steps: int) -> None:
+    """Counts steps that an earlier run did."""
+    self._done += steps
+    self._bar.update(steps)
+
   def step(self, **facts: str) -> None:
     """Counts one more step, and shows ``facts`` behind the count from now on."""
     self._facts |= facts

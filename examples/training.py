@@ -1,5 +1,6 @@
 """Trains: compiles a step, counts its bytes, and follows the curve of one seed."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -9,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from checkpoints import Saved
 from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from progress import Progress
+from telemetry import Log
 
 import gradcomp
 
@@ -19,6 +22,7 @@ AXIS = "data"
 Batch = tuple[np.ndarray, np.ndarray]  # inputs and labels: a Split, or Tokens
 Model = Callable[..., nnx.Module] | linen.Module
 REPLICATED = PartitionSpec()
+NOWHERE = Saved()
 
 
 class Point(NamedTuple):
@@ -138,6 +142,18 @@ def compile_step(
   return compiled, gradcomp.wire_report(compiled)
 
 
+def compile_inspecting(
+  task: Task, optimizer: optax.GradientTransformation, batch: Batch
+) -> Callable[..., Any]:
+  """Compiles a train step that shows what compression does to each leaf."""
+  step = gradcomp.make_train_step(
+    task.loss_fn, optimizer, axis_name=AXIS, mesh=task.mesh
+  )
+  params = task.init_params(0)
+  args = params, init_state(task, optimizer, params), task.place(batch)
+  return step.lower(*args, inspect=True).compile()
+
+
 def init_state(task: Task, optimizer: optax.GradientTransformation, params: Any) -> Any:
   """Makes the optimizer's state, with residuals spread over the workers."""
   with jax.set_mesh(task.mesh):
@@ -155,27 +171,34 @@ def train(
   evaluate_every: int,
   bytes_a_step: int,
   progress: Progress,
-  first: int = 0,
-  after: Callable[[int, Any], None] = lambda done, state: None,
+  saved: Saved = NOWHERE,
+  log: Log | None = None,
 ) -> tuple[list[Point], float]:
-  """Runs steps until there are ``steps`` of them.
+  """Runs steps until there are ``steps`` of them, those of earlier runs included.
 
   Args:
-    first: the steps that were done before, whose batches are drawn.
-    after: called after each step with the steps done, and parameters and state.
+    saved: where the run goes on from, and what keeps it.
+    log: takes some steps of its own, and keeps what they show.
 
   Returns:
-    The curve, and the median time of a step in milliseconds.
+    The curve, and the median time of a step in milliseconds, NaN if all steps had been
+    done before.
   """
-  points = []
-  losses, seconds = [], []
+  log = Log() if log is None else log
+  first, (params, opt_state), curve = saved.restore(
+    (params, opt_state), batches, {"points": [], "losses": []}
+  )
+  points, losses = [Point(*point) for point in curve["points"]], curve["losses"]
+  seconds: list[float] = []
+  progress.skip(first)
   for done in range(first + 1, steps + 1):
     batch = task.place(next(batches))
     start = time.perf_counter()
-    params, opt_state, metrics = jax.block_until_ready(step(params, opt_state, batch))
+    run = log.step if log.takes(done) else step
+    params, opt_state, metrics = jax.block_until_ready(run(params, opt_state, batch))
     seconds.append(time.perf_counter() - start)
     losses.append(float(metrics["loss"]))
-    after(done, (params, opt_state))
+    log.keep(done, metrics)
     facts = {}
     if done % evaluate_every == 0 or done == steps:
       test_loss, accuracy = task.evaluate(params)
@@ -183,5 +206,6 @@ def train(
       points.append(Point(done, done * bytes_a_step, train_loss, test_loss, accuracy))
       losses.clear()
       facts = {"loss": f"{train_loss:.4f}", "accuracy": f"{accuracy:.2%}"}
+    saved.save(done, (params, opt_state), {"points": points, "losses": losses})
     progress.step(**facts)
-  return points, 1000 * statistics.median(seconds)
+  return points, 1000 * statistics.median(seconds or [math.nan])

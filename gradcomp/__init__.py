@@ -7,6 +7,7 @@ from gradcomp import floats as floats
 from gradcomp import kernels as kernels
 from gradcomp import parallel as parallel
 from gradcomp import planner as planner
+from gradcomp import plots as plots
 from gradcomp._explain import Explanation as Explanation
 from gradcomp._explain import explain as explain
 from gradcomp._version import __version__ as __version__
@@ -19,7 +20,12 @@ from gradcomp.aliases import terngrad as terngrad
 from gradcomp.clipping import clip_by_local_norm as clip_by_local_norm
 from gradcomp.feedback import ErrorFeedback as ErrorFeedback
 from gradcomp.feedback import MomentumFeedback as MomentumFeedback
+from gradcomp.fingerprints import fingerprint as fingerprint
 from gradcomp.freezing import allow_frozen as allow_frozen
+from gradcomp.inspection import Inspection as Inspection
+from gradcomp.inspection import Metrics as Metrics
+from gradcomp.inspection import inspect as inspect
+from gradcomp.inspection import update_and_inspect as update_and_inspect
 from gradcomp.local_gradients import defer_reduction as defer_reduction
 from gradcomp.local_gradients import value_and_grad as value_and_grad
 from gradcomp.low_precision import aps as aps
@@ -29,6 +35,13 @@ from gradcomp.options import CompressOptions as CompressOptions
 from gradcomp.planner import Plan as Plan
 from gradcomp.planner import plan as plan
 from gradcomp.policies import policy as policy
+from gradcomp.records import check_record as check_record
+from gradcomp.records import state_record as state_record
+from gradcomp.replicas import Replicas as Replicas
+from gradcomp.replicas import check_replicas as check_replicas
+from gradcomp.resharding import reshard_state as reshard_state
+from gradcomp.residuals import Int8Residual as Int8Residual
+from gradcomp.shapes import state_shapes as state_shapes
 from gradcomp.sharding import init_state as init_state
 from gradcomp.sharding import state_specs as state_specs
 from gradcomp.skipping import SkipNonfiniteState as SkipNonfiniteState

@@ -51,6 +51,15 @@ def share_below_1(name: str, value: Any) -> float:
   return float(value)
 
 
+def share_above_0(name: str, value: Any) -> float:
+  """Returns a Python float above 0 and at most 1; ValueError for all else."""
+  rule = "a number above 0 and at most 1"
+  number = static_number(name, rule, value)
+  if number > 1:
+    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
+  return number
+
+
 def static_factor(name: str, rule: str, value: Any) -> float:
   """Returns a number from 2**-126 to 2**126; ValueError for all else.
 

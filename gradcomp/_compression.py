@@ -11,21 +11,25 @@ from jax.typing import ArrayLike
 
 from gradcomp import _agreement, sums
 from gradcomp._checks import one_of
+from gradcomp._first_plans import tell
 from gradcomp.codecs import LeafCodec
 from gradcomp.exchange import (
   Auto,
   Exchange,
   Exchanged,
+  Options,
   OwnerResiduals,
   Plan,
   Workers,
   check_exchange,
+  note,
   owner_shapes,
   plan_messages,
 )
-from gradcomp.feedback import Feedback, remainder
+from gradcomp.feedback import Feedback
 from gradcomp.memory import first_stored
-from gradcomp.state import CompressState, check_state, seed_words
+from gradcomp.residuals import check_kind, is_stored, remainder, shaped
+from gradcomp.state import CompressState, check_state, residual_key, seed_words
 from gradcomp.workers import (
   Axes,
   AxisName,
@@ -82,6 +86,13 @@ class Compression:
       )
 
   @property
+  def first(self) -> list[Callable[[tuple[int, ...]], Any]]:
+    """What makes the first residual and the first momentum of a leaf, if kept."""
+    residual = [self.feedback.first] if self.feedback.keeps else []
+    zeros = lambda shape: jnp.zeros(shape, jnp.float32)
+    return residual + [zeros] * self.feedback.moves
+
+  @property
   def _averaged(self) -> AxisName | None:
     return self.axis_name if self.exchange.sends else None
 
@@ -129,6 +140,7 @@ class Compression:
     across = Across(axes, False, others)
     several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
     plan = self.plan(leaves, paths, across, several)
+    tell(plan)
     shapes = {} if known is None or axes is None else owner_shapes(plan)
 
     def make() -> dict[Axes, Any]:
@@ -166,6 +178,8 @@ class Compression:
       _agreement.require_agreement(
         repr((axes, names, [leaf.shape for leaf in leaves])), self._told()
       )
+    made = ("codec", "feedback", "min_leaf_size")
+    note(Options(tuple((name, getattr(self, name)) for name in made)))
     return Across(axes, is_sum, [other_axes(leaf, axes) for leaf in leaves])
 
   def workers(
@@ -178,7 +192,9 @@ class Compression:
     """
     axes = across.axes
     count = 1 if axes is None else require_size(axes)
-    check_own("residual", state.residual, updates, axes, count)
+    check_own("residual", shaped(state.residual), updates, axes, count)
+    if self.feedback.keeps:
+      check_kind(state.residual, self.feedback.first)
     check_own("velocity", state.velocity, updates, axes, count)
     if axes is None:
       return None
@@ -206,6 +222,7 @@ class Compression:
 
   def keep(
     self,
+    plan: Plan,
     state: CompressState,
     updates: Any,
     corrected: Sequence[jax.Array],
@@ -217,11 +234,14 @@ class Compression:
     counts = [state.count] * len(means)
     if state.residual is not None:
       # A residual that an earlier transformation left, see switch, is sent once.
-      lost = unsent if self.feedback.keeps else [jnp.zeros_like(x) for x in corrected]
-      old, treedef = jax.tree.flatten(state.residual)
-      leaves = zip(lost, means, old, counts, strict=True)
+      waits = self.feedback.waits if self.feedback.keeps else jnp.zeros_like
+      lost = map(waits, unsent if self.feedback.keeps else corrected)
+      old, treedef = jax.tree.flatten(state.residual, is_leaf=is_stored)
+      key = lambda i: lambda: residual_key(state, plan, i)
+      keys = map(key, range(len(means)))
+      leaves = zip(lost, means, old, counts, keys, strict=True)
       written = [remainder(*leaf) for leaf in leaves]
-      new, counts = ([pair[i] for pair in written] for i in range(2))
+      new, counts = [x for x, _ in written], [count for _, count in written]
       state = state._replace(residual=jax.tree.unflatten(treedef, new))
     if self.feedback.moves:
       velocity = self.feedback.keep(

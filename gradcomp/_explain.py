@@ -8,15 +8,13 @@ from typing import Any
 import optax
 
 from gradcomp import _traced, sums
-from gradcomp._checks import static_integer
 from gradcomp._stages import Stage
 from gradcomp._table import aligned
 from gradcomp.codecs import LeafCodec
 from gradcomp.exchange import CODED_ONCE, Hierarchical, Message, Work, owner_shapes
 from gradcomp.memory import used_by_leaf
+from gradcomp.state import states_in
 from gradcomp.workers import AxisName
-
-_WORKERS_RULE = "a number of workers, 1 or more, or a tuple of the sizes of two axes"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,14 +245,9 @@ def explain(
     An owner keeps what encoding a mean loses, 65,536 bytes, if optimizer.init knows the
       workers.
   """
-  sizes: tuple[int, ...] = workers if isinstance(workers, tuple) else (workers,)
-  if len(sizes) not in (1, 2):
-    raise ValueError(f"`workers` must be {_WORKERS_RULE}, got {workers!r}.")
-  sizes = tuple(static_integer("workers", _WORKERS_RULE, size) for size in sizes)
-  if min(sizes) < 1:
-    raise ValueError(f"`workers` must be {_WORKERS_RULE}, got {workers!r}.")
-  states = _traced.states(opt_state)
-  transformations = _traced.traced(optimizer, params, sizes)
+  sizes = _traced.sizes_of(workers)
+  states = states_in(opt_state)
+  transformations = _traced.traced(optimizer, params, sizes).found
   leaves: list[LeafPlan] = []
   stages: list[Stage] = []
   number = kept = 0

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -14,10 +14,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from gradcomp._checks import static_integer
 from gradcomp._stages import Stage, append, members, span
-from gradcomp.exchange import FITTING, NOTE, Message, Parts, Plan, note
+from gradcomp.exchange import FITTING, NOTE, Message, Options, Parts, Plan, note
 from gradcomp.layout import Layout
-from gradcomp.state import CompressState
+from gradcomp.state import is_state
 from gradcomp.workers import EXPLAINED, UnboundAxisError, axis_names
 
 # What one of N workers sends, as a part of its operand's bytes, by JAX's primitives:
@@ -52,31 +53,64 @@ class Found:
   stages: list[Stage] = dataclasses.field(default_factory=list)
 
 
-def traced(
-  optimizer: optax.GradientTransformation, params: Any, sizes: tuple[int, ...]
-) -> list[Found]:
-  """Returns what the transformations in an optimizer send, in their order.
+class Trace(NamedTuple):
+  """Holds what an update over workers that do not exist shows.
 
-  It binds the axes that they ask for, until none is missing.
+  Attributes:
+    found: what the transformations send, in their order; of branches, the last ones.
+    made: the plan and the options of each transformation, those of all branches.
+    state: the types of the arrays of a worker's state.
+  """
+
+  found: list[Found]
+  made: list[tuple[Plan, dict[str, Any]]]
+  state: Any
+
+
+def sizes_of(workers: int | tuple[int, ...]) -> tuple[int, ...]:
+  """Returns the sizes of the workers' axes; ValueError for what are none."""
+  rule = "a number of workers, 1 or more, or a tuple of the sizes of two axes"
+  sizes = workers if isinstance(workers, tuple) else (workers,)
+  if len(sizes) not in (1, 2):
+    raise ValueError(f"`workers` must be {rule}, got {workers!r}.")
+  sizes = tuple(static_integer("workers", rule, size) for size in sizes)
+  if min(sizes) < 1:
+    raise ValueError(f"`workers` must be {rule}, got {workers!r}.")
+  return sizes
+
+
+def traced(
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  sizes: tuple[int, ...],
+  *,
+  bound: Mapping[str, int] | None = None,
+  known: Callable[[str], int | None] = lambda name: None,
+) -> Trace:
+  """Traces an update over the axes that transformations ask for, until none is missing.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
     params: arrays, or their shapes and dtypes.
     sizes: of a transformation's axes, if it has as many; else all are on its first one.
+    bound: the axes that are bound from the start, and their sizes.
+    known: returns the size of an axis whose size is not left to ``sizes``.
   """
   like = jax.eval_shape(lambda params: params, params)
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+  kept: list[Any] = []
 
   def update(params: Any) -> Any:
     numbers = itertools.count()
 
     def numbered(x: Any) -> Any:
-      return x._replace(count=note(next(numbers), x.count)[0]) if _is_state(x) else x
+      return x._replace(count=note(next(numbers), x.count)[0]) if is_state(x) else x
 
-    state = jax.tree.map(numbered, optimizer.init(params), is_leaf=_is_state)
+    state = jax.tree.map(numbered, optimizer.init(params), is_leaf=is_state)
+    kept[:] = [jax.tree.map(jax.typeof, state)]
     return optimizer.update(params, state, params)[0]
 
-  bound = dict(zip(EXPLAINED, sizes, strict=False))
+  bound = dict(zip(EXPLAINED, sizes, strict=False)) | dict(bound or {})
   while True:
     try:
       mesh = AbstractMesh(tuple(bound.values()), tuple(bound))
@@ -84,21 +118,13 @@ def traced(
         trace = jax.make_jaxpr(
           jax.shard_map(update, in_specs=P(), out_specs=P(), check_vma=False)
         )(like)
-      return _read(trace.jaxpr, bound)
+      return Trace(_read(trace.jaxpr, bound), _made(trace.jaxpr), *kept)
     except UnboundAxisError as unbound:
       names = axis_names(unbound.axis_name)
       ones = (1,) * (len(names) - 1)
       fit = sizes if len(sizes) == len(names) else (math.prod(sizes), *ones)
-      bound |= zip(names, fit, strict=True)
-
-
-def states(opt_state: Any) -> list[CompressState]:
-  """Returns the states of gradcomp's transformations, in the order of their numbers."""
-  return list(filter(_is_state, jax.tree.leaves(opt_state, is_leaf=_is_state)))
-
-
-def _is_state(x: Any) -> bool:
-  return isinstance(x, CompressState)
+      own = [known(name) or size for name, size in zip(names, fit, strict=True)]
+      bound |= zip(names, own, strict=True)
 
 
 def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
@@ -106,7 +132,7 @@ def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
   result: list[Found] = []
   now: object = None
   parts: tuple[int, ...] = ()
-  for equation, state, times in _told(jaxpr, {}, 1):
+  for equation, state, times in _told(jaxpr, {}, 1, _last):
     if equation.primitive is not NOTE:
       axes = _axes(equation, sizes)
       nbytes = _sent(equation, axes, sizes)
@@ -139,6 +165,20 @@ def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
       now, parts = about, ()
       if isinstance(about, Plan):
         result.append(Found(about, state, [Fraction(0)] * len(about.names)))
+  return result
+
+
+def _made(jaxpr: Jaxpr) -> list[tuple[Plan, dict[str, Any]]]:
+  """Returns the plan and the options of each transformation."""
+  result: list[tuple[Plan, dict[str, Any]]] = []
+  options: dict[str, Any] = {}
+  for equation, *_ in _told(jaxpr, {}, 1, _all):
+    about = equation.params.get("about")
+    if isinstance(about, Options):
+      options |= about.named
+    elif isinstance(about, Plan):
+      result.append((about, options))
+      options = {}
   return result
 
 
@@ -188,15 +228,30 @@ def _shares(layout: Layout, parts: tuple[int, ...]) -> list[Fraction]:
   return [weight / total for weight in weights]
 
 
+_Told = tuple[JaxprEqn, int | None, int]
+
+
+def _all(branches: list[list[_Told]]) -> list[list[_Told]]:
+  return branches
+
+
+def _last(branches: list[list[_Told]]) -> list[list[_Told]]:
+  return list(filter(None, branches))[-1:]
+
+
 def _told(
-  jaxpr: Jaxpr, states: dict[Var, int], times: int
-) -> Iterator[tuple[JaxprEqn, int | None, int]]:
-  """Yields notes and collectives; of branches those of the last that has any.
+  jaxpr: Jaxpr,
+  states: dict[Var, int],
+  times: int,
+  taken: Callable[[list[list[_Told]]], list[list[_Told]]],
+) -> Iterator[_Told]:
+  """Yields notes and collectives.
 
   Args:
     jaxpr: of a function, perhaps inside another one.
     states: the variables that are steps of states, with the numbers of these.
     times: how often the function runs.
+    taken: picks those of some branches: all, or the last that has any.
 
   Yields:
     The equation, the number of the state that it is about, and how often it runs.
@@ -214,9 +269,8 @@ def _told(
         pairs = zip(reversed(part.invars), reversed(known), strict=False)
         inner = {x: number for x, number in pairs if number is not None}
         again = times * params.get("length", 1)  # of a loop
-        found.append(list(_told(part, inner, again)))
-      taken = list(filter(None, found))
-      yield from itertools.chain(*(taken[-1:] if name == "cond" else taken))
+        found.append(list(_told(part, inner, again, taken)))
+      yield from itertools.chain(*(taken(found) if name == "cond" else found))
 
 
 def _inside(params: Mapping[str, Any]) -> Iterator[Jaxpr]:

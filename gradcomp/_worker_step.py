@@ -12,6 +12,8 @@ from jax import lax
 from gradcomp.exchange import pmean
 from gradcomp.freezing import unaveraged
 from gradcomp.local_gradients import value_and_grad
+from gradcomp.replicas import Replicas, check_replicas
+from gradcomp.state import states_in
 from gradcomp.workers import AxisName
 
 ModelState = Literal["mean", "local"]
@@ -26,29 +28,33 @@ class WorkerStep:
   model_state: ModelState | None
   accumulate: int
   report: bool
+  check_every: int | None
 
   def __call__(
     self,
-    functions: tuple[Callable[..., Any], Callable[..., Any]],
+    functions: tuple[Callable[..., Any], ...],
     params: Any,
     opt_state: Any,
     model_state: Any,
     batch: Any,
     extra: tuple[Any, ...],
     rng: jax.Array | None,
+    *,
+    inspect: bool,
   ) -> tuple[Any, Any, Any, dict[str, Any]]:
     """Returns new parameters, optimizer state, model state and metrics.
 
     Args:
-      functions: the loss, and the ``update`` of the optimizer.
+      functions: the loss, and the optimizer's ``update``, without and with inspection.
       params: the parameters.
       opt_state: the state of the optimizer.
       model_state: the model state, or None.
       batch: the worker's part of the batch.
       extra: further arguments of the loss.
       rng: a key that all workers share, or None.
+      inspect: whether to show what the update sends.
     """
-    loss_fn, update = functions
+    loss_fn, update, update_and_inspect = functions
     grad_fn = value_and_grad(
       self._uniform(loss_fn),
       axis_name=self.axis_name,
@@ -69,7 +75,13 @@ class WorkerStep:
       wide = jax.tree.map(lambda x: x.astype(_wide(x)), model_state)
       narrow = lambda mean, x: mean.astype(x.dtype)
       model_state = jax.tree.map(narrow, self._mean(wide), model_state)
-    updates, opt_state = update(grads, opt_state, params)
+    if self.check_every is not None:
+      metrics["replicas"] = self._replicas(params, opt_state, self.check_every)
+    if inspect:
+      updates, opt_state, found = update_and_inspect(grads, opt_state, params)
+      metrics["inspection"] = found
+    else:
+      updates, opt_state = update(grads, opt_state, params)
     self._check_equal(updates, params)
     if self.report:
       square = self._mean(optax.tree.norm(grads, squared=True))
@@ -119,6 +131,29 @@ class WorkerStep:
       return None
     worker = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
     return jax.random.split(jax.random.fold_in(rng, worker), self.accumulate)
+
+  def _replicas(self, params: Any, opt_state: Any, steps: int) -> Replicas:
+    """Compares the parameters in every so many steps; elsewhere it returns zeros."""
+    states = states_in(opt_state)
+    if not states:
+      raise ValueError(
+        "`optimizer` must hold a gradcomp transformation, whose state counts the steps "
+        f"for check_every={steps}, got the state "
+        f"{jax.tree.structure(opt_state)}."
+      )
+
+    def compare(params: Any) -> Replicas:
+      assert self.axis_name is not None
+      return check_replicas(params, axis_name=self.axis_name)
+
+    like = jax.eval_shape(compare, params)
+    # The count is equal on all workers, so that all of them are in the same branch.
+    return lax.cond(
+      states[0].count % steps == 0,
+      compare,
+      lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like),
+      params,
+    )
 
   def _mean(self, tree: Any) -> Any:
     return tree if self.axis_name is None else pmean(tree, self.axis_name)

@@ -6,11 +6,14 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from gradcomp._checks import flag, share_below_1
-from gradcomp.codecs import LeafCodec, working_dtype
+from gradcomp import residuals
+from gradcomp._checks import flag, share_above_0, share_below_1
+from gradcomp.codecs import LeafCodec
+from gradcomp.kernels import rewritten
 from gradcomp.kernels.fixed_point import scaled
-from gradcomp.sums import rewritten
+from gradcomp.residuals import Storage, Stored
 
 FeedbackName = Literal["auto", "error", "momentum"]
 
@@ -27,6 +30,12 @@ class Feedback(Protocol):
 
   moves: ClassVar[bool]
   """True if a worker keeps a momentum of its gradients."""
+
+  def first(self, shape: tuple[int, ...]) -> Stored:
+    """Returns the first residual of a leaf of this shape, of at least one axis."""
+
+  def waits(self, unsent: jax.Array) -> jax.Array:
+    """Returns what waits of that which a leaf did not send."""
 
   def sent(self, updates: Any, momentum: Any) -> Any:
     """Returns what a step shall send but for the residual."""
@@ -49,7 +58,7 @@ class Feedback(Protocol):
       unsent: what this worker did not send.
       chosen: for each leaf the positions in it, flat, where a sparse codec sent
         something, or its size; None if the codec sends all elements.
-      counts: for each leaf the count of :func:`remainder`.
+      counts: for each leaf the count of :func:`gradcomp.residuals.remainder`.
     """
 
 
@@ -59,6 +68,12 @@ class NoFeedback:
 
   keeps: ClassVar[bool] = False
   moves: ClassVar[bool] = False
+
+  def first(self, shape: tuple[int, ...]) -> Stored:
+    return residuals.zeros(shape, "float32")
+
+  def waits(self, unsent: jax.Array) -> jax.Array:
+    return unsent
 
   def sent(self, updates: Any, momentum: Any) -> Any:
     return updates
@@ -75,19 +90,33 @@ class NoFeedback:
     return momentum
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(NoFeedback):
   r"""Keeps what was not sent, and adds it to the next gradient.
 
   With the gradient :math:`g`, the residual :math:`e` and what encodes and decodes,
   :math:`Q`:
 
-  .. math:: c = g + e, \qquad e' = c - Q(c)
+  .. math:: c = g + e, \qquad e' = d \, (c - Q(c))
+
+  A residual takes as much memory as the parameters, in ``float32``. Fewer bits round it
+  at random, with the mean that it had. ``bfloat16`` takes a half, and loses less than
+  :math:`2^{-7}` of an element. ``"int8"`` takes a quarter, and 4 bytes for the scale of
+  each block: the elements of a block, at most 256 of the last axis, lose less than
+  :math:`1/63` of the largest. Where residuals keep their old value, because something
+  is not finite, it is the old one up to such a rounding.
+
+  Attributes:
+    residual_dtype: how residuals are stored: ``float32``, ``bfloat16`` or ``"int8"``.
+    residual_decay: d, above 0 and at most 1. Below 1, what waits for long is forgotten.
+
+  Raises:
+    ValueError: an attribute is outside these.
 
   Example:
-    >>> tx = gradcomp.qsgd(bits=4, feedback=ErrorFeedback())
+    >>> tx = gradcomp.qsgd(bits=4, feedback=ErrorFeedback(residual_dtype=jnp.bfloat16))
     >>> tx.init(jnp.zeros(4)).residual
-    Array([0., 0., 0., 0.], dtype=float32)
+    Array([0, 0, 0, 0], dtype=bfloat16)
 
   References:
     Seide et al., `1-Bit Stochastic Gradient Descent
@@ -95,7 +124,22 @@ class ErrorFeedback(NoFeedback):
     section 3.1; Grubic et al., 2018, section 2.2
   """
 
+  residual_dtype: DTypeLike | Storage = "float32"
+  residual_decay: float = 1.0
+
   keeps: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    stored = residuals.storage("residual_dtype", self.residual_dtype)
+    object.__setattr__(self, "residual_dtype", stored)
+    decay = share_above_0("residual_decay", self.residual_decay)
+    object.__setattr__(self, "residual_decay", decay)
+
+  def first(self, shape: tuple[int, ...]) -> Stored:
+    return residuals.zeros(shape, residuals.storage("", self.residual_dtype))
+
+  def waits(self, unsent: jax.Array) -> jax.Array:
+    return scaled(unsent, self.residual_decay)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +153,8 @@ class MomentumFeedback(ErrorFeedback):
   Attributes:
     decay: m, at least 0 and below 1.
     nesterov: whether momentum is Nesterov's.
+    residual_dtype, residual_decay: as of :class:`ErrorFeedback`. The momentum stays
+      ``float32``.
 
   Raises:
     ValueError: an attribute is outside these.
@@ -125,6 +171,7 @@ class MomentumFeedback(ErrorFeedback):
   moves: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
+    super().__post_init__()
     object.__setattr__(self, "decay", share_below_1("decay", self.decay))
     flag("nesterov", self.nesterov)
 
@@ -161,7 +208,7 @@ def as_feedback(given: Any, codec: LeafCodec) -> Feedback:
 
   Example:
     >>> as_feedback("auto", gradcomp.codecs.OneBit())  # which is biased
-    ErrorFeedback()
+    ErrorFeedback(residual_dtype='float32', residual_decay=1.0)
   """
   if given == "auto":
     return NoFeedback() if codec.unbiased else ErrorFeedback()
@@ -191,54 +238,6 @@ def _add(updates: Any, tree: Any, factor: float) -> Any:
   )
 
 
-def correct(updates: Any, residual: Any, codec: LeafCodec) -> Any:
-  """Returns the gradient plus the residual, or the gradient if there is none.
-
-  Both are in the dtype that an exchange with the codec adds.
-  """
-
-  def add(g: jax.Array, residual: jax.Array | None = None) -> jax.Array:
-    wide = g.astype(working_dtype(codec, g.dtype))
-    if residual is None:
-      return wide
-    return residual.reshape(g.shape).astype(wide.dtype) + wide
-
-  with jax.named_scope("gradcomp_correct"):
-    return jax.tree.map(add, updates, *([] if residual is None else [residual]))
-
-
-def remainder(
-  unsent: jax.Array, mean: jax.Array, old: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the new residual: what was not sent, or the old one if that is not finite.
-
-  The old one also stays where the mean is not finite. So a gradient that is not finite,
-  and its whole bucket with it, is never kept. And of that bucket no worker counts as
-  sent what nobody can use.
-
-  Args:
-    unsent: what was not sent, in any shape of as many elements.
-    mean: the mean of all workers, float32.
-    old: the residual of the last step.
-    count: the number of the step, ``int32[]``.
-
-  Returns:
-    The residual, and a count for what is to be written next, see
-    :func:`gradcomp.sums.rewritten`.
-  """
-
-  def keep(old: jax.Array, one: jax.Array) -> jax.Array:
-    usable = mean.reshape(unsent.shape)
-    finite = jnp.isfinite(unsent * one) & jnp.isfinite(usable * one)
-    return jnp.where(finite, unsent.astype(old.dtype), old)
-
-  with jax.named_scope("gradcomp_residual"):
-    if unsent.shape == old.shape:
-      return keep(old, jnp.float32(1.0)), count
-    new, count = rewritten(keep, old.reshape(unsent.shape), count)
-    return new.reshape(old.shape), count
-
-
 def _kept(
   decay: float,
   gradient: jax.Array,
@@ -258,7 +257,7 @@ def _kept(
     unsent: what this worker did not send.
     chosen: the positions in the flat leaf where a sparse codec sent something, or at
       least the leaf's size; None if the codec sends all elements.
-    count: the count of :func:`remainder`.
+    count: the count of :func:`gradcomp.residuals.remainder`.
   """
 
   def finite(mean: jax.Array, unsent: jax.Array) -> jax.Array:

@@ -10,7 +10,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradcomp.codecs import Memory
-from gradcomp.state import CompressState, OwnedRows
+from gradcomp.residuals import is_stored, shaped
+from gradcomp.state import CompressState, OwnedRows, is_state, states_in
 from gradcomp.workers import (
   AxisName,
   axis_names,
@@ -108,28 +109,29 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
 
   def of_params(function: Callable[[PartitionSpec], PartitionSpec], tree: Any) -> Any:
     """Maps parameters' specs; holes of optax.masked and optax.partition stay."""
-    return jax.tree.map(
-      lambda leaf, spec: leaf if is_hole(leaf) else function(spec),
-      tree,
-      param_specs,
-      is_leaf=is_hole,
-    )
 
-  def is_hole(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
+    def of_leaf(leaf: Any, spec: PartitionSpec) -> Any:
+      if isinstance(leaf, optax.MaskedNode):
+        return leaf
+      return jax.tree.map(lambda _: function(spec), leaf)
+
+    return jax.tree.map(of_leaf, tree, param_specs, is_leaf=is_one)
+
+  def is_one(node: Any) -> bool:
+    """Returns True for what stands where the parameters have one leaf."""
+    return isinstance(node, optax.MaskedNode) or is_stored(node)
 
   def like_params(node: Any) -> bool:
-    if param_specs is None or jax.tree.structure(node, is_leaf=is_hole) != structure:
+    if param_specs is None or jax.tree.structure(node, is_leaf=is_one) != structure:
       return False
     # If the parameters are one bare array, numbers like a count of steps have their
     # structure, too.
-    return not is_spec(param_specs) or getattr(node, "ndim", 0) >= len(param_specs) > 0
+    ndim = getattr(shaped(node), "ndim", 0)
+    return not is_spec(param_specs) or ndim >= len(param_specs) > 0
 
   def is_leaf(node: Any) -> bool:
-    if isinstance(node, optax.MultiStepsState):
-      return _exchanges(node.inner_opt_state)
-    if isinstance(node, optax.ApplyIfFiniteState):
-      return _exchanges(node.inner_state)
+    if isinstance(node, optax.MultiStepsState | optax.ApplyIfFiniteState):
+      return bool(states_in(node))
     return isinstance(node, CompressState | OwnedRows) or like_params(node)
 
   return jax.tree.map(specs, opt_state, is_leaf=is_leaf)
@@ -216,18 +218,9 @@ def _without_rows(opt_state: Any) -> Any:
     if isinstance(node, OwnedRows):
       return None
     rowless = {"server_residual": None, "memory": None}
-    return node._replace(**rowless) if _is_ours(node) else node
+    return node._replace(**rowless) if is_state(node) else node
 
   def has_rows(node: Any) -> bool:
-    return _is_ours(node) or isinstance(node, OwnedRows)
+    return is_state(node) or isinstance(node, OwnedRows)
 
   return jax.tree.map(without, opt_state, is_leaf=has_rows)
-
-
-def _exchanges(opt_state: Any) -> bool:
-  """Returns True if there is a gradcomp state in an optimizer state."""
-  return any(map(_is_ours, jax.tree.leaves(opt_state, is_leaf=_is_ours)))
-
-
-def _is_ours(node: Any) -> bool:
-  return isinstance(node, CompressState)

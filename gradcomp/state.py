@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -33,10 +34,26 @@ class CompressState(NamedTuple):
 
   count: jax.Array  # type: ignore[assignment]  # int32[], steps so far, replicated
   key: jax.Array  # uint32[2], replicated
-  residual: Any  # float32, like the parameters but at least 1-d, per worker; or None
+  # As the parameters but at least 1-d, float32 or as feedback stores it, per worker.
+  residual: Any
   server_residual: OwnerResiduals | None  # float32, rows that a worker owns; or None
   memory: Memory | None = None  # what codecs remember, by axes and leaf; or None
   velocity: Any = None  # float32, like the residual; or None
+
+
+class Watched(NamedTuple):
+  """A :class:`CompressState` that brings measures back from a step.
+
+  Only :func:`gradcomp.inspect` makes it, and takes it apart again.
+  """
+
+  count: jax.Array  # type: ignore[assignment]
+  key: jax.Array
+  residual: Any
+  server_residual: OwnerResiduals | None
+  memory: Memory | None
+  velocity: Any
+  sums: Any  # float32, replicated
 
 
 class OwnedRows(NamedTuple):
@@ -53,6 +70,26 @@ class OwnedRows(NamedTuple):
   # By the axes that stack them, one array for each codec of a message, per worker:
   # [rows, ...], the elements of a row in one axis or several.
   arrays: dict[tuple[str, ...], tuple[jax.Array, ...]]
+
+
+def states_in(opt_state: Any) -> list[CompressState]:
+  """Returns the states of gradcomp's transformations, in the order of their numbers."""
+  return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
+
+
+def is_state(node: Any) -> bool:
+  """Returns True for :class:`CompressState`; it is meant for ``is_leaf``."""
+  return isinstance(node, CompressState)
+
+
+def collects(node: Any) -> bool:
+  """Returns True for MultiSteps around an exchange; it is meant for ``is_leaf``.
+
+  What it has collected is each worker's own.
+  """
+  return isinstance(node, optax.MultiStepsState) and bool(
+    states_in(node.inner_opt_state)
+  )
 
 
 def is_rows(node: Any) -> bool:
@@ -73,7 +110,7 @@ def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
     ValueError: a field is missing.
   """
   cure = "make the state with this transformation"
-  if not isinstance(state, CompressState):
+  if not isinstance(state, CompressState | Watched):
     raise TypeError(
       f"`state` must be a gradcomp.CompressState, got {type(state).__name__}; {cure}, "
       "and take the one of its place from the state of an optax.chain."
@@ -135,6 +172,13 @@ def step_keys(state: CompressState, plan: Plan, *, shared: bool) -> Keys:
       mine = common[k] if alike else own[k]
       keys[i] = StepKey(mine, None if dithers is None else dithers[k])
   return Keys(keys[: len(plan.names)], keys[len(plan.names) :])
+
+
+def residual_key(state: CompressState, plan: Plan, leaf: int) -> jax.Array:
+  """Returns the key that a worker rounds the residual of a leaf with: ``uint32[2]``."""
+  worker = 0 if plan.axis_name is None else lax.axis_index(plan.axis_name)
+  (common,) = _keys(state, [f"residual\n{plan.names[leaf]}"])
+  return fold_key(common, worker)
 
 
 def _keys(state: CompressState, texts: Sequence[str]) -> jax.Array:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.tree_util import GetAttrKey, KeyPath
 
 from gradcomp._checks import static_integer
-from gradcomp.state import CompressState
+from gradcomp.state import is_state
 
 
 class SwitchState(NamedTuple):
@@ -149,13 +149,10 @@ def _promised(state: Any) -> set[KeyPath]:
   Without feedback owners may forget their last rounding error, as workers do.
   """
 
-  def is_ours(node: Any) -> bool:
-    return isinstance(node, CompressState)
-
   return {
     (*path, *place)
-    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_ours)
-    if is_ours(node) and node.residual is not None
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state)
+    if is_state(node) and node.residual is not None
     for place, _ in jax.tree_util.tree_leaves_with_path(node)
     if place[0] == GetAttrKey("server_residual")
   }

@@ -1,5 +1,6 @@
 """Makes train steps for people who want no plumbing."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gradcomp._checks import flag, optional_one_of
+from gradcomp._checks import flag, optional_one_of, static_integer
 from gradcomp._explain import explain
 from gradcomp._worker_step import ModelState, WorkerStep, check_model_state
 from gradcomp.freezing import allow_frozen
+from gradcomp.inspection import update_and_inspect
 from gradcomp.local_gradients import check_accumulate
 from gradcomp.sharding import check_stacked, state_specs
 from gradcomp.workers import (
@@ -35,6 +37,7 @@ def make_train_step(
   model_state: ModelState | None = None,
   accumulate: int = 1,
   report: bool = False,
+  check_every: int | None = None,
   donate: bool = True,
 ) -> Callable[..., tuple[Any, ...]]:
   """Makes a jitted data-parallel train step: gradients, exchange and update.
@@ -62,6 +65,10 @@ def make_train_step(
       says a worker sends for gradients in a step, as ``float32``), ``"gradient_norm"``
       (the root mean square over the workers of their own gradients' l2 norms) and
       ``"update_norm"`` (the l2 norm of what is added to the parameters).
+    check_every: in every so many steps, from the first on, ``metrics["replicas"]`` says
+      whether the parameters that the step was given are equal on all workers: see
+      :func:`check_replicas`. In the other steps it says that they are. None compares
+      nothing. ``bytes_sent`` does not count this.
     donate: whether parameters and optimizer state are updated in place. The arrays that
       were passed in are then gone.
 
@@ -78,6 +85,9 @@ def make_train_step(
     If the step is called with ``rng=key``, the loss is called with ``rng=`` a key that
     is made from it, another one for each worker and micro-batch. Give it another key in
     every step.
+    If it is called with ``inspect=True``, ``metrics["inspection"]`` is the
+    :class:`Inspection` of the step: see :func:`update_and_inspect`. That is a program
+    of its own, which is compiled when it is first needed.
 
   Raises:
     ValueError: the mesh does not have an axis, or an option is bad; when called, a
@@ -100,6 +110,8 @@ def make_train_step(
     Array(16., dtype=float32)
   """
   flag("report", report)
+  if check_every is not None:
+    check_every = _check_period(check_every, axis_name)
   optional_one_of("model_state", ModelState, model_state)
   one_worker = WorkerStep(
     axis_name=axis_name,
@@ -107,13 +119,15 @@ def make_train_step(
     model_state=model_state,
     accumulate=check_accumulate(accumulate),
     report=report,
+    check_every=check_every,
   )
-  functions = loss_fn, allow_frozen(optimizer).update
+  frozen = allow_frozen(optimizer)
+  functions = loss_fn, frozen.update, functools.partial(update_and_inspect, frozen)
   workers: Any = ()
 
-  def alone(*args: Any) -> Any:
+  def alone(*args: Any, inspect: bool) -> Any:
     check_model_state(args[2], model_state, accumulate, 1)
-    return one_worker(functions, *args)
+    return one_worker(functions, *args, inspect=inspect)
 
   run = alone
   if axis_name is not None:
@@ -121,8 +135,9 @@ def make_train_step(
     workers = _sizes(mesh, axis_name)
     run = _mapped(one_worker, functions, mesh)
 
-  def whole_step(params: Any, *args: Any) -> tuple[Any, ...]:
-    *result, metrics = run(params, *args)
+  def whole_step(params: Any, *args: Any, inspect: bool) -> tuple[Any, ...]:
+    flag("inspect", inspect)
+    *result, metrics = run(params, *args, inspect=inspect)
     if report:
       shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
       sizes = workers if len(workers) == 2 else math.prod(workers)
@@ -131,20 +146,46 @@ def make_train_step(
     return *result, metrics
 
   def step(
-    params: Any, opt_state: Any, batch: Any, *extra: Any, rng: Any = None
+    params: Any,
+    opt_state: Any,
+    batch: Any,
+    *extra: Any,
+    rng: Any = None,
+    inspect: bool = False,
   ) -> tuple[Any, Any, Any]:
     params, opt_state, _, metrics = whole_step(
-      params, opt_state, None, batch, extra, rng
+      params, opt_state, None, batch, extra, rng, inspect=inspect
     )
     return params, opt_state, metrics
 
   def step_with_state(
-    params: Any, opt_state: Any, state: Any, batch: Any, *extra: Any, rng: Any = None
+    params: Any,
+    opt_state: Any,
+    state: Any,
+    batch: Any,
+    *extra: Any,
+    rng: Any = None,
+    inspect: bool = False,
   ) -> tuple[Any, ...]:
-    return whole_step(params, opt_state, state, batch, extra, rng)
+    return whole_step(params, opt_state, state, batch, extra, rng, inspect=inspect)
 
   chosen: Any = step if model_state is None else step_with_state
-  return jax.jit(chosen, donate_argnums=(0, 1) if donate else ())
+  donated = (0, 1) if donate else ()
+  return jax.jit(chosen, donate_argnums=donated, static_argnames="inspect")
+
+
+def _check_period(check_every: Any, axis_name: AxisName | None) -> int:
+  """Returns the number of steps between two comparisons; ValueError for all else."""
+  rule = "a number of steps, 1 or more, or None"
+  steps = static_integer("check_every", rule, check_every)
+  if steps < 1:
+    raise ValueError(f"`check_every` must be {rule}, got {steps}.")
+  if axis_name is None:
+    raise ValueError(
+      f"`check_every` must be None with axis_name=None, where one device has nothing "
+      f"to compare itself with, got {steps}."
+    )
+  return steps
 
 
 def _sizes(mesh: Mesh, axis_name: AxisName) -> tuple[int, ...]:
@@ -170,7 +211,14 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
   kept = cut if one_worker.model_state == "local" else whole
 
   def run(
-    params: Any, opt_state: Any, model_state: Any, batch: Any, extra: Any, rng: Any
+    params: Any,
+    opt_state: Any,
+    model_state: Any,
+    batch: Any,
+    extra: Any,
+    rng: Any,
+    *,
+    inspect: bool,
   ) -> Any:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
       if not leaf.shape or leaf.shape[0] % workers:
@@ -190,7 +238,7 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
 
     def enter(bind: Callable[[Any], Any], closed_over: list[Any]) -> Any:
       def local(closed_over: list[Any], *args: Any) -> Any:
-        return one_worker(bind(closed_over), *args)
+        return one_worker(bind(closed_over), *args, inspect=inspect)
 
       spec = [restrict_spec(typed_spec(x), names) for x in closed_over]
       return jax.shard_map(

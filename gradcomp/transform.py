@@ -11,6 +11,8 @@ from jax.typing import ArrayLike
 from gradcomp._border import not_differentiated, of_reals
 from gradcomp._checks import optional_size
 from gradcomp._compression import Compression, Dither, paths_of
+from gradcomp._first_plans import tell_of
+from gradcomp._measures import measured
 from gradcomp.codecs import LeafCodec, Memory
 from gradcomp.exchange import (
   Auto,
@@ -19,9 +21,10 @@ from gradcomp.exchange import (
   as_exchange,
   average_leaves,
 )
-from gradcomp.feedback import Feedback, FeedbackName, as_feedback, correct
+from gradcomp.feedback import Feedback, FeedbackName, as_feedback
 from gradcomp.memory import as_stored, recall, remember
-from gradcomp.state import CompressState, seed_words, step_keys
+from gradcomp.residuals import correct
+from gradcomp.state import CompressState, Watched, seed_words, step_keys
 from gradcomp.workers import AxisName, axis_names, first_state, or_explained, per_device
 
 
@@ -119,17 +122,18 @@ def compress(
   def init_fn(params: Any) -> CompressState:
     parts.check_init(params)
     own = functools.partial(parts.own_arrays, paths=paths_of(params))
-    count = keeper.keeps + keeper.moves
-    trees, kept = first_state(params, or_explained(axis_name), count, own)
+    trees, kept = first_state(params, or_explained(axis_name), parts.first, own)
     residual, velocity, *_ = (*trees, None, None)
     owned, *memory = ({at: x[i] for at, x in kept.items() if x[i]} for i in range(3))
-    return CompressState(
-      jnp.zeros([], jnp.int32),
-      seed_words(key),
-      residual,
-      owned or None,
-      as_stored(params, Memory(*memory)),
-      velocity,
+    return tell_of(
+      CompressState(
+        jnp.zeros([], jnp.int32),
+        seed_words(key),
+        residual,
+        owned or None,
+        as_stored(params, Memory(*memory)),
+        velocity,
+      )
     )
 
   def update_fn(
@@ -152,12 +156,13 @@ def compress(
         owned=parts.owned(plan, state),
         memory=recall(plan, state.memory),
         step=state.count,
-        keep=keeper.keeps,
+        keep=keeper.keeps or isinstance(state, Watched),
         mark=keeper.moves,
       )
       mean = optax.tree.cast_like(jax.tree.unflatten(treedef, exchanged.mean), updates)
-      kept = parts.keep(state, updates, corrected, mean, exchanged)
-      return mean, kept._replace(
+      kept = parts.keep(plan, state, updates, corrected, mean, exchanged)
+      seen = measured(kept, plan, updates, corrected, exchanged, workers)
+      return mean, seen._replace(
         count=optax.safe_increment(state.count),
         memory=remember(plan, state.memory, exchanged.memory),
       )

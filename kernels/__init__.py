@@ -23,6 +23,7 @@ from gradcomp.kernels import sparse as sparse
 from gradcomp.kernels import ternary as ternary
 from gradcomp.kernels import thresholds as thresholds
 from gradcomp.kernels import warpgroups as warpgroups
+from gradcomp.kernels import writing as writing
 from gradcomp.kernels.dispatch import Implementation as Implementation
 from gradcomp.kernels.dithers import dither as dither
 from gradcomp.kernels.dithers import random_lanes as random_lanes
@@ -31,3 +32,6 @@ from gradcomp.kernels.planes import unpack_planes as unpack_planes
 from gradcomp.kernels.threefry import fold_key as fold_key
 from gradcomp.kernels.threefry import key_words as key_words
 from gradcomp.kernels.threefry import threefry2x32 as threefry2x32
+from gradcomp.kernels.writing import packed as packed
+from gradcomp.kernels.writing import rewritten as rewritten
+from gradcomp.kernels.writing import written as written

@@ -22,7 +22,7 @@ OTHERS = Budget(programs=150, seconds=10)
 FILES: dict[str, Budget] = {
   "gradcomp/aliases.py": Budget(programs=200, seconds=10),
   "tests/test_codecs.py": Budget(programs=780, seconds=90),
-  "tests/test_exchange.py": Budget(programs=500, seconds=65),
+  "tests/test_exchange.py": Budget(programs=520, seconds=65),
   "tests/test_examples.py": Budget(programs=60, seconds=35),
   "tests/test_pallas.py": Budget(programs=370, seconds=30),
   "tests/test_wire_proof.py": Budget(programs=120, seconds=25),
@@ -46,6 +46,7 @@ FILES: dict[str, Budget] = {
   "tests/test_citizen_sharded.py": Budget(programs=170, seconds=10),
   "tests/test_exchange_oracle.py": Budget(programs=290, seconds=10),
   "tests/test_floats.py": Budget(programs=450, seconds=10),
+  "tests/test_inspect.py": Budget(programs=200, seconds=30),
   "tests/test_freezing.py": Budget(programs=210, seconds=10),
   "tests/test_redsync.py": Budget(programs=230, seconds=10),
   "tests/test_sparse_parts.py": Budget(programs=180, seconds=10),
@@ -58,6 +59,7 @@ FILES: dict[str, Budget] = {
   "tests/test_layout.py": Budget(programs=180, seconds=5),
   "tests/test_one_bit.py": Budget(programs=210, seconds=5),
   "tests/test_state.py": Budget(programs=190, seconds=5),
+  "tests/test_testing.py": Budget(programs=250, seconds=10),
 }
 
 

@@ -6,6 +6,7 @@ What it computes is in functions that run on emulated devices as well, for the t
 compare with. Every host saves its own part of every array in the folder.
 """
 
+import functools
 import os
 import pathlib
 import signal
@@ -70,8 +71,11 @@ FAULT_STEP = 3
 FAILED = 3  # the exit code after an exception, which is not Python's own 1
 
 
-def exchange(name, hosts):
-  """Two steps of a case: the outputs, and the state with all that workers keep."""
+def exchange(name, hosts, between=lambda state: state):
+  """Two steps of a case: the outputs, and the state with all that workers keep.
+
+  The state passes through ``between`` before the second.
+  """
   mesh = modes.mesh(hosts)
   transformation = gradcomp.compress(**CASES[name], axis_name="data", feedback="error")
   steps = [gradients(hosts, step) for step in range(2)]
@@ -90,7 +94,7 @@ def exchange(name, hosts):
   )
   outputs = []
   for gradient in steps:
-    output, state = update(gradient, state)
+    output, state = update(gradient, between(state) if outputs else state)
     outputs.append(output)
   return outputs, state
 
@@ -189,6 +193,15 @@ def compare(cases, hosts, host, folder):
     train(hosts, host, folder)
 
 
+def compare_saved(cases, hosts, host, folder):
+  """What all hosts save together by Orbax, and restore, takes the second step."""
+  from saved import through_orbax
+
+  for name in compared(cases):
+    between = functools.partial(through_orbax, folder=folder / f"{name}.saved")
+    save(folder / f"{name}.{host}.npz", exchange(name, hosts, between))
+
+
 def train(hosts, host, folder, fault=None):
   """Goes on after the last step that all have saved; meets the fault on its way."""
   training = Training(hosts)
@@ -215,13 +228,15 @@ FAULTS = {
 
 
 def main(task, address, hosts, host, folder):
-  """Runs "compare-few", "train", or what host 1 spoils: "kill-1", "differ-1"."""
+  """Runs "compare-few", "saved-all", "train", or what host 1 spoils: "kill-1"."""
   hosts, host, folder = int(hosts), int(host), pathlib.Path(folder)
   jax.distributed.initialize(address, hosts, host, **LIMITS)
   task, _, which = task.partition("-")
   try:
     if task == "compare":
       compare(which, hosts, host, folder)
+    elif task == "saved":
+      compare_saved(which, hosts, host, folder)
     elif task == "differ":
       exchange("qsgd4-ring" if which == str(host) else "qsgd4-two_shot", hosts)
     else:

@@ -1,5 +1,9 @@
-"""Computes what hosts do where a model or its optimizer is cut over them."""
+"""Computes what hosts do where a model or its optimizer is cut over them.
 
+And where their copies of a model differ.
+"""
+
+import flips
 import jax
 import jax.numpy as jnp
 import modes
@@ -82,5 +86,16 @@ def optimized(hosts):
   return params, state
 
 
-# Of models and optimizers that are cut over the hosts.
-CUT = {"moved": moved, "optimized": optimized}
+def compared(hosts):
+  """Returns the fingerprints of copies of which that of host 1 has a flipped bit."""
+  tree = jax.tree.map(lambda leaf: leaf[0], gradients(hosts, 7))
+  parts = [dict(tree) for _ in range(hosts)]
+  parts[1]["a"] = flips.flip(tree["a"], 1000)
+  copies = flips.copies(parts, modes.mesh(hosts))
+  found = gradcomp.check_replicas(copies, axis_name="data")
+  assert found.differing()["['a']"] == ([0, 1] if hosts == 2 else [1])
+  return found
+
+
+# Of models and optimizers that are cut over the hosts, and of copies that differ.
+CUT = {"moved": moved, "optimized": optimized, "compared": compared}

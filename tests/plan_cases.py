@@ -14,7 +14,7 @@ from gradcomp.codecs import QSGD
 from gradcomp.cost import Link
 from gradcomp.planner import CANDIDATES, packaged_speeds
 
-RUNS = json.loads(cost_fit.LINKS.read_text())["runs"]
+RUNS = cost_fit.read_runs(cost_fit.LINKS)
 LIKE = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 64 MiB
 BY_NAME = {x.name: x for x in CANDIDATES}
 QSGD4 = [BY_NAME["QSGD-4"]]
@@ -27,8 +27,7 @@ def timed(name, /, **changes):
   return dataclasses.replace(BY_NAME[name], **changes)
 
 
-# What plan knows of the rows of link_speed.json, by the codecs' names there. Those that
-# keep residuals or fit levels take longer there than the speeds of their codecs say.
+# What plan knows of the rows of link_speed.json, by the codecs' names there.
 ROWS = {
   "bf16": timed("bfloat16", feedback=False, biased=False),
   "qsgd-8": BY_NAME["QSGD-8"],

@@ -17,9 +17,10 @@ import oracle
 import pytest
 from codec_cases import QSGD_CASES, SCHEMES
 from laws import name
-from slow_cases import slow
+from slow_cases import one_in, slow
 
 import gradcomp.codecs
+from gradcomp import testing
 from gradcomp.codecs import (
   QSGD,
   Dense,
@@ -65,16 +66,27 @@ def ragged(codec):
 @every_case
 def test_every_law(case):
   x = laws.gaussian(case.leaf)
-  laws.facts_hold(case.codec)
-  laws.payload_is_the_documented_rows(case, x)
+  laws.obeys(case, x)
   laws.the_page_reads_the_payload(case, x)
-  laws.rows_stand_alone(case, x)
-  laws.zeros_stay(case, x)
-  laws.padding_never_leaks(case, x)
-  laws.batches_are_independent(case, x)
-  for bad in (np.nan, np.inf, -np.inf):
-    laws.non_finite_elements_are_seen(case, x, bad)
-  laws.shapes_and_dtypes_return(case.codec)
+  laws.nothing_behind_a_leaf_counts(case, x)
+  testing.laws.shapes_and_dtypes_return(case.codec)
+
+
+@pytest.mark.parametrize("case", one_in(32, laws.CASES), ids=lambda x: name(x.codec))
+def test_laws_that_compile_more(case):
+  codec = laws.here(case.codec)
+  testing.laws.is_pure(codec)
+  testing.laws.padding_never_leaks(codec)
+  testing.laws.odd_sizes_work(codec, sizes=(1, 33))
+  testing.laws.workers_choose_alike(codec)
+  testing.laws.bytes_are_the_claim(codec)
+
+
+@pytest.mark.slow
+@every_case
+def test_what_is_not_compiled_has_the_same_bits(case):
+  x = laws.gaussian(case.leaf)
+  testing.laws.same_bits_without_jit(laws.here(case.codec), x)
 
 
 def test_every_codec_that_can_be_built_is_held_to_the_laws():
@@ -161,7 +173,7 @@ def test_double_precision_changes_nothing(codec):
   ids=name,
 )
 def test_half_precision_is_computed_in_float32(codec):
-  laws.half_precision_is_computed_in_float32(codec)
+  testing.laws.half_precision_is_computed_in_float32(codec)
 
 
 @every_qsgd
@@ -222,7 +234,7 @@ def test_errors_stay_below_a_step(case):
 )
 def test_stochastic_rounding_is_unbiased(bits, levels, norm):
   codec = QSGD(bits=bits, bucket_size=64, levels=levels, norm=norm)
-  laws.mean_is_the_input(codec, laws.gaussian(500), draws=1000)
+  testing.laws.mean_is_the_leaf(codec, laws.gaussian(500))
 
 
 @pytest.mark.parametrize("bits", [2, 4, *slow(3, 5, 8)])

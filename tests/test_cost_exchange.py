@@ -225,39 +225,33 @@ def test_scaling_over_workers():
   assert cost.crossover_workers(explanations[1:3], cluster, FREE) is None
 
 
-# What keeping residuals and fitting levels takes in a step is more than codec_speed.py
-# measures of a codec alone: such rows take up to three times what is predicted.
-MORE = ("onebit", "qsgd-4 fitted", "qsgd-2 fitted")
-# Rows that are more than 20 % off besides. all_gather adds four payloads of 2 or 4 bits
-# while four hosts share two cores; shared scales add integers.
+# Rows that are more than 20 % off. A swap of two hosts takes one of two times, and the
+# parts of a step may show the one and its exchanges the other.
 FAR = {
   (2, "1gbit", "aps-8 ring"),
+  (2, "1gbit", "onebit-64 ring"),
+  (2, "1gbit", "onebit-64 two_shot"),
   (2, "1gbit", "terngrad-base3 psum"),
-  (4, "1gbit", "qsgd-2 all_gather"),
-  (4, "1gbit", "qsgd-4 all_gather"),
-  (4, "1gbit", "qsgd-4 shared psum"),
-  (4, "1gbit", "qsgd-4 shared two_shot"),
+  (2, "5gbit", "terngrad two_shot"),
+  (2, "10gbit", "f16 two_shot"),
+  (2, "10gbit", "onebit-64 two_shot"),
+  (2, "10gbit", "terngrad two_shot"),
   (4, "1gbit", "terngrad-base3 psum"),
-  (4, "5gbit", "natural two_shot"),
-  (4, "5gbit", "qsgd-8 two_shot"),
-  (4, "5gbit", "terngrad psum"),
+  (4, "1gbit", "terngrad-base3 two_shot"),
 }
 
 
 def test_measured_links_are_predicted():
   """From the plain mean and the parts of one two_shot; on loopback there is no link."""
-  runs = json.loads(cost_fit.LINKS.read_text())["runs"]
+  runs = cost_fit.read_runs(cost_fit.LINKS)
   speeds = cost_fit.read_speeds([json.loads(x.read_text()) for x in cost_fit.SPEEDS])
   rows = cost_fit.compare(runs, speeds)
   predicted = {row[:3] for row in rows}
   every = {(x["hosts"], x["rate"], name) for x in runs for name in x["steps"]}
   others = ("plain f32 mean", "f32 psum", "ddp ", "redsync", "powersgd")
-  assert all(name.startswith(others) for *_, name in every - predicted)
-  errors = {
-    row[:3]: abs(row.error)
-    for row in rows
-    if row.rate != "loopback" and not row.name.startswith(MORE)
-  }
+  missed = [name for *_, name in every - predicted if " in leaves " not in name]
+  assert all(name.startswith(others) for name in missed)
+  errors = {row[:3]: abs(row.error) for row in rows if row.rate != "loopback"}
   assert statistics.median(errors.values()) <= 0.07
   assert {key for key, error in errors.items() if error > 0.2} <= FAR
 

@@ -1,25 +1,19 @@
 """The example trainers run as their users run them: as scripts."""
 
-import csv
 import io
 import math
-import os
-import shutil
 import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripts import EXAMPLES, finish, read, start
 
 from gradcomp import parallel
 from gradcomp.codecs import Dense
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-SCRIPT = EXAMPLES / "image_classification.py"
 SHORT = ["--steps", 20]
 
 
@@ -42,33 +36,6 @@ def digits(tmp_path_factory):
 
   folder = str(tmp_path_factory.mktemp("datasets"))
   return data.load("digits", folder), folder
-
-
-def start(*args, script=SCRIPT):
-  """The script on emulated devices, whatever this machine has.
-
-  It runs for longer than it compiles, so LLVM optimizes it.
-  """
-  return subprocess.Popen(
-    [sys.executable, str(script), *map(str, args)],
-    env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
-def finish(process):
-  """What it has written to the standard output and error; it must have succeeded."""
-  out, err = process.communicate(timeout=300)
-  assert process.returncode == 0, err
-  assert not os.listdir(os.environ["HOME"])
-  return out, err
-
-
-def read(path):
-  with path.open(newline="") as file:
-    return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")
@@ -324,6 +291,33 @@ def test_recurrent_parameters_are_cut():
   assert 1 < float(found["test perplexity"]) < 1000
 
 
+@pytest.mark.slow
+def test_an_inspected_run_is_the_same_and_shows_each_leaf(digits, tmp_path):
+  """In the first step and the eleventh; bytes are those of other steps."""
+  args = ["--devices", 2, "--data-dir", digits[1], *SHORT]
+  finish(start(*args, "--output", tmp_path / "plain"))
+  out, _ = finish(start(*args, "--inspect", 10, "--output", tmp_path / "seen"))
+  assert "step 11 of qsgd-4:" in out and "union density" in out
+  for kind in ("exponents", "errors", "telemetry"):
+    figure = tmp_path / "seen" / f"qsgd-4-{kind}.png"
+    assert figure.read_bytes().startswith(b"\x89PNG")
+  plain, seen = (read(tmp_path / name / "curves.csv") for name in ("plain", "seen"))
+  assert plain == seen
+
+
+def test_what_nobody_compresses_cannot_be_inspected(capsys):
+  import image_classification
+  import language_model
+
+  for main, options in (
+    (image_classification.main, "--codec none --inspect 1"),
+    (language_model.main, "--parallel zero --inspect 1"),
+  ):
+    with pytest.raises(SystemExit):
+      main(options.split())
+    assert "--inspect" in capsys.readouterr().err
+
+
 def test_adam_behind_redsync_is_refused(capsys):
   import language_model
 
@@ -333,22 +327,14 @@ def test_adam_behind_redsync_is_refused(capsys):
 
 
 @pytest.mark.slow
-def test_model_parallel_goes_on_from_a_checkpoint(digits, tmp_path):
-  """In passes behind a convolution, as if it had never stopped."""
+def test_model_parallel_trains_in_passes_behind_a_convolution(digits, tmp_path):
   script = EXAMPLES / "model_parallel.py"
-  saved = tmp_path / "saved"
-  args = ["--codec", "linear", "--steps", 4, "--devices", 2, "--hidden", 256]
-  args += ["--channels", 4, "--passes", 2, "--save-every", 2, "--evaluate-every", 2]
-  args += ["--batch-size", 64, "--data-dir", digits[1], "--checkpoints", saved]
-  folders = [tmp_path / "first", tmp_path / "second"]
-  out, _ = finish(start(*args, "--output", folders[0], script=script))
+  args = ["--codec", "linear", "--steps", 2, "--devices", 2, "--hidden", 256]
+  args += ["--channels", 4, "--passes", 2, "--batch-size", 64]
+  args += ["--data-dir", digits[1], "--output", tmp_path]
+  out, _ = finish(start(*args, script=script))
   assert "linear" in out and "Workers: 2" in out
-  shutil.rmtree(saved / "linear-0" / "4")
-  finish(start(*args, "--output", folders[1], script=script))
-  first, again = (read(folder / "curves.csv") for folder in folders)
-  assert [row["step"] for row in first] == ["2", "4"]
-  assert first[1:] == again
-  (row,) = read(folders[0] / "summary.csv")
+  (row,) = read(tmp_path / "summary.csv")
   assert 0.2 < int(row["bytes_a_step"]) / int(row["f32_bytes_a_step"]) < 0.5
 
 

@@ -3,6 +3,8 @@
 But not through those that JAX may cut over Auto axes.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import modes
@@ -13,19 +15,22 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
-from gradcomp.codecs import QSGD, EightBit, OneBit, Ternary
+from gradcomp.codecs import QSGD, EightBit, FloatCast, Natural, OneBit, Ternary, _tiles
 from gradcomp.exchange import _contribution
 from gradcomp.feedback import ErrorFeedback, MomentumFeedback
-from gradcomp.sums import LARGE, _written
+from gradcomp.kernels import writing
+from gradcomp.kernels.writing import LARGE
 
 WORKERS = 2
 SHAPE = (LARGE // 256, 256)  # whole tiles of every codec here
 
 CASES = [
   (QSGD(bits=4), "all_gather", ErrorFeedback()),
-  (OneBit(), "two_shot", MomentumFeedback()),
+  (OneBit(), "two_shot", MomentumFeedback(residual_dtype="bfloat16")),
   *slow(
+    (OneBit(), "two_shot", MomentumFeedback()),
     (OneBit(), "all_gather", ErrorFeedback()),
+    (OneBit(), "all_gather", ErrorFeedback(residual_dtype="int8")),
     (Ternary(), "psum", ErrorFeedback()),
     (EightBit(), "ring", ErrorFeedback()),
     (QSGD(bits=4, levels="nonuniform"), "two_shot", MomentumFeedback()),
@@ -46,12 +51,56 @@ def run(codec, exchange, feedback):
 @pytest.mark.parametrize(("codec", "exchange", "feedback"), CASES, ids=str)
 def test_they_have_the_bits_of_small_leaves(codec, exchange, feedback, monkeypatch):
   large = run(codec, exchange, feedback)
-  for module in (_contribution, _written):
+  for module in (_contribution, writing):
     monkeypatch.setattr(module, "LARGE", 2 * LARGE)
   small = run(codec, exchange, feedback)
   jax.tree.map(np.testing.assert_array_equal, large, small)
   means, residuals = large
-  assert np.isnan(means[1]).any() and np.isfinite(residuals).all()
+  assert np.isnan(means[1]).any()
+  for kept in jax.tree.leaves(residuals):
+    assert np.isfinite(kept.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("codec", [QSGD(bits=4), Natural()], ids=str)
+def test_a_payload_decodes_in_the_shape_of_tiles(codec, monkeypatch):
+  """It has the bits of one that is decoded element by element."""
+  x = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+  payload = codec.encode(x, key=jax.random.key(0))
+
+  def decoder():
+    return jax.jit(lambda payload: codec.decode(payload, like=x)).lower(payload)
+
+  large = decoder().compile()
+  monkeypatch.setattr(_tiles, "LARGE", 2 * LARGE)
+  small = decoder().compile()
+  np.testing.assert_array_equal(large(payload), small(payload))
+  found = [text.as_text().count(" conditional(") for text in (large, small)]
+  assert found == [1, 0]
+
+
+@pytest.mark.parametrize(
+  ("codec", "exchange"),
+  [
+    (Natural(), "two_shot"),
+    *slow((FloatCast(), "ring"), (Ternary(), "two_shot")),
+  ],
+  ids=str,
+)
+def test_sums_are_written_in_rows_before_they_are_sent(codec, exchange):
+  """Else XLA computes their words in the shape of the message, one by one."""
+  tx = gradcomp.compress(codec, axis_name="data", exchange=exchange, feedback=None)
+  like = jax.ShapeDtypeStruct((8 * WORKERS * LARGE,), jnp.float32)
+  mesh = modes.mesh(WORKERS)
+  state = jax.eval_shape(tx.init, like)
+  step = jax.shard_map(
+    lambda x, state: tx.update(x, state)[0],
+    mesh=mesh,
+    in_specs=(P("data"), P()),
+    out_specs=P(),
+  )
+  text = jax.jit(step).lower(like, state).compile().as_text()
+  words = re.findall(r"= \(u32\[\d+,\d+\].*? conditional\(", text)
+  assert len(words) == 2  # of the worker's own rows, and of the sums
 
 
 def test_a_residual_keeps_its_place_on_auto_axes():

@@ -8,8 +8,9 @@ import laws
 import numpy as np
 import pytest
 
+from gradcomp._leaf_codecs import default_min_leaf_size
 from gradcomp.codecs import NOTHING, QSGD, Dense
-from gradcomp.layout import arrange, default_min_leaf_size, plan
+from gradcomp.layout import arrange, plan
 
 
 def shapes(*sizes):

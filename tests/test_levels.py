@@ -12,6 +12,7 @@ import oracle_levels
 import pytest
 from slow_cases import slow
 
+from gradcomp import testing
 from gradcomp.codecs import QSGD, Context
 
 every_width = pytest.mark.parametrize("bits", [3, *slow(2, 4)])
@@ -213,7 +214,8 @@ def test_stochastic_rounding_is_unbiased(bits):
   edges = np.concatenate([[-k[0]], k]) / 256
   above = np.searchsorted(edges, np.abs(x) / scales).clip(1, len(k))
   step = (edges[above] - edges[above - 1]) * scales
-  laws.mean_is_the_input(codec, x, draws=1000, step=step, levels=np.float32(k) / 256)
+  context = Context(levels=np.float32(k) / 256)
+  testing.laws.mean_is_the_leaf(codec, x, step=step, context=context)
 
 
 @every_width

@@ -5,7 +5,6 @@ would start the processes again in every worker of pytest-xdist that takes a tes
 """
 
 import contextlib
-import os
 import pathlib
 import re
 import shutil
@@ -17,6 +16,7 @@ import time
 
 import host
 import jax
+import loopback
 import numpy as np
 import pytest
 from slow_cases import slow
@@ -24,25 +24,11 @@ from slow_cases import slow
 PROGRAM = pathlib.Path(host.__file__)
 PAGE = PROGRAM.parent.parent / "docs" / "many-hosts.md"
 
-# What one of them has compiled serves all.
-_INHERITED = (
-  "JAX_COMPILATION_CACHE_DIR",
-  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
-)
-
 # Seconds for processes that meet no fault; far more than they need on a busy machine.
 PATIENCE = 180
 
-
-def hostname_resolves():
-  try:
-    return bool(socket.getaddrinfo(socket.gethostname(), None))
-  except OSError:
-    return False
-
-
 pytestmark = pytest.mark.skipif(
-  not hostname_resolves(), reason="gloo needs an address of the hostname"
+  not loopback.hostname_resolves(), reason="gloo needs an address of the hostname"
 )
 
 
@@ -52,15 +38,6 @@ def started(hosts, program, *arguments, folder, collective_timeout=60):
 
   No process outlives the context. What they write is in ``folder / "log.HOST"``.
   """
-  environment = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("JAX_", "XLA_", "PYTEST_")) or name in _INHERITED
-  }
-  environment["JAX_PLATFORMS"] = "cpu"
-  # As optimized as the bits that theirs are compared with: see selected.py.
-  limit = f"--xla_cpu_collective_timeout_seconds={collective_timeout}"
-  environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {limit}"
   processes = []
   with socket.socket() as reserved:
     # Bound and never listening: nobody else gets the port, and gRPC does, because it
@@ -77,7 +54,7 @@ def started(hosts, program, *arguments, folder, collective_timeout=60):
             subprocess.Popen(
               [sys.executable, "-W", "error", *command],
               cwd=folder,
-              env=environment,
+              env=loopback.environment(collective_timeout),
               stdin=subprocess.DEVNULL,
               stdout=log,
               stderr=subprocess.STDOUT,
@@ -159,6 +136,20 @@ def test_hosts_hold_the_bits_of_emulated_devices(hosts, cases, tmp_path, subtest
   if trained is not None:
     with subtests.test("training"):
       assert_hosts_agree(tmp_path, f"step-{host.STEPS}", trained, hosts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_go_on_from_what_they_saved_together(hosts, tmp_path, subtests):
+  """To the bits of emulated devices that saved nothing."""
+  with run_task("saved-all", hosts, tmp_path) as processes:
+    expected = {name: host.exchange(name, hosts) for name in host.CASES}
+    assert codes(processes, tmp_path) == [0] * hosts, said(tmp_path)
+  rounding = 2 * (hosts - 1) * 5 * 2.0**-24  # as above
+  for name, tree in expected.items():
+    bound = rounding if name in host.TRANSPORT_ADDS else 0.0
+    with subtests.test(name):
+      assert_hosts_agree(tmp_path, name, tree, hosts, bound)
 
 
 def seconds_to_fail(folder, survivor):

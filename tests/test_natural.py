@@ -12,7 +12,7 @@ from assertions import assert_same_floats, says
 from float_cases import wide_leaf
 
 import gradcomp
-from gradcomp import kernels
+from gradcomp import kernels, testing
 from gradcomp.codecs import Context, Natural
 
 CODEC = Natural()
@@ -71,7 +71,7 @@ def test_unbiased():
   x = wide_leaf(500, spread=60)
   x[::10] = np.float32(2.0**-63) * laws.gaussian(50)
   lower, upper, _ = oracle_natural.neighbours(x)
-  laws.mean_is_the_input(CODEC, x, draws=1000, step=upper - lower)
+  testing.laws.mean_is_the_leaf(CODEC, x, draws=1000, step=upper - lower)
 
 
 def test_variance_is_within_the_papers_bound():

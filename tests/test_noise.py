@@ -7,7 +7,6 @@ It is 1 where workers draw random numbers of their own, and less where errors ca
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import laws
 import modes
@@ -17,10 +16,9 @@ import pytest
 from slow_cases import slow
 
 import gradcomp
-from gradcomp import kernels
+from gradcomp import kernels, testing
 from gradcomp.codecs import (
   QSGD,
-  Context,
   Dense,
   EightBit,
   FloatCast,
@@ -193,24 +191,6 @@ def test_errors_of_partial_sums_cancel(codec, exchange, workers, most):
   assert_ratio(np.asarray(lost, np.float64), most)
 
 
-class EachWorker:
-  """A codec of what several workers encode under one key, each with its own mask."""
-
-  needs_key, fitted = True, False
-
-  def __init__(self, codec):
-    self.codec = codec
-
-  def encode(self, x, *, key, context):
-    del context
-    dithers = jax.vmap(kernels.dither, (None, 0))(key, jnp.arange(len(x)))
-    encode = lambda x, dither: self.codec.encode(x, context=Context(dither=dither))
-    return jax.vmap(encode)(x, dithers)
-
-  def decode(self, payload, *, like):
-    return jax.vmap(lambda part: self.codec.decode(part, like=like[0]))(payload)
-
-
 @pytest.mark.parametrize(
   "codec",
   [
@@ -228,6 +208,6 @@ def test_each_worker_alone_has_no_bias(codec):
   """With the masks of eight workers."""
   x = laws.gaussian(512)
   step = 2 * np.abs(x).max()  # the largest, of 1 bit
-  laws.mean_is_the_input(
-    EachWorker(laws.here(codec)), np.stack([x] * WORKERS), draws=2000, step=step
+  testing.laws.mean_is_the_leaf(
+    laws.here(codec), x, draws=2000, step=step, workers=WORKERS
   )

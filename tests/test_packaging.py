@@ -2,6 +2,7 @@
 
 import ast
 import email
+import graphlib
 import os
 import re
 import shutil
@@ -104,6 +105,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 import gradcomp
+assert "gradcomp.testing" not in sys.modules
 modules = [info.name for info in pkgutil.walk_packages(gradcomp.__path__, "gradcomp.")]
 assert "gradcomp.kernels" in modules
 for name in modules:
@@ -230,6 +232,29 @@ def test_workers_import_nothing_above_them():
   imported = {name for path in files for name in imported_modules(path)}
   ours = {name for name in imported if name.startswith(("gradcomp", "."))}
   assert ours and all(name.startswith("gradcomp.workers.") for name in ours), ours
+
+
+def rooms_imported(path):
+  """The folders and files of gradcomp/ that a file imports from, by their names."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.ImportFrom) and node.module == "gradcomp":
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom | ast.Import):
+      module = getattr(node, "module", None) or node.names[0].name
+      if module.startswith("gradcomp."):
+        yield module.split(".")[1]
+
+
+def test_rooms_import_one_way():
+  """So each can be read without those above it."""
+  above = {}
+  for file, path in sources().items():
+    _, room, *_ = file.removesuffix(".py").split("/")
+    if room != "__init__":
+      found = set(rooms_imported(path)) - {room, "__version__"}
+      above[room] = above.get(room, set()) | found
+  assert {"kernels", "codecs", "sums", "layout", "workers"} <= above["exchange"]
+  graphlib.TopologicalSorter(above).prepare()  # a CycleError names the circle
 
 
 def test_only_kernels_import_pallas():

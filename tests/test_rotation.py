@@ -14,6 +14,7 @@ import wire_decoder_rotated
 from slow_cases import slow
 
 import gradcomp
+from gradcomp import testing
 from gradcomp.codecs import QSGD
 from gradcomp.kernels import rotation
 
@@ -130,7 +131,7 @@ def test_rings_rotate_tiles_as_encoders_do():
 @pytest.mark.parametrize("group", GROUPS)
 def test_stochastic_rounding_stays_unbiased(group):
   codec = QSGD(bits=4, bucket_size=32, rotate=group, implementation="xla")
-  laws.mean_is_the_input(codec, laws.gaussian(300), draws=1000)
+  testing.laws.mean_is_the_leaf(codec, laws.gaussian(300))
 
 
 def error(codec, x):

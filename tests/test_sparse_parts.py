@@ -12,8 +12,8 @@ from sparse_steps import N, gradients, trail, transformation
 
 import gradcomp
 from gradcomp import sums
+from gradcomp._leaf_codecs import default_min_leaf_size
 from gradcomp.codecs import Dense, RandomK, TopK
-from gradcomp.layout import default_min_leaf_size
 from gradcomp.workers import unreduce
 
 SAMPLED = TopK(density=0.05, selection="sampled", interval=2)

@@ -56,6 +56,7 @@ from gradcomp.codecs._ternary import Ternary as Ternary
 from gradcomp.codecs._tiles import cut as cut
 from gradcomp.codecs._tiles import elements as elements
 from gradcomp.codecs._tiles import from_tiles as from_tiles
+from gradcomp.codecs._tiles import payload_tiles as payload_tiles
 from gradcomp.codecs._tiles import tile_shape as tile_shape
 from gradcomp.codecs._tiles import to_tiles as to_tiles
 from gradcomp.codecs._tiles import uncut as uncut

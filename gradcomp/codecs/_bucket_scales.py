@@ -8,6 +8,7 @@ import numpy as np
 
 from gradcomp.codecs._qsgd_options import ScaleNorm
 from gradcomp.codecs._scaling import leaf_scales, row_scales
+from gradcomp.codecs._shared_scales import SharedScales
 from gradcomp.kernels import planes
 from gradcomp.kernels.scales import scales
 
@@ -26,7 +27,7 @@ def reach(bits: int, bucket_size: int) -> np.float32:
   return np.float32((2**bits - 1) / 2 * _STEPS[bits] / math.sqrt(bucket_size))
 
 
-class BucketScales:
+class BucketScales(SharedScales):
   """A base of codecs with a scale for each bucket, or for each tensor."""
 
   bits: int

@@ -12,7 +12,7 @@ from gradcomp._checks import (
   static_integer,
 )
 from gradcomp.codecs._codec import NOTHING, Accumulate, Context, Leaf, Payload
-from gradcomp.codecs._tiles import as_float32, codec_dither, from_tiles
+from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
 from gradcomp.floats import FloatFormat, FloatRounding, kahan_step, rounded_sum
 from gradcomp.kernels import Implementation, float_cast
 from gradcomp.kernels.fixed_point import scaled
@@ -190,8 +190,7 @@ class FloatCast:
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to the shape and dtype of ``like``."""
-    tiles = self.unscaled(self.decode_rows(payload.rows), payload.agreed)
-    return from_tiles(tiles, like, self).astype(like.dtype)
+    return decode_payload(payload, like, self)
 
   def encode_rows(
     self,

@@ -21,7 +21,13 @@ from gradcomp.codecs._qsgd_options import (
 from gradcomp.codecs._rotated_tiles import RotatedTiles
 from gradcomp.codecs._rounding import RoundsAtRandom
 from gradcomp.codecs._scaling import bucket_words
-from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload, to_tiles
+from gradcomp.codecs._tiles import (
+  as_float32,
+  codec_dither,
+  decode_payload,
+  to_tiles,
+  unsent,
+)
 from gradcomp.kernels import Implementation, planes, qsgd
 from gradcomp.kernels import levels as fitted_levels
 
@@ -153,14 +159,6 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
     return self if self.bits == 1 and self.norm != "rms" else super().to_nearest()
 
   @property
-  def agrees(self) -> bool:
-    return self.share_scale
-
-  @property
-  def summable(self) -> bool:
-    return self.share_scale
-
-  @property
   def fitted(self) -> bool:
     return self.levels == "nonuniform"
 
@@ -221,7 +219,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
     wide = as_float32(x).reshape(x.shape)
     if self.rotate or not self._scales_inside:
       payload = self.encode(x, key=key, context=context)
-      return payload, wide - self.decode(payload, like=wide)
+      return payload, unsent(wide, payload, self)
     dither = codec_dither(key, self, context)
     words, rest = self._encode(wide, None, dither, None, keep=True)
     assert rest is not None

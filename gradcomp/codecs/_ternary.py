@@ -16,6 +16,7 @@ from gradcomp._checks import (
 from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
 from gradcomp.codecs._rounding import RoundsAtRandom
 from gradcomp.codecs._scaling import bucket_words, leaf_scales, row_scales
+from gradcomp.codecs._shared_scales import SharedScales
 from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
 from gradcomp.kernels import Implementation, ternary
 from gradcomp.kernels.planes import floats
@@ -28,7 +29,7 @@ _SIGMAS_RULE = "a number of standard deviations above 0, or None to clip nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ternary(RoundsAtRandom, SameForAll):
+class Ternary(RoundsAtRandom, SharedScales, SameForAll):
   r"""Rounds each element to :math:`-s`, 0 or :math:`s`, the largest magnitude.
 
   Elements are clipped first, layer by layer, to :math:`c` standard deviations:
@@ -120,14 +121,6 @@ class Ternary(RoundsAtRandom, SameForAll):
         '`clip_sigmas` must be a number with scaler="sigma", got None; use '
         'scaler="clipped".'
       )
-
-  @property
-  def agrees(self) -> bool:
-    return self.share_scale
-
-  @property
-  def summable(self) -> bool:
-    return self.share_scale
 
   @property
   def tile_size(self) -> int:

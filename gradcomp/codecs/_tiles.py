@@ -1,9 +1,11 @@
 """Leaves to tiles, and back: what codecs do around their rows."""
 
 import math
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradcomp.codecs._codec import (
   Codec,
@@ -11,9 +13,13 @@ from gradcomp.codecs._codec import (
   FilledCodec,
   Payload,
   RotatingCodec,
+  is_adding,
   is_shared,
 )
-from gradcomp.kernels import dither, key_words
+from gradcomp.kernels import dither, key_words, written
+from gradcomp.kernels.writing import LARGE
+
+ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 
 
 def as_float32(x: jax.Array) -> jax.Array:
@@ -27,7 +33,7 @@ def as_float32(x: jax.Array) -> jax.Array:
   return x.astype(jnp.float32).reshape(-1)
 
 
-def as_matrix(x: jax.Array) -> jax.Array:
+def as_matrix(x: ArrayT) -> ArrayT:
   """Reshapes an array to a matrix: its first axis by all others.
 
   A scalar becomes 1 by 1.
@@ -57,10 +63,11 @@ def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
   return codec.rotated(tiles) if isinstance(codec, RotatingCodec) else tiles
 
 
-def cut(x: jax.Array, codec: Codec) -> jax.Array:
+def cut(x: ArrayT, codec: Codec) -> ArrayT:
   """Cuts a leaf into rows of the elements themselves, ``[rows, tile_size]``.
 
-  They lie where :func:`to_tiles` puts them, and zeros fill the last row.
+  They lie where :func:`to_tiles` puts them, and zeros fill the last row. Of NumPy's
+  arrays it makes NumPy's arrays.
 
   Example:
     >>> cut(jnp.ones(300), gradcomp.codecs.OneBit()).sum()
@@ -69,7 +76,8 @@ def cut(x: jax.Array, codec: Codec) -> jax.Array:
   if codec.by_column:
     return as_matrix(x).T
   flat = x.reshape(-1)
-  padded = jnp.pad(flat, (0, -flat.size % codec.tile_size))
+  pad: Any = np.pad if isinstance(flat, np.ndarray) else jnp.pad
+  padded = pad(flat, (0, -flat.size % codec.tile_size))
   return padded.reshape(-1, codec.tile_size)
 
 
@@ -134,9 +142,7 @@ def elements(tiles: jax.Array, codec: Codec) -> jax.Array:
   return codec.unrotated(tiles).reshape(tiles.shape)
 
 
-def uncut(
-  rows: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
-) -> jax.Array:
+def uncut(rows: ArrayT, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec) -> ArrayT:
   """Undoes :func:`cut`: rows of elements to the shape of ``like``.
 
   Example:
@@ -148,16 +154,57 @@ def uncut(
   return rows.reshape(-1)[: like.size].reshape(like.shape)
 
 
+def payload_tiles(payload: Payload, codec: Codec) -> jax.Array:
+  """Decodes a payload to tiles, with the statistics in it if workers share them.
+
+  Example:
+    >>> codec = gradcomp.codecs.Dense()
+    >>> payload_tiles(codec.encode(jnp.ones(128)), codec).shape
+    (1, 1, 128)
+  """
+  if is_adding(codec):
+    return codec.unscaled(codec.decode_rows(payload.rows), payload.agreed)
+  if payload.agreed is None:
+    return codec.decode_rows(payload.rows)
+  assert is_shared(codec)
+  return codec.from_codes(codec.codes(payload.rows), payload.agreed)
+
+
 def decode_payload(
   payload: Payload, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
 ) -> jax.Array:
-  """Decodes a payload, with the statistics in it if workers share them."""
-  if payload.agreed is None:
-    tiles = codec.decode_rows(payload.rows)
-  else:
-    assert is_shared(codec)
-    tiles = codec.from_codes(codec.codes(payload.rows), payload.agreed)
-  return from_tiles(tiles, like, codec).astype(like.dtype)
+  """Decodes a payload to the shape and dtype of ``like``, which a CPU writes down."""
+  rows = payload.rows
+  tiles = lambda rows: payload_tiles(payload._replace(rows=rows), codec)
+  # XLA for CPU is several times as fast in the shape of tiles, if words are unpacked to
+  # several planes: see tile_shape.
+  large = (
+    like.size >= LARGE
+    and not _is_cut(rows)
+    and view_shape(len(rows), like, codec) != like.shape
+    and tile_shape(codec)[0] > 1
+  )
+  decoded = written(tiles, rows) if large else tiles(rows)
+  return from_tiles(decoded, like, codec).astype(like.dtype)
+
+
+def unsent(x: jax.Array, payload: Payload, codec: Codec) -> jax.Array:
+  """Returns what a payload leaves of a ``float32`` leaf.
+
+  The decoded leaf is not written down.
+
+  Example:
+    >>> codec = gradcomp.codecs.QSGD(bits=4, share_scale=True, rounding="nearest")
+    >>> x = jnp.array([7.0, -3.25])
+    >>> unsent(x, codec.encode(x), codec)
+    Array([ 0.  , -0.25], dtype=float32)
+  """
+  return x - from_tiles(payload_tiles(payload, codec), x, codec)
+
+
+def _is_cut(x: jax.Array) -> bool:
+  """Returns True if the type of an array says that devices hold parts of it."""
+  return any(axis is not None for axis in jax.typeof(x).sharding.spec)
 
 
 def codec_key(key: jax.Array | None, codec: Codec) -> jax.Array | None:

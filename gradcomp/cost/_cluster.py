@@ -21,7 +21,7 @@ class CodecSpeed:
     encode: to encode it.
     decode: to decode it, and write it.
     add: to decode it from the payload of one worker, and add it to a sum.
-    keep: to compute what encoding loses, beside ``encode``.
+    keep: to add a residual, and to keep what encoding loses, beside ``encode``.
 
   Raises:
     ValueError: one of them is below 0, or not finite.

@@ -22,10 +22,11 @@ def measured_speed(codec: "LeafCodec", elements: int, repeats: int) -> CodecSpee
   count("repeats", repeats)
   width = 1 << (elements.bit_length() // 2)
   shape = (-(-elements // width), width)
-  medians = [_median(call, repeats) for call in _calls(codec, shape)]
-  encode, decode, add, both = (x / math.prod(shape) for x in medians)
+  calls = [*_calls(codec, shape), *updates(codec, shape)]
+  medians = (_median(call, repeats) / math.prod(shape) for call in calls)
+  encode, decode, add, forget, keep = medians
   return CodecSpeed(
-    encode=encode, decode=decode, add=add / _PAYLOADS, keep=max(0.0, both - encode)
+    encode=encode, decode=decode, add=add / _PAYLOADS, keep=max(0.0, keep - forget)
   )
 
 
@@ -42,7 +43,7 @@ def _median(call: Callable[[], Any], repeats: int) -> float:
 
 
 def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]]:
-  """Returns what encodes, decodes, adds payloads, and encodes with what is lost."""
+  """Returns what encodes, decodes, and adds payloads."""
   import jax
   import jax.numpy as jnp
 
@@ -67,12 +68,6 @@ def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]
       agreed = jnp.broadcast_to(agreed, (rows, agreed.shape[1]))
     return sums.of(bound).gathered(received, agreed, 1 / _PAYLOADS)(0, rows)
 
-  def keep(x: jax.Array) -> Any:
-    if isinstance(bound, codecs.RemainderCodec):
-      return bound.encode_with_residual(x, key=key, context=context)
-    payload = encode(x)
-    return payload, x - decode(payload)
-
   encoded = jax.jit(encode)
   payload = encoded(x)
   received = jnp.stack([payload.rows] * _PAYLOADS)
@@ -80,5 +75,31 @@ def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]
     functools.partial(encoded, x),
     functools.partial(jax.jit(decode), payload),
     functools.partial(jax.jit(add), payload, received),
-    functools.partial(jax.jit(keep), x),
   ]
+
+
+def updates(codec: "LeafCodec", shape: tuple[int, ...]) -> list[Callable[[], Any]]:
+  """Returns updates that send nothing: without a residual, and with one.
+
+  A residual is added to the gradient, and written over by what is not sent, as in a
+  training step.
+  """
+  import jax
+
+  import gradcomp
+
+  gradient = jax.random.normal(jax.random.key(0), shape)
+
+  def stepping(feedback: gradcomp.ErrorFeedback | None) -> Callable[[], Any]:
+    tx = gradcomp.compress(codec, exchange="local", feedback=feedback)
+    state = tx.init(gradient)
+    step = jax.jit(lambda x, state: tx.update(x, state)[::-1], donate_argnums=1)
+
+    def call() -> Any:
+      nonlocal state
+      state, mean = step(gradient, state)
+      return mean
+
+    return call
+
+  return [stepping(None), stepping(gradcomp.ErrorFeedback())]

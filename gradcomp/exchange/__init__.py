@@ -27,11 +27,15 @@ from gradcomp.exchange._keys import Keys as Keys
 from gradcomp.exchange._keys import StepKey as StepKey
 from gradcomp.exchange._local import Local as Local
 from gradcomp.exchange._messages import Exchanged as Exchanged
+from gradcomp.exchange._messages import OwnedMatrix as OwnedMatrix
 from gradcomp.exchange._messages import OwnerResiduals as OwnerResiduals
 from gradcomp.exchange._messages import average_leaves as average_leaves
+from gradcomp.exchange._messages import owned_leaves as owned_leaves
+from gradcomp.exchange._messages import owned_matrices as owned_matrices
 from gradcomp.exchange._messages import owner_shapes as owner_shapes
 from gradcomp.exchange._notes import FITTING as FITTING
 from gradcomp.exchange._notes import NOTE as NOTE
+from gradcomp.exchange._notes import Options as Options
 from gradcomp.exchange._notes import Parts as Parts
 from gradcomp.exchange._notes import note as note
 from gradcomp.exchange._owned import average_owned as average_owned
@@ -41,6 +45,8 @@ from gradcomp.exchange._plan import Message as Message
 from gradcomp.exchange._plan import Plan as Plan
 from gradcomp.exchange._plan import own_axes as own_axes
 from gradcomp.exchange._plan import plan_messages as plan_messages
+from gradcomp.exchange._recut import recut_owned as recut_owned
+from gradcomp.exchange._recut import recut_rows as recut_rows
 from gradcomp.exchange._ring import Ring as Ring
 from gradcomp.exchange._two_shot import TwoShot as TwoShot
 from gradcomp.exchange._work import CODED_ONCE as CODED_ONCE

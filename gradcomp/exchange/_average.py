@@ -1,6 +1,6 @@
 """Averages the leaves of one message: agrees, encodes, exchanges and decodes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ class Outcome(NamedTuple):
       sums instead of leaves.
     chosen: for each leaf, the flat positions of the elements that this worker sends;
       None if it sends all of them, or without ``mark``.
+    sent: returns what this worker's payload of each leaf decodes to.
   """
 
   mean: Leaves
@@ -35,6 +36,7 @@ class Outcome(NamedTuple):
   residuals: Sequence[jax.Array | None]
   own: list[Any] | None
   chosen: list[jax.Array | None]
+  sent: Callable[[], Leaves]
 
 
 def average(
@@ -93,4 +95,5 @@ def average(
     total.residuals,
     own.remembered if total.encoded else None,
     [own.chosen(i) if total.encoded and mark else None for i in numbers],
+    lambda: own.sent(total),
   )

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from gradcomp import sums
 from gradcomp.codecs import Context, Encoded, Memory, leaf_context, sum_context
 from gradcomp.exchange._keys import Keys, StepKey
+from gradcomp.kernels import packed, written
+from gradcomp.kernels.writing import LARGE
 from gradcomp.layout import Layout
-from gradcomp.sums import LARGE, LeafRows, RowDecoder, Sum, written
+from gradcomp.sums import LeafRows, RowDecoder, Sum
 
 Leaves = list[jax.Array]
-
-_LARGE = 2**14  # words, that is 64 KiB: encoding fewer is done soon, however it is done
 
 
 class Total(NamedTuple):
@@ -104,9 +104,7 @@ class Contribution:
     """
     leaves = collections.Counter(slot.group for slot in self.layout.slots)
     return [
-      rows
-      if self.sends and (self.keep or leaves[i] > 1 or rows.size < _LARGE)
-      else written(lambda x: x, rows)
+      rows if self.sends and (self.keep or leaves[i] > 1) else packed(rows)
       for i, rows in enumerate(self._encoded[0])
     ]
 
@@ -178,11 +176,6 @@ class Contribution:
   def _views(self) -> Leaves:
     return self.layout.viewed(self.decoders)
 
-  @functools.cached_property
-  def decoded(self) -> Leaves:
-    """Returns the leaves that this worker's own rows decode to."""
-    return self.layout.shaped(self._views)
-
   def means(
     self, decoders: Callable[[], Sequence[RowDecoder]], received: jax.Array
   ) -> Leaves:
@@ -206,6 +199,20 @@ class Contribution:
     """None for each codec, for exchanges that lose nothing on the way."""
     return [None] * len(self.sums)
 
+  def sent(self, total: Total) -> Leaves:
+    """Returns what this worker sent of each leaf: what its own rows decode to.
+
+    A leaf that it did not encode, but added to others first, was sent as it is.
+    """
+    return [
+      self._views[i].reshape(leaf.shape) if self._encodes(i, total) else leaf
+      for i, leaf in enumerate(self.leaves)
+    ]
+
+  def _encodes(self, number: int, total: Total) -> bool:
+    """Returns True if this worker encoded the leaf by itself."""
+    return total.encoded or self.sums[self.layout.slots[number].group].of_rows
+
   def unsent(self, total: Total) -> Leaves:
     """Returns the part of each leaf that this worker did not send.
 
@@ -223,7 +230,7 @@ class Contribution:
     def lost(i: int) -> jax.Array:
       group = self.layout.slots[i].group
       on_the_way = total.lost[group]
-      encoded = total.encoded or self.sums[group].of_rows
+      encoded = self._encodes(i, total)
       if on_the_way is None:
         return not_encoded(i) if encoded else jnp.zeros_like(self.leaves[i])
       decoded = self.layout.decode_leaf(i, {group: on_the_way})

@@ -25,7 +25,9 @@ class Local(WithoutOwners):
   def run(self, own: Contribution, workers: Workers | None = None) -> Total:
     if own.plain:
       return Total(own.leaves, own.nothing, own.residuals, encoded=False)
-    return Total(own.decoded, own.nothing, own.residuals)
+    decoders = own.decoders
+    means = own.means(lambda: decoders, own.rows[0])
+    return Total(means, own.nothing, own.residuals)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     return Work() if plain else CODED_ONCE

@@ -1,9 +1,10 @@
 """Sends all messages of a step, and keeps the residuals of owners."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from gradcomp import sums
 from gradcomp.codecs import Codec, Memory, in_rounds, tile_shape
@@ -31,6 +32,8 @@ class Exchanged(NamedTuple):
       None if it sent all of them, or without ``mark``.
     owned: the new owner residuals, or None.
     memory: the new memory of each leaf.
+    sent: returns what this worker's payload of each leaf decodes to. Nothing is decoded
+      before it is called.
   """
 
   mean: list[jax.Array]
@@ -38,21 +41,63 @@ class Exchanged(NamedTuple):
   chosen: list[jax.Array | None]
   owned: OwnerResiduals | None
   memory: list[Memory]
+  sent: Callable[[], list[jax.Array]] = list
 
 
-def owner_shapes(plan: Plan) -> dict[Axes, list[tuple[int, ...]]]:
-  """Returns the shapes of the owner residuals of one worker, by axes.
+class OwnedMatrix(NamedTuple):
+  """Names a matrix of rows of which each owner keeps a residual of its share.
+
+  Attributes:
+    message: the message of the rows.
+    group: the number of the matrix, and of its codec, in the message.
+    shape: of one worker's owner residual, ``[share, *tile_shape]``.
+  """
+
+  message: Message
+  group: int
+  shape: tuple[int, ...]
+
+
+def owned_matrices(plan: Plan) -> dict[Axes, list[OwnedMatrix]]:
+  """Returns whose owner residuals workers keep, by axes, in the order of a state.
 
   Owners of exact sums keep none. Those who round sums at random in any case keep one
   only if workers keep residuals, too: the random errors of all steps would add up.
   """
-  result: dict[Axes, list[tuple[int, ...]]] = {}
+  result: dict[Axes, list[OwnedMatrix]] = {}
   for message in plan.messages:
-    shapes = [shape for shape in _shapes(plan, message) if shape is not None]
-    if shapes:
-      axes = own_axes(plan.axis_name, message.others)
-      result.setdefault(axes, []).extend(shapes)
+    for group, shape in enumerate(_shapes(plan, message)):
+      if shape is not None:
+        axes = own_axes(plan.axis_name, message.others)
+        matrix = OwnedMatrix(message, group, shape)
+        result.setdefault(axes, []).append(matrix)
   return result
+
+
+def owner_shapes(plan: Plan) -> dict[Axes, list[tuple[int, ...]]]:
+  """Returns the shapes of the owner residuals of one worker, by axes."""
+  matrices = owned_matrices(plan)
+  return {axes: [x.shape for x in found] for axes, found in matrices.items()}
+
+
+def owned_leaves(plan: Plan) -> dict[Axes, list[np.ndarray]]:
+  """Returns the numbers of the leaves of all rows of owner residuals, by axes.
+
+  There is one array for each of :func:`owner_shapes`, ``int32[N, share]``, whose line
+  ``c`` is that of worker ``c``. Rows that fill up the last shares have the number of
+  leaves.
+  """
+
+  def numbers(matrix: OwnedMatrix) -> np.ndarray:
+    rows = np.full(plan.workers * matrix.shape[0], len(plan.names), np.int32)
+    message = matrix.message
+    for i, slot in zip(message.leaves, message.layout.slots, strict=True):
+      if slot.group == matrix.group:
+        rows[slot.start : slot.stop] = i
+    return rows.reshape(plan.workers, -1)
+
+  matrices = owned_matrices(plan)
+  return {axes: list(map(numbers, found)) for axes, found in matrices.items()}
 
 
 def average_leaves(
@@ -121,12 +166,14 @@ def average_leaves(
   unsent: dict[int, jax.Array] = {}
   chosen: dict[int, jax.Array | None] = {}
   own = {i: x.own for i, x in enumerate(memory)}
+  outcomes: list[tuple[Message, Outcome]] = []
   talk = in_rounds(plan.codecs, leaves, [x.shared for x in memory])
   arrays = next(talk)
   for number in range(plan.rounds):
     for message in plan.messages:
       if message.round == number:
         outcome = send(message, arrays)
+        outcomes.append((message, outcome))
         mean |= zip(message.leaves, outcome.mean, strict=True)
         chosen |= zip(message.leaves, outcome.chosen, strict=True)
         unsent |= zip(message.leaves, outcome.unsent or (), strict=keep)
@@ -145,12 +192,21 @@ def average_leaves(
     _check_all_taken(waiting)
     owned = {axes: tuple(arrays) for axes, arrays in kept.items()}
   count = range(len(leaves))
+
+  def sent() -> list[jax.Array]:
+    found: dict[int, jax.Array] = {}
+    for message, outcome in outcomes:
+      found |= zip(message.leaves, outcome.sent(), strict=True)
+    found |= {i: _per_worker(leaf, workers) for i, leaf in restored.items()}
+    return [found[i] for i in count]
+
   return Exchanged(
     [mean[i] for i in count],
     [unsent[i] for i in count if keep],
     [chosen[i] for i in count],
     owned,
     [Memory(shared[i], own[i]) for i in count],
+    sent,
   )
 
 

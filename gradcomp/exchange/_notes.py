@@ -8,7 +8,7 @@ caches.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Primitive
@@ -27,6 +27,12 @@ class Parts(NamedTuple):
   """Holds the sizes of arrays that travel together, one for each codec or leaf."""
 
   sizes: tuple[int, ...]
+
+
+class Options(NamedTuple):
+  """Holds options that a transformation was made with, and their names."""
+
+  named: tuple[tuple[str, Any], ...]
 
 
 def note(about: object, *arrays: jax.Array) -> Sequence[jax.Array]:

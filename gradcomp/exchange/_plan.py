@@ -8,6 +8,7 @@ import numpy as np
 from jax.tree_util import KeyPath, keystr
 
 from gradcomp import sums
+from gradcomp._leaf_codecs import leaf_codecs, leaf_rows
 from gradcomp.codecs import (
   Leaf,
   LeafCodec,
@@ -20,7 +21,7 @@ from gradcomp.codecs import (
 from gradcomp.exchange._all_reduce import AllReduce
 from gradcomp.exchange._choice import Auto, Choice, choose, reencoding
 from gradcomp.exchange._exchange import Exchange
-from gradcomp.layout import Layout, arrange, arrange_last, leaf_codecs, leaf_rows
+from gradcomp.layout import Layout, arrange, arrange_last
 from gradcomp.workers import Axes, AxisName, axis_names
 
 

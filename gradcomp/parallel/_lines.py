@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp import sums
-from gradcomp.codecs import Codec, Context, Payload, from_tiles
+from gradcomp.codecs import Codec, Context, Payload, from_tiles, payload_tiles
 from gradcomp.exchange import join, split
-from gradcomp.kernels import dither, fold_key
+from gradcomp.kernels import dither, fold_key, written
 
 
 class Draws(NamedTuple):
@@ -50,14 +50,14 @@ def draws(codec: Codec, key: jax.Array | None, count: int, worker: jax.Array) ->
 def to_lines(arrays: jax.Array, codec: Codec, drawn: Draws) -> jax.Array:
   """Encodes ``[K, ...]`` arrays to ``uint32[K, M]``.
 
-  The rows are written down first. XLA would compute them anew in whatever cuts or
-  flattens them, word by word: ten times slower where one scale serves an array.
+  The rows are written down first, however few. XLA would compute them anew in whatever
+  cuts or flattens them, word by word: ten times slower where one scale serves an array.
   """
   with jax.named_scope("gradcomp_encode"):
     payload = jax.vmap(lambda x, own, shared: _encode(codec, x, own, shared))(
       arrays, drawn.own, drawn.dither
     )
-  rows = sums.written(lambda rows: rows, payload.rows)
+  rows = written(lambda rows: rows, payload.rows)
   agreed = [] if payload.agreed is None else [_words(payload.agreed)]
   return join([rows, *agreed], arrays.shape[0])
 
@@ -76,13 +76,13 @@ def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Ar
     if form.agreed is None:
       (rows,) = split(lines, [form.rows.shape])
       decode = jax.vmap(codec.decode_rows)
-      tiles = decode(rows) if sums.of(codec).plain else sums.written(decode, rows)
-      return jax.vmap(lambda tiles: from_tiles(tiles, like, codec))(tiles)
-    rows, words = split(lines, [form.rows.shape, form.agreed.shape])
-    agreed = _from_words(words, form.agreed.dtype)
-    return jax.vmap(
-      lambda rows, agreed: codec.decode(Payload(rows, agreed), like=like)
-    )(rows, agreed)
+      tiles = decode(rows) if sums.of(codec).plain else written(decode, rows)
+    else:
+      rows, words = split(lines, [form.rows.shape, form.agreed.shape])
+      agreed = _from_words(words, form.agreed.dtype)
+      each = jax.vmap(lambda rows, agreed: payload_tiles(Payload(rows, agreed), codec))
+      tiles = written(lambda rows: each(rows, agreed), rows)
+    return jax.vmap(lambda tiles: from_tiles(tiles, like, codec))(tiles)
 
 
 def _encode(

@@ -8,19 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp._leaf_codecs import leaf_codecs
 from gradcomp.codecs import (
   Codec,
   Leaf,
   LeafCodec,
-  Payload,
   cut,
+  from_tiles,
   rounds_of,
   tile_shape,
   to_nearest,
   uncut,
 )
 from gradcomp.exchange import Message, Plan, Workers, gather_owned, own_axes, own_share
-from gradcomp.layout import Layout, Slot, leaf_codecs
+from gradcomp.layout import Layout, Slot
 from gradcomp.state import OwnedRows
 from gradcomp.workers import Axes
 
@@ -181,7 +182,7 @@ def _bound(codec: LeafCodec, size: int) -> Codec:
 
 def _decoded(codec: Codec, words: jax.Array, like: jax.Array) -> jax.Array:
   """Returns the rows of all owners, ``float32[N * share, ...]``."""
-  decode = lambda rows: codec.decode(Payload(rows), like=like)
+  decode = lambda rows: from_tiles(codec.decode_rows(rows), like, codec)
   return jax.vmap(decode)(words).reshape(-1, *like.shape[1:])
 
 

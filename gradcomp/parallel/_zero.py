@@ -12,15 +12,23 @@ from gradcomp._border import not_differentiated, of_reals, pairs
 from gradcomp._checks import optional_size
 from gradcomp._compression import Across, Compression, Dither, paths_of
 from gradcomp.codecs import LeafCodec
-from gradcomp.exchange import Exchanged, TwoShot, Workers, average_owned
-from gradcomp.feedback import Feedback, FeedbackName, as_feedback, correct
+from gradcomp.exchange import (
+  Exchanged,
+  Options,
+  TwoShot,
+  Workers,
+  average_owned,
+  note,
+)
+from gradcomp.feedback import Feedback, FeedbackName, as_feedback
 from gradcomp.memory import recall, remember
 from gradcomp.parallel._elementwise import check_elementwise
 from gradcomp.parallel._first_rows import Others, on_mesh, per_worker, shape_of
 from gradcomp.parallel._owner_step import step_owned
 from gradcomp.parallel._shared_rows import share_rows
 from gradcomp.parallel._zero_codecs import check_codecs
-from gradcomp.state import CompressState, OwnedRows, step_keys
+from gradcomp.residuals import correct
+from gradcomp.state import CompressState, OwnedRows, Watched, step_keys
 from gradcomp.transform import compress
 from gradcomp.workers import (
   AxisName,
@@ -226,6 +234,7 @@ def zero(
     found = [jax.tree_util.keystr(path) for path in paths_of(updates)]
     place = repr(("zero", axes, found))
     _agreement.require_agreement(place, {"params": repr(params)})
+    note(Options((("params", params),)))
 
   def _reduced(across: Any, updates: Any, state: CompressState) -> Any:
     """Returns the rows, the owned means, and what keeps the state of the exchange."""
@@ -250,7 +259,7 @@ def zero(
       # No worker has the mean of a leaf. Where that is not finite, nor is the update.
       nothing: list[Any] = [None] * len(corrected)
       exchanged = Exchanged([], averaged.unsent, nothing, None, averaged.memory)
-      kept = parts.keep(state, wide, corrected, decoded, exchanged)
+      kept = parts.keep(plan, state, wide, corrected, decoded, exchanged)
       return kept._replace(
         count=optax.safe_increment(state.count),
         memory=remember(plan, state.memory, averaged.memory),
@@ -268,6 +277,11 @@ def _check_given(state: Any, params: Any) -> None:
       f"`state` must be a gradcomp.parallel.ZeroState, got {type(state).__name__}; "
       "make the state with this transformation, and take the one of its place from the "
       "state of an optax.chain."
+    )
+  if isinstance(state.gradients, Watched):
+    raise ValueError(
+      "`optimizer` must have no gradcomp.parallel.zero in it to be inspected, because "
+      "no worker has the mean of a leaf there; gradcomp.explain shows what it sends."
     )
   if params is None:
     raise ValueError(

@@ -35,9 +35,6 @@ from gradcomp.sums._sum import Way as Way
 from gradcomp.sums._tiles import Tiles as Tiles
 from gradcomp.sums._values import Chosen as Chosen
 from gradcomp.sums._values import Floats as Floats
-from gradcomp.sums._written import LARGE as LARGE
-from gradcomp.sums._written import rewritten as rewritten
-from gradcomp.sums._written import written as written
 
 
 def facts(codec: LeafCodec) -> SumFacts:

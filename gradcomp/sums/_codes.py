@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp.codecs import Context, SharedCodec
-from gradcomp.kernels import pack_planes, planes, unpack_planes
+from gradcomp.kernels import pack_planes, packed, planes, unpack_planes
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import sum_in_order
 from gradcomp.sums._sum import Facts, LeafRows, Partial, RowDecoder, Sent, Way
@@ -64,7 +64,8 @@ class Codes(Facts):
     *,
     keep: bool,
   ) -> Sent:
-    return Sent(pack_sums(self.codec, partial.total, workers), scale=partial.scale)
+    rows = packed(pack_sums(self.codec, partial.total, workers))
+    return Sent(rows, scale=partial.scale)
 
   def value(
     self,

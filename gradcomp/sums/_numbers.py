@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp.codecs import AddingCodec, Context
+from gradcomp.kernels import packed, written
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import UNROLLED, cutter, in_order
 from gradcomp.sums._sum import Facts, Partial, RowDecoder, Sent, Way
-from gradcomp.sums._written import written
 
 # An addition that rounds takes 60 operations. So fewer of them are written out, which
 # bounds the compile time.
@@ -95,7 +95,7 @@ class Numbers(Facts):
     *,
     keep: bool,
   ) -> Sent:
-    rows = self.codec.encode_sums(partial.total)
+    rows = packed(self.codec.encode_sums(partial.total))
     lost = partial.lost
     if lost is not None:
       if not self._rounds:  # a rounded sum encodes exactly

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp.codecs import Codec, Context, SummingCodec, to_nearest
+from gradcomp.kernels import packed
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import cutter, in_order, sum_in_order
 from gradcomp.sums._sum import Facts, Partial, RowDecoder, Sent, Way
@@ -80,7 +81,7 @@ class Tiles(Facts):
   ) -> Sent:
     tiles = partial.total
     with jax.named_scope("gradcomp_encode"):
-      rows = self.codec.encode_rows(tiles, key=key, context=context)
+      rows = packed(self.codec.encode_rows(tiles, key=key, context=context))
       if not keep:
         return Sent(rows)
       return Sent(rows, lost=tiles - self.codec.decode_rows(rows).reshape(tiles.shape))

@@ -9,6 +9,7 @@ from gradcomp.workers._axes import UnboundAxisError as UnboundAxisError
 from gradcomp.workers._axes import automatic_axes as automatic_axes
 from gradcomp.workers._axes import axis_names as axis_names
 from gradcomp.workers._axes import bound_size as bound_size
+from gradcomp.workers._axes import manual_axes as manual_axes
 from gradcomp.workers._axes import mesh_size as mesh_size
 from gradcomp.workers._axes import require_size as require_size
 from gradcomp.workers._closures import with_arrays as with_arrays
@@ -18,6 +19,7 @@ from gradcomp.workers._maps import unreduce as unreduce
 from gradcomp.workers._own_state import check_own as check_own
 from gradcomp.workers._own_state import check_residual_types as check_residual_types
 from gradcomp.workers._own_state import first_state as first_state
+from gradcomp.workers._own_state import stacked_for as stacked_for
 from gradcomp.workers._reduction import reduction as reduction
 from gradcomp.workers._specs import entries as entries
 from gradcomp.workers._specs import is_spec as is_spec
@@ -38,6 +40,7 @@ from gradcomp.workers._types import mark_reduced as mark_reduced
 from gradcomp.workers._types import mark_varying as mark_varying
 from gradcomp.workers._types import mesh_of as mesh_of
 from gradcomp.workers._types import other_axes as other_axes
+from gradcomp.workers._types import placed_spec as placed_spec
 from gradcomp.workers._types import typed_spec as typed_spec
 from gradcomp.workers._types import unreduced_axes as unreduced_axes
 from gradcomp.workers._types import varying_axes as varying_axes

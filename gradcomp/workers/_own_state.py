@@ -36,7 +36,10 @@ class OwnArrays(Protocol):
 
 
 def first_state(
-  params: Any, axis_name: AxisName | None, trees: int, own_arrays: OwnArrays
+  params: Any,
+  axis_name: AxisName | None,
+  firsts: Sequence[Callable[[tuple[int, ...]], Any]],
+  own_arrays: OwnArrays,
 ) -> tuple[list[Any], Own]:
   """Makes what differs between workers, before the first step.
 
@@ -47,7 +50,8 @@ def first_state(
   Args:
     params: the leaves.
     axis_name: the axes of the workers.
-    trees: the number of trees of zeros like the leaves, float32 and at least 1-d.
+    firsts: for each tree like the leaves, what makes the array of a leaf's shape, of at
+      least one axis; or several arrays of as many axes, which lie on the devices alike.
     own_arrays: returns what makes the other arrays.
 
   Returns:
@@ -66,13 +70,13 @@ def first_state(
   make = own_arrays(seen, others, bound or on_mesh)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
 
-  def local() -> tuple[list[list[jax.Array]], Own]:
+  def local() -> tuple[list[list[Any]], Own]:
     like = [
       [
-        _typed(jnp.zeros(part.shape or (1,), jnp.float32), (*names, *axes))
+        _typed(first(part.shape or (1,)), (*names, *axes))
         for part, axes in zip(parts, others, strict=True)
       ]
-      for _ in range(trees)
+      for first in firsts
     ]
     return like, {axes: _typed(tree, axes) for axes, tree in make().items()}
 
@@ -87,7 +91,7 @@ def first_state(
   mapped = jax.shard_map(
     local,
     in_specs=(),
-    out_specs=([specs] * trees, own_specs),
+    out_specs=([specs] * len(firsts), own_specs),
     axis_names=set(inside),
     check_vma=not on_mesh,
   )
@@ -172,10 +176,29 @@ def _parts(
   )
 
 
+def stacked_for(
+  got: tuple[int, ...], expected: tuple[int, ...], workers: int
+) -> int | None:
+  """Returns for how many workers an array was stacked; None if no shape tells it.
+
+  Args:
+    got: the shape that it has: the whole, or the part of a worker.
+    expected: the shape that it should have.
+    workers: the number of workers for which it should be stacked.
+
+  Example:
+    >>> stacked_for((28, 3), (56, 3), 8)
+    4
+  """
+  if not got or not expected or got[1:] != expected[1:] or not expected[0]:
+    return None
+  count, rest = divmod(workers * got[0], expected[0])
+  return None if rest or count in (0, workers) else count
+
+
 def _made_for(got: tuple[int, ...], expected: tuple[int, ...], workers: int) -> str:
-  """Returns for how many workers residuals were stacked, if their part tells it."""
-  if got[1:] != expected[1:] or not expected[0] or (workers * got[0]) % expected[0]:
+  count = stacked_for(got, expected, workers)
+  if count is None:
     return ""
-  count = workers * got[0] // expected[0]
   several = "s" if count > 1 else ""
   return f": as if made for {count} worker{several}, not for {workers}"

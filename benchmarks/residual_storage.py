@@ -1,0 +1,88 @@
+"""Times an update with residuals of 32, 16 and 8 bits, and reads what memory they take.
+
+  python benchmarks/residual_storage.py [--size 4096] [--quick] [--output FILE.json]
+
+The update of one square leaf on one device, without an exchange, whose state is
+donated. Prints a line for each codec and storage: milliseconds, the ratio to a memory
+copy of the gradient (see timing.py) and to the update with float32 residuals, and in
+gradients what is kept between steps and what the program holds besides arguments and
+results. All run in turn. Writes JSON with --output.
+"""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import running
+import timing
+
+import gradcomp
+from gradcomp.codecs import QSGD, OneBit
+from gradcomp.residuals import Storage
+
+CODECS = {"QSGD, 4 bits, nearest": QSGD(bits=4, rounding="nearest"), "OneBit": OneBit()}
+
+
+def update(codec: Any, stored: str, x: jax.Array) -> tuple[Callable[[], Any], Any]:
+  """Returns what calls an update once, and what it takes in gradients."""
+  feedback = gradcomp.ErrorFeedback(residual_dtype=stored)
+  tx = gradcomp.compress(codec, feedback=feedback)
+  state = tx.init(x)
+  program = jax.jit(tx.update, donate_argnums=1).lower(x, state).compile()
+  kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.residual))
+  temporary = program.memory_analysis().temp_size_in_bytes
+
+  def call() -> Any:
+    nonlocal state
+    mean, state = program(x, state)
+    return mean, state
+
+  return call, {"kept": kept / x.nbytes, "temporary": temporary / x.nbytes}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--size", type=int, default=4096)
+  parser.add_argument("--repeats", type=int, default=11)
+  running.add_quick(parser, "a small leaf")
+  parser.add_argument("--output", type=pathlib.Path, help="JSON file to write")
+  options = parser.parse_args()
+  if options.quick:
+    options.size, options.repeats = 256, 1
+    running.compile_fast()
+  results: dict[str, Any] = {"machine": timing.machine()}
+  print(json.dumps(results["machine"]))
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.standard_normal((options.size, options.size), np.float32))
+  calls: dict[str, Any] = timing.copies(x.size)
+  rows: dict[str, Any] = {}
+  for name, codec in CODECS.items():
+    for stored in get_args(Storage):
+      row = f"{name}, {stored}"
+      calls[row], rows[row] = update(codec, stored, x)
+  seconds = timing.interleaved(calls, options.repeats)
+  for row, facts in rows.items():
+    plain = seconds[f"{row.rpartition(', ')[0]}, float32"]
+    facts |= {
+      "seconds": seconds[row],
+      "copies": seconds[row] / seconds["copy"],
+      "of float32": seconds[row] / plain,
+    }
+    print(
+      f"{row:34}{1e3 * facts['seconds']:9.2f} ms{facts['copies']:7.2f} x copy"
+      f"{facts['of float32']:6.2f} x float32{facts['kept']:6.2f} kept"
+      f"{facts['temporary']:6.2f} temporary"
+    )
+  results |= {"seconds": seconds, "updates": rows}
+  if options.output:
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()

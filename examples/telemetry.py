@@ -1,0 +1,56 @@
+"""Keeps what steps show of the compression, and reports it as a table and plots."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from gradcomp import plots
+
+
+class Log:
+  """Keeps the inspections of a run.
+
+  Args:
+    every: the steps from one inspection to the next; None for none.
+    step: a train step that inspects itself.
+  """
+
+  def __init__(self, every: int | None = None, step: Any = None):
+    self.every = every
+    self.step = step
+    self.steps: list[int] = []
+    self.found: list[Any] = []
+
+  def takes(self, number: int) -> bool:
+    """Returns True for steps that are inspected: the first, and each ``every`` on."""
+    return self.every is not None and (number - 1) % self.every == 0
+
+  def keep(self, number: int, metrics: Any) -> None:
+    """Keeps what a step has shown, if it was inspected."""
+    if self.takes(number):
+      self.steps.append(number)
+      self.found.append(jax.device_get(metrics["inspection"]))
+
+  def write(self, folder: Path, name: str) -> list[Path]:
+    """Prints the last inspection as a table, and draws three figures.
+
+    Returns:
+      The paths of the figures; none where nothing was inspected.
+    """
+    if not self.found:
+      return []
+    last = self.found[-1]
+    print(f"step {self.steps[-1]} of {name}:\n{last}")
+    figures = {
+      "exponents": plots.exponents(last),
+      "errors": plots.errors(last),
+      "telemetry": plots.curves(self.found, self.steps),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for kind, figure in figures.items():
+      figure.suptitle(name)
+      written.append(folder / f"{name}-{kind}.png")
+      figure.savefig(written[-1], dpi=150)
+    return written

@@ -1,0 +1,158 @@
+"""Measures what a step sends, for :func:`gradcomp.inspect`, inside of the step.
+
+A worker measures its own leaves. What it finds are sums, which add up over leaves and
+workers. So all workers exchange a few kilobytes a leaf, in one message.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from gradcomp._leaf_measures import Sums, WorkerLeaf, squares, worker_sums
+from gradcomp._sketch import sketch
+from gradcomp.exchange import (
+  STAGE,
+  Exchanged,
+  OwnerResiduals,
+  Plan,
+  Workers,
+  own_axes,
+  owned_leaves,
+  psum,
+)
+from gradcomp.residuals import is_stored, read
+from gradcomp.state import CompressState, Watched
+from gradcomp.workers import AxisName
+
+
+def watched(state: CompressState, leaves: int) -> Watched:
+  """Returns a state for so many leaves. Its sums are NaN until a step measures."""
+  return Watched(*state, _filled(leaves, jnp.nan))
+
+
+def _filled(leaves: int, value: float) -> Sums:
+  column = jnp.full(leaves, value, jnp.float32)
+  sums = Sums._make([column] * len(Sums._fields))
+  return sums._replace(exponents=jnp.full((leaves, 256), value, jnp.float32))
+
+
+def measured(
+  state: Any,
+  plan: Plan,
+  updates: Any,
+  corrected: Sequence[jax.Array],
+  exchanged: Exchanged,
+  workers: Workers | None,
+) -> Any:
+  """Returns the state after a step, with its sums if it is :class:`Watched`.
+
+  Args:
+    state: what the step keeps.
+    plan: what it sent.
+    updates: the gradients.
+    corrected: what was to be sent.
+    exchanged: what came of it, with what was not sent.
+    workers: the workers that exchange, or None.
+  """
+  if not isinstance(state, Watched):
+    return state
+  # Under Explicit axes gradients are addends, an Nth of what a worker has elsewhere.
+  size = 1 if workers is None else workers.size
+  factor = 1.0 if workers is None else workers.scale * size
+  gradients = jax.tree.leaves(updates)
+  nothing = [jnp.zeros(1, jnp.float32)] * len(gradients)
+  residuals = map(read, jax.tree.leaves(state.residual, is_leaf=is_stored))
+  columns = (
+    gradients,
+    list(residuals) or nothing,
+    corrected,
+    exchanged.unsent,
+    exchanged.sent(),
+    exchanged.mean,
+  )
+  leaves = [WorkerLeaf(*_float32(leaf)) for leaf in zip(*columns, strict=True)]
+  leaves = [
+    x._replace(gradient=factor * x.gradient, residual=factor * x.residual)
+    for x in leaves
+  ]
+  # Types tell leaves apart that differ over other axes, so they share no array.
+  groups: dict[tuple[str, ...], list[int]] = {}
+  for i, others in enumerate(plan.others):
+    groups.setdefault(others, []).append(i)
+  rows: dict[int, Sums] = {}
+  for others, numbers in groups.items():
+    of_group = {i: leaves[i] for i in numbers}
+    owned = _owned(plan, state.server_residual, others)
+    own = [
+      x._replace(owned=size * owned[i])
+      for i, x in zip(numbers, worker_sums(plan, of_group), strict=True)
+    ]
+    found = _over_workers(plan, own, list(of_group.values()), workers, others)
+    rows |= zip(numbers, found, strict=True)
+  if not rows:
+    return state._replace(sums=_filled(0, 0.0))
+  ordered = [rows[i] for i in range(len(leaves))]
+  return state._replace(sums=jax.tree.map(lambda *x: jnp.stack(x), *ordered))
+
+
+def _float32(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+  return [x.astype(jnp.float32) for x in arrays]
+
+
+def _over_workers(
+  plan: Plan,
+  own: list[Sums],
+  leaves: Sequence[WorkerLeaf],
+  workers: Workers | None,
+  others: tuple[str, ...],
+) -> list[Sums]:
+  """Returns the means of sums over the workers, with the length of the true mean.
+
+  The true mean of a leaf is nowhere. It is ``a m + r``, where ``m`` is the result, and
+  ``r`` is at right angles to it. The workers know ``a`` from their scalar products, and
+  estimate the length of ``r`` from sketches.
+  """
+  if workers is not None:
+    sketches = [sketch(x.gradient) for x in leaves] if plan.sends else []
+    flat, restore = ravel_pytree((own, sketches))
+    own, sketches = restore(_sum(flat, workers.axis_name) / workers.size)
+    if sketches:
+      own = list(map(_with_true, own, sketches, [sketch(x.mean) for x in leaves]))
+  if others:
+    flat, restore = ravel_pytree(own)
+    own = restore(_sum(flat, others))
+  return own
+
+
+def _sum(x: jax.Array, axis_name: AxisName) -> jax.Array:
+  with jax.named_scope(STAGE):
+    return psum(x, axis_name)
+
+
+def _with_true(sums: Sums, true: jax.Array, mean: jax.Array) -> Sums:
+  """Adds the length of the true mean of a leaf, from the sketches of both means."""
+  along = sums.product / jnp.where(sums.mean > 0, sums.mean, 1.0)
+  return sums._replace(true=along * sums.product + squares(true - along * mean))
+
+
+def _owned(
+  plan: Plan, residuals: OwnerResiduals | None, others: tuple[str, ...]
+) -> jax.Array:
+  """Returns the squares of what this worker keeps as an owner, by leaf.
+
+  That are leaves that differ over these other axes.
+  """
+  result = jnp.zeros(len(plan.names) + 1, jnp.float32)
+  if residuals is None or plan.axis_name is None:
+    return result
+  axes = own_axes(plan.axis_name, others)
+  number = lax.axis_index(plan.axis_name)
+  places = owned_leaves(plan).get(axes)
+  for place, rows in zip(places or (), residuals[axes] if places else (), strict=True):
+    by_row = jnp.sum(rows * rows, axis=range(1, rows.ndim))
+    result = result.at[jnp.asarray(place)[number]].add(by_row)
+  return result

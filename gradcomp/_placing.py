@@ -1,0 +1,89 @@
+"""Brings arrays to the host, and from there to the devices of a mesh."""
+
+import dataclasses
+import math
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gradcomp.workers import placed_spec, sharded_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Placing:
+  """Places arrays on a mesh; without one they are NumPy's arrays.
+
+  Attributes:
+    mesh: the devices, or None.
+  """
+
+  mesh: Mesh | None
+
+  @classmethod
+  def on(cls, mesh: Mesh | None, names: tuple[str, ...], workers: int) -> Self:
+    """Returns the placing on a mesh, or on that of ``jax.set_mesh``.
+
+    Raises:
+      ValueError: the mesh does not have these axes, or not so many workers on them.
+    """
+    mesh = jax.sharding.get_mesh() if mesh is None else mesh
+    if mesh.empty:
+      return cls(None)
+    found = math.prod(mesh.shape.get(name, 0) for name in names)
+    if found != workers:
+      raise ValueError(
+        f"`workers` must be the number of workers on the axes {names} of the mesh, "
+        f"which has {dict(mesh.shape)}, got {workers}; pass mesh=, or call this under "
+        "jax.set_mesh(mesh) with the mesh that goes on."
+      )
+    return cls(mesh)
+
+  def __call__(self, x: Any, spec: PartitionSpec, like: Any = None) -> Any:
+    """Returns an array where it belongs.
+
+    Args:
+      x: the array.
+      spec: how it is cut, at least.
+      like: an array that is cut like it, perhaps over more axes; by default itself.
+    """
+    if self.mesh is None:
+      return x if _is_key(x) else host_array(x)
+    own = placed_spec(x if like is None else like)
+    known = sharded_axes(own).issubset(self.mesh.axis_names)
+    if known and sharded_axes(own).issuperset(sharded_axes(spec)):
+      spec = own
+    sharding = NamedSharding(self.mesh, spec)
+    if isinstance(x, jax.Array):
+      _check_whole(x)
+      # A step that donates the new state shall leave the old one as it is.
+      return jax.device_put(x, sharding, may_alias=False)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def host_array(x: Any) -> np.ndarray:
+  """Returns an array of NumPy.
+
+  Raises:
+    ValueError: other processes have parts of it.
+  """
+  _check_whole(x)
+  return np.asarray(x)
+
+
+def _check_whole(x: Any) -> None:
+  if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+    raise ValueError(
+      "`opt_state` must hold arrays that this process has the whole of, got "
+      f"{jax.typeof(x)} with parts on devices of other processes; give NumPy's arrays: "
+      "restore them from a checkpoint, or gather them first by "
+      "jax.experimental.multihost_utils.process_allgather(x, tiled=True)."
+    )
+
+
+def _is_key(x: Any) -> bool:
+  return isinstance(x, jax.Array) and jax.dtypes.issubdtype(
+    x.dtype, jax.dtypes.prng_key
+  )

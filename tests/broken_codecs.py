@@ -1,0 +1,228 @@
+"""An honest codec, and others that each break one law."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.codecs import NOTHING, Payload, RandomK, RowCodec
+from gradcomp.kernels import dither, pack_planes, unpack_planes
+from gradcomp.kernels.dithers import random_lanes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Honest(RowCodec):
+  """Rounds at random to 128 steps of the largest element of each bucket: a byte each.
+
+  Products are with powers of two, and exact: no compiler can change them.
+  """
+
+  bucket_size: int = 32
+
+  unbiased = needs_key = True
+
+  @property
+  def tile_size(self):
+    return 4 * self.bucket_size
+
+  @property
+  def row_words(self):
+    return self.bucket_size + 4
+
+  def scales(self, planes):
+    largest = jnp.abs(planes).max(axis=-1, keepdims=True)
+    return jnp.where(largest < 2.0**-100, 0.0, largest)
+
+  def drawn(self, key, context):
+    return dither(key) if context.dither is None else context.dither
+
+  def rounded(self, steps, lanes):
+    return jnp.floor(steps + lanes * 2.0**-16)
+
+  def encode_rows(self, tiles, *, key=None, context=NOTHING):
+    planes = tiles.reshape(-1, 4, self.bucket_size)
+    scales = self.scales(planes)
+    shape = (planes.shape[0], self.bucket_size)
+    lanes = jnp.stack(random_lanes(self.drawn(key, context), shape, 4), axis=1)
+    steps = jnp.where(scales > 0, planes / scales, 0.0) * 64
+    steps = jnp.where(jnp.isfinite(steps), steps, 0.0)
+    codes = (self.rounded(steps, lanes.astype(jnp.float32)) + 128).astype(jnp.uint32)
+    words = pack_planes(list(codes.swapaxes(0, 1)), 8)
+    bits = jax.lax.bitcast_convert_type(scales[..., 0], jnp.uint32)
+    return jnp.concatenate([words, bits], axis=1)
+
+  def levels(self, codes):
+    return codes.astype(jnp.float32) - 128
+
+  def decode_rows(self, rows):
+    codes = unpack_planes(rows[:, : self.bucket_size], 8)
+    scales = jax.lax.bitcast_convert_type(rows[:, self.bucket_size :], jnp.float32)
+    return self.levels(codes) * (scales / 64)[..., None]
+
+
+class Biased(Honest):
+  """Rounds up too seldom, and says that it is unbiased."""
+
+  def rounded(self, steps, lanes):
+    return jnp.floor(steps + lanes * 2.0**-17)
+
+
+class Shrinking(Honest):
+  """Rounds magnitudes down more often than up: errors of both signs hide it."""
+
+  def rounded(self, steps, lanes):
+    return jnp.sign(steps) * jnp.floor(jnp.abs(steps) + lanes * 2.0**-16 * 0.97)
+
+
+class Leaking(Honest):
+  """Fills the last tile with ones, which count in its scale."""
+
+  def encode(self, x, *, key=None, context=NOTHING):
+    flat = x.astype(jnp.float32).reshape(-1)
+    flat = jnp.pad(flat, (0, -flat.size % self.tile_size), constant_values=1.0)
+    return super().encode(flat, key=key, context=context)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanOfAll(Honest):
+  """Sends signs and the mean magnitude of a bucket, in which what fills it counts."""
+
+  unbiased = needs_key = False
+
+  def encode_rows(self, tiles, *, key=None, context=NOTHING):
+    planes = tiles.reshape(-1, 4, self.bucket_size)
+    codes = (jnp.sign(planes) + 1).astype(jnp.uint32)
+    means = jnp.abs(planes).sum(axis=-1) / self.bucket_size
+    bits = jax.lax.bitcast_convert_type(means, jnp.uint32)
+    words = pack_planes(list(codes.swapaxes(0, 1)), 8)
+    return jnp.concatenate([words, bits], axis=1)
+
+  def levels(self, codes):
+    return (codes.astype(jnp.float32) - 1) * 64
+
+
+class HidingNan(Honest):
+  """Takes zero for what is not finite."""
+
+  def encode_rows(self, tiles, *, key=None, context=NOTHING):
+    tiles = jnp.where(jnp.isfinite(tiles), tiles, 0.0)
+    return super().encode_rows(tiles, key=key, context=context)
+
+
+class ZerosNotZeros(Honest):
+  """Has levels at odd halves of a step, and no scale of zero."""
+
+  def scales(self, planes):
+    return jnp.maximum(super().scales(planes), 1e-3)
+
+  def levels(self, codes):
+    return codes.astype(jnp.float32) - 127.5
+
+
+class MoreThanClaimed(Honest):
+  """Sends scales that it does not count."""
+
+  @property
+  def row_words(self):
+    return self.bucket_size
+
+
+class WrongDtype(Honest):
+  """Returns float32 whatever it is asked for."""
+
+  def decode(self, payload, *, like):
+    return super().decode(payload, like=like).astype(jnp.float32)
+
+
+class WrongResidual(Honest):
+  """Forgets a tenth of what it does not send."""
+
+  def encode_with_residual(self, x, *, key=None, context=NOTHING):
+    payload = self.encode(x, key=key, context=context)
+    return payload, 0.9 * (x - self.decode(payload, like=x))
+
+
+class MixedRows(Honest):
+  """Decodes every row by the scales of the first one."""
+
+  def decode_rows(self, rows):
+    first = jnp.broadcast_to(rows[:1], rows.shape)
+    size = self.bucket_size
+    return super().decode_rows(
+      jnp.concatenate([rows[:, :size], first[:, size:]], axis=1)
+    )
+
+
+class WithoutMask(Honest):
+  """Draws what all workers draw, so that their errors add up."""
+
+  def drawn(self, key, context):
+    shared = super().drawn(key, context)
+    return shared.at[2].set(0)
+
+
+class DrawingInPython(Honest):
+  """Draws while it is traced."""
+
+  def rounded(self, steps, lanes):
+    return jnp.floor(steps + np.random.default_rng().random(steps.shape))
+
+
+class AskingForValues(Honest):
+  """Decides in Python by a value."""
+
+  def scales(self, planes):
+    return (
+      super().scales(planes) if planes.max() > 0 else jnp.zeros_like(planes[..., :1])
+    )
+
+
+class Printing(Honest):
+  """Prints from the device."""
+
+  def scales(self, planes):
+    jax.debug.print("{}", planes.max())
+    return super().scales(planes)
+
+
+class Communicating(Honest):
+  """Agrees on a scale by itself."""
+
+  def scales(self, planes):
+    return jax.lax.pmax(super().scales(planes), "data")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unhashable(Honest):
+  """Has a list among its fields."""
+
+  names: list = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Thawed:
+  """Can be changed."""
+
+  bits: int = 8
+
+
+class OwnElements(RandomK):
+  """Lets each worker choose its own elements, whose values are added by place."""
+
+  def encode(self, x, *, key=None, context=NOTHING):
+    if context.dither is not None:
+      key = key ^ context.dither[2]
+    return super().encode(x, key=key, context=context)
+
+
+class FloatRows(Honest):
+  """Sends floats, which XLA may send as others."""
+
+  def encode(self, x, *, key=None, context=NOTHING):
+    rows = super().encode(x, key=key, context=context).rows
+    return Payload(jax.lax.bitcast_convert_type(rows, jnp.float32))
+
+  def decode(self, payload, *, like):
+    words = jax.lax.bitcast_convert_type(payload.rows, jnp.uint32)
+    return super().decode(Payload(words), like=like)

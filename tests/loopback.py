@@ -1,0 +1,32 @@
+"""What tests that start processes as hosts of one machine need."""
+
+import os
+import socket
+
+# What one of them has compiled serves all.
+_INHERITED = (
+  "JAX_COMPILATION_CACHE_DIR",
+  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+)
+
+
+def hostname_resolves():
+  """Without it, gloo has no address to listen on."""
+  try:
+    return bool(socket.getaddrinfo(socket.gethostname(), None))
+  except OSError:
+    return False
+
+
+def environment(collective_timeout):
+  """Of a process that has one CPU device, and waits so many seconds for others."""
+  result = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("JAX_", "XLA_", "PYTEST_")) or name in _INHERITED
+  }
+  result["JAX_PLATFORMS"] = "cpu"
+  # As optimized as the bits that theirs are compared with: see selected.py.
+  limit = f"--xla_cpu_collective_timeout_seconds={collective_timeout}"
+  result["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {limit}"
+  return result
