@@ -19,7 +19,6 @@ step, 0.011, and the paper has 0.0004.
 
 import argparse
 import functools
-import json
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -145,8 +144,7 @@ def main() -> None:
   print_table(f"Scaled as in the paper, {options.size:,} numbers", as_paper)
   print_table("Scaled by the largest number", by_largest)
   if options.output:
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1) + "\n")
+    running.write_json(options.output, results)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ With --output, writes aps_study.json and aps_study.md there.
 import argparse
 import copy
 import functools
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -256,10 +255,8 @@ def main() -> None:
     results.append({})
     for _ in run_table(bench, table, table.seeds or options.seeds, results[-1]):
       if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        report = json.dumps(results, indent=1)
-        (options.output / "aps_study.json").write_text(report + "\n")
-        (options.output / "aps_study.md").write_text(study.markdown(results))
+        page = study.markdown(results)
+        running.write(options.output, "aps_study", results, page)
   print(study.markdown(results))
 
 

@@ -259,8 +259,7 @@ def main() -> None:
       given = make(), gradients.squares, jnp.ones((8, 1))
       results[f"compile {model}"] = compile_rows(model, *given)
   if options.output:
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1))
+    running.write_json(options.output, results)
 
 
 if __name__ == "__main__":

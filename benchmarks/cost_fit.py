@@ -244,9 +244,8 @@ def main() -> None:
   show(rows)
   show_crossovers(runs, speeds)
   if options.output:
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps([row._asdict() | {"error": row.error} for row in rows], indent=1)
-    options.output.write_text(text)
+    found = [row._asdict() | {"error": row.error} for row in rows]
+    running.write_json(options.output, found)
 
 
 if __name__ == "__main__":

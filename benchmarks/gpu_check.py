@@ -287,8 +287,7 @@ def main() -> None:
   wrong = {name: lines for name, lines in found.items() if lines}
   result = {"jax": jax.__version__, "right": len(found) - len(wrong), "wrong": wrong}
   if output:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1))
+    running.write_json(output, result)
   for name, lines in wrong.items():
     print(f"WRONG: {name}", *lines, sep="\n  ")
   print(f"gpu_check: {result['right']} of {len(found)} are right")

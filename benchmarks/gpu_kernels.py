@@ -260,8 +260,7 @@ def write(path: pathlib.Path | None, rows: list[Any], missing: list[str]) -> Non
     "rows": rows,
     "missing": missing,
   }
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(found, indent=1))
+  running.write_json(path, found)
   lines = [
     "# Encoders on a GPU",
     "",

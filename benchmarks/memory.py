@@ -18,7 +18,6 @@ With --output, writes memory.json and memory.md there.
 import argparse
 import functools
 import itertools
-import json
 import math
 import pathlib
 from typing import Any, NamedTuple, get_args
@@ -202,12 +201,9 @@ def main() -> None:
   table = markdown(found)
   print(table)
   if options.output:
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "memory.md").write_text(table)
     rows = [{**case._asdict(), **memory._asdict()} for case, memory in found.items()]
     about = {"jax": jax.__version__, "workers": WORKERS, "shape": shape}
-    report = json.dumps({**about, "rows": rows}, indent=1)
-    (options.output / "memory.json").write_text(report + "\n")
+    running.write(options.output, "memory", {**about, "rows": rows}, table)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ Suresh et al., Correlated Quantization for Distributed Mean Estimation and Optim
 
 import argparse
 import functools
-import json
 import pathlib
 from typing import Any
 
@@ -198,10 +197,8 @@ def main() -> None:
   found = ratios(codecs, counts, options.size, options.seed)
   print_tables(found, counts)
   if options.output:
-    options.output.mkdir(parents=True, exist_ok=True)
     about = {"size": options.size, "seed": options.seed, "workers": counts}
-    report = json.dumps({**about, "ratios": found}, indent=1)
-    (options.output / "noise.json").write_text(report + "\n")
+    running.write_json(options.output / "noise.json", {**about, "ratios": found})
     plot(found, counts, options.output / "noise.png")
 
 

@@ -16,7 +16,6 @@ Nothing is measured here. It ends with 1 if a number that must agree does not. W
 
 import argparse
 import itertools
-import json
 import pathlib
 import sys
 from typing import Any
@@ -96,10 +95,8 @@ def main() -> None:
         f"printed {row.printed:.4g}"
       )
   if options.output:
-    options.output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps([entry(row) for row in rows], indent=1) + "\n"
-    (options.output / "paper_models.json").write_text(text)
-    (options.output / "paper_models.md").write_text(page(rows))
+    entries = [entry(row) for row in rows]
+    running.write(options.output, "paper_models", entries, page(rows))
     plots.draw(options.output)
   sys.exit(any(row.missed for row in rows))
 

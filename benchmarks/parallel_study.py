@@ -211,8 +211,7 @@ def main() -> None:
 
   def save() -> None:
     if file:
-      args.output.mkdir(parents=True, exist_ok=True)
-      file.write_text(json.dumps(found, indent=1) + "\n")
+      running.write_json(file, found)
 
   study(found, arms, args, save)
   print(markdown(found))

@@ -117,11 +117,9 @@ def main() -> None:
   speeds = {name: rounded(speed) for name, speed in read()}
   for name, codec in SPARSE.items():
     speeds[name] = rounded(measured(codec, size, repeats))
-  text = json.dumps({"cpu": speeds}, indent=1) + "\n"
-  print(text, end="")
+  print(json.dumps({"cpu": speeds}, indent=1))
   if options.output:
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(text)
+    running.write_json(options.output, {"cpu": speeds})
 
 
 if __name__ == "__main__":

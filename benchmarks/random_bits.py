@@ -249,8 +249,7 @@ def main() -> None:
       rows[title] = one
       print(f"{title}: {one['verdict']}, {one['p-values']} p-values", flush=True)
       if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+        running.write_json(path, rows)
         path.with_suffix(".md").write_text(_HEAD + table(rows))
   print(table(rows))
 

@@ -80,8 +80,7 @@ def main() -> None:
     )
   results |= {"seconds": seconds, "updates": rows}
   if options.output:
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1) + "\n")
+    running.write_json(options.output, results)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ With --output, writes rounding_study.json and rounding_study.md there.
 
 import argparse
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +91,8 @@ def main() -> None:
       found[name][way] = losses(setting, method(codec, **choices), options.seeds)
       print(f"{name}, {way}: {spread(found[name][way], digits=3)}", flush=True)
   if options.output:
-    options.output.mkdir(parents=True, exist_ok=True)
-    report = json.dumps(found, indent=1)
-    (options.output / "rounding_study.json").write_text(report + "\n")
-    (options.output / "rounding_study.md").write_text(markdown(found, setting))
+    page = markdown(found, setting)
+    running.write(options.output, "rounding_study", found, page)
 
 
 if __name__ == "__main__":

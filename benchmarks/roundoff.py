@@ -22,7 +22,6 @@ With --output, writes roundoff.json and roundoff.png there.
 
 import argparse
 import functools
-import json
 import pathlib
 import statistics
 import sys
@@ -258,8 +257,7 @@ def main() -> None:
   }
   print_tables(results, size.groups)
   if options.output:
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "roundoff.json").write_text(json.dumps(results, indent=1) + "\n")
+    running.write_json(options.output / "roundoff.json", results)
     plot(results, size, options.output / "roundoff.png")
 
 

@@ -26,10 +26,15 @@ def compile_fast() -> None:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+def write_json(path: Path, results: Any) -> None:
+  """Writes results as JSON, and makes the folder that they go to."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def write(folder: Path, name: str, results: Any, page: str) -> None:
   """Writes results as JSON, and the page about them as Markdown."""
-  folder.mkdir(parents=True, exist_ok=True)
-  (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+  write_json(folder / f"{name}.json", results)
   (folder / f"{name}.md").write_text(page)
 
 

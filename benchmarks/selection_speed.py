@@ -123,8 +123,7 @@ def main() -> None:
         results[key] = rows(kind, size, density, options.repeats)
   results["load at the end"] = timing.machine()["load"]
   if options.output:
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1))
+    running.write_json(options.output, results)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ rate of its own. With --output, writes codec_study.json and codec_study.md there
 
 import argparse
 import functools
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -239,10 +238,7 @@ def main() -> None:
     print(table.title)
     results.append(study(table, images, args))
     if options.output:
-      options.output.mkdir(parents=True, exist_ok=True)
-      report = json.dumps(results, indent=1)
-      (options.output / "codec_study.json").write_text(report + "\n")
-      (options.output / "codec_study.md").write_text(markdown(results))
+      running.write(options.output, "codec_study", results, markdown(results))
   print(markdown(results))
 
 

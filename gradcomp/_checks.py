@@ -11,24 +11,30 @@ import numpy as np
 _BUCKET_MULTIPLE = 32
 
 
-def static_integer(name: str, rule: str, value: Any) -> int:
+def static_integer(
+  name: str, rule: str, value: Any, *, least: int | None = None
+) -> int:
   """Returns one of Python's or NumPy's integers as a Python integer.
 
   Args:
     name: the name of the hyperparameter.
     rule: the rule that the value must follow, for the message.
     value: the value that was given.
+    least: the smallest integer that follows the rule, or None.
 
   Raises:
-    ValueError: ``value`` is anything else.
+    ValueError: ``value`` is anything else, or smaller.
   """
   _check_static(name, rule, value)
   try:
     if isinstance(value, bool):
       raise TypeError
-    return operator.index(value)
+    number = operator.index(value)
   except TypeError:
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.") from None
+  if least is not None and number < least:
+    raise ValueError(f"`{name}` must be {rule}, got {number}.")
+  return number
 
 
 def static_number(name: str, rule: str, value: Any) -> float:
@@ -125,8 +131,8 @@ def optional_bucket(name: str, value: Any) -> int | None:
 
 
 def _multiple(name: str, rule: str, value: Any) -> int:
-  size = static_integer(name, rule, value)
-  if size < 1 or size % _BUCKET_MULTIPLE:
+  size = static_integer(name, rule, value, least=1)
+  if size % _BUCKET_MULTIPLE:
     raise ValueError(f"`{name}` must be {rule}, got {size}.")
   return size
 
@@ -136,7 +142,4 @@ def optional_size(name: str, unit: str, value: Any) -> int | None:
   if value is None:
     return None
   rule = f"a number of {unit}, 0 or more, or None"
-  size = static_integer(name, rule, value)
-  if size < 0:
-    raise ValueError(f"`{name}` must be {rule}, got {size}.")
-  return size
+  return static_integer(name, rule, value, least=0)

@@ -87,7 +87,7 @@ class Compression:
 
   @property
   def first(self) -> list[Callable[[tuple[int, ...]], Any]]:
-    """What makes the first residual and the first momentum of a leaf, if kept."""
+    """Functions that make a leaf's first residual and momentum, if they are kept."""
     residual = [self.feedback.first] if self.feedback.keeps else []
     zeros = lambda shape: jnp.zeros(shape, jnp.float32)
     return residual + [zeros] * self.feedback.moves

@@ -58,7 +58,7 @@ class Sums(NamedTuple):
 
 
 class WorkerLeaf(NamedTuple):
-  """What a worker has of a leaf, ``float32``."""
+  """Holds what a worker has of a leaf, in ``float32``."""
 
   gradient: jax.Array
   residual: jax.Array  # after the step

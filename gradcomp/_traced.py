@@ -34,7 +34,7 @@ _SENT: dict[str, Callable[[int], Fraction]] = {
 
 @dataclasses.dataclass
 class Found:
-  """What one transformation sends, in bytes of one worker.
+  """Holds what one transformation sends, in bytes of one worker.
 
   Attributes:
     plan: its messages.

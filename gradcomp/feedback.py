@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ FeedbackName = Literal["auto", "error", "momentum"]
 
 @runtime_checkable
 class Feedback(Protocol):
-  """What a worker does with what it did not send: a frozen dataclass.
+  """Says what a worker does with what it did not send: a frozen dataclass.
 
   Leaves and trees are float32.
   """
@@ -136,7 +136,7 @@ class ErrorFeedback(NoFeedback):
     object.__setattr__(self, "residual_decay", decay)
 
   def first(self, shape: tuple[int, ...]) -> Stored:
-    return residuals.zeros(shape, residuals.storage("", self.residual_dtype))
+    return residuals.zeros(shape, cast(Storage, self.residual_dtype))
 
   def waits(self, unsent: jax.Array) -> jax.Array:
     return scaled(unsent, self.residual_decay)

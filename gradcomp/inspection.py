@@ -27,12 +27,12 @@ from gradcomp.workers import (
 
 
 class Metrics(NamedTuple):
-  r"""What a step sends of one leaf, or of all: ``float32[]``, equal on all workers.
+  r"""Holds measures of what a step sends of a leaf or of all, equal on all workers.
 
-  There are N workers. Worker i has the gradient :math:`g_i` and the residual
-  :math:`e_i`; :math:`c_i = g_i + e_i` is to be sent, and :math:`e_i'` is what it does
-  not send. The result of the step is :math:`m`. Squares are means over the workers.
-  A quotient of zeros is 0.
+  Each is ``float32[]``. There are N workers. Worker i has the gradient :math:`g_i` and
+  the residual :math:`e_i`; :math:`c_i = g_i + e_i` is to be sent, and :math:`e_i'` is
+  what it does not send. The result of the step is :math:`m`. Squares are means over the
+  workers. A quotient of zeros is 0.
 
   Attributes:
     bytes_sent: bytes that a worker sends, as :func:`gradcomp.explain` counts them.

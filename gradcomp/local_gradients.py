@@ -205,10 +205,7 @@ def _addends(
 def check_accumulate(value: Any) -> int:
   """Returns the number of micro-batches; ValueError for what is none."""
   rule = "a number of micro-batches, 1 or more"
-  number = static_integer("accumulate", rule, value)
-  if number < 1:
-    raise ValueError(f"`accumulate` must be {rule}, got {number}.")
-  return number
+  return static_integer("accumulate", rule, value, least=1)
 
 
 def _over_micro_batches(

@@ -74,9 +74,7 @@ def powersgd(
       "may."
     )
   rule = "a number of steps, 0 or more"
-  steps = static_integer("start", rule, start)
-  if steps < 0:
-    raise ValueError(f"`start` must be {rule}, got {steps}.")
+  steps = static_integer("start", rule, start, least=0)
   codec = PowerSGD(rank=rank, min_rate=min_rate, quantize=quantize)
   low_rank = compress(codec, **checked(powersgd, options))
   if not steps:

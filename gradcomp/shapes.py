@@ -39,7 +39,7 @@ WORKERS_RULE = "a number of workers, 1 or more"
 
 
 class FirstState(NamedTuple):
-  """What is known of the state before the first step of so many workers.
+  """Holds what is known of the state before the first step of so many workers.
 
   Attributes:
     shapes: the shape and dtype of each global array, in the structure of the state.
@@ -102,10 +102,7 @@ def state_shapes(
 
 def number_of_workers(name: str, value: Any) -> int:
   """Returns a number of workers; ValueError for all else."""
-  number = static_integer(name, WORKERS_RULE, value)
-  if number < 1:
-    raise ValueError(f"`{name}` must be {WORKERS_RULE}, got {number}.")
-  return number
+  return static_integer(name, WORKERS_RULE, value, least=1)
 
 
 def first_state_of(

@@ -71,9 +71,7 @@ def skip_nonfinite(
     ([0.0, 0.0], 1)
   """
   rule = "a number of steps, 0 or more"
-  most = static_integer("max_consecutive_errors", rule, max_consecutive_errors)
-  if most < 0:
-    raise ValueError(f"`max_consecutive_errors` must be {rule}, got {most}.")
+  most = static_integer("max_consecutive_errors", rule, max_consecutive_errors, least=0)
   if axis_name is not None:
     axis_names(axis_name)
   inner = optax.with_extra_args_support(inner)

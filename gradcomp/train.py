@@ -177,9 +177,7 @@ def make_train_step(
 def _check_period(check_every: Any, axis_name: AxisName | None) -> int:
   """Returns the number of steps between two comparisons; ValueError for all else."""
   rule = "a number of steps, 1 or more, or None"
-  steps = static_integer("check_every", rule, check_every)
-  if steps < 1:
-    raise ValueError(f"`check_every` must be {rule}, got {steps}.")
+  steps = static_integer("check_every", rule, check_every, least=1)
   if axis_name is None:
     raise ValueError(
       f"`check_every` must be None with axis_name=None, where one device has nothing "

@@ -92,9 +92,8 @@ class PowerSGD:
 
   def __post_init__(self) -> None:
     rule = "a number of columns, 1 or more"
-    object.__setattr__(self, "rank", static_integer("rank", rule, self.rank))
-    if self.rank < 1:
-      raise ValueError(f"`rank` must be {rule}, got {self.rank}.")
+    rank = static_integer("rank", rule, self.rank, least=1)
+    object.__setattr__(self, "rank", rank)
     rate = static_number("min_rate", "a positive number", self.min_rate)
     object.__setattr__(self, "min_rate", rate)
     optional_one_of("quantize", Literal[8], self.quantize)

@@ -27,10 +27,7 @@ def checked_bits(value: int, levels: Levels) -> int:
 
 def checked_refit_every(value: int) -> int:
   """Returns the steps from one fit of levels to the next; ValueError for all else."""
-  steps = static_integer("refit_every", _REFIT_RULE, value)
-  if steps < 1:
-    raise ValueError(f"`refit_every` must be {_REFIT_RULE}, got {steps}.")
-  return steps
+  return static_integer("refit_every", _REFIT_RULE, value, least=1)
 
 
 def checked_rotate(value: int | None, bits: int, levels: Levels) -> int | None:

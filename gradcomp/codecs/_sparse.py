@@ -46,7 +46,7 @@ class SparseCodec(Codec, Protocol):
 
 
 class Selected(NamedTuple):
-  """What a worker remembers of the rows of a leaf that it selected from.
+  """Holds what a worker remembers of the rows of a leaf that it selected from.
 
   Attributes:
     threshold: ``float32[rows]``, the smallest magnitude sent at the last search.

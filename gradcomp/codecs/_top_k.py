@@ -148,11 +148,8 @@ class TopK(SparseRows):
       raise ValueError(f"`slack` must be {_SLACK_RULE}, got {slack!r}.")
     object.__setattr__(self, "slack", slack)
     rule = "a number of steps, 1 or more"
-    object.__setattr__(
-      self, "interval", static_integer("interval", rule, self.interval)
-    )
-    if self.interval < 1:
-      raise ValueError(f"`interval` must be {rule}, got {self.interval}.")
+    interval = static_integer("interval", rule, self.interval, least=1)
+    object.__setattr__(self, "interval", interval)
     optional_one_of("implementation", Implementation, self.implementation)
 
   @property

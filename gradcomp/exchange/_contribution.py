@@ -73,7 +73,7 @@ class Contribution:
 
   @functools.cached_property
   def agreed_rows(self) -> list[jax.Array | None]:
-    """What workers agree on for each matrix, one line for each of its rows."""
+    """The numbers that workers agreed on for each matrix, one line for each row."""
     return self.layout.agreed_rows(self.agreed)
 
   @functools.cached_property

@@ -73,9 +73,7 @@ class Hierarchical:
   def __post_init__(self) -> None:
     flag("feedback", self.feedback)
     if self.group_size is not None:
-      size = static_integer("group_size", _GROUP_RULE, self.group_size)
-      if size < 1:
-        raise ValueError(f"`group_size` must be {_GROUP_RULE}, got {size}.")
+      size = static_integer("group_size", _GROUP_RULE, self.group_size, least=1)
       object.__setattr__(self, "group_size", size)
 
   @property

@@ -1,6 +1,6 @@
 """Sends all messages of a step, and keeps the residuals of owners."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._keys import Keys
 from gradcomp.exchange._notes import note, noted
 from gradcomp.exchange._plan import Message, Plan, own_axes
+from gradcomp.layout import Slot
 from gradcomp.workers import Axes
 
 # Owner residuals by the axes that stack them: ("data",), or ("data", "model") for
@@ -57,6 +58,20 @@ class OwnedMatrix(NamedTuple):
   group: int
   shape: tuple[int, ...]
 
+  @property
+  def codec(self) -> Codec:
+    """The codec of its rows."""
+    return self.message.layout.codecs[self.group]
+
+  def leaves(self) -> Iterator[tuple[int, Slot, jax.ShapeDtypeStruct]]:
+    """Yields the numbers of the leaves with rows in it, their rows and their shapes."""
+    layout = self.message.layout
+    for leaf, slot, like in zip(
+      self.message.leaves, layout.slots, layout.like, strict=True
+    ):
+      if slot.group == self.group:
+        yield leaf, slot, like
+
 
 def owned_matrices(plan: Plan) -> dict[Axes, list[OwnedMatrix]]:
   """Returns whose owner residuals workers keep, by axes, in the order of a state.
@@ -90,10 +105,8 @@ def owned_leaves(plan: Plan) -> dict[Axes, list[np.ndarray]]:
 
   def numbers(matrix: OwnedMatrix) -> np.ndarray:
     rows = np.full(plan.workers * matrix.shape[0], len(plan.names), np.int32)
-    message = matrix.message
-    for i, slot in zip(message.leaves, message.layout.slots, strict=True):
-      if slot.group == matrix.group:
-        rows[slot.start : slot.stop] = i
+    for leaf, slot, _ in matrix.leaves():
+      rows[slot.start : slot.stop] = leaf
     return rows.reshape(plan.workers, -1)
 
   matrices = owned_matrices(plan)

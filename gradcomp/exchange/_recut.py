@@ -4,7 +4,7 @@ Owners have the rows of a matrix in one order: worker i has those from ``i * sha
 and zeros fill the last shares. Along other mesh axes, each place has rows of its own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp.codecs import Codec, cut, elements, tile_shape, uncut
-from gradcomp.exchange._messages import OwnedMatrix, owned_matrices
+from gradcomp.exchange._messages import owned_matrices
 from gradcomp.exchange._plan import Plan
-from gradcomp.layout import Slot
 from gradcomp.workers import Axes
 
 # The number of a leaf, and of the round in which rows of it travel.
@@ -63,32 +62,23 @@ def recut_owned(
   for axes, matrices in owned_matrices(old).items():
     for matrix, array in zip(matrices, owned[axes], strict=True):
       rows = joined(array, old.workers, places[axes])
-      codec = matrix.message.layout.codecs[matrix.group]
-      for place, slot, like in _slots(matrix):
-        waiting[place] = _Rows(rows[:, slot.start : slot.stop], codec, like)
+      for leaf, slot, like in matrix.leaves():
+        found = _Rows(rows[:, slot.start : slot.stop], matrix.codec, like)
+        waiting[leaf, matrix.message.round] = found
   result: dict[Axes, tuple[np.ndarray, ...]] = {}
   for axes, matrices in owned_matrices(new).items():
     arrays = []
     for matrix in matrices:
       share, *tile = matrix.shape
       rows = np.zeros((places[axes], new.workers * share, *tile), np.float32)
-      codec = matrix.message.layout.codecs[matrix.group]
-      for place, slot, _ in _slots(matrix):
-        if (found := waiting.pop(place, None)) is not None:
-          moved = _as_rows_of(found, codec)
+      for leaf, slot, _ in matrix.leaves():
+        place = leaf, matrix.message.round
+        if place in waiting:
+          moved = _as_rows_of(waiting.pop(place), matrix.codec)
           rows[:, slot.start : slot.stop] = moved * np.float32(factor)
       arrays.append(stacked(rows, new.workers))
     result[axes] = tuple(arrays)
   return Recut(result, {i: _leaf(found) for (i, _), found in waiting.items()})
-
-
-def _slots(matrix: OwnedMatrix) -> Iterator[tuple[_Place, Slot, jax.ShapeDtypeStruct]]:
-  """Yields the leaves of a matrix, their rows and their shapes."""
-  message = matrix.message
-  leaves = zip(message.leaves, message.layout.slots, message.layout.like, strict=True)
-  for i, slot, like in leaves:
-    if slot.group == matrix.group:
-      yield (i, message.round), slot, like
 
 
 def recut_rows(

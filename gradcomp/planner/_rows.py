@@ -88,7 +88,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-  """What all rows of a plan share.
+  """Holds what all rows of a plan share.
 
   Attributes:
     model: the parameters.

@@ -18,6 +18,7 @@ from gradcomp.testing import laws
 from gradcomp.testing._leaves import ragged, tile_of
 
 SIZES = (0, 1, 2, 3, 31, 33, 127, 200)
+_COUNT_RULE = "a number of 1 or more"
 
 
 def check_codec(
@@ -88,8 +89,8 @@ def check_codec(
       f"`codec` must encode and decode a leaf, got {codec}; check each codec of a "
       "policy, and the policy by check_transformation(gradcomp.compress(policy))."
     )
-  _check_count("workers", workers)
-  _check_count("draws", draws)
+  static_integer("workers", _COUNT_RULE, workers, least=1)
+  static_integer("draws", _COUNT_RULE, draws, least=1)
   held = _Held()
   shape = ragged(codec)
   first = rounds_of(codec.bind(Leaf(shape)), shape)[0]
@@ -190,8 +191,8 @@ def check_transformation(
       "`transformation` must have `init` and `update`, as optax's have, got "
       f"{transformation!r}; a codec becomes one by gradcomp.compress(codec)."
     )
-  _check_count("workers", workers)
-  _check_count("steps", steps)
+  static_integer("workers", _COUNT_RULE, workers, least=1)
+  static_integer("steps", _COUNT_RULE, steps, least=1)
   params = _params((45, 46)) if params is None else params
   gradients = [laws.gradients_like(params, workers, seed) for seed in range(steps)]
   held = _Held()
@@ -224,13 +225,6 @@ class _Held:
 
   def add(self, names: Sequence[str]) -> None:
     self.names |= dict.fromkeys(names)
-
-
-def _check_count(name: str, value: int) -> None:
-  """Raises ValueError for what is no number of some."""
-  rule = "a number of 1 or more"
-  if static_integer(name, rule, value) < 1:
-    raise ValueError(f"`{name}` must be {rule}, got {value}.")
 
 
 def _params(shape: tuple[int, ...]) -> dict[str, jax.Array]:
