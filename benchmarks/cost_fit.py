@@ -10,7 +10,7 @@ measured and predicted milliseconds, the error, and at last the median and the l
 """
 
 import argparse
-import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -123,11 +123,6 @@ def read_speeds(contents: Sequence[Mapping[str, Any]]) -> dict[str, CodecSpeed]:
         add=seconds["decode and sum, a worker"],
         keep=max(0.0, seconds["update and residual"] - seconds["update"]),
       )
-      # Shared scales take another pass. This is for files without a row of their own.
-      if name == "qsgd-4" and "qsgd-4 shared" not in speeds:
-        twice = seconds["encode"] + seconds["copy"]
-        shared = dataclasses.replace(speeds[name], encode=twice)
-        speeds["qsgd-4 shared"] = shared
   return speeds
 
 
@@ -141,20 +136,12 @@ def compare(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> list[Row]:
   rows = []
   for run, link in zip(runs, fit_links(runs), strict=True):
     cluster = Cluster(workers=run["hosts"], link=link)
-    like = _gradient(run)
     for name, row in run["steps"].items():
       codec, _, way = name.rpartition(" ")
-      case, of = CASES.get(codec), NAMES.get(codec, codec)
-      if case is None or of not in speeds:
+      of = NAMES.get(codec, codec)
+      if codec not in CASES or of not in speeds:
         continue
-      tx = gradcomp.compress(
-        case.codec,
-        axis_name="data",
-        exchange=Hierarchical(group_size=2) if way == "hierarchical" else way,
-        feedback=case.feedback,
-        message_bytes=case.message_bytes,
-      )
-      explanation = gradcomp.explain(tx, like, workers=run["hosts"])
+      explanation = _explained(codec, way, run["hosts"], run["leaves"], run["mib"])
       speed = speeds[of].times(run["hosts"])
       cost = exchange_seconds(explanation, cluster, speed)
       measured = row["median_seconds"]
@@ -162,11 +149,28 @@ def compare(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> list[Row]:
   return rows
 
 
-def _gradient(run: Run) -> list[jax.ShapeDtypeStruct]:
-  if run["leaves"] == "resnet50":
+@functools.cache
+def _explained(
+  codec: str, way: Any, hosts: int, leaves: int | str, mib: int
+) -> gradcomp.Explanation:
+  """Returns what a step of a run sends, which no rate changes."""
+  case = CASES[codec]
+  tx = gradcomp.compress(
+    case.codec,
+    axis_name="data",
+    exchange=Hierarchical(group_size=2) if way == "hierarchical" else way,
+    feedback=case.feedback,
+    message_bytes=case.message_bytes,
+  )
+  return gradcomp.explain(tx, _gradient(leaves, mib), workers=hosts)
+
+
+def _gradient(leaves: int | str, mib: int) -> list[jax.ShapeDtypeStruct]:
+  if leaves == "resnet50":
     shapes = gradients.resnet50_shapes()
   else:
-    shapes = [(run["mib"] * 2**20 // 4 // run["leaves"],)] * run["leaves"]
+    count = int(leaves)
+    shapes = [(mib * 2**20 // 4 // count,)] * count
   return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
 
@@ -190,7 +194,8 @@ def show_crossovers(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> No
   """Prints the rates above which a plain mean is faster than QSGD with 4 bits."""
   tx = gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot")
   for run, link in zip(runs, fit_links(runs), strict=True):
-    explanation = gradcomp.explain(tx, _gradient(run), workers=run["hosts"])
+    like = _gradient(run["leaves"], run["mib"])
+    explanation = gradcomp.explain(tx, like, workers=run["hosts"])
     cluster = Cluster(workers=run["hosts"], link=link)
     speed = speeds["qsgd-4"].times(run["hosts"])
     rate = 8e-9 * crossover_rate(explanation, cluster, speed)

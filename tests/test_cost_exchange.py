@@ -241,6 +241,7 @@ FAR = {
 }
 
 
+@pytest.mark.slow
 def test_measured_links_are_predicted():
   """From the plain mean and the parts of one two_shot; on loopback there is no link."""
   runs = cost_fit.read_runs(cost_fit.LINKS)
