@@ -59,8 +59,8 @@ def test_runs_that_fail(folder, capsys, monkeypatch):
   assert [line for line in lines if line.startswith(("FAILED", "quick"))] == [
     "FAILED: broken, _ s: ValueError: a bug",
     "FAILED: silent, _ s: it wrote nothing to --output",
-    "FAILED: rude, _ s: it wrote to benchmarks/results",
-    "quick: 0 ok, 0 skipped, 3 FAILED, _ s",
+    "FAILED: a script wrote kept.md to benchmarks/results",
+    "quick: 1 ok, 0 skipped, 3 FAILED, _ s",
   ]
 
 
