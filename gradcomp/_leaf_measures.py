@@ -13,8 +13,7 @@ from gradcomp.codecs import Codec, cut, tile_shape
 from gradcomp.exchange import Plan
 
 # A CPU sorts an element in 115 ns, which is more than a step of small nets takes.
-_SAMPLED = 2  # buckets of a leaf, evenly spaced
-_LONGEST = 1024  # elements of these
+_LONGEST = 1024  # elements of a bucket, where different values are counted
 _RUN = 128  # elements that follow each other in a sample of exponents
 _RUNS = 128  # of these in a leaf's sample
 
@@ -81,12 +80,13 @@ def worker_sums(plan: Plan, leaves: Mapping[int, WorkerLeaf]) -> list[Sums]:
 @functools.partial(jax.jit, static_argnums=0)
 def _leaf(codec: Codec | None, leaf: WorkerLeaf) -> Sums:
   """Measures a leaf of one worker. Jitted, so that leaves alike share a trace."""
-  magnitude = jnp.abs(leaf.gradient)
+  gradient = leaf.gradient
+  most = jnp.maximum(jnp.max(gradient, initial=0.0), -jnp.min(gradient, initial=0.0))
   buckets = jnp.abs(_buckets(leaf.sent, codec))
   largest = jnp.max(buckets, axis=-1, keepdims=True, initial=0.0)
-  square, zero = squares(leaf.gradient), jnp.float32(0.0)
+  square, zero = squares(gradient), jnp.float32(0.0)
   return Sums(
-    size=jnp.float32(leaf.gradient.size),
+    size=jnp.float32(gradient.size),
     gradient=square,
     residual=squares(leaf.residual),
     owned=zero,  # which is not found leaf by leaf, and neither are levels
@@ -94,13 +94,13 @@ def _leaf(codec: Codec | None, leaf: WorkerLeaf) -> Sums:
     unsent=squares(leaf.unsent),
     mean=squares(leaf.mean),
     true=square,  # unless workers exchange something
-    product=jnp.sum(leaf.mean * leaf.gradient),
+    product=jnp.sum(leaf.mean * gradient),
     zeros=_count(leaf.sent == 0),
     top=_count((buckets == largest) & (largest > 0)),
     levels=zero,
-    spread=jnp.max(magnitude, initial=0.0) * jnp.sum(magnitude),
+    spread=most * jnp.sum(jnp.abs(gradient)),
     union=_count(leaf.mean != 0),
-    exponents=_exponents(leaf.gradient),
+    exponents=_exponents(gradient),
   )
 
 
@@ -110,7 +110,8 @@ def squares(x: jax.Array) -> jax.Array:
 
 
 def _count(x: jax.Array) -> jax.Array:
-  return jnp.sum(x, dtype=jnp.uint32).astype(jnp.float32)
+  # A CPU counts in float32 twice as fast as in integers, exactly up to 2**24 in a row.
+  return jnp.sum(jnp.sum(jnp.atleast_1d(x).astype(jnp.float32), axis=-1))
 
 
 def _exponents(x: jax.Array) -> jax.Array:
@@ -147,25 +148,20 @@ def _buckets(x: jax.Array, codec: Codec | None) -> jax.Array:
 
 
 def _sample(sent: jax.Array, codec: Codec | None) -> jax.Array:
-  """Returns a few whole buckets of a leaf; all of it if it is shorter than one."""
+  """Returns the middle bucket of a leaf; all of it if it is shorter than one."""
   buckets = _buckets(sent, codec)
   whole = sent.size // (buckets.shape[1] or 1)
-  if not whole:
-    return sent.reshape(1, -1)[:, :_LONGEST]
-  count = min(whole, _SAMPLED)
-  return buckets[np.arange(count) * whole // count, :_LONGEST]
+  return (buckets[whole // 2] if whole else sent.reshape(-1))[:_LONGEST]
 
 
 def _levels(samples: Sequence[jax.Array]) -> list[jax.Array]:
-  """Returns the mean number of different values in the buckets of each sample."""
+  """Returns the number of different values in each sample."""
   alike: dict[int, list[int]] = {}
   for i, sample in enumerate(samples):
-    alike.setdefault(sample.shape[1], []).append(i)
+    alike.setdefault(sample.size, []).append(i)
   result: dict[int, jax.Array] = {}
-  for width, numbers in alike.items():
-    values = jnp.sort(jnp.concatenate([samples[i] for i in numbers]), axis=1)
-    new = jnp.sum(values[:, 1:] != values[:, :-1], axis=1) + min(width, 1)
-    ends = np.cumsum([samples[i].shape[0] for i in numbers])
-    parts = jnp.split(new.astype(jnp.float32), ends[:-1])
-    result |= {i: jnp.mean(part) for i, part in zip(numbers, parts, strict=True)}
+  for size, numbers in alike.items():
+    values = jnp.sort(jnp.stack([samples[i] for i in numbers]), axis=1)
+    new = jnp.sum(values[:, 1:] != values[:, :-1], axis=1) + min(size, 1)
+    result |= zip(numbers, new.astype(jnp.float32), strict=True)
   return [result[i] for i in range(len(samples))]

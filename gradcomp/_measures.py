@@ -113,15 +113,16 @@ def _over_workers(
   """Returns the means of sums over the workers, with the length of the true mean.
 
   The true mean of a leaf is nowhere. It is ``a m + r``, where ``m`` is the result, and
-  ``r`` is at right angles to it. The workers know ``a`` from their scalar products, and
-  estimate the length of ``r`` from sketches.
+  ``r`` is at right angles to it. So is each worker's gradient, and the mean of the
+  workers' ``a`` and ``r`` is that of the true mean. They know ``a`` from their scalar
+  products, and estimate the length of the mean ``r`` from sketches.
   """
   if workers is not None:
-    sketches = [sketch(x.gradient) for x in leaves] if plan.sends else []
+    sketches = list(map(_across, own, leaves)) if plan.sends else []
     flat, restore = ravel_pytree((own, sketches))
     own, sketches = restore(_sum(flat, workers.axis_name) / workers.size)
     if sketches:
-      own = list(map(_with_true, own, sketches, [sketch(x.mean) for x in leaves]))
+      own = list(map(_with_true, own, sketches))
   if others:
     flat, restore = ravel_pytree(own)
     own = restore(_sum(flat, others))
@@ -133,10 +134,19 @@ def _sum(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return psum(x, axis_name)
 
 
-def _with_true(sums: Sums, true: jax.Array, mean: jax.Array) -> Sums:
-  """Adds the length of the true mean of a leaf, from the sketches of both means."""
-  along = sums.product / jnp.where(sums.mean > 0, sums.mean, 1.0)
-  return sums._replace(true=along * sums.product + squares(true - along * mean))
+def _along(sums: Sums) -> jax.Array:
+  """Returns a: how much of a mean points where the result does, in results."""
+  return sums.product / jnp.where(sums.mean > 0, sums.mean, 1.0)
+
+
+def _across(sums: Sums, leaf: WorkerLeaf) -> jax.Array:
+  """Sketches r: what of a worker's gradient is at right angles to the result."""
+  return sketch(leaf.gradient - _along(sums) * leaf.mean)
+
+
+def _with_true(sums: Sums, across: jax.Array) -> Sums:
+  """Adds the squares of the true mean of a leaf, from the sketch of its r."""
+  return sums._replace(true=_along(sums) * sums.product + squares(across))
 
 
 def _owned(

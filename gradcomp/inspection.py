@@ -46,7 +46,7 @@ class Metrics(NamedTuple):
     saturation: the share of elements that have, as they were sent, the largest
       magnitude of their bucket.
     levels: the number of different values in a bucket as it was sent, on average over
-      two buckets of a leaf on each worker, and up to 1024 elements of each.
+      a bucket of each leaf and worker, and up to 1024 elements of it.
     wen_bound: :math:`\max |g_i| \cdot |g_i|_1 / |g_i|_2^2`, numerator and denominator
       summed over leaves and workers. It is 1 if all magnitudes are equal. Of a leaf
       that is cut over another axis, each part has a maximum of its own.

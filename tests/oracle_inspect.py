@@ -31,7 +31,7 @@ def leaf(gradients, corrected, unsent, mean, width):
     top += np.sum((np.abs(cut) > largest - NOISE) & (largest > 0))
     whole = cut[: max(sent[i].size // width, 1)]
     whole = whole if sent[i].size >= width else whole[:, : sent[i].size]
-    whole = whole[np.unique([0, len(whole) // 2])]
+    whole = whole[[len(whole) // 2]]
     levels += 1 + np.mean(np.sum(np.diff(np.sort(whole)) > NOISE, axis=1))
     spread += np.abs(gradients[i]).max() * np.abs(gradients[i]).sum()
   exponent = np.frexp(np.abs(gradients))[1] - 1 + 127
