@@ -174,7 +174,7 @@ def to_int8(x: jax.Array, lane: jax.Array) -> Int8Residual:
   fixed = jnp.round(x * inverse * (1 << FRACTION)).astype(jnp.int32)
   top = _TOP << FRACTION
   codes = (jnp.clip(fixed, -top, top) + lane.astype(jnp.int32)) >> FRACTION
-  shape = (*blocks[:-2], -1)
+  shape = (*blocks[:-2], blocks[-2] * blocks[-1])  # which -1 leaves open for no rows
   return Int8Residual(codes.astype(jnp.int8).reshape(shape), scale[..., 0])
 
 
