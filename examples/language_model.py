@@ -65,8 +65,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.error(f"--warmup must leave some of the {args.steps} steps")
   if args.optimizer == "adam" and args.codec != "f32":
     parser.error(f"--codec {args.codec} has momentum of its own: choose f32 for Adam")
-  if args.inspect and args.parallel == "zero":
-    parser.error(f"--inspect does not go with --parallel {args.parallel}")
   jax.config.update("jax_num_cpu_devices", args.workers)
   if jax.device_count() < args.workers:
     parser.error(f"--workers must be at most the {jax.device_count()} devices")

@@ -39,9 +39,7 @@ def floats_of(stored: Int8Residual, workers: int) -> np.ndarray:
   return np.concatenate([np.asarray(read(Int8Residual(*part))) for part in parts])
 
 
-def stored_of(
-  x: np.ndarray, workers: int, blocks: int | None = None
-) -> Int8Residual:
+def stored_of(x: np.ndarray, workers: int, blocks: int | None = None) -> Int8Residual:
   """Undoes :func:`floats_of`: rounds to nearest what ``int8`` cannot hold.
 
   Args:

@@ -137,7 +137,9 @@ def test_each_device_sends_its_part(codec, exchange, check_vma):
   assert parts["data"].ratio == pytest.approx(report.ratio, rel=1e-2)
 
 
-@pytest.mark.parametrize("codec", [QSGD(bits=4, bucket_size=64), *slow(OneBit())], ids=str)
+@pytest.mark.parametrize(
+  "codec", [QSGD(bits=4, bucket_size=64), *slow(OneBit())], ids=str
+)
 def test_an_int8_residual_may_be_cut_inside_of_its_blocks(codec):
   """Of v, each half of a row has a scale and a device: the bits and half the bytes."""
   tx = gradcomp.compress(

@@ -417,17 +417,6 @@ def test_errors_name_the_argument_the_rule_and_the_cure(optimizer, state, error,
     gradcomp.inspect(optimizer, W, state)
 
 
-def test_zero_cannot_be_inspected():
-  codec = QSGD(bits=4)
-  tx = gradcomp.parallel.zero(
-    optax.adam(0.1), grads=codec, params=codec, axis_name="data"
-  )
-  grads = {"w": jnp.ones((WORKERS, 64, 64))}
-  look = lambda grads: gradcomp.inspect(tx, grads, tx.init(grads), grads)
-  with pytest.raises(ValueError, match=says("zero", "explain")):
-    jax.eval_shape(jax.vmap(look, axis_name="data"), grads)
-
-
 def test_inspect_is_a_flag_of_a_step():
   step = gradcomp.make_train_step(lambda params, batch: 0.0, QSGD4, axis_name=None)
   with pytest.raises(ValueError, match=says("`inspect` must be a bool, got 50")):

@@ -89,9 +89,7 @@ def _scan_types(
   transformation: optax.GradientTransformation, stacked: Any, axis_name: str
 ) -> None:
   """Traces a scan inside a checked map, over devices that need not be there."""
-  params = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), stacked
-  )
+  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), stacked)
   workers = jax.tree.leaves(stacked)[0].shape[1]
   mesh = AbstractMesh((workers,), (axis_name,))
   state = state_shapes(transformation, params, workers=workers, axis_name=axis_name)
