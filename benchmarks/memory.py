@@ -1,6 +1,7 @@
 """Reads from compiled programs how much memory an update needs while it runs.
 
-  python benchmarks/memory.py [--codecs 'QSGD, 4 bits' ...] [--quick] [--output FOLDER]
+  python benchmarks/memory.py [--codecs 'QSGD, 4 bits' ...] [--feedbacks error ...]
+    [--quick] [--output FOLDER]
 
 Compiles the update of one float32 leaf for four workers, with every codec, exchange and
 feedback that go together. The state is donated, as `gradcomp.make_train_step` does.
@@ -12,12 +13,14 @@ Nothing runs. In multiples of the gradient's bytes:
              analysis (`compiled.memory_analysis()`). Payloads are part of it.
   excess     The temporary memory that is no payload. At most 1.5 is the goal.
 
-With --output, writes memory.json and memory.md there.
+With --output, writes memory.json and memory.md there. What is there already of other
+codecs and feedbacks stays, unless it was read for another size or version.
 """
 
 import argparse
 import functools
 import itertools
+import json
 import math
 import pathlib
 from typing import Any, NamedTuple, get_args
@@ -29,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp import _hlo
+from gradcomp import ErrorFeedback, MomentumFeedback, _hlo
 from gradcomp.codecs import (
   QSGD,
   Codec,
@@ -42,6 +45,7 @@ from gradcomp.codecs import (
   TopK,
 )
 from gradcomp.exchange import ExchangeName, Hierarchical
+from gradcomp.feedback import Feedback
 
 WORKERS = 4
 SHAPE = (1024, 1024)
@@ -62,7 +66,13 @@ CODECS: dict[str, Codec] = {
   "RandomK, 1 %": RandomK(density=0.01),
 }
 EXCHANGES = tuple(x for x in get_args(ExchangeName) if x not in ("auto", "local"))
-FEEDBACKS = (None, "error", "momentum")
+FEEDBACKS: dict[str | None, Feedback | None] = {
+  None: None,
+  "error": ErrorFeedback(),
+  "momentum": MomentumFeedback(),
+  "error, bfloat16": ErrorFeedback(residual_dtype="bfloat16"),
+  "error, int8": ErrorFeedback(residual_dtype="int8"),
+}
 QUICK = "bfloat16"  # compiles fastest
 _GROUPED = Hierarchical(group_size=2)
 
@@ -103,7 +113,7 @@ def transformation(case: Case) -> Any:
     CODECS[case.codec],
     axis_name="data",
     exchange=_GROUPED if case.exchange == _GROUPED.name else case.exchange,
-    feedback=case.feedback,
+    feedback=FEEDBACKS[case.feedback],
   )
 
 
@@ -185,6 +195,8 @@ def _cell(memory: Memory) -> str:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
+  names = [name or "none" for name in FEEDBACKS]
+  parser.add_argument("--feedbacks", nargs="+", choices=names, default=names)
   running.add_quick(parser, "one codec and a small leaf")
   parser.add_argument("--output", type=pathlib.Path, help="folder of the two files")
   options = parser.parse_args()
@@ -195,15 +207,32 @@ def main() -> None:
     running.compile_fast()
   found = {}
   for case in cases():
-    if case.codec in options.codecs:
+    if case.codec in options.codecs and (case.feedback or "none") in options.feedbacks:
       found[case] = measure(case, shape)
       print(*case, _cell(found[case]), sep=", ", flush=True)
-  table = markdown(found)
-  print(table)
+  print(markdown(found))
   if options.output:
-    rows = [{**case._asdict(), **memory._asdict()} for case, memory in found.items()]
-    about = {"jax": jax.__version__, "workers": WORKERS, "shape": shape}
-    running.write(options.output, "memory", {**about, "rows": rows}, table)
+    write(options.output, found, shape)
+
+
+def write(
+  folder: pathlib.Path, found: dict[Case, Memory], shape: tuple[int, ...]
+) -> None:
+  """Writes both files, with what they had of other cases."""
+  about = {"jax": jax.__version__, "workers": WORKERS, "shape": list(shape)}
+  path = folder / "memory.json"
+  if path.exists():
+    report = json.loads(path.read_text())
+    rows = report.pop("rows")
+    if report == about:
+      old = {Case(*(row[name] for name in Case._fields)): row for row in rows}
+      others = {
+        case: Memory(row["payloads"], row["temporary"]) for case, row in old.items()
+      }
+      found = others | found
+  found = {case: found[case] for case in cases() if case in found}
+  rows = [{**case._asdict(), **memory._asdict()} for case, memory in found.items()]
+  running.write(folder, "memory", {**about, "rows": rows}, markdown(found))
 
 
 if __name__ == "__main__":

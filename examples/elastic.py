@@ -1,7 +1,7 @@
 """Trains on the hosts that are there: some may die, and some may come again.
 
-Start it once on every host, with one folder that all of them share. HOST is a number of
-the host's own, and ADDRESS is where the others reach it; on one machine, leave it out.
+Start it once on every host, with one folder that all share. HOST is the host's number,
+and ADDRESS is where the others reach it; on one machine, leave it out.
 
   python examples/elastic.py FOLDER HOST --hosts 4 --address ADDRESS
 
@@ -16,7 +16,7 @@ Supervisors need no server. What they know of each other are files in the folder
   stop-GENERATION         they shall leave at the next checkpoint, for somebody joins
   left-GENERATION-HOST    this worker has saved what it had
   parts-GENERATION-STEP-HOST.npz   what this worker had after that step
-  done.json               the end
+  record-GENERATION.json  what these parts belong to; done.json: the end
 """
 
 import argparse

@@ -76,8 +76,12 @@ class Training:
   def params(self) -> Any:
     return self.kept[-1][1][0]
 
-  def advance(self) -> float:
-    """Takes a step, and returns its loss."""
+  def record(self, workers: int) -> dict[str, Any]:
+    """Returns what a state of so many workers belongs to."""
+    return gradcomp.state_record(self._optimizer, self._params, workers=workers)
+
+  def advance(self, *, inspect: bool = False) -> dict[str, Any]:
+    """Takes a step, and returns its loss, and what inspect shows of it."""
     step, state = self.kept[-1]
     rows = BATCH // self._mesh.size * jax.local_device_count()
     own = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
@@ -86,10 +90,10 @@ class Training:
       name: jax.make_array_from_process_local_data(cut, x[own])
       for name, x in read_batch(step).items()
     }
-    *state, metrics = self._train_step(*state, batch)
+    *state, metrics = self._train_step(*state, batch, inspect=inspect)
     # JAX runs ahead of the devices: the errors of this step shall be raised here.
     self.kept.append((step + 1, jax.block_until_ready(tuple(state))))
-    return float(metrics["loss"])
+    return jax.device_get(metrics)
 
   def resume(
     self, step: int, parts: Parts, hosts: list[int], residuals: list[int]

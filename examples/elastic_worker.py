@@ -6,6 +6,7 @@ behind or ahead, and leaves. Parts of all workers of one step are a checkpoint.
 """
 
 import argparse
+import json
 import os
 import pathlib
 import sys
@@ -92,6 +93,8 @@ class Worker:
     if plan.source is None:
       return "a new training"
     generation, step = plan.source
+    record = json.loads((self._folder / f"record-{generation}.json").read_text())
+    gradcomp.check_record(record, training.record(record["workers"][0]))
     hosts = elastic.plan_of(self._folder, generation).hosts
     parts = {x: self._load(*plan.source, x) for x in hosts if x not in plan.lost}
     stay = [x for x in plan.hosts if x in hosts]
@@ -125,14 +128,21 @@ class Worker:
     if len(set(steps.tolist())) > 1:
       raise RuntimeError(f"all workers must go on from one step, got {steps}.")
     self._say(f"hosts {plan.hosts} go on after step {training.step}: {told}")
-    self._training = training  # from here on there is something to save
+    # Beside what will be saved, before there is something.
+    path = self._folder / f"record-{plan.generation}.json"
+    elastic.publish(path, training.record(len(plan.hosts)))
+    self._training = training
     while training.step < options.steps:
-      loss = training.advance()
+      number = training.step + 1
+      look = bool(options.inspect) and number % options.inspect == 0
+      metrics = training.advance(inspect=look)
+      if look:
+        self._say(f"step {number}:\n{metrics['inspection']}")
       time.sleep(options.pause)
       if training.step % options.save_every and training.step < options.steps:
         continue
       self._save(*training.kept[-1])
-      self._say(f"step {training.step}: loss {loss:.4f}")
+      self._say(f"step {training.step}: loss {metrics['loss']:.4f}")
       # All have saved when all have answered, and all do what the first one says.
       stop = process_allgather(np.bool_(self._mark("stop").exists()))[0]
       self._forget_before(training.step)
@@ -168,6 +178,7 @@ def main() -> None:
   add("host", type=int)
   add("--steps", type=int, default=500, help="of the whole training")
   add("--save-every", type=int, default=20, help="steps between two checkpoints")
+  add("--inspect", type=int, default=0, help="steps between two tables of errors")
   add("--pause", type=float, default=0.1, help="seconds after each step")
   options = parser.parse_args()
   plan = elastic.plan_of(options.folder, options.generation)

@@ -1,9 +1,11 @@
 """Cuts parameters over workers, who gather them for each step in few bits (FSDP)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import cut_gradients
 import jax
 import jax.numpy as jnp
 import optax
@@ -66,8 +68,18 @@ class Fsdp:
       count=P(),
     )
 
-  def step(self, shards: Any, state: State, batch: Batch) -> tuple[Any, State, Any]:
-    """Takes a step inside the map, and returns the mean loss of all workers, too."""
+  @property
+  def exchange(self) -> optax.GradientTransformation:
+    """An exchange of whole gradients that loses what is lost here."""
+    return cut_gradients.exchange_of(self.grads, feedback=self.feedback)
+
+  def step(
+    self, shards: Any, state: State, batch: Batch, *, inspect: bool = False
+  ) -> tuple[Any, State, Any]:
+    """Takes a step inside the map, and returns the mean loss of all workers, too.
+
+    With ``inspect``, gradients of whole parameters are computed besides, and seen.
+    """
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.count)
 
     def loss_fn(shards: Any, residuals: Any) -> jax.Array:
@@ -78,10 +90,16 @@ class Fsdp:
     loss, (grads, residuals) = jax.value_and_grad(loss_fn, (0, 1))(
       shards, state.residuals
     )
+    metrics = {"loss": lax.psum(loss, AXIS)}
+    if inspect:
+      whole = self.whole(shards, state.residuals, key)
+      grad = jax.grad(lambda w: self.loss_fn(w, batch) / lax.axis_size(AXIS))
+      found = cut_gradients.inspect(self.exchange, grad(whole), state.residuals)
+      metrics["inspection"] = found
     updates, inner = self.optimizer.update(grads, state.inner, shards)
     shards = optax.apply_updates(shards, updates)
     state = State(inner, residuals, state.key, state.count + 1)
-    return shards, state, {"loss": lax.psum(loss, AXIS)}
+    return shards, state, metrics
 
   def whole(self, shards: Any, residuals: Any, key: jax.Array) -> Any:
     """Gathers all parameters. Their gradients are what each worker's own part gets."""
@@ -108,7 +126,7 @@ class Fsdp:
 
 
 def compile_step(
-  task: Task, fsdp: Fsdp, batch: Batch
+  task: Task, fsdp: Fsdp, batch: Batch, *, inspect: bool = False
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
   """Compiles a train step, and returns it behind what makes its state.
 
@@ -116,6 +134,7 @@ def compile_step(
     task: one with ``spec=P(AXIS)``.
     fsdp: takes the steps.
     batch: an example.
+    inspect: whether the step shows what compression does to each leaf.
   """
   params = task.init_params(0)
   for path, leaf in jax.tree.leaves_with_path(params):
@@ -130,5 +149,6 @@ def compile_step(
     donate_argnums=(0, 1) if len(inputs) > 1 else (),
   )
   init = cut(fsdp.init, (P(AXIS),), state)
-  step = cut(fsdp.step, (P(AXIS), state, P(AXIS)), (P(AXIS), state, P()))
+  step = functools.partial(fsdp.step, inspect=inspect)
+  step = cut(step, (P(AXIS), state, P(AXIS)), (P(AXIS), state, P()))
   return init, step.lower(params, init(params), task.place(batch)).compile()

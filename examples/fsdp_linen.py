@@ -45,18 +45,23 @@ GatheredBlock = linen.remat(
   linen.map_variables(Block, ("params", "residuals"), gathered)
 )
 model = Transformer(text.CHARACTERS, block=GatheredBlock)
+plain = Transformer(text.CHARACTERS)  # of whole parameters
+
+
+def share_of_loss(logits: jax.Array, batch: text.Tokens) -> jax.Array:
+  """Returns a worker's share of the mean loss, of which gradients are sums."""
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+  return jnp.mean(losses) / lax.axis_size("data")
 
 
 def loss_fn(params: Any, residuals: Any, batch: text.Tokens) -> jax.Array:
-  """Computes a worker's share of the mean loss, of which gradients are sums."""
+  """Computes a worker's share of the loss from its parts of the parameters."""
   # A layer that is used twice is gathered once, for each gather sends its residual.
   outer = [name for name in params if not name.startswith("block")]
   few = {name: params[name] for name in outer}
   whole = gathered({"params": few, "residuals": {n: residuals[n] for n in outer}})
   variables = {"params": params | whole["params"], "residuals": residuals}
-  logits = model.apply(variables, batch.inputs)
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-  return jnp.mean(losses) / lax.axis_size("data")
+  return share_of_loss(model.apply(variables, batch.inputs), batch)
 
 
 def worker(params: Any, residuals: Any, batch: text.Tokens) -> Any:
@@ -65,16 +70,26 @@ def worker(params: Any, residuals: Any, batch: text.Tokens) -> Any:
   return lax.psum(loss, "data"), *cotangents
 
 
+def whole_gradients(params: Any, residuals: Any, batch: text.Tokens) -> Any:
+  """Returns the gradient of whole parameters, and what waits of it: to be inspected."""
+  whole = gathered({"params": params, "residuals": residuals})["params"]
+
+  def loss_fn(whole: Any) -> jax.Array:
+    return share_of_loss(plain.apply({"params": whole}, batch.inputs), batch)
+
+  return jax.grad(loss_fn)(whole), residuals
+
+
 def main(argv: Sequence[str] | None = None) -> None:
   """Trains, and prints the loss and the bytes of a step."""
   args = arguments(__doc__.splitlines()[0], argv)
   feed = batches()
 
   def init(key: jax.Array) -> Any:
-    return Transformer(text.CHARACTERS).init(key, next(feed).inputs[:1])["params"]
+    return plain.init(key, next(feed).inputs[:1])["params"]
 
   params = jax.jit(init, out_shardings=P("data"))(jax.random.key(0))
-  train(worker, params, feed, args)
+  train(worker, whole_gradients, params, feed, args, codec=GRADS)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ their parameters out, and ``nnx.merge`` puts whole ones into a layer when it is 
 Here each worker has an Nth of the elements of a parameter, of whatever shape that is.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,8 +62,25 @@ def gather(like: Any, w: jax.Array, residual: jax.Array) -> jax.Array:
   return parallel.gather(w, "data", residual=residual, shape=like.shape, **codecs)
 
 
-def loss_fn(parts: Any, params: Any, residuals: Any, batch: text.Tokens) -> jax.Array:
+def share_of_loss(
+  call: Callable[[int, jax.Array], jax.Array], depth: int, batch: text.Tokens
+) -> jax.Array:
   """Computes a worker's share of the mean loss, of which gradients are sums.
+
+  Args:
+    call: applies the layer of a number.
+    depth: the number of layers, of which the first two embed.
+    batch: the worker's.
+  """
+  x = call(0, batch.inputs) + call(1, jnp.arange(batch.inputs.shape[1]))
+  for layer in range(2, depth):
+    x = call(layer, x)
+  losses = optax.softmax_cross_entropy_with_integer_labels(x, batch.labels)
+  return jnp.mean(losses) / lax.axis_size("data")
+
+
+def loss_fn(parts: Any, params: Any, residuals: Any, batch: text.Tokens) -> jax.Array:
+  """Computes a worker's share of the loss from its parts of the parameters.
 
   Args:
     parts: of each layer its definition, and the shapes of its parameters.
@@ -80,11 +98,22 @@ def loss_fn(parts: Any, params: Any, residuals: Any, batch: text.Tokens) -> jax.
 
     return jax.checkpoint(whole)(params[layer], residuals[layer], x)
 
-  x = call(0, batch.inputs) + call(1, jnp.arange(batch.inputs.shape[1]))
-  for layer in range(2, len(parts)):
-    x = call(layer, x)
-  losses = optax.softmax_cross_entropy_with_integer_labels(x, batch.labels)
-  return jnp.mean(losses) / lax.axis_size("data")
+  return share_of_loss(call, len(parts), batch)
+
+
+def whole_gradients(
+  parts: Any, params: Any, residuals: Any, batch: text.Tokens
+) -> tuple[Any, Any]:
+  """Returns the gradient of whole parameters, and what waits of it: to be inspected."""
+  every = list(zip(parts, params, residuals, strict=True))
+  whole = [jax.tree.map(gather, like, w, e) for (_, like), w, e in every]
+
+  def loss_fn(whole: Any) -> jax.Array:
+    made = [nnx.merge(graph, w) for (graph, _), w in zip(parts, whole, strict=True)]
+    return share_of_loss(lambda layer, x: made[layer](x), len(made), batch)
+
+  fit = lambda like, e: e[: like.size].reshape(like.shape)
+  return jax.grad(loss_fn)(whole), [jax.tree.map(fit, x, e) for (_, x), _, e in every]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -100,7 +129,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     loss, cotangents = grad(parts, params, residuals, batch)
     return lax.psum(loss, "data"), *cotangents
 
-  train(worker, jax.device_put(params, P("data")), batches(), args)
+  look = functools.partial(whole_gradients, parts)
+  placed = jax.device_put(params, P("data"))
+  train(worker, look, placed, batches(), args, codec=GRADS)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,17 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import cut_gradients
 import jax
 import optax
+import telemetry
 import text
 from checkpoints import add_arguments, saved_in
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import parallel
+from gradcomp.codecs import Codec
 
 BATCH, LENGTH = 32, 32  # sequences of a step, of all workers, and bytes of a sequence
 
@@ -21,6 +24,7 @@ def arguments(title: str, argv: Sequence[str] | None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=title)
   parser.add_argument("--workers", type=int, default=4, help="default: 4")
   parser.add_argument("--steps", type=int, default=200, help="default: 200")
+  telemetry.add_arguments(parser)
   add_arguments(parser)
   args = parser.parse_args(argv)
   if BATCH % args.workers:
@@ -38,18 +42,24 @@ def batches() -> Iterator[text.Tokens]:
 
 def train(
   worker: Callable[[Any, Any, text.Tokens], Any],
+  whole_gradients: Callable[[Any, Any, text.Tokens], Any],
   params: Any,
   feed: Iterator[text.Tokens],
   args: argparse.Namespace,
+  *,
+  codec: Codec,
 ) -> None:
   """Trains, and prints the loss and the bytes of a step.
 
   Args:
     worker: takes a worker's own parameters, residuals and batch, and returns the mean
       loss, the gradient of the parameters, and the new residuals.
+    whole_gradients: takes the same, and returns the worker's gradient of whole
+      parameters, and residuals in these shapes.
     params: global arrays that are cut along the first axis.
     feed: the batches of all workers.
     args: the options.
+    codec: of gradients.
   """
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
 
@@ -73,11 +83,20 @@ def train(
   place = lambda batch: jax.device_put(batch, P("data"))
   program = step.lower(params, residuals, state, place(next(feed))).compile()
   trained = params, residuals, state
-  with saved_in(args) as saved:
+  exchange = cut_gradients.exchange_of(codec)
+  look = lambda *given: cut_gradients.inspect(exchange, *whole_gradients(*given))
+  look = jax.jit(cut(look, P()))
+  log = telemetry.Log(args.inspect)
+  whose = {"optimizer": exchange, "params": params, "workers": args.workers}
+  with saved_in(args, **whose) as saved:
     first, trained, _ = saved.restore(trained, feed)
     for number in range(first + 1, args.steps + 1):
-      *trained, loss = program(*trained, place(next(feed)))
+      batch = place(next(feed))
+      if log.takes(number):
+        log.keep(number, {"inspection": look(*trained[:2], batch)})
+      *trained, loss = program(*trained, batch)
       saved.save(number, tuple(trained))
       if number % max(1, args.steps // 10) == 0:
         print(f"step {number}: loss {loss:.3f}")
+  log.write(args.output, "fsdp")
   print(gradcomp.wire_report(program))

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import telemetry
 import text
 from checkpoints import add_arguments, saved_in
 from flax import linen
@@ -55,6 +56,8 @@ def make_step(
   exchange: optax.GradientTransformation,
   optimizer: optax.GradientTransformation,
   specs: Any,
+  *,
+  inspect: bool = False,
 ) -> Callable[..., Any]:
   """Makes a train step.
 
@@ -63,25 +66,31 @@ def make_step(
     exchange: takes the mean over the axis ``"host"``.
     optimizer: what follows it.
     specs: those of the state of the exchange.
+    inspect: whether the step also returns what the exchange does to each leaf.
   """
 
   def chip(params: Any, state: Any, batch: Any) -> Any:
     # Without this JAX would add up the gradients of all hosts, in full precision.
     own = gradcomp.defer_reduction(params, "host")
     loss, grads = jax.value_and_grad(loss_fn)(own, batch)
-    grads, state = exchange.update(grads, state, params)
-    return lax.pmean(lax.psum(loss, "chip"), "host"), grads, state
+    loss = lax.pmean(lax.psum(loss, "chip"), "host")
+    if inspect:
+      return gradcomp.update_and_inspect(exchange, grads, state, params), loss
+    return (*exchange.update(grads, state, params), ()), loss
 
   means = jax.shard_map(
-    chip, in_specs=(P("chip"), specs, BOTH), out_specs=(P(), P("chip"), specs)
+    chip,
+    in_specs=(P("chip"), specs, BOTH),
+    out_specs=((P("chip"), specs, P()), P()),
   )
 
   @jax.jit
   def step(params: Any, states: Any, batch: Any) -> Any:
-    loss, grads, exchanged = means(params, states[0], batch)
+    (grads, exchanged, found), loss = means(params, states[0], batch)
     # Here parameters are global arrays, and norms are those of whole ones.
     updates, inner = optimizer.update(grads, states[1], params)
-    return optax.apply_updates(params, updates), (exchanged, inner), loss
+    stepped = optax.apply_updates(params, updates), (exchanged, inner)
+    return (*stepped, loss, found) if inspect else (*stepped, loss)
 
   return step
 
@@ -92,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--hosts", type=int, default=2, help="default: 2")
   parser.add_argument("--chips", type=int, default=4, help="of a host; default: 4")
   parser.add_argument("--steps", type=int, default=200, help="default: 200")
+  telemetry.add_arguments(parser)
   add_arguments(parser)
   args = parser.parse_args(argv)
   workers = args.hosts * args.chips
@@ -117,17 +127,25 @@ def main(argv: Sequence[str] | None = None) -> None:
   )
   specs = gradcomp.state_specs(states[0], "host", param_specs=cut)
   model = Transformer(text.CHARACTERS, block=GatheredBlock)
-  step = make_step(make_loss(model), exchange, optimizer, specs)
+  parts = make_loss(model), exchange, optimizer, specs
+  step, look = (make_step(*parts, inspect=inspect) for inspect in (False, True))
   place = lambda batch: jax.device_put(batch, BOTH)
   program = step.lower(params, states, place(next(batches))).compile()
   whose = {"optimizer": exchange, "params": params, "workers": args.hosts}
+  log = telemetry.Log(args.inspect)
   with saved_in(args, **whose) as saved:
     first, (params, states), _ = saved.restore((params, states), batches)
     for number in range(first + 1, args.steps + 1):
-      params, states, loss = program(params, states, place(next(batches)))
+      batch = place(next(batches))
+      if log.takes(number):
+        params, states, loss, found = look(params, states, batch)
+        log.keep(number, {"inspection": found})
+      else:
+        params, states, loss = program(params, states, batch)
       saved.save(number, (params, states))
       if number % max(1, args.steps // 10) == 0:
         print(f"step {number}: loss {loss:.3f}")
+  log.write(args.output, "hsdp")
   report = gradcomp.wire_report(program, mesh=jax.sharding.get_mesh())
   print(report.by_axis["host"])
 

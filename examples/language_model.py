@@ -65,8 +65,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.error(f"--warmup must leave some of the {args.steps} steps")
   if args.optimizer == "adam" and args.codec != "f32":
     parser.error(f"--codec {args.codec} has momentum of its own: choose f32 for Adam")
-  if args.inspect and args.parallel != "data":
-    parser.error(f"--inspect does not go with --parallel {args.parallel}")
   jax.config.update("jax_num_cpu_devices", args.workers)
   if jax.device_count() < args.workers:
     parser.error(f"--workers must be at most the {jax.device_count()} devices")
@@ -85,11 +83,16 @@ def run(task: Task, found: text.Text, args: argparse.Namespace) -> Run:
   params = task.init_params(args.seed)
   log = Log()
   if args.parallel == "fsdp":
-    init, step = fsdp.compile_step(task, make_fsdp(task, args), next(batches))
+    steps, first = make_fsdp(task, args), next(batches)
+    init, step = fsdp.compile_step(task, steps, first)
+    if args.inspect:
+      _, inspecting = fsdp.compile_step(task, steps, first, inspect=True)
+      log = Log(args.inspect, inspecting)
     state = init(params)
     wire = gradcomp.wire_report(step)
     sent, dense = wire.bytes_sent, wire.dense_bytes
-    saved = saved_in(args)
+    whose = {"optimizer": steps.exchange, "params": params}
+    saved = saved_in(args, workers=args.workers, **whose)
   else:
     optimizer = make_optimizer(args)
     first = next(batches)

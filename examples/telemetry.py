@@ -1,11 +1,26 @@
 """Keeps what steps show of the compression, and reports it as a table and plots."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from gradcomp import plots
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the options of a trainer that shows what compression does to each leaf."""
+  group = parser.add_argument_group("telemetry")
+  group.add_argument(
+    "--inspect",
+    type=int,
+    metavar="K",
+    help="inspect what is sent every K steps: a table at the end, and three plots",
+  )
+  group.add_argument(
+    "--output", type=Path, default=Path("results"), help="folder of the plots"
+  )
 
 
 class Log:
@@ -33,7 +48,7 @@ class Log:
       self.found.append(jax.device_get(metrics["inspection"]))
 
   def write(self, folder: Path, name: str) -> list[Path]:
-    """Prints the last inspection as a table, and draws three figures.
+    """Prints the last inspection as a table, and draws three figures in the folder.
 
     Returns:
       The paths of the figures; none where nothing was inspected.

@@ -118,7 +118,8 @@ class Move:
     if not is_stored(x):
       return self._addends(x, spec, more)
     wide = floats_of(jax.tree.map(host_array, x), self.old_workers)
-    stored = stored_of(self._regrouped(wide, more), self.workers)
+    blocks = x.scales.shape[-1] // (self.old_workers if x.scales.ndim == 1 else 1)
+    stored = stored_of(self._regrouped(wide, more), self.workers, blocks)
     return jax.tree.map(self.placing, stored, spec)
 
   def _addends(self, x: Any, spec: Any, more: np.ndarray | None = None) -> Any:

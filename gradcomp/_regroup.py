@@ -39,8 +39,13 @@ def floats_of(stored: Int8Residual, workers: int) -> np.ndarray:
   return np.concatenate([np.asarray(read(Int8Residual(*part))) for part in parts])
 
 
-def stored_of(x: np.ndarray, workers: int) -> Int8Residual:
+def stored_of(x: np.ndarray, workers: int, blocks: int | None = None) -> Int8Residual:
   """Undoes :func:`floats_of`: rounds to nearest what ``int8`` cannot hold.
+
+  Args:
+    x: the residuals of M workers.
+    workers: M.
+    blocks: of the last axis of a worker's, by default those of ``init``.
 
   Example:
     >>> found = stored_of(np.float32([0.5, 1, -2, 3]), 2)
@@ -48,7 +53,9 @@ def stored_of(x: np.ndarray, workers: int) -> Int8Residual:
     array([ 0.5,  1. , -2. ,  3. ], dtype=float32)
   """
   half = lambda part: jnp.full(part.shape, 1 << 15, jnp.uint16)
-  parts = [to_int8(jnp.asarray(part), half(part)) for part in np.split(x, workers)]
+  parts = [
+    to_int8(jnp.asarray(part), half(part), blocks) for part in np.split(x, workers)
+  ]
   whole: Any = map(np.concatenate, zip(*parts, strict=True))
   return Int8Residual(*whole)
 

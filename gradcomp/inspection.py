@@ -117,6 +117,12 @@ def inspect(
   those that :func:`gradcomp.explain` shows, whichever branch runs. Where a gradient is
   not finite, errors, the cosine and the bound are NaN.
 
+  :func:`gradcomp.parallel.zero` has a second line for each leaf, named "change", of
+  what owners send back: ``gradient_norm`` is what the parameters lack of the master
+  copy before, and ``owner_residual_norm`` after. The total, which leaves these lines
+  out, has that, too. No worker has the mean of a leaf there, so that the cosine and the
+  union of gradients are NaN. Bytes of both ways are in the first line.
+
   Args:
     optimizer: an optax transformation with gradcomp's in it.
     grads: the gradients of this worker, as ``update`` takes them.
@@ -131,8 +137,7 @@ def inspect(
   Raises:
     TypeError: ``optimizer`` is no gradient transformation.
     ValueError: none of gradcomp's transformations is in it; ``opt_state`` is that of
-      another optimizer; :func:`gradcomp.parallel.zero` is in it, where no worker sees
-      the mean of a leaf; or ``update`` would raise it.
+      another optimizer; or ``update`` would raise it.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4), optax.sgd(0.1))
@@ -217,11 +222,19 @@ def _inspection(found: Sequence[_traced.Found], sums: Sequence[Sums]) -> Inspect
   """Returns the metrics of what transformations send, and of all together."""
   leaves: dict[str, Metrics] = {}
   for one, rows in zip(found, sums, strict=True):
-    for i, (name, nbytes) in enumerate(zip(one.plan.names, one.by_leaf, strict=True)):
+    names = list(zip(one.plan.names, one.by_leaf, strict=True))
+    # Of zero there are more rows: those of what owners send back.
+    back = len(rows.size) // max(len(names), 1) - 1
+    names += [(f"{name} change", Fraction(0)) for name, _ in names] * back
+    for i, (name, nbytes) in enumerate(names):
       same = sum(name == path.partition(" #")[0] for path in leaves)
       path = f"{name} #{same + 1}" if same else name
       leaves[path] = _metrics(nbytes, jax.tree.map(lambda x, i=i: x[i], rows))
-  total = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *sums)
+  own = [
+    jax.tree.map(lambda x, one=one: x[: len(one.plan.names)], rows)
+    for one, rows in zip(found, sums, strict=True)
+  ]
+  total = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *own)
   sent = sum((sum(x.by_leaf, x.fitting) for x in found), Fraction(0))
   return Inspection(_metrics(sent, total), leaves)
 

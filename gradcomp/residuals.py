@@ -103,7 +103,8 @@ def read(residual: Stored) -> jax.Array:
   """
   if not isinstance(residual, Int8Residual):
     return residual
-  codes = residual.codes.reshape(_blocks(residual.codes.shape))
+  blocks = _cut(residual.codes.shape, residual.scales.shape[-1])
+  codes = residual.codes.reshape(blocks)
   values = codes.astype(jnp.float32) * residual.scales[..., None]
   return values.reshape(residual.codes.shape)
 
@@ -149,19 +150,25 @@ def to_bfloat16(x: jax.Array, lane: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(kept.astype(jnp.uint16), jnp.bfloat16)
 
 
-def to_int8(x: jax.Array, lane: jax.Array) -> Int8Residual:
+def to_int8(x: jax.Array, lane: jax.Array, blocks: int | None = None) -> Int8Residual:
   """Rounds finite ``float32`` to multiples of the scale of its block, unbiased.
 
   The scale is the least power of two of which 127 reach the block's largest magnitude,
   at least ``2**-126``. So what is such a multiple already stays as it is.
+
+  Args:
+    x: the numbers.
+    lane: ``uint16`` of their shape, uniform.
+    blocks: the number of blocks of the last axis, by default that of :func:`zeros`.
 
   Example:
     >>> stored = to_int8(jnp.array([1.0, -0.25, 0.1]), jnp.zeros(3, jnp.uint16))
     >>> read(stored).tolist(), float(stored.scales[0])
     ([1.0, -0.25, 0.09375], 0.015625)
   """
-  blocks = _blocks(x.shape)
-  x, lane = x.reshape(blocks), lane.reshape(blocks)
+  shape = x.shape
+  cut = _blocks(shape) if blocks is None else _cut(shape, blocks)
+  x, lane = x.reshape(cut), lane.reshape(cut)
   bits = lax.bitcast_convert_type(held(norms(x, "max"))[..., None], jnp.uint32)
   # The exponent of the largest, or the next if more than 127/64 of its power of two,
   # and 6 less, which is 1/64. The highest one has no next.
@@ -174,7 +181,6 @@ def to_int8(x: jax.Array, lane: jax.Array) -> Int8Residual:
   fixed = jnp.round(x * inverse * (1 << FRACTION)).astype(jnp.int32)
   top = _TOP << FRACTION
   codes = (jnp.clip(fixed, -top, top) + lane.astype(jnp.int32)) >> FRACTION
-  shape = (*blocks[:-2], -1)
   return Int8Residual(codes.astype(jnp.int8).reshape(shape), scale[..., 0])
 
 
@@ -187,6 +193,16 @@ def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
   sizes = range(min(_BLOCK, last), _FEWEST - 1, -1)
   size = next((size for size in sizes if last % size == 0), max(last, 1))
   return (*lead, last // size, size)
+
+
+def _cut(shape: tuple[int, ...], blocks: int) -> tuple[int, ...]:
+  """Returns the shape with its last axis cut into so many blocks.
+
+  It is what stored scales say, and not :func:`_blocks`: where a leaf is cut over Auto
+  axes, its residual is made of the blocks of each device's part, and read as a whole.
+  """
+  *lead, last = shape
+  return (*lead, blocks, last // blocks if blocks else 1)
 
 
 def correct(updates: Any, residual: Any, codec: LeafCodec) -> Any:
@@ -234,7 +250,8 @@ def remainder(
     if isinstance(old, Int8Residual):
       # As floats first, which a CPU writes once for the two that read them.
       new, count = _remainder(unsent, mean, read(old), count, None)
-      return to_int8(new, lanes(key(), new.shape)), count
+      blocks = old.scales.shape[-1]
+      return to_int8(new, lanes(key(), new.shape), blocks), count
     lane = lanes(key(), unsent.shape) if old.dtype == jnp.bfloat16 else None
     return _remainder(unsent, mean, old, count, lane)
 

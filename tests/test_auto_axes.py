@@ -35,8 +35,11 @@ def gradients():
   return {"w": normal(128, 256), "v": normal(64, 256), "b": normal(77), "s": normal()}
 
 
-def compiled_update(tx, mesh, specs, check_vma=True):
-  """One update over the data axis alone, and its arguments."""
+def compiled_update(tx, mesh, specs, check_vma=True, scales=None):
+  """One update over the data axis alone, and its arguments.
+
+  With ``scales``, so many are there for a row of v: of a residual in int8.
+  """
   grads = {
     name: jax.device_put(leaf, NamedSharding(mesh, P("data", *specs[name])))
     for name, leaf in gradients().items()
@@ -49,6 +52,10 @@ def compiled_update(tx, mesh, specs, check_vma=True):
       }
     )
   state_specs = gradcomp.state_specs(state, "data")
+  if scales and state.residual["v"].scales.shape[1] != scales:
+    residual = state.residual["v"]
+    zeros = jnp.zeros((WORKERS * 64, scales), device=residual.scales.sharding)
+    state.residual["v"] = residual._replace(scales=zeros)
 
   def local(grads, state):
     return tx.update(jax.tree.map(lambda x: x[0], grads), state)
@@ -128,6 +135,38 @@ def test_each_device_sends_its_part(codec, exchange, check_vma):
   few, half = 16 * len(parts["data"].collectives), report.bytes_sent / 2
   assert half <= parts["data"].bytes_sent <= half + few
   assert parts["data"].ratio == pytest.approx(report.ratio, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+  "codec", [QSGD(bits=4, bucket_size=64), *slow(OneBit())], ids=str
+)
+def test_an_int8_residual_may_be_cut_inside_of_its_blocks(codec):
+  """Of v, each half of a row has a scale and a device: the bits and half the bytes."""
+  tx = gradcomp.compress(
+    codec,
+    axis_name="data",
+    exchange="two_shot",
+    feedback=gradcomp.ErrorFeedback(residual_dtype="int8"),
+    min_leaf_size=1024,
+  )
+
+  def two_steps(shape, axes, specs):
+    count = WORKERS * shape[-1] if shape[1:] else WORKERS
+    kinds = (AxisType.Auto,) * len(shape)
+    mesh = jax.make_mesh(shape, axes, kinds, devices=jax.devices()[:count])
+    compiled, (grads, state) = compiled_update(tx, mesh, specs, scales=2)
+    first = compiled(grads, state)
+    like = lambda x, old: jax.device_put(x, old.sharding)
+    second = compiled(grads, jax.tree.map(like, first[1], state))
+    return compiled, first, second
+
+  compiled, *got = two_steps((WORKERS, CHIPS), ("data", "chip"), SPECS)
+  whole, *expected = two_steps((WORKERS,), ("data",), dict.fromkeys(SPECS, P()))
+  assert np.any(got[0][1].residual["v"].codes)
+  assert_same_bits(got, expected)
+  sent = gradcomp.wire_report(compiled).by_axis["data"]
+  half = gradcomp.wire_report(whole).bytes_sent / 2
+  assert half <= sent.bytes_sent <= half + 16 * len(sent.collectives)
 
 
 def linear_loss(params, rows):

@@ -139,6 +139,7 @@ class Hosts:
 
   def start(self, number):
     options = f"--hosts 4 --patience 3 --steps {STEPS} --save-every {SAVE_EVERY}"
+    options += f" --inspect {STEPS}"  # the last step
     command = f"{PROGRAM} {self.folder / 'run'} {number} {options} --pause {PAUSE}"
     with open(self.folder / f"log.{number}", "a") as log:
       self.running[number] = subprocess.Popen(
@@ -226,6 +227,7 @@ def test_a_training_outlives_its_hosts(tmp_path):
     r"lost: the part of host 1 \(residual of norm [\d.e-]+ and rows", said
   )
   assert "the parameters are equal on all 3 workers" in said
+  assert re.search(r"step \d+:\nleaf +bytes sent", said)
   # Each has the same parameters, and they are as good as they would have been.
   last = [
     np.load(elastic.parts_path(tmp_path / "run", 3, STEPS, x)) for x in members[3]

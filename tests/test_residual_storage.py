@@ -91,6 +91,7 @@ def test_extreme_numbers_stay_finite_and_near(stored, lane):
     ((2, 257), (2, 1)),
     ((0,), (0,)),
     ((2, 0), (2, 0)),
+    ((0, 3), (0, 1)),
   ],
 )
 def test_blocks_divide_the_last_axis(shape, blocks):

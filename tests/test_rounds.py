@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradcomp.exchange import scatter, scatter_within
+import gradcomp
+from gradcomp.exchange import _collectives, scatter, scatter_within
 from gradcomp.exchange._rounds import rounds
 
 
@@ -65,3 +66,25 @@ def test_processes_on_cpus_send_in_rounds(monkeypatch, processes, size, primitiv
   assert not any(other in str(whole) for other in others)
   received = jax.jit(send)(jnp.asarray(lines))
   np.testing.assert_array_equal(received, lines.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("size", [3, 4, 6])
+def test_rounds_stand_for_the_floats_of_one_collective(monkeypatch, size):
+  """A worker sends all parts but its own, whatever carries them."""
+  x = jax.ShapeDtypeStruct((size * 96,), jnp.float32)
+  codec = gradcomp.codecs.QSGD(bits=4, bucket_size=32, rounding="nearest")
+
+  def sent(function):
+    found = gradcomp.parallel.explain(function, x, axes={"data": size}).forward
+    kinds = {collective.kind for collective in found.collectives}
+    return found.bytes_sent, found.dense_bytes, kinds
+
+  scatter_sum = lambda x: gradcomp.parallel.psum_scatter(x, "data", codec=codec)
+  total = lambda x: gradcomp.parallel.psum(x, "data", codec=codec)
+  plain = [sent(function) for function in (scatter_sum, total)]
+  assert plain[0][1] == 4 * 96 * (size - 1)
+  assert plain[0][2] == {"all-to-all"}
+  monkeypatch.setattr(_collectives, "_over_gloo", lambda: True)
+  rounds_of = [sent(function) for function in (scatter_sum, total)]
+  assert rounds_of[0][2] == {"collective-permute"}
+  assert [x[:2] for x in rounds_of] == [x[:2] for x in plain]

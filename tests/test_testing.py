@@ -149,6 +149,12 @@ def by_worker(updates, state):
   return jax.tree.map(lambda x: x + number.astype(x.dtype), updates), state
 
 
+def own_count(updates, state):
+  """Counts by itself, in what all workers should have alike: types alone tell."""
+  number = jax.lax.axis_index("data")
+  return updates, state._replace(count=state.count + number)
+
+
 def forgetful(updates, state):
   half = jax.tree.map(lambda x: x / 2, state.residual)
   return updates, state._replace(residual=half)
@@ -174,6 +180,7 @@ def chatty(updates, state):
   [
     (lambda u, s: (u, s._replace(count=s.count * 1.0)), "state_is_stable", "count"),
     (lambda u, s: (u, (s, 0)), "state_is_stable", "becomes PyTreeDef"),
+    (own_count, "state_is_stable", "int32[]{V:data}"),
     (lambda u, s: (jax.tree.map(jnp.float32, u), s), "workers_agree", "float32[2,5,7]"),
     (by_worker, "workers_agree", "in step 0 of"),
     (forgetful, "nothing_is_lost", "in residuals"),

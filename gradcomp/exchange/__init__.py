@@ -38,6 +38,7 @@ from gradcomp.exchange._notes import NOTE as NOTE
 from gradcomp.exchange._notes import Options as Options
 from gradcomp.exchange._notes import Parts as Parts
 from gradcomp.exchange._notes import note as note
+from gradcomp.exchange._owned import OwnedMeans as OwnedMeans
 from gradcomp.exchange._owned import average_owned as average_owned
 from gradcomp.exchange._owned import gather_owned as gather_owned
 from gradcomp.exchange._owned import own_share as own_share

@@ -4,7 +4,7 @@ These are the two halves of ``two_shot``. What happens between them is not a sec
 encoding of the mean, but whatever the owner does with it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -30,11 +30,13 @@ class OwnedMeans(NamedTuple):
     unsent: the part of each leaf that this worker did not send; an empty list without
       ``keep``.
     memory: the new memory of each leaf.
+    sent: returns what this worker's payload of each leaf decodes to, when it is called.
   """
 
   means: list[list[jax.Array]]
   unsent: list[jax.Array]
   memory: list[Memory]
+  sent: Callable[[], list[jax.Array]]
 
 
 def average_owned(
@@ -63,6 +65,7 @@ def average_owned(
   means: list[list[jax.Array]] = []
   unsent: dict[int, jax.Array] = {}
   kept = {i: x.own for i, x in enumerate(memory)}
+  contributions: list[tuple[Sequence[int], Contribution]] = []
   for message in plan.messages:
     layout, numbers = message.layout, message.leaves
     own_leaves = [leaves[i] for i in numbers]
@@ -83,11 +86,20 @@ def average_owned(
       lost = own.unsent(Total([], own.nothing, own.nothing))
       unsent |= zip(numbers, lost, strict=True)
     kept |= zip(numbers, own.remembered, strict=True)
+    contributions.append((numbers, own))
   count = range(len(leaves))
+
+  def sent() -> list[jax.Array]:
+    found: dict[int, jax.Array] = {}
+    for numbers, own in contributions:
+      found |= zip(numbers, own.sent(Total([], own.nothing, own.nothing)), strict=True)
+    return [found[i] for i in count]
+
   return OwnedMeans(
     means,
     [unsent[i] for i in count if keep],
     [Memory(memory[i].shared, kept[i]) for i in count],
+    sent,
   )
 
 

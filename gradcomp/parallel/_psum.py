@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp.exchange import STAGE, Workers, final_stage
+from gradcomp.exchange import Workers, final_stage
 from gradcomp.parallel._raw import gathered, reduced
 from gradcomp.parallel._wire import (
   Wire,
@@ -129,7 +129,7 @@ def by_owners(
   """
   flat = x.reshape(-1)
   parts = jnp.pad(flat, (0, -flat.size % wire.size)).reshape(wire.size, -1)
-  return parts, reduced(parts, wire, key, STAGE)
+  return parts, reduced(parts, wire, key, stage=True)
 
 
 def owner_key(wire: Wire, key: jax.Array | None) -> jax.Array | None:

@@ -39,7 +39,7 @@ def gathered(
 
 
 def exchanged(
-  parts: jax.Array, wire: Wire, key: jax.Array | None, name: str | None = None
+  parts: jax.Array, wire: Wire, key: jax.Array | None, *, stage: bool = False
 ) -> jax.Array:
   """Sends part d of ``[N, ...]`` to worker d.
 
@@ -47,15 +47,14 @@ def exchanged(
     parts: this worker's.
     wire: how they travel.
     key: ``uint32[2]``, or None.
-    name: the name of the collective, by default that of as many floats.
+    stage: whether a later collective completes it, and counts for both.
 
   Returns:
     The parts from all workers, ``float32[N, ...]``.
   """
   worker = lax.axis_index(wire.axis_name)
   lines = to_lines(parts, wire.codec, draws(wire.codec, key, wire.size, worker))
-  name = as_floats(parts.size, wire.axis_name) if name is None else name
-  received = scatter(lines, wire.axis_name, name)
+  received = scatter(lines, wire.axis_name, None if stage else parts.size)
   arrays = from_lines(received, parts.shape[1:], wire.codec)
   if wire.own == "exact":
     arrays = jnp.where(mine(worker, arrays), parts.astype(jnp.float32), arrays)
@@ -63,13 +62,13 @@ def exchanged(
 
 
 def reduced(
-  parts: jax.Array, wire: Wire, key: jax.Array | None, name: str | None = None
+  parts: jax.Array, wire: Wire, key: jax.Array | None, *, stage: bool = False
 ) -> jax.Array:
   """Adds part d of all workers at worker d, in float32 and in the order of workers.
 
   It takes what :func:`exchanged` takes, and returns the sum, ``float32[...]``.
   """
-  return sum_in_order(lambda part: part, exchanged(parts, wire, key, name))
+  return sum_in_order(lambda part: part, exchanged(parts, wire, key, stage=stage))
 
 
 def lost(parts: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:

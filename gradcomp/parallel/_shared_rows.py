@@ -91,6 +91,24 @@ class SharedRows:
       ]
     )
 
+  def numbers(self) -> OwnedRows:
+    """Returns for each row that this worker owns the number of its leaf, ``int32``.
+
+    Rows that only fill up the last share have that of the first leaf.
+    """
+
+    def of_group(message: Message, group: int) -> jax.Array:
+      pairs = zip(message.leaves, message.layout.slots, strict=True)
+      own = [np.full(x.stop - x.start, i) for i, x in pairs if x.group == group]
+      return own_share(jnp.asarray(np.concatenate(own), jnp.int32), self.workers)
+
+    return self.by_axes(
+      [
+        [of_group(message, group) for group in range(len(message.layout.codecs))]
+        for message in self.plan.messages
+      ]
+    )
+
   def to_all(self, rows: OwnedRows) -> list[jax.Array]:
     """Sends the rows of each worker to all, and returns the leaves that they decode to.
 

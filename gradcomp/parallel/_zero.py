@@ -1,5 +1,6 @@
 """ZeRO: each worker runs the optimizer on an Nth of the parameters, and sends that."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from gradcomp.parallel._first_rows import Others, on_mesh, per_worker, shape_of
 from gradcomp.parallel._owner_step import step_owned
 from gradcomp.parallel._shared_rows import share_rows
 from gradcomp.parallel._zero_codecs import check_codecs
+from gradcomp.parallel._zero_measures import Changes, measured_zero
 from gradcomp.residuals import correct
 from gradcomp.state import CompressState, OwnedRows, Watched, step_keys
 from gradcomp.transform import compress
@@ -221,7 +223,14 @@ def zero(
       leaves = rows.to_all(changed)
       decoded = jax.tree.unflatten(jax.tree.structure(updates), leaves)
       sent = optax.tree.cast_like(decoded, updates)
-      return sent, (ZeroState(keep(decoded), master, inner_state), params)
+
+      def changes() -> Changes:
+        after = jax.tree.leaves(optax.apply_updates(params, sent))
+        left = optax.tree.sub(master, rows.owned(after))
+        return Changes(changed, rows.owned(leaves), left)
+
+      kept = keep(decoded, changes)
+      return sent, (ZeroState(kept, master, inner_state), params)
 
     params = jax.tree.map(pairs, params)
     result, (state, _) = per_device(
@@ -252,14 +261,16 @@ def zero(
       workers,
       memory=recall(plan, state.memory),
       step=state.count,
-      keep=keeper.keeps,
+      keep=keeper.keeps or isinstance(state, Watched),
     )
 
-    def keep(decoded: Any) -> CompressState:
+    def keep(decoded: Any, changes: Callable[[], Changes]) -> CompressState:
       # No worker has the mean of a leaf. Where that is not finite, nor is the update.
       nothing: list[Any] = [None] * len(corrected)
       exchanged = Exchanged([], averaged.unsent, nothing, None, averaged.memory)
       kept = parts.keep(plan, state, wide, corrected, decoded, exchanged)
+      if isinstance(state, Watched):
+        kept = measured_zero(kept, plan, updates, corrected, averaged, rows, changes())
       return kept._replace(
         count=optax.safe_increment(state.count),
         memory=remember(plan, state.memory, averaged.memory),
@@ -277,11 +288,6 @@ def _check_given(state: Any, params: Any) -> None:
       f"`state` must be a gradcomp.parallel.ZeroState, got {type(state).__name__}; "
       "make the state with this transformation, and take the one of its place from the "
       "state of an optax.chain."
-    )
-  if isinstance(state.gradients, Watched):
-    raise ValueError(
-      "`optimizer` must have no gradcomp.parallel.zero in it to be inspected, because "
-      "no worker has the mean of a leaf there; gradcomp.explain shows what it sends."
     )
   if params is None:
     raise ValueError(

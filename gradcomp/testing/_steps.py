@@ -89,47 +89,6 @@ def same_bits_in_every_mode(
         )
 
 
-def state_is_stable(
-  transformation: optax.GradientTransformation,
-  gradients: Gradients,
-  *,
-  axis_name: str = "data",
-) -> None:
-  """A step returns a state of the same structure, shapes and dtypes: ``lax.scan`` runs.
-
-  Args:
-    transformation: over the axis.
-    gradients: trees with leaves ``[N, ...]``, one tree a step.
-    axis_name: the name of the axis.
-
-  Example:
-    >>> from gradcomp.testing import laws
-    >>> tx = gradcomp.onebit_sgd(axis_name="data")
-    >>> laws.state_is_stable(tx, [{"w": jnp.ones((2, 600))}])
-  """
-
-  def step(gradient: Any) -> tuple[Any, Any]:
-    state = transformation.init(gradient)
-    return state, transformation.update(gradient, state, gradient)[1]
-
-  mapped = jax.vmap(step, axis_name=axis_name)
-  before, after = jax.eval_shape(mapped, gradients[0])
-  expected = "return a state of the structure and the types that it was given"
-  look = "what `update` puts into the state"
-  told = None
-  structures: list[Any] = [jax.tree.structure(state) for state in (before, after)]
-  if structures[0] != structures[1]:
-    told = f"{structures[0]} becomes {structures[1]}"
-  else:
-    for path, old, new in zipped(before, after):
-      if (old.shape, old.dtype, old.weak_type) != (new.shape, new.dtype, new.weak_type):
-        weak = " (weak)" if old.weak_type != new.weak_type else ""
-        told = f"{path}, [worker, ...], {described(old)} becomes {described(new)}{weak}"
-        break
-  if told:
-    raise BrokenLaw("state_is_stable", "the transformation", expected, told, look)
-
-
 def non_finite_gradients_are_seen(
   transformation: optax.GradientTransformation,
   gradients: Gradients,

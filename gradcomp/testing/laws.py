@@ -31,12 +31,12 @@ from gradcomp.testing._pure import same_bits_without_jit as same_bits_without_ji
 from gradcomp.testing._pure import (
   sent_and_unsent_are_the_leaf as sent_and_unsent_are_the_leaf,
 )
+from gradcomp.testing._scan import state_is_stable as state_is_stable
 from gradcomp.testing._steps import bytes_are_explained as bytes_are_explained
 from gradcomp.testing._steps import (
   non_finite_gradients_are_seen as non_finite_gradients_are_seen,
 )
 from gradcomp.testing._steps import same_bits_in_every_mode as same_bits_in_every_mode
-from gradcomp.testing._steps import state_is_stable as state_is_stable
 from gradcomp.testing._steps import workers_agree as workers_agree
 from gradcomp.testing._trees import gradients_like as gradients_like
 from gradcomp.testing._values import constants_are_exact as constants_are_exact
