@@ -190,8 +190,8 @@ def test_momentum_is_masked_where_something_was_sent():
   update, state = jax.jit(tx.update)(gradient, tx.init(gradient))
   sent = np.asarray(update) != 0
   assert sent.sum() == 200 - np.asarray(update.reshape(-1, 8) == 0).all(axis=1).sum()
-  np.testing.assert_array_equal(np.asarray(state.momentum)[sent], 0)
-  assert (np.asarray(state.momentum)[~sent] != 0).all()
+  np.testing.assert_array_equal(np.asarray(state.velocity)[sent], 0)
+  assert (np.asarray(state.velocity)[~sent] != 0).all()
 
 
 def test_workers_gather_until_it_sends_more_than_a_mean():
