@@ -342,8 +342,12 @@ CASES: dict[str, Case] = {
     _natural(),
     _block_top("1 of 64", timed=True),
     _block_top("1 of 64, residual", keep=True, timed=True),
-    _block_top("2 of 16, 8 bits, residual", keep=True, block_size=16, count=2, value_bits=8),
-    _block_top("2 of 16, 32 bits, residual", keep=True, block_size=16, count=2, value_bits=32),
+    _block_top(
+      "2 of 16, 8 bits, residual", keep=True, block_size=16, count=2, value_bits=8
+    ),
+    _block_top(
+      "2 of 16, 32 bits, residual", keep=True, block_size=16, count=2, value_bits=32
+    ),
   ]
 }
 

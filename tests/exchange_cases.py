@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp.codecs import QSGD, BlockTop, Dense, EightBit, FloatCast, Natural, OneBit, Ternary
+from gradcomp.codecs import (
+  QSGD,
+  BlockTop,
+  Dense,
+  EightBit,
+  FloatCast,
+  Natural,
+  OneBit,
+  Ternary,
+)
 
 CODECS = [
   QSGD(bits=4, bucket_size=32),

@@ -1,4 +1,4 @@
-"""Computes what BlockTop sends in plain NumPy, from its page: block by block, sorted."""
+"""Computes what BlockTop sends in plain NumPy, from its page: blocks are sorted."""
 
 import numpy as np
 

@@ -6,8 +6,8 @@ import laws
 import numpy as np
 import oracle_block_top
 import pytest
-from slow_cases import slow
 from assertions import says
+from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import BlockTop
@@ -68,7 +68,7 @@ def test_what_is_sent_and_the_residual_are_the_leaf(codec):
 
 
 def test_with_whole_values_the_largest_are_gone():
-  """What remains is what the paper's bound says: 1 - count / B of the square, or less."""
+  """What remains is below 1 - count / B of the square, the bound of any selection."""
   codec = BlockTop(block_size=16, count=2, value_bits=32)
   x = laws.gaussian(codec.tile_size)
   rest = x - laws.round_trip(codec, x)

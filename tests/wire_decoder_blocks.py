@@ -23,7 +23,7 @@ def decode_block_top(rows, size, *, block_size, count, value_bits):
   rows = checked_words(rows, (2,), "rows")
   tiles = -(-size // (blocks * block_size))
   if rows.shape != (tiles, count * each + (value_bits < 32)):
-    raise ValueError(f"the rows must have the shape of {tiles} tiles, got {rows.shape}.")
+    raise ValueError(f"the rows must have the shape of {tiles} tiles.")
   leaf = np.zeros((tiles, blocks, block_size), np.float32)
   bad = np.zeros((tiles, blocks), bool)
   if value_bits < 32:

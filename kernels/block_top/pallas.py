@@ -34,9 +34,7 @@ Entry = tuple[jax.Array, jax.Array]
 
 
 # Traced once for all leaves of a shape; inlined, so that it is one call all the same.
-@functools.partial(
-  jax.jit, static_argnames=("form", "keep", "interpret"), inline=True
-)
+@functools.partial(jax.jit, static_argnames=("form", "keep", "interpret"), inline=True)
 def encode_rows(
   x: jax.Array, *, form: Form, keep: bool, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
