@@ -14,6 +14,7 @@ from training import AXIS
 import gradcomp
 from gradcomp.codecs import (
   QSGD,
+  BlockTop,
   Dense,
   EightBit,
   FloatCast,
@@ -60,6 +61,7 @@ METHODS: dict[str, Method] = {
   },
   "topk-1": TopK(density=0.01),
   "topk-1-asq": TopK(density=0.01, quantize="asq"),
+  "blocktop": BlockTop(),
   "randomk-1": RandomK(density=0.01),
   **{f"powersgd-{n}": PowerSGD(rank=n) for n in (1, 2, 4)},
   "redsync": Redsync(),
