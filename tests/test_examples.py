@@ -160,6 +160,29 @@ def test_two_processes_train_like_one(digits, comparison, tmp_path):
 
 
 @pytest.mark.slow
+def test_dropout_average_and_plateau_are_those_of_one_process(digits, tmp_path):
+  """The workers of two processes draw what they draw in one."""
+  args = ["--model", "mlp", "--steps", 6, "--evaluate-every", 2, "--batch-size", 16]
+  args += ["--ema", 0.9, "--schedule", "plateau", "--data-dir", digits[1]]
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    address = f"localhost:{probe.getsockname()[1]}"
+  two = ["--coordinator", address, "--num-processes", 2, "--devices", 1]
+  processes = [
+    start(*args, *two, "--process-id", i, "--output", tmp_path / f"{i}")
+    for i in range(2)
+  ]
+  for process in processes:
+    finish(process)
+  finish(start(*args, "--devices", 2, "--output", tmp_path / "one"))
+  curves = [read(tmp_path / name / "curves.csv") for name in ("0", "one")]
+  for row, like in zip(*curves, strict=True):
+    assert row["step"] == like["step"]
+    for name in ("train_loss", "test_loss"):
+      assert float(row[name]) == pytest.approx(float(like[name]), 1e-5)
+
+
+@pytest.mark.slow
 def test_resnet_with_adam_and_feedback(digits, tmp_path):
   args = ["--model", "resnet", "--codec", "bf16", "--optimizer", "adam", "--steps", 2]
   args += ["--learning-rate", 1e-3, "--feedback", "error", "--batch-size", 16]
