@@ -12,6 +12,7 @@ from jax import lax
 from gradcomp.exchange import pmean
 from gradcomp.freezing import unaveraged
 from gradcomp.local_gradients import value_and_grad
+from gradcomp.local_training import local_params
 from gradcomp.replicas import Replicas, check_replicas
 from gradcomp.state import states_in
 from gradcomp.workers import AxisName
@@ -64,7 +65,8 @@ class WorkerStep:
     if self.model_state == "local":
       model_state = jax.tree.map(lambda x: x[0], model_state)
     rows = batch, self._keys(rng)
-    value, grads = grad_fn(params, rows, model_state, extra)
+    at = local_params(params, opt_state)
+    value, grads = grad_fn(at, rows, model_state, extra)
     loss, (model_state, aux) = value
     metrics = {"loss": loss}
     if self.has_aux:
