@@ -21,7 +21,7 @@ from gradcomp._own_steps import (
   wide,
 )
 from gradcomp.codecs import LeafCodec
-from gradcomp.exchange import Auto, Exchange, ExchangeName
+from gradcomp.exchange import Auto, Every, Exchange, ExchangeName, note
 from gradcomp.feedback import ErrorFeedback, Feedback, FeedbackName
 from gradcomp.state import CompressState, OwnSteps, is_own_steps
 from gradcomp.transform import compress
@@ -313,7 +313,9 @@ def local_steps(
 
     def send(kept: FragmentState) -> tuple[Any, FragmentState]:
       difference = jax.tree.map(jnp.negative, moved)
+      note(Every(every))
       mean, exchange = compressed.update(difference, kept.exchange)
+      note(Every(1))
       return mean, kept._replace(exchange=exchange)
 
     def land(mean: Any, kept: FragmentState) -> tuple[Any, Any, FragmentState]:

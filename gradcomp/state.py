@@ -128,6 +128,11 @@ def is_own_steps(node: Any) -> bool:
   return isinstance(node, OwnSteps)
 
 
+def steps_alone(opt_state: Any) -> bool:
+  """Returns True if workers take steps alone, and have parameters of their own."""
+  return any(map(is_own_steps, jax.tree.leaves(opt_state, is_leaf=is_own_steps)))
+
+
 def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
   """Raises an error for the state of another transformation.
 

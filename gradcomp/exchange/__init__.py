@@ -35,6 +35,7 @@ from gradcomp.exchange._messages import owned_matrices as owned_matrices
 from gradcomp.exchange._messages import owner_shapes as owner_shapes
 from gradcomp.exchange._notes import FITTING as FITTING
 from gradcomp.exchange._notes import NOTE as NOTE
+from gradcomp.exchange._notes import Every as Every
 from gradcomp.exchange._notes import Options as Options
 from gradcomp.exchange._notes import Parts as Parts
 from gradcomp.exchange._notes import note as note
