@@ -1,55 +1,33 @@
 """Local steps: workers train alone for some steps, and exchange what changed."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.typing import ArrayLike
 
 from gradcomp._border import not_differentiated
-from gradcomp._checks import one_of, share_above_0, static_integer
+from gradcomp._checks import share_above_0
 from gradcomp._compression import Dither
 from gradcomp._fragments import Fragment, cut, join, select, sizes_of
-from gradcomp._own_steps import (
-  first_own,
-  own_params,
-  rounded_product,
-  shaped_like,
-  stored,
-  wide,
-)
+from gradcomp._local_options import check_floats, kept_of, merging, steps
+from gradcomp._local_rounds import FragmentState as FragmentState
+from gradcomp._local_rounds import Round
+from gradcomp._own_steps import first_own, own_params, stored, wide
 from gradcomp.codecs import LeafCodec
-from gradcomp.exchange import Auto, Every, Exchange, ExchangeName, note
-from gradcomp.feedback import ErrorFeedback, Feedback, FeedbackName
-from gradcomp.state import CompressState, OwnSteps, is_own_steps
+from gradcomp.exchange import Auto, Exchange, ExchangeName, Merge
+from gradcomp.feedback import Feedback, FeedbackName
+from gradcomp.state import OwnSteps, is_own_steps
 from gradcomp.transform import compress
 from gradcomp.workers import (
   AxisName,
   axis_names,
   check_whole_params,
-  mark_varying,
-  other_axes,
   per_device,
   reduction,
   require_size,
 )
-
-Merge = Literal["mean", "senders"]
-
-
-class FragmentState(NamedTuple):
-  """What :func:`local_steps` keeps of the leaves that it exchanges together.
-
-  Example:
-    >>> FragmentState(None, (), None).outer_state
-    ()
-  """
-
-  exchange: CompressState  # residual, key, count of exchanges
-  outer_state: Any  # of the outer optimizer, replicated
-  arriving: Any  # a mean on its way, like the leaves, replicated; None without delay
 
 
 class LocalStepsState(NamedTuple):
@@ -215,18 +193,17 @@ def local_steps(
     section 2; Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025;
     Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
   """
-  every = _steps("every", 1, None, every)
-  fragments = _steps("fragments", 1, every, fragments)
-  delay = _steps("delay", 0, every - 1, delay)
+  every = steps("every", 1, None, every)
+  fragments = steps("fragments", 1, every, fragments)
+  delay = steps("delay", 0, every - 1, delay)
   mixing = share_above_0("mixing", mixing)
-  one_of("merge", Merge, merge)
   names = axis_names(axis_name)
   axes = names if len(names) > 1 else names[0]
   compressed = compress(
     codec,
     axis_name=axes,
-    exchange=exchange,
-    feedback=_kept(feedback, feedback_decay, codec),
+    exchange=merging(exchange, merge, codec),
+    feedback=kept_of(feedback, feedback_decay, codec),
     min_leaf_size=min_leaf_size,
     message_bytes=message_bytes,
     key=key,
@@ -234,9 +211,10 @@ def local_steps(
   )
   inner = optax.with_extra_args_support(inner)
   outer = optax.with_extra_args_support(outer)
+  round_ = Round(inner, outer, compressed, axes, every, delay, mixing)
 
   def init_fn(params: Any) -> LocalStepsState:
-    _check_floats("params", params)
+    check_floats("params", params)
 
     def first(fragment: Fragment) -> FragmentState:
       leaves = select(params, fragment)
@@ -255,7 +233,7 @@ def local_steps(
     updates: Any, state: LocalStepsState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, LocalStepsState]:
     _check_given(state, params)
-    _check_floats("updates", updates)
+    check_floats("updates", updates)
     updates = not_differentiated(updates)
     check_whole_params(params, axes)
     across = reduction(updates, axes, local=False)
@@ -265,14 +243,14 @@ def local_steps(
       workers = require_size(axes)
       if across.is_sum:
         grads = jax.tree.map(lambda g: g * jnp.asarray(workers, g.dtype), grads)
-      moved, inner_state = one_worker_step(grads, state.own, params, extra_args)
+      moved, inner_state = round_.own_step(grads, state.own, params, extra_args)
       number = optax.safe_increment(state.count)
       found = []
       for fragment, kept in zip(
         cut(sizes_of(params), fragments, every), state.fragments, strict=True
       ):
         parts = [select(tree, fragment) for tree in (moved, params)]
-        found.append(one_round_step(fragment, number, kept, *parts))
+        found.append(round_.shared_step(fragment, number, kept, *parts))
       new, moved, kept = zip(*found, strict=True)
       own = OwnSteps({names: stored((join(moved, params), inner_state))})
       return join(new, params), (LocalStepsState(number, own, kept), params)
@@ -282,110 +260,7 @@ def local_steps(
     )
     return result, state
 
-  def one_worker_step(
-    grads: Any, own: OwnSteps, params: Any, extra_args: Any
-  ) -> tuple[Any, Any]:
-    """Takes the worker's own step: how far it has moved, and its inner state."""
-    moved = jax.tree.map(own_type, own.moved, params)
-    at = own_params(params, moved)
-    like = jax.eval_shape(inner.init, at)
-    inner_state = shaped_like(own.inner_state, like)
-    updates, inner_state = inner.update(grads, inner_state, at, **extra_args)
-
-    def add(step: jax.Array, update: jax.Array) -> jax.Array:
-      return step.reshape(update.shape) + rounded_product(update.astype(step.dtype))
-
-    return jax.tree.map(add, moved, updates), inner_state
-
-  def own_type(moved: jax.Array, x: jax.Array) -> jax.Array:
-    """Types a displacement as a worker's own, as both branches of a round have it."""
-    return mark_varying(moved, (*names, *other_axes(x, axes)))
-
-  def one_round_step(
-    fragment: Fragment, number: jax.Array, kept: FragmentState, moved: Any, params: Any
-  ) -> tuple[Any, Any, FragmentState]:
-    """Exchanges a fragment, and moves the parameters of all, where it is time to.
-
-    Returns:
-      The updates of the parameters, the displacements from what they become, and the
-      state.
-    """
-
-    def send(kept: FragmentState) -> tuple[Any, FragmentState]:
-      difference = jax.tree.map(jnp.negative, moved)
-      note(Every(every))
-      mean, exchange = compressed.update(difference, kept.exchange)
-      note(Every(1))
-      return mean, kept._replace(exchange=exchange)
-
-    def land(mean: Any, kept: FragmentState) -> tuple[Any, Any, FragmentState]:
-      at = jax.tree.map(wide, params)
-      updates, outer_state = outer.update(mean, kept.outer_state, at)
-      updates = optax.tree.cast_like(updates, params)
-      left = jax.tree.map(remaining, moved, updates, params)
-      return updates, left, kept._replace(outer_state=outer_state)
-
-    def remaining(step: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
-      if mixing == 1:
-        return own_type(jnp.zeros_like(step), x)
-      rest = step - rounded_product(update.astype(step.dtype))
-      return rounded_product(rest * jnp.asarray(1 - mixing, rest.dtype))
-
-    def rest(kept: FragmentState) -> tuple[Any, Any, FragmentState]:
-      return jax.tree.map(jnp.zeros_like, params), moved, kept
-
-    def at(step: int) -> jax.Array:
-      return (number >= step) & (number % every == step % every)
-
-    if not delay:
-      sync = lambda kept: land(*send(kept))
-      return lax.cond(at(fragment.step), sync, rest, kept)
-
-    def send_off(kept: FragmentState) -> FragmentState:
-      mean, kept = send(kept)
-      return kept._replace(arriving=mean)
-
-    kept = lax.cond(at(fragment.step), send_off, lambda kept: kept, kept)
-    arrive = lambda kept: land(kept.arriving, kept)
-    return lax.cond(at(fragment.step + delay), arrive, rest, kept)
-
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _steps(name: str, least: int, most: int | None, value: Any) -> int:
-  """Returns a number of these; ValueError for all else."""
-  above = f"{least} or more" if most is None else f"from {least} to {most}"
-  rule = f"a number, {above}" + ("" if most is None else ", which depends on `every`")
-  number = static_integer(name, rule, value)
-  if number < least or (most is not None and number > most):
-    raise ValueError(f"`{name}` must be {rule}, got {number}.")
-  return number
-
-
-def _kept(feedback: Any, decay: float, codec: Any) -> Any:
-  """Returns what a worker does with what it did not send of a difference."""
-  decay = share_above_0("feedback_decay", decay)
-  if feedback == "error":
-    # What is unbiased without drawing loses nothing.
-    exact = getattr(codec, "unbiased", False) and not codec.needs_key
-    return None if exact else ErrorFeedback(residual_decay=decay)
-  if decay != 1:
-    raise ValueError(
-      f'`feedback_decay` must be 1 unless feedback is "error", got {decay}; pass '
-      "feedback=gradcomp.ErrorFeedback(residual_decay=...) with options of its own."
-    )
-  return feedback
-
-
-def _check_floats(name: str, tree: Any) -> None:
-  """Raises TypeError for leaves that are no real floats."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    if not jnp.issubdtype(getattr(leaf, "dtype", None), jnp.floating):
-      raise TypeError(
-        f"`{name}`{jax.tree_util.keystr(path)} must have a real float dtype, got "
-        f"{getattr(leaf, 'dtype', leaf)!r}; freeze what is not trained by "
-        "optax.partition and optax.set_to_zero, and keep complex numbers as pairs."
-      )
 
 
 def _check_given(state: Any, params: Any) -> None:

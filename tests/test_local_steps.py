@@ -118,12 +118,13 @@ def test_diloco_is_that_of_the_paper():
   np.testing.assert_allclose(got, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("senders", [False])
+@pytest.mark.parametrize("senders", [False, True])
 def test_sparseloco_is_that_of_the_paper(senders):
   shapes = {"v": (300,)}
   params, given = tree(0, shapes), gradients(10, shapes)
   codec = TopK(density=0.1, selection="exact")
-  tx = local(optax.sgd(0.1), optax.sgd(1.0), codec, feedback_decay=0.95)
+  merge = "senders" if senders else "mean"
+  tx = local(optax.sgd(0.1), optax.sgd(1.0), codec, feedback_decay=0.95, merge=merge)
   got, _ = run(tx, params, given)
   expected = sparseloco(
     start_of(params),
@@ -201,9 +202,7 @@ def test_one_program_sends_in_a_branch_and_nothing_elsewhere():
   """Its bytes are those of the payload, as explain says them."""
   tx = local(optax.sgd(0.5), NESTEROV, QSGD(bits=4))
   params, state, mesh = sharded(tx, tree(0, {"w": (64, 512)}))
-  step = gradcomp.make_train_step(
-    loss_fn, tx, axis_name="data", mesh=mesh, report=True
-  )
+  step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh, report=True)
   batch = jnp.ones(N)
   report = gradcomp.wire_report(step.lower(params, state, batch))
   assert report.collectives and all(x.in_branch for x in report.collectives)
@@ -217,3 +216,32 @@ def test_one_program_sends_in_a_branch_and_nothing_elsewhere():
   assert metrics["loss"].shape == metrics["gradient_norm"].shape == (N,)
   np.testing.assert_allclose(metrics["bytes_sent"], found.bytes_sent / 3)
   assert step._cache_size() == 1
+
+
+def test_inspect_measures_the_difference_in_a_step_that_sends_it():
+  tx = local(optax.sgd(0.5), NESTEROV, TopK(density=0.1))
+  params, state, mesh = sharded(tx, tree(0, {"w": (20, 50)}))
+  step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
+  errors = []
+  for _ in range(3):
+    params, state, metrics = step(params, state, jnp.ones(N), inspect=True)
+    errors.append(float(metrics["inspection"].total.relative_error))
+  assert np.isnan(errors[:2]).all() and 0 < errors[2] < 1
+
+
+def test_what_is_not_finite_is_seen_and_does_not_stay_in_residuals():
+  """It makes the parameter NaN on all workers; apply_if_finite drops the step."""
+  params, given = tree(0, {"v": (300,)}), gradients(6, {"v": (300,)})
+  bad = given[0]["v"].at[1, 7].set(jnp.nan)
+  given = [{"v": bad}, *given[1:]]
+  codec = TopK(density=0.1)
+  got, state = last("vmap", local(optax.sgd(0.1), optax.sgd(1.0), codec), params, given)
+  assert np.isnan(got["v"][:, 7]).all() and np.isfinite(got["v"][:, 8]).all()
+  assert np.isfinite(state.fragments[0].exchange.residual["v"]).all()
+  inner = optax.apply_if_finite(optax.sgd(0.1), 3)
+  tx = local(inner, optax.sgd(1.0), codec)
+  for mode in ("vmap", "shard_map"):
+    got, state = last(mode, tx, params, given)
+    assert np.isfinite(got["v"]).all()
+    counts = state.own.inner_state.total_notfinite
+    assert np.ravel(counts).tolist() == [0, 1, 0, 0]

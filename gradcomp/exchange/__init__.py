@@ -1,6 +1,7 @@
 """Schedules sums between workers. Only this folder calls collectives."""
 
 from gradcomp.exchange._all_gather import AllGather as AllGather
+from gradcomp.exchange._all_gather import Merge as Merge
 from gradcomp.exchange._all_reduce import AllReduce as AllReduce
 from gradcomp.exchange._choice import Auto as Auto
 from gradcomp.exchange._choice import ExchangeName as ExchangeName
