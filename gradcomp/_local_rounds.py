@@ -10,7 +10,7 @@ from jax import lax
 
 from gradcomp._fragments import Fragment
 from gradcomp._own_steps import own_params, rounded_product, shaped_like, wide
-from gradcomp.exchange import Every, note
+from gradcomp.exchange import Every, Options, note
 from gradcomp.state import CompressState, OwnSteps
 from gradcomp.workers import AxisName, axis_names, mark_varying, other_axes
 
@@ -89,6 +89,7 @@ class Round:
 
     def send(state: FragmentState) -> tuple[Any, FragmentState]:
       note(Every(self.every))
+      note(Options((("delay", self.delay),)))
       difference = jax.tree.map(jnp.negative, moved)
       mean, exchange = self.compressed.update(difference, state.exchange)
       note(Every(1))

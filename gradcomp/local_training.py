@@ -232,7 +232,7 @@ def local_steps(
   def update_fn(
     updates: Any, state: LocalStepsState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, LocalStepsState]:
-    _check_given(state, params)
+    _check_given(state, params, fragments)
     check_floats("updates", updates)
     updates = not_differentiated(updates)
     check_whole_params(params, axes)
@@ -263,13 +263,18 @@ def local_steps(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_given(state: Any, params: Any) -> None:
+def _check_given(state: Any, params: Any, fragments: int) -> None:
   """Raises an error for what ``update`` cannot do without."""
   if not isinstance(state, LocalStepsState):
     raise TypeError(
       f"`state` must be a gradcomp.LocalStepsState, got {type(state).__name__}; make "
       "the state with this transformation, and take the one of its place from the "
       "state of an optax.chain."
+    )
+  if len(state.fragments) != fragments:
+    raise ValueError(
+      f"`state` must be made for {fragments} fragments, got {len(state.fragments)}; "
+      "make it by this transformation."
     )
   if params is None:
     raise ValueError(
