@@ -331,14 +331,16 @@ def test_each_worker_has_the_gradient_at_its_own_parameters():
   np.testing.assert_allclose(got["w"], expected, atol=1e-6, rtol=0)
 
 
-def test_islands_average_in_every_step_and_step_alone_between():
+@pytest.mark.parametrize("codec", [Dense(), *slow(QSGD(bits=8))], ids=repr)
+def test_islands_average_in_every_step_and_step_alone_between(codec):
   """Two axes: a compressed exchange inside of the worker's optimizer."""
   mesh = jax.make_mesh((2, 2), ("island", "chip"), (AxisType.Auto,) * 2)
   inside = optax.chain(
-    gradcomp.qsgd(bits=8, axis_name="chip", feedback="error"), optax.sgd(0.25)
+    gradcomp.qsgd(bits=8, axis_name="chip", feedback="error", exchange="two_shot"),
+    optax.sgd(0.25),
   )
   tx = gradcomp.local_steps(
-    inside, optax.sgd(1.0), every=2, codec=Dense(), axis_name="island"
+    inside, optax.sgd(1.0), every=2, codec=codec, axis_name="island"
   )
   params = tree(0, {"w": (4, 256)})
   axes = "island", "chip"
@@ -355,8 +357,8 @@ def test_islands_average_in_every_step_and_step_alone_between():
   for _ in range(2):
     got, state, metrics = step(got, state, target)
   expected = params["w"] * 9 / 16 + target.mean(axis=0) * 7 / 16
-  # A step of 8 bits is at most 8/127, and two quarters of it are half of that.
-  np.testing.assert_allclose(got["w"], expected, atol=0.04, rtol=0)
+  # A step of 8 bits is at most 8/127. Two quarters of it, and a half at an owner's.
+  np.testing.assert_allclose(got["w"], expected, atol=0.1, rtol=0)
   assert metrics["loss"].shape == (4,)
 
 
