@@ -112,7 +112,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       result[axes] = jax.tree.map(lambda _, spec=spec: spec, tree)
     return result
 
-  def local_steps(node: LocalStepsState) -> LocalStepsState:
+  def local_steps(node: LocalStepsState) -> Any:
     """Returns specs over the axes of local steps, of which there may be more.
 
     An exchange inside of each worker, over other axes, stacks its own over all of them.
@@ -126,7 +126,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       return spec if known else stack_spec(inside, spec)
 
     found = state_specs(own, axis_name, param_specs=param_specs)
-    return LocalStepsState(
+    whole: Any = node
+    return whole._replace(
       count=PartitionSpec(),
       own=OwnSteps({axes: jax.tree.map(stacked, found, is_leaf=is_spec)}),
       fragments=state_specs(node.fragments, inside, param_specs=param_specs),
