@@ -8,6 +8,7 @@ from typing import Any
 import optax
 
 from gradcomp import _traced, sums
+from gradcomp._leaf_plan import LeafPlan as LeafPlan
 from gradcomp._stages import Stage
 from gradcomp._table import aligned
 from gradcomp.codecs import LeafCodec
@@ -15,48 +16,6 @@ from gradcomp.exchange import CODED_ONCE, Hierarchical, Message, Work, owner_sha
 from gradcomp.memory import used_by_leaf
 from gradcomp.state import states_in
 from gradcomp.workers import AxisName
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeafPlan:
-  """The way in which one leaf travels.
-
-  Attributes:
-    path: the path of the leaf in the parameters.
-    shape: the shape of the leaf.
-    codec: the codec that encodes it.
-    bits: the bits on the wire for each of its elements, in one payload.
-    exchange: the exchange that its message takes.
-    message: the number of the message that it shares with other leaves.
-    bytes_sent: the bytes that a worker sends for it in a step, and receives. They are
-      fractional, because leaves share rows that fill up a message.
-    rule: the rule of a policy that chose the codec; "" without one.
-    reason: the reason for the exchange: it was asked for, or ``"auto"`` took it.
-    slots: entries that a sparse message of the leaf has room for; None for a dense one.
-    used: the entries that a worker filled in the last step, a mean over the workers;
-      None if that is unknown.
-    work: the work of a worker for it, as parts of its elements.
-    keeps: whether workers keep what they do not send.
-  """
-
-  path: str
-  shape: tuple[int, ...]
-  codec: LeafCodec
-  bits: Fraction
-  exchange: str
-  message: int
-  bytes_sent: Fraction
-  reason: str
-  rule: str = ""
-  slots: int | None = None
-  used: float | None = None
-  work: Work = Work()
-  keeps: bool = False
-
-  @property
-  def elements(self) -> int:
-    """The number of elements of the leaf."""
-    return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +47,16 @@ class Explanation:
   def bytes_sent(self) -> int:
     """The bytes that each worker sends in a step, at most, rounded up."""
     return math.ceil(sum((leaf.bytes_sent for leaf in self.leaves), self.bytes_fitting))
+
+  @property
+  def bytes_per_step(self) -> float:
+    """The bytes that each worker sends in a step, on average over many.
+
+    It is less than ``bytes_sent`` if workers take steps alone. That is then what they
+    send in a round.
+    """
+    rest = sum(leaf.bytes_sent * (1 - 1 / Fraction(leaf.every)) for leaf in self.leaves)
+    return float(self.bytes_sent - rest)
 
   @property
   def bytes_received(self) -> int:
@@ -123,9 +92,15 @@ class Explanation:
     numbers = {"bits", "message", "sent", "/f32", "/bf16", "slots", "used"}
     right = [i for i, name in enumerate(rows[0]) if name in numbers]
     lines = aligned(rows, right=right)
+    alone = max((leaf.every for leaf in self.leaves), default=1)
+    when = "a step" if alone == 1 else f"a round of {alone} steps"
     lines.append(
-      f"Bytes that each of {self.workers} workers sends a step. It receives as many."
+      f"Bytes that each of {self.workers} workers sends {when}. It receives as many."
     )
+    if alone > 1:
+      elements = sum(leaf.elements for leaf in self.leaves)
+      bits = 8 * self.bytes_per_step / max(elements, 1)
+      lines.append(f"That is {bits:.3g} bits a parameter and step.")
     reasons = dict.fromkeys((leaf.exchange, leaf.reason) for leaf in self.leaves)
     lines += [f"{exchange}: {reason}." for exchange, reason in reasons]
     if self.bytes_inside:
@@ -284,6 +259,7 @@ def explain(
           used=used.get(i),
           work=_work(message, codec, plan.codecs[i], sizes),
           keeps=plan.feedback,
+          every=found.every,
         )
       number += 1
     leaves += [own[i] for i in sorted(own)]

@@ -11,12 +11,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradcomp.codecs import Memory
 from gradcomp.residuals import is_stored, shaped
-from gradcomp.state import CompressState, OwnedRows, is_state, states_in
+from gradcomp.state import (
+  CompressState,
+  LocalStepsState,
+  OwnedRows,
+  OwnSteps,
+  is_state,
+  states_in,
+)
 from gradcomp.workers import (
   AxisName,
   axis_names,
   check_whole_specs,
   is_spec,
+  sharded_axes,
   stack_spec,
   stacked_over,
 )
@@ -69,6 +77,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       )
     if isinstance(node, OwnedRows):
       return OwnedRows(owned(node.arrays))
+    if isinstance(node, LocalStepsState):
+      return local_steps(node)
     if isinstance(node, optax.MultiStepsState):
       return optax.MultiStepsState(
         mini_step=PartitionSpec(),
@@ -102,6 +112,27 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       result[axes] = jax.tree.map(lambda _, spec=spec: spec, tree)
     return result
 
+  def local_steps(node: LocalStepsState) -> Any:
+    """Returns specs over the axes of local steps, of which there may be more.
+
+    An exchange inside of each worker, over other axes, stacks its own over all of them.
+    """
+    ((axes, own),) = node.own.by_axes.items()
+    here = axes if param_specs is not None else axis_names(axis_name)
+    inside = tuple(name for name in axes if name in here) or axis_name
+
+    def stacked(spec: PartitionSpec) -> PartitionSpec:
+      known = sharded_axes(spec).issuperset(axis_names(inside))
+      return spec if known else stack_spec(inside, spec)
+
+    found = state_specs(own, axis_name, param_specs=param_specs)
+    whole: Any = node
+    return whole._replace(
+      count=PartitionSpec(),
+      own=OwnSteps({axes: jax.tree.map(stacked, found, is_leaf=is_spec)}),
+      fragments=state_specs(node.fragments, inside, param_specs=param_specs),
+    )
+
   def per_worker(tree: Any) -> Any:
     if like_params(tree):
       return of_params(lambda spec: stack_spec(axis_name, spec), tree)
@@ -132,7 +163,9 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
   def is_leaf(node: Any) -> bool:
     if isinstance(node, optax.MultiStepsState | optax.ApplyIfFiniteState):
       return bool(states_in(node))
-    return isinstance(node, CompressState | OwnedRows) or like_params(node)
+    return isinstance(node, CompressState | OwnedRows | LocalStepsState) or like_params(
+      node
+    )
 
   return jax.tree.map(specs, opt_state, is_leaf=is_leaf)
 
@@ -215,12 +248,12 @@ def _without_rows(opt_state: Any) -> Any:
   """
 
   def without(node: Any) -> Any:
-    if isinstance(node, OwnedRows):
+    if isinstance(node, OwnedRows | OwnSteps):
       return None
     rowless = {"server_residual": None, "memory": None}
     return node._replace(**rowless) if is_state(node) else node
 
   def has_rows(node: Any) -> bool:
-    return is_state(node) or isinstance(node, OwnedRows)
+    return is_state(node) or isinstance(node, OwnedRows | OwnSteps)
 
   return jax.tree.map(without, opt_state, is_leaf=has_rows)

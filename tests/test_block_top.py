@@ -12,6 +12,7 @@ from slow_cases import slow
 
 import gradcomp
 from gradcomp.codecs import BlockTop
+from gradcomp.exchange import AllGather
 
 CODEC = BlockTop()
 CODECS = [
@@ -247,3 +248,23 @@ def test_mistakes():
     gradcomp.blocktop(exchange="psum")
   with pytest.raises(ValueError, match=says("`implementation`", "cuda")):
     BlockTop(implementation="cuda")
+
+
+def test_a_sum_is_divided_by_those_who_sent_an_element():
+  """Zeros are sent by nobody, and where nobody sends something the mean is zero."""
+  x = jax.random.normal(jax.random.key(3), (3, 2048)).at[:, :64].set(0.0)
+  mean = gradcomp.compress(
+    BlockTop(block_size=8, value_bits=32),
+    axis_name="data",
+    exchange=AllGather(merge="senders"),
+    feedback=None,
+    min_leaf_size=0,
+  )
+  got = jax.vmap(lambda x: mean.update(x, mean.init(x))[0], axis_name="data")(x)
+  blocks = np.asarray(x).reshape(3, -1, 8)
+  largest = np.abs(blocks).argmax(axis=2)[..., None] == np.arange(8)
+  sent = np.where(largest, blocks, 0.0)
+  number = np.maximum((sent != 0).sum(axis=0), 1)
+  expected = (sent.sum(axis=0) / number).reshape(-1)
+  # Three float32 are added and divided: each rounds by at most 2**-24 of a sum below 8.
+  np.testing.assert_allclose(got[0], expected, atol=2e-6, rtol=0)

@@ -3,8 +3,11 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from gradcomp.codecs import DroppingCodec, sent_positions
+from gradcomp.sums._order import sum_in_order
+from gradcomp.sums._sum import RowDecoder
 from gradcomp.sums._tiles import Tiles
 
 
@@ -15,6 +18,12 @@ class Blocks(Tiles):
   codec: DroppingCodec
 
   drops = True
+
+  def senders(self, rows: jax.Array) -> RowDecoder:
+    def sent(rows: jax.Array) -> jax.Array:
+      return jnp.where(self.codec.decode_rows(rows) == 0, 0.0, 1.0)
+
+    return lambda start, stop: sum_in_order(sent, rows[:, start:stop])
 
   def slots(self, rows: int) -> int:
     return rows * self.codec.slots
