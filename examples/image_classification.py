@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import data
+import idx
 import jax
 import jax.numpy as jnp
 import optax
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
   if args.batch_size % mesh.size:
     parser.error(f"--batch-size must be a multiple of the {mesh.size} workers")
-  images = load_everywhere(args.dataset, args.data_dir)
+  images = load_everywhere(args)
   model = functools.partial(
     MODELS[args.model], images.train.images.shape[1:], images.classes
   )
@@ -100,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   if jax.process_index() == 0:
     print(report.table(runs))
     print(footnote(mesh.size))
-    written = report.write(runs, args.output, title=f"{args.model} on {args.dataset}")
+    on = args.idx.resolve().name if args.idx else args.dataset
+    written = report.write(runs, args.output, title=f"{args.model} on {on}")
     print("wrote", *written)
 
 
@@ -219,13 +221,15 @@ def join_processes(args: argparse.Namespace) -> None:
       raise
 
 
-def load_everywhere(name: str, data_dir: Path) -> data.ImageSet:
+def load_everywhere(args: argparse.Namespace) -> data.ImageSet:
   """Loads the data in every process, after the first process has prepared it."""
+  if args.idx:
+    return idx.load(args.idx)
   first = jax.process_index() == 0
   if first:
-    images = data.load(name, data_dir)
+    images = data.load(args.dataset, args.data_dir)
   multihost_utils.sync_global_devices("data is prepared")
-  return images if first else data.load(name, data_dir)
+  return images if first else data.load(args.dataset, args.data_dir)
 
 
 def footnote(workers: int) -> str:
@@ -250,11 +254,18 @@ def make_parser() -> argparse.ArgumentParser:
   )
 
   group = parser.add_argument_group("task")
-  group.add_argument(
+  source = group.add_mutually_exclusive_group()
+  source.add_argument(
     "--dataset",
-    choices=("digits", "mnist", "fashion_mnist", "cifar10"),
+    choices=("digits", "mnist5k", "mnist", "fashion_mnist", "cifar10"),
     default="digits",
-    help="digits (default) is embedded, the others download once",
+    help="digits (default) and mnist5k are embedded, the others download once",
+  )
+  source.add_argument(
+    "--idx",
+    type=Path,
+    metavar="FOLDER",
+    help="folder of four IDX files, such as datasets/fashion-mnist of `make data`",
   )
   group.add_argument("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
   group.add_argument(
