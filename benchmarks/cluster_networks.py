@@ -16,7 +16,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
+import brown  # noqa: E402
 import data  # noqa: E402
+import idx  # noqa: E402
 import language_model  # noqa: E402
 import models  # noqa: E402
 import text  # noqa: E402
@@ -76,7 +78,12 @@ def defaults(network: str) -> Defaults:
 
 @functools.cache
 def source(
-  network: str, dataset: str, data_dir: Path = data.FOLDER, pixels: int | None = None
+  network: str,
+  dataset: str = "digits",
+  data_dir: Path = data.FOLDER,
+  folder: Path | None = None,
+  pixels: int | None = None,
+  corpus: str = "python",
 ) -> Source:
   """Loads what a network learns from.
 
@@ -84,15 +91,20 @@ def source(
     network: one of ``NETWORKS``.
     dataset: of images, as ``data.load`` names them.
     data_dir: where the images are.
+    folder: of IDX files, which are taken in place of ``dataset``.
     pixels: the width and height that images are reduced to; None leaves them.
+    corpus: ``"python"`` or ``"brown"``, byte by byte.
   """
   if network in language_model.MODELS:
-    return _language(network)
-  train, test, classes = data.load(dataset, data_dir)
-  name = dataset
+    return _language(network, corpus)
+  images = idx.load(folder) if folder else data.load(dataset, data_dir)
+  train, test, classes = images
+  name = folder.resolve().name if folder else dataset
   if pixels is not None and pixels != train.images.shape[1]:
-    train, test = (data.Split(reduced(x.images, pixels), x.labels) for x in (train, test))
-    name = f"{dataset}/{pixels}"
+    train, test = (
+      data.Split(reduced(x.images, pixels), x.labels) for x in (train, test)
+    )
+    name += f"/{pixels}"
   order = np.arange(len(train.labels), dtype=np.int32)
   return Source(
     name=name,
@@ -105,15 +117,15 @@ def source(
   )
 
 
-def _language(network: str) -> Source:
-  found = text.load()
+def _language(network: str, corpus: str) -> Source:
+  found = brown.characters() if corpus == "brown" else text.load()
   order = np.arange(len(found.train), dtype=np.int32)
 
   def draw(batch_size: int, **options: int) -> Iterator[Batch]:
     return text.batches(order, batch_size, LENGTH, **options)
 
   return Source(
-    name="python-source",
+    name=corpus,
     model=language_model.MODELS[network],
     arrays=(found.train, found.train.astype(np.int32)),
     test=tuple(text.in_order(found.test, LENGTH)),

@@ -34,7 +34,9 @@ from training import AXIS, Task  # noqa: E402
 def settings(args: argparse.Namespace) -> Iterator[tuple[Source, Setting]]:
   """Yields the runs, all codecs of one seed before the next seed."""
   for network in args.networks:
-    found = cluster_networks.source(network, args.dataset, args.data_dir, args.pixels)
+    found = cluster_networks.source(
+      network, args.dataset, args.data_dir, args.idx, args.pixels, args.text
+    )
     defaults = cluster_networks.defaults(network)
     momentum = defaults.momentum if args.momentum is None else args.momentum
     for workers in args.emulate:
@@ -157,6 +159,8 @@ def make_parser() -> argparse.ArgumentParser:
   add("--emulate", nargs="+", type=int, metavar="N", help="numbers of workers")
   add("--dataset", default="digits")
   add("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
+  add("--idx", type=Path, metavar="FOLDER", help="images in IDX files; see make data")
+  add("--text", choices=("python", "brown"), default="python")
   add("--pixels", type=int, help="reduce images to this width and height")
   add("--epochs", type=float, default=1.0)
   add("--steps", type=int, help="in place of epochs")

@@ -25,8 +25,8 @@ class LeNet(nnx.Module):
 
   def __call__(self, images: jax.Array) -> jax.Array:
     x = centred(images)
-    x = nnx.max_pool(nnx.relu(self.conv1(x)), (2, 2), strides=(2, 2))
-    x = nnx.max_pool(nnx.relu(self.conv2(x)), (2, 2), strides=(2, 2))
+    x = halved(nnx.relu(self.conv1(x)))
+    x = halved(nnx.relu(self.conv2(x)))
     x = nnx.relu(self.dense1(x.reshape(x.shape[0], -1)))
     return self.head(nnx.relu(self.dense2(x)))
 
@@ -65,6 +65,16 @@ class ResNet(nnx.Module):
     x = self.stem(centred(images))
     x = self.block3(self.block2(self.block1(x)))
     return self.head(nnx.relu(self.norm(x)).mean(axis=(1, 2)))
+
+
+def halved(x: jax.Array) -> jax.Array:
+  """Takes the largest of each 2 x 2 pixels, without an odd last row or column.
+
+  XLA:CPU takes ten times as long for the gradient of ``nnx.max_pool``.
+  """
+  height, width = x.shape[1] // 2, x.shape[2] // 2
+  cut = x[:, : 2 * height, : 2 * width]
+  return cut.reshape(-1, height, 2, width, 2, x.shape[-1]).max(axis=(2, 4))
 
 
 MODELS = {"lenet": LeNet, "resnet": ResNet}
