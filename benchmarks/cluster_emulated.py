@@ -38,14 +38,13 @@ class Trainer:
     self._after = after
 
     def gradients(params: Any, arrays: Any, indices: Any) -> Any:
-      def of_one(indices: Any) -> Any:
+      def of_one(*indices: Any) -> Any:
         batch = tuple(x[i] for x, i in zip(arrays, indices, strict=True))
         return jax.value_and_grad(task.loss_fn)(params, batch)
 
       if source.recurrent:
-        return jax.vmap(of_one)(indices)
-      workers = len(jax.tree.leaves(indices)[0])
-      each = [of_one(jax.tree.map(lambda x: x[i], indices)) for i in range(workers)]
+        return jax.vmap(of_one)(*indices)
+      each = [of_one(*own) for own in zip(*indices, strict=True)]
       return jax.tree.map(lambda *x: jnp.stack(x), *each)
 
     def update(carry: Any, found: list[Any]) -> Any:

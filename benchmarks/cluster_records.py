@@ -1,4 +1,4 @@
-"""Keeps the runs of cluster_study.py as JSON lines, one a run, and never the same twice.
+"""Keeps the runs of cluster_study.py as lines of JSON, and never the same run twice.
 
 Each launch appends to a file of its own in the folder, and all files count. So launches
 with other numbers of workers, on other machines or at the same time join. A line that a
