@@ -28,7 +28,7 @@ _TOGETHER = 8  # workers whose gradients are one program
 
 
 class Trainer:
-  """Trains one method on one task with programs that are compiled once for all seeds."""
+  """Trains a method on a task, with programs that are compiled once for all seeds."""
 
   def __init__(self, task: Task, source: Source, setting: Setting):
     exchange, *left = _exchange(setting, setting.seed)
