@@ -139,6 +139,7 @@ def make(
   momentum: float | None = None,
   max_norm: float | None = None,
   key: int = 0,
+  steady: bool = False,
 ) -> tuple[Transform, float | None, float | None]:
   """Makes the exchange of a name.
 
@@ -150,6 +151,7 @@ def make(
     momentum: of the training.
     max_norm: what gradients are clipped at; None for no clipping.
     key: the seed of the rounding.
+    steady: leaves the dense steps at the start out.
 
   Returns:
     The exchange, and the momentum and the clipping that are left for what is behind it.
@@ -159,11 +161,14 @@ def make(
   options: dict[str, Any] = {"axis_name": axis_name, "key": key}
   if exchange != "auto":
     options["exchange"] = exchange
-  tx = _with_start(found, steps, momentum, options)
+  tx = _with_start(found, 0 if steady else steps, momentum, options)
   if part:
-    full = gradcomp.dense(axis_name=axis_name)
+    alike = {"exchange": "local"} if exchange == "local" else {}
+    full = gradcomp.dense(axis_name=axis_name, **alike)
     if found.momentum:
-      full = gradcomp.redsync(1.0, momentum, nesterov=False, axis_name=axis_name)
+      full = gradcomp.redsync(
+        1.0, momentum, nesterov=False, axis_name=axis_name, **alike
+      )
     tx = optax.partition({"low": tx, "full": full}, functools.partial(labels, part))
   if not found.momentum:
     return tx, momentum, max_norm

@@ -67,10 +67,7 @@ class Trainer:
     """Returns what a worker sends in a step, and what float32 sends."""
     exchange, *_ = _exchange(self._setting, 0)
     params = jax.eval_shape(lambda: self._task.init_params(0))
-    plan = gradcomp.explain(exchange, params, workers=self._setting.workers)
-    sent = float(plan.bytes_sent)
-    ways = sorted({leaf.exchange for leaf in plan.leaves})
-    return {"bytes_a_step": sent, "ratio": float(plan.ratio), "exchanges": ways}
+    return sent_bytes(exchange, params, self._setting.workers)
 
   def train(
     self, seed: int, stepped: Callable[[], None] = lambda: None
@@ -122,6 +119,17 @@ def _exchange(
     max_norm=setting.max_norm,
     key=seed,
   )
+
+
+def sent_bytes(tx: Any, params: Any, workers: int) -> dict[str, Any]:
+  """Returns what a worker sends in a step, the ratio to float32, and the exchanges."""
+  plan = gradcomp.explain(tx, params, workers=workers)
+  ways = sorted({leaf.exchange for leaf in plan.leaves})
+  return {
+    "bytes_a_step": float(plan.bytes_sent),
+    "ratio": float(plan.ratio),
+    "exchanges": ways,
+  }
 
 
 def point(

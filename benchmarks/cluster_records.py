@@ -9,41 +9,34 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-Record = dict[str, Any]
+from cluster_settings import Setting
 
 
-def identity(run: Mapping[str, Any]) -> str:
-  """Returns what identifies a run: all of its settings, in one order.
+class Record(NamedTuple):
+  """A run: what it was, and what came out."""
 
-  Example:
-    >>> identity({"b": 1, "a": None}) == identity({"a": None, "b": 1})
-    True
-  """
-  return json.dumps(run, sort_keys=True)
+  setting: Setting
+  results: dict[str, Any]
 
 
 def read(folder: Path) -> list[Record]:
   """Reads all runs of a folder, the last of those with the same settings.
 
-  Failed runs count too: what diverges once does so again.
+  Settings that are newer than a record have their defaults there.
   """
-  found: dict[str, Record] = {}
+  found: dict[Setting, Record] = {}
   for path in sorted(folder.glob("*.jsonl")):
-    for record in _lines(path):
-      found[identity(record["run"])] = record
+    for line in path.read_text().splitlines():
+      try:
+        results = json.loads(line)
+      except json.JSONDecodeError:
+        continue  # a launch was killed while it wrote
+      setting = Setting(**results.pop("run"))
+      found[setting] = Record(setting, results)
   return list(found.values())
-
-
-def _lines(path: Path) -> Iterator[Record]:
-  for line in path.read_text().splitlines():
-    try:
-      yield json.loads(line)
-    except json.JSONDecodeError:
-      continue  # a launch was killed while it wrote
 
 
 class Records:
@@ -54,20 +47,14 @@ class Records:
     now = time.strftime("%Y%m%d-%H%M%S")
     self._folder = folder
     self._path = folder / f"runs-{now}-{socket.gethostname()}-{os.getpid()}.jsonl"
-    self._known = {identity(record["run"]) for record in read(folder)}
 
-  def has(self, run: Mapping[str, Any]) -> bool:
+  def has(self, setting: Setting) -> bool:
     """Returns whether a run is there; another launch may have appended it just now."""
-    return identity(run) in self._known or self._refreshed(run)
+    return any(record.setting == setting for record in read(self._folder))
 
-  def _refreshed(self, run: Mapping[str, Any]) -> bool:
-    self._known = {identity(record["run"]) for record in read(self._folder)}
-    return identity(run) in self._known
-
-  def append(self, record: Record) -> None:
+  def append(self, setting: Setting, results: dict[str, Any]) -> None:
     """Writes a run, so that it is there even if the launch is killed right after."""
-    self._known.add(identity(record["run"]))
     with self._path.open("a") as file:
-      file.write(json.dumps(record) + "\n")
+      file.write(json.dumps({"run": setting._asdict(), **results}) + "\n")
       file.flush()
       os.fsync(file.fileno())

@@ -1,6 +1,6 @@
 """Says what a run of cluster_study.py is: all that its results depend on."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optax
 
@@ -9,7 +9,8 @@ class Setting(NamedTuple):
   """The settings of a run.
 
   Attributes:
-    way: ``"emulated"`` by one device, or ``"measured"`` on devices that exchange.
+    way: ``"emulated"`` or ``"trained"`` for accuracy, by one device or on devices that
+      exchange; ``"timed"`` for the times of a step.
     network, dataset, codec, exchange: by their names.
     workers: N.
     rule: whether the batch is ``"fixed"``, or one ``"per-worker"``.
@@ -22,8 +23,8 @@ class Setting(NamedTuple):
     learning_rate: at first; it falls along a cosine.
     momentum: of ``"sgd"``; None for none.
     max_norm: what gradients are clipped at; None for no clipping.
-    link: its name; "" if there is none.
-    host_workers: the workers of each host; None where all are emulated.
+    link: between hosts, by its name; "" without hosts.
+    hosts: the processes of a run that was timed.
   """
 
   way: str
@@ -43,17 +44,13 @@ class Setting(NamedTuple):
   momentum: float | None
   max_norm: float | None
   link: str = ""
-  host_workers: int | None = None
+  hosts: int = 1
 
   @property
   def evaluated(self) -> set[int]:
     """The steps behind which there is a point of the curve."""
     parts = min(self.points, self.steps)
     return {self.steps * (i + 1) // parts for i in range(parts)}
-
-  def record(self, **results: Any) -> dict[str, Any]:
-    """Returns the record of a run with its results."""
-    return {"run": self._asdict(), **results}
 
 
 def optimizer(

@@ -1,195 +1,157 @@
 """Runs the papers' studies on real data, and says which of their findings hold.
 
-  python benchmarks/cluster_study.py run --networks lenet gru --codecs f32 qsgd-4
-    --emulate 8 --epochs 2 --seeds 5 --output DIR
+  python benchmarks/cluster_study.py run --emulate 8 --networks lenet gru
+    --codecs f32 qsgd-4 onebit-64 --epochs 2 --seeds 5 --output DIR
+  python benchmarks/cluster_study.py run --workers 1 2 4 --networks lenet
+    --codecs f32 qsgd-4 --steps-only 50 --output DIR
+  srun python benchmarks/cluster_study.py run --networks lenet --codecs f32 qsgd-4
+    --link 10gbit --output DIR
+  python benchmarks/cluster_study.py run --rate 1gbit loopback --hosts 2 4 --networks
+    lenet --codecs f32 qsgd-4 --steps-only 20 --output DIR    (as root)
+  python benchmarks/cluster_study.py report DIR
 
-With ``--emulate`` one device emulates the workers: there are accuracies and bytes, and
-no times. Each run is a line of JSON in a file of the folder. What is there already is
-not run again, so a study can be stopped, go on, and be cut into parts: launches at the
-same time take ``--part 0/2`` and ``--part 1/2``.
+A run times the steps of each codec, split into computation, codec and communication
+(cluster_devices.py), and trains from each seed. With --emulate, one device emulates the
+workers: there are accuracies and bytes, and no times. It is started as the examples
+are: as one process, or in each process of srun or mpirun, once for each number of
+workers. With --rate it starts hosts itself, as network namespaces on links of that
+rate.
+
+Each run is a line of JSON in the folder. What is there already is not run again: a
+study can be stopped, go on, and be cut into parts. Launches at the same time take
+--part 0/2 and --part 1/2. All settings together identify a run. The report joins all
+launches.
 """
 
 import argparse
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import cluster_codecs
-import cluster_emulated
 import cluster_networks
-import jax
-from cluster_networks import Source
-from cluster_records import Records
-from cluster_settings import Setting
+import running
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data  # noqa: E402
-from progress import Progress  # noqa: E402
-from training import AXIS, Task  # noqa: E402
+import image_classification as example  # noqa: E402
 
 
-def settings(args: argparse.Namespace) -> Iterator[tuple[Source, Setting]]:
-  """Yields the runs, all codecs of one seed before the next seed."""
-  for network in args.networks:
-    found = cluster_networks.source(
-      network, args.dataset, args.data_dir, args.idx, args.pixels, args.text
-    )
-    defaults = cluster_networks.defaults(network)
-    momentum = defaults.momentum if args.momentum is None else args.momentum
-    for workers in args.emulate:
-      batch = args.batch_size * (workers if args.batch == "per-worker" else 1)
-      steps = args.steps or max(1, round(args.epochs * (found.epoch // batch)))
-      for seed in range(args.first_seed, args.first_seed + args.seeds):
-        for codec in args.codecs:
-          for exchange in args.exchanges:
-            yield (
-              found,
-              Setting(
-                way="emulated",
-                network=network,
-                dataset=found.name,
-                codec=codec,
-                exchange=exchange,
-                workers=workers,
-                rule=args.batch,
-                batch=batch,
-                steps=steps,
-                epoch=found.epoch,
-                points=args.points,
-                seed=seed,
-                optimizer=args.optimizer,
-                learning_rate=args.learning_rate or defaults.learning_rate,
-                momentum=None if args.optimizer == "adam" else momentum or None,
-                max_norm=defaults.max_norm,
-              ),
-            )
+def main(argv: list[str] | None = None) -> None:
+  parser = make_parser()
+  args = parser.parse_args(argv)
+  if args.command == "report":
+    import cluster_report
+
+    return cluster_report.write(args.folder, args.output or args.folder, args.price)
+  if args.quick:
+    import cluster_quick
+
+    return cluster_quick.run(args.output)
+  if args.output is None:
+    parser.error("run needs --output, the folder of the records")
+  if args.rate:
+    import cluster_rates
+
+    return cluster_rates.run(args, sys.argv[1:] if argv is None else argv)
+  execute(args)
 
 
-def run(args: argparse.Namespace) -> None:
-  """Runs what is not there yet."""
-  records = Records(args.output)
-  part, parts = args.part
-  everything = [x for i, x in enumerate(settings(args)) if i % parts == part]
-  left = [x for x in everything if not records.has(x[1]._asdict())]
-  print(f"{len(left)} of {len(everything)} runs are left", flush=True)
-  mesh = jax.make_mesh((1,), (AXIS,), devices=jax.devices()[:1])
-  tasks: dict[str, Task] = {}
-  trainers: dict[Setting, Any] = {}
-  clock = Clock([setting for _, setting in left])
-  for found, setting in left:
-    if records.has(setting._asdict()):
-      clock.drop(setting)
-      continue
-    task = tasks.setdefault(setting.network, Task(found.model, found.test, mesh))
-    alike = setting._replace(seed=0)
-    if alike not in trainers:
-      trainers[alike] = cluster_emulated.Trainer(task, found, alike)
-    start = time.perf_counter()
-    title = f"{setting.network} {setting.codec} N={setting.workers} seed {setting.seed}"
-    shown = sys.stderr.isatty()
-    with Progress(title, setting.steps, shown=shown) as progress:
-      points = trainers[alike].train(setting.seed, progress.step)
-    seconds = time.perf_counter() - start
-    sizes = trainers[alike].bytes() | sized(task, found)
-    records.append(setting.record(points=points, seconds=seconds, **sizes))
-    print(
-      f"{title}: accuracy {points[-1]['accuracy']:.2f} %, {seconds:.0f} s, "
-      f"{clock.after(setting, seconds)}",
-      flush=True,
-    )
+def execute(args: argparse.Namespace) -> None:
+  """Joins the other processes, and runs what is not there yet."""
+  import cluster_runs
 
-
-def sized(task: Task, found: Source) -> dict[str, float]:
-  """Returns the size of a network, and what a sample costs."""
-  params = jax.eval_shape(lambda: task.init_params(0))
-  elements = sum(leaf.size for leaf in jax.tree.leaves(params))
-  sample = tuple(x[:1] for x in found.test)
-  return {
-    "parameters": elements,
-    "megabytes": 4 * elements / 1e6,
-    "gigaflops": cluster_networks.gigaflops(task.loss_fn, params, sample),
-  }
-
-
-class Clock:
-  """Estimates the time that is left from the runs of the same network."""
-
-  def __init__(self, left: list[Setting]):
-    self._left = list(left)
-    self._done: list[tuple[Setting, float]] = []
-
-  def drop(self, setting: Setting) -> None:
-    self._left.remove(setting)
-
-  def after(self, setting: Setting, seconds: float) -> str:
-    """Says what is left behind a run that took so many seconds."""
-    self.drop(setting)
-    self._done.append((setting, seconds))
-    total = sum(map(self._expected, self._left))
-    return f"{len(self._left)} left, about {total / 60:.0f} min"
-
-  def _expected(self, setting: Setting) -> float:
-    """Returns the seconds of a run: the mean of those that are like it most."""
-    for alike in (
-      lambda x: x._replace(seed=setting.seed) == setting,
-      lambda x: (x.network, x.workers) == (setting.network, setting.workers),
-      lambda x: True,
-    ):
-      found = [
-        seconds / x.steps * setting.steps for x, seconds in self._done if alike(x)
-      ]
-      if found:
-        return sum(found) / len(found)
-    return 0.0
+  if not args.emulate:
+    example.join_processes(args)
+  cluster_runs.run(args)
 
 
 def make_parser() -> argparse.ArgumentParser:
+  """Makes the parser of the command line."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   commands = parser.add_subparsers(dest="command", required=True)
+  report = commands.add_parser("report", help="write report.html and report.md")
+  report.add_argument("folder", type=Path, help="of the records")
+  report.add_argument("--output", type=Path, help="default: the same folder")
+  report.add_argument("--price", type=float, help="dollars an hour of a worker")
   command = commands.add_parser("run", help="run what is not there yet")
-  add = command.add_argument
-  add("--networks", nargs="+", choices=cluster_networks.NETWORKS, required=True)
-  add("--codecs", nargs="+", type=cluster_codecs.check, required=True)
-  add("--exchanges", nargs="+", default=["auto"])
-  add("--emulate", nargs="+", type=int, metavar="N", help="numbers of workers")
-  add("--dataset", default="digits")
+  running.add_quick(command, "two codecs, two networks and two seeds, with the report")
+  command.add_argument("--output", type=Path, help="folder of the records")
+
+  add = command.add_argument_group("what is compared").add_argument
+  names = cluster_networks.NETWORKS
+  add("--networks", nargs="+", choices=names, default=["lenet"], metavar="NAME")
+  add(
+    "--codecs",
+    nargs="+",
+    type=cluster_codecs.check,
+    default=["f32", "qsgd-4"],
+    metavar="NAME",
+    help=f"{', '.join(cluster_codecs.METHODS)}; with :conv, :dense or :body for a part "
+    "of the network",
+  )
+  add("--exchanges", nargs="+", default=["auto"], help="auto: the codec's own")
+  add("--seeds", type=example.positive, default=1)
+  add("--first-seed", type=int, default=0)
+  add("--part", type=part, default=(0, 1), metavar="I/N", help="every N-th run, from I")
+
+  add = command.add_argument_group("workers").add_argument
+  add("--emulate", nargs="+", type=example.positive, metavar="N", help="accuracy only")
+  add(
+    "--workers",
+    nargs="+",
+    type=example.positive,
+    metavar="N",
+    help="of one process; default: all its devices",
+  )
+  add("--devices", type=example.positive, default=8, help="CPU devices of a process")
+  add("--coordinator", metavar="HOST:PORT", help="address of process 0")
+  add("--num-processes", type=example.positive)
+  add("--process-id", type=int)
+  add("--link", default="", help="the name of the link between processes")
+  add("--interface", default="", help="whose bytes are counted, such as eth0")
+  add("--probe", type=float, help="bytes/s that the link carries, if you know it")
+  add("--rate", nargs="+", metavar="RATE", help="start hosts on links, as 1gbit")
+  add("--hosts", nargs="+", type=example.positive, default=[2], help="with --rate")
+  add("--price", type=float, default=0.9, help="dollars an hour of a worker")
+
+  add = command.add_argument_group("data").add_argument
+  add("--dataset", default="digits", help="as in examples/data.py; default: digits")
   add("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
   add("--idx", type=Path, metavar="FOLDER", help="images in IDX files; see make data")
+  add("--pixels", type=example.positive, help="reduce images to this width and height")
   add("--text", choices=("python", "brown"), default="python")
-  add("--pixels", type=int, help="reduce images to this width and height")
-  add("--epochs", type=float, default=1.0)
-  add("--steps", type=int, help="in place of epochs")
-  add("--points", type=int, default=10, help="of a curve; default: 10")
+
+  add = command.add_argument_group("training").add_argument
+  add("--epochs", type=float, default=1.0, help="default: 1")
+  add("--steps", type=example.positive, help="in place of epochs")
+  add("--steps-only", type=example.positive, metavar="K", help="time K steps alone")
+  add("--timed-steps", type=example.positive, default=20, help="beside a training")
+  add("--points", type=example.positive, default=10, help="of a curve; default: 10")
   add("--batch", choices=("fixed", "per-worker"), default="fixed")
-  add("--batch-size", type=int, default=128, help="of all workers, or of each")
-  add("--seeds", type=int, default=1)
-  add("--first-seed", type=int, default=0)
+  add("--batch-size", type=example.positive, default=128, help="of all, or of each")
   add("--optimizer", choices=("sgd", "adam"), default="sgd")
-  add("--learning-rate", type=float, help="of all networks; default: each its own")
-  add("--momentum", type=float, help="0 for none; default: each its own")
-  add("--part", type=part, default=(0, 1), metavar="I/N", help="every N-th run, from I")
-  add("--output", type=Path, required=True, help="folder of the records")
+  add("--learning-rate", type=float, help="default: each network's own")
+  add("--momentum", type=float, help="0 for none; default: each network's own")
   return parser
 
 
 def part(text: str) -> tuple[int, int]:
   """Parses which part of the runs to take.
 
+  Raises:
+    ValueError: it is no part.
+
   Example:
     >>> part("1/2")
     (1, 2)
   """
   index, _, count = text.partition("/")
+  if not 0 <= int(index) < int(count):
+    raise ValueError(f"`part` must be like 0/2 or 1/2, got {text!r}.")
   return int(index), int(count)
-
-
-def main(argv: list[str] | None = None) -> None:
-  run(make_parser().parse_args(argv))
 
 
 if __name__ == "__main__":
