@@ -157,7 +157,7 @@ class Bench:
   def __init__(self, images: data.ImageSet, workers: int, steps: int):
     self.train, self.steps = images.train, steps
     shape = images.train.images.shape[1:]
-    model = functools.partial(example.MODELS["lenet"], shape, images.classes)
+    model = functools.partial(example.IMAGES["lenet"], shape, images.classes)
     self.task = Task(model, images.test, jax.make_mesh((workers,), (AXIS,)))
 
   @functools.cache  # noqa: B019

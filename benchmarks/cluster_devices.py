@@ -65,8 +65,8 @@ def chain(setting: Setting, **changed: Any) -> optax.GradientTransformation:
 def apart(task: Task, tx: optax.GradientTransformation, batch: Batch) -> Any:
   """Compiles a step of workers who exchange nothing, and drift apart."""
 
-  def local(params: Any, state: Any, batch: Batch) -> Any:
-    loss, grads = jax.value_and_grad(task.loss_fn)(params, batch)
+  def local(params: Any, state: Any, batch: Batch, options: Any) -> Any:
+    loss, grads = jax.value_and_grad(task.loss_fn)(params, batch, **options)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
 
@@ -77,12 +77,14 @@ def apart(task: Task, tx: optax.GradientTransformation, batch: Batch) -> Any:
   step = jax.shard_map(
     local,
     mesh=task.mesh,
-    in_specs=(P(), specs, P(AXIS)),
+    in_specs=(P(), specs, P(AXIS), P()),
     out_specs=(P(), specs, P()),
     check_vma=False,
   )
   program = jax.jit(step, donate_argnums=(0, 1))
-  return program.lower(params, state, task.place(batch)).compile()
+  args = params, state, task.place(batch), task.options(0, 0)
+  compiled = program.lower(*args).compile()
+  return lambda *args, **options: compiled(*args, options)
 
 
 def timed(
@@ -118,12 +120,12 @@ def timed(
   seconds: dict[str, list[float]] = {name: [] for name in programs}
   sent = []
   for i in range(_WARM + setting.steps):
-    batch = task.place(next(drawn))
+    batch, options = task.place(next(drawn)), task.options(0, i)
     for name, (program, _) in programs.items():
       meet()
       before = links.bytes_sent(interface) if interface else 0
       start = time.perf_counter()
-      *carry, _ = jax.block_until_ready(program(*held[name], batch))
+      *carry, _ = jax.block_until_ready(program(*held[name], batch, **options))
       spent = time.perf_counter() - start
       held[name] = carry[0], carry[1]
       if name == "step" and interface:
@@ -192,7 +194,9 @@ class Trainer:
     losses: list[Any] = []
     for step, batch in enumerate(batches(self._source, setting, seed), start=1):
       params, state, metrics = jax.block_until_ready(
-        self._step(params, state, self._task.place(batch))
+        self._step(
+          params, state, self._task.place(batch), **self._task.options(seed, step)
+        )
       )
       losses.append(metrics["loss"])
       stepped()

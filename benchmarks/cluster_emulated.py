@@ -4,7 +4,8 @@ A step is two calls from Python and no ``lax.scan``, since XLA:CPU computes conv
 in a loop's body twenty times as slowly as outside: 3.0 s against 0.11 s of CPU time for
 LeNet's gradient of 128 images of 28 x 28. For the same reason the gradients of workers
 are computed one after another in networks with convolutions, and by ``vmap`` in
-recurrent ones. The exchange is that of ``vmap``, with the bits of real devices.
+recurrent ones. The exchange is that of ``vmap``, with the bits of real devices. Only
+dropout draws other numbers than it does there.
 """
 
 import functools
@@ -37,14 +38,17 @@ class Trainer:
     self._arrays = jax.device_put(source.arrays)
     self._after = after
 
-    def gradients(params: Any, arrays: Any, indices: Any) -> Any:
-      def of_one(*indices: Any) -> Any:
+    def gradients(
+      params: Any, arrays: Any, indices: Any, workers: jax.Array, options: Any
+    ) -> Any:
+      def of_one(worker: jax.Array, *indices: Any) -> Any:
         batch = tuple(x[i] for x, i in zip(arrays, indices, strict=True))
-        return jax.value_and_grad(task.loss_fn)(params, batch)
+        own = {name: jax.random.fold_in(key, worker) for name, key in options.items()}
+        return jax.value_and_grad(task.loss_fn)(params, batch, **own)
 
       if source.recurrent:
-        return jax.vmap(of_one)(*indices)
-      each = [of_one(*own) for own in zip(*indices, strict=True)]
+        return jax.vmap(of_one)(workers, *indices)
+      each = [of_one(*own) for own in zip(workers, *indices, strict=True)]
       return jax.tree.map(lambda *x: jnp.stack(x), *each)
 
     def update(carry: Any, found: list[Any]) -> Any:
@@ -84,10 +88,14 @@ class Trainer:
     points, losses = [], []
     for step in range(1, setting.steps + 1):
       indices = [x.reshape(setting.workers, -1, *x.shape[1:]) for x in next(batches)]
-      found = [
-        self._gradients(carry[0], self._arrays, [x[i : i + _TOGETHER] for x in indices])
-        for i in range(0, setting.workers, _TOGETHER)
-      ]
+      options = self._task.options(seed, step)
+      found = []
+      for i in range(0, setting.workers, _TOGETHER):
+        own = slice(i, i + _TOGETHER)
+        parts = [x[own] for x in (*indices, np.arange(setting.workers))]
+        found.append(
+          self._gradients(carry[0], self._arrays, parts[:-1], parts[-1], options)
+        )
       carry, loss = self._update(carry, found)
       losses.append(loss)
       stepped()

@@ -20,7 +20,7 @@ import brown  # noqa: E402
 import data  # noqa: E402
 import idx  # noqa: E402
 import language_model  # noqa: E402
-import models  # noqa: E402
+import networks  # noqa: E402
 import text  # noqa: E402
 from training import Batch  # noqa: E402
 
@@ -41,7 +41,7 @@ DEFAULTS = {
   "transformer": Defaults(0.5, 0.9, 1.0),
 }
 _IMAGES = Defaults(0.05)
-NETWORKS = (*models.MODELS, *language_model.MODELS)
+NETWORKS = (*networks.IMAGES, *networks.TEXTS)
 
 
 class Source(NamedTuple):
@@ -95,7 +95,7 @@ def source(
     pixels: the width and height that images are reduced to; None leaves them.
     corpus: ``"python"`` or ``"brown"``, byte by byte.
   """
-  if network in language_model.MODELS:
+  if network in networks.TEXTS:
     return _language(network, corpus)
   images = idx.load(folder) if folder else data.load(dataset, data_dir)
   train, test, classes = images
@@ -108,7 +108,7 @@ def source(
   order = np.arange(len(train.labels), dtype=np.int32)
   return Source(
     name=name,
-    model=functools.partial(models.MODELS[network], train.images.shape[1:], classes),
+    model=functools.partial(networks.IMAGES[network], train.images.shape[1:], classes),
     arrays=tuple(train),
     test=tuple(test),
     epoch=len(order),
@@ -126,7 +126,7 @@ def _language(network: str, corpus: str) -> Source:
 
   return Source(
     name=corpus,
-    model=language_model.MODELS[network],
+    model=language_model.make_network(network, found.symbols),
     arrays=(found.train, found.train.astype(np.int32)),
     test=tuple(text.in_order(found.test, LENGTH)),
     epoch=len(order) // LENGTH,

@@ -37,8 +37,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data  # noqa: E402
 import text  # noqa: E402
-from language_models import Transformer  # noqa: E402
-from models import MODELS  # noqa: E402
+from networks import (
+  IMAGES,  # noqa: E402
+  Transformer,  # noqa: E402
+)
 from training import AXIS, Task, init_state  # noqa: E402
 
 WORKERS = 8
@@ -62,7 +64,7 @@ def problem(net: str, folder: Path) -> tuple[Task, Any]:
     task = Task(Transformer(text.CHARACTERS), text.in_order(found.test, 32), mesh)
     return task, next(text.batches(found.train, 16, 32, seed=0))
   images = data.load("digits", folder)
-  model = functools.partial(MODELS[net], images.train.images.shape[1:], images.classes)
+  model = functools.partial(IMAGES[net], images.train.images.shape[1:], images.classes)
   return Task(model, images.test, mesh), next(data.batches(images.train, 64, seed=0))
 
 

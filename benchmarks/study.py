@@ -134,9 +134,9 @@ def study(table: Table, images: data.ImageSet, args: argparse.Namespace) -> Any:
   mesh = jax.make_mesh((table.workers,), (AXIS,), devices=devices)
   train, test = images[1::-1] if table.swapped else images[:2]
   model = functools.partial(
-    example.MODELS[args.model], train.images.shape[1:], images.classes
+    example.IMAGES[args.model], train.images.shape[1:], images.classes
   )
-  task = Task(model, test, mesh)
+  task = Task(model, test, mesh, known=train.images[:1000])
   baseline = example.run_codec("f32", Dense(), task, train, args)
   rows = [row(baseline, baseline, None)]
   for name, (codec, limit) in table.codecs.items():

@@ -25,7 +25,7 @@ import optax
 import report
 from checkpoints import add_arguments, saved_in
 from jax.experimental import multihost_utils
-from models import MODELS
+from networks import IMAGES
 from progress import Progress
 from telemetry import Log
 from training import (
@@ -92,9 +92,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.error(f"--batch-size must be a multiple of the {mesh.size} workers")
   images = load_everywhere(args)
   model = functools.partial(
-    MODELS[args.model], images.train.images.shape[1:], images.classes
+    IMAGES[args.model], images.train.images.shape[1:], images.classes
   )
-  task = Task(model, images.test, mesh)
+  task = Task(model, images.test, mesh, known=images.train.images[:1000])
   runs = []
   for name, codec in codecs.items():
     runs += run_codec(name, codec, task, images.train, args)
@@ -170,6 +170,7 @@ def run_codec(
         evaluate_every=args.evaluate_every,
         bytes_a_step=wire.bytes_sent,
         progress=progress,
+        options=functools.partial(task.options, seed),
         saved=saved,
         log=log if seed == args.seed else None,
       )
@@ -269,7 +270,7 @@ def make_parser() -> argparse.ArgumentParser:
   )
   group.add_argument("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
   group.add_argument(
-    "--model", choices=tuple(MODELS), default="lenet", help="default: lenet"
+    "--model", choices=tuple(IMAGES), default="lenet", help="default: lenet"
   )
   group.add_argument(
     "--optimizer", choices=("sgd", "adam"), default="sgd", help="default: sgd"

@@ -25,15 +25,16 @@ import fsdp
 import jax
 import optax
 import text
+from calling import Model
 from checkpoints import add_arguments, saved_in
+from flax import linen
 from jax.sharding import PartitionSpec as P
-from language_models import Recurrent, Transformer
+from networks import TEXTS
 from progress import Progress
 from telemetry import Log
 from training import (
   AXIS,
   REPLICATED,
-  Model,
   Run,
   Task,
   compile_inspecting,
@@ -49,10 +50,6 @@ from gradcomp.parallel import zero
 MOMENTUM = 0.9
 CODECS = ("f32", "redsync", "redsync-asq")
 BITS = (*range(2, 9), 16)
-MODELS: dict[str, Model] = {
-  "gru": functools.partial(Recurrent, text.CHARACTERS),
-  "transformer": Transformer(text.CHARACTERS),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -75,8 +72,16 @@ def main(argv: Sequence[str] | None = None) -> None:
   found = text.load()
   test = text.in_order(found.test, args.length)
   spec = P(AXIS) if args.parallel == "fsdp" else REPLICATED
-  task = Task(MODELS[args.model], test, mesh, spec)
+  task = Task(make_network(args.model, found.symbols), test, mesh, spec)
   print(table(run(task, found, args), args))
+
+
+def make_network(name: str, symbols: int) -> Model:
+  """Returns a network of flax linen, or what makes one of flax nnx."""
+  network = TEXTS[name]
+  if issubclass(network, linen.Module):
+    return network(symbols)
+  return functools.partial(network, symbols)
 
 
 def run(task: Task, found: text.Text, args: argparse.Namespace) -> Run:
@@ -113,6 +118,7 @@ def run(task: Task, found: text.Text, args: argparse.Namespace) -> Run:
       evaluate_every=max(1, args.steps // 10),
       bytes_a_step=sent,
       progress=progress,
+      options=functools.partial(task.options, args.seed),
       saved=saved,
       log=log,
     )
@@ -211,7 +217,7 @@ def make_parser() -> argparse.ArgumentParser:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = functools.partial(parser.add_argument)
-  add("--model", choices=tuple(MODELS), default="gru", help="default: gru")
+  add("--model", choices=tuple(TEXTS), default="gru", help="default: gru")
   add("--workers", type=int, default=4, help="default: 4")
   add("--steps", type=int, default=600, help="default: 600")
   add("--learning-rate", type=float, help="at first; default: 2, of Adam 0.002")

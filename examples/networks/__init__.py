@@ -1,0 +1,31 @@
+"""The networks that the examples and the benchmarks train.
+
+Those for images are made from an image's shape and a number of classes, and take images
+of any size from 8 x 8 on. Those for text are made from a number of symbols. All but the
+transformer, which is of flax linen, are of flax nnx. Networks with dropout take its
+``rngs`` beside their input while they train.
+
+Large leaves hold a multiple of 4096 elements where it costs nothing. A row of a 4-bit
+payload holds as many, so few bytes are padding.
+"""
+
+from networks.alexnet import AlexNet as AlexNet
+from networks.lenet import LeNet as LeNet
+from networks.mlp import MLP as MLP
+from networks.recurrent import GRU as GRU
+from networks.recurrent import LSTM as LSTM
+from networks.resnet import ResNet as ResNet
+from networks.transformer import Block as Block
+from networks.transformer import Transformer as Transformer
+from networks.transformer import attention as attention
+from networks.transformer import turned as turned
+from networks.vgg import VGG as VGG
+
+IMAGES = {
+  "lenet": LeNet,
+  "resnet": ResNet,
+  "mlp": MLP,
+  "vgg": VGG,
+  "alexnet": AlexNet,
+}
+TEXTS = {"gru": GRU, "lstm": LSTM, "transformer": Transformer}
