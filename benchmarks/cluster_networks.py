@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -22,9 +21,10 @@ import idx  # noqa: E402
 import language_model  # noqa: E402
 import networks  # noqa: E402
 import text  # noqa: E402
-from training import Batch  # noqa: E402
+from training import Batch, Task  # noqa: E402
 
 LENGTH = 32  # of a sequence of characters
+_TESTED = 2**16  # characters of the text to test on, so that tests take little time
 
 
 class Defaults(NamedTuple):
@@ -41,6 +41,7 @@ DEFAULTS = {
   "transformer": Defaults(0.5, 0.9, 1.0),
 }
 _IMAGES = Defaults(0.05)
+TEXTS = tuple(networks.TEXTS)
 NETWORKS = (*networks.IMAGES, *networks.TEXTS)
 
 
@@ -128,7 +129,7 @@ def _language(network: str, corpus: str) -> Source:
     name=corpus,
     model=language_model.make_network(network, found.symbols),
     arrays=(found.train, found.train.astype(np.int32)),
-    test=tuple(text.in_order(found.test, LENGTH)),
+    test=tuple(text.in_order(found.test[:_TESTED], LENGTH)),
     epoch=len(order) // LENGTH,
     draw=draw,
     recurrent=True,
@@ -155,13 +156,14 @@ def reduced(images: np.ndarray, pixels: int) -> np.ndarray:
   return np.rint(images.reshape(shape).mean(axis=(2, 4))).astype(np.uint8)
 
 
-def gigaflops(predict: Callable[..., Any], params: Any, inputs: np.ndarray) -> float:
+def gigaflops(task: Task, test: Batch) -> float:
   """Returns the billions of operations of a training step for one sample.
 
-  They are those that XLA counts in the loss and its gradient. Operations in a loop
-  count once, so a recurrent network has more.
+  They are those that XLA counts in the gradient of the loss. Operations in a loop count
+  once, so a recurrent network has more.
   """
-  sample = jax.tree.map(jnp.asarray, inputs)
-  shapes = jax.eval_shape(lambda: params)
-  cost = jax.jit(jax.grad(predict)).lower(shapes, sample).cost_analysis()
+  params = jax.eval_shape(lambda: task.init_params(0))
+  sample = tuple(x[:1] for x in test)
+  gradient = jax.jit(jax.grad(task.loss_fn))
+  cost = gradient.lower(params, sample, **task.options(0, 0)).cost_analysis()
   return (cost or {}).get("flops", 0.0) / 1e9

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
   if first:
     print(f"{len(left)} of {len(everything)} runs are left", flush=True)
   clock = Clock([job.setting for job in left])
-  tasks: dict[Any, Task] = {}
+  tasks: dict[Any, tuple[Task, dict[str, float]]] = {}
   trainers: dict[Setting, Any] = {}
   for source, setting in left:
     if _known(records, setting):
@@ -117,16 +117,20 @@ def run(args: argparse.Namespace) -> None:
     key = setting.network, devices
     if key not in tasks:
       known = source.arrays[0][:_KNOWN]
-      tasks[key] = Task(source.model, source.test, _mesh(devices), known=known)
-    task = tasks[key]
+      task = Task(source.model, source.test, _mesh(devices), known=known)
+      tasks[key] = task, sized(task, source)
+    task, sizes = tasks[key]
     title = " ".join(
       [setting.way, setting.network, setting.codec, f"N={setting.workers}"]
       + ([] if setting.way == "timed" else [f"seed {setting.seed}"])
     )
     start = time.perf_counter()
     shown = first and sys.stderr.isatty() and setting.way != "timed"
-    with Progress(title, setting.steps, shown=shown) as progress:
-      results, said = _one(task, source, setting, trainers, args, progress.step)
+    try:
+      with Progress(title, setting.steps, shown=shown) as progress:
+        results, said = _one(task, source, setting, trainers, args, progress.step)
+    except ValueError as error:  # such as an exchange that a codec does not go with
+      results, said = {"failed": str(error)}, f"failed: {error}"
     seconds = time.perf_counter() - start
     if first:
       machine = link_start.machine() if setting.way == "timed" else {}
@@ -180,11 +184,10 @@ def sized(task: Task, source: Source) -> dict[str, float]:
   """Returns the size of a network, and what a sample costs."""
   params = jax.eval_shape(lambda: task.init_params(0))
   elements = sum(leaf.size for leaf in jax.tree.leaves(params))
-  sample = tuple(x[:1] for x in source.test)
   return {
     "parameters": elements,
     "megabytes": 4 * elements / 1e6,
-    "gigaflops": cluster_networks.gigaflops(task.loss_fn, params, sample),
+    "gigaflops": cluster_networks.gigaflops(task, source.test),
   }
 
 
