@@ -1,5 +1,6 @@
 """Groups the runs of a study, and computes what figures and findings share.
 
+A codec with another exchange than its own is a codec of its own: ``"qsgd-4 ring"``.
 Trainings that differ in nothing but the codec and the seed are a group. Times that
 differ in nothing but the codec are a cell.
 """
@@ -59,9 +60,7 @@ class Group(NamedTuple):
   @property
   def name(self) -> str:
     x = self.setting
-    extra = "" if x.exchange == "auto" else f", {x.exchange}"
-    if x.optimizer != "sgd":
-      extra += f", {x.optimizer}"
+    extra = "" if x.optimizer == "sgd" else f", {x.optimizer}"
     if x.rule != "fixed":
       extra += f", {x.batch // x.workers} a worker"
     epochs = x.steps * x.batch / x.epoch
@@ -124,7 +123,8 @@ class Cell(NamedTuple):
 
   @property
   def name(self) -> str:
-    return f"{self.setting.network}, N = {self.setting.workers}, {self.link}"
+    x = self.setting
+    return f"{x.network} on {x.dataset}, N = {x.workers}, batch {x.batch}, {self.link}"
 
   def speed(self, codec: str) -> float:
     """Returns samples a second."""
@@ -180,14 +180,17 @@ def grouped(records: Iterable[Record]) -> Study:
   groups: dict[Setting, Group] = {}
   cells: dict[Setting, Cell] = {}
   for record in records:
-    setting, codec = record.setting, record.setting.codec
+    setting = record.setting
     if "failed" in record.results:
       continue
+    codec = setting.codec
+    if setting.exchange != "auto":
+      codec += f" {setting.exchange}"
     if setting.way == "timed":
-      key = setting._replace(codec="", exchange="", steps=0, epoch=0)
+      key = setting._replace(codec="", exchange="", steps=0)
       cells.setdefault(key, Cell(setting, {})).times[codec] = record.results
     else:
-      key = setting._replace(codec="", seed=0)
+      key = setting._replace(codec="", exchange="", seed=0)
       group = groups.setdefault(key, Group(setting, {}))
       group.runs.setdefault(codec, {})[setting.seed] = record
   order = lambda x: (x.setting.network, x.setting.workers, x.setting.link)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from arms import anova
-from cluster_codecs import TYPES
 from cluster_networks import TEXTS
 from cluster_numbers import Group, Spread, Study
 
@@ -18,10 +17,10 @@ FAILS = 1.0  # points below float32
 
 
 class Verdict(NamedTuple):
-  """What the runs say of a claim, and the numbers that say it."""
+  """What the runs say of a claim, and lines with the numbers that say it."""
 
   verdict: Literal["holds", "does not", "not tested"]
-  numbers: str
+  numbers: tuple[str, ...]
 
 
 Judge = Callable[[Study], Verdict]
@@ -59,13 +58,13 @@ def concluded(seen: Iterable[Seen], needs: str) -> Verdict:
   """
   found = list(seen)
   if not found:
-    return Verdict("not tested", f"It needs {needs}.")
-  numbers = "; ".join(x.numbers for x in found)
-  if all(x.holds for x in found):
+    return Verdict("not tested", (f"It needs {needs}.",))
+  numbers = tuple(x.numbers for x in found)
+  kept = sum(x.holds for x in found)
+  if kept == len(found):
     return Verdict("holds", numbers)
-  if any(x.holds for x in found):
-    kept = sum(x.holds for x in found)
-    numbers = f"It holds in {kept} of {len(found)}. {numbers}"
+  if kept:
+    numbers = (f"It holds in {kept} of {len(found)}.", *numbers)
   return Verdict("does not", numbers)
 
 
@@ -190,140 +189,3 @@ def any_workers(codec: str, limit: float) -> Judge:
     )
 
   return judge
-
-
-_DETTMERS = [name.replace("_", "-") for name in TYPES]
-FINDINGS = (
-  Finding(
-    "QSGD with 8 bits in buckets of 512 ends as float32.",
-    "Grubic 5.1",
-    "equal",
-    within(["qsgd-8"], 0.2),
-  ),
-  Finding(
-    "QSGD with 4 bits in buckets of 512 ends within 0.2 points.",
-    "Grubic 5.1",
-    "0.1",
-    within(["qsgd-4"], 0.2),
-  ),
-  Finding(
-    "1-bit SGD in buckets of 64 ends less than 0.3 points below.",
-    "Grubic 5.1",
-    "0.3",
-    within(["onebit-64"], 0.3),
-  ),
-  Finding(
-    "1-bit SGD converges later than float32.",
-    "Grubic 5.1",
-    "curve",
-    later("onebit-64"),
-  ),
-  Finding(
-    "1-bit SGD is worse in buckets of 512 than of 64.",
-    "Grubic 5.1",
-    "1 point",
-    worse("onebit-512", "onebit-64"),
-  ),
-  Finding(
-    "QSGD with 2 bits in buckets of 128 is worse than float32.",
-    "Grubic 5.1",
-    "1 point or more",
-    worse("qsgd-2", "f32"),
-  ),
-  Finding(
-    "QSGD with 4 bits is worse in buckets of 8192 than of 512.",
-    "Grubic 5.1",
-    "more than 0.6 points below float32",
-    worse("qsgd-4-8192", "qsgd-4"),
-  ),
-  Finding(
-    "QSGD with 1 bit and uniform levels fails.",
-    "Grubic 5.1",
-    "accuracy not reached",
-    fails(["qsgd-1-uniform"]),
-  ),
-  Finding(
-    "QSGD with the l2 norm as its scale fails.",
-    "Grubic 5.1",
-    "accuracy not reached",
-    fails(["qsgd-4-l2", "qsgd-2-l2"]),
-  ),
-  Finding(
-    "QSGD with 2 bits and one scale a tensor fails.",
-    "Grubic 3.2.2",
-    "buckets are needed",
-    fails(["qsgd-2-tensor"]),
-  ),
-  Finding(
-    "Convolutions are more sensitive to 2 bits than dense layers.",
-    "Grubic 5.1",
-    "no number",
-    worse("qsgd-2:conv", "qsgd-2:dense"),
-  ),
-  Finding(
-    "A recurrent net stands 2 bits.",
-    "Grubic 5.1",
-    "equal",
-    within(["qsgd-2"], 0.2, recurrent),
-  ),
-  Finding(
-    "1-bit SGD without residuals fails.",
-    "Grubic 2.2",
-    "feedback is needed",
-    fails(["onebit-64-nofeedback"]),
-  ),
-  Finding(
-    "TernGrad ends at most 0.22 points below float32, for 2 to 64 workers.",
-    "Wen 4.1, figure 3",
-    "0.22 on LeNet",
-    any_workers("terngrad", 0.22),
-  ),
-  Finding(
-    "TernGrad ends at most 2 points below float32.",
-    "Wen abstract, 4.2",
-    "2 on GoogLeNet",
-    within(["terngrad"], 2.0),
-  ),
-  Finding(
-    "TernGrad is worse without clipping.",
-    "Wen 4.2, table 2",
-    "2.7 points",
-    worse("terngrad-noclip", "terngrad"),
-  ),
-  Finding(
-    "Dettmers' four types of 8 bits end as float32 (analysis of variance).",
-    "Dettmers 3.4",
-    "p = 0.59",
-    alike(_DETTMERS),
-  ),
-  Finding(
-    "APS with 8 bits ends at most 0.3 points below float32.",
-    "Han 4.1, table 4",
-    "0.3",
-    within(["aps-5-2", "aps-4-3"], 0.3),
-  ),
-  Finding(
-    "Casts to 4 bits (3, 0) fail without APS.",
-    "Han table 6",
-    "diverges",
-    fails(["cast-3-0"]),
-  ),
-  Finding(
-    "4 bits (3, 0) with APS are worse than float32 in the last layer.",
-    "Han table 7",
-    "no number",
-    worse("aps-3-0", "aps-3-0:body"),
-  ),
-  Finding(
-    "RedSync with 1 % and 0.1 % ends within a point of float32.",
-    "Fang table 1",
-    "within 1 %",
-    within(["redsync-1", "redsync-0.1"], 1.0),
-  ),
-  Finding(
-    "The largest 1 % without residuals fail.",
-    "Fang 2",
-    "residuals are needed",
-    fails(["topk-1-noresidual"]),
-  ),
-)
