@@ -55,7 +55,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data  # noqa: E402
 import text  # noqa: E402
-from language_model import output_layer  # noqa: E402
+from methods import output_layer  # noqa: E402
 from networks import (
   GRU,  # noqa: E402
   LeNet,  # noqa: E402

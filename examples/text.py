@@ -61,9 +61,18 @@ def sequences(text: np.ndarray, starts: np.ndarray, length: int) -> Tokens:
   return Tokens(windows[:, :-1], windows[:, 1:].astype(np.int32))
 
 
-def in_order(text: np.ndarray, length: int) -> Tokens:
-  """Cuts a text into sequences to test on, and leaves out its last few symbols."""
-  return sequences(text, np.arange(0, len(text) - length, length), length)
+def in_order(text: np.ndarray, length: int, most: int | None = None) -> Tokens:
+  """Cuts a text into sequences to test on, and leaves out its last few symbols.
+
+  Args:
+    text: the symbols.
+    length: symbols in a sequence.
+    most: how many sequences there may be; of more, those at equal distances are taken.
+  """
+  starts = np.arange(0, len(text) - length, length)
+  if most is not None and len(starts) > most:
+    starts = starts[np.arange(most) * len(starts) // most]
+  return sequences(text, starts, length)
 
 
 def batches(

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from averaging import averaged
 from calling import Model, functions
 from checkpoints import Saved
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from plateau import observe
 from progress import Progress
 from telemetry import Log
 
@@ -210,11 +212,12 @@ def train(
     log.keep(done, metrics)
     facts = {}
     if done % evaluate_every == 0 or done == steps:
-      test_loss, accuracy = task.evaluate(params)
+      test_loss, accuracy = task.evaluate(averaged(opt_state, params))
       train_loss = statistics.fmean(losses)
       points.append(Point(done, done * bytes_a_step, train_loss, test_loss, accuracy))
       losses.clear()
       facts = {"loss": f"{train_loss:.4f}", "accuracy": f"{accuracy:.2%}"}
+      opt_state = observe(opt_state, train_loss)
     saved.save(done, (params, opt_state), {"points": points, "losses": losses})
     progress.step(**facts)
   return points, 1000 * statistics.median(seconds or [math.nan])

@@ -234,7 +234,7 @@ def test_mlp_learns():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vgg", "alexnet", "lenet", "resnet"])
 def test_convolutions_learn(name):
-  learns(*image_network(name), np.arange(4), steps=30)
+  learns(*image_network(name), np.arange(4), steps=12)
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])

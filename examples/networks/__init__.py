@@ -9,6 +9,12 @@ Large leaves hold a multiple of 4096 elements where it costs nothing. A row of a
 payload holds as many, so few bytes are padding.
 """
 
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import linen
+
 from networks.alexnet import AlexNet as AlexNet
 from networks.lenet import LeNet as LeNet
 from networks.mlp import MLP as MLP
@@ -29,3 +35,20 @@ IMAGES = {
   "alexnet": AlexNet,
 }
 TEXTS = {"gru": GRU, "lstm": LSTM, "transformer": Transformer}
+DROPPING = ("mlp", "vgg", "alexnet", "lstm", "transformer")  # those with dropout
+
+
+def for_images(
+  name: str, image_shape: Sequence[int], classes: int, dropout: float | None = None
+) -> Callable[..., Any]:
+  """Returns what makes a network from ``rngs``; with its own dropout by default."""
+  options = {} if dropout is None else {"dropout": dropout}
+  return functools.partial(IMAGES[name], image_shape, classes, **options)
+
+
+def for_text(name: str, symbols: int, dropout: float | None = None) -> Any:
+  """Returns a network of flax linen, or what makes one of flax nnx from ``rngs``."""
+  options = {} if dropout is None else {"dropout": dropout}
+  if issubclass(TEXTS[name], linen.Module):
+    return TEXTS[name](symbols, **options)
+  return functools.partial(TEXTS[name], symbols, **options)
