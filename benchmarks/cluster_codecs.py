@@ -23,7 +23,7 @@ from gradcomp.codecs import OneBit, RandomK, TopK
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-from language_model import output_layer  # noqa: E402
+from methods import output_layer  # noqa: E402
 
 Transform = optax.GradientTransformation
 

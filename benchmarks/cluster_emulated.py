@@ -85,10 +85,11 @@ class Trainer:
     exchange, *_ = _exchange(setting, seed)
     carry = jax.jit(functools.partial(self._start, exchange))(params)
     batches = self._source.draw(setting.batch, seed=seed)
+    drops = self._task.drops  # keys of no mesh, too
     points, losses = [], []
     for step in range(1, setting.steps + 1):
       indices = [x.reshape(setting.workers, -1, *x.shape[1:]) for x in next(batches)]
-      options = self._task.options(seed, step)
+      options = {"rng": jax.random.key((seed << 24) + step)} if drops else {}
       found = []
       for i in range(0, setting.workers, _TOGETHER):
         own = slice(i, i + _TOGETHER)

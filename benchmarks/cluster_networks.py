@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import brown  # noqa: E402
 import data  # noqa: E402
 import idx  # noqa: E402
-import language_model  # noqa: E402
 import networks  # noqa: E402
 import text  # noqa: E402
 from training import Batch, Task  # noqa: E402
@@ -37,6 +36,7 @@ class Defaults(NamedTuple):
 
 # The rates are float32's, and no codec has one of its own.
 DEFAULTS = {
+  "lstm": Defaults(1.0, 0.9, 1.0),
   "gru": Defaults(2.0, 0.9, 1.0),
   "transformer": Defaults(0.5, 0.9, 1.0),
 }
@@ -85,6 +85,7 @@ def source(
   folder: Path | None = None,
   pixels: int | None = None,
   corpus: str = "python",
+  dropout: float | None = None,
 ) -> Source:
   """Loads what a network learns from.
 
@@ -95,9 +96,10 @@ def source(
     folder: of IDX files, which are taken in place of ``dataset``.
     pixels: the width and height that images are reduced to; None leaves them.
     corpus: ``"python"`` or ``"brown"``, byte by byte.
+    dropout: of the networks that have any; None for each one's own.
   """
   if network in networks.TEXTS:
-    return _language(network, corpus)
+    return _language(network, corpus, dropout)
   images = idx.load(folder) if folder else data.load(dataset, data_dir)
   train, test, classes = images
   name = folder.resolve().name if folder else dataset
@@ -109,7 +111,7 @@ def source(
   order = np.arange(len(train.labels), dtype=np.int32)
   return Source(
     name=name,
-    model=functools.partial(networks.IMAGES[network], train.images.shape[1:], classes),
+    model=networks.for_images(network, train.images.shape[1:], classes, dropout),
     arrays=tuple(train),
     test=tuple(test),
     epoch=len(order),
@@ -118,7 +120,7 @@ def source(
   )
 
 
-def _language(network: str, corpus: str) -> Source:
+def _language(network: str, corpus: str, dropout: float | None) -> Source:
   found = brown.characters() if corpus == "brown" else text.load()
   order = np.arange(len(found.train), dtype=np.int32)
 
@@ -127,7 +129,7 @@ def _language(network: str, corpus: str) -> Source:
 
   return Source(
     name=corpus,
-    model=language_model.make_network(network, found.symbols),
+    model=networks.for_text(network, found.symbols, dropout),
     arrays=(found.train, found.train.astype(np.int32)),
     test=tuple(text.in_order(found.test[:_TESTED], LENGTH)),
     epoch=len(order) // LENGTH,

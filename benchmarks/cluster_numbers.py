@@ -61,6 +61,14 @@ class Group(NamedTuple):
   def name(self) -> str:
     x = self.setting
     extra = "" if x.optimizer == "sgd" else f", {x.optimizer}"
+    if x.momentum is None and x.optimizer == "sgd":
+      extra += ", no momentum"
+    if x.weight_decay:
+      extra += f", weight decay {x.weight_decay:g}"
+    if x.dropout is not None:
+      extra += f", dropout {x.dropout:g}"
+    if x.schedule != "cosine":
+      extra += f", {x.schedule}"
     if x.rule != "fixed":
       extra += f", {x.batch // x.workers} a worker"
     epochs = x.steps * x.batch / x.epoch

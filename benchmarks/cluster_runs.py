@@ -36,7 +36,13 @@ def jobs(args: argparse.Namespace) -> Iterator[Job]:
   """Yields all runs: times first, then all codecs of one seed before the next seed."""
   for network in args.networks:
     source = cluster_networks.source(
-      network, args.dataset, args.data_dir, args.idx, args.pixels, args.text
+      network,
+      args.dataset,
+      args.data_dir,
+      args.idx,
+      args.pixels,
+      args.text,
+      args.dropout,
     )
     for workers in args.emulate or args.workers or [jax.device_count()]:
       if not args.emulate:
@@ -80,6 +86,9 @@ def _trained(
     learning_rate=args.learning_rate or defaults.learning_rate,
     momentum=None if args.optimizer == "adam" else momentum or None,
     max_norm=defaults.max_norm,
+    schedule=args.schedule,
+    weight_decay=args.weight_decay,
+    dropout=args.dropout,
   )
 
 

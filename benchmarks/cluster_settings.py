@@ -1,8 +1,14 @@
 """Says what a run of cluster_study.py is: all that its results depend on."""
 
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import optax
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from optimizers import make_schedule, weights  # noqa: E402
 
 
 class Setting(NamedTuple):
@@ -20,11 +26,14 @@ class Setting(NamedTuple):
     points: those of the curve, at equal distances.
     seed: of parameters, batches and rounding.
     optimizer: ``"sgd"`` or ``"adam"``.
-    learning_rate: at first; it falls along a cosine.
+    learning_rate: at first.
     momentum: of ``"sgd"``; None for none.
     max_norm: what gradients are clipped at; None for no clipping.
     link: between hosts, by its name; "" without hosts.
     hosts: the processes of a run that was timed.
+    schedule: ``"cosine"``, ``"polynomial"`` or ``"constant"``: see ``optimizers``.
+    weight_decay: of matrices and kernels, with SGD behind the exchange.
+    dropout: of networks that have any; None for each one's own.
   """
 
   way: str
@@ -45,6 +54,9 @@ class Setting(NamedTuple):
   max_norm: float | None
   link: str = ""
   hosts: int = 1
+  schedule: str = "cosine"
+  weight_decay: float = 0.0
+  dropout: float | None = None
 
   @property
   def evaluated(self) -> set[int]:
@@ -63,12 +75,15 @@ def optimizer(
     momentum: None if the exchange has it.
     max_norm: None if gradients are clipped in front of the exchange, or not at all.
   """
-  rate = optax.cosine_decay_schedule(setting.learning_rate, setting.steps)
-  after = (
-    optax.adam(rate)
-    if setting.optimizer == "adam"
-    else optax.sgd(rate, momentum=momentum)
-  )
-  if max_norm is None:
-    return after
-  return optax.chain(optax.clip_by_global_norm(max_norm), after)
+  rate = make_schedule(setting)
+  chain = []
+  if max_norm is not None:
+    chain.append(optax.clip_by_global_norm(max_norm))
+  if setting.optimizer == "adam":
+    decay = setting.weight_decay
+    chain.append(optax.adamw(rate, weight_decay=decay, mask=weights))
+  else:
+    if setting.weight_decay:
+      chain.append(optax.add_decayed_weights(setting.weight_decay, weights))
+    chain.append(optax.sgd(rate, momentum=momentum))
+  return optax.chain(*chain)

@@ -33,8 +33,8 @@ import running
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
+import command_line  # noqa: E402
 import data  # noqa: E402
-import image_classification as example  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -62,7 +62,7 @@ def execute(args: argparse.Namespace) -> None:
   import cluster_runs
 
   if not args.emulate:
-    example.join_processes(args)
+    command_line.join_processes(args)
   cluster_runs.run(args)
 
 
@@ -93,48 +93,70 @@ def make_parser() -> argparse.ArgumentParser:
     "of the network",
   )
   add("--exchanges", nargs="+", default=["auto"], help="auto: the codec's own")
-  add("--seeds", type=example.positive, default=1)
+  add("--seeds", type=command_line.positive, default=1)
   add("--first-seed", type=int, default=0)
   add("--part", type=part, default=(0, 1), metavar="I/N", help="every N-th run, from I")
 
   add = command.add_argument_group("workers").add_argument
-  add("--emulate", nargs="+", type=example.positive, metavar="N", help="accuracy only")
+  add(
+    "--emulate",
+    nargs="+",
+    type=command_line.positive,
+    metavar="N",
+    help="accuracy only",
+  )
   add(
     "--workers",
     nargs="+",
-    type=example.positive,
+    type=command_line.positive,
     metavar="N",
     help="of one process; default: all its devices",
   )
-  add("--devices", type=example.positive, default=8, help="CPU devices of a process")
+  add(
+    "--devices", type=command_line.positive, default=8, help="CPU devices of a process"
+  )
   add("--coordinator", metavar="HOST:PORT", help="address of process 0")
-  add("--num-processes", type=example.positive)
+  add("--num-processes", type=command_line.positive)
   add("--process-id", type=int)
   add("--link", default="", help="the name of the link between processes")
   add("--interface", default="", help="whose bytes are counted, such as eth0")
   add("--probe", type=float, help="bytes/s that the link carries, if you know it")
   add("--rate", nargs="+", metavar="RATE", help="start hosts on links, as 1gbit")
-  add("--hosts", nargs="+", type=example.positive, default=[2], help="with --rate")
+  add("--hosts", nargs="+", type=command_line.positive, default=[2], help="with --rate")
   add("--price", type=float, default=0.9, help="dollars an hour of a worker")
 
   add = command.add_argument_group("data").add_argument
   add("--dataset", default="digits", help="as in examples/data.py; default: digits")
   add("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
   add("--idx", type=Path, metavar="FOLDER", help="images in IDX files; see make data")
-  add("--pixels", type=example.positive, help="reduce images to this width and height")
+  add(
+    "--pixels",
+    type=command_line.positive,
+    help="reduce images to this width and height",
+  )
   add("--text", choices=("python", "brown"), default="python")
 
   add = command.add_argument_group("training").add_argument
   add("--epochs", type=float, default=1.0, help="default: 1")
-  add("--steps", type=example.positive, help="in place of epochs")
-  add("--steps-only", type=example.positive, metavar="K", help="time K steps alone")
-  add("--timed-steps", type=example.positive, default=20, help="beside a training")
-  add("--points", type=example.positive, default=10, help="of a curve; default: 10")
+  add("--steps", type=command_line.positive, help="in place of epochs")
+  add(
+    "--steps-only", type=command_line.positive, metavar="K", help="time K steps alone"
+  )
+  add("--timed-steps", type=command_line.positive, default=20, help="beside a training")
+  add(
+    "--points", type=command_line.positive, default=10, help="of a curve; default: 10"
+  )
   add("--batch", choices=("fixed", "per-worker"), default="fixed")
-  add("--batch-size", type=example.positive, default=128, help="of all, or of each")
+  add(
+    "--batch-size", type=command_line.positive, default=128, help="of all, or of each"
+  )
   add("--optimizer", choices=("sgd", "adam"), default="sgd")
   add("--learning-rate", type=float, help="default: each network's own")
   add("--momentum", type=float, help="0 for none; default: each network's own")
+  schedules = ("cosine", "polynomial", "constant")
+  add("--schedule", choices=schedules, default="cosine", help="default: cosine")
+  add("--weight-decay", type=float, default=0.0, help="default: 0")
+  add("--dropout", type=float, help="of networks with any; default: each its own")
   return parser
 
 
