@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 import gradcomp
-from gradcomp.codecs import OneBit, RandomK, TopK
+from gradcomp.codecs import OneBit, TopK
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -99,7 +99,6 @@ METHODS: dict[str, Method] = {
   "redsync-0.1-cold": _sparse(0.001, start=0.0),
   "topk-1-noresidual": _of(gradcomp.compress, TopK(density=0.01), feedback=None),
   "topk-0.1-noresidual": _of(gradcomp.compress, TopK(density=0.001), feedback=None),
-  "randomk-1": _of(gradcomp.compress, RandomK(density=0.01)),
   "powersgd-2": _of(gradcomp.powersgd, 2),
   "powersgd-4": _of(gradcomp.powersgd, 4),
 }

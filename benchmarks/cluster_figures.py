@@ -6,6 +6,8 @@ import numpy as np
 from cluster_numbers import Study
 from cluster_panels import BLUE, Rows, Shown, colour, families, height, panel, slug
 
+_CUT = 15  # points of accuracy below the best end, where curves are cut
+
 
 def losses(study: Study) -> Iterator[Shown]:
   """Yields the points of accuracy to float32 of each codec, with their intervals."""
@@ -36,11 +38,11 @@ def losses(study: Study) -> Iterator[Shown]:
         ]
       )
     lowest = min(x.mean for x in found.values())
-    axes.set_xlim(max(-6, min(-0.5, 1.3 * lowest)), None)
+    axes.set_xlim(max(-6, min(-0.5, 1.3 * lowest)), 1.5)
     axes.set_yticks(range(len(found)), list(found), fontsize=10)
     axes.invert_yaxis()
     axes.axvline(0, color="0.3", linewidth=0.8)
-    axes.set_xlabel("points of accuracy to float32 (cut at -6)")
+    axes.set_xlabel("points of accuracy to float32 (cut at -6 and 1.5)")
     header = ["codec", "accuracy", "points", "±", "seeds", "steps to f32 - 0.2"]
     yield Shown(slug("points", group.name), group.name, figure, header, rows)
 
@@ -62,6 +64,8 @@ def curves(study: Study) -> Iterator[Shown]:
         axes.plot(epochs, y.mean(axis=0), label=codec, color=drawn, linewidth=1.5)
         axes.fill_between(epochs, y.min(axis=0), y.max(axis=0), color=drawn, alpha=0.1)
         rows.append([codec, *(f"{value:.2f}" for value in y.mean(axis=0))])
+      best = max(float(row[-1]) for row in rows)
+      axes.set_ylim(bottom=max(axes.get_ylim()[0], best - _CUT))
       axes.set(xlabel="epochs", ylabel="test accuracy (%)")
       axes.legend(fontsize=9, frameon=False)
       axes.grid(alpha=0.3)

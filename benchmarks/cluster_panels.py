@@ -13,7 +13,7 @@ _FAMILIES = {
   "TernGrad": ("terngrad",),
   "8-bit types": ("dynamic", "linear", "mantissa", "static"),
   "APS and casts": ("aps", "cast"),
-  "sparse": ("redsync", "topk", "randomk"),
+  "sparse": ("redsync", "topk"),
   "others": ("",),
 }
 BLUE = "#4c72b0"

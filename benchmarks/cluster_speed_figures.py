@@ -112,10 +112,10 @@ def prices(study: Study, price: float | None) -> Iterator[Shown]:
         [
           codec,
           f"{accuracy:.2f}",
-          f"{spots[-1][0]:.4f}",
+          f"{spots[-1][0]:.3g}",
           "never" if late is None else f"{late:.0f}",
           "" if late is None else f"{late * seconds:.1f}",
-          "" if late is None else f"{cost(late * seconds):.4f}",
+          "" if late is None else f"{cost(late * seconds):.3g}",
           f"N = {group.setting.workers}",
         ]
       )
