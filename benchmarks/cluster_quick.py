@@ -1,5 +1,6 @@
 """Runs a study of two codecs, two networks and two seeds, and checks its report."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,10 +8,9 @@ import tempfile
 from pathlib import Path
 
 import cluster_study
-import running
 from cluster_records import read
 
-_ALL = "--networks mlp lenet --codecs f32 qsgd-4 --batch-size 16 --steps 2 --points 2"
+_ALL = "--networks mlp lenet --codecs f32 qsgd-4 --batch-size 16 --steps 2 --points 1"
 _LAUNCHES = (
   "--seeds 2 --emulate 2",
   "--steps-only 2 --workers 1 2 --devices 2",
@@ -28,14 +28,14 @@ def run(output: Path | None) -> None:
   Raises:
     RuntimeError: a run or a part of the report is missing, or a run is there twice.
   """
-  running.compile_fast()
   if output is None:
     with tempfile.TemporaryDirectory() as folder:
       return run(Path(folder))
   for launch in (*_LAUNCHES, _LAUNCHES[0]):  # the second time, all is there
     line = f"{_ALL} {launch}".split()
     command = [sys.executable, "-W", "ignore", cluster_study.__file__, "run", *line]
-    subprocess.run([*command, "--output", str(output)], check=True)
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(output / "programs")}
+    subprocess.run([*command, "--output", str(output)], env=environment, check=True)
   lines = [x for path in output.glob("*.jsonl") for x in path.read_text().splitlines()]
   if not len(lines) == len(read(output)) == _RUNS:
     raise RuntimeError(f"there are {len(lines)} runs, and not {_RUNS}")
