@@ -35,15 +35,7 @@ class Job(NamedTuple):
 def jobs(args: argparse.Namespace) -> Iterator[Job]:
   """Yields all runs: times first, then all codecs of one seed before the next seed."""
   for network in args.networks:
-    source = cluster_networks.source(
-      network,
-      args.dataset,
-      args.data_dir,
-      args.idx,
-      args.pixels,
-      args.text,
-      args.dropout,
-    )
+    source = _source(args, network)
     for workers in args.emulate or args.workers or [jax.device_count()]:
       if not args.emulate:
         yield from _with_codecs(args, _timed(args, network, source, workers), source)
@@ -51,6 +43,18 @@ def jobs(args: argparse.Namespace) -> Iterator[Job]:
         setting = _trained(args, network, source, workers)
         for seed in range(args.first_seed, args.first_seed + args.seeds):
           yield from _with_codecs(args, setting._replace(seed=seed), source)
+
+
+def _source(args: argparse.Namespace, network: str) -> Source:
+  return cluster_networks.source(
+    network,
+    args.dataset,
+    args.data_dir,
+    args.idx,
+    args.pixels,
+    args.text,
+    args.dropout,
+  )
 
 
 def _with_codecs(
@@ -109,6 +113,10 @@ def _timed(
 def run(args: argparse.Namespace) -> None:
   """Runs what is not there yet."""
   records = Records(args.output)
+  if jax.process_count() > 1:
+    if jax.process_index() == 0:  # data is prepared by one process alone
+      _source(args, args.networks[0])
+    multihost_utils.sync_global_devices("data is prepared")
   part, parts = args.part
   everything = [job for i, job in enumerate(jobs(args)) if i % parts == part]
   left = [job for job in everything if not _known(records, job.setting)]
