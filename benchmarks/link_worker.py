@@ -96,7 +96,7 @@ def meeting(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
   total = jax.shard_map(
     lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
   )
-  one = spread(mesh, np.ones(1, np.float32))
+  one = spread(mesh, np.ones(mesh.local_mesh.size, np.float32))
   tiny = jax.jit(total).lower(one).compile()
   return lambda: jax.block_until_ready(tiny(one))
 

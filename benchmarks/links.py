@@ -150,8 +150,17 @@ def run(
   commands: Sequence[Sequence[str]],
   environment: dict[str, str],
   limit: float,
+  *,
+  shown: bool = False,
 ) -> None:
   """Runs a command on each host, and leaves none running.
+
+  Args:
+    hosts: where to run them.
+    commands: one for each host.
+    environment: variables beside this process's.
+    limit: the seconds after which they have failed.
+    shown: whether what the first host's command writes is shown while it runs.
 
   Raises:
     RuntimeError: a command has failed, or is not done after ``limit`` seconds. The
@@ -173,9 +182,14 @@ def run(
       processes.append(process)
       stack.callback(_kill, process)
     codes: list[int | None] = [None]
+    told = 0
     while None in codes and not any(codes) and time.monotonic() < deadline:
       time.sleep(0.1)
       codes = [process.poll() for process in processes]
+      if shown:
+        written = os.pread(logs[0].fileno(), 1 << 20, told)
+        told += len(written)
+        print(written.decode(errors="replace"), end="", flush=True)
     if any(code != 0 for code in codes):
       time.sleep(1)  # for the others to say why they fail
       parts = [f"The hosts' programs have ended with {codes}; None: still running."]

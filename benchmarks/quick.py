@@ -25,6 +25,7 @@ HERE = pathlib.Path(__file__).parent
 RUNS = (
   "approximation_error",
   "aps_study",
+  "cluster_study run",
   "codec_speed",
   "cost_fit",
   "fingerprint_speed",

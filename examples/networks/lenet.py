@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from networks.inputs import centred
+from networks.inputs import centred, halved
 
 
 class LeNet(nnx.Module):
@@ -21,7 +21,7 @@ class LeNet(nnx.Module):
 
   def __call__(self, images: jax.Array) -> jax.Array:
     x = centred(images)
-    x = nnx.max_pool(nnx.relu(self.conv1(x)), (2, 2), strides=(2, 2))
-    x = nnx.max_pool(nnx.relu(self.conv2(x)), (2, 2), strides=(2, 2))
+    x = halved(nnx.relu(self.conv1(x)))
+    x = halved(nnx.relu(self.conv2(x)))
     x = nnx.relu(self.dense1(x.reshape(x.shape[0], -1)))
     return self.head(nnx.relu(self.dense2(x)))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from networks.inputs import centred
+from networks.inputs import centred, halved
 
 # A relu halves the mean square of what passes, which this makes up for. Eight layers
 # that are not normalised would else leave 1/256 of it.
@@ -45,7 +45,7 @@ class VGG(nnx.Module):
     for i, conv in enumerate(self.convs):
       x = nnx.relu(conv(x))
       if i % 2:
-        x = nnx.max_pool(x, (2, 2), strides=(2, 2))
+        x = halved(x)
     x = self.drop(nnx.relu(self.dense1(x.reshape(x.shape[0], -1))), rngs=rngs)
     x = self.drop(nnx.relu(self.dense2(x)), rngs=rngs)
     return self.head(x)

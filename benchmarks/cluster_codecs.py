@@ -1,0 +1,190 @@
+"""Names what cluster_study.py compares: each paper's settings, and those that fail.
+
+A name may end in a part of the network, as in ``qsgd-2:conv``. Then the codec has the
+leaves of that part, and all others travel in float32:
+
+  conv   convolutions
+  dense  matrices
+  body   all but the output layer
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradcomp
+from gradcomp.codecs import OneBit, TopK
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from methods import output_layer  # noqa: E402
+
+Transform = optax.GradientTransformation
+
+
+class Method(NamedTuple):
+  """Makes an exchange.
+
+  Attributes:
+    make: takes the options that all recipes share, by keyword.
+    momentum: whether the exchange has the momentum, and takes it as ``momentum``. Then
+      gradients are clipped in front of it, and else behind it.
+    start: the share of the steps in which it is dense at first.
+  """
+
+  make: Callable[..., Transform]
+  momentum: bool = False
+  start: float = 0.0
+
+
+def _of(make: Callable[..., Transform], *args: Any, **options: Any) -> Method:
+  return Method(functools.partial(make, *args, **options))
+
+
+def _low(make: Callable[..., Transform], *args: Any) -> Method:
+  """Returns floats as the paper has them: a ring, all leaves, and no residuals."""
+  return _of(make, *args, exchange="ring", feedback=None, min_leaf_size=0)
+
+
+def _sparse(density: float, start: float = 0.1, **options: Any) -> Method:
+  redsync = functools.partial(gradcomp.redsync, density, nesterov=False, **options)
+  return Method(redsync, momentum=True, start=start)
+
+
+FORMATS = ((5, 2), (4, 3), (3, 0))
+TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
+METHODS: dict[str, Method] = {
+  "f32": _of(gradcomp.dense),
+  "bf16": _of(gradcomp.dense, jnp.bfloat16),
+  # Grubic: the settings of figure 5, and those that the text warns of.
+  "qsgd-16": _of(gradcomp.qsgd, 16, bucket_size=8192),
+  "qsgd-8": _of(gradcomp.qsgd, 8),
+  "qsgd-4": _of(gradcomp.qsgd, 4),
+  "qsgd-3": _of(gradcomp.qsgd, 3),
+  "qsgd-2": _of(gradcomp.qsgd, 2, bucket_size=128),
+  "qsgd-4-8192": _of(gradcomp.qsgd, 4, bucket_size=8192),
+  "qsgd-4-tensor": _of(gradcomp.qsgd, 4, bucket_size=None),
+  "qsgd-2-tensor": _of(gradcomp.qsgd, 2, bucket_size=None),
+  "qsgd-4-l2": _of(gradcomp.qsgd, 4, norm="l2"),
+  "qsgd-2-l2": _of(gradcomp.qsgd, 2, bucket_size=128, norm="l2"),
+  "qsgd-1-uniform": _of(gradcomp.qsgd, 1, bucket_size=128, levels="uniform"),
+  # What the library adds at 2 bits.
+  "qsgd-2-fitted": _of(gradcomp.qsgd, 2, bucket_size=128, levels="nonuniform"),
+  "qsgd-2-feedback": _of(gradcomp.qsgd, 2, bucket_size=128, feedback="error"),
+  "onebit-64": _of(gradcomp.onebit_sgd),
+  "onebit-512": _of(gradcomp.onebit_sgd, 512),
+  "onebit-column": _of(gradcomp.onebit_sgd, per_column=True),
+  "onebit-64-nofeedback": _of(gradcomp.compress, OneBit(), feedback=None),
+  # Wen.
+  "terngrad": _of(gradcomp.terngrad),
+  "terngrad-noclip": _of(gradcomp.terngrad, None),
+  # Dettmers, who keeps no residuals.
+  **{
+    name.replace("_", "-"): _of(gradcomp.eight_bit, name, feedback=None)
+    for name in TYPES
+  },
+  # Han.
+  **{f"aps-{e}-{m}": _low(gradcomp.aps, e, m) for e, m in FORMATS},
+  **{f"cast-{e}-{m}": _low(gradcomp.loss_scaling_cast, 1.0, e, m) for e, m in FORMATS},
+  # Fang, who is dense at first.
+  "redsync-1": _sparse(0.01),
+  "redsync-0.1": _sparse(0.001),
+  "redsync-0.1-asq": _sparse(0.001, quantize="asq"),
+  "redsync-0.1-cold": _sparse(0.001, start=0.0),
+  "topk-1-noresidual": _of(gradcomp.compress, TopK(density=0.01), feedback=None),
+  "topk-0.1-noresidual": _of(gradcomp.compress, TopK(density=0.001), feedback=None),
+  "powersgd-2": _of(gradcomp.powersgd, 2),
+  "powersgd-4": _of(gradcomp.powersgd, 4),
+}
+PARTS = ("conv", "dense", "body")
+
+
+def check(name: str) -> str:
+  """Returns the name of a method, perhaps with a part.
+
+  Raises:
+    ValueError: there is no such method, or no such part.
+  """
+  method, _, part = name.partition(":")
+  if method not in METHODS or (":" in name and part not in PARTS):
+    raise ValueError(
+      f"`codecs` must be names such as qsgd-4 or qsgd-4:conv, got {name!r}. Methods: "
+      f"{', '.join(METHODS)}. Parts: {', '.join(PARTS)}."
+    )
+  return name
+
+
+def labels(part: str, params: Any) -> Any:
+  """Labels each leaf ``"low"``, if it is of the part, or ``"full"``."""
+  if part == "body":
+    full = jax.tree.map(lambda label: label == "output", output_layer(params))
+    return jax.tree.map(lambda is_full: "full" if is_full else "low", full)
+  rank = {"conv": 4, "dense": 2}[part]
+  return jax.tree.map(lambda x: "low" if x.ndim == rank else "full", params)
+
+
+def make(
+  name: str,
+  *,
+  axis_name: str,
+  steps: int,
+  exchange: str = "auto",
+  momentum: float | None = None,
+  max_norm: float | None = None,
+  key: int = 0,
+  steady: bool = False,
+) -> tuple[Transform, float | None, float | None]:
+  """Makes the exchange of a name.
+
+  Args:
+    name: a method, perhaps with a part.
+    axis_name: the axis of the workers.
+    steps: those of the training, of which a share may be dense.
+    exchange: ``"auto"`` for the method's own.
+    momentum: of the training.
+    max_norm: what gradients are clipped at; None for no clipping.
+    key: the seed of the rounding.
+    steady: leaves the dense steps at the start out.
+
+  Returns:
+    The exchange, and the momentum and the clipping that are left for what is behind it.
+  """
+  method, _, part = check(name).partition(":")
+  found = METHODS[method]
+  options: dict[str, Any] = {"axis_name": axis_name, "key": key}
+  if exchange != "auto":
+    options["exchange"] = exchange
+  tx = _with_start(found, 0 if steady else steps, momentum, options)
+  if part:
+    alike = {"exchange": "local"} if exchange == "local" else {}
+    full = gradcomp.dense(axis_name=axis_name, **alike)
+    if found.momentum:
+      full = gradcomp.redsync(
+        1.0, momentum, nesterov=False, axis_name=axis_name, **alike
+      )
+    tx = optax.partition({"low": tx, "full": full}, functools.partial(labels, part))
+  if not found.momentum:
+    return tx, momentum, max_norm
+  if max_norm is not None:
+    clip = gradcomp.clip_by_local_norm(max_norm, axis_name=axis_name)
+    tx = optax.chain(clip, tx)
+  return tx, None, None
+
+
+def _with_start(
+  method: Method, steps: int, momentum: float | None, options: dict[str, Any]
+) -> Transform:
+  if not method.momentum:
+    return method.make(**options)
+  tx = method.make(momentum=momentum, **options)
+  first = round(method.start * steps)
+  if not first:
+    return tx
+  dense = gradcomp.redsync(1.0, momentum, nesterov=False, **options)
+  return gradcomp.switch([first], [dense, tx])

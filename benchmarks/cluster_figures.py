@@ -1,0 +1,78 @@
+"""Draws the accuracy of a study: at the end, and by epoch."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from cluster_numbers import Study
+from cluster_panels import BLUE, Rows, Shown, colour, families, height, panel, slug
+
+_CUT = 15  # points of accuracy below the best end, where curves are cut
+
+
+def losses(study: Study) -> Iterator[Shown]:
+  """Yields the points of accuracy to float32 of each codec, with their intervals."""
+  for group in study.groups:
+    found = {
+      codec: difference
+      for codec in group.runs
+      if codec != "f32" and (difference := group.difference(codec))
+    }
+    if not found:
+      continue
+    figure, axes = panel(group.name, height(list(found)))
+    rows: Rows = []
+    exact = np.mean(list(group.ends("f32").values()))
+    rows.append(["f32", f"{exact:.2f}", "", "", str(len(group.ends("f32"))), ""])
+    for i, (codec, difference) in enumerate(found.items()):
+      axes.barh(i, difference.mean, color=BLUE, height=0.7)
+      axes.errorbar(difference.mean, i, xerr=difference.half, color="0.2", capsize=2)
+      late = group.steps_to(codec)
+      rows.append(
+        [
+          codec,
+          f"{np.mean(list(group.ends(codec).values())):.2f}",
+          f"{difference.mean:+.2f}",
+          f"{difference.half:.2f}",
+          str(difference.count),
+          "never" if late is None else f"{late:.0f}",
+        ]
+      )
+    lowest = min(x.mean for x in found.values())
+    axes.set_xlim(max(-6, min(-0.5, 1.3 * lowest)), 1.5)
+    axes.set_yticks(range(len(found)), list(found), fontsize=10)
+    axes.invert_yaxis()
+    axes.axvline(0, color="0.3", linewidth=0.8)
+    axes.set_xlabel("points of accuracy to float32 (cut at -6 and 1.5)")
+    header = ["codec", "accuracy", "points", "±", "seeds", "steps to f32 - 0.2"]
+    yield Shown(slug("points", group.name), group.name, figure, header, rows)
+
+
+def curves(study: Study) -> Iterator[Shown]:
+  """Yields accuracy against epochs, a picture for each family of codecs."""
+  for group in study.groups:
+    x = group.setting
+    for family, codecs in families(list(group.runs)):
+      figure, axes = panel(f"{family}: {group.name}")
+      rows: Rows = []
+      epochs: list[float] = []
+      for i, codec in enumerate(codecs):
+        found = list(group.curves(codec).values())
+        count = min(map(len, found))
+        y = np.array([[p["accuracy"] for p in curve[:count]] for curve in found])
+        epochs = [point["step"] * x.batch / x.epoch for point in found[0][:count]]
+        drawn = colour(i, codec)
+        axes.plot(epochs, y.mean(axis=0), label=codec, color=drawn, linewidth=1.5)
+        axes.fill_between(epochs, y.min(axis=0), y.max(axis=0), color=drawn, alpha=0.1)
+        rows.append([codec, *(f"{value:.2f}" for value in y.mean(axis=0))])
+      best = max(float(row[-1]) for row in rows)
+      axes.set_ylim(bottom=max(axes.get_ylim()[0], best - _CUT))
+      axes.set(xlabel="epochs", ylabel="test accuracy (%)")
+      axes.legend(fontsize=9, frameon=False)
+      axes.grid(alpha=0.3)
+      longest = max(len(row) for row in rows) - 1
+      points = next(iter(group.curves(codecs[0]).values()))
+      header = ["codec", *(f"{p['step'] * x.batch / x.epoch:.2f}" for p in points)]
+      rows = [row + [""] * (longest + 1 - len(row)) for row in rows]
+      header = (header + [""] * longest)[: longest + 1]
+      caption = f"{family}: {group.name}; a band is from the lowest to the highest seed"
+      yield Shown(slug("curve", family, group.name), caption, figure, header, rows)

@@ -1,0 +1,215 @@
+"""Groups the runs of a study, and computes what figures and findings share.
+
+A codec with another exchange than its own is a codec of its own: ``"qsgd-4 ring"``.
+Trainings that differ in nothing but the codec and the seed are a group. Times that
+differ in nothing but the codec are a cell.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from cluster_records import Record
+from cluster_settings import Setting
+
+from gradcomp.cost import grubic
+
+# Student's t at 97.5 %, by degrees of freedom; beyond, the last is a bit too wide.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+LATE = 0.2  # points of accuracy that a codec may lack to have reached float32's
+# Those of Grubic's line, by bits.
+QSGD = {32: "f32", 16: "qsgd-16", 8: "qsgd-8", 4: "qsgd-4", 2: "qsgd-2"}
+Curve = list[dict[str, float]]
+Times = dict[str, Any]
+
+
+class Spread(NamedTuple):
+  """The mean over seeds, and half of its interval of 95 %; NaN for one seed."""
+
+  mean: float
+  half: float
+  count: int
+
+  def __str__(self) -> str:
+    half = "" if math.isnan(self.half) else f" ± {self.half:.2f}"
+    return f"{self.mean:+.2f}{half}"
+
+
+def spread(values: Sequence[float]) -> Spread:
+  """Returns the mean of some values and half of its interval.
+
+  Example:
+    >>> print(spread([1.0, 2.0, 3.0]))
+    +2.00 ± 2.48
+  """
+  count = len(values)
+  half = math.nan
+  if count > 1:
+    quantile = _T[min(count - 1, len(_T)) - 1]
+    half = quantile * statistics.stdev(values) / math.sqrt(count)
+  return Spread(statistics.fmean(values), half, count)
+
+
+class Group(NamedTuple):
+  """Trainings with the same settings: the records of each codec by its seeds."""
+
+  setting: Setting
+  runs: dict[str, dict[int, Record]]
+
+  @property
+  def name(self) -> str:
+    x = self.setting
+    extra = "" if x.optimizer == "sgd" else f", {x.optimizer}"
+    if x.momentum is None and x.optimizer == "sgd":
+      extra += ", no momentum"
+    if x.weight_decay:
+      extra += f", weight decay {x.weight_decay:g}"
+    if x.dropout is not None:
+      extra += f", dropout {x.dropout:g}"
+    if x.schedule != "cosine":
+      extra += f", {x.schedule}"
+    if x.rule != "fixed":
+      extra += f", {x.batch // x.workers} a worker"
+    epochs = x.steps * x.batch / x.epoch
+    return f"{x.network} on {x.dataset}, N = {x.workers}, {epochs:.3g} epochs{extra}"
+
+  def curves(self, codec: str) -> dict[int, Curve]:
+    return {
+      seed: record.results["points"]
+      for seed, record in sorted(self.runs.get(codec, {}).items())
+    }
+
+  def ends(self, codec: str) -> dict[int, float]:
+    """Returns the accuracy at the end in percent, by seed."""
+    return {seed: curve[-1]["accuracy"] for seed, curve in self.curves(codec).items()}
+
+  def difference(self, codec: str, against: str = "f32") -> Spread | None:
+    """Returns the points of accuracy by which a codec is better at the end.
+
+    None where fewer than two seeds have both.
+    """
+    ours, theirs = self.ends(codec), self.ends(against)
+    found = [ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()]
+    return spread(found) if len(found) > 1 else None
+
+  def early(self, codec: str, against: str = "f32") -> Spread | None:
+    """Returns the same over the points of the first half of the training."""
+    ours, theirs = self.curves(codec), self.curves(against)
+    found = []
+    for seed in ours.keys() & theirs.keys():
+      pairs = list(zip(ours[seed], theirs[seed], strict=False))
+      pairs = pairs[: len(pairs) // 2]
+      if pairs:
+        found.append(statistics.fmean(a["accuracy"] - b["accuracy"] for a, b in pairs))
+    return spread(found) if len(found) > 1 else None
+
+  def steps_to(self, codec: str, against: str = "f32") -> float | None:
+    """Returns the steps until the mean accuracy is float32's at the end, less 0.2.
+
+    None where it is never so.
+    """
+    ends, curves = self.ends(against), self.curves(codec)
+    if not ends or not curves:
+      return None
+    goal = statistics.fmean(ends.values()) - LATE
+    for points in zip(*curves.values(), strict=False):
+      if statistics.fmean(point["accuracy"] for point in points) >= goal:
+        return points[0]["step"]
+    return None
+
+
+class Cell(NamedTuple):
+  """Times with the same settings: the results of each codec."""
+
+  setting: Setting
+  times: dict[str, Times]
+
+  @property
+  def link(self) -> str:
+    return self.setting.link or "one machine"
+
+  @property
+  def name(self) -> str:
+    x = self.setting
+    return f"{x.network} on {x.dataset}, N = {x.workers}, batch {x.batch}, {self.link}"
+
+  def speed(self, codec: str) -> float:
+    """Returns samples a second."""
+    return self.setting.batch / self.times[codec]["step"]
+
+  def gain(self, codec: str) -> float:
+    """Returns how many times as fast a step is as float32's."""
+    return self.times["f32"]["step"] / self.times[codec]["step"]
+
+  @property
+  def share(self) -> float:
+    """The share of communication in float32's step."""
+    return self.times["f32"]["communication"] / self.times["f32"]["step"]
+
+  @property
+  def intensity(self) -> float:
+    """Megabytes of parameters for each billion operations of a sample."""
+    found = self.times["f32"]
+    return found["megabytes"] / found["gigaflops"]
+
+  def fit(self) -> grubic.Fit | None:
+    """Fits ``a + c w`` to the seconds of a sample; None below three rows."""
+    speeds = {
+      bits: self.speed(codec) for bits, codec in QSGD.items() if codec in self.times
+    }
+    return grubic.fit(speeds) if len(speeds) > 2 else None
+
+
+class Study(NamedTuple):
+  """All that a folder of records has."""
+
+  groups: list[Group]
+  cells: list[Cell]
+
+  def matching(self, cell: Cell, codec: str) -> Group | None:
+    """Returns trainings whose accuracy goes with a cell's time.
+
+    Those with as many workers come first, then any of the network and the data.
+    """
+    x = cell.setting
+    found = [
+      group
+      for group in self.groups
+      if (group.setting.network, group.setting.dataset) == (x.network, x.dataset)
+      and codec in group.runs
+    ]
+    found.sort(key=lambda group: group.setting.workers != x.workers)
+    return found[0] if found else None
+
+
+def grouped(records: Iterable[Record]) -> Study:
+  """Groups the records of a folder."""
+  groups: dict[Setting, Group] = {}
+  cells: dict[Setting, Cell] = {}
+  for record in records:
+    setting = record.setting
+    if "failed" in record.results:
+      continue
+    codec = setting.codec
+    if setting.exchange != "auto":
+      codec += f" {setting.exchange}"
+    if setting.way == "timed":
+      key = setting._replace(codec="", exchange="", steps=0)
+      cells.setdefault(key, Cell(setting, {})).times[codec] = record.results
+    else:
+      key = setting._replace(codec="", exchange="", seed=0)
+      group = groups.setdefault(key, Group(setting, {}))
+      group.runs.setdefault(codec, {})[setting.seed] = record
+  order = lambda x: (x.setting.network, x.setting.workers, x.setting.link)
+  return Study(sorted(groups.values(), key=order), sorted(cells.values(), key=order))
+
+
+def dollars(seconds: float, workers: int, price: float) -> float:
+  """Returns what so many seconds of all workers cost.
+
+  Example:
+    >>> dollars(3600, 4, 0.9)
+    3.6
+  """
+  return seconds / 3600 * workers * price

@@ -1,0 +1,81 @@
+"""Makes the panels of a study's report, so narrow that a phone shows their text."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+_FAMILIES = {
+  "QSGD": ("qsgd",),
+  "1-bit SGD": ("onebit",),
+  "TernGrad": ("terngrad",),
+  "8-bit types": ("dynamic", "linear", "mantissa", "static"),
+  "APS and casts": ("aps", "cast"),
+  "sparse": ("redsync", "topk"),
+  "others": ("",),
+}
+BLUE = "#4c72b0"
+_COLOURS = matplotlib.colormaps["tab10"].colors
+Rows = list[list[str]]
+
+
+class Shown(NamedTuple):
+  """A picture, and the numbers in it.
+
+  Attributes:
+    name: of the picture's file.
+    caption: what it shows.
+    figure: the picture.
+    header, rows: of the table.
+  """
+
+  name: str
+  caption: str
+  figure: Figure
+  header: list[str]
+  rows: Rows
+
+
+def panel(title: str, inches: float = 3.6) -> tuple[Figure, Axes]:
+  """Makes a picture with one panel."""
+  figure = Figure(figsize=(5.2, inches), layout="constrained")
+  axes = figure.subplots()
+  axes.set_title(title, fontsize=11, loc="left")
+  axes.tick_params(labelsize=10)
+  for side in ("top", "right"):
+    axes.spines[side].set_visible(False)
+  return figure, axes
+
+
+def slug(*words: object) -> str:
+  """Returns words as the name of a file.
+
+  Example:
+    >>> slug("points", "lenet, N = 2")
+    'points-lenet-n-2'
+  """
+  text = "-".join(str(word) for word in words if word != "")
+  kept = "".join(c if c.isalnum() else "-" for c in text.lower())
+  return "-".join(part for part in kept.split("-") if part)
+
+
+def height(codecs: Sequence[str]) -> float:
+  """Returns the height of a picture with a bar for each codec."""
+  return max(2.4, 1.2 + 0.26 * len(codecs))
+
+
+def families(codecs: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+  """Yields the codecs of each family, with float32 in front."""
+  left = [codec for codec in codecs if codec != "f32"]
+  for name, starts in _FAMILIES.items():
+    found = [codec for codec in left if codec.startswith(starts)]
+    left = [codec for codec in left if codec not in found]
+    if found:
+      yield name, [*(["f32"] if "f32" in codecs else []), *found]
+
+
+def colour(i: int, codec: str) -> object:
+  """Returns the colour of the i-th line; float32's is black."""
+  return "0.1" if codec == "f32" else _COLOURS[i % len(_COLOURS)]

@@ -1,0 +1,89 @@
+"""Says what a run of cluster_study.py is: all that its results depend on."""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import optax
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from optimizers import make_schedule, weights  # noqa: E402
+
+
+class Setting(NamedTuple):
+  """The settings of a run.
+
+  Attributes:
+    way: ``"emulated"`` or ``"trained"`` for accuracy, by one device or on devices that
+      exchange; ``"timed"`` for the times of a step.
+    network, dataset, codec, exchange: by their names.
+    workers: N.
+    rule: whether the batch is ``"fixed"``, or one ``"per-worker"``.
+    batch: the samples of a step of all workers together.
+    steps: those of the training.
+    epoch: the samples of an epoch.
+    points: those of the curve, at equal distances.
+    seed: of parameters, batches and rounding.
+    optimizer: ``"sgd"`` or ``"adam"``.
+    learning_rate: at first.
+    momentum: of ``"sgd"``; None for none.
+    max_norm: what gradients are clipped at; None for no clipping.
+    link: between hosts, by its name; "" without hosts.
+    hosts: the processes of a run that was timed.
+    schedule: ``"cosine"``, ``"polynomial"`` or ``"constant"``: see ``optimizers``.
+    weight_decay: of matrices and kernels, with SGD behind the exchange.
+    dropout: of networks that have any; None for each one's own.
+  """
+
+  way: str
+  network: str
+  dataset: str
+  codec: str
+  exchange: str
+  workers: int
+  rule: str
+  batch: int
+  steps: int
+  epoch: int
+  points: int
+  seed: int
+  optimizer: str
+  learning_rate: float
+  momentum: float | None
+  max_norm: float | None
+  link: str = ""
+  hosts: int = 1
+  schedule: str = "cosine"
+  weight_decay: float = 0.0
+  dropout: float | None = None
+
+  @property
+  def evaluated(self) -> set[int]:
+    """The steps behind which there is a point of the curve."""
+    parts = min(self.points, self.steps)
+    return {self.steps * (i + 1) // parts for i in range(parts)}
+
+
+def optimizer(
+  setting: Setting, momentum: float | None, max_norm: float | None
+) -> optax.GradientTransformation:
+  """Makes what is behind the exchange.
+
+  Args:
+    setting: of the run.
+    momentum: None if the exchange has it.
+    max_norm: None if gradients are clipped in front of the exchange, or not at all.
+  """
+  rate = make_schedule(setting)
+  chain = []
+  if max_norm is not None:
+    chain.append(optax.clip_by_global_norm(max_norm))
+  if setting.optimizer == "adam":
+    decay = setting.weight_decay
+    chain.append(optax.adamw(rate, weight_decay=decay, mask=weights))
+  else:
+    if setting.weight_decay:
+      chain.append(optax.add_decayed_weights(setting.weight_decay, weights))
+    chain.append(optax.sgd(rate, momentum=momentum))
+  return optax.chain(*chain)

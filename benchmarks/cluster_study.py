@@ -1,0 +1,180 @@
+"""Runs the papers' studies on real data, and says which of their findings hold.
+
+  python benchmarks/cluster_study.py run --emulate 8 --networks lenet gru
+    --codecs f32 qsgd-4 onebit-64 --epochs 2 --seeds 5 --output DIR
+  python benchmarks/cluster_study.py run --workers 1 2 4 --networks lenet
+    --codecs f32 qsgd-4 --steps-only 50 --output DIR
+  srun python benchmarks/cluster_study.py run --networks lenet --codecs f32 qsgd-4
+    --link 10gbit --output DIR
+  python benchmarks/cluster_study.py run --rate 1gbit loopback --hosts 2 4 --networks
+    lenet --codecs f32 qsgd-4 --steps-only 20 --output DIR    (as root)
+  python benchmarks/cluster_study.py report DIR
+
+A run times the steps of each codec, split into computation, codec and communication
+(cluster_devices.py), and trains from each seed. With --emulate, one device emulates the
+workers: there are accuracies and bytes, and no times. It is started as the examples
+are: as one process, or in each process of srun or mpirun, once for each number of
+workers. With --rate it starts hosts itself, as network namespaces on links of that
+rate.
+
+Each run is a line of JSON in the folder. What is there already is not run again: a
+study can be stopped, go on, and be cut into parts. Launches at the same time take
+--part 0/2 and --part 1/2. All settings together identify a run. The report joins all
+launches.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import cluster_codecs
+import cluster_networks
+import running
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import command_line  # noqa: E402
+import data  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> None:
+  parser = make_parser()
+  args = parser.parse_args(argv)
+  if args.command == "report":
+    import cluster_report
+
+    return cluster_report.write(args.folder, args.output or args.folder, args.price)
+  if args.quick:
+    import cluster_quick
+
+    return cluster_quick.run(args.output)
+  if args.output is None:
+    parser.error("run needs --output, the folder of the records")
+  if args.rate:
+    import cluster_rates
+
+    return cluster_rates.run(args, sys.argv[1:] if argv is None else argv)
+  execute(args)
+
+
+def execute(args: argparse.Namespace) -> None:
+  """Joins the other processes, and runs what is not there yet."""
+  import cluster_runs
+
+  if not args.emulate:
+    command_line.join_processes(args)
+  cluster_runs.run(args)
+
+
+def make_parser() -> argparse.ArgumentParser:
+  """Makes the parser of the command line."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  commands = parser.add_subparsers(dest="command", required=True)
+  report = commands.add_parser("report", help="write report.html and report.md")
+  report.add_argument("folder", type=Path, help="of the records")
+  report.add_argument("--output", type=Path, help="default: the same folder")
+  report.add_argument("--price", type=float, help="dollars an hour of a worker")
+  command = commands.add_parser("run", help="run what is not there yet")
+  running.add_quick(command, "two codecs, two networks and two seeds, with the report")
+  command.add_argument("--output", type=Path, help="folder of the records")
+
+  add = command.add_argument_group("what is compared").add_argument
+  names = cluster_networks.NETWORKS
+  add("--networks", nargs="+", choices=names, default=["lenet"], metavar="NAME")
+  add(
+    "--codecs",
+    nargs="+",
+    type=cluster_codecs.check,
+    default=["f32", "qsgd-4"],
+    metavar="NAME",
+    help=f"{', '.join(cluster_codecs.METHODS)}; with :conv, :dense or :body for a part "
+    "of the network",
+  )
+  add("--exchanges", nargs="+", default=["auto"], help="auto: the codec's own")
+  add("--seeds", type=command_line.positive, default=1)
+  add("--first-seed", type=int, default=0)
+  add("--part", type=part, default=(0, 1), metavar="I/N", help="every N-th run, from I")
+
+  add = command.add_argument_group("workers").add_argument
+  add(
+    "--emulate",
+    nargs="+",
+    type=command_line.positive,
+    metavar="N",
+    help="accuracy only",
+  )
+  add(
+    "--workers",
+    nargs="+",
+    type=command_line.positive,
+    metavar="N",
+    help="of one process; default: all its devices",
+  )
+  add(
+    "--devices", type=command_line.positive, default=8, help="CPU devices of a process"
+  )
+  add("--coordinator", metavar="HOST:PORT", help="address of process 0")
+  add("--num-processes", type=command_line.positive)
+  add("--process-id", type=int)
+  add("--link", default="", help="the name of the link between processes")
+  add("--interface", default="", help="whose bytes are counted, such as eth0")
+  add("--probe", type=float, help="bytes/s that the link carries, if you know it")
+  add("--rate", nargs="+", metavar="RATE", help="start hosts on links, as 1gbit")
+  add("--hosts", nargs="+", type=command_line.positive, default=[2], help="with --rate")
+  add("--price", type=float, default=0.9, help="dollars an hour of a worker")
+
+  add = command.add_argument_group("data").add_argument
+  add("--dataset", default="digits", help="as in examples/data.py; default: digits")
+  add("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
+  add("--idx", type=Path, metavar="FOLDER", help="images in IDX files; see make data")
+  add(
+    "--pixels",
+    type=command_line.positive,
+    help="reduce images to this width and height",
+  )
+  add("--text", choices=("python", "brown"), default="python")
+
+  add = command.add_argument_group("training").add_argument
+  add("--epochs", type=float, default=1.0, help="default: 1")
+  add("--steps", type=command_line.positive, help="in place of epochs")
+  add(
+    "--steps-only", type=command_line.positive, metavar="K", help="time K steps alone"
+  )
+  add("--timed-steps", type=command_line.positive, default=20, help="beside a training")
+  add(
+    "--points", type=command_line.positive, default=10, help="of a curve; default: 10"
+  )
+  add("--batch", choices=("fixed", "per-worker"), default="fixed")
+  add(
+    "--batch-size", type=command_line.positive, default=128, help="of all, or of each"
+  )
+  add("--optimizer", choices=("sgd", "adam"), default="sgd")
+  add("--learning-rate", type=float, help="default: each network's own")
+  add("--momentum", type=float, help="0 for none; default: each network's own")
+  schedules = ("cosine", "polynomial", "constant")
+  add("--schedule", choices=schedules, default="cosine", help="default: cosine")
+  add("--weight-decay", type=float, default=0.0, help="default: 0")
+  add("--dropout", type=float, help="of networks with any; default: each its own")
+  return parser
+
+
+def part(text: str) -> tuple[int, int]:
+  """Parses which part of the runs to take.
+
+  Raises:
+    ValueError: it is no part.
+
+  Example:
+    >>> part("1/2")
+    (1, 2)
+  """
+  index, _, count = text.partition("/")
+  if not 0 <= int(index) < int(count):
+    raise ValueError(f"`part` must be like 0/2 or 1/2, got {text!r}.")
+  return int(index), int(count)
+
+
+if __name__ == "__main__":
+  main()

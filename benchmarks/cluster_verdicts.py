@@ -1,0 +1,191 @@
+"""Judges what papers say of accuracy by the trainings of a study.
+
+Each judge looks at every group that has what it needs. A claim holds if it holds in all
+of them. Differences are means over seeds, seed by seed, with their intervals of 95 %. A
+codec is as good as float32 within some points if the mean is. It is worse if the whole
+interval is below 0.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
+
+from arms import anova
+from cluster_networks import TEXTS
+from cluster_numbers import Group, Spread, Study
+
+FAILS = 1.0  # points below float32
+
+
+class Verdict(NamedTuple):
+  """What the runs say of a claim, and lines with the numbers that say it."""
+
+  verdict: Literal["holds", "does not", "not tested"]
+  numbers: tuple[str, ...]
+
+
+Judge = Callable[[Study], Verdict]
+
+
+class Finding(NamedTuple):
+  """A claim of a paper.
+
+  Attributes:
+    claim: in one sentence.
+    paper: where it is.
+    said: the paper's number.
+    judge: from a study to a verdict.
+  """
+
+  claim: str
+  paper: str
+  said: str
+  judge: Judge
+
+
+class Seen(NamedTuple):
+  """What one group or cell says."""
+
+  holds: bool
+  numbers: str
+
+
+def concluded(seen: Iterable[Seen], needs: str) -> Verdict:
+  """Concludes from all that was seen, if there was anything.
+
+  Args:
+    seen: of each group or cell.
+    needs: what has to be run, if nothing was seen.
+  """
+  found = list(seen)
+  if not found:
+    return Verdict("not tested", (f"It needs {needs}.",))
+  numbers = tuple(x.numbers for x in found)
+  kept = sum(x.holds for x in found)
+  if kept == len(found):
+    return Verdict("holds", numbers)
+  if kept:
+    numbers = (f"It holds in {kept} of {len(found)}.", *numbers)
+  return Verdict("does not", numbers)
+
+
+def _any(group: Group) -> bool:
+  return True
+
+
+def recurrent(group: Group) -> bool:
+  return group.setting.network in TEXTS
+
+
+def _told(group: Group, what: str, found: Spread) -> str:
+  return f"{group.name}: {what} {found} ({found.count} seeds)"
+
+
+def within(
+  codecs: Iterable[str], limit: float, chosen: Callable[[Group], bool] = _any
+) -> Judge:
+  """Returns a judge of whether codecs are at most ``limit`` points below float32."""
+  names = list(codecs)
+
+  def judge(study: Study) -> Verdict:
+    return concluded(
+      (
+        Seen(found.mean >= -limit, _told(group, name, found))
+        for group in filter(chosen, study.groups)
+        for name in names
+        if (found := group.difference(name))
+      ),
+      f"two seeds of f32 and {' or '.join(names)}",
+    )
+
+  return judge
+
+
+def worse(codec: str, than: str) -> Judge:
+  """Returns a judge of whether a codec is worse than another."""
+
+  def judge(study: Study) -> Verdict:
+    return concluded(
+      (
+        Seen(found.mean + found.half < 0, _told(group, f"{codec} - {than}", found))
+        for group in study.groups
+        if (found := group.difference(codec, than))
+      ),
+      f"two seeds of {codec} and {than}",
+    )
+
+  return judge
+
+
+def fails(codecs: Iterable[str]) -> Judge:
+  """Returns a judge of whether codecs end more than a point below float32."""
+  names = list(codecs)
+
+  def judge(study: Study) -> Verdict:
+    return concluded(
+      (
+        Seen(found.mean < -FAILS, _told(group, name, found))
+        for group in study.groups
+        for name in names
+        if (found := group.difference(name))
+      ),
+      f"two seeds of f32 and {' or '.join(names)}",
+    )
+
+  return judge
+
+
+def later(codec: str) -> Judge:
+  """Returns a judge of whether a codec is behind float32 more at first than at last."""
+
+  def judge(study: Study) -> Verdict:
+    return concluded(
+      (
+        Seen(
+          early.mean + early.half < 0 and early.mean < last.mean,
+          f"{group.name}: {early} in the first half, {last} at the end",
+        )
+        for group in study.groups
+        if (early := group.early(codec)) and (last := group.difference(codec))
+      ),
+      f"two seeds of f32 and {codec}, with two points of a curve or more",
+    )
+
+  return judge
+
+
+def alike(codecs: Iterable[str]) -> Judge:
+  """Returns a judge of whether codecs and float32 end alike: p above 0.05."""
+  names = ["f32", *codecs]
+
+  def judge(study: Study) -> Verdict:
+    seen = []
+    for group in study.groups:
+      ends = [list(group.ends(name).values()) for name in names]
+      if all(len(values) > 1 for values in ends):
+        found = anova(ends)
+        means = ", ".join(
+          f"{name} {sum(values) / len(values):.2f}"
+          for name, values in zip(names, ends, strict=True)
+        )
+        numbers = f"{group.name}: F = {found['F']:.2f}, p = {found['p']:.2f}; {means}"
+        seen.append(Seen(found["p"] > 0.05, numbers))
+    return concluded(seen, f"two seeds of {', '.join(names)}")
+
+  return judge
+
+
+def any_workers(codec: str, limit: float) -> Judge:
+  """Returns a judge of whether a codec is as good with any number of workers."""
+
+  def judge(study: Study) -> Verdict:
+    seen, counts = [], set()
+    for group in study.groups:
+      if found := group.difference(codec):
+        seen.append(Seen(found.mean >= -limit, _told(group, codec, found)))
+        counts.add(group.setting.workers)
+    return concluded(
+      seen if len(counts) > 1 else [],
+      f"two seeds of f32 and {codec} with two numbers of workers or more",
+    )
+
+  return judge
