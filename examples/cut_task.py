@@ -65,6 +65,15 @@ class Task:
     places = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._specs)
     return jax.jit(self._start, out_shardings=places)(seed)
 
+  def recorded(self) -> dict[str, Any]:
+    """Returns what a record needs: the part of the optimizer with gradcomp in it."""
+    params, _ = jax.eval_shape(self._start, 0)
+    return {
+      "optimizer": self._rmsprop["front"],
+      "params": params["front"],
+      "workers": self.mesh.size,
+    }
+
   def place(self, batch: Batch) -> Batch:
     """Puts a batch where the step takes it: labels lie on all workers."""
     images, labels = batch

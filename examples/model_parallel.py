@@ -75,7 +75,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_codec(
   name: str, task: Task, images: data.ImageSet, args: argparse.Namespace
 ) -> list[Run]:
-  """Compiles the step once for all seeds, and trains from each."""
+  """Compiles the step once for all seeds, and trains from each.
+
+  The optimizer of the convolution has gradcomp's transformation, so a record of it is
+  saved beside the state. What is cut keeps nothing of gradcomp's: a run of another
+  codec has a folder of its own, Orbax refuses arrays of other shapes, and any number of
+  workers that the layers can be cut over takes up the whole arrays.
+  """
   batches = functools.partial(data.batches, images.train, args.batch_size)
   batch = task.place(next(batches(seed=0)))
   step = task.step.lower(*task.start(0), batch).compile()
@@ -85,7 +91,7 @@ def run_codec(
     title = f"{name} seed {seed}"
     with (
       Progress(title, args.steps) as progress,
-      saved_in(args, f"{name}-{seed}") as saved,
+      saved_in(args, f"{name}-{seed}", **task.recorded()) as saved,
     ):
       points, step_ms = train(
         task,

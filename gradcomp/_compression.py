@@ -28,7 +28,8 @@ from gradcomp.exchange import (
 )
 from gradcomp.feedback import Feedback
 from gradcomp.memory import first_stored
-from gradcomp.residuals import check_kind, is_stored, remainder, shaped
+from gradcomp.remainders import remainder
+from gradcomp.residuals import check_kind, is_stored, shaped
 from gradcomp.state import CompressState, check_state, residual_key, seed_words
 from gradcomp.workers import (
   Axes,

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradcomp.workers import placed_spec, sharded_axes
@@ -55,32 +56,38 @@ class Placing:
     if known and sharded_axes(own).issuperset(sharded_axes(spec)):
       spec = own
     sharding = NamedSharding(self.mesh, spec)
-    if isinstance(x, jax.Array):
-      _check_whole(x)
+    local = isinstance(x, jax.Array) and x.is_fully_addressable
+    if local and sharding.is_fully_addressable:
       # A step that donates the new state shall leave the old one as it is.
       return jax.device_put(x, sharding, may_alias=False)
-    x = np.asarray(x)
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    if _is_key(x):  # which NumPy has no dtype for
+      words = self(jax.random.key_data(x), spec, like)
+      return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    x = host_array(x)
+    cut = lambda index: x[index]
+    return jax.make_array_from_callback(x.shape, sharding, cut, dtype=x.dtype)
 
 
 def host_array(x: Any) -> np.ndarray:
   """Returns an array of NumPy.
 
+  If other processes have parts of it, it is gathered: all of them must call this for
+  the same arrays in the same order.
+
   Raises:
-    ValueError: other processes have parts of it.
+    ValueError: only other processes have parts of it.
   """
-  _check_whole(x)
-  return np.asarray(x)
-
-
-def _check_whole(x: Any) -> None:
-  if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+  if not isinstance(x, jax.Array) or x.is_fully_addressable:
+    return np.asarray(x)
+  if not x.sharding.addressable_devices:
     raise ValueError(
-      "`opt_state` must hold arrays that this process has the whole of, got "
-      f"{jax.typeof(x)} with parts on devices of other processes; give NumPy's arrays: "
-      "restore them from a checkpoint, or gather them first by "
-      "jax.experimental.multihost_utils.process_allgather(x, tiled=True)."
+      "`opt_state` must hold arrays of which this process has a part, got "
+      f"{jax.typeof(x)} on devices of other processes only; call this in those alone, "
+      "without mesh=, and send what it returns, or restore all from a checkpoint."
     )
+  if x.is_fully_replicated:
+    return np.asarray(x)
+  return multihost_utils.process_allgather(x, tiled=True)
 
 
 def _is_key(x: Any) -> bool:

@@ -58,7 +58,7 @@ class Feedback(Protocol):
       unsent: what this worker did not send.
       chosen: for each leaf the positions in it, flat, where a sparse codec sent
         something, or its size; None if the codec sends all elements.
-      counts: for each leaf the count of :func:`gradcomp.residuals.remainder`.
+      counts: for each leaf the count of :func:`gradcomp.remainders.remainder`.
     """
 
 
@@ -257,7 +257,7 @@ def _kept(
     unsent: what this worker did not send.
     chosen: the positions in the flat leaf where a sparse codec sent something, or at
       least the leaf's size; None if the codec sends all elements.
-    count: the count of :func:`gradcomp.residuals.remainder`.
+    count: the count of :func:`gradcomp.remainders.remainder`.
   """
 
   def finite(mean: jax.Array, unsent: jax.Array) -> jax.Array:

@@ -56,9 +56,10 @@ def reshard_state(
 
   Args:
     opt_state: the whole global state, as ``optimizer.init`` makes it under
-      ``jax.set_mesh``, in NumPy's or JAX's arrays. Under ``jax.vmap`` and ``jax.pmap``
-      arrays have another first axis: leave out that of what is equal, and join the
-      first two of what is not.
+      ``jax.set_mesh``, in NumPy's or JAX's arrays. If several processes have parts of
+      JAX's, all of them call this, and each gathers one array after another. Under
+      ``jax.vmap`` and ``jax.pmap`` arrays have another first axis: leave out that of
+      what is equal, and join the first two of what is not.
     old_workers: N, the number of workers that the state was made for.
     workers: M, the number of workers that go on with it.
     optimizer: the transformation that made the state.
@@ -73,7 +74,8 @@ def reshard_state(
       ``"addends"`` is for ``update`` in plain ``jax.jit`` under Explicit axes, where no
       mean is taken: :math:`\sum e_i + r` stays, which is the sum and the update.
     param_specs: the specs of the parameters, if :func:`init_state` made the state.
-    mesh: the M devices; by default the mesh of ``jax.set_mesh``, if there is one.
+    mesh: the M devices, of one or several processes; by default the mesh of
+      ``jax.set_mesh``, if there is one.
 
   Returns:
     The state, in arrays on the mesh, and cut over it as :func:`state_specs` says.
@@ -84,7 +86,7 @@ def reshard_state(
     ValueError: a number of workers is below 1, or ``workers`` is not that of the mesh;
       the state is not that of N workers with this optimizer and these parameters, and
       the error names the first arrays that differ; it is in the midst of a round; or an
-      array has parts on devices of other processes.
+      array is on devices of other processes alone.
 
   Example:
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")

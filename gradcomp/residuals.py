@@ -1,4 +1,4 @@
-"""Adds residuals, and stores what was not sent as the next, perhaps in fewer bits."""
+"""Adds residuals to gradients, and stores them, perhaps in fewer bits."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp.codecs import LeafCodec, working_dtype
-from gradcomp.kernels import rewritten, threefry2x32, written
+from gradcomp.kernels import threefry2x32, written
 from gradcomp.kernels.fixed_point import FRACTION, held
 from gradcomp.kernels.scales import norms
 
@@ -219,61 +219,3 @@ def correct(updates: Any, residual: Any, codec: LeafCodec) -> Any:
 
   with jax.named_scope("gradcomp_correct"):
     return jax.tree.map(add, updates, *([] if residual is None else [residual]))
-
-
-def remainder(
-  unsent: jax.Array,
-  mean: jax.Array,
-  old: Stored,
-  count: jax.Array,
-  key: Callable[[], jax.Array],
-) -> tuple[Stored, jax.Array]:
-  """Returns the new residual: what was not sent, or the old one if that is not finite.
-
-  The old one also stays where the mean is not finite. So a gradient that is not finite,
-  and its whole bucket with it, is never kept. And of that bucket no worker counts as
-  sent what nobody can use.
-
-  Args:
-    unsent: what was not sent, in any shape of as many elements.
-    mean: the mean of all workers, float32.
-    old: the residual of the last step. The new one is stored in the same way.
-    count: the number of the step, ``int32[]``.
-    key: makes the key that residuals of fewer bits are rounded with, ``uint32[2]``.
-
-  Returns:
-    The residual, and a count for what is to be written next, see
-    :func:`gradcomp.kernels.rewritten`.
-  """
-
-  with jax.named_scope("gradcomp_residual"):
-    if isinstance(old, Int8Residual):
-      # As floats first, which a CPU writes once for the two that read them.
-      new, count = _remainder(unsent, mean, read(old), count, None)
-      blocks = old.scales.shape[-1]
-      return to_int8(new, lanes(key(), new.shape), blocks), count
-    lane = lanes(key(), unsent.shape) if old.dtype == jnp.bfloat16 else None
-    return _remainder(unsent, mean, old, count, lane)
-
-
-def _remainder(
-  unsent: jax.Array,
-  mean: jax.Array,
-  old: jax.Array,
-  count: jax.Array,
-  lane: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns what :func:`remainder` does, of floats, which ``lane`` rounds if given."""
-  usable = mean.reshape(unsent.shape)
-
-  def keep(old: jax.Array, one: jax.Array) -> jax.Array:
-    if lane is None:
-      new = unsent.astype(old.dtype)
-    else:
-      new = to_bfloat16((unsent * one).astype(jnp.float32), lane)
-    return jnp.where(jnp.isfinite(unsent * one) & jnp.isfinite(usable * one), new, old)
-
-  if unsent.shape == old.shape:
-    return keep(old, jnp.float32(1.0)), count
-  new, count = rewritten(keep, old.reshape(unsent.shape), count)
-  return new.reshape(old.shape), count

@@ -20,6 +20,7 @@ import modes
 import numpy as np
 import optax
 from host_cut import CUT, gradients
+from host_moved import moved
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -240,6 +241,8 @@ FAULTS = {
 def main(task, address, hosts, host, folder):
   """Runs "compare-few", "saved-all", "train", or what host 1 spoils: "kill-1"."""
   hosts, host, folder = int(hosts), int(host), pathlib.Path(folder)
+  if task == "move":
+    jax.config.update("jax_num_cpu_devices", 2)
   jax.distributed.initialize(address, hosts, host, **LIMITS)
   task, _, which = task.partition("-")
   try:
@@ -247,6 +250,8 @@ def main(task, address, hosts, host, folder):
       compare(which, hosts, host, folder)
     elif task == "saved":
       compare_saved(which, hosts, host, folder)
+    elif task == "move":
+      save(folder / f"moved.{host}.npz", moved(hosts))
     elif task == "differ":
       exchange("qsgd4-ring" if which == str(host) else "qsgd4-two_shot", hosts)
     else:

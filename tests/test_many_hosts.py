@@ -15,6 +15,7 @@ import sys
 import time
 
 import host
+import host_moved
 import jax
 import loopback
 import numpy as np
@@ -150,6 +151,15 @@ def test_hosts_go_on_from_what_they_saved_together(hosts, tmp_path, subtests):
     bound = rounding if name in host.TRANSPORT_ADDS else 0.0
     with subtests.test(name):
       assert_hosts_agree(tmp_path, name, tree, hosts, bound)
+
+
+@pytest.mark.slow
+def test_live_states_go_on_with_another_number_of_workers(tmp_path):
+  """With two a host, and then one a host, to the bits of emulated devices."""
+  with run_task("move", 2, tmp_path) as processes:
+    expected = host_moved.moved(2)
+    assert codes(processes, tmp_path) == [0, 0], said(tmp_path)
+  assert_hosts_agree(tmp_path, "moved", expected, 2)
 
 
 def seconds_to_fail(folder, survivor):

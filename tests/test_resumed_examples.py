@@ -94,3 +94,13 @@ def test_another_codec_is_refused_by_its_name(tmp_path):
   _, err = process.communicate(timeout=300)
   assert process.returncode
   assert "density=0.01" in err and "density=0.1" in err and "Make the transf" in err
+
+
+def test_another_net_is_refused_before_its_arrays_are_read(tmp_path):
+  script = EXAMPLES / "model_parallel.py"
+  kept = ["--checkpoint", tmp_path, "--output", tmp_path, "--data-dir", tmp_path]
+  kept += "--devices 2 --hidden 64 --batch-size 16".split()
+  finish(start(*kept, "--steps", 1, script=script))
+  process = start(*kept, "--steps", 2, "--channels", 4, script=script)
+  _, err = process.communicate(timeout=300)
+  assert process.returncode and "the list of leaves was one without" in err
