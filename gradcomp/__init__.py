@@ -28,6 +28,10 @@ from gradcomp.inspection import inspect as inspect
 from gradcomp.inspection import update_and_inspect as update_and_inspect
 from gradcomp.local_gradients import defer_reduction as defer_reduction
 from gradcomp.local_gradients import value_and_grad as value_and_grad
+from gradcomp.local_training import FragmentState as FragmentState
+from gradcomp.local_training import LocalStepsState as LocalStepsState
+from gradcomp.local_training import local_params as local_params
+from gradcomp.local_training import local_steps as local_steps
 from gradcomp.low_precision import aps as aps
 from gradcomp.low_precision import loss_scaling_cast as loss_scaling_cast
 from gradcomp.low_rank import powersgd as powersgd

@@ -37,6 +37,7 @@ class LeafPlan:
       None if that is unknown.
     work: the work of a worker for it, as parts of its elements.
     keeps: whether workers keep what they do not send.
+    every: it is sent in one of so many steps: see :func:`gradcomp.local_steps`.
   """
 
   path: str
@@ -52,6 +53,7 @@ class LeafPlan:
   used: float | None = None
   work: Work = Work()
   keeps: bool = False
+  every: int = 1
 
   @property
   def elements(self) -> int:
@@ -90,6 +92,16 @@ class Explanation:
     return math.ceil(sum((leaf.bytes_sent for leaf in self.leaves), self.bytes_fitting))
 
   @property
+  def bytes_per_step(self) -> float:
+    """The bytes that each worker sends in a step, on average over many.
+
+    It is less than ``bytes_sent`` if workers take steps alone. That is then what they
+    send in a round.
+    """
+    rest = sum(leaf.bytes_sent * (1 - 1 / Fraction(leaf.every)) for leaf in self.leaves)
+    return float(self.bytes_sent - rest)
+
+  @property
   def bytes_received(self) -> int:
     """The bytes that each worker receives: as many as it sends, in every exchange."""
     return self.bytes_sent
@@ -123,9 +135,15 @@ class Explanation:
     numbers = {"bits", "message", "sent", "/f32", "/bf16", "slots", "used"}
     right = [i for i, name in enumerate(rows[0]) if name in numbers]
     lines = aligned(rows, right=right)
+    alone = max((leaf.every for leaf in self.leaves), default=1)
+    when = "a step" if alone == 1 else f"a round of {alone} steps"
     lines.append(
-      f"Bytes that each of {self.workers} workers sends a step. It receives as many."
+      f"Bytes that each of {self.workers} workers sends {when}. It receives as many."
     )
+    if alone > 1:
+      elements = sum(leaf.elements for leaf in self.leaves)
+      bits = 8 * self.bytes_per_step / max(elements, 1)
+      lines.append(f"That is {bits:.3g} bits a parameter and step.")
     reasons = dict.fromkeys((leaf.exchange, leaf.reason) for leaf in self.leaves)
     lines += [f"{exchange}: {reason}." for exchange, reason in reasons]
     if self.bytes_inside:
@@ -284,6 +302,7 @@ def explain(
           used=used.get(i),
           work=_work(message, codec, plan.codecs[i], sizes),
           keeps=plan.feedback,
+          every=found.every,
         )
       number += 1
     leaves += [own[i] for i in sorted(own)]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradcomp._checks import static_integer
 from gradcomp._stages import Stage, append, members, span
-from gradcomp.exchange import FITTING, NOTE, Message, Options, Parts, Plan, note
+from gradcomp.exchange import FITTING, NOTE, Every, Message, Options, Parts, Plan, note
 from gradcomp.layout import Layout
 from gradcomp.state import is_state
 from gradcomp.workers import EXPLAINED, UnboundAxisError, axis_names
@@ -43,6 +43,7 @@ class Found:
     inside: the part of these that stays inside the groups of two axes' second.
     fitting: what fits the codec, beside these.
     stages: the collectives of the messages, by the messages' numbers in the plan.
+    every: it sends in one of so many steps.
   """
 
   plan: Plan
@@ -51,6 +52,7 @@ class Found:
   inside: Fraction = Fraction(0)
   fitting: Fraction = Fraction(0)
   stages: list[Stage] = dataclasses.field(default_factory=list)
+  every: int = 1
 
 
 class Trace(NamedTuple):
@@ -132,6 +134,7 @@ def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
   result: list[Found] = []
   now: object = None
   parts: tuple[int, ...] = ()
+  every = 1
   for equation, state, times in _told(jaxpr, {}, 1, _last):
     if equation.primitive is not NOTE:
       axes = _axes(equation, sizes)
@@ -161,10 +164,13 @@ def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
           found.inside += times * nbytes
     elif isinstance(about := equation.params["about"], Parts):
       parts = about.sizes
+    elif isinstance(about, Every):
+      every = about.steps
     else:
       now, parts = about, ()
       if isinstance(about, Plan):
-        result.append(Found(about, state, [Fraction(0)] * len(about.names)))
+        nothing = [Fraction(0)] * len(about.names)
+        result.append(Found(about, state, nothing, every=every))
   return result
 
 

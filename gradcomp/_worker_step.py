@@ -11,9 +11,10 @@ from jax import lax
 
 from gradcomp.exchange import pmean
 from gradcomp.freezing import unaveraged
-from gradcomp.local_gradients import value_and_grad
+from gradcomp.local_gradients import defer_reduction, value_and_grad
+from gradcomp.local_training import local_params
 from gradcomp.replicas import Replicas, check_replicas
-from gradcomp.state import states_in
+from gradcomp.state import states_in, steps_alone
 from gradcomp.workers import AxisName
 
 ModelState = Literal["mean", "local"]
@@ -41,8 +42,10 @@ class WorkerStep:
     rng: jax.Array | None,
     *,
     inspect: bool,
-  ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Returns new parameters, optimizer state, model state and metrics.
+  ) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
+    """Returns new parameters, optimizer state, model state and two dicts of metrics.
+
+    The second are each worker's own, ``[1, ...]``, if workers take steps alone.
 
     Args:
       functions: the loss, and the optimizer's ``update``, without and with inspection.
@@ -55,20 +58,27 @@ class WorkerStep:
       inspect: whether to show what the update sends.
     """
     loss_fn, update, update_and_inspect = functions
+    alone = steps_alone(opt_state)
+    if alone and self.model_state == "mean":
+      raise ValueError(
+        '`model_state` must be "local" or None where workers take steps alone, for a '
+        'mean in each step would be sent in each step, got "mean".'
+      )
     grad_fn = value_and_grad(
       self._uniform(loss_fn),
-      axis_name=self.axis_name,
+      axis_name=None if alone else self.axis_name,
       has_aux=True,
       accumulate=self.accumulate,
     )
     if self.model_state == "local":
       model_state = jax.tree.map(lambda x: x[0], model_state)
     rows = batch, self._keys(rng)
-    value, grads = grad_fn(params, rows, model_state, extra)
+    at = local_params(params, opt_state)
+    if alone and self.axis_name is not None:
+      at = defer_reduction(at, self.axis_name)
+    value, grads = grad_fn(at, rows, model_state, extra)
     loss, (model_state, aux) = value
-    metrics = {"loss": loss}
-    if self.has_aux:
-      metrics["aux"] = self._mean(aux)
+    metrics, own = {"loss": loss}, {"aux": aux} if self.has_aux else {}
     if self.model_state == "local":
       model_state = jax.tree.map(lambda x: x[None], model_state)
     if self.model_state == "mean":
@@ -84,12 +94,17 @@ class WorkerStep:
       updates, opt_state = update(grads, opt_state, params)
     self._check_equal(updates, params)
     if self.report:
-      square = self._mean(optax.tree.norm(grads, squared=True))
-      metrics |= {
-        "gradient_norm": jnp.sqrt(square),
-        "update_norm": optax.tree.norm(updates),
-      }
-    return optax.apply_updates(params, updates), opt_state, model_state, metrics
+      own["gradient_norm"] = optax.tree.norm(grads, squared=True)
+    if alone:
+      own = jax.tree.map(lambda x: x[None], own | {"loss": metrics.pop("loss")})
+    else:
+      metrics, own = metrics | self._mean(own), {}
+    if self.report:
+      norms = own if alone else metrics
+      norms["gradient_norm"] = jnp.sqrt(norms["gradient_norm"])
+      metrics["update_norm"] = optax.tree.norm(updates)
+    params = optax.apply_updates(params, updates)
+    return params, opt_state, model_state, metrics, own
 
   def _uniform(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a loss with the same arguments and results, whatever the options are."""

@@ -11,12 +11,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradcomp.codecs import Memory
 from gradcomp.residuals import is_stored, shaped
-from gradcomp.state import CompressState, OwnedRows, is_state, states_in
+from gradcomp.state import CompressState, OwnedRows, OwnSteps, is_state, states_in
 from gradcomp.workers import (
+  Axes,
   AxisName,
   axis_names,
   check_whole_specs,
   is_spec,
+  sharded_axes,
   stack_spec,
   stacked_over,
 )
@@ -69,6 +71,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       )
     if isinstance(node, OwnedRows):
       return OwnedRows(owned(node.arrays))
+    if isinstance(node, OwnSteps):
+      return OwnSteps({at: own_steps(at, own) for at, own in node.by_axes.items()})
     if isinstance(node, optax.MultiStepsState):
       return optax.MultiStepsState(
         mini_step=PartitionSpec(),
@@ -102,6 +106,20 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       result[axes] = jax.tree.map(lambda _, spec=spec: spec, tree)
     return result
 
+  def own_steps(axes: Axes, own: Any) -> Any:
+    """Returns the specs of what the workers of these axes keep, and of what is in it.
+
+    An exchange inside of each, over other axes, stacks its residuals over all of them.
+    """
+    here = axes if param_specs is not None else axis_names(axis_name)
+    inside = tuple(name for name in axes if name in here)
+
+    def stacked(spec: PartitionSpec) -> PartitionSpec:
+      return spec if sharded_axes(spec).issuperset(inside) else stack_spec(inside, spec)
+
+    found = state_specs(own, axis_name, param_specs=param_specs)
+    return jax.tree.map(stacked, found, is_leaf=is_spec) if inside else found
+
   def per_worker(tree: Any) -> Any:
     if like_params(tree):
       return of_params(lambda spec: stack_spec(axis_name, spec), tree)
@@ -132,7 +150,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
   def is_leaf(node: Any) -> bool:
     if isinstance(node, optax.MultiStepsState | optax.ApplyIfFiniteState):
       return bool(states_in(node))
-    return isinstance(node, CompressState | OwnedRows) or like_params(node)
+    return isinstance(node, CompressState | OwnedRows | OwnSteps) or like_params(node)
 
   return jax.tree.map(specs, opt_state, is_leaf=is_leaf)
 
@@ -215,12 +233,12 @@ def _without_rows(opt_state: Any) -> Any:
   """
 
   def without(node: Any) -> Any:
-    if isinstance(node, OwnedRows):
+    if isinstance(node, OwnedRows | OwnSteps):
       return None
     rowless = {"server_residual": None, "memory": None}
     return node._replace(**rowless) if is_state(node) else node
 
   def has_rows(node: Any) -> bool:
-    return is_state(node) or isinstance(node, OwnedRows)
+    return is_state(node) or isinstance(node, OwnedRows | OwnSteps)
 
   return jax.tree.map(without, opt_state, is_leaf=has_rows)

@@ -72,6 +72,32 @@ class OwnedRows(NamedTuple):
   arrays: dict[tuple[str, ...], tuple[jax.Array, ...]]
 
 
+class OwnSteps(NamedTuple):
+  """What each worker has done alone, as :func:`gradcomp.local_steps` keeps it.
+
+  Example:
+    >>> own = OwnSteps({("data",): (jnp.zeros(3), ())})
+    >>> own.moved
+    Array([0., 0., 0.], dtype=float32)
+  """
+
+  # By the axes that stack them, per worker and at least 1-d: how far the worker's own
+  # parameters are from those of all, float32 or wider, and the state of its optimizer.
+  by_axes: dict[tuple[str, ...], tuple[Any, Any]]
+
+  @property
+  def moved(self) -> Any:
+    """How far the worker's own parameters are from those of all."""
+    ((moved, _),) = self.by_axes.values()
+    return moved
+
+  @property
+  def inner_state(self) -> Any:
+    """The state of the worker's own optimizer; of scalars it has arrays of one."""
+    ((_, inner_state),) = self.by_axes.values()
+    return inner_state
+
+
 def states_in(opt_state: Any) -> list[CompressState]:
   """Returns the states of gradcomp's transformations, in the order of their numbers."""
   return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
@@ -95,6 +121,16 @@ def collects(node: Any) -> bool:
 def is_rows(node: Any) -> bool:
   """Returns True for :class:`OwnedRows`; it is meant for ``is_leaf``."""
   return isinstance(node, OwnedRows)
+
+
+def is_own_steps(node: Any) -> bool:
+  """Returns True for :class:`OwnSteps`; it is meant for ``is_leaf``."""
+  return isinstance(node, OwnSteps)
+
+
+def steps_alone(opt_state: Any) -> bool:
+  """Returns True if workers take steps alone, and have parameters of their own."""
+  return any(map(is_own_steps, jax.tree.leaves(opt_state, is_leaf=is_own_steps)))
 
 
 def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:

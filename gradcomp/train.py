@@ -82,6 +82,10 @@ def make_train_step(
     ``jax.device_put(params, NamedSharding(mesh, P()))``. Parameters on one device work,
     but then the second step compiles again. ``metrics["loss"]``, and ``metrics["aux"]``
     with ``has_aux``, are means over the workers.
+    With :func:`local_steps` in the optimizer, parameters are those that all workers
+    share, and gradients are computed at each worker's own. The loss, ``aux`` and
+    ``"gradient_norm"`` then have a first axis of N, for the workers: a mean would be a
+    message in each step.
     If the step is called with ``rng=key``, the loss is called with ``rng=`` a key that
     is made from it, another one for each worker and micro-batch. Give it another key in
     every step.
@@ -137,11 +141,12 @@ def make_train_step(
 
   def whole_step(params: Any, *args: Any, inspect: bool) -> tuple[Any, ...]:
     flag("inspect", inspect)
-    *result, metrics = run(params, *args, inspect=inspect)
+    *result, metrics, own = run(params, *args, inspect=inspect)
+    metrics |= own
     if report:
       shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
       sizes = workers if len(workers) == 2 else math.prod(workers)
-      sent = explain(optimizer, shapes, workers=sizes).bytes_sent
+      sent = explain(optimizer, shapes, workers=sizes).bytes_per_step
       metrics["bytes_sent"] = jnp.float32(sent)
     return *result, metrics
 
@@ -243,7 +248,7 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
         local,
         mesh=mesh,
         in_specs=(spec, whole, specs, kept, cut, whole, whole),
-        out_specs=(whole, specs, kept, whole),
+        out_specs=(whole, specs, kept, whole, cut),
         axis_names=set(names),
       )(closed_over, params, opt_state, model_state, batch, extra, rng)
 

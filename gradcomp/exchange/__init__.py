@@ -1,6 +1,7 @@
 """Schedules sums between workers. Only this folder calls collectives."""
 
 from gradcomp.exchange._all_gather import AllGather as AllGather
+from gradcomp.exchange._all_gather import Merge as Merge
 from gradcomp.exchange._all_reduce import AllReduce as AllReduce
 from gradcomp.exchange._choice import Auto as Auto
 from gradcomp.exchange._choice import ExchangeName as ExchangeName
@@ -35,6 +36,7 @@ from gradcomp.exchange._messages import owned_matrices as owned_matrices
 from gradcomp.exchange._messages import owner_shapes as owner_shapes
 from gradcomp.exchange._notes import FITTING as FITTING
 from gradcomp.exchange._notes import NOTE as NOTE
+from gradcomp.exchange._notes import Every as Every
 from gradcomp.exchange._notes import Options as Options
 from gradcomp.exchange._notes import Parts as Parts
 from gradcomp.exchange._notes import note as note

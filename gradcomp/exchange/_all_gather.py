@@ -4,31 +4,49 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from gradcomp._checks import one_of
 from gradcomp.exchange._collectives import Workers, final_stage, gather, join, split
 from gradcomp.exchange._contribution import Contribution, Total
 from gradcomp.exchange._exchange import WithoutOwners
 from gradcomp.exchange._work import Work
+from gradcomp.kernels.fixed_point import divide
 from gradcomp.layout import Layout
-from gradcomp.sums import RowDecoder, Way
+from gradcomp.sums import RowDecoder, Sum, Way
+
+Merge = Literal["mean", "senders"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AllGather(WithoutOwners):
   """Sends every payload to every worker, which decodes all of them and adds.
 
   An addition may lose a part of the numbers that it adds. The worker whose numbers were
   added keeps that part. A worker sends ``(N-1) c`` bytes, where c is the bytes of a
   payload.
+
+  Attributes:
+    merge: ``"mean"``, or ``"senders"``: of a sparse codec, the sum of an element is
+      divided by the number of workers that sent it, and not by N. What all workers send
+      has its mean.
+
+  Raises:
+    ValueError: ``merge`` is neither.
   """
+
+  merge: Merge = "mean"
 
   name: ClassVar[str] = "all_gather"
   way: ClassVar[Way] = "gathered"
   of_leaves: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    one_of("merge", Merge, self.merge)
 
   def run(self, own: Contribution, workers: Workers) -> Total:
     gathered = gather_rows(own.layout, own.rows, workers)
@@ -36,8 +54,7 @@ class AllGather(WithoutOwners):
     number = lax.axis_index(workers.axis_name) if own.keep else None
 
     def decoders() -> list[RowDecoder]:
-      scale = workers.scale
-      return [total.gathered(rows, agreed, scale) for total, rows, agreed in parts]
+      return [self._decoder(*part, workers) for part in parts]
 
     return Total(
       own.means(decoders, gathered[0]),
@@ -47,6 +64,21 @@ class AllGather(WithoutOwners):
       ],
       own.residuals,
     )
+
+  def _decoder(
+    self, total: Sum, rows: jax.Array, agreed: jax.Array | None, workers: Workers
+  ) -> RowDecoder:
+    """Returns the decoder of the mean, over all workers or those that sent."""
+    senders = total.senders(rows) if self.merge == "senders" else None
+    if senders is None:
+      return total.gathered(rows, agreed, workers.scale)
+    added = total.gathered(rows, agreed, workers.scale * workers.size)
+
+    def decode(start: int, stop: int) -> jax.Array:
+      number = senders(start, stop)
+      return divide(added(start, stop), jnp.maximum(number, 1.0))
+
+    return decode
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     return Work(encoded=Fraction(1), added=Fraction(math.prod(sizes)))

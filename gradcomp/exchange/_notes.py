@@ -35,6 +35,12 @@ class Options(NamedTuple):
   named: tuple[tuple[str, Any], ...]
 
 
+class Every(NamedTuple):
+  """Says that what follows, until the next such note, is sent in one of some steps."""
+
+  steps: int
+
+
 def note(about: object, *arrays: jax.Array) -> Sequence[jax.Array]:
   """Adds a note to a trace that :func:`gradcomp.explain` reads.
 

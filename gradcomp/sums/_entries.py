@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from gradcomp.codecs import SelectingCodec, SparseCodec, sent_positions, sum_entries
 from gradcomp.kernels.rows import COPIED
@@ -57,6 +58,16 @@ class Entries(Tiles):
       if few and together and stop - start < rows.shape[1]:
         return every()[start:stop]
       return sum_entries(codec, positions[:, start:stop], values[:, start:stop], scale)
+
+    return decode
+
+  def senders(self, rows: jax.Array) -> RowDecoder:
+    positions, values = self.codec.entries(rows)
+    used = jnp.where(values == 0, 0.0, 1.0)
+
+    def decode(start: int, stop: int) -> jax.Array:
+      parts = positions[:, start:stop], used[:, start:stop]
+      return sum_entries(self.codec, *parts, 1.0)
 
     return decode
 

@@ -121,6 +121,12 @@ class Sum(SumFacts, Protocol):
   ) -> RowDecoder:
     """Returns the decoder of the sum of all payloads, ``uint32[K, rows, words]``."""
 
+  def senders(self, rows: jax.Array) -> RowDecoder | None:
+    """Returns the decoder of how many of ``uint32[K, rows, words]`` send an element.
+
+    An element that is sent as zero does not count. None means that all send all.
+    """
+
   def gathered_loss(
     self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
   ) -> RowDecoder | None:
@@ -201,6 +207,9 @@ class Facts:
     """Accepts any number of workers."""
 
   def slots(self, rows: int) -> int | None:
+    return None
+
+  def senders(self, rows: jax.Array) -> RowDecoder | None:
     return None
 
   def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:

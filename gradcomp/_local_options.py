@@ -1,0 +1,66 @@
+"""Checks the options of local steps, and what ``update`` is given."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp import sums
+from gradcomp._checks import one_of, share_above_0, static_integer
+from gradcomp.codecs import LeafCodec
+from gradcomp.exchange import AllGather, Auto, Merge, as_exchange
+from gradcomp.feedback import ErrorFeedback
+
+
+def steps(name: str, least: int, most: int | None, value: Any) -> int:
+  """Returns a number of these; ValueError for all else."""
+  above = f"{least} or more" if most is None else f"from {least} to {most}"
+  rule = f"a number, {above}" + ("" if most is None else ", which depends on `every`")
+  number = static_integer(name, rule, value)
+  if number < least or (most is not None and number > most):
+    raise ValueError(f"`{name}` must be {rule}, got {number}.")
+  return number
+
+
+def kept_of(feedback: Any, decay: float, codec: Any) -> Any:
+  """Returns what a worker does with what it did not send of a difference."""
+  decay = share_above_0("feedback_decay", decay)
+  if feedback == "error":
+    # What is unbiased without drawing loses nothing.
+    exact = getattr(codec, "unbiased", False) and not codec.needs_key
+    return None if exact else ErrorFeedback(residual_decay=decay)
+  if decay != 1:
+    raise ValueError(
+      f'`feedback_decay` must be 1 unless feedback is "error", got {decay}; pass '
+      "feedback=gradcomp.ErrorFeedback(residual_decay=...) with options of its own."
+    )
+  return feedback
+
+
+def merging(exchange: Any, merge: Any, codec: Any) -> Any:
+  """Returns the exchange that divides by the number of these workers."""
+  one_of("merge", Merge, merge)
+  if merge == "mean":
+    return exchange
+  if isinstance(codec, LeafCodec) and not sums.facts(codec).drops:
+    raise ValueError(
+      f'`merge` must be "mean" for a codec of which each worker sends all elements, '
+      f'got "senders" and {codec}; use a sparse one like gradcomp.codecs.TopK().'
+    )
+  if as_exchange(exchange) not in (Auto(), AllGather(), AllGather(merge=merge)):
+    raise ValueError(
+      '`exchange` must be "auto" or "all_gather" with merge="senders", for nobody else '
+      f"knows who sent what, got {exchange!r}."
+    )
+  return AllGather(merge=merge)
+
+
+def check_floats(name: str, tree: Any) -> None:
+  """Raises TypeError for leaves that are no real floats."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    if not jnp.issubdtype(getattr(leaf, "dtype", None), jnp.floating):
+      raise TypeError(
+        f"`{name}`{jax.tree_util.keystr(path)} must have a real float dtype, got "
+        f"{getattr(leaf, 'dtype', leaf)!r}; freeze what is not trained by "
+        "optax.partition and optax.set_to_zero, and keep complex numbers as pairs."
+      )

@@ -1,0 +1,89 @@
+"""Oracles of local steps in NumPy, from the papers' formulas, and the cases of tests.
+
+They are in float64, and know one array of parameters a worker: ``[N, n]``.
+"""
+
+import numpy as np
+
+import gradcomp
+
+N = 4
+LEAVES = {"w": (6, 50), "v": (300,), "one": ()}
+
+
+def local(inner, outer, codec, every=3, **options):
+  return gradcomp.local_steps(
+    inner, outer, every=every, codec=codec, axis_name="data", **options
+  )
+
+
+class Nesterov:
+  """SGD with Nesterov's momentum, as Sutskever et al. write it, and as PyTorch has."""
+
+  def __init__(self, rate, momentum):
+    self.rate, self.momentum, self.buffer = rate, momentum, 0.0
+
+  def step(self, gradient):
+    self.buffer = self.momentum * self.buffer + gradient
+    return -self.rate * (gradient + self.momentum * self.buffer)
+
+
+def diloco(start, gradients, *, rate, every, outer):
+  """Algorithm 1 of DiLoCo, with SGD inside; parameters of all after each step."""
+  shared = np.float64(start)
+  own = np.stack([shared] * N)
+  result = []
+  for t, gradient in enumerate(gradients, 1):
+    own = own - rate * np.float64(gradient)
+    if t % every == 0:
+      shared = shared + outer.step(np.mean(shared - own, axis=0))
+      own = np.stack([shared] * N)
+    result.append(shared)
+  return result
+
+
+def largest(x, count):
+  """x where its magnitude is among the largest, and zeros elsewhere."""
+  keep = np.argsort(-np.abs(x), axis=-1, kind="stable")[..., :count]
+  mask = np.zeros(x.shape, bool)
+  np.put_along_axis(mask, keep, True, axis=-1)
+  return np.where(mask, x, 0.0), mask
+
+
+def sparseloco(start, gradients, *, rate, every, count, decay, senders=False):
+  """Algorithm 1 of SparseLoCo without quantisation, and an outer rate of 1."""
+  shared = np.float64(start)
+  own = np.stack([shared] * N)
+  error = np.zeros_like(own)
+  result = []
+  for t, gradient in enumerate(gradients, 1):
+    own = own - rate * np.float64(gradient)
+    if t % every == 0:
+      error = decay * error + (shared - own)
+      sent, mask = largest(error, count)
+      error = error - sent
+      number = np.maximum(mask.sum(axis=0), 1) if senders else N
+      shared = shared - sent.sum(axis=0) / number
+      own = np.stack([shared] * N)
+    result.append(shared)
+  return result
+
+
+def streaming(start, gradients, *, rate, every, parts, delay, mixing, outers):
+  """Algorithm 2 of Streaming DiLoCo; ``mixing`` is what the shared parameters weigh."""
+  shared = np.float64(start)
+  own = np.stack([shared] * N)
+  waiting = [None] * len(parts)
+  result = []
+  for t, gradient in enumerate(gradients, 1):
+    own = own - rate * np.float64(gradient)
+    for k, part in enumerate(parts):
+      offset = every * (k + 1) // len(parts)
+      if t % every == offset % every:
+        waiting[k] = t, np.mean(shared[part] - own[:, part], axis=0)
+      if waiting[k] is not None and t == waiting[k][0] + delay:
+        shared = shared.copy()
+        shared[part] += outers[k].step(waiting[k][1])
+        own[:, part] = (1 - mixing) * own[:, part] + mixing * shared[part]
+    result.append(shared)
+  return result
