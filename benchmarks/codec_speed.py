@@ -31,6 +31,7 @@ import gradcomp
 from gradcomp import sums
 from gradcomp.codecs import (
   QSGD,
+  BlockTop,
   Codec,
   Context,
   Dense,
@@ -83,6 +84,7 @@ CODECS: dict[str, Codec] = {
   },
   "cast-5-2": FloatCast(scale=1.0),
   "natural": Natural(),
+  **{f"blocktop-{bits}": BlockTop(value_bits=bits) for bits in (2, 8, 32)},
   "dense-f32": Dense(),
   "dense-bf16": Dense(dtype=jnp.bfloat16),
   "dense-f16": Dense(dtype=jnp.float16),

@@ -15,7 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.codecs import QSGD, EightBit, FloatCast, Natural, OneBit, Ternary, TopK
+from gradcomp.codecs import (
+  QSGD,
+  BlockTop,
+  EightBit,
+  FloatCast,
+  Natural,
+  OneBit,
+  Ternary,
+  TopK,
+)
 from gradcomp.codecs._scaling import bucket_words
 from gradcomp.kernels import Implementation, float_cast
 from gradcomp.kernels.scales import tensor_norm
@@ -148,6 +157,20 @@ def _one_bit(bucket_size: int, *, keep: bool = False) -> Case:
     implementations=("pallas", *_mosaic("one_bit", bucket_size)),
     # As many roundings are on an element's way into a mean.
     near={"mosaic": (bucket_size / 128 + 40) * 2**-24},
+  )
+
+
+def _block_top(
+  name: str, *, keep: bool = False, timed: bool = False, **options: Any
+) -> Case:
+  codec = BlockTop(**options)
+  return Case(
+    f"block_top {name}",
+    codec,
+    lambda codec, x: _present(codec._encode(x, keep)),
+    lambda codec, x: (),
+    timed=timed,
+    rounds=1,
   )
 
 
@@ -317,6 +340,14 @@ CASES: dict[str, Case] = {
       for auto in (False, True)
     ),
     _natural(),
+    _block_top("1 of 64", timed=True),
+    _block_top("1 of 64, residual", keep=True, timed=True),
+    _block_top(
+      "2 of 16, 8 bits, residual", keep=True, block_size=16, count=2, value_bits=8
+    ),
+    _block_top(
+      "2 of 16, 32 bits, residual", keep=True, block_size=16, count=2, value_bits=32
+    ),
   ]
 }
 

@@ -40,6 +40,7 @@ from training import (
 import gradcomp
 from gradcomp.codecs import (
   QSGD,
+  BlockTop,
   Dense,
   EightBit,
   FloatCast,
@@ -73,6 +74,7 @@ CODECS: dict[str, LeafCodec | None] = {
   },
   "topk-1": TopK(density=0.01),
   "topk-1-asq": TopK(density=0.01, quantize="asq"),
+  "blocktop": BlockTop(),
   "randomk-1": RandomK(density=0.01),
   **{f"powersgd-{n}": PowerSGD(rank=n) for n in (1, 2, 4)},
 }

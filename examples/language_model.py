@@ -2,6 +2,7 @@
 
     python examples/language_model.py --codec redsync --density 0.01
     python examples/language_model.py --codec redsync-asq --density 0.001 --warmup 100
+    python examples/language_model.py --codec blocktop
     python examples/language_model.py --codec f32
     python examples/language_model.py --model transformer --parallel zero
     python examples/language_model.py --model transformer --parallel fsdp --weights 8
@@ -47,7 +48,7 @@ from gradcomp.codecs import QSGD
 from gradcomp.parallel import zero
 
 MOMENTUM = 0.9
-CODECS = ("f32", "redsync", "redsync-asq")
+CODECS = ("f32", "redsync", "redsync-asq", "blocktop")
 BITS = (*range(2, 9), 16)
 MODELS: dict[str, Model] = {
   "gru": functools.partial(Recurrent, text.CHARACTERS),
@@ -169,7 +170,10 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def make_exchange(args: argparse.Namespace) -> optax.GradientTransformation:
-  """Makes RedSync with a dense warm-up, and with ASQ on all layers but the last."""
+  """Makes BlockTop, or RedSync with a dense warm-up; ASQ on all layers but the last."""
+  if args.codec == "blocktop":
+    momentum = gradcomp.MomentumFeedback(decay=MOMENTUM, nesterov=True)
+    return gradcomp.blocktop(feedback=momentum, axis_name=AXIS)
 
   def warmed(**options: Any) -> optax.GradientTransformation:
     redsync = functools.partial(gradcomp.redsync, axis_name=AXIS, momentum=MOMENTUM)
@@ -230,7 +234,7 @@ def make_parser() -> argparse.ArgumentParser:
     "--optimizer",
     choices=("sgd", "adam"),
     default="sgd",
-    help="of f32; redsync has SGD. Default: sgd",
+    help="of f32; the others have SGD. Default: sgd",
   )
   add("--density", type=float, default=0.01, help="of redsync; default: 0.01")
   add("--warmup", type=int, default=0, help="dense steps of redsync; default: 0")

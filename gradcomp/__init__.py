@@ -50,6 +50,7 @@ from gradcomp.sharding import init_state as init_state
 from gradcomp.sharding import state_specs as state_specs
 from gradcomp.skipping import SkipNonfiniteState as SkipNonfiniteState
 from gradcomp.skipping import skip_nonfinite as skip_nonfinite
+from gradcomp.sparse import blocktop as blocktop
 from gradcomp.sparse import redsync as redsync
 from gradcomp.state import CompressState as CompressState
 from gradcomp.switching import SwitchState as SwitchState

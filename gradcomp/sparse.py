@@ -1,4 +1,4 @@
-"""Builds RedSync: residual gradient compression with momentum."""
+"""Builds methods that send some elements: RedSync, and the largest of blocks."""
 
 from typing import Literal, Unpack
 
@@ -8,10 +8,10 @@ from jax.typing import DTypeLike
 
 from gradcomp._checks import flag, share_below_1
 from gradcomp.clipping import clip_by_local_norm
-from gradcomp.codecs import Quantize, Selection, TopK
+from gradcomp.codecs import BlockTop, Quantize, Selection, TopK
 from gradcomp.feedback import ErrorFeedback, MomentumFeedback
 from gradcomp.kernels import Implementation
-from gradcomp.options import ExchangeOptions, checked, recipe
+from gradcomp.options import CompressOptions, ExchangeOptions, checked, recipe
 from gradcomp.transform import compress
 
 
@@ -131,3 +131,53 @@ def redsync(
     return exchanged
   clip = clip_by_local_norm(max_norm, axis_name=options.get("axis_name"))
   return optax.chain(clip, exchanged)
+
+
+@recipe
+def blocktop(
+  block_size: int = 64,
+  *,
+  count: int = 1,
+  value_bits: Literal[2, 8, 32] = 2,
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
+) -> optax.GradientTransformationExtraArgs:
+  r"""Averages the largest of every ``block_size`` consecutive elements over workers.
+
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.BlockTop`. The
+  two say what the arguments mean. It is biased, and has error feedback by default: with
+  the codec's :math:`Q`, and the gradients :math:`g_i` and residuals :math:`e_i` of N
+  workers, it returns
+
+  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
+
+  An element waits for about ``block_size / count`` steps until it is sent.
+
+  A payload has about ``count * (log2(block_size) + value_bits) / block_size`` bits an
+  element: 0.129 at the defaults, with the scales.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
+
+  Example:
+    >>> tx = gradcomp.blocktop(8, value_bits=32)
+    >>> gradient = jnp.array([4.0, 1.0, -2.0, 1.0, 0.0, 0.0, 0.0, 0.0] * 200)
+    >>> state = tx.init(gradient)
+    >>> for _ in range(3):
+    ...   update, state = tx.update(gradient, state)
+    ...   print(update[:4])
+    [4. 0. 0. 0.]
+    [ 0.  0. -4.  0.]
+    [8. 0. 0. 0.]
+
+  References:
+    Chen et al., `ScaleCom <https://arxiv.org/abs/2104.11125>`_, 2020; Sarfi et al.,
+    `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025
+  """
+  codec = BlockTop(
+    block_size=block_size,
+    count=count,
+    value_bits=value_bits,
+    implementation=implementation,
+  )
+  return compress(codec, **checked(blocktop, options))

@@ -1,5 +1,6 @@
 """The inner loops of the codecs: jnp references, the fast path on CPU, and kernels."""
 
+from gradcomp.kernels import block_top as block_top
 from gradcomp.kernels import blocks as blocks
 from gradcomp.kernels import dispatch as dispatch
 from gradcomp.kernels import eight_bit as eight_bit

@@ -98,9 +98,9 @@ class Block:
     """Reads the elements at indices that :meth:`elements` gave."""
     return self._x[places]
 
-  def put(self, words: jax.Array) -> None:
-    """Writes the codes of the block's rows: ``uint32[rows, B]``."""
-    self._rows[self.rows, pl.ds(0, self.shape[1])] = words
+  def put(self, words: jax.Array, first: int = 0) -> None:
+    """Writes words of the block's rows, ``uint32[rows, B]``, from ``first`` on."""
+    self._rows[self.rows, pl.ds(first, words.shape[1])] = words
 
   def put_scale(self, number: Index, words: jax.Array) -> None:
     """Writes word ``number`` behind the codes of each row: ``uint32[rows]``."""

@@ -43,6 +43,7 @@ FILES: dict[str, Budget] = {
   "tests/test_eight_bit.py": Budget(programs=190, seconds=15),
   "tests/test_float_cast.py": Budget(programs=290, seconds=15),
   "tests/test_messages.py": Budget(programs=130, seconds=15),
+  "tests/test_block_top.py": Budget(programs=320, seconds=10),
   "tests/test_citizen_sharded.py": Budget(programs=170, seconds=10),
   "tests/test_exchange_oracle.py": Budget(programs=290, seconds=10),
   "tests/test_floats.py": Budget(programs=450, seconds=10),

@@ -18,12 +18,14 @@ import oracle_one_bit
 import oracle_rotated
 import oracle_top_k
 import wire_decoder
+import wire_decoder_blocks
 import wire_decoder_codecs
 import wire_decoder_rotated
 import wire_decoder_sparse
 
 from gradcomp.codecs import (
   QSGD,
+  BlockTop,
   Codec,
   Dense,
   EightBit,
@@ -258,6 +260,19 @@ def _random_k(**hyper):
   return Case(codec, read, "row", shape=shape)
 
 
+def _block_top(slow=False, **hyper):
+  codec = BlockTop(**hyper)
+  read = lambda rows, stats, shape: wire_decoder_blocks.decode_block_top(
+    rows,
+    int(np.prod(shape)),
+    block_size=codec.block_size,
+    count=codec.count,
+    value_bits=codec.value_bits,
+  )
+  spoils = codec.block_size if codec.value_bits == 32 else codec.tile_size
+  return Case(codec, read, spoils, slow=slow)
+
+
 # Each width by bucket. Level scheme, norm, rounding and one scale a tensor are the same
 # code for all widths: a few show it, for each codec takes seconds to compile.
 QSGD_CASES = [
@@ -391,4 +406,8 @@ CASES = [
   _natural(),
   _natural(rounding="nearest", slow=True),
   *SPARSE_CASES,
+  _block_top(),
+  _block_top(block_size=8, count=2, value_bits=8),
+  _block_top(block_size=16, value_bits=32),
+  _block_top(block_size=256, count=3, slow=True),
 ]

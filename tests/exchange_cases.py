@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, Natural, OneBit, Ternary
+from gradcomp.codecs import (
+  QSGD,
+  BlockTop,
+  Dense,
+  EightBit,
+  FloatCast,
+  Natural,
+  OneBit,
+  Ternary,
+)
 
 CODECS = [
   QSGD(bits=4, bucket_size=32),
@@ -58,6 +67,8 @@ CASES = [
   (ROTATED, "two_shot"),
   (dataclasses.replace(ROTATED, share_scale=True), "psum"),
   (dataclasses.replace(CLIPPED, rotate=8), "ring"),
+  # Sums of tiles, of which an owner sends some elements.
+  (BlockTop(block_size=8), "two_shot"),
 ]
 
 # Of these, each exchange, each kind of sum, and what is new in each codec once.

@@ -24,7 +24,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, Natural, OneBit, Ternary
+from gradcomp.codecs import (
+  QSGD,
+  BlockTop,
+  Dense,
+  EightBit,
+  FloatCast,
+  Natural,
+  OneBit,
+  Ternary,
+)
 from gradcomp.exchange import Hierarchical
 
 # In seconds: no wait is endless, and none ends early where many processes share a core.
@@ -52,6 +61,7 @@ CASES = {
   "terngrad-two_shot": dict(codec=Ternary(packing="base3"), exchange="two_shot"),
   "dynamic_tree-two_shot": dict(codec=EightBit(bucket_size=32), exchange="two_shot"),
   "natural-two_shot": dict(codec=Natural(), exchange="two_shot"),
+  "blocktop-two_shot": dict(codec=BlockTop(block_size=8), exchange="two_shot"),
   "aps-ring": dict(codec=FloatCast(accumulate="kahan"), exchange="ring"),
   "bfloat16-all_gather": dict(codec=Dense(dtype=jnp.bfloat16), exchange="all_gather"),
   "float32-psum": dict(codec=Dense(), exchange="psum"),

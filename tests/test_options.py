@@ -33,7 +33,7 @@ def test_the_options_are_those_of_compress():
 
 def test_the_recipes():
   names = "dense qsgd onebit_sgd terngrad eight_bit natural aps loss_scaling_cast"
-  assert RECIPES.keys() == {*names.split(), "redsync", "policy", "powersgd"}
+  assert RECIPES.keys() == {*names.split(), "redsync", "blocktop", "policy", "powersgd"}
 
 
 @every_recipe

@@ -34,6 +34,7 @@ PLAIN = {
   "ternary base3 shared",
   "eight_bit linear, stochastic",
   "float_cast (5, 2) stochastic, exponent",
+  "block_top 2 of 16, 8 bits, residual",
 }
 every_case = pytest.mark.parametrize(
   "name",

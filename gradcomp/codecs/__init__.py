@@ -1,5 +1,6 @@
 """Codecs turn arrays into the words that cross the wire, and back."""
 
+from gradcomp.codecs._block_top import BlockTop as BlockTop
 from gradcomp.codecs._codec import NOTHING as NOTHING
 from gradcomp.codecs._codec import AddingCodec as AddingCodec
 from gradcomp.codecs._codec import Codec as Codec
@@ -45,6 +46,7 @@ from gradcomp.codecs._rounds import in_rounds as in_rounds
 from gradcomp.codecs._rounds import rounds_of as rounds_of
 from gradcomp.codecs._row_codec import RowCodec as RowCodec
 from gradcomp.codecs._selection_methods import Selection as Selection
+from gradcomp.codecs._sparse import DroppingCodec as DroppingCodec
 from gradcomp.codecs._sparse import LinearCodec as LinearCodec
 from gradcomp.codecs._sparse import Selected as Selected
 from gradcomp.codecs._sparse import SelectingCodec as SelectingCodec

@@ -18,11 +18,10 @@ _MOST_ELEMENTS = 1 << 30  # of a row: positions are int32
 
 
 @runtime_checkable
-class SparseCodec(Codec, Protocol):
+class DroppingCodec(Codec, Protocol):
   """A codec that sends some of a row's elements, and zero for all others.
 
-  A row is a range of a leaf: all of it where every worker receives every payload, an
-  Nth where workers own ranges.
+  Its rows are tiles of one size, which are added as those of other codecs.
   """
 
   @property
@@ -33,9 +32,6 @@ class SparseCodec(Codec, Protocol):
   def slots(self) -> int:
     """The number of entries that a row has room for."""
 
-  def ranged(self, size: int, ranges: int) -> "SparseCodec":
-    """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
-
   def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the positions and values of rows, ``uint32[..., words]``.
 
@@ -43,6 +39,18 @@ class SparseCodec(Codec, Protocol):
       ``int32[..., slots]`` positions, which are ``tile_size`` or more in slots that are
       not used, and ``float32[..., slots]`` values.
     """
+
+
+@runtime_checkable
+class SparseCodec(DroppingCodec, Protocol):
+  """A codec that drops elements, and whose entries are added one by one.
+
+  A row is a range of a leaf: all of it where every worker receives every payload, an
+  Nth where workers own ranges.
+  """
+
+  def ranged(self, size: int, ranges: int) -> "SparseCodec":
+    """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
 
 
 class Selected(NamedTuple):
@@ -227,7 +235,7 @@ def sum_entries(
   return sparse.add_entries(shape, positions, values, scale)[:, None]
 
 
-def sent_positions(codec: SparseCodec, rows: jax.Array, size: int) -> jax.Array:
+def sent_positions(codec: DroppingCodec, rows: jax.Array, size: int) -> jax.Array:
   """Returns where in a flat leaf its rows send something but zeros: ``int32[entries]``.
 
   Entries that send nothing are at ``size``, behind the leaf.

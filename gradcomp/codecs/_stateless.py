@@ -6,7 +6,7 @@ from gradcomp.codecs._codec import Codec, LeafCodec, is_fitted
 from gradcomp.codecs._one_bit import OneBit
 from gradcomp.codecs._policy import Policy
 from gradcomp.codecs._rounds import RoundsCodec
-from gradcomp.codecs._sparse import LinearCodec, SparseCodec
+from gradcomp.codecs._sparse import DroppingCodec
 
 
 def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
@@ -39,7 +39,7 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
       f"`{name}` must be a codec of gradcomp.codecs, got {codec!r}; "
       "gradcomp.codecs.Dense() sends float32."
     )
-  elif isinstance(codec, SparseCodec | LinearCodec):
+  elif isinstance(codec, DroppingCodec):
     rule = "send every element, because what is left out is never sent later"
   elif isinstance(codec, OneBit) and not corrected:
     rule = "work without error feedback, which nothing here keeps for it"

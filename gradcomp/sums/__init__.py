@@ -5,6 +5,7 @@ from typing import cast
 from gradcomp.codecs import (
   Codec,
   Dense,
+  DroppingCodec,
   LeafCodec,
   LinearCodec,
   Policy,
@@ -13,6 +14,7 @@ from gradcomp.codecs import (
   is_adding,
   is_shared,
 )
+from gradcomp.sums._blocks import Blocks as Blocks
 from gradcomp.sums._codes import Codes as Codes
 from gradcomp.sums._codes import pack_sums as pack_sums
 from gradcomp.sums._codes import packed_shape as packed_shape
@@ -68,5 +70,7 @@ def of(codec: LeafCodec) -> Sum:
     return Chosen(codec)
   if isinstance(codec, SparseCodec):
     return Entries(codec)
+  if isinstance(codec, DroppingCodec):
+    return Blocks(codec)
   rows = cast(Codec, codec)  # compress makes sure of that
   return Floats(rows) if rows == Dense() else Tiles(rows)

@@ -6,19 +6,17 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs import SelectingCodec, SparseCodec, sent_positions, sum_entries
+from gradcomp.codecs import SelectingCodec, SparseCodec, sum_entries
 from gradcomp.kernels.rows import COPIED
+from gradcomp.sums._blocks import Blocks
 from gradcomp.sums._sum import RowDecoder, Way
-from gradcomp.sums._tiles import Tiles
 
 
 @dataclasses.dataclass(frozen=True)
-class Entries(Tiles):
+class Entries(Blocks):
   """Adds entries at their positions. Each value is scaled before it is added."""
 
   codec: SparseCodec
-
-  drops = True
 
   @property
   def refusals(self) -> dict[Way, str]:
@@ -33,9 +31,6 @@ class Entries(Tiles):
         'are sums of groups; use selection="auto".'
       )
     return found
-
-  def slots(self, rows: int) -> int:
-    return rows * self.codec.slots
 
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     return sum_entries(self.codec, *self.codec.entries(rows), scale)
@@ -70,6 +65,3 @@ class Entries(Tiles):
       return sum_entries(self.codec, *parts, 1.0)
 
     return decode
-
-  def sent_at(self, rows: jax.Array, size: int) -> jax.Array:
-    return sent_positions(self.codec, rows, size)

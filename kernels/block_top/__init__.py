@@ -1,0 +1,35 @@
+"""Encodes and decodes the largest elements of blocks."""
+
+import functools
+from typing import Any
+
+import jax
+
+from gradcomp.kernels import blocks, dispatch, self_check
+from gradcomp.kernels.block_top import pallas, reference
+from gradcomp.kernels.block_top.form import WORDS
+from gradcomp.kernels.block_top.form import Form as Form
+from gradcomp.kernels.block_top.reference import decode_rows as decode_rows
+from gradcomp.kernels.block_top.reference import entries_of_rows as entries_of_rows
+
+
+def encode_rows(
+  x: jax.Array,
+  *,
+  form: Form,
+  keep: bool = False,
+  implementation: dispatch.Implementation | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Encodes an array by the implementation that :func:`dispatch.run` chooses.
+
+  See :func:`reference.encode_rows` for the other arguments and the result.
+  """
+  options: dict[str, Any] = {"form": form, "keep": keep}
+  no = blocks.refusal(x.size, form.planes, WORDS * form.block_size)
+  return dispatch.run(
+    implementation,
+    x,
+    xla=functools.partial(reference.encode_rows, **options),
+    pallas=no or functools.partial(pallas.encode_rows, **options),
+    example=lambda: self_check.few_tiles(form.tile_size),
+  )
