@@ -11,7 +11,7 @@ python := $(VENV)/bin/python
 pytest := $(python) -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder \
   --dist loadfile
 
-.PHONY: help train test test-all breaks lint types bench bench-quick links gpu-check \
+.PHONY: help train train-lm data test test-all breaks lint types bench bench-quick links gpu-check \
   ptx-check clean
 
 help:  ## this list
@@ -19,6 +19,12 @@ help:  ## this list
 
 train: $(VENV)/.installed-examples  ## train the example with several codecs and compare
 	$(python) examples/image_classification.py --compare $(ARGS)
+
+train-lm: $(VENV)/.installed-examples  ## the same of the language model
+	$(python) examples/language_model.py --compare $(ARGS)
+
+data:  ## fetch Fashion-MNIST, MNIST and the Brown corpus into datasets/
+	$(PYTHON) examples/download.py $(ARGS)
 
 # Exit code 5: of this kind ARGS chooses none.
 test: $(VENV)/.installed-test  ## run the tests and doctests, but for slow ones

@@ -43,7 +43,7 @@ from gradcomp.codecs import FloatCast
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data  # noqa: E402
-import image_classification as example  # noqa: E402
+import networks  # noqa: E402
 from training import AXIS, Point, Run, Task, compile_step, init_state  # noqa: E402
 
 WORKERS, BATCH, STEPS = 8, 64, 200
@@ -156,7 +156,7 @@ class Bench:
   def __init__(self, images: data.ImageSet, workers: int, steps: int):
     self.train, self.steps = images.train, steps
     shape = images.train.images.shape[1:]
-    model = functools.partial(example.MODELS["lenet"], shape, images.classes)
+    model = networks.for_images("lenet", shape, images.classes)
     self.task = Task(model, images.test, jax.make_mesh((workers,), (AXIS,)))
 
   @functools.cache  # noqa: B019

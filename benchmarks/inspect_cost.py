@@ -17,7 +17,6 @@ With --output, writes inspect_cost.json and inspect_cost.md there.
 """
 
 import argparse
-import functools
 import os
 import sys
 from pathlib import Path
@@ -37,8 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data  # noqa: E402
 import text  # noqa: E402
-from language_models import Transformer  # noqa: E402
-from models import MODELS  # noqa: E402
+from networks import Transformer, for_images  # noqa: E402
 from training import AXIS, Task, init_state  # noqa: E402
 
 WORKERS = 8
@@ -62,7 +60,7 @@ def problem(net: str, folder: Path) -> tuple[Task, Any]:
     task = Task(Transformer(text.CHARACTERS), text.in_order(found.test, 32), mesh)
     return task, next(text.batches(found.train, 16, 32, seed=0))
   images = data.load("digits", folder)
-  model = functools.partial(MODELS[net], images.train.images.shape[1:], images.classes)
+  model = for_images(net, images.train.images.shape[1:], images.classes)
   return Task(model, images.test, mesh), next(data.batches(images.train, 64, seed=0))
 
 

@@ -56,7 +56,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import fsdp  # noqa: E402
 import text  # noqa: E402
-from language_models import Transformer  # noqa: E402
+from networks import Transformer  # noqa: E402
 from training import AXIS, REPLICATED, Task, compile_step  # noqa: E402
 
 STEPS, RATE, BATCH, LENGTH = 1500, 2e-3, 16, 64

@@ -55,9 +55,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data  # noqa: E402
 import text  # noqa: E402
-from language_model import output_layer  # noqa: E402
-from language_models import Recurrent  # noqa: E402
-from models import LeNet  # noqa: E402
+from methods import output_layer  # noqa: E402
+from networks import (
+  GRU,  # noqa: E402
+  LeNet,  # noqa: E402
+)
 from training import AXIS, Task  # noqa: E402
 
 
@@ -85,7 +87,7 @@ def language(
   **sizes: int,
 ) -> Setting:
   found = text.load()
-  model = functools.partial(Recurrent, text.CHARACTERS, **sizes)
+  model = functools.partial(GRU, text.CHARACTERS, **sizes)
   return Setting(
     title="Recurrent language model, batches of 16 sequences of 32 characters",
     metric="perplexity",

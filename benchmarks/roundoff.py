@@ -38,7 +38,7 @@ from gradcomp import floats
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
 import data  # noqa: E402
-from models import LeNet  # noqa: E402
+from networks import LeNet  # noqa: E402
 from training import AXIS, Task  # noqa: E402
 
 FORMATS = ((5, 2), (4, 3))

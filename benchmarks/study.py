@@ -50,6 +50,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import data  # noqa: E402
 import image_classification as example  # noqa: E402
+from comparison import train_method  # noqa: E402
+from methods import TYPES  # noqa: E402
 from training import AXIS, Run, Task  # noqa: E402
 
 # Each with the points of accuracy that it may lose; None for no promise.
@@ -80,7 +82,7 @@ PAPER: Codecs = {
   "1-bit SGD, columns": (OneBit(per_column=True), 0.5),
   "TernGrad": (Ternary(), 1.0),
   "TernGrad, base 3": (Ternary(packing="base3"), 1.0),
-  **{f"8 bits, {name}": (EightBit(data_type=name), 0.5) for name in example.TYPES},
+  **{f"8 bits, {name}": (EightBit(data_type=name), 0.5) for name in TYPES},
 }
 FAILURES: Codecs = {
   "QSGD, 4 bits": (QSGD(bits=4), None),
@@ -132,14 +134,12 @@ def study(table: Table, images: data.ImageSet, args: argparse.Namespace) -> Any:
   devices = jax.devices()[: table.workers]
   mesh = jax.make_mesh((table.workers,), (AXIS,), devices=devices)
   train, test = images[1::-1] if table.swapped else images[:2]
-  model = functools.partial(
-    example.MODELS[args.model], train.images.shape[1:], images.classes
-  )
-  task = Task(model, test, mesh)
-  baseline = example.run_codec("f32", Dense(), task, train, args)
+  task = example.make_task(data.ImageSet(train, test, images.classes), args, mesh)
+  draw = functools.partial(data.batches, train, args.batch_size)
+  baseline = train_method("f32", Dense(), task, draw, args)
   rows = [row(baseline, baseline, None)]
   for name, (codec, limit) in table.codecs.items():
-    runs = example.run_codec(name, codec, task, train, args)
+    runs = train_method(name, codec, task, draw, args)
     rows.append(row(runs, baseline, limit))
     print(" | ".join(cells(rows[-1])), flush=True)
   return {
@@ -231,7 +231,7 @@ def main() -> None:
   images = data.load("digits", options.data_dir)
   results = []
   for table in tables:
-    args = example.make_parser().parse_args(table.options.split())
+    args = example.parse(table.options.split())
     args.seeds = options.seeds
     args.steps = 2 if options.quick else args.steps
     args.evaluate_every = args.steps

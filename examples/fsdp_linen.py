@@ -19,7 +19,7 @@ from flax import linen
 from fsdp_training import arguments, batches, train
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from language_models import Block, Transformer
+from networks import Block, Transformer
 
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, EightBit

@@ -22,7 +22,7 @@ from checkpoints import add_arguments, saved_in
 from flax import linen
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from language_models import Block, Transformer
+from networks import Block, Transformer
 
 import gradcomp
 

@@ -21,8 +21,10 @@ import data
 import jax
 import report
 from checkpoints import add_arguments, saved_in
+from command_line import positive
+from comparison import footnote
 from cut_task import AXIS, Task
-from image_classification import CODECS, footnote, positive
+from methods import METHODS
 from progress import Progress
 from training import Run, train
 
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   names = [args.codec] if args.compare is None else args.compare or COMPARED
   runs = []
   for name in names:
-    runs += run_codec(name, Task(images, CODECS[name], args, mesh), images, args)
+    runs += run_codec(name, Task(images, METHODS[name], args, mesh), images, args)
   print(report.table(runs))
   print(footnote(mesh.size).replace("mean", "exchange"))
   title = f"dense layers cut over {mesh.size} workers, {args.dataset}"
@@ -108,9 +110,9 @@ def make_parser() -> argparse.ArgumentParser:
   add = parser.add_argument_group("task").add_argument
   add(
     "--dataset",
-    choices=("digits", "mnist", "fashion_mnist", "cifar10"),
+    choices=("digits", "mnist5k", "mnist", "fashion_mnist", "cifar10"),
     default="digits",
-    help="digits (default) is embedded, the others download once",
+    help="digits (default) and mnist5k are embedded, the others download once",
   )
   add("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
   add("--hidden", type=positive, default=1024, help="units of a layer; default: 1024")

@@ -1,14 +1,13 @@
 """Reports a comparison as a table, two CSV files and curves."""
 
 import csv
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import plots
 from training import Point, Run
-
-HEADER = ("codec", "test accuracy", "test loss", "bytes/step", "ratio", "ms/step")
 
 
 def by_codec(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -19,22 +18,32 @@ def by_codec(runs: Iterable[Run]) -> dict[str, list[Run]]:
   return groups
 
 
-def table(runs: Sequence[Run]) -> str:
-  """Formats a line for each codec: mean and standard deviation of its last points."""
-  lines = [HEADER]
+def table(runs: Sequence[Run], *, perplexity: bool = False) -> str:
+  """Formats a line for each codec: mean and standard deviation of its last points.
+
+  Args:
+    runs: one for each codec and seed.
+    perplexity: whether a test loss is shown as the perplexity that it is.
+  """
+  loss = "perplexity" if perplexity else "test loss"
+  header = ("codec", "test accuracy", loss, "bytes/step", "ratio", "ms/step")
+  lines = [header]
   for codec, group in by_codec(runs).items():
     last = [run.points[-1] for run in group]
+    losses = [point.test_loss for point in last]
+    if perplexity:
+      losses = [math.exp(min(loss, 50)) for loss in losses]
     lines.append(
       (
         codec,
         _spread([100 * point.test_accuracy for point in last], 2) + " %",
-        _spread([point.test_loss for point in last], 4),
+        _spread(losses, 3 if perplexity else 4),
         f"{group[0].bytes_a_step:,}",
         _ratio(group[0]),
         f"{statistics.median(run.step_ms for run in group):.1f}",
       )
     )
-  widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+  widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
   return "\n".join(
     "  ".join(
       cell.ljust(width) if i == 0 else cell.rjust(width)

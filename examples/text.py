@@ -21,15 +21,16 @@ CHARACTERS = 128  # ASCII; the few bytes above it are read as "?"
 
 
 class Tokens(NamedTuple):
-  """Sequences, and the byte that follows each of theirs."""
+  """Sequences, and the symbol that follows each of theirs."""
 
-  inputs: np.ndarray  # uint8[count, length]
+  inputs: np.ndarray  # [count, length], of the text's type
   labels: np.ndarray  # int32[count, length]
 
 
 class Text(NamedTuple):
-  train: np.ndarray  # uint8[characters]
+  train: np.ndarray  # of integers from 0 on
   test: np.ndarray
+  symbols: int = CHARACTERS  # that all of them are below
 
 
 def load(folder: str | Path | None = None) -> Text:
@@ -41,23 +42,37 @@ def load(folder: str | Path | None = None) -> Text:
   folder = Path(folder or sysconfig.get_paths()["stdlib"])
   train, test = [], []
   for name in MODULES:
-    code = np.frombuffer((folder / f"{name}.py").read_bytes(), np.uint8)
-    code = np.where(code < CHARACTERS, code, ord("?")).astype(np.uint8)
+    code = as_characters((folder / f"{name}.py").read_bytes())
     first = len(code) * 9 // 10
     train.append(code[:first])
     test.append(code[first:])
   return Text(np.concatenate(train), np.concatenate(test))
 
 
+def as_characters(text: bytes) -> np.ndarray:
+  """Returns the bytes as numbers below ``CHARACTERS``."""
+  code = np.frombuffer(text, np.uint8)
+  return np.where(code < CHARACTERS, code, ord("?")).astype(np.uint8)
+
+
 def sequences(text: np.ndarray, starts: np.ndarray, length: int) -> Tokens:
-  """Cuts sequences of ``length`` bytes out of a text, one from each of ``starts``."""
+  """Cuts sequences of ``length`` symbols out of a text, one from each of ``starts``."""
   windows = text[starts[:, None] + np.arange(length + 1)]
   return Tokens(windows[:, :-1], windows[:, 1:].astype(np.int32))
 
 
-def in_order(text: np.ndarray, length: int) -> Tokens:
-  """Cuts a text into sequences to test on, and leaves out its last few bytes."""
-  return sequences(text, np.arange(0, len(text) - length, length), length)
+def in_order(text: np.ndarray, length: int, most: int | None = None) -> Tokens:
+  """Cuts a text into sequences to test on, and leaves out its last few symbols.
+
+  Args:
+    text: the symbols.
+    length: symbols in a sequence.
+    most: how many sequences there may be; of more, those at equal distances are taken.
+  """
+  starts = np.arange(0, len(text) - length, length)
+  if most is not None and len(starts) > most:
+    starts = starts[np.arange(most) * len(starts) // most]
+  return sequences(text, starts, length)
 
 
 def batches(
@@ -74,7 +89,7 @@ def batches(
   Args:
     text: what to draw from.
     batch_size: sequences in a batch, a multiple of ``parts``.
-    length: bytes in a sequence.
+    length: symbols in a sequence.
     seed: equal seeds give equal batches.
     part: which part of every batch to return, for the process with this index.
     parts: how many parts a batch is cut into, for this many processes.

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from averaging import averaged
+from calling import Model, functions
 from checkpoints import Saved
-from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from plateau import observe
 from progress import Progress
 from telemetry import Log
 
@@ -20,7 +22,6 @@ import gradcomp
 
 AXIS = "data"
 Batch = tuple[np.ndarray, np.ndarray]  # inputs and labels: a Split, or Tokens
-Model = Callable[..., nnx.Module] | linen.Module
 REPLICATED = PartitionSpec()
 NOWHERE = Saved()
 
@@ -54,6 +55,12 @@ class Task:
     test: evaluated whole, on one device of each process.
     mesh: all devices, on the axis ``AXIS``.
     spec: how parameters lie on the mesh; by default all devices have all of them.
+    known: inputs to train on, by whose statistics a batch norm normalises in tests.
+
+  Attributes:
+    loss_fn: the mean loss of ``(params, batch)``. Networks with dropout also need
+      ``rng``, a key.
+    drops: whether the network has dropout.
   """
 
   def __init__(
@@ -62,33 +69,48 @@ class Task:
     test: Batch,
     mesh: Mesh,
     spec: PartitionSpec = REPLICATED,
+    known: np.ndarray | None = None,
   ):
-    init, apply = _functions(model, test[0][:1])
+    network = functions(model, test[0][:1])
+    if network.statistics and known is None:
+      raise ValueError(
+        "`known` must be inputs to train on, for a network with batch norm, got None."
+      )
 
-    def predict(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(params: Any, batch: Batch, rng: jax.Array | None = None) -> jax.Array:
       inputs, labels = batch
-      logits = apply(params, inputs)
+      logits = network.train(params, inputs, rng)
+      return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def scores(params: Any, statistics: Any, batch: Batch) -> jax.Array:
+      inputs, labels = batch
+      logits = network.test(params, statistics, inputs)
       losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-      return losses, logits.argmax(axis=-1) == labels
-
-    def loss_fn(params: Any, batch: Batch) -> jax.Array:
-      return predict(params, batch)[0].mean()
-
-    def scores(params: Any, batch: Batch) -> jax.Array:
-      return jnp.array([x.sum() for x in predict(params, batch)])
+      return jnp.array([losses.sum(), (logits.argmax(axis=-1) == labels).sum()])
 
     self.mesh = mesh
     self.loss_fn = loss_fn
+    self.drops = network.drops
     self._scores = jax.jit(scores)
-    self._test = test
+    self._statistics = network.statistics and jax.jit(network.statistics)
+    self._test, self._known = test, known
+    replicated = NamedSharding(mesh, REPLICATED)
     # Jitted, so that every process places the same parameters on its own devices.
-    self._init = jax.jit(init, out_shardings=NamedSharding(mesh, spec))
-    self._whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, REPLICATED))
+    self._init = jax.jit(network.init, out_shardings=NamedSharding(mesh, spec))
+    self._whole = jax.jit(lambda x: x, out_shardings=replicated)
+    self._key = jax.jit(
+      lambda seed, step: jax.random.fold_in(jax.random.key(seed), step),
+      out_shardings=replicated,
+    )
 
   def init_params(self, seed: int) -> Any:
     """Draws parameters on all devices; equal seeds give equal parameters."""
     # The initialisers compile in a second with this generator, in six with the default.
     return self._init(jax.random.key(seed, impl="rbg"))
+
+  def options(self, seed: int, step: int) -> dict[str, jax.Array]:
+    """Returns what a train step takes beside its batch: a key for dropout, or none."""
+    return {"rng": self._key(seed, step)} if self.drops else {}
 
   def place(self, batch: Batch) -> Batch:
     """Spreads a batch, of which each process holds a part, over the workers."""
@@ -104,29 +126,14 @@ class Task:
     if not all(x.is_fully_replicated for x in jax.tree.leaves(params)):
       params = self._whole(params)
     local = jax.tree.map(lambda x: x.addressable_data(0), params)
+    statistics = self._statistics and self._statistics(local, self._known)
     _, labels = self._test
     totals = np.zeros(2)
     for start in range(0, len(labels), 1000):
       part = tuple(x[start : start + 1000] for x in self._test)
-      totals += jax.device_get(self._scores(local, part))
+      totals += jax.device_get(self._scores(local, statistics, part))
     loss, accuracy = (totals / labels.size).tolist()
     return loss, accuracy
-
-
-def _functions(
-  model: Model, inputs: np.ndarray
-) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
-  """Returns what draws parameters from a key, and what computes logits from both."""
-  if isinstance(model, linen.Module):
-    return (
-      lambda key: model.init(key, inputs)["params"],
-      lambda params, inputs: model.apply({"params": params}, inputs),
-    )
-  graph, _ = nnx.split(nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0))))
-  return (
-    lambda key: nnx.state(model(rngs=nnx.Rngs(key)), nnx.Param),
-    lambda params, inputs: nnx.merge(graph, params)(inputs),
-  )
 
 
 def compile_step(
@@ -137,8 +144,8 @@ def compile_step(
     task.loss_fn, optimizer, axis_name=AXIS, mesh=task.mesh
   )
   params = task.init_params(0)
-  opt_state = init_state(task, optimizer, params)
-  compiled = step.lower(params, opt_state, task.place(batch)).compile()
+  args = params, init_state(task, optimizer, params), task.place(batch)
+  compiled = step.lower(*args, **task.options(0, 0)).compile()
   return compiled, gradcomp.wire_report(compiled)
 
 
@@ -151,7 +158,7 @@ def compile_inspecting(
   )
   params = task.init_params(0)
   args = params, init_state(task, optimizer, params), task.place(batch)
-  return step.lower(*args, inspect=True).compile()
+  return step.lower(*args, inspect=True, **task.options(0, 0)).compile()
 
 
 def init_state(task: Task, optimizer: optax.GradientTransformation, params: Any) -> Any:
@@ -171,12 +178,14 @@ def train(
   evaluate_every: int,
   bytes_a_step: int,
   progress: Progress,
+  options: Callable[[int], dict[str, Any]] = lambda step: {},
   saved: Saved = NOWHERE,
   log: Log | None = None,
 ) -> tuple[list[Point], float]:
   """Runs steps until there are ``steps`` of them, those of earlier runs included.
 
   Args:
+    options: returns what a step with this number takes beside its batch.
     saved: where the run goes on from, and what keeps it.
     log: takes some steps of its own, and keeps what they show.
 
@@ -195,17 +204,20 @@ def train(
     batch = task.place(next(batches))
     start = time.perf_counter()
     run = log.step if log.takes(done) else step
-    params, opt_state, metrics = jax.block_until_ready(run(params, opt_state, batch))
+    params, opt_state, metrics = jax.block_until_ready(
+      run(params, opt_state, batch, **options(done))
+    )
     seconds.append(time.perf_counter() - start)
     losses.append(float(metrics["loss"]))
     log.keep(done, metrics)
     facts = {}
     if done % evaluate_every == 0 or done == steps:
-      test_loss, accuracy = task.evaluate(params)
+      test_loss, accuracy = task.evaluate(averaged(opt_state, params))
       train_loss = statistics.fmean(losses)
       points.append(Point(done, done * bytes_a_step, train_loss, test_loss, accuracy))
       losses.clear()
       facts = {"loss": f"{train_loss:.4f}", "accuracy": f"{accuracy:.2%}"}
+      opt_state = observe(opt_state, train_loss)
     saved.save(done, (params, opt_state), {"points": points, "losses": losses})
     progress.step(**facts)
   return points, 1000 * statistics.median(seconds or [math.nan])

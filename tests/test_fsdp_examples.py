@@ -46,7 +46,7 @@ def close(got, want):
 
 def test_linen_has_the_gradients_of_whole_parameters(batch, monkeypatch):
   import fsdp_linen
-  from language_models import Transformer
+  from networks import Transformer
 
   sizes = dict(characters=16, width=8, heads=2, layers=2)
   monkeypatch.setattr(fsdp_linen, "WEIGHTS", None)
@@ -158,7 +158,7 @@ SMALL = dict(characters=16, width=64, heads=2, layers=1)
 def hosts_step(exchange, kind, batch):
   """A step of the example over hosts and chips, compiled; its arguments; the model."""
   import hsdp
-  from language_models import Transformer
+  from networks import Transformer
 
   plain = Transformer(**SMALL)
   params = jax.jit(plain.init)(jax.random.key(0), batch.inputs)["params"]
@@ -235,7 +235,7 @@ def test_hosts_take_the_step_of_one_whole_model(hosts, batch):
 
 
 def test_a_block_of_another_class_takes_the_place_of_the_transformers():
-  from language_models import Block, Transformer
+  from networks import Block, Transformer
 
   class Twice(linen.Module):
     heads: int

@@ -7,7 +7,7 @@ import optax
 import pytest
 import text
 from fsdp import Fsdp
-from language_models import Transformer, attention, turned
+from networks import Transformer, attention, turned
 
 from gradcomp.codecs import QSGD, Dense
 

@@ -10,7 +10,7 @@ from scripts import EXAMPLES, finish, read, start
 
 pytestmark = pytest.mark.slow
 
-TEXT = "--workers 2 --batch-size 4 --length 8"
+TEXT = "--devices 2 --batch-size 4 --length 8 --output {out}"
 # The folder of the run, the script, and its options.
 RUNS = {
   "images": (
@@ -18,9 +18,14 @@ RUNS = {
     "image_classification",
     "--devices 2 --batch-size 16 --evaluate-every 3 --output {out} --data-dir {data}",
   ),
-  "switch": (".", "language_model", f"{TEXT} --codec redsync-asq --warmup 3"),
-  "zero": (".", "language_model", f"{TEXT} --model transformer --parallel zero"),
-  "fsdp": (".", "language_model", f"{TEXT} --model transformer --parallel fsdp"),
+  "switch": (
+    "redsync-asq-0",
+    "language_model",
+    f"{TEXT} --model lstm --codec redsync-asq --warmup 3 --ema 0.9 --schedule plateau "
+    "--evaluate-every 1",
+  ),
+  "zero": ("zero-0", "language_model", f"{TEXT} --model transformer --parallel zero"),
+  "fsdp": ("fsdp-0", "language_model", f"{TEXT} --model transformer --parallel fsdp"),
   "linen": (".", "fsdp_linen", "--workers 2"),
   "nnx": (".", "fsdp_nnx", "--workers 2"),
   "hsdp": (".", "hsdp", "--hosts 2 --chips 2"),
@@ -76,13 +81,14 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(name, tmp_path):
     np.testing.assert_array_equal(got[path], array, err_msg=path)
   if "{out}" in options:
     first, second = (read(tmp_path / f"out-{i}" / "curves.csv") for i in (1, 2))
-    assert [row["step"] for row in first] == ["3", "4"]
+    assert first[-1]["step"] == "4"
     assert first == second
 
 
 def test_another_codec_is_refused_by_its_name(tmp_path):
   script = EXAMPLES / "language_model.py"
-  kept = ["--save-every", 2, "--checkpoint", tmp_path / "saved", *TEXT.split()]
+  kept = ["--save-every", 2, "--checkpoint", tmp_path / "saved"]
+  kept += TEXT.format(out=tmp_path / "out").split()
   finish(start(*kept, "--steps", 2, script=script))
   process = start(*kept, "--steps", 4, "--density", 0.1, script=script)
   _, err = process.communicate(timeout=300)

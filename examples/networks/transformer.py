@@ -1,63 +1,33 @@
-"""Defines two language models over bytes: one in flax nnx, the other in flax linen."""
+"""Defines a decoder-only transformer in flax linen."""
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
-
-
-class Recurrent(nnx.Module):
-  """A gated recurrent unit. It has 0.35 million parameters with ASCII characters."""
-
-  def __init__(
-    self, characters: int, *, width: int = 128, hidden: int = 256, rngs: nnx.Rngs
-  ):
-    self.embed = nnx.Embed(characters, width, rngs=rngs)
-    self.inputs = nnx.Linear(width, 3 * hidden, rngs=rngs)
-    self.recurrent = nnx.Linear(
-      hidden, 3 * hidden, kernel_init=nnx.initializers.orthogonal(), rngs=rngs
-    )
-    self.head = nnx.Linear(hidden, characters, rngs=rngs)
-
-  def __call__(self, tokens: jax.Array) -> jax.Array:
-    # All that does not wait for the state is one product for the whole sequence.
-    given = self.inputs(self.embed(tokens.astype(jnp.int32)))
-    kernel, bias = self.recurrent.kernel[...], self.recurrent.bias[...]
-
-    def step(state: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
-      reset, update, new = jnp.split(now, 3, axis=-1)
-      r, u, n = jnp.split(state @ kernel + bias, 3, axis=-1)
-      keep = nnx.sigmoid(update + u)
-      fresh = nnx.tanh(new + nnx.sigmoid(reset + r) * n)
-      state = keep * state + (1 - keep) * fresh
-      return state, state
-
-    # Zeros that differ between workers to jax.shard_map's types, as the states will.
-    start = 0 * given[:, 0, : kernel.shape[0]]
-    _, states = jax.lax.scan(step, start, given.swapaxes(0, 1))
-    return self.head(states.swapaxes(0, 1))
+from flax import linen
 
 
 class Transformer(linen.Module):
-  """A decoder, which predicts each next byte from all before it.
+  """A decoder, which predicts each next symbol from all before it.
 
   It has 0.41 million parameters with ASCII characters. The output layer is the
   embedding, transposed. Positions turn queries and keys (Su et al., 2021), so that
   sequences may have any length.
   """
 
-  characters: int
+  symbols: int
   width: int = 128  # of each head an even number
   heads: int = 4
   layers: int = 2
   block: type[linen.Module] | None = None  # in place of Block, as fsdp_linen.py has it
+  dropout: float = 0.0
 
   @linen.compact
-  def __call__(self, tokens: jax.Array) -> jax.Array:
+  def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
     block = Block if self.block is None else self.block
-    embed = linen.Embed(self.characters, self.width, name="embed")
-    x = embed(tokens.astype(jnp.int32))
+    rate = self.dropout if train else 0.0
+    embed = linen.Embed(self.symbols, self.width, name="embed")
+    x = linen.Dropout(rate, deterministic=False)(embed(tokens.astype(jnp.int32)))
     for i in range(self.layers):
-      x = block(self.heads, name=f"block{i}")(x)
+      x = block(self.heads, rate, name=f"block{i}")(x)
     return embed.attend(_norm("norm")(x))
 
 
@@ -65,17 +35,19 @@ class Block(linen.Module):
   """Attention and two dense layers, each normalised before and added to its input."""
 
   heads: int
+  dropout: float = 0.0  # of what is added
 
   @linen.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     width = x.shape[-1]
+    drop = linen.Dropout(self.dropout, deterministic=False)
     dense = lambda size, name: linen.Dense(size, use_bias=False, name=name)
     given = dense(3 * width, "attend")(_norm("norm1")(x))
     heads = given.reshape(*x.shape[:2], self.heads, -1)
     query, key, value = jnp.split(heads, 3, axis=-1)
-    x += dense(width, "mix")(attention(turned(query), turned(key), value))
+    x += drop(dense(width, "mix")(attention(turned(query), turned(key), value)))
     wide = linen.gelu(dense(4 * width, "widen")(_norm("norm2")(x)))
-    return x + dense(width, "narrow")(wide)
+    return x + drop(dense(width, "narrow")(wide))
 
 
 def _norm(name: str) -> linen.LayerNorm:

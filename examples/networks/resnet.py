@@ -1,34 +1,15 @@
-"""Defines two image classifiers in flax nnx, for images of any size from 8 x 8 on.
+"""Defines a residual net.
 
-Large leaves hold a multiple of 4096 elements where it costs nothing. A row of a 4-bit
-payload holds as many, so few bytes are padding. Normalisation is over groups of
-channels, because workers would have to exchange the running statistics of a batch norm.
+Normalisation is over groups of channels, so that images do not depend on each other and
+no statistics have to be kept.
 """
 
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-
-class LeNet(nnx.Module):
-  """Two convolutions and three dense layers, with 0.85 million parameters on digits."""
-
-  def __init__(self, image_shape: Sequence[int], classes: int, *, rngs: nnx.Rngs):
-    height, width, channels = image_shape
-    self.conv1 = nnx.Conv(channels, 32, (5, 5), rngs=rngs)
-    self.conv2 = nnx.Conv(32, 64, (5, 5), rngs=rngs)
-    self.dense1 = nnx.Linear((height // 4) * (width // 4) * 64, 1024, rngs=rngs)
-    self.dense2 = nnx.Linear(1024, 512, rngs=rngs)
-    self.head = nnx.Linear(512, classes, rngs=rngs)
-
-  def __call__(self, images: jax.Array) -> jax.Array:
-    x = centred(images)
-    x = nnx.max_pool(nnx.relu(self.conv1(x)), (2, 2), strides=(2, 2))
-    x = nnx.max_pool(nnx.relu(self.conv2(x)), (2, 2), strides=(2, 2))
-    x = nnx.relu(self.dense1(x.reshape(x.shape[0], -1)))
-    return self.head(nnx.relu(self.dense2(x)))
+from networks.inputs import centred
 
 
 class Block(nnx.Module):
@@ -65,11 +46,3 @@ class ResNet(nnx.Module):
     x = self.stem(centred(images))
     x = self.block3(self.block2(self.block1(x)))
     return self.head(nnx.relu(self.norm(x)).mean(axis=(1, 2)))
-
-
-MODELS = {"lenet": LeNet, "resnet": ResNet}
-
-
-def centred(images: jax.Array) -> jax.Array:
-  """Maps bytes, 0 to 255, to float32 from -1 to 1."""
-  return images.astype(jnp.float32) / 127.5 - 1.0

