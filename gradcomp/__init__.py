@@ -28,8 +28,6 @@ from gradcomp.inspection import inspect as inspect
 from gradcomp.inspection import update_and_inspect as update_and_inspect
 from gradcomp.local_gradients import defer_reduction as defer_reduction
 from gradcomp.local_gradients import value_and_grad as value_and_grad
-from gradcomp.local_training import FragmentState as FragmentState
-from gradcomp.local_training import LocalStepsState as LocalStepsState
 from gradcomp.local_training import local_params as local_params
 from gradcomp.local_training import local_steps as local_steps
 from gradcomp.low_precision import aps as aps
@@ -53,6 +51,8 @@ from gradcomp.skipping import skip_nonfinite as skip_nonfinite
 from gradcomp.sparse import blocktop as blocktop
 from gradcomp.sparse import redsync as redsync
 from gradcomp.state import CompressState as CompressState
+from gradcomp.state import FragmentState as FragmentState
+from gradcomp.state import LocalStepsState as LocalStepsState
 from gradcomp.switching import SwitchState as SwitchState
 from gradcomp.switching import switch as switch
 from gradcomp.train import make_train_step as make_train_step

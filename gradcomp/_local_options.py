@@ -58,9 +58,10 @@ def merging(exchange: Any, merge: Any, codec: Any) -> Any:
 def check_floats(name: str, tree: Any) -> None:
   """Raises TypeError for leaves that are no real floats."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    if not jnp.issubdtype(getattr(leaf, "dtype", None), jnp.floating):
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
       raise TypeError(
         f"`{name}`{jax.tree_util.keystr(path)} must have a real float dtype, got "
-        f"{getattr(leaf, 'dtype', leaf)!r}; freeze what is not trained by "
+        f"{dtype or leaf!r}; freeze what is not trained by "
         "optax.partition and optax.set_to_zero, and keep complex numbers as pairs."
       )

@@ -1,7 +1,7 @@
 """The steps of a round: the worker's own, and the one in which something is sent."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +10,9 @@ from jax import lax
 
 from gradcomp._fragments import Fragment
 from gradcomp._own_steps import own_params, rounded_product, shaped_like, wide
-from gradcomp.exchange import Every, note
-from gradcomp.state import CompressState, OwnSteps
+from gradcomp.exchange import Every, Options, note
+from gradcomp.state import FragmentState, OwnSteps
 from gradcomp.workers import AxisName, axis_names, mark_varying, other_axes
-
-
-class FragmentState(NamedTuple):
-  """What :func:`local_steps` keeps of the leaves that it exchanges together.
-
-  Example:
-    >>> FragmentState(None, (), None).outer_state
-    ()
-  """
-
-  exchange: CompressState  # residual, key, count of exchanges
-  outer_state: Any  # of the outer optimizer, replicated
-  arriving: Any  # a mean on its way, like the leaves, replicated; None without delay
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,6 +76,7 @@ class Round:
 
     def send(state: FragmentState) -> tuple[Any, FragmentState]:
       note(Every(self.every))
+      note(Options((("delay", self.delay),)))
       difference = jax.tree.map(jnp.negative, moved)
       mean, exchange = self.compressed.update(difference, state.exchange)
       note(Every(1))

@@ -17,7 +17,7 @@ from gradcomp.exchange import Plan, recut_owned, recut_rows
 from gradcomp.memory import first_stored
 from gradcomp.residuals import is_stored
 from gradcomp.shapes import FirstState
-from gradcomp.state import CompressState, OwnedRows, collects
+from gradcomp.state import CompressState, OwnedRows, OwnSteps, collects
 from gradcomp.workers import Axes, stacked_over
 
 Keep = Literal["sum", "mean", "addends"]
@@ -66,6 +66,8 @@ class Move:
         return self._compressed(node, old, new, specs, next(plans))
       if isinstance(node, OwnedRows):
         return self._rows(node, new)
+      if isinstance(node, OwnSteps):
+        return self._own_steps(node, specs)
       if collects(node):
         inner = tuple(x.inner_opt_state for x in (old, new, specs))
         return optax.MultiStepsState(
@@ -186,6 +188,29 @@ class Move:
       arrays[axes] = tuple(moved)
     return OwnedRows(self._stacked(arrays))
 
+  def _own_steps(self, node: OwnSteps, specs: OwnSteps) -> OwnSteps:
+    """Gives worker i the inner state of worker i mod N, between two rounds.
+
+    Raises:
+      ValueError: it is in the midst of a round.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(node.moved):
+      if np.any(host_array(x)):
+        raise ValueError(
+          f"`opt_state` must be that behind an exchange, where all workers of "
+          f"local_steps have the same parameters, but those of "
+          f"{jax.tree_util.keystr(path)} differ; take steps to the end of the round. "
+          "With fragments, or mixing below 1, there is none: begin with the "
+          "parameters and the state of optimizer.init."
+        )
+
+    def moved(x: Any, spec: Any) -> Any:
+      parts = np.split(host_array(x), self.old_workers)
+      own = [parts[i % self.old_workers] for i in range(self.workers)]
+      return self.placing(np.concatenate(own), spec, x)
+
+    return jax.tree.map(moved, node, specs)
+
   def _places(self, axes: Axes) -> int:
     """Returns how often there are shares of a worker, along other axes."""
     return math.prod(self.new.sizes[axis] for axis in axes if axis not in self.names)
@@ -200,4 +225,4 @@ class Move:
 
 
 def _is_ours(node: Any) -> bool:
-  return collects(node) or isinstance(node, CompressState | OwnedRows)
+  return collects(node) or isinstance(node, CompressState | OwnedRows | OwnSteps)

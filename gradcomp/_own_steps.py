@@ -42,7 +42,9 @@ def first_own(
     return jax.tree.map(_at_least_1d, (moved, init(params)))
 
   if bound_size(names) is not None:
-    return OwnSteps({names: mark_varying(make(params), names)})
+    # What is in the optimizer shall see types as update will have them.
+    own = make(mark_varying(params, names))
+    return OwnSteps({names: mark_varying(own, names)})
   if mesh_size(names) is None:
     raise UnboundAxisError(
       f"`axis_name` must be an axis that init can count, and {names} is not bound "

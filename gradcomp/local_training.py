@@ -1,6 +1,6 @@
 """Local steps: workers train alone for some steps, and exchange what changed."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,12 @@ from gradcomp._checks import share_above_0
 from gradcomp._compression import Dither
 from gradcomp._fragments import Fragment, cut, join, select, sizes_of
 from gradcomp._local_options import check_floats, kept_of, merging, steps
-from gradcomp._local_rounds import FragmentState as FragmentState
 from gradcomp._local_rounds import Round
 from gradcomp._own_steps import first_own, own_params, stored, wide
 from gradcomp.codecs import LeafCodec
 from gradcomp.exchange import Auto, Exchange, ExchangeName, Merge
 from gradcomp.feedback import Feedback, FeedbackName
-from gradcomp.state import OwnSteps, is_own_steps
+from gradcomp.state import FragmentState, LocalStepsState, OwnSteps, is_own_steps
 from gradcomp.transform import compress
 from gradcomp.workers import (
   AxisName,
@@ -28,25 +27,6 @@ from gradcomp.workers import (
   reduction,
   require_size,
 )
-
-
-class LocalStepsState(NamedTuple):
-  """The state of :func:`local_steps`, in plain arrays that any checkpointer saves.
-
-  Example:
-    >>> codec = gradcomp.codecs.Dense()
-    >>> tx = local_steps(
-    ...   optax.adam(1e-3), optax.sgd(0.7), every=30, codec=codec, axis_name="data"
-    ... )
-    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
-    ...   state = tx.init({"w": jnp.ones(300)})
-    >>> int(state.count), state.own.moved["w"].shape, len(state.fragments)
-    (0, (300,), 1)
-  """
-
-  count: jax.Array  # type: ignore[assignment]  # int32[], steps so far, replicated
-  own: OwnSteps  # each worker's displacement and inner state, per worker
-  fragments: tuple[FragmentState, ...]
 
 
 def local_params(params: Any, opt_state: Any) -> Any:
@@ -232,7 +212,7 @@ def local_steps(
   def update_fn(
     updates: Any, state: LocalStepsState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, LocalStepsState]:
-    _check_given(state, params)
+    _check_given(state, params, fragments)
     check_floats("updates", updates)
     updates = not_differentiated(updates)
     check_whole_params(params, axes)
@@ -263,13 +243,18 @@ def local_steps(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_given(state: Any, params: Any) -> None:
+def _check_given(state: Any, params: Any, fragments: int) -> None:
   """Raises an error for what ``update`` cannot do without."""
   if not isinstance(state, LocalStepsState):
     raise TypeError(
       f"`state` must be a gradcomp.LocalStepsState, got {type(state).__name__}; make "
       "the state with this transformation, and take the one of its place from the "
       "state of an optax.chain."
+    )
+  if len(state.fragments) != fragments:
+    raise ValueError(
+      f"`state` must be made for {fragments} fragments, got {len(state.fragments)}; "
+      "make it by this transformation."
     )
   if params is None:
     raise ValueError(

@@ -180,6 +180,8 @@ def _transformation(plan: Plan, made: Mapping[str, Any]) -> dict[str, Any]:
   }
   if cut:
     result["params"] = _described(made["params"])
+  if made.get("delay"):  # of local steps, which keep what is on its way
+    result["delay"] = made["delay"]
   return result
 
 
@@ -241,6 +243,9 @@ def _of_transformation(
   yield from _option(
     "the codec of parameters", old.get("params", none), new.get("params", none)
   )
+  delays = [part.get("delay", 0) for part in (old, new)]
+  if delays[0] != delays[1]:
+    yield _Difference("the delay", *delays)
   if stacked and old["axes"] != new["axes"]:
     yield _Difference("the axis of workers", old["axes"], new["axes"])
   parts = [[x["leaves"] for x in part["owned"]] for part in (old, new)]

@@ -49,6 +49,9 @@ def reshard_state(
     ranges are others, as for :class:`gradcomp.codecs.TopK` in ``two_shot``, whose
     thresholds are then searched anew. Its counts are those of a worker's last message,
     and nobody adds those of workers that left.
+  - What workers of :func:`gradcomp.local_steps` keep: new workers, from N on, get the
+    inner state of worker i mod N. This is for the end of a round alone, where no worker
+    has parameters of its own.
   - Everything else is equal on all workers, and stays.
 
   Args:
@@ -80,8 +83,8 @@ def reshard_state(
   Raises:
     ValueError: a number of workers is below 1, or ``workers`` is not that of the mesh;
       the state is not that of N workers with this optimizer and these parameters, and
-      the error names the first arrays that differ; or an array has parts on devices of
-      other processes.
+      the error names the first arrays that differ; it is in the midst of a round; or an
+      array has parts on devices of other processes.
 
   Example:
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")

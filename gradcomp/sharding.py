@@ -11,9 +11,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradcomp.codecs import Memory
 from gradcomp.residuals import is_stored, shaped
-from gradcomp.state import CompressState, OwnedRows, OwnSteps, is_state, states_in
+from gradcomp.state import (
+  CompressState,
+  LocalStepsState,
+  OwnedRows,
+  OwnSteps,
+  is_state,
+  states_in,
+)
 from gradcomp.workers import (
-  Axes,
   AxisName,
   axis_names,
   check_whole_specs,
@@ -71,8 +77,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       )
     if isinstance(node, OwnedRows):
       return OwnedRows(owned(node.arrays))
-    if isinstance(node, OwnSteps):
-      return OwnSteps({at: own_steps(at, own) for at, own in node.by_axes.items()})
+    if isinstance(node, LocalStepsState):
+      return local_steps(node)
     if isinstance(node, optax.MultiStepsState):
       return optax.MultiStepsState(
         mini_step=PartitionSpec(),
@@ -106,19 +112,26 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       result[axes] = jax.tree.map(lambda _, spec=spec: spec, tree)
     return result
 
-  def own_steps(axes: Axes, own: Any) -> Any:
-    """Returns the specs of what the workers of these axes keep, and of what is in it.
+  def local_steps(node: LocalStepsState) -> Any:
+    """Returns specs over the axes of local steps, of which there may be more.
 
-    An exchange inside of each, over other axes, stacks its residuals over all of them.
+    An exchange inside of each worker, over other axes, stacks its own over all of them.
     """
+    ((axes, own),) = node.own.by_axes.items()
     here = axes if param_specs is not None else axis_names(axis_name)
-    inside = tuple(name for name in axes if name in here)
+    inside = tuple(name for name in axes if name in here) or axis_name
 
     def stacked(spec: PartitionSpec) -> PartitionSpec:
-      return spec if sharded_axes(spec).issuperset(inside) else stack_spec(inside, spec)
+      known = sharded_axes(spec).issuperset(axis_names(inside))
+      return spec if known else stack_spec(inside, spec)
 
     found = state_specs(own, axis_name, param_specs=param_specs)
-    return jax.tree.map(stacked, found, is_leaf=is_spec) if inside else found
+    whole: Any = node
+    return whole._replace(
+      count=PartitionSpec(),
+      own=OwnSteps({axes: jax.tree.map(stacked, found, is_leaf=is_spec)}),
+      fragments=state_specs(node.fragments, inside, param_specs=param_specs),
+    )
 
   def per_worker(tree: Any) -> Any:
     if like_params(tree):
@@ -150,7 +163,9 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
   def is_leaf(node: Any) -> bool:
     if isinstance(node, optax.MultiStepsState | optax.ApplyIfFiniteState):
       return bool(states_in(node))
-    return isinstance(node, CompressState | OwnedRows | OwnSteps) or like_params(node)
+    return isinstance(node, CompressState | OwnedRows | LocalStepsState) or like_params(
+      node
+    )
 
   return jax.tree.map(specs, opt_state, is_leaf=is_leaf)
 

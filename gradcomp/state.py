@@ -98,6 +98,38 @@ class OwnSteps(NamedTuple):
     return inner_state
 
 
+class FragmentState(NamedTuple):
+  """What :func:`local_steps` keeps of the leaves that it exchanges together.
+
+  Example:
+    >>> FragmentState(None, (), None).outer_state
+    ()
+  """
+
+  exchange: CompressState  # residual, key, count of exchanges
+  outer_state: Any  # of the outer optimizer, replicated
+  arriving: Any  # a mean on its way, like the leaves, replicated; None without delay
+
+
+class LocalStepsState(NamedTuple):
+  """The state of :func:`local_steps`, in plain arrays that any checkpointer saves.
+
+  Example:
+    >>> codec = gradcomp.codecs.Dense()
+    >>> tx = gradcomp.local_steps(
+    ...   optax.adam(1e-3), optax.sgd(0.7), every=30, codec=codec, axis_name="data"
+    ... )
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+    ...   state = tx.init({"w": jnp.ones(300)})
+    >>> int(state.count), state.own.moved["w"].shape, len(state.fragments)
+    (0, (300,), 1)
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # int32[], steps so far, replicated
+  own: OwnSteps  # each worker's displacement and inner state, per worker
+  fragments: tuple[FragmentState, ...]
+
+
 def states_in(opt_state: Any) -> list[CompressState]:
   """Returns the states of gradcomp's transformations, in the order of their numbers."""
   return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))

@@ -29,6 +29,7 @@ FILES: dict[str, Budget] = {
   "tests/test_float_cast_exchange.py": Budget(programs=200, seconds=25),
   "tests/test_mesh_axes.py": Budget(programs=250, seconds=25),
   "tests/test_sparse_exchange.py": Budget(programs=230, seconds=25),
+  "tests/test_local_steps.py": Budget(programs=250, seconds=15),
   "tests/test_citizen.py": Budget(programs=280, seconds=15),
   "tests/test_docs.py": Budget(programs=200, seconds=20),
   "tests/test_explicit.py": Budget(programs=290, seconds=20),
