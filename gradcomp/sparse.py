@@ -167,8 +167,8 @@ def blocktop(
     ...   update, state = tx.update(gradient, state)
     ...   print(update[:4])
     [4. 0. 0. 0.]
-    [ 0.  0. -4.  0.]
-    [8. 0. 0. 0.]
+    [4. 0. 0. 0.]
+    [ 0.  0. -6.  0.]
 
   References:
     Chen et al., `ScaleCom <https://arxiv.org/abs/2104.11125>`_, 2020; Sarfi et al.,

@@ -6,6 +6,7 @@ import laws
 import numpy as np
 import oracle_block_top
 import pytest
+import wire_decoder_blocks
 from assertions import says
 from slow_cases import slow
 
@@ -109,6 +110,29 @@ def test_of_equal_elements_the_first_is_sent(bits):
   assert np.flatnonzero(value).tolist() == [3, 19]
   x[19] = 1 + 2.0**-21
   assert np.flatnonzero(laws.round_trip(codec, x)).tolist() == [3, 17]
+
+
+@pytest.mark.parametrize(
+  "bits, place, value, reason",
+  [
+    (2, 32, 0x7F800000, "a scale must be"),
+    (2, 32, 0, "under a scale of 0"),
+    (2, 31, 1, "fill the last tile"),
+    (2, 0, 1 << 31, "unused bits"),
+    (8, 0, 1 << 8, "level 0"),
+    (32, 0, 7, "the value 0"),
+  ],
+)
+def test_what_no_encoder_sends_is_refused(bits, place, value, reason):
+  codec = BlockTop(block_size=8, value_bits=bits)
+  x = np.zeros(17, np.float32)
+  x[9] = 1
+  rows = np.array(laws.encoder(codec)(jnp.asarray(x), None).rows)
+  read = lambda: wire_decoder_blocks.decode_block_top(rows, 17, **options(codec))
+  np.testing.assert_array_equal(read(), x)
+  rows[0, place] = value
+  with pytest.raises(ValueError, match=reason):
+    read()
 
 
 def test_zeros_send_nothing():

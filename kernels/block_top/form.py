@@ -125,11 +125,9 @@ def code(
   magnitude, negative = jnp.abs(value), sign_bit(value) >> 31
   nothing = (behind | negative) == 0
   low, high = (scale * limit for limit in _LIMITS)
-  middle = scale * np.float32(0.5)
-  some = magnitude >= jnp.where(nothing, middle, low)
-  large = magnitude >= jnp.where(nothing, middle, high)
+  large = magnitude >= jnp.where(nothing, scale * np.float32(0.5), high)
   found = (behind << 2) | (negative << 1) | large.astype(jnp.uint32)
-  return jnp.where((scale > 0) & some, found, jnp.uint32(0))
+  return jnp.where((scale > 0) & (magnitude >= low), found, jnp.uint32(0))
 
 
 def values(codes: jax.Array, scale: jax.Array, form: Form) -> jax.Array:

@@ -24,12 +24,17 @@ from gradcomp.kernels.planes import (
   unpack_planes,
 )
 from gradcomp.kernels.scales import norms, scales
-from gradcomp.kernels.writing import packed
+from gradcomp.kernels.writing import packed, written
 
 # A maximum is taken over lanes of at most 16 steps, and then over the lanes. XLA:CPU
 # vectorises such short ones, without writing the integers down first.
 _LANES = 8
 _STEPS = 16
+
+_MANY = 2**12  # words of rows: fewer are decoded soon, however that is done
+
+# The places and values of the entries of blocks, and what is at all other places.
+Entries = tuple[list[tuple[jax.Array, jax.Array]], jax.Array]
 
 
 def encode_rows(
@@ -71,7 +76,7 @@ def remainder(x: jax.Array, rows: jax.Array, *, form: Form) -> jax.Array:
   An array of whole blocks is cut into them: XLA's loops for CPUs take several times as
   long in another shape.
   """
-  entries, others = entries_of_rows(rows, form)
+  entries, others = _entries(rows, form)
   if x.size % form.block_size:
     sent = spread(entries, others, form).reshape(-1)[: x.size]
     return x - sent.reshape(x.shape)
@@ -144,9 +149,18 @@ def select(x: jax.Array, form: Form) -> list[tuple[jax.Array, jax.Array]]:
   return entries
 
 
-def entries_of_rows(
-  rows: jax.Array, form: Form
-) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array]:
+def _entries(rows: jax.Array, form: Form) -> Entries:
+  """Returns the :func:`entries_of_rows`, which a CPU may write down before.
+
+  Where a tile's blocks are no power of two, XLA would find the row of each element by a
+  division, and take ten times as long.
+  """
+  unpack = functools.partial(entries_of_rows, form=form)
+  odd = form.planes & (form.planes - 1)
+  return written(unpack, rows) if odd and rows.size >= _MANY else unpack(rows)
+
+
+def entries_of_rows(rows: jax.Array, form: Form) -> Entries:
   """Unpacks the entries of rows, ``uint32[..., words]``.
 
   Returns:
@@ -173,7 +187,7 @@ def entries_of_rows(
 
 def decode_rows(rows: jax.Array, *, form: Form) -> jax.Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, R, B]``."""
-  return spread(*entries_of_rows(rows, form), form)
+  return spread(*_entries(rows, form), form)
 
 
 def spread(
