@@ -129,10 +129,10 @@ def markdown(results: dict[str, Any]) -> str:
   return "\n\n".join(
     [
       "# Local steps over slow links",
-      f"`python benchmarks/local_links.py` writes this file. {settings['hosts']} hosts, "
-      f"{settings['rate']} and {settings['round_trip']:g} ms there and back; raw TCP "
-      f"finds {min(x['mbit_a_second'] for x in found.values()):.0f} Mbit/s or more and "
-      f"{max(x['round_trip_ms'] for x in found.values()):.1f} ms or less. A transformer "
+      "`python benchmarks/local_links.py` writes this file. "
+      f"{settings['hosts']} hosts, {settings['rate']} and {settings['round_trip']:g} ms there and back; raw TCP "
+      f"finds {min(x['mbit_a_second'] for x in found.values()):.0f} Mbit/s or more "
+      f"and {max(x['round_trip_ms'] for x in found.values()):.1f} ms. A transformer "
       f"of {one['parameters'] / 1e6:.1f} million parameters, AdamW, "
       f"{settings['batch'] * settings['length']} tokens a host and step; rounds of "
       f"{settings['every']} steps, {settings['rounds']} of them, or "

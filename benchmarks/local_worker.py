@@ -19,7 +19,7 @@ import optax
 from link_worker import joined, meeting, run
 
 import gradcomp
-from gradcomp.codecs import QSGD, BlockTop, Dense
+from gradcomp.codecs import BlockTop, Dense
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

@@ -172,7 +172,7 @@ def complete(
   if args.learning_rate is None:
     args.learning_rate = defaults.rates[args.optimizer]
   if args.local_steps and args.schedule == "plateau":
-    parser.error("--schedule plateau does not go with --local-steps, whose losses differ")
+    parser.error("--schedule plateau does not go with --local-steps: losses differ")
   if args.dropout is not None and args.model not in networks.DROPPING:
     parser.error(f"--dropout does not go with {args.model}, which has no dropout")
   return args
