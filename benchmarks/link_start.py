@@ -31,10 +31,12 @@ ENVIRONMENT = MALLOC | {
 
 
 def network(
-  count: int, rate: str
+  count: int, rate: str, round_trip: float = 0.0
 ) -> contextlib.AbstractContextManager[list[links.Host]]:
   """Returns hosts on links of a rate, or without limits at the rate ``"loopback"``."""
-  return links.loopback(count) if rate == "loopback" else links.limited(count, rate)
+  if rate == "loopback":
+    return links.loopback(count)
+  return links.limited(count, rate, round_trip)
 
 
 def run_workers(
@@ -77,7 +79,13 @@ def probed(hosts: list[links.Host], speed: float | None) -> list[float]:
     hosts: the hosts.
     speed: of a link in bits a second; None if nothing limits it.
   """
-  job = {"nbytes": int((speed or 8e9) / 8 / 2)}
+  found = probes(hosts, int((speed or 8e9) / 8 / 2))
+  return [report["bytes_a_second"] for report in found]
+
+
+def probes(hosts: list[links.Host], nbytes: int) -> list[dict[str, float]]:
+  """Returns what :func:`link_probe.probe` finds on each host."""
+  job = {"nbytes": nbytes}
   return run_workers(hosts, "link_probe.py", job, 120, environment={})
 
 

@@ -2,7 +2,8 @@
 
 A switch namespace holds a bridge. Each host is a namespace whose ``eth0`` is one end of
 a veth pair, and the other end is a port of the bridge. A token bucket (tbf) on either
-end limits one direction.
+end limits one direction. For links that take time, a program stands in the place of the
+bridge, which keeps each frame for half of the round trip: see link_delay.py.
 
 Every trap here makes plain f32 slower, and so flatters compression:
 
@@ -14,6 +15,7 @@ Every trap here makes plain f32 slower, and so flatters compression:
 - BBR, if it is the system's congestion control, slows down for 0.2 s every 10 s.
 - A bucket is one queue, so 4 MB of one connection would stand before all others. Queues
   of real hosts are fair or short, so a connection may queue a bucketful at most.
+- On a link that takes time, a connection that was idle would begin slowly again.
 """
 
 import contextlib
@@ -25,8 +27,8 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -35,6 +37,7 @@ _MTU = 1500
 _SUBNET = "10.77.0.0/24"
 _LARGEST_FRAME = 65536
 _NETNS = pathlib.Path("/etc/netns")
+_DELAY = pathlib.Path(__file__).with_name("link_delay.py")
 _COUNTER = "/sys/class/net/{}/statistics/tx_bytes"
 
 
@@ -82,8 +85,15 @@ def loopback(count: int) -> Iterator[list[Host]]:
 
 
 @contextlib.contextmanager
-def limited(count: int, rate: str) -> Iterator[list[Host]]:
-  """Yields ``count`` hosts with links of ``rate``, and always removes them."""
+def limited(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Host]]:
+  """Yields ``count`` hosts with links of ``rate``, and always removes them.
+
+  Args:
+    count: the number of hosts.
+    rate: of each link and direction, in tc's spelling.
+    round_trip: the seconds from one host to another and back, as ping counts them; 0
+      for those that the kernel takes.
+  """
   prefix = f"gc{os.getpid()}"
   switch, names = f"{prefix}sw", [f"{prefix}h{i}" for i in range(count)]
   hosts = [
@@ -95,13 +105,15 @@ def limited(count: int, rate: str) -> Iterator[list[Host]]:
     _run("ip", "netns", "add", switch)
     _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
     _run("ip", "-n", switch, "link", "set", "br0", "up")
+    ports = [f"p{i}" for i in range(count)]
     for i, (name, host) in enumerate(zip(names, hosts, strict=True)):
-      _add_host(name, host.address, switch, f"p{i}", rate)
+      _add_host(name, host.address, switch, ports[i], rate)
       files = _NETNS / name
       files.mkdir(parents=True)
       lines = [f"127.0.0.1 localhost\n{host.address} host{i}\n"]
       (files / "hosts").write_text("".join(lines))
-    yield hosts
+    with _delayed(switch, ports, round_trip) if round_trip else _NOTHING:
+      yield hosts
   finally:
     for name in (*names, switch):  # with a namespace go its devices
       subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
@@ -112,6 +124,28 @@ def limited(count: int, rate: str) -> Iterator[list[Host]]:
     if own_folder:
       with contextlib.suppress(OSError):
         _NETNS.rmdir()
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _delayed(switch: str, ports: list[str], round_trip: float) -> Iterator[None]:
+  """Has a program forward between the ports, and not the bridge."""
+  for port in ports:
+    _run("ip", "-n", switch, "link", "set", port, "nomaster")
+  command = ("ip", "netns", "exec", switch, sys.executable, "-I", str(_DELAY))
+  process = subprocess.Popen(
+    [*command, str(round_trip / 2), *ports], stdout=subprocess.PIPE, text=True
+  )
+  try:
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+      raise RuntimeError("Nobody forwards frames between the hosts.")
+    yield
+  finally:
+    process.kill()
+    process.wait()
 
 
 def _on_host(name: str, hostname: str) -> tuple[str, ...]:
@@ -135,8 +169,9 @@ def _add_host(name: str, address: str, switch: str, port: str, rate: str) -> Non
   _run("ip", "-n", name, "link", "set", "lo", "up")
   subnet = (_SUBNET, "dev", "eth0", "src", address)
   _run("ip", "-n", name, "route", "replace", *subnet, "congctl", "cubic")
-  queued = f"echo {burst} > /proc/sys/net/ipv4/tcp_limit_output_bytes"
-  _run("ip", "netns", "exec", name, "sh", "-c", queued)
+  for key, value in (("limit_output_bytes", burst), ("slow_start_after_idle", 0)):
+    script = f"echo {value} > /proc/sys/net/ipv4/tcp_{key}"
+    _run("ip", "netns", "exec", name, "sh", "-c", script)
 
 
 def _run(*command: str) -> None:
@@ -217,52 +252,3 @@ def free_ports(count: int) -> list[int]:
     for one in sockets:
       one.bind(("", 0))
     return [one.getsockname()[1] for one in sockets]
-
-
-def probe(rank: int, ends: Sequence[tuple[str, int]], nbytes: int) -> float:
-  """Measures the bytes a second that this host receives from the previous one.
-
-  Each host sends to the next, all at once.
-
-  Args:
-    rank: this host.
-    ends: address and port of each host.
-    nbytes: how much each sends.
-  """
-  deadline = time.monotonic() + 60
-  with contextlib.ExitStack() as stack:
-    listener = stack.enter_context(socket.create_server(ends[rank]))
-    listener.settimeout(60)
-    to_next = stack.enter_context(_connect(ends[(rank + 1) % len(ends)], deadline))
-    from_previous = stack.enter_context(listener.accept()[0])
-    for stream in (to_next, from_previous):
-      stream.settimeout(600)
-    for _ in range(2):  # a token passes twice: then all are there
-      if rank == 0:
-        to_next.sendall(b"!")
-      from_previous.recv(1)
-      if rank > 0:
-        to_next.sendall(b"!")
-    sender = threading.Thread(target=to_next.sendall, args=(bytes(nbytes),))
-    buffer = bytearray(1 << 20)
-    left = nbytes
-    start = time.perf_counter()
-    sender.start()
-    while left:
-      count = from_previous.recv_into(buffer, min(left, len(buffer)))
-      if not count:
-        raise ConnectionError("The previous host has closed the connection.")
-      left -= count
-    seconds = time.perf_counter() - start
-    sender.join()
-  return nbytes / seconds
-
-
-def _connect(end: tuple[str, int], deadline: float) -> socket.socket:
-  while True:
-    try:
-      return socket.create_connection(end, timeout=5)
-    except OSError:
-      if time.monotonic() > deadline:
-        raise
-      time.sleep(0.05)

@@ -46,6 +46,8 @@ RUNS = (
   "parallel_links",
   "parallel_links --loopback",
   "plan_speeds",
+  "local_links",
+  "local_study",
   "ptx_check",
   "random_bits",
   "redsync_study",

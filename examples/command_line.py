@@ -104,6 +104,13 @@ def add_exchange(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
     default="auto",
     help="whether workers keep what they did not send; auto (default): biased codecs",
   )
+  add(
+    "--local-steps",
+    type=positive,
+    metavar="H",
+    help="take as many steps alone before each exchange, whose outer optimizer is "
+    "DiLoCo's, or SparseLoCo's with topk and blocktop",
+  )
   add("--density", type=float, default=0.01, help="of redsync; default: 0.01")
   add("--warmup", type=int, default=0, help="dense steps of redsync; default: 0")
 
@@ -164,6 +171,8 @@ def complete(
   """Fills in the rate of the optimizer chosen, and refuses what does not fit."""
   if args.learning_rate is None:
     args.learning_rate = defaults.rates[args.optimizer]
+  if args.local_steps and args.schedule == "plateau":
+    parser.error("--schedule plateau does not go with --local-steps: losses differ")
   if args.dropout is not None and args.model not in networks.DROPPING:
     parser.error(f"--dropout does not go with {args.model}, which has no dropout")
   return args

@@ -64,11 +64,15 @@ def prepare(
   optimizer = make_optimizer(method, args, seed=0)
   step, wire = compile_step(task, optimizer, batch)
   sent, dense = wire.bytes_sent, wire.dense_bytes
+  params = jax.eval_shape(lambda: task.init_params(0))
   if isinstance(method, Redsync) and args.warmup:
     # The compiled step has a branch for the warm-up, too; this is what follows it.
-    params = jax.eval_shape(lambda: task.init_params(0))
     plan = gradcomp.explain(optimizer, params, workers=task.mesh.size)
     sent, dense = plan.bytes_sent, round(plan.bytes_sent / plan.ratio)
+  if args.local_steps:
+    sent = round(sent / args.local_steps)
+    if jax.process_index() == 0:
+      print(gradcomp.explain(optimizer, params, workers=task.mesh.size))
 
   def start(seed: int, params: Any) -> tuple[Any, Any]:
     optimizer = make_optimizer(method, args, seed=seed)

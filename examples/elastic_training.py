@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 import gradcomp
+from gradcomp.codecs import QSGD
 
 BATCH = 120  # of all workers together: one learning rate for any number of them
 KINDS = "residual", "rows"  # of what a worker has of its own; owners keep rows
@@ -42,18 +43,28 @@ class Training:
 
   Args:
     mesh: one device a worker.
+    local_steps: how many steps workers take alone before each exchange; 0 for none.
 
   Attributes:
     kept: the last two states of parameters and optimizer, and the steps behind them.
   """
 
-  def __init__(self, mesh: jax.sharding.Mesh):
-    self._mesh = mesh
+  def __init__(self, mesh: jax.sharding.Mesh, local_steps: int = 0):
+    self._mesh, self._round = mesh, local_steps
     self._params = first_params()
     self._optimizer = optax.chain(
       gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot", feedback="error"),
       optax.adam(1e-2),
     )
+    if local_steps:
+      self._optimizer = gradcomp.local_steps(
+        optax.adam(1e-2),
+        optax.sgd(0.7, 0.9, nesterov=True),
+        every=local_steps,
+        codec=QSGD(bits=4),
+        exchange="two_shot",
+        axis_name="data",
+      )
     # Without donation: a step that fails leaves what it was given.
     self._train_step = gradcomp.make_train_step(
       loss_fn, self._optimizer, axis_name="data", mesh=mesh, donate=False
@@ -93,12 +104,16 @@ class Training:
     *state, metrics = self._train_step(*state, batch, inspect=inspect)
     # JAX runs ahead of the devices: the errors of this step shall be raised here.
     self.kept.append((step + 1, jax.block_until_ready(tuple(state))))
-    return jax.device_get(metrics)
+    return jax.device_get(jax.tree.map(_mean_here, metrics))
 
   def resume(
     self, step: int, parts: Parts, hosts: list[int], residuals: list[int]
   ) -> None:
     """Goes on from what other workers had after a step.
+
+    In the midst of a round it goes on from the last exchange, for only then do all have
+    the same parameters. What was not sent before it is kept, and so are the states of
+    the workers' own optimizers. The steps of the round are done again.
 
     Args:
       step: the number of steps.
@@ -121,6 +136,9 @@ class Training:
       whole.append(np.concatenate(own))
     treedef = jax.tree.structure((self._params, shapes))
     params, opt_state = jax.tree.unflatten(treedef, whole)
+    if self._round:
+      step -= step % self._round
+      opt_state = _at_the_exchange(opt_state, step)
     opt_state = gradcomp.reshard_state(
       opt_state,
       old_workers=len(hosts),
@@ -151,3 +169,20 @@ class Training:
     own = {kind: [x.ravel() for k, x in pairs if k == kind] for kind in KINDS}
     norms = {kind: np.linalg.norm(np.concatenate(x)) for kind, x in own.items()}
     return " and ".join(f"{kind} of norm {x:.2g}" for kind, x in norms.items())
+
+
+def _at_the_exchange(
+  state: gradcomp.LocalStepsState, step: int
+) -> gradcomp.LocalStepsState:
+  """Takes all workers back to the parameters that they share."""
+  away = jax.tree.map(np.zeros_like, state.own.moved)
+  ((axes, (_, inner_state)),) = state.own.by_axes.items()
+  own = type(state.own)({axes: (away, inner_state)})
+  return state._replace(count=np.int32(step), own=own)
+
+
+def _mean_here(x: jax.Array) -> jax.Array | np.floating:
+  """Averages over this process's workers what each has of its own."""
+  if x.is_fully_replicated:
+    return x
+  return np.mean([part.data for part in x.addressable_shards])

@@ -101,6 +101,8 @@ class Worker:
     gone = [x for x in hosts if x not in stay]
     training.resume(step, parts, hosts, stay + gone)
     lost = [f"the part of host {x}{self._size(training, x)}" for x in plan.lost]
+    if again := step - training.step:
+      lost.append(f"{again} steps of a round, which are done again")
     whole = plan.source == plan.checkpoint
     if whole and (self._folder / f"over-{plan.generation - 1}").exists():
       lost.append("steps after it, which are done again")
@@ -121,7 +123,7 @@ class Worker:
     rank = plan.hosts.index(self._host)
     jax.distributed.initialize(plan.address, len(plan.hosts), rank, **LIMITS)
     training = elastic_training.Training(
-      jax.make_mesh((jax.device_count(),), ("data",))
+      jax.make_mesh((jax.device_count(),), ("data",)), options.local_steps
     )
     told = self._resume(training)
     steps = process_allgather(np.int32(training.step))
@@ -177,6 +179,7 @@ def main() -> None:
   add("generation", type=int)
   add("host", type=int)
   add("--steps", type=int, default=500, help="of the whole training")
+  add("--local-steps", type=int, default=0, help="that workers take alone in a round")
   add("--save-every", type=int, default=20, help="steps between two checkpoints")
   add("--inspect", type=int, default=0, help="steps between two tables of errors")
   add("--pause", type=float, default=0.1, help="seconds after each step")

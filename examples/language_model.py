@@ -3,6 +3,7 @@
     python examples/language_model.py --codec redsync-asq --density 0.001 --warmup 100
     python examples/language_model.py --compare f32 qsgd-4 redsync --seeds 3
     python examples/language_model.py --text brown-words --model lstm --schedule plateau
+    python examples/language_model.py --local-steps 30 --codec blocktop --optimizer adam
     python examples/language_model.py --model transformer --parallel zero
     python examples/language_model.py --model transformer --parallel fsdp --weights 8
 
@@ -99,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check_cut(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
   """Refuses options that do not go with a cut optimizer, which is Adam."""
   plain = parser.parse_args([])
-  for name in ("compare", "ema", "weight_decay", "warmup", "codec", "clip"):
+  refused = "compare ema weight_decay warmup codec clip local_steps"
+  for name in refused.split():
     if getattr(args, name) != getattr(plain, name):
       option = "--" + name.replace("_", "-")
       parser.error(f"{option} does not go with --parallel {args.parallel}")

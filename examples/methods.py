@@ -93,6 +93,8 @@ def choose(
         f"--feedback none does not go with {name}: two means a bucket leave much of a "
         "gradient out, which later steps must make up for"
       )
+    if args.local_steps and (method is None or isinstance(method, Redsync)):
+      parser.error(f"--local-steps does not go with {name}, but with all codecs")
     if isinstance(method, Redsync):
       if args.optimizer == "adam":
         parser.error(f"{name} has the momentum of SGD in it: choose f32 for Adam")
@@ -116,6 +118,29 @@ def make_exchange(
     axis_name=AXIS,
     exchange=args.exchange,
     feedback=None if args.feedback == "none" else args.feedback,
+    key=seed,
+  )
+
+
+def make_local_steps(
+  method: LeafCodec,
+  inner: optax.GradientTransformation,
+  args: argparse.Namespace,
+  *,
+  seed: int,
+) -> optax.GradientTransformation:
+  """Makes SparseLoCo for codecs that drop elements, and DiLoCo for all others."""
+  drops = isinstance(method, TopK | BlockTop)
+  kept = "error" if args.feedback == "auto" else args.feedback
+  return gradcomp.local_steps(
+    inner,
+    optax.sgd(1.0) if drops else optax.sgd(0.7, 0.9, nesterov=True),
+    every=args.local_steps,
+    codec=method,
+    axis_name=AXIS,
+    exchange=args.exchange,
+    feedback=None if kept == "none" else kept,
+    feedback_decay=0.95 if drops and kept == "error" else 1.0,
     key=seed,
   )
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 from averaging import average_params
-from methods import Method, Redsync, make_exchange
+from methods import Method, Redsync, make_exchange, make_local_steps
 from plateau import scale_by_plateau
 from training import AXIS
 
@@ -29,10 +29,18 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
   """Chains the exchange, clipping, the optimizer and the average of the parameters.
 
-  The norm that is clipped is that of the mean gradient. RedSync has momentum in its
+  The norm that is clipped is that of the mean gradient, and of local steps that of the
+  worker's own. RedSync has momentum in its
   exchange, so there each worker clips its own gradient before, of all leaves together.
   The seed goes into the state alone.
   """
+  if args.local_steps:
+    clip = optax.identity()
+    if args.clip is not None:
+      clip = optax.clip_by_global_norm(args.clip)
+    inner = optax.chain(clip, _descent(method, args))
+    local = make_local_steps(method, inner, args, seed=seed)
+    return optax.chain(local, *_averaging(args))
   chain = [make_exchange(method, args, seed=seed)]
   if args.clip is not None:
     if isinstance(method, Redsync):
@@ -42,9 +50,11 @@ def make_optimizer(
   chain.append(_descent(method, args))
   if args.schedule == "plateau":
     chain.append(scale_by_plateau())
-  if args.ema is not None:
-    chain.append(average_params(args.ema))
-  return optax.chain(*chain)
+  return optax.chain(*chain, *_averaging(args))
+
+
+def _averaging(args: argparse.Namespace) -> list[optax.GradientTransformation]:
+  return [] if args.ema is None else [average_params(args.ema)]
 
 
 def _descent(method: Method, args: argparse.Namespace) -> optax.GradientTransformation:

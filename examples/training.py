@@ -167,6 +167,11 @@ def init_state(task: Task, optimizer: optax.GradientTransformation, params: Any)
     return optimizer.init(params)
 
 
+def mean_here(loss: jax.Array) -> float:
+  """Averages over the workers of this process, where each has a loss of its own."""
+  return float(np.mean([x.data for x in loss.addressable_shards], dtype=np.float64))
+
+
 def train(
   task: Task,
   step: Callable[..., Any],
@@ -208,7 +213,7 @@ def train(
       run(params, opt_state, batch, **options(done))
     )
     seconds.append(time.perf_counter() - start)
-    losses.append(float(metrics["loss"]))
+    losses.append(mean_here(metrics["loss"]))
     log.keep(done, metrics)
     facts = {}
     if done % evaluate_every == 0 or done == steps:

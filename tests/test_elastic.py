@@ -13,6 +13,7 @@ import time
 import elastic
 import elastic_training
 import host
+import jax
 import loopback
 import modes
 import numpy as np
@@ -84,8 +85,8 @@ def test_a_host_lives_while_its_file_changes(tmp_path):
   assert live == {0: (-1, "at 0")} and mine.settled
 
 
-def trained(workers, steps):
-  training = elastic_training.Training(modes.mesh(workers))
+def trained(workers, steps, local_steps=0):
+  training = elastic_training.Training(modes.mesh(workers), local_steps)
   while training.step < steps:
     training.advance()
   return training
@@ -117,6 +118,36 @@ def test_survivors_keep_what_they_had_not_sent():
   assert three.step == 4
 
 
+def test_local_steps_go_on_from_the_last_exchange_with_fewer_workers():
+  """With what was not sent before it; a worker that comes again has another's state."""
+  hosts, stay = [0, 1, 2, 3], [0, 2, 3]
+  four = trained(4, 6, 4)
+  parts = {x: host.parts(four.kept[-1][1], x) for x in stay}
+  three = elastic_training.Training(modes.mesh(3), 4)
+  three.resume(6, parts, hosts, [*stay, 1])
+  assert three.step == 4
+  params, state = three.kept[-1][1]
+  before, old = four.kept[-1][1]
+  for name in params:
+    np.testing.assert_array_equal(params[name], before[name])
+    assert np.any(old.own.moved[name]) and not np.any(state.own.moved[name])
+    own, kept = (
+      np.split(x.fragments[0].exchange.residual[name], n)
+      for x, n in ((state, 3), (old, 4))
+    )
+    np.testing.assert_array_equal(own, np.float32(3 / 4) * np.array(kept)[stay])
+  assert int(state.count) == 4
+  while three.step < 8:
+    three.advance()
+  again = elastic_training.Training(modes.mesh(4), 4)
+  parts = {x: host.parts(three.kept[-1][1], i) for i, x in enumerate(stay)}
+  again.resume(8, parts, stay, stay)
+  assert again.step == 8
+  for _ in range(4):
+    again.advance()
+  assert loss(jax.device_get(again.params)) < loss(elastic_training.first_params())
+
+
 def test_owners_rows_stay_with_their_elements():
   """Whoever is missing: the order of owners is that of those that were."""
   hosts = [0, 1, 2, 3]
@@ -133,13 +164,14 @@ def test_owners_rows_stay_with_their_elements():
 class Hosts:
   """Supervisors of hosts on this machine, each with its workers."""
 
-  def __init__(self, folder):
+  def __init__(self, folder, more=""):
     self.folder = folder
+    self.more = more
     self.running = {}
 
   def start(self, number):
     options = f"--hosts 4 --patience 3 --steps {STEPS} --save-every {SAVE_EVERY}"
-    options += f" --inspect {STEPS}"  # the last step
+    options += self.more or f" --inspect {STEPS}"  # the last step
     command = f"{PROGRAM} {self.folder / 'run'} {number} {options} --pause {PAUSE}"
     with open(self.folder / f"log.{number}", "a") as log:
       self.running[number] = subprocess.Popen(
@@ -178,8 +210,8 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def started(folder):
-  hosts = Hosts(folder)
+def started(folder, more=""):
+  hosts = Hosts(folder, more)
   try:
     yield hosts
   finally:
@@ -240,3 +272,35 @@ def test_a_training_outlives_its_hosts(tmp_path):
   before = loss(elastic_training.first_params())
   # Trainings with other random bits differ by a standard deviation of 0.3 %.
   assert loss(ends[0]) < min(0.1 * before, 1.03 * loss(undisturbed.params)), said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  not loopback.hostname_resolves(), reason="gloo needs an address of the hostname"
+)
+def test_local_steps_outlive_a_host_that_comes_again(tmp_path):
+  """It is killed in the midst of a round; the others do that round again without it."""
+  with started(tmp_path, " --local-steps 5") as hosts:
+    for number in range(4):
+      hosts.start(number)
+    hosts.trained_in(0)
+    hosts.kill(1)
+    hosts.trained_in(1)
+    hosts.start(1)
+    done = tmp_path / "run" / "done.json"
+    hosts.wait_for("the end", done.exists)
+    codes = [process.wait(LIMIT) for process in hosts.running.values()]
+    said = hosts.said()
+  assert codes == [0, 0, 0, 0], said
+  plans = [elastic.plan_of(tmp_path / "run", generation) for generation in range(3)]
+  assert [x.hosts for x in plans] == [[0, 1, 2, 3], [0, 2, 3], [0, 2, 3, 1]], said
+  assert plans[1].lost == [1]
+  if again := plans[1].step % 5:
+    assert f"{again} steps of a round, which are done again" in said
+  assert f"hosts [0, 2, 3] go on after step {plans[1].step - again}: from" in said
+  assert "the part of host 1" in said
+  assert "the parameters are equal on all 4 workers" in said
+  part = np.load(elastic.parts_path(tmp_path / "run", 2, STEPS, 0))
+  names = sorted(elastic_training.first_params())  # the order of leaves
+  end = {name: part[f"arr_{i}"] for i, name in enumerate(names)}
+  assert loss(end) < 0.2 * loss(elastic_training.first_params()), said

@@ -269,3 +269,37 @@ def test_an_idx_folder_stands_for_the_dataset(capsys):
 def test_cut_optimizers_refuse_what_they_do_not_do(given, capsys):
   error = refused(capsys, language_model, "--parallel", "zero", *given)
   assert f"{given[0]}" in error and "does not go with --parallel zero" in error
+
+
+@pytest.mark.parametrize("codec, momentum", [("blocktop", False), ("qsgd-4", True)])
+def test_local_steps_are_sparseloco_or_diloco(codec, momentum):
+  """Outer momentum stands in for what the residual of a sparse codec does."""
+  given = ("--codec", codec, "--local-steps", 2, "--optimizer", "adam", "--ema", 0.5)
+  tx = make_optimizer(METHODS[codec], options(*given), seed=0)
+  params = {"w": jnp.ones(300)}
+
+  def worker(target):
+    state = tx.init(params)
+    moved = []
+    for _ in range(2):
+      updates, state = tx.update({"w": params["w"] - target}, state, params)
+      moved.append(updates["w"])
+    return moved, state
+
+  moved, state = jax.vmap(worker, axis_name="data")(jnp.array([0.0, 3.0]))
+  assert not np.any(moved[0]) and np.any(moved[1])
+  outer = state[0].fragments[0].outer_state
+  assert bool(jax.tree.leaves(outer)) == momentum
+
+
+@pytest.mark.parametrize(
+  "given, said",
+  [
+    (("--codec", "redsync"), "--local-steps does not go with redsync"),
+    (("--codec", "none"), "--local-steps does not go with none"),
+    (("--codec", "f32", "--schedule", "plateau"), "does not go with --local-steps"),
+    (("--parallel", "zero"), "--local-steps does not go with --parallel zero"),
+  ],
+)
+def test_local_steps_do_not_go_with_all_options(given, said, capsys):
+  assert said in refused(capsys, language_model, *given, "--local-steps", 3)

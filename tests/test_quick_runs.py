@@ -72,6 +72,13 @@ def test_all_scripts_are_run():
     if '__name__ == "__main__"' in path.read_text()
   }
   started = {line.split()[0] for line in quick.RUNS}
-  started_by_others = {"cluster_host", "link_probe", "link_worker"}
-  started_by_others |= {"parallel_worker", "torch_worker"}
+  started_by_others = {
+    "cluster_host",
+    "link_delay",
+    "link_probe",
+    "link_worker",
+    "local_worker",
+    "parallel_worker",
+    "torch_worker",
+  }
   assert started == scripts - started_by_others - {"quick"}

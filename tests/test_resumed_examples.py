@@ -24,6 +24,12 @@ RUNS = {
     f"{TEXT} --model lstm --codec redsync-asq --warmup 3 --ema 0.9 --schedule plateau "
     "--evaluate-every 1",
   ),
+  "local": (  # in the midst of the second round
+    "blocktop-0",
+    "language_model",
+    f"{TEXT} --model transformer --codec blocktop --local-steps 3 --optimizer adam "
+    "--evaluate-every 1",
+  ),
   "zero": ("zero-0", "language_model", f"{TEXT} --model transformer --parallel zero"),
   "fsdp": ("fsdp-0", "language_model", f"{TEXT} --model transformer --parallel fsdp"),
   "linen": (".", "fsdp_linen", "--workers 2"),

@@ -1,0 +1,238 @@
+"""Trains a transformer on text with local steps: what compression costs in loss.
+
+  python benchmarks/local_study.py [--every 15 30 100] [--seeds 3] [--methods ...]
+    [--steps 1500] [--output FOLDER] [--quick]
+
+Eight workers train the transformer of the examples by AdamW on the source code of
+Python's standard library, byte by byte, from the same initialisations and with the same
+batches for every method. Steps are rounded down to whole rounds. The workers are a vmap
+on one device.
+
+  DiLoCo               float32, Nesterov's momentum outside; the baseline of the same H
+  SparseLoCo           BlockTop, a byte for 64 elements; plain SGD outside
+  SparseLoCo two_shot  the same, where owners choose once more among the sums
+  Streaming            floats of 3 bits of exponent and none of mantissa; 4 fragments, a
+                       delay of a fifteenth of a round, half mixed
+  MuLoCo               Muon inside, and 2 bits; compared with DiLoCo, and beside it
+  MuLoCo dense         Muon inside, and float32
+
+The outer rates are those of the papers. With --output, writes local_study.json there
+after every run, and local_study.md. It leaves out the runs that the file has already.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import running
+from tables import spread, table
+
+import gradcomp
+from gradcomp.codecs import QSGD, BlockTop, Dense, FloatCast
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import text  # noqa: E402
+from networks import Transformer  # noqa: E402
+
+AXIS = "data"
+WORKERS = 8
+LENGTH = 64
+BATCH = 4  # sequences a worker and step
+RATES = {"adam": 2e-3, "muon": 5e-3}
+BASELINE = "DiLoCo"
+Optimizer = optax.GradientTransformation
+
+
+def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
+  """Returns what makes each method's optimizer."""
+  rate = lambda name: optax.cosine_decay_schedule(RATES[name], steps, alpha=0.1)
+  adam = optax.adamw(rate("adam"))
+  muon = optax.contrib.muon(rate("muon"))
+  nesterov = optax.sgd(0.7, 0.9, nesterov=True)
+  local = functools.partial(gradcomp.local_steps, every=every, axis_name=AXIS)
+  sparse = functools.partial(
+    local, adam, optax.sgd(1.0), codec=BlockTop(), feedback_decay=0.95
+  )
+  e3m0 = FloatCast(exponent_bits=3, mantissa_bits=0)
+  parts = {"fragments": 4, "delay": max(1, every // 15), "mixing": 0.5}
+  two_bits = QSGD(bits=2, bucket_size=128)
+  return {
+    BASELINE: lambda: local(adam, nesterov, codec=Dense()),
+    "SparseLoCo": lambda: sparse(exchange="all_gather"),
+    "SparseLoCo two_shot": lambda: sparse(exchange="two_shot"),
+    "Streaming": lambda: local(adam, nesterov, codec=e3m0, **parts),
+    "MuLoCo": lambda: local(muon, nesterov, codec=two_bits),
+    "MuLoCo dense": lambda: local(muon, nesterov, codec=Dense()),
+  }
+
+
+METHODS = tuple(make_methods(1, 1))
+
+
+class Trainer:
+  """Trains by one method, whose round is one program for all seeds."""
+
+  def __init__(self, tx: Optimizer, every: int, found: text.Text, width: int):
+    model = Transformer(text.CHARACTERS, width=width)
+    test = text.in_order(found.test, LENGTH)
+    logits = lambda params, inputs: model.apply({"params": params}, inputs)
+    losses = optax.softmax_cross_entropy_with_integer_labels
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+      return losses(logits(params, batch[0]), batch[1]).mean()
+
+    def step(carry: Any, batch: Any) -> tuple[Any, jax.Array]:
+      params, state = carry
+      own = gradcomp.local_params(params, state)
+      loss, grads = jax.value_and_grad(loss_fn)(own, batch)
+      updates, state = tx.update(grads, state, params)
+      return (optax.apply_updates(params, updates), state), loss
+
+    def round_(carry: Any, batches: Any) -> tuple[Any, jax.Array]:
+      return jax.lax.scan(step, carry, batches)
+
+    def init(key: jax.Array) -> Any:
+      params = model.init(key, jnp.zeros((1, LENGTH), jnp.uint8))["params"]
+      return params, tx.init(params)
+
+    everyone = functools.partial(jax.vmap, axis_name=AXIS, axis_size=WORKERS)
+    self._init = jax.jit(everyone(init, in_axes=None, out_axes=0))
+    self._round = jax.jit(everyone(round_, in_axes=(0, 1)), donate_argnums=0)
+    self._score = jax.jit(loss_fn)
+    self._text, self._every, self._test = found.train, every, test
+
+  def train(self, seed: int, rounds: int) -> dict[str, Any]:
+    """Trains from a seed, and returns the losses."""
+    carry = self._init(jax.random.key(seed))
+    drawn = text.batches(self._text, WORKERS * BATCH, LENGTH, seed=seed)
+    means = []
+    start = time.perf_counter()
+    for _ in range(rounds):
+      batches = [next(drawn) for _ in range(self._every)]
+      stacked = jax.tree.map(
+        lambda *x: np.stack(x).reshape(self._every, WORKERS, BATCH, LENGTH), *batches
+      )
+      carry, losses = self._round(carry, stacked)
+      means.append(float(losses.mean()))
+    seconds = time.perf_counter() - start
+    # All workers have the same: this is the first one's copy.
+    params = jax.tree.map(lambda x: x[0], carry[0])
+    return {
+      "test_loss": self.evaluate(params),
+      "train_losses": means,
+      "seconds": seconds,
+      "compilations": self._round._cache_size(),
+    }
+
+  def evaluate(self, params: Any) -> float:
+    """Returns the mean loss on what is held out."""
+    inputs, labels = self._test
+    total = 0.0
+    for i in range(0, len(labels), 256):
+      part = inputs[i : i + 256], labels[i : i + 256]
+      total += float(self._score(params, part)) * len(part[0])
+    return total / len(labels)
+
+
+def byte_counts(tx: Optimizer, width: int) -> dict[str, float]:
+  """Returns the bytes that a worker sends a step, and a float32 mean's."""
+  model = Transformer(text.CHARACTERS, width=width)
+  example = jax.ShapeDtypeStruct((1, LENGTH), jnp.uint8)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  params = jax.eval_shape(model.init, key, example)["params"]
+  dense = optax.chain(gradcomp.dense(axis_name=AXIS, exchange="psum"))
+  return {
+    "bytes_a_step": gradcomp.explain(tx, params, workers=WORKERS).bytes_per_step,
+    "f32_bytes": gradcomp.explain(dense, params, workers=WORKERS).bytes_sent,
+  }
+
+
+def markdown(results: dict[str, Any]) -> str:
+  """Writes a table for each H."""
+  settings = results["settings"]
+  paragraphs = [
+    "# What local steps cost in loss",
+    "`python benchmarks/local_study.py` writes this file, and says what the methods "
+    f"are. {WORKERS} workers, {settings['steps']} steps, {BATCH} sequences of {LENGTH} "
+    f"bytes a worker and step, a transformer of width {settings['width']}. The loss is "
+    "that of the held-out text, mean and standard deviation of the seeds; *more* is "
+    f"the mean's distance from {BASELINE}'s; *fewer* compares bytes with float32 in "
+    "every step.",
+  ]
+  for every, methods in results["every"].items():
+    means = {
+      name: statistics.fmean(run["test_loss"] for run in found["runs"].values())
+      for name, found in methods.items()
+      if found["runs"]
+    }
+    lines = []
+    for name, mean in means.items():
+      found = methods[name]
+      own = [run["test_loss"] for run in found["runs"].values()]
+      more = f"{mean / means[BASELINE] - 1:+.2%}" if BASELINE in means else ""
+      fewer = f"{found['f32_bytes'] / found['bytes_a_step']:,.0f}"
+      seeds = str(len(own))
+      lines.append([name, spread(own, digits=4), more, fewer, seeds])
+    header = ["method", "loss", "more", "fewer", "seeds"]
+    paragraphs += [f"## H = {every}", table(header, lines)]
+  return "\n\n".join(paragraphs) + "\n"
+
+
+def main() -> None:
+  sys.stdout.reconfigure(line_buffering=True)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  add = parser.add_argument
+  add("--every", type=int, nargs="+", default=[15, 30, 100], help="steps of a round")
+  add("--seeds", type=int, default=3, help="default: 3")
+  add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+  add("--steps", type=int, default=1500, help="default: 1500")
+  add("--width", type=int, default=128, help="of the transformer; default: 128")
+  running.add_quick(parser, "one H of 4 and 8 steps of a narrow transformer")
+  add("--output", type=Path, help="folder of local_study.json and .md")
+  args = parser.parse_args()
+  if args.quick:
+    args.every, args.seeds, args.steps, args.width = [4], 1, 8, 16
+    args.methods = [BASELINE, "SparseLoCo two_shot"]
+    running.compile_fast()
+  settings = {"steps": args.steps, "width": args.width, "workers": WORKERS}
+  results: dict[str, Any] = {"settings": settings, "every": {}}
+  if args.output and (path := args.output / "local_study.json").exists():
+    earlier = json.loads(path.read_text())
+    if earlier["settings"] == settings:
+      results = earlier
+  found = text.load()
+  for every in args.every:
+    rounds = args.steps // every
+    held = results["every"].setdefault(str(every), {})
+    for name, make in make_methods(every, rounds * every).items():
+      if name not in args.methods:
+        continue
+      entry = held.setdefault(name, {"runs": {}} | byte_counts(make(), args.width))
+      seeds = [x for x in range(args.seeds) if str(x) not in entry["runs"]]
+      trainer = Trainer(make(), every, found, args.width) if seeds else None
+      for seed in seeds:
+        assert trainer is not None
+        run = trainer.train(seed, rounds)
+        entry["runs"][str(seed)] = run
+        told = f"loss {run['test_loss']:.4f}, {run['seconds']:.0f} s"
+        print(f"H {every}, {name}, seed {seed}: {told}")
+        if args.output:
+          running.write(args.output, "local_study", results, markdown(results))
+  print(markdown(results))
+
+
+if __name__ == "__main__":
+  main()
