@@ -125,14 +125,16 @@ def markdown(results: dict[str, Any]) -> str:
     )
   header = "method,tokens/s,x f32,ms a step,in communication,MB a round,counted,fewer"
   one = next(iter(found.values()))
+  least = min(x["mbit_a_second"] for x in found.values())
+  most = max(x["round_trip_ms"] for x in found.values())
   load = max(x["load_and_cores"][0] for x in found.values())
   return "\n\n".join(
     [
       "# Local steps over slow links",
       "`python benchmarks/local_links.py` writes this file. "
-      f"{settings['hosts']} hosts, {settings['rate']} and {settings['round_trip']:g} ms there and back; raw TCP "
-      f"finds {min(x['mbit_a_second'] for x in found.values()):.0f} Mbit/s or more "
-      f"and {max(x['round_trip_ms'] for x in found.values()):.1f} ms. A transformer "
+      f"{settings['hosts']} hosts, {settings['rate']} and {settings['round_trip']:g} "
+      f"ms there and back; raw TCP finds {least:.0f} Mbit/s or more and {most:.1f} ms "
+      f"or less. A transformer "
       f"of {one['parameters'] / 1e6:.1f} million parameters, AdamW, "
       f"{settings['batch'] * settings['length']} tokens a host and step; rounds of "
       f"{settings['every']} steps, {settings['rounds']} of them, or "

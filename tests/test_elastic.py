@@ -303,4 +303,6 @@ def test_local_steps_outlive_a_host_that_comes_again(tmp_path):
   part = np.load(elastic.parts_path(tmp_path / "run", 2, STEPS, 0))
   names = sorted(elastic_training.first_params())  # the order of leaves
   end = {name: part[f"arr_{i}"] for i, name in enumerate(names)}
-  assert loss(end) < 0.2 * loss(elastic_training.first_params()), said
+  # It has the steps of a training that nobody left, of batches in another division.
+  undisturbed = loss(jax.device_get(trained(4, STEPS, 5).params))
+  assert loss(end) < 1.1 * undisturbed, said

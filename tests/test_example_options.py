@@ -286,7 +286,7 @@ def test_local_steps_are_sparseloco_or_diloco(codec, momentum):
       moved.append(updates["w"])
     return moved, state
 
-  moved, state = jax.vmap(worker, axis_name="data")(jnp.array([0.0, 3.0]))
+  moved, state = jax.vmap(worker, axis_name="data")(jnp.array([2.0, 3.0]))
   assert not np.any(moved[0]) and np.any(moved[1])
   outer = state[0].fragments[0].outer_state
   assert bool(jax.tree.leaves(outer)) == momentum
