@@ -37,16 +37,16 @@ def dyadic(steps):
 @pytest.mark.parametrize(
   "mode, inner",
   [
-    ("vmap", ADAM),
-    ("shard_map", optax.sgd(0.5)),
-    *slow(("pmap", optax.sgd(0.5)), ("explicit", optax.sgd(0.5))),
+    ("vmap", "adam"),
+    ("shard_map", "sgd"),
+    *slow(("pmap", "sgd"), ("explicit", "sgd")),
   ],
-  ids=str,
 )
 def test_with_one_step_a_round_it_is_data_parallel_training(mode, inner):
   """Of the mean of the workers' updates, to the bit: either both add in one order, or
   sums are exact in any.
   """
+  inner = {"adam": ADAM, "sgd": optax.sgd(0.5)}[inner]
   params, given = tree(0, LEAVES), dyadic(3)
   got, _ = last(mode, local(inner, optax.sgd(1.0), Dense(), every=1), params, given)
 
