@@ -144,7 +144,7 @@ def inspect(
     >>> grads = {"w": jnp.linspace(-1.0, 1.0, 4096)}
     >>> found = inspect(optimizer, grads, optimizer.init(grads))
     >>> sorted(found.leaves), found.total.levels, found.total.wen_bound.round(2)
-    (["['w']"], Array(5.5, dtype=float32), Array(1.5, dtype=float32))
+    (["['w']"], Array(8., dtype=float32), Array(1.5, dtype=float32))
   """
   return update_and_inspect(optimizer, grads, opt_state, params, **extra_args)[2]
 
