@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from gradcomp.shapes import state_shapes
@@ -91,7 +91,7 @@ def _scan_types(
   """Traces a scan inside a checked map, over devices that need not be there."""
   params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), stacked)
   workers = jax.tree.leaves(stacked)[0].shape[1]
-  mesh = AbstractMesh((workers,), (axis_name,))
+  mesh = AbstractMesh((workers,), (axis_name,), (AxisType.Auto,))
   state = state_shapes(transformation, params, workers=workers, axis_name=axis_name)
   specs = state_specs(state, axis_name)
 
