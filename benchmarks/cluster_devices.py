@@ -22,9 +22,10 @@ import link_worker
 import links
 import numpy as np
 import optax
-from cluster_emulated import point, sent_bytes
+from cluster_emulated import mean_of, sent_bytes
 from cluster_networks import Source
 from cluster_settings import Setting, optimizer
+from emulated import point
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 from training import AXIS, Batch, Task, compile_step, init_state
@@ -201,7 +202,8 @@ class Trainer:
       losses.append(metrics["loss"])
       stepped()
       if step in setting.evaluated:
-        points.append(point(step, losses, self._task.evaluate(params)))
+        evaluated = self._task.evaluate(params)
+        points.append(point(step, mean_of(losses), evaluated))
         losses = []
       if step == setting.steps or (points and not np.isfinite(points[-1]["test_loss"])):
         break

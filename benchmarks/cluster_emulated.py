@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from cluster_networks import Source
 from cluster_settings import Setting, optimizer
-from emulated import own
+from emulated import own, point
 from training import AXIS, Task
 
 import gradcomp
@@ -101,7 +101,8 @@ class Trainer:
       losses.append(loss)
       stepped()
       if step in setting.evaluated:
-        points.append(point(step, losses, self._task.evaluate(carry[0])))
+        evaluated = self._task.evaluate(carry[0])
+        points.append(point(step, mean_of(losses), evaluated))
         losses = []
         if not math.isfinite(points[-1]["test_loss"]):
           break
@@ -141,20 +142,6 @@ def sent_bytes(tx: Any, params: Any, workers: int) -> dict[str, Any]:
   }
 
 
-def point(
-  step: int, losses: list[Any], evaluated: tuple[float, float]
-) -> dict[str, float]:
-  """Returns a point of a curve.
-
-  Args:
-    step: the number of steps so far.
-    losses: of training, since the last point.
-    evaluated: the loss and the accuracy on what is held out.
-  """
-  loss, accuracy = evaluated
-  return {
-    "step": step,
-    "train_loss": float(np.mean(jax.device_get(losses))),
-    "test_loss": loss,
-    "accuracy": 100 * accuracy,
-  }
+def mean_of(losses: list[Any]) -> float:
+  """Returns the mean of losses that may still be on devices."""
+  return float(np.mean(jax.device_get(losses)))

@@ -27,7 +27,7 @@ _TESTED = 2**16  # characters of the text to test on, so that tests take little 
 
 
 class Defaults(NamedTuple):
-  """What a network is trained with, if the command line says nothing else."""
+  """Holds what a network is trained with, if the command line says nothing else."""
 
   learning_rate: float
   momentum: float | None = 0.9
@@ -46,7 +46,7 @@ NETWORKS = (*networks.IMAGES, *networks.TEXTS)
 
 
 class Source(NamedTuple):
-  """What a network learns from.
+  """Holds what a network learns from.
 
   Attributes:
     name: of the data, with what was done to it.

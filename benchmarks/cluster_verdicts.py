@@ -17,7 +17,7 @@ FAILS = 1.0  # points below float32
 
 
 class Verdict(NamedTuple):
-  """What the runs say of a claim, and lines with the numbers that say it."""
+  """Holds what the runs say of a claim, and lines with the numbers that say it."""
 
   verdict: Literal["holds", "does not", "not tested"]
   numbers: tuple[str, ...]
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 
 class Seen(NamedTuple):
-  """What one group or cell says."""
+  """Holds what one group or cell says."""
 
   holds: bool
   numbers: str

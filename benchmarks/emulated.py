@@ -113,7 +113,9 @@ class Trainer:
       start = time.perf_counter()
       carry, losses = jax.block_until_ready(self._steps(carry, part))
       seconds.append(time.perf_counter() - start)
-      points.append(point((i + 1) * steps, losses, setting.task.evaluate(carry[0])))
+      evaluated = setting.task.evaluate(carry[0])
+      reached = point((i + 1) * steps, float(losses.mean()), evaluated)
+      points.append(with_perplexity(reached))
     compilations = self._steps._cache_size()
     if compilations != 1:
       raise RuntimeError(f"{compilations} compilations")
@@ -125,23 +127,27 @@ class Trainer:
 
 
 def point(
-  step: int, losses: jax.Array, evaluated: tuple[float, float]
+  step: int, train_loss: float, evaluated: tuple[float, float]
 ) -> dict[str, float]:
   """Returns a point of a curve.
 
   Args:
     step: the number of steps so far.
-    losses: of training, since the last point.
+    train_loss: the mean since the last point.
     evaluated: the loss and the accuracy on what is held out.
   """
   loss, accuracy = evaluated
   return {
     "step": step,
-    "train_loss": float(losses.mean()),
+    "train_loss": train_loss,
     "test_loss": loss,
     "accuracy": 100 * accuracy,
-    "perplexity": math.exp(min(loss, 50.0)),
   }
+
+
+def with_perplexity(found: dict[str, float]) -> dict[str, float]:
+  """Adds the perplexity to a point."""
+  return found | {"perplexity": math.exp(min(found["test_loss"], 50.0))}
 
 
 def own(state: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from emulated import WORKERS, own, point, stacked
+from emulated import WORKERS, own, point, stacked, with_perplexity
 from jax import lax
 
 import gradcomp
@@ -195,8 +195,8 @@ class Trainer:
       seconds = time.perf_counter() - start
       checked.append(found)
       evaluated = setting.task.evaluate(self._whole(carry[0]))
-      reached = point((i + 1) * steps, losses, evaluated)
-      points.append(reached | {"step_ms": 1000 * seconds / steps})
+      reached = point((i + 1) * steps, float(losses.mean()), evaluated)
+      points.append(with_perplexity(reached) | {"step_ms": 1000 * seconds / steps})
     return {"points": points, **_summary(checked)}
 
 

@@ -12,7 +12,7 @@ Model = Callable[..., nnx.Module] | linen.Module
 
 
 class Functions(NamedTuple):
-  """What one does with a network, as functions of its parameters."""
+  """Calls a network in each way, by functions of its parameters."""
 
   init: Callable[..., Any]  # key -> params
   train: Callable[..., jax.Array]  # params, inputs, key for dropout or None -> logits

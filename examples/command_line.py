@@ -13,7 +13,7 @@ from optimizers import SCHEDULES
 
 
 class Defaults(NamedTuple):
-  """What the two trainers have of their own."""
+  """Holds what each of the two trainers has of its own."""
 
   codec: str
   compared: tuple[str, ...]  # what --compare without names stands for

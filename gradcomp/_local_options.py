@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from gradcomp import sums
 from gradcomp._checks import one_of, share_above_0, static_integer
-from gradcomp.codecs import LeafCodec
+from gradcomp.codecs import is_codec
 from gradcomp.exchange import AllGather, Auto, Merge, as_exchange
 from gradcomp.feedback import ErrorFeedback
 
@@ -16,8 +16,8 @@ def steps(name: str, least: int, most: int | None, value: Any) -> int:
   """Returns a number of these; ValueError for all else."""
   above = f"{least} or more" if most is None else f"from {least} to {most}"
   rule = f"a number, {above}" + ("" if most is None else ", which depends on `every`")
-  number = static_integer(name, rule, value)
-  if number < least or (most is not None and number > most):
+  number = static_integer(name, rule, value, least=least)
+  if most is not None and number > most:
     raise ValueError(f"`{name}` must be {rule}, got {number}.")
   return number
 
@@ -42,7 +42,7 @@ def merging(exchange: Any, merge: Any, codec: Any) -> Any:
   one_of("merge", Merge, merge)
   if merge == "mean":
     return exchange
-  if isinstance(codec, LeafCodec) and not sums.facts(codec).drops:
+  if is_codec(codec) and not sums.facts(codec).drops:
     raise ValueError(
       f'`merge` must be "mean" for a codec of which each worker sends all elements, '
       f'got "senders" and {codec}; use a sparse one like gradcomp.codecs.TopK().'

@@ -13,7 +13,7 @@ from gradcomp._checks import optional_size
 from gradcomp._compression import Compression, Dither, paths_of
 from gradcomp._first_plans import tell_of
 from gradcomp._measures import measured
-from gradcomp.codecs import LeafCodec, Memory
+from gradcomp.codecs import LeafCodec, Memory, is_codec
 from gradcomp.exchange import (
   Auto,
   Exchange,
@@ -102,7 +102,7 @@ def compress(
     3.2; Han et al., `Auto-Precision Scaling for Distributed Deep Learning
     <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
   """
-  if isinstance(codec, type) or not isinstance(codec, LeafCodec):
+  if not is_codec(codec):
     raise TypeError(f"`codec` must be an instance of a codec, got {codec!r}.")
   if axis_name is not None:
     names = axis_names(axis_name)

@@ -13,6 +13,7 @@ from gradcomp.codecs._codec import RemainderCodec as RemainderCodec
 from gradcomp.codecs._codec import SharedCodec as SharedCodec
 from gradcomp.codecs._codec import SummingCodec as SummingCodec
 from gradcomp.codecs._codec import is_adding as is_adding
+from gradcomp.codecs._codec import is_codec as is_codec
 from gradcomp.codecs._codec import is_fitted as is_fitted
 from gradcomp.codecs._codec import is_shared as is_shared
 from gradcomp.codecs._dense import Dense as Dense

@@ -1,6 +1,6 @@
 """The protocols of codecs: the facts and the functions that the exchange relies on."""
 
-from typing import Literal, Protocol, Self, TypeGuard, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeGuard, runtime_checkable
 
 import jax
 
@@ -275,6 +275,16 @@ def is_adding(codec: LeafCodec) -> TypeGuard[AddingCodec]:
     (True, False)
   """
   return getattr(codec, "adds", False)
+
+
+def is_codec(value: Any) -> TypeGuard[LeafCodec]:
+  """Returns True for an instance of a codec, and False for a codec's class, too.
+
+  Example:
+    >>> is_codec(gradcomp.codecs.QSGD()), is_codec(gradcomp.codecs.QSGD)
+    (True, False)
+  """
+  return not isinstance(value, type) and isinstance(value, LeafCodec)
 
 
 def is_fitted(codec: LeafCodec) -> TypeGuard[FittedCodec]:

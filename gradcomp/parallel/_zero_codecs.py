@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp import sums
-from gradcomp.codecs import Leaf, LeafCodec, rounds_of, to_nearest
+from gradcomp.codecs import Leaf, LeafCodec, is_codec, rounds_of, to_nearest
 
 # Large enough that every codec saves bytes on it.
 _PROBE = Leaf((1024, 1024))
@@ -21,7 +21,7 @@ def check_codecs(grads: Any, params: Any) -> None:
       cannot add ``grads``; or nobody can decode ``params`` alone, to nearest.
   """
   for name, given in {"grads": grads, "params": params}.items():
-    if isinstance(given, type) or not isinstance(given, LeafCodec):
+    if not is_codec(given):
       raise TypeError(f"`{name}` must be an instance of a codec, got {given!r}.")
     if sums.facts(given).drops:
       raise ValueError(

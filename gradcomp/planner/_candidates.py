@@ -16,6 +16,7 @@ from gradcomp.codecs import (
   Policy,
   Ternary,
   TopK,
+  is_codec,
 )
 
 # Output layers by the names that people give them, as whole parts of a path.
@@ -165,7 +166,7 @@ def as_candidate(given: Any) -> Candidate:
   """
   if isinstance(given, Candidate):
     return given
-  if isinstance(given, type) or not isinstance(given, LeafCodec):
+  if not is_codec(given):
     raise ValueError(
       "`candidates` must hold codecs, or instances of gradcomp.planner.Candidate, got "
       f"{given!r}."

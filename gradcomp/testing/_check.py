@@ -12,7 +12,7 @@ import optax
 import gradcomp
 from gradcomp import sums
 from gradcomp._checks import static_integer
-from gradcomp.codecs import Leaf, LeafCodec, rounds_of
+from gradcomp.codecs import Leaf, LeafCodec, is_codec, rounds_of
 from gradcomp.exchange import Exchange, ExchangeName, as_exchange
 from gradcomp.testing import laws
 from gradcomp.testing._leaves import ragged, tile_of
@@ -79,7 +79,7 @@ def check_codec(
     >>> held[:3]
     ('is_a_value', 'facts_are_plain', 'is_pure')
   """
-  if isinstance(codec, type) or not isinstance(codec, LeafCodec):
+  if not is_codec(codec):
     raise TypeError(
       f"`codec` must be an instance of a codec, got {codec!r}; a codec has the members "
       "of gradcomp.codecs.LeafCodec."
