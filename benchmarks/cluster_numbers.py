@@ -17,6 +17,7 @@ from gradcomp.cost import grubic
 
 # Student's t at 97.5 %, by degrees of freedom; beyond, the last is a bit too wide.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+ENOUGH = 5  # seeds, from which on a mean counts whatever its interval
 LATE = 0.2  # points of accuracy that a codec may lack to have reached float32's
 # Those of Grubic's line, by bits.
 QSGD = {32: "f32", 16: "qsgd-16", 8: "qsgd-8", 4: "qsgd-4", 2: "qsgd-2"}
@@ -34,6 +35,20 @@ class Spread(NamedTuple):
   def __str__(self) -> str:
     half = "" if math.isnan(self.half) else f" ± {self.half:.2f}"
     return f"{self.mean:+.2f}{half}"
+
+  def at_least(self, limit: float) -> bool | None:
+    """Says whether the mean is ``limit`` or more; None if it takes more seeds to say.
+
+    Five seeds are enough. Fewer are where ``limit`` is outside of the interval.
+    """
+    return self.mean >= limit if self._tells(limit) else None
+
+  def is_below(self, limit: float) -> bool | None:
+    """Says whether the whole interval is below ``limit``; None as in ``at_least``."""
+    return self.mean + self.half < limit if self._tells(limit) else None
+
+  def _tells(self, limit: float) -> bool:
+    return self.count >= ENOUGH or abs(self.mean - limit) > self.half
 
 
 def spread(values: Sequence[float]) -> Spread:

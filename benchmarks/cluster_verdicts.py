@@ -3,7 +3,7 @@
 Each judge looks at every group that has what it needs. A claim holds if it holds in all
 of them. Differences are means over seeds, seed by seed, with their intervals of 95 %. A
 codec is as good as float32 within some points if the mean is. It is worse if the whole
-interval is below 0.
+interval is below 0. Five seeds tell, or fewer if their interval does.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from arms import anova
 from cluster_networks import TEXTS
-from cluster_numbers import Group, Spread, Study
+from cluster_numbers import ENOUGH, Group, Spread, Study
 
 FAILS = 1.0  # points below float32
 
@@ -43,9 +43,14 @@ class Finding(NamedTuple):
 
 
 class Seen(NamedTuple):
-  """Holds what one group or cell says."""
+  """Holds what one group or cell says.
 
-  holds: bool
+  Attributes:
+    holds: whether the claim does; None if it takes more seeds to say.
+    numbers: that say it.
+  """
+
+  holds: bool | None
   numbers: str
 
 
@@ -57,14 +62,16 @@ def concluded(seen: Iterable[Seen], needs: str) -> Verdict:
     needs: what has to be run, if nothing was seen.
   """
   found = list(seen)
-  if not found:
-    return Verdict("not tested", (f"It needs {needs}.",))
-  numbers = tuple(x.numbers for x in found)
-  kept = sum(x.holds for x in found)
-  if kept == len(found):
+  numbers = tuple(
+    x.numbers + (": too few seeds" if x.holds is None else "") for x in found
+  )
+  told = [x.holds for x in found if x.holds is not None]
+  if not told:
+    return Verdict("not tested", (f"It needs {needs}.", *numbers))
+  if all(told):
     return Verdict("holds", numbers)
-  if kept:
-    numbers = (f"It holds in {kept} of {len(found)}.", *numbers)
+  if any(told):
+    numbers = (f"It holds in {sum(told)} of {len(told)}.", *numbers)
   return Verdict("does not", numbers)
 
 
@@ -89,12 +96,12 @@ def within(
   def judge(study: Study) -> Verdict:
     return concluded(
       (
-        Seen(found.mean >= -limit, _told(group, name, found))
+        Seen(found.at_least(-limit), _told(group, name, found))
         for group in filter(chosen, study.groups)
         for name in names
         if (found := group.difference(name))
       ),
-      f"two seeds of f32 and {' or '.join(names)}",
+      f"seeds of f32 and {' or '.join(names)}",
     )
 
   return judge
@@ -106,11 +113,11 @@ def worse(codec: str, than: str) -> Judge:
   def judge(study: Study) -> Verdict:
     return concluded(
       (
-        Seen(found.mean + found.half < 0, _told(group, f"{codec} - {than}", found))
+        Seen(found.is_below(0.0), _told(group, f"{codec} - {than}", found))
         for group in study.groups
         if (found := group.difference(codec, than))
       ),
-      f"two seeds of {codec} and {than}",
+      f"seeds of {codec} and {than}",
     )
 
   return judge
@@ -123,12 +130,12 @@ def fails(codecs: Iterable[str]) -> Judge:
   def judge(study: Study) -> Verdict:
     return concluded(
       (
-        Seen(found.mean < -FAILS, _told(group, name, found))
+        Seen(found.is_below(-FAILS), _told(group, name, found))
         for group in study.groups
         for name in names
         if (found := group.difference(name))
       ),
-      f"two seeds of f32 and {' or '.join(names)}",
+      f"seeds of f32 and {' or '.join(names)}",
     )
 
   return judge
@@ -141,13 +148,13 @@ def later(codec: str) -> Judge:
     return concluded(
       (
         Seen(
-          early.mean + early.half < 0 and early.mean < last.mean,
+          early.is_below(min(0.0, last.mean)),
           f"{group.name}: {early} in the first half, {last} at the end",
         )
         for group in study.groups
         if (early := group.early(codec)) and (last := group.difference(codec))
       ),
-      f"two seeds of f32 and {codec}, with two points of a curve or more",
+      f"seeds of f32 and {codec}, with two points of a curve or more",
     )
 
   return judge
@@ -161,7 +168,7 @@ def alike(codecs: Iterable[str]) -> Judge:
     seen = []
     for group in study.groups:
       ends = [list(group.ends(name).values()) for name in names]
-      if all(len(values) > 1 for values in ends):
+      if all(len(values) >= ENOUGH for values in ends):
         found = anova(ends)
         means = ", ".join(
           f"{name} {sum(values) / len(values):.2f}"
@@ -169,7 +176,7 @@ def alike(codecs: Iterable[str]) -> Judge:
         )
         numbers = f"{group.name}: F = {found['F']:.2f}, p = {found['p']:.2f}; {means}"
         seen.append(Seen(found["p"] > 0.05, numbers))
-    return concluded(seen, f"two seeds of {', '.join(names)}")
+    return concluded(seen, f"five seeds of {', '.join(names)}")
 
   return judge
 
@@ -181,11 +188,11 @@ def any_workers(codec: str, limit: float) -> Judge:
     seen, counts = [], set()
     for group in study.groups:
       if found := group.difference(codec):
-        seen.append(Seen(found.mean >= -limit, _told(group, codec, found)))
+        seen.append(Seen(found.at_least(-limit), _told(group, codec, found)))
         counts.add(group.setting.workers)
     return concluded(
       seen if len(counts) > 1 else [],
-      f"two seeds of f32 and {codec} with two numbers of workers or more",
+      f"seeds of f32 and {codec} with two numbers of workers or more",
     )
 
   return judge

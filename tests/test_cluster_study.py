@@ -42,14 +42,14 @@ def curve(*accuracies):
   ]
 
 
-def trained(codec, *ends, early=None, **changed):
-  """Records of a codec, one for each accuracy at the end."""
+def trained(codec, *ends, early=None, times=3, **changed):
+  """Records of a codec, some for each accuracy at the end."""
   return [
     Record(
       SETTING._replace(codec=codec, seed=seed, **changed),
       {"points": curve(end if early is None else early, end)},
     )
-    for seed, end in enumerate(ends)
+    for seed, end in enumerate(times * ends)
   ]
 
 
@@ -257,7 +257,27 @@ def test_claims_about_links_read_what_link_speed_measured(tmp_path, monkeypatch)
 
 
 def test_one_seed_is_not_enough():
-  assert verdict("QSGD with 8", trained("qsgd-8", 90.0)).verdict == "not tested"
+  found = verdict("QSGD with 8", trained("qsgd-8", 90.0, times=1))
+  assert found.verdict == "not tested"
+
+
+@pytest.mark.parametrize(
+  "claim, ends, expected",
+  [
+    ("QSGD with 8", (89.0, 91.5), "not tested"),
+    ("QSGD with 8", (89.91, 90.9), "holds"),
+    ("QSGD with 8", (80.0, 81.1), "does not"),
+    ("QSGD with 2 bits in buckets", (89.0, 91.0), "not tested"),
+    ("QSGD with 2 bits in buckets", (89.0, 90.01), "holds"),
+  ],
+)
+def test_two_seeds_tell_where_their_interval_does(claim, ends, expected):
+  """t of one degree of freedom is 12.706."""
+  codec = "qsgd-8" if claim.endswith("8") else "qsgd-2"
+  found = verdict(claim, trained(codec, *ends, times=1))
+  assert found.verdict == expected
+  if expected == "not tested":
+    assert found.numbers[1].endswith("(2 seeds): too few seeds")
 
 
 def test_a_claim_must_hold_in_all_groups():
