@@ -1,0 +1,208 @@
+"""Makes records of a study, and those that decide each of its findings."""
+
+from cluster_records import Record
+from cluster_settings import Setting
+
+SETTING = Setting(
+  way="emulated",
+  network="lenet",
+  dataset="digits",
+  codec="f32",
+  exchange="auto",
+  workers=8,
+  rule="fixed",
+  batch=64,
+  steps=40,
+  epoch=1280,
+  points=4,
+  seed=0,
+  optimizer="sgd",
+  learning_rate=0.05,
+  momentum=0.9,
+  max_norm=None,
+)
+TIMED = SETTING._replace(way="timed", points=0, link="1gbit", workers=2, hosts=2)
+
+
+def curve(*accuracies):
+  return [
+    {"step": 10 * (i + 1), "accuracy": x, "test_loss": 1.0, "train_loss": 1.0}
+    for i, x in enumerate(accuracies)
+  ]
+
+
+def trained(codec, *ends, early=None, times=3, **changed):
+  """Records of a codec, some for each accuracy at the end."""
+  return [
+    Record(
+      SETTING._replace(codec=codec, seed=seed, **changed),
+      {"points": curve(end if early is None else early, end)},
+    )
+    for seed, end in enumerate(times * ends)
+  ]
+
+
+def timed(codec, step, communication=0.0, megabytes=1.0, **changed):
+  """A record of a step's seconds, whose codec takes none."""
+  results = {
+    "step": step,
+    "compute": step - communication,
+    "codec": 0.0,
+    "communication": communication,
+    "megabytes": megabytes,
+    "gigaflops": 1.0,
+    "bytes_a_step": 1,
+    "price": 3600.0,
+    "cpu": "a processor",
+    "cores": 2,
+  }
+  return [Record(TIMED._replace(codec=codec, **changed), results)]
+
+
+def line(**seconds):
+  """Times of float32 and QSGD on one link, by the bits."""
+  names = {32: "f32", 16: "qsgd-16", 8: "qsgd-8", 4: "qsgd-4", 2: "qsgd-2"}
+  return [
+    record
+    for bits, x in seconds.items()
+    for record in timed(names[int(bits[1:])], 1 + x, x)
+  ]
+
+
+FULL = trained("f32", 90.0, 91.0)
+SLOW = {"link": "1gbit"}
+FAST = {"link": "loopback"}
+# For each claim, what bears it out, and what does not.
+CASES = {
+  "QSGD with 8 bits": (trained("qsgd-8", 89.9, 91), trained("qsgd-8", 89.0, 90.9)),
+  "QSGD with 4 bits in buckets of 512": (
+    trained("qsgd-4", 90, 90.7),
+    trained("qsgd-4", 89.6, 90.5),
+  ),
+  "1-bit SGD in buckets of 64 ends": (
+    trained("onebit-64", 89.8, 90.8),
+    trained("onebit-64", 89.6, 90.6),
+  ),
+  "1-bit SGD converges later": (
+    trained("f32", 90, 91, early=80.0) + trained("onebit-64", 89.9, 90.9, early=75.0),
+    trained("f32", 90, 91, early=80.0) + trained("onebit-64", 89.0, 90.0, early=80.0),
+  ),
+  "1-bit SGD is worse in buckets": (
+    trained("onebit-64", 90, 91) + trained("onebit-512", 89.0, 90.1),
+    trained("onebit-64", 90, 91) + trained("onebit-512", 89.0, 91.1),
+  ),
+  "QSGD with 2 bits in buckets": (
+    trained("qsgd-2", 89.0, 90.01),
+    trained("qsgd-2", 89.0, 91.0),
+  ),
+  "QSGD with 4 bits is worse": (
+    trained("qsgd-4", 90, 91) + trained("qsgd-4-8192", 89.0, 90.01),
+    trained("qsgd-4", 90, 91) + trained("qsgd-4-8192", 90.0, 91.0),
+  ),
+  "QSGD with 1 bit": (
+    trained("qsgd-1-uniform", 80.0, 82.0),
+    trained("qsgd-1-uniform", 89.5, 90.5),
+  ),
+  "QSGD with the l2 norm": (
+    trained("qsgd-4-l2", 80.0, 82.0) + trained("qsgd-2-l2", 10.0, 10.0),
+    trained("qsgd-4-l2", 90.0, 91.0) + trained("qsgd-2-l2", 10.0, 10.0),
+  ),
+  "QSGD with 2 bits and one": (
+    trained("qsgd-2-tensor", 80.0, 82.0),
+    trained("qsgd-2-tensor", 90.0, 91.0),
+  ),
+  "Convolutions": (
+    trained("qsgd-2:conv", 89.0, 90.0) + trained("qsgd-2:dense", 90.0, 91.01),
+    trained("qsgd-2:conv", 90.0, 91.0) + trained("qsgd-2:dense", 89.0, 90.01),
+  ),
+  "A recurrent net": tuple(
+    trained("f32", 50.0, 51.0, network="lstm")
+    + trained("qsgd-2", *ends, network="lstm")
+    for ends in ((49.9, 50.9), (49.0, 50.9))
+  ),
+  "1-bit SGD without": (
+    trained("onebit-64-nofeedback", 80.0, 82.0),
+    trained("onebit-64-nofeedback", 90.0, 91.0),
+  ),
+  "TernGrad ends at most 0.22": tuple(
+    trained("f32", 90.0, 91.0, workers=2)
+    + trained("terngrad", 90.0, 91.0, workers=2)
+    + trained("terngrad", *ends)
+    for ends in ((89.9, 90.9), (89.7, 90.7))
+  ),
+  "TernGrad ends at most 2": (
+    trained("terngrad", 88.1, 89.1),
+    trained("terngrad", 87.9, 88.9),
+  ),
+  "TernGrad is worse": (
+    trained("terngrad", 90, 91) + trained("terngrad-noclip", 87.0, 88.1),
+    trained("terngrad", 90, 91) + trained("terngrad-noclip", 90.0, 91.0),
+  ),
+  "Dettmers": tuple(
+    [
+      record
+      for i, name in enumerate(("dynamic-tree", "linear", "mantissa", "static-tree"))
+      for record in trained(name, 90.1 - i * step, 90.9 - i * step)
+    ]
+    for step in (0.0, 5.0)
+  ),
+  "APS with 8 bits ends": (
+    trained("aps-5-2", 89.8, 90.8) + trained("aps-4-3", 90.0, 91.0),
+    trained("aps-5-2", 89.6, 90.6) + trained("aps-4-3", 90.0, 91.0),
+  ),
+  "Casts": (trained("cast-3-0", 10.0, 10.0), trained("cast-3-0", 90.0, 91.0)),
+  "4 bits (3, 0)": (
+    trained("aps-3-0", 80.0, 81.0) + trained("aps-3-0:body", 90.0, 91.1),
+    trained("aps-3-0", 90.0, 91.0) + trained("aps-3-0:body", 90.0, 91.0),
+  ),
+  "RedSync with 1 %": (
+    trained("redsync-1", 89.1, 90.1) + trained("redsync-0.1", 89.1, 90.1),
+    trained("redsync-1", 89.1, 90.1) + trained("redsync-0.1", 88.9, 89.9),
+  ),
+  "The largest 1 %": (
+    trained("topk-1-noresidual", 80.0, 81.0),
+    trained("topk-1-noresidual", 90.0, 91.0),
+  ),
+  "Communication falls": (line(b32=1, b8=0.3, b4=0.2), line(b32=1, b8=0.3, b4=0.4)),
+  "The time of a sample": (
+    line(b32=1, b8=0.252, b4=0.127, b2=0.07),
+    line(b32=1, b8=1.2, b4=0.1, b2=0.07),
+  ),
+  "Below 4 bits": (line(b8=1, b4=0.5, b2=0.3), line(b8=1, b4=0.9, b2=0.1)),
+  "1-bit SGD in buckets of 64 is slower": (
+    timed("onebit-64", 2.0) + timed("qsgd-2", 1.0),
+    timed("onebit-64", 1.0) + timed("qsgd-2", 2.0),
+  ),
+  "1-bit SGD by columns": tuple(
+    timed("onebit-column", step, network="resnet") + timed("f32", 2, network="resnet")
+    for step in (3.0, 1.0)
+  ),
+  "Float32 on a fast": tuple(
+    timed("f32", 9, **SLOW) + timed("qsgd-4", 3, **SLOW) + timed("f32", step, **FAST)
+    for step in (2.0, 4.0)
+  ),
+  "On a fast link": tuple(
+    timed("f32", 9, **SLOW)
+    + timed("qsgd-4", 3, **SLOW)
+    + timed("f32", 2, **FAST)
+    + timed("qsgd-4", step, **FAST)
+    for step in (1.95, 1.5)
+  ),
+  "Nets that communicate": tuple(
+    timed("f32", 4, 3.0)
+    + timed("qsgd-4", first)
+    + timed("f32", 4, 1.0, network="resnet")
+    + timed("qsgd-4", 3.5, network="resnet")
+    for first in (1.0, 3.8)
+  ),
+  "Twice the workers": tuple(
+    timed("f32", 4.0) + timed("f32", step, workers=4, hosts=4) for step in (3.0, 1.9)
+  ),
+  "The gain rises": tuple(
+    timed("f32", 4.0, megabytes=9.0)
+    + timed("qsgd-8", first, megabytes=9.0)
+    + timed("f32", 4.0, network="resnet")
+    + timed("qsgd-8", 3.5, network="resnet")
+    for first in (1.5, 0.5)
+  ),
+}
