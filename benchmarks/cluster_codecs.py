@@ -6,6 +6,10 @@ leaves of that part, and all others travel in float32:
   conv   convolutions
   dense  matrices
   body   all but the output layer
+
+QSGD of the library is better than the paper's: owners of a share keep what their
+second encoding loses, and workers share random bits, so that their errors cancel. A
+name that ends in ``-paper`` has neither.
 """
 
 import functools
@@ -20,6 +24,7 @@ import optax
 
 import gradcomp
 from gradcomp.codecs import OneBit, TopK
+from gradcomp.exchange import Hierarchical, TwoShot
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -47,9 +52,15 @@ def _of(make: Callable[..., Transform], *args: Any, **options: Any) -> Method:
   return Method(functools.partial(make, *args, **options))
 
 
-def _low(make: Callable[..., Transform], *args: Any) -> Method:
+def _plain(*args: Any, **options: Any) -> Method:
+  """Returns QSGD as Grubic's: see the top of the file."""
+  alike = {"exchange": TwoShot(feedback=False), "dither": "independent"}
+  return _of(gradcomp.qsgd, *args, **alike, **options)
+
+
+def _low(make: Callable[..., Transform], *args: Any, exchange: Any = "ring") -> Method:
   """Returns floats as the paper has them: a ring, all leaves, and no residuals."""
-  return _of(make, *args, exchange="ring", feedback=None, min_leaf_size=0)
+  return _of(make, *args, exchange=exchange, feedback=None, min_leaf_size=0)
 
 
 def _sparse(density: float, start: float = 0.1, **options: Any) -> Method:
@@ -74,6 +85,11 @@ METHODS: dict[str, Method] = {
   "qsgd-4-l2": _of(gradcomp.qsgd, 4, norm="l2"),
   "qsgd-2-l2": _of(gradcomp.qsgd, 2, bucket_size=128, norm="l2"),
   "qsgd-1-uniform": _of(gradcomp.qsgd, 1, bucket_size=128, levels="uniform"),
+  "qsgd-8-paper": _plain(8),
+  "qsgd-4-paper": _plain(4),
+  "qsgd-2-paper": _plain(2, bucket_size=128),
+  "qsgd-4-8192-paper": _plain(4, bucket_size=8192),
+  "qsgd-2-tensor-paper": _plain(2, bucket_size=None),
   # What the library adds at 2 bits.
   "qsgd-2-fitted": _of(gradcomp.qsgd, 2, bucket_size=128, levels="nonuniform"),
   "qsgd-2-feedback": _of(gradcomp.qsgd, 2, bucket_size=128, feedback="error"),
@@ -84,7 +100,7 @@ METHODS: dict[str, Method] = {
   # Wen.
   "terngrad": _of(gradcomp.terngrad),
   "terngrad-noclip": _of(gradcomp.terngrad, None),
-  # Dettmers, who keeps no residuals.
+  # Dettmers, whose workers keep no residuals.
   **{
     name.replace("_", "-"): _of(gradcomp.eight_bit, name, feedback=None)
     for name in TYPES
@@ -92,6 +108,13 @@ METHODS: dict[str, Method] = {
   # Han.
   **{f"aps-{e}-{m}": _low(gradcomp.aps, e, m) for e, m in FORMATS},
   **{f"cast-{e}-{m}": _low(gradcomp.loss_scaling_cast, 1.0, e, m) for e, m in FORMATS},
+  **{
+    f"aps-{e}-{m}-h{size}": _low(
+      gradcomp.aps, e, m, exchange=Hierarchical(group_size=size)
+    )
+    for e, m in FORMATS[:2]
+    for size in (16, 32)
+  },
   # Fang, who is dense at first.
   "redsync-1": _sparse(0.01),
   "redsync-0.1": _sparse(0.001),

@@ -7,7 +7,7 @@ differ in nothing but the codec are a cell.
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from cluster_records import Record
@@ -105,8 +105,18 @@ class Group(NamedTuple):
     None where fewer than two seeds have both.
     """
     ours, theirs = self.ends(codec), self.ends(against)
-    found = [ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()]
-    return spread(found) if len(found) > 1 else None
+    return _paired(ours, theirs, lambda a, b: a - b)
+
+  def perplexity(self, codec: str, against: str = "f32") -> Spread | None:
+    """Returns the percents by which a codec's perplexity is less at the end.
+
+    None where fewer than two seeds have both.
+    """
+    ours, theirs = (
+      {seed: curve[-1]["test_loss"] for seed, curve in self.curves(name).items()}
+      for name in (codec, against)
+    )
+    return _paired(ours, theirs, lambda a, b: 100 * (1 - math.exp(a - b)))
 
   def early(self, codec: str, against: str = "f32") -> Spread | None:
     """Returns the same over the points of the first half of the training."""
@@ -132,6 +142,16 @@ class Group(NamedTuple):
       if statistics.fmean(point["accuracy"] for point in points) >= goal:
         return points[0]["step"]
     return None
+
+
+def _paired(
+  ours: dict[int, float],
+  theirs: dict[int, float],
+  compare: Callable[[float, float], float],
+) -> Spread | None:
+  both = sorted(ours.keys() & theirs.keys())
+  found = [compare(ours[seed], theirs[seed]) for seed in both]
+  return spread(found) if len(found) > 1 else None
 
 
 class Cell(NamedTuple):

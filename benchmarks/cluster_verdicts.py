@@ -1,9 +1,10 @@
 """Judges what papers say of accuracy by the trainings of a study.
 
-Each judge looks at every group that has what it needs. A claim holds if it holds in all
-of them. Differences are means over seeds, seed by seed, with their intervals of 95 %. A
-codec is as good as float32 within some points if the mean is. It is worse if the whole
-interval is below 0. Five seeds tell, or fewer if their interval does.
+Each judge looks at every group that has what it needs, among those that the claim is
+about: by default, of images and SGD. A claim holds if it holds in all of them.
+Differences are means over seeds, seed by seed, with their intervals of 95 %. A codec is
+as good as float32 within some points if the mean is. It is worse if the whole interval
+is below 0. Five seeds tell, or fewer if their interval does.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ class Verdict(NamedTuple):
 
 
 Judge = Callable[[Study], Verdict]
+Chosen = Callable[[Group], bool]
 
 
 class Finding(NamedTuple):
@@ -75,21 +77,38 @@ def concluded(seen: Iterable[Seen], needs: str) -> Verdict:
   return Verdict("does not", numbers)
 
 
-def _any(group: Group) -> bool:
-  return True
+def images(group: Group) -> bool:
+  """Whether a group is of images, SGD, and 64 workers at most."""
+  return _of_images(group, "sgd") and group.setting.workers <= 64
+
+
+def images_by_adam(group: Group) -> bool:
+  return _of_images(group, "adam")
+
+
+def images_of_many(group: Group) -> bool:
+  """Whether a group has as many workers as Han et al., 256."""
+  return _of_images(group, "sgd") and group.setting.workers >= 256
+
+
+def _of_images(group: Group, optimizer: str) -> bool:
+  return group.setting.network not in TEXTS and group.setting.optimizer == optimizer
 
 
 def recurrent(group: Group) -> bool:
-  return group.setting.network in TEXTS
+  return group.setting.network in ("gru", "lstm")
+
+
+def long(group: Group) -> bool:
+  """Whether a training is long enough for a codec that sends a thousandth a step."""
+  return group.setting.steps >= 10_000
 
 
 def _told(group: Group, what: str, found: Spread) -> str:
   return f"{group.name}: {what} {found} ({found.count} seeds)"
 
 
-def within(
-  codecs: Iterable[str], limit: float, chosen: Callable[[Group], bool] = _any
-) -> Judge:
+def within(codecs: Iterable[str], limit: float, chosen: Chosen = images) -> Judge:
   """Returns a judge of whether codecs are at most ``limit`` points below float32."""
   names = list(codecs)
 
@@ -107,14 +126,34 @@ def within(
   return judge
 
 
-def worse(codec: str, than: str) -> Judge:
+def less_perplexed(
+  codecs: Iterable[str], limit: float, chosen: Chosen = recurrent
+) -> Judge:
+  """Returns a judge of whether perplexities are at most ``limit`` % above float32's."""
+  names = list(codecs)
+
+  def judge(study: Study) -> Verdict:
+    return concluded(
+      (
+        Seen(found.at_least(-limit), _told(group, f"{name}, in % of f32's", found))
+        for group in filter(chosen, study.groups)
+        for name in names
+        if (found := group.perplexity(name))
+      ),
+      f"seeds of f32 and {' or '.join(names)} on a text",
+    )
+
+  return judge
+
+
+def worse(codec: str, than: str, chosen: Chosen = images) -> Judge:
   """Returns a judge of whether a codec is worse than another."""
 
   def judge(study: Study) -> Verdict:
     return concluded(
       (
         Seen(found.is_below(0.0), _told(group, f"{codec} - {than}", found))
-        for group in study.groups
+        for group in filter(chosen, study.groups)
         if (found := group.difference(codec, than))
       ),
       f"seeds of {codec} and {than}",
@@ -123,7 +162,7 @@ def worse(codec: str, than: str) -> Judge:
   return judge
 
 
-def fails(codecs: Iterable[str]) -> Judge:
+def fails(codecs: Iterable[str], chosen: Chosen = images) -> Judge:
   """Returns a judge of whether codecs end more than a point below float32."""
   names = list(codecs)
 
@@ -131,7 +170,7 @@ def fails(codecs: Iterable[str]) -> Judge:
     return concluded(
       (
         Seen(found.is_below(-FAILS), _told(group, name, found))
-        for group in study.groups
+        for group in filter(chosen, study.groups)
         for name in names
         if (found := group.difference(name))
       ),
@@ -151,7 +190,7 @@ def later(codec: str) -> Judge:
           early.is_below(min(0.0, last.mean)),
           f"{group.name}: {early} in the first half, {last} at the end",
         )
-        for group in study.groups
+        for group in filter(images, study.groups)
         if (early := group.early(codec)) and (last := group.difference(codec))
       ),
       f"seeds of f32 and {codec}, with two points of a curve or more",
@@ -166,7 +205,7 @@ def alike(codecs: Iterable[str]) -> Judge:
 
   def judge(study: Study) -> Verdict:
     seen = []
-    for group in study.groups:
+    for group in filter(images, study.groups):
       ends = [list(group.ends(name).values()) for name in names]
       if all(len(values) >= ENOUGH for values in ends):
         found = anova(ends)
@@ -181,18 +220,19 @@ def alike(codecs: Iterable[str]) -> Judge:
   return judge
 
 
-def any_workers(codec: str, limit: float) -> Judge:
-  """Returns a judge of whether a codec is as good with any number of workers."""
+def any_workers(codec: str, limit: float, counts: Iterable[int]) -> Judge:
+  """Returns a judge of whether a codec is as good with few workers and with many."""
+  needed = sorted(counts)
 
   def judge(study: Study) -> Verdict:
-    seen, counts = [], set()
-    for group in study.groups:
+    seen, known = [], set()
+    for group in filter(images, study.groups):
       if found := group.difference(codec):
         seen.append(Seen(found.at_least(-limit), _told(group, codec, found)))
-        counts.add(group.setting.workers)
+        known.add(group.setting.workers)
     return concluded(
-      seen if len(counts) > 1 else [],
-      f"seeds of f32 and {codec} with two numbers of workers or more",
+      seen if known.issuperset(needed) else [],
+      f"seeds of f32 and {codec} with {' and '.join(map(str, needed))} workers",
     )
 
   return judge

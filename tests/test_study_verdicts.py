@@ -61,11 +61,19 @@ def test_one_seed_is_not_enough():
 )
 def test_two_seeds_tell_where_their_interval_does(claim, ends, expected):
   """t of one degree of freedom is 12.706."""
-  codec = "qsgd-8" if claim.endswith("8") else "qsgd-2"
+  codec = "qsgd-8" if claim.endswith("8") else "qsgd-2-paper"
   found = verdict(claim, trained(codec, *ends, times=1))
   assert found.verdict == expected
   if expected == "not tested":
     assert found.numbers[1].endswith("(2 seeds): too few seeds")
+
+
+@pytest.mark.parametrize(
+  "other", [{"network": "lstm"}, {"optimizer": "adam"}, {"workers": 256}]
+)
+def test_a_claim_is_about_images_and_sgd(other):
+  groups = trained("f32", 90, 91, **other) + trained("qsgd-8", 80, 81, **other)
+  assert verdict("QSGD with 8", groups).verdict == "not tested"
 
 
 def test_a_claim_must_hold_in_all_groups():
