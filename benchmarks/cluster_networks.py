@@ -41,6 +41,7 @@ DEFAULTS = {
   "transformer": Defaults(0.5, 0.9, 1.0),
 }
 _IMAGES = Defaults(0.05)
+_ADAM = 1e-3  # for all networks
 TEXTS = tuple(networks.TEXTS)
 NETWORKS = (*networks.IMAGES, *networks.TEXTS)
 
@@ -73,8 +74,10 @@ class Source(NamedTuple):
       yield tuple(x[i] for x, i in zip(self.arrays, indices, strict=True))
 
 
-def defaults(network: str) -> Defaults:
-  return DEFAULTS.get(network, _IMAGES)
+def defaults(network: str, optimizer: str = "sgd") -> Defaults:
+  """Returns what a network is trained with by ``"sgd"`` or ``"adam"``."""
+  found = DEFAULTS.get(network, _IMAGES)
+  return found if optimizer == "sgd" else found._replace(learning_rate=_ADAM)
 
 
 @functools.cache

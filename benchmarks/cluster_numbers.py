@@ -197,10 +197,11 @@ class Cell(NamedTuple):
 
 
 class Study(NamedTuple):
-  """All that a folder of records has."""
+  """All that a folder of records has, and the runs that failed."""
 
   groups: list[Group]
   cells: list[Cell]
+  failed: Sequence[Record] = ()
 
   def matching(self, cell: Cell, codec: str) -> Group | None:
     """Returns trainings whose accuracy goes with a cell's time.
@@ -222,9 +223,11 @@ def grouped(records: Iterable[Record]) -> Study:
   """Groups the records of a folder."""
   groups: dict[Setting, Group] = {}
   cells: dict[Setting, Cell] = {}
+  failed = []
   for record in records:
     setting = record.setting
     if "failed" in record.results:
+      failed.append(record)
       continue
     codec = setting.codec
     if setting.exchange != "auto":
@@ -237,7 +240,9 @@ def grouped(records: Iterable[Record]) -> Study:
       group = groups.setdefault(key, Group(setting, {}))
       group.runs.setdefault(codec, {})[setting.seed] = record
   order = lambda x: (x.setting.network, x.setting.workers, x.setting.link)
-  return Study(sorted(groups.values(), key=order), sorted(cells.values(), key=order))
+  return Study(
+    sorted(groups.values(), key=order), sorted(cells.values(), key=order), failed
+  )
 
 
 def dollars(seconds: float, workers: int, price: float) -> float:

@@ -49,8 +49,12 @@ class Records:
     self._path = folder / f"runs-{now}-{socket.gethostname()}-{os.getpid()}.jsonl"
 
   def has(self, setting: Setting) -> bool:
-    """Returns whether a run is there; another launch may have appended it just now."""
-    return any(record.setting == setting for record in read(self._folder))
+    """Returns whether a run is there; another launch may have appended it just now.
+
+    One that failed runs again.
+    """
+    known = (x for x in read(self._folder) if "failed" not in x.results)
+    return any(record.setting == setting for record in known)
 
   def append(self, setting: Setting, results: dict[str, Any]) -> None:
     """Writes a run, so that it is there even if the launch is killed right after."""

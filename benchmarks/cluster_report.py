@@ -104,6 +104,11 @@ def runs(study: Study) -> tuple[list[str], Rows]:
       machine += f"; the link carries {8e-6 * first['probe']:,.0f} Mbit/s"
     counts = [str(len(cell.times)), "", str(cell.setting.batch), ""]
     rows.append([f"timed: {cell.name}", *counts, "", machine])
+  for record in study.failed:
+    x = record.setting
+    what = f"failed: {x.network}, N = {x.workers}: {record.results['failed']}"
+    name = x.codec if x.exchange == "auto" else f"{x.codec} {x.exchange}"
+    rows.append([what, name, str(x.seed), str(x.batch), str(x.steps), "", ""])
   return header, rows
 
 

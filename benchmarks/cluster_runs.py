@@ -15,12 +15,15 @@ import cluster_emulated
 import cluster_networks
 import jax
 import link_start
+import networks
 from cluster_networks import Source
 from cluster_records import Records
 from cluster_settings import Setting
 from jax.experimental import multihost_utils
 from progress import Progress
 from training import AXIS, Task
+
+import gradcomp
 
 _KNOWN = 1000  # inputs by whose statistics a batch norm normalises in tests
 
@@ -53,8 +56,12 @@ def _source(args: argparse.Namespace, network: str) -> Source:
     args.idx,
     args.pixels,
     args.text,
-    args.dropout,
+    _dropout(args, network),
   )
+
+
+def _dropout(args: argparse.Namespace, network: str) -> float | None:
+  return args.dropout if network in networks.DROPPING else None
 
 
 def _with_codecs(
@@ -69,7 +76,7 @@ def _trained(
   args: argparse.Namespace, network: str, source: Source, workers: int
 ) -> Setting:
   """Returns the setting of a training, of float32 and the first seed."""
-  defaults = cluster_networks.defaults(network)
+  defaults = cluster_networks.defaults(network, args.optimizer)
   momentum = defaults.momentum if args.momentum is None else args.momentum
   batch = args.batch_size * (workers if args.batch == "per-worker" else 1)
   steps = args.steps or max(1, round(args.epochs * (source.epoch // batch)))
@@ -92,7 +99,7 @@ def _trained(
     max_norm=defaults.max_norm,
     schedule=args.schedule,
     weight_decay=args.weight_decay,
-    dropout=args.dropout,
+    dropout=_dropout(args, network),
   )
 
 
@@ -153,6 +160,8 @@ def run(args: argparse.Namespace) -> None:
       machine = link_start.machine() if setting.way == "timed" else {}
       known = {
         "seconds": seconds,
+        "gradcomp": gradcomp.__version__,
+        "jax": jax.__version__,
         "price": args.price,
         **sized(task, source),
         **machine,

@@ -50,6 +50,14 @@ def main(argv: list[str] | None = None) -> None:
     return cluster_quick.run(args.output)
   if args.output is None:
     parser.error("run needs --output, the folder of the records")
+  if args.emulate and args.steps_only:
+    parser.error("--steps-only does not go with --emulate, which has no times")
+  for workers in args.emulate or args.workers or []:
+    if args.batch == "fixed" and args.batch_size % workers:
+      parser.error(
+        f"--batch-size must be a multiple of the workers, {workers}; got "
+        f"{args.batch_size}"
+      )
   if args.rate:
     import cluster_rates
 

@@ -66,9 +66,38 @@ def test_half_a_line_and_old_settings_are_read(tmp_path):
   assert cluster_records.read(tmp_path) == [Record(SETTING, {"points": []})]
 
 
-def test_failed_runs_are_known_but_are_in_no_figure():
-  failed = [Record(SETTING, {"failed": "a reason"})]
-  assert cluster_numbers.grouped(failed) == cluster_numbers.Study([], [])
+def test_failed_runs_are_shown_and_run_again(tmp_path):
+  records = Records(tmp_path)
+  records.append(SETTING, {"failed": "a reason"})
+  assert not records.has(SETTING)
+  study = cluster_numbers.grouped(cluster_records.read(tmp_path))
+  assert study.groups == study.cells == []
+  _, [row] = cluster_report.runs(study)
+  assert "a reason" in row[0] and row[1] == "f32"
+  records.append(SETTING, {"points": curve(1.0)})
+  assert records.has(SETTING)
+  assert not cluster_numbers.grouped(cluster_records.read(tmp_path)).failed
+
+
+@pytest.mark.parametrize(
+  "line, message",
+  [
+    ("--emulate 8 --steps-only 5", "--steps-only does not go with --emulate"),
+    ("--emulate 3 --batch-size 128", "--batch-size must be a multiple"),
+  ],
+)
+def test_launches_that_cannot_run_say_why(line, message, capsys):
+  with pytest.raises(SystemExit):
+    cluster_study.main(f"run --output unused {line}".split())
+  assert message in capsys.readouterr().err
+
+
+def test_rates_and_dropout_are_those_of_the_optimizer_and_the_network():
+  line = "run --emulate 2 --networks lenet mlp --dropout 0.2 --optimizer adam"
+  args = cluster_study.make_parser().parse_args([*line.split(), "--codecs", "f32"])
+  lenet, mlp = (x.setting for x in cluster_runs.jobs(args))
+  assert (lenet.dropout, mlp.dropout) == (None, 0.2)
+  assert lenet.learning_rate == mlp.learning_rate == 1e-3
 
 
 def test_parts_of_a_launch_have_each_run_once(tmp_path):
