@@ -96,6 +96,7 @@ METHODS: dict[str, Method] = {
   "onebit-64": _of(gradcomp.onebit_sgd),
   "onebit-512": _of(gradcomp.onebit_sgd, 512),
   "onebit-column": _of(gradcomp.onebit_sgd, per_column=True),
+  "onebit-64-warm": Method(gradcomp.onebit_sgd, start=0.1),  # dense at first
   "onebit-64-nofeedback": _of(gradcomp.compress, OneBit(), feedback=None),
   # Wen.
   "terngrad": _of(gradcomp.terngrad),
@@ -203,11 +204,13 @@ def make(
 def _with_start(
   method: Method, steps: int, momentum: float | None, options: dict[str, Any]
 ) -> Transform:
-  if not method.momentum:
-    return method.make(**options)
-  tx = method.make(momentum=momentum, **options)
+  own = {"momentum": momentum} if method.momentum else {}
+  tx = method.make(**own, **options)
   first = round(method.start * steps)
   if not first:
     return tx
-  dense = gradcomp.redsync(1.0, momentum, nesterov=False, **options)
+  if method.momentum:
+    dense = gradcomp.redsync(1.0, momentum, nesterov=False, **options)
+  else:
+    dense = gradcomp.dense(**options)
   return gradcomp.switch([first], [dense, tx])

@@ -6,6 +6,7 @@ differ in nothing but the codec are a cell.
 """
 
 import math
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -46,6 +47,10 @@ class Spread(NamedTuple):
   def is_below(self, limit: float) -> bool | None:
     """Says whether the whole interval is below ``limit``; None as in ``at_least``."""
     return self.mean + self.half < limit if self._tells(limit) else None
+
+  def is_above(self, limit: float) -> bool | None:
+    """Says whether the whole interval is above ``limit``; None as in ``at_least``."""
+    return self.mean - self.half > limit if self._tells(limit) else None
 
   def _tells(self, limit: float) -> bool:
     return self.count >= ENOUGH or abs(self.mean - limit) > self.half
@@ -105,7 +110,7 @@ class Group(NamedTuple):
     None where fewer than two seeds have both.
     """
     ours, theirs = self.ends(codec), self.ends(against)
-    return _paired(ours, theirs, lambda a, b: a - b)
+    return _paired(ours, theirs)
 
   def perplexity(self, codec: str, against: str = "f32") -> Spread | None:
     """Returns the percents by which a codec's perplexity is less at the end.
@@ -120,14 +125,17 @@ class Group(NamedTuple):
 
   def early(self, codec: str, against: str = "f32") -> Spread | None:
     """Returns the same over the points of the first half of the training."""
-    ours, theirs = self.curves(codec), self.curves(against)
-    found = []
-    for seed in ours.keys() & theirs.keys():
-      pairs = list(zip(ours[seed], theirs[seed], strict=False))
-      pairs = pairs[: len(pairs) // 2]
-      if pairs:
-        found.append(statistics.fmean(a["accuracy"] - b["accuracy"] for a, b in pairs))
-    return spread(found) if len(found) > 1 else None
+    return _paired(_first_half(self.curves(codec)), _first_half(self.curves(against)))
+
+  def caught_up(self, codec: str, against: str = "f32") -> Spread | None:
+    """Returns the points by which the difference at the end is above that before."""
+    ends = self.ends(codec), self.ends(against)
+    halves = _first_half(self.curves(codec)), _first_half(self.curves(against))
+    ours, theirs = (
+      {seed: end[seed] - half[seed] for seed in end.keys() & half.keys()}
+      for end, half in zip(ends, halves, strict=True)
+    )
+    return _paired(ours, theirs)
 
   def steps_to(self, codec: str, against: str = "f32") -> float | None:
     """Returns the steps until the mean accuracy is float32's at the end, less 0.2.
@@ -144,10 +152,19 @@ class Group(NamedTuple):
     return None
 
 
+def _first_half(curves: dict[int, Curve]) -> dict[int, float]:
+  """Returns the mean accuracy of the first half of each curve that has one."""
+  return {
+    seed: statistics.fmean(x["accuracy"] for x in curve[: len(curve) // 2])
+    for seed, curve in curves.items()
+    if len(curve) > 1
+  }
+
+
 def _paired(
   ours: dict[int, float],
   theirs: dict[int, float],
-  compare: Callable[[float, float], float],
+  compare: Callable[[float, float], float] = operator.sub,
 ) -> Spread | None:
   both = sorted(ours.keys() & theirs.keys())
   found = [compare(ours[seed], theirs[seed]) for seed in both]

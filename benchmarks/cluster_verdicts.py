@@ -181,19 +181,22 @@ def fails(codecs: Iterable[str], chosen: Chosen = images) -> Judge:
 
 
 def later(codec: str) -> Judge:
-  """Returns a judge of whether a codec is behind float32 more at first than at last."""
+  """Returns a judge of whether a codec is behind float32 at first, and catches up."""
 
   def judge(study: Study) -> Verdict:
-    return concluded(
-      (
-        Seen(
-          early.is_below(min(0.0, last.mean)),
-          f"{group.name}: {early} in the first half, {last} at the end",
+    seen = []
+    for group in filter(images, study.groups):
+      early, gained = group.early(codec), group.caught_up(codec)
+      if early and gained:
+        behind, closer = early.is_below(0.0), gained.is_above(0.0)
+        numbers = (
+          f"{group.name}: {early} in the first half, of which {gained} come back"
         )
-        for group in filter(images, study.groups)
-        if (early := group.early(codec)) and (last := group.difference(codec))
-      ),
-      f"seeds of f32 and {codec}, with two points of a curve or more",
+        seen.append(
+          Seen(None if None in (behind, closer) else behind and closer, numbers)
+        )
+    return concluded(
+      seen, f"seeds of f32 and {codec}, with two points of a curve or more"
     )
 
   return judge
