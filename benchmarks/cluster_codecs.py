@@ -127,6 +127,12 @@ METHODS: dict[str, Method] = {
   "powersgd-4": _of(gradcomp.powersgd, 4),
 }
 PARTS = ("conv", "dense", "body")
+_PLACES = {name: place for place, name in enumerate(METHODS)}
+
+
+def place(name: str) -> int:
+  """Returns where a method is among all, behind them if it is of another version."""
+  return _PLACES.get(name.partition(":")[0], len(_PLACES))
 
 
 def check(name: str) -> str:

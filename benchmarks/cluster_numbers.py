@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import cluster_codecs
 from cluster_records import Record
 from cluster_settings import Setting
 
@@ -237,11 +238,11 @@ class Study(NamedTuple):
 
 
 def grouped(records: Iterable[Record]) -> Study:
-  """Groups the records of a folder."""
+  """Groups the records of a folder, with codecs in the order of ``METHODS``."""
   groups: dict[Setting, Group] = {}
   cells: dict[Setting, Cell] = {}
   failed = []
-  for record in records:
+  for record in sorted(records, key=lambda x: cluster_codecs.place(x.setting.codec)):
     setting = record.setting
     if "failed" in record.results:
       failed.append(record)

@@ -126,7 +126,7 @@ def write(folder: Path, output: Path, price: float | None = None) -> None:
   study = grouped(cluster_records.read(folder))
   if not study.groups and not study.cells:
     raise ValueError(f"`folder` must have records of runs, *.jsonl; {folder} has none.")
-  judged = [(finding, finding.judge(study)) for finding in FINDINGS]
+  judged = judge(study)
   drawn = list(sections(study, price))
   pictures = {shown.name: _png(shown) for part in drawn for shown in part.shown}
   (output / "figures").mkdir(parents=True, exist_ok=True)
@@ -135,6 +135,11 @@ def write(folder: Path, output: Path, price: float | None = None) -> None:
   (output / "report.md").write_text(markdown(study, judged, drawn))
   (output / "report.html").write_text(page(study, judged, drawn, pictures))
   print(f"wrote {output / 'report.html'} and report.md: {summary(judged)}")
+
+
+def judge(study: Study) -> Judged:
+  """Returns all findings with their verdicts."""
+  return [(finding, finding.judge(study)) for finding in FINDINGS]
 
 
 def _png(shown: Shown) -> bytes:
@@ -150,9 +155,10 @@ def summary(judged: Judged) -> str:
   return f"{len(judged)} findings: {', '.join(counts)}"
 
 
-def markdown(study: Study, judged: Judged, drawn: list[Section]) -> str:
-  """Writes the report in Markdown."""
-  lines = [
+def claims(judged: Judged) -> tuple[list[str], Rows]:
+  """Returns the table of the findings."""
+  header = ["claim", "paper", "it says", "verdict", "our numbers"]
+  rows = [
     [
       finding.claim,
       finding.paper,
@@ -162,10 +168,15 @@ def markdown(study: Study, judged: Judged, drawn: list[Section]) -> str:
     ]
     for finding, verdict in judged
   ]
+  return header, rows
+
+
+def markdown(study: Study, judged: Judged, drawn: list[Section]) -> str:
+  """Writes the report in Markdown."""
   parts = [
     "# Study of the papers' claims",
     f"## Findings\n\n{summary(judged)}.",
-    table(["claim", "paper", "it says", "verdict", "our numbers"], lines),
+    table(*claims(judged)),
   ]
   for section in drawn:
     parts.append(f"## {section.title}\n\n{section.text}")
