@@ -45,6 +45,16 @@ KEPT = {
   "turn": redsync(0.1, quantize="asq"),
   "factors": compressed(PowerSGD(rank=1), "psum"),
   "shares": zero(optax.adam(0.1), grads=QSGD4, params=QSGD4, axis_name="data"),
+  "round": gradcomp.local_steps(
+    optax.adam(0.1),
+    optax.sgd(0.7, 0.9, nesterov=True),
+    every=4,
+    codec=QSGD4,
+    axis_name="data",
+    fragments=2,
+    delay=1,
+    min_leaf_size=10,
+  ),
   "switch": gradcomp.switch([3], [redsync(1.0), redsync(0.1, quantize="asq")]),
   "guard": gradcomp.skip_nonfinite(compressed(QSGD4, "two_shot"), 2, axis_name="data"),
 }
