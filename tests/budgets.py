@@ -51,6 +51,7 @@ FILES: dict[str, Budget] = {
   "tests/test_floats.py": Budget(programs=450, seconds=10),
   "tests/test_freezing.py": Budget(programs=210, seconds=10),
   "tests/test_local_steps.py": Budget(programs=200, seconds=10),
+  "tests/test_local_training.py": Budget(programs=180, seconds=10),
   "tests/test_redsync.py": Budget(programs=230, seconds=10),
   "tests/test_sparse_parts.py": Budget(programs=180, seconds=10),
   "tests/test_top_k_values.py": Budget(programs=340, seconds=10),

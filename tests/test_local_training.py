@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from assertions import assert_same_bits
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from local_cases import NESTEROV, N, local
 from slow_cases import slow
-from zero_cases import loss_fn, sharded, tree
+from zero_cases import loss_fn, sharded, train, tree
 
 import gradcomp
 from gradcomp.codecs import QSGD, Dense, TopK
@@ -119,3 +120,37 @@ def test_islands_average_in_every_step_and_step_alone_between(codec):
   # A step of 8 bits is at most 8/127. Two quarters of it, and a half at an owner's.
   np.testing.assert_allclose(got["w"], expected, atol=0.1, rtol=0)
   assert metrics["loss"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+  "mode, dtype",
+  [
+    ("shard_map_unchecked", "bfloat16"),
+    *slow(("vmap", "float32"), ("pmap", "bfloat16"), ("shard_map", "float32")),
+  ],
+)
+def test_muloco_with_two_bits_trains_and_brings_all_workers_together(mode, dtype):
+  """Muon takes the matrix, and Adam the vector; each worker has a target of its own."""
+  inner = optax.contrib.muon(0.05, adam_learning_rate=0.05)
+  codec = QSGD(bits=2, bucket_size=128)
+  tx = local(inner, NESTEROV, codec, every=4, min_leaf_size=100)
+
+  def update(target, state, params):
+    own = gradcomp.local_params(params, state)
+    return tx.update(jax.tree.map(jnp.subtract, own, target), state, params)
+
+  shapes = {"w": (16, 32), "v": (300,)}
+  cast = lambda x: x.astype(dtype)
+  params, goal, noise = tree(0, shapes), tree(1, shapes), tree(2, shapes, N)
+  targets = jax.tree.map(lambda x, y: cast(x + y / 4), goal, noise)
+  towards = optax.GradientTransformation(tx.init, update)
+  found = train(mode, towards, jax.tree.map(cast, params), [targets] * 24)
+  for number, (got, state) in enumerate(found, 1):
+    ((moved, _),) = state.own.by_axes.values()
+    for name, leaf in got.items():
+      assert leaf.dtype == dtype
+      assert_same_bits(leaf, np.stack([leaf[0]] * N))
+      assert np.any(moved[name]) == (number % 4 > 0)
+  for name, leaf in got.items():
+    away = lambda x, name=name: np.linalg.norm(np.asarray(x) - np.asarray(goal[name]))
+    assert away(leaf[0]) < 0.6 * away(params[name])
