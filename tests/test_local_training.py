@@ -13,7 +13,7 @@ from slow_cases import slow
 from zero_cases import loss_fn, sharded, train, tree
 
 import gradcomp
-from gradcomp.codecs import QSGD, Dense, TopK
+from gradcomp.codecs import QSGD, BlockTop, Dense, TopK
 
 
 def test_one_program_sends_in_a_branch_and_nothing_elsewhere():
@@ -34,6 +34,20 @@ def test_one_program_sends_in_a_branch_and_nothing_elsewhere():
   assert metrics["loss"].shape == metrics["gradient_norm"].shape == (N,)
   np.testing.assert_allclose(metrics["bytes_sent"], found.bytes_sent / 3)
   assert step._cache_size() == 1
+
+
+def test_a_byte_for_64_elements_once_in_30_steps_is_4000_times_fewer():
+  """Than a plain mean in each step, where owners add the differences of 8 workers.
+
+  The test above holds such a number to the HLO.
+  """
+  params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+  sparse = local(
+    optax.sgd(0.1), optax.sgd(1.0), BlockTop(), every=30, exchange="two_shot"
+  )
+  plain = gradcomp.explain(gradcomp.dense(axis_name="data"), params, workers=8)
+  found = gradcomp.explain(sparse, params, workers=8)
+  assert plain.bytes_sent >= 4000 * found.bytes_per_step
 
 
 def test_inspect_measures_the_difference_in_a_step_that_sends_it():
