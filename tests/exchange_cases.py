@@ -69,6 +69,7 @@ CASES = [
   (dataclasses.replace(CLIPPED, rotate=8), "ring"),
   # Sums of tiles, of which an owner sends some elements.
   (BlockTop(block_size=8), "two_shot"),
+  (BlockTop(block_size=8), "hierarchical"),
 ]
 
 # Of these, each exchange, each kind of sum, and what is new in each codec once.

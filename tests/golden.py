@@ -24,7 +24,16 @@ import numpy as np
 import selected
 
 import gradcomp
-from gradcomp.codecs import QSGD, Codec, EightBit, FloatCast, RandomK, Ternary, TopK
+from gradcomp.codecs import (
+  QSGD,
+  BlockTop,
+  Codec,
+  EightBit,
+  FloatCast,
+  RandomK,
+  Ternary,
+  TopK,
+)
 
 FILE = pathlib.Path(__file__).with_name("golden.json")
 EXCHANGES = ("all_gather", "two_shot", "ring", "hierarchical", "psum")
@@ -41,6 +50,7 @@ KINDS = [
   (FloatCast(), "all_gather"),
   (TopK(density=0.02, range_size=1000, selection="sampled"), "two_shot"),
   (RandomK(density=0.1, range_size=1000), "psum"),
+  (BlockTop(value_bits=8, block_size=8, count=2), "two_shot"),
 ]
 # Feedback that is not the codec's default.
 FEEDBACK = [

@@ -3,18 +3,36 @@
 They are in float64, and know one array of parameters a worker: ``[N, n]``.
 """
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from zero_cases import gradients
 
 import gradcomp
 
 N = 4
 LEAVES = {"w": (6, 50), "v": (300,), "one": ()}
+ADAM = optax.adamw(0.05, weight_decay=0.1)
+NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
 
 
 def local(inner, outer, codec, every=3, **options):
   return gradcomp.local_steps(
     inner, outer, every=every, codec=codec, axis_name="data", **options
   )
+
+
+def flat(params):
+  """The parameters of each worker in one vector, ``[N, n]``, in the order of leaves."""
+  leaves = jax.tree.leaves(params)
+  return np.concatenate([np.reshape(x, (N, -1)) for x in leaves], axis=1)
+
+
+def dyadic(steps):
+  """Gradients whose sums are exact in any order: multiples of 2**-10 below 8."""
+  cut = lambda x: jnp.round(x * 1024) / 1024
+  return [jax.tree.map(cut, given) for given in gradients(steps, LEAVES)]
 
 
 class Nesterov:

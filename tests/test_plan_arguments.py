@@ -4,11 +4,11 @@ import math
 
 import jax.numpy as jnp
 import pytest
-from plan_cases import GIGABIT, plan
+from plan_cases import GIGABIT, LIKE, plan
 
 from gradcomp import __main__
-from gradcomp.codecs import QSGD
-from gradcomp.cost import Link
+from gradcomp.codecs import QSGD, BlockTop
+from gradcomp.cost import CodecSpeed, Link
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,28 @@ def test_bad_links_cannot_be_made(rate):
   if rate:
     with pytest.raises(ValueError, match="`latency` must be a finite number"):
       Link(latency=rate, bytes_per_second=1.0)
+
+
+def test_a_sparse_codec_of_ones_own_is_gathered():
+  """Where nobody chooses anew among the elements of a sum, as in a ring at each hop.
+
+  The link is one over the internet, and the speed that of a few copies.
+  """
+  given = dict(
+    workers=8,
+    link=Link(latency=0.025, bytes_per_second=12.5e6),
+    speeds=CodecSpeed(encode=5e-10, decode=2e-10, add=1e-10, keep=1e-9),
+  )
+  found = plan(LIKE, candidates=[BlockTop()], budget="aggressive", **given)
+  assert [x.name for x in found.rows] == ["float32 psum", "BlockTop() all_gather"]
+  assert found.verdict.startswith("compress: BlockTop() all_gather ")
+  assert found.chosen.omega == pytest.approx(0.904, rel=0.01)
+  reasons = {x.exchange: x.reason for x in found.refused}
+  for exchange in ("two_shot", "ring", "hierarchical"):
+    assert "8 workers together choose up to 0.118" in reasons[exchange]
+  assert "waits for about 64 steps" in str(
+    plan(candidates=[BlockTop()], steps=600, budget="aggressive", **given).refused
+  )
 
 
 def test_the_command_line_answers(capsys):

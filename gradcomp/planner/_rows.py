@@ -159,11 +159,12 @@ class Setting:
     )
 
   def _dropping(self, candidate: Candidate, exchange: Exchange) -> str:
-    """Returns why owners must not encode means of a sparse candidate; "" if they may.
+    """Returns why owners must not encode sums of a sparse candidate; "" if they may.
 
-    What they would drop waits a second time, and no study bounds that.
+    What they would drop, in a ring at each hop, waits again, and no study bounds that.
     """
-    if candidate.density is None or not exchange.owners:
+    added_whole = exchange.of_leaves and not exchange.owners
+    if candidate.density is None or added_whole:
       return ""
     union = 1 - (1 - candidate.density) ** self.cluster.workers
     return (

@@ -1,0 +1,170 @@
+"""Trainings of local steps: gradients, train steps, reports, and islands of chips."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from assertions import assert_same_bits
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from local_cases import NESTEROV, N, local
+from slow_cases import slow
+from zero_cases import loss_fn, sharded, train, tree
+
+import gradcomp
+from gradcomp.codecs import QSGD, BlockTop, Dense, TopK
+
+
+def test_one_program_sends_in_a_branch_and_nothing_elsewhere():
+  """Its bytes are those of the payload, as explain says them."""
+  tx = local(optax.sgd(0.5), NESTEROV, QSGD(bits=4))
+  params, state, mesh = sharded(tx, tree(0, {"w": (64, 512)}))
+  step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh, report=True)
+  batch = jnp.ones(N)
+  report = gradcomp.wire_report(step.lower(params, state, batch))
+  assert report.collectives and all(x.in_branch for x in report.collectives)
+  found = gradcomp.explain(tx, params, workers=N)
+  assert report.bytes_sent == found.bytes_sent
+  assert "a round of 3 steps" in str(found) and "2.03 bits" in str(found)
+  batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("data")))
+  for i in range(7):
+    params, state, metrics = step(params, state, batch)
+    assert (metrics["update_norm"] > 0) == (i % 3 == 2)
+  assert metrics["loss"].shape == metrics["gradient_norm"].shape == (N,)
+  np.testing.assert_allclose(metrics["bytes_sent"], found.bytes_sent / 3)
+  assert step._cache_size() == 1
+
+
+def test_a_byte_for_64_elements_once_in_30_steps_is_4000_times_fewer():
+  """Than a plain mean in each step, where owners add the differences of 8 workers.
+
+  The test above holds such a number to the HLO.
+  """
+  params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+  sparse = local(
+    optax.sgd(0.1), optax.sgd(1.0), BlockTop(), every=30, exchange="two_shot"
+  )
+  plain = gradcomp.explain(gradcomp.dense(axis_name="data"), params, workers=8)
+  found = gradcomp.explain(sparse, params, workers=8)
+  assert plain.bytes_sent >= 4000 * found.bytes_per_step
+
+
+def test_inspect_measures_the_difference_in_a_step_that_sends_it():
+  tx = local(optax.sgd(0.5), NESTEROV, TopK(density=0.1))
+  params, state, mesh = sharded(tx, tree(0, {"w": (20, 50)}))
+  step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
+  errors = []
+  for _ in range(3):
+    params, state, metrics = step(params, state, jnp.ones(N), inspect=True)
+    errors.append(float(metrics["inspection"].total.relative_error))
+  assert np.isnan(errors[:2]).all() and 0 < errors[2] < 1
+
+
+def test_each_worker_has_the_gradient_at_its_own_parameters():
+  """Also in plain jit under Explicit axes, and typed as its own in shard_map."""
+  params, target = tree(0, {"w": (5,)}), tree(1, {"w": (5,)}, N)
+  tx = local(optax.sgd(0.25), optax.sgd(1.0), Dense(), every=2)
+
+  def loss_fn(params, state, target):
+    own = gradcomp.local_params(params, state)
+    return jnp.sum((own["w"] - target["w"].reshape(5)) ** 2) / 2
+
+  def step(target, state, params):
+    grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data")
+    _, grads = grad_fn(params, state, target)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  mean = jax.tree.map(lambda x: x.mean(axis=0), target)
+  # Two steps of a quarter leave 9/16 of the distance to a worker's own target.
+  expected = params["w"] * 9 / 16 + mean["w"] * 7 / 16
+  got, _, mesh = sharded(tx, params, AxisType.Explicit)
+  with jax.set_mesh(mesh):
+    state = tx.init(got)
+    cut = jax.device_put(target, jax.NamedSharding(mesh, P("data")))
+    for _ in range(2):
+      got, state = jax.jit(step)(cut, state, got)
+  np.testing.assert_allclose(got["w"], expected, atol=1e-6, rtol=0)  # an ulp or two
+
+  got, state, mesh = sharded(tx, params)
+  specs = gradcomp.state_specs(state, "data")
+
+  def local_step(target, state, params):
+    own = gradcomp.local_params(params, state)
+    assert jax.typeof(own["w"]).manual_axis_type.varying == {"data"}
+    return step(target, state, params)
+
+  mapped = jax.jit(
+    jax.shard_map(
+      local_step, mesh=mesh, in_specs=(P("data"), specs, P()), out_specs=(P(), specs)
+    )
+  )
+  for _ in range(2):
+    got, state = mapped(target, state, got)
+  np.testing.assert_allclose(got["w"], expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("codec", [QSGD(bits=8), *slow(Dense())], ids=repr)
+def test_islands_average_in_every_step_and_step_alone_between(codec):
+  """Two axes: a compressed exchange inside of the worker's optimizer."""
+  mesh = jax.make_mesh((2, 2), ("island", "chip"), (AxisType.Auto,) * 2)
+  inside = optax.chain(
+    gradcomp.qsgd(bits=8, axis_name="chip", feedback="error", exchange="two_shot"),
+    optax.sgd(0.25),
+  )
+  tx = gradcomp.local_steps(
+    inside, optax.sgd(1.0), every=2, codec=codec, axis_name="island"
+  )
+  params = tree(0, {"w": (4, 256)})
+  axes = "island", "chip"
+  state = gradcomp.init_state(tx, params, axes, param_specs={"w": P()}, mesh=mesh)
+  step = gradcomp.make_train_step(
+    lambda params, target: jnp.mean(jnp.sum((params["w"] - target) ** 2, (1, 2))) / 2,
+    tx,
+    axis_name=axes,
+    mesh=mesh,
+    donate=False,
+  )
+  target = tree(1, {"w": (4, 256)}, N)["w"]
+  got = params
+  for _ in range(2):
+    got, state, metrics = step(got, state, target)
+  expected = params["w"] * 9 / 16 + target.mean(axis=0) * 7 / 16
+  # A step of 8 bits is at most 8/127. Two quarters of it, and a half at an owner's.
+  np.testing.assert_allclose(got["w"], expected, atol=0.1, rtol=0)
+  assert metrics["loss"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+  "mode, dtype",
+  [
+    ("shard_map_unchecked", "bfloat16"),
+    *slow(("vmap", "float32"), ("pmap", "bfloat16"), ("shard_map", "float32")),
+  ],
+)
+def test_muloco_with_two_bits_trains_and_brings_all_workers_together(mode, dtype):
+  """Muon takes the matrix, and Adam the vector; each worker has a target of its own."""
+  inner = optax.contrib.muon(0.05, adam_learning_rate=0.05)
+  codec = QSGD(bits=2, bucket_size=128)
+  tx = local(inner, NESTEROV, codec, every=4, min_leaf_size=100)
+
+  def update(target, state, params):
+    own = gradcomp.local_params(params, state)
+    return tx.update(jax.tree.map(jnp.subtract, own, target), state, params)
+
+  shapes = {"w": (16, 32), "v": (300,)}
+  cast = lambda x: x.astype(dtype)
+  params, goal, noise = tree(0, shapes), tree(1, shapes), tree(2, shapes, N)
+  targets = jax.tree.map(lambda x, y: cast(x + y / 4), goal, noise)
+  towards = optax.GradientTransformation(tx.init, update)
+  found = train(mode, towards, jax.tree.map(cast, params), [targets] * 24)
+  for number, (got, state) in enumerate(found, 1):
+    ((moved, _),) = state.own.by_axes.values()
+    for name, leaf in got.items():
+      assert leaf.dtype == dtype
+      assert_same_bits(leaf, np.stack([leaf[0]] * N))
+      assert np.any(moved[name]) == (number % 4 > 0)
+  for name, leaf in got.items():
+    away = lambda x, name=name: np.linalg.norm(np.asarray(x) - np.asarray(goal[name]))
+    assert away(leaf[0]) < 0.6 * away(params[name])
