@@ -96,7 +96,10 @@ METHODS: dict[str, Method] = {
   "onebit-64": _of(gradcomp.onebit_sgd),
   "onebit-512": _of(gradcomp.onebit_sgd, 512),
   "onebit-column": _of(gradcomp.onebit_sgd, per_column=True),
-  "onebit-64-warm": Method(gradcomp.onebit_sgd, start=0.1),  # dense at first
+  # Dense at first. Owners then keep no residuals, so nobody is an owner.
+  "onebit-64-warm": Method(
+    functools.partial(gradcomp.onebit_sgd, exchange="all_gather"), start=0.1
+  ),
   "onebit-64-nofeedback": _of(gradcomp.compress, OneBit(), feedback=None),
   # Wen.
   "terngrad": _of(gradcomp.terngrad),
@@ -218,5 +221,6 @@ def _with_start(
   if method.momentum:
     dense = gradcomp.redsync(1.0, momentum, nesterov=False, **options)
   else:
-    dense = gradcomp.dense(**options)
+    alike = {"exchange": "all_gather", "feedback": "error"}
+    dense = gradcomp.dense(**(alike | options))
   return gradcomp.switch([first], [dense, tx])
