@@ -69,7 +69,7 @@ def concluded(seen: Iterable[Seen], needs: str) -> Verdict:
   )
   told = [x.holds for x in found if x.holds is not None]
   if not told:
-    return Verdict("not tested", (f"It needs {needs}.", *numbers))
+    return Verdict("not tested", (f"It needs {needs}", *numbers))
   if all(told):
     return Verdict("holds", numbers)
   if any(told):
