@@ -110,8 +110,7 @@ class Group(NamedTuple):
 
     None where fewer than two seeds have both.
     """
-    ours, theirs = self.ends(codec), self.ends(against)
-    return _paired(ours, theirs)
+    return _paired(self.ends(codec), self.ends(against))
 
   def perplexity(self, codec: str, against: str = "f32") -> Spread | None:
     """Returns the percents by which a codec's perplexity is less at the end.
@@ -125,18 +124,27 @@ class Group(NamedTuple):
     return _paired(ours, theirs, lambda a, b: 100 * (1 - math.exp(a - b)))
 
   def early(self, codec: str, against: str = "f32") -> Spread | None:
-    """Returns the same over the points of the first half of the training."""
-    return _paired(_first_half(self.curves(codec)), _first_half(self.curves(against)))
+    """Returns the points by which a codec is better in the first half of a training.
+
+    None as in ``difference``, and where curves have one point.
+    """
+    return _paired(self._first_half(codec), self._first_half(against))
 
   def caught_up(self, codec: str, against: str = "f32") -> Spread | None:
-    """Returns the points by which the difference at the end is above that before."""
-    ends = self.ends(codec), self.ends(against)
-    halves = _first_half(self.curves(codec)), _first_half(self.curves(against))
+    """Returns the points by which ``difference`` is above ``early``."""
     ours, theirs = (
-      {seed: end[seed] - half[seed] for seed in end.keys() & half.keys()}
-      for end, half in zip(ends, halves, strict=True)
+      {seed: self.ends(name)[seed] - x for seed, x in self._first_half(name).items()}
+      for name in (codec, against)
     )
     return _paired(ours, theirs)
+
+  def _first_half(self, codec: str) -> dict[int, float]:
+    """Returns the mean accuracy of the first half of each curve that has one."""
+    return {
+      seed: statistics.fmean(x["accuracy"] for x in curve[: len(curve) // 2])
+      for seed, curve in self.curves(codec).items()
+      if len(curve) > 1
+    }
 
   def steps_to(self, codec: str, against: str = "f32") -> float | None:
     """Returns the steps until the mean accuracy is float32's at the end, less 0.2.
@@ -151,15 +159,6 @@ class Group(NamedTuple):
       if statistics.fmean(point["accuracy"] for point in points) >= goal:
         return points[0]["step"]
     return None
-
-
-def _first_half(curves: dict[int, Curve]) -> dict[int, float]:
-  """Returns the mean accuracy of the first half of each curve that has one."""
-  return {
-    seed: statistics.fmean(x["accuracy"] for x in curve[: len(curve) // 2])
-    for seed, curve in curves.items()
-    if len(curve) > 1
-  }
 
 
 def _paired(
@@ -247,9 +246,7 @@ def grouped(records: Iterable[Record]) -> Study:
     if "failed" in record.results:
       failed.append(record)
       continue
-    codec = setting.codec
-    if setting.exchange != "auto":
-      codec += f" {setting.exchange}"
+    codec = setting.name
     if setting.way == "timed":
       key = setting._replace(codec="", exchange="", steps=0)
       cells.setdefault(key, Cell(setting, {})).times[codec] = record.results

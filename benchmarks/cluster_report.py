@@ -107,8 +107,7 @@ def runs(study: Study) -> tuple[list[str], Rows]:
   for record in study.failed:
     x = record.setting
     what = f"failed: {x.network}, N = {x.workers}: {record.results['failed']}"
-    name = x.codec if x.exchange == "auto" else f"{x.codec} {x.exchange}"
-    rows.append([what, name, str(x.seed), str(x.batch), str(x.steps), "", ""])
+    rows.append([what, x.name, str(x.seed), str(x.batch), str(x.steps), "", ""])
   return header, rows
 
 

@@ -59,6 +59,11 @@ class Setting(NamedTuple):
   dropout: float | None = None
 
   @property
+  def name(self) -> str:
+    """The codec, with its exchange where that is not the codec's own."""
+    return self.codec if self.exchange == "auto" else f"{self.codec} {self.exchange}"
+
+  @property
   def evaluated(self) -> set[int]:
     """The steps behind which there is a point of the curve."""
     parts = min(self.points, self.steps)

@@ -7,8 +7,8 @@ as good as float32 within some points if the mean is. It is worse if the whole i
 is below 0. Five seeds tell, or fewer if their interval does.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple
 
 from arms import anova
 from cluster_networks import TEXTS
@@ -78,16 +78,17 @@ def concluded(seen: Iterable[Seen], needs: str) -> Verdict:
 
 
 def images(group: Group) -> bool:
-  """Whether a group is of images, SGD, and 64 workers at most."""
+  """Returns whether a group is of images, SGD, and 64 workers at most."""
   return _of_images(group, "sgd") and group.setting.workers <= 64
 
 
 def images_by_adam(group: Group) -> bool:
+  """Returns whether a group is of images and Adam."""
   return _of_images(group, "adam")
 
 
 def images_of_many(group: Group) -> bool:
-  """Whether a group has as many workers as Han et al., 256."""
+  """Returns whether a group has as many workers as Han et al., 256."""
   return _of_images(group, "sgd") and group.setting.workers >= 256
 
 
@@ -96,86 +97,89 @@ def _of_images(group: Group, optimizer: str) -> bool:
 
 
 def recurrent(group: Group) -> bool:
+  """Returns whether a group is of a recurrent net."""
   return group.setting.network in ("gru", "lstm")
 
 
 def long(group: Group) -> bool:
-  """Whether a training is long enough for a codec that sends a thousandth a step."""
+  """Returns whether a codec that sends a thousandth a step had time to send all."""
   return group.setting.steps >= 10_000
 
 
-def _told(group: Group, what: str, found: Spread) -> str:
-  return f"{group.name}: {what} {found} ({found.count} seeds)"
+Compared = Callable[[Group, str], Spread | None]
+Decided = Callable[[Spread], bool | None]
 
 
-def within(codecs: Iterable[str], limit: float, chosen: Chosen = images) -> Judge:
-  """Returns a judge of whether codecs are at most ``limit`` points below float32."""
+def _seen(
+  study: Study,
+  codecs: Iterable[str],
+  chosen: Chosen,
+  decide: Decided,
+  compare: Compared = Group.difference,
+  what: str = "",
+) -> Iterator[tuple[Group, Seen]]:
+  """Yields what each chosen group says of each codec that was run in it.
+
+  Args:
+    study: all groups.
+    codecs: those that the claim is about.
+    chosen: the groups that it is about.
+    decide: whether the claim holds, from what a codec differs by.
+    compare: a codec with another one, in a group.
+    what: follows the name of a codec.
+  """
   names = list(codecs)
+  for group in filter(chosen, study.groups):
+    for name in names:
+      if found := compare(group, name):
+        numbers = f"{group.name}: {name}{what} {found} ({found.count} seeds)"
+        yield group, Seen(decide(found), numbers)
 
-  def judge(study: Study) -> Verdict:
-    return concluded(
-      (
-        Seen(found.at_least(-limit), _told(group, name, found))
-        for group in filter(chosen, study.groups)
-        for name in names
-        if (found := group.difference(name))
-      ),
-      f"seeds of f32 and {' or '.join(names)}",
-    )
 
-  return judge
+def _judge(needs: str, codecs: list[str], *how: Any) -> Judge:
+  """Returns a judge by ``_seen``, which takes ``how``."""
+  return lambda study: concluded((x for _, x in _seen(study, codecs, *how)), needs)
+
+
+def _seeds(codecs: Iterable[str]) -> str:
+  return f"seeds of f32 and {' or '.join(codecs)}"
+
+
+def within(codecs: list[str], limit: float, chosen: Chosen = images) -> Judge:
+  """Returns a judge of whether codecs are at most ``limit`` points below float32."""
+  return _judge(_seeds(codecs), codecs, chosen, lambda x: x.at_least(-limit))
+
+
+def fails(codecs: list[str], chosen: Chosen = images) -> Judge:
+  """Returns a judge of whether codecs end more than a point below float32."""
+  return _judge(_seeds(codecs), codecs, chosen, lambda x: x.is_below(-FAILS))
 
 
 def less_perplexed(
-  codecs: Iterable[str], limit: float, chosen: Chosen = recurrent
+  codecs: list[str], limit: float, chosen: Chosen = recurrent
 ) -> Judge:
   """Returns a judge of whether perplexities are at most ``limit`` % above float32's."""
-  names = list(codecs)
-
-  def judge(study: Study) -> Verdict:
-    return concluded(
-      (
-        Seen(found.at_least(-limit), _told(group, f"{name}, in % of f32's", found))
-        for group in filter(chosen, study.groups)
-        for name in names
-        if (found := group.perplexity(name))
-      ),
-      f"seeds of f32 and {' or '.join(names)} on a text",
-    )
-
-  return judge
+  decide: Decided = lambda x: x.at_least(-limit)
+  how = chosen, decide, Group.perplexity, ", in % of f32's"
+  return _judge(f"{_seeds(codecs)} on a text", codecs, *how)
 
 
 def worse(codec: str, than: str, chosen: Chosen = images) -> Judge:
   """Returns a judge of whether a codec is worse than another."""
+  compare: Compared = lambda group, name: group.difference(name, than)
+  how = chosen, lambda x: x.is_below(0.0), compare, f" - {than}"
+  return _judge(f"seeds of {codec} and {than}", [codec], *how)
+
+
+def any_workers(codec: str, limit: float, counts: Iterable[int]) -> Judge:
+  """Returns a judge of whether a codec is as good with few workers and with many."""
+  needed = sorted(counts)
+  what = f"{_seeds([codec])} with {' and '.join(map(str, needed))} workers"
 
   def judge(study: Study) -> Verdict:
-    return concluded(
-      (
-        Seen(found.is_below(0.0), _told(group, f"{codec} - {than}", found))
-        for group in filter(chosen, study.groups)
-        if (found := group.difference(codec, than))
-      ),
-      f"seeds of {codec} and {than}",
-    )
-
-  return judge
-
-
-def fails(codecs: Iterable[str], chosen: Chosen = images) -> Judge:
-  """Returns a judge of whether codecs end more than a point below float32."""
-  names = list(codecs)
-
-  def judge(study: Study) -> Verdict:
-    return concluded(
-      (
-        Seen(found.is_below(-FAILS), _told(group, name, found))
-        for group in filter(chosen, study.groups)
-        for name in names
-        if (found := group.difference(name))
-      ),
-      f"seeds of f32 and {' or '.join(names)}",
-    )
+    found = list(_seen(study, [codec], images, lambda x: x.at_least(-limit)))
+    known = {group.setting.workers for group, _ in found}
+    return concluded((x for _, x in found) if known.issuperset(needed) else [], what)
 
   return judge
 
@@ -188,16 +192,13 @@ def later(codec: str) -> Judge:
     for group in filter(images, study.groups):
       early, gained = group.early(codec), group.caught_up(codec)
       if early and gained:
-        behind, closer = early.is_below(0.0), gained.is_above(0.0)
+        told = early.is_below(0.0), gained.is_above(0.0)
+        holds = None if None in told else all(told)
         numbers = (
           f"{group.name}: {early} in the first half, of which {gained} come back"
         )
-        seen.append(
-          Seen(None if None in (behind, closer) else behind and closer, numbers)
-        )
-    return concluded(
-      seen, f"seeds of f32 and {codec}, with two points of a curve or more"
-    )
+        seen.append(Seen(holds, numbers))
+    return concluded(seen, f"{_seeds([codec])}, with two points of a curve or more")
 
   return judge
 
@@ -219,23 +220,5 @@ def alike(codecs: Iterable[str]) -> Judge:
         numbers = f"{group.name}: F = {found['F']:.2f}, p = {found['p']:.2f}; {means}"
         seen.append(Seen(found["p"] > 0.05, numbers))
     return concluded(seen, f"five seeds of {', '.join(names)}")
-
-  return judge
-
-
-def any_workers(codec: str, limit: float, counts: Iterable[int]) -> Judge:
-  """Returns a judge of whether a codec is as good with few workers and with many."""
-  needed = sorted(counts)
-
-  def judge(study: Study) -> Verdict:
-    seen, known = [], set()
-    for group in filter(images, study.groups):
-      if found := group.difference(codec):
-        seen.append(Seen(found.at_least(-limit), _told(group, codec, found)))
-        known.add(group.setting.workers)
-    return concluded(
-      seen if known.issuperset(needed) else [],
-      f"seeds of f32 and {codec} with {' and '.join(map(str, needed))} workers",
-    )
 
   return judge
