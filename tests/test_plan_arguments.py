@@ -55,7 +55,7 @@ def test_bad_links_cannot_be_made(rate):
 
 
 def test_a_sparse_codec_of_ones_own_is_gathered():
-  """Where nobody chooses anew among the elements of a sum, as in a ring at each hop.
+  """Owners would choose anew among the elements of a sum.
 
   The link is one over the internet, and the speed that of a few copies.
   """
@@ -69,7 +69,7 @@ def test_a_sparse_codec_of_ones_own_is_gathered():
   assert found.verdict.startswith("compress: BlockTop() all_gather ")
   assert found.chosen.omega == pytest.approx(0.904, rel=0.01)
   reasons = {x.exchange: x.reason for x in found.refused}
-  for exchange in ("two_shot", "ring", "hierarchical"):
+  for exchange in ("two_shot", "hierarchical"):
     assert "8 workers together choose up to 0.118" in reasons[exchange]
   assert "waits for about 64 steps" in str(
     plan(candidates=[BlockTop()], steps=600, budget="aggressive", **given).refused

@@ -7,7 +7,7 @@ import pytest
 from assertions import says
 
 import gradcomp
-from gradcomp.codecs import RandomK, TopK
+from gradcomp.codecs import BlockTop, RandomK, TopK
 from gradcomp.exchange import Hierarchical
 
 SPARSE = [TopK(), RandomK()]
@@ -99,6 +99,7 @@ def test_leaves_that_are_too_large_for_an_index(codec):
   "codec, exchange, parts",
   [
     (TopK(), "ring", ("sparse", "TopK", "two_shot")),
+    (BlockTop(), "ring", ("sparse", "BlockTop", "two_shot")),
     (TopK(), "psum", ("cannot be added", "TopK", "auto")),
     (RandomK(), "ring", ("sparse", "RandomK")),
     (RandomK(), "two_shot", ("the same elements", "RandomK", "psum")),

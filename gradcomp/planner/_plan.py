@@ -48,8 +48,8 @@ def plan(
   The error of a codec is :math:`\omega = E \lVert Q(g) - g \rVert^2 / \lVert g
   \rVert^2`. A biased codec must keep residuals, and have :math:`\omega < 1`. A sparse
   one lets an element wait for ``1 / density`` steps, which may be a tenth of ``steps``.
-  Its means are never encoded by owners, who would drop elements, nor its
-  partial sums in a ring. Of the others these are allowed, with N workers:
+  Its means are never encoded by owners, who would drop elements. Of the others these
+  are allowed, with N workers:
 
   ================  ==================================================================
   ``budget``        candidates

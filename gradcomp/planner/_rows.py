@@ -161,7 +161,7 @@ class Setting:
   def _dropping(self, candidate: Candidate, exchange: Exchange) -> str:
     """Returns why owners must not encode sums of a sparse candidate; "" if they may.
 
-    What they would drop, in a ring at each hop, waits again, and no study bounds that.
+    What they would drop waits again, and no study bounds that.
     """
     added_whole = exchange.of_leaves and not exchange.owners
     if candidate.density is None or added_whole:

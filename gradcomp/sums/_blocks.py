@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from gradcomp.codecs import DroppingCodec, sent_positions
 from gradcomp.sums._order import sum_in_order
-from gradcomp.sums._sum import RowDecoder
+from gradcomp.sums._sum import RowDecoder, Way
 from gradcomp.sums._tiles import Tiles
 
 
@@ -18,6 +18,14 @@ class Blocks(Tiles):
   codec: DroppingCodec
 
   drops = True
+
+  @property
+  def refusals(self) -> dict[Way, str]:
+    return {
+      **super().refusals,
+      "passed": "a sparse codec, which would choose anew among the elements of every "
+      f'partial sum, got {self.codec}; use "two_shot", whose owners choose once.',
+    }
 
   def senders(self, rows: jax.Array) -> RowDecoder:
     def sent(rows: jax.Array) -> jax.Array:

@@ -20,11 +20,7 @@ class Entries(Blocks):
 
   @property
   def refusals(self) -> dict[Way, str]:
-    found: dict[Way, str] = {
-      **super().refusals,
-      "passed": "a sparse codec, which would choose anew among the elements of every "
-      f'partial sum, got {self.codec}; use "two_shot", whose owners choose once.',
-    }
+    found = super().refusals
     if isinstance(self.codec, SelectingCodec) and self.codec.reuses:
       found["grouped"] = (
         f"a codec that uses thresholds again, got {self.codec}: what is encoded there "
