@@ -34,6 +34,12 @@ SPEED = (
     slower("onebit-64", "qsgd-2"),
   ),
   Finding(
+    "1-bit SGD by columns is slower than in buckets of 64.",
+    "Grubic 3.2.1, 5.2",
+    "up to 4 x",
+    slower("onebit-column", "onebit-64"),
+  ),
+  Finding(
     "1-bit SGD by columns is slower than float32 on convolutions.",
     "Grubic 3.2.1, 5.2",
     "63 against 114 images/s",
