@@ -3,10 +3,42 @@
 from collections.abc import Iterator
 
 import numpy as np
-from cluster_numbers import Study
-from cluster_panels import BLUE, Rows, Shown, colour, families, height, panel, slug
+from cluster_numbers import Group, Study
+from cluster_panels import (
+  BLUE,
+  Rows,
+  Shown,
+  colour,
+  families,
+  height,
+  legend,
+  panel,
+  slug,
+)
 
 _CUT = 15  # points of accuracy below the best end, where curves are cut
+
+
+def ends(group: Group) -> tuple[list[str], Rows]:
+  """Returns the table of what the codecs of a group end at, and what they send."""
+  header = ["codec", "accuracy", "points", "seeds", "steps to f32 - 0.2", "bytes / f32"]
+  rows = []
+  for codec, runs in group.runs.items():
+    found = list(group.ends(codec).values())
+    difference = None if codec == "f32" else group.difference(codec)
+    late = group.steps_to(codec)
+    ratio = next(iter(runs.values())).results["ratio"]
+    rows.append(
+      [
+        codec,
+        f"{np.mean(found):.2f}",
+        str(difference or ""),
+        str(len(found)),
+        "never" if late is None else f"{late:.0f}",
+        f"{ratio:.4f}",
+      ]
+    )
+  return header, rows
 
 
 def losses(study: Study) -> Iterator[Shown]:
@@ -20,31 +52,16 @@ def losses(study: Study) -> Iterator[Shown]:
     if not found:
       continue
     figure, axes = panel(group.name, height(list(found)))
-    rows: Rows = []
-    exact = np.mean(list(group.ends("f32").values()))
-    rows.append(["f32", f"{exact:.2f}", "", "", str(len(group.ends("f32"))), ""])
-    for i, (codec, difference) in enumerate(found.items()):
+    for i, difference in enumerate(found.values()):
       axes.barh(i, difference.mean, color=BLUE, height=0.7)
       axes.errorbar(difference.mean, i, xerr=difference.half, color="0.2", capsize=2)
-      late = group.steps_to(codec)
-      rows.append(
-        [
-          codec,
-          f"{np.mean(list(group.ends(codec).values())):.2f}",
-          f"{difference.mean:+.2f}",
-          f"{difference.half:.2f}",
-          str(difference.count),
-          "never" if late is None else f"{late:.0f}",
-        ]
-      )
     lowest = min(x.mean for x in found.values())
     axes.set_xlim(max(-6, min(-0.5, 1.3 * lowest)), 1.5)
     axes.set_yticks(range(len(found)), list(found), fontsize=10)
     axes.invert_yaxis()
     axes.axvline(0, color="0.3", linewidth=0.8)
     axes.set_xlabel("points of accuracy to float32 (cut at -6 and 1.5)")
-    header = ["codec", "accuracy", "points", "±", "seeds", "steps to f32 - 0.2"]
-    yield Shown(slug("points", group.name), group.name, figure, header, rows)
+    yield Shown(slug("points", group.name), group.name, figure, *ends(group))
 
 
 def curves(study: Study) -> Iterator[Shown]:
@@ -67,7 +84,7 @@ def curves(study: Study) -> Iterator[Shown]:
       best = max(float(row[-1]) for row in rows)
       axes.set_ylim(bottom=max(axes.get_ylim()[0], best - _CUT))
       axes.set(xlabel="epochs", ylabel="test accuracy (%)")
-      axes.legend(fontsize=9, frameon=False)
+      legend(figure, len(codecs))
       axes.grid(alpha=0.3)
       longest = max(len(row) for row in rows) - 1
       points = next(iter(group.curves(codecs[0]).values()))

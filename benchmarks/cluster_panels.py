@@ -17,7 +17,8 @@ _FAMILIES = {
   "others": ("",),
 }
 BLUE = "#4c72b0"
-_COLOURS = matplotlib.colormaps["tab10"].colors
+_PAIRS = matplotlib.colormaps["tab20"].colors
+_COLOURS = _PAIRS[::2] + _PAIRS[1::2]  # ten strong ones, and ten pale ones
 Rows = list[list[str]]
 
 
@@ -74,6 +75,13 @@ def families(codecs: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     left = [codec for codec in left if codec not in found]
     if found:
       yield name, [*(["f32"] if "f32" in codecs else []), *found]
+
+
+def legend(figure: Figure, count: int) -> None:
+  """Names many lines below a picture, which grows by what that takes."""
+  figure.set_figheight(figure.get_figheight() + 0.2 * -(-count // 3))
+  small = {"fontsize": 9, "frameon": False, "columnspacing": 1.0, "handlelength": 1.2}
+  figure.legend(**small, loc="outside lower center", ncols=3)
 
 
 def colour(i: int, codec: str) -> object:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 from cluster_devices import PARTS
 from cluster_numbers import Cell, Study, dollars
-from cluster_panels import BLUE, Rows, Shown, colour, height, panel, slug
+from cluster_panels import BLUE, Rows, Shown, colour, height, legend, panel, slug
 
 _PART_COLOURS = {"communication": "#c44e52", "codec": "#dd8452", "compute": BLUE}
 
@@ -88,7 +88,7 @@ def scalings(study: Study) -> Iterator[Shown]:
     axes.plot(counts, ideal, color="0.6", linestyle=":", label="ideal")
     axes.set(xlabel="workers", ylabel=f"times f32 on {counts[0]}")
     axes.set_xticks(counts)
-    axes.legend(fontsize=9, frameon=False)
+    legend(figure, len(rows) + 1)
     header = ["codec", *(f"N = {n}" for n in counts)]
     yield Shown(slug("scaling", title), title, figure, header, rows)
 
@@ -122,9 +122,10 @@ def prices(study: Study, price: float | None) -> Iterator[Shown]:
     if not spots:
       continue
     figure, axes = panel(cell.name)
-    for x, y, codec in spots:
+    for i, (x, y, codec) in enumerate(sorted(spots)):
       axes.plot(x, y, "o", color="0.1" if codec == "f32" else BLUE)
-      axes.annotate(codec, (x, y), (4, 3), textcoords="offset points", fontsize=9)
+      above = (4, -12, 14)[i % 3]  # points, so that names of neighbours stay apart
+      axes.annotate(codec, (x, y), (4, above), textcoords="offset points", fontsize=9)
     axes.set(xlabel="dollars of the training", ylabel="test accuracy (%)")
     axes.margins(0.18)
     header = ["codec", "accuracy", "$", "steps to f32 - 0.2", "s", "$ to it", "trained"]
@@ -154,6 +155,9 @@ def intensities(study: Study) -> Iterator[Shown]:
         rows.append([name, f"{cell.intensity:.1f}", codec, f"{gain:.2f}"])
     axes.axhline(1, color="0.6", linestyle=":")
     axes.set(xlabel="MB/GFLOP", ylabel="times as fast as f32", xscale="log")
-    axes.legend(fontsize=9, frameon=False)
+    axes.set_xticks(places := [cell.intensity for cell in cells])
+    axes.set_xticklabels([f"{place:.0f}" for place in places])
+    axes.minorticks_off()
+    legend(figure, len(codecs) - 1)
     header = ["network", "MB/GFLOP", "codec", "x f32"]
     yield Shown(slug("intensity", title), title, figure, header, rows)

@@ -41,7 +41,7 @@ def trained(codec, *ends, early=None, times=3, loss=1.0, **changed):
   return [
     Record(
       SETTING._replace(codec=codec, seed=seed, **changed),
-      {"points": curve(end if early is None else early, end, loss=loss)},
+      {"points": curve(end if early is None else early, end, loss=loss), "ratio": 1.0},
     )
     for seed, end in enumerate(times * ends)
   ]
