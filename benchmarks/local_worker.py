@@ -6,6 +6,7 @@ All hosts meet before each step that is timed alone, so that none waits in a ste
 one that is late. They do not meet in the rounds whose whole time counts.
 """
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ def optimizer(method: str, every: int) -> optax.GradientTransformation:
   local = lambda outer, codec, **options: gradcomp.local_steps(
     adam, outer, every=every, codec=codec, axis_name=AXIS, **options
   )
+  sparse = functools.partial(local, codec=BlockTop(), feedback_decay=0.95)
   methods: dict[str, Callable[[], optax.GradientTransformation]] = {
     "f32 psum": lambda: optax.chain(gradcomp.dense(axis_name=AXIS), adam),
     "f32 two_shot": lambda: optax.chain(
@@ -47,12 +49,8 @@ def optimizer(method: str, every: int) -> optax.GradientTransformation:
     "DiLoCo two_shot": lambda: local(
       optax.sgd(0.7, 0.9, nesterov=True), Dense(), exchange="two_shot"
     ),
-    **{
-      f"SparseLoCo {exchange}": lambda exchange=exchange: local(
-        optax.sgd(1.0), BlockTop(), feedback_decay=0.95, exchange=exchange
-      )
-      for exchange in ("all_gather", "two_shot")
-    },
+    "SparseLoCo all_gather": lambda: sparse(optax.sgd(1.0), merge="senders"),
+    "SparseLoCo two_shot": lambda: sparse(optax.sgd(4.0), exchange="two_shot"),
   }
   return methods[method]()
 

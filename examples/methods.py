@@ -129,8 +129,12 @@ def make_local_steps(
   *,
   seed: int,
 ) -> optax.GradientTransformation:
-  """Makes SparseLoCo for codecs that drop elements, and DiLoCo for all others."""
+  """Makes SparseLoCo for codecs that drop elements, and DiLoCo for all others.
+
+  An element that few workers send is their mean, if all payloads come to everybody.
+  """
   drops = isinstance(method, TopK | BlockTop)
+  gathers = args.exchange in ("auto", "all_gather")
   kept = "error" if args.feedback == "auto" else args.feedback
   return gradcomp.local_steps(
     inner,
@@ -141,6 +145,7 @@ def make_local_steps(
     exchange=args.exchange,
     feedback=None if kept == "none" else kept,
     feedback_decay=0.95 if drops and kept == "error" else 1.0,
+    merge="senders" if drops and gathers else "mean",
     key=seed,
   )
 
