@@ -105,6 +105,27 @@ def test_each_worker_has_the_gradient_at_its_own_parameters():
   np.testing.assert_allclose(got["w"], expected, atol=1e-6, rtol=0)
 
 
+def test_gradients_may_be_collected_for_a_local_step():
+  """By MultiSteps: four gradients are two local steps, and one round."""
+  mesh = jax.make_mesh((4,), ("data",))
+  local = gradcomp.local_steps(
+    optax.sgd(0.5), optax.sgd(1.0), every=2, codec=Dense(), axis_name="data"
+  )
+  tx = optax.MultiSteps(local, 2)
+  params = {"w": jnp.zeros(8)}
+  specs = {"w": P()}
+  state = gradcomp.init_state(tx, params, "data", param_specs=specs, mesh=mesh)
+  loss_fn = lambda params, x: jnp.mean(jnp.sum((params["w"] - x) ** 2, 1)) / 2
+  step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
+  got = []
+  for target in (1.0, 3.0, 2.0, 4.0):
+    batch = jnp.full((4, 8), target) * jnp.arange(4.0)[:, None]
+    params, state, _ = step(params, state, batch)
+    got.append(float(params["w"][0]))
+  # Halfway to 2 times a worker's number, then halfway to 3 times it: 2 times its mean.
+  assert got == [0.0, 0.0, 0.0, 2.0 * 1.5]
+
+
 @pytest.mark.parametrize("codec", [QSGD(bits=8), *slow(Dense())], ids=repr)
 def test_islands_average_in_every_step_and_step_alone_between(codec):
   """Two axes: a compressed exchange inside of the worker's optimizer."""
