@@ -34,6 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,8 +111,14 @@ class Trainer:
       return params, tx.init(params)
 
     everyone = functools.partial(jax.vmap, axis_name=AXIS, axis_size=WORKERS)
-    self._init = jax.jit(everyone(init, in_axes=None, out_axes=0))
-    self._round = jax.jit(everyone(round_, in_axes=(0, 1)), donate_argnums=0)
+    # The count of steps has no axis of workers: under vmap a branch on numbers that
+    # may differ is both branches, and so an exchange in each step.
+    start = everyone(init, in_axes=None, out_axes=0)
+    axes = 0, emulated.own(jax.eval_shape(start, jax.random.key(0))[1])
+    self._init = jax.jit(everyone(init, in_axes=None, out_axes=axes))
+    self._round = jax.jit(
+      everyone(round_, in_axes=(axes, 1), out_axes=(axes, 0)), donate_argnums=0
+    )
     self._score = jax.jit(loss_fn)
     self._text, self._every, self._test = found.train, every, test
 
