@@ -13,8 +13,8 @@ on one device.
   SparseLoCo           BlockTop, a byte for 64 elements; plain SGD outside; an element
                        is the mean of those workers that sent it
   SparseLoCo two_shot  the same codec, where owners choose once more among the sums
-  Streaming            floats of 3 bits of exponent and none of mantissa; 4 fragments, a
-                       delay of a fifteenth of a round, half mixed
+  Streaming            floats of 3 bits of exponent and none of mantissa, gathered; 4
+                       fragments, a delay of a fifteenth of a round, half mixed
   MuLoCo               Muon inside, and 2 bits; compared with DiLoCo, and beside it
   MuLoCo dense         Muon inside, and float32
 
@@ -75,7 +75,9 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
     "DiLoCo SGD": lambda: local(adam, optax.sgd(1.0), codec=Dense()),
     "SparseLoCo": lambda: sparse(optax.sgd(1.0), merge="senders"),
     "SparseLoCo two_shot": lambda: sparse(optax.sgd(4.0), exchange="two_shot"),
-    "Streaming": lambda: local(adam, nesterov, codec=e3m0, **parts),
+    "Streaming": lambda: local(
+      adam, nesterov, codec=e3m0, exchange="all_gather", **parts
+    ),
     "MuLoCo": lambda: local(muon, nesterov, codec=two_bits),
     "MuLoCo dense": lambda: local(muon, nesterov, codec=Dense()),
   }

@@ -1,0 +1,67 @@
+"""The tables of docs/results.md that the committed records of the study make.
+
+``python tests/study_pages.py`` writes them anew, each behind its heading.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+
+import cluster_figures  # noqa: E402
+import cluster_numbers  # noqa: E402
+import cluster_records  # noqa: E402
+import cluster_report  # noqa: E402
+from tables import table  # noqa: E402
+
+PAGE = ROOT / "docs" / "results.md"
+RECORDS = ROOT / "benchmarks" / "results" / "cluster_study"
+CLAIMS = "### What the papers say"
+STEPS = "### Steps on links"
+
+
+def study():
+  return cluster_numbers.grouped(cluster_records.read(RECORDS))
+
+
+def short(text):
+  """A text without what nearly all runs have."""
+  return re.sub(r" on fashion-mnist/14|, N = 8, 2 epochs|, batch 128", "", text)
+
+
+def steps(found):
+  """How many times as fast a step is as float32's, a row for each cell."""
+  codecs = list(dict.fromkeys(x for cell in found.cells for x in cell.times))[1:]
+  header = ["network", "hosts", "link", "f32, ms", "communication", *codecs]
+  rows = []
+  for cell in found.cells:
+    x = cell.setting
+    gains = [f"{cell.gain(name):.2f}" if name in cell.times else "" for name in codecs]
+    step = f"{1e3 * cell.times['f32']['step']:.0f}"
+    rows.append([x.network, str(x.hosts), x.link, step, f"{cell.share:.0%}", *gains])
+  return header, rows
+
+
+def tables(found):
+  """The tables of a study, by their headings."""
+  for group in found.groups:
+    yield f"#### {group.name}", table(*cluster_figures.ends(group))
+  yield STEPS, table(*steps(found))
+  header, rows = cluster_report.claims(cluster_report.judge(found))
+  yield CLAIMS, short(table(header, rows))
+
+
+def main():
+  page = PAGE.read_text()
+  for heading, lines in tables(study()):
+    before, mark, after = page.partition(f"{heading}\n")
+    old = re.search(r"(^\|.*\n)+", after, re.M)
+    assert mark and old, f"{PAGE.name} has no table behind {heading!r}"
+    page = before + mark + after.replace(old[0], f"{lines}\n", 1)
+  PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+  main()
