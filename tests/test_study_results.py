@@ -39,7 +39,7 @@ def test_the_page_has_each_table(study):
   page = study_pages.PAGE.read_text()
   for heading, table in study_pages.tables(study):
     part = page.split(heading + "\n")[1].split("\n#")[0]
-    assert f"\n\n{table}\n" in part
+    assert f"\n{table}\n" in part
 
 
 @pytest.mark.parametrize("label", FRONT)
