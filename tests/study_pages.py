@@ -5,9 +5,9 @@
 
 import re
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from pages import ROOT
+
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import cluster_figures  # noqa: E402
@@ -27,12 +27,12 @@ def study():
 
 
 def short(text):
-  """A text without what nearly all runs have."""
+  """Returns a text without what nearly all runs have."""
   return re.sub(r" on fashion-mnist/14|, N = 8, 2 epochs|, batch 128", "", text)
 
 
 def steps(found):
-  """How many times as fast a step is as float32's, a row for each cell."""
+  """Returns how many times as fast steps are as float32's, a row for each cell."""
   codecs = list(dict.fromkeys(x for cell in found.cells for x in cell.times))[1:]
   header = ["network", "hosts", "link", "f32, ms", "communication", *codecs]
   rows = []
@@ -45,7 +45,7 @@ def steps(found):
 
 
 def tables(found):
-  """The tables of a study, by their headings."""
+  """Yields the tables of a study, behind their headings."""
   for group in found.groups:
     yield f"#### {group.name}", table(*cluster_figures.ends(group))
   yield STEPS, table(*steps(found))

@@ -170,10 +170,10 @@ def test_streaming_is_that_of_the_paper(delay, mixing):
   ids=repr,
 )
 def test_nothing_of_what_workers_did_is_lost(codec, options):
-  """What all have, what a worker has more, and what waits is all that workers did.
+  """All that workers did is what all have, what a worker has more, and what waits.
 
-  At any step, in rounds and between. What owners keep is of the mean; it is in the
-  order of their rows, so that only its sum is compared.
+  This holds behind each step, in rounds and between. What owners keep is of the mean.
+  It is in the order of their rows, so that only its sum is compared.
   """
   params, given = tree(0, LEAVES), gradients(11, LEAVES)
   tx = local(optax.sgd(0.5), optax.sgd(1.0), codec, **options)

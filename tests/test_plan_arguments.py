@@ -69,7 +69,7 @@ def test_a_sparse_codec_of_ones_own_is_gathered():
   assert found.verdict.startswith("compress: BlockTop() all_gather ")
   assert found.chosen.omega == pytest.approx(0.904, rel=0.01)
   reasons = {x.exchange: x.reason for x in found.refused}
-  for exchange in ("two_shot", "hierarchical"):
+  for exchange in ("two_shot", "ring", "hierarchical"):
     assert "8 workers together choose up to 0.118" in reasons[exchange]
   assert "waits for about 64 steps" in str(
     plan(candidates=[BlockTop()], steps=600, budget="aggressive", **given).refused
