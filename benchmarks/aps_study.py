@@ -119,7 +119,7 @@ TABLES = {
     f"LARS with a rate of {LARS_RATE:g}, 8 workers, 200 steps",
     Way(FULL, lars=True),
     {f"{bits}, APS": Way(aps(*bits), 0.3, lars=True) for bits in FORMATS[:2]},
-    seeds=3,
+    seeds=5,
   ),
   "fails": Table(
     "Gradients of another size, 8 workers, momentum, 200 steps",

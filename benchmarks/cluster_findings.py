@@ -1,10 +1,11 @@
-"""Lists the papers' findings on accuracy that a study judges, and all of them.
+"""Lists the papers' findings on accuracy that a study judges, and all findings.
 
 What Grubic warns of is judged by his algorithm, the codecs whose names end in
 ``-paper``.
 """
 
 from cluster_codecs import TYPES
+from cluster_elsewhere import ELSEWHERE
 from cluster_speed_findings import SPEED
 from cluster_verdicts import (
   Finding,
@@ -16,6 +17,7 @@ from cluster_verdicts import (
   later,
   less_perplexed,
   long,
+  no_better,
   recurrent,
   within,
   worse,
@@ -34,6 +36,18 @@ _ACCURACY = (
     "Grubic 5.1",
     "0.1",
     within(["qsgd-4", "qsgd-4-paper"], 0.2),
+  ),
+  Finding(
+    "QSGD with 16 bits in buckets of 8192 ends as float32.",
+    "Grubic figure 5",
+    "equal",
+    within(["qsgd-16"], 0.2),
+  ),
+  Finding(
+    "Fitted levels do not improve QSGD.",
+    "Grubic 2.3",
+    "no significant improvement",
+    no_better("qsgd-2-fitted", "qsgd-2"),
   ),
   Finding(
     "1-bit SGD in buckets of 64 ends less than 0.3 points below.",
@@ -138,6 +152,12 @@ _ACCURACY = (
     worse("terngrad-noclip", "terngrad"),
   ),
   Finding(
+    "TernGrad is worse if the last layer has it, too.",
+    "Wen 4.2",
+    "last layer in float32",
+    worse("terngrad", "terngrad:body"),
+  ),
+  Finding(
     "Dettmers' four types of 8 bits end as float32 (analysis of variance).",
     "Dettmers 3.4",
     "p = 0.59",
@@ -210,4 +230,4 @@ _ACCURACY = (
     fails(["topk-1-noresidual"]),
   ),
 )
-FINDINGS = (*_ACCURACY, *SPEED)
+FINDINGS = (*_ACCURACY, *ELSEWHERE, *SPEED)

@@ -166,9 +166,23 @@ def less_perplexed(
 
 def worse(codec: str, than: str, chosen: Chosen = images) -> Judge:
   """Returns a judge of whether a codec is worse than another."""
+  return _compared(codec, than, chosen, lambda x: x.is_below(0.0))
+
+
+def no_better(codec: str, than: str) -> Judge:
+  """Returns a judge of whether a codec is not better than another."""
+  return _compared(codec, than, images, lambda x: _not(x.is_above(0.0)))
+
+
+def _not(told: bool | None) -> bool | None:
+  """Returns the opposite of what seeds tell, if they do."""
+  return None if told is None else not told
+
+
+def _compared(codec: str, than: str, chosen: Chosen, decide: Decided) -> Judge:
   compare: Compared = lambda group, name: group.difference(name, than)
-  how = chosen, lambda x: x.is_below(0.0), compare, f" - {than}"
-  return _judge(f"seeds of {codec} and {than}", [codec], *how)
+  what = f"seeds of {codec} and {than}"
+  return _judge(what, [codec], chosen, decide, compare, f" - {than}")
 
 
 def any_workers(codec: str, limit: float, counts: Iterable[int]) -> Judge:

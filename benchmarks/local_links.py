@@ -20,7 +20,8 @@ makes up for that: accelerators take a step of the same parameters sooner still.
 waits for each message of its psum, so on links that take time it is not the fastest way
 to add float32: two_shot is, and it is what the others are compared with.
 
-With --output, methods that were measured there with the same settings are kept.
+With --output, there is a file for each number of hosts. Methods that were measured
+there with the same settings are kept.
 """
 
 import argparse
@@ -169,7 +170,7 @@ def main() -> None:
   add("--probe", type=int, default=25_000_000, help="bytes of raw TCP; default: 25e6")
   add("--limit", type=float, default=500, help="seconds until workers have failed")
   running.add_quick(parser, "2 hosts, a small network, two methods")
-  add("--output", type=pathlib.Path, help="folder of local_links.json and .md")
+  add("--output", type=pathlib.Path, help="folder of local_links_4.json and .md")
   args = parser.parse_args()
   if args.quick:
     args.methods, args.hosts = [BASELINE, args.methods[-1]], 2
@@ -185,7 +186,8 @@ def main() -> None:
     "settings": {name: getattr(args, name) for name in names},
     "methods": {},
   }
-  if args.output and (path := args.output / "local_links.json").exists():
+  file = f"local_links_{args.hosts}"
+  if args.output and (path := args.output / f"{file}.json").exists():
     earlier = json.loads(path.read_text())
     if earlier["settings"] == results["settings"]:
       results["methods"] = earlier["methods"]
@@ -193,7 +195,7 @@ def main() -> None:
     results["methods"][method] = measure(method, args)
     print(method, results["methods"][method])
     if args.output:
-      running.write(args.output, "local_links", results, markdown(results))
+      running.write(args.output, file, results, markdown(results))
   print(markdown(results))
 
 

@@ -34,6 +34,7 @@ RUNS = (
   "gpu_check --interpret",
   "gpu_kernels",
   "gpu_kernels --interpret",
+  "gradient_facts",
   "inspect_cost",
   "link_speed",
   "link_speed --loopback",
