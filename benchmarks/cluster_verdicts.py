@@ -73,7 +73,7 @@ def concluded(seen: Iterable[Seen], needs: str) -> Verdict:
   if all(told):
     return Verdict("holds", numbers)
   if any(told):
-    numbers = (f"It holds in {sum(told)} of {len(told)}.", *numbers)
+    numbers = (f"It holds in {sum(told)} of {len(told)}", *numbers)
   return Verdict("does not", numbers)
 
 

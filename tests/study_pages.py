@@ -53,13 +53,20 @@ def tables(found):
   yield CLAIMS, short(table(header, rows))
 
 
+def count(found):
+  """Returns the line that counts the verdicts."""
+  return f"{cluster_report.summary(cluster_report.judge(found))}."
+
+
 def main():
-  page = PAGE.read_text()
-  for heading, lines in tables(study()):
+  page, found = PAGE.read_text(), study()
+  for heading, lines in tables(found):
     before, mark, after = page.partition(f"{heading}\n")
     old = re.search(r"(^\|.*\n)+", after, re.M)
     assert mark and old, f"{PAGE.name} has no table behind {heading!r}"
     page = before + mark + after.replace(old[0], f"{lines}\n", 1)
+  page, counted = re.subn(r"^\d+ findings: .*$", count(found), page, flags=re.M)
+  assert counted == 1, f"{PAGE.name} has {counted} lines that count the findings"
   PAGE.write_text(page)
 
 

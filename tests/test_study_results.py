@@ -40,6 +40,7 @@ def test_the_page_has_each_table(study):
   for heading, table in study_pages.tables(study):
     part = page.split(heading + "\n")[1].split("\n#")[0]
     assert f"\n{table}\n" in part
+  assert f"\n{study_pages.count(study)}\n" in page
 
 
 @pytest.mark.parametrize("label", FRONT)

@@ -81,4 +81,4 @@ def test_a_claim_must_hold_in_all_groups():
   other = trained("f32", 90, 91, workers=4) + trained("qsgd-8", 80, 81, workers=4)
   found = verdict("QSGD with 8", trained("qsgd-8", 90.0, 91.0) + other)
   assert found.verdict == "does not"
-  assert found.numbers[0] == "It holds in 1 of 2."
+  assert found.numbers[0] == "It holds in 1 of 2"
