@@ -126,6 +126,29 @@ def test_gradients_may_be_collected_for_a_local_step():
   assert got == [0.0, 0.0, 0.0, 2.0 * 1.5]
 
 
+def test_leaves_that_a_mask_leaves_out_are_those_that_all_workers_have():
+  """Workers move the others: gradients are computed at both."""
+  tx = optax.masked(
+    local(optax.sgd(0.5), optax.sgd(1.0), Dense(), every=2), {"w": True, "v": False}
+  )
+  params = tree(0, {"w": (5,), "v": (3,)})
+  grads = tree(1, {"w": (5,), "v": (3,)}, N)
+
+  def step(grads):
+    _, state = tx.update(grads, tx.init(params), params)
+    return gradcomp.local_params(params, state)
+
+  own = jax.vmap(step, axis_name="data")(grads)
+  assert_same_bits(own["w"], params["w"] - 0.5 * grads["w"])
+  assert_same_bits(own["v"], np.stack([params["v"]] * N))
+
+
+def moved_on_devices(state):
+  """What each device's worker moved its one leaf by, in the devices' order."""
+  ((moved, _),) = state.own.by_axes.values()
+  return sorted(moved["w"].addressable_shards, key=lambda x: x.device.id)
+
+
 @pytest.mark.parametrize("codec", [QSGD(bits=8), *slow(Dense())], ids=repr)
 def test_islands_average_in_every_step_and_step_alone_between(codec):
   """Two axes: a compressed exchange inside of the worker's optimizer."""
@@ -149,8 +172,14 @@ def test_islands_average_in_every_step_and_step_alone_between(codec):
   )
   target = tree(1, {"w": (4, 256)}, N)["w"]
   got = params
-  for _ in range(2):
+  for number in range(2):
     got, state, metrics = step(got, state, target)
+    # What an island's chips moved by is of the same bits, and what all have, too.
+    moved = [np.asarray(x.data) for x in moved_on_devices(state)]
+    assert_same_bits(np.stack(moved[::2]), np.stack(moved[1::2]))
+    assert np.any(moved[0] != moved[2]) == (number == 0)
+    for shard in got["w"].addressable_shards:
+      assert_same_bits(shard.data, np.asarray(got["w"]))
   expected = params["w"] * 9 / 16 + target.mean(axis=0) * 7 / 16
   # A step of 8 bits is at most 8/127. Two quarters of it, and a half at an owner's.
   np.testing.assert_allclose(got["w"], expected, atol=0.1, rtol=0)
