@@ -104,12 +104,11 @@ def perplexity(*names: str) -> Look:
   def look(record: Any) -> Iterator[Seen]:
     study = record["language-long"]
     ends = {
-      name: [x["points"][-1]["perplexity"] for x in row["runs"].values()]
+      name: {seed: x["points"][-1]["perplexity"] for seed, x in row["runs"].items()}
       for name, row in study["rows"].items()
     }
     for name in names:
-      pairs = zip(ends[name], ends["f32"], strict=True)
-      found = spread([100 * (1 - a / b) for a, b in pairs])
+      found = spread([100 * (1 - x / ends["f32"][i]) for i, x in ends[name].items()])
       numbers = f"{study['steps']:,} steps: {name}, in % of f32's {found}"
       yield Seen(found.at_least(-1.0), f"{numbers} ({found.count} seeds)")
 
