@@ -12,7 +12,8 @@ on one device.
   DiLoCo SGD           the same with plain SGD outside
   SparseLoCo           BlockTop, a byte for 64 elements; plain SGD outside; an element
                        is the mean of those workers that sent it
-  SparseLoCo two_shot  the same codec, where owners choose once more among the sums
+  SparseLoCo of 16     the same with one of 16 elements, for long rounds
+  SparseLoCo two_shot  one of 64, where owners choose once more among the sums
   Streaming            floats of 3 bits of exponent and none of mantissa, gathered; 4
                        fragments, a delay of a fifteenth of a round, half mixed
   MuLoCo               Muon inside, and 2 bits; compared with DiLoCo, and beside it
@@ -66,15 +67,19 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
   muon = optax.contrib.muon(rate("muon"))
   nesterov = optax.sgd(0.7, 0.9, nesterov=True)
   local = functools.partial(gradcomp.local_steps, every=every, axis_name=AXIS)
-  sparse = functools.partial(local, adam, codec=BlockTop(), feedback_decay=0.95)
+  sparse = functools.partial(local, adam, feedback_decay=0.95)
+  senders = functools.partial(sparse, optax.sgd(1.0), merge="senders")
   e3m0 = FloatCast(exponent_bits=3, mantissa_bits=0)
   parts = {"fragments": 4, "delay": max(1, every // 15), "mixing": 0.5}
   two_bits = QSGD(bits=2, bucket_size=128)
   return {
     BASELINE: lambda: local(adam, nesterov, codec=Dense()),
     "DiLoCo SGD": lambda: local(adam, optax.sgd(1.0), codec=Dense()),
-    "SparseLoCo": lambda: sparse(optax.sgd(1.0), merge="senders"),
-    "SparseLoCo two_shot": lambda: sparse(optax.sgd(4.0), exchange="two_shot"),
+    "SparseLoCo": lambda: senders(codec=BlockTop()),
+    "SparseLoCo of 16": lambda: senders(codec=BlockTop(block_size=16)),
+    "SparseLoCo two_shot": lambda: sparse(
+      optax.sgd(4.0), codec=BlockTop(), exchange="two_shot"
+    ),
     "Streaming": lambda: local(
       adam, nesterov, codec=e3m0, exchange="all_gather", **parts
     ),
@@ -182,7 +187,7 @@ def markdown(results: dict[str, Any]) -> str:
     f"the mean's distance from {BASELINE}'s; *fewer* compares bytes with float32 in "
     "every step.",
   ]
-  for every, methods in results["every"].items():
+  for every, methods in sorted(results["every"].items(), key=lambda x: int(x[0])):
     means = {
       name: statistics.fmean(run["test_loss"] for run in found["runs"].values())
       for name, found in methods.items()

@@ -8,16 +8,16 @@ def spread(values: Sequence[float], sign: str = "", digits: int = 2) -> str:
   """Returns the mean of values and their standard deviation, as text.
 
   Args:
-    values: one or more.
+    values: one or more. One has no deviation.
     sign: ``"+"`` shows the sign of a mean above 0, too.
     digits: those behind the point.
 
   Example:
     >>> spread([1.0, 2.0, 3.0], "+"), spread([1.5], digits=1)
-    ('+2.00 ± 1.00', '1.5 ± 0.0')
+    ('+2.00 ± 1.00', '1.5')
   """
-  deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-  return f"{statistics.fmean(values):{sign}.{digits}f} ± {deviation:.{digits}f}"
+  mean = f"{statistics.fmean(values):{sign}.{digits}f}"
+  return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
