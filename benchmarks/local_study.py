@@ -16,7 +16,10 @@ on one device.
   SparseLoCo two_shot  one of 64, where owners choose once more among the sums
   Streaming            floats of 3 bits of exponent and none of mantissa, gathered; 4
                        fragments, a delay of a fifteenth of a round, half mixed
-  MuLoCo               Muon inside, and 2 bits; compared with DiLoCo, and beside it
+  MuLoCo               Muon inside, and 2 bits: the nearest of 4 levels that lose
+                       least of Gaussian buckets, gathered
+  MuLoCo two_shot      the same with owners, who round once more
+  MuLoCo at random     2 bits of the usual QSGD: a sign, and 0 or 1 at random
   MuLoCo dense         Muon inside, and float32
 
 The outer rates are those of the papers, but for two_shot. Its sums have few senders,
@@ -71,7 +74,9 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
   senders = functools.partial(sparse, optax.sgd(1.0), merge="senders")
   e3m0 = FloatCast(exponent_bits=3, mantissa_bits=0)
   parts = {"fragments": 4, "delay": max(1, every // 15), "mixing": 0.5}
-  two_bits = QSGD(bits=2, bucket_size=128)
+  two_bits = QSGD(
+    bits=2, bucket_size=128, norm="rms", levels="uniform", rounding="nearest"
+  )
   return {
     BASELINE: lambda: local(adam, nesterov, codec=Dense()),
     "DiLoCo SGD": lambda: local(adam, optax.sgd(1.0), codec=Dense()),
@@ -83,7 +88,11 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
     "Streaming": lambda: local(
       adam, nesterov, codec=e3m0, exchange="all_gather", **parts
     ),
-    "MuLoCo": lambda: local(muon, nesterov, codec=two_bits),
+    "MuLoCo": lambda: local(muon, nesterov, codec=two_bits, exchange="all_gather"),
+    "MuLoCo two_shot": lambda: local(muon, nesterov, codec=two_bits),
+    "MuLoCo at random": lambda: local(
+      muon, nesterov, codec=QSGD(bits=2, bucket_size=128)
+    ),
     "MuLoCo dense": lambda: local(muon, nesterov, codec=Dense()),
   }
 
