@@ -20,6 +20,8 @@ on one device.
                        least of Gaussian buckets, gathered
   MuLoCo two_shot      the same with owners, who round once more
   MuLoCo at random     2 bits of the usual QSGD: a sign, and 0 or 1 at random
+  MuLoCo BlockTop      Muon inside, and outside what SparseLoCo does with one of 256
+                       elements
   MuLoCo dense         Muon inside, and float32
 
 The outer rates are those of the papers, but for two_shot. Its sums have few senders,
@@ -92,6 +94,13 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
     "MuLoCo two_shot": lambda: local(muon, nesterov, codec=two_bits),
     "MuLoCo at random": lambda: local(
       muon, nesterov, codec=QSGD(bits=2, bucket_size=128)
+    ),
+    "MuLoCo BlockTop": lambda: local(
+      muon,
+      optax.sgd(1.0),
+      codec=BlockTop(block_size=256),
+      feedback_decay=0.95,
+      merge="senders",
     ),
     "MuLoCo dense": lambda: local(muon, nesterov, codec=Dense()),
   }

@@ -106,7 +106,7 @@ def local_steps(
   - DiLoCo: ``inner=optax.adamw(...)``, ``codec=Dense()``,
     ``outer=optax.sgd(0.7, 0.9, nesterov=True)``.
   - SparseLoCo: a sparse codec, ``outer=optax.sgd(1.0)``, ``feedback_decay=0.95``.
-  - MuLoCo: ``inner=optax.contrib.muon(...)``, and 2 bits.
+  - MuLoCo: ``inner=optax.contrib.muon(...)``, and 2 bits, rounded to the nearest level.
   - Streaming DiLoCo: ``fragments``, ``delay``, ``mixing=0.5`` and ``FloatCast`` of 3
     and 0 bits. Fragment k of P is exchanged in step :math:`kH/P` of a round, and what
     comes back is applied :math:`\tau` steps later. With :math:`p'` after that,
