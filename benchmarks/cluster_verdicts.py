@@ -106,6 +106,11 @@ def long(group: Group) -> bool:
   return group.setting.steps >= 10_000
 
 
+def large_batches(group: Group) -> bool:
+  """Returns whether a step has as many images as Fang et al.'s largest, 2048."""
+  return images(group) and group.setting.batch >= 2048
+
+
 Compared = Callable[[Group, str], Spread | None]
 Decided = Callable[[Spread], bool | None]
 

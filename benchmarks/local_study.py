@@ -22,6 +22,7 @@ on one device.
   MuLoCo at random     2 bits of the usual QSGD: a sign, and 0 or 1 at random
   MuLoCo BlockTop      Muon inside, and outside what SparseLoCo does with one of 256
                        elements
+  ... BlockTop of 512  the same with one of 512
   MuLoCo dense         Muon inside, and float32
 
 The outer rates are those of the papers, but for two_shot. Its sums have few senders,
@@ -72,8 +73,8 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
   muon = optax.contrib.muon(rate("muon"))
   nesterov = optax.sgd(0.7, 0.9, nesterov=True)
   local = functools.partial(gradcomp.local_steps, every=every, axis_name=AXIS)
-  sparse = functools.partial(local, adam, feedback_decay=0.95)
-  senders = functools.partial(sparse, optax.sgd(1.0), merge="senders")
+  sparse = functools.partial(local, feedback_decay=0.95)
+  senders = functools.partial(sparse, outer=optax.sgd(1.0), merge="senders")
   e3m0 = FloatCast(exponent_bits=3, mantissa_bits=0)
   parts = {"fragments": 4, "delay": max(1, every // 15), "mixing": 0.5}
   two_bits = QSGD(
@@ -82,10 +83,10 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
   return {
     BASELINE: lambda: local(adam, nesterov, codec=Dense()),
     "DiLoCo SGD": lambda: local(adam, optax.sgd(1.0), codec=Dense()),
-    "SparseLoCo": lambda: senders(codec=BlockTop()),
-    "SparseLoCo of 16": lambda: senders(codec=BlockTop(block_size=16)),
+    "SparseLoCo": lambda: senders(adam, codec=BlockTop()),
+    "SparseLoCo of 16": lambda: senders(adam, codec=BlockTop(block_size=16)),
     "SparseLoCo two_shot": lambda: sparse(
-      optax.sgd(4.0), codec=BlockTop(), exchange="two_shot"
+      adam, optax.sgd(4.0), codec=BlockTop(), exchange="two_shot"
     ),
     "Streaming": lambda: local(
       adam, nesterov, codec=e3m0, exchange="all_gather", **parts
@@ -95,13 +96,8 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
     "MuLoCo at random": lambda: local(
       muon, nesterov, codec=QSGD(bits=2, bucket_size=128)
     ),
-    "MuLoCo BlockTop": lambda: local(
-      muon,
-      optax.sgd(1.0),
-      codec=BlockTop(block_size=256),
-      feedback_decay=0.95,
-      merge="senders",
-    ),
+    "MuLoCo BlockTop": lambda: senders(muon, codec=BlockTop(block_size=256)),
+    "MuLoCo BlockTop of 512": lambda: senders(muon, codec=BlockTop(block_size=512)),
     "MuLoCo dense": lambda: local(muon, nesterov, codec=Dense()),
   }
 

@@ -180,7 +180,11 @@ CASES = {
     + trained("aps-5-2-h32", *ends, workers=256)
     for ends in ((89.0, 90.01), (90.0, 91.0))
   ),
-  "RedSync with 1 %": pair("redsync-1", (89.1, 90.1), (88.9, 89.9)),
+  "RedSync with 1 % ends": pair("redsync-1", (89.1, 90.1), (88.9, 89.9)),
+  "RedSync with 1 % and 2048": tuple(
+    trained("f32", 90.0, 91.0, batch=2048) + trained("redsync-1", *ends, batch=2048)
+    for ends in ((89.1, 90.1), (88.9, 89.9))
+  ),
   "RedSync with 0.1 % ends": tuple(
     trained("f32", 90.0, 91.0, steps=20_000)
     + trained("redsync-0.1", *ends, steps=20_000)
