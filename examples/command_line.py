@@ -137,8 +137,8 @@ def add_comparison(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
     "--inspect",
     type=positive,
     metavar="K",
-    help="show what compression does to each leaf every K steps: a table at the end, "
-    "and three plots for each codec",
+    help="show what compression does to each leaf every K steps, with --local-steps "
+    "in the last step of a round: a table at the end, and three plots for each codec",
   )
   add(
     "--output",

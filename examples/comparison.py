@@ -81,7 +81,8 @@ def prepare(
 
   log = Log()
   if args.inspect:
-    log = Log(args.inspect, compile_inspecting(task, optimizer, batch))
+    inspecting = compile_inspecting(task, optimizer, batch)
+    log = Log(args.inspect, inspecting, round_steps=args.local_steps or 1)
   return Prepared(step, sent, dense, start, log)
 
 

@@ -29,17 +29,27 @@ class Log:
   Args:
     every: the steps from one inspection to the next; None for none.
     step: a train step that inspects itself.
+    round_steps: the steps of a round, in whose last one something is sent.
   """
 
-  def __init__(self, every: int | None = None, step: Any = None):
+  def __init__(
+    self, every: int | None = None, step: Any = None, *, round_steps: int = 1
+  ):
     self.every = every
     self.step = step
+    self.round_steps = round_steps
     self.steps: list[int] = []
     self.found: list[Any] = []
 
   def takes(self, number: int) -> bool:
-    """Returns True for steps that are inspected: the first, and each ``every`` on."""
-    return self.every is not None and (number - 1) % self.every == 0
+    """Returns True for steps that are inspected: the first, and each ``every`` on.
+
+    In place of such a step, the last of its round is.
+    """
+    if self.every is None or number % self.round_steps:
+      return False
+    before = (number - 1 - self.round_steps) // self.every  # those in earlier rounds
+    return (number - 1) // self.every > before
 
   def keep(self, number: int, metrics: Any) -> None:
     """Keeps what a step has shown, if it was inspected."""

@@ -8,6 +8,7 @@ from typing import Any
 import optax
 
 from gradcomp import _traced, sums
+from gradcomp._axis_sizes import WorkerSizes, check_both, only_named, sizes_of
 from gradcomp._leaf_plan import LeafPlan as LeafPlan
 from gradcomp._stages import Stage
 from gradcomp._table import aligned
@@ -15,7 +16,6 @@ from gradcomp.codecs import LeafCodec
 from gradcomp.exchange import CODED_ONCE, Hierarchical, Message, Work, owner_shapes
 from gradcomp.memory import used_by_leaf
 from gradcomp.state import states_in
-from gradcomp.workers import AxisName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class Explanation:
   """The result of :func:`explain`; ``str(explanation)`` is a table.
 
   Attributes:
-    leaves: one plan a leaf.
-    workers: N.
+    leaves: one plan a leaf, and for one that several transformations see, one for each.
+    workers: N, along all axes together.
     bytes_inside: the part of all bytes that ``hierarchical`` sends inside groups.
     bytes_fitting: the part of all bytes that fits a codec to the gradients, which only
       some steps send.
@@ -53,10 +53,14 @@ class Explanation:
     """The bytes that each worker sends in a step, on average over many.
 
     It is less than ``bytes_sent`` if workers take steps alone. That is then what they
-    send in a round.
+    send in the last step of a round.
     """
-    rest = sum(leaf.bytes_sent * (1 - 1 / Fraction(leaf.every)) for leaf in self.leaves)
-    return float(self.bytes_sent - rest)
+    return float(self._per_step)
+
+  @property
+  def _per_step(self) -> Fraction:
+    rest = (leaf.bytes_sent * (1 - Fraction(1, leaf.every)) for leaf in self.leaves)
+    return self.bytes_sent - sum(rest, Fraction(0))
 
   @property
   def bytes_received(self) -> int:
@@ -70,12 +74,18 @@ class Explanation:
 
   @property
   def ratio(self) -> float:
-    """The ratio of ``bytes_sent`` and the bytes of a plain mean in float32."""
+    """The ratio of ``bytes_sent`` and the bytes of a plain mean in float32.
+
+    That mean is over all workers, and has each leaf once, however many send it.
+    """
     return self._ratio(bits=32)
 
+  @property
+  def _elements(self) -> int:
+    return sum({leaf.path: leaf.elements for leaf in self.leaves}.values())
+
   def _ratio(self, bits: int) -> float:
-    elements = sum(leaf.elements for leaf in self.leaves)
-    return _ratio(Fraction(self.bytes_sent), elements, self.workers, bits)
+    return _ratio(Fraction(self.bytes_sent), self._elements, self.workers, bits)
 
   def __str__(self) -> str:
     header = "leaf,shape,codec,bits,exchange,message,sent,/f32,/bf16"
@@ -86,21 +96,16 @@ class Explanation:
     if any(leaf.slots is not None for leaf in self.leaves):
       columns = [["slots", "used"], *map(_slots, self.leaves), ["", ""]]
       rows = [row + column for row, column in zip(rows, columns, strict=True)]
+    if len(self._rounds) > 1:
+      every = ["every", *(str(leaf.every) for leaf in self.leaves), ""]
+      rows = [[*row, number] for row, number in zip(rows, every, strict=True)]
     if any(leaf.rule for leaf in self.leaves):
       rules = ["rule", *(leaf.rule for leaf in self.leaves), ""]
       rows = [[*row, rule] for row, rule in zip(rows, rules, strict=True)]
-    numbers = {"bits", "message", "sent", "/f32", "/bf16", "slots", "used"}
+    numbers = {"bits", "message", "sent", "/f32", "/bf16", "slots", "used", "every"}
     right = [i for i, name in enumerate(rows[0]) if name in numbers]
     lines = aligned(rows, right=right)
-    alone = max((leaf.every for leaf in self.leaves), default=1)
-    when = "a step" if alone == 1 else f"a round of {alone} steps"
-    lines.append(
-      f"Bytes that each of {self.workers} workers sends {when}. It receives as many."
-    )
-    if alone > 1:
-      elements = sum(leaf.elements for leaf in self.leaves)
-      bits = 8 * self.bytes_per_step / max(elements, 1)
-      lines.append(f"That is {bits:.3g} bits a parameter and step.")
+    lines += self._when()
     reasons = dict.fromkeys((leaf.exchange, leaf.reason) for leaf in self.leaves)
     lines += [f"{exchange}: {reason}." for exchange, reason in reasons]
     if self.bytes_inside:
@@ -120,6 +125,31 @@ class Explanation:
         "optimizer.init knows the workers."
       )
     return "\n".join(lines)
+
+  @property
+  def _rounds(self) -> set[int]:
+    """The steps of the rounds: of each leaf, in one of how many it is sent."""
+    return {leaf.every for leaf in self.leaves} or {1}
+
+  def _when(self) -> list[str]:
+    """Says in which steps the bytes are sent, and how many bits that is in each."""
+    length = math.lcm(*self._rounds)
+    bits = 8 * self.bytes_per_step / max(self._elements, 1)
+    when = "a step" if length == 1 else f"a round of {length} steps"
+    if len(self._rounds) > 1:
+      when = "in a step that sends all"
+    lines = [
+      f"Bytes that each of {self.workers} workers sends {when}. It receives as many."
+    ]
+    if len(self._rounds) > 1:
+      sent = f"{math.ceil(length * self._per_step):,}"
+      lines.append(
+        f"In a round of {length} steps it sends {sent}. That is {bits:.3g} bits a "
+        "parameter and step."
+      )
+    elif length > 1:
+      lines.append(f"That is {bits:.3g} bits a parameter and step.")
+    return lines
 
   def _row(self, leaf: LeafPlan) -> list[str]:
     ratios = [
@@ -161,20 +191,11 @@ def _work(
   return message.exchange.work(sizes, plain=plain) if sent == codec else CODED_ONCE
 
 
-def _check_axes(axis_name: AxisName | None, sizes: tuple[int, ...]) -> None:
-  """Raises ValueError for two axes of which one size is known."""
-  if isinstance(axis_name, tuple) and len(axis_name) == 2 != len(sizes):
-    raise ValueError(
-      "`workers` must be the sizes of both axes, (between, inside), for "
-      f'exchange="hierarchical" over two axes, got {sizes[0]}.'
-    )
-
-
 def explain(
   optimizer: optax.GradientTransformation,
   params: Any,
   *,
-  workers: int | tuple[int, int],
+  workers: WorkerSizes,
   opt_state: Any = None,
 ) -> Explanation:
   """Explains what gradcomp's transformations in an optimizer send for these parameters.
@@ -183,16 +204,18 @@ def explain(
   alone, as a map over the workers would trace it, and its collectives are read. That
   takes as long as tracing a step does. A leaf shares the bytes of its message by the
   rows that it has there. A leaf that no gradcomp transformation sees is not in the
-  table. One that two see is there twice. For :func:`gradcomp.switch`, and wherever else
-  a step takes one of several branches, the table shows the last that sends something.
-  Without ``axis_name``, what would be sent over the axes that gradients are unreduced
-  over is shown.
+  table. One that two see is there twice, and ratios count it once. For
+  :func:`gradcomp.switch`, and wherever else a step takes one of several branches, the
+  table shows the last that sends something. Without ``axis_name``, what would be sent
+  over the axes that gradients are unreduced over is shown.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
     workers: the number of workers that share the axis; ``(hosts, chips)`` for
-      ``"hierarchical"`` over two axes.
+      ``"hierarchical"`` over two axes. Where transformations exchange over different
+      axes, the size of each axis that workers are on, in the order of the mesh, like
+      ``{"host": 2, "chip": 4}``.
     opt_state: the state after a step, outside of any transformed function. It says how
       many slots of sparse messages were used, as a mean over the workers, and whether
       owners keep what they lose.
@@ -204,8 +227,8 @@ def explain(
     bits.
 
   Raises:
-    ValueError: ``workers`` is no number of workers, or does not fit the groups of
-      ``"hierarchical"``, or is not that of ``opt_state``.
+    ValueError: ``workers`` is no number of workers, lacks an axis, does not fit the
+      groups of ``"hierarchical"``, or is not that of ``opt_state``.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
@@ -220,9 +243,10 @@ def explain(
     An owner keeps what encoding a mean loses, 65,536 bytes, if optimizer.init knows the
       workers.
   """
-  sizes = _traced.sizes_of(workers)
-  states = states_in(opt_state)
-  transformations = _traced.traced(optimizer, params, sizes).found
+  sizes, by_name = sizes_of(workers)
+  known = only_named(by_name)
+  trace = _traced.traced(optimizer, params, sizes, bound=by_name, known=known)
+  states, transformations = states_in(opt_state), trace.found
   leaves: list[LeafPlan] = []
   stages: list[Stage] = []
   number = kept = 0
@@ -239,7 +263,7 @@ def explain(
     stages += [dataclasses.replace(x, message=number + x.message) for x in found.stages]
     for message in plan.messages:
       if isinstance(message.exchange, Hierarchical):
-        _check_axes(plan.axis_name, sizes)
+        check_both(plan.axis_name, workers)
       layout = message.layout
       for i, like, slot in zip(message.leaves, layout.like, layout.slots, strict=True):
         codec = layout.codecs[slot.group]
@@ -257,7 +281,7 @@ def explain(
           rule=plan.rules[i],
           slots=sums.of(codec).slots(slot.stop - slot.start),
           used=used.get(i),
-          work=_work(message, codec, plan.codecs[i], sizes),
+          work=_work(message, codec, plan.codecs[i], found.sizes),
           keeps=plan.feedback,
           every=found.every,
         )

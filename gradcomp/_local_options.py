@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from gradcomp import sums
 from gradcomp._checks import one_of, share_above_0, static_integer
 from gradcomp.codecs import is_codec
-from gradcomp.exchange import AllGather, Auto, Merge, as_exchange
+from gradcomp.exchange import AllGather, Auto, Exchange, Merge, as_exchange
 from gradcomp.feedback import ErrorFeedback
 
 
@@ -20,6 +21,16 @@ def steps(name: str, least: int, most: int | None, value: Any) -> int:
   if most is not None and number > most:
     raise ValueError(f"`{name}` must be {rule}, got {number}.")
   return number
+
+
+def checked_optimizer(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
+  """Returns an optimizer that takes extra arguments; TypeError for what is none."""
+  if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
+    raise TypeError(
+      f"`{name}` must be an optax.GradientTransformation, like optax.sgd(0.1), got "
+      f"{tx!r}."
+    )
+  return optax.with_extra_args_support(tx)
 
 
 def kept_of(feedback: Any, decay: float, codec: Any) -> Any:
@@ -38,8 +49,18 @@ def kept_of(feedback: Any, decay: float, codec: Any) -> Any:
 
 
 def merging(exchange: Any, merge: Any, codec: Any) -> Any:
-  """Returns the exchange that divides by the number of these workers."""
+  """Returns the exchange that divides by the number of these workers.
+
+  Raises:
+    ValueError: it sends nothing, or the codec or the exchange does not allow this.
+  """
   one_of("merge", Merge, merge)
+  given = as_exchange(exchange)
+  if isinstance(given, Exchange) and not given.sends:
+    raise ValueError(
+      "`exchange` must send what workers change, for all to have the same parameters, "
+      f'got {exchange!r}; use exchange="auto", or `inner` alone to train without one.'
+    )
   if merge == "mean":
     return exchange
   if is_codec(codec) and not sums.facts(codec).drops:
@@ -47,7 +68,7 @@ def merging(exchange: Any, merge: Any, codec: Any) -> Any:
       f'`merge` must be "mean" for a codec of which each worker sends all elements, '
       f'got "senders" and {codec}; use a sparse one like gradcomp.codecs.TopK().'
     )
-  if as_exchange(exchange) not in (Auto(), AllGather(), AllGather(merge=merge)):
+  if given not in (Auto(), AllGather(), AllGather(merge=merge)):
     raise ValueError(
       '`exchange` must be "auto" or "all_gather" with merge="senders", for nobody else '
       f"knows who sent what, got {exchange!r}."

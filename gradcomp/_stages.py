@@ -1,6 +1,7 @@
 """Describes the collectives of a step, for :mod:`gradcomp.cost`."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -77,10 +78,25 @@ def span(
   """
   first = min((data.index(axis) for axis in axes if axis in data), default=0)
   workers = math.prod(sizes[axis] for axis in data[first:])
+  place = functools.partial(_place, axes=axes, data=data, sizes=sizes)
+  pairs = [(place(i), place(j)) for i, j in pairs]
   for length in range(1, workers if pairs else 1):
     if workers % length == 0 and all(i // length == j // length for i, j in pairs):
       return length
   return workers
+
+
+def _place(
+  index: int, *, axes: Sequence[str], data: Sequence[str], sizes: Mapping[str, int]
+) -> int:
+  """Returns the number, among all workers, of one with an index on some axes."""
+  result = 0
+  for axis in reversed(axes):
+    index, own = divmod(index, sizes[axis])
+    if axis in data:
+      behind = data[data.index(axis) + 1 :]
+      result += own * math.prod(sizes[other] for other in behind)
+  return result
 
 
 def _longest_cycle(pairs: Pairs) -> int:

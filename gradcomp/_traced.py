@@ -14,7 +14,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from gradcomp._checks import static_integer
 from gradcomp._stages import Stage, append, members, span
 from gradcomp.exchange import FITTING, NOTE, Every, Message, Options, Parts, Plan, note
 from gradcomp.layout import Layout
@@ -38,6 +37,7 @@ class Found:
 
   Attributes:
     plan: its messages.
+    sizes: of the axes that it exchanges over.
     state: the number of its state, see :func:`states`; None if the trace hides it.
     by_leaf: for each leaf.
     inside: the part of these that stays inside the groups of two axes' second.
@@ -47,6 +47,7 @@ class Found:
   """
 
   plan: Plan
+  sizes: tuple[int, ...]
   state: int | None
   by_leaf: list[Fraction]
   inside: Fraction = Fraction(0)
@@ -69,18 +70,6 @@ class Trace(NamedTuple):
   state: Any
 
 
-def sizes_of(workers: int | tuple[int, ...]) -> tuple[int, ...]:
-  """Returns the sizes of the workers' axes; ValueError for what are none."""
-  rule = "a number of workers, 1 or more, or a tuple of the sizes of two axes"
-  sizes = workers if isinstance(workers, tuple) else (workers,)
-  if len(sizes) not in (1, 2):
-    raise ValueError(f"`workers` must be {rule}, got {workers!r}.")
-  sizes = tuple(static_integer("workers", rule, size) for size in sizes)
-  if min(sizes) < 1:
-    raise ValueError(f"`workers` must be {rule}, got {workers!r}.")
-  return sizes
-
-
 def traced(
   optimizer: optax.GradientTransformation,
   params: Any,
@@ -95,7 +84,8 @@ def traced(
     optimizer: an optax transformation with gradcomp's in it.
     params: arrays, or their shapes and dtypes.
     sizes: of a transformation's axes, if it has as many; else all are on its first one.
-    bound: the axes that are bound from the start, and their sizes.
+    bound: the axes that are bound from the start, in the order of the workers, and
+      their sizes.
     known: returns the size of an axis whose size is not left to ``sizes``.
   """
   like = jax.eval_shape(lambda params: params, params)
@@ -112,7 +102,9 @@ def traced(
     kept[:] = [jax.tree.map(jax.typeof, state)]
     return optimizer.update(params, state, params)[0]
 
-  bound = dict(zip(EXPLAINED, sizes, strict=False)) | dict(bound or {})
+  order = tuple(bound or {})
+  unnamed = sizes if len(sizes) <= len(EXPLAINED) else (math.prod(sizes),)
+  bound = dict(zip(EXPLAINED, unnamed, strict=False)) | dict(bound or {})
   while True:
     try:
       mesh = AbstractMesh(tuple(bound.values()), tuple(bound))
@@ -120,7 +112,7 @@ def traced(
         trace = jax.make_jaxpr(
           jax.shard_map(update, in_specs=P(), out_specs=P(), check_vma=False)
         )(like)
-      return Trace(_read(trace.jaxpr, bound), _made(trace.jaxpr), *kept)
+      return Trace(_read(trace.jaxpr, bound, order), _made(trace.jaxpr), *kept)
     except UnboundAxisError as unbound:
       names = axis_names(unbound.axis_name)
       ones = (1,) * (len(names) - 1)
@@ -129,8 +121,16 @@ def traced(
       bound |= zip(names, own, strict=True)
 
 
-def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
-  """Returns what a traced update sends. Only what notes stand around is counted."""
+def _read(
+  jaxpr: Jaxpr, sizes: Mapping[str, int], order: tuple[str, ...]
+) -> list[Found]:
+  """Returns what a traced update sends. Only what notes stand around is counted.
+
+  Args:
+    jaxpr: of the update.
+    sizes: of all axes.
+    order: of the axes, as workers lie on them, as far as it is known.
+  """
   result: list[Found] = []
   now: object = None
   parts: tuple[int, ...] = ()
@@ -146,6 +146,7 @@ def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
         for i, share in zip(now.leaves, _shares(now.layout, parts), strict=True):
           found.by_leaf[i] += times * nbytes * share
         data = axis_names(found.plan.axis_name or EXPLAINED)
+        ordered = order if set(order) >= set(axes) else data
         number = found.plan.messages.index(now)
         permutation = equation.params.get("perm", ())
         x = _operand(equation)
@@ -153,7 +154,7 @@ def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
           message=number,
           primitive=equation.primitive.name,
           workers=members(axes, sizes, permutation),
-          span=span(axes, data, sizes, permutation),
+          span=span(axes, ordered, sizes, permutation),
           elements=x.size,
           bytes_in=x.size * x.dtype.itemsize,
           bytes_sent=nbytes,
@@ -170,7 +171,9 @@ def _read(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Found]:
       now, parts = about, ()
       if isinstance(about, Plan):
         nothing = [Fraction(0)] * len(about.names)
-        result.append(Found(about, state, nothing, every=every))
+        own = _bound(axis_names(about.axis_name or EXPLAINED[0]), sizes)
+        of_axes = tuple(sizes[axis] for axis in own)
+        result.append(Found(about, of_axes, state, nothing, every=every))
   return result
 
 
@@ -189,13 +192,17 @@ def _made(jaxpr: Jaxpr) -> list[tuple[Plan, dict[str, Any]]]:
 
 
 def _axes(equation: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
-  """Returns the axes of a collective.
+  """Returns the axes of a collective."""
+  axes = equation.params.get("axis_name", equation.params.get("axes"))
+  return _bound(axes if isinstance(axes, tuple) else (axes,), sizes)
+
+
+def _bound(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+  """Returns the axes, all of which have a size.
 
   Raises:
     UnboundAxisError: an axis is that of a map around explain.
   """
-  axes = equation.params.get("axis_name", equation.params.get("axes"))
-  axes = axes if isinstance(axes, tuple) else (axes,)
   if not sizes.keys() >= set(axes):
     raise UnboundAxisError(f"{axes} must be bound, got {sizes}.", axes)
   return axes

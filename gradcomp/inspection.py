@@ -256,7 +256,7 @@ def _found(optimizer: optax.GradientTransformation, grads: Any) -> list[_traced.
     return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
   like = jax.tree.map(on_device, grads)
-  sizes = sizes if len(sizes) in (1, 2) else (math.prod(sizes),)
+  sizes = sizes or (1,)
   return _traced.traced(optimizer, like, sizes, bound=bound, known=known).found
 
 

@@ -11,7 +11,13 @@ from gradcomp._border import not_differentiated
 from gradcomp._checks import share_above_0
 from gradcomp._compression import Dither
 from gradcomp._fragments import Fragment, cut, join, select, sizes_of
-from gradcomp._local_options import check_floats, kept_of, merging, steps
+from gradcomp._local_options import (
+  check_floats,
+  checked_optimizer,
+  kept_of,
+  merging,
+  steps,
+)
 from gradcomp._local_rounds import Round
 from gradcomp._own_steps import first_own, own_params, stored, wide
 from gradcomp.codecs import LeafCodec
@@ -130,13 +136,14 @@ def local_steps(
     codec: of the differences.
     axis_name: the axis of the workers, or a tuple of axes.
     exchange, min_leaf_size, message_bytes, key, dither: the options of the exchange,
-      see :class:`gradcomp.CompressOptions`.
+      see :class:`gradcomp.CompressOptions`. It must send something.
     feedback: as there. ``"error"`` keeps nothing for a codec that loses nothing.
     feedback_decay: :math:`\beta`, above 0 and at most 1.
     fragments: P, into how many parts of about as many elements the leaves are cut, in
       their order.
     delay: :math:`\tau`, the steps after which an exchange is applied, below H.
-    mixing: m, above 0 and at most 1. With 1, workers go on from the parameters.
+    mixing: m, above 0 and at most 1. With 1, workers go on from the parameters, and
+      lose what they did during ``delay``.
     merge: ``"mean"``, or ``"senders"``, which divides the sum of an element by the
       number of workers that sent it. Only sparse codecs allow that.
 
@@ -149,7 +156,8 @@ def local_steps(
       knows the number of workers, or there are fewer leaves than fragments; in
       ``update``, there are no parameters, they or the state are not those of a worker,
       or gradients are already reduced.
-    TypeError: ``codec`` is not one; or a parameter or a gradient is no real float.
+    TypeError: ``inner``, ``outer`` or ``codec`` is not one; or a parameter or a
+      gradient is no real float.
 
   Example:
     >>> tx = local_steps(
@@ -189,8 +197,8 @@ def local_steps(
     key=key,
     dither=dither,
   )
-  inner = optax.with_extra_args_support(inner)
-  outer = optax.with_extra_args_support(outer)
+  inner = checked_optimizer("inner", inner)
+  outer = checked_optimizer("outer", outer)
   round_ = Round(inner, outer, compressed, axes, every, delay, mixing)
 
   def init_fn(params: Any) -> LocalStepsState:

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from gradcomp import _traced
+from gradcomp._axis_sizes import WorkerSizes, only_named, sizes_of
 from gradcomp._leaf_codecs import leaf_codecs
 from gradcomp._version import __version__
 from gradcomp.exchange import Plan, owner_shapes
@@ -27,7 +28,7 @@ def state_record(
   optimizer: optax.GradientTransformation,
   params: Any,
   *,
-  workers: int | tuple[int, int],
+  workers: WorkerSizes,
 ) -> dict[str, Any]:
   """Records what the state of an optimizer belongs to, to be saved beside it.
 
@@ -41,7 +42,7 @@ def state_record(
     optimizer: an optax transformation with gradcomp's in it.
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
     workers: the number of workers that share the axis; ``(hosts, chips)`` for
-      ``"hierarchical"`` over two axes.
+      ``"hierarchical"`` over two axes; or sizes by name, as for :func:`explain`.
 
   Returns:
     Dicts, lists, strings and numbers, for ``json.dump`` or Orbax's ``JsonSave``.
@@ -58,8 +59,9 @@ def state_record(
     >>> transformation["leaves"], transformation["feedback"]
     ({"['w']": {'shape': [256, 256], 'codec': 0}}, {'type': 'NoFeedback'})
   """
-  sizes = _traced.sizes_of(workers)
-  trace = _traced.traced(optimizer, params, sizes)
+  sizes, by_name = sizes_of(workers)
+  known = only_named(by_name)
+  trace = _traced.traced(optimizer, params, sizes, bound=by_name, known=known)
   return {
     "format": FORMAT,
     "gradcomp": __version__,

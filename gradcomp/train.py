@@ -127,7 +127,7 @@ def make_train_step(
   )
   frozen = allow_frozen(optimizer)
   functions = loss_fn, frozen.update, functools.partial(update_and_inspect, frozen)
-  workers: Any = ()
+  workers: Any = 1
 
   def alone(*args: Any, inspect: bool) -> Any:
     check_model_state(args[2], model_state, accumulate, 1)
@@ -145,8 +145,7 @@ def make_train_step(
     metrics |= own
     if report:
       shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-      sizes = workers if len(workers) == 2 else math.prod(workers)
-      sent = explain(optimizer, shapes, workers=sizes).bytes_per_step
+      sent = explain(optimizer, shapes, workers=workers).bytes_per_step
       metrics["bytes_sent"] = jnp.float32(sent)
     return *result, metrics
 
@@ -191,15 +190,15 @@ def _check_period(check_every: Any, axis_name: AxisName | None) -> int:
   return steps
 
 
-def _sizes(mesh: Mesh, axis_name: AxisName) -> tuple[int, ...]:
-  """Returns the sizes of the axes; ValueError if the mesh does not have them."""
+def _sizes(mesh: Mesh, axis_name: AxisName) -> dict[str, int]:
+  """Returns the sizes of the axes by name; ValueError if the mesh lacks one."""
   names = axis_names(axis_name)
   if not set(names).issubset(mesh.shape):
     raise ValueError(
       f"`axis_name` must be an axis of the mesh, got {axis_name!r} and a mesh with the "
       f"axes {mesh.axis_names}; pass mesh=, or call this under jax.set_mesh(mesh)."
     )
-  return tuple(mesh.shape[name] for name in names)
+  return {name: mesh.shape[name] for name in names}
 
 
 def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[..., Any]:
@@ -207,7 +206,7 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
   axis_name = one_worker.axis_name
   assert axis_name is not None
   names = axis_names(axis_name)
-  workers = math.prod(_sizes(mesh, axis_name))
+  workers = math.prod(_sizes(mesh, axis_name).values())
   kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   is_explicit = all(kinds[name] == AxisType.Explicit for name in names)
   cut, whole = PartitionSpec(axis_name), PartitionSpec()

@@ -69,6 +69,37 @@ def test_what_is_sent_and_the_residual_are_the_leaf(codec):
     assert (np.abs(rest) <= np.abs(part) * np.float32(1 + 2.0**-22)).all()
 
 
+def near_roundings(codec):
+  """Tiles of scales from 2**-40 to 2**40. The largest element of a block is a few units
+  of the last place from where it is rounded otherwise.
+  """
+  tiles, size = 9, codec.block_size
+  draw = np.random.default_rng(2)
+  x = draw.standard_normal((tiles, codec.tile_size // size, size)).astype(np.float32)
+  scale = np.float32(2) ** draw.permutation(np.linspace(-40, 40, tiles)).reshape(-1, 1)
+  scale = (scale * draw.uniform(1, 2, scale.shape)).astype(np.float32)
+  limits = np.float32([3 / 16, 3 / 8, 1 / 2, 11 / 16, *np.arange(1, 256, 2) / 254])
+  largest = scale * draw.choice(limits, x.shape[:2])
+  largest = largest.view(np.int32) + draw.integers(-2, 3, x.shape[:2], np.int32)
+  largest = np.minimum(largest.view(np.float32), scale)
+  largest[:, :1] = scale
+  at = np.abs(x).argmax(axis=2)[..., None]
+  top = np.take_along_axis(x, at, axis=2)
+  x *= np.abs(largest[..., None] / top)
+  np.put_along_axis(x, at, largest[..., None] * np.sign(top), axis=2)
+  return x.ravel()
+
+
+@every_codec
+def test_what_is_sent_and_the_residual_add_up_to_the_leaf(codec):
+  """To the bit: each difference is a float32. Zeros of both signs are equal here."""
+  x = near_roundings(codec)
+  payload, rest = jax.jit(laws.here(codec).encode_with_residual)(x)
+  sent = np.asarray(laws.decoder(codec, x.shape)(payload))
+  assert 0 < np.count_nonzero(sent) < x.size
+  np.testing.assert_array_equal(sent + np.asarray(rest), x)
+
+
 def test_with_whole_values_the_largest_are_gone():
   """What remains is below 1 - count / B of the square, the bound of any selection."""
   codec = BlockTop(block_size=16, count=2, value_bits=32)

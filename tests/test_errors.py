@@ -546,7 +546,9 @@ def test_state_of_another_transformation(other):
     gradcomp.qsgd().update(GRADS, state)
 
 
-@pytest.mark.parametrize("value", [0, -2, 1.5, None, (), (2, 0), (2, 2, 2)], ids=repr)
+@pytest.mark.parametrize(
+  "value", [0, -2, 1.5, None, (), (2, 0), (2, 2, 2), {}, {"data": 0}], ids=repr
+)
 def test_explain_workers(value):
   with pytest.raises(ValueError, match=says("`workers`", "1 or more")):
     gradcomp.explain(gradcomp.qsgd(), GRADS, workers=value)

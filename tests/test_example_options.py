@@ -2,8 +2,10 @@
 
 import functools
 import itertools
+import types
 
 import command_line
+import comparison
 import image_classification
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 import optax
 import plateau
 import pytest
+import telemetry
 from averaging import average_params, averaged
 from calling import functions
 from methods import METHODS, Redsync
@@ -303,3 +306,30 @@ def test_local_steps_are_sparseloco_or_diloco(codec, momentum):
 )
 def test_local_steps_do_not_go_with_all_options(given, said, capsys):
   assert said in refused(capsys, language_model, *given, "--local-steps", 3)
+
+
+@pytest.mark.parametrize("every, steps", [(10, 1), (6, 4), (2, 5), (5, 5), (1, 3)])
+def test_the_last_step_of_a_round_is_inspected(every, steps):
+  """In place of the first step, and of each so many on: no other step sends anything.
+
+  A run has as many inspections as it has such steps, or rounds if these are fewer.
+  """
+  log = telemetry.Log(every, round_steps=steps)
+  taken = [number for number in range(1, 61) if log.takes(number)]
+  expected = {-(-number // steps) * steps for number in range(1, 61, every)}
+  assert taken == sorted(expected)
+  assert len(taken) == 60 // max(every, steps)
+  assert not telemetry.Log(round_steps=steps).takes(steps)
+
+
+def test_trainers_inspect_by_the_rounds_of_local_steps(monkeypatch, capsys):
+  wire = types.SimpleNamespace(bytes_sent=64, dense_bytes=64)
+  monkeypatch.setattr(comparison, "compile_step", lambda *_: (None, wire))
+  monkeypatch.setattr(comparison, "compile_inspecting", lambda *_: None)
+  params = lambda seed: {"w": jnp.zeros(8)}
+  task = types.SimpleNamespace(init_params=params, mesh=types.SimpleNamespace(size=2))
+  for given, expected in (([], [1, 7, 13, 19]), (["--local-steps", 4], [4, 8, 16, 20])):
+    args = options("--codec", "f32", "--inspect", 6, *given)
+    log = comparison.prepare(METHODS["f32"], task, None, args).log
+    assert [number for number in range(1, 24) if log.takes(number)] == expected
+  assert "a round of 4 steps" in capsys.readouterr().out

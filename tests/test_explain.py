@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import modes
 import optax
 import pytest
-from assertions import assert_same_bits
+from assertions import assert_same_bits, says
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -94,6 +94,61 @@ def test_each_transformation_has_its_own_axes():
   sent = explain(workers=8).bytes_sent
   for workers in (8, (2, 4)):
     assert gradcomp.explain(chained, PARAMS, workers=workers).bytes_sent == 3 * sent
+
+
+def test_each_axis_has_its_own_size():
+  """In a mesh of two axes: each exchange is what it is alone, with its own workers."""
+  axes = {"host": 2, "chip": 4}
+  make = functools.partial(gradcomp.qsgd, exchange="two_shot")
+  chip, host = make(axis_name="chip"), make(axis_name="host")
+  found = gradcomp.explain(optax.chain(chip, host), PARAMS, workers=axes)
+  each = [gradcomp.explain(chip, PARAMS, workers=n) for n in (4, 2)]
+  assert found.workers == 8
+  assert found.bytes_sent == sum(x.bytes_sent for x in each)
+  got, alone = found.leaves, each[0].leaves + each[1].leaves
+  for name in ("path", "bytes_sent", "work"):
+    assert [getattr(x, name) for x in got] == [getattr(x, name) for x in alone]
+  # Chips are neighbours. Bytes between hosts cross the whole row of workers.
+  assert [(x.workers, x.span) for x in found.stages] == [(4, 4)] * 2 + [(2, 8)] * 2
+  plain = gradcomp.explain(gradcomp.dense(), PARAMS, workers=8)
+  assert found.ratio == found.bytes_sent / plain.bytes_sent
+
+
+def test_names_are_another_way_to_say_the_sizes():
+  over_two = gradcomp.qsgd(axis_name=("host", "chip"), exchange="hierarchical")
+  explain = functools.partial(gradcomp.explain, over_two, PARAMS)
+  assert explain(workers={"host": 2, "chip": 4}) == explain(workers=(2, 4))
+  assert (
+    explain(workers={"chip": 4, "host": 2}).leaves == explain(workers=(2, 4)).leaves
+  )
+  for name in ("data", None):
+    tx = gradcomp.qsgd(axis_name=name)
+    named = gradcomp.explain(tx, PARAMS, workers={"data": 4})
+    assert named == gradcomp.explain(tx, PARAMS, workers=4)
+  three = {"data": 2, "host": 2, "chip": 2}
+  (sent,) = {
+    gradcomp.explain(gradcomp.qsgd(axis_name=name), PARAMS, workers=workers).bytes_sent
+    for name, workers in ((None, three), (tuple(three), three), ("data", 8))
+  }
+  assert sent > 0
+
+
+def test_permutations_between_hosts_cross_the_row_of_workers():
+  ring = functools.partial(gradcomp.qsgd, exchange="ring")
+  spans = lambda tx: {
+    x.span
+    for x in gradcomp.explain(tx, PARAMS, workers={"host": 2, "chip": 4}).stages
+    if x.primitive == "ppermute"
+  }
+  assert spans(ring(axis_name="host")) == {8}
+  assert spans(ring(axis_name="chip")) == {4}
+
+
+def test_an_axis_without_a_size_is_named():
+  tx = optax.chain(gradcomp.dense(axis_name="chip"), gradcomp.dense(axis_name="host"))
+  said = says("`workers`", "each axis", "{'chip': 4}", "over 'host'", "add its size")
+  with pytest.raises(ValueError, match=said):
+    gradcomp.explain(tx, PARAMS, workers={"chip": 4})
 
 
 def test_a_fit_is_not_a_part_of_a_leaf():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from assertions import assert_same_bits
+from assertions import assert_same_bits, says
 from jax import lax
 from local_cases import (
   ADAM,
@@ -24,6 +24,7 @@ from slow_cases import slow
 from zero_cases import gradients, last, train, tree
 
 from gradcomp.codecs import QSGD, BlockTop, Dense, FloatCast, TopK
+from gradcomp.exchange import Local
 
 MODES = ["vmap", "pmap", "shard_map", "shard_map_unchecked", "explicit"]
 
@@ -223,9 +224,23 @@ def test_what_is_not_finite_is_seen_and_does_not_stay_in_residuals():
       {"merge": "senders", "codec": TopK(), "exchange": "two_shot"},
       '`exchange` must be "auto" or "all_gather"',
     ),
+    (
+      {"exchange": "local"},
+      "`exchange` must send .* got 'local'; use exchange=\"auto\"",
+    ),
+    ({"exchange": Local()}, "`exchange` must send .* got Local\\(\\)"),
   ],
   ids=str,
 )
 def test_a_bad_option_is_an_error(options, rule):
   with pytest.raises(ValueError, match=rule):
     local(ADAM, NESTEROV, **{"codec": Dense(), **options})
+
+
+@pytest.mark.parametrize("bad", [0.5, None, optax.sgd], ids=repr)
+@pytest.mark.parametrize("name", ["inner", "outer"])
+def test_what_is_no_optimizer_is_an_error(name, bad):
+  parts = {"inner": ADAM, "outer": NESTEROV} | {name: bad}
+  said = says(f"`{name}`", "optax.GradientTransformation", f"got {bad!r}")
+  with pytest.raises(TypeError, match=said):
+    local(**parts, codec=Dense())

@@ -36,18 +36,41 @@ def test_one_program_sends_in_a_branch_and_nothing_elsewhere():
   assert step._cache_size() == 1
 
 
-def test_a_byte_for_64_elements_once_in_30_steps_is_4000_times_fewer():
-  """Than a plain mean in each step, where owners add the differences of 8 workers.
-
-  The test above holds such a number to the HLO.
-  """
-  params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-  sparse = local(
-    optax.sgd(0.1), optax.sgd(1.0), BlockTop(), every=30, exchange="two_shot"
+def compiled(tx, shape, axes):
+  """What the wire has of a train step of one leaf, and what its metrics say of that."""
+  mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
+  params = jax.device_put({"w": jnp.zeros(shape)}, jax.NamedSharding(mesh, P()))
+  state = gradcomp.init_state(
+    tx, params, tuple(axes), param_specs={"w": P()}, mesh=mesh
   )
-  plain = gradcomp.explain(gradcomp.dense(axis_name="data"), params, workers=8)
-  found = gradcomp.explain(sparse, params, workers=8)
-  assert plain.bytes_sent >= 4000 * found.bytes_per_step
+  step = gradcomp.make_train_step(
+    loss_fn, tx, axis_name=tuple(axes), mesh=mesh, report=True
+  )
+  batch = jax.device_put(jnp.ones(mesh.size), jax.NamedSharding(mesh, P(tuple(axes))))
+  program = step.lower(params, state, batch).compile()
+  *_, metrics = program(params, state, batch)
+  return gradcomp.wire_report(program, mesh=mesh), metrics["bytes_sent"]
+
+
+@pytest.mark.parametrize(
+  "codec, options",
+  [
+    (BlockTop(), {"exchange": "two_shot"}),
+    (BlockTop(block_size=512), {"exchange": "all_gather", "merge": "senders"}),
+  ],
+  ids=repr,
+)
+def test_the_wire_has_4000_times_fewer_bytes_in_rounds_of_30_steps(codec, options):
+  """Than plain means in float32: both numbers are those of the compiled program."""
+  workers, elements = {"data": 8}, 16 * 8192  # a tile for each owner, and more
+  tx = local(optax.sgd(0.1), optax.sgd(1.0), codec, every=30, **options)
+  found, told = compiled(tx, (elements,), workers)
+  plain = optax.chain(gradcomp.dense(axis_name="data"), optax.sgd(0.1))
+  dense, _ = compiled(plain, (elements,), workers)
+  assert found.collectives and all(x.in_branch for x in found.collectives)
+  assert dense.bytes_sent >= 2 * 7 / 8 * 4 * elements
+  assert dense.bytes_sent >= 4000 * found.bytes_sent / 30
+  np.testing.assert_allclose(told, found.bytes_sent / 30)
 
 
 def test_inspect_measures_the_difference_in_a_step_that_sends_it():
@@ -184,6 +207,26 @@ def test_islands_average_in_every_step_and_step_alone_between(codec):
   # A step of 8 bits is at most 8/127. Two quarters of it, and a half at an owner's.
   np.testing.assert_allclose(got["w"], expected, atol=0.1, rtol=0)
   assert metrics["loss"].shape == (4,)
+
+
+def test_islands_are_told_the_bytes_of_each_axis():
+  """Chips average in each step, islands in one of ten: the page's example."""
+  inside = optax.chain(gradcomp.dense(axis_name="chip"), optax.adamw(1e-2))
+  tx = gradcomp.local_steps(
+    inside, NESTEROV, every=10, codec=QSGD(bits=4), axis_name="island"
+  )
+  axes = {"island": 2, "chip": 4}
+  report, told = compiled(tx, (256, 256), axes)
+  every = report.by_axis["chip"].bytes_sent, report.by_axis["island"].bytes_sent
+  assert [x.in_branch for x in report.collectives] == [False, True]
+  assert sum(every) == report.bytes_sent
+  found = gradcomp.explain(tx, {"w": jnp.zeros((256, 256))}, workers=axes)
+  assert [leaf.bytes_sent for leaf in found.leaves] == list(every)
+  assert found.bytes_sent == report.bytes_sent
+  assert told == found.bytes_per_step == every[0] + every[1] / 10 == 396_544
+  text = str(found)
+  assert "Bytes that each of 8 workers sends in a step that sends all." in text
+  assert "In a round of 10 steps it sends 3,965,440. That is 48.4 bits" in text
 
 
 @pytest.mark.parametrize(

@@ -219,3 +219,7 @@ def test_shapes_are_enough():
   abstract = jax.eval_shape(lambda: PARAMS)
   make = functools.partial(recorded, qsgd())
   assert make(abstract) == make()
+
+
+def test_sizes_may_have_names():
+  assert recorded(qsgd(), workers={"data": 4}) == recorded(qsgd(), workers=4)

@@ -209,6 +209,35 @@ def test_the_report_agrees_with_the_wire_and_with_the_arrays():
   np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
 
 
+def test_each_exchange_is_reported_over_its_own_axis():
+  """Chips first, and then islands: of both the wire has what the metrics say."""
+  params, x = problem()
+  axes = {"island": 2, "chip": 4}
+  mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * 2)
+  chips, islands = (
+    gradcomp.qsgd(bits=bits, bucket_size=64, min_leaf_size=0, axis_name=name)
+    for bits, name in ((8, "chip"), (4, "island"))
+  )
+  optimizer = optax.chain(chips, islands, optax.sgd(0.5))
+  with jax.set_mesh(mesh):
+    state = optimizer.init(params)
+  step = gradcomp.make_train_step(
+    loss_fn, optimizer, axis_name=tuple(axes), mesh=mesh, report=True
+  )
+  program = step.lower(params, state, x).compile()
+  given = jax.device_put(x, NamedSharding(mesh, P(tuple(axes))))
+  replicated = jax.device_put((params, state), NamedSharding(mesh, P()))
+  *_, metrics = program(*replicated, given)
+  by_axis = gradcomp.wire_report(program, mesh=mesh).by_axis
+  each = [
+    gradcomp.explain(chips, params, workers=4).bytes_sent,
+    gradcomp.explain(islands, params, workers=2).bytes_sent,
+  ]
+  assert [by_axis[name].bytes_sent for name in ("chip", "island")] == each
+  assert metrics["bytes_sent"] == sum(each)
+  assert gradcomp.explain(optimizer, params, workers=axes).bytes_sent == sum(each)
+
+
 def test_all_of_it_on_one_device():
   params, x = problem()
   optimizer = optax.chain(gradcomp.qsgd(bits=8), optax.sgd(0.5))
