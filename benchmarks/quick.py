@@ -47,6 +47,7 @@ RUNS = (
   "parallel_links",
   "parallel_links --loopback",
   "plan_speeds",
+  "local_leaving",
   "local_links",
   "local_study",
   "ptx_check",

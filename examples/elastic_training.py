@@ -9,10 +9,19 @@ import numpy as np
 import optax
 
 import gradcomp
-from gradcomp.codecs import QSGD
+from gradcomp.codecs import QSGD, BlockTop
 
 BATCH = 120  # of all workers together: one learning rate for any number of them
 KINDS = "residual", "rows"  # of what a worker has of its own; owners keep rows
+# How local steps are exchanged, and the learning rate that goes with it. The options of
+# BlockTop are those of SparseLoCo, which sends too little for the rate of QSGD.
+CODECS: dict[str, tuple[dict[str, Any], float]] = {
+  "QSGD": ({"codec": QSGD(bits=4), "exchange": "two_shot"}, 1e-2),
+  "BlockTop": (
+    {"codec": BlockTop(), "feedback_decay": 0.95, "merge": "senders"},
+    3e-3,
+  ),
+}
 State = tuple[Any, Any]
 Parts = dict[int, list[np.ndarray]]  # what hosts saved, leaf by leaf
 
@@ -44,12 +53,15 @@ class Training:
   Args:
     mesh: one device a worker.
     local_steps: how many steps workers take alone before each exchange; 0 for none.
+    codec: of local steps, a name of ``CODECS``.
 
   Attributes:
     kept: the last two states of parameters and optimizer, and the steps behind them.
   """
 
-  def __init__(self, mesh: jax.sharding.Mesh, local_steps: int = 0):
+  def __init__(
+    self, mesh: jax.sharding.Mesh, local_steps: int = 0, codec: str = "QSGD"
+  ):
     self._mesh, self._round = mesh, local_steps
     self._params = first_params()
     self._optimizer = optax.chain(
@@ -57,13 +69,13 @@ class Training:
       optax.adam(1e-2),
     )
     if local_steps:
+      exchange, rate = CODECS[codec]
       self._optimizer = gradcomp.local_steps(
-        optax.adam(1e-2),
+        optax.adam(rate),
         optax.sgd(1.0),  # momentum would need more rounds than this training has
         every=local_steps,
-        codec=QSGD(bits=4),
-        exchange="two_shot",
         axis_name="data",
+        **exchange,
       )
     # Without donation: a step that fails leaves what it was given.
     self._train_step = gradcomp.make_train_step(
@@ -157,18 +169,22 @@ class Training:
     specs = gradcomp.state_specs(self.kept[-1][1], "data")
     is_spec = lambda x: isinstance(x, jax.P)
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-    kind = lambda path: "rows" if ".server_residual" in path else "residual"
-    return [
-      kind(jax.tree_util.keystr(path)) if spec != jax.P() else ""
-      for path, spec in leaves
-    ]
+    return [_kind(path) if spec != jax.P() else "" for path, spec in leaves]
 
   def unsent(self, part: list[np.ndarray]) -> str:
     """Returns in words how much a worker had not sent, by its part."""
     pairs = list(zip(self.kinds(), part, strict=True))
     own = {kind: [x.ravel() for k, x in pairs if k == kind] for kind in KINDS}
-    norms = {kind: np.linalg.norm(np.concatenate(x)) for kind, x in own.items()}
+    norms = {kind: np.linalg.norm(np.concatenate(x)) for kind, x in own.items() if x}
     return " and ".join(f"{kind} of norm {x:.2g}" for kind, x in norms.items())
+
+
+def _kind(path: Any) -> str:
+  """Returns which of ``KINDS`` a worker keeps at a path, or "steps" it took alone."""
+  text = jax.tree_util.keystr(path)
+  if ".server_residual" in text:
+    return "rows"
+  return "residual" if ".residual" in text else "steps"
 
 
 def _at_the_exchange(

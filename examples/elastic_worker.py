@@ -122,9 +122,8 @@ class Worker:
     plan = self._plan
     rank = plan.hosts.index(self._host)
     jax.distributed.initialize(plan.address, len(plan.hosts), rank, **LIMITS)
-    training = elastic_training.Training(
-      jax.make_mesh((jax.device_count(),), ("data",)), options.local_steps
-    )
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    training = elastic_training.Training(mesh, options.local_steps, options.codec)
     told = self._resume(training)
     steps = process_allgather(np.int32(training.step))
     if len(set(steps.tolist())) > 1:
@@ -136,7 +135,7 @@ class Worker:
     self._training = training
     while training.step < options.steps:
       number = training.step + 1
-      look = bool(options.inspect) and number % options.inspect == 0
+      look = inspected(number, options.inspect, options.local_steps or 1)
       metrics = training.advance(inspect=look)
       if look:
         self._say(f"step {number}:\n{metrics['inspection']}")
@@ -169,6 +168,13 @@ class Worker:
       print(f"generation {self._plan.generation}: {text}", flush=True)
 
 
+def inspected(number: int, every: int, round_steps: int) -> bool:
+  """Returns whether a step ends the round in which a multiple of ``every`` is."""
+  if not every or number % round_steps:
+    return False
+  return number // every > (number - round_steps) // every
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(
     description="Started by elastic.py.",
@@ -180,6 +186,7 @@ def main() -> None:
   add("host", type=int)
   add("--steps", type=int, default=500, help="of the whole training")
   add("--local-steps", type=int, default=0, help="that workers take alone in a round")
+  add("--codec", choices=elastic_training.CODECS, default="QSGD", help="of local steps")
   add("--save-every", type=int, default=20, help="steps between two checkpoints")
   add("--inspect", type=int, default=0, help="steps between two tables of errors")
   add("--pause", type=float, default=0.1, help="seconds after each step")

@@ -19,6 +19,7 @@ from gradcomp.codecs import (
   EightBit,
   FloatCast,
   LeafCodec,
+  Natural,
   OneBit,
   PowerSGD,
   RandomK,
@@ -59,6 +60,11 @@ METHODS: dict[str, Method] = {
     f"aps-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m)
     for e, m in ((5, 2), (4, 3), (3, 0))
   },
+  **{
+    f"cast-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m, scale=1.0)
+    for e, m in ((5, 2), (4, 3), (3, 0))
+  },
+  "natural": Natural(),
   "topk-1": TopK(density=0.01),
   "topk-1-asq": TopK(density=0.01, quantize="asq"),
   "blocktop": BlockTop(),

@@ -12,6 +12,7 @@ import time
 
 import elastic
 import elastic_training
+import elastic_worker
 import host
 import jax
 import loopback
@@ -85,8 +86,16 @@ def test_a_host_lives_while_its_file_changes(tmp_path):
   assert live == {0: (-1, "at 0")} and mine.settled
 
 
-def trained(workers, steps, local_steps=0):
-  training = elastic_training.Training(modes.mesh(workers), local_steps)
+def test_the_last_step_of_a_round_is_inspected():
+  inspected = elastic_worker.inspected
+  assert [x for x in range(1, 9) if inspected(x, 3, 1)] == [3, 6]
+  assert [x for x in range(1, 13) if inspected(x, 3, 4)] == [4, 8, 12]
+  assert [x for x in range(1, 25) if inspected(x, 10, 4)] == [12, 20]
+  assert not any(inspected(x, 0, 4) for x in range(9))
+
+
+def trained(workers, steps, *local_steps):
+  training = elastic_training.Training(modes.mesh(workers), *local_steps)
   while training.step < steps:
     training.advance()
   return training
@@ -118,12 +127,13 @@ def test_survivors_keep_what_they_had_not_sent():
   assert three.step == 4
 
 
-def test_local_steps_go_on_from_the_last_exchange_with_fewer_workers():
+@pytest.mark.parametrize("codec", elastic_training.CODECS)
+def test_local_steps_go_on_from_the_last_exchange_with_fewer_workers(codec):
   """With what was not sent before it; a worker that comes again has another's state."""
   hosts, stay = [0, 1, 2, 3], [0, 2, 3]
-  four = trained(4, 6, 4)
+  four = trained(4, 6, 4, codec)
   parts = {x: host.parts(four.kept[-1][1], x) for x in stay}
-  three = elastic_training.Training(modes.mesh(3), 4)
+  three = elastic_training.Training(modes.mesh(3), 4, codec)
   three.resume(6, parts, hosts, [*stay, 1])
   assert three.step == 4
   params, state = three.kept[-1][1]
@@ -137,9 +147,12 @@ def test_local_steps_go_on_from_the_last_exchange_with_fewer_workers():
     )
     np.testing.assert_array_equal(own, np.float32(3 / 4) * np.array(kept)[stay])
   assert int(state.count) == 4
+  leaves = jax.tree.leaves(old.fragments[0].exchange.residual)
+  unsent = np.concatenate([np.split(np.array(x), 4)[0].ravel() for x in leaves])
+  assert f"residual of norm {np.linalg.norm(unsent):.2g}" in four.unsent(parts[0])
   while three.step < 8:
     three.advance()
-  again = elastic_training.Training(modes.mesh(4), 4)
+  again = elastic_training.Training(modes.mesh(4), 4, codec)
   parts = {x: host.parts(three.kept[-1][1], i) for i, x in enumerate(stay)}
   again.resume(8, parts, stay, stay)
   assert again.step == 8
