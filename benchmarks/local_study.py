@@ -12,7 +12,8 @@ on one device.
   DiLoCo SGD           the same with plain SGD outside
   SparseLoCo           BlockTop, a byte for 64 elements; plain SGD outside; an element
                        is the mean of those workers that sent it
-  SparseLoCo of 16     the same with one of 16 elements, for long rounds
+  SparseLoCo mean      the same, divided by the number of all workers
+  SparseLoCo of 16     SparseLoCo with one of 16 elements, for long rounds
   SparseLoCo two_shot  one of 64, where owners choose once more among the sums
   Streaming            floats of 3 bits of exponent and none of mantissa, gathered; 4
                        fragments, a delay of a fifteenth of a round, half mixed
@@ -84,6 +85,7 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
     BASELINE: lambda: local(adam, nesterov, codec=Dense()),
     "DiLoCo SGD": lambda: local(adam, optax.sgd(1.0), codec=Dense()),
     "SparseLoCo": lambda: senders(adam, codec=BlockTop()),
+    "SparseLoCo mean": lambda: sparse(adam, optax.sgd(1.0), codec=BlockTop()),
     "SparseLoCo of 16": lambda: senders(adam, codec=BlockTop(block_size=16)),
     "SparseLoCo two_shot": lambda: sparse(
       adam, optax.sgd(4.0), codec=BlockTop(), exchange="two_shot"

@@ -237,7 +237,7 @@ def test_a_bad_option_is_an_error(options, rule):
     local(ADAM, NESTEROV, **{"codec": Dense(), **options})
 
 
-@pytest.mark.parametrize("bad", [0.5, None, optax.sgd], ids=repr)
+@pytest.mark.parametrize("bad", [0.5, None, optax.sgd], ids=["number", "None", "sgd"])
 @pytest.mark.parametrize("name", ["inner", "outer"])
 def test_what_is_no_optimizer_is_an_error(name, bad):
   parts = {"inner": ADAM, "outer": NESTEROV} | {name: bad}
