@@ -1,7 +1,7 @@
 """Names what cluster_study.py compares: each paper's settings, and those that fail.
 
-A name may end in a part of the network, as in ``qsgd-2:conv``. Then the codec has the
-leaves of that part, and all others travel in float32:
+A name may end in a part of the network, as in ``qsgd-2:conv``. Then the codec has those
+leaves of that part that it has without a part, and all others travel in float32:
 
   conv   convolutions
   dense  matrices
@@ -12,6 +12,7 @@ second encoding loses, and workers share random bits, so that their errors cance
 name that ends in ``-paper`` has neither.
 """
 
+import argparse
 import functools
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import optax
 
 import gradcomp
+from gradcomp._leaf_codecs import default_min_leaf_size
 from gradcomp.codecs import OneBit, TopK
 from gradcomp.exchange import Hierarchical, TwoShot
 
@@ -43,7 +45,7 @@ class Method(NamedTuple):
     start: the share of the steps in which it is dense at first.
   """
 
-  make: Callable[..., Transform]
+  make: functools.partial[Transform]
   momentum: bool = False
   start: float = 0.0
 
@@ -98,7 +100,8 @@ METHODS: dict[str, Method] = {
   "onebit-column": _of(gradcomp.onebit_sgd, per_column=True),
   # Dense at first. Owners then keep no residuals, so nobody is an owner.
   "onebit-64-warm": Method(
-    functools.partial(gradcomp.onebit_sgd, exchange="all_gather"), start=0.1
+    functools.partial(gradcomp.onebit_sgd, exchange="all_gather", feedback="error"),
+    start=0.1,
   ),
   "onebit-64-nofeedback": _of(gradcomp.compress, OneBit(), feedback=None),
   # Wen.
@@ -119,6 +122,10 @@ METHODS: dict[str, Method] = {
     for e, m in FORMATS[:2]
     for size in (16, 32)
   },
+  # His hybrid precision: float32 in the first third.
+  "aps-4-3-h16-hybrid": _low(
+    gradcomp.aps, 4, 3, exchange=Hierarchical(group_size=16)
+  )._replace(start=1 / 3),
   # Fang, who is dense at first.
   "redsync-1": _sparse(0.01),
   "redsync-0.1": _sparse(0.001),
@@ -142,24 +149,39 @@ def check(name: str) -> str:
   """Returns the name of a method, perhaps with a part.
 
   Raises:
-    ValueError: there is no such method, or no such part.
+    argparse.ArgumentTypeError: there is no such method, or no such part of it.
   """
   method, _, part = name.partition(":")
   if method not in METHODS or (":" in name and part not in PARTS):
-    raise ValueError(
-      f"`codecs` must be names such as qsgd-4 or qsgd-4:conv, got {name!r}. Methods: "
+    raise argparse.ArgumentTypeError(
+      f"must be a name such as qsgd-4 or qsgd-4:conv, got {name!r}. Methods: "
       f"{', '.join(METHODS)}. Parts: {', '.join(PARTS)}."
+    )
+  if part and METHODS[method].momentum:
+    raise argparse.ArgumentTypeError(
+      f"must have no part where the exchange has the momentum, got {name!r}"
     )
   return name
 
 
-def labels(part: str, params: Any) -> Any:
-  """Labels each leaf ``"low"``, if it is of the part, or ``"full"``."""
+def labels(part: str, least: int | None, params: Any) -> Any:
+  """Labels each leaf ``"low"``, if it is of the part and not small, or ``"full"``.
+
+  Args:
+    part: one of ``PARTS``.
+    least: the elements from which a leaf is not small; None for the library's choice.
+    params: of the network.
+  """
+  if least is None:
+    least = default_min_leaf_size([x.size for x in jax.tree.leaves(params)])
   if part == "body":
-    full = jax.tree.map(lambda label: label == "output", output_layer(params))
-    return jax.tree.map(lambda is_full: "full" if is_full else "low", full)
-  rank = {"conv": 4, "dense": 2}[part]
-  return jax.tree.map(lambda x: "low" if x.ndim == rank else "full", params)
+    of_part = jax.tree.map(lambda label: label != "output", output_layer(params))
+  else:
+    rank = {"conv": 4, "dense": 2}[part]
+    of_part = jax.tree.map(lambda x: x.ndim == rank, params)
+  return jax.tree.map(
+    lambda x, chosen: "low" if chosen and x.size >= least else "full", params, of_part
+  )
 
 
 def make(
@@ -193,15 +215,15 @@ def make(
   options: dict[str, Any] = {"axis_name": axis_name, "key": key}
   if exchange != "auto":
     options["exchange"] = exchange
+  if part:
+    options["min_leaf_size"] = 0  # for labels leave the small ones out
   tx = _with_start(found, 0 if steady else steps, momentum, options)
   if part:
     alike = {"exchange": "local"} if exchange == "local" else {}
     full = gradcomp.dense(axis_name=axis_name, **alike)
-    if found.momentum:
-      full = gradcomp.redsync(
-        1.0, momentum, nesterov=False, axis_name=axis_name, **alike
-      )
-    tx = optax.partition({"low": tx, "full": full}, functools.partial(labels, part))
+    least = found.make.keywords.get("min_leaf_size")
+    parts = functools.partial(labels, part, least)
+    tx = optax.partition({"low": tx, "full": full}, parts)
   if not found.momentum:
     return tx, momentum, max_norm
   if max_norm is not None:
@@ -221,6 +243,7 @@ def _with_start(
   if method.momentum:
     dense = gradcomp.redsync(1.0, momentum, nesterov=False, **options)
   else:
-    alike = {"exchange": "all_gather", "feedback": "error"}
+    shared = ("exchange", "feedback", "min_leaf_size")  # switch wants them alike
+    alike = {x: found for x, found in method.make.keywords.items() if x in shared}
     dense = gradcomp.dense(**(alike | options))
   return gradcomp.switch([first], [dense, tx])

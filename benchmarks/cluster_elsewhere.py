@@ -2,6 +2,7 @@
 
 import functools
 import json
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from arms import anova
 from cluster_numbers import Spread, spread
 from cluster_verdicts import FAILS, Finding, Judge, Seen, Verdict, concluded
+from layer_errors import PAPER
 
 RESULTS = Path(__file__).parent / "results"
 Look = Callable[[Any], Iterable[Seen]]
@@ -79,6 +81,18 @@ def least_error(record: Any) -> Iterator[Seen]:
     yield Seen(
       min(errors, key=errors.__getitem__) == "dynamic_tree", f"{numbers}: {text}"
     )
+
+
+def layers_alike(record: Any) -> Iterator[Seen]:
+  """Yields whether relative errors of layers are the paper's, to a factor of 2."""
+  for kind, types in PAPER.items():
+    for name, theirs in types.items():
+      runs = record["errors"][kind][name]
+      ours = [statistics.fmean(x) for x in zip(*runs, strict=True)][: len(theirs)]
+      ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+      text = ", ".join(f"{x:.1f} %" for x in ours)
+      holds = 0.5 <= min(ratios) and max(ratios) <= 2
+      yield Seen(holds, f"{kind}, {name}: {text}")
 
 
 def groups_of_16(record: Any) -> Iterator[Seen]:
@@ -184,6 +198,12 @@ ELSEWHERE = (
     "Dettmers table 2",
     "1.4 to 2.5 %",
     of("approximation_error", least_error),
+  ),
+  Finding(
+    "Errors of 8 bits relative to a layer's numbers are as in the paper (factor 2).",
+    "Dettmers table 2",
+    "0.5 to 8 %",
+    of("model_parallel", layers_alike),
   ),
   Finding(
     "Most ternary gradients of a dense layer are zeros: 70 % or more.",

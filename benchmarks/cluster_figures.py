@@ -1,4 +1,4 @@
-"""Draws the accuracy of a study: at the end, and by epoch."""
+"""Draws the accuracy of a study: at the end, by workers, and by epoch."""
 
 from collections.abc import Iterator
 
@@ -62,6 +62,44 @@ def losses(study: Study) -> Iterator[Shown]:
     axes.axvline(0, color="0.3", linewidth=0.8)
     axes.set_xlabel("points of accuracy to float32 (cut at -6 and 1.5)")
     yield Shown(slug("points", group.name), group.name, figure, *ends(group))
+
+
+def sweeps(study: Study) -> Iterator[Shown]:
+  """Yields the points to float32 of groups that differ in their workers alone."""
+  for title, groups in by_workers(study).items():
+    figure, axes = panel(title)
+    codecs = dict.fromkeys(x for group in groups for x in group.runs if x != "f32")
+    for i, codec in enumerate(codecs):
+      found = [
+        (group.setting.workers, difference)
+        for group in groups
+        if (difference := group.difference(codec))
+      ]
+      if found:
+        counts, differences = zip(*found, strict=True)
+        y, half = [x.mean for x in differences], [x.half for x in differences]
+        line = {"marker": "o", "markersize": 4, "capsize": 2}
+        axes.errorbar(counts, y, half, label=codec, color=colour(i, codec), **line)
+    axes.axhline(0, color="0.3", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    counts = [group.setting.workers for group in groups]
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set(xlabel="workers", ylabel="points to float32")
+    legend(figure, len(codecs))
+    rows: Rows = []
+    for group in groups:
+      header, own = ends(group)
+      rows += [[str(group.setting.workers), *row] for row in own]
+    yield Shown(slug("workers", title), title, figure, ["workers", *header], rows)
+
+
+def by_workers(study: Study) -> dict[str, list[Group]]:
+  """Returns the groups that differ in their workers alone, if two or more do."""
+  alike: dict[str, list[Group]] = {}
+  for group in study.groups:
+    title = group.name.replace(f", N = {group.setting.workers}", "")
+    alike.setdefault(title, []).append(group)
+  return {title: groups for title, groups in alike.items() if len(groups) > 1}
 
 
 def curves(study: Study) -> Iterator[Shown]:

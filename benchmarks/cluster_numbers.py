@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import cluster_codecs
+import cluster_networks
 from cluster_records import Record
 from cluster_settings import Setting
 
@@ -80,8 +81,12 @@ class Group(NamedTuple):
 
   @property
   def name(self) -> str:
+    """What the trainings are of, with all that is not the usual."""
     x = self.setting
+    usual = cluster_networks.defaults(x.network, x.optimizer)
     extra = "" if x.optimizer == "sgd" else f", {x.optimizer}"
+    if x.learning_rate != usual.learning_rate:
+      extra += f", rate {x.learning_rate:g}"
     if x.momentum is None and x.optimizer == "sgd":
       extra += ", no momentum"
     if x.weight_decay:
@@ -93,7 +98,10 @@ class Group(NamedTuple):
     if x.rule != "fixed":
       extra += f", {x.batch // x.workers} a worker"
     epochs = x.steps * x.batch / x.epoch
-    return f"{x.network} on {x.dataset}, N = {x.workers}, {epochs:.3g} epochs{extra}"
+    return (
+      f"{x.network} on {x.dataset}, N = {x.workers}, batch {x.batch}, {epochs:.3g} "
+      f"epochs{extra}"
+    )
 
   def curves(self, codec: str) -> dict[int, Curve]:
     return {
@@ -115,13 +123,13 @@ class Group(NamedTuple):
   def perplexity(self, codec: str, against: str = "f32") -> Spread | None:
     """Returns the percents by which a codec's perplexity is less at the end.
 
-    None where fewer than two seeds have both.
+    None where fewer than two seeds have both. A perplexity beyond 1e300 is that.
     """
     ours, theirs = (
       {seed: curve[-1]["test_loss"] for seed, curve in self.curves(name).items()}
       for name in (codec, against)
     )
-    return _paired(ours, theirs, lambda a, b: 100 * (1 - math.exp(a - b)))
+    return _paired(ours, theirs, lambda a, b: 100 * (1 - math.exp(min(a - b, 690.0))))
 
   def early(self, codec: str, against: str = "f32") -> Spread | None:
     """Returns the points by which a codec is better in the first half of a training.
@@ -135,6 +143,18 @@ class Group(NamedTuple):
     ours, theirs = (
       {seed: self.ends(name)[seed] - x for seed, x in self._first_half(name).items()}
       for name in (codec, against)
+    )
+    return _paired(ours, theirs)
+
+  def gained(self, codec: str, other: "Group") -> Spread | None:
+    """Returns the points by which ``difference`` is above that of another group."""
+    ours, theirs = (
+      {
+        seed: end - full
+        for seed, end in group.ends(codec).items()
+        if (full := group.ends("f32").get(seed)) is not None
+      }
+      for group in (self, other)
     )
     return _paired(ours, theirs)
 
@@ -220,20 +240,24 @@ class Study(NamedTuple):
   cells: list[Cell]
   failed: Sequence[Record] = ()
 
-  def matching(self, cell: Cell, codec: str) -> Group | None:
-    """Returns trainings whose accuracy goes with a cell's time.
+  def matching(self, cell: Cell) -> Group | None:
+    """Returns the trainings whose accuracies go with a cell's times.
 
-    Those with as many workers come first, then any of the network and the data.
+    They are one group of the network and the data: that with most of the cell's
+    codecs, and of several such one with as many workers.
     """
     x = cell.setting
     found = [
       group
       for group in self.groups
       if (group.setting.network, group.setting.dataset) == (x.network, x.dataset)
-      and codec in group.runs
     ]
-    found.sort(key=lambda group: group.setting.workers != x.workers)
-    return found[0] if found else None
+
+    def close(group: Group) -> tuple[int, bool]:
+      common = group.runs.keys() & cell.times.keys()
+      return len(common), group.setting.workers == x.workers
+
+    return max(found, key=close, default=None)
 
 
 def grouped(records: Iterable[Record]) -> Study:

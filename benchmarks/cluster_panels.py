@@ -1,5 +1,6 @@
 """Makes the panels of a study's report, so narrow that a phone shows their text."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ def panel(title: str, inches: float = 3.6) -> tuple[Figure, Axes]:
   """Makes a picture with one panel."""
   figure = Figure(figsize=(5.2, inches), layout="constrained")
   axes = figure.subplots()
-  axes.set_title(title, fontsize=11, loc="left")
+  figure.suptitle(textwrap.fill(title, 62), fontsize=11, x=0.02, ha="left")
   axes.tick_params(labelsize=10)
   for side in ("top", "right"):
     axes.spines[side].set_visible(False)

@@ -41,6 +41,11 @@ def sections(study: Study, price: float | None = None) -> Iterator[Section]:
       "0.2 points.",
       accuracy.losses,
     ),
+    (
+      "Accuracy by workers",
+      "As Wen's figure 3: trainings that differ in their workers alone.",
+      accuracy.sweeps,
+    ),
     ("Accuracy by epoch", "As Grubic's figure 5.", accuracy.curves),
     ("Samples a second", "As Grubic's figures 10 and 11.", speed.speeds),
     (
@@ -89,7 +94,7 @@ def fits(study: Study) -> tuple[list[str], Rows]:
 
 def runs(study: Study) -> tuple[list[str], Rows]:
   """Returns the table of what was run."""
-  header = ["what", "codecs", "seeds", "batch", "steps", "rate", "machine"]
+  header = ["what", "codecs", "seeds", "batch", "steps", "learning rate", "machine"]
   rows: Rows = []
   for group in study.groups:
     x = group.setting

@@ -119,10 +119,17 @@ def _timed(
 
 def run(args: argparse.Namespace) -> None:
   """Runs what is not there yet."""
+  most = max(args.workers or [0])
+  if not args.emulate and most > jax.device_count():
+    sys.exit(
+      f"--workers must be at most the devices of all processes, {jax.device_count()}; "
+      f"got {most}. One process has as many as --devices says."
+    )
   records = Records(args.output)
   if jax.process_count() > 1:
     if jax.process_index() == 0:  # data is prepared by one process alone
-      _source(args, args.networks[0])
+      for network in args.networks:
+        _source(args, network)
     multihost_utils.sync_global_devices("data is prepared")
   part, parts = args.part
   everything = [job for i, job in enumerate(jobs(args)) if i % parts == part]

@@ -96,11 +96,13 @@ def scalings(study: Study) -> Iterator[Shown]:
 def prices(study: Study, price: float | None) -> Iterator[Shown]:
   """Yields accuracy against the dollars of a training."""
   for cell in study.cells:
+    group = study.matching(cell)
+    if group is None:
+      continue
     rows: Rows = []
     spots = []
     for codec, times in cell.times.items():
-      group = study.matching(cell, codec)
-      if group is None:
+      if codec not in group.runs:
         continue
       rate = times["price"] if price is None else price
       seconds = group.setting.batch / cell.speed(codec)  # of one step
@@ -116,11 +118,11 @@ def prices(study: Study, price: float | None) -> Iterator[Shown]:
           "never" if late is None else f"{late:.0f}",
           "" if late is None else f"{late * seconds:.1f}",
           "" if late is None else f"{cost(late * seconds):.3g}",
-          f"N = {group.setting.workers}",
         ]
       )
     if not spots:
       continue
+    caption = f"{cell.name}; trained as {group.name}"
     figure, axes = panel(cell.name)
     for i, (x, y, codec) in enumerate(sorted(spots)):
       axes.plot(x, y, "o", color="0.1" if codec == "f32" else BLUE)
@@ -128,8 +130,8 @@ def prices(study: Study, price: float | None) -> Iterator[Shown]:
       axes.annotate(codec, (x, y), (4, above), textcoords="offset points", fontsize=9)
     axes.set(xlabel="dollars of the training", ylabel="test accuracy (%)")
     axes.margins(0.18)
-    header = ["codec", "accuracy", "$", "steps to f32 - 0.2", "s", "$ to it", "trained"]
-    yield Shown(slug("dollars", cell.name), cell.name, figure, header, rows)
+    header = ["codec", "accuracy", "$", "steps to f32 - 0.2", "s", "$ to it"]
+    yield Shown(slug("dollars", cell.name), caption, figure, header, rows)
 
 
 def intensities(study: Study) -> Iterator[Shown]:

@@ -53,7 +53,7 @@ SPEED = (
   ),
   Finding("On a fast link the gain vanishes.", "Grubic 5.2", "1.1 x at most", vanishes),
   Finding(
-    "Nets that communicate much gain, and others do not.",
+    "The net that communicates most gains most.",
     "Grubic 5.2",
     "VGG19 against ResNet50",
     bound_nets,

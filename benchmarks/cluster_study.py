@@ -8,6 +8,8 @@
     --link 10gbit --output DIR
   python benchmarks/cluster_study.py run --rate 1gbit loopback --hosts 2 4 --networks
     lenet --codecs f32 qsgd-4 --steps-only 20 --output DIR    (as root)
+  python benchmarks/cluster_study.py run --papers --idx datasets/fashion-mnist
+    --output DIR    (all of docs/results.md but its times, in about a day of one core)
   python benchmarks/cluster_study.py report DIR
 
 A run times the steps of each codec, split into computation, codec and communication
@@ -24,12 +26,14 @@ launches.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
 import cluster_codecs
 import cluster_networks
 import running
+from cluster_launches import LAUNCHES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -52,12 +56,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.error("run needs --output, the folder of the records")
   if args.emulate and args.steps_only:
     parser.error("--steps-only does not go with --emulate, which has no times")
+  if args.emulate and (args.rate or args.num_processes):
+    parser.error("--emulate takes one process: leave out --rate and --num-processes")
   for workers in args.emulate or args.workers or []:
     if args.batch == "fixed" and args.batch_size % workers:
       parser.error(
         f"--batch-size must be a multiple of the workers, {workers}; got "
         f"{args.batch_size}"
       )
+  if args.papers:
+    if args.idx is None:
+      parser.error("--papers needs --idx, the folder of Fashion-MNIST: see make data")
+    for launch in LAUNCHES:
+      given = ["--idx", str(args.idx), "--output", str(args.output)]
+      execute(parser.parse_args(["run", *launch.split(), *given]))
+    return None
   if args.rate:
     import cluster_rates
 
@@ -87,6 +100,11 @@ def make_parser() -> argparse.ArgumentParser:
   command = commands.add_parser("run", help="run what is not there yet")
   running.add_quick(command, "two codecs, two networks and two seeds, with the report")
   command.add_argument("--output", type=Path, help="folder of the records")
+  command.add_argument(
+    "--papers",
+    action="store_true",
+    help="run all launches of cluster_launches.py; only --idx and --output count",
+  )
 
   add = command.add_argument_group("what is compared").add_argument
   names = cluster_networks.NETWORKS
@@ -172,16 +190,16 @@ def part(text: str) -> tuple[int, int]:
   """Parses which part of the runs to take.
 
   Raises:
-    ValueError: it is no part.
+    argparse.ArgumentTypeError: it is no part.
 
   Example:
     >>> part("1/2")
     (1, 2)
   """
-  index, _, count = text.partition("/")
-  if not 0 <= int(index) < int(count):
-    raise ValueError(f"`part` must be like 0/2 or 1/2, got {text!r}.")
-  return int(index), int(count)
+  found = re.fullmatch(r"(\d+)/(\d+)", text)
+  if not found or int(found[1]) >= int(found[2]):
+    raise argparse.ArgumentTypeError(f"must be like 0/2 or 1/2, got {text!r}")
+  return int(found[1]), int(found[2])
 
 
 if __name__ == "__main__":

@@ -70,16 +70,19 @@ def concluded(seen: Iterable[Seen], needs: str) -> Verdict:
   told = [x.holds for x in found if x.holds is not None]
   if not told:
     return Verdict("not tested", (f"It needs {needs}", *numbers))
-  if all(told):
-    return Verdict("holds", numbers)
-  if any(told):
-    numbers = (f"It holds in {sum(told)} of {len(told)}", *numbers)
-  return Verdict("does not", numbers)
+  if any(told) and sum(told) < len(found):
+    numbers = (f"It holds in {sum(told)} of {len(found)}", *numbers)
+  return Verdict("holds" if all(told) else "does not", numbers)
 
 
 def images(group: Group) -> bool:
   """Returns whether a group is of images, SGD, and 64 workers at most."""
   return _of_images(group, "sgd") and group.setting.workers <= 64
+
+
+def of_lenet(group: Group) -> bool:
+  """Returns whether a group is of LeNet among those of ``images``."""
+  return images(group) and group.setting.network == "lenet"
 
 
 def images_by_adam(group: Group) -> bool:
@@ -190,15 +193,35 @@ def _compared(codec: str, than: str, chosen: Chosen, decide: Decided) -> Judge:
   return _judge(what, [codec], chosen, decide, compare, f" - {than}")
 
 
-def any_workers(codec: str, limit: float, counts: Iterable[int]) -> Judge:
+def any_workers(
+  codec: str, limit: float, counts: Iterable[int], chosen: Chosen = images
+) -> Judge:
   """Returns a judge of whether a codec is as good with few workers and with many."""
   needed = sorted(counts)
   what = f"{_seeds([codec])} with {' and '.join(map(str, needed))} workers"
 
   def judge(study: Study) -> Verdict:
-    found = list(_seen(study, [codec], images, lambda x: x.at_least(-limit)))
+    found = list(_seen(study, [codec], chosen, lambda x: x.at_least(-limit)))
     known = {group.setting.workers for group, _ in found}
     return concluded((x for _, x in found) if known.issuperset(needed) else [], what)
+
+  return judge
+
+
+def less_dropout(codec: str) -> Judge:
+  """Returns a judge of whether a codec loses less where a net drops nothing."""
+
+  def judge(study: Study) -> Verdict:
+    rest = {"codec": "", "exchange": "", "seed": 0, "dropout": None}
+    groups = list(filter(images, study.groups))
+    usual = {x.setting._replace(**rest): x for x in groups if x.setting.dropout is None}
+    seen = []
+    for group in groups:
+      other = usual.get(group.setting._replace(**rest))
+      if group.setting.dropout == 0 and other:
+        if more := group.gained(codec, other):
+          seen.append(Seen(more.is_above(0.0), f"{group.name}: {more} points better"))
+    return concluded(seen, f"{_seeds([codec])} with --dropout 0 and without")
 
   return judge
 

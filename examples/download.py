@@ -117,14 +117,15 @@ def digest(folder: Path) -> str:
   Files that gzip packed count as unpacked ones, for mirrors may pack them anew.
   """
   total = hashlib.sha256()
-  for path in sorted(folder.iterdir()):
+  for path in sorted(x for x in folder.rglob("*") if x.is_file()):
     content = path.read_bytes()
     if content.startswith(b"\x1f\x8b"):
       with contextlib.suppress(
         EOFError, OSError, zlib.error
       ):  # a broken file is itself
         content = gzip.decompress(content)
-    total.update(f"{path.name} {len(content)}\n".encode())
+    name = path.relative_to(folder).as_posix()
+    total.update(f"{name} {len(content)}\n".encode())
     total.update(content)
   return total.hexdigest()
 
@@ -160,6 +161,8 @@ def run(name: str, command: Sequence[str], folder: Path) -> None:
     "Where it can be had, copy the folder that `make data` makes there. Embedded sets "
     "need nothing: --dataset digits or mnist5k, and --text python."
   )
+  if command[0] == "apt-get":
+    advice = f"A new machine needs `apt-get update` once. {advice}"
   try:
     done = subprocess.run(
       command,

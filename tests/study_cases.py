@@ -136,6 +136,12 @@ CASES = {
   "TernGrad is worse without": pair(
     "terngrad-noclip", (87.0, 88.1), (90.0, 91.0), trained("terngrad", 90, 91)
   ),
+  "TernGrad loses less": tuple(
+    trained("f32", 90.0, 91.0, dropout=0.0)
+    + trained("terngrad", *ends, dropout=0.0)
+    + trained("terngrad", 89.0, 90.0)
+    for ends in ((89.5, 90.51), (88.5, 89.5))
+  ),
   "TernGrad is worse if": pair(
     "terngrad", (87.0, 88.1), (90.0, 91.0), trained("terngrad:body", 90, 91)
   ),
@@ -155,6 +161,11 @@ CASES = {
   "Casts to (3, 0)": pair("cast-3-0", (10.0, 10.0), (90.0, 91.0)),
   "Casts to (4, 3)": pair(
     "cast-4-3", (89.0, 90.01), (90.0, 91.0), trained("aps-4-3", 90.0, 91.0)
+  ),
+  "APS with 8 bits behind": tuple(
+    trained("f32", 90.0, 91.0, workers=256)
+    + trained("aps-4-3-h16-hybrid:body", *ends, workers=256)
+    for ends in ((89.9, 90.9), (89.6, 90.6))
   ),
   "APS with 8 bits, the last": tuple(
     trained("f32", 90.0, 91.0, workers=256)
@@ -225,7 +236,7 @@ CASES = {
     + timed("qsgd-4", step, **FAST)
     for step in (1.95, 1.5)
   ),
-  "Nets that communicate": tuple(
+  "The net that communicates": tuple(
     timed("f32", 4, 3.0)
     + timed("qsgd-4", first)
     + timed("f32", 4, 1.0, network="resnet")

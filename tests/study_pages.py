@@ -1,6 +1,7 @@
 """The tables of docs/results.md that the committed records of the study make.
 
-``python tests/study_pages.py`` writes them anew, each behind its heading.
+``python tests/study_pages.py`` writes them anew, each behind its heading, and those
+pictures of the report that the page shows.
 """
 
 import re
@@ -20,6 +21,18 @@ PAGE = ROOT / "docs" / "results.md"
 RECORDS = ROOT / "benchmarks" / "results" / "cluster_study"
 CLAIMS = "### What the papers say"
 STEPS = "### Steps on links"
+_LENET = "lenet-on-fashion-mnist-14-n-8-batch-128"
+_MLP = "mlp-on-fashion-mnist-14-n-8-batch-128"
+# The pictures of the page, and what the report calls them.
+PICTURES = {
+  "qsgd": f"curve-qsgd-{_LENET}-2-epochs",
+  "onebit": f"curve-1-bit-sgd-{_LENET}-2-epochs",
+  "onebit-longer": f"curve-1-bit-sgd-{_LENET}-5-99-epochs",
+  "terngrad": f"curve-terngrad-{_MLP}-2-epochs",
+  "sparse": f"curve-sparse-{_MLP}-2-epochs",
+  "workers": "workers-lenet-on-fashion-mnist-14-batch-64-0-999-epochs-rate-0-01-weight-"
+  "decay-0-0005-polynomial",
+}
 
 
 def study():
@@ -28,7 +41,9 @@ def study():
 
 def short(text):
   """Returns a text without what nearly all runs have."""
-  return re.sub(r" on fashion-mnist/14|, N = 8, 2 epochs|, batch 128", "", text)
+  return re.sub(
+    r" on fashion-mnist/14|, N = 8, batch 128, 2 epochs|, batch 128", "", text
+  )
 
 
 def steps(found):
@@ -46,8 +61,12 @@ def steps(found):
 
 def tables(found):
   """Yields the tables of a study, behind their headings."""
+  sweeps = cluster_figures.by_workers(found)
   for group in found.groups:
-    yield f"#### {group.name}", table(*cluster_figures.ends(group))
+    if not any(group in groups for groups in sweeps.values()):
+      yield f"#### {group.name}", table(*cluster_figures.ends(group))
+  for shown in cluster_figures.sweeps(found):
+    yield f"#### {shown.caption}", table(shown.header, shown.rows)
   yield STEPS, table(*steps(found))
   header, rows = cluster_report.claims(cluster_report.judge(found))
   yield CLAIMS, short(table(header, rows))
@@ -68,6 +87,10 @@ def main():
   page, counted = re.subn(r"^\d+ findings: .*$", count(found), page, flags=re.M)
   assert counted == 1, f"{PAGE.name} has {counted} lines that count the findings"
   PAGE.write_text(page)
+  shown = [*cluster_figures.curves(found), *cluster_figures.sweeps(found)]
+  figures = {x.name: x.figure for x in shown}
+  for picture, name in PICTURES.items():
+    figures[name].savefig(PAGE.with_name(f"study-{picture}.png"), dpi=110)
 
 
 if __name__ == "__main__":

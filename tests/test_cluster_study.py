@@ -2,12 +2,16 @@
 
 import json
 
+import cluster_codecs
 import cluster_devices
+import cluster_figures
 import cluster_numbers
 import cluster_records
 import cluster_report
 import cluster_runs
+import cluster_speed_figures
 import cluster_study
+import jax
 import numpy as np
 import pytest
 from cluster_records import Record, Records
@@ -84,12 +88,81 @@ def test_failed_runs_are_shown_and_run_again(tmp_path):
   [
     ("--emulate 8 --steps-only 5", "--steps-only does not go with --emulate"),
     ("--emulate 3 --batch-size 128", "--batch-size must be a multiple"),
+    ("--emulate 8 --rate 1gbit", "--emulate takes one process"),
+    ("--papers", "--papers needs --idx"),
+    ("--codecs qsgd-5", "such as qsgd-4 or qsgd-4:conv, got 'qsgd-5'. Methods: f32"),
+    ("--codecs qsgd-4:head", "Parts: conv, dense, body"),
+    ("--codecs redsync-1:conv", "must have no part where the exchange has"),
+    ("--part 2/2", "must be like 0/2 or 1/2, got '2/2'"),
   ],
 )
 def test_launches_that_cannot_run_say_why(line, message, capsys):
   with pytest.raises(SystemExit):
     cluster_study.main(f"run --output unused {line}".split())
   assert message in capsys.readouterr().err
+
+
+def test_more_workers_than_devices_are_refused(tmp_path):
+  line = f"run --workers 99 --batch-size 99 --output {tmp_path}".split()
+  with pytest.raises(SystemExit, match="must be at most the devices of all .* got 99"):
+    cluster_runs.run(cluster_study.make_parser().parse_args(line))
+
+
+def test_a_part_has_the_leaves_that_the_whole_compresses():
+  """The first convolution and the biases are small, in all parts of a network."""
+  like = jax.ShapeDtypeStruct
+  params = {
+    "conv1": {"kernel": like((5, 5, 1, 32), float), "bias": like((32,), float)},
+    "conv2": {"kernel": like((5, 5, 32, 64), float)},
+    "dense": {"kernel": like((576, 1024), float)},
+    "head": {"kernel": like((1024, 10), float)},
+  }
+  parts = {"conv": ["conv2"], "dense": ["dense", "head"], "body": ["conv2", "dense"]}
+  for part, expected in parts.items():
+    found = cluster_codecs.labels(part, None, params)
+    low = [name for name, leaves in found.items() if "low" in leaves.values()]
+    assert low == expected
+    assert found["conv1"] == {"kernel": "full", "bias": "full"}
+  found = cluster_codecs.labels("body", 0, params)  # APS has all leaves
+  assert found["conv1"] == {"kernel": "low", "bias": "low"}
+  assert found["head"] == {"kernel": "full"}
+
+
+def test_dollars_are_those_of_one_group():
+  """And of the one that has most of the codecs, not of as many workers."""
+  wide = trained("f32", 90, 91) + trained("qsgd-4", 90, 91)
+  near = trained("f32", 80, 81, workers=2)
+  times = timed("f32", 4.0) + timed("qsgd-4", 2.0) + timed("qsgd-2", 1.0)
+  study = cluster_numbers.grouped(near + wide + times)
+  [cell] = study.cells
+  assert study.matching(cell).setting.workers == 8
+  [shown] = cluster_speed_figures.prices(study, None)
+  assert [row[:2] for row in shown.rows] == [["f32", "90.50"], ["qsgd-4", "90.50"]]
+  assert shown.caption.endswith("trained as lenet on digits, N = 8, batch 64, 2 epochs")
+  assert cluster_numbers.grouped(times).matching(cell) is None
+
+
+def test_trainings_that_differ_in_their_workers_are_one_picture():
+  few = trained("f32", 90.0, 91.0, workers=2) + trained("qsgd-4", 89.0, 90.1, workers=2)
+  other = trained("f32", 50.0, 51.0, workers=4, batch=32)
+  many = FULL + trained("qsgd-4", 88.0, 89.1)
+  [shown] = cluster_figures.sweeps(cluster_numbers.grouped(few + other + many))
+  assert shown.caption == "lenet on digits, batch 64, 2 epochs"
+  assert [row[:2] for row in shown.rows] == [
+    ["2", "f32"],
+    ["2", "qsgd-4"],
+    ["8", "f32"],
+    ["8", "qsgd-4"],
+  ]
+  [bars] = shown.figure.axes[0].containers
+  np.testing.assert_allclose(list(bars.lines[0].get_ydata()), [-0.95, -1.95])
+
+
+def test_a_diverged_text_is_a_number():
+  [group] = cluster_numbers.grouped(
+    trained("f32", 90.0, 91.0) + trained("qsgd-4", 1.0, 1.0, loss=900.0)
+  ).groups
+  assert group.perplexity("qsgd-4").mean < -1e290
 
 
 def test_rates_and_dropout_are_those_of_the_optimizer_and_the_network():

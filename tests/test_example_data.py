@@ -197,6 +197,12 @@ def test_fetching_leaves_the_files_of_the_set_alone(tmp_path, npm):
   (folder / "letters" / "a1").write_bytes(b"spoiled")
   with pytest.raises(download.Unreachable, match="'npm', which this machine does not"):
     download.fetch("letters", folder, source)
+  (folder / "letters" / "a1").write_bytes(b"first")
+  (folder / "letters" / "more").mkdir()
+  download.fetch("letters", folder, source)
+  (folder / "letters" / "more" / "a3").touch()
+  with pytest.raises(download.Unreachable, match="'npm', which this machine does not"):
+    download.fetch("letters", folder, source)
 
 
 @pytest.mark.parametrize(

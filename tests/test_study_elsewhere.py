@@ -4,6 +4,7 @@ import json
 
 import cluster_elsewhere
 import pytest
+from layer_errors import PAPER
 
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
 
@@ -52,6 +53,15 @@ def perplexities(name, *less):
   return {"language-long": {"steps": 12000, "rows": rows}}
 
 
+def layers(times):
+  """A record of model_parallel.py, whose errors are so many times the paper's."""
+  errors = {
+    kind: {name: [[times * x for x in theirs]] for name, theirs in types.items()}
+    for kind, types in PAPER.items()
+  }
+  return {"errors": errors}
+
+
 def roundoff(least):
   errors = {f"sequential {x}": {"mean": 50.0 + (x != least)} for x in (8, 16, 32, 256)}
   return {"formats": {"(5, 2)": {"first convolution": errors}}}
@@ -87,6 +97,7 @@ CASES = {
   "Dettmers' four types of 8 bits in": (networks(0.04, 0.1), networks(0.06, 0.1)),
   "One bit does": (accuracies(types=97.0), accuracies(types=97.0, one_bit=97.0)),
   "Of four types": (relative(1.0), relative(3.0)),
+  "Errors of 8 bits": (layers(1.9), layers(2.1)),
   "Most ternary": (weights(), weights(zeros_clipped=0.69)),
   "Clipping at": (weights(), weights(turned=4.0)),
   "Clipping brings": (weights(), weights(moment_clipped=6.0)),

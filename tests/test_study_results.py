@@ -2,15 +2,21 @@
 
 import json
 import re
+from collections import Counter
 
+import cluster_records
+import cluster_runs
+import cluster_study
 import link_results
 import pages
 import pytest
 import study_pages
+from cluster_launches import LAUNCHES
+from cluster_networks import TEXTS, Source
 
 RESULTS = pages.ROOT / "benchmarks" / "results"
 README = pages.ROOT / "README.md"
-LENET = "lenet on fashion-mnist/14, N = 8, 2 epochs"
+LENET = "lenet on fashion-mnist/14, N = 8, batch 128, 2 epochs"
 # What the front page calls a codec, its name here, and its row of link_speed.json.
 FRONT = {
   "QSGD, 8 bits": ("qsgd-8", "qsgd-8 two_shot"),
@@ -33,6 +39,34 @@ def study():
 def lenet(study):
   (group,) = (x for x in study.groups if x.name == LENET)
   return group
+
+
+def test_no_two_groups_have_one_name(study):
+  """Names are headings, and those of pictures."""
+  counts = Counter(x.name for x in study.groups) + Counter(x.name for x in study.cells)
+  assert max(counts.values()) == 1, counts.most_common(1)
+
+
+def test_the_launches_make_the_records_and_no_others(monkeypatch):
+  """With the names and sizes of their data, and none of the data."""
+
+  def source(args, network):
+    name, epoch = f"fashion-mnist/{args.pixels}", 60_000
+    if network in TEXTS:
+      name, epoch = args.text, 172_221
+    return Source(name, None, (), (), epoch, None, network in TEXTS)
+
+  monkeypatch.setattr(cluster_runs, "_source", source)
+  parser = cluster_study.make_parser()
+  made = Counter(
+    job.setting
+    for launch in LAUNCHES
+    for job in cluster_runs.jobs(parser.parse_args(["run", *launch.split()]))
+  )
+  records = cluster_records.read(study_pages.RECORDS)
+  kept = {x.setting for x in records if x.setting.way == "emulated"}
+  assert set(made) == kept
+  assert max(made.values()) == 1  # no run is in two launches
 
 
 def test_the_page_has_each_table(study):

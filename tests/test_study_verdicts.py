@@ -77,6 +77,15 @@ def test_a_claim_is_about_images_and_sgd(other):
   assert verdict("QSGD with 8", groups).verdict == "not tested"
 
 
+def test_a_group_with_too_few_seeds_is_said():
+  far = trained("f32", 90, 91, workers=4) + trained(
+    "qsgd-8", 80, 91, times=1, workers=4
+  )
+  found = verdict("QSGD with 8", trained("qsgd-8", 90.0, 91.0) + far)
+  assert found.verdict == "holds"
+  assert found.numbers[0] == "It holds in 1 of 2"
+
+
 def test_a_claim_must_hold_in_all_groups():
   other = trained("f32", 90, 91, workers=4) + trained("qsgd-8", 80, 81, workers=4)
   found = verdict("QSGD with 8", trained("qsgd-8", 90.0, 91.0) + other)
