@@ -30,7 +30,7 @@ from gradcomp.exchange import Hierarchical, TwoShot
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-from methods import output_layer  # noqa: E402
+from methods import FORMATS, output_layer  # noqa: E402
 
 Transform = optax.GradientTransformation
 
@@ -70,7 +70,6 @@ def _sparse(density: float, start: float = 0.1, **options: Any) -> Method:
   return Method(redsync, momentum=True, start=start)
 
 
-FORMATS = ((5, 2), (4, 3), (3, 0))
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
 METHODS: dict[str, Method] = {
   "f32": _of(gradcomp.dense),

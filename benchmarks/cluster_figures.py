@@ -86,19 +86,23 @@ def sweeps(study: Study) -> Iterator[Shown]:
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.set(xlabel="workers", ylabel="points to float32")
     legend(figure, len(codecs))
-    rows: Rows = []
-    for group in groups:
-      header, own = ends(group)
-      rows += [[str(group.setting.workers), *row] for row in own]
-    yield Shown(slug("workers", title), title, figure, ["workers", *header], rows)
+    yield Shown(slug("workers", title), title, figure, *ends_by_workers(groups))
+
+
+def ends_by_workers(groups: list[Group]) -> tuple[list[str], Rows]:
+  """Returns the tables of groups that differ in their workers alone as one."""
+  rows: Rows = []
+  for group in groups:
+    header, own = ends(group)
+    rows += [[str(group.setting.workers), *row] for row in own]
+  return ["workers", *header], rows
 
 
 def by_workers(study: Study) -> dict[str, list[Group]]:
   """Returns the groups that differ in their workers alone, if two or more do."""
   alike: dict[str, list[Group]] = {}
   for group in study.groups:
-    title = group.name.replace(f", N = {group.setting.workers}", "")
-    alike.setdefault(title, []).append(group)
+    alike.setdefault(group.name_for_any_workers, []).append(group)
   return {title: groups for title, groups in alike.items() if len(groups) > 1}
 
 

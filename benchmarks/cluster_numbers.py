@@ -74,14 +74,30 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 class Group(NamedTuple):
-  """Trainings with the same settings: the records of each codec by its seeds."""
+  """Trainings with the same settings: the records of each codec by its seeds.
+
+  Attributes:
+    setting: that all share, without a codec, an exchange and a seed.
+    runs: by codecs and seeds.
+  """
 
   setting: Setting
   runs: dict[str, dict[int, Record]]
 
   @property
   def name(self) -> str:
-    """What the trainings are of, with all that is not the usual."""
+    """Says what the trainings are of, with all that is not the usual."""
+    x = self.setting
+    return f"{x.network} on {x.dataset}, N = {x.workers}, {self._training}"
+
+  @property
+  def name_for_any_workers(self) -> str:
+    """Says the same without the number of workers."""
+    x = self.setting
+    return f"{x.network} on {x.dataset}, {self._training}"
+
+  @property
+  def _training(self) -> str:
     x = self.setting
     usual = cluster_networks.defaults(x.network, x.optimizer)
     extra = "" if x.optimizer == "sgd" else f", {x.optimizer}"
@@ -98,10 +114,7 @@ class Group(NamedTuple):
     if x.rule != "fixed":
       extra += f", {x.batch // x.workers} a worker"
     epochs = x.steps * x.batch / x.epoch
-    return (
-      f"{x.network} on {x.dataset}, N = {x.workers}, batch {x.batch}, {epochs:.3g} "
-      f"epochs{extra}"
-    )
+    return f"batch {x.batch}, {epochs:.3g} epochs{extra}"
 
   def curves(self, codec: str) -> dict[int, Curve]:
     return {
@@ -276,7 +289,7 @@ def grouped(records: Iterable[Record]) -> Study:
       cells.setdefault(key, Cell(setting, {})).times[codec] = record.results
     else:
       key = setting._replace(codec="", exchange="", seed=0)
-      group = groups.setdefault(key, Group(setting, {}))
+      group = groups.setdefault(key, Group(key, {}))
       group.runs.setdefault(codec, {})[setting.seed] = record
   order = lambda x: (x.setting.network, x.setting.workers, x.setting.link)
   return Study(

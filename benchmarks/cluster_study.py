@@ -67,8 +67,8 @@ def main(argv: list[str] | None = None) -> None:
   if args.papers:
     if args.idx is None:
       parser.error("--papers needs --idx, the folder of Fashion-MNIST: see make data")
+    given = ["--idx", str(args.idx), "--output", str(args.output)]
     for launch in LAUNCHES:
-      given = ["--idx", str(args.idx), "--output", str(args.output)]
       execute(parser.parse_args(["run", *launch.split(), *given]))
     return None
   if args.rate:

@@ -212,15 +212,12 @@ def less_dropout(codec: str) -> Judge:
   """Returns a judge of whether a codec loses less where a net drops nothing."""
 
   def judge(study: Study) -> Verdict:
-    rest = {"codec": "", "exchange": "", "seed": 0, "dropout": None}
-    groups = list(filter(images, study.groups))
-    usual = {x.setting._replace(**rest): x for x in groups if x.setting.dropout is None}
+    groups = {x.setting: x for x in filter(images, study.groups)}
     seen = []
-    for group in groups:
-      other = usual.get(group.setting._replace(**rest))
-      if group.setting.dropout == 0 and other:
-        if more := group.gained(codec, other):
-          seen.append(Seen(more.is_above(0.0), f"{group.name}: {more} points better"))
+    for setting, group in groups.items():
+      usual = groups.get(setting._replace(dropout=None))
+      if setting.dropout == 0 and usual and (more := group.gained(codec, usual)):
+        seen.append(Seen(more.is_above(0.0), f"{group.name}: {more} points better"))
     return concluded(seen, f"{_seeds([codec])} with --dropout 0 and without")
 
   return judge

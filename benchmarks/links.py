@@ -38,7 +38,7 @@ _SUBNET = "10.77.0.0/24"
 _LARGEST_FRAME = 65536
 _NETNS = pathlib.Path("/etc/netns")
 _DELAY = pathlib.Path(__file__).with_name("link_delay.py")
-_COUNTER = "/sys/class/net/{}/statistics/tx_bytes"
+COUNTER = "/sys/class/net/{}/statistics/tx_bytes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +242,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def bytes_sent(interface: str) -> int:
   """Reads the kernel's counter of an interface, which counts one header a frame."""
-  return int(pathlib.Path(_COUNTER.format(interface)).read_text())
+  return int(pathlib.Path(COUNTER.format(interface)).read_text())
 
 
 def free_ports(count: int) -> list[int]:

@@ -67,8 +67,9 @@ def measure(args: argparse.Namespace, rounds: int) -> dict[str, Any]:
     end = hosts.trained(0, args.steps)
     hosts.ended()
     ends = [_params(hosts.folder, x) for x in range(args.hosts)]
-    counter = ["cat", "/sys/class/net/eth0/statistics/tx_bytes"]
-    sent = int(subprocess.check_output([*hosts.network[0].prefix, *counter]))
+    first = hosts.network[0]
+    counter = links.COUNTER.format(first.interface)
+    sent = int(subprocess.check_output([*first.prefix, "cat", counter]))
     checked = re.findall("the parameters are equal on all . workers", hosts.said())
   same = all(x[name].tobytes() == ends[0][name].tobytes() for x in ends for name in x)
   fresh = [elastic_training.read_batch(args.steps + i) for i in range(BATCHES)]

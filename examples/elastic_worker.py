@@ -20,6 +20,7 @@ import elastic_training
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
+from telemetry import ends_round
 
 import gradcomp
 
@@ -170,9 +171,7 @@ class Worker:
 
 def inspected(number: int, every: int, round_steps: int) -> bool:
   """Returns whether a step ends the round in which a multiple of ``every`` is."""
-  if not every or number % round_steps:
-    return False
-  return number // every > (number - round_steps) // every
+  return every > 0 and ends_round(number, round_steps, first=every, every=every)
 
 
 def main() -> None:

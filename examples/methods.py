@@ -40,6 +40,7 @@ class Redsync:
 
 
 Method = LeafCodec | Redsync | None
+FORMATS = ((5, 2), (4, 3), (3, 0))
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
 TYPES = ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
 # What crosses the wire; None is JAX's own mean.
@@ -56,13 +57,10 @@ METHODS: dict[str, Method] = {
   "terngrad-base3": Ternary(packing="base3"),
   "terngrad-noclip": Ternary(clip_sigmas=None),
   **{name.replace("_", "-"): EightBit(data_type=name) for name in TYPES},
-  **{
-    f"aps-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m)
-    for e, m in ((5, 2), (4, 3), (3, 0))
-  },
+  **{f"aps-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m) for e, m in FORMATS},
   **{
     f"cast-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m, scale=1.0)
-    for e, m in ((5, 2), (4, 3), (3, 0))
+    for e, m in FORMATS
   },
   "natural": Natural(),
   "topk-1": TopK(density=0.01),

@@ -23,6 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
+def ends_round(number: int, round_steps: int, *, first: int, every: int) -> bool:
+  """Returns whether a step ends the round of ``first``, ``first + every`` and so on."""
+  if number % round_steps:
+    return False
+  after = number - first
+  return after // every > (after - round_steps) // every
+
+
 class Log:
   """Keeps the inspections of a run.
 
@@ -46,10 +54,8 @@ class Log:
 
     In place of such a step, the last of its round is.
     """
-    if self.every is None or number % self.round_steps:
-      return False
-    before = (number - 1 - self.round_steps) // self.every  # those in earlier rounds
-    return (number - 1) // self.every > before
+    every, steps = self.every, self.round_steps
+    return every is not None and ends_round(number, steps, first=1, every=every)
 
   def keep(self, number: int, metrics: Any) -> None:
     """Keeps what a step has shown, if it was inspected."""

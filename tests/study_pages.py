@@ -63,10 +63,10 @@ def tables(found):
   """Yields the tables of a study, behind their headings."""
   sweeps = cluster_figures.by_workers(found)
   for group in found.groups:
-    if not any(group in groups for groups in sweeps.values()):
+    if group.name_for_any_workers not in sweeps:
       yield f"#### {group.name}", table(*cluster_figures.ends(group))
-  for shown in cluster_figures.sweeps(found):
-    yield f"#### {shown.caption}", table(shown.header, shown.rows)
+  for title, groups in sweeps.items():
+    yield f"#### {title}", table(*cluster_figures.ends_by_workers(groups))
   yield STEPS, table(*steps(found))
   header, rows = cluster_report.claims(cluster_report.judge(found))
   yield CLAIMS, short(table(header, rows))

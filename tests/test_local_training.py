@@ -37,7 +37,7 @@ def test_one_program_sends_in_a_branch_and_nothing_elsewhere():
 
 
 def compiled(tx, shape, axes):
-  """What the wire has of a train step of one leaf, and what its metrics say of that."""
+  """Returns what the wire has of a train step, and what its metrics say of that."""
   mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
   params = jax.device_put({"w": jnp.zeros(shape)}, jax.NamedSharding(mesh, P()))
   state = gradcomp.init_state(
