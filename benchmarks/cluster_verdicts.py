@@ -86,8 +86,8 @@ def of_lenet(group: Group) -> bool:
 
 
 def images_by_adam(group: Group) -> bool:
-  """Returns whether a group is of images and Adam."""
-  return _of_images(group, "adam")
+  """Returns whether a group is of images, Adam, and a batch for each worker."""
+  return _of_images(group, "adam") and group.setting.rule == "per-worker"
 
 
 def images_of_many(group: Group) -> bool:

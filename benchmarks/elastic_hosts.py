@@ -40,7 +40,7 @@ class Hosts:
 
   def start(self, number: int) -> None:
     args, host = self._args, self.network[number]
-    options = f"{self.folder} {number} --hosts {len(self.network)} --codec BlockTop"
+    options = f"{self.folder} {number} --hosts {len(self.network)} --codec blocktop"
     options += f" --address {host.address} --patience {args.patience}"
     options += f" --local-steps {args.every} --save-every {args.every}"
     options += f" --steps {args.steps} --pause {args.pause}"

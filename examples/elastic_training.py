@@ -16,8 +16,8 @@ KINDS = "residual", "rows"  # of what a worker has of its own; owners keep rows
 # How local steps are exchanged, and the learning rate that goes with it. The options of
 # BlockTop are those of SparseLoCo, which sends too little for the rate of QSGD.
 CODECS: dict[str, tuple[dict[str, Any], float]] = {
-  "QSGD": ({"codec": QSGD(bits=4), "exchange": "two_shot"}, 1e-2),
-  "BlockTop": (
+  "qsgd-4": ({"codec": QSGD(bits=4), "exchange": "two_shot"}, 1e-2),
+  "blocktop": (
     {"codec": BlockTop(), "feedback_decay": 0.95, "merge": "senders"},
     3e-3,
   ),
@@ -60,7 +60,7 @@ class Training:
   """
 
   def __init__(
-    self, mesh: jax.sharding.Mesh, local_steps: int = 0, codec: str = "QSGD"
+    self, mesh: jax.sharding.Mesh, local_steps: int = 0, codec: str = "qsgd-4"
   ):
     self._mesh, self._round = mesh, local_steps
     self._params = first_params()

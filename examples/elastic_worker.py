@@ -185,7 +185,7 @@ def main() -> None:
   add("host", type=int)
   add("--steps", type=int, default=500, help="of the whole training")
   add("--local-steps", type=int, default=0, help="that workers take alone in a round")
-  add("--codec", choices=elastic_training.CODECS, default="QSGD", help="of local steps")
+  add("--codec", choices=elastic_training.CODECS, default="qsgd-4", help="of a round")
   add("--save-every", type=int, default=20, help="steps between two checkpoints")
   add("--inspect", type=int, default=0, help="steps between two tables of errors")
   add("--pause", type=float, default=0.1, help="seconds after each step")

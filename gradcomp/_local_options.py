@@ -48,11 +48,11 @@ def kept_of(feedback: Any, decay: float, codec: Any) -> Any:
   return feedback
 
 
-def merging(exchange: Any, merge: Any, codec: Any) -> Any:
-  """Returns the exchange that divides by the number of these workers.
+def exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
+  """Returns the exchange of what workers change, which divides as ``merge`` says.
 
   Raises:
-    ValueError: it sends nothing, or the codec or the exchange does not allow this.
+    ValueError: it sends nothing, or the codec or the exchange does not allow ``merge``.
   """
   one_of("merge", Merge, merge)
   given = as_exchange(exchange)

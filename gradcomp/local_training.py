@@ -14,8 +14,8 @@ from gradcomp._fragments import Fragment, cut, join, select, sizes_of
 from gradcomp._local_options import (
   check_floats,
   checked_optimizer,
+  exchange_of_rounds,
   kept_of,
-  merging,
   steps,
 )
 from gradcomp._local_rounds import Round
@@ -190,7 +190,7 @@ def local_steps(
   compressed = compress(
     codec,
     axis_name=axes,
-    exchange=merging(exchange, merge, codec),
+    exchange=exchange_of_rounds(exchange, merge, codec),
     feedback=kept_of(feedback, feedback_decay, codec),
     min_leaf_size=min_leaf_size,
     message_bytes=message_bytes,

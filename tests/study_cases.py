@@ -128,8 +128,8 @@ CASES = {
     for ends in ((89.9, 90.9), (89.7, 90.7))
   ),
   "TernGrad with Adam": tuple(
-    trained("f32", 90.0, 91.0, optimizer="adam")
-    + trained("terngrad", *ends, optimizer="adam")
+    trained("f32", 90.0, 91.0, optimizer="adam", rule="per-worker")
+    + trained("terngrad", *ends, optimizer="adam", rule="per-worker")
     for ends in ((89.2, 90.2), (88.8, 89.9))
   ),
   "TernGrad ends at most 2": pair("terngrad", (88.1, 89.1), (87.9, 88.9)),

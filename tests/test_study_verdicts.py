@@ -77,6 +77,12 @@ def test_a_claim_is_about_images_and_sgd(other):
   assert verdict("QSGD with 8", groups).verdict == "not tested"
 
 
+def test_the_claim_on_a_batch_a_worker_is_about_no_fixed_one():
+  groups = trained("f32", 90, 91, optimizer="adam")
+  groups += trained("terngrad", 80, 81, optimizer="adam")
+  assert verdict("TernGrad with Adam", groups).verdict == "not tested"
+
+
 def test_a_group_with_too_few_seeds_is_said():
   far = trained("f32", 90, 91, workers=4) + trained(
     "qsgd-8", 80, 91, times=1, workers=4
