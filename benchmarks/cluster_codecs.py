@@ -91,6 +91,9 @@ METHODS: dict[str, Method] = {
   "qsgd-2-paper": _plain(2, bucket_size=128),
   "qsgd-4-8192-paper": _plain(4, bucket_size=8192),
   "qsgd-2-tensor-paper": _plain(2, bucket_size=None),
+  "qsgd-4-l2-paper": _plain(4, norm="l2"),
+  "qsgd-2-l2-paper": _plain(2, bucket_size=128, norm="l2"),
+  "qsgd-1-uniform-paper": _plain(1, bucket_size=128, levels="uniform"),
   # What the library adds at 2 bits.
   "qsgd-2-fitted": _of(gradcomp.qsgd, 2, bucket_size=128, levels="nonuniform"),
   "qsgd-2-feedback": _of(gradcomp.qsgd, 2, bucket_size=128, feedback="error"),

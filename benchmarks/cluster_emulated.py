@@ -5,8 +5,8 @@ in a loop's body twenty times as slowly as outside: 3.0 s against 0.11 s of CPU 
 LeNet's gradient of 128 images of 28 x 28. For the same reason the gradients of workers
 are computed one after another in networks with convolutions, and by ``vmap`` in
 recurrent ones. Convolutions of 3 x 3 on images of 2 x 2 are as slow: with 256 channels
-and 16 images they take 22 to 27 ms, and 1.7 ms on images of 4 x 4. So the residual net
-trains faster on 14 x 14 pixels than on 7 x 7.
+and 16 images they take 22 to 27 ms, and 1.7 ms on images of 4 x 4. So the residual
+net's gradient takes half as long on 14 x 14 pixels as on 7 x 7.
 
 The exchange is that of ``vmap``, with the bits of real devices. Only dropout draws
 other numbers than it does there.

@@ -46,6 +46,10 @@ class Spread(NamedTuple):
     """
     return self.mean >= limit if self._tells(limit) else None
 
+  def at_most(self, limit: float) -> bool | None:
+    """Says whether the mean is ``limit`` or less; None as in ``at_least``."""
+    return self.mean <= limit if self._tells(limit) else None
+
   def is_below(self, limit: float) -> bool | None:
     """Says whether the whole interval is below ``limit``; None as in ``at_least``."""
     return self.mean + self.half < limit if self._tells(limit) else None
@@ -133,29 +137,29 @@ class Group(NamedTuple):
     """
     return _paired(self.ends(codec), self.ends(against))
 
-  def perplexity(self, codec: str, against: str = "f32") -> Spread | None:
-    """Returns the percents by which a codec's perplexity is less at the end.
+  def perplexity(self, codec: str) -> Spread | None:
+    """Returns the percents by which a codec's perplexity is above float32's at the end.
 
     None where fewer than two seeds have both. A perplexity beyond 1e300 is that.
     """
     ours, theirs = (
       {seed: curve[-1]["test_loss"] for seed, curve in self.curves(name).items()}
-      for name in (codec, against)
+      for name in (codec, "f32")
     )
-    return _paired(ours, theirs, lambda a, b: 100 * (1 - math.exp(min(a - b, 690.0))))
+    return _paired(ours, theirs, lambda a, b: 100 * (math.exp(min(a - b, 690.0)) - 1))
 
-  def early(self, codec: str, against: str = "f32") -> Spread | None:
-    """Returns the points by which a codec is better in the first half of a training.
+  def early(self, codec: str) -> Spread | None:
+    """Returns the points above float32 in the first half of a training.
 
     None as in ``difference``, and where curves have one point.
     """
-    return _paired(self._first_half(codec), self._first_half(against))
+    return _paired(self._first_half(codec), self._first_half("f32"))
 
-  def caught_up(self, codec: str, against: str = "f32") -> Spread | None:
+  def caught_up(self, codec: str) -> Spread | None:
     """Returns the points by which ``difference`` is above ``early``."""
     ours, theirs = (
       {seed: self.ends(name)[seed] - x for seed, x in self._first_half(name).items()}
-      for name in (codec, against)
+      for name in (codec, "f32")
     )
     return _paired(ours, theirs)
 
@@ -179,12 +183,12 @@ class Group(NamedTuple):
       if len(curve) > 1
     }
 
-  def steps_to(self, codec: str, against: str = "f32") -> float | None:
+  def steps_to(self, codec: str) -> float | None:
     """Returns the steps until the mean accuracy is float32's at the end, less 0.2.
 
     None where it is never so.
     """
-    ends, curves = self.ends(against), self.curves(codec)
+    ends, curves = self.ends("f32"), self.curves(codec)
     if not ends or not curves:
       return None
     goal = statistics.fmean(ends.values()) - LATE
@@ -239,11 +243,11 @@ class Cell(NamedTuple):
     return found["megabytes"] / found["gigaflops"]
 
   def fit(self) -> grubic.Fit | None:
-    """Fits ``a + c w`` to the seconds of a sample; None below three rows."""
+    """Fits ``a + c w`` to the seconds of a sample; None below four rows."""
     speeds = {
       bits: self.speed(codec) for bits, codec in QSGD.items() if codec in self.times
     }
-    return grubic.fit(speeds) if len(speeds) > 2 else None
+    return grubic.fit(speeds) if len(speeds) > 3 else None
 
 
 class Study(NamedTuple):

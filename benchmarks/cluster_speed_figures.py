@@ -145,9 +145,9 @@ def intensities(study: Study) -> Iterator[Shown]:
     title = f"N = {workers}, {link}"
     figure, axes = panel(title)
     cells = sorted(cells, key=lambda cell: cell.intensity)
-    codecs = [x for x in dict.fromkeys(c for cell in cells for c in cell.times)]
+    codecs = dict.fromkeys(name for cell in cells for name in cell.times)
     rows: Rows = []
-    for i, codec in enumerate(x for x in codecs if x != "f32"):
+    for i, codec in enumerate(name for name in codecs if name != "f32"):
       has = [cell for cell in cells if codec in cell.times]
       x = [cell.intensity for cell in has]
       y = [cell.gain(codec) for cell in has]

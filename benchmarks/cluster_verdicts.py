@@ -8,7 +8,7 @@ is below 0. Five seeds tell, or fewer if their interval does.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from arms import anova
 from cluster_networks import TEXTS
@@ -48,7 +48,7 @@ class Seen(NamedTuple):
   """Holds what one group or cell says.
 
   Attributes:
-    holds: whether the claim does; None if it takes more seeds to say.
+    holds: whether the claim does; None if the numbers do not tell.
     numbers: that say it.
   """
 
@@ -56,23 +56,24 @@ class Seen(NamedTuple):
   numbers: str
 
 
-def concluded(seen: Iterable[Seen], needs: str) -> Verdict:
+def concluded(seen: Iterable[Seen], needs: str, share: float = 1.0) -> Verdict:
   """Concludes from all that was seen, if there was anything.
 
   Args:
     seen: of each group or cell.
     needs: what has to be run, if nothing was seen.
+    share: of those that tell, in which a claim must hold.
   """
   found = list(seen)
   numbers = tuple(
-    x.numbers + (": too few seeds" if x.holds is None else "") for x in found
+    x.numbers + (": this does not tell" if x.holds is None else "") for x in found
   )
   told = [x.holds for x in found if x.holds is not None]
   if not told:
     return Verdict("not tested", (f"It needs {needs}", *numbers))
   if any(told) and sum(told) < len(found):
     numbers = (f"It holds in {sum(told)} of {len(found)}", *numbers)
-  return Verdict("holds" if all(told) else "does not", numbers)
+  return Verdict("holds" if sum(told) >= share * len(told) else "does not", numbers)
 
 
 def images(group: Group) -> bool:
@@ -80,9 +81,10 @@ def images(group: Group) -> bool:
   return _of_images(group, "sgd") and group.setting.workers <= 64
 
 
-def of_lenet(group: Group) -> bool:
-  """Returns whether a group is of LeNet among those of ``images``."""
-  return images(group) and group.setting.network == "lenet"
+def lenet_of_wen(group: Group) -> bool:
+  """Returns whether a group is of LeNet and a polynomial, as Wen et al.'s figure 3."""
+  x = group.setting
+  return images(group) and (x.network, x.schedule) == ("lenet", "polynomial")
 
 
 def images_by_adam(group: Group) -> bool:
@@ -109,9 +111,14 @@ def long(group: Group) -> bool:
   return group.setting.steps >= 10_000
 
 
+def usual_batches(group: Group) -> bool:
+  """Returns whether a group of ``images`` has 256 in a step at most."""
+  return images(group) and group.setting.batch <= 256
+
+
 def large_batches(group: Group) -> bool:
-  """Returns whether a step has as many images as Fang et al.'s largest, 2048."""
-  return images(group) and group.setting.batch >= 2048
+  """Returns whether a group of ``images`` has more than 256 in a step."""
+  return images(group) and not usual_batches(group)
 
 
 Compared = Callable[[Group, str], Spread | None]
@@ -144,9 +151,21 @@ def _seen(
         yield group, Seen(decide(found), numbers)
 
 
-def _judge(needs: str, codecs: list[str], *how: Any) -> Judge:
-  """Returns a judge by ``_seen``, which takes ``how``."""
-  return lambda study: concluded((x for _, x in _seen(study, codecs, *how)), needs)
+def _judge(
+  needs: str,
+  codecs: list[str],
+  chosen: Chosen,
+  decide: Decided,
+  compare: Compared = Group.difference,
+  what: str = "",
+) -> Judge:
+  """Returns a judge by ``_seen``."""
+
+  def judge(study: Study) -> Verdict:
+    found = _seen(study, codecs, chosen, decide, compare, what)
+    return concluded((x for _, x in found), needs)
+
+  return judge
 
 
 def _seeds(codecs: Iterable[str]) -> str:
@@ -158,18 +177,21 @@ def within(codecs: list[str], limit: float, chosen: Chosen = images) -> Judge:
   return _judge(_seeds(codecs), codecs, chosen, lambda x: x.at_least(-limit))
 
 
-def fails(codecs: list[str], chosen: Chosen = images) -> Judge:
+def fails(codecs: list[str]) -> Judge:
   """Returns a judge of whether codecs end more than a point below float32."""
-  return _judge(_seeds(codecs), codecs, chosen, lambda x: x.is_below(-FAILS))
+  return _judge(_seeds(codecs), codecs, images, lambda x: x.is_below(-FAILS))
 
 
-def less_perplexed(
-  codecs: list[str], limit: float, chosen: Chosen = recurrent
-) -> Judge:
+def little_perplexed(codecs: list[str], limit: float) -> Judge:
   """Returns a judge of whether perplexities are at most ``limit`` % above float32's."""
-  decide: Decided = lambda x: x.at_least(-limit)
-  how = chosen, decide, Group.perplexity, ", in % of f32's"
-  return _judge(f"{_seeds(codecs)} on a text", codecs, *how)
+  return _judge(
+    f"{_seeds(codecs)} on a text",
+    codecs,
+    recurrent,
+    lambda x: x.at_most(limit),
+    Group.perplexity,
+    ", % above f32's perplexity:",
+  )
 
 
 def worse(codec: str, than: str, chosen: Chosen = images) -> Judge:
@@ -194,7 +216,7 @@ def _compared(codec: str, than: str, chosen: Chosen, decide: Decided) -> Judge:
 
 
 def any_workers(
-  codec: str, limit: float, counts: Iterable[int], chosen: Chosen = images
+  codec: str, limit: float, counts: Iterable[int], chosen: Chosen
 ) -> Judge:
   """Returns a judge of whether a codec is as good with few workers and with many."""
   needed = sorted(counts)

@@ -36,8 +36,8 @@ def test_the_fit_finds_the_line():
   np.testing.assert_allclose(found.computation * batch, 1.0, rtol=1e-3)
   np.testing.assert_allclose(found.communication * batch, 2.0, rtol=1e-3)
   assert found.error < 1e-3
-  [cell] = cluster_numbers.grouped(line(b32=1, b8=0.3)).cells
-  assert cell.fit() is None  # two points are always on a line
+  [cell] = cluster_numbers.grouped(line(b32=1, b8=0.3, b4=0.2)).cells
+  assert cell.fit() is None  # three points say little of a line
 
 
 def test_steps_until_a_codec_is_as_good():
@@ -162,7 +162,7 @@ def test_a_diverged_text_is_a_number():
   [group] = cluster_numbers.grouped(
     trained("f32", 90.0, 91.0) + trained("qsgd-4", 1.0, 1.0, loss=900.0)
   ).groups
-  assert group.perplexity("qsgd-4").mean < -1e290
+  assert group.perplexity("qsgd-4").mean > 1e290
 
 
 def test_rates_and_dropout_are_those_of_the_optimizer_and_the_network():

@@ -7,7 +7,7 @@ import cluster_findings
 import cluster_numbers
 import cluster_speeds
 import pytest
-from study_cases import CASES, FULL, trained
+from study_cases import CASES, FULL, timed, trained
 
 
 def verdict(start, records):
@@ -34,12 +34,13 @@ def test_every_claim_has_a_case_but_those_of_other_benchmarks():
 
 
 def test_claims_about_links_read_what_link_speed_measured(tmp_path, monkeypatch):
-  judge = cluster_speeds.of_links("a", "b", 1.0, ((2, "1gbit", 1, 64),))
+  judge = cluster_speeds.of_links("a", "b", ((2, "1gbit", 1, 64),))
   run = {"hosts": 2, "rate": "1gbit", "leaves": 1, "mib": 64}
   path = tmp_path / "links.json"
   monkeypatch.setattr(cluster_speeds, "LINKS", path)
   assert judge(None).verdict == "not tested"
-  for a, b, expected in ((2.0, 1.0, "holds"), (1.0, 2.0, "does not")):
+  told = (2.0, 1.0, "holds"), (1.0, 2.0, "does not"), (1.0, 1.04, "not tested")
+  for a, b, expected in told:
     steps = {"a": {"median_seconds": a}, "b": {"median_seconds": b}}
     path.write_text(json.dumps({"runs": [run | {"steps": steps}]}))
     assert judge(None).verdict == expected
@@ -66,7 +67,7 @@ def test_two_seeds_tell_where_their_interval_does(claim, ends, expected):
   found = verdict(claim, trained(codec, *ends, times=1))
   assert found.verdict == expected
   if expected == "not tested":
-    assert found.numbers[1].endswith("(2 seeds): too few seeds")
+    assert found.numbers[1].endswith("(2 seeds): this does not tell")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,28 @@ def test_two_seeds_tell_where_their_interval_does(claim, ends, expected):
 def test_a_claim_is_about_images_and_sgd(other):
   groups = trained("f32", 90, 91, **other) + trained("qsgd-8", 80, 81, **other)
   assert verdict("QSGD with 8", groups).verdict == "not tested"
+
+
+def test_programs_that_send_the_same_bytes_are_not_compared():
+  """Columns of convolutions travel in float32."""
+  records = timed("onebit-column", 3.0, sent=9, network="resnet")
+  records += timed("f32", 2.0, sent=9, network="resnet")
+  found = verdict("1-bit SGD by columns is slower than float32", records)
+  assert found.verdict == "not tested"
+
+
+def test_workers_on_the_same_processors_are_no_twice_as_many():
+  records = timed("f32", 4.0, 1.0) + timed("f32", 3.0, workers=4, hosts=4)
+  assert verdict("Twice the workers", records).verdict == "not tested"
+
+
+@pytest.mark.parametrize("many, expected", [(2, "holds"), (3, "does not")])
+def test_a_claim_on_many_cells_must_hold_in_half_of_them(many, expected):
+  records = timed("onebit-64", 2.0) + timed("qsgd-2", 1.0)
+  for workers in range(3, 2 + many):
+    records += timed("onebit-64", 1.0, workers=workers)
+    records += timed("qsgd-2", 2.0, workers=workers)
+  assert verdict("In many cases", records).verdict == expected
 
 
 def test_the_claim_on_a_batch_a_worker_is_about_no_fixed_one():
