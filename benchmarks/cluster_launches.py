@@ -57,7 +57,7 @@ LAUNCHES = (
   # Wen's workers, with momentum and without, and his batch for each worker with Adam.
   f"{_WEN} --learning-rate 0.01 --steps 937 --emulate 2 4 8 16 32 --seeds 5 --codecs "
   "f32 terngrad",
-  f"{_WEN} --learning-rate 0.01 --steps 468 --emulate 64 --seeds 3 --codecs f32 "
+  f"{_WEN} --learning-rate 0.01 --steps 468 --emulate 64 --seeds 5 --codecs f32 "
   "terngrad",
   f"{_WEN} --learning-rate 0.01 --steps 937 --emulate 2 4 8 --seeds 5 --codecs "
   "terngrad-noclip",
