@@ -41,7 +41,7 @@ LAUNCHES = (
   "qsgd-2-tensor-paper onebit-64 terngrad dynamic-tree linear mantissa static-tree "
   "aps-5-2 aps-4-3 redsync-1 redsync-0.1 topk-1-noresidual powersgd-2",
   f"{_RESNET} --seeds 5 --codecs f32 qsgd-16 qsgd-8 qsgd-4 qsgd-2 terngrad "
-  "dynamic-tree linear aps-5-2 aps-4-3",
+  "dynamic-tree linear mantissa static-tree aps-5-2 aps-4-3",
   f"{_RESNET} --seeds 2 --codecs onebit-64 redsync-1",
   # Adam.
   f"{_LENET} --optimizer adam --seeds 5 --codecs f32 qsgd-4 terngrad aps-5-2",
