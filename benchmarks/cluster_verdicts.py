@@ -151,21 +151,9 @@ def _seen(
         yield group, Seen(decide(found), numbers)
 
 
-def _judge(
-  needs: str,
-  codecs: list[str],
-  chosen: Chosen,
-  decide: Decided,
-  compare: Compared = Group.difference,
-  what: str = "",
-) -> Judge:
-  """Returns a judge by ``_seen``."""
-
-  def judge(study: Study) -> Verdict:
-    found = _seen(study, codecs, chosen, decide, compare, what)
-    return concluded((x for _, x in found), needs)
-
-  return judge
+def _judge(needs: str, look: Callable[[Study], Iterator[tuple[Group, Seen]]]) -> Judge:
+  """Returns a judge of all that ``look`` sees, which is ``_seen`` of some claim."""
+  return lambda study: concluded((x for _, x in look(study)), needs)
 
 
 def _seeds(codecs: Iterable[str]) -> str:
@@ -174,23 +162,23 @@ def _seeds(codecs: Iterable[str]) -> str:
 
 def within(codecs: list[str], limit: float, chosen: Chosen = images) -> Judge:
   """Returns a judge of whether codecs are at most ``limit`` points below float32."""
-  return _judge(_seeds(codecs), codecs, chosen, lambda x: x.at_least(-limit))
+  decide: Decided = lambda x: x.at_least(-limit)
+  return _judge(_seeds(codecs), lambda study: _seen(study, codecs, chosen, decide))
 
 
 def fails(codecs: list[str]) -> Judge:
   """Returns a judge of whether codecs end more than a point below float32."""
-  return _judge(_seeds(codecs), codecs, images, lambda x: x.is_below(-FAILS))
+  decide: Decided = lambda x: x.is_below(-FAILS)
+  return _judge(_seeds(codecs), lambda study: _seen(study, codecs, images, decide))
 
 
 def little_perplexed(codecs: list[str], limit: float) -> Judge:
   """Returns a judge of whether perplexities are at most ``limit`` % above float32's."""
+  how = Group.perplexity, ", % above f32's perplexity:"
+  decide: Decided = lambda x: x.at_most(limit)
   return _judge(
     f"{_seeds(codecs)} on a text",
-    codecs,
-    recurrent,
-    lambda x: x.at_most(limit),
-    Group.perplexity,
-    ", % above f32's perplexity:",
+    lambda study: _seen(study, codecs, recurrent, decide, *how),
   )
 
 
@@ -211,8 +199,10 @@ def _not(told: bool | None) -> bool | None:
 
 def _compared(codec: str, than: str, chosen: Chosen, decide: Decided) -> Judge:
   compare: Compared = lambda group, name: group.difference(name, than)
-  what = f"seeds of {codec} and {than}"
-  return _judge(what, [codec], chosen, decide, compare, f" - {than}")
+  return _judge(
+    f"seeds of {codec} and {than}",
+    lambda study: _seen(study, [codec], chosen, decide, compare, f" - {than}"),
+  )
 
 
 def any_workers(
