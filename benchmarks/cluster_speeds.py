@@ -21,6 +21,7 @@ _ERROR = 0.08  # of the line through a cell's times
 _LOW = [codec for bits, codec in QSGD.items() if bits < 32]
 _BOUND = 1 / grubic.wire_share(8)  # 3.97: what 8 bits gain without any computation
 _NOISE = 0.05  # the share by which times of one program differ
+_RARELY = 0.25  # the share of all cases in which at most something is so
 _LITTLE = 1.2  # x, above all that 2 bits gain over 4 in Grubic's tables, 1.19
 _FAST = 1.25  # x, the most that few bits gain in his table of NCCL, figure 11
 
@@ -68,7 +69,7 @@ def falls(study: Study) -> Verdict:
 
 
 def diminishing(study: Study) -> Verdict:
-  """Judges whether 2 bits rarely bring much over 4: in a quarter of all cells."""
+  """Judges whether 2 bits rarely bring much over 4."""
   return concluded(
     _of_cells(
       study,
@@ -76,7 +77,7 @@ def diminishing(study: Study) -> Verdict:
       lambda cell: cell.speed("qsgd-2") <= _LITTLE * cell.speed("qsgd-4"),
     ),
     "times of qsgd-4 and qsgd-2",
-    share=0.75,
+    share=1 - _RARELY,
   )
 
 
@@ -236,7 +237,7 @@ def doubling(study: Study) -> Verdict:
     f"{pays} of {len(ratios)} pairs are twice as fast or more; the speed is "
     f"{min(ratios):.2f} to {max(ratios):.2f} times that of half the workers"
   )
-  return concluded([Seen(pays <= len(ratios) / 4, numbers)], "")
+  return concluded([Seen(pays <= _RARELY * len(ratios), numbers)], "")
 
 
 def of_links(first: str, second: str, shapes: tuple[Any, ...]) -> Judge:
