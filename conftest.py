@@ -1,9 +1,7 @@
 """Eight CPU devices for the tests, and the names that every doctest may use."""
 
 import gc
-import importlib
 import os
-import pkgutil
 import sys
 
 import costs
@@ -28,13 +26,6 @@ if sys.prefix != sys.base_prefix:
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
   jax.config.update("jax_compilation_cache_dir", folder)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-
-# pytest names modules after folders, and kernels/ is installed as gradcomp.kernels:
-# both names shall mean one module, or the doctests would test a second copy of it.
-sys.modules["kernels"] = gradcomp.kernels
-for _info in pkgutil.walk_packages(gradcomp.kernels.__path__, "gradcomp.kernels."):
-  _module = importlib.import_module(_info.name)
-  sys.modules[_info.name.removeprefix("gradcomp.")] = _module
 
 
 def pytest_report_header() -> str:
