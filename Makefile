@@ -43,10 +43,7 @@ lint: $(VENV)/.installed-test  ## check the style with ruff
 	$(python) -m ruff check
 	$(python) -m ruff format --check
 
-# mypy finds modules by their folders: see mypy_path in pyproject.toml.
 types: $(VENV)/.installed-test  ## check the types with mypy
-	mkdir -p build/types/gradcomp
-	ln -sfn ../../../kernels build/types/gradcomp/kernels
 	$(python) -m mypy
 
 bench: $(VENV)/.installed-bench  ## time the codecs against a memory copy
@@ -58,9 +55,9 @@ bench-quick: $(VENV)/.installed-bench  ## run every benchmark for some seconds
 links: $(VENV)/.installed-bench  ## time the exchanges over slow links (as root, half an hour)
 	$(python) benchmarks/link_speed.py $(ARGS)
 
-# For a machine with a GPU and no package index: what $(PYTHON) has is taken as it is.
+# For a machine with a GPU and no package index: nothing is installed.
+gpu-check: export PYTHONPATH := $(CURDIR)
 gpu-check:  ## compare and time the kernels on the GPU of this machine
-	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --no-index -e .
 	@status=0; \
 	$(PYTHON) -W ignore benchmarks/gpu_check.py --seconds 240 || status=$$?; \
 	[ $$status != 77 ] || exit 77; \
@@ -81,7 +78,7 @@ ptx-check: .venv-ptx/.installed  ## compile the kernels for Hopper without a GPU
 	@touch $@
 
 clean:  ## remove the virtual environment, builds and caches
-	rm -rf $(VENV) .venv-ptx build dist *.egg-info .hypothesis .*_cache
+	rm -rf $(VENV) .venv-ptx dist .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The package in place, with one of its extras.

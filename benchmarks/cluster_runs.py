@@ -24,6 +24,7 @@ from progress import Progress
 from training import AXIS, Task
 
 import gradcomp
+from gradcomp._version import WIRE
 
 _KNOWN = 1000  # inputs by whose statistics a batch norm normalises in tests
 
@@ -168,6 +169,7 @@ def run(args: argparse.Namespace) -> None:
       known = {
         "seconds": seconds,
         "gradcomp": gradcomp.__version__,
+        "wire": WIRE,
         "jax": jax.__version__,
         "price": args.price,
         **sized(task, source),

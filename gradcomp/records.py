@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from gradcomp import _traced
 from gradcomp._axis_sizes import WorkerSizes, only_named, sizes_of
 from gradcomp._leaf_codecs import leaf_codecs
-from gradcomp._version import __version__
+from gradcomp._version import WIRE, __version__
 from gradcomp.exchange import Plan, owner_shapes
 from gradcomp.sharding import state_specs
 from gradcomp.workers import EXPLAINED, axis_names, is_spec
@@ -65,6 +65,7 @@ def state_record(
   return {
     "format": FORMAT,
     "gradcomp": __version__,
+    "wire": WIRE,
     "workers": list(sizes),
     "stacked": max(sizes) > 1 and _stacked(trace.state),
     "transformations": [_transformation(*made) for made in trace.made],

@@ -84,11 +84,9 @@ class Copy:
     command = ["git", "-C", str(ROOT), "ls-files", "-z"]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for name in names.split("\0"):
-      if name and (ROOT / name).is_file():
+      if name and (ROOT / name).exists():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    # Found there, gradcomp.kernels is not looked for where the environment has it.
-    (folder / "gradcomp" / "kernels").symlink_to("../kernels")
+        shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     # An edit may leave a file's size and second as they were: Python would take the
     # bytecode that it has kept for that of the edited file.
     self._env = {

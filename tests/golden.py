@@ -3,7 +3,7 @@
 ``golden.json`` holds the hashes of a time when oracles, laws and breaks had been run
 over everything. A change that means to change no bits changes no hash: see
 ``test_golden.py``. ``python tests/golden.py`` writes the file anew, for changes that
-mean to.
+mean to: they raise ``gradcomp._version.WIRE``, which the file keeps.
 """
 
 import concurrent.futures
@@ -24,6 +24,7 @@ import numpy as np
 import selected
 
 import gradcomp
+from gradcomp._version import WIRE
 from gradcomp.codecs import (
   QSGD,
   BlockTop,
@@ -178,8 +179,14 @@ def _bytes(leaf):
 
 
 def read():
-  """The hashes by the names of the cases."""
+  """The number of the wire, and the hashes by the names of the cases."""
   return json.loads(FILE.read_text())
+
+
+def rewritten(old, new):
+  """The names of cases with other bits and no other number of the wire."""
+  pairs = old["hashes"].items() if old["wire"] >= new["wire"] else ()
+  return [x for x, was in pairs if new["hashes"].get(x, was) != was]
 
 
 def _write():
@@ -188,9 +195,11 @@ def _write():
   spawned = multiprocessing.get_context("spawn")
   with concurrent.futures.ProcessPoolExecutor(2, spawned) as pool:
     found = pool.map(_named, cases(), chunksize=8)
-    hashes = dict(found)
-  FILE.write_text(json.dumps(hashes, indent=0) + "\n")
-  print(f"wrote {len(hashes)} hashes to {FILE}")
+    new = {"wire": WIRE, "hashes": dict(found)}
+  if changed := rewritten(read(), new):
+    raise SystemExit(f"Raise gradcomp._version.WIRE, {WIRE}, first: {changed} changed.")
+  FILE.write_text(json.dumps(new, indent=0) + "\n")
+  print(f"wrote {len(new['hashes'])} hashes to {FILE}")
 
 
 def _named(case):

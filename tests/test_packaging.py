@@ -3,23 +3,17 @@
 import ast
 import email
 import graphlib
-import os
 import re
-import shutil
-import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
+import installs
 import pytest
 
 import gradcomp
 
 ROOT = Path(__file__).parent.parent
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
-FOLDERS = {package: ROOT / path for package, path in SETUPTOOLS["package-dir"].items()}
 
 COLLECTIVES = (
   *("all_gather", "all_to_all", "pbroadcast", "pmax", "pmean", "pmin", "ppermute"),
@@ -29,47 +23,17 @@ COLLECTIVES = (
 
 def sources():
   """The files of the library, by the name that each has in the wheel."""
+  folders = {"gradcomp": ROOT / "gradcomp", "gradcomp/kernels": ROOT / "kernels"}
   return {
-    f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}": path
-    for package, folder in FOLDERS.items()
-    for path in folder.rglob("*.py")
+    f"{name}/{path.relative_to(folder).as_posix()}": path
+    for name, folder in folders.items()
+    for path in folder.rglob("*.py")  # follows no link
   }
-
-
-def run(*args, cwd, **env):
-  result = subprocess.run(
-    [sys.executable, *map(str, args)],
-    cwd=cwd,
-    env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
-  assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-  """A wheel, built of a copy because setuptools leaves a folder and packs it again."""
-  source = tmp_path_factory.mktemp("source")
-  for name in ("pyproject.toml", "README.md", "LICENSE"):
-    shutil.copy(ROOT / name, source)
-  for folder in FOLDERS.values():
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(folder, source / folder.relative_to(ROOT), ignore=ignore)
-  offline = ("--no-deps", "--no-index", "--no-build-isolation")
-  run("-m", "pip", "wheel", *offline, "--wheel-dir", "wheels", ".", cwd=source)
-  (path,) = source.glob("wheels/*.whl")
-  return path
-
-
-def test_every_package_is_listed():
-  found = {
-    name.removesuffix("/__init__.py").replace("/", ".")
-    for name in sources()
-    if name.endswith("/__init__.py")
-  }
-  assert sorted(SETUPTOOLS["packages"]) == sorted(found)
+  return installs.wheel(ROOT, tmp_path_factory.mktemp("wheels"))
 
 
 def test_the_wheel_holds_every_file(wheel):
@@ -115,23 +79,24 @@ import jax
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a back-end is there
 assert jax.device_count() == 3
 """
-  run("-W", "error", "-c", code, cwd=elsewhere, PYTHONPATH=str(target))
+  installs.run("-W", "error", "-c", code, cwd=elsewhere, PYTHONPATH=str(target))
 
 
 def test_the_tests_run_on_this_tree():
   """An environment that came with a copied tree would test the tree it was made for."""
-  for package, folder in FOLDERS.items():
-    assert Path(sys.modules[package].__file__).parent == folder
+  for module in (gradcomp, gradcomp.kernels):
+    assert Path(module.__file__).is_relative_to(ROOT)
 
 
 def test_no_file_is_imported_twice():
-  """pytest would name kernels/ after its folder: see conftest.py."""
+  """Neither by the name of kernels/ nor by that of the link to it."""
   modules = {id(module): module for module in sys.modules.values()}.values()
-  files = [getattr(module, "__file__", None) for module in modules]
-  known = set(map(str, sources().values()))
-  ours = [file for file in files if file in known]
+  files = [
+    Path(getattr(module, "__file__", None) or "").resolve() for module in modules
+  ]
+  ours = [file for file in files if file in sources().values()]
   assert len(ours) == len(set(ours))
-  assert gradcomp.kernels.__name__ == "gradcomp.kernels"
+  assert "kernels" not in sys.modules
 
 
 def imported_modules(path):
