@@ -27,6 +27,7 @@ RUNS = (
   "aps_study",
   "cluster_study run",
   "codec_speed",
+  "compile_time",
   "cost_fit",
   "fingerprint_speed",
   "front_picture",

@@ -161,8 +161,8 @@ def _owned(
     return result
   axes = own_axes(plan.axis_name, others)
   number = lax.axis_index(plan.axis_name)
-  places = owned_leaves(plan).get(axes)
+  places = owned_leaves(plan, number).get(axes)
   for place, rows in zip(places or (), residuals[axes] if places else (), strict=True):
     by_row = jnp.sum(rows * rows, axis=range(1, rows.ndim))
-    result = result.at[jnp.asarray(place)[number]].add(by_row)
+    result = result.at[place].add(by_row)
   return result

@@ -57,7 +57,8 @@ class Feedback(Protocol):
       means: the means of all workers.
       unsent: what this worker did not send.
       chosen: for each leaf the positions in it, flat, where a sparse codec sent
-        something, or its size; None if the codec sends all elements.
+        something, or its size; a mask of 2**31 elements or more; None if the codec
+        sends all elements.
       counts: for each leaf the count of :func:`gradcomp.remainders.remainder`.
     """
 
@@ -256,7 +257,8 @@ def _kept(
     mean: the mean of all workers.
     unsent: what this worker did not send.
     chosen: the positions in the flat leaf where a sparse codec sent something, or at
-      least the leaf's size; None if the codec sends all elements.
+      least the leaf's size; a mask of a leaf too large for them; None if the codec
+      sends all elements.
     count: the count of :func:`gradcomp.remainders.remainder`.
   """
 
@@ -276,6 +278,9 @@ def _kept(
     if chosen is None:
       return rewritten(keep, old, count)[0]
     kept = keep(old, jnp.float32(1.0))
+    if chosen.dtype == bool:
+      sent = chosen & finite(mean.reshape(-1), unsent.reshape(-1))
+      return jnp.where(sent.reshape(old.shape), 0.0, kept)
     # Zeros are written one by one into the old momentum's memory, without a mask. A
     # flat view of it would be a copy.
     mean, unsent = (x.reshape(-1).at[chosen].get(mode="clip") for x in (mean, unsent))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradcomp._leaf_codecs import leaf_codecs, leaf_rows
 from gradcomp.codecs import (
@@ -168,6 +169,25 @@ class Layout:
     if like.size < LARGE or automatic_axes():
       return like.shape
     return view_shape(stop - start, like, self.codecs[group])
+
+  def leaf_of_row(self, group: int, row: jax.Array) -> jax.Array:
+    """Returns the number of the leaf that each row of a matrix lies in.
+
+    It compares rows with the ends of leaves. A table of all rows would be as long as
+    the model, in the host's memory and in the program.
+
+    Args:
+      group: the number of the matrix.
+      row: ``int32[...]``, numbers of rows.
+
+    Returns:
+      ``int32[...]``; behind the last row it is the number of leaves.
+    """
+    own = [(i, slot.stop) for i, slot in enumerate(self.slots) if slot.group == group]
+    numbers = [*(i for i, _ in own), len(self.slots)]
+    ends = jnp.asarray([stop for _, stop in own], jnp.int32)
+    steps = jnp.asarray(np.diff(numbers), jnp.int32)
+    return numbers[0] + jnp.sum(jnp.where(row[..., None] >= ends, steps, 0), axis=-1)
 
   def _runs(self) -> list[list[int]]:
     """Returns the numbers of leaves that are decoded together.

@@ -35,4 +35,5 @@ from gradcomp.kernels.threefry import key_words as key_words
 from gradcomp.kernels.threefry import threefry2x32 as threefry2x32
 from gradcomp.kernels.writing import packed as packed
 from gradcomp.kernels.writing import rewritten as rewritten
+from gradcomp.kernels.writing import stored as stored
 from gradcomp.kernels.writing import written as written

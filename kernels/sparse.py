@@ -13,6 +13,7 @@ from gradcomp.kernels.listing import groups_of_slots
 
 HALF = 16  # bits of a position in its block
 BLOCK = 1 << HALF
+COUNTED = 1 << 31  # elements: int32 counts the positions in fewer
 
 
 def block_ends(positions: jax.Array, size: int, block: int = BLOCK) -> jax.Array:
@@ -82,7 +83,7 @@ def half_words(slots: int) -> int:
 
 
 def add_entries(
-  shape: tuple[int, int], positions: jax.Array, values: jax.Array, scale: float
+  shape: tuple[int, ...], positions: jax.Array, values: jax.Array, scale: float
 ) -> jax.Array:
   """Returns the sum of several payloads times ``scale``: ``float32[rows, size]``.
 
@@ -102,17 +103,22 @@ def add_entries(
     >>> add_entries((1, 3), positions, jnp.ones((2, 1, 2)), 0.5)
     Array([[0.5, 0. , 1. ]], dtype=float32)
   """
-  rows, size = shape
+  rows, size = shape[0], shape[1]
   row = lax.iota(jnp.int32, rows)[:, None]
   used = (positions >= 0) & (positions < size)
-  flat = jnp.where(used, row * size + positions, rows * size)
+  place: tuple[jax.Array, ...]
+  if rows * size < COUNTED:
+    shape = (rows * size,)
+    place = (jnp.where(used, row * size + positions, rows * size),)
+  else:  # no int32 counts the elements of a flat array
+    place = (jnp.broadcast_to(row, used.shape), jnp.where(used, positions, size))
   values = values * scale
 
   def add(k: jax.Array | int, total: jax.Array) -> jax.Array:
-    where = total.at[flat[k].reshape(-1)]
+    where = total.at[tuple(x[k].reshape(-1) for x in place)]
     return where.add(values[k].reshape(-1), mode="drop", unique_indices=True)
 
-  total = zeros_of_type(values, (rows * size,))
+  total = zeros_of_type(values, shape)
   return lax.fori_loop(0, positions.shape[0], add, total).reshape(rows, size)
 
 

@@ -10,6 +10,7 @@ _Arrays = TypeVar("_Arrays")
 
 LARGE = 2**17  # elements: fewer are computed soon, however that is done
 _MANY = 2**14  # words of a payload, that is 64 KiB
+_SOME = 2**8  # words that are sooner written down than encoded for each of their codes
 
 
 def written(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Arrays:
@@ -31,6 +32,7 @@ def written(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Array
   """
   if not rows.size:
     return function(rows)
+  function = jax.jit(function)  # traced once for all of its three uses
 
   def condition(rows: jax.Array) -> _Arrays:
     first = rows[(0,) * rows.ndim]
@@ -57,7 +59,36 @@ def packed(rows: jax.Array) -> jax.Array:
     >>> packed(jnp.zeros((1, 2), jnp.uint32))
     Array([[0, 0]], dtype=uint32)
   """
-  return rows if rows.size < _MANY else written(lambda rows: rows, rows)
+  return rows if rows.size < _MANY else _down(rows)
+
+
+def stored(rows: jax.Array) -> jax.Array:
+  """Returns words that a CPU writes down before codes in them are added as integers.
+
+  XLA would encode a word anew for each of its codes.
+
+  Example:
+    >>> stored(jnp.zeros((1, 2), jnp.uint32))
+    Array([[0, 0]], dtype=uint32)
+  """
+  return rows if rows.size < _SOME else _down(rows)
+
+
+@jax.custom_batching.custom_vmap
+def _down(rows: jax.Array) -> jax.Array:
+  return written(lambda rows: rows, rows)
+
+
+@_down.def_vmap
+def _down_together(
+  size: int, batched: list[bool], rows: jax.Array
+) -> tuple[jax.Array, bool]:
+  """Writes the rows of a batch at once.
+
+  Else ``jax.vmap`` would make a selection of the condition, through which XLA fuses.
+  """
+  del size, batched
+  return _down(rows), True
 
 
 def rewritten(

@@ -37,14 +37,16 @@ class Honest(RowCodec):
   def drawn(self, key, context):
     return dither(key) if context.dither is None else context.dither
 
+  def lanes(self, drawn, rows):
+    return jnp.stack(random_lanes(drawn, (rows, self.bucket_size), 4), axis=1)
+
   def rounded(self, steps, lanes):
     return jnp.floor(steps + lanes * 2.0**-16)
 
   def encode_rows(self, tiles, *, key=None, context=NOTHING):
     planes = tiles.reshape(-1, 4, self.bucket_size)
     scales = self.scales(planes)
-    shape = (planes.shape[0], self.bucket_size)
-    lanes = jnp.stack(random_lanes(self.drawn(key, context), shape, 4), axis=1)
+    lanes = self.lanes(self.drawn(key, context), planes.shape[0])
     steps = jnp.where(scales > 0, planes / scales, 0.0) * 64
     steps = jnp.where(jnp.isfinite(steps), steps, 0.0)
     codes = (self.rounded(steps, lanes.astype(jnp.float32)) + 128).astype(jnp.uint32)
@@ -68,11 +70,40 @@ class Biased(Honest):
     return jnp.floor(steps + lanes * 2.0**-17)
 
 
+class SameRows(Honest):
+  """Rounds all rows by the random bits of the first one."""
+
+  def lanes(self, drawn, rows):
+    return jnp.broadcast_to(super().lanes(drawn, 1), (rows, 4, self.bucket_size))
+
+
+class SamePlanes(Honest):
+  """Rounds the four elements of a word by the same random bits."""
+
+  def lanes(self, drawn, rows):
+    return jnp.repeat(super().lanes(drawn, rows)[:, :1], 4, axis=1)
+
+
+class SameColumns(Honest):
+  """Rounds a bucket by one random number."""
+
+  def lanes(self, drawn, rows):
+    return jnp.repeat(super().lanes(drawn, rows)[..., :1], self.bucket_size, axis=2)
+
+
 class Shrinking(Honest):
   """Rounds magnitudes down more often than up: errors of both signs hide it."""
 
   def rounded(self, steps, lanes):
     return jnp.sign(steps) * jnp.floor(jnp.abs(steps) + lanes * 2.0**-16 * 0.97)
+
+
+class LosingSigns(Honest):
+  """Takes the last element of a bucket for positive, which most are by chance."""
+
+  def decode_rows(self, rows):
+    tiles = super().decode_rows(rows)
+    return tiles.at[..., -1].set(jnp.abs(tiles[..., -1]))
 
 
 class Leaking(Honest):

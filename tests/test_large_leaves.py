@@ -103,6 +103,18 @@ def test_sums_are_written_in_rows_before_they_are_sent(codec, exchange):
   assert len(words) == 2  # of the worker's own rows, and of the sums
 
 
+@pytest.mark.parametrize(
+  "codec", [Ternary(), *slow(QSGD(bits=4, share_scale=True))], ids=str
+)
+def test_words_are_written_under_vmap_too(codec):
+  """Else XLA encodes a word anew for each of the codes in it, which are added."""
+  tx = gradcomp.compress(codec, axis_name="data", exchange="psum", feedback=None)
+  step = jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name="data")
+  like = jax.ShapeDtypeStruct((WORKERS, 8 * LARGE), jnp.float32)
+  text = jax.jit(step).lower(like).compile().as_text()
+  assert re.findall(rf"= \(u32\[{WORKERS},\d+,\d+\].*? conditional\(", text)
+
+
 def test_a_residual_keeps_its_place_on_auto_axes():
   """Else the second step of a training would be compiled again."""
   mesh = jax.make_mesh((WORKERS, 2), ("data", "model"), (AxisType.Auto,) * 2)

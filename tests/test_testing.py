@@ -53,7 +53,11 @@ BROKEN = [
     ("never replace nan by a number", "element 166 became", "its row is finite"),
   ),
   (broken.Biased(), "mean_is_the_leaf", ("be unbiased", "is off by -")),
+  (broken.LosingSigns(bucket_size=128), "mean_is_the_leaf", ("of element",)),
   (broken.Shrinking(), "mean_is_the_leaf", ("be unbiased", "is off by")),
+  (broken.SameRows(), "elements_draw_apart", ("at one place of all buckets", "times")),
+  (broken.SamePlanes(), "elements_draw_apart", ("draw for each element", "times")),
+  (broken.SameColumns(), "elements_draw_apart", ("the errors of a bucket", "times")),
   (broken.WithoutMask(), "errors_of_workers_cancel", ("at most 1.0", "it has")),
 ]
 

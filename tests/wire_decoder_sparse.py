@@ -18,6 +18,19 @@ class Entries(NamedTuple):
   values: np.ndarray
 
 
+def range_of(size, owners=1):
+  """n, the elements of a range of a leaf of so many elements.
+
+  Args:
+    size: the number of elements of the leaf.
+    owners: N in two_shot and hierarchical, else 1.
+  """
+  ranges = owners
+  while size > ranges * 2**30:
+    ranges *= 2
+  return -(-size // ranges)
+
+
 def top_k_entries(rows, *, range_size, slots, quantize=None, value_dtype="float32"):
   """The entries of each row of a TopK payload, a list.
 

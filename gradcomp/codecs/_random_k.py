@@ -48,7 +48,7 @@ class RandomK(SparseRows):
   Attributes:
     density: the share of the elements to send, at most one in ``1 / density``.
     range_size: elements of a row, which are consecutive ones of a leaf. None for whole
-      leaves, and for an Nth of a leaf where workers own ranges of it.
+      leaves, or for 2, 4, 8, ... parts where these have more than 2**30 elements.
 
   Raises:
     ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``

@@ -14,7 +14,7 @@ from gradcomp.codecs._dense import Dense
 from gradcomp.codecs._tiles import decode_payload
 from gradcomp.kernels import sparse
 
-_MOST_ELEMENTS = 1 << 30  # of a row: positions are int32
+_MOST_ELEMENTS = 1 << 30  # of a row: int32 counts twice as many
 
 
 @runtime_checkable
@@ -192,14 +192,15 @@ def checked_range(value: Any) -> int | None:
 def range_of(size: int, ranges: int) -> int:
   """Returns the number of elements of a range.
 
-  Raises:
-    ValueError: the leaf has more elements than positions can count.
+  Positions are counted in 32 bits. So a leaf of more elements is cut into 2, 4, 8, ...
+  times as many ranges, until none is longer than 2**30.
+
+  Example:
+    >>> range_of(1000, 3), range_of(2**30 + 1, 1), range_of(3 * 2**30, 2)
+    (334, 536870913, 805306368)
   """
-  if size > _MOST_ELEMENTS:
-    raise ValueError(
-      f"`x` must have at most {_MOST_ELEMENTS} elements, got {size}; leave the leaf to "
-      "another codec with optax.partition."
-    )
+  while size > ranges * _MOST_ELEMENTS:
+    ranges *= 2
   return max(1, -(-size // ranges))
 
 
@@ -215,7 +216,7 @@ def sent_of(density: float, size: int) -> int:
 
 
 def sum_entries(
-  codec: SparseCodec, positions: jax.Array, values: jax.Array, scale: float
+  codec: DroppingCodec, positions: jax.Array, values: jax.Array, scale: float
 ) -> jax.Array:
   """Returns the sum of K payloads times ``scale``: ``float32[rows, 1, elements]``.
 
@@ -238,7 +239,8 @@ def sum_entries(
 def sent_positions(codec: DroppingCodec, rows: jax.Array, size: int) -> jax.Array:
   """Returns where in a flat leaf its rows send something but zeros: ``int32[entries]``.
 
-  Entries that send nothing are at ``size``, behind the leaf.
+  Entries that send nothing are at ``size``, behind the leaf. Positions in a leaf of
+  2**31 elements or more do not fit, and a mask says where instead: ``bool[size]``.
 
   Example:
     >>> codec = gradcomp.codecs.TopK(density=0.5, range_size=4)
@@ -248,6 +250,9 @@ def sent_positions(codec: DroppingCodec, rows: jax.Array, size: int) -> jax.Arra
   """
   positions, values = codec.entries(rows)
   used = (positions < codec.tile_size) & (values != 0)
+  if size >= sparse.COUNTED:
+    parts = positions[None], used[None].astype(jnp.float32)
+    return sum_entries(codec, *parts, 1.0).reshape(-1)[:size] > 0
   start = codec.tile_size * jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
   return jnp.where(used, start + positions, size).reshape(-1)
 

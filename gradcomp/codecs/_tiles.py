@@ -1,5 +1,6 @@
 """Leaves to tiles, and back: what codecs do around their rows."""
 
+import functools
 import math
 from typing import Any, TypeVar
 
@@ -81,6 +82,7 @@ def cut(x: ArrayT, codec: Codec) -> ArrayT:
   return padded.reshape(-1, codec.tile_size)
 
 
+@functools.cache  # an equal codec has the same rows, and tracing them takes long
 def tile_shape(codec: Codec) -> tuple[int, ...]:
   """Returns the shape to which a codec decodes a row.
 

@@ -86,7 +86,8 @@ class TopK(SparseRows):
       2. The less, the more often the sample misleads, which costs a pass over the leaf.
     interval: steps that a ``sampled`` threshold is used for.
     range_size: the n elements that k and the threshold are for, consecutive ones of a
-      leaf. None for whole leaves, and for an Nth of a leaf where workers own ranges.
+      leaf. None for whole leaves, and for an Nth of a leaf where workers own ranges, or
+      for 2, 4, 8, ... times as many where that has more than 2**30 elements.
     implementation: how elements that reach a threshold are counted and listed: see
       :func:`gradcomp.kernels.dispatch.run`. ``exact`` has only one.
 

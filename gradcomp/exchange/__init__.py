@@ -15,6 +15,7 @@ from gradcomp.exchange._collectives import final_stage as final_stage
 from gradcomp.exchange._collectives import gather as gather
 from gradcomp.exchange._collectives import join as join
 from gradcomp.exchange._collectives import largest as largest
+from gradcomp.exchange._collectives import own_rows as own_rows
 from gradcomp.exchange._collectives import pass_on as pass_on
 from gradcomp.exchange._collectives import permute as permute
 from gradcomp.exchange._collectives import pmean as pmean

@@ -218,6 +218,11 @@ def shares(rows: jax.Array, workers: Workers) -> jax.Array:
   return padded.reshape(workers.size, share, *rows.shape[1:])
 
 
+def own_rows(share: int, worker: jax.Array) -> jax.Array:
+  """Returns the numbers of the rows in the share of a worker, ``int32[share]``."""
+  return worker * share + lax.iota(jnp.int32, share)
+
+
 def stacked(x: jax.Array) -> jax.Array:
   """Joins shares to rows: ``[N, share, ...]`` to ``[N * share, ...]``.
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from gradcomp import sums
 from gradcomp.codecs import Codec, Memory, in_rounds, tile_shape
 from gradcomp.exchange._agree import refit
 from gradcomp.exchange._average import Outcome, Residuals, average
-from gradcomp.exchange._collectives import Workers
+from gradcomp.exchange._collectives import Workers, own_rows
 from gradcomp.exchange._keys import Keys
 from gradcomp.exchange._notes import note, noted
 from gradcomp.exchange._plan import Message, Plan, own_axes
@@ -95,19 +95,21 @@ def owner_shapes(plan: Plan) -> dict[Axes, list[tuple[int, ...]]]:
   return {axes: [x.shape for x in found] for axes, found in matrices.items()}
 
 
-def owned_leaves(plan: Plan) -> dict[Axes, list[np.ndarray]]:
+def owned_leaves(plan: Plan, worker: jax.Array) -> dict[Axes, list[jax.Array]]:
   """Returns the numbers of the leaves of all rows of owner residuals, by axes.
 
-  There is one array for each of :func:`owner_shapes`, ``int32[N, share]``, whose line
-  ``c`` is that of worker ``c``. Rows that fill up the last shares have the number of
-  leaves.
+  There is one array for each of :func:`owner_shapes`, ``int32[share]``. Rows that fill
+  up the last shares have the number of leaves.
+
+  Args:
+    plan: the messages of the step.
+    worker: the number of the owner, ``int32[]``.
   """
 
-  def numbers(matrix: OwnedMatrix) -> np.ndarray:
-    rows = np.full(plan.workers * matrix.shape[0], len(plan.names), np.int32)
-    for leaf, slot, _ in matrix.leaves():
-      rows[slot.start : slot.stop] = leaf
-    return rows.reshape(plan.workers, -1)
+  def numbers(matrix: OwnedMatrix) -> jax.Array:
+    rows = own_rows(matrix.shape[0], worker)
+    places = matrix.message.layout.leaf_of_row(matrix.group, rows)
+    return jnp.asarray([*matrix.message.leaves, len(plan.names)])[places]
 
   matrices = owned_matrices(plan)
   return {axes: list(map(numbers, found)) for axes, found in matrices.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from gradcomp._leaf_codecs import leaf_codecs
 from gradcomp.codecs import (
@@ -20,7 +20,15 @@ from gradcomp.codecs import (
   to_nearest,
   uncut,
 )
-from gradcomp.exchange import Message, Plan, Workers, gather_owned, own_axes, own_share
+from gradcomp.exchange import (
+  Message,
+  Plan,
+  Workers,
+  gather_owned,
+  own_axes,
+  own_rows,
+  own_share,
+)
 from gradcomp.layout import Layout, Slot
 from gradcomp.state import OwnedRows
 from gradcomp.workers import Axes
@@ -68,21 +76,10 @@ class SharedRows:
 
     def used(layout: Layout, group: int) -> jax.Array:
       codec = layout.codecs[group]
-      counts = np.concatenate(
-        [
-          np.clip(
-            like.size - codec.tile_size * np.arange(slot.stop - slot.start),
-            0,
-            codec.tile_size,
-          )
-          for slot, like in zip(layout.slots, layout.like, strict=True)
-          if slot.group == group
-        ]
-      )
       shape = tile_shape(codec)
       places = jnp.arange(codec.tile_size).reshape(shape)
-      own = own_share(jnp.asarray(counts, jnp.int32), self.workers)
-      return places < own.reshape(-1, *[1] * len(shape))
+      counts = _counts(layout, group, self._own_rows(layout, group))
+      return places < counts.reshape(-1, *[1] * len(shape))
 
     return self.by_axes(
       [
@@ -94,13 +91,13 @@ class SharedRows:
   def numbers(self) -> OwnedRows:
     """Returns for each row that this worker owns the number of its leaf, ``int32``.
 
-    Rows that only fill up the last share have that of the first leaf.
+    Rows that only fill up the last share have the number of leaves.
     """
 
     def of_group(message: Message, group: int) -> jax.Array:
-      pairs = zip(message.leaves, message.layout.slots, strict=True)
-      own = [np.full(x.stop - x.start, i) for i, x in pairs if x.group == group]
-      return own_share(jnp.asarray(np.concatenate(own), jnp.int32), self.workers)
+      rows = self._own_rows(message.layout, group)
+      numbers = jnp.asarray([*message.leaves, len(self.plan.names)], jnp.int32)
+      return numbers[message.layout.leaf_of_row(group, rows)]
 
     return self.by_axes(
       [
@@ -150,8 +147,30 @@ class SharedRows:
         "gradcomp.state_specs."
       )
 
+  def _own_rows(self, layout: Layout, group: int) -> jax.Array:
+    """Returns the numbers of the rows of a matrix that this worker owns."""
+    share = -(-layout.rows[group] // self.workers.size)
+    return own_rows(share, lax.axis_index(self.workers.axis_name))
+
   def _axes(self, message: Message) -> Axes:
     return own_axes(self.plan.axis_name, message.others)
+
+
+def _counts(layout: Layout, group: int, row: jax.Array) -> jax.Array:
+  """Returns how many elements rows of a matrix hold, by their numbers.
+
+  Only the last row of a leaf may hold fewer than a tile, and rows behind all leaves
+  hold none. A table of all rows would be as long as the model.
+  """
+  size = layout.codecs[group].tile_size
+  last, missing = [], []
+  for slot, like in zip(layout.slots, layout.like, strict=True):
+    if slot.group == group and slot.stop > slot.start:
+      last.append(slot.stop - 1)
+      missing.append((slot.stop - slot.start) * size - like.size)
+  ends, lacks = jnp.asarray(last, jnp.int32), jnp.asarray(missing, jnp.int32)
+  lacking = jnp.sum(jnp.where(row[:, None] == ends, lacks, 0), axis=-1)
+  return jnp.where(row < layout.rows[group], size - lacking, 0)
 
 
 def share_rows(

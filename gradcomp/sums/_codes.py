@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp.codecs import Context, SharedCodec
-from gradcomp.kernels import pack_planes, packed, planes, unpack_planes
+from gradcomp.kernels import pack_planes, packed, planes, stored, unpack_planes
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import sum_in_order
 from gradcomp.sums._sum import Facts, LeafRows, Partial, RowDecoder, Sent, Way
@@ -52,7 +52,7 @@ class Codes(Facts):
     return None
 
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
-    return Partial(sum_in_order(self.codec.codes, rows), scale=scale)
+    return Partial(sum_in_order(self.codec.codes, stored(rows)), scale=scale)
 
   def finish(
     self,
@@ -91,7 +91,7 @@ class Codes(Facts):
     return workers == 1 or integers <= packed
 
   def terms(self, rows: jax.Array, workers: int) -> jax.Array:
-    return self.codec.codes(rows).astype(sum_dtype(self.codec, workers))
+    return self.codec.codes(stored(rows)).astype(sum_dtype(self.codec, workers))
 
   def reduced(
     self,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp.codecs import SelectingCodec, SparseCodec, sum_entries
+from gradcomp.kernels import sparse
 from gradcomp.kernels.rows import COPIED
 from gradcomp.sums._blocks import Blocks
 from gradcomp.sums._sum import RowDecoder, Way
@@ -41,7 +42,7 @@ class Entries(Blocks):
     """
     codec = self.codec
     positions, values = codec.entries(rows)
-    together = rows.shape[1] * codec.tile_size < 2**31  # positions are int32
+    together = rows.shape[1] * codec.tile_size < sparse.COUNTED
     every = functools.cache(lambda: sum_entries(codec, positions, values, scale))
 
     def decode(start: int, stop: int) -> jax.Array:

@@ -107,6 +107,7 @@ def check_codec(
     laws.half_precision_is_computed_in_float32,
     laws.padding_never_leaks,
     laws.key_decides_the_bits,
+    laws.elements_draw_apart,
     laws.workers_choose_alike,
   ):
     held(law, codec)

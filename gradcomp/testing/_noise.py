@@ -35,7 +35,8 @@ def mean_is_the_leaf(
 
   Args:
     codec: the codec.
-    x: a leaf; by default 500 Gaussian numbers.
+    x: a leaf; by default 500 Gaussian numbers, of which the last are the first ones
+      negated, so that most places of a bucket have both signs.
     draws: the number of keys.
     z: standard deviations.
     mean: what a codec that clips is to be unbiased of, in place of the leaf.
@@ -49,7 +50,8 @@ def mean_is_the_leaf(
     >>> from gradcomp.testing import laws
     >>> laws.mean_is_the_leaf(gradcomp.codecs.Natural(), draws=200)
   """
-  leaf = gaussian(500) if x is None else np.asarray(x)
+  half = gaussian(256)
+  leaf = np.concatenate([half, -half])[:500] if x is None else np.asarray(x)
   target = leaf if mean is None else np.asarray(mean)
   masks = None if not workers else jnp.arange(workers)
 
@@ -225,10 +227,7 @@ def errors_of_workers_cancel(
   )
   update = lambda x: tx.update(x, tx.init(x))[0]
   sent = jax.jit(jax.vmap(update, axis_name="data"))(x)
-  errors = np.asarray(sent, np.float64) - x
-  above, below = np.square(errors.sum(axis=0)), np.square(errors).sum(axis=0)
-  ratio = above.sum() / below.sum() if below.any() else 0.0
-  spread = np.sqrt(np.square(above - ratio * below).sum()) / max(below.sum(), 1e-300)
+  ratio, spread = variance_of_sums(np.asarray(sent, np.float64) - x, axis=0)
   if ratio > most + 5 * spread:
     raise BrokenLaw(
       "errors_of_workers_cancel",
@@ -239,3 +238,19 @@ def errors_of_workers_cancel(
       "`context.dither`, whose third word is the worker's mask, to be XORed with what "
       "is drawn; magnitudes need signed_lane",
     )
+
+
+def variance_of_sums(errors: np.ndarray, axis: int) -> tuple[float, float]:
+  """Returns the variance of sums along an axis, in that of independent errors.
+
+  Returns:
+    The mean square of a sum over the sum of mean squares, and its standard deviation.
+
+  Example:
+    >>> variance_of_sums(np.ones((3, 10)), axis=0)[0]
+    3.0
+  """
+  above, below = np.square(errors.sum(axis)), np.square(errors).sum(axis)
+  ratio = float(above.sum() / below.sum()) if below.any() else 0.0
+  spread = np.sqrt(np.square(above - ratio * below).sum()) / max(below.sum(), 1e-300)
+  return ratio, float(spread)

@@ -4,6 +4,7 @@ A law raises :class:`gradcomp.testing.BrokenLaw`. What one program computes of a
 serves all laws that try it on a leaf of the same shape.
 """
 
+from gradcomp.testing._apart import elements_draw_apart as elements_draw_apart
 from gradcomp.testing._conservation import nothing_is_lost as nothing_is_lost
 from gradcomp.testing._noise import errors_of_workers_cancel as errors_of_workers_cancel
 from gradcomp.testing._noise import key_decides_the_bits as key_decides_the_bits

@@ -45,21 +45,24 @@ def means(x: jax.Array, bucket_size: int) -> jax.Array:
   lines = [jnp.zeros([0, 2, WORD], jnp.float32)]
   for first_row, buckets, planes in tile_segments(x, WORD, bucket_size):
     count = planes[0].shape[0] * WORD
-    start = (np.arange(count) + first_row * WORD) * bucket_size
-    present = np.clip(x.size - start, 0, bucket_size)
-    pair = _bucket_means(buckets[:count], present)
+    rest = x.size - first_row * WORD * bucket_size
+    # One number for all full buckets: an array would be as long as the leaf.
+    present: int | np.ndarray = bucket_size
+    if rest < count * bucket_size:  # the last tile
+      present = np.clip(rest - np.arange(WORD) * bucket_size, 0, bucket_size)
+    pair = _bucket_means(buckets[:count], jnp.asarray(present))
     lines.append(jnp.stack([side.reshape(-1, WORD) for side in pair], axis=1))
   return jnp.concatenate(lines)
 
 
 def _bucket_means(
-  buckets: jax.Array, present: np.ndarray
+  buckets: jax.Array, present: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Returns ``avg+`` and ``avg-`` of buckets that may be filled up with zeros.
 
   Args:
     buckets: ``float32[m, B]``.
-    present: for each bucket, the number of its elements that are no filling.
+    present: the number of elements of each bucket that are no filling, or one for all.
 
   Returns:
     Two ``float32[m]``.
@@ -70,7 +73,7 @@ def _bucket_means(
   first = buckets[:, :1]
   partial = sum_lanes(tuple(x.reshape(shape) for x in sides(buckets, first, size)))
   sums = [sum_by_halves(x.reshape(count, -1)) for x in partial]
-  return means_of_sums(sums, first[:, 0], jnp.asarray(present), size)
+  return means_of_sums(sums, first[:, 0], present, size)
 
 
 def chunks(size: int) -> tuple[int, int]:
