@@ -6,12 +6,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from gradcomp import _agreement, sums
 from gradcomp._checks import one_of
 from gradcomp._first_plans import tell
+from gradcomp._updates import as_updates, update_dtypes
 from gradcomp.codecs import LeafCodec
 from gradcomp.exchange import (
   Auto,
@@ -54,11 +56,13 @@ class Across(NamedTuple):
     axes: of the workers; None to exchange nothing.
     is_sum: whether gradients are addends of their sum.
     others: for each leaf, the axes beside these over which it differs.
+    dtypes: of the update of each leaf.
   """
 
   axes: AxisName | None
   is_sum: bool
   others: Sequence[tuple[str, ...]]
+  dtypes: Sequence[np.dtype] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,7 +185,9 @@ class Compression:
       )
     made = ("codec", "feedback", "min_leaf_size")
     note(Options(tuple((name, getattr(self, name)) for name in made)))
-    return Across(axes, is_sum, [other_axes(leaf, axes) for leaf in leaves])
+    known = params if is_sum and self.exchange.sends else None
+    others = [other_axes(leaf, axes) for leaf in leaves]
+    return Across(axes, is_sum, others, update_dtypes(updates, known))
 
   def workers(
     self, across: Across, updates: Any, state: CompressState
@@ -220,6 +226,16 @@ class Compression:
         "exchange=gradcomp.exchange.TwoShot(feedback=False)."
       )
     return state.server_residual
+
+  def as_updates(
+    self, treedef: Any, exchanged: Exchanged, across: Across, workers: Workers | None
+  ) -> tuple[Any, Exchanged]:
+    """Returns the means as updates, and what waits with what these do not hold."""
+    sums = across.is_sum and self.exchange.sends
+    share = 1 / workers.size if workers is not None and sums else 1.0
+    keeps = self.feedback.keeps
+    leaves, waits = as_updates(exchanged, across.dtypes, keeps=keeps, share=share)
+    return jax.tree.unflatten(treedef, leaves), waits
 
   def keep(
     self,

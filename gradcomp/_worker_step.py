@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from gradcomp._dtypes import widened
 from gradcomp.exchange import pmean
 from gradcomp.freezing import unaveraged
 from gradcomp.local_gradients import defer_reduction, value_and_grad
@@ -94,7 +95,7 @@ class WorkerStep:
       updates, opt_state = update(grads, opt_state, params)
     self._check_equal(updates, params)
     if self.report:
-      own["gradient_norm"] = optax.tree.norm(grads, squared=True)
+      own["gradient_norm"] = optax.tree.norm(jax.tree.map(widened, grads), squared=True)
     if alone:
       own = jax.tree.map(lambda x: x[None], own | {"loss": metrics.pop("loss")})
     else:
@@ -102,7 +103,7 @@ class WorkerStep:
     if self.report:
       norms = own if alone else metrics
       norms["gradient_norm"] = jnp.sqrt(norms["gradient_norm"])
-      metrics["update_norm"] = optax.tree.norm(updates)
+      metrics["update_norm"] = optax.tree.norm(jax.tree.map(widened, updates))
     params = optax.apply_updates(params, updates)
     return params, opt_state, model_state, metrics, own
 

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from gradcomp._checks import static_integer
+from gradcomp._dtypes import addend_dtype
 from gradcomp.exchange import pmean
 from gradcomp.workers import (
   GATHER_FIRST,
@@ -84,7 +85,9 @@ def value_and_grad(
   They do so wherever it runs. In plain ``jax.jit`` under Explicit axes, it runs the
   loss in a ``jax.shard_map`` over the axis, on arguments cut as their types say, and
   returns gradients typed ``{U:data}``. Each worker's gradient is then divided by N, and
-  their sum is the gradient of the loss over the whole batch.
+  their sum is the gradient of the loss over the whole batch. Those of float16 become
+  float32 before, for float16 does not hold an Nth of its smallest numbers. ``update``
+  returns float16 again, if it is given the parameters.
 
   Arrays of the mesh that the loss closes over become arguments there by themselves: it
   may read them from a closure, a global variable, a partial application, or an
@@ -186,7 +189,8 @@ def _addends(
       args, kwargs = jax.tree.unflatten(treedef, own)
       value, grads = gradients_of(bind(tuple(parts)))(*args, **kwargs)
       share = 1 / require_size(axis_name)
-      grads = jax.tree.map(lambda g: (g * share)[None], grads)
+      wide = lambda g: g.astype(addend_dtype(g.dtype))
+      grads = jax.tree.map(lambda g: (wide(g) * share)[None], grads)
       return pmean(value, axis_name), grads
 
     return jax.shard_map(

@@ -1,4 +1,4 @@
-"""Skips steps whose gradient is not finite on some worker, on all workers alike."""
+"""Skips steps in which something is not finite on some worker, on all alike."""
 
 import functools
 import operator
@@ -35,7 +35,7 @@ def skip_nonfinite(
   *,
   axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Skips a step if the gradient of any worker holds a NaN or an infinity.
+  """Skips a step if a gradient or an update of any worker has a NaN or an infinity.
 
   Put it around the whole optimizer, the exchange included. It is what
   ``optax.apply_if_finite`` is for one device. That decides on each worker by itself,
@@ -45,9 +45,9 @@ def skip_nonfinite(
 
   The exchange always runs, because collectives must not hide in branches. What it
   returned is dropped if the step is skipped. To agree, each worker sends one byte
-  before, which :func:`gradcomp.wire_report` lists and :func:`gradcomp.explain` does
-  not. Only the gradients that come in are looked at: a sum that overflows in a 16-bit
-  exchange is not seen.
+  behind it, which :func:`gradcomp.wire_report` lists and :func:`gradcomp.explain` does
+  not. Gradients that come in are looked at, and updates that go out: a mean that is too
+  large for a 16-bit type is one of these, unless feedback keeps what does not fit.
 
   Args:
     inner: the transformation, e.g. a chain of an exchange and an optimizer.
@@ -84,7 +84,7 @@ def skip_nonfinite(
     updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, SkipNonfiniteState]:
     new, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-    finite = _all_finite(updates, axis_name)
+    finite = _all_finite(updates, new, axis_name)
     more = optax.safe_increment(state.notfinite_count)
     count = jnp.where(finite, jnp.zeros_like(more), more)
     total = optax.safe_increment(state.total_notfinite)
@@ -100,22 +100,23 @@ def skip_nonfinite(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _all_finite(updates: Any, axis_name: AxisName | None) -> jax.Array:
-  """Returns whether the gradients of all workers are finite, equal on all of them."""
+def _all_finite(updates: Any, new: Any, axis_name: AxisName | None) -> jax.Array:
+  """Returns whether all workers' gradients and updates are finite, equal on all."""
   if not jax.tree.leaves(updates):
     return jnp.array(True)
   axes, _ = reduction(updates, axis_name, local=False)
   own = () if axes is None else axis_names(axes)
-  others = {x for leaf in jax.tree.leaves(updates) for x in other_axes(leaf, axes)}
+  both = (updates, new)
+  others = {x for leaf in jax.tree.leaves(both) for x in other_axes(leaf, axes)}
   over = (*own, *sorted(others))
 
-  def on_device(updates: Any, found: jax.Array) -> tuple[Any, jax.Array]:
-    bad = [~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(updates)]
+  def on_device(both: Any, found: jax.Array) -> tuple[Any, jax.Array]:
+    bad = [~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(both)]
     found = found | functools.reduce(operator.or_, bad).astype(found.dtype)
-    return updates, largest(found, over) if over else found
+    return both, largest(found, over) if over else found
 
   found = jnp.zeros([], jnp.uint8)  # a byte, for no collective is given a bool
-  _, found = per_device(on_device, updates, found, axes, keeps_addends=True)
+  _, found = per_device(on_device, both, found, axes, keeps_addends=True)
   return found == 0
 
 

@@ -56,8 +56,9 @@ def compress(
   ``{U:data}``, whose sum over the devices is the gradient of the whole batch, and
   returns that sum, replicated. There is then no :math:`1/N` in the formula.
 
-  All is computed in float32, and returned in the gradient's dtype. Of float64, what is
-  beyond 3.4e38 becomes infinite. But with ``Dense()``, float64 is added as float64.
+  All is computed in float32, and returned in the gradient's dtype. With feedback, what
+  that dtype does not hold of the mean waits, too. Of float64, what is beyond 3.4e38
+  becomes infinite. But with ``Dense()``, float64 is added as float64.
   Complex gradients travel, and wait in residuals, as pairs of reals.
 
   A non-finite gradient makes (at least) its bucket NaN on every worker, and leaves the
@@ -159,8 +160,8 @@ def compress(
         keep=keeper.keeps or isinstance(state, Watched),
         mark=keeper.moves,
       )
-      mean = optax.tree.cast_like(jax.tree.unflatten(treedef, exchanged.mean), updates)
-      kept = parts.keep(plan, state, updates, corrected, mean, exchanged)
+      mean, waits = parts.as_updates(treedef, exchanged, across, workers)
+      kept = parts.keep(plan, state, updates, corrected, mean, waits)
       seen = measured(kept, plan, updates, corrected, exchanged, workers)
       return mean, seen._replace(
         count=optax.safe_increment(state.count),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.codecs import NOTHING, Payload, RandomK, RowCodec
+from gradcomp.codecs import NOTHING, Dense, Payload, RandomK, RowCodec
 from gradcomp.kernels import dither, pack_planes, unpack_planes
 from gradcomp.kernels.dithers import random_lanes
 
@@ -245,6 +245,15 @@ class OwnElements(RandomK):
     if context.dither is not None:
       key = key ^ context.dither[2]
     return super().encode(x, key=key, context=context)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfAnyRange(Dense):
+  """Sends halves, and does not say that they are."""
+
+  dtype: jnp.dtype = jnp.float16
+
+  largest = None
 
 
 class FloatRows(Honest):

@@ -52,6 +52,7 @@ FILES: dict[str, Budget] = {
   "tests/test_freezing.py": Budget(programs=210, seconds=10),
   "tests/test_local_steps.py": Budget(programs=200, seconds=10),
   "tests/test_local_training.py": Budget(programs=180, seconds=10),
+  "tests/test_narrow.py": Budget(programs=350, seconds=10),
   "tests/test_redsync.py": Budget(programs=230, seconds=10),
   "tests/test_sparse_parts.py": Budget(programs=180, seconds=10),
   "tests/test_top_k_values.py": Budget(programs=340, seconds=10),
@@ -63,7 +64,7 @@ FILES: dict[str, Budget] = {
   "tests/test_layout.py": Budget(programs=180, seconds=5),
   "tests/test_one_bit.py": Budget(programs=210, seconds=5),
   "tests/test_state.py": Budget(programs=190, seconds=5),
-  "tests/test_testing.py": Budget(programs=250, seconds=10),
+  "tests/test_testing.py": Budget(programs=300, seconds=10),
 }
 
 

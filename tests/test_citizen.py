@@ -107,7 +107,12 @@ def test_dtypes_return_and_sums_are_in_float32(name):
   wide = optax.tree.cast(mixed, jnp.float32)
   expected, expected_state = update(wide, tx.init(wide))
   assert_equal(got, jax.tree.map(jnp.astype, expected, kinds))
-  assert_equal(state, expected_state)  # ... and the residual is float32 for all
+  if getattr(expected_state, "residual", None) is not None:
+    # It is float32 for all, and keeps what the cast of the mean loses.
+    keep = lambda r, x, kind: r + (x - x.astype(kind).astype(x.dtype)).reshape(r.shape)
+    kept = jax.tree.map(keep, expected_state.residual, expected, kinds)
+    expected_state = expected_state._replace(residual=kept)
+  assert_equal(state, expected_state)
   large = jnp.full((2, 1024), 49152, jnp.float16)  # a sum of two is infinite
   tx = FACTORIES[name](axis_name="data")
   average = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")

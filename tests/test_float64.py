@@ -61,8 +61,10 @@ def test_the_dense_mean_is_that_of_float64(mode, options):
       np.testing.assert_allclose(got, np.stack([mean(x)] * WORKERS), few, atol=few)
       assert_same_bits(list(got), [got[0]] * WORKERS)
     np.testing.assert_array_equal(output["w"][0, 0, :4], SPECIAL)
-  for leaf in jax.tree.leaves(residual):
-    assert leaf.dtype == np.float32 and not np.any(leaf)
+  for name in residual or ():  # of half precision, what the cast of the mean loses
+    leaf, info = residual[name], np.finfo(trees[0][name].dtype)
+    assert leaf.dtype == np.float32
+    assert np.abs(leaf).max(initial=0) <= (info.bits < 32) * 8 * info.eps
 
 
 def test_one_device_changes_no_bit():

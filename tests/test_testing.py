@@ -55,6 +55,11 @@ BROKEN = [
   (broken.Biased(), "mean_is_the_leaf", ("be unbiased", "is off by -")),
   (broken.LosingSigns(bucket_size=128), "mean_is_the_leaf", ("of element",)),
   (broken.Shrinking(), "mean_is_the_leaf", ("be unbiased", "is off by")),
+  (
+    broken.OfAnyRange(),
+    "half_precision_keeps_its_range",
+    ("near the top number", "over ring", "inf and not"),
+  ),
   (broken.SameRows(), "elements_draw_apart", ("at one place of all buckets", "times")),
   (broken.SamePlanes(), "elements_draw_apart", ("draw for each element", "times")),
   (broken.SameColumns(), "elements_draw_apart", ("the errors of a bucket", "times")),

@@ -40,6 +40,8 @@ from gradcomp.codecs._policy import rule_of as rule_of
 from gradcomp.codecs._power_sgd import PowerSGD as PowerSGD
 from gradcomp.codecs._qsgd import QSGD as QSGD
 from gradcomp.codecs._random_k import RandomK as RandomK
+from gradcomp.codecs._ranged import RangedCodec as RangedCodec
+from gradcomp.codecs._ranged import is_ranged as is_ranged
 from gradcomp.codecs._rounding import to_nearest as to_nearest
 from gradcomp.codecs._rounds import Round as Round
 from gradcomp.codecs._rounds import RoundsCodec as RoundsCodec

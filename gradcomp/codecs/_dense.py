@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from gradcomp._checks import float_dtype, one_of
+from gradcomp._dtypes import limit_of
 from gradcomp.codecs._codec import NOTHING, Context, Payload, Rounding, SameForAll
 from gradcomp.codecs._rounding import RoundsAtRandom
 from gradcomp.codecs._tiles import as_float32, codec_dither, decode_payload
@@ -88,6 +89,10 @@ class Dense(RoundsAtRandom, SameForAll):
   @property
   def summable(self) -> bool:
     return self._bits == 32
+
+  @property
+  def largest(self) -> float | None:
+    return limit_of(self.dtype)
 
   @property
   def tile_size(self) -> int:

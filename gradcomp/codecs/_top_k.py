@@ -15,6 +15,7 @@ from gradcomp._checks import (
   static_integer,
   static_number,
 )
+from gradcomp._dtypes import limit_of
 from gradcomp.codecs._codec import NOTHING, Context, Leaf, Payload
 from gradcomp.codecs._entry_rows import EntryRow
 from gradcomp.codecs._entry_values import Quantize
@@ -156,6 +157,10 @@ class TopK(SparseRows):
   @property
   def row_words(self) -> int:
     return self._row.words
+
+  @property
+  def largest(self) -> float | None:
+    return limit_of(self.value_dtype)
 
   @property
   def slots(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from gradcomp.codecs import Memory
+from gradcomp.exchange._addends import as_samples
 from gradcomp.exchange._agree import agree
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Contribution, Leaves
@@ -68,6 +69,7 @@ def average(
     mark: whether to return the positions of the elements that were sent.
   """
   layout = message.layout
+  leaves, workers, back = as_samples(layout, leaves, workers)
   if not message.exchange.sends:  # no worker knows what others remember
     memory = [x._replace(shared=()) for x in memory]
   if not layout.elements or not message.exchange.sends:
@@ -90,10 +92,10 @@ def average(
     total = message.exchange.run(own, workers)
   numbers = range(len(leaves))
   return Outcome(
-    total.mean,
-    own.unsent(total) if keep else None,
+    total.mean if workers is not None else back(total.mean),
+    back(own.unsent(total)) if keep else None,
     total.residuals,
     own.remembered if total.encoded else None,
     [own.chosen(i) if total.encoded and mark else None for i in numbers],
-    lambda: own.sent(total),
+    lambda: back(own.sent(total)),
   )

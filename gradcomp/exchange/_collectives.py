@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradcomp._dtypes import is_narrow, widened
 from gradcomp.exchange._notes import Parts, note
 from gradcomp.exchange._rounds import rounds
 from gradcomp.exchange._spread import devices, spread
@@ -48,9 +49,14 @@ def as_floats(elements: int, axis_name: AxisName) -> str:
 
 
 def pmean(tree: Any, axis_name: AxisName) -> Any:
-  """Returns the plain mean over the axis, in the arrays' own dtype."""
+  """Returns the plain mean over the axis, in the arrays' own dtype.
+
+  That of narrower floats is computed in float32, where no sum overflows.
+  """
   note(_parts(jax.tree.leaves(tree)))
-  return lax.pmean(tree, axis_name)
+  means = lax.pmean(jax.tree.map(widened, tree), axis_name)
+  back = lambda mean, x: mean.astype(x.dtype) if is_narrow(x) else mean
+  return jax.tree.map(back, means, tree)
 
 
 def psum(tree: Any, axis_name: AxisName) -> Any:

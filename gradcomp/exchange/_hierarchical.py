@@ -151,7 +151,7 @@ def _reduce_inside(
     zip(sums, split(received, [x.shape[1:] for x in lines]), strict=True)
   ):
     addends = jax.lax.bitcast_convert_type(words, parts[i].dtype)
-    partial = total.add_all(addends, keep=own.keep)
+    partial = total.like_one(total.add_all(addends, keep=own.keep), size)
     randomness = own.of_partial(i, number % size, number // size)
     sent.append(total.send(partial, *randomness, keep=own.keep))
   return sent
@@ -167,7 +167,7 @@ def _reduce_between(
   for i, (total, rows) in enumerate(
     zip(own.sums, split(received, [x.shape[1:] for x in lines]), strict=True)
   ):
-    partial = total.fold(rows, workers.scale, keep=own.keep)
+    partial = total.fold(rows, workers.scale * inside[i].scale, keep=own.keep)
     finished = total.finish(
       partial,
       *own.of_whole(i),

@@ -4,6 +4,7 @@ These are the two halves of ``two_shot``. What happens between them is not a sec
 encoding of the mean, but whatever the owner does with it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,10 +12,11 @@ import jax
 from jax import lax
 
 from gradcomp.codecs import Memory, elements
+from gradcomp.exchange._addends import Samples, as_samples
 from gradcomp.exchange._agree import agree, refit
 from gradcomp.exchange._all_gather import gather_rows
 from gradcomp.exchange._collectives import Workers, shares
-from gradcomp.exchange._contribution import Contribution, Total
+from gradcomp.exchange._contribution import Contribution, Leaves, Total
 from gradcomp.exchange._keys import Keys
 from gradcomp.exchange._notes import note, noted
 from gradcomp.exchange._plan import Message, Plan
@@ -65,34 +67,34 @@ def average_owned(
   means: list[list[jax.Array]] = []
   unsent: dict[int, jax.Array] = {}
   kept = {i: x.own for i, x in enumerate(memory)}
-  contributions: list[tuple[Sequence[int], Contribution]] = []
+  contributions: list[tuple[Sequence[int], Callable[[], Leaves]]] = []
   for message in plan.messages:
     layout, numbers = message.layout, message.leaves
-    own_leaves = [leaves[i] for i in numbers]
+    given = as_samples(layout, [leaves[i] for i in numbers], workers)
     with jax.named_scope("gradcomp_reduce_scatter"), noted(message):
       own = Contribution(
         layout,
-        own_leaves,
+        given.leaves,
         Keys([keys.leaves[i] for i in numbers], [None] * len(layout.codecs)),
-        agree(layout.to_agree(own_leaves), workers),
+        agree(layout.to_agree(given.leaves), workers),
         [memory[i] for i in numbers],
         step,
         [None] * len(layout.codecs),
         keep,
         True,
       )
-      means.append(_means(own, workers))
+      means.append(_means(own, given.workers or workers))
+    total = Total([], own.nothing, own.nothing)
     if keep:
-      lost = own.unsent(Total([], own.nothing, own.nothing))
-      unsent |= zip(numbers, lost, strict=True)
+      unsent |= zip(numbers, given.back(own.unsent(total)), strict=True)
     kept |= zip(numbers, own.remembered, strict=True)
-    contributions.append((numbers, own))
+    contributions.append((numbers, functools.partial(_sent, own, total, given)))
   count = range(len(leaves))
 
   def sent() -> list[jax.Array]:
     found: dict[int, jax.Array] = {}
-    for numbers, own in contributions:
-      found |= zip(numbers, own.sent(Total([], own.nothing, own.nothing)), strict=True)
+    for numbers, own_sent in contributions:
+      found |= zip(numbers, own_sent(), strict=True)
     return [found[i] for i in count]
 
   return OwnedMeans(
@@ -101,6 +103,10 @@ def average_owned(
     [Memory(memory[i].shared, kept[i]) for i in count],
     sent,
   )
+
+
+def _sent(own: Contribution, total: Total, given: Samples) -> Leaves:
+  return given.back(own.sent(total))
 
 
 def _means(own: Contribution, workers: Workers) -> list[jax.Array]:

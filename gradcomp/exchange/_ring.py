@@ -31,10 +31,12 @@ class _Owned(NamedTuple):
 
   Attributes:
     rows: ``uint32[share, words]`` for each codec.
+    scales: the factor of the sum of each codec that is still to be applied.
     lost: ``float32[rows, *tile_shape]`` for each codec; empty where nobody asks.
   """
 
   rows: list[jax.Array]
+  scales: list[float]
   lost: list[jax.Array]
 
 
@@ -72,8 +74,10 @@ class Ring(WithoutOwners):
     gathered = gather_rows(own.layout, owned.rows, workers)
     lost = owned.lost if own.keep else own.nothing
     sent = [
-      Sent(rows, residual=residual, scale=workers.scale)
-      for rows, residual in zip(owned.rows, own.residuals, strict=True)
+      Sent(rows, residual=residual, scale=workers.scale * scale)
+      for rows, residual, scale in zip(
+        owned.rows, own.residuals, owned.scales, strict=True
+      )
     ]
     return owned_total(own, gathered, sent, lost, workers)._replace(encoded=False)
 
@@ -118,22 +122,31 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
       partials.append(total.add(came, mine, keep=own.keep)[:3])
     return partials
 
-  def send(partials: list[_Sums], hop: jax.Array | int) -> list[Sent]:
+  def step(hop: jax.Array, passing: tuple) -> tuple:
+    partials, lost = passing
+    sent = [
+      total.hop(Partial(*x), *randomness(i, hop), keep=own.keep)
+      for i, (total, x) in enumerate(zip(sums, partials, strict=True))
+    ]
+    return receive(sent, hop), noted(lost, sent, (index - 1 - hop) % n)
+
+  def finish(partials: list[_Sums]) -> list[Sent]:
+    """Encodes whole sums, in rows that hold what rows of the mean do."""
     return [
-      total.send(Partial(*x), *randomness(i, hop), keep=own.keep)
+      total.send(total.like_one(Partial(*x), n), *randomness(i, n - 1), keep=own.keep)
       for i, (total, x) in enumerate(zip(sums, partials, strict=True))
     ]
 
-  def step(hop: jax.Array, passing: tuple) -> tuple:
-    partials, lost = passing
-    sent = send(partials, hop)
-    return receive(sent, hop), noted(lost, sent, (index - 1 - hop) % n)
-
   first = (index - 1) % n
-  sent = [
-    total.start(addend(i, first), *randomness(i, 0), keep=own.keep)
-    for i, total in enumerate(sums)
-  ]
+  if n == 1:
+    sent = finish(
+      [(total.read(addend(i, first)), None, None) for i, total in enumerate(sums)]
+    )
+  else:
+    sent = [
+      total.start(addend(i, first), *randomness(i, 0), keep=own.keep)
+      for i, total in enumerate(sums)
+    ]
   # The zeros have the type of the addends, which may differ over other axes, too.
   lost = [
     jnp.zeros_like(stacked(total.read(part)))
@@ -145,6 +158,6 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
     # Sums are written before a step encodes them. Else XLA would decode what came once
     # for the scales and once for the codes.
     passing = lax.fori_loop(1, n - 1, step, (receive(sent, 0), lost))
-    sent = send(passing[0], n - 1)
+    sent = finish(passing[0])
     lost = noted(passing[1], sent, index)
-  return _Owned([x.rows for x in sent], lost)
+  return _Owned([x.rows for x in sent], [x.scale for x in sent], lost)

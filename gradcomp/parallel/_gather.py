@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp.codecs import Dense, stateless
-from gradcomp.parallel._raw import cut, gathered, joined, lost, reduced
+from gradcomp.parallel._raw import (
+  cut,
+  gathered,
+  joined,
+  lost,
+  narrowed_parts,
+  reduced,
+)
 from gradcomp.parallel._wire import (
   Wire,
   checked_axis,
@@ -209,10 +216,12 @@ def _gather_backward(
     old = residual.astype(jnp.float32)
     sent = sent + old
   parts = cut(sent, axis, wire.size)
-  mine = reduced(parts, back, key).astype(cotangent.dtype)
+  mine = reduced(parts, back, key)
   if residual is None:
-    return mine, None, None
-  unsent = joined(lost(parts, back, key), axis)
+    return mine.astype(cotangent.dtype), None, None
+  unsent = lost(parts, back, key)
+  mine, unsent = narrowed_parts(mine, unsent, cotangent.dtype, back)
+  unsent = joined(unsent, axis)
   kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
   return mine, kept, None
 

@@ -6,11 +6,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradcomp._dtypes import narrowed
 from gradcomp.codecs import Codec
 from gradcomp.parallel._all_gather import all_gather
 from gradcomp.parallel._psum import by_owners, owner_key, psum, total
 from gradcomp.parallel._psum_scatter import psum_scatter
-from gradcomp.parallel._raw import cut, gathered, joined, lost, mine, reduced
+from gradcomp.parallel._raw import (
+  cut,
+  gathered,
+  joined,
+  lost,
+  mine,
+  narrowed_parts,
+  reduced,
+)
 from gradcomp.parallel._wire import Wire, checked_key, wire
 from gradcomp.workers import AxisName, mark_varying
 
@@ -57,7 +66,8 @@ def moved_with_residual(
   """Returns the result of one worker, and its new residual.
 
   The array and the residual are sent together. The new residual is what was not sent of
-  them; where that is not finite, it is the old one.
+  them, and what the array's dtype does not hold of the result. Where that is not
+  finite, it is the old one.
   """
   if jnp.iscomplexobj(x):
     raise TypeError(f"`x` must be real where `residual` is given, got {x.dtype}.")
@@ -67,18 +77,21 @@ def moved_with_residual(
   old = mark_varying(residual.astype(jnp.float32), move.axis_name)
   corrected = mark_varying(x.astype(jnp.float32), move.axis_name) + old.reshape(x.shape)
   if move.kind == "sum":
-    result = total(corrected, options, words)
-    unsent = _lost_in_sum(corrected, options, words)
+    result, rest = narrowed(total(corrected, options, words), x.dtype)
+    unsent = _lost_in_sum(corrected, options, words) + rest / options.size
   elif move.kind == "scatter":
     parts = cut(corrected, move.axis, options.size)
-    result = reduced(parts, options, words)
-    unsent = joined(lost(parts, options, words), move.axis)
+    summed, unsent = reduced(parts, options, words), lost(parts, options, words)
+    result, unsent = narrowed_parts(summed, unsent, x.dtype, options)
+    unsent = joined(unsent, move.axis)
   else:
-    result = joined(gathered(corrected, options, words), move.axis)
+    shards, rest = narrowed(gathered(corrected, options, words), x.dtype)
+    result = joined(shards, move.axis)
     unsent = lost(corrected[None], options, words)[0]
+    unsent = unsent + rest[lax.axis_index(move.axis_name)]
   unsent = unsent.reshape(old.shape)
   kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
-  return result.astype(x.dtype), kept
+  return result, kept
 
 
 def _lost_in_sum(x: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:

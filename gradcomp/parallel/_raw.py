@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
+from gradcomp._dtypes import narrowed
 from gradcomp.exchange import as_floats, gather, permute, scatter
 from gradcomp.parallel._lines import draws, from_lines, to_lines
 from gradcomp.parallel._wire import Wire
@@ -83,6 +85,22 @@ def lost(parts: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
   if wire.own == "exact":
     arrived = jnp.where(mine(worker, arrived), parts, arrived)
   return parts - arrived
+
+
+def narrowed_parts(
+  result: jax.Array, unsent: jax.Array, dtype: DTypeLike, wire: Wire
+) -> tuple[jax.Array, jax.Array]:
+  """Casts the sum of a worker's own part, and keeps what that loses among the parts.
+
+  Args:
+    result: the sum, ``float32[...]``.
+    unsent: what the worker did not send of all parts, ``[N, ...]``.
+    dtype: of the result.
+    wire: how the parts travelled.
+  """
+  narrow, rest = narrowed(result, dtype)
+  own = mine(lax.axis_index(wire.axis_name), unsent)
+  return narrow, unsent + jnp.where(own, rest, 0.0)
 
 
 def sent(

@@ -12,6 +12,7 @@ from gradcomp import _agreement
 from gradcomp._border import not_differentiated, of_reals, pairs
 from gradcomp._checks import optional_size
 from gradcomp._compression import Across, Compression, Dither, paths_of
+from gradcomp._dtypes import narrowed
 from gradcomp.codecs import LeafCodec
 from gradcomp.exchange import (
   Exchanged,
@@ -221,8 +222,10 @@ def zero(
         inner, means, state.master, state.inner_state, seen, rows.elements(), extra_args
       )
       leaves = rows.to_all(changed)
-      decoded = jax.tree.unflatten(jax.tree.structure(updates), leaves)
-      sent = optax.tree.cast_like(decoded, updates)
+      treedef = jax.tree.structure(updates)
+      decoded = jax.tree.unflatten(treedef, leaves)
+      casts = zip(leaves, across.dtypes, strict=True)
+      sent = jax.tree.unflatten(treedef, [narrowed(*cast)[0] for cast in casts])
 
       def changes() -> Changes:
         after = jax.tree.leaves(optax.apply_updates(params, sent))

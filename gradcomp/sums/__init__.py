@@ -12,6 +12,7 @@ from gradcomp.codecs import (
   RoundsCodec,
   SparseCodec,
   is_adding,
+  is_ranged,
   is_shared,
 )
 from gradcomp.sums._blocks import Blocks as Blocks
@@ -24,6 +25,7 @@ from gradcomp.sums._codes import sum_limit as sum_limit
 from gradcomp.sums._entries import Entries as Entries
 from gradcomp.sums._numbers import Numbers as Numbers
 from gradcomp.sums._order import sum_in_order as sum_in_order
+from gradcomp.sums._ranged import Ranged as Ranged
 from gradcomp.sums._several import Several as Several
 from gradcomp.sums._sum import LeafRows as LeafRows
 from gradcomp.sums._sum import Partial as Partial
@@ -72,5 +74,7 @@ def of(codec: LeafCodec) -> Sum:
     return Entries(codec)
   if isinstance(codec, DroppingCodec):
     return Blocks(codec)
+  if is_ranged(codec):
+    return Ranged(codec)
   rows = cast(Codec, codec)  # compress makes sure of that
   return Floats(rows) if rows == Dense() else Tiles(rows)

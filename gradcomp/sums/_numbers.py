@@ -83,6 +83,19 @@ class Numbers(Facts):
   def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
     return self._fold(own, keep=keep)
 
+  def like_one(self, partial: Partial, count: int) -> Partial:
+    return partial  # the codec's scale leaves room for the sum
+
+  def hop(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    context: Context,
+    *,
+    keep: bool,
+  ) -> Sent:
+    return self.send(partial, key, context, keep=keep)
+
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
     arrays = written(lambda rows: self._fold(rows, keep=keep)[:3], rows)
     return Partial(*arrays, scale=scale)

@@ -238,6 +238,22 @@ class PartialSum(Sum, Protocol):
   def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
     """Returns the sum of K workers' parts, ``own[K, rows, ...]``, in their order."""
 
+  def like_one(self, partial: Partial, count: int) -> Partial:
+    """Returns a sum of ``count`` parts that rows of the codec hold if they hold a part.
+
+    What it was divided by is in its ``scale``.
+    """
+
+  def hop(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    context: Context,
+    *,
+    keep: bool,
+  ) -> Sent:
+    """Encodes a partial sum, and what else the worker needs that adds next."""
+
   def send(
     self,
     partial: Partial,
@@ -246,7 +262,7 @@ class PartialSum(Sum, Protocol):
     *,
     keep: bool,
   ) -> Sent:
-    """Encodes a partial sum, which is sent to the worker that adds next."""
+    """Encodes a sum in rows alone."""
 
   def read(self, own: jax.Array) -> jax.Array:
     """Returns the part of a worker as tiles, ``float32[..., *tile_shape]``."""

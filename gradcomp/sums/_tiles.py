@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from gradcomp.codecs import Codec, Context, SummingCodec, to_nearest
+from gradcomp.codecs import Codec, Context, SummingCodec, is_ranged, to_nearest
 from gradcomp.kernels import packed
 from gradcomp.kernels.fixed_point import scaled
 from gradcomp.sums._order import cutter, in_order, sum_in_order
@@ -57,7 +57,7 @@ class Tiles(Facts):
   def start(
     self, own: jax.Array, key: jax.Array | None, context: Context, *, keep: bool
   ) -> Sent:
-    return self.send(Partial(own), key, context, keep=keep)
+    return self.hop(Partial(own), key, context, keep=keep)
 
   def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
     with jax.named_scope("gradcomp_decode"):
@@ -66,6 +66,22 @@ class Tiles(Facts):
   def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
     add = lambda k, total: total + own[k]
     return Partial(in_order(add, own.shape[0], own[0], own.shape[0]))
+
+  def like_one(self, partial: Partial, count: int) -> Partial:
+    if not is_ranged(self.codec):
+      return partial
+    power = 2.0 ** (count - 1).bit_length()
+    return Partial(scaled(partial.total, 1 / power), scale=partial.scale * power)
+
+  def hop(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    context: Context,
+    *,
+    keep: bool,
+  ) -> Sent:
+    return self.send(partial, key, context, keep=keep)
 
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
     with jax.named_scope("gradcomp_decode"):
@@ -83,8 +99,9 @@ class Tiles(Facts):
     with jax.named_scope("gradcomp_encode"):
       rows = packed(self.codec.encode_rows(tiles, key=key, context=context))
       if not keep:
-        return Sent(rows)
-      return Sent(rows, lost=tiles - self.codec.decode_rows(rows).reshape(tiles.shape))
+        return Sent(rows, scale=partial.scale)
+      lost = tiles - self.codec.decode_rows(rows).reshape(tiles.shape)
+      return Sent(rows, lost=scaled(lost, partial.scale), scale=partial.scale)
 
   def finish(
     self,

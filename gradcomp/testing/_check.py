@@ -13,7 +13,13 @@ import gradcomp
 from gradcomp import sums
 from gradcomp._checks import static_integer
 from gradcomp.codecs import Leaf, LeafCodec, is_codec, rounds_of
-from gradcomp.exchange import Exchange, ExchangeName, as_exchange
+from gradcomp.exchange import (
+  Exchange,
+  ExchangeName,
+  Hierarchical,
+  Ring,
+  as_exchange,
+)
 from gradcomp.testing import laws
 from gradcomp.testing._leaves import ragged, tile_of
 
@@ -33,6 +39,7 @@ def check_codec(
   most_variance: float = 1.0,
   same_bits: bool = True,
   exchanges: Sequence[ExchangeName | Exchange] = ("all_gather", "two_shot"),
+  keeps_range: bool = True,
 ) -> tuple[str, ...]:
   """Holds a codec to every law of this library, alone and in exchanges.
 
@@ -61,6 +68,8 @@ def check_codec(
     same_bits: whether all modes shall have the same bits: not for a codec that
       multiplies matrices, of which a compiler orders the sums as it likes.
     exchanges: the exchanges to try.
+    keeps_range: whether all float16 numbers, and sums of four of them, have a place in
+      rows: not for a codec that casts to a smaller type without a scale.
 
   Returns:
     The names of the laws that were tried and hold.
@@ -128,6 +137,10 @@ def check_codec(
       held(laws.errors_of_workers_cancel, codec, most_variance)
   held(laws.bytes_are_the_claim, codec, workers=workers)
   refused = sums.facts(codec).refusals
+  if keeps_range:
+    for partial in (Ring(), Hierarchical(group_size=2)):
+      if partial.way not in refused:
+        held(laws.half_precision_keeps_its_range, codec, partial)
   for exchange in map(as_exchange, exchanges):
     if getattr(exchange, "way", None) not in refused:
       transformation = gradcomp.compress(
@@ -233,6 +246,7 @@ def _params(shape: tuple[int, ...]) -> dict[str, jax.Array]:
   return {
     "empty": jnp.zeros((0, 3)),
     "half": jnp.zeros((5, 7), jnp.bfloat16),
+    "smaller": jnp.zeros((3, 5), jnp.float16),
     "leaf": jnp.zeros(shape),
     "scalar": jnp.zeros(()),
   }

@@ -32,10 +32,10 @@ def nothing_is_lost(
   """What is not sent waits: conservation, for a transformation with error feedback.
 
   N times the updates, the residuals of all workers, and N times the residuals of the
-  owners, are together the sum of all gradients, to rounding: also that of residuals
-  which are stored in fewer bits. A transformation without residuals promises none of
-  this, and is let through; so is one that sends momentum, or whose residuals decay, and
-  a chain of several, whose updates are no longer means.
+  owners, are together the sum of all gradients, to float32's rounding: also where
+  updates have fewer bits, and where residuals have, to theirs. A transformation without
+  residuals promises none of this, and is let through; so is one that sends momentum, or
+  whose residuals decay, and a chain of several, whose updates are no longer means.
 
   Args:
     transformation: one of gradcomp's, over the axis.
@@ -72,10 +72,9 @@ def nothing_is_lost(
     total = sent + waiting + workers * own
     expected = np.sum([np.asarray(x, np.float64).sum(axis=0) for x in given], axis=0)
     # Every number that is rounded, at most 4 N + 8 of them an element, is below this;
-    # one l2 norm a tensor makes residuals much larger than gradients. Updates have the
-    # gradients' dtype, which may be shorter than float32.
+    # one l2 norm a tensor makes residuals much larger than gradients.
     largest = max(np.abs(x).max(initial=0) for x in (*given, rest[i], workers * own))
-    unit = float(jnp.finfo(given[0].dtype).eps)
+    unit = float(jnp.finfo(jnp.float32).eps)
     storing = len(gradients) * workers * _STORING[kind(stored[i])]
     bound = ((4 * workers + 8) * unit + storing) * max(5.0, float(largest))
     wrong = np.argwhere(~(np.abs(total - expected) <= bound))

@@ -32,6 +32,9 @@ from gradcomp.testing._pure import same_bits_without_jit as same_bits_without_ji
 from gradcomp.testing._pure import (
   sent_and_unsent_are_the_leaf as sent_and_unsent_are_the_leaf,
 )
+from gradcomp.testing._range import (
+  half_precision_keeps_its_range as half_precision_keeps_its_range,
+)
 from gradcomp.testing._scan import state_is_stable as state_is_stable
 from gradcomp.testing._steps import bytes_are_explained as bytes_are_explained
 from gradcomp.testing._steps import (

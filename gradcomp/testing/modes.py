@@ -11,6 +11,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradcomp._dtypes import addend_dtype
 from gradcomp.residuals import is_stored
 from gradcomp.sharding import state_specs
 from gradcomp.state import CompressState, is_state
@@ -193,15 +194,16 @@ def _explicit(
   devices = mesh(workers, AxisType.Explicit, axis_name)
 
   @jax.jit
-  def update(gradient: Any, state: Any) -> tuple[Any, Any]:
-    addends = jax.tree.map(lambda leaf: leaf * (1 / workers), gradient)
-    return transformation.update(unreduce(addends, axis_name), state)
+  def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    wide = lambda leaf: leaf.astype(addend_dtype(leaf.dtype))
+    addends = jax.tree.map(lambda leaf: wide(leaf) * (1 / workers), gradient)
+    return transformation.update(unreduce(addends, axis_name), state, params)
 
   def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     with jax.set_mesh(devices):
       state = transformation.init(params) if state is None else state
     gradient = jax.device_put(gradient, NamedSharding(devices, P(axis_name)))
-    output, state = update(gradient, state)
+    output, state = update(gradient, state, params)
     return jax.tree.map(lambda leaf: np.stack([leaf] * workers), output), state
 
   return mapped

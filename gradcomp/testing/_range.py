@@ -1,0 +1,67 @@
+"""The law of ranges: no sum on the way leaves that of a 16-bit type."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import gradcomp
+from gradcomp.codecs import LeafCodec
+from gradcomp.exchange import Exchange, ExchangeName, as_exchange
+from gradcomp.testing import modes
+from gradcomp.testing._broken import BrokenLaw
+from gradcomp.testing._leaves import ragged
+from gradcomp.testing._trees import near_the_top
+
+_UNIT = 2.0**-24  # the smallest number of float16
+_TOP = float(jnp.finfo(jnp.float16).max)
+
+
+def half_precision_keeps_its_range(
+  codec: LeafCodec, exchange: ExchangeName | Exchange = "ring", *, workers: int = 4
+) -> None:
+  """A mean of float16 gradients is right near the largest number, and the smallest.
+
+  The mean lies in the range of its addends, but a sum of N of them does not, and an Nth
+  of one may vanish. Gradients are multiplied by a power of two, and so must the mean
+  be: to a hundredth of the largest, and the smallest number of float16.
+
+  Args:
+    codec: the codec.
+    exchange: the exchange in which it sends partial sums.
+    workers: N, all emulated.
+
+  Example:
+    >>> from gradcomp.testing import laws
+    >>> laws.half_precision_keeps_its_range(gradcomp.codecs.Dense(), "two_shot")
+  """
+  transformation = gradcomp.compress(
+    codec, axis_name="data", exchange=exchange, feedback=None, min_leaf_size=0
+  )
+  shape = (workers, *ragged(codec))
+  name = as_exchange(exchange).name
+
+  def mean(gradients: np.ndarray) -> np.ndarray:
+    half = jnp.asarray(gradients, jnp.float16)
+    found = modes.run("vmap", transformation, [half]).outputs[0]
+    return np.asarray(found, np.float64)[0]
+
+  top = near_the_top(shape, jnp.float16)
+  # The workers agree, so that no rounding on the way changes what a codec selects.
+  units = np.random.default_rng(0).integers(-8, 9, shape[1:]) * _UNIT
+  units = np.broadcast_to(units, shape)
+  for given, power, place in ((top, 2.0**-8, "top"), (units, 2.0**18, "smallest")):
+    expected = mean(given * power) / power
+    found = mean(given)
+    bound = 0.01 * np.abs(given).max() + _UNIT
+    # What a codec makes too large for float16 may be infinite, or the largest number.
+    wrong = np.argwhere(~(np.abs(found - expected) <= bound) & (abs(expected) <= _TOP))
+    if wrong.size:
+      at = tuple(map(int, wrong[0]))
+      raise BrokenLaw(
+        "half_precision_keeps_its_range",
+        codec,
+        f"send float16 gradients near the {place} number as it sends others, over "
+        f"{name} with {workers} workers",
+        f"the mean of element {list(at)} is {found[at]:.4g} and not {expected[at]:.4g} "
+        f"({len(wrong)} of {found.size} are wrong)",
+        "`largest`, which says what a row holds, and casts without a scale",
+      )
