@@ -32,7 +32,13 @@ from gradcomp.feedback import Feedback
 from gradcomp.memory import first_stored
 from gradcomp.remainders import remainder
 from gradcomp.residuals import check_kind, is_stored, shaped
-from gradcomp.state import CompressState, check_state, residual_key, seed_words
+from gradcomp.state import (
+  CompressState,
+  Watched,
+  check_state,
+  residual_key,
+  seed_words,
+)
 from gradcomp.workers import (
   Axes,
   AxisName,
@@ -179,10 +185,8 @@ class Compression:
     if is_sum:
       check_residual_types(state.residual, updates, axes)
     if axes is not None and self.exchange.sends:
-      names = [jax.tree_util.keystr(path) for path in paths_of(updates)]
-      _agreement.require_agreement(
-        repr((axes, names, [leaf.shape for leaf in leaves])), self._told()
-      )
+      told = self._told() | {"inspected": isinstance(state, Watched)}
+      _agreement.require_agreement("gradcomp.compress", told, updates, axes)
     made = ("codec", "feedback", "min_leaf_size")
     note(Options(tuple((name, getattr(self, name)) for name in made)))
     known = params if is_sum and self.exchange.sends else None
@@ -270,16 +274,11 @@ class Compression:
       state = state._replace(server_residual=exchanged.owned)
     return state
 
-  def _told(self) -> dict[str, str]:
-    """Returns what decides how workers read each other's messages."""
-    told = {
-      "codec": repr(self.codec),
-      "exchange": repr(self.exchange),
-      "min_leaf_size": repr(self.min_leaf_size),
-      "message_bytes": repr(self.message_bytes),
-      "dither": repr(self.dither),
-    }
-    return told | ({"key": repr(self.key)} if isinstance(self.key, int) else {})
+  def _told(self) -> dict[str, Any]:
+    """Returns the options, as far as they are known while a step is traced."""
+    names = [field.name for field in dataclasses.fields(self)]
+    told = {name: getattr(self, name) for name in names if name != "axis_name"}
+    return {x: y for x, y in told.items() if not isinstance(y, jax.core.Tracer)}
 
 
 def paths_of(tree: Any) -> list[KeyPath]:

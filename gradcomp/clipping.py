@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from gradcomp import _agreement
 from gradcomp._border import of_reals
 from gradcomp._checks import static_number
 from gradcomp.exchange import largest, psum
@@ -70,6 +71,8 @@ def clip_by_local_norm(
   ) -> tuple[Any, Any]:
     del params, extra_args
     axes, is_sum = reduction(updates, axis_name, local=False)
+    told = {"max_norm": max_norm}
+    _agreement.require_agreement("gradcomp.clip_by_local_norm", told, updates, axes)
     others = [other_axes(leaf, axes) for leaf in jax.tree.leaves(updates)]
 
     def on_device(updates: Any, state: Any) -> tuple[Any, Any]:

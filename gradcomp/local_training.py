@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from gradcomp import _agreement
 from gradcomp._border import not_differentiated
 from gradcomp._checks import share_above_0
 from gradcomp._compression import Dither
@@ -225,6 +226,15 @@ def local_steps(
     updates = not_differentiated(updates)
     check_whole_params(params, axes)
     across = reduction(updates, axes, local=False)
+    told = dict(every=every, fragments=fragments, delay=delay, mixing=mixing)
+    _agreement.require_agreement(
+      "gradcomp.local_steps",
+      told,
+      updates,
+      axes,
+      inner_state=state.own,
+      outer_state=[fragment.outer_state for fragment in state.fragments],
+    )
 
     def step(grads: Any, given: Any) -> tuple[Any, Any]:
       state, params = given

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from gradcomp import _agreement
 from gradcomp._checks import static_integer
 from gradcomp.exchange import largest
 from gradcomp.workers import AxisName, axis_names, other_axes, per_device, reduction
@@ -83,6 +84,13 @@ def skip_nonfinite(
   def update_fn(
     updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, SkipNonfiniteState]:
+    _agreement.require_agreement(
+      "gradcomp.skip_nonfinite",
+      {"max_consecutive_errors": most},
+      updates,
+      axis_name,
+      inner_state=state.inner_state,
+    )
     new, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
     finite = _all_finite(updates, new, axis_name)
     more = optax.safe_increment(state.notfinite_count)

@@ -9,6 +9,7 @@ import optax
 from jax import lax
 from jax.tree_util import GetAttrKey, KeyPath
 
+from gradcomp import _agreement
 from gradcomp._checks import static_integer
 from gradcomp.state import is_state
 
@@ -104,6 +105,9 @@ def switch(
   def update_fn(
     updates: Any, state: SwitchState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, SwitchState]:
+    told = {"boundaries": steps, "transformations": len(choices)}
+    _agreement.require_agreement("gradcomp.switch", told, updates)
+
     def branch(tx: optax.GradientTransformationExtraArgs) -> Any:
       return lambda updates, inner: tx.update(updates, inner, params, **extra_args)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from gradcomp import _agreement
 from gradcomp._checks import flag, optional_one_of, static_integer
 from gradcomp._explain import explain
 from gradcomp._worker_step import ModelState, WorkerStep, check_model_state
@@ -97,7 +98,8 @@ def make_train_step(
     ValueError: the mesh does not have an axis, or an option is bad; when called, a
       batch cannot be cut into equal parts, a state was made outside the mesh or for
       another number of workers, parameters are cut over an Explicit axis of the batch,
-      or no exchange has averaged a parameter's gradient.
+      no exchange has averaged a parameter's gradient, or another process of the run
+      traces another step, or none.
     TypeError: when called, a parameter, or something in a model state that is averaged,
       is no float; or the loss returns another form than the options say.
 
@@ -251,6 +253,17 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
         axis_names=set(names),
       )(closed_over, params, opt_state, model_state, batch, extra, rng)
 
-    return with_arrays(functions, enter)
+    # What decides what is sent; how many micro-batches there are does not.
+    names_sent = ("axis_name", "has_aux", "model_state", "report", "check_every")
+    told = {name: getattr(one_worker, name) for name in names_sent}
+    with _agreement.one_record(
+      mesh,
+      "gradcomp.make_train_step",
+      told | {"inspect": inspect},
+      params=params,
+      opt_state=opt_state,
+      model_state=model_state,
+    ):
+      return with_arrays(functions, enter)
 
   return run

@@ -253,7 +253,9 @@ def main(task, address, hosts, host, folder):
     elif task == "move":
       save(folder / f"moved.{host}.npz", moved(hosts))
     elif task == "differ":
-      exchange("qsgd4-ring" if which == str(host) else "qsgd4-two_shot", hosts)
+      from host_differ import differ
+
+      differ(host, folder)
     else:
       train(hosts, host, folder, FAULTS[task] if which == str(host) else None)
   except Exception:

@@ -5,6 +5,7 @@ would start the processes again in every worker of pytest-xdist that takes a tes
 """
 
 import contextlib
+import json
 import pathlib
 import re
 import shutil
@@ -196,12 +197,32 @@ def test_a_killed_host_ends_all_and_nothing_is_lost(hosts, tmp_path):
   assert_hosts_agree(tmp_path, f"step-{host.STEPS}", trained, hosts)
 
 
-@pytest.mark.slow
-def test_hosts_with_other_options_end_before_they_exchange(tmp_path):
-  with run_task("differ-1", 2, tmp_path, collective_timeout=30) as processes:
-    ends = codes(processes, tmp_path)
-  assert set(ends) <= {host.FAILED, -signal.SIGABRT}, said(tmp_path)
-  assert "`exchange` must be the same in all processes" in said(tmp_path)
+def test_hosts_that_trace_other_steps_are_told_so(tmp_path, subtests):
+  """Both of them, and before either of them waits in an exchange."""
+  with run_task("differ", 2, tmp_path) as processes:
+    assert codes(processes, tmp_path) == [0, 0], said(tmp_path)
+  first, second = (
+    json.loads((tmp_path / f"told.{i}.json").read_text()) for i in range(2)
+  )
+  same = "must be the same in all processes"
+  values = {
+    "order": ("leaves[0]", "['a'] float32[64, 64]", "['b'] float32[64, 64]"),
+    "rounds": ("every", "2", "3"),
+    "exchange": ("exchange", "TwoShot(feedback=True)", "Ring()"),
+    "chain": ("transformation", "gradcomp.make_train_step", "gradcomp.switch"),
+  }
+  for case, (name, *got) in values.items():
+    with subtests.test(case):
+      texts = [f"{value} in process {i}" for i, value in enumerate(got)]
+      assert first[case].startswith(f"`{name}` {same}"), first
+      assert " and ".join(texts) in first[case]
+      assert " and ".join(reversed(texts)) in second[case]
+  with subtests.test("failed"):
+    assert "process 1 failed: ZeroDivisionError: of this process" in first["failed"]
+    assert second["failed"] == "of this process alone"
+  with subtests.test("others"):
+    assert first["same"] is second["same"] is second["silent"] is None
+    assert "got nothing from process 1 in 1 s" in first["silent"]
 
 
 @pytest.mark.slow

@@ -211,7 +211,7 @@ def zero(
     _check_given(state, params)
     updates = not_differentiated(updates)
     across = parts.across(updates, state.gradients, params)
-    _require_agreement(across.axes, updates)
+    _require_agreement(across.axes, updates, state.inner_state)
 
     def step(updates: Any, given: Any) -> tuple[Any, Any]:
       state, params = given
@@ -241,11 +241,15 @@ def zero(
     )
     return result, state
 
-  def _require_agreement(axes: AxisName | None, updates: Any) -> None:
-    """Raises ValueError if another process has another codec of differences."""
-    found = [jax.tree_util.keystr(path) for path in paths_of(updates)]
-    place = repr(("zero", axes, found))
-    _agreement.require_agreement(place, {"params": repr(params)})
+  def _require_agreement(axes: AxisName | None, updates: Any, inner_state: Any) -> None:
+    """Raises ValueError if another process has another codec or optimizer."""
+    _agreement.require_agreement(
+      "gradcomp.parallel.zero",
+      {"params": params},
+      updates,
+      axes,
+      inner_state=inner_state,
+    )
     note(Options((("params", params),)))
 
   def _reduced(across: Any, updates: Any, state: CompressState) -> Any:

@@ -33,6 +33,7 @@ from gradcomp.workers._specs import stacked_over as stacked_over
 from gradcomp.workers._traces import EXPLAINED as EXPLAINED
 from gradcomp.workers._traces import FOLLOWED as FOLLOWED
 from gradcomp.workers._traces import is_explained as is_explained
+from gradcomp.workers._traces import is_followed as is_followed
 from gradcomp.workers._traces import or_explained as or_explained
 from gradcomp.workers._types import is_explicit as is_explicit
 from gradcomp.workers._types import is_typed as is_typed
