@@ -125,6 +125,19 @@ def lars(record: Any) -> Iterator[Seen]:
     yield Seen(found.at_least(-0.2), f"digits: {name} {found} ({found.count} seeds)")
 
 
+def worse_on_digits(codec: str, than: str) -> Look:
+  """Returns what yields whether a codec is worse where Adam learns few digits."""
+
+  def look(record: Any) -> Iterator[Seen]:
+    (rows,) = (x["rows"] for x in record if "Adam" in x["title"])
+    ends = {x["codec"]: x["accuracy_percent"] for x in rows}
+    found = _differences(ends[codec], ends[than])
+    numbers = f"digits, 360 images: {codec} - {than} {found} ({found.count} seeds)"
+    yield Seen(found.is_below(0.0), numbers)
+
+  return look
+
+
 def perplexity(*names: str) -> Look:
   """Returns what yields whether RedSync does in a long training on a text."""
 
@@ -266,6 +279,18 @@ ELSEWHERE = (
     "Han table 9",
     "41.8 %, 85.2 in a ring",
     of("roundoff", groups_of_16),
+  ),
+  Finding(
+    "With Adam and few images 2 bits in buckets of 128 are worse than float32.",
+    "Grubic 5.1",
+    "1 point or more",
+    of("codec_study", worse_on_digits("QSGD, 2 bits, buckets of 128", "f32")),
+  ),
+  Finding(
+    "With Adam and few images TernGrad is worse without clipping.",
+    "Wen 4.2, table 2",
+    "2.98 points",
+    of("codec_study", worse_on_digits("TernGrad, not clipped", "TernGrad")),
   ),
   Finding(
     "APS with 8 bits ends within 0.2 points of float32 with LARS.",

@@ -20,7 +20,7 @@ SPEED = (
   Finding("Communication falls with the bits.", "Grubic 5.2", "figure 6-9", falls),
   Finding(
     "The time of a sample is a + c w, within 8 %.",
-    "Grubic, figures 10 and 11",
+    "ours, of Grubic's figures 10 and 11",
     "0.6 to 7.7 %",
     line,
   ),

@@ -1,7 +1,8 @@
 """Names what is timed on links: codecs, with the exchanges that each is timed in.
 
-Options are those of the codec's paper. So residuals are kept where a method has them:
-1-bit SGD, RedSync, PowerSGD. Elsewhere a time is without. A case "in leaves" sends each
+Options are those of the codec's paper, but for 2 bits: they are in buckets of 512, and
+Grubic's in 128. So residuals are kept where a method has them: 1-bit SGD, RedSync,
+PowerSGD. Elsewhere a time is without. A case "in leaves" sends each
 leaf in a message of its own, as systems do that do not merge layers (Han 2021, figure
 11). "Sorted" is RedSync with the naive selection: the exact largest, by sorting.
 """

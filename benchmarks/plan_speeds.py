@@ -3,16 +3,17 @@
   python benchmarks/plan_speeds.py [--quick] [--output gradcomp/planner/speeds.json]
 
 It reads a file of codec_speed.py with one setting of malloc, and the largest arrays in
-it. Each time counts as a multiple of the copy beside it, of 0.34 ns an element. Sparse
-codecs are in no such file, and are measured here: one payload counts as a 32nd of what
-32 more take, because writing a sum takes the same time for any number of payloads. That
-is part of encoding here.
+it. Each time counts as a multiple of the copy beside it, of 0.34 ns an element. Codecs
+that are in no such file are measured here: 2 bits in buckets of 128, and sparse ones.
+Of these, one payload counts as a 32nd of what 32 more take, because writing a sum takes
+the same time for any number of payloads. That is part of encoding here.
 """
 
 import argparse
 import dataclasses
 import json
 import pathlib
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,9 +23,9 @@ import running
 import timing
 
 from gradcomp import codecs, sums
-from gradcomp.codecs import TopK
+from gradcomp.codecs import QSGD, TopK
 from gradcomp.cost import CodecSpeed
-from gradcomp.cost._measure_codec import updates
+from gradcomp.cost._measure_codec import measured_speed, updates
 
 _RESULTS = pathlib.Path(__file__).parent / "results"
 FILE = "codec_speed_jax0.10.2_malloc.json"
@@ -36,12 +37,14 @@ NAMES = {
   "bfloat16": "dense-bf16",
   "QSGD-8": "qsgd-8",
   "QSGD-4": "qsgd-4",
-  "QSGD-2": "qsgd-2",
-  "QSGD-2 fitted": "qsgd-2 nonuniform",
   "1-bit": "onebit-64",
   "TernGrad": "terngrad",
   "APS (5, 2)": "aps-5-2",
   "APS (4, 3)": "aps-4-3",
+}
+IN_BUCKETS = {
+  "QSGD-2": QSGD(bits=2, bucket_size=128),
+  "QSGD-2 fitted": QSGD(bits=2, bucket_size=128, levels="nonuniform"),
 }
 SPARSE = {
   "top 1 %": TopK(density=0.01),
@@ -67,6 +70,21 @@ def read() -> Iterator[tuple[str, CodecSpeed]]:
         keep=keep,
       ),
     )
+
+
+def in_copies(codec: QSGD, size: int, repeats: int) -> CodecSpeed:
+  """Measures a codec on a matrix of normal numbers, between copies of as many."""
+  copies = []
+  speeds = []
+  for _ in range(3):
+    copies.append(timing.interleaved(timing.copies(size), repeats)["copy"] / size)
+    speeds.append(measured_speed(codec, size, repeats))
+  scale = _COPY / statistics.median(copies)
+  medians = {
+    field.name: scale * statistics.median(getattr(x, field.name) for x in speeds)
+    for field in dataclasses.fields(CodecSpeed)
+  }
+  return CodecSpeed(**medians)
 
 
 def measured(codec: TopK, size: int, repeats: int) -> CodecSpeed:
@@ -115,6 +133,8 @@ def main() -> None:
   options = parser.parse_args()
   size, repeats = (1 << 16, 1) if options.quick else (1 << 24, 9)
   speeds = {name: rounded(speed) for name, speed in read()}
+  for name, quantizer in IN_BUCKETS.items():
+    speeds[name] = rounded(in_copies(quantizer, size, repeats))
   for name, codec in SPARSE.items():
     speeds[name] = rounded(measured(codec, size, repeats))
   print(json.dumps({"cpu": speeds}, indent=1))

@@ -47,6 +47,7 @@ RUNS = (
   "parallel_study",
   "parallel_links",
   "parallel_links --loopback",
+  "plan_accuracy",
   "plan_speeds",
   "local_leaving",
   "local_links",

@@ -36,7 +36,7 @@ def qsgd(
 
   The paper uses buckets of 128 at 2 bits, of 512 at 4 and 8 bits, and of 8192 at 16
   bits. Stochastic rounding is unbiased, and keeps no residual by default, as in the
-  paper. At 2 bits ``feedback="error"`` is worth its memory. With ``norm="rms"``,
+  paper. At 2 bits a residual would only grow. With ``norm="rms"``,
   ``levels="uniform"`` and ``rounding="nearest"`` it keeps a residual by default, which
   is a quarter as large as with the other norms at 2 bits. ``rotate=8`` or ``rotate=32``
   is for gradients with heavy tails.

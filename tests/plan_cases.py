@@ -32,7 +32,7 @@ ROWS = {
   "bf16": timed("bfloat16", feedback=False, biased=False),
   "qsgd-8": BY_NAME["QSGD-8"],
   "qsgd-4": BY_NAME["QSGD-4"],
-  "qsgd-2": timed("QSGD-2", codec=QSGD(bits=2), feedback=False, studied=False),
+  "qsgd-2": timed("QSGD-2", codec=QSGD(bits=2), feedback=False),
   "qsgd-4 shared": timed(
     "QSGD-4", name="QSGD-4 shared", codec=QSGD(bits=4, share_scale=True)
   ),

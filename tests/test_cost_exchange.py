@@ -8,6 +8,7 @@ import statistics
 import cost_fit
 import jax
 import jax.numpy as jnp
+import pages
 import pytest
 from cost_cases import (
   FREE,
@@ -29,6 +30,7 @@ import gradcomp
 from gradcomp import cost
 from gradcomp.cost import Cluster, Link
 from gradcomp.exchange import Hierarchical
+from gradcomp.planner import packaged_speeds
 
 
 def test_seconds_of_each_exchange_by_hand():
@@ -229,6 +231,7 @@ def test_scaling_over_workers():
 # parts of a step may show the one and its exchanges the other.
 FAR = {
   (2, "1gbit", "aps-8 ring"),
+  (2, "1gbit", "f16 ring"),
   (2, "1gbit", "onebit-64 ring"),
   (2, "1gbit", "onebit-64 two_shot"),
   (2, "1gbit", "terngrad-base3 psum"),
@@ -252,9 +255,27 @@ def test_measured_links_are_predicted():
   others = ("plain f32 mean", "f32 psum", "ddp ", "redsync", "powersgd")
   missed = [name for *_, name in every - predicted if " in leaves " not in name]
   assert all(name.startswith(others) for name in missed)
-  errors = {row[:3]: abs(row.error) for row in rows if row.rate != "loopback"}
-  assert statistics.median(errors.values()) <= 0.07
-  assert {key for key, error in errors.items() if error > 0.2} <= FAR
+  limited = [row for row in rows if row.rate != "loopback"]
+  errors = sorted(abs(row.error) for row in limited)
+  far = [row for row in limited if abs(row.error) > 0.2]
+  assert statistics.median(errors) <= 0.07
+  assert {row[:3] for row in far} <= FAR
+  page = " ".join((pages.ROOT / "docs" / "results.md").read_text().split())
+  assert f"over the {len(limited)} rows at" in page
+  worst = f"{100 * errors[-1]:.0f} %"
+  assert f"and {len(far)} are more than 20 % off, the worst {worst}" in page
+
+
+@pytest.mark.slow
+def test_redsync_takes_longer_than_is_predicted():
+  """Its momentum is not in the model, as docs/how-to-choose.md says."""
+  runs = cost_fit.read_runs(cost_fit.LINKS)
+  names = {"1%": "top 1 %", "0.1%": "top 0.1 %", "0.1% asq": "top 0.1 % ASQ"}
+  packaged = packaged_speeds("cpu")
+  speeds = {f"redsync-{x}": packaged[name] for x, name in names.items()}
+  rows = [x for x in cost_fit.compare(runs, speeds) if x.rate != "loopback"]
+  ratios = [row.measured / row.predicted for row in rows]
+  assert len(rows) > 15 and 1.1 < min(ratios) and max(ratios) < 1.65
 
 
 def test_a_measured_crossing_lies_between_two_rates():

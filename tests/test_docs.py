@@ -1,5 +1,6 @@
 """Every page's code runs, its links lead somewhere, and the front page is short."""
 
+import ast
 import csv
 import json
 import os
@@ -32,7 +33,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name)
 def run_alone(page, folder, *arguments, then="pass"):
   """What a page prints, as a program where warnings are errors; ``then`` looks at its
   ``names``."""
-  code = f"import pages\nnames = pages.run(pages.ROOT / {name(page)!r})\n{then}\n"
+  code = f"import pages\nnames = pages.run(pages.ROOT / {str(page)!r})\n{then}\n"
   result = subprocess.run(
     [sys.executable, "-W", "error", "-c", code, *arguments],
     cwd=folder,
@@ -76,6 +77,17 @@ def test_the_script_for_many_hosts_runs_on_one(tmp_path):
   assert "step 40: loss" in said
 
 
+@pytest.mark.slow
+def test_the_front_page_survives_a_larger_number(tmp_path):
+  """Steps that nobody waits for make XLA's threads wait for one another."""
+  page = README.read_text()
+  longer = tmp_path / "longer.md"
+  longer.write_text(page.replace("range(20)", "range(300)"))
+  assert "range(300)" in longer.read_text()
+  said = run_alone(longer, tmp_path, then="print('loss', float(names['loss']))")
+  assert float(re.search(r"^loss (\S+)$", said, re.M)[1]) < 0.01
+
+
 QUICKSTART = FOLDER / "quickstart.md"
 # Pages that compile several train steps.
 TRAINING = {"low-precision", "extending", "recipes"}
@@ -108,6 +120,31 @@ def test_the_quickstart_trains_in_one_call_and_in_plain_jit(run_here):
   """The loss was 1."""
   names = run_here(QUICKSTART)
   assert max(names["metrics"]["loss"], names["loss"]) < 0.1
+
+
+def carries(loop):
+  """Whether what a call returns, several things, goes to the next call of a range."""
+  if not (isinstance(loop, ast.For) and "range(" in ast.unparse(loop.iter)):
+    return False
+  calls = [x for x in ast.walk(loop) if isinstance(x, ast.Assign)]
+  calls = [x for x in calls if isinstance(x.value, ast.Call)]
+  tuples = [x.targets[0] for x in calls if isinstance(x.targets[0], ast.Tuple)]
+  names = lambda trees: {
+    x.id for tree in trees for x in ast.walk(tree) if isinstance(x, ast.Name)
+  }
+  return bool(names(tuples) & names(x.value for x in calls))
+
+
+@every_page
+def test_loops_wait_for_their_steps(page):
+  """Emulated devices that are sent hundreds of steps ahead are stuck."""
+  for block in pages.read(page)[0]:
+    if block.language == "python":
+      for loop in ast.walk(ast.parse(block.text)):
+        if carries(loop):
+          said = ast.unparse(loop)
+          waits = ("block_until_ready(", "assert_allclose(", "float(")
+          assert any(x in said for x in waits), f"{name(page)}:{block.line}: {said}"
 
 
 @every_page

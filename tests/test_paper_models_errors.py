@@ -39,6 +39,7 @@ CALLS = [
   ("speeds.select", lambda: fang.sparse_seconds(1, 1, 2, LINK, fang.Speeds(-1))),
   ("speeds.add", lambda: fang.dense_seconds(1, 2, LINK, fang.Speeds(add=-1))),
   ("entry_bytes", lambda: fang.crossover_workers(0.1, entry_bytes=0)),
+  ("dense", lambda: wen.mixed_ratio(1.5)),
   ("images_per_second", lambda: grubic.fit({32: 1.0})),
   ("images_per_second", lambda: grubic.fit({32: 1.0, 8: 0.0})),
   ("bits", lambda: grubic.wire_share(3)),

@@ -67,7 +67,7 @@ def test_a_sparse_codec_of_ones_own_is_gathered():
   found = plan(LIKE, candidates=[BlockTop()], budget="aggressive", **given)
   assert [x.name for x in found.rows] == ["float32 psum", "BlockTop() all_gather"]
   assert found.verdict.startswith("compress: BlockTop() all_gather ")
-  assert found.chosen.omega == pytest.approx(0.904, rel=0.01)
+  assert found.chosen.error == pytest.approx(0.904, rel=0.01)
   reasons = {x.exchange: x.reason for x in found.refused}
   for exchange in ("two_shot", "ring", "hierarchical"):
     assert "8 workers together choose up to 0.118" in reasons[exchange]
@@ -82,7 +82,7 @@ def test_the_command_line_answers(capsys):
   words = "plan --params 1e6 --workers 2 --gbit 0.1 --budget tight --slower 2".split()
   __main__.main(words)
   said = capsys.readouterr().out.splitlines()
-  assert said[-1].startswith("compress: QSGD-8 all_gather ")
+  assert said[-1].startswith("compress: QSGD-4 all_gather ")
   for wrong in (["--gbit", "nan"], ["--params", "0"], ["--inside-gbit", "3"]):
     with pytest.raises(SystemExit) as ended:
       __main__.main([*words, *wrong])

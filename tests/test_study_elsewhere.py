@@ -83,6 +83,14 @@ def lars(points):
   return [{"title": "8 workers", "rows": []}, {"title": "LARS with", "rows": rows}]
 
 
+def few(codec, than, points):
+  rows = [
+    {"codec": than, "accuracy_percent": [90, 91]},
+    {"codec": codec, "accuracy_percent": [90 + points, 91 + points]},
+  ]
+  return [{"title": "momentum", "rows": []}, {"title": "Adam, 100", "rows": rows}]
+
+
 def selection(trimmed):
   seconds = {"exact": 1.0, "sampled, again": 0.1, "trimmed": trimmed}
   return {"machine": {}, "normal, 16777216, 0.001": {"seconds": seconds}}
@@ -110,6 +118,12 @@ CASES = {
   "Clipping brings": (weights(), weights(moment_clipped=6.0)),
   "Gradients of layers": (weights(largest_exponent=-4), weights(largest_exponent=-3)),
   "Sums of 256": (roundoff(16), roundoff(32)),
+  "With Adam and few images 2 bits": tuple(
+    few("QSGD, 2 bits, buckets of 128", "f32", x) for x in (-1.0, 0.5)
+  ),
+  "With Adam and few images TernGrad": tuple(
+    few("TernGrad, not clipped", "TernGrad", x) for x in (-1.0, 0.5)
+  ),
   "APS with 8 bits ends within 0.2 points of float32 with": (lars(0.1), lars(-2.0)),
   "Workers that send": (union(0.0155), union(0.005)),
   "After long training RedSync has": (

@@ -25,6 +25,11 @@ def numbers() -> list[Number]:
     if entry_bytes == 8:
       why = "the same product"
       paper.agrees(what, inputs, ours, 12.8, 1e-9, why)
+    elif entry_bytes == fang.INDEX_ALONE:
+      why = (
+        "the paper draws 12.8 from equation 1, which it says is of quantised entries"
+      )
+      paper.wrong(what, inputs, ours, 12.8, why)
     else:
       paper.ours(what, inputs, ours)
   ours = 100 * fang.bandwidth_ratio(0.015625, 64)

@@ -4,10 +4,11 @@ from gradcomp.cost import Link, han
 from papers.number import Number, Paper
 
 FREE = Link(latency=0.0, bytes_per_second=10e9)
+TABLE_6 = {"f32": 76.02, "(5, 2)": 75.98, "(4, 3)": 75.93}  # accuracy, %, with APS
 
 
 def numbers() -> list[Number]:
-  """Recomputes sections 4.2 and 4.3."""
+  """Recomputes sections 4.2 and 4.3, and what the abstract says of table 6."""
   paper = Paper("Han")
   steps = "steps of an all-reduce"
   exact = "the same formula"
@@ -40,4 +41,8 @@ def numbers() -> list[Number]:
   why = "the least that the model has against leaves apart is 1.5, the most 2"
   inputs = "res5c, merged 8 bits against 16 bits apart, no latency"
   paper.ours("speed-up of 8 bits", inputs, ours, why)
+  why = '"below 0.05", which (5, 2) has; (4, 3) has 75.93 of 76.02'
+  ours = max(TABLE_6["f32"] - x for x in TABLE_6.values())
+  inputs = "8 bits, 256 nodes, the worst of table 6"
+  paper.wrong("points that APS loses", inputs, ours, 0.05, why)
   return paper.numbers

@@ -121,7 +121,8 @@ def _grubic(axes: Any) -> str:
   """Draws lines through figure 10, the gain over sizes, and dollars."""
   found = grubic_numbers.fits()
   colors = (_BLUE, _GREEN, _RED, _GREY)
-  for name, color in zip(grubic.MPI, colors, strict=True):
+  fitted = [name for name in grubic.MPI if ("MPI", name, 16) in found]
+  for name, color in zip(fitted, colors, strict=True):
     speeds = grubic.column(grubic.MPI[name], grubic.MPI_GPUS, 16)
     shares = [grubic.wire_share(bits) for bits in speeds]
     axes[0].plot(shares, [1e3 / x for x in speeds.values()], "o", color=color)

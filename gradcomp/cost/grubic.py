@@ -33,6 +33,8 @@ EPOCHS = {  # figure 3
 IMAGES = 1.3e6  # of an epoch of ImageNet
 HOUR = {1: 0.9, 8: 7.2, 16: 14.4}  # dollars, of the EC2 instances of figure 2, by GPUs
 DGX_1_HOUR = 50.0  # dollars, of 8 GPUs
+TERAFLOPS = {"K80": 8.73, "P100": 10.6}  # of a GPU, figure 2
+VALIDATION_IMAGES = 50_000  # of ImageNet, figure 1
 
 
 class Fit(NamedTuple):
@@ -108,6 +110,8 @@ def fit(images_per_second: Mapping[int, float]) -> Fit:
 def column(table: Speeds, counts: tuple[int, ...], gpus: int) -> dict[int, float]:
   """Returns a table's speeds with so many GPUs, by bits and without 1-bit SGD.
 
+  Numbers that the text lost are left out.
+
   Args:
     table: a network of :data:`MPI` or :data:`NCCL`.
     counts: :data:`MPI_GPUS` or :data:`NCCL_GPUS`.
@@ -119,7 +123,11 @@ def column(table: Speeds, counts: tuple[int, ...], gpus: int) -> dict[int, float
   if gpus not in counts:
     raise ValueError(f"`gpus` must be one of {counts}, got {gpus!r}.")
   at = counts.index(gpus)
-  return {bits: row[at] for bits, row in table.items() if isinstance(bits, int)}
+  return {
+    bits: speed
+    for bits, row in table.items()
+    if isinstance(bits, int) and (speed := row[at]) is not None
+  }
 
 
 def size_gain(found: Fit, size: float, bits: int = 8) -> float:
@@ -182,10 +190,16 @@ def sixteen_over_eight(network: str, bits: int | str) -> float:
 
   Below 2, an image costs more on 16.
 
+  Raises:
+    ValueError: figure 10 has no such row, or the text lost one of its two numbers.
+
   >>> round(sixteen_over_eight("ResNet50", 32), 2)
   1.1
   """
-  if bits not in MPI.get(network, {}):
-    raise ValueError(f"`network` and `bits` must be in MPI, got {network!r}, {bits!r}.")
-  speeds = dict(zip(MPI_GPUS, MPI[network][bits], strict=True))
-  return speeds[16] / speeds[8]
+  *_, eight, sixteen = MPI.get(network, {}).get(bits, (None, None))
+  if eight is None or sixteen is None:
+    raise ValueError(
+      "`network` and `bits` must be in MPI, with 8 and 16 GPUs, got "
+      f"{network!r}, {bits!r}."
+    )
+  return sixteen / eight

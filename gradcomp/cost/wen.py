@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gradcomp.cost._collectives import tree_seconds
 from gradcomp.cost._link import Link
-from gradcomp.cost._rules import above_0, count
+from gradcomp.cost._rules import above_0, at_least_0, count
 
 
 class Cluster(NamedTuple):
@@ -49,6 +49,7 @@ class Model(NamedTuple):
 ALEXNET = Model(61e6, 0.72e9, 128)
 GOOGLENET = Model(7e6, 1.5e9, 64)
 VGG_A = Model(133e6, 7.6e9, 32)
+ALEXNET_LAST = 4096 * 1000 + 1000  # parameters of its last layer
 
 GTX_1080, P100 = 8.9e12, 10.6e12  # floating-point operations a second, at most
 
@@ -217,6 +218,22 @@ def pull_ratio(workers: int) -> float:
 def base_3_ratio() -> float:
   """Returns 32 bits over log2(3), those of a ternary digit: 20.19, the least."""
   return 32 / math.log2(3)
+
+
+def mixed_ratio(dense: float) -> float:
+  """Returns the ratio of all bytes where a share of the elements stays in float32.
+
+  ``1 / (d + (1 - d) / 16)``. The paper's recipe leaves the last layer in float32.
+
+  Raises:
+    ValueError: ``dense`` is not a number from 0 to 1.
+
+  >>> round(mixed_ratio(ALEXNET_LAST / ALEXNET.parameters), 2)
+  7.97
+  """
+  if at_least_0("dense", dense) > 1:
+    raise ValueError(f"`dense` must be a share, from 0 to 1, got {dense!r}.")
+  return 1 / (dense + (1 - dense) / PUSH_RATIO)
 
 
 def _added_seconds(nbytes: float, gpus: int, machines: int, links: Cluster) -> float:

@@ -1,8 +1,10 @@
 """Lists the codecs that a plan compares, as data."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Sequence
+from importlib import resources
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -34,7 +36,8 @@ class Candidate:
     feedback: whether workers keep what it does not send.
     omega: E|Q(g) - g|^2 / |g|^2 for Gaussian numbers; None to measure it.
     density: the share of the elements that a sparse codec sends; None for all.
-    studied: whether the papers, or our studies, found it within 0.2 points of float32.
+    points: the points of accuracy by which it ended above float32 in the worst of the
+      study's trainings; None if none of them went to its end.
     last_dense: whether its paper leaves the last layer in float32. That is found by
       names like ``head`` in its path.
     by_size: whether bytes follow from the sizes of leaves, not from their shapes.
@@ -47,7 +50,7 @@ class Candidate:
   feedback: bool = False
   omega: float | None = None
   density: float | None = None
-  studied: bool = False
+  points: float | None = None
   last_dense: bool = False
   by_size: bool = False
   verdict: str = "compress"
@@ -66,37 +69,40 @@ class Candidate:
     return dataclasses.replace(self, codec=codec)
 
 
-DENSE = Candidate(name="float32", codec=Dense(), omega=0.0, studied=True, by_size=True)
+def _with_points(candidate: Candidate) -> Candidate:
+  """Returns a candidate with what the study found of it.
+
+  The file is made from the records of trainings by ``benchmarks/plan_accuracy.py``.
+  """
+  text = resources.files("gradcomp.planner").joinpath("accuracy.json").read_text()
+  return dataclasses.replace(candidate, points=json.loads(text).get(candidate.name))
+
+
+DENSE = Candidate(name="float32", codec=Dense(), omega=0.0, points=0.0, by_size=True)
 
 # Omegas are of a million normal numbers; a test measures some of them again.
-CANDIDATES: tuple[Candidate, ...] = (
+_UNJUDGED: tuple[Candidate, ...] = (
   Candidate(
     name="bfloat16",
     codec=Dense(dtype=jnp.bfloat16),
     biased=True,
     feedback=True,
     omega=2.8e-6,
-    studied=True,
     by_size=True,
     verdict="send bfloat16",
   ),
-  Candidate(
-    name="QSGD-8", codec=QSGD(bits=8), omega=1.1e-4, studied=True, by_size=True
-  ),
-  Candidate(name="QSGD-4", codec=QSGD(bits=4), omega=0.036, studied=True, by_size=True),
+  Candidate(name="QSGD-8", codec=QSGD(bits=8), omega=1.1e-4, by_size=True),
+  Candidate(name="QSGD-4", codec=QSGD(bits=4), omega=0.036, by_size=True),
   Candidate(
     name="QSGD-2",
     codec=QSGD(bits=2, bucket_size=128),
-    feedback=True,
     omega=1.26,
-    studied=True,
     by_size=True,
   ),
   Candidate(
     name="QSGD-2 fitted",
-    codec=QSGD(bits=2, levels="nonuniform"),
-    omega=0.611,
-    studied=True,
+    codec=QSGD(bits=2, bucket_size=128, levels="nonuniform"),
+    omega=0.504,
     by_size=True,
   ),
   Candidate(
@@ -105,14 +111,12 @@ CANDIDATES: tuple[Candidate, ...] = (
     biased=True,
     feedback=True,
     omega=0.353,
-    studied=True,
     by_size=True,
   ),
   Candidate(
     name="TernGrad",
     codec=Ternary(),
     omega=1.006,
-    studied=True,
     last_dense=True,
     by_size=True,
   ),
@@ -123,7 +127,6 @@ CANDIDATES: tuple[Candidate, ...] = (
       biased=True,
       feedback=True,
       omega=omega,
-      studied=True,
       by_size=True,
     )
     for exponent, mantissa, omega in ((5, 2, 2.8e-3), (4, 3, 7e-4))
@@ -156,6 +159,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     by_size=True,
   ),
 )
+CANDIDATES = tuple(map(_with_points, _UNJUDGED))
 
 
 def as_candidate(given: Any) -> Candidate:

@@ -41,7 +41,7 @@ def choose(
       unknown = f"`speeds` has none of this name; omega is {omega:.3g}"
       refused.append(Refusal(candidate.name, "", reason or unknown))
       continue
-    found, others = setting.rows(candidate, omega, speed, dense)
+    found, others = setting.rows(candidate, omega, errors, speed, dense)
     rows += found
     refused += others
   if not rows:

@@ -12,12 +12,12 @@ from gradcomp.cost._rules import count
 _WORKERS_RULE = "an integer of 1 or more, or a pair of them, (between, inside)"
 
 
-def number_of(workers: Any) -> int:
-  """Returns the number of workers; ValueError for what is none, nor a pair."""
+def sizes_of(workers: Any) -> tuple[int, ...]:
+  """Returns the sizes of the axes; ValueError for what is no number, nor a pair."""
   sizes = workers if isinstance(workers, tuple) else (workers,)
   if len(sizes) > 2 or not sizes:
     raise ValueError(f"`workers` must be {_WORKERS_RULE}, got {workers!r}.")
-  return math.prod(count("workers", size) for size in sizes)
+  return tuple(count("workers", size) for size in sizes)
 
 
 def shares_memory(link: Any) -> bool:
@@ -34,8 +34,8 @@ def cluster_of(workers: int | tuple[int, int], link: Any) -> Cluster:
   Raises:
     ValueError: it is no link, or there are not as many links as axes.
   """
-  number = number_of(workers)
-  sizes = workers if isinstance(workers, tuple) else (workers,)
+  sizes = sizes_of(workers)
+  number = math.prod(sizes)
   links: tuple[Any, ...] = link if isinstance(link, tuple) else (link,)
   if isinstance(link, Mesh):
     if link.size != number:

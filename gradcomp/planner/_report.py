@@ -69,7 +69,7 @@ def _cells(row: Row) -> list[str]:
     f"{math.ceil(row.explanation.bytes_sent):,}",
     *(f"{1e3 * seconds:.1f}" for seconds in (*parts, predicted.step_seconds)),
     f"{predicted.speedup:.2f}",
-    f"{row.omega:.2g}",
+    f"{row.error:.2g}",
   ]
 
 

@@ -16,6 +16,7 @@ from gradcomp.exchange import (
   TwoShot,
 )
 from gradcomp.planner._candidates import DENSE, Candidate
+from gradcomp.planner._errors import Errors
 from gradcomp.planner._model import Model, explained
 from gradcomp.planner._speeds import SpeedOf
 
@@ -65,7 +66,7 @@ class Row:
   Attributes:
     candidate: the candidate.
     exchange: the exchange.
-    omega: the loss of its codec.
+    error: that of the mean, see :func:`gradcomp.planner.mean_error`.
     model: the leaves of ``explanation``.
     speed: the speeds of its codec.
     explanation: what it sends.
@@ -74,7 +75,7 @@ class Row:
 
   candidate: Candidate
   exchange: Exchange
-  omega: float
+  error: float
   model: Model
   speed: SpeedOf
   explanation: Explanation
@@ -111,34 +112,51 @@ class Setting:
     return dataclasses.replace(row, predicted=same)
 
   def rows(
-    self, candidate: Candidate, omega: float, speed: SpeedOf, dense: Row
+    self,
+    candidate: Candidate,
+    omega: float,
+    errors: Errors,
+    speed: SpeedOf,
+    dense: Row,
   ) -> tuple[list[Row], list[Refusal]]:
-    """Returns a candidate with every exchange, and why others cannot be."""
+    """Returns a candidate with every exchange, and why others cannot be.
+
+    If the budget allows none of them, that is said once of all.
+    """
     rows, refused = [], []
+    excess: dict[float, str] = {}
     model = self.model
     if candidate.by_size:
       model = model.joined(sparse=candidate.density is not None)
     for exchange in _EXCHANGES:
       reason = self._dropping(candidate, exchange)
       if not reason:
+        lost = errors.of_mean(candidate, omega, exchange)
         try:
-          rows.append(self._row(candidate, exchange, omega, model, speed, dense))
-          continue
+          row = self._row(candidate, exchange, lost, model, speed, dense)
+          reason = errors.excess(candidate, omega, lost)
         except ValueError as error:
           reason = str(error)
-      refused.append(Refusal(candidate.name, exchange.name, reason))
+        else:
+          excess[lost] = reason
+      if reason:
+        refused.append(Refusal(candidate.name, exchange.name, reason))
+      else:
+        rows.append(row)
+    if excess and all(excess.values()):
+      refused = [Refusal(candidate.name, "", excess[min(excess)])]
     return rows, refused
 
   def exact(self, row: Row, dense: Row) -> Row:
     """Returns a row for the leaves as they are."""
-    given = row.candidate, row.exchange, row.omega
+    given = row.candidate, row.exchange, row.error
     return self._row(*given, self.model, row.speed, dense)
 
   def _row(
     self,
     candidate: Candidate,
     exchange: Exchange,
-    omega: float,
+    error: float,
     model: Model,
     speed: SpeedOf,
     dense: Row | None,
@@ -151,7 +169,7 @@ class Setting:
     return Row(
       candidate=candidate,
       exchange=exchange,
-      omega=omega,
+      error=error,
       model=model,
       speed=speed,
       explanation=explanation,
@@ -178,7 +196,7 @@ def best(rows: Sequence[Row]) -> Row:
   least = min(row.predicted.step_seconds for row in rows)
   near = [row for row in rows if row.predicted.step_seconds <= _ALIKE * least]
   places = dict(zip((x.way for x in _EXCHANGES), itertools.count()))
-  return min(near, key=lambda row: (row.omega, places[row.exchange.way]))
+  return min(near, key=lambda row: (row.error, places[row.exchange.way]))
 
 
 def _no_speed(codec: object) -> CodecSpeed:
