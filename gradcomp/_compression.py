@@ -153,9 +153,10 @@ class Compression:
     plan = self.plan(leaves, paths, across, several)
     tell(plan)
     shapes = {} if known is None or axes is None else owner_shapes(plan)
+    key = self.key  # in a closure, where a map finds it if it is an array
 
     def make() -> dict[Axes, Any]:
-      shared, own = first_stored(plan, seed_words(self.key)) or ({}, {})
+      shared, own = first_stored(plan, seed_words(key)) or ({}, {})
       owned = {
         at: tuple(jnp.zeros(shape, jnp.float32) for shape in found)
         for at, found in shapes.items()

@@ -10,7 +10,7 @@ from jax import lax
 
 from gradcomp._fragments import Fragment
 from gradcomp._own_steps import own_params, rounded_product, shaped_like, wide
-from gradcomp.exchange import Every, Options, note
+from gradcomp.exchange import Every, Options, note, pmean
 from gradcomp.state import FragmentState, OwnSteps
 from gradcomp.workers import AxisName, axis_names, mark_varying, other_axes
 
@@ -53,6 +53,7 @@ class Round:
     state: FragmentState,
     moved: Any,
     params: Any,
+    value: Any,
   ) -> tuple[Any, Any, FragmentState]:
     """Exchanges a fragment, and moves the parameters of all, where it is time to.
 
@@ -62,6 +63,7 @@ class Round:
       state: of the fragment.
       moved: how far the worker is from ``params``.
       params: the parameters that all workers share.
+      value: the worker's loss, whose mean ``outer`` takes, or None.
 
     Returns:
       The updates of ``params``, how far the worker is from what they become, and the
@@ -84,7 +86,8 @@ class Round:
 
     def arrive(mean: Any, state: FragmentState) -> tuple[Any, Any, FragmentState]:
       at = jax.tree.map(wide, params)
-      updates, outer_state = self.outer.update(mean, state.outer_state, at)
+      given = {} if value is None else {"value": self._mean(value), "grad": mean}
+      updates, outer_state = self.outer.update(mean, state.outer_state, at, **given)
       updates = optax.tree.cast_like(updates, params)
       left = jax.tree.map(self._left, moved, updates, params)
       return updates, left, state._replace(outer_state=outer_state)
@@ -100,6 +103,13 @@ class Round:
     state = lax.cond(is_at(fragment.step), send_off, lambda state: state, state)
     come = lambda state: arrive(state.arriving, state)
     return lax.cond(is_at(fragment.step + self.delay), come, rest, state)
+
+  def _mean(self, value: Any) -> jax.Array:
+    """Returns the mean of the workers' losses, in the steps that exchange anyway."""
+    note(Every(self.every))
+    mean = pmean(mark_varying(jnp.float32(value), self.axes), self.axes)
+    note(Every(1))
+    return mean
 
   def _left(self, moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
     """Returns how far a worker is from the moved parameters that it mixes in."""

@@ -1,20 +1,24 @@
 """Makes and reads what each worker keeps of its own steps."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from gradcomp.kernels.fixed_point import sign_bit, signed
-from gradcomp.state import OwnSteps
+from gradcomp.state import OwnSteps, is_own_steps
 from gradcomp.workers import (
+  OF_OPTIMIZER,
   UnboundAxisError,
   bound_size,
+  is_explicit,
   mark_varying,
   mesh_size,
   stack_spec,
+  with_arrays,
 )
 
 
@@ -52,14 +56,18 @@ def first_own(
       "optimizer.init under jax.set_mesh(mesh), or inside the map.",
       names,
     )
-  mapped = jax.shard_map(
-    make,
-    in_specs=PartitionSpec(),
-    out_specs=stack_spec(names, PartitionSpec()),
-    axis_names=set(names),
-    check_vma=False,
-  )
-  return OwnSteps({names: jax.jit(mapped)(params)})
+
+  def enter(bind: Any, closed_over: list[Any]) -> Any:
+    mapped = jax.shard_map(
+      lambda params, closed_over: bind(closed_over)(params),
+      in_specs=PartitionSpec(),
+      out_specs=stack_spec(names, PartitionSpec()),
+      axis_names=set(names),
+      check_vma=False,
+    )
+    return jax.jit(mapped)(params, closed_over)
+
+  return OwnSteps({names: with_arrays(make, enter, OF_OPTIMIZER)})
 
 
 def shaped_like(tree: Any, like: Any) -> Any:
@@ -70,6 +78,34 @@ def shaped_like(tree: Any, like: Any) -> Any:
 def stored(tree: Any) -> Any:
   """Returns what a worker keeps with at least one axis, so that a map can stack it."""
   return jax.tree.map(_at_least_1d, tree)
+
+
+def numbers_of_all(opt_state: Any, mesh: Mesh | AbstractMesh) -> Any:
+  """Returns a global state in which a number set by hand is that of every worker.
+
+  Of each number of ``inner`` the state has one for each worker. But users set a
+  learning rate of :func:`optax.inject_hyperparams` to one number.
+
+  Args:
+    opt_state: the state of an optimizer, outside the map.
+    mesh: the devices.
+  """
+
+  def of_all(node: Any) -> Any:
+    if not is_own_steps(node):
+      return node
+    ((names, (moved, inner_state)),) = node.by_axes.items()
+
+    def stacked(x: Any) -> Any:
+      if jnp.shape(x):
+        return x
+      x = jnp.broadcast_to(x, math.prod(mesh.shape[name] for name in names))
+      sharding = NamedSharding(mesh, PartitionSpec(names))
+      return jax.reshard(x, sharding) if is_explicit(mesh, names) else x
+
+    return OwnSteps({names: (moved, jax.tree.map(stacked, inner_state))})
+
+  return jax.tree.map(of_all, opt_state, is_leaf=is_own_steps)
 
 
 def own_params(params: Any, moved: Any) -> Any:

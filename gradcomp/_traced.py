@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from gradcomp._extra_args import stand_ins
 from gradcomp._stages import Stage, append, members, span
 from gradcomp.exchange import FITTING, NOTE, Every, Message, Options, Parts, Plan, note
 from gradcomp.layout import Layout
@@ -91,6 +92,7 @@ def traced(
   like = jax.eval_shape(lambda params: params, params)
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
   kept: list[Any] = []
+  update_of = optax.with_extra_args_support(optimizer).update
 
   def update(params: Any) -> Any:
     numbers = itertools.count()
@@ -100,7 +102,7 @@ def traced(
 
     state = jax.tree.map(numbered, optimizer.init(params), is_leaf=is_state)
     kept[:] = [jax.tree.map(jax.typeof, state)]
-    return optimizer.update(params, state, params)[0]
+    return update_of(params, state, params, **stand_ins(params))[0]
 
   order = tuple(bound or {})
   unnamed = sizes if len(sizes) <= len(EXPLAINED) else (math.prod(sizes),)

@@ -10,6 +10,8 @@ import optax
 from jax import lax
 
 from gradcomp._dtypes import widened
+from gradcomp._extra_args import extra_args
+from gradcomp._micro_batches import loss_alone
 from gradcomp.exchange import pmean
 from gradcomp.freezing import unaveraged
 from gradcomp.local_gradients import defer_reduction, value_and_grad
@@ -27,6 +29,7 @@ class WorkerStep:
 
   axis_name: AxisName | None
   has_aux: bool
+  has_weight: bool
   model_state: ModelState | None
   accumulate: int
   report: bool
@@ -41,6 +44,7 @@ class WorkerStep:
     batch: Any,
     extra: tuple[Any, ...],
     rng: jax.Array | None,
+    more_args: dict[str, Any],
     *,
     inspect: bool,
   ) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
@@ -56,6 +60,7 @@ class WorkerStep:
       batch: the worker's part of the batch.
       extra: further arguments of the loss.
       rng: a key that all workers share, or None.
+      more_args: further arguments of ``update``.
       inspect: whether to show what the update sends.
     """
     loss_fn, update, update_and_inspect = functions
@@ -65,15 +70,21 @@ class WorkerStep:
         '`model_state` must be "local" or None where workers take steps alone, for a '
         'mean in each step would be sent in each step, got "mean".'
       )
+    together = None if alone else self.axis_name
+    uniform = self._uniform(loss_fn)
     grad_fn = value_and_grad(
-      self._uniform(loss_fn),
-      axis_name=None if alone else self.axis_name,
+      uniform,
+      axis_name=together,
       has_aux=True,
+      has_weight=self.has_weight,
       accumulate=self.accumulate,
+    )
+    loss_only = loss_alone(
+      uniform, self.accumulate, (1,), together, has_weight=self.has_weight
     )
     if self.model_state == "local":
       model_state = jax.tree.map(lambda x: x[0], model_state)
-    rows = batch, self._keys(rng)
+    rows, state_before = (batch, self._keys(rng)), model_state
     at = local_params(params, opt_state)
     if alone and self.axis_name is not None:
       at = defer_reduction(at, self.axis_name)
@@ -83,16 +94,22 @@ class WorkerStep:
     if self.model_state == "local":
       model_state = jax.tree.map(lambda x: x[None], model_state)
     if self.model_state == "mean":
-      wide = jax.tree.map(lambda x: x.astype(_wide(x)), model_state)
-      narrow = lambda mean, x: mean.astype(x.dtype)
-      model_state = jax.tree.map(narrow, self._mean(wide), model_state)
+      model_state = self._mean_of_any(model_state)
     if self.check_every is not None:
       metrics["replicas"] = self._replicas(params, opt_state, self.check_every)
+
+    def value_fn(params: Any) -> jax.Array:
+      own = loss_only(params, rows, state_before, extra)
+      return own if alone else self._mean(own)
+
+    # Where no optimizer asks for it, JAX drops the mean of the gradients.
+    grad = grads if alone else self._mean_of_any(grads)
+    given = extra_args(loss, grad, value_fn) | more_args
     if inspect:
-      updates, opt_state, found = update_and_inspect(grads, opt_state, params)
+      updates, opt_state, found = update_and_inspect(grads, opt_state, params, **given)
       metrics["inspection"] = found
     else:
-      updates, opt_state = update(grads, opt_state, params)
+      updates, opt_state = update(grads, opt_state, params, **given)
     self._check_equal(updates, params)
     if self.report:
       own["gradient_norm"] = optax.tree.norm(jax.tree.map(widened, grads), squared=True)
@@ -125,20 +142,30 @@ class WorkerStep:
     A pattern of two parts matches tuples and lists, where unpacking would take the keys
     of a dict of two entries.
     """
+    model_state = aux = None
     match self.model_state is not None, self.has_aux, result:
-      case False, False, loss if jax.tree_util.all_leaves([loss]):
-        return loss, (None, None)
+      case False, False, loss:
+        pass
       case False, True, (loss, aux):
-        return loss, (None, aux)
+        pass
       case True, False, (loss, model_state):
-        return loss, (model_state, None)
+        pass
       case True, True, (loss, (model_state, aux)):
+        pass
+      case _:
+        loss = {}
+    match self.has_weight, loss:
+      case (False, one) if jax.tree_util.all_leaves([one]):
+        return loss, (model_state, aux)
+      case True, (total, weight) if jax.tree_util.all_leaves([total, weight]):
         return loss, (model_state, aux)
     forms = "loss", "(loss, aux)", "(loss, model_state)", "(loss, (model_state, aux))"
     form = forms[2 * (self.model_state is not None) + self.has_aux]
+    form = form.replace("loss", "(total, weight)") if self.has_weight else form
     raise TypeError(
-      f"`loss_fn` must return {form} with has_aux={self.has_aux} and model_state="
-      f"{self.model_state!r}, got {jax.tree.structure(result)}."
+      f"`loss_fn` must return {form} with has_aux={self.has_aux}, has_weight="
+      f"{self.has_weight} and model_state={self.model_state!r}, got "
+      f"{jax.tree.structure(result)}."
     )
 
   def _keys(self, rng: jax.Array | None) -> jax.Array | None:
@@ -173,6 +200,11 @@ class WorkerStep:
 
   def _mean(self, tree: Any) -> Any:
     return tree if self.axis_name is None else pmean(tree, self.axis_name)
+
+  def _mean_of_any(self, tree: Any) -> Any:
+    """Returns the mean over the workers, which is taken in float32 or wider."""
+    wide = jax.tree.map(lambda x: x.astype(_wide(x)), tree)
+    return jax.tree.map(lambda mean, x: mean.astype(x.dtype), self._mean(wide), tree)
 
   def _check_equal(self, updates: Any, params: Any) -> None:
     """Raises ValueError for updates that still differ between the workers."""

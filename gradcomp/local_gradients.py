@@ -5,11 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
-from gradcomp._checks import static_integer
+from gradcomp._checks import flag
 from gradcomp._dtypes import addend_dtype
+from gradcomp._micro_batches import (
+  check_accumulate,
+  over_micro_batches,
+  over_weighed_micro_batches,
+)
+from gradcomp._weights import over_all_weight, over_own_weight
 from gradcomp.exchange import pmean
 from gradcomp.workers import (
   GATHER_FIRST,
@@ -77,10 +82,11 @@ def value_and_grad(
   axis_name: AxisName | None,
   argnums: int | tuple[int, ...] = 0,
   has_aux: bool = False,
+  has_weight: bool = False,
   accumulate: int = 1,
   batch_argnums: int | tuple[int, ...] = 1,
 ) -> Callable[..., tuple[Any, Any]]:
-  """Returns what ``jax.value_and_grad`` does, but gradients stay per worker.
+  r"""Returns what ``jax.value_and_grad`` does, but gradients stay per worker.
 
   They do so wherever it runs. In plain ``jax.jit`` under Explicit axes, it runs the
   loss in a ``jax.shard_map`` over the axis, on arguments cut as their types say, and
@@ -93,6 +99,18 @@ def value_and_grad(
   may read them from a closure, a global variable, a partial application, or an
   attribute of an object. It is traced a second time for that.
 
+  A mean of means is no mean where some parts have fewer tokens that count: padding, a
+  mask, weights of examples. With ``has_weight=True`` the loss returns the sum
+  :math:`S_{ij}` of the weighted losses in micro-batch j of worker i, and the sum
+  :math:`W_{ij}` of their weights. Then the loss and the gradient are those of
+
+  .. math:: \sum_{ij} S_{ij} \Big/ \sum_{ij} W_{ij}
+
+  over all micro-batches of all workers, as on one device. A worker's gradient is
+  :math:`N \sum_j \nabla S_{ij} / \sum_{ij} W_{ij}`, whose mean over the workers that
+  is. Workers learn the sum of all weights from a message of 4 bytes. Weights are not
+  differentiated. If all are zero, sums are divided by 1.
+
   Args:
     loss_fn: returns the worker's loss, or ``(loss, aux)``. The loss is the mean over
       the worker's part of the batch.
@@ -100,6 +118,7 @@ def value_and_grad(
       the mesh; a tuple of axes; None for none.
     argnums: the arguments to differentiate, as in JAX.
     has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+    has_weight: whether it returns ``(total, weight)`` in place of the loss, as above.
     accumulate: the number of micro-batches that a worker takes one after the other, so
       that it holds the activations of one of them. Gradients of half precision are
       added up in float32.
@@ -117,23 +136,40 @@ def value_and_grad(
       not bound, or the micro-batches would not be equal; or under Explicit axes, no
       argument is cut over the axis, a differentiated one is, or the loss closes over an
       array in a way that is not searched.
-    TypeError: when called, a leaf to differentiate is no real or complex float.
+    TypeError: when called, a leaf to differentiate is no real or complex float, or the
+      loss returns no weight with ``has_weight``.
 
   Example:
     >>> grad_fn = value_and_grad(lambda w, x: jnp.mean(w * x), axis_name="data")
     >>> x = jnp.array([[1.0], [3.0]])
     >>> jax.vmap(grad_fn, in_axes=(None, 0), axis_name="data")(jnp.float32(2.0), x)
     (Array([4., 4.], dtype=float32), Array([1., 3.], dtype=float32))
+
+    Of three tokens with the losses 1, 2 and 6, one worker has one:
+
+    >>> loss_fn = lambda w, x, mask: (w * jnp.sum(mask * x), jnp.sum(mask))
+    >>> grad_fn = value_and_grad(loss_fn, axis_name="data", has_weight=True)
+    >>> x, mask = jnp.array([[1.0, 2.0], [6.0, 9.0]]), jnp.array([[1, 1], [1, 0]])
+    >>> jax.vmap(grad_fn, in_axes=(None, 0, 0), axis_name="data")(
+    ...   jnp.float32(1.0), x, mask
+    ... )
+    (Array([3., 3.], dtype=float32), Array([2., 4.], dtype=float32))
   """
+  flag("has_weight", has_weight)
   accumulate = check_accumulate(accumulate)
   differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
   cut = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
 
   def gradients_of(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    parts = argnums, accumulate, cut
+    if has_weight and accumulate > 1:
+      own = over_own_weight(loss_fn, has_aux=has_aux)
+      grad_fn = jax.value_and_grad(own, argnums=argnums, has_aux=True)
+      return over_weighed_micro_batches(grad_fn, *parts, axis_name, has_aux=has_aux)
+    if has_weight:
+      loss_fn = over_all_weight(loss_fn, axis_name, has_aux=has_aux)
     grad_fn = jax.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
-    if accumulate == 1:
-      return grad_fn
-    return _over_micro_batches(grad_fn, argnums, accumulate, cut)
+    return grad_fn if accumulate == 1 else over_micro_batches(grad_fn, *parts)
 
   if axis_name is None:
     return gradients_of(loss_fn)
@@ -204,51 +240,6 @@ def _addends(
 
   value, stack = with_arrays(loss_fn, enter)
   return value, unreduce(stack, axis_name)
-
-
-def check_accumulate(value: Any) -> int:
-  """Returns the number of micro-batches; ValueError for what is none."""
-  rule = "a number of micro-batches, 1 or more"
-  return static_integer("accumulate", rule, value, least=1)
-
-
-def _over_micro_batches(
-  grad_fn: Callable[..., tuple[Any, Any]],
-  argnums: int | tuple[int, ...],
-  count: int,
-  cut: tuple[int, ...],
-) -> Callable[..., tuple[Any, Any]]:
-  """Returns a function with the means of what ``grad_fn`` returns for micro-batches."""
-
-  def part(path: Any, x: Any) -> Any:
-    if not jnp.shape(x) or jnp.shape(x)[0] % count:
-      raise ValueError(
-        f"`accumulate` must divide the first axis of a worker's part of the batch, got "
-        f"{count} and the shape {jnp.shape(x)} at {jax.tree_util.keystr(path)}."
-      )
-    return jnp.reshape(x, (count, x.shape[0] // count, *x.shape[1:]))
-
-  def averaged(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    params = args[argnums] if isinstance(argnums, int) else [args[i] for i in argnums]
-    params = params if isinstance(argnums, int) else tuple(params)
-
-    def add(total: Any, micro_batch: Any) -> tuple[Any, Any]:
-      own = list(args)
-      for i, x in zip(cut, micro_batch, strict=True):
-        own[i] = x
-      value, grads = grad_fn(*own, **kwargs)
-      return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), value
-
-    def zeros(x: Any) -> jax.Array:
-      return jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
-
-    parts = tuple(jax.tree_util.tree_map_with_path(part, args[i]) for i in cut)
-    total, values = lax.scan(add, jax.tree.map(zeros, params), parts)
-    mean = lambda t, x: (t / count).astype(x.dtype)
-    value = jax.tree.map(lambda x: jnp.mean(x, axis=0), values)
-    return value, jax.tree.map(mean, total, params)
-
-  return averaged
 
 
 def _in_explicit_jit(tree: Any, axis_name: AxisName) -> bool:

@@ -20,7 +20,7 @@ from gradcomp._local_options import (
   steps,
 )
 from gradcomp._local_rounds import Round
-from gradcomp._own_steps import first_own, own_params, stored, wide
+from gradcomp._own_steps import first_own, numbers_of_all, own_params, stored, wide
 from gradcomp.codecs import LeafCodec
 from gradcomp.exchange import Auto, Exchange, ExchangeName, Merge
 from gradcomp.feedback import Feedback, FeedbackName
@@ -29,10 +29,13 @@ from gradcomp.transform import compress
 from gradcomp.workers import (
   AxisName,
   axis_names,
+  bound_size,
   check_whole_params,
+  mesh_of,
   per_device,
   reduction,
   require_size,
+  unreduced_axes,
 )
 
 
@@ -126,7 +129,10 @@ def local_steps(
   such a step on the worker that has it, which needs no message. Do not put
   :func:`gradcomp.skip_nonfinite` around this: it sends a byte in every step.
 
-  ``inner`` and ``outer`` see whole leaves. ``inner`` may itself hold an exchange over
+  ``inner`` and ``outer`` see whole leaves. Further arguments of ``update`` go to
+  ``inner``; they should be the worker's own, like its loss as ``value``. ``outer`` gets
+  the mean of the workers' ``value`` in float32, where it takes such arguments, and
+  :math:`D` as ``grad``. ``inner`` may itself hold an exchange over
   another axis, which then joins the workers of an island in every step.
 
   Args:
@@ -198,9 +204,9 @@ def local_steps(
     key=key,
     dither=dither,
   )
+  takes_value = isinstance(outer, optax.GradientTransformationExtraArgs)
   inner = checked_optimizer("inner", inner)
   outer = checked_optimizer("outer", outer)
-  round_ = Round(inner, outer, compressed, axes, every, delay, mixing)
 
   def init_fn(params: Any) -> LocalStepsState:
     check_floats("params", params)
@@ -225,6 +231,8 @@ def local_steps(
     check_floats("updates", updates)
     updates = not_differentiated(updates)
     check_whole_params(params, axes)
+    if bound_size(axes) is None:
+      state = numbers_of_all(state, mesh_of(updates))
     across = reduction(updates, axes, local=False)
     told = dict(every=every, fragments=fragments, delay=delay, mixing=mixing)
     _agreement.require_agreement(
@@ -235,20 +243,30 @@ def local_steps(
       inner_state=state.own,
       outer_state=[fragment.outer_state for fragment in state.fragments],
     )
+    addends = [
+      name
+      for name, x in extra_args.items()
+      if any(map(unreduced_axes, jax.tree.leaves(x)))
+    ]
 
     def step(grads: Any, given: Any) -> tuple[Any, Any]:
       state, params = given
-      workers = require_size(axes)
+      round_ = Round(inner, outer, compressed, axes, every, delay, mixing)
+      value = extra_args.get("value") if takes_value else None
+      whole = lambda tree: jax.tree.map(
+        lambda g: g * jnp.asarray(require_size(axes), g.dtype), tree
+      )
       if across.is_sum:
-        grads = jax.tree.map(lambda g: g * jnp.asarray(workers, g.dtype), grads)
-      moved, inner_state = round_.own_step(grads, state.own, params, extra_args)
+        grads = whole(grads)
+      own_args = extra_args | {name: whole(extra_args[name]) for name in addends}
+      moved, inner_state = round_.own_step(grads, state.own, params, own_args)
       number = optax.safe_increment(state.count)
       found = []
       for fragment, kept in zip(
         cut(sizes_of(params), fragments, every), state.fragments, strict=True
       ):
-        parts = [select(tree, fragment) for tree in (moved, params)]
-        found.append(round_.shared_step(fragment, number, kept, *parts))
+        away, shared = (select(tree, fragment) for tree in (moved, params))
+        found.append(round_.shared_step(fragment, number, kept, away, shared, value))
       new, moved, kept = zip(*found, strict=True)
       own = OwnSteps({names: stored((join(moved, params), inner_state))})
       return join(new, params), (LocalStepsState(number, own, kept), params)

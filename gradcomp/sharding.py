@@ -118,6 +118,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     An exchange inside of each worker, over other axes, stacks its own over all of them.
     """
     ((axes, own),) = node.own.by_axes.items()
+    _check_numbers(node)
     here = axes if param_specs is not None else axis_names(axis_name)
     inside = tuple(name for name in axes if name in here) or axis_name
 
@@ -168,6 +169,17 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     )
 
   return jax.tree.map(specs, opt_state, is_leaf=is_leaf)
+
+
+def _check_numbers(state: LocalStepsState) -> None:
+  """Raises ValueError for one number where each worker has its own."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state.own.inner_state):
+    if not jnp.shape(leaf):
+      raise ValueError(
+        f"`opt_state`.own.inner_state{jax.tree_util.keystr(path)} must have a number "
+        f"for each worker, as local_steps keeps it, got one; set it to jnp.full(N, "
+        "number), or take the step by gradcomp.make_train_step, which does so."
+      )
 
 
 def init_state(

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,12 +12,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gradcomp import _agreement
 from gradcomp._checks import flag, optional_one_of, static_integer
+from gradcomp._donation import Donating
 from gradcomp._explain import explain
+from gradcomp._micro_batches import check_accumulate
+from gradcomp._own_steps import numbers_of_all
 from gradcomp._worker_step import ModelState, WorkerStep, check_model_state
 from gradcomp.freezing import allow_frozen
 from gradcomp.inspection import update_and_inspect
-from gradcomp.local_gradients import check_accumulate
 from gradcomp.sharding import check_stacked, state_specs
+from gradcomp.state import steps_alone
 from gradcomp.workers import (
   AxisName,
   axis_names,
@@ -35,6 +38,7 @@ def make_train_step(
   axis_name: AxisName | None,
   mesh: Mesh | None = None,
   has_aux: bool = False,
+  has_weight: bool = False,
   model_state: ModelState | None = None,
   accumulate: int = 1,
   report: bool = False,
@@ -55,6 +59,10 @@ def make_train_step(
     mesh: the devices; by default the mesh of ``jax.set_mesh``. Its other axes stay as
       they are: parameters may be sharded over them.
     has_aux: whether ``loss_fn`` returns ``aux``.
+    has_weight: whether it returns ``(total, weight)`` in place of ``loss``, so that the
+      loss is the mean over all tokens, say, that count: see :func:`value_and_grad`.
+      Model state and ``aux`` are plain means. In :func:`local_steps` a worker's loss
+      is the mean over its own tokens.
     model_state: what becomes of a state of the model that is not trained, like batch
       statistics. ``"mean"`` averages it over the workers in every step, in float32.
       ``"local"`` leaves each worker its own; arrays then have a first axis of N, for
@@ -71,7 +79,7 @@ def make_train_step(
       :func:`check_replicas`. In the other steps it says that they are. None compares
       nothing. ``bytes_sent`` does not count this.
     donate: whether parameters and optimizer state are updated in place. The arrays that
-      were passed in are then gone.
+      were passed in are then gone. What is in both is copied first.
 
   Returns:
     A jitted ``step(params, opt_state, batch, *extra) -> (params, opt_state, metrics)``.
@@ -90,6 +98,12 @@ def make_train_step(
     If the step is called with ``rng=key``, the loss is called with ``rng=`` a key that
     is made from it, another one for each worker and micro-batch. Give it another key in
     every step.
+    The optimizer's ``update`` gets more than gradients, as ``optax.polyak_sgd`` or
+    ``optax.lbfgs`` ask for: ``value``, the loss over the whole batch; ``value_fn``, or
+    ``obj_fn``, which computes it for other parameters; and ``grad``, its gradient.
+    These are means over the workers in full precision: where an optimizer uses the
+    gradient or the function, it is sent uncompressed. With :func:`local_steps` they are
+    the worker's own. ``step(..., extra_args={"name": x})`` adds others.
     If it is called with ``inspect=True``, ``metrics["inspection"]`` is the
     :class:`Inspection` of the step: see :func:`update_and_inspect`. That is a program
     of its own, which is compiled when it is first needed.
@@ -116,12 +130,14 @@ def make_train_step(
     Array(16., dtype=float32)
   """
   flag("report", report)
+  flag("has_weight", has_weight)
   if check_every is not None:
     check_every = _check_period(check_every, axis_name)
   optional_one_of("model_state", ModelState, model_state)
   one_worker = WorkerStep(
     axis_name=axis_name,
     has_aux=has_aux,
+    has_weight=has_weight,
     model_state=model_state,
     accumulate=check_accumulate(accumulate),
     report=report,
@@ -157,11 +173,11 @@ def make_train_step(
     batch: Any,
     *extra: Any,
     rng: Any = None,
+    extra_args: Mapping[str, Any] | None = None,
     inspect: bool = False,
   ) -> tuple[Any, Any, Any]:
-    params, opt_state, _, metrics = whole_step(
-      params, opt_state, None, batch, extra, rng, inspect=inspect
-    )
+    given = params, opt_state, None, batch, extra, rng, dict(extra_args or {})
+    params, opt_state, _, metrics = whole_step(*given, inspect=inspect)
     return params, opt_state, metrics
 
   def step_with_state(
@@ -171,13 +187,16 @@ def make_train_step(
     batch: Any,
     *extra: Any,
     rng: Any = None,
+    extra_args: Mapping[str, Any] | None = None,
     inspect: bool = False,
   ) -> tuple[Any, ...]:
-    return whole_step(params, opt_state, state, batch, extra, rng, inspect=inspect)
+    given = params, opt_state, state, batch, extra, rng, dict(extra_args or {})
+    return whole_step(*given, inspect=inspect)
 
   chosen: Any = step if model_state is None else step_with_state
-  donated = (0, 1) if donate else ()
-  return jax.jit(chosen, donate_argnums=donated, static_argnames="inspect")
+  if not donate:
+    return jax.jit(chosen, static_argnames="inspect")
+  return Donating(jax.jit(chosen, donate_argnums=(0, 1), static_argnames="inspect"))
 
 
 def _check_period(check_every: Any, axis_name: AxisName | None) -> int:
@@ -221,6 +240,7 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
     batch: Any,
     extra: Any,
     rng: Any,
+    more_args: Any,
     *,
     inspect: bool,
   ) -> Any:
@@ -237,6 +257,7 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
     if is_explicit:
       batch = jax.reshard(batch, NamedSharding(mesh, cut))
       model_state = jax.reshard(model_state, NamedSharding(mesh, kept))
+    opt_state = numbers_of_all(opt_state, mesh)
     specs = state_specs(opt_state, axis_name)
     check_stacked(opt_state, specs, params, workers)
 
@@ -245,13 +266,25 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
         return one_worker(bind(closed_over), *args, inspect=inspect)
 
       spec = [restrict_spec(typed_spec(x), names) for x in closed_over]
-      return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(spec, whole, specs, kept, cut, whole, whole),
-        out_specs=(whole, specs, kept, whole, cut),
-        axis_names=set(names),
-      )(closed_over, params, opt_state, model_state, batch, extra, rng)
+
+      def mapped(check_vma: bool) -> Any:
+        return jax.shard_map(
+          local,
+          mesh=mesh,
+          in_specs=(spec, whole, specs, kept, cut, whole, whole, whole),
+          out_specs=(whole, specs, kept, whole, cut),
+          axis_names=set(names),
+          check_vma=check_vma,
+        )(closed_over, params, opt_state, model_state, batch, extra, rng, more_args)
+
+      try:
+        return mapped(True)
+      except TypeError as error:
+        # An optimizer of a worker's own may have branches of which one returns a
+        # constant, as optax's reduce_on_plateau has. JAX takes them only unchecked.
+        if "manual axis types" not in str(error) or not steps_alone(opt_state):
+          raise
+        return mapped(False)
 
     # What decides what is sent; how many micro-batches there are does not.
     names_sent = ("axis_name", "has_aux", "model_state", "report", "check_every")

@@ -11,6 +11,7 @@ import jax
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from gradcomp._extra_args import stand_ins
 from gradcomp.state import OwnedRows, is_rows
 
 # What makes one number of several, by the beginnings of JAX's names.
@@ -41,7 +42,8 @@ def check_elementwise(inner: optax.GradientTransformation, rows: OwnedRows) -> N
         "use an optimizer that treats each element by itself, like optax.adamw, and no "
         "optax.flatten."
       )
-  trace = jax.make_jaxpr(inner.update)(rows, state, rows)
+  update = lambda *args: inner.update(*args, **stand_ins(rows))
+  trace = jax.make_jaxpr(update)(rows, state, rows)
   for equation in _equations(trace.jaxpr):
     name = equation.primitive.name
     several = any(getattr(x.aval, "ndim", 0) for x in equation.invars)

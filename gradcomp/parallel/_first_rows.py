@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gradcomp.state import OwnedRows, is_rows
-from gradcomp.workers import mark_varying, sharded_axes, stacked_over, typed_spec
+from gradcomp.workers import (
+  OF_OPTIMIZER,
+  mark_varying,
+  sharded_axes,
+  stacked_over,
+  typed_spec,
+  with_arrays,
+)
 
 Others = Sequence[tuple[str, ...]]
 
@@ -31,21 +38,6 @@ def on_mesh(
   cut = frozenset().union(*(sharded_axes(typed_spec(x)) for x in jax.tree.leaves(tree)))
   inside = cut.union(names)
 
-  def mapped(function: Any, out_specs: Any) -> Any:
-    return jax.shard_map(
-      function,
-      in_specs=(specs,),
-      out_specs=out_specs,
-      axis_names=set(inside),
-      check_vma=False,
-    )
-
-  found: list[Any] = []
-
-  def probe(tree: Any) -> jax.Array:
-    found.append(jax.tree.map(shape_of, first_rows(tree, others)))
-    return jnp.zeros([])
-
   def spec(node: Any) -> Any:
     if not is_rows(node):
       return PartitionSpec()
@@ -56,9 +48,27 @@ def on_mesh(
       }
     )
 
-  jax.eval_shape(mapped(probe, PartitionSpec()), tree)
-  out = jax.tree.map(spec, found[0], is_leaf=is_rows)
-  return jax.jit(mapped(lambda tree: first_rows(tree, others), out))(tree)
+  def enter(bind: Any, closed_over: list[Any]) -> Any:
+    def mapped(function: Any, out_specs: Any) -> Any:
+      return jax.shard_map(
+        lambda tree, closed_over: function(bind(closed_over)(tree, others)),
+        in_specs=(specs, PartitionSpec()),
+        out_specs=out_specs,
+        axis_names=set(inside),
+        check_vma=False,
+      )
+
+    found: list[Any] = []
+
+    def probe(rows: Any) -> jax.Array:
+      found.append(jax.tree.map(shape_of, rows))
+      return jnp.zeros([])
+
+    jax.eval_shape(mapped(probe, PartitionSpec()), tree, closed_over)
+    out = jax.tree.map(spec, found[0], is_leaf=is_rows)
+    return jax.jit(mapped(lambda rows: rows, out))(tree, closed_over)
+
+  return with_arrays(first_rows, enter, OF_OPTIMIZER)
 
 
 def per_worker(tree: Any) -> Any:

@@ -12,6 +12,7 @@ from gradcomp.workers._axes import bound_size as bound_size
 from gradcomp.workers._axes import manual_axes as manual_axes
 from gradcomp.workers._axes import mesh_size as mesh_size
 from gradcomp.workers._axes import require_size as require_size
+from gradcomp.workers._closures import OF_OPTIMIZER as OF_OPTIMIZER
 from gradcomp.workers._closures import with_arrays as with_arrays
 from gradcomp.workers._maps import map_addends as map_addends
 from gradcomp.workers._maps import per_device as per_device

@@ -22,8 +22,24 @@ _JITTED: Any = type(jax.jit(lambda: None))
 
 Bind = Callable[[Sequence[Any]], Any]
 
+OF_LOSS = (
+  "`loss_fn`",
+  "make it an argument: loss_fn(params, batch, array), and call the result of "
+  "gradcomp.value_and_grad with (params, batch, array), or that of "
+  "gradcomp.make_train_step with (params, opt_state, batch, array)",
+)
+OF_OPTIMIZER = (
+  "`optimizer`",
+  "make it of numbers, of NumPy's arrays, or by optax.inject_hyperparams, which keeps "
+  "numbers in the state; or take the step by gradcomp.make_train_step",
+)
 
-def with_arrays(functions: Any, enter: Callable[[Bind, list[Any]], Any]) -> Any:
+
+def with_arrays(
+  functions: Any,
+  enter: Callable[[Bind, list[Any]], Any],
+  about: tuple[str, str] = OF_LOSS,
+) -> Any:
   """Enters a map with all the arrays that functions read, if JAX asks for them.
 
   Args:
@@ -31,6 +47,8 @@ def with_arrays(functions: Any, enter: Callable[[Bind, list[Any]], Any]) -> Any:
     enter: ``enter(bind, arrays)`` enters the map with ``arrays`` as further arguments.
       Inside, ``bind(parts)`` returns the functions, with what has become of the arrays
       in their place.
+    about: the argument that the functions come from, and what else to do, for the
+      error.
 
   Returns:
     What ``enter`` returns. It is called with no arrays first, and a second time if the
@@ -57,12 +75,11 @@ def with_arrays(functions: Any, enter: Callable[[Bind, list[Any]], Any]) -> Any:
     if not _is_of_closures(error):
       raise
     shape = "".join(re.findall(r"shape (\w+\[.*?\])", str(error)))
+    name, cure = about
     raise ValueError(
-      f"`loss_fn` must not close over arrays of the mesh in this way, got {shape}, "
+      f"{name} must not close over arrays of the mesh in this way, got {shape}, "
       "which is neither in a closure nor in a global variable that gradcomp searches; "
-      "make it an argument: loss_fn(params, batch, array), and call the result of "
-      "gradcomp.value_and_grad with (params, batch, array), or that of "
-      "gradcomp.make_train_step with (params, opt_state, batch, array)."
+      f"{cure}."
     ) from error
 
 

@@ -4,13 +4,16 @@ Code that works on the part of one device enters a ``jax.shard_map`` by itself w
 types say that an array is cut, or unreduced, over Explicit axes.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from gradcomp.workers._axes import AxisName, axis_names, bound_size, manual_axes
+from gradcomp.workers._closures import OF_OPTIMIZER, Bind, with_arrays
 from gradcomp.workers._specs import entries, is_spec, on_top, reduced_spec, sharded_axes
 from gradcomp.workers._traces import is_followed
 from gradcomp.workers._types import mesh_of, typed_spec, varying_axes
@@ -26,7 +29,7 @@ def per_device(
 ) -> tuple[Any, Any]:
   """Calls ``function(updates, state)`` on each device's parts.
 
-  It enters a map if the types need one.
+  It enters a map if the types need one. ``jax.vmap`` around it goes into that map.
 
   Args:
     function: returns ``(updates, state)`` like its arguments.
@@ -38,12 +41,38 @@ def per_device(
   """
   if is_followed():
     return updates, state
-  specs = jax.tree.map(typed_spec, updates)
-  leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-  cut = frozenset().union(*map(sharded_axes, leaves))
+  cut = frozenset().union(*map(sharded_axes, map(typed_spec, jax.tree.leaves(updates))))
   addends = axis_name is not None and bound_size(axis_name) is None
   if not addends and not cut:
     return function(updates, state)
+
+  def whole(updates: Any, state: Any) -> tuple[Any, Any]:
+    return _mapped(function, updates, state, axis_name, cut, addends, keeps_addends)
+
+  if not addends:
+    return whole(updates, state)
+
+  def of_each(size: int, is_batched: Any, updates: Any, state: Any) -> Any:
+    ahead = lambda x, known: x if known else _ahead(x, size)
+    updates, state = jax.tree.map(ahead, (updates, state), tuple(is_batched))
+    each = jax.vmap(function)
+    result = per_device(each, updates, state, axis_name, keeps_addends=keeps_addends)
+    return result, jax.tree.map(lambda _: True, result)
+
+  return _with_rule(whole, of_each)(updates, state)
+
+
+def _mapped(
+  function: Callable[[Any, Any], Any],
+  updates: Any,
+  state: Any,
+  axis_name: AxisName | None,
+  cut: frozenset[str],
+  addends: bool,
+  keeps_addends: bool,
+) -> tuple[Any, Any]:
+  """Calls ``function(updates, state)`` in a map over the axes that types ask for."""
+  specs = jax.tree.map(typed_spec, updates)
   state_specs = jax.tree.map(typed_spec, state)
   out = specs if keeps_addends else _map_specs(reduced_spec, specs)
   mesh = mesh_of(updates)
@@ -56,16 +85,24 @@ def per_device(
     updates = _stack(updates, mesh, specs, axis_name)
     specs = _map_specs(lambda spec: on_top(axis_name, spec), specs)
     function = _of_rows(function)
-  mapped = jax.shard_map(
-    function,
-    mesh=mesh if outside else None,
-    in_specs=(specs, state_specs),
-    out_specs=(out, state_specs),
-    axis_names=manual,
-    # JAX allows an unreduced argument only if types are not checked.
-    check_vma=not outside and _checks_types(updates),
-  )
-  return mapped(updates, state)
+  checks = not outside and _checks_types(updates)
+
+  def enter(bind: Bind, closed_over: list[Any]) -> tuple[Any, Any]:
+    def on_device(updates: Any, state: Any, closed_over: list[Any]) -> tuple[Any, Any]:
+      return bind(closed_over)(updates, state)
+
+    mapped = jax.shard_map(
+      on_device,
+      mesh=mesh if outside else None,
+      in_specs=(specs, state_specs, [typed_spec(x) for x in closed_over]),
+      out_specs=(out, state_specs),
+      axis_names=manual,
+      # JAX allows an unreduced argument only if types are not checked.
+      check_vma=checks,
+    )
+    return mapped(updates, state, closed_over)
+
+  return with_arrays(function, enter, OF_OPTIMIZER)
 
 
 def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -77,13 +114,15 @@ def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax
   if not spec.unreduced:
     return function(x)
   rank = jax.eval_shape(function, jax.ShapeDtypeStruct(x.shape, x.dtype)).ndim
-  return jax.shard_map(
+  mapped = jax.shard_map(
     function,
     mesh=None if manual_axes() else mesh_of(x),
     in_specs=spec,
     out_specs=PartitionSpec(*entries(spec)[:rank], unreduced=spec.unreduced),
     check_vma=False,
-  )(x)
+  )
+  of_each = lambda size, is_batched, x: (map_addends(jax.vmap(function), x), True)
+  return _linear(mapped, of_each)(x)
 
 
 def unreduce(tree: Any, axis_name: AxisName) -> Any:
@@ -93,16 +132,55 @@ def unreduce(tree: Any, axis_name: AxisName) -> Any:
   if mesh.size == 1:  # JAX has no unreduced arrays on one device
     return jax.tree.map(lambda x: x[0], tree)
 
-  def spec(x: jax.Array) -> PartitionSpec:
-    return PartitionSpec(*entries(typed_spec(x))[1:], unreduced=names)
+  def drop(at: int, tree: Any) -> Any:
+    def spec(x: jax.Array) -> PartitionSpec:
+      found = [*entries(typed_spec(x))]
+      del found[at : at + 1]
+      return PartitionSpec(*found, unreduced=names)
 
+    return jax.shard_map(
+      lambda tree: jax.tree.map(lambda x: jnp.squeeze(x, at), tree),
+      mesh=mesh,
+      in_specs=(jax.tree.map(typed_spec, tree),),
+      out_specs=jax.tree.map(spec, tree),
+      check_vma=False,
+    )(tree)
+
+  def of_each(size: int, is_batched: Any, tree: Any) -> Any:
+    ahead = lambda x, known: x if known else _ahead(x, size)
+    result = drop(1, jax.tree.map(ahead, tree, is_batched[0]))
+    return result, jax.tree.map(lambda _: True, result)
+
+  return _linear(functools.partial(drop, 0), of_each)(tree)
+
+
+def _with_rule(function: Callable[..., Any], rule: Callable[..., Any]) -> Any:
+  """Returns a function with a rule of its own for ``jax.vmap``.
+
+  JAX 0.10 to 0.12 has none for maps with unreduced arrays.
+  """
+  result = jax.custom_batching.custom_vmap(function)
+  result.def_vmap(rule)
+  return result
+
+
+def _linear(function: Callable[[Any], Any], rule: Callable[..., Any]) -> Any:
+  """Returns a linear function with such a rule, which JAX may differentiate."""
+  result = jax.custom_jvp(_with_rule(function, rule))
+  result.defjvp(lambda primals, tangents: (result(*primals), function(*tangents)))
+  return result
+
+
+def _ahead(x: jax.Array, size: int) -> jax.Array:
+  """Returns copies of an array on a new first axis, however its type says it lies."""
+  spec = typed_spec(x)
   return jax.shard_map(
-    lambda tree: jax.tree.map(lambda x: x[0], tree),
-    mesh=mesh,
-    in_specs=(jax.tree.map(typed_spec, tree),),
-    out_specs=jax.tree.map(spec, tree),
+    lambda x: jnp.broadcast_to(x, (size, *x.shape)),
+    mesh=mesh_of(x),
+    in_specs=spec,
+    out_specs=PartitionSpec(None, *entries(spec), unreduced=spec.unreduced),
     check_vma=False,
-  )(tree)
+  )(x)
 
 
 def _stack(tree: Any, mesh: AbstractMesh, specs: Any, axis_name: AxisName) -> Any:

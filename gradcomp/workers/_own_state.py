@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gradcomp.workers._axes import Axes, AxisName, axis_names, bound_size, mesh_size
+from gradcomp.workers._closures import OF_OPTIMIZER, Bind, with_arrays
 from gradcomp.workers._specs import sharded_axes, stack_spec, stacked_over
 from gradcomp.workers._types import (
   mark_varying,
@@ -70,7 +71,7 @@ def first_state(
   make = own_arrays(seen, others, bound or on_mesh)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
 
-  def local() -> tuple[list[list[Any]], Own]:
+  def local(make: Callable[[], Own]) -> tuple[list[list[Any]], Own]:
     like = [
       [
         _typed(first(part.shape or (1,)), (*names, *axes))
@@ -82,20 +83,24 @@ def first_state(
 
   cut = frozenset().union(*map(sharded_axes, specs))
   if not on_mesh and not cut:
-    like, own = local()
+    like, own = local(make)
     return [jax.tree.unflatten(treedef, tree) for tree in like], own
   if on_mesh:
     specs = [stack_spec(names, spec) for spec in specs]
   inside = frozenset(mesh.axis_names) if on_mesh else cut
   own_specs = {axes: stacked_over(axes, inside) for axes in jax.eval_shape(make)}
-  mapped = jax.shard_map(
-    local,
-    in_specs=(),
-    out_specs=([specs] * len(firsts), own_specs),
-    axis_names=set(inside),
-    check_vma=not on_mesh,
-  )
-  like, own = jax.jit(mapped)()
+
+  def enter(bind: Bind, closed_over: list[Any]) -> tuple[list[list[Any]], Own]:
+    mapped = jax.shard_map(
+      lambda closed_over: local(bind(closed_over)),
+      in_specs=PartitionSpec(),
+      out_specs=([specs] * len(firsts), own_specs),
+      axis_names=set(inside),
+      check_vma=not on_mesh,
+    )
+    return jax.jit(mapped)(closed_over)
+
+  like, own = with_arrays(make, enter, OF_OPTIMIZER)
   return [jax.tree.unflatten(treedef, tree) for tree in like], own
 
 

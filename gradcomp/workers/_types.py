@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gradcomp.workers._axes import AxisName, axis_names
 from gradcomp.workers._specs import entries, sharded_axes
@@ -59,7 +59,7 @@ def mesh_of(tree: Any) -> AbstractMesh:
   return jax.sharding.get_abstract_mesh()
 
 
-def is_explicit(mesh: AbstractMesh, axis_name: AxisName) -> bool:
+def is_explicit(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
   """Returns True if the mesh has the axes, and all of them are Explicit."""
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   return all(types.get(name) == AxisType.Explicit for name in axis_names(axis_name))
