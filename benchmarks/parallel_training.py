@@ -58,6 +58,12 @@ class Plan(NamedTuple):
   whole: Callable[[Any], Any]
 
 
+# zero's state of it has the rows of the parameters that a worker owns.
+KEEPS_PARAMETERS = optax.GradientTransformation(
+  lambda params: params, lambda updates, state, _: (updates, state)
+)
+
+
 def adam_of(setting: Setting) -> optax.GradientTransformation:
   """Returns Adam, whose rate rises in a twentieth of the steps and falls to zero."""
   rate = optax.warmup_cosine_decay_schedule(
@@ -101,8 +107,10 @@ def whole(arm: Arm, adam: optax.GradientTransformation, loss_fn: Any) -> Plan:
     after = optax.apply_updates(params, updates)
     found = {}
     if arm.way == "zero":
-      rows = lambda params: optimizer.init(params).master
-      found = behind(kept.master, rows(params), rows(after), arm.weights)
+      keeps = optimizer_of(arm, KEEPS_PARAMETERS)
+      rows = lambda params: keeps.init(params).inner_state
+      owned = optax.tree.add(rows(after), kept.unsent)
+      found = behind(owned, rows(params), rows(after), arm.weights)
     return after, kept, loss, found
 
   init = lambda params: (params, optimizer.init(params))

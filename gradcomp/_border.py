@@ -1,7 +1,7 @@
 """Takes gradients in where a transformation begins: what their leaves must be."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +72,24 @@ def pairs(x: Any) -> Any:
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.eval_shape(stack, x)
   return map_addends(stack, x)
+
+
+def whole(tree: Any, complexes: Sequence[bool]) -> Any:
+  """Returns the shapes and dtypes of a tree, some leaves of which are pairs of reals.
+
+  Args:
+    tree: the leaves, as :func:`pairs` makes them.
+    complexes: for each leaf, whether it was complex.
+  """
+
+  def shape(x: Any, is_pair: bool) -> jax.ShapeDtypeStruct:
+    dtype = jnp.result_type(x)
+    if not is_pair:
+      return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
+    return jax.ShapeDtypeStruct(x.shape[:-1], jnp.result_type(dtype, jnp.complex64))
+
+  leaves, treedef = jax.tree.flatten(tree)
+  return jax.tree.unflatten(treedef, map(shape, leaves, complexes))
 
 
 def _like(x: jax.Array, like: jax.Array) -> jax.Array:

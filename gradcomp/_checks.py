@@ -7,6 +7,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 _BUCKET_MULTIPLE = 32
 
@@ -143,3 +144,18 @@ def optional_size(name: str, unit: str, value: Any) -> int | None:
     return None
   rule = f"a number of {unit}, 0 or more, or None"
   return static_integer(name, rule, value, least=0)
+
+
+def one_tree(around: str, params: Any) -> None:
+  """Raises ValueError for lookahead's pairs of parameters: gradients are of one tree.
+
+  Args:
+    around: the transformation that lookahead was put in.
+    params: what it is to optimize.
+  """
+  is_pair = lambda x: isinstance(x, optax.LookaheadParams)
+  if any(map(is_pair, jax.tree.leaves(params, is_leaf=is_pair))):
+    raise ValueError(
+      "`params` must be a tree like the gradients, got optax.LookaheadParams; put "
+      f"optax.lookahead around {around}: optax.lookahead({around}(...), ...)."
+    )

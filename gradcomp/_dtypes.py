@@ -69,6 +69,18 @@ def narrowed(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
   """
   if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
     return x.astype(dtype), jnp.zeros_like(x)
-  most = float(jnp.finfo(dtype).max)
-  narrow = jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), x).astype(dtype)
+  narrow = within(x, dtype).astype(dtype)
   return narrow, x - narrow.astype(x.dtype)
+
+
+def within(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+  """Returns numbers that are too large for a dtype of fewer bits as its largest one.
+
+  Example:
+    >>> within(jnp.array([70000.0, jnp.inf]), jnp.float16).tolist()
+    [65504.0, inf]
+  """
+  if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
+    return x
+  most = float(jnp.finfo(dtype).max)
+  return jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), x)

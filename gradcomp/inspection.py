@@ -118,10 +118,10 @@ def inspect(
   not finite, errors, the cosine and the bound are NaN.
 
   :func:`gradcomp.parallel.zero` has a second line for each leaf, named "change", of
-  what owners send back: ``gradient_norm`` is what the parameters lack of the master
-  copy before, and ``owner_residual_norm`` after. The total, which leaves these lines
-  out, has that, too. No worker has the mean of a leaf there, so that the cosine and the
-  union of gradients are NaN. Bytes of both ways are in the first line.
+  what owners send back: ``gradient_norm`` is what the parameters lack before of what
+  owners have computed, and ``owner_residual_norm`` after. The total, which leaves these
+  lines out, has that, too. No worker has the mean of a leaf there, so that the cosine
+  and the union of gradients are NaN. Bytes of both ways are in the first line.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.

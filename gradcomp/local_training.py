@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from gradcomp import _agreement
 from gradcomp._border import not_differentiated
-from gradcomp._checks import share_above_0
+from gradcomp._checks import one_tree, share_above_0
 from gradcomp._compression import Dither
 from gradcomp._fragments import Fragment, cut, join, select, sizes_of
 from gradcomp._local_options import (
@@ -43,7 +43,8 @@ def local_params(params: Any, opt_state: Any) -> Any:
   """Returns the parameters that a worker has moved to in its own steps.
 
   These are what gradients are computed at, if :func:`local_steps` is in the optimizer.
-  They differ between workers, and are typed so. Without it they are ``params``.
+  They differ between workers, and are typed so. Without it they are ``params``. Of
+  local steps inside of others, the parameters are as far away as both say.
 
   Args:
     params: the parameters that all workers share.
@@ -68,6 +69,7 @@ def local_params(params: Any, opt_state: Any) -> Any:
         params,
         is_leaf=is_hole,
       )
+      params = local_params(params, node.inner_state)
   return params
 
 
@@ -209,6 +211,7 @@ def local_steps(
   outer = checked_optimizer("outer", outer)
 
   def init_fn(params: Any) -> LocalStepsState:
+    one_tree("local_steps", params)
     check_floats("params", params)
 
     def first(fragment: Fragment) -> FragmentState:

@@ -18,7 +18,7 @@ from gradcomp.workers import EXPLAINED, axis_names, is_spec
 
 # Of states. It grows with every change after which a saved state would not go on with
 # the bits that it would have had: of fields, shapes, orders, units, keys or defaults.
-FORMAT = 1
+FORMAT = 2
 
 # Fields of codecs that change no bits.
 _HOW = {"implementation"}
@@ -54,7 +54,7 @@ def state_record(
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
     >>> record = state_record(optimizer, {"w": jnp.zeros((256, 256))}, workers=4)
     >>> record["format"], record["workers"]
-    (1, [4])
+    (2, [4])
     >>> (transformation,) = record["transformations"]
     >>> transformation["leaves"], transformation["feedback"]
     ({"['w']": {'shape': [256, 256], 'codec': 0}}, {'type': 'NoFeedback'})

@@ -59,7 +59,7 @@ class Watched(NamedTuple):
 class OwnedRows(NamedTuple):
   """The rows of elements that a worker owns, as :func:`gradcomp.parallel.zero` has.
 
-  An optimizer inside of it sees these as its parameters and gradients.
+  The state of an optimizer inside of it has these, and no trees like the parameters.
 
   Example:
     >>> rows = OwnedRows({("data",): (jnp.ones((2, 128)),)})

@@ -1,6 +1,6 @@
 """Keeps a state of each format in a file, and goes on from it.
 
-``saved_states/format-1.npz`` holds the arrays of a state by their paths, its record,
+``saved_states/format-2.npz`` holds the arrays of a state by their paths, its record,
 and the hash of what two more steps give. ``python tests/saved_format.py`` writes the
 file of the present format, for a change that raises ``gradcomp.records.FORMAT``.
 The files of old formats stay.

@@ -184,7 +184,7 @@ def test_options_that_another_version_lacks_are_not_compared():
 def test_another_format_is_refused(monkeypatch):
   saved = recorded(qsgd())
   monkeypatch.setattr(records, "FORMAT", 1000)
-  with pytest.raises(ValueError, match=says("of the format 1000", "got 1,", "go on")):
+  with pytest.raises(ValueError, match=says("of the format 1000", "got 2,", "go on")):
     gradcomp.check_record(saved, recorded(qsgd()))
 
 

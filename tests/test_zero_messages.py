@@ -50,8 +50,8 @@ def test_pieces_have_the_bits_of_the_whole(codec, mode):
   expected, other = last(mode, whole, params, given)
   assert_same_bits(got, expected)
   assert_same_bits(state.gradients, other.gradients)
-  # A message has a matrix of the master for each pair of codecs in it.
-  assert len(state.master.arrays["data",]) > len(other.master.arrays["data",])
+  # A message has a matrix for each pair of codecs in it.
+  assert len(state.unsent.arrays["data",]) > len(other.unsent.arrays["data",])
 
 
 def compiled(tx, params):
@@ -117,7 +117,7 @@ def test_another_size_needs_another_state():
   params, state, mesh = sharded(coded(optax.sgd(0.1)), params)
   tx = coded(optax.sgd(0.1), message_bytes=0)
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
-  with pytest.raises(ValueError, match=says("`state.master` must", "message_bytes")):
+  with pytest.raises(ValueError, match=says("`state.unsent` must", "message_bytes")):
     step(params, state, jnp.ones(N))
   with pytest.raises(ValueError, match=says("`message_bytes`", "got -1")):
     coded(optax.sgd(0.1), message_bytes=-1)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, PartitionSpec, use_abstract_mesh
 
 from gradcomp._checks import static_integer
 from gradcomp.wire import Collective, WireReport
-from gradcomp.workers import mark_varying
+from gradcomp.workers import abstract_mesh, mark_varying
 
 _AXES_RULE = "the axes of the workers with their sizes, like {'model': 4}"
 _SIZE_RULE = "sizes of axes, 1 or more"
@@ -88,7 +88,7 @@ def explain(
     >>> [x.kind for x in found.forward.collectives + found.backward.collectives]
     ['all-gather', 'all-to-all']
   """
-  mesh = AbstractMesh(*_checked(axes))
+  mesh = abstract_mesh(_checked(axes), argument="axes")
   names = tuple(axes)
 
   def forward(*args: Any) -> list[jax.Array]:
@@ -117,14 +117,14 @@ def explain(
   return Directions(WireReport(there), WireReport(both[len(there) :]))
 
 
-def _checked(axes: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-  """Returns the sizes and the names of the axes."""
+def _checked(axes: Any) -> dict[str, int]:
+  """Returns the sizes of the axes by name."""
   if not isinstance(axes, Mapping):
     raise TypeError(f"`axes` must be {_AXES_RULE}, got {axes!r}.")
   sizes = tuple(static_integer("axes", _SIZE_RULE, size) for size in axes.values())
   if not sizes or min(sizes) < 1:
     raise ValueError(f"`axes` must be {_AXES_RULE}, got {dict(axes)}.")
-  return sizes, tuple(axes)
+  return dict(zip(axes, sizes, strict=True))
 
 
 def _collectives(

@@ -1,53 +1,115 @@
 """Runs the optimizer on the rows that a worker owns."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from gradcomp.state import OwnedRows, is_rows
+from gradcomp._dtypes import within
+from gradcomp.floats import FloatFormat, round_to
+from gradcomp.parallel._inner import Inner
+from gradcomp.parallel._shared_rows import SharedRows
+from gradcomp.state import OwnedRows
+
+
+class Moved(NamedTuple):
+  """Holds rows after a step.
+
+  Attributes:
+    master: the parameters that their owner knows. Where something is not finite, they
+      stay as they were.
+    inner_state: the state of the optimizer; of rows it has old values there.
+    lacking: what the parameters of all lack of the master. It is NaN where something is
+      not finite, and zero in places that only fill up rows.
+  """
+
+  master: OwnedRows
+  inner_state: Any
+  lacking: OwnedRows
 
 
 def step_owned(
-  inner: optax.GradientTransformationExtraArgs,
+  inner: Inner,
   means: OwnedRows,
-  master: OwnedRows,
   old: Any,
+  rows: SharedRows,
   seen: OwnedRows,
-  elements: OwnedRows,
+  unsent: OwnedRows,
   extra_args: dict[str, Any],
-) -> tuple[OwnedRows, Any, OwnedRows]:
-  """Returns the rows after a step, and what the parameters of all lack of them.
+) -> Moved:
+  """Takes a step.
 
   Args:
     inner: the optimizer.
     means: the gradients.
-    master: the master copy of the parameters.
     old: the state of ``inner``.
+    rows: which rows this worker owns.
     seen: the parameters that all workers have.
-    elements: True in places that have elements, and do not only fill up rows.
-    extra_args: further arguments of ``inner.update``.
-
-  Returns:
-    The master copy and the state of ``inner``, with old values where something is not
-    finite, and what the parameters lack. That is NaN there, and zero in places that
-    only fill up rows.
+    unsent: what these lack of the master.
+    extra_args: further arguments of the optimizer.
   """
   with jax.named_scope("gradcomp_inner"):
-    updates, inner_state = inner.update(means, old, master, **extra_args)
-    moved = jax.tree.map(jnp.add, master, updates)
-    finite = jax.tree.map(lambda g, m: jnp.isfinite(g) & jnp.isfinite(m), means, moved)
-    kept = lambda new, old: jax.tree.map(jnp.where, finite, new, old)
-
-    def kept_rows(new: Any, old: Any) -> Any:
-      return kept(new, old) if is_rows(new) else new
+    master = jax.tree.map(jnp.add, seen, unsent)
+    leaves = rows.first_leaves()
+    moved, finite, state = inner.step(means, old, master, leaves, extra_args)
 
     def lacking(
       here: jax.Array, ok: jax.Array, m: jax.Array, p: jax.Array
     ) -> jax.Array:
       return jnp.where(here, jnp.where(ok, m - p, jnp.nan), 0.0)
 
-    changed = jax.tree.map(lacking, elements, finite, moved, seen)
-    inner_state = jax.tree.map(kept_rows, inner_state, old, is_leaf=is_rows)
-    return kept(moved, master), inner_state, changed
+    changed = jax.tree.map(lacking, rows.elements(), finite, moved, seen)
+    return Moved(jax.tree.map(jnp.where, finite, moved, master), state, changed)
+
+
+def still_lacking(
+  master: OwnedRows,
+  seen: OwnedRows,
+  sent: OwnedRows,
+  old: OwnedRows,
+  rows: SharedRows,
+  dtypes: Sequence[tuple[Any, Any]],
+) -> OwnedRows:
+  """Returns what parameters lack of the master after ``optax.apply_updates``.
+
+  Args:
+    master: the rows that this worker owns.
+    seen: the parameters that all workers had.
+    sent: what all add to them.
+    old: what they lacked before the step, which stays where nothing finite is sent.
+    rows: which rows this worker owns.
+    dtypes: a pair for each leaf, that of the parameter, and that of its update.
+  """
+  if not dtypes:
+    return old
+  first, *others = sorted(set(dtypes), key=str)
+
+  def after(p: jax.Array, d: jax.Array, *number: jax.Array) -> jax.Array:
+    result = _applied(p, d, *first)
+    for pair in others:
+      here = jnp.array([x == pair for x in dtypes])[number[0]]
+      here = here.reshape(-1, *[1] * (p.ndim - 1))
+      result = jnp.where(here, _applied(p, d, *pair), result)
+    return result
+
+  found = jax.tree.map(after, seen, sent, *([rows.numbers()] if others else []))
+
+  def left(here: jax.Array, m: jax.Array, p: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(here & jnp.isfinite(p), m - p, old)
+
+  return jax.tree.map(left, rows.elements(), master, found, old)
+
+
+def _applied(p: jax.Array, d: jax.Array, param: Any, update: Any) -> jax.Array:
+  """Returns the sum of a parameter and its update, both of these dtypes."""
+  return _rounded(p + _rounded(within(d, update), update), param)
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+  """Returns float32 with the values of a dtype.
+
+  Of a cast there and back XLA may leave out both.
+  """
+  info = jnp.finfo(dtype)
+  return round_to(x, FloatFormat(info.nexp, info.nmant)) if info.bits < 32 else x

@@ -39,8 +39,8 @@ class SharedRows:
   """The rows of all parameters, an Nth of which each worker owns.
 
   A row holds the elements that a row of the gradients' codec stands for. Rows with the
-  same two codecs are one matrix, of which the worker number i owns the rows from
-  ``i * share`` on.
+  same two codecs, of leaves of one kind, are one matrix, of which the worker number i
+  owns the rows from ``i * share`` on.
 
   Attributes:
     plan: the messages of the gradients.
@@ -67,6 +67,20 @@ class SharedRows:
     for message, own in zip(self.plan.messages, arrays, strict=True):
       result.setdefault(self._axes(message), []).extend(own)
     return OwnedRows({axes: tuple(own) for axes, own in result.items()})
+
+  def first_leaves(self) -> OwnedRows:
+    """Returns for each matrix the number of the first leaf in it."""
+
+    def of_group(message: Message, group: int) -> Any:
+      pairs = zip(message.leaves, message.layout.slots, strict=True)
+      return next(i for i, slot in pairs if slot.group == group)
+
+    return self.by_axes(
+      [
+        [of_group(message, group) for group in range(len(message.layout.codecs))]
+        for message in self.plan.messages
+      ]
+    )
 
   def elements(self) -> OwnedRows:
     """Returns for the rows that this worker owns, which of their places have elements.
@@ -106,12 +120,15 @@ class SharedRows:
       ]
     )
 
-  def to_all(self, rows: OwnedRows) -> list[jax.Array]:
-    """Sends the rows of each worker to all, and returns the leaves that they decode to.
+  def to_all(self, rows: OwnedRows) -> tuple[list[jax.Array], OwnedRows]:
+    """Sends the rows of each worker to all.
 
-    Every worker decodes the same words, so that all get the same bits.
+    Returns:
+      The leaves that they decode to, and the rows of these that this worker owns. Every
+      worker decodes the same words, so that all get the same bits.
     """
     leaves: dict[int, jax.Array] = {}
+    shares = []
     waiting = {axes: list(arrays) for axes, arrays in rows.arrays.items()}
     for message, codecs in zip(self.plan.messages, self.codecs, strict=True):
       own = [waiting[self._axes(message)].pop(0) for _ in codecs]
@@ -126,7 +143,8 @@ class SharedRows:
           for codec, words, like in zip(bound, gathered, own, strict=True)
         ]
         leaves |= _leaves(message, matrices)
-    return [leaves[i] for i in range(len(self.plan.leaves))]
+        shares.append([own_share(x, self.workers) for x in matrices])
+    return [leaves[i] for i in range(len(self.plan.leaves))], self.by_axes(shares)
 
   def check(self, name: str, rows: Any) -> None:
     """Raises ValueError for rows that are not those that this worker owns."""
@@ -142,8 +160,8 @@ class SharedRows:
       raise ValueError(
         f"`state.{name}` must have the rows that one of {self.workers.size} workers "
         f"owns, {expected}, got {got}; make the state by optimizer.init with this "
-        "transformation, of the same message_bytes, and as many workers, inside the "
-        "map or under jax.set_mesh(mesh), and pass it through with "
+        "transformation, of the same message_bytes and masks, and as many workers, "
+        "inside the map or under jax.set_mesh(mesh), and pass it through with "
         "gradcomp.state_specs."
       )
 
@@ -174,7 +192,11 @@ def _counts(layout: Layout, group: int, row: jax.Array) -> jax.Array:
 
 
 def share_rows(
-  plan: Plan, codec: LeafCodec, min_leaf_size: int | None, workers: Workers
+  plan: Plan,
+  codec: LeafCodec,
+  min_leaf_size: int | None,
+  workers: Workers,
+  kinds: Sequence[int],
 ) -> SharedRows:
   """Returns the rows of the parameters that a plan exchanges the gradients of.
 
@@ -184,10 +206,11 @@ def share_rows(
       those of gradients do.
     min_leaf_size: elements from which a leaf is large, or None for the default.
     workers: the workers.
+    kinds: for each leaf a number; those of one matrix have the same.
   """
   whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
   chosen = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
-  pairs = [_paired(message, chosen) for message in plan.messages]
+  pairs = [_paired(message, chosen, kinds) for message in plan.messages]
   messages = tuple(
     message._replace(layout=layout)
     for message, (layout, _) in zip(plan.messages, pairs, strict=True)
@@ -197,19 +220,19 @@ def share_rows(
 
 
 def _paired(
-  message: Message, chosen: Sequence[LeafCodec]
+  message: Message, chosen: Sequence[LeafCodec], kinds: Sequence[int]
 ) -> tuple[Layout, tuple[LeafCodec, ...]]:
-  """Returns a layout with a matrix for each pair of codecs, and the second ones."""
+  """Returns a layout with a matrix for each pair and kind, and the second codecs."""
   layout = message.layout
-  filled: dict[tuple[Codec, LeafCodec], int] = {}
+  filled: dict[tuple[Codec, LeafCodec, int], int] = {}
   slots = []
   for i, slot in zip(message.leaves, layout.slots, strict=True):
-    pair = layout.codecs[slot.group], chosen[i]
+    pair = layout.codecs[slot.group], chosen[i], kinds[i]
     start = filled.setdefault(pair, 0)
     filled[pair] += slot.stop - slot.start
     slots.append(Slot(list(filled).index(pair), start, filled[pair]))
-  codecs = tuple(first for first, _ in filled)
-  return Layout(codecs, tuple(slots), layout.like), tuple(x for _, x in filled)
+  codecs = tuple(first for first, _, _ in filled)
+  return Layout(codecs, tuple(slots), layout.like), tuple(x for _, x, _ in filled)
 
 
 def _bound(codec: LeafCodec, size: int) -> Codec:

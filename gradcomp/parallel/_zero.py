@@ -1,6 +1,7 @@
 """ZeRO: each worker runs the optimizer on an Nth of the parameters, and sends that."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from gradcomp import _agreement
-from gradcomp._border import not_differentiated, of_reals, pairs
+from gradcomp._border import not_differentiated, of_reals, pairs, whole
 from gradcomp._checks import optional_size
 from gradcomp._compression import Across, Compression, Dither, paths_of
 from gradcomp._dtypes import narrowed
@@ -24,9 +25,9 @@ from gradcomp.exchange import (
 )
 from gradcomp.feedback import Feedback, FeedbackName, as_feedback
 from gradcomp.memory import recall, remember
-from gradcomp.parallel._elementwise import check_elementwise
-from gradcomp.parallel._first_rows import Others, on_mesh, per_worker, shape_of
-from gradcomp.parallel._owner_step import step_owned
+from gradcomp.parallel._first_rows import Others, on_mesh, per_worker
+from gradcomp.parallel._inner import Inner
+from gradcomp.parallel._owner_step import step_owned, still_lacking
 from gradcomp.parallel._shared_rows import share_rows
 from gradcomp.parallel._zero_codecs import check_codecs
 from gradcomp.parallel._zero_measures import Changes, measured_zero
@@ -52,13 +53,13 @@ class ZeroState(NamedTuple):
     >>> tx = zero(optax.adam(1e-3), grads=codec, params=codec, axis_name="data")
     >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
     ...   state = tx.init({"w": jnp.ones(300)})
-    >>> state.master.arrays[("data",)][0].shape  # rows of 128 elements
+    >>> state.unsent.arrays[("data",)][0].shape  # rows of 128 elements
     (3, 1, 128)
   """
 
   gradients: CompressState  # of their exchange: residual, key, count of steps
-  master: OwnedRows  # float32, the parameters that a worker owns, per worker
-  inner_state: Any  # of the optimizer; what is like the master, per worker
+  unsent: OwnedRows  # float32, what parameters lack of a worker's own rows, per worker
+  inner_state: Any  # of the optimizer; what is like the parameters are rows, per worker
 
 
 def zero(
@@ -77,41 +78,39 @@ def zero(
 
   It takes the place of an exchange and the optimizer behind it. Worker :math:`i` has
   the gradient :math:`g_i`, the residual :math:`e_i` (zero without feedback) and, of the
-  rows that it owns, the master copy :math:`m` in float32. All workers have the
+  rows that it owns, what was not sent, :math:`r`, in float32. All workers have the
   parameters :math:`p`. In a step, the owner of some rows computes, of these rows,
 
   .. math::
-     \bar g = \tfrac{1}{N} \sum_i Q_g(g_i + e_i), \qquad
+     \bar g = \tfrac{1}{N} \sum_i Q_g(g_i + e_i), \qquad m = p + r, \qquad
      m' = m + \mathrm{inner}(\bar g, m), \qquad d = Q_p(m' - p)
 
   and all workers, the owner too, add the decoded :math:`d` to :math:`p`. So all have
   the same bits. :math:`Q_g` is ``grads``, and :math:`Q_p` is ``params``, which rounds
-  to nearest. What :math:`Q_p` loses stays in :math:`m' - p`, and is sent later. So the
-  second stage needs no residual, and :math:`p` is never further from :math:`m` than
-  half a step of :math:`Q_p`.
+  to nearest. The owner keeps :math:`r = m' - (p + d)` and sends it later. It is at most
+  half a step of :math:`Q_p`, and what bfloat16 parameters round. What else changes the
+  parameters changes :math:`m` with them: what is behind this in a chain, a wrapper like
+  ``optax.lookahead``, an outer step of :func:`gradcomp.local_steps`, or you.
 
   A worker sends ``(N-1)/N (c_g + c_p)`` bytes, where c are the bytes of the payloads of
   all parameters: 8.1 bits a parameter and step at 4 and 4 bits. It keeps the state of
-  ``inner`` and a float32 copy of an Nth of the parameters, and the residuals of its own
-  gradients, if it keeps any. Parameters may be bfloat16: the master copies hold what
-  they round.
+  ``inner`` and :math:`r`, of an Nth of the parameters, and the residuals of its own
+  gradients, if it keeps any. ``update`` needs the parameters.
 
-  ``inner`` sees :class:`gradcomp.state.OwnedRows` as its parameters and its gradients:
-  one matrix for each pair of codecs in a message. A leaf's own share would need as many
-  tiles as there are workers, however small the leaf, and matrices of rows need none but
-  the last. So leaves have no names in ``inner``: for other options of some leaves, like
-  no weight decay of biases, put several of these behind ``optax.partition``. And
-  ``inner`` must treat each element by itself, as ``optax.adamw``, ``optax.lion`` and
-  ``optax.sgd`` do, with their schedules. A norm over the gradient would be that of the
-  part that a worker owns, and is refused: put ``gradcomp.clip_by_local_norm`` in front.
-
-  Let it be the last of a chain. What is behind it, and whatever else changes the
-  parameters, changes :math:`p` alone: the next step sends the difference to :math:`m`
-  again. ``update`` needs the parameters.
+  JAX traces ``inner`` with the shapes of the parameters, in float32. So masks, labels
+  and whatever else looks at shapes, paths or names see those. What the trace computes
+  is then done with rows: one matrix for each pair of codecs in a message and each kind
+  of leaves that ``inner`` treats in a way of their own. A leaf's own share would need
+  as many tiles as there are workers, however small the leaf, and matrices of rows need
+  none but the last. So ``inner`` must treat each element by itself, as ``optax.adamw``,
+  ``optax.lion`` and ``optax.sgd`` do, with their schedules. What computes a norm, or
+  draws at random, is refused by name: put ``gradcomp.clip_by_local_norm`` in front. Of
+  complex leaves, which travel as pairs, it must treat the parts as other elements:
+  ``optax.sgd`` does so, and ``optax.adam`` is refused.
 
   A gradient that is not finite makes its bucket of the updates NaN on every worker. The
-  residuals, the master copy and the state of ``inner`` keep their old values there.
-  So a guard that drops the updates goes on with a sound state. Once NaN is added to
+  residuals, :math:`r` and the state of ``inner`` keep their old values there. So a
+  guard that drops the updates goes on with a sound state. Once NaN is added to
   parameters, it stays in them, as with any optimizer: put
   :func:`gradcomp.skip_nonfinite` around this.
 
@@ -139,9 +138,10 @@ def zero(
       neither real nor complex floating point.
     ValueError: an option is bad; a codec is sparse, or of low rank; or ``params`` only
       rounds at random, or has workers agree on a scale. In ``init``: nobody knows the
-      number of workers; ``inner`` looks at several elements at once; or parameters are
-      cut over the axis. In ``update``: there are no parameters; the state was made for
-      other workers or parameters; or gradients are already reduced.
+      number of workers; ``inner`` looks at several elements at once, or draws at
+      random; or parameters are cut over the axis. In ``update``: there are no
+      parameters; the state was made for other workers or parameters; or gradients are
+      already reduced.
 
   Example:
     >>> codec = gradcomp.codecs.QSGD(bits=4)
@@ -179,23 +179,30 @@ def zero(
   parts = Compression(grads, axes, exchange, keeper, key=key, dither=dither, **limits)
   inner = optax.with_extra_args_support(inner)
 
-  def first_rows(tree: Any, others: Others) -> tuple[OwnedRows, Any]:
-    """Returns the master copy, and the state of ``inner``, on a worker."""
+  def first_rows(
+    complexes: Sequence[bool], tree: Any, others: Others
+  ) -> tuple[OwnedRows, Any]:
+    """Returns what was not sent, and the state of ``inner``, on a worker."""
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
     count = bound_size(axes) or 1
     workers = Workers(axes, count, 1 / count)
     plan = parts.plan(leaves, paths_of(tree), Across(axes, False, others), workers)
-    master = share_rows(plan, params, limit, workers).owned(leaves)
-    check_elementwise(inner, jax.tree.map(shape_of, master))
-    return per_worker((master, inner.init(master)))
+    seen = Inner(inner, whole(tree, complexes))
+    rows = share_rows(plan, params, limit, workers, seen.kinds)
+    master = rows.owned(leaves)
+    state = seen.first(master, rows.first_leaves())
+    return per_worker((jax.tree.map(jnp.zeros_like, master), state))
 
   def init_fn(tree: Any) -> ZeroState:
     gradients = compressed.init(tree)
+    complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(tree)]
+    tree = jax.tree.map(pairs, tree)
+    first = functools.partial(first_rows, complexes)
+    if not complexes:
+      return ZeroState(gradients, OwnedRows({}), inner.init(tree))
     others = [other_axes(x, axes) for x in jax.tree.leaves(tree)]
-    if not jax.tree.leaves(tree):
-      return ZeroState(gradients, OwnedRows({}), inner.init(OwnedRows({})))
     if bound_size(axes) is not None:
-      return ZeroState(gradients, *first_rows(tree, others))
+      return ZeroState(gradients, *first(tree, others))
     if mesh_size(axes) is None:
       raise UnboundAxisError(
         f"`axis_name` must be an axis that zero's init can count, and {axis_name!r} is "
@@ -203,7 +210,7 @@ def zero(
         "owns; call optimizer.init under jax.set_mesh(mesh), or inside the map.",
         axes,
       )
-    return ZeroState(gradients, *on_mesh(first_rows, tree, others, names))
+    return ZeroState(gradients, *on_mesh(first, tree, others, names))
 
   def update_fn(
     updates: Any, state: ZeroState, params: Any = None, **extra_args: Any
@@ -213,27 +220,27 @@ def zero(
     across = parts.across(updates, state.gradients, params)
     _require_agreement(across.axes, updates, state.inner_state)
 
+    complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
+
     def step(updates: Any, given: Any) -> tuple[Any, Any]:
       state, params = given
-      rows, means, keep = _reduced(across, updates, state.gradients)
-      rows.check("master", state.master)
-      seen = rows.owned(jax.tree.leaves(params))
-      master, inner_state, changed = step_owned(
-        inner, means, state.master, state.inner_state, seen, rows.elements(), extra_args
+      seen = Inner(inner, whole(params, complexes), extra_args)
+      rows, means, keep = _reduced(across, updates, state.gradients, seen.kinds)
+      rows.check("unsent", state.unsent)
+      before = rows.owned(jax.tree.leaves(params))
+      moved = step_owned(
+        seen, means, state.inner_state, rows, before, state.unsent, extra_args
       )
-      leaves = rows.to_all(changed)
+      leaves, own = rows.to_all(moved.lacking)
       treedef = jax.tree.structure(updates)
       decoded = jax.tree.unflatten(treedef, leaves)
       casts = zip(leaves, across.dtypes, strict=True)
       sent = jax.tree.unflatten(treedef, [narrowed(*cast)[0] for cast in casts])
-
-      def changes() -> Changes:
-        after = jax.tree.leaves(optax.apply_updates(params, sent))
-        left = optax.tree.sub(master, rows.owned(after))
-        return Changes(changed, rows.owned(leaves), left)
-
-      kept = keep(decoded, changes)
-      return sent, (ZeroState(kept, master, inner_state), params)
+      both = zip(*map(jax.tree.leaves, (params, sent)), strict=True)
+      dtypes = [(p.dtype, u.dtype) for p, u in both]
+      unsent = still_lacking(moved.master, before, own, state.unsent, rows, dtypes)
+      kept = keep(decoded, lambda: Changes(moved.lacking, own, unsent))
+      return sent, (ZeroState(kept, unsent, moved.inner_state), params)
 
     params = jax.tree.map(pairs, params)
     result, (state, _) = per_device(
@@ -252,7 +259,9 @@ def zero(
     )
     note(Options((("params", params),)))
 
-  def _reduced(across: Any, updates: Any, state: CompressState) -> Any:
+  def _reduced(
+    across: Any, updates: Any, state: CompressState, kinds: Sequence[int]
+  ) -> Any:
     """Returns the rows, the owned means, and what keeps the state of the exchange."""
     workers = parts.workers(across, updates, state)
     assert workers is not None
@@ -260,7 +269,7 @@ def zero(
     given = keeper.sent(wide, state.velocity)
     corrected = jax.tree.leaves(correct(given, state.residual, grads))
     plan = parts.plan(corrected, paths_of(updates), across, workers)
-    rows = share_rows(plan, params, limit, workers)
+    rows = share_rows(plan, params, limit, workers, kinds)
     averaged = average_owned(
       rows.plan,
       corrected,
@@ -285,7 +294,8 @@ def zero(
 
     return rows, rows.by_axes(averaged.means), keep
 
-  return of_reals(init_fn, update_fn)
+  reals = of_reals(init_fn, update_fn)
+  return optax.GradientTransformationExtraArgs(init_fn, reals.update)
 
 
 def _check_given(state: Any, params: Any) -> None:
@@ -298,6 +308,6 @@ def _check_given(state: Any, params: Any) -> None:
     )
   if params is None:
     raise ValueError(
-      "`params` must be given to update, because zero sends what they lack of its "
-      "master copy, got None; call optimizer.update(grads, state, params)."
+      "`params` must be given to update, because zero sends what they lack of "
+      "what it has computed, got None; call optimizer.update(grads, state, params)."
     )

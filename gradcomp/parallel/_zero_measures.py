@@ -20,7 +20,7 @@ from gradcomp.workers import axis_names, mark_varying
 
 
 class Changes(NamedTuple):
-  """Holds the rows of a worker of what parameters lack of the master copy.
+  """Holds the rows of a worker of what parameters lack of what it has computed.
 
   Attributes:
     before: what they lack before the step.

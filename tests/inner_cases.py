@@ -1,0 +1,232 @@
+"""A table of optax's optimizers for zero and local steps, and trainings by these.
+
+Each is equal to the same without this library, or is refused by zero in words that
+``REFUSED`` has a part of.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax import contrib
+
+import gradcomp
+from gradcomp.codecs import Dense
+
+N = 2
+STEPS = 3
+CODECS = dict(grads=Dense(), params=Dense(), axis_name="data")
+SHAPES = {"kernel": (6, 50), "bias": (50,), "one": ()}
+RATE = optax.linear_schedule(0.1, 0.02, 4)
+
+
+def first_params():
+  rng = np.random.default_rng(0)
+  draw = lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+  return {name: draw(shape) for name, shape in SHAPES.items()}
+
+
+def targets():
+  """Of each worker: the gradient of its loss at p is ``p - target``."""
+  rng = np.random.default_rng(1)
+  draw = lambda shape: jnp.asarray(rng.standard_normal((N, *shape)), jnp.float32)
+  return {name: draw(shape) for name, shape in SHAPES.items()}
+
+
+def by_rank(params):
+  return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def by_name(params):
+  named = lambda path, _: "slow" if path[-1].key == "bias" else "fast"
+  return jax.tree_util.tree_map_with_path(named, params)
+
+
+def by_size(params):
+  return jax.tree.map(lambda x: x.size > 60, params)
+
+
+GROUPS = {"fast": optax.adam(0.1), "slow": optax.sgd(0.01, 0.9)}
+MASK = {"kernel": True, "bias": False, "one": False}
+DECAYED = dict(weight_decay=0.5, learning_rate=RATE)
+
+# Of one kind of leaves.
+PLAIN = {
+  "adam": optax.adam(RATE),
+  "adam, bfloat16 moments": optax.adam(RATE, mu_dtype=jnp.bfloat16),
+  "adamw, injected": optax.inject_hyperparams(optax.adamw)(RATE, weight_decay=0.1),
+  "adagrad": optax.adagrad(0.1),
+  "adadelta": optax.adadelta(0.1),
+  "adamax": optax.adamax(0.1),
+  "adan": optax.adan(0.1),
+  "adabelief": optax.adabelief(0.1),
+  "amsgrad": optax.amsgrad(0.1),
+  "lion": optax.lion(0.1),
+  "nadamw": optax.nadamw(0.1),
+  "radam": optax.radam(0.1),
+  "rmsprop": optax.rmsprop(0.1, centered=True, momentum=0.9),
+  "rprop": optax.rprop(0.1),
+  "sgd": optax.sgd(RATE, 0.9, nesterov=True),
+  "sign": optax.sign_sgd(0.1),
+  "yogi": optax.yogi(0.1),
+  "optimistic": optax.optimistic_gradient_descent(0.1),
+  "ademamix": contrib.ademamix(0.1),
+  "adopt": contrib.adopt(0.1),
+  "cocob": contrib.cocob(),
+  "clip": optax.chain(optax.clip(0.5), optax.ema(0.9), optax.sgd(0.1)),
+  "not negative": optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative()),
+  "every second": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+  "apply every": optax.chain(optax.apply_every(2), optax.sgd(0.1)),
+  "schedule free": contrib.schedule_free(optax.sgd(0.1), 0.1),
+  "schedule free adamw": contrib.schedule_free_adamw(0.1),
+}
+
+# Of several: they look at ranks, sizes, paths or names.
+LOOKING = {
+  "mask by rank": optax.adamw(mask=by_rank, **DECAYED),
+  "mask by size": optax.adamw(mask=by_size, **DECAYED),
+  "mask as a tree": optax.adamw(mask=MASK, **DECAYED),
+  "lion, mask by rank": optax.lion(mask=by_rank, **DECAYED),
+  "injected mask": optax.inject_hyperparams(optax.adamw, static_args="mask")(
+    mask=by_rank, **DECAYED
+  ),
+  "masked": optax.chain(optax.masked(optax.trace(0.9), by_rank), optax.sgd(0.1)),
+  "masked twice": optax.masked(optax.masked(optax.adam(0.1), MASK), by_rank),
+  "frozen": optax.chain(optax.masked(optax.set_to_zero(), MASK), optax.sgd(0.1)),
+  "labels by name": optax.partition(GROUPS, by_name),
+  "labels as a tree": optax.partition(
+    GROUPS, {"kernel": "fast", "bias": "slow", "one": "fast"}
+  ),
+  "every second, masked": optax.MultiSteps(
+    optax.adamw(mask=by_rank, **DECAYED), 2
+  ).gradient_transformation(),
+  "schedule free, masked": contrib.schedule_free(
+    optax.adamw(mask=by_rank, b1=0.0, **DECAYED), 0.1
+  ),
+}
+
+WHOLE = {
+  "trust ratio": optax.chain(optax.scale_by_trust_ratio(), optax.sgd(0.1)),
+  "lamb": optax.lamb(0.1),
+  "lars": optax.lars(0.1),
+  "fromage": optax.fromage(0.1),
+  "novograd": optax.novograd(0.1),
+  "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=4),
+  "adafactor, not factored": optax.adafactor(0.1),
+  "muon": contrib.muon(0.1),
+  "global norm": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+  "adaptive clipping": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+  "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
+  "prodigy": contrib.prodigy(0.1),
+  "dog": contrib.dog(0.1),
+  "dowg": contrib.dowg(),
+  "dadapt": contrib.dadapt_adamw(0.1),
+  "mechanize": contrib.mechanize(optax.sgd(0.1)),
+  "if finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+}
+
+NOISE = optax.chain(optax.add_noise(0.1, 0.1, key=jax.random.key(0)), optax.sgd(0.1))
+
+REFUSED = dict.fromkeys(WHOLE, "each element by itself") | {
+  "adafactor": "trees like its parameters",
+  "adafactor, not factored": "each element by itself",
+}
+
+
+def fast(params):
+  """What gradients are of: lookahead has a pair of parameters."""
+  return getattr(params, "fast", params)
+
+
+def train(tx, steps=STEPS, place=lambda params: params):
+  """Trains N workers of vmap, each with the gradients of its own loss.
+
+  Args:
+    tx: an optimizer with exchanges over the axis "data".
+    steps: how many.
+    place: makes of parameters what the optimizer takes.
+
+  Returns:
+    The parameters of each worker.
+  """
+
+  def step(params, state, goal):
+    own = gradcomp.local_params(fast(params), state)
+    updates, state = tx.update(optax.tree.sub(own, goal), state, params)
+    return optax.apply_updates(params, updates), state
+
+  step = jax.jit(jax.vmap(step, axis_name="data"))
+  params = jax.tree.map(lambda x: jnp.stack([x] * N), place(first_params()))
+  state = jax.jit(jax.vmap(tx.init, axis_name="data"))(params)
+  for _ in range(steps):
+    params, state = step(params, state, targets())
+  return fast(params)
+
+
+def plain(tx, steps=STEPS, place=lambda params: params):
+  """The same with the mean of all gradients, by optax alone."""
+  params = place(first_params())
+  goal = jax.tree.map(lambda x: x.mean(axis=0), targets())
+
+  @jax.jit
+  def step(params, state):
+    updates, state = tx.update(optax.tree.sub(fast(params), goal), state, params)
+    return optax.apply_updates(params, updates), state
+
+  state = tx.init(params)
+  for _ in range(steps):
+    params, state = step(params, state)
+  return fast(params)
+
+
+def rounds(inner, outer=None, every=2):
+  """Local steps of N workers as one transformation of optax, without this library.
+
+  It takes the gradients of all workers, ``[N, ...]``, and is not to be compiled.
+  """
+  outer = optax.sgd(1.0) if outer is None else outer
+  stacked = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * N), tree)
+  alone = jax.jit(jax.vmap(inner.update))
+
+  def init(params):
+    own = stacked(params)
+    return 0, optax.tree.zeros_like(own), jax.vmap(inner.init)(own), outer.init(params)
+
+  def update(grads, state, params):
+    count, moved, inner_state, outer_state = state
+    own = optax.tree.add(stacked(params), moved)
+    steps, inner_state = alone(grads, inner_state, own)
+    moved = optax.tree.add(moved, steps)
+    if (count + 1) % every:
+      updates = optax.tree.zeros_like(params)
+    else:
+      change = jax.tree.map(lambda x: -x.mean(axis=0), moved)
+      updates, outer_state = outer.update(change, outer_state, params)
+      moved = optax.tree.zeros_like(moved)
+    return updates, (count + 1, moved, inner_state, outer_state)
+
+  return optax.GradientTransformation(init, update)
+
+
+def by_hand(tx, displacement, steps=4, place=lambda params: params):
+  """Trains by such rounds, and whatever is around them.
+
+  Args:
+    tx: the optimizer.
+    displacement: gets of its state how far workers are from the parameters of all.
+    steps: how many.
+    place: makes of parameters what the optimizer takes.
+  """
+  params = place(first_params())
+  state = tx.init(params)
+  for _ in range(steps):
+    own = jax.tree.map(jnp.add, fast(params), displacement(state))
+    updates, state = tx.update(optax.tree.sub(own, targets()), state, params)
+    params = optax.apply_updates(params, updates)
+  return fast(params)
+
+
+def assert_close(got, expected):
+  """Up to the rounding of sums, and of ``p + (m - p)`` for ``m``."""
+  chex.assert_trees_all_close(jax.tree.map(lambda x: x[0], got), expected, atol=2e-5)
