@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import command_line  # noqa: E402
 import data  # noqa: E402
+import parsing  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -96,7 +97,8 @@ def make_parser() -> argparse.ArgumentParser:
   report = commands.add_parser("report", help="write report.html and report.md")
   report.add_argument("folder", type=Path, help="of the records")
   report.add_argument("--output", type=Path, help="default: the same folder")
-  report.add_argument("--price", type=float, help="dollars an hour of a worker")
+  price = "dollars an hour of a worker"
+  report.add_argument("--price", type=parsing.positive_float, help=price)
   command = commands.add_parser("run", help="run what is not there yet")
   running.add_quick(command, "two codecs, two networks and two seeds, with the report")
   command.add_argument("--output", type=Path, help="folder of the records")
@@ -119,37 +121,39 @@ def make_parser() -> argparse.ArgumentParser:
     "of the network",
   )
   add("--exchanges", nargs="+", default=["auto"], help="auto: the codec's own")
-  add("--seeds", type=command_line.positive, default=1)
-  add("--first-seed", type=int, default=0)
+  add("--seeds", type=parsing.positive, default=1)
+  add("--first-seed", type=parsing.seed, default=0)
   add("--part", type=part, default=(0, 1), metavar="I/N", help="every N-th run, from I")
 
   add = command.add_argument_group("workers").add_argument
   add(
     "--emulate",
     nargs="+",
-    type=command_line.positive,
+    type=parsing.positive,
     metavar="N",
     help="accuracy only",
   )
   add(
     "--workers",
     nargs="+",
-    type=command_line.positive,
+    type=parsing.positive,
     metavar="N",
     help="of one process; default: all its devices",
   )
-  add(
-    "--devices", type=command_line.positive, default=8, help="CPU devices of a process"
-  )
+  add("--devices", type=parsing.positive, default=8, help="CPU devices of a process")
   add("--coordinator", metavar="HOST:PORT", help="address of process 0")
-  add("--num-processes", type=command_line.positive)
-  add("--process-id", type=int)
+  add("--num-processes", type=parsing.positive)
+  add("--process-id", type=parsing.natural)
   add("--link", default="", help="the name of the link between processes")
   add("--interface", default="", help="whose bytes are counted, such as eth0")
-  add("--probe", type=float, help="bytes/s that the link carries, if you know it")
+  add(
+    "--probe",
+    type=parsing.positive_rate,
+    help="bytes/s of the link, if you know",
+  )
   add("--rate", nargs="+", metavar="RATE", help="start hosts on links, as 1gbit")
-  add("--hosts", nargs="+", type=command_line.positive, default=[2], help="with --rate")
-  add("--price", type=float, default=0.9, help="dollars an hour of a worker")
+  add("--hosts", nargs="+", type=parsing.positive, default=[2], help="with --rate")
+  add("--price", type=parsing.positive_float, default=0.9, help=price)
 
   add = command.add_argument_group("data").add_argument
   add("--dataset", default="digits", help="as in examples/data.py; default: digits")
@@ -157,32 +161,26 @@ def make_parser() -> argparse.ArgumentParser:
   add("--idx", type=Path, metavar="FOLDER", help="images in IDX files; see make data")
   add(
     "--pixels",
-    type=command_line.positive,
+    type=parsing.positive,
     help="reduce images to this width and height",
   )
   add("--text", choices=("python", "brown"), default="python")
 
   add = command.add_argument_group("training").add_argument
-  add("--epochs", type=float, default=1.0, help="default: 1")
-  add("--steps", type=command_line.positive, help="in place of epochs")
-  add(
-    "--steps-only", type=command_line.positive, metavar="K", help="time K steps alone"
-  )
-  add("--timed-steps", type=command_line.positive, default=20, help="beside a training")
-  add(
-    "--points", type=command_line.positive, default=10, help="of a curve; default: 10"
-  )
+  add("--epochs", type=parsing.positive_float, default=1.0, help="default: 1")
+  add("--steps", type=parsing.positive, help="in place of epochs")
+  add("--steps-only", type=parsing.positive, metavar="K", help="time K steps alone")
+  add("--timed-steps", type=parsing.positive, default=20, help="beside a training")
+  add("--points", type=parsing.positive, default=10, help="of a curve; default: 10")
   add("--batch", choices=("fixed", "per-worker"), default="fixed")
-  add(
-    "--batch-size", type=command_line.positive, default=128, help="of all, or of each"
-  )
+  add("--batch-size", type=parsing.positive, default=128, help="of all, or of each")
   add("--optimizer", choices=("sgd", "adam"), default="sgd")
-  add("--learning-rate", type=float, help="default: each network's own")
-  add("--momentum", type=float, help="0 for none; default: each network's own")
+  add("--learning-rate", type=parsing.positive_float, help="default: each its own")
+  add("--momentum", type=parsing.share, help="0 for none; default: each network's own")
   schedules = ("cosine", "polynomial", "constant")
   add("--schedule", choices=schedules, default="cosine", help="default: cosine")
-  add("--weight-decay", type=float, default=0.0, help="default: 0")
-  add("--dropout", type=float, help="of networks with any; default: each its own")
+  add("--weight-decay", type=parsing.at_least_0, default=0.0, help="default: 0")
+  add("--dropout", type=parsing.share, help="of networks with any; each its own")
   return parser
 
 

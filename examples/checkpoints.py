@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import optax
+from parsing import positive
 
 import gradcomp
 
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   group.add_argument(
     "--save-every",
-    type=int,
+    type=positive,
     default=50,
     help="steps between two checkpoints, besides that of the last step; default: 50",
   )
@@ -83,6 +84,8 @@ class Saved:
     ocp = orbax()
     beside = ocp.args.Composite(beside=ocp.args.JsonRestore())
     found = self._manager.restore(step, args=beside).beside
+    if not isinstance(found, dict) or not found.keys() >= {"record", "notes"}:
+      raise ValueError(f"{self._manager.directory} must be whole, got {found!r} of it.")
     if self._record is not None:
       gradcomp.check_record(found["record"], self._record)
     whole = ocp.args.Composite(state=ocp.args.StandardRestore(state))

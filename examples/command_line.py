@@ -10,6 +10,18 @@ import networks
 from checkpoints import add_arguments
 from methods import EXCHANGES, METHODS, WIDTHS
 from optimizers import SCHEDULES
+from parsing import (
+  at_least_0,
+  bucket,
+  devices,
+  fraction,
+  natural,
+  part,
+  positive,
+  positive_float,
+  seed,
+  share,
+)
 
 
 class Defaults(NamedTuple):
@@ -36,7 +48,7 @@ def add_training(
   dropping = ", ".join(name for name in models if name in networks.DROPPING)
   add("--dropout", type=share, metavar="RATE", help=f"of {dropping}; default: its own")
   add("--optimizer", choices=("sgd", "adam"), default="sgd", help="default: sgd")
-  add("--momentum", type=float, default=0.9, help="of sgd; default: 0.9")
+  add("--momentum", type=share, default=0.9, help="of sgd; default: 0.9")
   add(
     "--nesterov",
     action=argparse.BooleanOptionalAction,
@@ -44,7 +56,7 @@ def add_training(
     help="whether momentum of sgd is Nesterov's",
   )
   rates = ", ".join(f"{rate} of {name}" for name, rate in defaults.rates.items())
-  add("--learning-rate", type=float, help=f"at first; default: {rates}")
+  add("--learning-rate", type=positive_float, help=f"at first; default: {rates}")
   add(
     "--schedule",
     choices=SCHEDULES,
@@ -53,7 +65,7 @@ def add_training(
     "steps left, by half whenever the training loss between evaluations stops falling, "
     "or not at all",
   )
-  add("--weight-decay", type=float, default=0.0, help="of weights; default: 0")
+  add("--weight-decay", type=at_least_0, default=0.0, help="of weights; default: 0")
   add(
     "--clip",
     type=positive_float,
@@ -78,7 +90,7 @@ def add_training(
     "--steps", type=positive, default=defaults.steps, help=f"default: {defaults.steps}"
   )
   add(
-    "--seed", type=int, default=0, help="of parameters, batches, dropout and rounding"
+    "--seed", type=seed, default=0, help="of parameters, batches, dropout and rounding"
   )
 
 
@@ -96,7 +108,7 @@ def add_exchange(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
     + "; f32 is the plain mean, none the same without gradcomp",
   )
   add("--bits", type=int, choices=WIDTHS, default=4, help="of qsgd; default: 4")
-  add("--bucket-size", type=positive, default=512, help="of qsgd; default: 512")
+  add("--bucket-size", type=bucket, default=512, help="of qsgd; default: 512")
   add("--exchange", choices=EXCHANGES, default="auto", help="default: auto")
   add(
     "--feedback",
@@ -111,8 +123,8 @@ def add_exchange(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
     help="take as many steps alone before each exchange, whose outer optimizer is "
     "DiLoCo's, or SparseLoCo's with topk and blocktop",
   )
-  add("--density", type=float, default=0.01, help="of redsync; default: 0.01")
-  add("--warmup", type=int, default=0, help="dense steps of redsync; default: 0")
+  add("--density", type=part, default=0.01, help="of redsync; default: 0.01")
+  add("--warmup", type=natural, default=0, help="dense steps of redsync; default: 0")
 
 
 def add_comparison(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
@@ -154,14 +166,14 @@ def add_devices(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
   add = parser.add_argument_group("devices and processes").add_argument
   add(
     "--devices",
-    type=positive,
+    type=devices,
     default=defaults.devices,
     help="CPU devices to emulate in each process, where there are no accelerators; "
     f"default: {defaults.devices}",
   )
   add("--coordinator", metavar="HOST:PORT", help="address of process 0")
   add("--num-processes", type=positive)
-  add("--process-id", type=int)
+  add("--process-id", type=natural)
   add_arguments(parser)
 
 
@@ -171,6 +183,17 @@ def complete(
   """Fills in the rate of the optimizer chosen, and refuses what does not fit."""
   if args.learning_rate is None:
     args.learning_rate = defaults.rates[args.optimizer]
+  if args.local_steps and args.local_steps > args.steps:
+    parser.error(
+      f"--local-steps must be at most the {args.steps} steps, or nothing is ever sent, "
+      f"got {args.local_steps}"
+    )
+  if None not in (args.process_id, args.num_processes):
+    if args.process_id >= args.num_processes:
+      parser.error(
+        f"--process-id must be below the {args.num_processes} processes, got "
+        f"{args.process_id}"
+      )
   if args.local_steps and args.schedule == "plateau":
     parser.error("--schedule plateau does not go with --local-steps: losses differ")
   if args.dropout is not None and args.model not in networks.DROPPING:
@@ -206,35 +229,3 @@ def make_mesh(
   if args.batch_size % mesh.size:
     parser.error(f"--batch-size must be a multiple of the {mesh.size} workers")
   return mesh
-
-
-def positive(text: str) -> int:
-  """Parses a number that must be at least 1."""
-  value = int(text)
-  if value < 1:
-    raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-  return value
-
-
-def positive_float(text: str) -> float:
-  """Parses a number that must be above 0."""
-  value = float(text)
-  if not value > 0:
-    raise argparse.ArgumentTypeError(f"must be above 0, got {value:g}")
-  return value
-
-
-def fraction(text: str) -> float:
-  """Parses a number that must be between 0 and 1."""
-  value = float(text)
-  if not 0 < value < 1:
-    raise argparse.ArgumentTypeError(f"must be in (0, 1), got {value:g}")
-  return value
-
-
-def share(text: str) -> float:
-  """Parses a number that must be from 0 to below 1."""
-  value = float(text)
-  if not 0 <= value < 1:
-    raise argparse.ArgumentTypeError(f"must be in [0, 1), got {value:g}")
-  return value

@@ -22,12 +22,14 @@ Supervisors need no server. What they know of each other are files in the folder
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import socket
 import subprocess
 import sys
 import time
+
+from elastic_options import supervising
+from shared_folder import parsed, publish, read
 
 WORKER = pathlib.Path(__file__).with_name("elastic_worker.py")
 TICK = 0.1  # seconds between two looks at the folder
@@ -65,7 +67,11 @@ class Plan:
 
 
 def plan_of(folder: pathlib.Path, generation: int) -> Plan:
-  return Plan(**json.loads((folder / f"plan-{generation}.json").read_text()))
+  path = folder / f"plan-{generation}.json"
+  try:
+    return Plan(**read(path))
+  except TypeError as error:
+    raise SystemExit(f"{path} must be a plan: {error}; remove the folder.") from error
 
 
 def newest_plan(folder: pathlib.Path) -> Plan | None:
@@ -86,18 +92,6 @@ def all_parts(folder: pathlib.Path) -> dict[tuple[int, int], set[int]]:
     generation, step, host = map(int, path.stem.split("-")[1:])
     found.setdefault((generation, step), set()).add(host)
   return found
-
-
-def publish(path: pathlib.Path, content: object) -> None:
-  """Writes a file that nobody sees half written; the first who writes it wins."""
-  temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-  temporary.write_text(json.dumps(content))
-  try:
-    os.link(temporary, path)
-  except FileExistsError:
-    pass
-  finally:
-    temporary.unlink()
 
 
 def next_plan(
@@ -132,7 +126,7 @@ class Pulse:
     self._path = folder / f"host-{host}.json"
     self._address, self._patience = address, patience
     self._began = time.monotonic()
-    self._seen: dict[str, tuple[str, float]] = {}
+    self._seen: dict[str, tuple[bytes, float]] = {}
 
   @property
   def settled(self) -> bool:
@@ -150,14 +144,14 @@ class Pulse:
     temporary.replace(self._path)
     now, live = time.monotonic(), {}
     for path in self._path.parent.glob("host-*.json"):
-      text = path.read_text()
-      before, since = self._seen.get(path.name, ("", 0.0))
+      text = path.read_bytes()
+      before, since = self._seen.get(path.name, (b"", 0.0))
       if text != before:
         # A file that nobody has changed yet may be that of a host long dead.
         since = now if before else now - self._patience
         self._seen[path.name] = text, since
       if now - since < self._patience:
-        host_left, address, _ = json.loads(text)
+        host_left, address, _ = parsed(path, text)
         live[int(path.stem.split("-")[1])] = host_left, address
     return live
 
@@ -175,6 +169,7 @@ class Supervisor:
     # The worker that an earlier start of this host had in it is gone.
     self._generation = self._left = plan.generation if plan else -1
     self._over_since = 0.0
+    self._waiting: list[int] | None = None  # for others, when it was last said
     if plan and self._host in plan.hosts:
       self._mark("over")
 
@@ -192,7 +187,7 @@ class Supervisor:
     path = self._folder / "done.json"
     if not path.exists():
       return False
-    if error := json.loads(path.read_text()).get("error"):
+    if error := read(path).get("error"):
       raise SystemExit(error)
     return self._worker is None or self._left == self._generation
 
@@ -209,6 +204,10 @@ class Supervisor:
     if plan is None:
       if first and len(live) >= self._hosts:
         self._plan(plan, order)
+      elif order and order != self._waiting:
+        wanted = f"{self._hosts} hosts to begin with; here are {order}"
+        print(f"host {self._host} waits for {wanted}", flush=True)
+        self._waiting = order
       return
     if not self._pulse.settled:
       return  # others may live whom this host has not seen yet
@@ -280,17 +279,7 @@ def free_port() -> int:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    epilog="Other options are the worker's: see elastic_worker.py --help.",
-    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-  )
-  add = parser.add_argument
-  add("folder", type=pathlib.Path, help="a folder that all hosts share")
-  add("host", type=int, help="the number of this host")
-  add("--hosts", type=int, default=4, help="how many to begin with")
-  add("--address", default="127.0.0.1", help="where the others reach this host")
-  add("--patience", type=float, default=5.0, help="seconds without a sign of life")
-  options, arguments = parser.parse_known_args()
+  options, arguments = supervising()
   options.folder = options.folder.absolute()
   options.folder.mkdir(parents=True, exist_ok=True)
   Supervisor(options, arguments).run()

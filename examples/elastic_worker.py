@@ -6,20 +6,23 @@ behind or ahead, and leaves. Parts of all workers of one step are a checkpoint.
 """
 
 import argparse
-import json
 import os
 import pathlib
 import sys
 import threading
 import time
 import traceback
+import zipfile
 from typing import NoReturn
 
 import elastic
 import elastic_training
 import jax
 import numpy as np
+from elastic_options import training
 from jax.experimental.multihost_utils import process_allgather
+from parsing import natural
+from shared_folder import publish, read
 from telemetry import ends_round
 
 import gradcomp
@@ -85,8 +88,11 @@ class Worker:
 
   def _load(self, generation: int, step: int, host: int) -> list[np.ndarray]:
     path = elastic.parts_path(self._folder, generation, step, host)
-    with np.load(path) as arrays:
-      return list(arrays.values())
+    try:
+      with np.load(path) as arrays:
+        return list(arrays.values())
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+      raise ValueError(f"{path} must be whole, but {error}; remove it.") from error
 
   def _resume(self, training: elastic_training.Training) -> str:
     """Goes on from the source of the plan; returns in words what was lost."""
@@ -94,9 +100,9 @@ class Worker:
     if plan.source is None:
       return "a new training"
     generation, step = plan.source
-    record = json.loads((self._folder / f"record-{generation}.json").read_text())
-    gradcomp.check_record(record, training.record(record["workers"][0]))
+    record = read(self._folder / f"record-{generation}.json")
     hosts = elastic.plan_of(self._folder, generation).hosts
+    gradcomp.check_record(record, training.record(len(hosts)))
     parts = {x: self._load(*plan.source, x) for x in hosts if x not in plan.lost}
     stay = [x for x in plan.hosts if x in hosts]
     gone = [x for x in hosts if x not in stay]
@@ -132,7 +138,7 @@ class Worker:
     self._say(f"hosts {plan.hosts} go on after step {training.step}: {told}")
     # Beside what will be saved, before there is something.
     path = self._folder / f"record-{plan.generation}.json"
-    elastic.publish(path, training.record(len(plan.hosts)))
+    publish(path, training.record(len(plan.hosts)))
     self._training = training
     while training.step < options.steps:
       number = training.step + 1
@@ -154,7 +160,7 @@ class Worker:
       found = gradcomp.check_replicas(training.params, axis_name="data")
       found.require_equal()
       self._say(f"done; the parameters are equal on all {len(found.words)} workers")
-      elastic.publish(self._folder / "done.json", {"steps": training.step})
+      publish(self._folder / "done.json", {"steps": training.step})
     jax.distributed.shutdown()
 
   def _forget_before(self, step: int) -> None:
@@ -178,17 +184,12 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     description="Started by elastic.py.",
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parents=[training()],
   )
   add = parser.add_argument
   add("folder", type=pathlib.Path)
-  add("generation", type=int)
-  add("host", type=int)
-  add("--steps", type=int, default=500, help="of the whole training")
-  add("--local-steps", type=int, default=0, help="that workers take alone in a round")
-  add("--codec", choices=elastic_training.CODECS, default="qsgd-4", help="of a round")
-  add("--save-every", type=int, default=20, help="steps between two checkpoints")
-  add("--inspect", type=int, default=0, help="steps between two tables of errors")
-  add("--pause", type=float, default=0.1, help="seconds after each step")
+  add("generation", type=natural)
+  add("host", type=natural)
   options = parser.parse_args()
   plan = elastic.plan_of(options.folder, options.generation)
   worker = Worker(options.folder, plan, options.host)

@@ -11,6 +11,7 @@ import telemetry
 import text
 from checkpoints import add_arguments, saved_in
 from jax.sharding import PartitionSpec as P
+from parsing import positive
 
 import gradcomp
 from gradcomp import parallel
@@ -19,13 +20,19 @@ from gradcomp.codecs import Codec
 BATCH, LENGTH = 32, 32  # sequences of a step, of all workers, and bytes of a sequence
 
 
-def arguments(title: str, argv: Sequence[str] | None) -> argparse.Namespace:
-  """Reads the command line, and makes a mesh of the workers."""
+def make_parser(title: str) -> argparse.ArgumentParser:
+  """Makes the parser of the command line."""
   parser = argparse.ArgumentParser(description=title)
-  parser.add_argument("--workers", type=int, default=4, help="default: 4")
-  parser.add_argument("--steps", type=int, default=200, help="default: 200")
+  parser.add_argument("--workers", type=positive, default=4, help="default: 4")
+  parser.add_argument("--steps", type=positive, default=200, help="default: 200")
   telemetry.add_arguments(parser)
   add_arguments(parser)
+  return parser
+
+
+def arguments(title: str, argv: Sequence[str] | None) -> argparse.Namespace:
+  """Reads the command line, and makes a mesh of the workers."""
+  parser = make_parser(title)
   args = parser.parse_args(argv)
   if BATCH % args.workers:
     parser.error(f"--workers must divide the {BATCH} sequences of a batch")

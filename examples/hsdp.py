@@ -23,6 +23,7 @@ from flax import linen
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from networks import Block, Transformer
+from parsing import positive
 
 import gradcomp
 
@@ -95,14 +96,20 @@ def make_step(
   return step
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-  """Trains, and prints the loss and what crosses hosts."""
+def make_parser() -> argparse.ArgumentParser:
+  """Makes the parser of the command line."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--hosts", type=int, default=2, help="default: 2")
-  parser.add_argument("--chips", type=int, default=4, help="of a host; default: 4")
-  parser.add_argument("--steps", type=int, default=200, help="default: 200")
+  parser.add_argument("--hosts", type=positive, default=2, help="default: 2")
+  parser.add_argument("--chips", type=positive, default=4, help="of a host; default: 4")
+  parser.add_argument("--steps", type=positive, default=200, help="default: 200")
   telemetry.add_arguments(parser)
   add_arguments(parser)
+  return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Trains, and prints the loss and what crosses hosts."""
+  parser = make_parser()
   args = parser.parse_args(argv)
   workers = args.hosts * args.chips
   if BATCH % workers:

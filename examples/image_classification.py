@@ -48,7 +48,17 @@ def main(argv: Sequence[str] | None = None) -> None:
   chosen = methods.choose(parser, args, DEFAULTS.compared)
   command_line.join_processes(args)
   mesh = command_line.make_mesh(parser, args, AXIS)
-  images = load_everywhere(args)
+  try:
+    images = load_everywhere(args)
+  except (OSError, ValueError) as error:
+    if not args.idx:
+      raise
+    parser.error(f"argument --idx: {error}")
+  if args.batch_size > len(images.train.labels):
+    parser.error(
+      f"--batch-size must be at most the {len(images.train.labels)} images, got "
+      f"{args.batch_size}"
+    )
   task = make_task(images, args, mesh)
   draw = functools.partial(
     data.batches, images.train, args.batch_size, **command_line.process_part()

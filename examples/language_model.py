@@ -31,6 +31,7 @@ import text
 from comparison import Draw, Prepared, compare, show, train_seeds
 from jax.sharding import PartitionSpec as P
 from optimizers import make_schedule
+from parsing import positive
 from telemetry import Log
 from training import (
   AXIS,
@@ -82,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
   command_line.join_processes(args)
   mesh = command_line.make_mesh(parser, args, AXIS)
   found = TEXTS[args.text]()
+  longest = min(len(found.train), len(found.test)) - 1
+  if args.length > longest:
+    parser.error(f"--length must be at most {longest} for this text, got {args.length}")
   test = text.in_order(found.test, args.length, most=TESTED)
   model = networks.for_text(args.model, found.symbols, args.dropout)
   task = Task(model, test, mesh, P(AXIS) if args.parallel == "fsdp" else REPLICATED)
@@ -177,7 +181,7 @@ def make_parser() -> argparse.ArgumentParser:
   )
   group.add_argument(
     "--length",
-    type=command_line.positive,
+    type=positive,
     default=32,
     help="symbols in a sequence; default: 32",
   )

@@ -19,12 +19,13 @@ from pathlib import Path
 import cut_layers
 import data
 import jax
+import parsing
 import report
 from checkpoints import add_arguments, saved_in
-from command_line import positive
 from comparison import footnote
 from cut_task import AXIS, Task
 from methods import METHODS
+from parsing import natural, positive, positive_float
 from progress import Progress
 from training import Run, train
 
@@ -62,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> None:
   if args.hidden % mesh.size:
     parser.error(f"--hidden must be a multiple of the {mesh.size} workers")
   images = data.load(args.dataset, args.data_dir)
+  if args.batch_size > len(images.train.labels):
+    parser.error(
+      f"--batch-size must be at most the {len(images.train.labels)} images, got "
+      f"{args.batch_size}"
+    )
   names = [args.codec] if args.compare is None else args.compare or COMPARED
   runs = []
   for name in names:
@@ -121,13 +127,33 @@ def make_parser() -> argparse.ArgumentParser:
     help="digits (default) and mnist5k are embedded, the others download once",
   )
   add("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
-  add("--hidden", type=positive, default=1024, help="units of a layer; default: 1024")
+  add(
+    "--hidden",
+    type=positive,
+    default=1024,
+    help="units of a layer; default: 1024",
+  )
   add("--unit", choices=tuple(cut_layers.UNITS), default="relu", help="default: relu")
-  add("--channels", type=int, default=0, help="of a convolution; default: 0, no such")
-  add("--learning-rate", type=float, default=0.003, help="at first; default: 0.003")
-  add("--batch-size", type=positive, default=128, help="of all workers; default: 128")
+  add(
+    "--channels",
+    type=natural,
+    default=0,
+    help="of a convolution; default: 0, no such",
+  )
+  add(
+    "--learning-rate",
+    type=positive_float,
+    default=0.003,
+    help="at first; default: 0.003",
+  )
+  add(
+    "--batch-size",
+    type=positive,
+    default=128,
+    help="of all workers; default: 128",
+  )
   add("--steps", type=positive, default=200, help="default: 200")
-  add("--seed", type=int, default=0, help="of parameters, batches and dropout")
+  add("--seed", type=parsing.seed, default=0, help="of parameters, batches and dropout")
 
   add = parser.add_argument_group("exchange").add_argument
   add(
@@ -143,7 +169,12 @@ def make_parser() -> argparse.ArgumentParser:
     default="exact",
     help="whether a worker takes its own part as it is (default) or rounded, too",
   )
-  add("--passes", type=positive, default=1, help="sub-batches of a batch; default: 1")
+  add(
+    "--passes",
+    type=positive,
+    default=1,
+    help="sub-batches of a batch; default: 1",
+  )
 
   add = parser.add_argument_group("comparison").add_argument
   add(
@@ -169,7 +200,7 @@ def make_parser() -> argparse.ArgumentParser:
 
   parser.add_argument(
     "--devices",
-    type=positive,
+    type=parsing.devices,
     default=8,
     help="CPU devices to emulate, where there are no accelerators; default: 8",
   )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from parsing import positive
 
 from gradcomp import plots
 
@@ -14,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group("telemetry")
   group.add_argument(
     "--inspect",
-    type=int,
+    type=positive,
     metavar="K",
     help="inspect what is sent every K steps: a table at the end, and three plots",
   )

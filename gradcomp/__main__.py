@@ -1,13 +1,17 @@
 """Answers on the command line whether compression is worth it.
 
-  python -m gradcomp plan --params 25e6 --workers 8 --gbit 10
+  python -m gradcomp plan --params 25M --workers 8 --gbit 10
 
 prints what each codec and exchange would take, and what to do. --help of it lists the
 options. `gradcomp.plan` does the same for the parameters of a program.
 """
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +19,11 @@ import jax.numpy as jnp
 import gradcomp
 from gradcomp.cost import CodecSpeed, Link
 from gradcomp.planner import packaged_speeds
+from gradcomp.planner._errors import checked_budget
+from gradcomp.planner._speeds import GIVEN
+
+_SUFFIXES = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
+_BUDGETS = "none, tight, paper, aggressive, or a bound on the error over the workers"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,18 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
   )
   plan.set_defaults(run=_plan)
   add = plan.add_argument
-  add("--params", type=float, required=True, help="parameters, such as 25e6")
+  add("--params", type=_params, required=True, help="parameters: 25M, 7B or 25e6")
   add("--workers", type=_workers, required=True, help="8, or 4x2 for hosts x chips")
-  add("--gbit", type=float, required=True, help="Gbit/s of each worker's link")
-  add("--inside-gbit", type=float, help="Gbit/s inside a host, for 4x2")
-  add("--latency", type=float, default=50e-6, help="seconds of a message")
-  add("--forward", type=float, help="seconds of the forward pass")
-  add("--backward", type=float, help="seconds of the backward pass")
+  add("--gbit", type=_rate, required=True, help="Gbit/s of each worker's link")
+  add("--inside-gbit", type=_rate, help="Gbit/s inside a host, for 4x2")
+  add("--latency", type=_seconds, default=50e-6, help="seconds of a message")
+  add("--forward", type=_seconds, help="seconds of the forward pass")
+  add("--backward", type=_seconds, help="seconds of the backward pass")
   add("--budget", type=_budget, default="paper", help=_BUDGETS)
-  add("--steps", type=int, help="steps of the training, for sparse codecs")
+  add("--steps", type=_steps, help="steps of the training, for sparse codecs")
   add(
     "--slower",
-    type=float,
+    type=_times,
     default=1.0,
     help="times that codecs are slower here than on two cores",
   )
@@ -52,24 +61,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
   if not hasattr(options, "run"):
     parser.print_help()
     return
+  pair = isinstance(options.workers, tuple)
+  if pair != (options.inside_gbit is not None):
+    plan.error(
+      "argument --inside-gbit: must be given with hosts x chips, and only then"
+    )
+  if (options.forward is None) != (options.backward is None):
+    plan.error("argument --forward: must be given with --backward, and only then")
   try:
     print(options.run(options))
   except ValueError as error:
-    parser.exit(2, f"{error}\n")
-
-
-_BUDGETS = "none, tight, paper, aggressive, or a bound on the error over the workers"
+    plan.error(str(error))
 
 
 def _plan(options: argparse.Namespace) -> gradcomp.Plan:
   pair = isinstance(options.workers, tuple)
-  if pair != (options.inside_gbit is not None):
-    raise ValueError("`--inside-gbit` must be given with hosts x chips, and only then.")
-  if not 1 <= options.params < 2**53:
-    raise ValueError(f"`--params` must be 1 or more, got {options.params}.")
   link = _link(options.latency, options.gbit)
-  return gradcomp.plan(
-    jax.ShapeDtypeStruct((int(options.params),), jnp.float32),
+  found = gradcomp.plan(
+    jax.ShapeDtypeStruct((options.params,), jnp.float32),
     workers=options.workers,
     link=(link, _link(options.latency, options.inside_gbit)) if pair else link,
     forward=options.forward,
@@ -78,6 +87,10 @@ def _plan(options: argparse.Namespace) -> gradcomp.Plan:
     steps=options.steps,
     budget=options.budget,
   )
+  slower = "" if options.slower == 1 else f", times {options.slower:g}"
+  own = f"Codec speeds are packaged ones of two cores{slower}."
+  notes = tuple(own if note == GIVEN else note for note in found.notes)
+  return dataclasses.replace(found, notes=notes)
 
 
 def _link(latency: float, gbit: float) -> Link:
@@ -89,16 +102,71 @@ def _speeds(slower: float) -> dict[str, CodecSpeed]:
   return {name: speed.times(slower) for name, speed in packaged.items()}
 
 
+def _between(least: float, most: float, what: str) -> Callable[[str], float]:
+  """Returns what parses a number of this range, and refuses all else by the rule."""
+
+  def parse(text: str) -> float:
+    try:
+      value = float(text)
+    except ValueError:
+      value = math.nan
+    if not least <= value <= most:
+      raise _refused(f"{what} from {least:g} to {most:g}", text)
+    return value
+
+  return parse
+
+
+_rate = _between(1e-6, 1e6, "a number")
+_seconds = _between(0, 1e6, "seconds")
+_times = _between(1e-6, 1e6, "a number")
+
+
+def _params(text: str) -> int:
+  """Parses 25000000, 25_000_000, 25e6 or 25M."""
+  found = re.fullmatch(
+    r"\s*([\d_]*\.?[\d_]*(?:e[+-]?\d+)?)\s*([kmbgt]?)\s*", text.lower()
+  )
+  try:
+    value = float(found[1]) * 10 ** _SUFFIXES[found[2]] if found else math.nan
+  except ValueError:
+    value = math.nan
+  if not 1 <= value <= 1e15:
+    raise _refused("a number of parameters from 1 to 1e15, such as 25M or 25e6", text)
+  return round(value)
+
+
+def _count(text: str) -> int:
+  return int(text) if re.fullmatch(r"\d{1,9}", text) else 0
+
+
+def _steps(text: str) -> int:
+  """Parses a number of steps, such as 100000 or 1e5."""
+  steps = _between(1, 1e12, "a number of steps")(text)
+  if steps % 1:
+    raise _refused("a whole number of steps", text)
+  return int(steps)
+
+
 def _workers(text: str) -> int | tuple[int, int]:
-  sizes = [int(part) for part in text.split("x")]
+  sizes = [_count(part) for part in text.lower().split("x")]
+  if len(sizes) > 2 or min(sizes) < 1:
+    raise _refused("a number of workers, as 8, or hosts x chips, as 4x2", text)
   return sizes[0] if len(sizes) == 1 else (sizes[0], sizes[1])
 
 
 def _budget(text: str) -> str | float:
+  given: str | float = text
+  with contextlib.suppress(ValueError):
+    given = float(text)
   try:
-    return float(text)
+    return checked_budget(given)
   except ValueError:
-    return text
+    raise _refused(f"{_BUDGETS}, above 0", text) from None
+
+
+def _refused(rule: str, text: str) -> argparse.ArgumentTypeError:
+  return argparse.ArgumentTypeError(f"must be {rule}, got {text}")
 
 
 if __name__ == "__main__":

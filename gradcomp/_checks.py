@@ -38,14 +38,39 @@ def static_integer(
   return number
 
 
+def step_count(name: str, value: Any, *, least: int = 1) -> int:
+  """Returns a number of steps, to which counters in ``int32`` can get.
+
+  Raises:
+    ValueError: ``value`` is anything else.
+  """
+  rule = f"a number of steps, {least} or more and below 2**31"
+  number = static_integer(name, rule, value, least=least)
+  if number >= 2**31:
+    raise ValueError(f"`{name}` must be {rule}, got {number}.")
+  return number
+
+
+def positions(name: str, value: Any) -> int | tuple[int, ...]:
+  """Returns the position of an argument, or several; ValueError for all else."""
+  rule = "the position of an argument, or a tuple of positions"
+  if isinstance(value, tuple | list):
+    return tuple(static_integer(name, rule, position) for position in value)
+  return static_integer(name, rule, value)
+
+
 def static_number(name: str, rule: str, value: Any) -> float:
   """Returns a positive, finite Python float; ValueError for all else."""
   _check_static(name, rule, value)
   if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
-  if not 0 < value < math.inf:
+  try:
+    number = float(value)
+  except OverflowError:  # one of Python's integers
+    number = math.inf
+  if not 0 < number < math.inf:
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
-  return float(value)
+  return number
 
 
 def share_below_1(name: str, value: Any) -> float:

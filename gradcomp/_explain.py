@@ -228,7 +228,9 @@ def explain(
 
   Raises:
     ValueError: ``workers`` is no number of workers, lacks an axis, does not fit the
-      groups of ``"hierarchical"``, or is not that of ``opt_state``.
+      groups of ``"hierarchical"``, is not that of ``opt_state``, or is above 46,340,
+      which is as many as JAX counts on two axes: one has a name, and one has none. Or a
+      leaf has more rows than 32 bits count.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))

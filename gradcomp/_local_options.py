@@ -13,12 +13,11 @@ from gradcomp.exchange import AllGather, Auto, Exchange, Merge, as_exchange
 from gradcomp.feedback import ErrorFeedback
 
 
-def steps(name: str, least: int, most: int | None, value: Any) -> int:
+def up_to(name: str, least: int, most: int, value: Any) -> int:
   """Returns a number of these; ValueError for all else."""
-  above = f"{least} or more" if most is None else f"from {least} to {most}"
-  rule = f"a number, {above}" + ("" if most is None else ", which depends on `every`")
+  rule = f"a number, from {least} to {most}, which depends on `every`"
   number = static_integer(name, rule, value, least=least)
-  if most is not None and number > most:
+  if number > most:
     raise ValueError(f"`{name}` must be {rule}, got {number}.")
   return number
 

@@ -19,7 +19,7 @@ from gradcomp._stages import Stage, append, members, span
 from gradcomp.exchange import FITTING, NOTE, Every, Message, Options, Parts, Plan, note
 from gradcomp.layout import Layout
 from gradcomp.state import is_state
-from gradcomp.workers import EXPLAINED, UnboundAxisError, axis_names
+from gradcomp.workers import EXPLAINED, UnboundAxisError, abstract_mesh, axis_names
 
 # What one of N workers sends, as a part of its operand's bytes, by JAX's primitives:
 # the best algorithms for a ring, which wire_report counts by as well.
@@ -109,12 +109,18 @@ def traced(
   bound = dict(zip(EXPLAINED, unnamed, strict=False)) | dict(bound or {})
   while True:
     try:
-      mesh = AbstractMesh(tuple(bound.values()), tuple(bound))
+      mesh = abstract_mesh(bound)
       with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
         trace = jax.make_jaxpr(
           jax.shard_map(update, in_specs=P(), out_specs=P(), check_vma=False)
         )(like)
       return Trace(_read(trace.jaxpr, bound, order), _made(trace.jaxpr), *kept)
+    except OverflowError as error:  # of the number of a leaf's rows
+      most = max(math.prod(x.shape) for x in jax.tree.leaves(like))
+      raise ValueError(
+        "`params` must have leaves of fewer elements, of which codecs count the rows "
+        f"in 32 bits, got {most:.4g} in one; cut it."
+      ) from error
     except UnboundAxisError as unbound:
       names = axis_names(unbound.axis_name)
       ones = (1,) * (len(names) - 1)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gradcomp._checks import flag
+from gradcomp._checks import flag, positions
 from gradcomp._dtypes import addend_dtype
 from gradcomp._micro_batches import (
   check_accumulate,
@@ -157,8 +157,10 @@ def value_and_grad(
   """
   flag("has_weight", has_weight)
   accumulate = check_accumulate(accumulate)
-  differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-  cut = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+  argnums = positions("argnums", argnums)
+  batch_argnums = positions("batch_argnums", batch_argnums)
+  differentiated = (argnums,) if isinstance(argnums, int) else argnums
+  cut = (batch_argnums,) if isinstance(batch_argnums, int) else batch_argnums
 
   def gradients_of(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     parts = argnums, accumulate, cut
@@ -175,6 +177,11 @@ def value_and_grad(
     return gradients_of(loss_fn)
 
   def local_value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    if not all(-len(args) <= i < len(args) for i in differentiated):
+      raise ValueError(
+        f"`argnums` must be among the {len(args)} arguments given by position, got "
+        f"{argnums}."
+      )
     for i in differentiated:
       _check_floats(i, args[i])
     if _in_explicit_jit((args, kwargs), axis_name):

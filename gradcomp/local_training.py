@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from gradcomp import _agreement
 from gradcomp._border import not_differentiated
-from gradcomp._checks import one_tree, share_above_0
+from gradcomp._checks import one_tree, share_above_0, step_count
 from gradcomp._compression import Dither
 from gradcomp._fragments import Fragment, cut, join, select, sizes_of
 from gradcomp._local_options import (
@@ -17,7 +17,7 @@ from gradcomp._local_options import (
   checked_optimizer,
   exchange_of_rounds,
   kept_of,
-  steps,
+  up_to,
 )
 from gradcomp._local_rounds import Round
 from gradcomp._own_steps import first_own, numbers_of_all, own_params, stored, wide
@@ -190,9 +190,9 @@ def local_steps(
     section 2; Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025;
     Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
   """
-  every = steps("every", 1, None, every)
-  fragments = steps("fragments", 1, every, fragments)
-  delay = steps("delay", 0, every - 1, delay)
+  every = step_count("every", every)
+  fragments = up_to("fragments", 1, every, fragments)
+  delay = up_to("delay", 0, every - 1, delay)
   mixing = share_above_0("mixing", mixing)
   names = axis_names(axis_name)
   axes = names if len(names) > 1 else names[0]

@@ -4,7 +4,7 @@ from typing import Literal, Unpack
 
 import optax
 
-from gradcomp._checks import static_integer
+from gradcomp._checks import step_count
 from gradcomp.codecs import Dense, PowerSGD
 from gradcomp.options import CompressOptions, checked, recipe
 from gradcomp.switching import switch
@@ -73,8 +73,7 @@ def powersgd(
       "what no residual keeps, got None; gradcomp.compress(PowerSGD(), feedback=None) "
       "may."
     )
-  rule = "a number of steps, 0 or more"
-  steps = static_integer("start", rule, start, least=0)
+  steps = step_count("start", start, least=0)
   codec = PowerSGD(rank=rank, min_rate=min_rate, quantize=quantize)
   low_rank = compress(codec, **checked(powersgd, options))
   if not steps:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from gradcomp import _traced
 from gradcomp._axis_sizes import WorkerSizes, only_named, sizes_of
 from gradcomp._leaf_codecs import leaf_codecs
+from gradcomp._record_form import check_first_form, check_whole_form
 from gradcomp._version import WIRE, __version__
 from gradcomp.exchange import Plan, owner_shapes
 from gradcomp.sharding import state_specs
@@ -92,7 +93,7 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
 
   Raises:
     ValueError: something differs. The message names it, with both values.
-    TypeError: ``saved`` is no such record.
+    TypeError: ``saved`` is no such record, or a damaged one. The message says where.
 
   Example:
     >>> def record(**options):
@@ -107,11 +108,8 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
       the transformation that the state was saved with, or restore the parameters alone
       and begin with the state of optimizer.init.
   """
-  if not isinstance(saved, Mapping) or not saved.keys() >= {"format", "gradcomp"}:
-    raise TypeError(
-      f"`saved` must be what gradcomp.state_record returned, got {saved!r}; save it "
-      "beside the state."
-    )
+  check_first_form("saved", saved)
+  check_whole_form("record", record)
   if saved["format"] != record["format"]:
     raise ValueError(
       f"`saved` must be of the format {record['format']}, which gradcomp "
@@ -119,6 +117,7 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
       f"{saved['gradcomp']}; go on with that version, or restore the parameters alone "
       "and begin with the state of optimizer.init."
     )
+  check_whole_form("saved", saved)
   found = list(_differences(saved, record))
   if found:
     told = ", ".join(f"{x.what} was {x.old} and is {x.new}" for x in found[:3])

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gradcomp.codecs import LeafCodec, working_dtype
@@ -46,7 +47,7 @@ def storage(name: str, value: Any) -> Storage:
   """Returns the name of a way to store residuals; ValueError for all else."""
   choices = get_args(Storage)
   try:
-    found = jnp.dtype(value).name
+    found = None if isinstance(value, np.generic) else jnp.dtype(value).name
   except TypeError:
     found = None
   if value is None or found not in choices:

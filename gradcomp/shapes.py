@@ -25,6 +25,7 @@ from gradcomp.sharding import state_specs
 from gradcomp.state import collects, states_in
 from gradcomp.workers import (
   AxisName,
+  abstract_mesh,
   axis_names,
   is_spec,
   mesh_of,
@@ -216,19 +217,16 @@ def _with_workers(
   mesh: Mesh | AbstractMesh, names: tuple[str, ...], workers: int
 ) -> AbstractMesh:
   """Returns a mesh like this one, but with so many workers on these axes."""
+  alone = dict(zip(names, (workers,) + (1,) * (len(names) - 1), strict=True))
   if mesh.empty:
-    return AbstractMesh((workers,) + (1,) * (len(names) - 1), names)
+    return abstract_mesh(alone)
   known = dict(mesh.shape)
   if math.prod(known.get(name, 0) for name in names) != workers:
     # What a worker keeps depends on how many there are, and not on the axes.
-    known |= zip(names, (workers,) + (1,) * (len(names) - 1), strict=True)
+    known |= alone
   kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   auto = jax.sharding.AxisType.Auto
-  return AbstractMesh(
-    tuple(known.values()),
-    tuple(known),
-    axis_types=tuple(kinds.get(name, auto) for name in known),
-  )
+  return abstract_mesh(known, tuple(kinds.get(name, auto) for name in known))
 
 
 def _check_axes(plans: list[Plan | None], names: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from gradcomp import _agreement
-from gradcomp._checks import static_integer
+from gradcomp._checks import step_count
 from gradcomp.exchange import largest
 from gradcomp.workers import AxisName, axis_names, other_axes, per_device, reduction
 
@@ -71,8 +71,7 @@ def skip_nonfinite(
     >>> update.tolist(), int(state.total_notfinite)
     ([0.0, 0.0], 1)
   """
-  rule = "a number of steps, 0 or more"
-  most = static_integer("max_consecutive_errors", rule, max_consecutive_errors, least=0)
+  most = step_count("max_consecutive_errors", max_consecutive_errors, least=0)
   if axis_name is not None:
     axis_names(axis_name)
   inner = optax.with_extra_args_support(inner)

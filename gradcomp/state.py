@@ -193,6 +193,12 @@ def seed_words(key: ArrayLike) -> jax.Array:
 
   It is a copy, which may be donated.
   """
+  seed = not isinstance(key, int) or -(2**63) <= key < 2**63
+  if not seed or not isinstance(key, int | jax.Array | np.ndarray | np.generic):
+    raise ValueError(
+      "`key` must be a seed of at most 64 bits, or one threefry2x32 key, got "
+      f"{key!r}; make it with jax.random.key(seed)."
+    )
   if not isinstance(key, int | jax.Array):
     key = jnp.asarray(key)
   if isinstance(key, int) or (

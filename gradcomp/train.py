@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gradcomp import _agreement
-from gradcomp._checks import flag, optional_one_of, static_integer
+from gradcomp._checks import flag, optional_one_of, step_count
 from gradcomp._donation import Donating
 from gradcomp._explain import explain
 from gradcomp._micro_batches import check_accumulate
@@ -201,8 +201,7 @@ def make_train_step(
 
 def _check_period(check_every: Any, axis_name: AxisName | None) -> int:
   """Returns the number of steps between two comparisons; ValueError for all else."""
-  rule = "a number of steps, 1 or more, or None"
-  steps = static_integer("check_every", rule, check_every, least=1)
+  steps = step_count("check_every", check_every)
   if axis_name is None:
     raise ValueError(
       f"`check_every` must be None with axis_name=None, where one device has nothing "

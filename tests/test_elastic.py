@@ -19,6 +19,7 @@ import loopback
 import modes
 import numpy as np
 import pytest
+from shared_folder import publish
 
 PROGRAM = pathlib.Path(elastic.__file__)
 STEPS, SAVE_EVERY = 80, 10
@@ -66,7 +67,7 @@ def test_a_plan_goes_on_from_the_best_parts(parts, source, lost, checkpoint, tmp
 
 def test_the_first_plan_of_a_generation_is_the_only_one(tmp_path):
   for content in ("first", "second"):
-    elastic.publish(tmp_path / "plan-0.json", content)
+    publish(tmp_path / "plan-0.json", content)
   (file,) = tmp_path.iterdir()
   assert json.loads(file.read_text()) == "first"
 

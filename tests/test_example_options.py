@@ -244,7 +244,7 @@ def test_options_that_do_not_go_together_are_refused(main, capsys):
   assert "must be in [0, 1), got 1" in say("--dropout", 1)
   for decay in (0, 1):
     assert f"must be in (0, 1), got {decay}" in say("--ema", decay)
-  assert "must be above 0, got 0" in say("--clip", 0)
+  assert "must be above 0 and at most 1e+09, got 0" in say("--clip", 0)
 
 
 def test_networks_without_dropout_refuse_its_option(capsys):

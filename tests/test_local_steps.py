@@ -212,7 +212,7 @@ def test_what_is_not_finite_is_seen_and_does_not_stay_in_residuals():
 @pytest.mark.parametrize(
   "options, rule",
   [
-    ({"every": 0}, "`every` must be a number, 1 or more"),
+    ({"every": 0}, "`every` must be a number of steps, 1 or more"),
     ({"fragments": 4}, "`fragments` must be a number, from 1 to 3"),
     ({"delay": 3}, "`delay` must be a number, from 0 to 2"),
     ({"mixing": 0.0}, "`mixing` must be a number above 0"),

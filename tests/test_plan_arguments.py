@@ -2,13 +2,17 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import pytest
 from plan_cases import GIGABIT, LIKE, plan
 
+import gradcomp
 from gradcomp import __main__
 from gradcomp.codecs import QSGD, BlockTop
 from gradcomp.cost import CodecSpeed, Link
+
+FREE = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
 
 
 @pytest.mark.parametrize(
@@ -37,12 +41,40 @@ from gradcomp.cost import CodecSpeed, Link
     ({"params": {"w": jnp.zeros((0, 3))}}, "`params` must have .* got 1 leaves"),
     ({"gradients": {"v": jnp.ones((64, 512))}}, "`gradients` must have the tree"),
     ({"gradients": {"w": jnp.ones((64, 51))}}, r"`gradients` must have the shapes"),
+    ({"gradients": {}}, "`gradients` must have a leaf with an element, got 0 leaves"),
     ({"gradients": {"w": jnp.zeros((64, 512))}}, "`gradients` must have a norm .* 0.0"),
   ],
 )
 def test_bad_arguments_are_refused_with_the_rule(options, message):
   with pytest.raises(ValueError, match=message):
     plan(**options)
+
+
+def test_parameters_that_are_not_trained_are_refused():
+  with pytest.raises(TypeError, match=r"`params`\['ids'\] must be an array .* int32"):
+    plan({"w": jnp.zeros(3), "ids": jnp.zeros(3, jnp.int32)})
+  for number in (3, 2**31, "w"):
+    with pytest.raises(TypeError, match="`params`.* must be an array of floats"):
+      plan({"w": number})
+
+
+def test_leaves_with_more_rows_than_32_bits_count():
+  """Only the codecs that count them are refused; the others are compared."""
+  huge = jax.ShapeDtypeStruct((8 * 10**15,), jnp.float32)
+  fitted = QSGD(bits=2, levels="nonuniform")
+  assert plan(huge).chosen.name == "QSGD-4 two_shot"
+  found = plan(huge, candidates=[fitted], budget="aggressive", speeds=FREE)
+  assert found.chosen.name == "float32 psum"
+  reasons = [x.reason for x in found.refused if x.exchange == "two_shot"]
+  assert "`params` must have leaves of fewer elements" in reasons[0]
+  tx = gradcomp.compress(fitted, axis_name="data")
+  with pytest.raises(ValueError, match="`params` must have leaves of fewer elements"):
+    gradcomp.explain(tx, huge, workers=4)
+
+
+def test_times_of_slow_links_are_short():
+  slow = Link(latency=0.0, bytes_per_second=1e-300)
+  assert max(map(len, str(plan(link=slow)).splitlines())) < 200
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
@@ -78,11 +110,12 @@ def test_a_sparse_codec_of_ones_own_is_gathered():
 
 def test_the_command_line_answers(capsys):
   __main__.main([])
-  assert "python -m gradcomp plan --params 25e6" in capsys.readouterr().out
+  assert "python -m gradcomp plan --params 25M" in capsys.readouterr().out
   words = "plan --params 1e6 --workers 2 --gbit 0.1 --budget tight --slower 2".split()
   __main__.main(words)
   said = capsys.readouterr().out.splitlines()
   assert said[-1].startswith("compress: QSGD-4 all_gather ")
+  assert "Codec speeds are packaged ones of two cores, times 2." in said
   for wrong in (["--gbit", "nan"], ["--params", "0"], ["--inside-gbit", "3"]):
     with pytest.raises(SystemExit) as ended:
       __main__.main([*words, *wrong])

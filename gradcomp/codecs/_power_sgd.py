@@ -18,6 +18,9 @@ from gradcomp.codecs._rounds import Round
 from gradcomp.codecs._tiles import as_float32
 from gradcomp.kernels import threefry2x32
 
+_RANK_RULE = "a number of columns, 1 or more and below 2**31"
+_MATRIX_RULE = "None, or a pair of the rows and columns, 1 or more each"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerSGD:
@@ -91,9 +94,15 @@ class PowerSGD:
   needs_key: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
-    rule = "a number of columns, 1 or more"
-    rank = static_integer("rank", rule, self.rank, least=1)
+    rank = static_integer("rank", _RANK_RULE, self.rank, least=1)
+    if rank >= 2**31:
+      raise ValueError(f"`rank` must be {_RANK_RULE}, got {rank}.")
     object.__setattr__(self, "rank", rank)
+    if self.matrix is not None:
+      if not isinstance(self.matrix, tuple) or len(self.matrix) != 2:
+        raise ValueError(f"`matrix` must be {_MATRIX_RULE}, got {self.matrix!r}.")
+      for side in self.matrix:
+        static_integer("matrix", _MATRIX_RULE, side, least=1)
     rate = static_number("min_rate", "a positive number", self.min_rate)
     object.__setattr__(self, "min_rate", rate)
     optional_one_of("quantize", Literal[8], self.quantize)

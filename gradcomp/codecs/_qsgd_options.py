@@ -2,14 +2,13 @@
 
 from typing import Literal
 
-from gradcomp._checks import static_integer
+from gradcomp._checks import static_integer, step_count
 
 ScaleNorm = Literal["max", "l2", "rms"]
 Levels = Literal["sign_magnitude", "uniform", "nonuniform"]
 
 _BITS_RULE = "1 to 8 or 16"
 _ROTATE_RULE = "8, 32, or None to rotate nothing"
-_REFIT_RULE = "a number of steps, 1 or more"
 
 
 def checked_bits(value: int, levels: Levels) -> int:
@@ -27,7 +26,7 @@ def checked_bits(value: int, levels: Levels) -> int:
 
 def checked_refit_every(value: int) -> int:
   """Returns the steps from one fit of levels to the next; ValueError for all else."""
-  return static_integer("refit_every", _REFIT_RULE, value, least=1)
+  return step_count("refit_every", value)
 
 
 def checked_rotate(value: int | None, bits: int, levels: Levels) -> int | None:

@@ -12,8 +12,8 @@ from gradcomp._checks import (
   float_dtype,
   one_of,
   optional_one_of,
-  static_integer,
   static_number,
+  step_count,
 )
 from gradcomp._dtypes import limit_of
 from gradcomp.codecs._codec import NOTHING, Context, Leaf, Payload
@@ -149,9 +149,7 @@ class TopK(SparseRows):
     if not 1 <= slack <= 2:
       raise ValueError(f"`slack` must be {_SLACK_RULE}, got {slack!r}.")
     object.__setattr__(self, "slack", slack)
-    rule = "a number of steps, 1 or more"
-    interval = static_integer("interval", rule, self.interval, least=1)
-    object.__setattr__(self, "interval", interval)
+    object.__setattr__(self, "interval", step_count("interval", self.interval))
     optional_one_of("implementation", Implementation, self.implementation)
 
   @property

@@ -7,7 +7,7 @@ import pathlib
 from typing import TYPE_CHECKING
 
 from gradcomp.cost._link import Link
-from gradcomp.cost._rules import above_0, at_least_0, count
+from gradcomp.cost._rules import above_0, at_least_0, count, instance_of, made_from
 
 if TYPE_CHECKING:  # at run time this would import JAX
   from gradcomp.codecs import LeafCodec
@@ -83,12 +83,8 @@ class CodecSpeed:
     Raises:
       ValueError: the file holds something else.
     """
-    try:
-      return cls(**json.loads(pathlib.Path(path).read_text()))
-    except TypeError as error:
-      raise ValueError(f"`path` must be a file of CodecSpeed.save, got {path}.") from (
-        error
-      )
+    with made_from(path, "CodecSpeed.save") as content:
+      return cls(**content)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +102,7 @@ class Cluster:
   Raises:
     ValueError: a number is out of its range, the groups do not divide the workers, or
       only one of ``inside`` and ``group_size`` is given.
+    TypeError: a link is none.
   """
 
   workers: int
@@ -115,7 +112,8 @@ class Cluster:
   add: float = 0.0
 
   def __post_init__(self) -> None:
-    count("workers", self.workers)
+    object.__setattr__(self, "workers", count("workers", self.workers))
+    instance_of("link", Link, self.link)
     object.__setattr__(self, "add", at_least_0("add", self.add))
     if (self.inside is None) != (self.group_size is None):
       raise ValueError(
@@ -123,6 +121,7 @@ class Cluster:
         f"group_size={self.group_size!r} and inside={self.inside!r}."
       )
     if self.group_size is not None:
+      instance_of("inside", Link, self.inside)
       if self.workers % count("group_size", self.group_size):
         raise ValueError(
           f"`group_size` must divide the {self.workers} workers, got {self.group_size}."

@@ -4,7 +4,7 @@ import math
 from typing import Literal, get_args
 
 from gradcomp.cost._link import Link
-from gradcomp.cost._rules import at_least_0, count
+from gradcomp.cost._rules import at_least_0, count, instance_of
 
 Algorithm = Literal["ring", "recursive"]
 
@@ -107,6 +107,7 @@ def tree_seconds(nbytes: float, workers: float, link: Link) -> float:
   """
   if not at_least_0("workers", workers) >= 1:
     raise ValueError(f"`workers` must be at least 1, got {workers!r}.")
+  instance_of("link", Link, link)
   byte = link.byte_seconds("tree", int(workers))
   return math.log2(workers) * (link.latency + at_least_0("nbytes", nbytes) * byte)
 
@@ -119,6 +120,7 @@ def _start(
   An all-reduce sends twice as many messages.
   """
   workers = count("workers", workers)
+  instance_of("link", Link, link)
   if algorithm not in get_args(Algorithm):
     raise ValueError(
       f"`algorithm` must be one of {get_args(Algorithm)}, got {algorithm!r}."

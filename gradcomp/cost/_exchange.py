@@ -12,6 +12,7 @@ from gradcomp.cost._collectives import (
   ppermute_seconds,
 )
 from gradcomp.cost._link import Link
+from gradcomp.cost._rules import at_least_0, instance_of
 
 if TYPE_CHECKING:  # at run time this would import JAX
   from gradcomp._explain import Explanation, LeafPlan
@@ -116,6 +117,8 @@ def message_seconds(
 
 def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
   """Returns the seconds of a plain mean in float32: one all-reduce of all elements."""
+  instance_of("cluster", Cluster, cluster)
+  elements = at_least_0("elements", elements)
   workers, nbytes = cluster.workers, 4 * elements
   seconds = all_reduce_seconds(
     nbytes, workers, cluster.link, add=elements * cluster.add
@@ -125,6 +128,7 @@ def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
 
 
 def _check_workers(explanation: "Explanation", cluster: Cluster) -> None:
+  instance_of("cluster", Cluster, cluster)
   if explanation.workers != cluster.workers:
     raise ValueError(
       f"`cluster` must have the {explanation.workers} workers of the explanation, got "

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gradcomp.cost._rules import above_0, at_least_0, count
+from gradcomp.cost._rules import above_0, at_least_0, count, made_from
 
 if TYPE_CHECKING:  # at run time this would import JAX
   from jax.sharding import Mesh
@@ -50,6 +50,10 @@ class Link:
     rate = above_0("bytes_per_second", self.bytes_per_second)
     object.__setattr__(self, "latency", at_least_0("latency", self.latency))
     object.__setattr__(self, "bytes_per_second", rate)
+    if not isinstance(self.factor, Mapping):
+      raise ValueError(
+        f"`factor` must be a dict of (collective, workers), got {self.factor!r}."
+      )
     factor = {}
     for key, value in self.factor.items():
       if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
@@ -115,9 +119,6 @@ class Link:
     Raises:
       ValueError: the file holds something else.
     """
-    try:
-      content = json.loads(pathlib.Path(path).read_text())
+    with made_from(path, "Link.save") as content:
       factor = {(name, workers): value for name, workers, value in content["factor"]}
       return cls(**content | {"factor": factor})
-    except (TypeError, KeyError) as error:
-      raise ValueError(f"`path` must be a file of Link.save, got {path}.") from error

@@ -56,6 +56,8 @@ def measured_link(
   workers = math.prod(mesh.shape[name] for name in names)
   if workers < 2:
     raise ValueError(f"`mesh` must have 2 workers or more over {names}, got {workers}.")
+  if not isinstance(sizes, Sequence):
+    raise ValueError(f"`sizes` must be several numbers of bytes, got {sizes!r}.")
   sizes = sorted({count("sizes", size) for size in sizes})
   if len(sizes) < 2:
     raise ValueError(f"`sizes` must hold two different ones or more, got {sizes}.")

@@ -1,7 +1,15 @@
 """Checks the numbers of performance models, without JAX."""
 
+import contextlib
+import json
 import math
-from typing import Any
+import operator
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+_Kind = TypeVar("_Kind")
 
 AT_LEAST_0 = "a finite number of 0 or more"
 ABOVE_0 = "a finite number above 0"
@@ -24,10 +32,42 @@ def above_0(name: str, value: Any) -> float:
 
 
 def count(name: str, value: Any) -> int:
-  """Returns a Python integer of 1 or more; ValueError for all else."""
-  if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-    raise ValueError(f"`{name}` must be an integer of 1 or more, got {value!r}.")
+  """Returns a Python integer of 1 or more that floats hold; ValueError for all else."""
+  try:
+    number = 0 if isinstance(value, bool) else operator.index(value)
+  except TypeError:
+    number = 0
+  if not 1 <= number <= 2**53:
+    rule = "an integer of 1 or more" + (" and at most 2**53" if number > 1 else "")
+    raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
+  return number
+
+
+def instance_of(name: str, kind: type[_Kind], value: Any) -> _Kind:
+  """Returns an instance of a class; TypeError for all else."""
+  if not isinstance(value, kind):
+    raise TypeError(f"`{name}` must be a {kind.__name__}, got {value!r}.")
   return value
+
+
+@contextlib.contextmanager
+def made_from(path: str | os.PathLike[str], writer: str) -> Iterator[Any]:
+  """Yields the JSON in a file, to make something of it.
+
+  Args:
+    path: of the file.
+    writer: the method that writes such files.
+
+  Raises:
+    ValueError: the file is empty, cut or damaged, or holds something else.
+  """
+  try:
+    yield json.loads(pathlib.Path(path).read_bytes())
+  except (ValueError, TypeError, KeyError, RecursionError) as error:
+    raise ValueError(
+      f"`path` must be a file of {writer}, got {path}, which is cut or damaged, or "
+      f"holds something else ({type(error).__name__}: {error}); measure anew and save."
+    ) from error
 
 
 def _number(name: str, rule: str, value: Any) -> float:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gradcomp.cost._collectives import all_gather_seconds, all_reduce_seconds
 from gradcomp.cost._link import Link
-from gradcomp.cost._rules import above_0, at_least_0, count
+from gradcomp.cost._rules import above_0, at_least_0, count, instance_of
 
 # Bytes of an entry.
 INDEX_AND_VALUE = 8  # the paper's RGC
@@ -100,6 +100,7 @@ def sparse_seconds(
   entries = at_least_0("elements", elements) * _density(density)
   nbytes = entries * above_0("entry_bytes", entry_bytes)
   sent = all_gather_seconds(nbytes, workers, link, algorithm="recursive")
+  instance_of("speeds", Speeds, speeds)
   select = at_least_0("speeds.select", speeds.select)
   scatter = at_least_0("speeds.scatter", speeds.scatter)
   return elements * select + sent + workers * entries * scatter
@@ -112,6 +113,7 @@ def dense_seconds(
 
   ``2 lg(p) alpha + 2 (p-1)/p 4 M beta + (p-1)/p M add``; see :func:`sparse_seconds`.
   """
+  instance_of("speeds", Speeds, speeds)
   add = at_least_0("elements", elements) * at_least_0("speeds.add", speeds.add)
   return all_reduce_seconds(4 * elements, workers, link, add=add, algorithm="recursive")
 

@@ -73,7 +73,7 @@ def wire_share(bits: int) -> float:
   """
   if bits == 32:
     return 1.0
-  if bits not in BUCKETS:
+  if bits not in tuple(BUCKETS):
     raise ValueError(f"`bits` must be 32 or one of {tuple(BUCKETS)}, got {bits!r}.")
   return (bits + 32 / BUCKETS[bits]) / 32
 

@@ -100,7 +100,8 @@ def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
 
   The first rule that fits decides. A payload has c bytes.
 
-  1. ``psum``, if every leaf is dense float32. Then there is nothing to encode.
+  1. ``psum``, if all that is sent is plain float32: dense leaves, and factors of low
+     rank. These are added as they are.
   2. ``psum``, if the backend can add the numbers. If they are codes, and owners send
      fewer bytes because they pack the sums, it is ``two_shot``.
   3. ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes. It is picked
@@ -119,7 +120,9 @@ def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
   every = [sums.of(codec) for codec in layout.codecs]
   coded = [total for total in every if not total.plain]
   if not coded:
-    return Choice(AllReduce(), "all is dense float32, and there is nothing to encode")
+    return Choice(
+      AllReduce(), "all that is sent is plain float32, which is added as it is"
+    )
   if not any("reduced" in total.refusals for total in coded):
     if not all(total.exact for total in coded):
       return Choice(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
@@ -73,12 +74,20 @@ class Model(NamedTuple):
     return model_of(joined)
 
 
-def model_of(params: Any) -> Model:
-  """Returns the shapes of parameters.
+def model_of(params: Any, name: str = "params") -> Model:
+  """Returns the shapes of parameters, or of what the argument ``name`` is.
 
   Raises:
     ValueError: they have no elements.
+    TypeError: a leaf is no array of floats.
   """
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    kind = getattr(leaf, "dtype", type(leaf).__name__)
+    if not hasattr(leaf, "shape") or not jnp.issubdtype(kind, jnp.inexact):
+      raise TypeError(
+        f"`{name}`{keystr(path)} must be an array of floats, whose gradients are "
+        f"exchanged, got {kind}; leave out what is not trained."
+      )
   like = jax.eval_shape(lambda params: params, params)
   found, treedef = jax.tree_util.tree_flatten_with_path(like)
   model = Model(
@@ -88,7 +97,7 @@ def model_of(params: Any) -> Model:
   )
   if not model.elements:
     raise ValueError(
-      f"`params` must have a leaf with an element, got {len(found)} leaves without."
+      f"`{name}` must have a leaf with an element, got {len(found)} leaves without."
     )
   return model
 

@@ -93,6 +93,7 @@ def plan(
 
   Raises:
     ValueError: an argument breaks its rule.
+    TypeError: a parameter or a gradient is no array of floats.
 
   Example:
     >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
@@ -161,7 +162,7 @@ def _candidates(given: Any) -> list[Candidate]:
 
 def _leaves(gradients: Any, model: Model) -> list[np.ndarray]:
   """Returns the leaves of gradients; ValueError unless they are like the model's."""
-  like = model_of(gradients)
+  like = model_of(gradients, "gradients")
   if like.treedef != model.treedef:
     raise ValueError(
       f"`gradients` must have the tree of `params`, {model.treedef}, got "

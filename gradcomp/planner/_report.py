@@ -67,11 +67,16 @@ def _cells(row: Row) -> list[str]:
     row.candidate.name,
     row.exchange.name,
     f"{math.ceil(row.explanation.bytes_sent):,}",
-    *(f"{1e3 * seconds:.1f}" for seconds in (*parts, predicted.step_seconds)),
+    *map(_in_ms, (*parts, predicted.step_seconds)),
     f"{predicted.speedup:.2f}",
     f"{row.error:.2g}",
   ]
 
 
 def _ms(row: Row) -> str:
-  return f"{1e3 * row.predicted.step_seconds:.1f} ms"
+  return f"{_in_ms(row.predicted.step_seconds)} ms"
+
+
+def _in_ms(seconds: float) -> str:
+  """Returns milliseconds with a decimal; those of weeks with an exponent."""
+  return f"{1e3 * seconds:.1f}" if seconds < 1e6 else f"{1e3 * seconds:.3g}"

@@ -22,6 +22,7 @@ Given = (
 )
 SpeedOf = Callable[[LeafCodec], CodecSpeed]  # of a leaf's codec
 
+GIVEN = "Codec speeds are those that were given."
 _COPIED = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
 
 
@@ -65,7 +66,7 @@ def speeds_of(given: Given) -> tuple[Callable[[Candidate], SpeedOf | None], str]
   if given == "measure":
     says = "Codec speeds were measured on this device."
     return lambda x: _for(CodecSpeed.measure(x.codec)), says
-  says = "Codec speeds are those that were given."
+  says = GIVEN
   if isinstance(given, CodecSpeed):
     return lambda _: _for(given), says
   if isinstance(given, Mapping):

@@ -6,6 +6,7 @@ The folder lies below all others but the kernels, and imports none of them.
 from gradcomp.workers._axes import Axes as Axes
 from gradcomp.workers._axes import AxisName as AxisName
 from gradcomp.workers._axes import UnboundAxisError as UnboundAxisError
+from gradcomp.workers._axes import abstract_mesh as abstract_mesh
 from gradcomp.workers._axes import automatic_axes as automatic_axes
 from gradcomp.workers._axes import axis_names as axis_names
 from gradcomp.workers._axes import bound_size as bound_size

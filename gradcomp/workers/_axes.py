@@ -5,10 +5,11 @@ versions, or between pmap, vmap and shard_map, stays in it.
 """
 
 import math
+from collections.abc import Mapping
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 # One axis, or several that are reduced together, as jax.lax.psum takes them.
 AxisName = str | tuple[str, ...]
@@ -39,6 +40,30 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
       f"{axis_name!r}."
     )
   return result
+
+
+def abstract_mesh(
+  sizes: Mapping[str, int],
+  axis_types: tuple[AxisType, ...] | None = None,
+  *,
+  argument: str = "workers",
+) -> AbstractMesh:
+  """Returns a mesh of devices that need not exist.
+
+  Args:
+    sizes: of each axis.
+    axis_types: of each axis; Auto by default.
+    argument: what the user named the sizes.
+
+  Raises:
+    ValueError: they are more than JAX counts, which fails with ``std::bad_cast``.
+  """
+  if math.prod(sizes.values()) >= 2**31:
+    raise ValueError(
+      f"`{argument}` must be less: JAX takes fewer than 2**31 devices on all axes of a "
+      f"trace together, got {' x '.join(map(str, sizes.values()))}."
+    )
+  return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
 
 
 def bound_size(axis_name: AxisName) -> int | None:
