@@ -162,7 +162,7 @@ def _compare(record: Sequence[Part], processes: tuple[int, ...]) -> None:
   client: Any = distributed.global_state.client
   folder = _folder(processes)
   _write(folder, digest, record)
-  limit = float(os.environ.get("GRADCOMP_PATIENCE_SECONDS", _PATIENCE))
+  limit = _patience()
   deadline, pause, missing = time.monotonic() + limit, 0.001, list(processes)
   while missing:
     told = dict(client.key_value_dir_get(f"{folder}digest/"))
@@ -184,6 +184,21 @@ def _compare(record: Sequence[Part], processes: tuple[int, ...]) -> None:
       time.sleep(pause)
       pause = min(2 * pause, 1.0)
   agreed.append(digest)
+
+
+def _patience() -> float:
+  """Returns for how many seconds to wait; ValueError for a setting that is none."""
+  text = os.environ.get("GRADCOMP_PATIENCE_SECONDS", _PATIENCE)
+  try:
+    limit = float(text)
+  except ValueError:
+    limit = -1.0
+  if not limit >= 0:
+    raise ValueError(
+      f"`GRADCOMP_PATIENCE_SECONDS` must be seconds, 0 or more, got {text!r}; "
+      "unset it to wait for ten minutes."
+    )
+  return limit
 
 
 def _folder(processes: tuple[int, ...]) -> str:

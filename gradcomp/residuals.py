@@ -47,7 +47,7 @@ def storage(name: str, value: Any) -> Storage:
   """Returns the name of a way to store residuals; ValueError for all else."""
   choices = get_args(Storage)
   try:
-    found = None if isinstance(value, np.generic) else jnp.dtype(value).name
+    found: Any = None if isinstance(value, np.generic) else jnp.dtype(value).name
   except TypeError:
     found = None
   if value is None or found not in choices:

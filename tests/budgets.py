@@ -24,6 +24,7 @@ FILES: dict[str, Budget] = {
   "gradcomp/sparse.py": Budget(programs=260, seconds=10),
   "tests/test_codecs.py": Budget(programs=780, seconds=90),
   "tests/test_exchange.py": Budget(programs=520, seconds=65),
+  "tests/test_extra_args.py": Budget(programs=200, seconds=15),
   "tests/test_examples.py": Budget(programs=60, seconds=35),
   "tests/test_pallas.py": Budget(programs=370, seconds=30),
   "tests/test_wire_proof.py": Budget(programs=120, seconds=25),

@@ -1,6 +1,7 @@
 """Runs the example trainers as their users run them, and reads what they wrote."""
 
 import csv
+import importlib.util
 import os
 import subprocess
 import sys
@@ -8,6 +9,16 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPT = EXAMPLES / "image_classification.py"
+
+
+def example(name):
+  """The module of an example, also where a benchmark has its name."""
+  spec = importlib.util.spec_from_file_location(
+    f"{name}_example", EXAMPLES / f"{name}.py"
+  )
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
 
 
 def start(*args, script=SCRIPT):

@@ -97,6 +97,13 @@ def test_who_does_not_answer_is_named_after_a_limit(together, monkeypatch):
   assert together(*again) == [None] * 3
 
 
+@pytest.mark.parametrize("seconds", ["ten", "-1", "nan", ""])
+def test_a_limit_that_is_none(seconds, together, monkeypatch):
+  monkeypatch.setenv("GRADCOMP_PATIENCE_SECONDS", seconds)
+  told = together(lambda: trace(compressed()), lambda: None)
+  assert_told(told[0], f"`GRADCOMP_PATIENCE_SECONDS` must be .*got '{seconds}'; unset")
+
+
 def test_nothing_is_compared_where_no_other_process_takes_part(together):
   """Neither waits for the other, which traces nothing."""
 

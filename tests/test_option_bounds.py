@@ -5,7 +5,6 @@ Each has its own name in the error, and the process ends with 2 before anything 
 
 import argparse
 import functools
-import importlib.util
 import types
 
 import elastic_options
@@ -15,14 +14,12 @@ import hsdp
 import image_classification
 import language_model
 import pytest
-from scripts import EXAMPLES
+import scripts
 
 from gradcomp import __main__ as plan
 
-# benchmarks/ has a module of this name, too.
-SPEC = importlib.util.spec_from_file_location("layers", EXAMPLES / "model_parallel.py")
-model_parallel = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(model_parallel)
+# Beside a benchmark of the same name, which is found first.
+model_parallel = scripts.example("model_parallel")
 
 NEVER = ("-1", "nan", "inf", "-inf", "x", "", "9223372036854775808", "1e30")
 ZERO = {  # that are off at 0, or count from it

@@ -39,7 +39,8 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_every_file(wheel):
   names = set(zipfile.ZipFile(wheel).namelist())
   info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
-  data = {"gradcomp/py.typed", "gradcomp/planner/speeds.json"}
+  data = {"gradcomp/py.typed"}
+  data |= {f"gradcomp/planner/{name}.json" for name in ("accuracy", "speeds")}
   assert names - info == {*sources(), *data}
   assert any(name.endswith("/LICENSE") for name in info)
 

@@ -82,7 +82,6 @@ def cut(x: ArrayT, codec: Codec) -> ArrayT:
   return padded.reshape(-1, codec.tile_size)
 
 
-@functools.cache  # an equal codec has the same rows, and tracing them takes long
 def tile_shape(codec: Codec) -> tuple[int, ...]:
   """Returns the shape to which a codec decodes a row.
 
@@ -94,6 +93,12 @@ def tile_shape(codec: Codec) -> tuple[int, ...]:
     >>> tile_shape(gradcomp.codecs.QSGD(bits=4, bucket_size=512))
     (8, 512)
   """
+  kept: Any = codec  # hashable, which protocols do not say
+  return _tile_shape(kept)
+
+
+@functools.cache  # an equal codec has the same rows, and tracing them takes long
+def _tile_shape(codec: Codec) -> tuple[int, ...]:
   row = jax.ShapeDtypeStruct((1, codec.row_words), jnp.uint32)
   decode = codec.codes if is_shared(codec) else codec.decode_rows
   return jax.eval_shape(decode, row).shape[1:]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from gradcomp import sums
-from gradcomp.codecs import LeafCodec, Policy, is_adding
+from gradcomp.codecs import LeafCodec
 from gradcomp.exchange import Exchange
 
 _GROWN = 0.85  # the share by which a ring's errors grow at most, as measured
@@ -50,17 +50,22 @@ def mean_error(
     >>> round(mean_error(0.036, codec, TwoShot(), [8], biased=False), 3)
     0.036
   """
-  if isinstance(codec, Policy):
-    parts = [x for x in codec.codecs if not sums.of(x).plain]
-    errors = (mean_error(omega, x, exchange, sizes, biased=biased) for x in parts)
-    return max(errors, default=0.0)
+  coded = [total for total in sums.every(codec) if not total.plain]
+  errors = (_of_sum(omega, total, exchange, sizes, biased) for total in coded)
+  return max(errors, default=0.0)
+
+
+def _of_sum(
+  omega: float, total: sums.Sum, exchange: Exchange, sizes: Sequence[int], biased: bool
+) -> float:
+  """Returns the error of the mean of one codec's sums."""
   workers = math.prod(sizes)
   inside = sizes[-1] if exchange.way == "grouped" else 1
   groups = workers // inside
-  if is_adding(codec) and codec.accumulate == "format":
+  if total.rounds:
     return omega * (1 + _added(inside) + _added(groups))
   leaves = omega if biased else omega * (groups // 2 + groups % 2) / groups
-  exact = sums.of(codec).exact and not is_adding(codec)
+  exact = total.exact and not total.in_format
   if exact or groups == 1 or exchange.way in ("gathered", "reduced"):
     return leaves
   if exchange.way == "passed":

@@ -78,3 +78,9 @@ def of(codec: LeafCodec) -> Sum:
     return Ranged(codec)
   rows = cast(Codec, codec)  # compress makes sure of that
   return Floats(rows) if rows == Dense() else Tiles(rows)
+
+
+def every(codec: LeafCodec) -> tuple[Sum, ...]:
+  """Returns the sums of a codec; of a policy those of all its codecs."""
+  parts = codec.codecs if isinstance(codec, Policy) else (codec,)
+  return tuple(map(of, parts))

@@ -37,6 +37,11 @@ class Numbers(Facts):
   codec: AddingCodec
 
   even_at_par = True
+  in_format = True
+
+  @property
+  def rounds(self) -> bool:
+    return self.codec.accumulate == "format"
 
   @property
   def refusals(self) -> dict[Way, str]:

@@ -95,6 +95,14 @@ class Sum(SumFacts, Protocol):
     """True if the owner's encoding loses nothing that an owner residual would keep."""
 
   @property
+  def in_format(self) -> bool:
+    """True if a sum is a number of the codec's own format."""
+
+  @property
+  def rounds(self) -> bool:
+    """True if each addition rounds the sum so far, and nothing makes up for it."""
+
+  @property
   def draws(self) -> bool:
     """True if an owner draws random bits even where it keeps what it loses."""
 
@@ -193,11 +201,16 @@ class Facts:
 
   plain = False
   exact = True
+  in_format = False
   drops = False
   even_at_par = False
   mixes = True
   alike = False
   of_rows = True
+
+  @property
+  def rounds(self) -> bool:
+    return False
 
   @property
   def draws(self) -> bool:

@@ -1,5 +1,7 @@
 """A law of what is drawn: every element of a leaf has random bits of its own."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +39,7 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> None:
   if not codec.needs_key or tile is None:
     return
   size = _ROWS * tile
-  bound = codec.bind(Leaf((size,)))
+  bound: Any = codec.bind(Leaf((size,)))
   if sums.of(bound).alike:
     return
   width = tile_shape(bound)[-1]
