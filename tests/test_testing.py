@@ -142,6 +142,29 @@ def test_codecs_of_every_kind_hold(codec):
   assert "bytes_are_explained" in held
 
 
+@pytest.mark.parametrize(
+  "codec",
+  [
+    gradcomp.codecs.QSGD(bits=4, rotate=8),
+    *slow(
+      gradcomp.codecs.QSGD(bits=1, levels="uniform"),
+      gradcomp.codecs.QSGD(bits=2, bucket_size=None),
+      gradcomp.codecs.QSGD(bits=16, share_scale=True),
+      gradcomp.codecs.QSGD(bits=2, rotate=32),
+      gradcomp.codecs.QSGD(bits=3, levels="nonuniform"),
+      gradcomp.codecs.Ternary(),
+      gradcomp.codecs.Ternary(packing="base3", bucket_size=64),
+      gradcomp.codecs.Natural(),
+      gradcomp.codecs.EightBit(rounding="stochastic"),
+      gradcomp.codecs.FloatCast(rounding="stochastic"),
+    ),
+  ],
+  ids=suite.name,
+)
+def test_elements_of_codecs_draw_apart(codec):
+  laws.elements_draw_apart(codec)
+
+
 def changed(update=None, init=None):
   """A transformation that is honest but for what is done to its results."""
   tx = gradcomp.onebit_sgd(axis_name="data", exchange="all_gather", min_leaf_size=0)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp import sums
-from gradcomp.codecs import Leaf, LeafCodec, tile_shape
+from gradcomp.codecs import Leaf, LeafCodec, from_tiles, payload_tiles, tile_shape
 from gradcomp.testing._broken import BrokenLaw
 from gradcomp.testing._leaves import KEY, gaussian, tile_of
 from gradcomp.testing._noise import variance_of_sums
-from gradcomp.testing._trial import round_trip
+from gradcomp.testing._trial import encode
 
 _ROWS = 4  # the last is cut short
 
@@ -43,18 +43,20 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> None:
   if sums.of(bound).alike:
     return
   width = tile_shape(bound)[-1]
-  x = np.resize(np.abs(gaussian(width)), size - width // 2)
+  # In the tiles, where a codec rounds: one that rotates has other elements there.
+  tiles = np.resize(np.abs(gaussian(width)), (_ROWS, *tile_shape(bound)))
+  like = jax.ShapeDtypeStruct((size - width // 2,), jnp.float32)
+  x = from_tiles(jnp.asarray(tiles), like, bound)
   keys = np.stack([np.full(draws, KEY[0]), np.arange(draws, dtype=np.uint32)], axis=1)
 
   @jax.jit
   def sent(x: jax.Array, keys: jax.Array) -> jax.Array:
-    return jax.lax.map(lambda key: round_trip(codec, x, key), keys)
+    return jax.lax.map(lambda key: payload_tiles(encode(codec, x, key), bound), keys)
 
-  found = np.asarray(sent(jnp.asarray(x), jnp.asarray(keys)), np.float64)
-  errors = np.pad(found - found.mean(axis=0), ((0, 0), (0, size - x.size)))
+  found = np.asarray(sent(x, jnp.asarray(keys)), np.float64)
+  errors = (found - found.mean(axis=0)).reshape(draws, -1, width)
   for axis, these in ((1, "at one place of all buckets"), (2, "of a bucket")):
-    buckets = errors.reshape(draws, -1, width)
-    ratio, spread = variance_of_sums(buckets, axis)
+    ratio, spread = variance_of_sums(errors, axis)
     if ratio > 1 + 5 * spread:
       raise BrokenLaw(
         "elements_draw_apart",
