@@ -256,6 +256,23 @@ class OfAnyRange(Dense):
   largest = None
 
 
+class HalvingLarge(Honest):
+  """Halves a leaf that has a large number."""
+
+  def encode_rows(self, tiles, **given):
+    largest = jnp.max(jnp.abs(jnp.where(jnp.isfinite(tiles), tiles, 0)), initial=0)
+    tiles = jnp.where(largest > 100, tiles * 0.5, tiles)
+    return super().encode_rows(tiles, **given)
+
+
+class Saturating(Honest):
+  """Cuts numbers to 2^20."""
+
+  def encode_rows(self, tiles, **given):
+    cut = jnp.clip(tiles, -(2.0**20), 2.0**20)
+    return super().encode_rows(jnp.where(jnp.isfinite(tiles), cut, tiles), **given)
+
+
 class FloatRows(Honest):
   """Sends floats, which XLA may send as others."""
 

@@ -94,6 +94,21 @@ def test_every_codec_in_every_exchange_keeps_the_range(codec, exchange):
   laws.half_precision_keeps_its_range(suite.here(codec), exchange)
 
 
+@pytest.mark.parametrize(
+  "codec",
+  [
+    pytest.param(
+      codec,
+      id=suite.name(codec),
+      marks=() if codec in (HALF, suite.CODECS[0]) else pytest.mark.slow,
+    )
+    for codec in (*CASTING, *KEEPING)
+  ],
+)
+def test_large_numbers_keep_their_size(codec):
+  laws.large_numbers_keep_their_size(suite.here(codec))
+
+
 def parts_of(codec, gradients):
   """The tiles of all workers, ``[N, rows, P, B]``."""
   return jnp.stack([to_tiles(jnp.float32(x), codec) for x in gradients])

@@ -60,6 +60,8 @@ BROKEN = [
     "half_precision_keeps_its_range",
     ("near the top number", "over ring", "inf and not"),
   ),
+  (broken.HalvingLarge(), "large_numbers_keep_their_size", ("send 2^12 x", "times")),
+  (broken.Saturating(), "large_numbers_keep_their_size", ("send 2^40 x", "times")),
   (broken.SameRows(), "elements_draw_apart", ("at one place of all buckets", "times")),
   (broken.SamePlanes(), "elements_draw_apart", ("draw for each element", "times")),
   (broken.SameColumns(), "elements_draw_apart", ("the errors of a bucket", "times")),

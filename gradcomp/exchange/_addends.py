@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from gradcomp import sums
 from gradcomp.exchange._collectives import Workers
 from gradcomp.exchange._contribution import Leaves
+from gradcomp.kernels.fixed_point import scaled
 from gradcomp.layout import Layout
 
 
@@ -35,7 +38,13 @@ def as_samples(layout: Layout, leaves: Leaves, workers: Workers | None) -> Sampl
     return Samples(leaves, workers, lambda leaves: leaves)
   count = workers.size
   return Samples(
-    [x * count for x in leaves],
+    _times(leaves, count),
     workers._replace(scale=1 / count),
-    lambda leaves: [x * (1 / count) for x in leaves],
+    lambda leaves: _times(leaves, 1 / count),
   )
+
+
+def _times(leaves: Leaves, factor: float) -> Leaves:
+  # Else a compiler contracts this product with a sum, and in maps another one.
+  narrow = lambda x: x.dtype == jnp.float32
+  return [scaled(x, factor) if narrow(x) else x * factor for x in leaves]

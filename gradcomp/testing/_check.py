@@ -138,6 +138,7 @@ def check_codec(
   held(laws.bytes_are_the_claim, codec, workers=workers)
   refused = sums.facts(codec).refusals
   if keeps_range:
+    held(laws.large_numbers_keep_their_size, codec)
     for partial in (Ring(), Hierarchical(group_size=2)):
       if partial.way not in refused:
         held(laws.half_precision_keeps_its_range, codec, partial)

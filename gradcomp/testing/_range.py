@@ -1,18 +1,51 @@
-"""The law of ranges: no sum on the way leaves that of a 16-bit type."""
+"""The laws of ranges: large numbers are sent as others are, and so are their sums."""
 
 import jax.numpy as jnp
 import numpy as np
 
 import gradcomp
-from gradcomp.codecs import LeafCodec
+from gradcomp.codecs import LeafCodec, is_ranged
 from gradcomp.exchange import Exchange, ExchangeName, as_exchange
 from gradcomp.testing import modes
 from gradcomp.testing._broken import BrokenLaw
-from gradcomp.testing._leaves import ragged
+from gradcomp.testing._leaves import gaussian, ragged
 from gradcomp.testing._trees import near_the_top
+from gradcomp.testing._trial import trial
 
 _UNIT = 2.0**-24  # the smallest number of float16
 _TOP = float(jnp.finfo(jnp.float16).max)
+
+
+def large_numbers_keep_their_size(codec: LeafCodec) -> None:
+  """A leaf times a power of two comes back as that power of two times the leaf.
+
+  To a hundredth of the largest number. The powers are 2^12, and 2^40 for codecs whose
+  rows hold the numbers of float32. The random bits are the same.
+
+  Args:
+    codec: the codec.
+
+  Example:
+    >>> from gradcomp.testing import laws
+    >>> laws.large_numbers_keep_their_size(gradcomp.codecs.QSGD(bits=4))
+  """
+  x = gaussian(ragged(codec))
+  expected = np.asarray(trial(codec, x).value, np.float64)
+  bound = 0.01 * np.abs(x).max()
+  for power in (12,) if is_ranged(codec) else (12, 40):
+    scale = np.float32(2.0**power)
+    found = np.asarray(trial(codec, x * scale).value, np.float64) / scale
+    wrong = np.argwhere(~(np.abs(found - expected) <= bound))
+    if wrong.size:
+      at = tuple(map(int, wrong[0]))
+      raise BrokenLaw(
+        "large_numbers_keep_their_size",
+        codec,
+        f"send 2^{power} x as 2^{power} times what it sends of x",
+        f"of element {list(at)} it sends {found[at]:.4g} and not {expected[at]:.4g} "
+        f"times that ({len(wrong)} of {found.size} are wrong)",
+        "`largest`, which says what a row holds, and bounds that numbers are cut to",
+      )
 
 
 def half_precision_keeps_its_range(

@@ -35,6 +35,9 @@ from gradcomp.testing._pure import (
 from gradcomp.testing._range import (
   half_precision_keeps_its_range as half_precision_keeps_its_range,
 )
+from gradcomp.testing._range import (
+  large_numbers_keep_their_size as large_numbers_keep_their_size,
+)
 from gradcomp.testing._scan import state_is_stable as state_is_stable
 from gradcomp.testing._steps import bytes_are_explained as bytes_are_explained
 from gradcomp.testing._steps import (
