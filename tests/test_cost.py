@@ -113,7 +113,7 @@ def test_files_bring_everything_back(tmp_path):
     assert hash(value) == hash(type(value).load(tmp_path / "file.json"))
   for other in (Link, CodecSpeed):
     (tmp_path / "file.json").write_text('{"other": 1}')
-    with pytest.raises(ValueError, match="`path` must be a whole file of"):
+    with pytest.raises(ValueError, match="`path` must be a file of"):
       other.load(tmp_path / "file.json")
 
 
