@@ -262,7 +262,7 @@ def of_rate(make):
   return optax.inject_hyperparams(make)(rate=0.1)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, *slow(AxisType.Auto)])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize(
   "tx, expected",
   [

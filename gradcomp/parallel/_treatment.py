@@ -56,8 +56,9 @@ class _Alike:
     facts = {"even": not aval.ndim, "real": not _is_complex(aval)}
     if aval.ndim or isinstance(value, jax.core.Tracer) or _is_key(aval):
       return self.value("constant", id(value), **facts)
-    facts["real"] = not np.imag(value)
-    return self.value(str(aval.dtype), np.asarray(value).tobytes(), **facts)
+    number = np.asarray(value)  # JAX computes with none of a mesh's arrays in a map
+    facts["real"] = not number.imag
+    return self.value(str(aval.dtype), number.tobytes(), **facts)
 
   def choice(self, which: _Value, results: Sequence[Sequence[_Value]]) -> list[_Value]:
     if which.leaf is not None:
