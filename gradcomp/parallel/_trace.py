@@ -15,7 +15,7 @@ from gradcomp.state import OwnedRows
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-  """What an optimizer does with leaves, whose masks and labels have seen these.
+  """Holds what an optimizer does with leaves, whose masks and labels have seen these.
 
   Attributes:
     init: of the leaves of the parameters, the leaves of the state.

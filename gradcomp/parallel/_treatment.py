@@ -20,7 +20,7 @@ _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 
 
 class _Value(NamedTuple):
-  """What is known of an intermediate result.
+  """Holds what is known of an intermediate result.
 
   Attributes:
     number: equal for what is computed alike.
