@@ -229,7 +229,8 @@ def make(
   if not found.momentum:
     return tx, momentum, max_norm
   if max_norm is not None:
-    clip = gradcomp.clip_by_local_norm(max_norm, axis_name=axis_name)
+    # The rule that the committed records have.
+    clip = gradcomp.clip_by_local_norm(max_norm, axis_name=axis_name, rule="root")
     tx = optax.chain(clip, tx)
   return tx, None, None
 

@@ -8,7 +8,7 @@ Python's standard library, with a rate that falls along a cosine, from the same
 initialisations and with the same batches for every method. No method has steps or a
 rate of its own, and a warm-up is part of the same steps. The language model's gradients
 are clipped. The baseline clips the mean, and the other methods clip each worker's own
-gradient before it is sent.
+gradient before it is sent, at half that norm (rule="root").
 
   digits             Nesterov's momentum, and the rate of the example.
   language           No momentum, as the paper trains its LSTMs. The rate is the
@@ -156,7 +156,8 @@ def clipped(setting: Setting, exchange: Any) -> optax.GradientTransformation:
   """Clips each worker's own gradient before an exchange, where the task clips."""
   if setting.max_norm is None:
     return exchange
-  clip = gradcomp.clip_by_local_norm(setting.max_norm, axis_name=AXIS)
+  # The rule that the committed records have.
+  clip = gradcomp.clip_by_local_norm(setting.max_norm, axis_name=AXIS, rule="root")
   return optax.chain(clip, exchange)
 
 

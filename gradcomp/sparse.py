@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from gradcomp._checks import flag, share_below_1
-from gradcomp.clipping import clip_by_local_norm
+from gradcomp._checks import flag, one_of, share_below_1
+from gradcomp.clipping import ClipRule, clip_by_local_norm
 from gradcomp.codecs import BlockTop, Quantize, Selection, TopK
 from gradcomp.feedback import ErrorFeedback, MomentumFeedback
 from gradcomp.kernels import Implementation
@@ -22,6 +22,7 @@ def redsync(
   *,
   nesterov: bool = True,
   max_norm: float | None = None,
+  clip_rule: ClipRule = "own",
   selection: Selection = "auto",
   quantize: Quantize | None = None,
   value_dtype: DTypeLike = jnp.float32,
@@ -68,6 +69,8 @@ def redsync(
     nesterov: whether momentum is Nesterov's.
     max_norm: the norm to clip gradients to, see :func:`gradcomp.clip_by_local_norm`;
       None clips nothing.
+    clip_rule: the ``rule`` of that: ``"own"`` clips each worker's gradient at
+      ``max_norm``; ``"share"`` is the paper's.
     selection: the way in which the elements to send are selected.
     quantize: None, ``"asq"`` or ``"mean"``.
     value_dtype: the dtype of values on the wire.
@@ -109,6 +112,7 @@ def redsync(
       f"got {feedback!r}; momentum=None keeps residuals of plain gradients."
     )
   flag("nesterov", nesterov)
+  one_of("clip_rule", ClipRule, clip_rule)
   keeper = ErrorFeedback()
   if momentum is not None:
     momentum = share_below_1("momentum", momentum)
@@ -129,7 +133,8 @@ def redsync(
   )
   if max_norm is None:
     return exchanged
-  clip = clip_by_local_norm(max_norm, axis_name=options.get("axis_name"))
+  axis_name = options.get("axis_name")
+  clip = clip_by_local_norm(max_norm, axis_name=axis_name, rule=clip_rule)
   return optax.chain(clip, exchanged)
 
 

@@ -7,9 +7,13 @@ Two descriptions of the same quantiser, neither taken from the library:
   is a search for the nearest level, both in float64.
 """
 
+from fractions import Fraction
+
 import numpy as np
 import oracle
 
+# First splits of (0.1, 1): of the paper's examples, and of its text.
+AT_0_45, AT_ONCE = Fraction(45, 100), Fraction(55, 100)
 DATA_TYPES = ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
 
 
@@ -26,16 +30,32 @@ def levels(data_type):
     integers = {k * 10 ** (7 - e) for e in range(8) for k in range(16)}
     return np.array(sorted(integers)) / 15e7
   if data_type == "static_tree":
-    table = [_bisect(16, j, 7 - e) for e in range(8) for j in range(16)]
+    table = [tree(j, 4, AT_ONCE) / 10 ** (7 - e) for e in range(8) for j in range(16)]
   elif data_type in ("dynamic_tree", "dynamic_map"):
     # Seven bits: n zeros, the flag, and 6 - n bits of the tree; or seven zeros.
-    table = [0.0] + [
-      _bisect(2 ** (6 - n), j, n) for n in range(6, -1, -1) for j in range(2 ** (6 - n))
-    ]
+    first = AT_0_45 if data_type == "dynamic_tree" else AT_ONCE
+    table = [Fraction(0)]
+    for n in range(6, -1, -1):
+      table += [tree(j, 6 - n, first) / 10**n for j in range(2 ** (6 - n))]
   else:
     raise ValueError(f"no data type {data_type!r}.")
-  table[0] = 0.0
-  return np.array(table + [1.0] * (data_type == "dynamic_map"))
+  numbers = [0.0, *map(float, table[1:])]  # each rounded once
+  return np.array(numbers + [1.0] * (data_type == "dynamic_map"))
+
+
+def tree(path, bits, first):
+  """Where the cell of (0.1, 1) at the end of a path would be split next, a Fraction.
+
+  Args:
+    path: an integer, whose highest bit is the first step: 1 to the upper part.
+    bits: the steps of the path.
+    first: the split of (0.1, 1); all others bisect.
+  """
+  low, high, split = Fraction(1, 10), Fraction(1), first
+  for step in reversed(range(bits)):
+    low, high = (split, high) if path >> step & 1 else (low, split)
+    split = (low + high) / 2
+  return split
 
 
 def largest_of_both_signs(data_type):
@@ -143,12 +163,6 @@ def nearest(t, data_type):
   lower = np.abs(t) - table[above - 1] < table[above] - np.abs(t)
   # Only dynamic_map has more, one for positive numbers alone.
   return np.where(t < 0, np.minimum(above - lower, 127), above - lower)
-
-
-def _bisect(leaves, j, n):
-  """10^-n times the middle of the j-th of equal parts of (0.1, 1), rounded once."""
-  # Integers, so that only the division rounds: 0.1 + 0.9 (j + 1/2) / leaves.
-  return (2 * leaves + 9 * (2 * j + 1)) / (20 * leaves * 10**n)
 
 
 def _positions(t, data_type):

@@ -112,12 +112,26 @@ class Worker:
     self.residual = unsent
 
 
-def clip(tree, max_norm, workers):
-  """A worker's gradient, of norm ``max_norm / sqrt(N)`` at most: a list of float64."""
+def clip(tree, limit):
+  """Leaves whose norm together is ``limit`` at most: a list of float64."""
   leaves = [np.asarray(leaf, np.float64) for leaf in tree]
   norm = math.sqrt(sum((leaf**2).sum() for leaf in leaves))
-  limit = max_norm / math.sqrt(workers)
   return [leaf * min(1.0, limit / norm) if norm else leaf for leaf in leaves]
+
+
+def clipped_sum(shares, threshold):
+  """The sum of what N workers send in Deep Gradient Compression: a list of float64.
+
+  By its section 3.2 and equation 3: a worker's gradient is its share of the sum,
+  ``1 / (N b)`` times what its b examples add up to. Each is clipped at ``N^(-1/2)`` of
+  the threshold of the whole.
+
+  Args:
+    shares: of each worker, a list of leaves.
+    threshold: the norm that is clipped at where one worker has all examples.
+  """
+  limit = len(shares) ** -0.5 * threshold
+  return [sum(leaves) for leaves in zip(*(clip(x, limit) for x in shares), strict=True)]
 
 
 def random_k_stride(density, size):

@@ -41,8 +41,8 @@ def skip(max_consecutive_errors=5, inner=SGD):
   return gradcomp.skip_nonfinite(inner, max_consecutive_errors, axis_name="data")
 
 
-def clip(max_norm=1.0):
-  return gradcomp.clip_by_local_norm(max_norm, axis_name="data")
+def clip(max_norm=1.0, rule="own"):
+  return gradcomp.clip_by_local_norm(max_norm, axis_name="data", rule=rule)
 
 
 # Each option of each transformation, with another value than in the default: what the
@@ -89,6 +89,7 @@ OTHERS = [
   (skip, dict(inner=MOMENTUM), r"inner_state\[\d\]", r".*\.trace\['v'\] .*"),
   (skip, dict(max_consecutive_errors=4), "max_consecutive_errors", "4"),
   (clip, dict(max_norm=2.0), "max_norm", "2.0"),
+  (clip, dict(rule="share"), "rule", "'share'"),
 ]
 
 

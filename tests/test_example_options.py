@@ -151,12 +151,12 @@ def test_the_norm_of_the_mean_is_clipped():
 
 
 def test_redsync_clips_each_worker_and_has_its_momentum_once():
-  """A worker's norm may be 1 / sqrt(2). Two steps add up to 1 + 0.9 and 1."""
+  """A worker's norm may be 1. Two steps add up to 1 + 0.9 and 1."""
   given = ["--learning-rate", 1, "--schedule", "constant", "--density", 0.9]
   args = options(*given, "--clip", 1)
   got = updates_of(args, Redsync(), GRADS, PARAMS, count=2)
   parts = [np.array([3, 0, 2.0]), np.array([5, 0, 4.0])]
-  mean = sum(x / np.linalg.norm(x) for x in parts) / 2 / np.sqrt(2)
+  mean = sum(x / np.linalg.norm(x) for x in parts) / 2
   found = np.concatenate([got["w"].ravel(), got["b"]])
   np.testing.assert_allclose(found, -1.9 * mean, rtol=1e-5, atol=1e-6)
 

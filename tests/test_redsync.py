@@ -104,26 +104,38 @@ def test_a_parameter_may_be_named_like_what_owners_keep():
   gradcomp.switch([3], [redsync(0.02), redsync(0.02, None)]).init(params)
 
 
-def clipped_mean(gradient, max_norm):
+def clipped_mean(gradient, limit):
   parts = [
-    oracle_top_k.clip([x[i] for x in gradient.values()], max_norm, N) for i in range(N)
+    oracle_top_k.clip([x[i] for x in gradient.values()], limit) for i in range(N)
   ]
   return [np.mean(leaves, axis=0) for leaves in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize("place", ["vmap", "shard_map", modes.EXPLICIT])
-def test_local_clipping(place):
+def clipping(max_norm, rule):
+  return optax.chain(
+    gradcomp.clip_by_local_norm(max_norm, axis_name="data", rule=rule),
+    gradcomp.dense(axis_name="data"),
+  )
+
+
+@pytest.mark.parametrize(
+  "place, rule, limit",
+  [
+    ("vmap", "own", 20),
+    ("shard_map", "root", 10),
+    (modes.EXPLICIT, "own", 20),
+    (modes.EXPLICIT, "share", 40),
+  ],
+  ids=str,
+)
+def test_local_clipping(place, rule, limit):
   """Of each worker's whole gradient; some are below the limit, one is zero."""
   (gradient,) = gradients(1)
   gradient = {
     name: x * np.float32([1, 0.01, 30, 0]).reshape(N, *[1] * (x.ndim - 1))
     for name, x in gradient.items()
   }
-  max_norm = 20.0  # over 2: a normal gradient here has a norm of about 35
-  tx = optax.chain(
-    gradcomp.clip_by_local_norm(max_norm, axis_name="data"),
-    gradcomp.dense(axis_name="data"),
-  )
+  tx = clipping(20.0, rule)  # a normal gradient here has a norm of about 35
   update = lambda g: tx.update(g, tx.init(g))[0]
   if place == "vmap":
     output = jax.jit(jax.vmap(update, axis_name="data"))(gradient)
@@ -140,10 +152,43 @@ def test_local_clipping(place):
     addends = jax.device_put(addends, NamedSharding(mesh, P("data")))
     output = jax.jit(lambda g: update(unreduce(g, "data")))(addends)
   for x, expected in zip(
-    jax.tree.leaves(output), clipped_mean(gradient, max_norm), strict=True
+    jax.tree.leaves(output), clipped_mean(gradient, limit), strict=True
   ):
-    # A norm of 1,263 squares, a factor and a mean of four: elements are below 2.
+    # A norm of 1,263 squares, a factor and a mean of four: elements are below 4.
     np.testing.assert_allclose(x, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_shares_are_clipped_as_in_deep_gradient_compression(workers):
+  """Its threshold is that of a sum, to which each worker adds a share."""
+  rng = np.random.default_rng(workers)
+  sizes = np.geomspace(8, 0.5, workers)[:, None]  # of norms near 16
+  parts = [rng.standard_normal((workers, n)).astype(np.float32) for n in (200, 56)]
+  parts = [np.float32(sizes) * x for x in parts]
+  tx = clipping(20.0, "share")
+  update = lambda g: tx.update(g, tx.init(g))[0]
+  got = jax.jit(jax.vmap(update, axis_name="data"))(parts)
+  shares = [[x[i] / np.float64(workers) for x in parts] for i in range(workers)]
+  clipped = [np.sqrt(sum((x**2).sum() for x in s)) > 20 * workers**-0.5 for s in shares]
+  assert any(clipped) and (workers == 1 or not all(clipped))
+  for x, expected in zip(got, oracle_top_k.clipped_sum(shares, 20.0), strict=True):
+    # A norm of 256 squares, two factors and a mean of eight, each within an ulp of
+    # elements below 8.
+    np.testing.assert_allclose(x[0], expected, rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize(
+  "rule, alike, apart",
+  [("own", 1, 1 / 2), ("share", 2, 1), ("root", 1 / 2, 1 / 4)],
+)
+def test_the_norm_of_the_mean(rule, alike, apart):
+  """Of four workers that agree, which is the most, and of independent ones."""
+  tx = clipping(3.0, rule)
+  update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
+  for gradient, norm in ((np.ones((N, N)), alike), (np.eye(N), apart)):
+    mean = update(np.float32(100 * gradient))[0]
+    # Norms of four squares, and means of four: some ulps.
+    np.testing.assert_allclose(np.linalg.norm(mean), 3 * norm, rtol=1e-6)
 
 
 def test_redsync_clips_in_front_of_momentum():

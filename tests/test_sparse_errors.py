@@ -143,6 +143,15 @@ def test_max_norm(value):
     gradcomp.redsync(max_norm=value)
 
 
+@pytest.mark.parametrize("value", ["mean", None, 1.0], ids=repr)
+def test_clip_rule(value):
+  choices = ("'own'", "'share'", "'root'", repr(value))
+  with pytest.raises(ValueError, match=says("`rule`", *choices)):
+    gradcomp.clip_by_local_norm(1.0, rule=value)
+  with pytest.raises(ValueError, match=says("`clip_rule`", *choices)):
+    gradcomp.redsync(clip_rule=value)
+
+
 def test_clipping_over_no_axis():
   tx = gradcomp.clip_by_local_norm(1.0, axis_name="data")
   with pytest.raises(ValueError, match=says("`axis_name`", "'data'")):

@@ -304,7 +304,9 @@ def _eight_bit_table(data_type):
     for m in range(1, 128):
       leaves = 2 ** (m.bit_length() - 1)
       n = 6 - (m.bit_length() - 1)
-      table.append(10.0**-n * (0.1 + 0.9 * (m - leaves + 0.5) / leaves))
+      s = (m - leaves + 0.5) / leaves
+      at_once, at_0_45 = 0.1 + 0.9 * s, max(0.1 + 0.7 * s, 1.1 * s - 0.1)
+      table.append(10.0**-n * (at_0_45 if data_type == "dynamic_tree" else at_once))
     if data_type == "dynamic_map":
       table.append(1.0)
   else:

@@ -35,7 +35,7 @@ def levels(data_type: DataType) -> np.ndarray:
     >>> levels("linear")[[0, 1, 127]] * 127
     array([  0.,   1., 127.])
     >>> levels("dynamic_tree")[[1, 2, 127]]
-    array([5.5000000e-07, 3.2500000e-06, 9.9296875e-01])
+    array([4.5000000e-07, 2.7500000e-06, 9.9140625e-01])
   """
   if data_type == "linear":
     return np.arange(128) / 127
@@ -46,11 +46,24 @@ def levels(data_type: DataType) -> np.ndarray:
     decades = [(7 - e, 16) for e in range(8)]
   else:
     decades = [(n, 2 ** (6 - n)) for n in range(6, -1, -1)]
-  cells = [10.0**-n * (0.1 + 0.9 * (np.arange(m) + 0.5) / m) for n, m in decades]
-  numbers = np.concatenate(cells)
+  split = 0.45 if data_type == "dynamic_tree" else 0.55
+  numbers = np.concatenate([10.0**-n * _cells(m, split) for n, m in decades])
   if data_type == "static_tree":
     return np.append(0.0, numbers[1:])
   return np.append(0.0, numbers)
+
+
+def _cells(count: int, split: float) -> np.ndarray:
+  """Returns where a tree over (0.1, 1) would split its cells next: ``float64[count]``.
+
+  It splits at ``split`` first, and in the middle of each cell from then on.
+
+  Example:
+    >>> _cells(4, 0.45)
+    array([0.1875, 0.3625, 0.5875, 0.8625])
+  """
+  middles = (np.arange(count) + 0.5) / count
+  return np.interp(middles, [0.0, 0.5, 1.0], [0.1, split, 1.0])
 
 
 @functools.cache
@@ -81,10 +94,12 @@ class EightBit(RoundsAtRandom, SameForAll):
   ``data_type``     magnitudes
   ================  ====================================================================
   ``dynamic_tree``  n leading zeros stand for :math:`10^{-n}`, then a flag, then the
-                    path of 6 - n bits in a tree that bisects (0.1, 1); the value is the
-                    middle of the cell. From 5.5e-7 to 0.993, and 0
-  ``dynamic_map``   the same, and +1 instead of minus zero: the 256 values that
-                    bitsandbytes uses today
+                    path of 6 - n bits in a tree over (0.1, 1), which is split at 0.45
+                    and bisected from then on. The value is where its cell would be
+                    split next. From 4.5e-7 to 0.991, and 0
+  ``dynamic_map``   the same with a tree that bisects (0.1, 1) at once, and +1 instead
+                    of minus zero: the 256 values that bitsandbytes uses today. From
+                    5.5e-7 to 1, and 0
   ``static_tree``   3 bits are an exponent of ten, 4 a path in a tree that bisects
                     (0.1, 1). From 1.8e-8 to 0.972, and 0
   ``linear``        0 to 127, over 127
@@ -92,15 +107,18 @@ class EightBit(RoundsAtRandom, SameForAll):
                     values from 0 to 15, over 15
   ================  ====================================================================
 
-  The paper's text bisects (0.1, 1). Its example and its authors' table split at 0.45
-  first, which gives other numbers. The paper has no zero in ``static_tree``; here zero
-  is its smallest value.
+  The paper's text bisects (0.1, 1), at 0.55 first. Its examples of the dynamic tree,
+  0.236719 for 0.2345678 and 0.000019 for 0.0000234, come from a first split at 0.45, as
+  do the numbers of its author's program. Its example of the static tree, 0.23125, does
+  not come from the tree here, which has 0.240625. The paper has no zero in
+  ``static_tree``; here zero is its smallest value.
 
-  On N(0, 1) and rounded to nearest, the mean relative errors are 2.0 % for
-  ``dynamic_tree`` and ``dynamic_map``, and 5.5 % for ``linear``. For ``static_tree``
-  and ``mantissa`` they are 5.0 % with ``exponent_offset=1``, as in the paper, and 5.4
-  and 6.1 % with the largest element as scale. The paper's table 2 has 2.46 % for its
-  dynamic tree, 6.47 % for linear, 6.3 % for static tree and 6.89 % for mantissa.
+  On N(0, 1) and rounded to nearest, the mean relative errors are 1.7 % for
+  ``dynamic_tree``, 2.0 % for ``dynamic_map`` and 5.5 % for ``linear``. For
+  ``static_tree`` and ``mantissa`` they are 5.0 % with ``exponent_offset=1``, as in the
+  paper, and 5.4 and 6.1 % with the largest element as scale. The paper's table 2 has
+  2.46 % for its dynamic tree, 6.47 % for linear, 6.3 % for static tree and 6.89 % for
+  mantissa.
 
   Nearest rounding is biased: use error feedback. Stochastic rounding is unbiased up to
   the fixed-point grid (probabilities are multiples of 2**-16, cut downwards). Its scale
