@@ -251,7 +251,7 @@ class Cell(NamedTuple):
 
 
 class Study(NamedTuple):
-  """All that a folder of records has, and the runs that failed."""
+  """All that a folder of records has, and the runs without results."""
 
   groups: list[Group]
   cells: list[Cell]
@@ -284,7 +284,7 @@ def grouped(records: Iterable[Record]) -> Study:
   failed = []
   for record in sorted(records, key=lambda x: cluster_codecs.place(x.setting.codec)):
     setting = record.setting
-    if "failed" in record.results:
+    if record.lacking is not None:
       failed.append(record)
       continue
     codec = setting.name

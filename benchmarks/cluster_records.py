@@ -21,6 +21,11 @@ class Record(NamedTuple):
   setting: Setting
   results: dict[str, Any]
 
+  @property
+  def lacking(self) -> str | None:
+    """Why the run has no results: it failed, or was left; None if it has them."""
+    return self.results.get("failed", self.results.get("left"))
+
 
 def read(folder: Path) -> list[Record]:
   """Reads all runs of a folder, the last of those with the same settings.
@@ -58,7 +63,24 @@ class Records:
 
   def append(self, setting: Setting, results: dict[str, Any]) -> None:
     """Writes a run, so that it is there even if the launch is killed right after."""
-    with self._path.open("a") as file:
-      file.write(json.dumps({"run": setting._asdict(), **results}) + "\n")
-      file.flush()
-      os.fsync(file.fileno())
+    append(self._path, setting, results)
+
+
+def append(path: Path, setting: Setting, results: dict[str, Any]) -> None:
+  """Writes a run as a line, in one piece; several processes may at the same time.
+
+  Raises:
+    OSError: the disk has no room for the whole line.
+  """
+  line = json.dumps({"run": setting._asdict(), **results}) + "\n"
+  file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+  try:
+    size = os.fstat(file).st_size
+    if size and os.pread(file, 1, size - 1) != b"\n":  # a machine crashed meanwhile
+      line = "\n" + line
+    written = os.write(file, line.encode())
+    if written < len(line):
+      raise OSError(f"no room in {path}: {written} of {len(line)} bytes were written")
+    os.fsync(file)
+  finally:
+    os.close(file)

@@ -111,7 +111,7 @@ def runs(study: Study) -> tuple[list[str], Rows]:
     rows.append([f"timed: {cell.name}", *counts, "", machine])
   for record in study.failed:
     x = record.setting
-    what = f"failed: {x.network}, N = {x.workers}: {record.results['failed']}"
+    what = f"failed: {x.network}, N = {x.workers}: {record.lacking}"
     rows.append([what, x.name, str(x.seed), str(x.batch), str(x.steps), "", ""])
   return header, rows
 

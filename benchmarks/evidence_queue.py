@@ -1,0 +1,291 @@
+"""Trains, one after another, what no record has. ``make evidence`` starts it.
+
+Trainings run at the lowest priority, one a core. They are stopped while a benchmark
+keeps the machine quiet (quiet.py), and end with the queue. One that takes much more CPU
+time than it said, or ends with an error twice, is left: its record says why, and what
+is in that record's place is trained again where its line is removed. Launches that are
+timed need a quiet machine: they are no part of the queue.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import cluster_records
+import evidence_child
+import quiet
+from cluster_settings import Setting
+
+_HERE = Path(__file__).parent
+
+
+class Item(Protocol):
+  """A training, as ``evidence_items`` has it."""
+
+  @property
+  def launch(self) -> str: ...
+  @property
+  def setting(self) -> Setting: ...
+  @property
+  def digest(self) -> str: ...
+  @property
+  def title(self) -> str: ...
+
+
+class Folders(NamedTuple):
+  """Where the queue keeps what.
+
+  Attributes:
+    records: a file for each launch, which git has.
+    work: all else, which git ignores.
+  """
+
+  records: Path
+  work: Path
+
+  def state(self, digest: str) -> Path:
+    return self.work / "states" / digest
+
+  def log(self, digest: str) -> Path:
+    return self.work / "log" / f"{digest}.txt"
+
+  @property
+  def lock(self) -> Path:
+    """The file that a queue locks while it runs."""
+    return self.work / "queue.lock"
+
+  @property
+  def running(self) -> Path:
+    """The file with the digests of what a queue trains now."""
+    return self.work / "running.json"
+
+
+class Limits(NamedTuple):
+  """When a training is given up, and how often the queue looks.
+
+  Attributes:
+    factor: of a training's estimate, in CPU time.
+    compiling: seconds of CPU time beside that, which no estimate has in it.
+    starting: seconds of CPU time before there is an estimate.
+    idle: seconds without CPU time.
+    failures: of one training, with which it is left.
+    ending: seconds in which trainings may save their states at the end.
+    poll: seconds between two looks.
+  """
+
+  factor: float = 5.0
+  compiling: float = 600.0
+  starting: float = 1800.0
+  idle: float = 600.0
+  failures: int = 2
+  ending: float = 3.0
+  poll: float = 1.0
+
+
+def queued(items: Sequence[Item]) -> list[Item]:
+  """Returns the items that a queue trains: all but those that are timed."""
+  return [item for item in items if item.setting.way != "timed"]
+
+
+class Queue:
+  """Trains items until all have records, or a signal ends it.
+
+  Args:
+    items: in the order in which they are trained.
+    folders: of records and states.
+    command: makes the command line that trains an item.
+    cores: those that trainings run on, one on each.
+    about: what each record of a training that is left says beside.
+    limits: see there.
+  """
+
+  def __init__(
+    self,
+    items: Sequence[Item],
+    folders: Folders,
+    command: Callable[[Item], Sequence[str]],
+    cores: Sequence[int],
+    about: dict[str, Any] | None = None,
+    limits: Limits = Limits(),  # noqa: B008
+  ):
+    self._items = queued(items)
+    self._folders = folders
+    self._command = command
+    self._cores = cores
+    self._about = about or {}
+    self._limits = limits
+    self._running: dict[str, tuple[Item, evidence_child.Child]] = {}
+    self._failures: dict[str, int] = {}
+    self._known: set[Setting] = set()
+    self._quiet = False
+    self._signal = 0
+
+  def run(self) -> int:
+    """Trains, and returns the exit status: 0, or 143 behind SIGTERM."""
+    self._folders.records.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(number, self._note)
+    self._read()
+    try:
+      while not self._signal and self._step():
+        time.sleep(self._limits.poll)
+    finally:
+      self._end()
+    return self._signal and 128 + self._signal
+
+  def _note(self, number: int, frame: Any) -> None:
+    self._signal = number
+
+  def _step(self) -> bool:
+    """Looks once at all there is, and returns whether anything is left to do."""
+    self._keep_quiet()
+    for item, child in list(self._running.values()):
+      if (status := child.ended()) is not None:
+        self._ended(item, child, status)
+      elif not self._quiet:
+        self._watch(item, child)
+    waiting = self._waiting()
+    if self._quiet:
+      return bool(self._running) or next(waiting, None) is not None
+    used = {child.core for _, child in self._running.values()}
+    free = [core for core in self._cores if core not in used]
+    for core, item in zip(free, list(waiting), strict=False):
+      print(f"{time.strftime('%F %T')} trains {item.digest}: {item.title}", flush=True)
+      child = evidence_child.Child(
+        self._command(item),
+        self._folders.state(item.digest),
+        self._folders.log(item.digest),
+        core,
+      )
+      self._running[item.digest] = item, child
+    self._tell()
+    return bool(self._running)
+
+  def _keep_quiet(self) -> None:
+    """Stops all trainings where a benchmark takes times, and lets them go on later."""
+    holder = quiet.holder()
+    if self._quiet == (holder is not None):
+      return
+    self._quiet = holder is not None
+    for _, child in self._running.values():
+      if self._quiet:
+        child.stop()
+      else:
+        child.go_on()
+    print(f"{time.strftime('%F %T')} {f'waits for {holder}' if holder else 'goes on'}")
+    sys.stdout.flush()
+
+  def _waiting(self) -> Iterator[Item]:
+    for item in self._items:
+      if item.setting not in self._known and item.digest not in self._running:
+        yield item
+
+  def _ended(self, item: Item, child: evidence_child.Child, status: int) -> None:
+    """Takes a training out whose process has ended."""
+    self._read()
+    if item.setting in self._known:
+      self._forget(item, "done")
+    else:  # also where it ended well and has no record: it would start for ever
+      self._failed(item, child, f"ended with {status}")
+
+  def _watch(self, item: Item, child: evidence_child.Child) -> None:
+    """Leaves a training that takes too much CPU time, or takes none.
+
+    Seconds on a clock tell nothing at the lowest priority.
+    """
+    limits, spent, estimate = self._limits, child.cpu(), child.heartbeat().estimate
+    if estimate is None and spent > limits.starting:
+      child.kill()
+      self._leave(item, spent, f"no estimate after {spent:.0f} CPU s")
+    elif estimate is not None and spent > limits.factor * estimate + limits.compiling:
+      child.kill()
+      reason = f"slower than {limits.factor:g} times its estimate of {estimate:.0f}"
+      self._leave(item, spent, f"{reason} CPU s")
+    elif (idle := child.idle()) > limits.idle:
+      child.kill()
+      self._failed(item, child, f"took no CPU time for {idle:.0f} s")
+
+  def _failed(self, item: Item, child: evidence_child.Child, how: str) -> None:
+    """Has a training start again from its state, or leaves it."""
+    count = self._failures[item.digest] = self._failures.get(item.digest, 0) + 1
+    if count < self._limits.failures:
+      return self._forget(item, how)
+    reason = f"failed {count} times; last it {how}: {child.last_lines()}"
+    return self._leave(item, child.heartbeat().cpu, reason)
+
+  def _leave(self, item: Item, spent: float, reason: str) -> None:
+    path = self._folders.records / f"{item.launch}.jsonl"
+    results = {"left": reason, "cpu": round(spent, 1), **self._about}
+    cluster_records.append(path, item.setting, results)
+    self._read()
+    self._forget(item, f"is left: {reason}")
+
+  def _forget(self, item: Item, how: str) -> None:
+    del self._running[item.digest]
+    print(f"{time.strftime('%F %T')} {item.digest} {how}", flush=True)
+
+  def _read(self) -> None:
+    found = cluster_records.read(self._folders.records)
+    self._known = {record.setting for record in found}
+
+  def _tell(self) -> None:
+    """Writes what runs, for evidence_status.py."""
+    new = self._folders.running.with_suffix(".new")
+    new.write_text(json.dumps(list(self._running)))
+    os.replace(new, self._folders.running)
+
+  def _end(self) -> None:
+    """Ends all trainings within seconds; those that save their states go on later."""
+    children = [child for _, child in self._running.values()]
+    for child in children:
+      child.end()
+    deadline = time.monotonic() + self._limits.ending
+    while time.monotonic() < deadline and any(x.ended() is None for x in children):
+      time.sleep(0.05)
+    for child in children:
+      child.kill()
+
+
+def main() -> None:
+  """Runs the queue in the tree of a commit, as evidence_start.py starts it.
+
+  Raises:
+    RuntimeError: the library would be that of another tree.
+  """
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--records", type=Path, required=True, help="folder, in git")
+  parser.add_argument("--work", type=Path, required=True, help="folder, not in git")
+  parser.add_argument("--jobs", type=int, help="trainings at once; default: the cores")
+  args = parser.parse_args()
+  found = importlib.util.find_spec("gradcomp")
+  if not (found and found.origin and Path(found.origin).is_relative_to(_HERE.parent)):
+    raise RuntimeError(
+      f"gradcomp must be that of {_HERE.parent}, which PYTHONPATH says; it is {found}"
+    )
+  import evidence_items
+
+  import gradcomp
+  from gradcomp._version import WIRE
+
+  folders = Folders(args.records, args.work)
+  script = str(_HERE / "evidence_training.py")
+
+  def command(item: Item) -> list[str]:
+    state = str(folders.state(item.digest))
+    given = [item.digest, "--records", str(folders.records), "--state", state]
+    return [sys.executable, "-W", "ignore", script, *given]
+
+  cores = sorted(os.sched_getaffinity(0))[: args.jobs]
+  about = {"gradcomp": gradcomp.__version__, "wire": WIRE}
+  sys.exit(Queue(evidence_items.items(), folders, command, cores, about).run())
+
+
+if __name__ == "__main__":
+  main()
