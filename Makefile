@@ -11,8 +11,8 @@ python := $(VENV)/bin/python
 pytest := $(python) -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder \
   --dist loadfile
 
-.PHONY: help train train-lm data test test-all breaks lint types bench bench-quick links gpu-check \
-  ptx-check clean
+.PHONY: help train train-lm data test test-all breaks lint types bench bench-quick links evidence \
+  evidence-status gpu-check   ptx-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -54,6 +54,13 @@ bench-quick: $(VENV)/.installed-bench  ## run every benchmark for some seconds
 
 links: $(VENV)/.installed-bench  ## time the exchanges over slow links (as root, half an hour)
 	$(python) benchmarks/link_speed.py $(ARGS)
+
+evidence: $(VENV)/.installed-bench  ## train in the background what no record has, at low priority
+	@$(PYTHON) examples/download.py
+	@$(python) benchmarks/evidence_start.py $(ARGS)
+
+evidence-status: $(VENV)/.installed-bench  ## say how far these trainings are
+	@$(python) -W ignore benchmarks/evidence_status.py
 
 # For a machine with a GPU and no package index: nothing is installed.
 gpu-check: export PYTHONPATH := $(CURDIR)

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import cluster_study
+import quiet
 from cluster_records import read
 
 _ALL = "--networks mlp lenet --codecs f32 qsgd-4 --batch-size 16 --steps 2 --points 1"
@@ -35,8 +36,10 @@ def run(output: Path | None) -> None:
   for launch in (*_LAUNCHES, _LAUNCHES[0]):  # the second time, all is there
     line = f"{_ALL} {launch}".split()
     command = [sys.executable, "-W", "ignore", cluster_study.__file__, "run", *line]
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(output / "programs")}
-    subprocess.run([*command, "--output", str(output)], env=environment, check=True)
+    own = {"JAX_COMPILATION_CACHE_DIR": str(output / "programs"), quiet.VARIABLE: ""}
+    subprocess.run(
+      [*command, "--output", str(output)], env=os.environ | own, check=True
+    )
   lines = [x for path in output.glob("*.jsonl") for x in path.read_text().splitlines()]
   if not len(lines) == len(read(output)) == _RUNS:
     raise RuntimeError(f"there are {len(lines)} runs, and not {_RUNS}")

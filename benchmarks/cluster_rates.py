@@ -7,6 +7,7 @@ from pathlib import Path
 
 import link_start
 import links
+import quiet
 import running
 
 _SCRIPT = str(Path(__file__).with_name("cluster_host.py"))
@@ -23,6 +24,7 @@ def run(args: argparse.Namespace, line: Sequence[str]) -> None:
   if args.rate != ["loopback"] and (missing := links.missing()):
     running.skip(f"limited links need {missing}; --rate loopback does without")
   link_start.leave_by_signals()
+  quiet.keep()  # for the hosts, too
   for rate in args.rate:
     speed = None if rate == "loopback" else links.bits_per_second(rate)
     for count in args.hosts:

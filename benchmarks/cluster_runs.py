@@ -16,6 +16,7 @@ import cluster_networks
 import jax
 import link_start
 import networks
+import quiet
 from cluster_networks import Source
 from cluster_records import Records
 from cluster_settings import Setting
@@ -156,14 +157,17 @@ def run(args: argparse.Namespace) -> None:
       [setting.way, setting.network, setting.codec, f"N={setting.workers}"]
       + ([] if setting.way == "timed" else [f"seed {setting.seed}"])
     )
-    start = time.perf_counter()
     shown = first and sys.stderr.isatty() and setting.way != "timed"
-    try:
-      with Progress(title, setting.steps, shown=shown) as progress:
-        results, said = _one(task, source, setting, trainers, args, progress.step)
-    except ValueError as error:  # such as an exchange that a codec does not go with
-      results, said = {"failed": str(error)}, f"failed: {error}"
-    seconds = time.perf_counter() - start
+    # Who starts several processes keeps their machine quiet: see cluster_rates.py.
+    unless = setting.way != "timed" or jax.process_count() > 1
+    with quiet.machine(unless=unless):
+      start = time.perf_counter()
+      try:
+        with Progress(title, setting.steps, shown=shown) as progress:
+          results, said = _one(task, source, setting, trainers, args, progress.step)
+      except ValueError as error:  # such as an exchange that a codec does not go with
+        results, said = {"failed": str(error)}, f"failed: {error}"
+      seconds = time.perf_counter() - start
     if first:
       machine = link_start.machine() if setting.way == "timed" else {}
       known = {

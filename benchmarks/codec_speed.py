@@ -23,6 +23,7 @@ import gradients
 import jax
 import jax.numpy as jnp
 import optax
+import quiet
 import running
 import timing
 from jax.sharding import PartitionSpec as P
@@ -243,6 +244,7 @@ def main() -> None:
     options.sizes, options.codecs, options.repeats = [2**16], list(QUICK), 1
     leaves = message = 10
     running.compile_fast()
+  quiet.keep(unless=options.quick)
   print(json.dumps(timing.machine()))
   results: dict[str, Any] = {"machine": timing.machine()}
   for size in options.sizes:

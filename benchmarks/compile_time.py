@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import quiet
 import running
 from jax.sharding import PartitionSpec as P
 
@@ -142,6 +143,7 @@ def main() -> None:
   if options.quick:
     options.methods, models = [QUICK], {"100 leaves": lambda: apart(10)}
     running.compile_fast()
+  quiet.keep(unless=options.quick)
   found = {}
   for model, make in models.items():
     for method in options.methods:

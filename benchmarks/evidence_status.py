@@ -24,17 +24,7 @@ _ALIKE = (
   ("network", "workers", "batch"),
   ("network", "workers"),
 )
-_HEADER = (
-  "launch",
-  "done",
-  "left",
-  "runs",
-  "to do",
-  "timed",
-  "seeds",
-  "h done",
-  "h to do",
-)
+_HEADER = "launch|done|left|runs|to do|timed|seeds|h done|h to do".split("|")
 
 
 class Cost(NamedTuple):

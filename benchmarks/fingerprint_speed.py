@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import quiet
 import running
 import timing
 
@@ -49,6 +50,7 @@ def main() -> None:
   if options.quick:
     options.elements, options.repeats = 2**16, 1
     running.compile_fast()
+  quiet.keep(unless=options.quick)
   results: dict[str, Any] = {"machine": timing.machine()}
   print(json.dumps(results["machine"]))
   calls: dict[str, Any] = timing.copies(options.elements)

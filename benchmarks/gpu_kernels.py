@@ -34,6 +34,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import quiet
 import running
 from kernel_cases import CASES, KEY, Case
 
@@ -306,6 +307,7 @@ def main(arguments: list[str] | None = None) -> None:
   options = parser.parse_args(arguments)
   if jax.default_backend() != "gpu" and not options.interpret:
     running.skip("there is no GPU here; --interpret tries the script without one")
+  quiet.keep(unless=options.quick or options.interpret)
   end = time.monotonic() + options.seconds
   output = options.output
   if options.quick:

@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import optax
+import quiet
 import running
 from jax.sharding import PartitionSpec as P
 from tables import table
@@ -151,6 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
   if args.quick:
     running.compile_fast()
     args.nets, args.codecs, args.runs = QUICK_NETS, QUICK_CODECS, 1
+  quiet.keep(unless=args.quick)
   jax.config.update("jax_num_cpu_devices", WORKERS)
   results: dict[str, Any] = {"machine": machine(), "runs": args.runs, "cases": []}
   for net in args.nets:

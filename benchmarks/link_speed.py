@@ -51,6 +51,7 @@ import link_start
 import link_tables
 import links
 import numpy as np
+import quiet
 import running
 from link_options import Cell
 
@@ -148,6 +149,7 @@ def main() -> None:
   if shaped and (missing := links.missing()):
     running.skip(f"limited links need {missing}; --loopback does without")
   link_start.leave_by_signals()
+  quiet.keep(unless=options.quick)
   if options.torch and not _has_torch(options.torch):
     print(
       f"no PyTorch in {options.torch}: DDP is left out (--torch, or the extra torch)"

@@ -31,6 +31,7 @@ import link_results
 import link_start
 import links
 import numpy as np
+import quiet
 import running
 from elastic_hosts import MOMENTS, started
 from tables import table
@@ -162,6 +163,7 @@ def main() -> None:
   if missing := links.missing():
     running.skip(f"limited links need {missing}")
   link_start.leave_by_signals()
+  quiet.keep(unless=args.quick)
   names = "rate round_trip hosts every steps pause patience leave away".split()
   with link_start.network(args.hosts, args.rate, args.round_trip / 1e3) as hosts:
     probes = link_start.probes(hosts, 1_000_000 if args.quick else 25_000_000)

@@ -34,6 +34,7 @@ from typing import Any
 import link_results
 import link_start
 import links
+import quiet
 import running
 from tables import table
 
@@ -180,6 +181,7 @@ def main() -> None:
   if missing := links.missing():
     running.skip(f"limited links need {missing}")
   link_start.leave_by_signals()
+  quiet.keep(unless=args.quick)
   names = "hosts rate round_trip every rounds steps width layers length batch".split()
   results: dict[str, Any] = {
     "machine": link_start.machine(),

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import link_results
 import link_start
 import links
+import quiet
 import running
 from parallel_worker import CODECS, PLAIN
 from tables import table
@@ -259,6 +260,7 @@ def main() -> None:
   if args.rates != ["loopback"] and (missing := links.missing()):
     running.skip(f"limited links need {missing}; --loopback does without")
   link_start.leave_by_signals()
+  quiet.keep(unless=args.quick)
   results: dict[str, Any] = {"machine": link_start.machine(), "runs": []}
   for rate in args.rates:
     results["runs"].append(measure(rate, sizes, args))

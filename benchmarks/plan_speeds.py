@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import quiet
 import running
 import timing
 
@@ -132,6 +133,7 @@ def main() -> None:
   parser.add_argument("--output", type=pathlib.Path, help="JSON file to write")
   options = parser.parse_args()
   size, repeats = (1 << 16, 1) if options.quick else (1 << 24, 9)
+  quiet.keep(unless=options.quick)
   speeds = {name: rounded(speed) for name, speed in read()}
   for name, quantizer in IN_BUCKETS.items():
     speeds[name] = rounded(in_copies(quantizer, size, repeats))

@@ -18,6 +18,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+import quiet
 import running
 import timing
 
@@ -55,6 +56,7 @@ def main() -> None:
   if options.quick:
     options.size, options.repeats = 256, 1
     running.compile_fast()
+  quiet.keep(unless=options.quick)
   results: dict[str, Any] = {"machine": timing.machine()}
   print(json.dumps(results["machine"]))
   rng = np.random.default_rng(0)

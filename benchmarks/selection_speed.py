@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import quiet
 import running
 import timing
 from jax import lax
@@ -114,6 +115,7 @@ def main() -> None:
     options.sizes, options.densities, options.data = [2**14], [0.01], ["normal"]
     options.repeats = 1
     running.compile_fast()
+  quiet.keep(unless=options.quick)
   results: dict[str, Any] = {"machine": timing.machine()}
   print(json.dumps(results["machine"]))
   for size in options.sizes:

@@ -70,6 +70,25 @@ def test_half_a_line_and_old_settings_are_read(tmp_path):
   assert cluster_records.read(tmp_path) == [Record(SETTING, {"points": []})]
 
 
+def test_a_run_is_appended_behind_half_a_line(tmp_path):
+  path = tmp_path / "a.jsonl"
+  path.write_text('{"run": {"way"')
+  for seed in range(2):
+    cluster_records.append(path, SETTING._replace(seed=seed), {"points": []})
+  assert [x.setting.seed for x in cluster_records.read(tmp_path)] == [0, 1]
+  assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_run_that_was_left_counts_as_done_and_has_no_results(tmp_path):
+  records = Records(tmp_path)
+  records.append(SETTING, {"left": "a reason"})
+  assert records.has(SETTING)
+  study = cluster_numbers.grouped(cluster_records.read(tmp_path))
+  assert study.groups == study.cells == []
+  _, [row] = cluster_report.runs(study)
+  assert "a reason" in row[0] and row[1] == "f32"
+
+
 def test_failed_runs_are_shown_and_run_again(tmp_path):
   records = Records(tmp_path)
   records.append(SETTING, {"failed": "a reason"})
