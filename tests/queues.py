@@ -71,9 +71,12 @@ def starts():
   path = state / "starts"
   path.write_text(str(int(path.read_text()) + 1 if path.exists() else 1))
 
+def save(number, frame):
+  write("saved", "")
+  sys.exit()
+
 starts()
-if codec == "deaf":
-  signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if codec == "deaf" else save)
 write("process", os.getpid())
 write("nice", os.nice(0))
 write("cores", len(os.sched_getaffinity(0)))
@@ -128,7 +131,7 @@ class Queue:
 
   def ended(self):
     """Its exit status and the first words of what it printed of each training."""
-    out, _ = self.process.communicate(timeout=60)
+    out, _ = self.process.communicate(timeout=30)
     return self.process.returncode, [line[20:] for line in out.splitlines()]
 
   def state(self, name, digest="endless-0"):

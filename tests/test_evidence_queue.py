@@ -123,15 +123,17 @@ def test_a_training_that_takes_too_much_or_nothing_is_left(
 
 
 def test_sigterm_ends_all_within_seconds(queue, holder):
-  """Also trainings that are stopped, and one that does not listen."""
+  """Trainings that are stopped save their states; one does not listen."""
   one = queue((0, "endless"), (0, "deaf"), jobs=2)
   trainings = [one.state("process", f"{name}-0") for name in ("endless", "deaf")]
   holder()
+  until(lambda: "waits for" in one.process.stdout.readline())
   start = time.monotonic()
   one.process.send_signal(signal.SIGTERM)
   assert one.ended()[0] == 143
   assert time.monotonic() - start < 5
   assert all(map(gone, trainings))
+  assert one.state("saved") == ""
   assert not one.records.exists()
 
 
@@ -141,7 +143,7 @@ def test_a_killed_queue_leaves_no_training(stopped, queue, holder):
   trainings = [one.state("process", f"endless-{seed}") for seed in (0, 1)]
   if stopped:
     holder()
-    until(lambda: one.process.stdout.readline()[20:].startswith("waits"))
+    until(lambda: "waits for" in one.process.stdout.readline())
   one.process.kill()
   until(lambda: all(map(gone, trainings)))
 
