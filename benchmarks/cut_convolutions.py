@@ -1,7 +1,7 @@
 """Nets whose convolutions every worker has, and whose other layers are cut.
 
-They are those of Dettmers (2016), section 3.4, made smaller for images of 8 x 8, as the
-docstrings say. Convolutions are products of patches: gradients of a convolution by vmap
+They are those of Dettmers (2016), section 3.4, made smaller for images of 8 x 8 or so,
+as the docstrings say. Convolutions are products of patches: gradients of a convolution by vmap
 would be grouped convolutions, which are slow on a CPU.
 """
 
@@ -22,7 +22,7 @@ class Net(NamedTuple):
   Attributes:
     init_front: draws the convolutions from a key.
     features: computes what stands before the layers that are cut, from these and from
-      images ``[b, 8, 8, 1]``.
+      images ``[b, side, side, 1]``.
     init_layers: draws the layers that are cut, whole, from a key and the number of
       classes. Their last axis is that of the outputs.
     apply: computes the outputs of the last of them, ``apply(layers, x, gather, drop)``.
@@ -30,6 +30,8 @@ class Net(NamedTuple):
       of one that dropout follows.
     last: the number of the last layer.
     passes: the sub-batches of a batch.
+    updates: how often a batch updates the layers that are cut: each time after as many
+      sub-batches.
   """
 
   init_front: Callable[[jax.Array], Any]
@@ -38,6 +40,7 @@ class Net(NamedTuple):
   apply: Callable[[Any, jax.Array, Gather, Callable[..., jax.Array]], jax.Array]
   last: int
   passes: int
+  updates: int = 1
 
 
 def patches(x: jax.Array, size: int) -> jax.Array:
@@ -95,14 +98,16 @@ def padded(classes: int) -> int:
   return cut_layers.padded(classes, WORKERS)
 
 
-def locally_connected(filters: int) -> Net:
+def locally_connected(filters: int, side: int = 8) -> Net:
   """Returns the net with two locally connected layers.
 
   It has a convolution of 5 x 5, a pool of 3 x 3 with the stride 2, a normalization, a
   convolution of 3 x 3, a pool, a normalization, two locally connected layers of 3 x 3,
-  the second with half as many filters, and a softmax. For 8 x 8 pixels, the second pool
-  has the stride 1: the local layers have 4 x 4 places, where the paper's have 6 x 6.
+  the second with half as many filters, and a softmax. Images have ``side * side``
+  pixels. The second pool has the stride 1: the local layers have 4 x 4 places for 8 x 8
+  pixels and 7 x 7 for 14 x 14, where the paper's have 6 x 6 for 24 x 24.
   """
+  places = -(-side // 2)
 
   def init_front(key: jax.Array) -> Any:
     first, second = keys(key, 2)
@@ -115,9 +120,9 @@ def locally_connected(filters: int) -> Net:
   def init_layers(key: jax.Array, classes: int) -> Any:
     first, second, third = keys(key, 3)
     return [
-      drawn(first, 4, 4, 9 * filters, filters),
-      drawn(second, 4, 4, 9 * filters, filters // 2),
-      drawn(third, 16 * filters // 2, padded(classes)),
+      drawn(first, places, places, 9 * filters, filters),
+      drawn(second, places, places, 9 * filters, filters // 2),
+      drawn(third, places * places * (filters // 2), padded(classes)),
     ]
 
   def apply(layers: Any, x: jax.Array, gather: Gather, drop: Any) -> jax.Array:
@@ -129,13 +134,16 @@ def locally_connected(filters: int) -> Net:
   return Net(init_front, features, init_layers, apply, last=2, passes=1)
 
 
-def three_dense(filters: int, hidden: int) -> Net:
+def three_dense(filters: int, hidden: int, side: int = 8, updates: int = 1) -> Net:
   """Returns a net like AlexNet: convolutions, and three dense layers that are cut.
 
-  Dropout of a half follows the first two. A batch is taken in four sub-batches. For 8 x
-  8 pixels there are two convolutions of 3 x 3, each with a pool of 3 x 3 with the
-  stride 2 and a normalization, where AlexNet has five convolutions and three pools.
+  Dropout of a half follows the first two. A batch is taken in four sub-batches, and
+  updates the dense layers once, or four times: after each sub-batch (section 2.4).
+  There are two convolutions of 3 x 3, each with a pool of 3 x 3 with the stride 2 and a
+  normalization, where AlexNet has five convolutions and three pools. Images have ``side
+  * side`` pixels.
   """
+  places = -(-side // 4)  # as two pools that round up leave
 
   def init_front(key: jax.Array) -> Any:
     first, second = keys(key, 2)
@@ -148,7 +156,7 @@ def three_dense(filters: int, hidden: int) -> Net:
     return x.reshape(x.shape[0], -1)
 
   def init_layers(key: jax.Array, classes: int) -> Any:
-    sizes = 4 * 2 * filters, hidden, hidden, padded(classes)
+    sizes = places * places * 2 * filters, hidden, hidden, padded(classes)
     pairs = zip(keys(key, 3), sizes, sizes[1:], strict=False)
     return [drawn(key, m, n) for key, m, n in pairs]
 
@@ -157,4 +165,4 @@ def three_dense(filters: int, hidden: int) -> Net:
       x = gather(drop(jax.nn.relu(x @ layer["w"] + layer["b"]), number), number)
     return gather(x @ layers[2]["w"] + layers[2]["b"], 2)
 
-  return Net(init_front, features, init_layers, apply, last=2, passes=4)
+  return Net(init_front, features, init_layers, apply, 2, passes=4, updates=updates)

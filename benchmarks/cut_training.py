@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -113,12 +113,18 @@ def columns(layers: cut_layers.Layers) -> cut_layers.Layers:
   return jax.tree.map(lambda x: jnp.stack(jnp.split(x, WORKERS, axis=-1)), layers)
 
 
+def joined(cut: cut_layers.Layers) -> cut_layers.Layers:
+  """Puts the columns of all workers side by side."""
+  return jax.tree.map(lambda x: jnp.concatenate([*x], axis=-1), cut)
+
+
 class Way(NamedTuple):
   """A way to train, in functions that are traced."""
 
   start: Callable[[jax.Array], Any]  # from a key to a state, with parameters first
-  step: Callable[[Any, Images, jax.Array], Any]  # the next state
+  step: Callable[[Any, Images, jax.Array], tuple[Any, jax.Array]]  # and the loss
   predict: Callable[[Any, jax.Array, jax.Array], jax.Array]  # logits
+  sent: Callable[[Images], int]  # bytes of a worker in a step with such images
 
 
 def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -> Way:
@@ -141,16 +147,23 @@ def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) ->
     axes = own(kept)
 
     def worker(kept: Any, images: Images, key: jax.Array) -> Any:
-      grads = jax.grad(loss)(layers, net, images, key=key, own_key=key)
-      return exchange.update(grads, kept, layers)
+      found, grads = jax.value_and_grad(loss)(
+        layers, net, images, key=key, own_key=key
+      )
+      return found, *exchange.update(grads, kept, layers)
 
-    mean, kept = jax.vmap(
-      worker, in_axes=(axes, 0, 0), out_axes=(None, axes), axis_name=AXIS
+    losses, mean, kept = jax.vmap(
+      worker, in_axes=(axes, 0, 0), out_axes=(0, None, axes), axis_name=AXIS
     )(kept, of_workers(images), jax.random.split(key, WORKERS))
     updates, moments = rmsprop.update(mean, moments)
-    return optax.apply_updates(layers, updates), kept, moments
+    return (optax.apply_updates(layers, updates), kept, moments), losses.mean()
 
-  return Way(start, step, lambda state, x, key: net(state[0], x))
+  def sent(images: Images) -> int:
+    del images
+    layers = jax.eval_shape(init, jax.random.key(0))
+    return gradcomp.explain(exchange, layers, workers=WORKERS).bytes_sent
+
+  return Way(start, step, lambda state, x, key: net(state[0], x), sent)
 
 
 def exchanged(arm: Arm) -> Any:
@@ -195,19 +208,44 @@ def by_model(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -
 
     def worker(layers: cut_layers.Layers, own_key: jax.Array) -> Any:
       send = functools.partial(gather, key=jax.random.fold_in(key, WORKERS))
-      return jax.grad(loss)(layers, net, images, key=key, own_key=own_key, gather=send)
+      return jax.value_and_grad(loss)(
+        layers, net, images, key=key, own_key=own_key, gather=send
+      )
 
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(WORKERS))
-    grads = jax.vmap(worker, axis_name=AXIS)(layers, keys)
+    losses, grads = jax.vmap(worker, axis_name=AXIS)(layers, keys)
     updates, moments = rmsprop.update(grads, moments)
-    return optax.apply_updates(layers, updates), moments
+    return (optax.apply_updates(layers, updates), moments), losses.mean()
 
   def predict(state: Any, x: jax.Array, key: jax.Array) -> jax.Array:
     send = functools.partial(gather, key=key)
     worker = lambda layers: net(layers, x, gather=send, dropout=())
     return jax.vmap(worker, axis_name=AXIS)(state[0])[0]
 
-  return Way(start, step, predict)
+  def sent(images: Images) -> int:
+    def of_one(layers: cut_layers.Layers) -> jax.Array:
+      send = functools.partial(gather, key=jax.random.key(0))
+      return loss(layers, net, zeros(images), gather=send)
+
+    return sent_by_one(of_one, jax.eval_shape(start, jax.random.key(0))[0])
+
+  return Way(start, step, predict, sent)
+
+
+def zeros(shapes: Any) -> Any:
+  """Returns arrays of the given shapes, which all workers share."""
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def sent_by_one(loss: Callable[..., jax.Array], *stacked: Any) -> int:
+  """Returns the bytes that a worker sends for a loss and for its gradient.
+
+  Args:
+    loss: of what a worker has of its own.
+    *stacked: the shapes of that of all workers, ``[workers, ...]``.
+  """
+  of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+  return parallel.explain(loss, *of_one, axes={AXIS: WORKERS}).bytes_sent
 
 
 def loss(
@@ -218,20 +256,51 @@ def loss(
   return optax.softmax_cross_entropy_with_integer_labels(logits, images.labels).mean()
 
 
+def dense_layers(
+  arm: Arm,
+  unit: cut_layers.Unit,
+  sizes: Sequence[int],
+  rule: optax.GradientTransformation,
+) -> Way:
+  """Returns how a net of dense layers trains.
+
+  Args:
+    arm: what is sent.
+    unit: of the hidden layers.
+    sizes: the inputs, the units of each hidden layer, and the classes.
+    rule: the optimizer.
+  """
+  *inner, classes = sizes
+  net = functools.partial(cut_layers.apply, classes=classes, unit=unit)
+  whole = (*inner, cut_layers.padded(classes, WORKERS))
+  make = by_data if arm.way == "data" else by_model
+  return make(arm, net, lambda key: cut_layers.init(key, whole, unit), rule)
+
+
 def of_dense_layers(arm: Arm, unit: cut_layers.Unit, sets: Any, args: Any) -> "Trainer":
   """Returns what trains a net of two hidden layers of ``args.hidden`` units."""
   train, _, classes = sets
-  net = functools.partial(cut_layers.apply, classes=classes, unit=unit)
-  outputs = cut_layers.padded(classes, WORKERS)
-  sizes = (train.x.shape[1], args.hidden, args.hidden, outputs)
-  make = by_data if arm.way == "data" else by_model
-  init = lambda key: cut_layers.init(key, sizes, unit)
-  return Trainer(make(arm, net, init, rmsprop(args)), sets, args)
+  sizes = train.x.shape[1], args.hidden, args.hidden, classes
+  return Trainer(dense_layers(arm, unit, sizes, rmsprop(cosine(args))), sets, args)
 
 
-def rmsprop(args: Any) -> optax.GradientTransformation:
-  """Returns the optimizer of all arms, whose rate falls along a cosine."""
-  return optax.rmsprop(optax.cosine_decay_schedule(args.rate, args.steps))
+def cosine(args: Any) -> optax.Schedule:
+  """Returns the rate of a step, which falls along a cosine."""
+  return optax.cosine_decay_schedule(args.rate, args.steps)
+
+
+def rmsprop(
+  rate: optax.ScalarOrSchedule, updates: int = 1
+) -> optax.GradientTransformation:
+  """Returns the optimizer of layers that each step updates so many times.
+
+  Args:
+    rate: the rate, or that of a step.
+    updates: those of a step, which have one rate.
+  """
+  return optax.rmsprop(
+    (lambda count: rate(count // updates)) if callable(rate) else rate
+  )
 
 
 class Trainer:
@@ -250,7 +319,7 @@ class Trainer:
       def step(carry: Any, given: Any) -> Any:
         batch, key = given
         images = Images(train.x[batch], train.labels[batch])
-        return way.step(carry, images, key), None
+        return way.step(carry, images, key)[0], None
 
       drawn, key = jax.random.split(key)
       state = way.start(drawn)
