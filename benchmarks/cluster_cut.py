@@ -23,7 +23,9 @@ from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import cut_convolutions
+import download
 import hybrid_training
+import idx
 import jax
 import jax.numpy as jnp
 import layer_errors
@@ -32,6 +34,7 @@ import optax
 from arms import ARMS
 from checkpoints import Saved
 from cluster_emulated import mean_of
+from cluster_networks import reduced
 from cluster_settings import Setting
 from cut_training import (
   WORKERS,
@@ -61,7 +64,22 @@ NETS: dict[str, Callable[[int], cut_convolutions.Net]] = {
   "three-dense": _LIKE_ALEXNET,
   "three-dense-updates": functools.partial(_LIKE_ALEXNET, updates=4),
 }
+_PARTS = 4 * WORKERS  # of a batch that has four sub-batches
 _TESTED = 1000  # images that are tested at once
+
+
+def images(setting: Setting) -> data.ImageSet:
+  """Loads the images of a setting, such as ``mnist`` or ``fashion-mnist/14``.
+
+  The number is the side to which squares of pixels are averaged.
+  """
+  name, _, side = setting.dataset.partition("/")
+  embedded = name in data.BUILDERS
+  found = data.load(name) if embedded else idx.load(download.FOLDER / name)
+  if not side:
+    return found
+  train, test = (data.Split(reduced(x.images, int(side)), x.labels) for x in found[:2])
+  return found._replace(train=train, test=test)
 
 
 class Trainer:
@@ -76,10 +94,10 @@ class Trainer:
   """
 
   def __init__(self, images: data.ImageSet, setting: Setting):
+    _check(images, setting)
     self._setting, self._classes = setting, images.classes
     self._train, self._test = (_flat(x) for x in images[:2])
     self._side = images.train.images.shape[1]
-    _check(images, setting)
     way = self._way(setting.codec)
 
     def step(state: Any, images: Images, indices: jax.Array, key: jax.Array) -> Any:
@@ -118,11 +136,12 @@ class Trainer:
     .. math:: (N-1) \sum_w c(w), \qquad
       (N-1) \left( \sum_y c(y) + \sum_e c(e) \right)
 
-    are those of data and of model parallelism: w are the weights and biases, y a
-    worker's columns ``[B, n / N]`` of each layer's outputs, and e the errors of the
-    same shapes, but for those of the last layer, which all workers have. Nets with
-    convolutions send both kinds: the gradients of convolutions; features ``[B / (4 N),
-    n]`` and their errors in each of four sub-batches; and their columns and errors.
+    are those of data and of model parallelism. w are the weights and biases, which
+    travel in float32 where that is less. y are a worker's columns ``[B, n / N]`` of
+    each layer's outputs, and e the errors of the same shapes, but for those of the last
+    layer, which all workers have. Nets with convolutions send the gradients of these as
+    w, and in each sub-batch their features ``[B / (4 N), n]``, the columns behind them,
+    and the errors of both.
     """
     shapes = Images(
       jax.ShapeDtypeStruct((self._setting.batch, self._side**2), jnp.float32),
@@ -209,6 +228,8 @@ def _check(images: data.ImageSet, setting: Setting) -> None:
     )
   if setting.workers != WORKERS:
     raise ValueError(f"`workers` must be {WORKERS}, got {setting.workers}.")
+  if setting.batch % _PARTS:
+    raise ValueError(f"`batch` must be a multiple of {_PARTS}, got {setting.batch}.")
   networks = {"data": [*UNITS], "model": [*UNITS, *NETS]}
   if setting.way not in networks:
     raise ValueError(f"`way` must be one of {[*networks]}, got {setting.way!r}.")

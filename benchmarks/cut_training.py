@@ -147,9 +147,7 @@ def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) ->
     axes = own(kept)
 
     def worker(kept: Any, images: Images, key: jax.Array) -> Any:
-      found, grads = jax.value_and_grad(loss)(
-        layers, net, images, key=key, own_key=key
-      )
+      found, grads = jax.value_and_grad(loss)(layers, net, images, key=key, own_key=key)
       return found, *exchange.update(grads, kept, layers)
 
     losses, mean, kept = jax.vmap(

@@ -41,6 +41,7 @@ FILES: dict[str, Budget] = {
   "tests/test_ternary.py": Budget(programs=250, seconds=20),
   "tests/test_top_k.py": Budget(programs=380, seconds=20),
   "tests/test_zero.py": Budget(programs=400, seconds=20),
+  "tests/test_cluster_cut.py": Budget(programs=390, seconds=25),
   "tests/test_codec_exchange.py": Budget(programs=310, seconds=15),
   "tests/test_eight_bit.py": Budget(programs=190, seconds=15),
   "tests/test_float_cast.py": Budget(programs=290, seconds=15),

@@ -1,6 +1,7 @@
 """The benchmark's nets that are cut over workers take the steps of whole nets."""
 
 import doctest
+import functools
 
 import arms
 import cut_convolutions
@@ -11,15 +12,16 @@ import model_parallel_nets
 import numpy as np
 import optax
 import pytest
-from cut_training import WORKERS, Arm, Images
+from cut_training import WORKERS, Arm, Images, joined, rmsprop
 
 from gradcomp.codecs import Dense, EightBit
 
 CLASSES = 10
-NETS = {
-  "local": cut_convolutions.locally_connected(8),
-  "dense": cut_convolutions.three_dense(8, 16),
+MAKES = {
+  "local": functools.partial(cut_convolutions.locally_connected, 8),
+  "dense": functools.partial(cut_convolutions.three_dense, 8, 16),
 }
+NETS = {name: make() for name, make in MAKES.items()}
 
 
 def images(count):
@@ -28,17 +30,18 @@ def images(count):
   return Images(jnp.asarray(x), jnp.asarray(rng.integers(0, CLASSES, count)))
 
 
+def descent(updates):
+  """Plain descent, however often a step updates the layers."""
+  del updates
+  return optax.sgd(1.0)
+
+
 def whole(net, params, x):
-  """Logits of a net that nobody cuts, from ``[b, 64]`` pixels, without dropout."""
+  """Logits of a net that nobody cuts, from ``[b, pixels]``, without dropout."""
   front, layers = params
-  features = net.features(front, x.reshape(-1, 8, 8, 1))
+  features = net.features(front, hybrid_training.square(x))
   keep = lambda y, layer: y
   return net.apply(layers, features, keep, keep)[:, :CLASSES]
-
-
-def joined(cut):
-  """Puts the columns of all workers side by side."""
-  return jax.tree.map(lambda x: jnp.concatenate([*x], axis=-1), cut)
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -46,8 +49,7 @@ def test_a_step_in_float32_is_that_of_the_whole_net(name, monkeypatch):
   """Its gradients are sums in another order: ten times the eighth of an ulp of 1."""
   monkeypatch.setattr(hybrid_training, "_DROPPED", 0.0)
   net, given, key = NETS[name], images(16), jax.random.key(3)
-  rule = optax.sgd(1.0)
-  way = hybrid_training.by_both(Arm("model", Dense()), net, CLASSES, rule)
+  way = hybrid_training.by_both(Arm("model", Dense()), net, CLASSES, descent)
   state = jax.jit(way.start)(key)
   front, cut = state[0]
   params = front, jax.jit(joined)(cut)
@@ -63,7 +65,8 @@ def test_a_step_in_float32_is_that_of_the_whole_net(name, monkeypatch):
     each = optax.softmax_cross_entropy_with_integer_labels(logits, given.labels)
     return each.mean()
 
-  (front, cut), *_ = jax.jit(way.step)(state, given, key)
+  ((front, cut), *_), found = jax.jit(way.step)(state, given, key)
+  np.testing.assert_allclose(found, jax.jit(loss)(params), rtol=1e-5)
   after = lambda params: jax.tree.map(jnp.subtract, params, jax.grad(loss)(params))
   expected = jax.jit(after)(params)
   for got, want in zip(
@@ -72,6 +75,106 @@ def test_a_step_in_float32_is_that_of_the_whole_net(name, monkeypatch):
     strict=True,
   ):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", [8, 14, 28])
+@pytest.mark.parametrize("make", [*MAKES.values()], ids=[*MAKES])
+def test_nets_are_made_for_the_side_of_the_images(make, side):
+  net, key = make(side=side), jax.random.key(0)
+  params = lambda: (net.init_front(key), net.init_layers(key, CLASSES))
+  x = jax.ShapeDtypeStruct((2, side * side), jnp.float32)
+  logits = jax.eval_shape(lambda x: whole(net, params(), x), x)
+  assert logits.shape == (2, CLASSES)
+
+
+def test_convolutions_learn_from_all_sub_batches():
+  """As from one update, if updates between sub-batches change nothing; with dropout."""
+  given, key, fronts = images(16), jax.random.key(3), []
+  for updates in (1, 4):
+    net = cut_convolutions.three_dense(8, 16, updates=updates)
+    rule = lambda updates: optax.sgd(1.0 if updates == 1 else 0.0)
+    way = hybrid_training.by_both(Arm("model", Dense()), net, CLASSES, rule)
+    state = jax.jit(way.start)(key)
+    ((front, cut), *_), _ = jax.jit(way.step)(state, given, key)
+    fronts.append(jax.tree.leaves(front))
+    pairs = zip(*map(jax.tree.leaves, (cut, state[0][1])), strict=True)
+    moved = [np.any(x != y) for x, y in pairs]
+    assert all(moved) if updates == 1 else not any(moved)
+  for one, four in zip(*fronts, strict=True):
+    # Sums in another order: ten times the eighth of an ulp of 1.
+    np.testing.assert_allclose(four, one, rtol=1e-5, atol=1e-5)
+
+
+def tiny(passes):
+  """A net of a dense layer in front of two that are cut, of tanh, updated each pass."""
+
+  def apply(layers, x, gather, drop):
+    x = gather(jnp.tanh(x @ layers[0]["w"] + layers[0]["b"]), 0)
+    return gather(x @ layers[1]["w"] + layers[1]["b"], 1)
+
+  return cut_convolutions.Net(
+    init_front=lambda key: cut_convolutions.drawn(key, 4, 6),
+    features=lambda front, x: jnp.tanh(x.reshape(-1, 4) @ front["w"] + front["b"]),
+    init_layers=lambda key, classes: [
+      cut_convolutions.drawn(jax.random.fold_in(key, i), *shape)
+      for i, shape in enumerate(((6, 8), (8, classes)))
+    ],
+    apply=apply,
+    last=1,
+    passes=passes,
+    updates=passes,
+  )
+
+
+def descend(layer, inputs, error, rate):
+  layer["w"] = layer["w"] - rate * inputs.T @ error
+  layer["b"] = layer["b"] - rate * error.sum(axis=0)
+
+
+def test_dense_layers_are_updated_behind_each_sub_batch():
+  """Two sub-batches against a model in float64, whose gradients are written out."""
+  rng, key, rate = np.random.default_rng(0), jax.random.key(1), 0.5
+  x = rng.normal(size=(16, 4)).astype(np.float32)
+  labels = rng.integers(0, 4, 16)
+  given = Images(jnp.asarray(x), jnp.asarray(labels))
+  way = hybrid_training.by_both(
+    Arm("model", Dense()), tiny(2), 4, lambda updates: optax.sgd(rate)
+  )
+  state = jax.jit(way.start)(key)
+  front, cut = state[0]
+  double = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+  front, (one, two) = double((front, jax.jit(joined)(cut)))
+  errors, total = np.zeros((16, 6)), 0.0
+  features = np.tanh(x @ front["w"] + front["b"])
+  for part in (0, 1):
+    # Of four samples a worker, the first two and then the last two.
+    own = [i for i in range(16) if i % 4 // 2 == part]
+    hidden = np.tanh(features[own] @ one["w"] + one["b"])
+    logits = hidden @ two["w"] + two["b"]
+    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    total -= np.log(shares[range(8), labels[own]]).mean() / 2
+    error = (shares - np.eye(4)[labels[own]]) / 8
+    behind = (error @ two["w"].T) * (1 - hidden**2)
+    errors[own] = behind @ one["w"].T / 2  # the step's mean has twice the samples
+    descend(two, hidden, error, rate)
+    descend(one, features[own], behind, rate)
+  descend(front, x, errors * (1 - features**2), rate)
+  ((new, cut), *_), loss = jax.jit(way.step)(state, given, key)
+  found = jax.tree.leaves((new, jax.jit(joined)(cut)))
+  expected = jax.tree.leaves((front, [one, two]))
+  for got, want in zip(found, expected, strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(loss, total, rtol=1e-5)
+
+
+def test_updates_of_a_step_have_one_rate():
+  """Behind the first step the rate is zero."""
+  rule = rmsprop(lambda count: jnp.where(count < 1, 1.0, 0.0), updates=2)
+  state, moved = rule.init(jnp.ones(1)), []
+  for _ in range(4):
+    change, state = rule.update(jnp.ones(1), state)
+    moved.append(bool(change[0] != 0))
+  assert moved == [True, True, False, False]
 
 
 def test_patches_are_those_of_a_convolution():
@@ -105,9 +208,9 @@ def test_columns_of_all_workers_are_sent_in_the_type_of_the_arm():
   net, given, key = NETS["local"], images(16), jax.random.key(3)
   moved = []
   for codec in (Dense(), EightBit()):
-    way = hybrid_training.by_both(Arm("model", codec), net, CLASSES, optax.sgd(1.0))
+    way = hybrid_training.by_both(Arm("model", codec), net, CLASSES, descent)
     state = jax.jit(way.start)(key)
-    after = jax.jit(way.step)(state, given, key)
+    after, _ = jax.jit(way.step)(state, given, key)
     change = jax.tree.map(np.subtract, *jax.device_get((after[0], state[0])))
     moved.append([np.concatenate([*map(np.ravel, jax.tree.leaves(x))]) for x in change])
   for exact, coded in zip(*moved, strict=True):
