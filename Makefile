@@ -11,8 +11,8 @@ python := $(VENV)/bin/python
 pytest := $(python) -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder \
   --dist loadfile
 
-.PHONY: help train train-lm data test test-all breaks lint types bench bench-quick links evidence \
-  evidence-status gpu-check   ptx-check clean
+.PHONY: help train train-lm data test test-all breaks lint types bench bench-quick links \
+  evidence evidence-status evidence-times gpu-check ptx-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -62,6 +62,10 @@ evidence: $(VENV)/.installed-bench  ## train in the background what no record ha
 evidence-status: $(VENV)/.installed-bench  ## say how far these trainings are
 	@$(python) -W ignore benchmarks/evidence_status.py
 
+evidence-times: $(VENV)/.installed-bench  ## time steps on hosts (as root, an hour or two)
+	@$(PYTHON) examples/download.py
+	@$(python) -W ignore benchmarks/evidence_times.py --records benchmarks/results/evidence $(ARGS)
+
 # For a machine with a GPU and no package index: nothing is installed.
 gpu-check: export PYTHONPATH := $(CURDIR)
 gpu-check:  ## compare and time the kernels on the GPU of this machine
@@ -85,7 +89,7 @@ ptx-check: .venv-ptx/.installed  ## compile the kernels for Hopper without a GPU
 	@touch $@
 
 clean:  ## remove the virtual environment, builds and caches
-	rm -rf $(VENV) .venv-ptx dist .hypothesis .*_cache
+	rm -rf $(VENV) .venv-ptx .evidence dist .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The package in place, with one of its extras.

@@ -7,9 +7,17 @@ leaves of that part that it has without a part, and all others travel in float32
   dense  matrices
   body   all but the output layer
 
-QSGD of the library is better than the paper's: owners of a share keep what their
-second encoding loses, and workers share random bits, so that their errors cancel. A
-name that ends in ``-paper`` has neither.
+A name that ends in ``-paper`` is the paper's algorithm, where the library departs from
+it or adds to it:
+
+  QSGD         owners of a share keep nothing of what their second encoding loses, and
+               each worker has random bits of its own
+  TernGrad     random bits of each worker's own, and all leaves are ternary
+  8 bits       gradients of all leaves travel once, to all, without residuals
+  RedSync      sparse from the first step on; ASQ leaves the output layer out
+
+A leaf whose payload would be no smaller stays in float32 in all of them: with TernGrad
+and 8 bits one of fewer than some 520 elements.
 """
 
 import argparse
@@ -40,8 +48,8 @@ class Method(NamedTuple):
 
   Attributes:
     make: takes the options that all recipes share, by keyword.
-    momentum: whether the exchange has the momentum, and takes it as ``momentum``. Then
-      gradients are clipped in front of it, and else behind it.
+    momentum: whether the exchange has the momentum, and takes it as ``momentum`` and
+      ``nesterov``. Then gradients are clipped in front of it, and else behind it.
     start: the share of the steps in which it is dense at first.
   """
 
@@ -65,9 +73,35 @@ def _low(make: Callable[..., Transform], *args: Any, exchange: Any = "ring") -> 
   return _of(make, *args, exchange=exchange, feedback=None, min_leaf_size=0)
 
 
+def _eight(data_type: Any) -> Method:
+  """Returns a type as Dettmers' nets send it: see the top of the file."""
+  alike = {"exchange": "all_gather", "min_leaf_size": 0}
+  return _of(gradcomp.eight_bit, data_type, feedback=None, **alike)
+
+
+def _wen(clip_sigmas: float | None = 2.5) -> dict[str, Any]:
+  """Returns the options of TernGrad as Wen's: see the top of the file."""
+  return {"clip_sigmas": clip_sigmas, "dither": "independent", "min_leaf_size": 0}
+
+
+def one_layer(**options: Any) -> Transform:
+  """Makes TernGrad that takes all leaves for one layer, with one scale for all.
+
+  Wen, section 3.3, says that a scale for each layer is better.
+  """
+  return optax.flatten(gradcomp.terngrad(**options))
+
+
 def _sparse(density: float, start: float = 0.1, **options: Any) -> Method:
-  redsync = functools.partial(gradcomp.redsync, density, nesterov=False, **options)
+  redsync = functools.partial(gradcomp.redsync, density, **options)
   return Method(redsync, momentum=True, start=start)
+
+
+def asq_but_output(density: float, **options: Any) -> Transform:
+  """Makes RedSync that quantizes all but the output layer, as Fang's section 2.2."""
+  make = functools.partial(gradcomp.redsync, density, **options)
+  parts = {"rest": make(quantize="asq"), "output": make()}
+  return optax.partition(parts, output_layer)
 
 
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
@@ -89,6 +123,7 @@ METHODS: dict[str, Method] = {
   "qsgd-8-paper": _plain(8),
   "qsgd-4-paper": _plain(4),
   "qsgd-2-paper": _plain(2, bucket_size=128),
+  "qsgd-2-32-paper": _plain(2, bucket_size=32),
   "qsgd-4-8192-paper": _plain(4, bucket_size=8192),
   "qsgd-2-tensor-paper": _plain(2, bucket_size=None),
   "qsgd-4-l2-paper": _plain(4, norm="l2"),
@@ -109,11 +144,19 @@ METHODS: dict[str, Method] = {
   # Wen.
   "terngrad": _of(gradcomp.terngrad),
   "terngrad-noclip": _of(gradcomp.terngrad, None),
+  "terngrad-paper": _of(gradcomp.terngrad, **_wen()),
+  **{
+    f"terngrad-{c:g}-paper": _of(gradcomp.terngrad, **_wen(c))
+    for c in (1.5, 2.0, 3.0, 4.0)
+  },
+  "terngrad-noclip-paper": _of(gradcomp.terngrad, **_wen(None)),
+  "terngrad-global-paper": _of(one_layer, **_wen()),
   # Dettmers, whose workers keep no residuals.
   **{
     name.replace("_", "-"): _of(gradcomp.eight_bit, name, feedback=None)
     for name in TYPES
   },
+  **{f"{name.replace('_', '-')}-paper": _eight(name) for name in TYPES},
   # Han.
   **{f"aps-{e}-{m}": _low(gradcomp.aps, e, m) for e, m in FORMATS},
   **{f"cast-{e}-{m}": _low(gradcomp.loss_scaling_cast, 1.0, e, m) for e, m in FORMATS},
@@ -121,18 +164,30 @@ METHODS: dict[str, Method] = {
     f"aps-{e}-{m}-h{size}": _low(
       gradcomp.aps, e, m, exchange=Hierarchical(group_size=size)
     )
-    for e, m in FORMATS[:2]
+    for e, m in FORMATS
     for size in (16, 32)
+  },
+  **{
+    f"cast-{e}-{m}-h16": _low(
+      gradcomp.loss_scaling_cast, 1.0, e, m, exchange=Hierarchical(group_size=16)
+    )
+    for e, m in FORMATS
   },
   # His hybrid precision: float32 in the first third.
   "aps-4-3-h16-hybrid": _low(
     gradcomp.aps, 4, 3, exchange=Hierarchical(group_size=16)
   )._replace(start=1 / 3),
-  # Fang, who is dense at first.
+  # Fang, dense at first as two of the paper's nets, or never.
   "redsync-1": _sparse(0.01),
   "redsync-0.1": _sparse(0.001),
   "redsync-0.1-asq": _sparse(0.001, quantize="asq"),
-  "redsync-0.1-cold": _sparse(0.001, start=0.0),
+  **{
+    f"redsync-{percent:g}-paper": _sparse(percent / 100, start=0.0)
+    for percent in (0.1, 1, 10)
+  },
+  "redsync-0.1-asq-paper": Method(
+    functools.partial(asq_but_output, 0.001), momentum=True
+  ),
   "topk-1-noresidual": _of(gradcomp.compress, TopK(density=0.01), feedback=None),
   "topk-0.1-noresidual": _of(gradcomp.compress, TopK(density=0.001), feedback=None),
   "powersgd-2": _of(gradcomp.powersgd, 2),
@@ -193,7 +248,9 @@ def make(
   steps: int,
   exchange: str = "auto",
   momentum: float | None = None,
+  nesterov: bool = False,
   max_norm: float | None = None,
+  clipping: str = "mean",
   key: int = 0,
   steady: bool = False,
 ) -> tuple[Transform, float | None, float | None]:
@@ -205,7 +262,9 @@ def make(
     steps: those of the training, of which a share may be dense.
     exchange: ``"auto"`` for the method's own.
     momentum: of the training.
+    nesterov: whether it is Nesterov's.
     max_norm: what gradients are clipped at; None for no clipping.
+    clipping: what is clipped: see ``cluster_settings.Setting``.
     key: the seed of the rounding.
     steady: leaves the dense steps at the start out.
 
@@ -219,32 +278,44 @@ def make(
     options["exchange"] = exchange
   if part:
     options["min_leaf_size"] = 0  # for labels leave the small ones out
-  tx = _with_start(found, 0 if steady else steps, momentum, options)
+  first = 0 if steady else first_steps(name, steps)
+  own = {"momentum": momentum, "nesterov": nesterov} if found.momentum else {}
+  tx = _with_start(found, first, own, options)
   if part:
     alike = {"exchange": "local"} if exchange == "local" else {}
     full = gradcomp.dense(axis_name=axis_name, **alike)
     least = found.make.keywords.get("min_leaf_size")
     parts = functools.partial(labels, part, least)
     tx = optax.partition({"low": tx, "full": full}, parts)
-  if not found.momentum:
-    return tx, momentum, max_norm
-  if max_norm is not None:
-    # The rule that the committed records have.
-    clip = gradcomp.clip_by_local_norm(max_norm, axis_name=axis_name, rule="root")
-    tx = optax.chain(clip, tx)
-  return tx, None, None
+  local = found.momentum or clipping != "mean"
+  if max_norm is not None and local:
+    rule = "root" if clipping == "mean" else clipping  # that of the study's records
+    clip = gradcomp.clip_by_local_norm(max_norm, axis_name=axis_name, rule=rule)
+    tx, max_norm = optax.chain(clip, tx), None
+  return tx, None if found.momentum else momentum, max_norm
+
+
+def first_steps(name: str, steps: int) -> int:
+  """Returns how many of the steps of a training are dense at first.
+
+  A method of another version counts as one that is never dense.
+
+  Example:
+    >>> first_steps("redsync-1", 937), first_steps("redsync-1-paper", 937)
+    (94, 0)
+  """
+  method = METHODS.get(name.partition(":")[0])
+  return round(method.start * steps) if method else 0
 
 
 def _with_start(
-  method: Method, steps: int, momentum: float | None, options: dict[str, Any]
+  method: Method, first: int, own: dict[str, Any], options: dict[str, Any]
 ) -> Transform:
-  own = {"momentum": momentum} if method.momentum else {}
   tx = method.make(**own, **options)
-  first = round(method.start * steps)
   if not first:
     return tx
   if method.momentum:
-    dense = gradcomp.redsync(1.0, momentum, nesterov=False, **options)
+    dense = gradcomp.redsync(1.0, **own, **options)
   else:
     shared = ("exchange", "feedback", "min_leaf_size")  # switch wants them alike
     alike = {x: found for x, found in method.make.keywords.items() if x in shared}

@@ -22,12 +22,14 @@ import link_worker
 import links
 import numpy as np
 import optax
-from cluster_emulated import mean_of, sent_bytes
+from averaging import averaged
+from cluster_emulated import mean_of, printed, sent_bytes
 from cluster_networks import Source
 from cluster_settings import Setting, optimizer
 from emulated import point
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
+from plateau import observe
 from training import AXIS, Batch, Task, compile_step, init_state
 
 import gradcomp
@@ -53,7 +55,9 @@ def chain(setting: Setting, **changed: Any) -> optax.GradientTransformation:
   options = {
     "exchange": setting.exchange,
     "momentum": setting.momentum,
+    "nesterov": setting.nesterov,
     "max_norm": setting.max_norm,
+    "clipping": setting.clipping,
     "steps": setting.steps,
     "key": setting.seed,
   }
@@ -186,8 +190,8 @@ class Trainer:
 
   def train(
     self, seed: int, stepped: Callable[[], None] = lambda: None
-  ) -> list[dict[str, float]]:
-    """Trains from one seed, and returns the points of the curve."""
+  ) -> dict[str, Any]:
+    """Trains from one seed, and returns what an emulated training returns."""
     setting = self._setting
     params = self._task.init_params(seed)
     state = init_state(self._task, chain(setting, key=seed), params)
@@ -202,9 +206,10 @@ class Trainer:
       losses.append(metrics["loss"])
       stepped()
       if step in setting.evaluated:
-        evaluated = self._task.evaluate(params)
+        evaluated = self._task.evaluate(averaged(state, params))
         points.append(point(step, mean_of(losses), evaluated))
         losses = []
+        state = observe(state, points[-1]["test_loss"])
       if step == setting.steps or (points and not np.isfinite(points[-1]["test_loss"])):
         break
-    return points
+    return {"points": points, "fingerprint": printed(params)}

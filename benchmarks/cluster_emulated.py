@@ -22,10 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from averaging import averaged
+from checkpoints import Saved
 from cluster_networks import Source
 from cluster_settings import Setting, optimizer
 from emulated import own, point
-from training import AXIS, Task
+from plateau import observe
+from training import AXIS, NOWHERE, Task
 
 import gradcomp
 
@@ -71,6 +74,12 @@ class Trainer:
     self._gradients = jax.jit(gradients)
     self._update = jax.jit(update, donate_argnums=0)
 
+  def recorded(self) -> dict[str, Any]:
+    """Returns what a saved state belongs to."""
+    exchange, *_ = _exchange(self._setting, 0)
+    params = jax.eval_shape(lambda: self._task.init_params(0))
+    return gradcomp.state_record(exchange, params, workers=self._setting.workers)
+
   def bytes(self) -> dict[str, Any]:
     """Returns what a worker sends in a step, and what float32 sends."""
     exchange, *_ = _exchange(self._setting, 0)
@@ -78,11 +87,20 @@ class Trainer:
     return sent_bytes(exchange, params, self._setting.workers)
 
   def train(
-    self, seed: int, stepped: Callable[[], None] = lambda: None
-  ) -> list[dict[str, float]]:
-    """Trains from one seed, and returns the points of the curve.
+    self,
+    seed: int,
+    stepped: Callable[[], None] = lambda: None,
+    saved: Saved = NOWHERE,
+  ) -> dict[str, Any]:
+    """Trains from one seed, to the end or until the loss is no number any more.
 
-    It ends where the loss is no number any more.
+    Args:
+      seed: of parameters, batches and rounding.
+      stepped: called behind each step.
+      saved: where the training goes on from, and what keeps it.
+
+    Returns:
+      The points of the curve, and a fingerprint of the last parameters.
     """
     setting = self._setting
     params = jax.device_get(self._task.init_params(seed))  # of no mesh
@@ -90,8 +108,9 @@ class Trainer:
     carry = jax.jit(functools.partial(self._start, exchange))(params)
     batches = self._source.draw(setting.batch, seed=seed)
     drops = self._task.drops  # keys of no mesh, too
-    points, losses = [], []
-    for step in range(1, setting.steps + 1):
+    done, carry, curve = saved.restore(carry, batches, {"points": [], "losses": []})
+    points, losses = curve["points"], curve["losses"]
+    for step in range(done + 1, setting.steps + 1):
       indices = [x.reshape(setting.workers, -1, *x.shape[1:]) for x in next(batches)]
       options = {"rng": jax.random.key((seed << 24) + step)} if drops else {}
       found = []
@@ -102,15 +121,18 @@ class Trainer:
           self._gradients(carry[0], self._arrays, parts[:-1], parts[-1], options)
         )
       carry, loss = self._update(carry, found)
-      losses.append(loss)
+      losses.append(jax.block_until_ready(loss))
       stepped()
       if step in setting.evaluated:
-        evaluated = self._task.evaluate(carry[0])
+        params, kept, state = carry
+        evaluated = self._task.evaluate(averaged(state, params))
         points.append(point(step, mean_of(losses), evaluated))
         losses = []
         if not math.isfinite(points[-1]["test_loss"]):
           break
-    return points
+        carry = params, kept, observe(state, points[-1]["test_loss"])
+      saved.save(step, carry, {"points": points, "losses": losses})
+    return {"points": points, "fingerprint": printed(carry[0])}
 
   def _start(self, exchange: optax.GradientTransformation, params: Any) -> Any:
     of_each = functools.partial(
@@ -130,7 +152,9 @@ def _exchange(
     steps=setting.steps,
     exchange=setting.exchange,
     momentum=setting.momentum,
+    nesterov=setting.nesterov,
     max_norm=setting.max_norm,
+    clipping=setting.clipping,
     key=seed,
   )
 
@@ -148,4 +172,9 @@ def sent_bytes(tx: Any, params: Any, workers: int) -> dict[str, Any]:
 
 def mean_of(losses: list[Any]) -> float:
   """Returns the mean of losses that may still be on devices."""
-  return float(np.mean(jax.device_get(losses)))
+  return float(np.mean(jax.device_get(losses), dtype=np.float64))
+
+
+def printed(params: Any) -> str:
+  """Returns the fingerprint of parameters in hexadecimal digits."""
+  return "".join(f"{word:08x}" for word in np.ravel(gradcomp.fingerprint(params)))

@@ -23,11 +23,10 @@ def ends(group: Group) -> tuple[list[str], Rows]:
   """Returns the table of what the codecs of a group end at, and what they send."""
   header = ["codec", "accuracy", "points", "seeds", "steps to f32 - 0.2", "bytes / f32"]
   rows = []
-  for codec, runs in group.runs.items():
+  for codec in group.runs:
     found = list(group.ends(codec).values())
     difference = None if codec == "f32" else group.difference(codec)
     late = group.steps_to(codec)
-    ratio = next(iter(runs.values())).results["ratio"]
     rows.append(
       [
         codec,
@@ -35,7 +34,7 @@ def ends(group: Group) -> tuple[list[str], Rows]:
         str(difference or ""),
         str(len(found)),
         "never" if late is None else f"{late:.0f}",
-        f"{ratio:.4f}",
+        f"{group.ratio(codec):.4f}",
       ]
     )
   return header, rows

@@ -17,13 +17,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import brown  # noqa: E402
 import data  # noqa: E402
+import download  # noqa: E402
 import idx  # noqa: E402
 import networks  # noqa: E402
 import text  # noqa: E402
 from training import Batch, Task  # noqa: E402
 
-LENGTH = 32  # of a sequence of characters
-_TESTED = 2**16  # characters of the text to test on, so that tests take little time
+LENGTH = 32  # of a sequence of characters or words
+# Symbols of the text to test on, and logits, so that tests take little time.
+_TESTED, _LOGITS = 2**16, 2**28
 
 
 class Defaults(NamedTuple):
@@ -43,7 +45,13 @@ DEFAULTS = {
 _IMAGES = Defaults(0.05)
 _ADAM = 1e-3  # for all networks
 TEXTS = tuple(networks.TEXTS)
+_TEXTS: dict[str, Callable[[], text.Text]] = {
+  "python": text.load,
+  "brown": brown.characters,
+  "brown-words": brown.words,
+}
 NETWORKS = (*networks.IMAGES, *networks.TEXTS)
+KNOWN = 1000  # inputs by whose statistics a batch norm normalises in tests
 
 
 class Source(NamedTuple):
@@ -98,19 +106,12 @@ def source(
     data_dir: where the images are.
     folder: of IDX files, which are taken in place of ``dataset``.
     pixels: the width and height that images are reduced to; None leaves them.
-    corpus: ``"python"`` or ``"brown"``, byte by byte.
+    corpus: ``"python"`` or ``"brown"``, byte by byte, or ``"brown-words"``.
     dropout: of the networks that have any; None for each one's own.
   """
   if network in networks.TEXTS:
     return _language(network, corpus, dropout)
-  images = idx.load(folder) if folder else data.load(dataset, data_dir)
-  train, test, classes = images
-  name = folder.resolve().name if folder else dataset
-  if pixels is not None and pixels != train.images.shape[1]:
-    train, test = (
-      data.Split(reduced(x.images, pixels), x.labels) for x in (train, test)
-    )
-    name += f"/{pixels}"
+  name, (train, test, classes) = images(dataset, data_dir, folder, pixels)
   order = np.arange(len(train.labels), dtype=np.int32)
   return Source(
     name=name,
@@ -123,9 +124,43 @@ def source(
   )
 
 
+def images(
+  dataset: str = "digits",
+  data_dir: Path = data.FOLDER,
+  folder: Path | None = None,
+  pixels: int | None = None,
+) -> tuple[str, data.ImageSet]:
+  """Loads images, and names them; it takes what ``source`` takes."""
+  train, test, classes = idx.load(folder) if folder else data.load(dataset, data_dir)
+  name = folder.resolve().name if folder else dataset
+  if pixels is not None and pixels != train.images.shape[1]:
+    train, test = (
+      data.Split(reduced(x.images, pixels), x.labels) for x in (train, test)
+    )
+    name += f"/{pixels}"
+  return name, data.ImageSet(train, test, classes)
+
+
+def named(name: str) -> dict[str, Any]:
+  """Returns the options of ``source`` that give data its name.
+
+  Example:
+    >>> named("mnist/14")["pixels"], named("brown-words")
+    (14, {'corpus': 'brown-words'})
+  """
+  if name in _TEXTS:
+    return {"corpus": name}
+  dataset, _, pixels = name.partition("/")
+  options: dict[str, Any] = {"pixels": int(pixels) if pixels else None}
+  if dataset in data.BUILDERS:
+    return options | {"dataset": dataset}
+  return options | {"folder": download.FOLDER / dataset}
+
+
 def _language(network: str, corpus: str, dropout: float | None) -> Source:
-  found = brown.characters() if corpus == "brown" else text.load()
+  found = _TEXTS[corpus]()
   order = np.arange(len(found.train), dtype=np.int32)
+  tested = min(_TESTED, _LOGITS // found.symbols)
 
   def draw(batch_size: int, **options: int) -> Iterator[Batch]:
     return text.batches(order, batch_size, LENGTH, **options)
@@ -134,7 +169,7 @@ def _language(network: str, corpus: str, dropout: float | None) -> Source:
     name=corpus,
     model=networks.for_text(network, found.symbols, dropout),
     arrays=(found.train, found.train.astype(np.int32)),
-    test=tuple(text.in_order(found.test[:_TESTED], LENGTH)),
+    test=tuple(text.in_order(found.test[:tested], LENGTH)),
     epoch=len(order) // LENGTH,
     draw=draw,
     recurrent=True,

@@ -109,12 +109,18 @@ class Group(NamedTuple):
       extra += f", rate {x.learning_rate:g}"
     if x.momentum is None and x.optimizer == "sgd":
       extra += ", no momentum"
+    if x.nesterov:
+      extra += ", Nesterov"
+    if x.clipping != "mean":
+      extra += f", {x.clipping} clipping"
     if x.weight_decay:
       extra += f", weight decay {x.weight_decay:g}"
     if x.dropout is not None:
       extra += f", dropout {x.dropout:g}"
     if x.schedule != "cosine":
       extra += f", {x.schedule}"
+    if x.ema is not None:
+      extra += f", mean by {x.ema:g}"
     if x.rule != "fixed":
       extra += f", {x.batch // x.workers} a worker"
     epochs = x.steps * x.batch / x.epoch
@@ -129,6 +135,13 @@ class Group(NamedTuple):
   def ends(self, codec: str) -> dict[int, float]:
     """Returns the accuracy at the end in percent, by seed."""
     return {seed: curve[-1]["accuracy"] for seed, curve in self.curves(codec).items()}
+
+  def ratio(self, codec: str) -> float:
+    """Returns the bytes of a training over float32's, with its dense first steps."""
+    record = next(iter(self.runs[codec].values()))
+    steps = self.setting.steps
+    first = cluster_codecs.first_steps(record.setting.codec, steps)
+    return (first + (steps - first) * record.results["ratio"]) / steps
 
   def difference(self, codec: str, against: str = "f32") -> Spread | None:
     """Returns the points of accuracy by which a codec is better at the end.

@@ -27,13 +27,13 @@ class Record(NamedTuple):
     return self.results.get("failed", self.results.get("left"))
 
 
-def read(folder: Path) -> list[Record]:
-  """Reads all runs of a folder, the last of those with the same settings.
+def read(*folders: Path) -> list[Record]:
+  """Reads all runs of some folders, the last of those with the same settings.
 
   Settings that are newer than a record have their defaults there.
   """
   found: dict[Setting, Record] = {}
-  for path in sorted(folder.glob("*.jsonl")):
+  for path in (x for folder in folders for x in sorted(folder.glob("*.jsonl"))):
     for line in path.read_text().splitlines():
       try:
         results = json.loads(line)

@@ -4,7 +4,7 @@ import base64
 import functools
 import html
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,20 +116,21 @@ def runs(study: Study) -> tuple[list[str], Rows]:
   return header, rows
 
 
-def write(folder: Path, output: Path, price: float | None = None) -> None:
+def write(folders: Sequence[Path], output: Path, price: float | None = None) -> None:
   """Writes report.html, report.md and figures/*.png.
 
   Args:
-    folder: of the records.
+    folders: of the records, which are joined.
     output: where to write.
     price: dollars an hour of a worker; None for what the launches said.
 
   Raises:
-    ValueError: the folder has no records.
+    ValueError: the folders have no records.
   """
-  study = grouped(cluster_records.read(folder))
+  study = grouped(cluster_records.read(*folders))
   if not study.groups and not study.cells:
-    raise ValueError(f"`folder` must have records of runs, *.jsonl; {folder} has none.")
+    named = ", ".join(map(str, folders))
+    raise ValueError(f"`folders` must have records of runs, *.jsonl; {named} has none.")
   judged = judge(study)
   drawn = list(sections(study, price))
   pictures = {shown.name: _png(shown) for part in drawn for shown in part.shown}

@@ -27,8 +27,6 @@ from training import AXIS, Task
 import gradcomp
 from gradcomp._version import WIRE
 
-_KNOWN = 1000  # inputs by whose statistics a batch norm normalises in tests
-
 
 class Job(NamedTuple):
   """A setting, and what it learns from."""
@@ -149,7 +147,7 @@ def run(args: argparse.Namespace) -> None:
     devices = 1 if args.emulate else setting.workers
     key = setting.network, devices
     if key not in tasks:
-      known = source.arrays[0][:_KNOWN]
+      known = source.arrays[0][: cluster_networks.KNOWN]
       task = Task(source.model, source.test, _mesh(devices), known=known)
       tasks[key] = task, sized(task, source)
     task, sizes = tasks[key]
@@ -214,9 +212,9 @@ def _one(
     emulates = setting.way == "emulated"
     module = cluster_emulated if emulates else cluster_devices
     trainers[alike] = module.Trainer(task, source, alike)
-  points = trainers[alike].train(setting.seed, stepped)
-  said = f"accuracy {points[-1]['accuracy']:.2f} %"
-  return {"points": points, **trainers[alike].bytes()}, said
+  found = trainers[alike].train(setting.seed, stepped)
+  said = f"accuracy {found['points'][-1]['accuracy']:.2f} %"
+  return found | trainers[alike].bytes(), said
 
 
 def sized(task: Task, source: Source) -> dict[str, float]:

@@ -8,7 +8,9 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
+from averaging import average_params  # noqa: E402
 from optimizers import make_schedule, weights  # noqa: E402
+from plateau import scale_by_plateau  # noqa: E402
 
 
 class Setting(NamedTuple):
@@ -16,7 +18,8 @@ class Setting(NamedTuple):
 
   Attributes:
     way: ``"emulated"`` or ``"trained"`` for accuracy, by one device or on devices that
-      exchange; ``"timed"`` for the times of a step.
+      exchange; ``"data"`` or ``"model"`` for Dettmers' nets, see cluster_cut.py;
+      ``"timed"`` for the times of a step.
     network, dataset, codec, exchange: by their names.
     workers: N.
     rule: whether the batch is ``"fixed"``, or one ``"per-worker"``.
@@ -31,9 +34,17 @@ class Setting(NamedTuple):
     max_norm: what gradients are clipped at; None for no clipping.
     link: between hosts, by its name; "" without hosts.
     hosts: the processes of a run that was timed.
-    schedule: ``"cosine"``, ``"polynomial"`` or ``"constant"``: see ``optimizers``.
+    schedule: ``"cosine"``, ``"polynomial"``, ``"plateau"`` or ``"constant"``: see
+      ``optimizers``. On a plateau of the test's loss the rate halves, as Fang's does.
     weight_decay: of matrices and kernels, with SGD behind the exchange.
     dropout: of networks that have any; None for each one's own.
+    nesterov: whether the momentum of ``"sgd"`` is Nesterov's.
+    clipping: what is clipped at ``max_norm``. ``"mean"``: the mean of all workers, and
+      with momentum in the exchange each worker's gradient by the rule ``"root"``.
+      ``"own"``, ``"share"`` or ``"root"``: each worker's gradient by that rule of
+      ``gradcomp.clip_by_local_norm``, whatever the exchange, float32's too.
+    ema: the decay of the mean of the parameters that is tested in their place; None for
+      no mean.
   """
 
   way: str
@@ -57,6 +68,9 @@ class Setting(NamedTuple):
   schedule: str = "cosine"
   weight_decay: float = 0.0
   dropout: float | None = None
+  nesterov: bool = False
+  clipping: str = "mean"
+  ema: float | None = None
 
   @property
   def name(self) -> str:
@@ -90,5 +104,10 @@ def optimizer(
   else:
     if setting.weight_decay:
       chain.append(optax.add_decayed_weights(setting.weight_decay, weights))
-    chain.append(optax.sgd(rate, momentum=momentum))
+    nesterov = setting.nesterov and momentum is not None
+    chain.append(optax.sgd(rate, momentum=momentum, nesterov=nesterov))
+  if setting.schedule == "plateau":
+    chain.append(scale_by_plateau())
+  if setting.ema is not None:
+    chain.append(average_params(setting.ema))
   return optax.chain(*chain)

@@ -10,7 +10,7 @@
     lenet --codecs f32 qsgd-4 --steps-only 20 --output DIR    (as root)
   python benchmarks/cluster_study.py run --papers --idx datasets/fashion-mnist
     --output DIR    (all of docs/results.md but its times, in about a day of one core)
-  python benchmarks/cluster_study.py report DIR
+  python benchmarks/cluster_study.py report DIR [DIR ...]
 
 A run times the steps of each codec, split into computation, codec and communication
 (cluster_devices.py), and trains from each seed. With --emulate, one device emulates the
@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> None:
   if args.command == "report":
     import cluster_report
 
-    return cluster_report.write(args.folder, args.output or args.folder, args.price)
+    output = args.output or args.folders[0]
+    return cluster_report.write(args.folders, output, args.price)
   if args.quick:
     import cluster_quick
 
@@ -95,8 +96,8 @@ def make_parser() -> argparse.ArgumentParser:
   )
   commands = parser.add_subparsers(dest="command", required=True)
   report = commands.add_parser("report", help="write report.html and report.md")
-  report.add_argument("folder", type=Path, help="of the records")
-  report.add_argument("--output", type=Path, help="default: the same folder")
+  report.add_argument("folders", type=Path, nargs="+", help="of the records")
+  report.add_argument("--output", type=Path, help="default: the first folder")
   price = "dollars an hour of a worker"
   report.add_argument("--price", type=parsing.positive_float, help=price)
   command = commands.add_parser("run", help="run what is not there yet")
@@ -164,7 +165,8 @@ def make_parser() -> argparse.ArgumentParser:
     type=parsing.positive,
     help="reduce images to this width and height",
   )
-  add("--text", choices=("python", "brown"), default="python")
+  corpora = ("python", "brown", "brown-words")
+  add("--text", choices=corpora, default="python")
 
   add = command.add_argument_group("training").add_argument
   add("--epochs", type=parsing.positive_float, default=1.0, help="default: 1")

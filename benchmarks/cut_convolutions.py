@@ -1,8 +1,8 @@
 """Nets whose convolutions every worker has, and whose other layers are cut.
 
-They are those of Dettmers (2016), section 3.4, made smaller for small images, as the
-docstrings say. Convolutions are products of patches: gradients of a convolution by vmap
-would be grouped convolutions, which are slow on a CPU.
+They are those of Dettmers (2016), section 3.4, made smaller for images of 8 x 8 or so,
+as the docstrings say. Convolutions are products of patches: gradients of a convolution
+by vmap would be grouped convolutions, which are slow on a CPU.
 """
 
 from collections.abc import Callable

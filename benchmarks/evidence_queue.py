@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import cluster_records
 import evidence_child
 import quiet
+import running
 from cluster_settings import Setting
 
 _HERE = Path(__file__).parent
@@ -33,6 +34,8 @@ class Item(Protocol):
   def launch(self) -> str: ...
   @property
   def setting(self) -> Setting: ...
+  @property
+  def cpu(self) -> float: ...
   @property
   def digest(self) -> str: ...
   @property
@@ -271,9 +274,6 @@ def main() -> None:
     )
   import evidence_items
 
-  import gradcomp
-  from gradcomp._version import WIRE
-
   folders = Folders(args.records, args.work)
   script = str(_HERE / "evidence_training.py")
 
@@ -283,7 +283,7 @@ def main() -> None:
     return [sys.executable, "-W", "ignore", script, *given]
 
   cores = sorted(os.sched_getaffinity(0))[: args.jobs]
-  about = {"gradcomp": gradcomp.__version__, "wire": WIRE}
+  about = {"commit": running.commit()}
   sys.exit(Queue(evidence_items.items(), folders, command, cores, about).run())
 
 

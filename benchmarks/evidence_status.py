@@ -1,7 +1,8 @@
 """Says how far the queue of trainings is: ``make evidence-status``.
 
 Hours are those of CPU time. What a training will take is told by those that ran with
-the same network and workers, best also with the same batch and codec.
+the same network, data, workers and batch, best also with the same codec, and else by
+the launch.
 """
 
 import json
@@ -19,11 +20,8 @@ from cluster_settings import Setting
 from evidence_queue import Folders, Item, queued
 from evidence_start import FOLDERS
 
-_ALIKE = (
-  ("network", "workers", "batch", "codec", "exchange"),
-  ("network", "workers", "batch"),
-  ("network", "workers"),
-)
+_SIZE = "way", "network", "dataset", "workers", "batch"
+_ALIKE = (*_SIZE, "codec", "exchange"), _SIZE
 _HEADER = "launch|done|left|runs|to do|timed|seeds|h done|h to do".split("|")
 
 
@@ -50,8 +48,8 @@ def costs(
   ]
 
 
-def expected(item: Item, known: Sequence[Cost]) -> float | None:
-  """Returns the seconds of CPU time that a training will take; None if unknown."""
+def expected(item: Item, known: Sequence[Cost]) -> float:
+  """Returns the seconds of CPU time that a training will take."""
   for fields in _ALIKE:
     alike = [
       cost.seconds
@@ -60,8 +58,7 @@ def expected(item: Item, known: Sequence[Cost]) -> float | None:
     ]
     if alike:
       return statistics.fmean(alike) * item.setting.steps
-  step = getattr(item, "cpu_a_step", None)
-  return None if step is None else step * item.setting.steps
+  return item.cpu
 
 
 class Row(NamedTuple):
@@ -75,8 +72,7 @@ class Row(NamedTuple):
     timed: runs that are not the queue's.
     seeds: those of which nothing is missing, and all.
     spent: hours of CPU time of what was done, left or runs.
-    ahead: hours of CPU time of what runs and waits, as far as known.
-    unknown: trainings of which nothing like them has run.
+    ahead: hours of CPU time of what runs and waits.
   """
 
   launch: str
@@ -88,7 +84,6 @@ class Row(NamedTuple):
   seeds: tuple[int, int]
   spent: float
   ahead: float
-  unknown: int
 
 
 def row(
@@ -114,11 +109,10 @@ def row(
   seeds = {item.setting.seed for item in own}
   spent = [record.results.get("cpu", 0.0) for record in found]
   spent += [beats[item.digest].cpu for item in running]
-  whole = {item.digest: expected(item, known) for item in ahead}
+  nothing = evidence_child.Heartbeat()
   rest = [
-    max(0.0, seconds - (beats[digest].cpu if digest in beats else 0.0))
-    for digest, seconds in whole.items()
-    if seconds is not None
+    max(0.0, expected(item, known) - beats.get(item.digest, nothing).cpu)
+    for item in ahead
   ]
   return Row(
     launch=launch,
@@ -130,7 +124,6 @@ def row(
     seeds=(len(seeds - {item.setting.seed for item in ahead}), len(seeds)),
     spent=sum(spent) / 3600,
     ahead=sum(rest) / 3600,
-    unknown=len(whole) - len(rest),
   )
 
 
@@ -158,9 +151,11 @@ def page(items: Sequence[Item], folders: Folders, cores: int) -> str:
     complete = f"{x.seeds[0]} of {x.seeds[1]}"
     counts = x.done, x.left, x.running, x.waiting, x.timed
     lines.append(_line(x.launch, *counts, complete, f"{x.spent:.1f}", f"{x.ahead:.1f}"))
-  ahead, unknown = sum(x.ahead for x in rows), sum(x.unknown for x in rows)
-  told = f"{ahead:.1f} h of CPU time to do: {ahead / cores:.1f} h of {cores} cores"
-  lines += ["", told + (f", without {unknown} of unknown cost" if unknown else "")]
+  ahead = sum(x.ahead for x in rows)
+  lines += [
+    "",
+    f"{ahead:.1f} h of CPU time to do: {ahead / cores:.1f} h of {cores} cores",
+  ]
   if not queue:
     return "\n".join([*lines, "the queue does not run: make evidence starts it"])
   lines.append(f"the queue runs: {queue}")

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,12 @@ def compile_fast() -> None:
   os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
   if jax := sys.modules.get("jax"):
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+def commit() -> str:
+  """Returns the commit of this file's tree, which an installed version need not be."""
+  command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+  return subprocess.run(command, capture_output=True, text=True, check=True).stdout[:-1]
 
 
 def write_json(path: Path, results: Any) -> None:

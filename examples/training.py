@@ -24,6 +24,7 @@ AXIS = "data"
 Batch = tuple[np.ndarray, np.ndarray]  # inputs and labels: a Split, or Tokens
 REPLICATED = PartitionSpec()
 NOWHERE = Saved()
+_SCORED = 8192  # labels that are tested at once
 
 
 class Point(NamedTuple):
@@ -129,8 +130,10 @@ class Task:
     statistics = self._statistics and self._statistics(local, self._known)
     _, labels = self._test
     totals = np.zeros(2)
-    for start in range(0, len(labels), 1000):
-      part = tuple(x[start : start + 1000] for x in self._test)
+    # Of texts fewer at once, for each of their labels has logits of its own.
+    count = min(1000, max(1, _SCORED * len(labels) // labels.size))
+    for start in range(0, len(labels), count):
+      part = tuple(x[start : start + count] for x in self._test)
       totals += jax.device_get(self._scores(local, statistics, part))
     loss, accuracy = (totals / labels.size).tolist()
     return loss, accuracy

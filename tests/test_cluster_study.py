@@ -243,7 +243,7 @@ def test_the_report_needs_nothing_else_and_escapes_what_it_shows(tmp_path):
   for record in records:
     setting = record.setting._replace(dataset="<b>&")
     Records(tmp_path).append(setting, record.results)
-  cluster_report.write(tmp_path, tmp_path)
+  cluster_report.write([tmp_path], tmp_path)
   page = (tmp_path / "report.html").read_text()
   assert "<b>&" not in page and "&lt;b&gt;&amp;" in page
   assert "http" not in page and "<script" not in page
@@ -254,4 +254,4 @@ def test_the_report_needs_nothing_else_and_escapes_what_it_shows(tmp_path):
 
 def test_a_folder_without_runs_is_no_study(tmp_path):
   with pytest.raises(ValueError, match="must have records"):
-    cluster_report.write(tmp_path, tmp_path)
+    cluster_report.write([tmp_path], tmp_path)

@@ -262,10 +262,11 @@ class Item:
   def __init__(self, launch, setting):
     self.launch, self.setting = launch, setting
     self.digest = self.title = f"{setting.codec}-{setting.seed}"
+    self.cpu = 3600.0
 
 
 def test_the_status_counts_by_launches(tmp_path, monkeypatch):
-  """A step of 40 takes 90 s; of another network nothing is known."""
+  """A step of 40 takes 90 s; of another network the launch says an hour."""
   monkeypatch.setenv("GRADCOMP_QUIET_LOCK", str(tmp_path / "quiet.lock"))
   folders = Folders(tmp_path / "records", tmp_path / "work")
   folders.records.mkdir()
@@ -277,7 +278,7 @@ def test_the_status_counts_by_launches(tmp_path, monkeypatch):
   items += [Item("lenets", TIMED), Item("others", other)]
   page = evidence_status.page(items, folders, 2)
   assert page.endswith("the queue does not run: make evidence starts it")
-  assert "without 5 of unknown cost" in page
+  assert "5.0 h of CPU time to do: 2.5 h of 2 cores" in page
 
   path = folders.records / "lenets.jsonl"
   append(path, settings[0], {"points": [], "cpu": 3600.0})
@@ -294,11 +295,9 @@ def test_the_status_counts_by_launches(tmp_path, monkeypatch):
   os.close(quiet)
   assert [line.split() for line in lines[1:3]] == [
     ["lenets", *"1 1 1 1 1 1 of 2 1.8 1.8".split()],
-    ["others", *"0 0 0 1 0 0 of 1 0.0 0.0".split()],
+    ["others", *"0 0 0 1 0 0 of 1 0.0 1.0".split()],
   ]
-  assert (
-    lines[4] == "1.8 h of CPU time to do: 0.9 h of 2 cores, without 1 of unknown cost"
-  )
+  assert lines[4] == "2.8 h of CPU time to do: 1.4 h of 2 cores"
   assert lines[5].startswith(f"the queue runs: process {os.getpid()}, ")
   assert lines[6].startswith("it waits for a benchmark that takes times: process ")
   assert lines[7] == "  f32-1: step 10 of 40 (25 %), 900 of about 3600 CPU s"

@@ -83,5 +83,5 @@ def test_all_scripts_are_run():
     "parallel_worker",
     "torch_worker",
   }
-  of_trainings = {"evidence_start", "evidence_status"}
+  of_trainings = {f"evidence_{x}" for x in ("start", "status", "times")}
   assert started == scripts - started_by_others - of_trainings - {"quick"}

@@ -1,0 +1,319 @@
+"""The trainings of the evidence queue: what they are, and that they go on as before."""
+
+import json
+
+import cluster_codecs
+import cluster_records
+import cluster_runs
+import cluster_study
+import evidence_items
+import evidence_launches
+import evidence_times
+import evidence_training
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cluster_networks import TEXTS, Source
+from evidence_training import Heart, Keeper
+from study_cases import SETTING
+
+import gradcomp
+from gradcomp.codecs import EightBit, Ternary
+
+DIGITS = SETTING._replace(workers=2, batch=32, steps=6, epoch=1437, points=2)
+LIKE = {"kernel": np.zeros((64, 32)), "head": {"kernel": np.zeros((32, 20))}}
+WORKERS = 8
+
+
+def made(codec, **options):
+  """The exchange of a codec, with what is left behind it."""
+  return cluster_codecs.make(codec, axis_name="data", steps=100, **options)
+
+
+def exchanged(tx, gradients):
+  """What each worker gets from one update, stacked; on the host."""
+
+  def update(grads):
+    return tx.update(grads, tx.init(grads), grads)[0]
+
+  return jax.device_get(jax.jit(jax.vmap(update, axis_name="data"))(gradients))
+
+
+def drawn(alike=False):
+  """Gradients of all workers, or one that all of them have."""
+  rng = np.random.default_rng(0)
+
+  def leaf(x):
+    shape = x.shape if alike else (WORKERS, *x.shape)
+    normal = rng.normal(size=shape).astype(np.float32)
+    return np.broadcast_to(normal, (WORKERS, *x.shape))
+
+  return jax.tree.map(leaf, LIKE)
+
+
+def test_each_training_has_one_place_and_a_codec():
+  items = evidence_items.items()
+  assert len({x.digest for x in items}) == len({x.setting for x in items}) == len(items)
+  assert {x.launch for x in items} == {x.name for x in evidence_launches.LAUNCHES}
+  for x in items:
+    assert cluster_codecs.check(x.setting.codec)
+    assert x.setting.batch % x.setting.workers == 0
+
+
+def test_seeds_are_the_outer_loop_of_a_launch():
+  for launch in evidence_launches.LAUNCHES:
+    items = [x for x in evidence_items.items() if x.launch == launch.name]
+    seeds = [x.setting.seed for x in items]
+    assert seeds == sorted(seeds) and set(seeds) == set(range(launch.seeds))
+    assert len(set(map(seeds.count, seeds))) == 1
+
+
+def test_each_arm_is_beside_float32():
+  for launch in evidence_launches.LAUNCHES:
+    assert all("f32" in arms.codecs for arms in launch.arms)
+
+
+def test_timed_launches_are_those_of_the_study(monkeypatch):
+  """Of what a host runs on its link, with the sizes of the data and none of it."""
+
+  def source(args, network):
+    images = ("fashion-mnist/14", 60_000)
+    name, epoch = ("brown", 172_221) if network in TEXTS else images
+    return Source(name, None, (), (), epoch, None, network in TEXTS)
+
+  monkeypatch.setattr(cluster_runs, "_source", source)
+  parser = cluster_study.make_parser()
+  timed = {x.setting for x in evidence_items.items() if x.setting.way == "timed"}
+  made = set()
+  for _, rate, hosts, line in evidence_times.lines(timed):
+    monkeypatch.setattr(jax, "process_count", lambda hosts=hosts: hosts)
+    monkeypatch.setattr(jax, "device_count", lambda hosts=hosts: hosts)
+    args = parser.parse_args(["run", *line, "--link", rate, "--output", "unused"])
+    made |= {x.setting for x in cluster_runs.jobs(args)}
+  assert made == timed
+
+
+def test_wens_workers_draw_bits_of_their_own_for_all_leaves():
+  """Equal gradients come out different, and no leaf is in float32.
+
+  A worker's error has the variance (s - |g|) |g| an element; the mean's is an Nth of
+  it. The mean square of 2,000 independent rounds is within 5 standard errors of it.
+  """
+  tx, *_ = made("terngrad-paper")
+  plan = gradcomp.explain(tx, LIKE, workers=WORKERS)
+  assert {type(leaf.codec) for leaf in plan.leaves} == {Ternary}
+  gradient = jax.tree.map(jnp.asarray, drawn(alike=True))
+  one = jax.tree.map(lambda x: x[0], gradient)
+
+  def round_of(key):
+    tx, *_ = made("terngrad-noclip-paper")
+    state = jax.tree_util.tree_map_with_path(
+      lambda path, x: key if getattr(path[-1], "name", "") == "key" else x,
+      tx.init(LIKE),
+    )
+    update = lambda grads: tx.update(grads, state, LIKE)[0]
+    return jax.vmap(update, axis_name="data", out_axes=None)(gradient)
+
+  keys = jax.random.bits(jax.random.key(1), (2000, 2), jnp.uint32)
+  means = jax.jit(lambda keys: jax.lax.map(round_of, keys))(keys)["kernel"]
+  g = np.asarray(one["kernel"], np.float64)
+  errors = np.asarray(means, np.float64) - g
+  expected = ((np.abs(g).max() - np.abs(g)) * np.abs(g) / WORKERS).mean()
+  squares = np.square(errors).mean(axis=(1, 2))
+  bound = 5 * squares.std(ddof=1) / np.sqrt(len(squares))
+  assert abs(squares.mean() - expected) < bound
+
+
+def test_one_scale_of_all_layers_is_the_largest_element():
+  tx, *_ = made("terngrad-global-paper")
+  gradients = jax.tree.map(lambda x: np.ones((1, *x.shape), np.float32), LIKE)
+  gradients["head"]["kernel"] *= 100
+  found = exchanged(tx, gradients)
+  top = found["head"]["kernel"].max()
+  assert {x for leaf in jax.tree.leaves(found) for x in np.unique(leaf)} == {0.0, top}
+
+
+def test_dettmers_sends_once_and_all_of_it():
+  """(N - 1) payloads of 8 bits an element, without residuals."""
+  tx, *_ = made("dynamic-tree-paper")
+  plan = gradcomp.explain(tx, LIKE, workers=WORKERS)
+  assert {leaf.exchange for leaf in plan.leaves} == {"all_gather"}
+  assert {type(leaf.codec) for leaf in plan.leaves} == {EightBit}
+  assert tx.init(LIKE).residual is None
+
+
+@pytest.mark.parametrize("codec", ["redsync-0.1-paper", "redsync-0.1-asq-paper"])
+def test_fangs_arms_are_sparse_from_the_first_step_on(codec):
+  tx, *_ = made(codec, momentum=None)
+  assert cluster_codecs.first_steps(codec, 10_000) == 0
+  leaves = {"kernel": jnp.zeros((256, 256)), "head": {"kernel": jnp.zeros((256, 256))}}
+  gradient = jax.tree.map(
+    lambda x: jnp.linspace(1.0, 2.0, x.size).reshape(x.shape), leaves
+  )
+  update = lambda grads: tx.update(grads, tx.init(leaves), leaves)[0]
+  found = jax.vmap(update, axis_name="data")(jax.tree.map(lambda x: x[None], gradient))
+  for leaf in jax.tree.leaves(found):
+    assert 0 < np.count_nonzero(leaf) < 0.003 * leaf.size
+  values = [len(np.unique(x[x != 0])) for x in map(np.asarray, jax.tree.leaves(found))]
+  assert values[0] > 1  # of the output layer, which comes first
+  assert (values[1] == 1) == ("asq" in codec)
+
+
+@pytest.mark.parametrize("codec", ["f32", "qsgd-4-paper", "redsync-1-paper"])
+def test_all_codecs_have_the_same_clipping(codec):
+  """Each worker's gradient by its rule, in front of the exchange; nothing behind it."""
+  options = dict(momentum=0.9, max_norm=1.0)
+  *_, left = made(codec, clipping="share", **options)
+  assert left is None
+  *_, left = made(codec, **options)
+  assert left == (None if "redsync" in codec else 1.0)
+
+
+def test_shares_are_clipped_at_the_root_of_n():
+  """In DGC's units: shares g / N of a sum at c / sqrt(N), by NumPy."""
+  gradients = drawn()
+  tx, *_ = made("f32", max_norm=1.0, clipping="share")
+  found = exchanged(tx, gradients)
+  flat = np.concatenate(
+    [
+      np.asarray(x, np.float64).reshape(WORKERS, -1) for x in jax.tree.leaves(gradients)
+    ],
+    axis=1,
+  )
+  shares = flat / WORKERS
+  norms = np.linalg.norm(shares, axis=1, keepdims=True)
+  clipped = shares * np.minimum(1, 1.0 / np.sqrt(WORKERS) / norms)
+  assert (norms > 1 / np.sqrt(WORKERS)).all()  # so that all are clipped
+  ours = np.concatenate([np.ravel(x[0]) for x in jax.tree.leaves(found)])
+  # Float32 adds eight addends, each within some units in the last place.
+  np.testing.assert_allclose(ours, clipped.sum(axis=0), atol=1e-6)
+
+
+def steps_of(setting, patch):
+  """Trains, and returns the parameters that were tested and the results."""
+  trainer, _ = evidence_training.trainer_of(setting)
+  tested = []
+  evaluate = trainer._task.evaluate
+  patch.setattr(
+    trainer._task,
+    "evaluate",
+    lambda params: (tested.append(jax.device_get(params)), evaluate(params))[1],
+  )
+  return tested, trainer.train(setting.seed)
+
+
+def test_means_of_parameters_are_tested(monkeypatch):
+  """Wen: decayed by 0.9 here, divided by the sum of the weights, in float64."""
+  setting = DIGITS._replace(network="mlp", dropout=0.0, steps=4, points=4)
+  plain, found = steps_of(setting, monkeypatch)
+  means, averaged = steps_of(setting._replace(ema=0.9), monkeypatch)
+  assert found["fingerprint"] == averaged["fingerprint"]
+  weights = 0.9 ** np.arange(4)[::-1]
+  for path, leaf in jax.tree.leaves_with_path(means[-1]):
+    each = [dict(jax.tree.leaves_with_path(x))[path] for x in plain]
+    mean = np.average(np.array(each, np.float64), axis=0, weights=weights)
+    # Four updates of a running mean, each rounded to float32.
+    np.testing.assert_allclose(leaf, mean, rtol=1e-5, atol=1e-7)
+
+
+def test_the_rate_halves_where_the_test_loss_stands_still(monkeypatch):
+  setting = DIGITS._replace(
+    network="mlp", dropout=0.0, steps=8, points=8, schedule="plateau", momentum=None
+  )
+  trainer, _ = evidence_training.trainer_of(setting)
+  monkeypatch.setattr(trainer._task, "evaluate", lambda params: (1.0, 0.5))
+  scales = []
+
+  class Watching:
+    def restore(self, state, batches, notes):
+      return 0, state, notes
+
+    def save(self, step, state, notes):
+      (scale,) = optax.tree.get_all_with_path(state[2], "scale")
+      scales.append(float(scale[1]))
+
+  trainer.train(0, saved=Watching())
+  # The first loss is the best so far; three in a row are not below it.
+  assert scales == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25]
+
+
+class Killed(Exception):
+  pass
+
+
+@pytest.mark.parametrize(
+  "changed",
+  [
+    pytest.param(
+      {"codec": "redsync-1-paper", "max_norm": 0.1, "clipping": "share", "ema": 0.9},
+      id="momentum",
+      marks=pytest.mark.slow,
+    ),
+    pytest.param({"codec": "qsgd-2-feedback", "schedule": "plateau"}, id="feedback"),
+  ],
+)
+def test_a_training_goes_on_with_the_same_bits(changed, tmp_path, monkeypatch):
+  setting = DIGITS._replace(network="mlp", **changed)
+  monkeypatch.setattr(evidence_training, "_LONG", 0.0)
+  monkeypatch.setattr(evidence_training, "_BETWEEN", 0.0)
+  trainer, _ = evidence_training.trainer_of(setting)
+  whole = trainer.train(setting.seed)
+  assert len(whole["points"]) == 2
+
+  def keeper():
+    heart = Heart(tmp_path / "heartbeat.json", setting.steps)
+    heart.estimate = 1.0
+    return Keeper(tmp_path / "saved", heart, trainer.recorded()), heart
+
+  done = []
+
+  def stepped():
+    done.append(len(done))
+    if len(done) == 5:
+      raise Killed
+
+  first, _ = keeper()
+  with pytest.raises(Killed):
+    trainer.train(setting.seed, stepped, first)
+  again, heart = keeper()
+  later = []
+  found = trainer.train(setting.seed, lambda: later.append(1), again)
+  assert found == whole
+  assert len(later) == 2 and heart.cpu > 0
+
+
+def test_a_heart_says_how_far_a_training_is(tmp_path, monkeypatch, capsys):
+  clock = iter(np.arange(0.0, 1000.0, 0.5).tolist())
+  monkeypatch.setattr(evidence_training.time, "process_time", lambda: next(clock))
+  monkeypatch.setattr(evidence_training, "_BEAT", 0.0)
+  monkeypatch.setattr(evidence_training, "_MEASURED", 2.0)
+  heart = Heart(tmp_path / "heartbeat.json", 100)
+  for _ in range(12):
+    heart.beat()
+  found = json.loads((tmp_path / "heartbeat.json").read_text())
+  assert (found["step"], found["steps"]) == (12, 100)
+  assert found["estimate"] == heart.estimate > found["cpu"]
+  assert "CPU seconds" in capsys.readouterr().out
+
+
+def test_a_training_leaves_a_record_and_nothing_else(tmp_path):
+  setting = DIGITS._replace(network="mlp", steps=2, points=1)
+  path = tmp_path / "records" / "1-test.jsonl"
+  state = tmp_path / "state"
+  path.parent.mkdir()
+  ended = lambda results: cluster_records.append(path, setting, results)
+  evidence_training.train(setting, state, ended)
+  assert not state.exists()
+  [record] = cluster_records.read(path.parent)
+  assert record.setting == setting
+  found = record.results
+  assert found["points"][0]["step"] == 2 and found["cpu"] > 0
+  assert len(found["commit"]) == 12 and len(found["fingerprint"]) == 16
+  assert found["ratio"] == 1.0 and found["bytes_a_step"] > 0
+
+
+def test_data_of_another_size_is_refused():
+  with pytest.raises(ValueError, match="'digits' with 1437 .* got 'digits' with 1280"):
+    evidence_training.source_of(DIGITS._replace(epoch=1280))
