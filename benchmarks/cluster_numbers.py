@@ -104,7 +104,9 @@ class Group(NamedTuple):
   def _training(self) -> str:
     x = self.setting
     usual = cluster_networks.defaults(x.network, x.optimizer)
-    extra = "" if x.optimizer == "sgd" else f", {x.optimizer}"
+    extra = f", {x.way} parallel" if x.way in ("data", "model") else ""
+    if x.optimizer != "sgd":
+      extra += f", {x.optimizer}"
     if x.learning_rate != usual.learning_rate:
       extra += f", rate {x.learning_rate:g}"
     if x.momentum is None and x.optimizer == "sgd":

@@ -28,9 +28,13 @@ def compile_fast() -> None:
 
 
 def commit() -> str:
-  """Returns the commit of this file's tree, which an installed version need not be."""
+  """Returns the commit of this file's tree, which an installed version need not be.
+
+  It is ``"unknown"`` where the tree is not git's.
+  """
   command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
-  return subprocess.run(command, capture_output=True, text=True, check=True).stdout[:-1]
+  found = subprocess.run(command, capture_output=True, text=True, check=False)
+  return found.stdout.strip() or "unknown"
 
 
 def write_json(path: Path, results: Any) -> None:
