@@ -1,5 +1,6 @@
 """Holds the process of one training of the evidence queue. Linux only."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -42,7 +43,7 @@ def heartbeat(state: Path) -> Heartbeat:
 
 
 class Child:
-  """A training on one core, at the lowest priority, in a process group of its own.
+  """A training on one core, at the lowest priority, in a session of its own.
 
   Where the queue is killed, the system kills the process, also while it is stopped.
 
@@ -63,6 +64,9 @@ class Child:
     def settle() -> None:
       _LIBC.prctl(_DEATH_SIGNAL, signal.SIGKILL)
       os.nice(19)
+      # Linux divides the time among sessions first, so that nice counts inside of one.
+      with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
+        file.write("19")
       os.sched_setaffinity(0, {core})
 
     with log.open("wb") as file:
@@ -71,7 +75,7 @@ class Child:
         stdin=subprocess.DEVNULL,
         stdout=file,
         stderr=subprocess.STDOUT,
-        process_group=0,
+        start_new_session=True,
         preexec_fn=settle,
       )
     self._cpu = psutil.Process(self._process.pid).cpu_times

@@ -88,6 +88,7 @@ def test_trainings_have_the_lowest_priority_and_a_core(queue):
   one = queue((0, "endless"), (1, "endless"), (2, "endless"), jobs=2)
   for digest in ("endless-0", "endless-1"):
     assert one.state("nice", digest) == "19"
+    assert one.state("autogroup", digest).rstrip().endswith("nice 19")
     assert one.state("cores", digest) == "1"
   assert not (one.folder / "work" / "states" / "endless-2").exists()
 
