@@ -89,7 +89,7 @@ ptx-check: .venv-ptx/.installed  ## compile the kernels for Hopper without a GPU
 	@touch $@
 
 clean:  ## remove the virtual environment, builds and caches
-	rm -rf $(VENV) .venv-ptx .evidence dist .hypothesis .*_cache
+	rm -rf $(VENV) .venv-ptx dist .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The package in place, with one of its extras.

@@ -17,6 +17,17 @@ ARMS: dict[str, Codec] = {
 }
 
 
+def with_offset(exponent: int) -> dict[str, Codec]:
+  """Returns the types that Dettmers' section 3.1 scales by ``10**exponent``.
+
+  It divides the other two, whose exponents are dynamic or none, by the largest element.
+  """
+  return {
+    f"{name}_paper": EightBit(data_type=name, exponent_offset=exponent)
+    for name in ("mantissa", "static_tree")
+  }
+
+
 def accuracies(title: str, trainer: Trainer, seeds: int) -> list[float]:
   """Trains from all seeds, and returns the accuracies of the tests in percent."""
   start = time.perf_counter()

@@ -13,7 +13,8 @@ it or adds to it:
   QSGD         owners of a share keep nothing of what their second encoding loses, and
                each worker has random bits of its own
   TernGrad     random bits of each worker's own, and all leaves are ternary
-  8 bits       gradients of all leaves travel once, to all, without residuals
+  8 bits       gradients of all leaves travel once, to all, without residuals;
+               static tree and mantissa are scaled by 10 and not by the largest element
   RedSync      sparse from the first step on; ASQ leaves the output layer out
 
 A leaf whose payload would be no smaller stays in float32 in all of them: with TernGrad
@@ -73,10 +74,10 @@ def _low(make: Callable[..., Transform], *args: Any, exchange: Any = "ring") -> 
   return _of(make, *args, exchange=exchange, feedback=None, min_leaf_size=0)
 
 
-def _eight(data_type: Any) -> Method:
+def _eight(data_type: Any, **options: Any) -> Method:
   """Returns a type as Dettmers' nets send it: see the top of the file."""
-  alike = {"exchange": "all_gather", "min_leaf_size": 0}
-  return _of(gradcomp.eight_bit, data_type, feedback=None, **alike)
+  alike = {"exchange": "all_gather", "min_leaf_size": 0, "feedback": None}
+  return _of(gradcomp.eight_bit, data_type, **alike, **options)
 
 
 def _wen(clip_sigmas: float | None = 2.5) -> dict[str, Any]:
@@ -156,7 +157,10 @@ METHODS: dict[str, Method] = {
     name.replace("_", "-"): _of(gradcomp.eight_bit, name, feedback=None)
     for name in TYPES
   },
-  **{f"{name.replace('_', '-')}-paper": _eight(name) for name in TYPES},
+  "dynamic-tree-paper": _eight("dynamic_tree"),
+  "linear-paper": _eight("linear"),
+  "mantissa-paper": _eight("mantissa", exponent_offset=1),
+  "static-tree-paper": _eight("static_tree", exponent_offset=1),
   # Han.
   **{f"aps-{e}-{m}": _low(gradcomp.aps, e, m) for e, m in FORMATS},
   **{f"cast-{e}-{m}": _low(gradcomp.loss_scaling_cast, 1.0, e, m) for e, m in FORMATS},

@@ -23,7 +23,7 @@ import links
 import numpy as np
 import optax
 from averaging import averaged
-from cluster_emulated import mean_of, printed, sent_bytes
+from cluster_emulated import ended, finite, mean_of, sent_bytes
 from cluster_networks import Source
 from cluster_settings import Setting, optimizer
 from emulated import point
@@ -210,6 +210,6 @@ class Trainer:
         points.append(point(step, mean_of(losses), evaluated))
         losses = []
         state = observe(state, points[-1]["test_loss"])
-      if step == setting.steps or (points and not np.isfinite(points[-1]["test_loss"])):
+      if step == setting.steps or (points and not finite(points[-1])):
         break
-    return {"points": points, "fingerprint": printed(params)}
+    return ended(points, params)

@@ -100,7 +100,10 @@ class Trainer:
       saved: where the training goes on from, and what keeps it.
 
     Returns:
-      The points of the curve, and a fingerprint of the last parameters.
+      The points of the curve, and a fingerprint of the last parameters. Where a mean of
+      the parameters is tested, points also have ``last_accuracy`` and
+      ``last_test_loss``, those of the last parameters. A training that diverged says at
+      which step.
     """
     setting = self._setting
     params = jax.device_get(self._task.init_params(seed))  # of no mesh
@@ -121,18 +124,25 @@ class Trainer:
           self._gradients(carry[0], self._arrays, parts[:-1], parts[-1], options)
         )
       carry, loss = self._update(carry, found)
-      losses.append(jax.block_until_ready(loss))
+      losses.append(float(loss))
       stepped()
-      if step in setting.evaluated:
+      if step in setting.evaluated or not math.isfinite(losses[-1]):
         params, kept, state = carry
-        evaluated = self._task.evaluate(averaged(state, params))
-        points.append(point(step, mean_of(losses), evaluated))
+        points.append(self._point(step, mean_of(losses), params, state))
         losses = []
-        if not math.isfinite(points[-1]["test_loss"]):
+        if not finite(points[-1]):
           break
         carry = params, kept, observe(state, points[-1]["test_loss"])
       saved.save(step, carry, {"points": points, "losses": losses})
-    return {"points": points, "fingerprint": printed(carry[0])}
+    return ended(points, carry[0])
+
+  def _point(self, step: int, loss: float, params: Any, state: Any) -> dict[str, float]:
+    """Tests the parameters, and their mean in their place if there is one."""
+    found = point(step, loss, self._task.evaluate(averaged(state, params)))
+    if self._setting.ema is None:
+      return found
+    own = point(step, loss, self._task.evaluate(params))
+    return found | {f"last_{x}": own[x] for x in ("test_loss", "accuracy")}
 
   def _start(self, exchange: optax.GradientTransformation, params: Any) -> Any:
     of_each = functools.partial(
@@ -175,6 +185,13 @@ def mean_of(losses: list[Any]) -> float:
   return float(np.mean(jax.device_get(losses), dtype=np.float64))
 
 
-def printed(params: Any) -> str:
-  """Returns the fingerprint of parameters in hexadecimal digits."""
-  return "".join(f"{word:08x}" for word in np.ravel(gradcomp.fingerprint(params)))
+def finite(reached: dict[str, float]) -> bool:
+  """Says whether the losses of a point of a curve are numbers."""
+  return math.isfinite(reached["train_loss"]) and math.isfinite(reached["test_loss"])
+
+
+def ended(points: list[dict[str, float]], params: Any) -> dict[str, Any]:
+  """Returns what comes of a training, with the step at which it diverged if it did."""
+  words = np.ravel(gradcomp.fingerprint(params))
+  found = {"points": points, "fingerprint": "".join(f"{word:08x}" for word in words)}
+  return found if finite(points[-1]) else found | {"diverged": points[-1]["step"]}

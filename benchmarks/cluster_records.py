@@ -30,7 +30,9 @@ class Record(NamedTuple):
 def read(*folders: Path) -> list[Record]:
   """Reads all runs of some folders, the last of those with the same settings.
 
-  Settings that are newer than a record have their defaults there.
+  Settings that are newer than a record have their defaults there. Records with
+  settings that are newer than this file do not count. One without results does not
+  count beside one that has them.
   """
   found: dict[Setting, Record] = {}
   for path in (x for folder in folders for x in sorted(folder.glob("*.jsonl"))):
@@ -39,8 +41,13 @@ def read(*folders: Path) -> list[Record]:
         results = json.loads(line)
       except json.JSONDecodeError:
         continue  # a launch was killed while it wrote
-      setting = Setting(**results.pop("run"))
-      found[setting] = Record(setting, results)
+      run = results.pop("run")
+      if not run.keys() <= set(Setting._fields):
+        continue
+      record = Record(Setting(**run), results)
+      known = found.get(record.setting)
+      if known is None or known.lacking or not record.lacking:
+        found[record.setting] = record
   return list(found.values())
 
 

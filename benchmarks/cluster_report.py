@@ -95,24 +95,27 @@ def fits(study: Study) -> tuple[list[str], Rows]:
 def runs(study: Study) -> tuple[list[str], Rows]:
   """Returns the table of what was run."""
   header = ["what", "codecs", "seeds", "batch", "steps", "learning rate", "machine"]
+  header.append("versions of the code")
   rows: Rows = []
   for group in study.groups:
     x = group.setting
     seeds = max(map(len, group.runs.values()))
     kind = f"{x.way}: {group.name}"
     counts = [str(len(group.runs)), str(seeds), str(x.batch), str(x.steps)]
-    rows.append([kind, *counts, f"{x.learning_rate:g}", ""])
+    found = [record.results for runs in group.runs.values() for record in runs.values()]
+    versions = len({x.get("code", x.get("gradcomp", "")) for x in found})
+    rows.append([kind, *counts, f"{x.learning_rate:g}", "", str(versions)])
   for cell in study.cells:
     first = next(iter(cell.times.values()))
     machine = f"{first['cpu']}, {first['cores']} cores for all workers on it"
     if first.get("probe"):
       machine += f"; the link carries {8e-6 * first['probe']:,.0f} Mbit/s"
     counts = [str(len(cell.times)), "", str(cell.setting.batch), ""]
-    rows.append([f"timed: {cell.name}", *counts, "", machine])
+    rows.append([f"timed: {cell.name}", *counts, "", machine, ""])
   for record in study.failed:
     x = record.setting
     what = f"failed: {x.network}, N = {x.workers}: {record.lacking}"
-    rows.append([what, x.name, str(x.seed), str(x.batch), str(x.steps), "", ""])
+    rows.append([what, x.name, str(x.seed), str(x.batch), str(x.steps), "", "", ""])
   return header, rows
 
 

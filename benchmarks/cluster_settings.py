@@ -28,7 +28,7 @@ class Setting(NamedTuple):
     epoch: the samples of an epoch.
     points: those of the curve, at equal distances.
     seed: of parameters, batches and rounding.
-    optimizer: ``"sgd"`` or ``"adam"``.
+    optimizer: ``"sgd"`` or ``"adam"``; Dettmers' nets have ``"rmsprop"``.
     learning_rate: at first.
     momentum: of ``"sgd"``; None for none.
     max_norm: what gradients are clipped at; None for no clipping.
@@ -93,7 +93,12 @@ def optimizer(
     setting: of the run.
     momentum: None if the exchange has it.
     max_norm: None if gradients are clipped in front of the exchange, or not at all.
+
+  Raises:
+    ValueError: the setting has another optimizer.
   """
+  if setting.optimizer not in ("sgd", "adam"):
+    raise ValueError(f'`optimizer` must be "sgd" or "adam", got {setting.optimizer!r}.')
   rate = make_schedule(setting)
   chain = []
   if max_norm is not None:

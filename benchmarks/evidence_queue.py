@@ -2,15 +2,16 @@
 
 Trainings run at the lowest priority, one a core. They are stopped while a benchmark
 keeps the machine quiet (quiet.py), and end with the queue. One that takes much more CPU
-time than it said, or ends with an error twice, is left: its record says why, and what
-is in that record's place is trained again where its line is removed. Launches that are
-timed need a quiet machine: they are no part of the queue.
+time than it said, or ends with an error twice, is left, and its record says why. Remove
+the line, and it is trained again. Launches that are timed need a quiet machine: they
+are no part of the queue.
 """
 
 import argparse
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -79,6 +80,8 @@ class Limits(NamedTuple):
     starting: seconds of CPU time before there is an estimate.
     idle: seconds without CPU time.
     failures: of one training, with which it is left.
+    in_a_row: failures of any trainings with none that is done in between, with which
+      the queue ends. Then the machine is at fault, and not the trainings.
     ending: seconds in which trainings may save their states at the end.
     poll: seconds between two looks.
   """
@@ -88,6 +91,7 @@ class Limits(NamedTuple):
   starting: float = 1800.0
   idle: float = 600.0
   failures: int = 2
+  in_a_row: int = 6
   ending: float = 3.0
   poll: float = 1.0
 
@@ -126,12 +130,16 @@ class Queue:
     self._limits = limits
     self._running: dict[str, tuple[Item, evidence_child.Child]] = {}
     self._failures: dict[str, int] = {}
+    self._in_a_row = 0
     self._known: set[Setting] = set()
     self._quiet = False
     self._signal = 0
 
   def run(self) -> int:
-    """Trains, and returns the exit status: 0, or 143 behind SIGTERM."""
+    """Trains, and returns the exit status: 0, 143 behind SIGTERM, or 1.
+
+    It is 1 where trainings fail one after another.
+    """
     self._folders.records.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGTERM, signal.SIGINT):
       signal.signal(number, self._note)
@@ -141,7 +149,11 @@ class Queue:
         time.sleep(self._limits.poll)
     finally:
       self._end()
-    return self._signal and 128 + self._signal
+    return 128 + self._signal if self._signal else int(self._broken)
+
+  @property
+  def _broken(self) -> bool:
+    return self._in_a_row >= self._limits.in_a_row
 
   def _note(self, number: int, frame: Any) -> None:
     self._signal = number
@@ -154,6 +166,8 @@ class Queue:
         self._ended(item, child, status)
       elif not self._quiet:
         self._watch(item, child)
+    if self._broken:
+      return False
     waiting = self._waiting()
     if self._quiet:
       return bool(self._running) or next(waiting, None) is not None
@@ -194,6 +208,7 @@ class Queue:
     """Takes a training out whose process has ended."""
     self._read()
     if item.setting in self._known:
+      self._in_a_row = 0
       self._forget(item, "done")
     else:  # also where it ended well and has no record: it would start for ever
       self._failed(item, child, f"ended with {status}")
@@ -216,10 +231,13 @@ class Queue:
       self._failed(item, child, f"took no CPU time for {idle:.0f} s")
 
   def _failed(self, item: Item, child: evidence_child.Child, how: str) -> None:
-    """Has a training start again from its state, or leaves it."""
+    """Has a training start anew, for its state may be at fault, or leaves it."""
+    self._in_a_row += 1
     count = self._failures[item.digest] = self._failures.get(item.digest, 0) + 1
-    if count < self._limits.failures:
-      return self._forget(item, how)
+    if count < self._limits.failures or self._broken:
+      for saved in self._folders.state(item.digest).glob("saved-*"):
+        shutil.rmtree(saved, ignore_errors=True)
+      return self._forget(item, f"{how}: {child.last_lines()}")
     reason = f"failed {count} times; last it {how}: {child.last_lines()}"
     return self._leave(item, child.heartbeat().cpu, reason)
 
@@ -236,7 +254,8 @@ class Queue:
 
   def _read(self) -> None:
     found = cluster_records.read(self._folders.records)
-    self._known = {record.setting for record in found}
+    # Not in place of what was known: the checkout may be on another branch now.
+    self._known |= {record.setting for record in found}
 
   def _tell(self) -> None:
     """Writes what runs, for evidence_status.py."""

@@ -37,7 +37,7 @@ def costs(
 ) -> list[Cost]:
   """Returns what is known of steps, from records and from what running ones expect."""
   found = [
-    Cost(record.setting, record.results["cpu"] / record.setting.steps)
+    Cost(record.setting, record.results["cpu"] / record.results["points"][-1]["step"])
     for record in records
     if record.lacking is None and "cpu" in record.results
   ]

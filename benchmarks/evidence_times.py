@@ -40,7 +40,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--records", type=Path, required=True, help="their folder")
   folder = parser.parse_args().records
-  known = {x.setting for x in cluster_records.read(folder)}
+  known = {x.setting for x in cluster_records.read(folder) if not x.lacking}
   timed = [x for x in evidence_items.items() if x.setting.way == "timed"]
   left = {x.setting: x.launch for x in timed if x.setting not in known}
   print(f"{len(left)} of {len(timed)} are left", flush=True)
@@ -48,10 +48,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as output:
       where = ["--rate", rate, "--hosts", str(hosts), "--output", output]
       print(f"{network}, {hosts} hosts, {rate}", flush=True)
-      cluster_study.main(["run", *where, *line])
-      for record in cluster_records.read(Path(output)):
-        path = folder / f"{left[record.setting]}.jsonl"
-        cluster_records.append(path, *record)
+      try:
+        cluster_study.main(["run", *where, *line])
+      finally:  # what was timed before an error counts
+        for record in cluster_records.read(Path(output)):
+          path = folder / f"{left[record.setting]}.jsonl"
+          cluster_records.append(path, *record)
 
 
 if __name__ == "__main__":

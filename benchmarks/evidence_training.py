@@ -2,15 +2,18 @@
 
   python benchmarks/evidence_training.py DIGEST --records FOLDER --state FOLDER
 
-The state's folder has heartbeat.json, which says how far the training is, and the state
-of a long training every five minutes. Both are gone once the record is written. Time is
-CPU time: beside other work nothing else says what a training costs.
+The state's folder has heartbeat.json, which says how far the training is. It has the
+state of a long training, every five minutes and at SIGTERM. Other code starts anew. All
+is gone once the record is written. Time is CPU time: beside other work nothing else
+says what a training costs.
 """
 
 import argparse
 import json
 import os
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +38,7 @@ _LONG = 600.0  # CPU seconds, from which on a training saves its state
 _BETWEEN = 300.0  # CPU seconds from one saved state to the next
 _COMPILED = 2  # steps that take longer than those behind them
 _MEASURED = 10.0  # CPU seconds of steps that tell what all steps take
+_ENDED = 128 + signal.SIGTERM  # the exit status
 _BEAT = 1.0  # seconds from one heartbeat to the next
 
 
@@ -112,6 +116,21 @@ class Keeper:
     self._folder, self._heart, self._record = folder, heart, record
     self._saved: Saved | None = None
     self._last = heart.cpu
+    self._ends = False
+
+  def end(self, *_: Any) -> None:
+    """Has the next step of a long training be the last of this process.
+
+    A short one ends at once, for it keeps nothing.
+    """
+    if not self._long:
+      os._exit(_ENDED)
+    self._ends = True
+
+  @property
+  def _long(self) -> bool:
+    estimate = self._heart.estimate
+    return estimate is not None and estimate >= _LONG
 
   def restore(
     self, state: Any, batches: Iterator[Any], notes: Any
@@ -126,13 +145,19 @@ class Keeper:
     return step, state, found["notes"]
 
   def save(self, step: int, state: Any, notes: Any) -> None:
-    """Saves if it is time to."""
+    """Saves if it is time to.
+
+    Raises:
+      SystemExit: the process is to end.
+    """
+    due = self._heart.cpu - self._last >= _BETWEEN
+    if self._long and (due or self._ends):
+      self._save(step, state, notes)
+    if self._ends:
+      sys.exit(_ENDED)
+
+  def _save(self, step: int, state: Any, notes: Any) -> None:
     heart = self._heart
-    if heart.estimate is None or heart.estimate < _LONG:
-      return
-    if heart.cpu - self._last < _BETWEEN:
-      return
-    notes = jax.tree.map(float, jax.device_get(notes))
     found = {"notes": notes, "cpu": heart.cpu, "estimate": heart.estimate}
     self._open().save(step, state, found)
     self._last = heart.cpu
@@ -187,11 +212,13 @@ def train(
   state.mkdir(parents=True, exist_ok=True)
   heart = Heart(state / "heartbeat.json", setting.steps)
   trainer, size = trainer_of(setting)
-  keeper = Keeper(state / "saved", heart, trainer.recorded())
+  keeper = Keeper(state / f"saved-{running.code()}", heart, trainer.recorded())
+  signal.signal(signal.SIGTERM, keeper.end)
   found = trainer.train(setting.seed, heart.beat, keeper)
   made = {
     "cpu": round(heart.cpu, 1),
     "commit": running.commit(),
+    "code": running.code(),
     "wire": WIRE,
     "jax": jax.__version__,
   }
@@ -206,9 +233,15 @@ def rounded(found: dict[str, Any]) -> dict[str, Any]:
     >>> rounded({"points": [{"step": 936, "accuracy": 88.296875}]})
     {'points': [{'step': 936, 'accuracy': 88.297}]}
   """
-  digits = lambda x: float(f"{x:.5g}") if isinstance(x, float) else x
-  points = [{name: digits(x) for name, x in at.items()} for at in found["points"]]
-  return found | {"points": points}
+
+  def digits(x: Any) -> Any:
+    if isinstance(x, dict):
+      return {name: digits(each) for name, each in x.items()}
+    if isinstance(x, list):
+      return [digits(each) for each in x]
+    return float(f"{x:.5g}") if isinstance(x, float) else x
+
+  return found | {"points": digits(found["points"])}
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from arms import TYPES
+from arms import TYPES, with_offset
 from cut_training import (
   BATCH,
   Arm,
@@ -73,12 +73,13 @@ def errors_of(
   Returns:
     For each kind and type, the mean relative error in percent of each layer. Zeros do
     not count. Activations begin with the inputs and end with the logits; gradients are
-    those of weights; errors are those of activations.
+    those of weights; errors are those of activations. Types that end in ``_paper`` are
+    scaled by 10, as in the paper's table, and the others by the largest element.
   """
+  codecs = {name: EightBit(data_type=name) for name in TYPES} | with_offset(1)
   return {
     kind: {
-      name: [float(_percent(EightBit(data_type=name), x)) for x in each]
-      for name in TYPES
+      name: [float(_percent(codec, x)) for x in each] for name, codec in codecs.items()
     }
     for kind, each in _arrays(net, layers, images, key).items()
   }
@@ -122,7 +123,7 @@ def error_lines(kind: str, types: dict[str, list[list[float]]]) -> list[list[str
   lines = []
   for name, rows in types.items():
     means = [statistics.fmean(x) for x in zip(*rows, strict=True)]
-    paper = PAPER.get(kind, {}).get(name, ())
+    paper = PAPER.get(kind, {}).get(name.removesuffix("_paper"), ())
     pairs = zip(means[-3:], paper, strict=False)
     worst = [max(ours / his, his / ours) for ours, his in pairs]
     ours = " / ".join(f"{x:.1f}" for x in means)

@@ -8,7 +8,10 @@ import contextlib
 import fcntl
 import os
 import sys
+import time
 from pathlib import Path
+
+_LOOK = 0.05  # seconds, in which ``holder`` is done
 
 
 def take(path: Path, *, wait: bool = False) -> int | None:
@@ -32,8 +35,12 @@ def take(path: Path, *, wait: bool = False) -> int | None:
   try:
     fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
   except BlockingIOError:
-    os.close(file)
-    return None
+    time.sleep(_LOOK)  # it may have been one who only looked
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      os.close(file)
+      return None
   os.truncate(file, 0)
   os.pwrite(file, f"process {os.getpid()}, {' '.join(sys.argv)}".encode(), 0)
   return file

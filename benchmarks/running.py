@@ -1,6 +1,7 @@
 """Lets a script run quickly, write its results, and say why it cannot run here."""
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -35,6 +36,18 @@ def commit() -> str:
   command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
   found = subprocess.run(command, capture_output=True, text=True, check=False)
   return found.stdout.strip() or "unknown"
+
+
+def code() -> str:
+  """Returns twelve digits that change with what this tree's trainings run.
+
+  They are of the library, the examples and the scripts, without results.
+  """
+  root = Path(__file__).parent.parent
+  parts = ["gradcomp", "kernels", "examples", *sorted(root.glob("benchmarks/*.py"))]
+  command = ["git", "-C", str(root), "ls-files", "--stage", "--", *map(str, parts)]
+  found = subprocess.run(command, capture_output=True, check=False)
+  return hashlib.sha256(found.stdout).hexdigest()[:12]
 
 
 def write_json(path: Path, results: Any) -> None:

@@ -1,4 +1,4 @@
-"""Halves the learning rate whenever the training loss stops falling."""
+"""Halves the learning rate whenever a loss stops falling."""
 
 import functools
 from typing import Any, NamedTuple

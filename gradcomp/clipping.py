@@ -49,10 +49,10 @@ def clip_by_local_norm(
   :math:`g_i / N`, at :math:`N^{-1/2}` of the threshold. RedSync's paper takes it from
   there.
 
-  .. warning:: The default is not the paper's, under which the mean is longer than c
-    where gradients agree. ``own`` ended best in a run of two seeds that clipped in all
-    steps: see docs/sparse.md. ``root`` takes a worker's own gradient for its share, and
-    is N times tighter than the paper's.
+  .. warning:: The default is not the paper's rule, by which the mean can be longer than
+    c. ``own`` ended best in a run of two seeds that clipped in all steps: see
+    docs/sparse.md. ``root`` has the paper's limit for :math:`g_i` in place of
+    :math:`g_i / N`, and is N times tighter.
 
   The norm is the l2 norm of all leaves of a worker. A gradient that is not finite stays
   so. Clipping is a bias, which no residual keeps.

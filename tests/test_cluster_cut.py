@@ -3,6 +3,7 @@
 import math
 
 import cluster_cut
+import cluster_networks
 import cut_convolutions
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(
   trainer = cluster_cut.Trainer(drawn(), setting)
   whole = trainer.train(3)
   assert [x["step"] for x in whole["points"]] == [2, 4]
-  assert all(math.isfinite(x) for point in whole["points"] for x in point.values())
+  assert "diverged" not in whole
   other = trainer.train(4)
   assert other["fingerprint"] != whole["fingerprint"]
   steps = []
@@ -164,18 +165,29 @@ def test_rounding_is_that_of_the_whole_net():
 def test_float32_that_is_cut_says_how_types_would_round():
   once = CUT._replace(steps=1, points=1)
   found = cluster_cut.Trainer(drawn(), once).train(0)
-  assert found["layer_errors"].keys() == {"activations", "gradients", "errors"}
+  [reached] = found["points"]
+  assert reached["layer_errors"].keys() == {"activations", "gradients", "errors"}
   coded = cluster_cut.Trainer(drawn(), once._replace(codec="mantissa")).train(0)
-  assert "layer_errors" not in coded
+  assert "layer_errors" not in coded["points"][0]
 
 
 def test_images_are_those_that_the_setting_names():
-  whole = cluster_cut.images(CUT._replace(dataset="digits"))
-  found = cluster_cut.images(CUT._replace(dataset="digits/4"))
-  assert found.train.images.shape == (1437, 4, 4, 1)
+  load = lambda name: cluster_networks.images(**cluster_networks.named(name))
+  (_, whole), (name, found) = load("digits"), load("digits/4")
+  assert name == "digits/4" and found.train.images.shape == (1437, 4, 4, 1)
   np.testing.assert_array_equal(found.test.labels, whole.test.labels)
   mean = whole.test.images[7, 2:4, 4:6].mean()
   assert abs(float(found.test.images[7, 1, 2, 0]) - mean) <= 0.5
+
+
+def test_types_that_the_paper_scales_by_a_power_of_ten_have_one():
+  """Activations beyond 1 are coded by it; 15 of mantissa is 1.5."""
+  x = jnp.array([90.0, 2.0, 0.0])
+  for way, largest in {"data": 10.0, "model": 100.0}.items():
+    codec = cluster_cut.CODECS[way]["static-tree-paper"]
+    found = codec.decode(codec.encode(x), like=x)
+    assert found[0] == pytest.approx(min(90.0, 0.971875 * largest), rel=0.04)
+    assert found[1] == pytest.approx(2.0, rel=0.15)
 
 
 WRONG = {

@@ -104,6 +104,15 @@ def test_a_training_that_fails_twice_is_left(queue):
   assert one.state("starts", "failing-0") == "2"
 
 
+def test_a_queue_whose_trainings_all_fail_ends(queue):
+  """The machine is at fault then: few trainings are left, and not all."""
+  one = queue(*[(seed, "failing") for seed in range(9)])
+  status, printed = one.ended()
+  assert status == 1
+  assert len(one.lines()) == 2
+  assert "there is a bug" in printed[-1]
+
+
 @pytest.mark.parametrize(
   "codec, limits, reason",
   [
@@ -282,7 +291,7 @@ def test_the_status_counts_by_launches(tmp_path, monkeypatch):
   assert "5.0 h of CPU time to do: 2.5 h of 2 cores" in page
 
   path = folders.records / "lenets.jsonl"
-  append(path, settings[0], {"points": [], "cpu": 3600.0})
+  append(path, settings[0], {"points": [{"step": 40}], "cpu": 3600.0})
   append(path, settings[1], {"left": "slow", "cpu": 1800.0})
   state = folders.state(items[2].digest)
   state.mkdir(parents=True)

@@ -1,6 +1,11 @@
 """The trainings of the evidence queue: what they are, and that they go on as before."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import cluster_codecs
 import cluster_numbers
@@ -220,8 +225,11 @@ def test_means_of_parameters_are_tested(monkeypatch):
   """Wen: decayed by 0.9 here, divided by the sum of the weights, in float64."""
   setting = DIGITS._replace(network="mlp", dropout=0.0, steps=4, points=4)
   plain, found = steps_of(setting, monkeypatch)
-  means, averaged = steps_of(setting._replace(ema=0.9), monkeypatch)
+  both, averaged = steps_of(setting._replace(ema=0.9), monkeypatch)
   assert found["fingerprint"] == averaged["fingerprint"]
+  means = both[::2]  # each before the parameters themselves
+  last = [x["last_accuracy"] for x in averaged["points"]]
+  assert last == [x["accuracy"] for x in found["points"]]
   weights = 0.9 ** np.arange(4)[::-1]
   for path, leaf in jax.tree.leaves_with_path(means[-1]):
     each = [dict(jax.tree.leaves_with_path(x))[path] for x in plain]
@@ -296,6 +304,49 @@ def test_a_training_goes_on_with_the_same_bits(changed, tmp_path, monkeypatch):
   assert len(later) == 2 and heart.cpu > 0
 
 
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1:2]
+import cluster_records, evidence_training
+from test_evidence_training import DIGITS
+evidence_training._LONG = evidence_training._BETWEEN = 0.0
+evidence_training._MEASURED = 0.0
+setting = DIGITS._replace(codec="onebit-64", network="mlp", steps=60)
+path, state = map(Path, sys.argv[2:])
+append = lambda results: cluster_records.append(path, setting, results)
+evidence_training.train(setting, state, append)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_training_that_is_killed_at_any_time_ends_as_one_that_is_not(
+  number, tmp_path
+):
+  """The moment is that of the tenth step or a later one, as chance has it."""
+  here = str(Path(__file__).parent)
+  env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+  def start(name):
+    given = [here, str(tmp_path / f"{name}.jsonl"), str(tmp_path / name)]
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, *given], env=env)
+
+  assert start("whole").wait() == 0
+  process = start("killed")
+  beat = tmp_path / "killed" / "heartbeat.json"
+  while not beat.exists() or json.loads(beat.read_text())["step"] < 10:
+    assert process.poll() is None
+  process.send_signal(number)
+  assert process.wait() == (128 + number if number == signal.SIGTERM else -number)
+  assert start("killed").wait() == 0
+  whole, found = (
+    json.loads((tmp_path / f"{name}.jsonl").read_text()) for name in ("whole", "killed")
+  )
+  assert found["fingerprint"] == whole["fingerprint"]
+  assert found["points"] == whole["points"]
+
+
 def test_a_heart_says_how_far_a_training_is(tmp_path, monkeypatch, capsys):
   clock = iter(np.arange(0.0, 1000.0, 0.5).tolist())
   monkeypatch.setattr(evidence_training.time, "process_time", lambda: next(clock))
@@ -324,6 +375,13 @@ def test_a_training_leaves_a_record_and_nothing_else(tmp_path):
   assert found["points"][0]["step"] == 2 and found["cpu"] > 0
   assert found["commit"] and len(found["fingerprint"]) == 16
   assert found["ratio"] == 1.0 and found["bytes_a_step"] > 0
+
+
+def test_a_training_that_diverges_says_so(monkeypatch):
+  setting = DIGITS._replace(network="mlp", dropout=0.0, learning_rate=1e30)
+  trainer, _ = evidence_training.trainer_of(setting)
+  found = trainer.train(0)
+  assert found["diverged"] == found["points"][-1]["step"] < setting.steps
 
 
 def test_data_of_another_size_is_refused():
