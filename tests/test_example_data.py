@@ -258,7 +258,7 @@ def test_a_set_counts_alike_however_it_was_packed(tmp_path):
 
 def test_fetched_sets_are_in_a_folder_that_git_ignores():
   assert download.FOLDER == EXAMPLES.parent / "datasets"
-  assert "/datasets/" in (EXAMPLES.parent / ".gitignore").read_text().splitlines()
+  assert "/datasets" in (EXAMPLES.parent / ".gitignore").read_text().splitlines()
   for source in download.SOURCES.values():
     assert source.client in download.CLIENTS
     assert re.fullmatch("[0-9a-f]{64}", source.sha256)
