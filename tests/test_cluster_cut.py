@@ -56,7 +56,13 @@ class Stopped(Exception):
   pass
 
 
-@pytest.mark.parametrize("setting", [*LEARNT.values()], ids=[*LEARNT])
+@pytest.mark.parametrize(
+  "setting",
+  [
+    pytest.param(setting, marks=[pytest.mark.slow] * (name == "model"), id=name)
+    for name, setting in LEARNT.items()
+  ],
+)
 def test_a_training_that_was_stopped_ends_with_the_same_bits(
   setting, tmp_path, monkeypatch
 ):
