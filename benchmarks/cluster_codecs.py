@@ -168,14 +168,14 @@ METHODS: dict[str, Method] = {
     f"aps-{e}-{m}-h{size}": _low(
       gradcomp.aps, e, m, exchange=Hierarchical(group_size=size)
     )
-    for e, m in FORMATS
+    for e, m in FORMATS[:2]  # 3 bits of exponent have no room for a sum of 256
     for size in (16, 32)
   },
   **{
     f"cast-{e}-{m}-h16": _low(
       gradcomp.loss_scaling_cast, 1.0, e, m, exchange=Hierarchical(group_size=16)
     )
-    for e, m in FORMATS
+    for e, m in FORMATS[:2]
   },
   # His hybrid precision: float32 in the first third.
   "aps-4-3-h16-hybrid": _low(

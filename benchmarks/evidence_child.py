@@ -15,7 +15,6 @@ import psutil
 
 _LIBC = ctypes.CDLL(None)
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
-_LAST = 20  # lines of a log
 
 
 class Heartbeat(NamedTuple):
@@ -117,9 +116,9 @@ class Child:
     self._signal(signal.SIGKILL)
     self._process.wait()
 
-  def last_lines(self) -> str:
-    """Returns the last lines that the process printed."""
-    return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LAST:])
+  def last_line(self) -> str:
+    """Returns the last line that the process printed, as of an error."""
+    return self._log.read_text(errors="replace").rstrip().rpartition("\n")[-1]
 
   def _own(self) -> float:
     """Returns the seconds of this process, in user and system, and of its children."""

@@ -237,9 +237,13 @@ class Queue:
     if count < self._limits.failures or self._broken:
       for saved in self._folders.state(item.digest).glob("saved-*"):
         shutil.rmtree(saved, ignore_errors=True)
-      return self._forget(item, f"{how}: {child.last_lines()}")
-    reason = f"failed {count} times; last it {how}: {child.last_lines()}"
+      return self._forget(item, f"{how}: {self._said(child)}")
+    reason = f"failed {count} times; last it {how}: {self._said(child)}"
     return self._leave(item, child.heartbeat().cpu, reason)
+
+  def _said(self, child: evidence_child.Child) -> str:
+    """Returns the last line that a training printed, without folders of the machine."""
+    return child.last_line().replace(f"{self._folders.work.absolute().parent}/", "")
 
   def _leave(self, item: Item, spent: float, reason: str) -> None:
     path = self._folders.records / f"{item.launch}.jsonl"

@@ -53,6 +53,7 @@ def environment(tree: Path, work: Path) -> dict[str, str]:
   own = {
     "PYTHONPATH": str(tree),
     "JAX_PLATFORMS": "cpu",
+    "JAX_TRACEBACK_FILTERING": "off",  # so that an error is the last line of a log
     "JAX_COMPILATION_CACHE_DIR": str(work / "programs"),
   }
   return os.environ | own

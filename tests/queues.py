@@ -86,7 +86,7 @@ estimate = {"slow": 0.001, "good": 1.0}.get(codec)
 beat = {"step": 1, "steps": 4, "cpu": 0.0, "estimate": estimate}
 write("heartbeat.json", json.dumps(beat))
 if codec == "failing":
-  sys.exit("there is a bug")
+  sys.exit(f"there is a bug in {os.getcwd()}/script.py")
 if codec == "silent":
   sys.exit()
 if codec == "good":

@@ -98,7 +98,8 @@ def test_a_training_that_fails_twice_is_left(queue):
   one = queue((0, "failing"), (0, "silent"), (0, "good"))
   assert one.ended()[0] == 0
   failing, silent, good = one.lines()
-  assert failing["left"] == "failed 2 times; last it ended with 1: there is a bug"
+  reason = "failed 2 times; last it ended with 1: there is a bug in script.py"
+  assert failing["left"] == reason  # without folders of the machine
   assert silent["left"] == "failed 2 times; last it ended with 0: "
   assert good["run"]["codec"] == "good" and "left" not in good
   assert one.state("starts", "failing-0") == "2"
