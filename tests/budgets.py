@@ -25,6 +25,7 @@ FILES: dict[str, Budget] = {
   "tests/test_codecs.py": Budget(programs=780, seconds=90),
   "tests/test_exchange.py": Budget(programs=520, seconds=65),
   "tests/test_extra_args.py": Budget(programs=200, seconds=15),
+  "tests/test_cut_nets.py": Budget(programs=150, seconds=15),
   "tests/test_evidence_training.py": Budget(programs=450, seconds=30),
   "tests/test_examples.py": Budget(programs=60, seconds=35),
   "tests/test_packaging.py": Budget(programs=150, seconds=20),
