@@ -18,10 +18,10 @@ from a saved state has the bits of one that nobody stopped.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
+import cluster_curve
 import cut_convolutions
 import hybrid_training
 import jax
@@ -31,7 +31,6 @@ import numpy as np
 import optax
 from arms import ARMS, with_offset
 from checkpoints import Saved
-from cluster_emulated import ended, finite, mean_of
 from cluster_settings import Setting
 from cut_training import (
   WORKERS,
@@ -152,32 +151,35 @@ class Trainer:
       saved: where the training goes on from, and what keeps it.
 
     Returns:
-      The points of the curve, and a fingerprint of the last parameters. A dense net
-      that is cut and trains in float32 also has what :meth:`layer_errors` finds at the
-      first point and at the last: gradients become ever smaller beside the largest. A
-      training that diverged says at which step.
+      What ``cluster_curve.ended`` returns. The first point and the last of a dense net
+      that is cut and trains in float32 also have what :meth:`layer_errors` finds:
+      gradients become ever smaller beside the largest.
     """
     setting = self._setting
     key = jax.random.key(seed)
-    state = self._start(jax.random.fold_in(key, 0))
+    ends = min(setting.evaluated), setting.steps
     order = np.arange(len(self._train.labels), dtype=np.int32)
-    batches = data.batches(data.Split(order, order), setting.batch, seed=seed)
-    done, state, curve = saved.restore(state, batches, {"points": [], "losses": []})
-    points, losses = curve["points"], curve["losses"]
-    for step in range(done + 1, setting.steps + 1):
-      of_step = jax.random.fold_in(key, step)
-      state, loss = self._step(state, self._train, next(batches).images, of_step)
-      losses.append(float(loss))
-      stepped()
-      if step in setting.evaluated or not math.isfinite(losses[-1]):
-        points.append(point(step, mean_of(losses), self._evaluate(state, of_step)))
-        if self._measures and step in (min(setting.evaluated), setting.steps):
-          points[-1]["layer_errors"] = self.layer_errors(state[0], seed)
-        losses = []
-        if not finite(points[-1]):
-          break
-      saved.save(step, state, {"points": points, "losses": losses})
-    return ended(points, state[0])
+
+    def step(state: Any, batch: data.Split, number: int) -> Any:
+      of_step = jax.random.fold_in(key, number)
+      return self._step(state, self._train, batch.images, of_step)
+
+    def test(state: Any, number: int, loss: float) -> Any:
+      evaluated = self._evaluate(state, jax.random.fold_in(key, number))
+      reached = point(number, loss, evaluated)
+      if self._measures and number in ends:
+        reached["layer_errors"] = self.layer_errors(state[0], seed)
+      return reached, state
+
+    return cluster_curve.follow(
+      setting,
+      self._start(jax.random.fold_in(key, 0)),
+      data.batches(data.Split(order, order), setting.batch, seed=seed),
+      step,
+      test,
+      stepped,
+      saved,
+    )
 
   @property
   def _measures(self) -> bool:

@@ -23,7 +23,8 @@ import links
 import numpy as np
 import optax
 from averaging import averaged
-from cluster_emulated import ended, finite, mean_of, sent_bytes
+from cluster_curve import ended, finite, mean_of
+from cluster_emulated import sent_bytes
 from cluster_networks import Source
 from cluster_settings import Setting, optimizer
 from emulated import point

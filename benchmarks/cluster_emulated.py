@@ -13,11 +13,11 @@ other numbers than it does there.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import cluster_codecs
+import cluster_curve
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,41 +100,38 @@ class Trainer:
       saved: where the training goes on from, and what keeps it.
 
     Returns:
-      The points of the curve, and a fingerprint of the last parameters. Where a mean of
-      the parameters is tested, points also have ``last_accuracy`` and
-      ``last_test_loss``, those of the last parameters. A training that diverged says at
-      which step.
+      What ``cluster_curve.ended`` returns. Where a mean of the parameters is tested,
+      points also have ``last_accuracy`` and ``last_test_loss``, those of the last
+      parameters.
     """
     setting = self._setting
     params = jax.device_get(self._task.init_params(seed))  # of no mesh
     exchange, *_ = _exchange(setting, seed)
     carry = jax.jit(functools.partial(self._start, exchange))(params)
     batches = self._source.draw(setting.batch, seed=seed)
-    drops = self._task.drops  # keys of no mesh, too
-    done, carry, curve = saved.restore(carry, batches, {"points": [], "losses": []})
-    points, losses = curve["points"], curve["losses"]
-    for step in range(done + 1, setting.steps + 1):
-      indices = [x.reshape(setting.workers, -1, *x.shape[1:]) for x in next(batches)]
-      options = {"rng": jax.random.key((seed << 24) + step)} if drops else {}
-      found = []
-      for i in range(0, setting.workers, _TOGETHER):
-        own = slice(i, i + _TOGETHER)
-        parts = [x[own] for x in (*indices, np.arange(setting.workers))]
-        found.append(
-          self._gradients(carry[0], self._arrays, parts[:-1], parts[-1], options)
-        )
-      carry, loss = self._update(carry, found)
-      losses.append(float(loss))
-      stepped()
-      if step in setting.evaluated or not math.isfinite(losses[-1]):
-        params, kept, state = carry
-        points.append(self._point(step, mean_of(losses), params, state))
-        losses = []
-        if not finite(points[-1]):
-          break
-        carry = params, kept, observe(state, points[-1]["test_loss"])
-      saved.save(step, carry, {"points": points, "losses": losses})
-    return ended(points, carry[0])
+    step = functools.partial(self._step, seed)
+    return cluster_curve.follow(
+      setting, carry, batches, step, self._tested, stepped, saved
+    )
+
+  def _step(self, seed: int, carry: Any, batch: Any, number: int) -> Any:
+    workers = self._setting.workers
+    indices = [x.reshape(workers, -1, *x.shape[1:]) for x in batch]
+    # The keys are of no mesh, too.
+    options = {"rng": jax.random.key((seed << 24) + number)} if self._task.drops else {}
+    found = []
+    for i in range(0, workers, _TOGETHER):
+      own = slice(i, i + _TOGETHER)
+      parts = [x[own] for x in (*indices, np.arange(workers))]
+      found.append(
+        self._gradients(carry[0], self._arrays, parts[:-1], parts[-1], options)
+      )
+    return self._update(carry, found)
+
+  def _tested(self, carry: Any, number: int, loss: float) -> Any:
+    params, kept, state = carry
+    reached = self._point(number, loss, params, state)
+    return reached, (params, kept, observe(state, reached["test_loss"]))
 
   def _point(self, step: int, loss: float, params: Any, state: Any) -> dict[str, float]:
     """Tests the parameters, and their mean in their place if there is one."""
@@ -178,20 +175,3 @@ def sent_bytes(tx: Any, params: Any, workers: int) -> dict[str, Any]:
     "ratio": float(plan.ratio),
     "exchanges": ways,
   }
-
-
-def mean_of(losses: list[Any]) -> float:
-  """Returns the mean of losses that may still be on devices."""
-  return float(np.mean(jax.device_get(losses), dtype=np.float64))
-
-
-def finite(reached: dict[str, float]) -> bool:
-  """Says whether the losses of a point of a curve are numbers."""
-  return math.isfinite(reached["train_loss"]) and math.isfinite(reached["test_loss"])
-
-
-def ended(points: list[dict[str, float]], params: Any) -> dict[str, Any]:
-  """Returns what comes of a training, with the step at which it diverged if it did."""
-  words = np.ravel(gradcomp.fingerprint(params))
-  found = {"points": points, "fingerprint": "".join(f"{word:08x}" for word in words)}
-  return found if finite(points[-1]) else found | {"diverged": points[-1]["step"]}

@@ -94,8 +94,10 @@ def fits(study: Study) -> tuple[list[str], Rows]:
 
 def runs(study: Study) -> tuple[list[str], Rows]:
   """Returns the table of what was run."""
-  header = ["what", "codecs", "seeds", "batch", "steps", "learning rate", "machine"]
-  header.append("versions of the code")
+  header = [
+    *("what", "codecs", "seeds", "batch", "steps", "learning rate", "machine"),
+    "versions of the code",
+  ]
   rows: Rows = []
   for group in study.groups:
     x = group.setting

@@ -18,7 +18,7 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 
 
 class Heartbeat(NamedTuple):
-  """What a training last said of itself.
+  """Holds what a training last said of itself.
 
   Attributes:
     step: that is done.

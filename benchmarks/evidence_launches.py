@@ -90,43 +90,28 @@ WEN_ADAM = WEN._replace(
 )
 # Fang, section 3: 4 workers with 5 sequences each, vanilla SGD, and a rate that halves
 # where three tests in a row, of one every 200 steps, are not better.
-WORDS = Setting(
-  way="emulated",
+WORDS = FASHION._replace(
   network="lstm",
   dataset="brown-words",
-  codec="f32",
-  exchange="auto",
   workers=4,
-  rule="fixed",
   batch=20,
   steps=8000,
   epoch=34_299,
   points=40,
-  seed=0,
-  optimizer="sgd",
   learning_rate=20.0,
   momentum=None,
   max_norm=0.25,
   schedule="plateau",
 )
 # Dettmers, section 3.4: 784-1024-1024-10, RMSProp, and each type sent once.
-DETTMERS = Setting(
+DETTMERS = FASHION._replace(
   way="data",
   network="dense-relu",
   dataset="mnist",
-  codec="f32",
-  exchange="auto",
   workers=4,
-  rule="fixed",
-  batch=128,
-  steps=9360,
-  epoch=60_000,
-  points=20,
-  seed=0,
   optimizer="rmsprop",
   learning_rate=0.003,
   momentum=None,
-  max_norm=None,
   schedule="constant",
 )
 

@@ -9,7 +9,6 @@ are no part of the queue.
 
 import argparse
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -44,7 +43,7 @@ class Item(Protocol):
 
 
 class Folders(NamedTuple):
-  """Where the queue keeps what.
+  """Names the folders and the files of a queue.
 
   Attributes:
     records: a file for each launch, which git has.
@@ -263,9 +262,7 @@ class Queue:
 
   def _tell(self) -> None:
     """Writes what runs, for evidence_status.py."""
-    new = self._folders.running.with_suffix(".new")
-    new.write_text(json.dumps(list(self._running)))
-    os.replace(new, self._folders.running)
+    running.replace_json(self._folders.running, list(self._running))
 
   def _end(self) -> None:
     """Ends all trainings within seconds; those that save their states go on later."""

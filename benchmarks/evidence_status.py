@@ -26,7 +26,7 @@ _HEADER = "launch|done|left|runs|to do|timed|seeds|h done|h to do".split("|")
 
 
 class Cost(NamedTuple):
-  """What a step of a training took, in seconds of CPU time."""
+  """Says what a step of a training took, in seconds of CPU time."""
 
   setting: Setting
   seconds: float

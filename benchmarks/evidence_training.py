@@ -9,7 +9,6 @@ says what a training costs.
 """
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -30,6 +29,7 @@ from checkpoints import Saved
 from cluster_networks import Source
 from cluster_runs import sized
 from cluster_settings import Setting
+from evidence_child import Heartbeat
 from training import AXIS, Task
 
 from gradcomp._version import WIRE
@@ -92,15 +92,8 @@ class Heart:
       print(f"{self.estimate:.0f} CPU seconds, {each:.4f} a step", flush=True)
 
   def _write(self) -> None:
-    found = {
-      "step": self._step,
-      "steps": self._steps,
-      "cpu": self.cpu,
-      "estimate": self.estimate,
-    }
-    new = self._path.with_suffix(".new")
-    new.write_text(json.dumps(found))
-    os.replace(new, self._path)
+    found = Heartbeat(self._step, self._steps, self.cpu, self.estimate)
+    running.replace_json(self._path, found._asdict())
 
 
 class Keeper:
@@ -212,13 +205,14 @@ def train(
   state.mkdir(parents=True, exist_ok=True)
   heart = Heart(state / "heartbeat.json", setting.steps)
   trainer, size = trainer_of(setting)
-  keeper = Keeper(state / f"saved-{running.code()}", heart, trainer.recorded())
+  code = running.code()
+  keeper = Keeper(state / f"saved-{code}", heart, trainer.recorded())
   signal.signal(signal.SIGTERM, keeper.end)
   found = trainer.train(setting.seed, heart.beat, keeper)
   made = {
     "cpu": round(heart.cpu, 1),
     "commit": running.commit(),
-    "code": running.code(),
+    "code": code,
     "wire": WIRE,
     "jax": jax.__version__,
   }

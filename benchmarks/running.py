@@ -56,6 +56,13 @@ def write_json(path: Path, results: Any) -> None:
   path.write_text(json.dumps(results, indent=1) + "\n")
 
 
+def replace_json(path: Path, results: Any) -> None:
+  """Writes results in place of a file's, so that nobody reads a half."""
+  new = path.with_suffix(".new")
+  new.write_text(json.dumps(results))
+  new.replace(path)
+
+
 def write(folder: Path, name: str, results: Any, page: str) -> None:
   """Writes results as JSON, and the page about them as Markdown."""
   write_json(folder / f"{name}.json", results)

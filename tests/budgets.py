@@ -26,7 +26,7 @@ FILES: dict[str, Budget] = {
   "tests/test_exchange.py": Budget(programs=520, seconds=65),
   "tests/test_extra_args.py": Budget(programs=200, seconds=15),
   "tests/test_cut_nets.py": Budget(programs=150, seconds=15),
-  "tests/test_evidence_training.py": Budget(programs=450, seconds=30),
+  "tests/test_paper_arms.py": Budget(programs=450, seconds=30),
   "tests/test_examples.py": Budget(programs=60, seconds=35),
   "tests/test_packaging.py": Budget(programs=150, seconds=20),
   "tests/test_pallas.py": Budget(programs=370, seconds=30),

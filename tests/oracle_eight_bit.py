@@ -44,7 +44,7 @@ def levels(data_type):
 
 
 def tree(path, bits, first):
-  """Where the cell of (0.1, 1) at the end of a path would be split next, a Fraction.
+  """Returns where the cell at the end of a path would be split next, a Fraction.
 
   Args:
     path: an integer, whose highest bit is the first step: 1 to the upper part.

@@ -153,7 +153,7 @@ def until(condition):
 
 
 def gone(process):
-  """Whether a process has ended, also one that nobody has waited for."""
+  """Says whether a process has ended, also one that nobody has waited for."""
   try:
     return psutil.Process(int(process)).status() == psutil.STATUS_ZOMBIE
   except psutil.NoSuchProcess:

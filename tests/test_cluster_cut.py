@@ -104,7 +104,7 @@ def payload(codec, *shape):
 
 
 def gradients(codec, *shapes):
-  """Of weights and biases, which go in float32 where that is less."""
+  """Counts those of weights and biases, in float32 where that is less."""
   arrays = [shape for m, n in shapes for shape in ((m, n), (n,))]
   return sum(min(payload(x, *shape) for x in (codec, Dense())) for shape in arrays)
 
