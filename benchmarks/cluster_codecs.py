@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import optax
 
 import gradcomp
-from gradcomp._leaf_codecs import default_min_leaf_size
+from gradcomp._src.exchange.assign import default_min_leaf_size
 from gradcomp.codecs import OneBit, TopK
 from gradcomp.exchange import Hierarchical, TwoShot
 
@@ -294,7 +294,9 @@ def make(
   local = found.momentum or clipping != "mean"
   if max_norm is not None and local:
     rule = "root" if clipping == "mean" else clipping  # that of the study's records
-    clip = gradcomp.clip_by_local_norm(max_norm, axis_name=axis_name, rule=rule)
+    clip = gradcomp.wrappers.clip_by_local_norm(
+      max_norm, axis_name=axis_name, rule=rule
+    )
     tx, max_norm = optax.chain(clip, tx), None
   return tx, None if found.momentum else momentum, max_norm
 
@@ -324,4 +326,4 @@ def _with_start(
     shared = ("exchange", "feedback", "min_leaf_size")  # switch wants them alike
     alike = {x: found for x, found in method.make.keywords.items() if x in shared}
     dense = gradcomp.dense(**(alike | options))
-  return gradcomp.switch([first], [dense, tx])
+  return gradcomp.wrappers.switch([first], [dense, tx])

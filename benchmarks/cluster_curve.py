@@ -75,6 +75,6 @@ def ended(points: list[Point], params: Any) -> dict[str, Any]:
 
   A training that diverged also says at which step.
   """
-  words = np.ravel(gradcomp.fingerprint(params))
+  words = np.ravel(gradcomp.telemetry.fingerprint(params))
   found = {"points": points, "fingerprint": "".join(f"{word:08x}" for word in words)}
   return found if finite(points[-1]) else found | {"diverged": points[-1]["step"]}

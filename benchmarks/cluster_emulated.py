@@ -78,7 +78,7 @@ class Trainer:
     """Returns what a saved state belongs to."""
     exchange, *_ = _exchange(self._setting, 0)
     params = jax.eval_shape(lambda: self._task.init_params(0))
-    return gradcomp.state_record(exchange, params, workers=self._setting.workers)
+    return gradcomp.checkpoint.record(exchange, params, workers=self._setting.workers)
 
   def bytes(self) -> dict[str, Any]:
     """Returns what a worker sends in a step, and what float32 sends."""

@@ -16,7 +16,7 @@ import cluster_networks
 from cluster_records import Record
 from cluster_settings import Setting
 
-from gradcomp.cost import grubic
+from gradcomp._src.cost.papers import grubic
 
 # Student's t at 97.5 %, by degrees of freedom; beyond, the last is a bit too wide.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)

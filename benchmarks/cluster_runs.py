@@ -25,7 +25,7 @@ from progress import Progress
 from training import AXIS, Task
 
 import gradcomp
-from gradcomp._version import WIRE
+from gradcomp._src.version import WIRE
 
 
 class Job(NamedTuple):

@@ -42,7 +42,7 @@ class Setting(NamedTuple):
     clipping: what is clipped at ``max_norm``. ``"mean"``: the mean of all workers, and
       with momentum in the exchange each worker's gradient by the rule ``"root"``.
       ``"own"``, ``"share"`` or ``"root"``: each worker's gradient by that rule of
-      ``gradcomp.clip_by_local_norm``, whatever the exchange, float32's too.
+      ``gradcomp.wrappers.clip_by_local_norm``, whatever the exchange, float32's too.
     ema: the decay of the mean of the parameters that is tested in their place; None for
       no mean.
   """

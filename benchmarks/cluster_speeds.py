@@ -14,7 +14,7 @@ import link_results
 from cluster_numbers import QSGD, Cell, Study
 from cluster_verdicts import Judge, Seen, Verdict, concluded
 
-from gradcomp.cost import grubic
+from gradcomp._src.cost.papers import grubic
 
 LINKS = Path(__file__).parent / "results" / "link_speed.json"
 _ERROR = 0.08  # of the line through a cell's times

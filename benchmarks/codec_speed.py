@@ -29,7 +29,10 @@ import timing
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp import sums
+from gradcomp._src.codecs import sums
+from gradcomp._src.codecs.protocol import RemainderCodec, is_fitted
+from gradcomp._src.cost.measure_codec import updates
+from gradcomp._src.exchange.layout import plan
 from gradcomp.codecs import (
   QSGD,
   BlockTop,
@@ -40,12 +43,8 @@ from gradcomp.codecs import (
   FloatCast,
   Natural,
   OneBit,
-  RemainderCodec,
   Ternary,
-  is_fitted,
 )
-from gradcomp.cost._measure_codec import updates
-from gradcomp.layout import plan
 
 _WORKERS = 4  # whose payloads decode-and-sum adds
 _MIB = 2**20

@@ -152,7 +152,7 @@ def compare(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> list[Row]:
 @functools.cache
 def _explained(
   codec: str, way: Any, hosts: int, leaves: int | str, mib: int
-) -> gradcomp.Explanation:
+) -> gradcomp.wire.Explanation:
   """Returns what a step of a run sends, which no rate changes."""
   case = CASES[codec]
   tx = gradcomp.compress(

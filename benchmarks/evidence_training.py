@@ -32,7 +32,7 @@ from cluster_settings import Setting
 from evidence_child import Heartbeat
 from training import AXIS, Task
 
-from gradcomp._version import WIRE
+from gradcomp._src.version import WIRE
 
 _LONG = 600.0  # CPU seconds, from which on a training saves its state
 _BETWEEN = 300.0  # CPU seconds from one saved state to the next
@@ -102,7 +102,7 @@ class Keeper:
   Args:
     folder: of the states.
     heart: of the training.
-    record: what the state belongs to: see ``gradcomp.state_record``.
+    record: what the state belongs to: see ``gradcomp.checkpoint.record``.
   """
 
   def __init__(self, folder: Path, heart: Heart, record: dict[str, Any] | None):

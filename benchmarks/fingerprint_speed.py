@@ -58,7 +58,7 @@ def main() -> None:
   for name, tree in trees(options.elements).items():
     tree = jax.tree.map(jnp.asarray, tree)
     start = time.perf_counter()
-    program = jax.jit(gradcomp.fingerprint).lower(tree).compile()
+    program = jax.jit(gradcomp.telemetry.fingerprint).lower(tree).compile()
     facts[name] = {
       "bytes": sum(x.nbytes for x in jax.tree.leaves(tree)),
       "compile seconds": time.perf_counter() - start,

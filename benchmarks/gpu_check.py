@@ -37,7 +37,8 @@ from jax.sharding import PartitionSpec as P
 from kernel_cases import CASES, Case, gradients, with_strange
 
 import gradcomp
-from gradcomp.kernels import Implementation, self_check
+from gradcomp._src.kernels.gpu import self_check
+from gradcomp.kernels import Implementation
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu_check.json"
 _STEPS = {f"train step, {bits} bit": bits for bits in (8, 4)}

@@ -38,7 +38,8 @@ import quiet
 import running
 from kernel_cases import CASES, KEY, Case
 
-from gradcomp.kernels import Implementation, blocks
+from gradcomp._src.kernels.gpu import triton_tiles
+from gradcomp.kernels import Implementation
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu_kernels.json"
 _SIZES = [2**26, 2**28, 2**24, 2**22, 2**20]  # the most important first
@@ -226,7 +227,7 @@ def sweep(names: list[str], size: int, rounds: int, end: float) -> list[Any]:
   """Times Pallas kernels with other block sizes and numbers of warps."""
   xs = gradients_like(size)
   rows: list[Any] = []
-  original = blocks.encode
+  original = triton_tiles.encode
   for name in names:
     right = None
     for elements, warps in _SWEEP:
@@ -236,7 +237,7 @@ def sweep(names: list[str], size: int, rounds: int, end: float) -> list[Any]:
         *args, **options | {"elements": e, "warps": w}
       )
       try:
-        with mock.patch.object(blocks, "encode", other):
+        with mock.patch.object(triton_tiles, "encode", other):
           program = compiled(CASES[name], "pallas", xs[0])
         found = program.call(xs[0])
         right = found if right is None else right

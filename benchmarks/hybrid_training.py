@@ -34,6 +34,7 @@ from jax import lax
 
 import gradcomp
 from gradcomp import parallel
+from gradcomp._src.parallel.sub_batches import sub_batches
 
 _DROPPED = 0.5
 
@@ -103,7 +104,7 @@ def by_both(
 
       return net.apply(cut, batch, gather, drop)[:, :classes]
 
-    return parallel.sub_batches(
+    return sub_batches(
       one_pass, features, axis_name=AXIS, passes=passes, codec=arm.codec, own="coded"
     )
 

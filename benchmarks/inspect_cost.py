@@ -1,11 +1,12 @@
-"""Times training steps that gradcomp.inspect looks at now and then.
+"""Times training steps that gradcomp.telemetry.inspect looks at now and then.
 
   python benchmarks/inspect_cost.py [--runs 25] [--nets lenet ...] [--quick]
     [--output FOLDER]
 
 Runs steps of `gradcomp.make_train_step` on 8 emulated workers, one of each kind in
 turn: one as it is, one with `inspect=True`, and one followed by a program of its own
-that takes the gradients again for `gradcomp.inspect`. The table shows medians:
+that takes the gradients again for `gradcomp.telemetry.inspect`. The table shows
+medians:
 
   step       milliseconds of a step as it is,
   inspected  what `inspect=True` adds, in steps, and a fiftieth of it: what people pay
@@ -78,7 +79,7 @@ def calls(task: Task, batch: Any, codec: LeafCodec) -> dict[str, Any]:
 
   def look(params: Any, state: Any, batch: Any) -> Any:
     _, grads = gradcomp.value_and_grad(task.loss_fn, axis_name=AXIS)(params, batch)
-    return gradcomp.inspect(optimizer, grads, state, params)
+    return gradcomp.telemetry.inspect(optimizer, grads, state, params)
 
   apart = jax.jit(
     jax.shard_map(look, mesh=task.mesh, in_specs=(P(), specs, P(AXIS)), out_specs=P())

@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp._src.codecs.scaling import bucket_words
+from gradcomp._src.kernels import float_cast
+from gradcomp._src.kernels.common.scales import tensor_norm
 from gradcomp.codecs import (
   QSGD,
   BlockTop,
@@ -25,9 +28,7 @@ from gradcomp.codecs import (
   Ternary,
   TopK,
 )
-from gradcomp.codecs._scaling import bucket_words
-from gradcomp.kernels import Implementation, float_cast
-from gradcomp.kernels.scales import tensor_norm
+from gradcomp.kernels import Implementation
 
 KEY = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
 _DITHER = np.append(KEY, np.uint32(0))
@@ -265,7 +266,7 @@ def _natural() -> Case:
 
 def _mosaic(operation: str, bucket_size: int | None) -> tuple[Implementation, ...]:
   """Returns ("mosaic",) if there is such a kernel, whose planes are buckets of 512."""
-  there = importlib.util.find_spec(f"gradcomp.kernels.{operation}.mosaic")
+  there = importlib.util.find_spec(f"gradcomp._src.kernels.{operation}.mosaic")
   return ("mosaic",) if there and bucket_size == 512 else ()
 
 

@@ -12,6 +12,8 @@ from typing import get_args
 
 import jax.numpy as jnp
 
+from gradcomp._src.core.feedback import FeedbackName
+from gradcomp._src.exchange.auto import ExchangeName
 from gradcomp.codecs import (
   QSGD,
   Dense,
@@ -24,8 +26,6 @@ from gradcomp.codecs import (
   Ternary,
   TopK,
 )
-from gradcomp.exchange import ExchangeName
-from gradcomp.feedback import FeedbackName
 
 _ALL = tuple(name for name in get_args(ExchangeName) if name not in ("auto", "local"))
 _GATHERS = ("all_gather", "two_shot", "ring")

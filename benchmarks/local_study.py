@@ -73,7 +73,7 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
   adam = optax.adamw(rate("adam"))
   muon = optax.contrib.muon(rate("muon"))
   nesterov = optax.sgd(0.7, 0.9, nesterov=True)
-  local = functools.partial(gradcomp.local_steps, every=every, axis_name=AXIS)
+  local = functools.partial(gradcomp.local.local_steps, every=every, axis_name=AXIS)
   sparse = functools.partial(local, feedback_decay=0.95)
   senders = functools.partial(sparse, outer=optax.sgd(1.0), merge="senders")
   e3m0 = FloatCast(exponent_bits=3, mantissa_bits=0)
@@ -121,7 +121,7 @@ class Trainer:
 
     def step(carry: Any, batch: Any) -> tuple[Any, jax.Array]:
       params, state = carry
-      own = gradcomp.local_params(params, state)
+      own = gradcomp.local.local_params(params, state)
       loss, grads = jax.value_and_grad(loss_fn)(own, batch)
       updates, state = tx.update(grads, state, params)
       return (optax.apply_updates(params, updates), state), loss

@@ -34,7 +34,7 @@ RATE = 1e-3
 def optimizer(method: str, every: int) -> optax.GradientTransformation:
   """Makes one of the methods that are compared."""
   adam = optax.adamw(RATE)
-  local = lambda outer, codec, **options: gradcomp.local_steps(
+  local = lambda outer, codec, **options: gradcomp.local.local_steps(
     adam, outer, every=every, codec=codec, axis_name=AXIS, **options
   )
   sparse = functools.partial(local, codec=BlockTop(), feedback_decay=0.95)

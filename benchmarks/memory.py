@@ -32,7 +32,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp import ErrorFeedback, MomentumFeedback, _hlo
+from gradcomp import ErrorFeedback, MomentumFeedback
+from gradcomp._src.core.feedback import Feedback
+from gradcomp._src.exchange.auto import ExchangeName
+from gradcomp._src.report import hlo
 from gradcomp.codecs import (
   QSGD,
   Codec,
@@ -44,8 +47,7 @@ from gradcomp.codecs import (
   Ternary,
   TopK,
 )
-from gradcomp.exchange import ExchangeName, Hierarchical
-from gradcomp.feedback import Feedback
+from gradcomp.exchange import Hierarchical
 
 WORKERS = 4
 SHAPE = (1024, 1024)
@@ -162,7 +164,7 @@ def measure(case: Case, shape: tuple[int, ...] = SHAPE) -> Memory:
   program = compiled(case, shape)
   payloads = 0
   for one in gradcomp.wire_report(program).collectives:
-    operands = sum(_hlo.SIZES[dtype] * math.prod(size) for dtype, size in one.operands)
+    operands = sum(hlo.SIZES[dtype] * math.prod(size) for dtype, size in one.operands)
     results = one.workers if one.kind == "all-gather" else 1
     payloads += (1 + results) * operands
   gradient = 4 * math.prod(shape)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from link_steps import Timed, payload_bytes
 
 from gradcomp import parallel
+from gradcomp._src.parallel.sub_batches import sub_batches
 from gradcomp.codecs import Codec, Dense, EightBit
 
 PLAIN = "lax"  # JAX's own collective, in float32
@@ -109,7 +110,7 @@ def step(
   """Computes the gradients of the layer and of its inputs, in so many passes."""
 
   def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-    sums = parallel.sub_batches(
+    sums = sub_batches(
       lambda batch, number: layer(w, batch),
       x,
       axis_name="data",

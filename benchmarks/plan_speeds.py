@@ -1,6 +1,6 @@
-"""Makes the speeds that gradcomp.plan takes where nobody gives it any.
+"""Makes the speeds that gradcomp.cost.plan takes where nobody gives it any.
 
-  python benchmarks/plan_speeds.py [--quick] [--output gradcomp/planner/speeds.json]
+  python benchmarks/plan_speeds.py [--quick] [--output gradcomp/_src/cost/planner/speeds.json]
 
 It reads a file of codec_speed.py with one setting of malloc, and the largest arrays in
 it. Each time counts as a multiple of the copy beside it, of 0.34 ns an element. Codecs
@@ -23,17 +23,19 @@ import quiet
 import running
 import timing
 
-from gradcomp import codecs, sums
+from gradcomp import codecs
+from gradcomp._src.codecs import sums
+from gradcomp._src.codecs.memory import first_memory, leaf_context
+from gradcomp._src.cost.measure_codec import measured_speed, updates
 from gradcomp.codecs import QSGD, TopK
 from gradcomp.cost import CodecSpeed
-from gradcomp.cost._measure_codec import measured_speed, updates
 
 _RESULTS = pathlib.Path(__file__).parent / "results"
 FILE = "codec_speed_jax0.10.2_malloc.json"
 _COPY = 0.34e-9  # seconds an element, the median of the file
 _FEW, _MANY = 4, 36  # payloads
 
-# Candidates of gradcomp.plan by their names in codec_speed.py.
+# Candidates of gradcomp.cost.plan by their names in codec_speed.py.
 NAMES = {
   "bfloat16": "dense-bf16",
   "QSGD-8": "qsgd-8",
@@ -92,8 +94,8 @@ def measured(codec: TopK, size: int, repeats: int) -> CodecSpeed:
   """Measures a sparse codec on a vector of normal numbers."""
   x = jax.random.normal(jax.random.key(0), (size,))
   bound: Any = codec.bind(codecs.Leaf(x.shape))
-  context = codecs.leaf_context(
-    bound, None, codecs.first_memory(bound, codecs.Leaf(x.shape), None), jnp.int32(0)
+  context = leaf_context(
+    bound, None, first_memory(bound, codecs.Leaf(x.shape), None), jnp.int32(0)
   )
   encode = jax.jit(lambda x: bound.encode(x, context=context).rows)
   forget, keep = updates(codec, x.shape)

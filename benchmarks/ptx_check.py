@@ -118,7 +118,7 @@ def compile_ptx(
   import jax.numpy as jnp
   from jax.experimental import topologies
 
-  from gradcomp.kernels import dispatch
+  from gradcomp._src.kernels.gpu import dispatch
 
   topology = topologies.get_topology_desc(
     platform="cuda", target_config=_H200, topology="1x1x1"

@@ -131,7 +131,9 @@ def redsync(setting: Setting, densities: Any, starts: Any, **options: Any) -> An
       )
       for density in densities
     ]
-    return gradcomp.switch(starts[1:], choices) if len(choices) > 1 else choices[0]
+    return (
+      gradcomp.wrappers.switch(starts[1:], choices) if len(choices) > 1 else choices[0]
+    )
 
   if not options:
     return clipped(setting, warmed())
@@ -157,7 +159,9 @@ def clipped(setting: Setting, exchange: Any) -> optax.GradientTransformation:
   if setting.max_norm is None:
     return exchange
   # The rule that the committed records have.
-  clip = gradcomp.clip_by_local_norm(setting.max_norm, axis_name=AXIS, rule="root")
+  clip = gradcomp.wrappers.clip_by_local_norm(
+    setting.max_norm, axis_name=AXIS, rule="root"
+  )
   return optax.chain(clip, exchange)
 
 

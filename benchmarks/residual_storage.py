@@ -23,8 +23,8 @@ import running
 import timing
 
 import gradcomp
+from gradcomp._src.core.residual_storage import Storage
 from gradcomp.codecs import QSGD, OneBit
-from gradcomp.residuals import Storage
 
 CODECS = {"QSGD, 4 bits, nearest": QSGD(bits=4, rounding="nearest"), "OneBit": OneBit()}
 

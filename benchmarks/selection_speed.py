@@ -21,8 +21,8 @@ import running
 import timing
 from jax import lax
 
+from gradcomp._src.codecs.sums.entries import Entries
 from gradcomp.codecs import Context, RandomK, TopK
-from gradcomp.sums import Entries
 
 _MIB = 2**20
 _WORKERS = 4  # whose payloads are added

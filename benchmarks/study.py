@@ -34,6 +34,7 @@ import jax
 import running
 from tables import spread
 
+from gradcomp._src.exchange.layout import plan
 from gradcomp.codecs import (
   QSGD,
   Codec,
@@ -44,7 +45,6 @@ from gradcomp.codecs import (
   PowerSGD,
   Ternary,
 )
-from gradcomp.layout import plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

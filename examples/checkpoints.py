@@ -46,7 +46,7 @@ class Saved:
     folder: the folder of this run alone, or None.
     every: steps between two checkpoints.
     steps: the last step, which is always saved.
-    record: what the state belongs to: see ``gradcomp.state_record``.
+    record: what the state belongs to: see ``gradcomp.checkpoint.record``.
   """
 
   def __init__(
@@ -87,7 +87,7 @@ class Saved:
     if not isinstance(found, dict) or not found.keys() >= {"record", "notes"}:
       raise ValueError(f"{self._manager.directory} must be whole, got {found!r} of it.")
     if self._record is not None:
-      gradcomp.check_record(found["record"], self._record)
+      gradcomp.checkpoint.check_record(found["record"], self._record)
     whole = ocp.args.Composite(state=ocp.args.StandardRestore(state))
     state = self._manager.restore(step, args=whole).state
     print(f"goes on after step {step} of {self._manager.directory}", file=sys.stderr)
@@ -129,6 +129,6 @@ def saved_in(
   """
   if args.checkpoint is None:
     return Saved()
-  record = optimizer and gradcomp.state_record(optimizer, params, workers=workers)
+  record = optimizer and gradcomp.checkpoint.record(optimizer, params, workers=workers)
   folder = args.checkpoint / run
   return Saved(folder, every=args.save_every, steps=args.steps, record=record)

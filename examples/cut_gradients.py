@@ -33,7 +33,7 @@ def exchange_of(codec: Codec, *, feedback: bool = True) -> optax.GradientTransfo
 
 def inspect(
   exchange: optax.GradientTransformation, grads: Any, residuals: Any
-) -> gradcomp.Inspection:
+) -> gradcomp.telemetry.Inspection:
   """Inspects whole gradients of a worker, inside the map.
 
   Args:
@@ -49,11 +49,11 @@ def inspect(
       for g, e in zip(leaves, tree.flatten_up_to(residuals), strict=True)
     ]
     state = state._replace(residual=tree.unflatten(kept))
-  found = gradcomp.inspect(exchange, grads, state)
+  found = gradcomp.telemetry.inspect(exchange, grads, state)
 
-  def to_owners(metrics: gradcomp.Metrics) -> gradcomp.Metrics:
+  def to_owners(metrics: gradcomp.telemetry.Metrics) -> gradcomp.telemetry.Metrics:
     # Each part goes to one worker here, where all_gather sends it to all others.
     return metrics._replace(bytes_sent=metrics.bytes_sent / lax.axis_size(AXIS))
 
   leaves = {path: to_owners(metrics) for path, metrics in found.leaves.items()}
-  return gradcomp.Inspection(to_owners(found.total), leaves)
+  return gradcomp.telemetry.Inspection(to_owners(found.total), leaves)

@@ -17,6 +17,7 @@ from training import Batch
 
 import gradcomp
 from gradcomp import parallel
+from gradcomp._src.parallel.sub_batches import sub_batches
 from gradcomp.codecs import Codec
 
 AXIS = "model"
@@ -150,7 +151,7 @@ class Task:
 
     x = cut_layers.features(params["front"], images)
     if params["front"]:
-      return parallel.sub_batches(
+      return sub_batches(
         dense,
         x,
         axis_name=AXIS,

@@ -70,7 +70,7 @@ class Training:
     )
     if local_steps:
       exchange, rate = CODECS[codec]
-      self._optimizer = gradcomp.local_steps(
+      self._optimizer = gradcomp.local.local_steps(
         optax.adam(rate),
         optax.sgd(1.0),  # momentum would need more rounds than this training has
         every=local_steps,
@@ -101,7 +101,7 @@ class Training:
 
   def record(self, workers: int) -> dict[str, Any]:
     """Returns what a state of so many workers belongs to."""
-    return gradcomp.state_record(self._optimizer, self._params, workers=workers)
+    return gradcomp.checkpoint.record(self._optimizer, self._params, workers=workers)
 
   def advance(self, *, inspect: bool = False) -> dict[str, Any]:
     """Takes a step, and returns its loss, and what inspect shows of it."""
@@ -134,7 +134,7 @@ class Training:
       residuals: the same hosts, in the order in which the workers here take up their
         residuals. These are terms of a sum, unlike rows, whose order matters.
     """
-    shapes = gradcomp.state_shapes(
+    shapes = gradcomp.checkpoint.state_shapes(
       self._optimizer, self._params, workers=len(hosts), axis_name="data"
     )
     some = next(iter(parts.values()))
@@ -188,8 +188,8 @@ def _kind(path: Any) -> str:
 
 
 def _at_the_exchange(
-  state: gradcomp.LocalStepsState, step: int
-) -> gradcomp.LocalStepsState:
+  state: gradcomp.state.LocalStepsState, step: int
+) -> gradcomp.state.LocalStepsState:
   """Takes all workers back to the parameters that they share."""
   away = jax.tree.map(np.zeros_like, state.own.moved)
   ((axes, (_, inner_state)),) = state.own.by_axes.items()

@@ -102,7 +102,7 @@ class Worker:
     generation, step = plan.source
     record = read(self._folder / f"record-{generation}.json")
     hosts = elastic.plan_of(self._folder, generation).hosts
-    gradcomp.check_record(record, training.record(len(hosts)))
+    gradcomp.checkpoint.check_record(record, training.record(len(hosts)))
     parts = {x: self._load(*plan.source, x) for x in hosts if x not in plan.lost}
     stay = [x for x in plan.hosts if x in hosts]
     gone = [x for x in hosts if x not in stay]
@@ -157,7 +157,7 @@ class Worker:
       if stop:
         break
     if training.step == options.steps:
-      found = gradcomp.check_replicas(training.params, axis_name="data")
+      found = gradcomp.telemetry.compare_replicas(training.params, axis_name="data")
       found.require_equal()
       self._say(f"done; the parameters are equal on all {len(found.words)} workers")
       publish(self._folder / "done.json", {"steps": training.step})

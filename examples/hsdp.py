@@ -76,7 +76,7 @@ def make_step(
     loss, grads = jax.value_and_grad(loss_fn)(own, batch)
     loss = lax.pmean(lax.psum(loss, "chip"), "host")
     if inspect:
-      return gradcomp.update_and_inspect(exchange, grads, state, params), loss
+      return gradcomp.telemetry.inspected_update(exchange, grads, state, params), loss
     return (*exchange.update(grads, state, params), ()), loss
 
   means = jax.shard_map(

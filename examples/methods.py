@@ -140,7 +140,7 @@ def make_local_steps(
   drops = isinstance(method, TopK | BlockTop)
   gathers = args.exchange in ("auto", "all_gather")
   kept = "error" if args.feedback == "auto" else args.feedback
-  return gradcomp.local_steps(
+  return gradcomp.local.local_steps(
     inner,
     optax.sgd(1.0) if drops else optax.sgd(0.7, 0.9, nesterov=True),
     every=args.local_steps,
@@ -166,7 +166,7 @@ def make_redsync(
     sparse = redsync(args.density, **options)
     if not args.warmup:
       return sparse
-    return gradcomp.switch([args.warmup], [redsync(1.0), sparse])
+    return gradcomp.wrappers.switch([args.warmup], [redsync(1.0), sparse])
 
   if not method.asq:
     return warmed()

@@ -44,7 +44,7 @@ def make_optimizer(
   chain = [make_exchange(method, args, seed=seed)]
   if args.clip is not None:
     if isinstance(method, Redsync):
-      chain.insert(0, gradcomp.clip_by_local_norm(args.clip, axis_name=AXIS))
+      chain.insert(0, gradcomp.wrappers.clip_by_local_norm(args.clip, axis_name=AXIS))
     else:
       chain.append(optax.clip_by_global_norm(args.clip))
   chain.append(_descent(method, args))

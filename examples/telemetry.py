@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from parsing import positive
 
-from gradcomp import plots
+from gradcomp.telemetry import plots
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

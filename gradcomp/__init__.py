@@ -1,61 +1,99 @@
 """Compresses the gradient exchange of data-parallel training in JAX."""
 
-from gradcomp import codecs as codecs
-from gradcomp import cost as cost
-from gradcomp import exchange as exchange
-from gradcomp import floats as floats
-from gradcomp import kernels as kernels
-from gradcomp import parallel as parallel
-from gradcomp import planner as planner
-from gradcomp import plots as plots
-from gradcomp._explain import Explanation as Explanation
-from gradcomp._explain import explain as explain
-from gradcomp._version import __version__ as __version__
-from gradcomp.aliases import dense as dense
-from gradcomp.aliases import eight_bit as eight_bit
-from gradcomp.aliases import natural as natural
-from gradcomp.aliases import onebit_sgd as onebit_sgd
-from gradcomp.aliases import qsgd as qsgd
-from gradcomp.aliases import terngrad as terngrad
-from gradcomp.clipping import clip_by_local_norm as clip_by_local_norm
-from gradcomp.feedback import ErrorFeedback as ErrorFeedback
-from gradcomp.feedback import MomentumFeedback as MomentumFeedback
-from gradcomp.fingerprints import fingerprint as fingerprint
-from gradcomp.freezing import allow_frozen as allow_frozen
-from gradcomp.inspection import Inspection as Inspection
-from gradcomp.inspection import Metrics as Metrics
-from gradcomp.inspection import inspect as inspect
-from gradcomp.inspection import update_and_inspect as update_and_inspect
-from gradcomp.local_gradients import defer_reduction as defer_reduction
-from gradcomp.local_gradients import value_and_grad as value_and_grad
-from gradcomp.local_training import local_params as local_params
-from gradcomp.local_training import local_steps as local_steps
-from gradcomp.low_precision import aps as aps
-from gradcomp.low_precision import loss_scaling_cast as loss_scaling_cast
-from gradcomp.low_rank import powersgd as powersgd
-from gradcomp.options import CompressOptions as CompressOptions
-from gradcomp.planner import Plan as Plan
-from gradcomp.planner import plan as plan
-from gradcomp.policies import policy as policy
-from gradcomp.records import check_record as check_record
-from gradcomp.records import state_record as state_record
-from gradcomp.replicas import Replicas as Replicas
-from gradcomp.replicas import check_replicas as check_replicas
-from gradcomp.resharding import reshard_state as reshard_state
-from gradcomp.residuals import Int8Residual as Int8Residual
-from gradcomp.shapes import state_shapes as state_shapes
-from gradcomp.sharding import init_state as init_state
-from gradcomp.sharding import state_specs as state_specs
-from gradcomp.skipping import SkipNonfiniteState as SkipNonfiniteState
-from gradcomp.skipping import skip_nonfinite as skip_nonfinite
-from gradcomp.sparse import blocktop as blocktop
-from gradcomp.sparse import redsync as redsync
-from gradcomp.state import CompressState as CompressState
-from gradcomp.state import FragmentState as FragmentState
-from gradcomp.state import LocalStepsState as LocalStepsState
-from gradcomp.switching import SwitchState as SwitchState
-from gradcomp.switching import switch as switch
-from gradcomp.train import make_train_step as make_train_step
-from gradcomp.transform import compress as compress
-from gradcomp.wire import WireReport as WireReport
-from gradcomp.wire import wire_report as wire_report
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from gradcomp import (
+  checkpoint,
+  codecs,
+  contrib,
+  cost,
+  exchange,
+  floats,
+  kernels,
+  local,
+  parallel,
+  state,
+  telemetry,
+  wire,
+  wrappers,
+)
+from gradcomp._src.checkpoint.reshard import reshard_state
+from gradcomp._src.checkpoint.specs import init_state, state_specs
+from gradcomp._src.core.feedback import ErrorFeedback, MomentumFeedback
+from gradcomp._src.core.transform import compress
+from gradcomp._src.public import publish
+from gradcomp._src.report.explain import explain
+from gradcomp._src.report.wire_report import wire_report
+from gradcomp._src.training.gradients import defer_reduction, value_and_grad
+from gradcomp._src.training.train_step import make_train_step
+from gradcomp._src.transforms.low_precision import aps, loss_scaling_cast
+from gradcomp._src.transforms.low_rank import powersgd
+from gradcomp._src.transforms.options import CompressOptions
+from gradcomp._src.transforms.policies import policy
+from gradcomp._src.transforms.recipes import (
+  dense,
+  eight_bit,
+  natural,
+  onebit_sgd,
+  qsgd,
+  terngrad,
+)
+from gradcomp._src.transforms.skip import skip_nonfinite
+from gradcomp._src.transforms.sparse import blocktop, redsync
+from gradcomp._src.version import __version__
+
+if TYPE_CHECKING:
+  from gradcomp import testing
+
+__all__ = [
+  "CompressOptions",
+  "ErrorFeedback",
+  "MomentumFeedback",
+  "__version__",
+  "aps",
+  "blocktop",
+  "checkpoint",
+  "codecs",
+  "compress",
+  "contrib",
+  "cost",
+  "defer_reduction",
+  "dense",
+  "eight_bit",
+  "exchange",
+  "explain",
+  "floats",
+  "init_state",
+  "kernels",
+  "local",
+  "loss_scaling_cast",
+  "make_train_step",
+  "natural",
+  "onebit_sgd",
+  "parallel",
+  "policy",
+  "powersgd",
+  "qsgd",
+  "redsync",
+  "reshard_state",
+  "skip_nonfinite",
+  "state",
+  "state_specs",
+  "telemetry",
+  "terngrad",
+  "testing",
+  "value_and_grad",
+  "wire",
+  "wire_report",
+  "wrappers",
+]
+
+
+def __getattr__(name: str) -> Any:
+  if name == "testing":  # which a program that trains does not need
+    return importlib.import_module("gradcomp.testing")
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+publish(globals())

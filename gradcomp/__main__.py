@@ -3,7 +3,7 @@
   python -m gradcomp plan --params 25M --workers 8 --gbit 10
 
 prints what each codec and exchange would take, and what to do. --help of it lists the
-options. `gradcomp.plan` does the same for the parameters of a program.
+options. `gradcomp.cost.plan` does the same for the parameters of a program.
 """
 
 import argparse
@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 
 import gradcomp
+from gradcomp._src.cost.planner.errors import checked_budget
+from gradcomp._src.cost.planner.speeds import GIVEN, packaged_speeds
 from gradcomp.cost import CodecSpeed, Link
-from gradcomp.planner import packaged_speeds
-from gradcomp.planner._errors import checked_budget
-from gradcomp.planner._speeds import GIVEN
 
 _SUFFIXES = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
 _BUDGETS = "none, tight, paper, aggressive, or a bound on the error over the workers"
@@ -74,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan.error(str(error))
 
 
-def _plan(options: argparse.Namespace) -> gradcomp.Plan:
+def _plan(options: argparse.Namespace) -> gradcomp.cost.Plan:
   pair = isinstance(options.workers, tuple)
   link = _link(options.latency, options.gbit)
-  found = gradcomp.plan(
+  found = gradcomp.cost.plan(
     jax.ShapeDtypeStruct((options.params,), jnp.float32),
     workers=options.workers,
     link=(link, _link(options.latency, options.inside_gbit)) if pair else link,

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from gradcomp import _agreement
+from gradcomp._src.core import agreement
 
 GRADS = {
   "v": jax.ShapeDtypeStruct((64,), jnp.float32),
@@ -40,8 +40,8 @@ def processes(monkeypatch):
   """Returns what runs functions, a process each, and returns what each was told."""
   jax.devices()  # before there is a store, which JAX would give to gloo
   own = threading.local()
-  monkeypatch.setattr(_agreement.distributed.global_state, "client", Store())
-  monkeypatch.setattr(_agreement, "_agreed", {})
+  monkeypatch.setattr(agreement.distributed.global_state, "client", Store())
+  monkeypatch.setattr(agreement, "_agreed", {})
   monkeypatch.setattr(jax, "process_index", lambda: own.number)
   monkeypatch.setenv("GRADCOMP_PATIENCE_SECONDS", "30")
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp.codecs import NOTHING, Dense, Payload, RandomK, RowCodec
-from gradcomp.kernels import dither, pack_planes, unpack_planes
-from gradcomp.kernels.dithers import random_lanes
+from gradcomp.kernels import dither, pack_planes, random_lanes, unpack_planes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 ``golden.json`` holds the hashes of a time when oracles, laws and breaks had been run
 over everything. A change that means to change no bits changes no hash: see
 ``test_golden.py``. ``python tests/golden.py`` writes the file anew, for changes that
-mean to: they raise ``gradcomp._version.WIRE``, which the file keeps.
+mean to: they raise ``gradcomp._src.version.WIRE``, which the file keeps.
 """
 
 import concurrent.futures
@@ -24,7 +24,7 @@ import numpy as np
 import selected
 
 import gradcomp
-from gradcomp._version import WIRE
+from gradcomp._src.version import WIRE
 from gradcomp.codecs import (
   QSGD,
   BlockTop,
@@ -197,7 +197,9 @@ def _write():
     found = pool.map(_named, cases(), chunksize=8)
     new = {"wire": WIRE, "hashes": dict(found)}
   if changed := rewritten(read(), new):
-    raise SystemExit(f"Raise gradcomp._version.WIRE, {WIRE}, first: {changed} changed.")
+    raise SystemExit(
+      f"Raise gradcomp._src.version.WIRE, {WIRE}, first: {changed} changed."
+    )
   FILE.write_text(json.dumps(new, indent=0) + "\n")
   print(f"wrote {len(new['hashes'])} hashes to {FILE}")
 

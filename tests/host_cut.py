@@ -92,7 +92,7 @@ def compared(hosts):
   parts = [dict(tree) for _ in range(hosts)]
   parts[1]["a"] = flips.flip(tree["a"], 1000)
   copies = flips.copies(parts, modes.mesh(hosts))
-  found = gradcomp.check_replicas(copies, axis_name="data")
+  found = gradcomp.telemetry.compare_replicas(copies, axis_name="data")
   assert found.differing()["['a']"] == ([0, 1] if hosts == 2 else [1])
   return found
 

@@ -53,11 +53,11 @@ def chain(codec=QSGD4):
 
 
 def later():
-  return gradcomp.switch([2], [optax.identity(), optax.scale(0.5)])
+  return gradcomp.wrappers.switch([2], [optax.identity(), optax.scale(0.5)])
 
 
 def local(every):
-  return gradcomp.local_steps(
+  return gradcomp.local.local_steps(
     optax.sgd(0.1), optax.sgd(1.0), every=every, codec=QSGD4, axis_name="data"
   )
 

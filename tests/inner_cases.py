@@ -152,7 +152,7 @@ def train(tx, steps=STEPS, place=lambda params: params):
   """
 
   def step(params, state, goal):
-    own = gradcomp.local_params(fast(params), state)
+    own = gradcomp.local.local_params(fast(params), state)
     updates, state = tx.update(optax.tree.sub(own, goal), state, params)
     return optax.apply_updates(params, updates), state
 

@@ -18,7 +18,7 @@ NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
 
 
 def local(inner, outer, codec, every=3, **options):
-  return gradcomp.local_steps(
+  return gradcomp.local.local_steps(
     inner, outer, every=every, codec=codec, axis_name="data", **options
   )
 

@@ -1,15 +1,15 @@
-"""Runs N workers wherever a transformation runs: see `gradcomp.testing.modes`.
+"""Runs N workers wherever a transformation runs: see `gradcomp._src.testing.modes`.
 
 The tests look at residuals, and name the exchanges of groups.
 """
 
 import gradcomp
-from gradcomp.testing.modes import EXPLICIT as EXPLICIT
-from gradcomp.testing.modes import MODES as MODES
-from gradcomp.testing.modes import mapped as mapped
-from gradcomp.testing.modes import mesh as mesh
-from gradcomp.testing.modes import modes_for as modes_for
-from gradcomp.testing.modes import run as run_with_state
+from gradcomp._src.testing.modes import EXPLICIT as EXPLICIT
+from gradcomp._src.testing.modes import MODES as MODES
+from gradcomp._src.testing.modes import mapped as mapped
+from gradcomp._src.testing.modes import mesh as mesh
+from gradcomp._src.testing.modes import modes_for as modes_for
+from gradcomp._src.testing.modes import run as run_with_state
 
 
 def grouped(exchange, group_size=2):

@@ -1,4 +1,4 @@
-"""What gradcomp.inspect shows, in NumPy, from what all workers put in and get."""
+"""The numbers of gradcomp.telemetry.inspect, in NumPy."""
 
 import numpy as np
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from plan_speeds import NAMES
 
 import gradcomp
+from gradcomp._src.cost.planner.speeds import packaged_speeds
 from gradcomp.codecs import QSGD
-from gradcomp.cost import Link
-from gradcomp.planner import CANDIDATES, packaged_speeds
+from gradcomp.cost import CANDIDATES, Link
 
 RUNS = cost_fit.read_runs(cost_fit.LINKS)
 LIKE = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 64 MiB
@@ -84,7 +84,7 @@ def plan_of(run, **options):
     candidates=list(codecs_of(run).values()),
     steps=10**6,
   )
-  return gradcomp.plan(like_of(run), **given | options)
+  return gradcomp.cost.plan(like_of(run), **given | options)
 
 
 def cell(hosts, rate="1gbit"):
@@ -96,4 +96,4 @@ def cell(hosts, rate="1gbit"):
 def plan(params=SMALL, **options):
   """The plan for four workers with 1 Gbit/s, of one candidate unless told."""
   given = dict(workers=4, link=GIGABIT, candidates=QSGD4)
-  return gradcomp.plan(params, **given | options)
+  return gradcomp.cost.plan(params, **given | options)

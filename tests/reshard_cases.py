@@ -74,7 +74,7 @@ def zero(**options):
 def around():
   """Everything that may stand around an exchange."""
   labels = {"b": "rest", "one": "rest", "v": "coded", "w": "coded"}
-  coded = gradcomp.switch(
+  coded = gradcomp.wrappers.switch(
     [3], [compressed("two_shot", "error"), compressed("two_shot", "error", key=1)]
   )
   parted = optax.partition(
@@ -110,7 +110,7 @@ CASES |= {
 
 
 def shapes(tx, workers, params=PARAMS):
-  return gradcomp.state_shapes(tx, params, workers=workers, axis_name="data")
+  return gradcomp.checkpoint.state_shapes(tx, params, workers=workers, axis_name="data")
 
 
 def reshard(state, tx, old, new, params=PARAMS, axis_name="data", **options):

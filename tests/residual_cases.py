@@ -8,20 +8,21 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp import ErrorFeedback, residuals
+from gradcomp import ErrorFeedback
+from gradcomp._src.core import residual_storage
 
 WORKERS = 4
 STORED = ("bfloat16", "int8")
 CODEC = gradcomp.codecs.QSGD(bits=2, bucket_size=32, rounding="nearest")
 each_way = pytest.mark.parametrize("stored", STORED)
 
-to_int8 = jax.jit(residuals.to_int8)
-to_bfloat16 = jax.jit(residuals.to_bfloat16)
+to_int8 = jax.jit(residual_storage.to_int8)
+to_bfloat16 = jax.jit(residual_storage.to_bfloat16)
 
 
 def read(residual):
   """The numbers of a residual, in NumPy."""
-  if not residuals.is_stored(residual):
+  if not residual_storage.is_stored(residual):
     return np.asarray(residual).astype(np.float32)
   codes, scales = map(np.asarray, residual)
   size = codes.shape[-1] // max(scales.shape[-1], 1)
@@ -70,7 +71,7 @@ def steps(mode, tx, trees, *, state=None):
     if mode not in ("vmap", "pmap"):
       unstack = lambda x: np.asarray(x).reshape(WORKERS, -1, *x.shape[1:])
       residual = jax.tree.map(unstack, residual)
-    floats = jax.tree.map(read, residual, is_leaf=residuals.is_stored)
+    floats = jax.tree.map(read, residual, is_leaf=residual_storage.is_stored)
     if mode == modes.EXPLICIT:  # in the units of addends
       floats = jax.tree.map(lambda x: x * np.float32(WORKERS), floats)
     outputs.append(jax.device_get(output))

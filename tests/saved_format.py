@@ -2,8 +2,8 @@
 
 ``saved_states/format-2.npz`` holds the arrays of a state by their paths, its record,
 and the hash of what two more steps give. ``python tests/saved_format.py`` writes the
-file of the present format, for a change that raises ``gradcomp.records.FORMAT``.
-The files of old formats stay.
+file of the present format, for a change that raises
+``gradcomp._src.checkpoint.records.FORMAT``. The files of old formats stay.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from saved import training
 
 import gradcomp
-from gradcomp import records
+from gradcomp._src.checkpoint import records
 from gradcomp.codecs import QSGD
 from gradcomp.parallel import zero
 
@@ -65,7 +65,7 @@ def optimizer():
 
 
 def record():
-  return gradcomp.state_record(optimizer(), first_params(), workers=N)
+  return gradcomp.checkpoint.record(optimizer(), first_params(), workers=N)
 
 
 def first_params():

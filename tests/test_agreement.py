@@ -10,7 +10,7 @@ import pytest
 from agreement_cases import GRADS, assert_told, mesh, processes, trace
 
 import gradcomp
-from gradcomp import _agreement
+from gradcomp._src.core import agreement
 from gradcomp.codecs import QSGD
 
 SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
@@ -51,7 +51,7 @@ def test_other_leaves_are_an_error_that_names_the_first(first, second, match, to
 )
 def test_another_version_is_an_error(name, attribute, together, monkeypatch):
   def other():
-    monkeypatch.setattr(_agreement, attribute, "9")
+    monkeypatch.setattr(agreement, attribute, "9")
     trace(compressed())
 
   monkeypatch.setenv("GRADCOMP_PATIENCE_SECONDS", "0")
@@ -116,14 +116,14 @@ def test_nothing_is_compared_where_no_other_process_takes_part(together):
     jax.eval_shape(jax.vmap(step, axis_name="data"), rows)
 
   assert together(run, lambda: None) == [None, None]
-  assert not _agreement.distributed.global_state.client.values
+  assert not agreement.distributed.global_state.client.values
 
 
 def test_addresses_do_not_differ():
   class Codec:
     pass
 
-  parts = [_agreement._part("x", {"codec": Codec()}) for _ in range(2)]
+  parts = [agreement._part("x", {"codec": Codec()}) for _ in range(2)]
   assert parts[0] == parts[1] and "Codec object>" in parts[0]["codec"]
 
 
@@ -146,9 +146,9 @@ def train(*chain, loss=lambda params, batch: jnp.sum(params["v"] * batch), **opt
   [
     (
       lambda: train(compressed(), SGD),
-      lambda: train(compressed(), gradcomp.switch([2], [SGD, MOMENTUM])),
-      "`transformation` .*make_train_step in process 0 and gradcomp.switch in process "
-      "1, in number 2 of the step",
+      lambda: train(compressed(), gradcomp.wrappers.switch([2], [SGD, MOMENTUM])),
+      "`transformation` .*make_train_step in process 0 and gradcomp.wrappers.switch in "
+      "process 1, in number 2 of the step",
     ),
     (
       lambda: train(compressed(), SGD),

@@ -19,7 +19,7 @@ def compressed(**options):
 
 def local(inner=SGD, outer=SGD, **options):
   options = {"every": 4, "codec": QSGD(bits=8), "axis_name": "data"} | options
-  return gradcomp.local_steps(inner, outer, **options)
+  return gradcomp.local.local_steps(inner, outer, **options)
 
 
 def sparse(**options):
@@ -33,7 +33,7 @@ def zero(inner=SGD, **options):
 
 def switch(boundaries=(2,), bits=4):
   later = compressed(codec=QSGD(bits=bits))
-  return gradcomp.switch(boundaries, [optax.identity(), later])
+  return gradcomp.wrappers.switch(boundaries, [optax.identity(), later])
 
 
 def skip(max_consecutive_errors=5, inner=SGD):
@@ -42,7 +42,7 @@ def skip(max_consecutive_errors=5, inner=SGD):
 
 
 def clip(max_norm=1.0, rule="own"):
-  return gradcomp.clip_by_local_norm(max_norm, axis_name="data", rule=rule)
+  return gradcomp.wrappers.clip_by_local_norm(max_norm, axis_name="data", rule=rule)
 
 
 # Each option of each transformation, with another value than in the default: what the
@@ -118,11 +118,11 @@ def test_other_options_are_an_error_that_names_them(
   "function, cases, given",
   [
     (gradcomp.compress, EXCHANGE, {"axis_name"}),
-    (gradcomp.local_steps, LOCAL, {"axis_name"}),
+    (gradcomp.local.local_steps, LOCAL, {"axis_name"}),
     (gradcomp.parallel.zero, ZERO, {"axis_name"}),
-    (gradcomp.switch, OTHERS[:1], {"transformations"}),
+    (gradcomp.wrappers.switch, OTHERS[:1], {"transformations"}),
     (gradcomp.skip_nonfinite, OTHERS[2:4], {"axis_name"}),
-    (gradcomp.clip_by_local_norm, OTHERS[4:], {"axis_name"}),
+    (gradcomp.wrappers.clip_by_local_norm, OTHERS[4:], {"axis_name"}),
   ],
 )
 def test_no_option_is_forgotten_above(function, cases, given):

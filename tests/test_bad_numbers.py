@@ -17,9 +17,11 @@ from assertions import says
 
 import gradcomp
 import gradcomp.testing
-from gradcomp import codecs, cost, exchange, floats, planner
-from gradcomp.cost import Cluster, CodecSpeed, Link, dettmers, fang, grubic, han, wen
-from gradcomp.parallel import explain
+from gradcomp import codecs, cost, exchange, floats
+from gradcomp._src.cost.papers import dettmers, fang, grubic, han, wen
+from gradcomp._src.cost.planner.plan import plan
+from gradcomp.cost import Cluster, CodecSpeed, Link
+from gradcomp.wire import trace_wire as explain
 
 NEVER = (-1, math.inf, math.nan, np.float32("nan"), "4", [4], 4j)  # of any argument
 HUGE = (1e30, 2**31, 10**400)  # may be taken, if they work
@@ -54,7 +56,7 @@ def skipping(**given):
 
 def rounds(**given):
   rule = {"codec": codecs.Dense(), "axis_name": "data", "every": 4}
-  step(gradcomp.local_steps(optax.sgd(1.0), optax.sgd(1.0), **rule | given))
+  step(gradcomp.local.local_steps(optax.sgd(1.0), optax.sgd(1.0), **rule | given))
 
 
 def feeding(kind):
@@ -102,7 +104,7 @@ CASES = [
   (stepping(gradcomp.blocktop), "block_size count value_bits"),
   (TOP, "density momentum max_norm slack interval"),
   (stepping(gradcomp.powersgd), "rank min_rate start quantize"),
-  (stepping(gradcomp.clip_by_local_norm), "max_norm"),
+  (stepping(gradcomp.wrappers.clip_by_local_norm), "max_norm"),
   (skipping, "max_consecutive_errors"),
   (rounds, "every fragments delay mixing feedback_decay"),
   (feeding(gradcomp.ErrorFeedback), "residual_decay residual_dtype"),
@@ -113,8 +115,8 @@ CASES = [
   (coding(codecs.TopK, density=0.1), "density slack interval range_size"),
   (lambda **x: QSGD(exchange=exchange.Hierarchical(**x)), "group_size"),
   (explaining(gradcomp.explain), "workers"),
-  (explaining(gradcomp.state_record), "workers"),
-  (part(explaining(gradcomp.state_shapes), axis_name="data"), "workers"),
+  (explaining(gradcomp.checkpoint.record), "workers"),
+  (part(explaining(gradcomp.checkpoint.state_shapes), axis_name="data"), "workers"),
   (training, "accumulate check_every"),
   (grads, "accumulate"),
   (part(floats.FloatFormat, exponent_bits=5, mantissa_bits=2), "exponent_bits"),
@@ -135,9 +137,12 @@ CASES = [
     part(cost.step_seconds, forward=1.0, backward=1.0, messages=(), overlap=True),
     "forward backward",
   ),
-  (part(gradcomp.plan, PARAMS, candidates=[], **MODEL), "workers link steps margin"),
   (
-    part(gradcomp.plan, PARAMS, candidates=[], forward=1.0, backward=1.0, **MODEL),
+    part(gradcomp.cost.plan, PARAMS, candidates=[], **MODEL),
+    "workers link steps margin",
+  ),
+  (
+    part(gradcomp.cost.plan, PARAMS, candidates=[], forward=1.0, backward=1.0, **MODEL),
     "forward backward",
   ),
   (part(fang.sparse_seconds, elements=4, density=0.1, **MODEL), "elements density"),
@@ -263,4 +268,4 @@ def test_residuals_are_stored_in_types_and_not_in_numbers():
 
 def test_integers_of_numpy_count_workers():
   assert Cluster(workers=np.int64(4), link=LINK) == CLUSTER
-  assert planner.plan(PARAMS, workers=np.int64(1), link=LINK).chosen
+  assert plan(PARAMS, workers=np.int64(1), link=LINK).chosen

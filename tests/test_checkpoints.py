@@ -10,7 +10,7 @@ import saved
 from slow_cases import slow
 
 import gradcomp
-from gradcomp import sums
+from gradcomp._src.codecs import sums
 from gradcomp.codecs import QSGD, PowerSGD
 from gradcomp.parallel import zero
 
@@ -46,7 +46,7 @@ KEPT = {
   "turn": redsync(0.1, quantize="asq"),
   "factors": compressed(PowerSGD(rank=1), "psum"),
   "shares": zero(optax.adam(0.1), grads=QSGD4, params=QSGD4, axis_name="data"),
-  "round": gradcomp.local_steps(
+  "round": gradcomp.local.local_steps(
     optax.adam(0.1),
     optax.sgd(0.7, 0.9, nesterov=True),
     every=4,
@@ -56,7 +56,7 @@ KEPT = {
     delay=1,
     min_leaf_size=10,
   ),
-  "switch": gradcomp.switch([3], [redsync(1.0), redsync(0.1, quantize="asq")]),
+  "switch": gradcomp.wrappers.switch([3], [redsync(1.0), redsync(0.1, quantize="asq")]),
   "guard": gradcomp.skip_nonfinite(compressed(QSGD4, "two_shot"), 2, axis_name="data"),
 }
 QUICK = [
@@ -141,7 +141,7 @@ def test_the_examples_draw_the_batches_again_that_were_used(tmp_path):
 
   new = {"w": jnp.zeros(2)}
   tx = compressed(QSGD4, "all_gather")
-  record = gradcomp.state_record(tx, {"w": jnp.zeros((9, 70))}, workers=N)
+  record = gradcomp.checkpoint.record(tx, {"w": jnp.zeros((9, 70))}, workers=N)
   assert resumed(None) == (0, 3, "none yet", "d")
   assert resumed(tmp_path / "a") == (0, 3, "none yet", "d")
   assert resumed(tmp_path / "a") == (2, 3, {"seen": "b"}, "d")

@@ -20,7 +20,15 @@ from laws import name
 from slow_cases import one_in, slow
 
 import gradcomp.codecs
-from gradcomp import testing
+from gradcomp._src.kernels.common.scales import norms
+from gradcomp._src.testing.noise import mean_is_the_leaf, workers_choose_alike
+from gradcomp._src.testing.payloads import (
+  bytes_are_the_claim,
+  half_precision_is_computed_in_float32,
+  shapes_and_dtypes_return,
+)
+from gradcomp._src.testing.pure import is_pure, same_bits_without_jit
+from gradcomp._src.testing.values import odd_sizes_work, padding_never_leaks
 from gradcomp.codecs import (
   QSGD,
   Dense,
@@ -31,7 +39,6 @@ from gradcomp.codecs import (
   Ternary,
   TopK,
 )
-from gradcomp.kernels.scales import norms
 
 
 def every(cases):
@@ -69,24 +76,24 @@ def test_every_law(case):
   laws.obeys(case, x)
   laws.the_page_reads_the_payload(case, x)
   laws.nothing_behind_a_leaf_counts(case, x)
-  testing.laws.shapes_and_dtypes_return(case.codec)
+  shapes_and_dtypes_return(case.codec)
 
 
 @pytest.mark.parametrize("case", one_in(32, laws.CASES), ids=lambda x: name(x.codec))
 def test_laws_that_compile_more(case):
   codec = laws.here(case.codec)
-  testing.laws.is_pure(codec)
-  testing.laws.padding_never_leaks(codec)
-  testing.laws.odd_sizes_work(codec, sizes=(1, 33))
-  testing.laws.workers_choose_alike(codec)
-  testing.laws.bytes_are_the_claim(codec)
+  is_pure(codec)
+  padding_never_leaks(codec)
+  odd_sizes_work(codec, sizes=(1, 33))
+  workers_choose_alike(codec)
+  bytes_are_the_claim(codec)
 
 
 @pytest.mark.slow
 @every_case
 def test_what_is_not_compiled_has_the_same_bits(case):
   x = laws.gaussian(case.leaf)
-  testing.laws.same_bits_without_jit(laws.here(case.codec), x)
+  same_bits_without_jit(laws.here(case.codec), x)
 
 
 def test_every_codec_that_can_be_built_is_held_to_the_laws():
@@ -173,7 +180,7 @@ def test_double_precision_changes_nothing(codec):
   ids=name,
 )
 def test_half_precision_is_computed_in_float32(codec):
-  testing.laws.half_precision_is_computed_in_float32(codec)
+  half_precision_is_computed_in_float32(codec)
 
 
 @every_qsgd
@@ -234,7 +241,7 @@ def test_errors_stay_below_a_step(case):
 )
 def test_stochastic_rounding_is_unbiased(bits, levels, norm):
   codec = QSGD(bits=bits, bucket_size=64, levels=levels, norm=norm)
-  testing.laws.mean_is_the_leaf(codec, laws.gaussian(500))
+  mean_is_the_leaf(codec, laws.gaussian(500))
 
 
 @pytest.mark.parametrize("bits", [2, 4, *slow(3, 5, 8)])

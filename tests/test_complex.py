@@ -107,7 +107,7 @@ def test_a_state_of_shapes():
 
 
 def test_the_norm_of_complex_gradients():
-  tx = gradcomp.clip_by_local_norm(2.5)
+  tx = gradcomp.wrappers.clip_by_local_norm(2.5)
   grads = {"w": jnp.array([3 + 0j, 4j])}
   np.testing.assert_allclose(tx.update(grads, tx.init(grads))[0]["w"], [1.5, 2j])
 

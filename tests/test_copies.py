@@ -28,7 +28,7 @@ AROUND = {
   "halved": lambda tx: optax.chain(tx, optax.scale(0.5)),
   "decayed": lambda tx: optax.chain(tx, optax.add_decayed_weights(-0.1)),
   "not negative": lambda tx: optax.chain(tx, optax.keep_params_nonnegative()),
-  "switched": lambda tx: gradcomp.switch([2], [tx, tx]),
+  "switched": lambda tx: gradcomp.wrappers.switch([2], [tx, tx]),
   "every second": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
 }
 
@@ -59,7 +59,7 @@ def test_parameters_that_someone_moves_stay_moved():
 
 @pytest.mark.parametrize("name", ["schedule free", "lookahead", "halved"])
 def test_local_steps_inside_of_what_moves_parameters(name):
-  tx = gradcomp.local_steps(SGD, optax.sgd(1.0), **ROUNDS)
+  tx = gradcomp.local.local_steps(SGD, optax.sgd(1.0), **ROUNDS)
   displacement = {
     "schedule free": lambda state: state.base_optimizer_state[1],
     "lookahead": lambda state: state.fast_state[1],
@@ -81,7 +81,7 @@ OUTER = {
 @pytest.mark.parametrize("name", one_in(3, OUTER))
 def test_what_keeps_parameters_outside_of_local_steps(name):
   outer = OUTER[name]
-  tx = gradcomp.local_steps(SGD, outer, **ROUNDS)
+  tx = gradcomp.local.local_steps(SGD, outer, **ROUNDS)
   assert_close(train(tx, 4), by_hand(rounds(SGD, outer), lambda state: state[1]))
 
 
@@ -114,7 +114,7 @@ def test_zero_inside_of_local_steps():
   chip = dict(grads=Dense(), params=Dense(), axis_name="chip")
   dense = optax.chain(gradcomp.dense(axis_name="chip"), optax.adam(0.1))
   got, expected = (
-    trained(gradcomp.local_steps(inner, optax.sgd(1.0), **options))
+    trained(gradcomp.local.local_steps(inner, optax.sgd(1.0), **options))
     for inner in (zero(optax.adam(0.1), **chip), dense)
   )
   for name, leaf in expected.items():
@@ -124,8 +124,8 @@ def test_zero_inside_of_local_steps():
 def test_local_steps_inside_of_local_steps():
   """Chips average every two steps, and hosts every four: hierarchical local SGD."""
   options = dict(outer=optax.sgd(1.0), codec=Dense())
-  inner = gradcomp.local_steps(SGD, every=2, axis_name="chip", **options)
-  got = trained(gradcomp.local_steps(inner, every=4, axis_name="host", **options))
+  inner = gradcomp.local.local_steps(SGD, every=2, axis_name="chip", **options)
+  got = trained(gradcomp.local.local_steps(inner, every=4, axis_name="host", **options))
   w, b = np.zeros((2, 2, 3)), np.zeros((2, 2, 1))  # hosts, chips
   for i, x in enumerate(batches()):
     x = x.reshape(2, 2, 3)
@@ -142,13 +142,16 @@ def test_local_steps_inside_of_local_steps():
 def test_zero_as_the_outer_optimizer():
   """Each owner keeps an Nth of the momentum."""
   nesterov = OUTER["nesterov"]
-  tx = gradcomp.local_steps(SGD, zero(nesterov, **CODECS), **ROUNDS)
+  tx = gradcomp.local.local_steps(SGD, zero(nesterov, **CODECS), **ROUNDS)
   assert_close(train(tx, 4), by_hand(rounds(SGD, nesterov), lambda state: state[1]))
 
 
 REFUSED = {
   "lookahead": (optax.lookahead(SGD, 2, 0.5), "around zero"),
-  "local steps": (gradcomp.local_steps(SGD, optax.sgd(1.0), **ROUNDS), "`inner` must"),
+  "local steps": (
+    gradcomp.local.local_steps(SGD, optax.sgd(1.0), **ROUNDS),
+    "`inner` must",
+  ),
   "an exchange": (optax.chain(gradcomp.dense(axis_name="data"), SGD), "`inner` must"),
   "zero": (zero(SGD, **CODECS), "`inner` must"),
 }
@@ -162,6 +165,8 @@ def test_what_zero_refuses_inside_of_itself(name):
 
 
 def test_lookahead_inside_of_local_steps_is_refused():
-  tx = gradcomp.local_steps(optax.lookahead(SGD, 2, 0.5), optax.sgd(1.0), **ROUNDS)
+  tx = gradcomp.local.local_steps(
+    optax.lookahead(SGD, 2, 0.5), optax.sgd(1.0), **ROUNDS
+  )
   with pytest.raises(ValueError, match=says("LookaheadParams", "around local_steps")):
     train(tx, 1, PAIR)

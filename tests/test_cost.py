@@ -190,7 +190,8 @@ def test_bad_arguments_are_refused_with_the_rule(make, message):
 def test_the_modules_need_no_jax():
   """Each imports where JAX is not installed, and the package above it is empty."""
   folder = pages.ROOT / "gradcomp"
-  names = sorted(path.stem for path in (folder / "cost").glob("*.py"))
+  cost = folder / "_src" / "cost"
+  names = sorted(path.stem for path in cost.glob("*.py"))
   code = f"""
 import importlib, sys, types
 for name in ("jax", "jaxlib", "optax"):
@@ -199,7 +200,7 @@ package = types.ModuleType("gradcomp")
 package.__path__ = [{str(folder)!r}]
 sys.modules["gradcomp"] = package
 for name in {names!r}:
-  importlib.import_module("gradcomp.cost." + name)
+  importlib.import_module("gradcomp._src.cost." + name)
 from gradcomp.cost import Link, all_gather_seconds
 assert all_gather_seconds(1e6, 2, Link(latency=0, bytes_per_second=1e6)) == 1
 """

@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 
 import gradcomp
 from gradcomp import cost
+from gradcomp._src.cost.planner.speeds import packaged_speeds
 from gradcomp.cost import Cluster, Link
 from gradcomp.exchange import Hierarchical
-from gradcomp.planner import packaged_speeds
 
 
 def test_seconds_of_each_exchange_by_hand():

@@ -23,7 +23,7 @@ PARAMS = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
 
 @functools.cache
 def record_of(tx):
-  return json.loads(json.dumps(gradcomp.state_record(tx, PARAMS, workers=4)))
+  return json.loads(json.dumps(gradcomp.checkpoint.record(tx, PARAMS, workers=4)))
 
 
 def places(value, path=()):
@@ -54,7 +54,7 @@ def lose(holder, key):
 def test_a_damaged_record_is_no_error_of_python(tx):
   """Every item of it is lost, and every item has another type, in turn."""
   record = record_of(tx)
-  gradcomp.check_record(record, record)
+  gradcomp.checkpoint.check_record(record, record)
   taken = 0
   for path in list(places(record))[1:]:
     changes = [lose]
@@ -63,7 +63,7 @@ def test_a_damaged_record_is_no_error_of_python(tx):
     for change in changes:
       saved = changed(record, path, change)
       try:
-        gradcomp.check_record(saved, record)
+        gradcomp.checkpoint.check_record(saved, record)
         taken += saved != record
       except (ValueError, TypeError) as error:
         assert str(error).startswith("`saved` must be"), (path, saved)
@@ -76,17 +76,17 @@ def test_a_damaged_record_is_no_error_of_python(tx):
 def test_the_error_says_what_is_lost(key):
   record = record_of(TX)
   saved = changed(record, ("transformations", 0, key), lose)
-  parts = ("`saved` must be what gradcomp.state_record returned", f"[0]['{key}']")
+  parts = ("`saved` must be what gradcomp.checkpoint.record returned", f"[0]['{key}']")
   with pytest.raises(TypeError, match=says(*parts)):
-    gradcomp.check_record(saved, record)
+    gradcomp.checkpoint.check_record(saved, record)
   saved = changed(record, ("transformations", 0, "codecs"), lambda x, y: x[y].clear())
   with pytest.raises(TypeError, match=says("`saved`", "has no codec 0, that of ['w']")):
-    gradcomp.check_record(saved, record)
+    gradcomp.checkpoint.check_record(saved, record)
 
 
 def test_the_new_record_is_checked_too():
   with pytest.raises(TypeError, match="`record` must be"):
-    gradcomp.check_record(record_of(TX), {"format": 1, "gradcomp": "0"})
+    gradcomp.checkpoint.check_record(record_of(TX), {"format": 1, "gradcomp": "0"})
 
 
 SPEED = CodecSpeed(encode=1e-9, decode=2e-9, add=3e-9)

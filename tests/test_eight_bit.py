@@ -13,7 +13,7 @@ import oracle_eight_bit
 import pytest
 from codec_cases import EIGHT_BIT_CASES
 
-from gradcomp import testing
+from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import EightBit
 
 every_type = pytest.mark.parametrize("data_type", oracle_eight_bit.DATA_TYPES)
@@ -201,7 +201,7 @@ def test_stochastic_rounding_is_unbiased(data_type):
   gaps = np.diff(levels)
   widest = np.max([gaps, [*gaps[1:], 0], [0, *gaps[:-1]]], axis=0)
   above = np.searchsorted(levels, np.abs(x) / scales).clip(1, len(gaps))
-  testing.laws.mean_is_the_leaf(codec, x, draws=1000, step=widest[above - 1] * scales)
+  mean_is_the_leaf(codec, x, draws=1000, step=widest[above - 1] * scales)
 
 
 @pytest.mark.parametrize("data_type", ["linear", "dynamic_map"])

@@ -153,7 +153,7 @@ def test_gradients_of_integers():
 
 
 @pytest.mark.parametrize("value", [1.5, 2, True], ids=repr)
-@pytest.mark.parametrize("make", [gradcomp.qsgd, gradcomp.clip_by_local_norm])
+@pytest.mark.parametrize("make", [gradcomp.qsgd, gradcomp.wrappers.clip_by_local_norm])
 def test_gradients_that_are_no_arrays(make, value):
   tx = make(2)
   state = tx.init({"w": jnp.ones(3), "b": jnp.ones([])})
@@ -541,7 +541,12 @@ def test_levels_fitted_for_other_bits(bits):
 @pytest.mark.parametrize("other", [optax.adam(0.1), optax.trace(0.9)])
 def test_state_of_another_transformation(other):
   state = other.init(GRADS)
-  parts = ("`state`", "gradcomp.CompressState", type(state).__name__, "optax.chain")
+  parts = (
+    "`state`",
+    "gradcomp.state.CompressState",
+    type(state).__name__,
+    "optax.chain",
+  )
   with pytest.raises(TypeError, match=says(*parts)):
     gradcomp.qsgd().update(GRADS, state)
 

@@ -30,19 +30,14 @@ from exchange_cases import (
 from slow_cases import slow
 
 import gradcomp
-from gradcomp import testing
+from gradcomp._src.codecs.sums.codes import sum_dtype
+from gradcomp._src.exchange.auto import as_exchange
+from gradcomp._src.exchange.layout import plan
+from gradcomp._src.exchange.plan import plan_messages
+from gradcomp._src.testing.conservation import nothing_is_lost
+from gradcomp._src.testing.steps import same_bits_in_every_mode, workers_agree
 from gradcomp.codecs import QSGD, Dense
-from gradcomp.exchange import (
-  AllGather,
-  AllReduce,
-  Auto,
-  TwoShot,
-  as_exchange,
-  choose,
-  plan_messages,
-)
-from gradcomp.layout import plan
-from gradcomp.sums import sum_dtype
+from gradcomp.exchange import AllGather, AllReduce, Auto, TwoShot, choose
 
 
 @pytest.mark.parametrize(
@@ -74,8 +69,8 @@ def test_nothing_is_lost_and_all_workers_have_the_same_bits(codec, exchange, wor
     message_bytes=None,
     feedback=True,
   )
-  testing.laws.workers_agree(tx, steps)
-  testing.laws.nothing_is_lost(tx, steps, plan=sent)
+  workers_agree(tx, steps)
+  nothing_is_lost(tx, steps, plan=sent)
   _, _, owned = modes.run_all("vmap", tx, steps)
   twice = exchange in ("two_shot", "hierarchical") and not codec.agrees
   assert bool(owned) == twice
@@ -117,7 +112,7 @@ def test_every_mode_has_the_same_bits(codec, exchange, workers, places):
   """Outputs and all that is kept, over two steps, on every worker."""
   tx = transformation(codec, exchange, workers, feedback="error")
   steps = [small_gradients(workers, seed) for seed in range(2)]
-  testing.laws.same_bits_in_every_mode(tx, steps, places)
+  same_bits_in_every_mode(tx, steps, places)
 
 
 def sent_values(codec, tree, workers, seed):

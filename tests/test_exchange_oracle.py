@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
+from gradcomp._src.codecs.sums.codes import pack_sums
+from gradcomp._src.exchange.collectives import largest
 from gradcomp.codecs import QSGD, Context
-from gradcomp.exchange._collectives import largest
-from gradcomp.sums import pack_sums
 
 STOCHASTIC = QSGD(bits=4, bucket_size=32)
 NEAREST = QSGD(bits=8, bucket_size=32, levels="uniform", rounding="nearest")

@@ -180,7 +180,7 @@ def every_other(tx):
 def test_of_branches_the_last_that_sends_something_is_shown():
   assert explain(4, wrap=every_other).leaves == explain(4).leaves
   dense, last = gradcomp.dense(axis_name="data"), gradcomp.qsgd(axis_name="data")
-  switched = gradcomp.switch([10], [dense, last])
+  switched = gradcomp.wrappers.switch([10], [dense, last])
   alone = gradcomp.explain(last, PARAMS, workers=4)
   assert gradcomp.explain(switched, PARAMS, workers=4) == alone
 
@@ -190,7 +190,10 @@ def test_slots_that_were_used_are_found_behind_branches():
   sparse = functools.partial(
     gradcomp.redsync, axis_name="data", exchange="all_gather", min_leaf_size=0
   )
-  both = {"v": every_other(sparse(0.01)), "w": gradcomp.switch([1], [sparse(0.5)] * 2)}
+  both = {
+    "v": every_other(sparse(0.01)),
+    "w": gradcomp.wrappers.switch([1], [sparse(0.5)] * 2),
+  }
   params = {name: jnp.zeros((64, 64)) for name in "vw"}
   tx = optax.partition(both, {"v": "v", "w": "w"})
   state = jax.vmap(tx.init, axis_name="data", axis_size=2, in_axes=None)(params)

@@ -29,7 +29,7 @@ def zeroed(inner):
 def local(inner, outer=None, every=2):
   outer = optax.sgd(1.0) if outer is None else outer
   options = {"every": every, "codec": Dense(), "axis_name": "data"}
-  return gradcomp.local_steps(inner, outer, **options)
+  return gradcomp.local.local_steps(inner, outer, **options)
 
 
 def skipped(inner):
@@ -37,13 +37,13 @@ def skipped(inner):
 
 
 def switched(inner):
-  return optax.chain(dense, gradcomp.switch([1], [inner, inner]))
+  return optax.chain(dense, gradcomp.wrappers.switch([1], [inner, inner]))
 
 
 def frozen(inner):
   labels = {"w": "train", "v": "frozen"}
   parts = {"train": optax.chain(dense, inner), "frozen": optax.set_to_zero()}
-  return gradcomp.allow_frozen(optax.partition(parts, labels))
+  return gradcomp.wrappers.allow_frozen(optax.partition(parts, labels))
 
 
 def loss_fn(params, x):

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
-from gradcomp.fingerprints import leaf_fingerprints
-from gradcomp.state import name_words
-from gradcomp.workers import unreduce
+from gradcomp._src.core.state import name_words
+from gradcomp._src.mesh.shard_maps import unreduce
+from gradcomp._src.telemetry.fingerprint import leaf_fingerprints
 
 DTYPES = (
   *("float32", "bfloat16", "float16", "float8_e4m3fn", "complex64"),
@@ -63,13 +63,13 @@ def test_it_is_a_sum_in_any_order(dtype):
   orders = (range, lambda n: np.random.default_rng(1).permutation(n))
   first, second = (expected("['x']", x, order) for order in orders)
   np.testing.assert_array_equal(first, second)
-  np.testing.assert_array_equal(gradcomp.fingerprint({"x": x}), first)
+  np.testing.assert_array_equal(gradcomp.telemetry.fingerprint({"x": x}), first)
 
 
 def fingerprints(trees):
   """The fingerprints of several trees as Python integers, by one program."""
   stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
-  return as_integers(jax.jit(jax.vmap(gradcomp.fingerprint))(stacked))
+  return as_integers(jax.jit(jax.vmap(gradcomp.telemetry.fingerprint))(stacked))
 
 
 def as_integers(words):
@@ -109,7 +109,9 @@ def test_words_that_trade_places_as_their_places_do_change_it():
   x = np.array([7, 1, 2, 9], np.uint32)
   y = x.copy()
   y[0], y[3] = x[3] ^ place[3] ^ place[0], x[0] ^ place[0] ^ place[3]
-  first, second = np.asarray([gradcomp.fingerprint(x), gradcomp.fingerprint(y)])
+  first, second = np.asarray(
+    [gradcomp.telemetry.fingerprint(x), gradcomp.telemetry.fingerprint(y)]
+  )
   assert first[0] == second[0] and first[1] != second[1]
 
 
@@ -133,7 +135,7 @@ def test_elements_and_leaves_that_change_places_change_it():
     {"a": a.view(np.int32), "b": b},
     {"a": a, "b": b, "c": np.zeros(0, np.float32)},
   ]
-  each = [as_integers(gradcomp.fingerprint(tree))[0] for tree in trees]
+  each = [as_integers(gradcomp.telemetry.fingerprint(tree))[0] for tree in trees]
   assert len(set(each)) == len(each)
 
 
@@ -147,13 +149,13 @@ def test_zeros_and_nan_are_their_bits():
 def test_an_array_that_is_cut_has_that_of_the_whole(kind):
   mesh = jax.make_mesh((4, 2), ("x", "y"), (kind,) * 2)
   x = np.random.default_rng(0).standard_normal((8, 16, 4)).astype(np.float32)
-  whole = gradcomp.fingerprint({"x": x})
+  whole = gradcomp.telemetry.fingerprint({"x": x})
   specs = P("x"), P(None, "y"), P("y", None, "x"), P(("x", "y")), P(None, ("y", "x"))
   with jax.set_mesh(mesh):
     for spec in specs:
       cut = {"x": jax.device_put(x, NamedSharding(mesh, spec))}
-      assert_same_bits(gradcomp.fingerprint(cut), whole)
-      assert_same_bits(jax.jit(gradcomp.fingerprint)(cut), whole)
+      assert_same_bits(gradcomp.telemetry.fingerprint(cut), whole)
+      assert_same_bits(jax.jit(gradcomp.telemetry.fingerprint)(cut), whole)
 
 
 def test_a_fingerprint_is_the_sum_of_those_of_the_leaves():
@@ -161,8 +163,8 @@ def test_a_fingerprint_is_the_sum_of_those_of_the_leaves():
   parts = np.asarray(leaf_fingerprints(tree))
   assert parts.shape == (3, 2)
   total = parts.sum(axis=0, dtype=np.uint64).astype(np.uint32)
-  np.testing.assert_array_equal(gradcomp.fingerprint(tree), total)
-  assert gradcomp.fingerprint(()).tolist() == [0, 0]
+  np.testing.assert_array_equal(gradcomp.telemetry.fingerprint(tree), total)
+  assert gradcomp.telemetry.fingerprint(()).tolist() == [0, 0]
 
 
 def test_small_leaves_of_one_shape_share_a_program():
@@ -171,41 +173,43 @@ def test_small_leaves_of_one_shape_share_a_program():
   found = leaf_fingerprints(tree)
   each = [expected(f"[{i}]", x, range) for i, x in enumerate(tree)]
   np.testing.assert_array_equal(found, each)
-  text = jax.jit(gradcomp.fingerprint).lower(tree).as_text()
+  text = jax.jit(gradcomp.telemetry.fingerprint).lower(tree).as_text()
   assert text.count("stablehlo.reduce(") == 2 + 1  # and that of the leaves
 
 
 def test_keys_count_with_their_words():
   keys = [jax.random.key(seed) for seed in range(3)]
-  found = [as_integers(gradcomp.fingerprint(key))[0] for key in keys]
+  found = [as_integers(gradcomp.telemetry.fingerprint(key))[0] for key in keys]
   assert len(set(found)) == 3
 
 
 def test_64_bit_elements_count_whole():
   x = np.array([1.0, -2.0, np.nan])
   with pytest.raises(TypeError, match=says("`tree`['x']", "float64", "jax_enable_x64")):
-    gradcomp.fingerprint({"x": x})
+    gradcomp.telemetry.fingerprint({"x": x})
   with jax.enable_x64(True):
     trees = [x, *(flips.flip(x, bit) for bit in range(64 * 3))]
     found = fingerprints(trees)
     assert len(set(found)) == len(found)
     for y in (x, np.array([1, -1, 2**40])):
       whole = expected("['x']", y, range)
-      np.testing.assert_array_equal(gradcomp.fingerprint({"x": y}), whole)
+      np.testing.assert_array_equal(gradcomp.telemetry.fingerprint({"x": y}), whole)
 
 
 def test_what_is_unreduced_has_none():
   mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,))
   addends = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
   with pytest.raises(ValueError, match=says("`tree`['g']", "unreduced", "'data'")):
-    jax.jit(lambda x: gradcomp.fingerprint({"g": unreduce(x, "data")}))(addends)
+    jax.jit(lambda x: gradcomp.telemetry.fingerprint({"g": unreduce(x, "data")}))(
+      addends
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16", "complex64")])
 def test_it_reads_a_leaf_once_and_writes_nothing_down(dtype):
   leaf = jax.ShapeDtypeStruct((1024, 512), dtype)
   tree = {"a": leaf, "b": leaf}
-  program = jax.jit(gradcomp.fingerprint).lower(tree).compile()
+  program = jax.jit(gradcomp.telemetry.fingerprint).lower(tree).compile()
   memory = program.memory_analysis()
   # Words of each row at most; a thousandth of what is read.
   assert memory.temp_size_in_bytes <= memory.argument_size_in_bytes / 128

@@ -18,7 +18,9 @@ from float_cases import cast_of, codec_of, wide_leaf
 from oracle_floats import Format
 
 import gradcomp
-from gradcomp import floats, testing
+from gradcomp import floats
+from gradcomp._src.testing.noise import mean_is_the_leaf
+from gradcomp._src.testing.payloads import half_precision_is_computed_in_float32
 from gradcomp.codecs import Context, FloatCast, Leaf
 
 # Formats of all widths, 4, 8, 16 and 32 bits, filled and not.
@@ -241,7 +243,7 @@ def test_what_is_not_finite(fmt, bad):
   "codec", [codec_of((5, 2)), codec_of((4, 3), scale=2.0)], ids=["auto", "constant"]
 )
 def test_half_precision_is_computed_in_float32(codec):
-  testing.laws.half_precision_is_computed_in_float32(codec)
+  half_precision_is_computed_in_float32(codec)
 
 
 @pytest.mark.parametrize("scale", ["auto", 8.0])
@@ -249,7 +251,7 @@ def test_stochastic_casts_are_unbiased(scale):
   """Without overflow, and down to what underflows."""
   codec = codec_of((4, 2), "stochastic", scale)
   x = np.concatenate([laws.gaussian(200), 1e-3 * laws.gaussian(200, 1)])
-  testing.laws.mean_is_the_leaf(codec, x, draws=600)
+  mean_is_the_leaf(codec, x, draws=600)
 
 
 def test_no_constant_scale_suits_two_layers():

@@ -18,9 +18,11 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
-from gradcomp import floats, sums
+from gradcomp import floats
+from gradcomp._src.codecs import sums
+from gradcomp._src.exchange.plan import plan_messages
 from gradcomp.codecs import Context, FloatCast, Leaf
-from gradcomp.exchange import TwoShot, plan_messages
+from gradcomp.exchange import TwoShot
 
 SEED = 11
 # Format, rounding, scale, accumulate, exchange, workers, group size.

@@ -105,7 +105,7 @@ def test_a_frozen_leaf_stays_and_is_not_sent(mode, make):
   params, x = problem()
   optimizer = make()
   if mode in (modes.EXPLICIT, "shard_map"):
-    optimizer = gradcomp.allow_frozen(optimizer)
+    optimizer = gradcomp.wrappers.allow_frozen(optimizer)
   run, (before, state, rows) = compiled(mode, optimizer, params, x)
   after, state, _ = run(before, state, rows)
   after, *_ = run(after, state, rows)
@@ -133,7 +133,9 @@ def test_weights_of_a_frozen_leaf_decay_as_optax_says():
   """Its gradient is not read, but its update is not zero."""
   params, x = problem()
   decayed = optax.chain(partitioned(), optax.add_decayed_weights(-0.5))
-  run, args = compiled(modes.EXPLICIT, gradcomp.allow_frozen(decayed), params, x)
+  run, args = compiled(
+    modes.EXPLICIT, gradcomp.wrappers.allow_frozen(decayed), params, x
+  )
   after, *_ = run(*args)
   np.testing.assert_array_equal(after["body"], 0.5 * params["body"])
 
@@ -162,7 +164,7 @@ def test_a_frozen_leaf_that_another_axis_cuts():
   params = {"head": put(params["head"], None, "model"), "body": put(x[0], "model")}
   x = put(x, "data")
   loss = lambda params, x: jnp.mean((x @ params["head"]) * params["body"])
-  optimizer = gradcomp.allow_frozen(partitioned())
+  optimizer = gradcomp.wrappers.allow_frozen(partitioned())
   with jax.set_mesh(mesh):
     state = optimizer.init(params)
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
-from gradcomp import _hlo
+from gradcomp._src.report import hlo
 
 N = 4
 LENGTH = 6
@@ -199,7 +199,7 @@ def test_between_hosts_only_words_of_gradients_travel(hosts, batch):
     codec, axis_name="host", exchange="all_gather", min_leaf_size=1024
   )
   program, _, (_, params) = hosts_step(exchange, hosts, batch)
-  found = _hlo.read(program.as_text())
+  found = hlo.read(program.as_text())
   assert found.devices == HOSTS * CHIPS
   crossing, inside = [], []
   for collective in found.instructions:

@@ -6,7 +6,7 @@ import subprocess
 import golden
 import pytest
 
-from gradcomp._version import WIRE
+from gradcomp._src.version import WIRE
 
 FILE = golden.read()
 HASHES = FILE["hashes"]

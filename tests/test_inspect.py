@@ -16,14 +16,9 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
-from gradcomp.codecs import (
-  QSGD,
-  FloatCast,
-  OneBit,
-  Ternary,
-  TopK,
-)
-from gradcomp.workers import unreduce
+from gradcomp._src.codecs.tiles import tile_shape
+from gradcomp._src.mesh.shard_maps import unreduce
+from gradcomp.codecs import QSGD, FloatCast, OneBit, Ternary, TopK
 
 # Of each codec, how many elements a bucket of a leaf has.
 CODECS = {
@@ -68,14 +63,14 @@ def test_numbers_are_those_of_numpy(case):
 
   def steps(before, grads):
     _, state = tx.update(before, tx.init(before))
-    return state.residual, *gradcomp.update_and_inspect(tx, grads, state)
+    return state.residual, *gradcomp.telemetry.inspected_update(tx, grads, state)
 
   grads = gradients(seed=2)
   old, mean, after, found = of_workers(steps)(gradients(seed=1), grads)
   found = one(found)
   sums = {}
   for name, leaf in grads.items():
-    of_leaf = width or gradcomp.codecs.tile_shape(codec.bind(like(leaf[0])))[-1]
+    of_leaf = width or tile_shape(codec.bind(like(leaf[0])))[-1]
     corrected, unsent = leaf + np.asarray(old[name]), after.residual[name]
     sums[name] = oracle_inspect.leaf(leaf, corrected, unsent, mean[name][0], of_leaf)
     metrics = found.leaves[f"['{name}']"]
@@ -92,7 +87,7 @@ def like(x):
 def step_and_look(tx):
   """What a first step of all workers returns, and what inspect shows of it."""
   return of_workers(
-    lambda grads: gradcomp.update_and_inspect(tx, grads, tx.init(grads))
+    lambda grads: gradcomp.telemetry.inspected_update(tx, grads, tx.init(grads))
   )
 
 
@@ -130,7 +125,9 @@ def looking(tx):
   """Returns numbers in place of the mean, so that modes.run can run it."""
 
   def update(grads, state, params=None):
-    return {"found": numbers(gradcomp.inspect(tx, grads, state, params))}, state
+    return {
+      "found": numbers(gradcomp.telemetry.inspect(tx, grads, state, params))
+    }, state
 
   return optax.GradientTransformation(tx.init, update)
 
@@ -175,7 +172,7 @@ def test_few_bytes_are_sent_beside_those_of_the_exchange():
     return gradcomp.wire_report(jax.jit(mapped).lower(grads, state).compile())
 
   exchanged = gradcomp.explain(tx, {"w": grads["w"][0]}, workers=WORKERS)
-  inspected = sent(functools.partial(gradcomp.inspect, tx))
+  inspected = sent(functools.partial(gradcomp.telemetry.inspect, tx))
   more = inspected.bytes_sent - exchanged.bytes_sent
   assert 0 < more <= 2 * 4 * (1021 + 256 + 20)
   # Of one gradient in float32, of which an all-reduce sends each share twice.
@@ -199,14 +196,14 @@ def test_leaves_that_are_cut_over_another_axis_are_measured_as_a_whole(typed):
 
   def mapped(grads, state):
     def local(grads, state):
-      return gradcomp.inspect(tx, jax.tree.map(lambda x: x[0], grads), state)
+      return gradcomp.telemetry.inspect(tx, jax.tree.map(lambda x: x[0], grads), state)
 
     specs = (cut, gradcomp.state_specs(state, "data"))
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(grads, state)
 
   def of_types(grads, state):
     addends = unreduce(jax.tree.map(lambda x: x / 2, grads), "data")
-    return gradcomp.inspect(tx, addends, state)
+    return gradcomp.telemetry.inspect(tx, addends, state)
 
   found = jax.jit(of_types if typed else mapped)(placed, state)
   whole = one(step_and_look(tx)(grads)[2])

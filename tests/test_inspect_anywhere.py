@@ -11,17 +11,14 @@ from inspect_cases import WORKERS, gradients, some
 from slow_cases import slow
 
 import gradcomp
-from gradcomp.codecs import (
-  EightBit,
-  OneBit,
-  PowerSGD,
-  RandomK,
-)
+from gradcomp.codecs import EightBit, OneBit, PowerSGD, RandomK
 
 
 def inspected(tx, grads):
   """What inspect shows of a first step on one device."""
-  return jax.jit(lambda grads: gradcomp.inspect(tx, grads, tx.init(grads)))(grads)
+  return jax.jit(lambda grads: gradcomp.telemetry.inspect(tx, grads, tx.init(grads)))(
+    grads
+  )
 
 
 WRAPS = {
@@ -30,7 +27,7 @@ WRAPS = {
   "partition": lambda tx: optax.partition(
     {"x": tx, "y": gradcomp.qsgd(bits=8, min_leaf_size=0)}, {"a": "x", "b": "y"}
   ),
-  "switch": lambda tx: gradcomp.switch([100], [tx, optax.identity()]),
+  "switch": lambda tx: gradcomp.wrappers.switch([100], [tx, optax.identity()]),
   "skip_nonfinite": lambda tx: gradcomp.skip_nonfinite(tx, 3),
   "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
   "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
@@ -55,7 +52,7 @@ def test_it_is_found_wherever_it_is(wrap):
 
 def test_the_same_leaf_may_be_sent_twice():
   tx = optax.chain(gradcomp.qsgd(bits=4), gradcomp.qsgd(bits=8))
-  look = lambda grads: gradcomp.inspect(tx, grads, tx.init(grads))
+  look = lambda grads: gradcomp.telemetry.inspect(tx, grads, tx.init(grads))
   found = jax.eval_shape(look, {"w": jnp.zeros(4096)})
   assert list(found.leaves) == ["['w']", "['w'] #2"]
 
@@ -68,7 +65,9 @@ def test_what_a_step_does_not_run_is_nan():
 
 KEEPS = gradcomp.qsgd(bits=4, min_leaf_size=0, feedback="error")
 # Of two leaves, and one of nothing.
-of_three = jax.jit(lambda grads: gradcomp.inspect(KEEPS, grads, KEEPS.init(grads)))
+of_three = jax.jit(
+  lambda grads: gradcomp.telemetry.inspect(KEEPS, grads, KEEPS.init(grads))
+)
 EMPTY = jnp.zeros((0, 3))
 
 
@@ -89,7 +88,7 @@ def test_zeros_and_nothing_have_numbers():
   assert found.total.zeros == 1 and found.total.levels == 1
   for leaf in jax.tree.leaves(found):
     assert np.all(np.isfinite(leaf))
-  empty = gradcomp.inspect(KEEPS, {}, KEEPS.init({}))
+  empty = gradcomp.telemetry.inspect(KEEPS, {}, KEEPS.init({}))
   assert empty.leaves == {} and empty.total.zeros == 0
 
 
@@ -194,7 +193,7 @@ BAD = {
 def test_errors_name_the_argument_the_rule_and_the_cure(optimizer, state, error, parts):
   state = optimizer.init(W) if state is None else state
   with pytest.raises(error, match=says(*parts)):
-    gradcomp.inspect(optimizer, W, state)
+    gradcomp.telemetry.inspect(optimizer, W, state)
 
 
 def test_inspect_is_a_flag_of_a_step():

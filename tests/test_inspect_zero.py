@@ -41,7 +41,7 @@ def test_numbers_are_those_of_numpy():
   def step(first, grads):
     updates, old = tx.update(first, tx.init(params), params)
     before = optax.apply_updates(params, updates)
-    return before, old, *gradcomp.update_and_inspect(tx, grads, old, before)
+    return before, old, *gradcomp.telemetry.inspected_update(tx, grads, old, before)
 
   of_all = jax.jit(jax.vmap(step, axis_name="data"))
   before, old, updates, after, found = of_all(first, grads)

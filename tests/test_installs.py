@@ -71,7 +71,11 @@ def test_pytest_runs(place):
   if not (place["cwd"] / "tests").exists():
     pytest.skip("a wheel has no tests")
   # Each finds its own environment, and the wheel of an archive is built of it.
-  files = ("gradcomp/layout.py", "tests/test_packaging.py", "tests/test_layout.py")
+  files = (
+    "gradcomp/_src/exchange/layout.py",
+    "tests/test_packaging.py",
+    "tests/test_layout.py",
+  )
   said = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, **place)
   assert re.search(r"\d+ passed", said)
   assert "failed" not in said

@@ -10,15 +10,8 @@ from assertions import rank
 from jax.extend.random import threefry_2x32
 from slow_cases import slow
 
-from gradcomp.kernels import (
-  dithers,
-  fixed_point,
-  pack_planes,
-  planes,
-  random_lanes,
-  threefry2x32,
-  unpack_planes,
-)
+from gradcomp._src.kernels.common import dithers, fixed_point, planes
+from gradcomp.kernels import pack_planes, random_lanes, threefry2x32, unpack_planes
 
 
 # Each width has others of the sizes up to 200, and the ends of tiles.

@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
-from gradcomp.codecs import QSGD, EightBit, FloatCast, Natural, OneBit, Ternary, _tiles
-from gradcomp.exchange import _contribution
-from gradcomp.feedback import ErrorFeedback, MomentumFeedback
-from gradcomp.kernels import writing
-from gradcomp.kernels.writing import LARGE
+from gradcomp import ErrorFeedback, MomentumFeedback
+from gradcomp._src.codecs import tiles
+from gradcomp._src.exchange import contribution
+from gradcomp._src.kernels import materialize
+from gradcomp._src.kernels.materialize import LARGE
+from gradcomp.codecs import QSGD, EightBit, FloatCast, Natural, OneBit, Ternary
 
 WORKERS = 2
 SHAPE = (LARGE // 256, 256)  # whole tiles of every codec here
@@ -51,7 +52,7 @@ def run(codec, exchange, feedback):
 @pytest.mark.parametrize(("codec", "exchange", "feedback"), CASES, ids=str)
 def test_they_have_the_bits_of_small_leaves(codec, exchange, feedback, monkeypatch):
   large = run(codec, exchange, feedback)
-  for module in (_contribution, writing):
+  for module in (contribution, materialize):
     monkeypatch.setattr(module, "LARGE", 2 * LARGE)
   small = run(codec, exchange, feedback)
   jax.tree.map(np.testing.assert_array_equal, large, small)
@@ -71,7 +72,7 @@ def test_a_payload_decodes_in_the_shape_of_tiles(codec, monkeypatch):
     return jax.jit(lambda payload: codec.decode(payload, like=x)).lower(payload)
 
   large = decoder().compile()
-  monkeypatch.setattr(_tiles, "LARGE", 2 * LARGE)
+  monkeypatch.setattr(tiles, "LARGE", 2 * LARGE)
   small = decoder().compile()
   np.testing.assert_array_equal(large(payload), small(payload))
   found = [text.as_text().count(" conditional(") for text in (large, small)]

@@ -8,9 +8,9 @@ import laws
 import numpy as np
 import pytest
 
-from gradcomp._leaf_codecs import default_min_leaf_size
+from gradcomp._src.exchange.assign import default_min_leaf_size
+from gradcomp._src.exchange.layout import arrange, plan
 from gradcomp.codecs import NOTHING, QSGD, Dense
-from gradcomp.layout import arrange, plan
 
 
 def shapes(*sizes):
@@ -76,7 +76,7 @@ def test_the_plan_is_what_is_encoded(codec):
 
 def test_leaves_that_are_decoded_together_are_cut_apart(monkeypatch):
   """In runs of two and of one, whose first leaf is empty."""
-  monkeypatch.setattr("gradcomp.layout.TOGETHER", 5000)
+  monkeypatch.setattr("gradcomp._src.exchange.layout.TOGETHER", 5000)
   codec = QSGD(bits=4, bucket_size=64)
   leaves = shapes(0, 2000, 2000, 2000, 9000, 10)
   layout = arrange(leaves, [codec] * len(leaves))

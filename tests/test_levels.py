@@ -12,7 +12,7 @@ import oracle_levels
 import pytest
 from slow_cases import slow
 
-from gradcomp import testing
+from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import QSGD, Context
 
 every_width = pytest.mark.parametrize("bits", [3, *slow(2, 4)])
@@ -215,7 +215,7 @@ def test_stochastic_rounding_is_unbiased(bits):
   above = np.searchsorted(edges, np.abs(x) / scales).clip(1, len(k))
   step = (edges[above] - edges[above - 1]) * scales
   context = Context(levels=np.float32(k) / 256)
-  testing.laws.mean_is_the_leaf(codec, x, step=step, context=context)
+  mean_is_the_leaf(codec, x, step=step, context=context)
 
 
 @every_width

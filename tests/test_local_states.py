@@ -66,9 +66,9 @@ def test_another_number_of_workers_goes_on_behind_an_exchange():
 def test_a_record_says_what_the_state_belongs_to():
   def record(workers=N, **options):
     tx = local(ADAM, NESTEROV, TopK(density=0.1), **options)
-    return gradcomp.state_record(tx, tree(0, LEAVES), workers=workers)
+    return gradcomp.checkpoint.record(tx, tree(0, LEAVES), workers=workers)
 
-  gradcomp.check_record(record(), record(every=5))
+  gradcomp.checkpoint.check_record(record(), record(every=5))
   for what, old in {
     "number of gradcomp transformations": record(fragments=3),
     "residual_decay": record(feedback_decay=0.5),
@@ -76,7 +76,7 @@ def test_a_record_says_what_the_state_belongs_to():
     "delay": record(delay=1),
   }.items():
     with pytest.raises(ValueError, match=what):
-      gradcomp.check_record(old, record())
+      gradcomp.checkpoint.check_record(old, record())
 
 
 def test_a_bad_state_or_parameter_is_an_error():
@@ -91,8 +91,10 @@ def test_a_bad_state_or_parameter_is_an_error():
     )
   placed, state, _ = sharded(tx, params)
   with pytest.raises(ValueError, match="must be that of one worker"):
-    gradcomp.local_params(placed, state)
-  with pytest.raises(TypeError, match="`state` must be a gradcomp.LocalStepsState"):
+    gradcomp.local.local_params(placed, state)
+  with pytest.raises(
+    TypeError, match="`state` must be a gradcomp.state.LocalStepsState"
+  ):
     tx.update(params, (), params)
   with pytest.raises(ValueError, match="`params` must be given"):
     tx.update(params, state)

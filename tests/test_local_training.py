@@ -90,7 +90,7 @@ def test_each_worker_has_the_gradient_at_its_own_parameters():
   tx = local(optax.sgd(0.25), optax.sgd(1.0), Dense(), every=2)
 
   def loss_fn(params, state, target):
-    own = gradcomp.local_params(params, state)
+    own = gradcomp.local.local_params(params, state)
     return jnp.sum((own["w"] - target["w"].reshape(5)) ** 2) / 2
 
   def step(target, state, params):
@@ -114,7 +114,7 @@ def test_each_worker_has_the_gradient_at_its_own_parameters():
   specs = gradcomp.state_specs(state, "data")
 
   def local_step(target, state, params):
-    own = gradcomp.local_params(params, state)
+    own = gradcomp.local.local_params(params, state)
     assert jax.typeof(own["w"]).manual_axis_type.varying == {"data"}
     return step(target, state, params)
 
@@ -131,7 +131,7 @@ def test_each_worker_has_the_gradient_at_its_own_parameters():
 def test_gradients_may_be_collected_for_a_local_step():
   """By MultiSteps: four gradients are two local steps, and one round."""
   mesh = jax.make_mesh((4,), ("data",))
-  local = gradcomp.local_steps(
+  local = gradcomp.local.local_steps(
     optax.sgd(0.5), optax.sgd(1.0), every=2, codec=Dense(), axis_name="data"
   )
   tx = optax.MultiSteps(local, 2)
@@ -159,7 +159,7 @@ def test_leaves_that_a_mask_leaves_out_are_those_that_all_workers_have():
 
   def step(grads):
     _, state = tx.update(grads, tx.init(params), params)
-    return gradcomp.local_params(params, state)
+    return gradcomp.local.local_params(params, state)
 
   own = jax.vmap(step, axis_name="data")(grads)
   assert_same_bits(own["w"], params["w"] - 0.5 * grads["w"])
@@ -180,7 +180,7 @@ def test_islands_average_in_every_step_and_step_alone_between(codec):
     gradcomp.qsgd(bits=8, axis_name="chip", feedback="error", exchange="two_shot"),
     optax.sgd(0.25),
   )
-  tx = gradcomp.local_steps(
+  tx = gradcomp.local.local_steps(
     inside, optax.sgd(1.0), every=2, codec=codec, axis_name="island"
   )
   params = tree(0, {"w": (4, 256)})
@@ -212,7 +212,7 @@ def test_islands_average_in_every_step_and_step_alone_between(codec):
 def test_islands_are_told_the_bytes_of_each_axis():
   """Chips average in each step, islands in one of ten: the page's example."""
   inside = optax.chain(gradcomp.dense(axis_name="chip"), optax.adamw(1e-2))
-  tx = gradcomp.local_steps(
+  tx = gradcomp.local.local_steps(
     inside, NESTEROV, every=10, codec=QSGD(bits=4), axis_name="island"
   )
   axes = {"island": 2, "chip": 4}
@@ -243,7 +243,7 @@ def test_muloco_with_two_bits_trains_and_brings_all_workers_together(mode, dtype
   tx = local(inner, NESTEROV, codec, every=4, min_leaf_size=100)
 
   def update(target, state, params):
-    own = gradcomp.local_params(params, state)
+    own = gradcomp.local.local_params(params, state)
     return tx.update(jax.tree.map(jnp.subtract, own, target), state, params)
 
   shapes = {"w": (16, 32), "v": (300,)}

@@ -7,8 +7,8 @@ from plan_cases import BY_NAME
 
 import gradcomp
 from gradcomp import exchange as exchanges
+from gradcomp._src.cost.planner.mean_error import mean_error
 from gradcomp.codecs import Dense, FloatCast, Policy, Ternary
-from gradcomp.planner import mean_error
 
 WAYS = {
   "all_gather": exchanges.AllGather(),

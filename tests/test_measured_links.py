@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from gradcomp import cost
+from gradcomp._src.cost.measure_link import line
 from gradcomp.codecs import QSGD, PowerSGD, TopK
 from gradcomp.cost import CodecSpeed, Link
-from gradcomp.cost._measure_link import line
 
 SIZES = (1 << 10, 1 << 14)
 

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
+from gradcomp._src.exchange.plan import plan_messages
 from gradcomp.codecs import QSGD, Dense
-from gradcomp.exchange import AllGather, AllReduce, TwoShot, plan_messages
+from gradcomp.exchange import AllGather, AllReduce, TwoShot
 
 WORKERS = 4
 LAYERS = 6

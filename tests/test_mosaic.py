@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from slow_cases import slow
 
-from gradcomp.kernels import dithers, one_bit, planes, qsgd
+from gradcomp._src.kernels import one_bit, qsgd
+from gradcomp._src.kernels.common import dithers, planes
 
 plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 

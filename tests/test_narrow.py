@@ -15,19 +15,12 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
-from gradcomp import parallel, sums
-from gradcomp.codecs import (
-  NOTHING,
-  QSGD,
-  Dense,
-  EightBit,
-  FloatCast,
-  OneBit,
-  TopK,
-  to_tiles,
-)
+from gradcomp import parallel
+from gradcomp._src.codecs import sums
+from gradcomp._src.codecs.sums.sum import Partial, Sent
+from gradcomp._src.codecs.tiles import to_tiles
+from gradcomp.codecs import NOTHING, QSGD, Dense, EightBit, FloatCast, OneBit, TopK
 from gradcomp.exchange import Hierarchical, TwoShot
-from gradcomp.sums import Partial, Sent
 from gradcomp.testing import BrokenLaw, laws
 
 UNIT = 2.0**-24  # the smallest number of float16

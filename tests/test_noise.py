@@ -16,16 +16,10 @@ import pytest
 from slow_cases import slow
 
 import gradcomp
-from gradcomp import kernels, testing
-from gradcomp.codecs import (
-  QSGD,
-  Dense,
-  EightBit,
-  FloatCast,
-  Natural,
-  RowCodec,
-  Ternary,
-)
+from gradcomp._src.kernels.common.dithers import random_lanes
+from gradcomp._src.kernels.common.planes import pack_planes, unpack_planes
+from gradcomp._src.testing.noise import mean_is_the_leaf
+from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, Natural, RowCodec, Ternary
 
 WORKERS, SIZE = 8, 2**15
 Z = 5.0  # standard deviations; of 3 million right ratios one is above that
@@ -40,12 +34,12 @@ class Integers(RowCodec):
 
   def encode_rows(self, tiles, *, key=None, context):
     planes = tiles.reshape(-1, 8, 128).swapaxes(0, 1)
-    lanes = kernels.random_lanes(context.dither, planes.shape[1:], 8)
+    lanes = random_lanes(context.dither, planes.shape[1:], 8)
     codes = jnp.floor(planes + jnp.stack(lanes) * 2.0**-16 + 8)
-    return kernels.pack_planes(list(codes.astype(jnp.uint32)), 4)
+    return pack_planes(list(codes.astype(jnp.uint32)), 4)
 
   def decode_rows(self, rows):
-    return kernels.unpack_planes(rows, 4).astype(jnp.float32) - 8
+    return unpack_planes(rows, 4).astype(jnp.float32) - 8
 
 
 ONE_BIT, TWO_BITS = QSGD(bits=1, levels="uniform"), QSGD(bits=2)
@@ -208,6 +202,4 @@ def test_each_worker_alone_has_no_bias(codec):
   """With the masks of eight workers."""
   x = laws.gaussian(512)
   step = 2 * np.abs(x).max()  # the largest, of 1 bit
-  testing.laws.mean_is_the_leaf(
-    laws.here(codec), x, draws=2000, step=step, workers=WORKERS
-  )
+  mean_is_the_leaf(laws.here(codec), x, draws=2000, step=step, workers=WORKERS)

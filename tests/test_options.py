@@ -10,7 +10,7 @@ from assertions import assert_equal, says
 from recipe_cases import NEEDED, RECIPES, make
 
 import gradcomp
-from gradcomp.options import ExchangeOptions
+from gradcomp._src.transforms.options import ExchangeOptions
 
 OPTIONS = {
   name: parameter

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradcomp.codecs import _orthonormal
+from gradcomp._src.codecs import orthonormal as _orthonormal
 
 # Stated in the docstring: the largest product of two rows, and 1 less that of a row.
 BOUND = 2.0**-20

@@ -2,7 +2,8 @@
 
 import ast
 import email
-import graphlib
+import importlib
+import inspect
 import re
 import sys
 import zipfile
@@ -12,6 +13,7 @@ import installs
 import pytest
 
 import gradcomp
+from gradcomp._src.kernels import qsgd
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,7 +25,7 @@ COLLECTIVES = (
 
 def sources():
   """The files of the library, by the name that each has in the wheel."""
-  folders = {"gradcomp": ROOT / "gradcomp", "gradcomp/kernels": ROOT / "kernels"}
+  folders = {"gradcomp": ROOT / "gradcomp", "gradcomp/_src/kernels": ROOT / "kernels"}
   return {
     f"{name}/{path.relative_to(folder).as_posix()}": path
     for name, folder in folders.items()
@@ -40,7 +42,7 @@ def test_the_wheel_holds_every_file(wheel):
   names = set(zipfile.ZipFile(wheel).namelist())
   info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
   data = {"gradcomp/py.typed"}
-  data |= {f"gradcomp/planner/{name}.json" for name in ("accuracy", "speeds")}
+  data |= {f"gradcomp/_src/cost/planner/{name}.json" for name in ("accuracy", "speeds")}
   assert names - info == {*sources(), *data}
   assert any(name.endswith("/LICENSE") for name in info)
 
@@ -70,9 +72,10 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 import gradcomp
+from gradcomp._src.kernels import qsgd
 assert "gradcomp.testing" not in sys.modules
 modules = [info.name for info in pkgutil.walk_packages(gradcomp.__path__, "gradcomp.")]
-assert "gradcomp.kernels" in modules
+assert "gradcomp._src.kernels.qsgd" in modules
 for name in modules:
   assert importlib.import_module(name).__file__.startswith({str(target)!r}), name
 
@@ -85,7 +88,7 @@ assert jax.device_count() == 3
 
 def test_the_tests_run_on_this_tree():
   """An environment that came with a copied tree would test the tree it was made for."""
-  for module in (gradcomp, gradcomp.kernels):
+  for module in (gradcomp, qsgd):
     assert Path(module.__file__).is_relative_to(ROOT)
 
 
@@ -148,7 +151,7 @@ def test_only_the_exchange_calls_collectives():
     for name in jax_names(path)
     if name.startswith("jax.lax.") and name.split(".")[-1].startswith(COLLECTIVES)
   }
-  assert callers == {"gradcomp/exchange/_collectives.py"}
+  assert callers == {"gradcomp/_src/exchange/collectives.py"}
 
 
 # What asks for the kind of a codec, or compares the name of an exchange.
@@ -164,8 +167,7 @@ def test_generic_code_asks_for_no_kind():
   found = {
     file: len(KIND.findall(path.read_text()))
     for file, path in sources().items()
-    if file.startswith("gradcomp/")
-    and not file.startswith(("gradcomp/codecs/", "gradcomp/sums/", "gradcomp/kernels/"))
+    if not file.startswith(("gradcomp/_src/codecs/", "gradcomp/_src/kernels/"))
   }
   asking = {file: count for file, count in found.items() if count}
   assert not asking
@@ -173,7 +175,7 @@ def test_generic_code_asks_for_no_kind():
 
 def test_an_update_reads_as_an_equation():
   """Of at most 15 statements, those of the function inside it included."""
-  tree = ast.parse(sources()["gradcomp/transform.py"].read_text())
+  tree = ast.parse(sources()["gradcomp/_src/core/transform.py"].read_text())
   (update,) = [
     node for node in ast.walk(tree) if getattr(node, "name", "") == "update_fn"
   ]
@@ -190,37 +192,39 @@ def test_no_exchange_is_known_by_its_name():
   assert not named
 
 
-def test_workers_import_nothing_above_them():
-  """So every room may ask where the workers are."""
-  files = [
-    path for name, path in sources().items() if name.startswith("gradcomp/workers/")
-  ]
-  imported = {name for path in files for name in imported_modules(path)}
-  ours = {name for name in imported if name.startswith(("gradcomp", "."))}
-  assert ours and all(name.startswith("gradcomp.workers.") for name in ours), ours
-
-
 def rooms_imported(path):
-  """The folders and files of gradcomp/ that a file imports from, by their names."""
-  for node in ast.walk(ast.parse(path.read_text())):
-    if isinstance(node, ast.ImportFrom) and node.module == "gradcomp":
-      yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom | ast.Import):
-      module = getattr(node, "module", None) or node.names[0].name
-      if module.startswith("gradcomp."):
-        yield module.split(".")[1]
+  """The rooms that a file imports from, by their names."""
+  for name in imported_modules(path):
+    _, src, room, *_ = (*name.split("."), "", "", "")
+    if src == "_src" and room:
+      yield room
+
+
+# From the lowest to the highest: a room imports from those before it alone.
+ROOMS = (
+  *("public", "version", "checks", "mesh", "kernels", "floats", "codecs", "exchange"),
+  *("core", "report", "checkpoint", "telemetry", "transforms", "local_steps"),
+  *("training", "parallel", "cost", "testing"),
+)
 
 
 def test_rooms_import_one_way():
   """So each can be read without those above it."""
-  above = {}
   for file, path in sources().items():
-    _, room, *_ = file.removesuffix(".py").split("/")
-    if room != "__init__":
-      found = set(rooms_imported(path)) - {room, "__version__"}
-      above[room] = above.get(room, set()) | found
-  assert {"kernels", "codecs", "sums", "layout", "workers"} <= above["exchange"]
-  graphlib.TopologicalSorter(above).prepare()  # a CycleError names the circle
+    if file.startswith("gradcomp/_src/") and file != "gradcomp/_src/__init__.py":
+      room = file.removesuffix(".py").split("/")[2]
+      found = set(rooms_imported(path))
+      above = found - set(ROOMS[: ROOMS.index(room) + 1])
+      assert not above, f"{file} imports from {above}"
+
+
+def test_public_modules_hold_no_code_of_their_own():
+  """They name what is public; rooms import no public module."""
+  for file, path in sources().items():
+    modules = set(imported_modules(path))
+    if file.startswith("gradcomp/_src/"):
+      ours = {name for name in modules if name.split(".")[0] == "gradcomp"}
+      assert all(name.startswith("gradcomp._src") for name in ours), file
 
 
 def test_only_kernels_import_pallas():
@@ -229,7 +233,18 @@ def test_only_kernels_import_pallas():
     for file, path in sources().items()
     if any("pallas" in name for name in jax_names(path))
   }
-  assert all(user.startswith("gradcomp/kernels/") for user in users), users
+  assert all(user.startswith("gradcomp/_src/kernels/") for user in users), users
+
+
+def test_public_names_have_public_homes():
+  """Pickles and pages name where users find a class, and not where its file lies."""
+  for module in (gradcomp, *vars(gradcomp).values()):
+    for name in getattr(module, "__all__", ()):
+      value = getattr(module, name)
+      if inspect.isclass(value):
+        home = importlib.import_module(value.__module__)
+        assert getattr(home, name) is value
+        assert "_src" not in value.__module__ or module is gradcomp.cost, name
 
 
 @pytest.mark.parametrize(

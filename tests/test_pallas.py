@@ -16,10 +16,13 @@ from lowering import TRITON, lowered_for_cuda
 from slow_cases import slow
 
 import gradcomp
-from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary, _scaling
-from gradcomp.kernels import fixed_point, qsgd, self_check
-from gradcomp.kernels.fixed_point import exact_quotient, top_multiplier
-from gradcomp.kernels.scales import scales
+from gradcomp._src.codecs import scaling
+from gradcomp._src.kernels import qsgd
+from gradcomp._src.kernels.common import fixed_point
+from gradcomp._src.kernels.common.fixed_point import exact_quotient, top_multiplier
+from gradcomp._src.kernels.common.scales import scales
+from gradcomp._src.kernels.gpu import self_check
+from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary
 
 KEY = np.array([123, 456], np.uint32)
 DITHER = np.array([123, 456, 0x80018001], np.uint32)
@@ -50,7 +53,7 @@ def small(monkeypatch):
     case = CASES[name]
     codec = case.codec
     words = 32 if getattr(codec, "bits", 3) < 3 else 64
-    monkeypatch.setattr(_scaling, "_TENSOR_ROW", words)
+    monkeypatch.setattr(scaling, "_TENSOR_ROW", words)
     for size in ("bucket_size", "bucket_size"):
       # Not those that the table itself has in several sizes.
       if getattr(codec, size, None) == 512 and case.operation != "one_bit":

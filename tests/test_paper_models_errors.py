@@ -2,7 +2,8 @@
 
 import pytest
 
-from gradcomp.cost import Link, dettmers, fang, grubic, han, wen
+from gradcomp._src.cost.papers import dettmers, fang, grubic, han, wen
+from gradcomp.cost import Link
 
 LINK = Link(latency=0.0, bytes_per_second=1e9)
 CALLS = [

@@ -2,7 +2,8 @@
 
 import pytest
 
-from gradcomp.cost import Link, grubic, han
+from gradcomp._src.cost.papers import grubic, han
+from gradcomp.cost import Link
 
 # Milliseconds an image: a, c; the largest error in percent, communication in percent.
 FITS = {

@@ -11,8 +11,9 @@ from slow_cases import slow
 
 import gradcomp
 from gradcomp import parallel
+from gradcomp._src.parallel import sub_batches as passes
 from gradcomp.codecs import QSGD, EightBit
-from gradcomp.parallel import explain
+from gradcomp.wire import trace_wire as explain
 
 N = 4
 EIGHT = EightBit(bucket_size=64)
@@ -26,7 +27,7 @@ def floats(*shape):
 
 def sub_batches(x):
   w = jnp.ones((x.shape[1], 8))
-  return parallel.sub_batches(
+  return passes.sub_batches(
     lambda batch, s: batch @ w, x, axis_name="data", passes=4, codec=EIGHT
   )
 

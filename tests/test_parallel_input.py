@@ -13,6 +13,7 @@ from parallel_cases import CODECS, mapped
 from slow_cases import slow
 
 from gradcomp import parallel
+from gradcomp._src.parallel.sub_batches import sub_batches
 from gradcomp.codecs import (
   QSGD,
   Dense,
@@ -218,9 +219,7 @@ WRONG = {
     ["`perm`"],
   ),
   "passes": (
-    lambda x: parallel.sub_batches(
-      lambda x, s: x, x, axis_name="data", passes=2, codec=EIGHT
-    ),
+    lambda x: sub_batches(lambda x, s: x, x, axis_name="data", passes=2, codec=EIGHT),
     ValueError,
     ["`passes`", "divides", "2 of 3"],
   ),

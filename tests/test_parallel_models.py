@@ -12,11 +12,8 @@ from slow_cases import slow
 
 import gradcomp
 from gradcomp import parallel
-from gradcomp.codecs import (
-  QSGD,
-  Dense,
-  EightBit,
-)
+from gradcomp._src.parallel.sub_batches import sub_batches
+from gradcomp.codecs import QSGD, Dense, EightBit
 
 N = 4
 EIGHT = EightBit(bucket_size=64)
@@ -113,7 +110,7 @@ def test_passes_have_equal_gradients(mode):
     def loss(w, x, passes, prefetch):
       layer = lambda x, s: jnp.sum(jnp.tanh(x @ w) ** 2)
       options = dict(axis_name="data", codec=Dense())
-      sums = parallel.sub_batches(layer, x, passes=passes, prefetch=prefetch, **options)
+      sums = sub_batches(layer, x, passes=passes, prefetch=prefetch, **options)
       assert sums.shape == (passes,)
       return jnp.sum(sums)
 
@@ -135,7 +132,7 @@ def test_the_sub_batches_are_those_that_the_page_says():
   def passes(x):
     keep = lambda batch, s: (batch, s)
     options = dict(axis_name="data", codec=Dense())
-    return parallel.sub_batches(keep, x, passes=2, **options)
+    return sub_batches(keep, x, passes=2, **options)
 
   batches, numbers = mapped("vmap", passes, N)(x)
   assert batches[1].tolist() == [
@@ -163,7 +160,7 @@ def test_the_next_sub_batch_is_gathered_under_the_product(prefetch):
 
   def layer(w, x):
     options = dict(axis_name="data", passes=4, codec=EIGHT, prefetch=prefetch)
-    return parallel.sub_batches(lambda x, s: x @ w, x, **options)
+    return sub_batches(lambda x, s: x @ w, x, **options)
 
   text = mapped("shard_map", layer, N).lower(w, x).compile().as_text()
   loops = [part for part in text.split("\n\n") if " all-gather(" in part]

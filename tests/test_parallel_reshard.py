@@ -12,9 +12,9 @@ from parallel_cases import mapped
 from slow_cases import slow
 
 import gradcomp
+from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import QSGD, Dense, EightBit, TopK
 from gradcomp.parallel import reshard
-from gradcomp.workers import unreduce
 
 N = 4
 EIGHT = EightBit(bucket_size=32)

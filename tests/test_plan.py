@@ -25,12 +25,13 @@ from plan_cases import (
 )
 
 import gradcomp
-from gradcomp import cost, planner
+from gradcomp import cost
+from gradcomp._src.cost.planner import model
+from gradcomp._src.cost.planner.errors import Errors, omega
+from gradcomp._src.cost.planner.rows import best
 from gradcomp.codecs import QSGD, Dense, TopK
 from gradcomp.cost import Link
 from gradcomp.exchange import AllGather, Ring, TwoShot
-from gradcomp.planner._errors import Errors
-from gradcomp.planner._rows import best
 
 
 def pair(found):
@@ -239,7 +240,7 @@ def test_residuals_of_unbiased_codecs_must_shrink_too():
 @pytest.mark.parametrize("name", ["bfloat16", "QSGD-2 fitted", "1-bit", "APS (5, 2)"])
 def test_errors_in_the_table_are_those_of_normal_numbers(name):
   candidate = BY_NAME[name]
-  assert planner.omega(candidate.codec) == pytest.approx(candidate.omega, rel=0.03)
+  assert omega(candidate.codec) == pytest.approx(candidate.omega, rel=0.03)
 
 
 def test_errors_of_gradients_are_measured():
@@ -297,7 +298,7 @@ def test_bfloat16_has_a_verdict_of_its_own():
 
 def test_dense_is_a_plain_mean_and_a_counter():
   """Where nothing is gained, the program has no more than a pmean of each leaf."""
-  tx = gradcomp.plan({"w": jnp.zeros(9)}, workers=1, link=GIGABIT).transformation
+  tx = gradcomp.cost.plan({"w": jnp.zeros(9)}, workers=1, link=GIGABIT).transformation
   tree = {"b": jnp.zeros(9), "w": jnp.zeros((64, 512))}
   mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
   dense = tx("data")
@@ -352,8 +353,8 @@ def test_few_leaves_stand_for_many_and_the_choice_is_of_all():
   whole = {x.model for x in found.rows if x.model is found.chosen.model}
   (joined,) = {x.model for x in found.rows} - whole
   assert len(joined.leaves) == 2
-  exact = planner._model.explained(*_given(found.chosen), found.chosen.model, 4)
-  short = planner._model.explained(*_given(found.chosen), joined, 4)
+  exact = model.explained(*_given(found.chosen), found.chosen.model, 4)
+  short = model.explained(*_given(found.chosen), joined, 4)
   assert 0.9 * exact.bytes_sent < short.bytes_sent <= exact.bytes_sent
   assert any("few leaves in place of 15" in note for note in found.notes)
 

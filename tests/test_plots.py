@@ -15,12 +15,12 @@ import gradcomp
 def found():
   tx = gradcomp.qsgd(bits=4, min_leaf_size=0)
   grads = {"b": jnp.full(100, 0.75), "w": jnp.array([0.0, 3.0] * 200)}
-  return gradcomp.inspect(tx, grads, tx.init(grads))
+  return gradcomp.telemetry.inspect(tx, grads, tx.init(grads))
 
 
 def test_exponents(found):
   """0.75 has the exponent -1, and 3 has 1; two fifths of all are zeros."""
-  above, below, _ = gradcomp.plots.exponents(found).axes
+  above, below, _ = gradcomp.telemetry.plots.exponents(found).axes
   heights = [bar.get_height() for bar in above.patches]
   np.testing.assert_allclose(heights, [20, 0, 40], rtol=1e-6)
   assert [bar.get_center()[0] for bar in above.patches] == [-1, 0, 1]
@@ -32,7 +32,7 @@ def test_exponents(found):
 
 
 def test_errors(found):
-  left, right = gradcomp.plots.errors(found).axes
+  left, right = gradcomp.telemetry.plots.errors(found).axes
   for ax, field in ((left, "relative_error"), (right, "cosine")):
     shown = [bar.get_width() for bar in ax.patches]
     expected = [float(getattr(x, field)) for x in found.leaves.values()]
@@ -40,7 +40,7 @@ def test_errors(found):
 
 
 def test_curves(found):
-  axes = gradcomp.plots.curves([found, found], steps=[0, 50]).axes
+  axes = gradcomp.telemetry.plots.curves([found, found], steps=[0, 50]).axes
   lines = {line.get_label(): line for ax in axes for line in ax.lines}
   assert "residual norm" not in lines  # nothing is kept
   assert lines["zeros"].get_xdata().tolist() == [0, 50]
@@ -50,16 +50,16 @@ def test_curves(found):
 def test_curves_need_a_step_for_each(found):
   for inspections, steps in (([], []), ([found], [1, 2])):
     with pytest.raises(ValueError, match=says("`steps` must", f"got {len(steps)}")):
-      gradcomp.plots.curves(inspections, steps)
+      gradcomp.telemetry.plots.curves(inspections, steps)
 
 
 def test_numbers_of_several_workers_are_refused(found):
   several = jax.tree.map(lambda x: jnp.stack([x, x]), found)
   with pytest.raises(ValueError, match=says("`inspection` must hold one", "x[0]")):
-    gradcomp.plots.errors(several)
+    gradcomp.telemetry.plots.errors(several)
 
 
 def test_without_matplotlib_the_error_says_what_to_install(found, monkeypatch):
   monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
   with pytest.raises(ImportError, match=says("pip install 'gradcomp[plots]'")):
-    gradcomp.plots.errors(found)
+    gradcomp.telemetry.plots.errors(found)

@@ -11,7 +11,7 @@ from assertions import says
 from slow_cases import slow
 
 import gradcomp
-from gradcomp import records
+from gradcomp._src.checkpoint import records
 from gradcomp.codecs import QSGD, Dense, TopK
 from gradcomp.exchange import Hierarchical, TwoShot
 from gradcomp.parallel import zero
@@ -21,7 +21,7 @@ PARAMS = {"w": jnp.zeros((64, 64)), "v": jnp.zeros(4096), "b": jnp.zeros(8)}
 
 def recorded(tx, params=PARAMS, workers=4):
   """As a file gives it back."""
-  return json.loads(json.dumps(gradcomp.state_record(tx, params, workers=workers)))
+  return json.loads(json.dumps(gradcomp.checkpoint.record(tx, params, workers=workers)))
 
 
 def qsgd(bits=4, **options):
@@ -96,14 +96,14 @@ OTHERS = {
     ["the list of leaves was one with ['v'] and is one with ['u']"],
   ),
   "number": (
-    gradcomp.switch([3], [qsgd(), qsgd()]),
+    gradcomp.wrappers.switch([3], [qsgd(), qsgd()]),
     qsgd(),
     {},
     ["the number of gradcomp transformations was 2 and is 1"],
   ),
   "branch": (
-    gradcomp.switch([3], [qsgd(), qsgd()]),
-    gradcomp.switch([3], [qsgd(rounding="nearest"), qsgd()]),
+    gradcomp.wrappers.switch([3], [qsgd(), qsgd()]),
+    gradcomp.wrappers.switch([3], [qsgd(rounding="nearest"), qsgd()]),
     {},
     ["rounding='stochastic'", "rounding='nearest'", "of transformation 0"],
   ),
@@ -129,9 +129,9 @@ QUICK = ("codec", "storage", "workers", "messages", "leaves", "branch", "zero")
 def test_what_differs_is_named_with_both_values_and_a_cure(name):
   old, new, how, words = OTHERS[name]
   saved = recorded(old)
-  gradcomp.check_record(saved, recorded(old))
+  gradcomp.checkpoint.check_record(saved, recorded(old))
   with pytest.raises(ValueError, match=says("`saved`", *words, "optimizer.init")):
-    gradcomp.check_record(saved, recorded(new, **how))
+    gradcomp.checkpoint.check_record(saved, recorded(new, **how))
 
 
 SOUND = {
@@ -154,15 +154,15 @@ FIRST = ("implementation", "no owners")
 @pytest.mark.parametrize("name", [*FIRST, *slow(*(x for x in SOUND if x not in FIRST))])
 def test_what_changes_no_state_may_differ(name):
   saved, record = map(recorded, SOUND[name])
-  gradcomp.check_record(saved, record)
-  gradcomp.check_record(record, saved)
+  gradcomp.checkpoint.check_record(saved, record)
+  gradcomp.checkpoint.check_record(record, saved)
 
 
 def test_workers_that_keep_nothing_may_be_any_number():
   tx = qsgd(feedback=None, exchange="all_gather")
   saved = recorded(tx)
   assert not saved["stacked"]
-  gradcomp.check_record(saved, recorded(tx, workers=8))
+  gradcomp.checkpoint.check_record(saved, recorded(tx, workers=8))
   around = optax.MultiSteps(tx, 2).gradient_transformation()
   assert recorded(around)["stacked"]  # gradients that are not exchanged yet
 
@@ -178,20 +178,22 @@ def test_options_that_another_version_lacks_are_not_compared():
   saved = recorded(qsgd())
   del saved["transformations"][0]["codecs"][1]["norm"]
   saved["gradcomp"] = "0.0.1"
-  gradcomp.check_record(saved, recorded(qsgd()))
+  gradcomp.checkpoint.check_record(saved, recorded(qsgd()))
 
 
 def test_another_format_is_refused(monkeypatch):
   saved = recorded(qsgd())
   monkeypatch.setattr(records, "FORMAT", 1000)
   with pytest.raises(ValueError, match=says("of the format 1000", "got 2,", "go on")):
-    gradcomp.check_record(saved, recorded(qsgd()))
+    gradcomp.checkpoint.check_record(saved, recorded(qsgd()))
 
 
 @pytest.mark.parametrize("saved", [None, {}, {"format": 1}])
 def test_what_is_no_record_is_refused(saved):
-  with pytest.raises(TypeError, match="must be what gradcomp.state_record returned"):
-    gradcomp.check_record(saved, recorded(optax.sgd(0.1)))
+  with pytest.raises(
+    TypeError, match="must be what gradcomp.checkpoint.record returned"
+  ):
+    gradcomp.checkpoint.check_record(saved, recorded(optax.sgd(0.1)))
 
 
 def test_a_part_of_the_leaves_and_no_leaves():

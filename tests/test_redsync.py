@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from sparse_steps import N, check_conservation, gradients, trail
 
 import gradcomp
+from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import QSGD, RandomK, TopK
 from gradcomp.exchange import Hierarchical
-from gradcomp.workers import unreduce
 
 redsync = functools.partial(
   gradcomp.redsync, axis_name="data", exchange="all_gather", min_leaf_size=64
@@ -33,7 +33,7 @@ def inner_trail(tx, steps):
 def test_switch_changes_the_density_in_one_compilation():
   """Dense until step 2, then sparse, then sparser; residuals and momentum go on."""
   densities, steps = [1, 0.25, 0.02], gradients(7)
-  tx = gradcomp.switch([2, 4], [redsync(d, 0.9) for d in densities])
+  tx = gradcomp.wrappers.switch([2, 4], [redsync(d, 0.9) for d in densities])
   passed = inner_trail(tx, steps)  # which asserts that there is one program
   check_conservation(passed, steps, 0.9, True, sparse=lambda step: step >= 2)
   sent = [np.count_nonzero(output["w"][0]) for output, _ in passed]
@@ -52,7 +52,9 @@ def test_a_residual_that_nothing_keeps_is_sent():
   """Once and for all, by a part without feedback: nothing is lost."""
   steps = gradients(3)
   plain = gradcomp.dense(axis_name="data", exchange="psum", feedback=None)
-  tx = gradcomp.switch([1, 2], [redsync(0.02, None), plain, redsync(0.02, None)])
+  tx = gradcomp.wrappers.switch(
+    [1, 2], [redsync(0.02, None), plain, redsync(0.02, None)]
+  )
   passed = inner_trail(tx, steps)
   check_conservation(passed, steps, None, False)
   waiting = [np.count_nonzero(state.residual["w"]) for _, state in passed]
@@ -77,7 +79,7 @@ def test_a_residual_that_nothing_keeps_is_sent():
 )
 def test_bad_boundaries(boundaries, parts):
   with pytest.raises(ValueError, match=says(*parts)):
-    gradcomp.switch(boundaries, [optax.identity(), optax.identity()])
+    gradcomp.wrappers.switch(boundaries, [optax.identity(), optax.identity()])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_bad_boundaries(boundaries, parts):
 )
 def test_states_that_do_not_fit_together(other):
   params = {"w": jnp.ones((9, 70))}
-  tx = gradcomp.switch([3], [redsync(0.02), other])
+  tx = gradcomp.wrappers.switch([3], [redsync(0.02), other])
   init = jax.vmap(lambda p: tx.init(params), axis_name="data")
   with pytest.raises(ValueError, match=says("`transformations`", "must keep")):
     init(jnp.arange(N))
@@ -101,7 +103,7 @@ def test_states_that_do_not_fit_together(other):
 def test_a_parameter_may_be_named_like_what_owners_keep():
   """Only their own residuals must not wait through a transformation without them."""
   params = {".server_residual": jnp.ones((9, 70))}
-  gradcomp.switch([3], [redsync(0.02), redsync(0.02, None)]).init(params)
+  gradcomp.wrappers.switch([3], [redsync(0.02), redsync(0.02, None)]).init(params)
 
 
 def clipped_mean(gradient, limit):
@@ -113,7 +115,7 @@ def clipped_mean(gradient, limit):
 
 def clipping(max_norm, rule):
   return optax.chain(
-    gradcomp.clip_by_local_norm(max_norm, axis_name="data", rule=rule),
+    gradcomp.wrappers.clip_by_local_norm(max_norm, axis_name="data", rule=rule),
     gradcomp.dense(axis_name="data"),
   )
 
@@ -204,7 +206,7 @@ def test_redsync_clips_in_front_of_momentum():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_clipped_gradient_that_is_not_finite_stays_as_it_is(bad):
-  tx = gradcomp.clip_by_local_norm(1.0)
+  tx = gradcomp.wrappers.clip_by_local_norm(1.0)
   tree = [jnp.array([1.0, bad, 2.0]), jnp.array([0.5])]
   chex.assert_trees_all_equal(tx.update(tree, tx.init(tree))[0], tree)
 
@@ -213,11 +215,13 @@ def test_a_clipped_gradient_that_is_not_finite_stays_as_it_is(bad):
 def test_no_finite_gradient_overflows_or_escapes_clipping(size):
   """Squares of numbers above 1.8e19 would overflow, of those below 1e-23 vanish."""
   x = np.float32(size) * np.float32([0.6, -0.8, 0.0])
-  tx = gradcomp.clip_by_local_norm(size / 4)
+  tx = gradcomp.wrappers.clip_by_local_norm(size / 4)
   (clipped,), _ = tx.update([jnp.asarray(x)], None)
   # A norm of three squares, and three products: each within an ulp.
   np.testing.assert_allclose(clipped, x / np.float32(4), rtol=2.0**-21)
-  (kept,), _ = gradcomp.clip_by_local_norm(2 * min(size, 1e38)).update([x / 4], None)
+  (kept,), _ = gradcomp.wrappers.clip_by_local_norm(2 * min(size, 1e38)).update(
+    [x / 4], None
+  )
   np.testing.assert_array_equal(kept, x / 4)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
+from gradcomp._src.telemetry.fingerprint import leaf_fingerprints
 
 WORKERS = 4
 
@@ -29,7 +30,7 @@ def trees(*changes, workers=WORKERS):
 
 
 def check(tree):
-  return gradcomp.check_replicas(tree, axis_name="data")
+  return gradcomp.telemetry.compare_replicas(tree, axis_name="data")
 
 
 def found(mode, parts):
@@ -71,7 +72,9 @@ def test_a_flipped_bit_is_found_in_every_mode(mode):
   assert bool(same.equal) and same.differing() == {}
   same.require_equal()
   assert same.leaves == ("['b']", "['w']")
-  assert_same_bits(same.words[0].sum(axis=0), gradcomp.fingerprint(trees()[0]))
+  assert_same_bits(
+    same.words[0].sum(axis=0), gradcomp.telemetry.fingerprint(trees()[0])
+  )
   other = found(mode, trees((2, "w", 100)))
   assert not bool(other.equal) and other.differing() == {"['w']": [2]}
   with pytest.raises(RuntimeError, match=says("1 of 2 leaves", "['w']: worker 2\n")):
@@ -80,8 +83,8 @@ def test_a_flipped_bit_is_found_in_every_mode(mode):
 
 def replicas(changes, workers=WORKERS):
   parts = trees(*changes, workers=workers)
-  words = [gradcomp.fingerprints.leaf_fingerprints(part) for part in parts]
-  return gradcomp.Replicas(jnp.stack(words), ("['b']", "['w']"))
+  words = [leaf_fingerprints(part) for part in parts]
+  return gradcomp.telemetry.Replicas(jnp.stack(words), ("['b']", "['w']"))
 
 
 def test_several_leaves_and_workers_are_named():

@@ -109,4 +109,6 @@ def test_a_state_whose_owners_forget():
 @pytest.mark.parametrize("workers", [0, -3, "4"])
 def test_shapes_of_no_workers(workers):
   with pytest.raises(ValueError, match="`workers` must be a number of workers"):
-    gradcomp.state_shapes(TX, cases.PARAMS, workers=workers, axis_name="data")
+    gradcomp.checkpoint.state_shapes(
+      TX, cases.PARAMS, workers=workers, axis_name="data"
+    )

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.exchange import Hierarchical
-from gradcomp.workers import unreduce
 
 rng = np.random.default_rng(0)
 PARAMS = {"w": rng.standard_normal((40, 32), np.float32), "b": np.ones(7, np.float32)}
@@ -77,7 +77,9 @@ def test_a_training_goes_on_on_another_mesh(new, tmp_path):
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "state", state)
     checkpointer.wait_until_finished()
-    shapes = gradcomp.state_shapes(optimizer, PARAMS, workers=4, axis_name="data")
+    shapes = gradcomp.checkpoint.state_shapes(
+      optimizer, PARAMS, workers=4, axis_name="data"
+    )
     like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     restored = checkpointer.restore(tmp_path / "state", like)
   mesh = modes.mesh(new)

@@ -7,9 +7,9 @@ import pytest
 import reshard_cases as cases
 
 import gradcomp
-from gradcomp._regroup import floats_of, stored_of
+from gradcomp._src.checkpoint.regroup_workers import floats_of, stored_of
+from gradcomp._src.core.residual_storage import is_stored
 from gradcomp.codecs import QSGD
-from gradcomp.residuals import is_stored
 
 PARAMS = {"b": jnp.zeros(48), "w": jnp.zeros((8, 64))}
 each_way = pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

@@ -50,7 +50,7 @@ def train(feedback, counts, seed, keep="mean"):
   """The loss over all examples after some steps with each number of workers."""
   tx, step = optimizer(feedback), stepper(feedback)
   old = counts[0]
-  like = gradcomp.state_shapes(tx, PARAMS, workers=old, axis_name="data")
+  like = gradcomp.checkpoint.state_shapes(tx, PARAMS, workers=old, axis_name="data")
   state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
   state = (state[0]._replace(key=np.uint32([0, seed])), *state[1:])
   params = jax.tree.map(np.asarray, PARAMS)

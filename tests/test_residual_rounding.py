@@ -7,7 +7,7 @@ import pytest
 from assertions import assert_same_bits
 from residual_cases import each_way, read, step_of, to_bfloat16, to_int8
 
-from gradcomp import residuals
+from gradcomp._src.core import residual_storage
 
 
 def rounded(stored, x, lane):
@@ -65,11 +65,13 @@ def test_extreme_numbers_stay_finite_and_near(stored, lane):
   ],
 )
 def test_blocks_divide_the_last_axis(shape, blocks):
-  first = jax.eval_shape(lambda: residuals.zeros(shape, "int8"))
+  first = jax.eval_shape(lambda: residual_storage.zeros(shape, "int8"))
   assert (first.codes.shape, first.scales.shape) == (shape, blocks)
-  lanes = jax.jit(lambda key: residuals.lanes(key, shape))(np.zeros(2, np.uint32))
+  lanes = jax.jit(lambda key: residual_storage.lanes(key, shape))(
+    np.zeros(2, np.uint32)
+  )
   kept = to_int8(np.ones(shape, np.float32), lanes)
   assert jax.tree.map(jnp.shape, kept) == jax.tree.map(jnp.shape, first)
-  ones = jax.jit(residuals.read)(kept)
+  ones = jax.jit(residual_storage.read)(kept)
   assert_same_bits(ones, read(kept))
   assert_same_bits(ones, np.ones(shape, np.float32))

@@ -13,7 +13,8 @@ from residual_cases import STORED, WORKERS, each_way, exchange
 from slow_cases import slow
 
 import gradcomp
-from gradcomp import ErrorFeedback, MomentumFeedback, residuals
+from gradcomp import ErrorFeedback, MomentumFeedback
+from gradcomp._src.core import residual_storage
 
 
 def test_a_state_takes_what_the_page_says():
@@ -54,14 +55,14 @@ def test_a_training_keeps_its_state_in_place(axes, stored):
     params = jax.tree.map(place, params, specs)
     state = tx.init(params)
   about = lambda state: jax.tree.map(lambda x: (x.shape, x.dtype), state)
-  before = about(state), residuals.shaped(state[0].residual)["w"].sharding.spec
+  before = about(state), residual_storage.shaped(state[0].residual)["w"].sharding.spec
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
   batch = jnp.asarray(np.random.default_rng(0).standard_normal((8, 64)), jnp.float32)
   losses = []
   for _ in range(5):
     params, state, metrics = step(params, state, batch)
     losses.append(float(metrics["loss"]))
-  after = about(state), residuals.shaped(state[0].residual)["w"].sharding.spec
+  after = about(state), residual_storage.shaped(state[0].residual)["w"].sharding.spec
   assert before == after
   assert losses[-1] < losses[0]
 
@@ -100,7 +101,7 @@ def test_zero_stores_its_residuals_so(stored):
     state = tx.init(params)
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
   params, state, _ = step(params, state, jnp.ones((8, 64)))
-  kinds = {residuals.kind(state.gradients.residual[name]) for name in params}
+  kinds = {residual_storage.kind(state.gradients.residual[name]) for name in params}
   assert kinds == {stored}
 
 
@@ -121,4 +122,4 @@ def test_what_is_wrong_is_named():
   with pytest.raises(ValueError, match=says("['w']", "as int8", "got float32")):
     alone("int8").update(params, state)
   with pytest.raises(ValueError, match=says("`transformations`[1]", "bfloat16")):
-    gradcomp.switch([2], [alone("float32"), alone("bfloat16")]).init(params)
+    gradcomp.wrappers.switch([2], [alone("float32"), alone("bfloat16")]).init(params)

@@ -20,7 +20,8 @@ from residual_cases import (
 from slow_cases import slow
 
 import gradcomp
-from gradcomp import ErrorFeedback, MomentumFeedback, residuals
+from gradcomp import ErrorFeedback, MomentumFeedback
+from gradcomp._src.core import residual_storage
 
 MODES = [
   (modes.EXPLICIT, "int8"),
@@ -69,7 +70,7 @@ def test_rounding_is_unbiased_over_keys(stored):
     feedback = ErrorFeedback(residual_dtype=stored)
     tx = gradcomp.compress(CODEC, feedback=feedback, min_leaf_size=0, key=key)
     kept = tx.update(x, tx.init(x))[1].residual
-    return residuals.read(kept).astype(jnp.float32)
+    return residual_storage.read(kept).astype(jnp.float32)
 
   def both(seeds):
     rounded = jax.vmap(lambda seed: residual(stored, jax.random.key(seed)))(seeds)
@@ -130,7 +131,7 @@ def test_a_skipped_step_leaves_all_as_it_was(stored):
 def test_a_transformation_without_feedback_sends_what_waits(stored):
   feedback = ErrorFeedback(residual_dtype=stored)
   first = gradcomp.compress(CODEC, feedback=feedback, min_leaf_size=0)
-  tx = gradcomp.switch([1], [first, gradcomp.dense()])
+  tx = gradcomp.wrappers.switch([1], [first, gradcomp.dense()])
   x = gradients(3)["w"][0]
   update = jax.jit(tx.update)
   _, state = update(x, tx.init(x))

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp.exchange import _collectives, scatter, scatter_within
-from gradcomp.exchange._rounds import rounds
+from gradcomp._src.exchange import collectives
+from gradcomp._src.exchange.collectives import scatter, scatter_within
+from gradcomp._src.exchange.permutations import rounds
 
 
 @pytest.mark.parametrize("size", range(1, 13))
@@ -75,7 +76,7 @@ def test_rounds_stand_for_the_floats_of_one_collective(monkeypatch, size):
   codec = gradcomp.codecs.QSGD(bits=4, bucket_size=32, rounding="nearest")
 
   def sent(function):
-    found = gradcomp.parallel.explain(function, x, axes={"data": size}).forward
+    found = gradcomp.wire.trace_wire(function, x, axes={"data": size}).forward
     kinds = {collective.kind for collective in found.collectives}
     return found.bytes_sent, found.dense_bytes, kinds
 
@@ -84,7 +85,7 @@ def test_rounds_stand_for_the_floats_of_one_collective(monkeypatch, size):
   plain = [sent(function) for function in (scatter_sum, total)]
   assert plain[0][1] == 4 * 96 * (size - 1)
   assert plain[0][2] == {"all-to-all"}
-  monkeypatch.setattr(_collectives, "_over_gloo", lambda: True)
+  monkeypatch.setattr(collectives, "_over_gloo", lambda: True)
   rounds_of = [sent(function) for function in (scatter_sum, total)]
   assert rounds_of[0][2] == {"collective-permute"}
   assert [x[:2] for x in rounds_of] == [x[:2] for x in plain]

@@ -7,7 +7,7 @@ import saved_format
 from assertions import says
 
 import gradcomp
-from gradcomp import records
+from gradcomp._src.checkpoint import records
 
 FILES = sorted(saved_format.FOLDER.glob("format-*.npz"))
 
@@ -24,10 +24,10 @@ def test_a_saved_state_goes_on_or_is_refused(path, request):
   file = saved_format.load(path)
   saved = json.loads(str(file["record"]))
   if saved["format"] == records.FORMAT:
-    gradcomp.check_record(saved, saved_format.record())
+    gradcomp.checkpoint.check_record(saved, saved_format.record())
     if request.config.getoption("--optimize"):
       pytest.skip("the hash is that of programs that contract no floats")
     assert saved_format.goes_on(file) == str(file["goes_on"])
   else:
     with pytest.raises(ValueError, match=says("of the format", "begin with the state")):
-      gradcomp.check_record(saved, saved_format.record())
+      gradcomp.checkpoint.check_record(saved, saved_format.record())

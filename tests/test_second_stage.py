@@ -193,7 +193,7 @@ def test_nearest_values_of_negative_numbers_are_negative_ones(codec):
 def test_switching_may_leave_what_only_owners_keep():
   """Without feedback. With it, what waits would be lost."""
   dense = gradcomp.dense(axis_name="data")
-  make = lambda feedback: gradcomp.switch(
+  make = lambda feedback: gradcomp.wrappers.switch(
     [1],
     [
       gradcomp.qsgd(axis_name="data", exchange="two_shot", feedback=feedback),

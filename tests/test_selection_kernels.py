@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 from lowering import TRITON, lowered_for_cuda
 from slow_cases import slow
 
+from gradcomp._src.kernels import compaction, threshold_mask
+from gradcomp._src.kernels.common.row_view import Row
+from gradcomp._src.kernels.gpu import self_check
 from gradcomp.codecs import NOTHING, TopK
-from gradcomp.kernels import listing, marks, self_check
-from gradcomp.kernels.rows import Row
 
 TILE = 1024
 # One block; blocks of four tiles that overlap; and of sixteen. Partial tiles.
@@ -70,7 +71,7 @@ def positions_of(words):
 
 @functools.cache
 def marker(implementation):
-  return jax.jit(functools.partial(marks.mark, implementation=implementation))
+  return jax.jit(functools.partial(threshold_mask.mark, implementation=implementation))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
@@ -114,7 +115,7 @@ def test_lists_are_in_order_and_end_where_they_should(size, implementation):
   @jax.jit
   def lists(words):
     return [
-      listing.positions(words, capacity, size, implementation=implementation)
+      compaction.positions(words, capacity, size, implementation=implementation)
       for capacity in capacities
     ]
 
@@ -130,7 +131,7 @@ def test_a_list_that_is_just_full():
   words = packed(np.abs(data(SIZES[1])["normal"]) >= 1)
   found = positions_of(words)
   for capacity in (found.size - 1, found.size, found.size + 1):
-    listed = listing.positions(
+    listed = compaction.positions(
       jnp.asarray(words), capacity, SIZES[1], implementation="pallas_interpret"
     )
     filled = np.append(found, SIZES[1])[:capacity]
@@ -145,10 +146,10 @@ def test_kernels_lower_for_cuda(size):
   ]
   for row in rows:
     for sign in (None, jnp.float32(1)):
-      text = lowered_for_cuda(marks.mark, row, jnp.uint32(1), sign)
+      text = lowered_for_cuda(threshold_mask.mark, row, jnp.uint32(1), sign)
       assert text.count(TRITON) == 1  # for all matrices
   words = jax.ShapeDtypeStruct((-(-size // TILE) * 32,), jnp.uint32)
-  make_list = lambda words: listing.positions(words, 100, size)
+  make_list = lambda words: compaction.positions(words, 100, size)
   assert lowered_for_cuda(make_list, words).count(TRITON) == 1
   assert TRITON not in jax.jit(make_list).lower(words).as_text()
 
@@ -225,9 +226,12 @@ def test_a_name_without_a_kernel_is_refused():
 )
 def test_the_example_of_marks_passes_its_check(several, signed):
   """The kernel is another one for an only row, and for elements of one sign."""
-  operands, options = marks._example(several, signed)
+  operands, options = threshold_mask._example(several, signed)
   assert not options
-  assert marks.mark(*operands)[1] > 5000
-  interpreted = functools.partial(marks.pallas.mark, interpret=True)
+  assert threshold_mask.mark(*operands)[1] > 5000
+  interpreted = functools.partial(threshold_mask.pallas.mark, interpret=True)
   device = jax.devices()[0]
-  assert self_check._compare(interpreted, marks.reference.mark, operands, device) == ""
+  assert (
+    self_check._compare(interpreted, threshold_mask.reference.mark, operands, device)
+    == ""
+  )

@@ -18,8 +18,9 @@ from lowering import TRITON, lowered_for_cuda
 from slow_cases import slow
 
 import gradcomp
+from gradcomp._src.kernels import qsgd
+from gradcomp._src.kernels.gpu import dispatch, self_check
 from gradcomp.codecs import QSGD
-from gradcomp.kernels import dispatch, qsgd, self_check
 
 CODEC = QSGD(bits=4, bucket_size=64)
 KEY = np.array([123, 456], np.uint32)
@@ -105,7 +106,9 @@ def test_the_reference_takes_the_place_of_a_wrong_kernel(function, gpu, monkeypa
   assert_same_bits(found, expected)
   (warning,) = caught
   says = str(warning.message)
-  assert says.startswith("On cpu, the kernel gradcomp.kernels.qsgd.pallas.encode_rows(")
+  assert says.startswith(
+    "On cpu, the kernel gradcomp._src.kernels.qsgd.pallas.encode_rows("
+  )
   assert says.endswith("XLA runs the reference instead.")
   # Programs that are traced later take the reference, and warn no more.
   assert TRITON not in lowered_for_cuda(encoder(), X)

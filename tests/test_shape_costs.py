@@ -16,8 +16,11 @@ from assertions import assert_same_bits
 from slow_cases import slow
 
 import gradcomp
-from gradcomp.codecs import QSGD, BlockTop, OneBit, RandomK, TopK, _sparse, tile_shape
-from gradcomp.kernels import sparse, writing
+from gradcomp._src.codecs import sparse as _sparse
+from gradcomp._src.codecs.tiles import tile_shape
+from gradcomp._src.kernels import materialize
+from gradcomp._src.kernels.common import sparse
+from gradcomp.codecs import QSGD, BlockTop, OneBit, RandomK, TopK
 from gradcomp.parallel import zero
 
 SMALL, LARGE = (2**10 + 1, 2**10 - 3), (2**18 + 1, 2**18 - 3)  # 2**20 and 2**36
@@ -31,7 +34,7 @@ def zeroed(codec):
 
 def local():
   codec = QSGD(bits=4)
-  return gradcomp.local_steps(
+  return gradcomp.local.local_steps(
     optax.adam(0.1), optax.sgd(0.7), every=4, codec=codec, axis_name="data"
   )
 
@@ -67,7 +70,7 @@ def traced(tx, shape):
 
   def step(gradient):
     state = tx.init(gradient)
-    return gradcomp.update_and_inspect(tx, gradient, state, gradient)
+    return gradcomp.telemetry.inspected_update(tx, gradient, state, gradient)
 
   like = jax.ShapeDtypeStruct((8, *shape), jnp.float32)
   return jax.eval_shape(jax.vmap(step, axis_name="data"), like)
@@ -108,7 +111,7 @@ def test_a_plan_for_70_billion_parameters(stacked):
   params = [jax.ShapeDtypeStruct(x, jnp.float32) for x in (*many, *rest)]
   link = gradcomp.cost.Link(latency=50e-6, bytes_per_second=125e6)
   found = []
-  plan = lambda: found.append(gradcomp.plan(params, workers=8, link=link))
+  plan = lambda: found.append(gradcomp.cost.plan(params, workers=8, link=link))
   assert grown(plan) < 400
   assert found[0].verdict.startswith("compress")
 
@@ -184,7 +187,7 @@ def test_rows_are_traced_once(monkeypatch):
     return rows * 2
 
   rows = jax.ShapeDtypeStruct((4, 4), jnp.uint32)
-  jax.eval_shape(lambda rows: writing.written(double, rows), rows)
+  jax.eval_shape(lambda rows: materialize.written(double, rows), rows)
   assert len(calls) == 1
   codec = QSGD(bits=4, bucket_size=96)
   assert tile_shape(codec) == (8, 96)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from assertions import assert_same_bits
 
-from gradcomp._sketch import PARTS, sketch
+from gradcomp._src.core.sketch import PARTS, sketch
 
 
 @pytest.mark.parametrize("shape", [(0,), (7, 3), (PARTS,)])

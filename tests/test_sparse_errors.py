@@ -24,7 +24,9 @@ def test_density(make, value):
 @pytest.mark.parametrize("make", [TopK, RandomK])
 def test_density_is_known_when_a_program_is_traced(make):
   """It decides shapes; what changes it is named."""
-  with pytest.raises(ValueError, match=says("`density`", "traced", "gradcomp.switch")):
+  with pytest.raises(
+    ValueError, match=says("`density`", "traced", "gradcomp.wrappers.switch")
+  ):
     make(density=jnp.float32(0.1))
 
 
@@ -138,7 +140,7 @@ def test_feedback_names_its_choices():
 def test_max_norm(value):
   parts = ("`max_norm`", "positive, finite", repr(value))
   with pytest.raises(ValueError, match=says(*parts)):
-    gradcomp.clip_by_local_norm(value)
+    gradcomp.wrappers.clip_by_local_norm(value)
   with pytest.raises(ValueError, match=says(*parts)):
     gradcomp.redsync(max_norm=value)
 
@@ -147,19 +149,19 @@ def test_max_norm(value):
 def test_clip_rule(value):
   choices = ("'own'", "'share'", "'root'", repr(value))
   with pytest.raises(ValueError, match=says("`rule`", *choices)):
-    gradcomp.clip_by_local_norm(1.0, rule=value)
+    gradcomp.wrappers.clip_by_local_norm(1.0, rule=value)
   with pytest.raises(ValueError, match=says("`clip_rule`", *choices)):
     gradcomp.redsync(clip_rule=value)
 
 
 def test_clipping_over_no_axis():
-  tx = gradcomp.clip_by_local_norm(1.0, axis_name="data")
+  tx = gradcomp.wrappers.clip_by_local_norm(1.0, axis_name="data")
   with pytest.raises(ValueError, match=says("`axis_name`", "'data'")):
     tx.update([jnp.ones(3)], tx.init([jnp.ones(3)]))
   with pytest.raises(ValueError, match=says("`axis_name`", "3")):
-    gradcomp.clip_by_local_norm(1.0, axis_name=3)
+    gradcomp.wrappers.clip_by_local_norm(1.0, axis_name=3)
   with pytest.raises(TypeError, match="int32"):
-    gradcomp.clip_by_local_norm(1.0).update([jnp.ones(3, jnp.int32)], None)
+    gradcomp.wrappers.clip_by_local_norm(1.0).update([jnp.ones(3, jnp.int32)], None)
 
 
 @pytest.mark.parametrize("name", ["residual", "velocity"])

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from sparse_steps import N, gradients, trail, transformation
 
 import gradcomp
-from gradcomp import sums
-from gradcomp._leaf_codecs import default_min_leaf_size
+from gradcomp._src.codecs import sums
+from gradcomp._src.exchange.assign import default_min_leaf_size
+from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import Dense, RandomK, TopK
-from gradcomp.workers import unreduce
 
 SAMPLED = TopK(density=0.05, selection="sampled", interval=2)
 

@@ -21,7 +21,7 @@ from cluster_launches import LAUNCHES
 from cluster_networks import TEXTS, Source
 
 import gradcomp
-from gradcomp.planner import CANDIDATES
+from gradcomp.cost import CANDIDATES
 
 RESULTS = pages.ROOT / "benchmarks" / "results"
 README = pages.ROOT / "README.md"

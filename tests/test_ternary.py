@@ -13,7 +13,7 @@ import pytest
 import wire_decoder_codecs
 from slow_cases import slow
 
-from gradcomp import testing
+from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import Context, Ternary
 
 CODECS = [
@@ -133,7 +133,7 @@ def test_the_mean_is_the_clipped_gradient(packing, scaler):
   scale = np.max(jax.jit(codec.agree)(x))  # the limit, which some element is above
   assert (np.abs(x) > scale).any()  # or nothing would be clipped
   clipped = oracle_ternary.clip(x, scale).astype(np.float32)
-  testing.laws.mean_is_the_leaf(codec, x, mean=clipped, step=scale)
+  mean_is_the_leaf(codec, x, mean=clipped, step=scale)
 
 
 @pytest.mark.parametrize("packing", ["2bit", "base3"])

@@ -22,8 +22,9 @@ from selections import (
 )
 from slow_cases import slow
 
-from gradcomp.codecs import NOTHING, TopK, _selecting
-from gradcomp.sums import _entries
+from gradcomp._src.codecs import selecting
+from gradcomp._src.codecs.sums import entries as _entries
+from gradcomp.codecs import NOTHING, TopK
 
 SIZES = {1000: 0.01, 100_003: 0.001, 1_000_000: 0.001}  # each with a density
 METHODS = ("exact", "trimmed", "threshold")
@@ -167,7 +168,7 @@ def test_ranges_are_selected_from_apart(method):
 @pytest.mark.parametrize("copied", [True, False])
 def test_leaves_of_one_size_share_a_program(monkeypatch, copied):
   """Each comes out as it would alone, copied as small leaves are, or where it lies."""
-  for module in (_selecting, _entries):
+  for module in (selecting, _entries):
     monkeypatch.setattr(module, "COPIED", 4 * 300 if copied else 0)
   xs = [data(1000)[name] for name in ("normal", "half zero", "heavy")]
   codec = TopK(density=0.05, selection="threshold", range_size=300)

@@ -21,8 +21,8 @@ from selections import (
 )
 
 import gradcomp
+from gradcomp._src.codecs.sums.entries import Entries
 from gradcomp.codecs import RandomK, TopK
-from gradcomp.sums import Entries
 
 SIZE, DENSITY, K = 100_003, 0.001, 101
 

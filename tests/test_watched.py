@@ -8,8 +8,9 @@ from assertions import assert_same_bits
 from slow_cases import slow
 
 import gradcomp
-from gradcomp import residuals
-from gradcomp.state import CompressState, Watched
+from gradcomp._src.core import residual_storage
+from gradcomp._src.core.state import Watched
+from gradcomp.state import CompressState
 
 WORKERS = 2
 
@@ -31,8 +32,8 @@ def test_residuals_of_few_bits_are_read(stored):
 
   def step(grads):
     state = tx.init(grads)
-    _, after, found = gradcomp.update_and_inspect(tx, grads, state)
-    waits = residuals.read(after.residual["w"]).astype(jnp.float32)
+    _, after, found = gradcomp.telemetry.inspected_update(tx, grads, state)
+    waits = residual_storage.read(after.residual["w"]).astype(jnp.float32)
     return after, tx.update(grads, state)[1], waits, found.leaves["['w']"].residual_norm
 
   rng = np.random.default_rng(0)

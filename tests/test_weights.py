@@ -141,7 +141,7 @@ def test_a_train_step_takes_it(kind, has_aux, accumulate):
 def test_in_local_steps_a_worker_has_the_mean_of_its_own_tokens():
   """And the one without any stays where it is."""
   options = {"every": 1, "codec": gradcomp.codecs.Dense(), "axis_name": "data"}
-  tx = gradcomp.local_steps(optax.sgd(1.0), optax.sgd(1.0), **options)
+  tx = gradcomp.local.local_steps(optax.sgd(1.0), optax.sgd(1.0), **options)
   params, batch, after, _, metrics = trained(AxisType.Explicit, False, tx=tx)
   parts = [{k: np.split(x, N)[i] for k, x in batch.items()} for i in range(N)]
   own = [on_one_device(params, part) for part in parts if part["weight"].any()]

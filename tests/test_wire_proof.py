@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 import gradcomp
+from gradcomp._src.exchange.layout import plan
 from gradcomp.codecs import QSGD, Dense
-from gradcomp.layout import plan
 
 
 def optimized_hlo(lowered):

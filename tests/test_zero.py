@@ -277,7 +277,7 @@ def test_a_guard_around_it_leaves_everything_as_it_was():
 
 WRAPPED = {
   "chain": lambda tx: optax.chain(
-    gradcomp.clip_by_local_norm(1.0, axis_name="data"), tx
+    gradcomp.wrappers.clip_by_local_norm(1.0, axis_name="data"), tx
   ),
   "masked": lambda tx: optax.chain(
     optax.masked(tx, {"w": True, "b": False}),
@@ -396,7 +396,7 @@ def test_a_state_that_does_not_fit_is_refused():
   with pytest.raises(ValueError, match="nobody knows which Nth .* jax.set_mesh"):
     tx.init(params)
   params, state, mesh = sharded(tx, params)
-  with pytest.raises(TypeError, match="`state` must be a gradcomp.parallel.ZeroState"):
+  with pytest.raises(TypeError, match="`state` must be a gradcomp.state.ZeroState"):
     tx.update(params, (), params)
   with pytest.raises(ValueError, match="`params` must be given to update"):
     tx.update(params, state)

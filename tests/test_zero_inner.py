@@ -47,7 +47,7 @@ def test_zero_refuses_what_needs_more_than_an_element(name):
 @pytest.mark.parametrize("name", one_in(60, [*LOOKING, *PLAIN, *WHOLE]))
 def test_local_steps_are_those_of_the_optimizer_inside(name):
   inner = (PLAIN | LOOKING | WHOLE)[name]
-  tx = gradcomp.local_steps(
+  tx = gradcomp.local.local_steps(
     inner, optax.sgd(1.0), every=2, codec=Dense(), axis_name="data"
   )
   assert_close(train(tx, 4), by_hand(rounds(inner), lambda state: state[1]))

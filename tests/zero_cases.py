@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp.codecs import QSGD
 from gradcomp.parallel import zero
-from gradcomp.workers import unreduce
 
 N = 4
 FOUR_BITS = QSGD(bits=4, bucket_size=64)

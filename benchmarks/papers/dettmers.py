@@ -1,6 +1,6 @@
 """Dettmers's numbers, recomputed: see paper_models.py."""
 
-from gradcomp.cost import dettmers
+from gradcomp._src.cost.papers import dettmers
 from papers.number import Number, Paper
 
 MS, MIB = 1e-3, 2**20

@@ -1,6 +1,7 @@
 """Fang's numbers, recomputed: see paper_models.py."""
 
-from gradcomp.cost import Link, fang
+from gradcomp._src.cost.papers import fang
+from gradcomp.cost import Link
 from papers.number import Number, Paper
 
 WORKERS = (2, 4, 8, 16, 32, 64, 128)

@@ -1,6 +1,6 @@
 """Grubic's numbers, recomputed: see paper_models.py."""
 
-from gradcomp.cost import grubic
+from gradcomp._src.cost.papers import grubic
 from papers.number import Number, Paper
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

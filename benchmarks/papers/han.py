@@ -1,6 +1,7 @@
 """Han's numbers, recomputed: see paper_models.py."""
 
-from gradcomp.cost import Link, han
+from gradcomp._src.cost.papers import han
+from gradcomp.cost import Link
 from papers.number import Number, Paper
 
 FREE = Link(latency=0.0, bytes_per_second=10e9)

@@ -3,7 +3,7 @@
 import pathlib
 from typing import Any
 
-from gradcomp.cost import grubic, han
+from gradcomp._src.cost.papers import grubic, han
 from papers import dettmers as dettmers_numbers
 from papers import fang as fang_numbers
 from papers import grubic as grubic_numbers

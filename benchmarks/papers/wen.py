@@ -1,6 +1,6 @@
 """Wen's numbers, recomputed: see paper_models.py."""
 
-from gradcomp.cost import wen
+from gradcomp._src.cost.papers import wen
 from papers.number import Number, Paper
 
 MODELS = {"AlexNet": wen.ALEXNET, "GoogLeNet": wen.GOOGLENET, "VGG-A": wen.VGG_A}

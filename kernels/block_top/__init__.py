@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch, self_check
-from gradcomp.kernels.block_top import pallas, reference
-from gradcomp.kernels.block_top.form import WORDS
-from gradcomp.kernels.block_top.form import Form as Form
-from gradcomp.kernels.block_top.reference import decode_rows as decode_rows
-from gradcomp.kernels.block_top.reference import entries_of_rows as entries_of_rows
+from gradcomp._src.kernels.block_top import pallas, reference
+from gradcomp._src.kernels.block_top.form import WORDS
+from gradcomp._src.kernels.block_top.form import Form as Form
+from gradcomp._src.kernels.block_top.reference import decode_rows as decode_rows
+from gradcomp._src.kernels.block_top.reference import entries_of_rows as entries_of_rows
+from gradcomp._src.kernels.gpu import dispatch, self_check, triton_tiles
 
 
 def encode_rows(
@@ -25,7 +25,7 @@ def encode_rows(
   See :func:`reference.encode_rows` for the other arguments and the result.
   """
   options: dict[str, Any] = {"form": form, "keep": keep}
-  no = blocks.refusal(x.size, form.planes, WORDS * form.block_size)
+  no = triton_tiles.refusal(x.size, form.planes, WORDS * form.block_size)
   return dispatch.run(
     implementation,
     x,

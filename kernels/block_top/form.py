@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.fixed_point import (
+from gradcomp._src.kernels.common.fixed_point import (
   FRACTION,
   Divide,
   divide,
@@ -17,9 +17,9 @@ from gradcomp.kernels.fixed_point import (
   signed,
   top_multiplier,
 )
-from gradcomp.kernels.planes import floats, planes_per_word
-from gradcomp.kernels.qsgd.reference import code as level_code
-from gradcomp.kernels.qsgd.reference import value as level_value
+from gradcomp._src.kernels.common.planes import floats, planes_per_word
+from gradcomp._src.kernels.qsgd.reference import code as level_code
+from gradcomp._src.kernels.qsgd.reference import value as level_value
 
 WORDS = 32  # of codes in a row, for each entry of a block
 SMALL = 0.375  # the smaller magnitude of a 2-bit value, in scales

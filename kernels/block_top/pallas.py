@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels import blocks
-from gradcomp.kernels.block_top import reference
-from gradcomp.kernels.block_top.form import (
+from gradcomp._src.kernels.block_top import reference
+from gradcomp._src.kernels.block_top.form import (
   WORDS,
   Form,
   behind_of,
@@ -22,10 +21,11 @@ from gradcomp.kernels.block_top.form import (
   keys,
   values,
 )
-from gradcomp.kernels.block_top.reference import spread
-from gradcomp.kernels.fixed_point import exact_quotient
-from gradcomp.kernels.planes import float_words, floats, pack_planes
-from gradcomp.kernels.scales import scales_of_bits
+from gradcomp._src.kernels.block_top.reference import spread
+from gradcomp._src.kernels.common.fixed_point import exact_quotient
+from gradcomp._src.kernels.common.planes import float_words, floats, pack_planes
+from gradcomp._src.kernels.common.scales import scales_of_bits
+from gradcomp._src.kernels.gpu import triton_tiles
 
 _ELEMENTS = 2048  # of a plane in a program, at least
 _HIGHEST = 1 << 31
@@ -40,14 +40,14 @@ def encode_rows(
 ) -> tuple[jax.Array, jax.Array | None]:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
 
-  def body(block: blocks.Block) -> None:
+  def body(block: triton_tiles.Block) -> None:
     planes = range(form.planes)
     blocks_of = lambda k: block.plane(k).reshape(-1, form.block_size)
     found = [_select(blocks_of(k), form) for k in planes]
     scale = None
     if form.scaled:
       first = functools.reduce(jnp.maximum, [jnp.abs(e[0][1]) for e in found])
-      scale = scales_of_bits(blocks.largest_bits(first.reshape(-1, WORDS)))
+      scale = scales_of_bits(triton_tiles.largest_bits(first.reshape(-1, WORDS)))
       block.put_scale(form.row_words - 1, float_words(scale))
       scale = jnp.broadcast_to(scale[:, None], (block.shape[0], WORDS)).reshape(-1)
     sent = [_coded(entries, scale, form) for entries in found]
@@ -68,7 +68,7 @@ def encode_rows(
     del row  # nothing is random
     return reference.encode_rows(rest, form=form, keep=keep)
 
-  return blocks.encode(
+  return triton_tiles.encode(
     body,
     "block_top_encode",
     x,

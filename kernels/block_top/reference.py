@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.block_top.form import (
+from gradcomp._src.kernels.block_top.form import (
   WORDS,
   Form,
   behind_of,
@@ -17,14 +17,14 @@ from gradcomp.kernels.block_top.form import (
   keys,
   values,
 )
-from gradcomp.kernels.planes import (
+from gradcomp._src.kernels.common.planes import (
   float_words,
   floats,
   pack_planes,
   unpack_planes,
 )
-from gradcomp.kernels.scales import norms, scales
-from gradcomp.kernels.writing import packed, written
+from gradcomp._src.kernels.common.scales import norms, scales
+from gradcomp._src.kernels.materialize import packed, written
 
 # A maximum is taken over lanes of at most 16 steps, and then over the lanes. XLA:CPU
 # vectorises such short ones, without writing the integers down first.

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch, self_check
-from gradcomp.kernels.eight_bit import pallas, reference
-from gradcomp.kernels.eight_bit.reference import PLANES as PLANES
-from gradcomp.kernels.eight_bit.reference import decode_rows as decode_rows
-from gradcomp.kernels.eight_bit.reference import enlarged as enlarged
-from gradcomp.kernels.lines import Line
+from gradcomp._src.kernels.common.piecewise_linear import Line
+from gradcomp._src.kernels.eight_bit import pallas, reference
+from gradcomp._src.kernels.eight_bit.reference import PLANES as PLANES
+from gradcomp._src.kernels.eight_bit.reference import decode_rows as decode_rows
+from gradcomp._src.kernels.eight_bit.reference import enlarged as enlarged
+from gradcomp._src.kernels.gpu import dispatch, self_check, triton_tiles
 
 
 def encode_rows(
@@ -35,7 +35,7 @@ def encode_rows(
     "bucket_size": bucket_size,
     "up": up,
   }
-  no = blocks.refusal(x.size, PLANES, bucket_size)
+  no = triton_tiles.refusal(x.size, PLANES, bucket_size)
   return dispatch.run(
     implementation,
     x,

@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks
-from gradcomp.kernels.dithers import read
-from gradcomp.kernels.eight_bit import reference
-from gradcomp.kernels.eight_bit.reference import PLANES, code, enlarged
-from gradcomp.kernels.fixed_point import exact_quotient, rounding_lanes
-from gradcomp.kernels.lines import Line, to_units
-from gradcomp.kernels.planes import float_words, pack_planes
-from gradcomp.kernels.scales import scales_of_bits
+from gradcomp._src.kernels.common.dithers import read
+from gradcomp._src.kernels.common.fixed_point import exact_quotient, rounding_lanes
+from gradcomp._src.kernels.common.piecewise_linear import Line, to_units
+from gradcomp._src.kernels.common.planes import float_words, pack_planes
+from gradcomp._src.kernels.common.scales import scales_of_bits
+from gradcomp._src.kernels.eight_bit import reference
+from gradcomp._src.kernels.eight_bit.reference import PLANES, code, enlarged
+from gradcomp._src.kernels.gpu import triton_tiles
 
 
 # Traced once for all leaves of a shape; inlined, so that it is one call all the same.
@@ -38,7 +38,7 @@ def encode_rows(
   units = None if scale is None else to_units(scale)
 
   def body(
-    block: blocks.Block, dither_ref: Any, scale_ref: Any, factor_ref: Any
+    block: triton_tiles.Block, dither_ref: Any, scale_ref: Any, factor_ref: Any
   ) -> None:
     words = read(dither_ref)
     lanes = rounding_lanes(words, block.shape, PLANES, first_row=block.first_row)
@@ -46,7 +46,7 @@ def encode_rows(
     for k in range(PLANES):
       x = block.plane(k)
       if scale_ref is None:
-        unit = enlarged(scales_of_bits(blocks.largest_bits(x)), up)
+        unit = enlarged(scales_of_bits(triton_tiles.largest_bits(x)), up)
         factor = to_units(unit, exact_quotient)
       else:
         unit = scale_ref[block.rows, k % columns]
@@ -69,7 +69,7 @@ def encode_rows(
     )
     return rows, None
 
-  return blocks.encode(
+  return triton_tiles.encode(
     body,
     "eight_bit_encode",
     x,

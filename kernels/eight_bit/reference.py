@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.fixed_point import (
+from gradcomp._src.kernels.common.fixed_point import (
   FRACTION,
   Lane,
   rounded,
   rounding_lanes,
   signed,
 )
-from gradcomp.kernels.lines import Line, coordinate, to_units
-from gradcomp.kernels.planes import (
+from gradcomp._src.kernels.common.piecewise_linear import Line, coordinate, to_units
+from gradcomp._src.kernels.common.planes import (
   Segment,
   float_words,
   floats,
@@ -26,7 +26,7 @@ from gradcomp.kernels.planes import (
   stack_rows,
   unpack_planes,
 )
-from gradcomp.kernels.scales import bucket_norms, scales
+from gradcomp._src.kernels.common.scales import bucket_norms, scales
 
 _SIGN = 1 << 7
 _LARGEST = np.finfo(np.float32).max
@@ -51,7 +51,7 @@ def encode_rows(
     scale: ``float32[rows, 1]`` or ``float32[rows, 4]``; by default the largest
       magnitude of each bucket, :func:`enlarged`.
     dither: ``uint32[3]`` for stochastic rounding, None for nearest.
-    lines: the straight lines between the levels, see :mod:`gradcomp.kernels.lines`.
+    lines: the straight lines between the levels, see ``common.piecewise_linear``.
     tops: the largest magnitude of a positive and of a negative code.
     bucket_size: elements a bucket, ``B``.
     up: see :func:`enlarged`.

@@ -5,16 +5,16 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch, self_check
-from gradcomp.kernels.float_cast import pallas, reference
-from gradcomp.kernels.float_cast.reference import decode_rows as decode_rows
-from gradcomp.kernels.float_cast.reference import exponent_byte as exponent_byte
-from gradcomp.kernels.float_cast.reference import shift as shift
-from gradcomp.kernels.float_cast.reference import unshifted as unshifted
-from gradcomp.kernels.float_cast.reference import width as width
-from gradcomp.kernels.float_codes import FloatRounding
-from gradcomp.kernels.float_formats import FloatFormat
-from gradcomp.kernels.planes import planes_per_word
+from gradcomp._src.kernels.common.float_codes import FloatRounding
+from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.kernels.common.planes import planes_per_word
+from gradcomp._src.kernels.float_cast import pallas, reference
+from gradcomp._src.kernels.float_cast.reference import decode_rows as decode_rows
+from gradcomp._src.kernels.float_cast.reference import exponent_byte as exponent_byte
+from gradcomp._src.kernels.float_cast.reference import shift as shift
+from gradcomp._src.kernels.float_cast.reference import unshifted as unshifted
+from gradcomp._src.kernels.float_cast.reference import width as width
+from gradcomp._src.kernels.gpu import dispatch, self_check, triton_tiles
 
 
 def encode_rows(
@@ -39,7 +39,7 @@ def encode_rows(
     "row_words": row_words,
   }
   planes = planes_per_word(width(fmt))
-  no = blocks.refusal(x.size, planes, row_words)
+  no = triton_tiles.refusal(x.size, planes, row_words)
   return dispatch.run(
     implementation,
     x,

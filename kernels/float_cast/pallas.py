@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks
-from gradcomp.kernels.dithers import read
-from gradcomp.kernels.fixed_point import rounding_lanes
-from gradcomp.kernels.float_cast import reference
-from gradcomp.kernels.float_cast.reference import code, width
-from gradcomp.kernels.float_codes import FloatRounding
-from gradcomp.kernels.float_formats import FloatFormat
-from gradcomp.kernels.planes import pack_planes, planes_per_word
+from gradcomp._src.kernels.common.dithers import read
+from gradcomp._src.kernels.common.fixed_point import rounding_lanes
+from gradcomp._src.kernels.common.float_codes import FloatRounding
+from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.kernels.common.planes import pack_planes, planes_per_word
+from gradcomp._src.kernels.float_cast import reference
+from gradcomp._src.kernels.float_cast.reference import code, width
+from gradcomp._src.kernels.gpu import triton_tiles
 
 
 # Traced once for all leaves of a shape; inlined, so that it is one call all the same.
@@ -36,7 +36,7 @@ def encode_rows(
   bits = width(fmt)
   planes = planes_per_word(bits)
 
-  def body(block: blocks.Block, exponent_ref: Any, dither_ref: Any) -> None:
+  def body(block: triton_tiles.Block, exponent_ref: Any, dither_ref: Any) -> None:
     words, row = read(dither_ref), block.first_row
     lanes = rounding_lanes(words, block.shape, planes, first_row=row)
     moved = None if exponent_ref is None else exponent_ref[0]
@@ -59,7 +59,7 @@ def encode_rows(
     )
     return rows, None
 
-  return blocks.encode(
+  return triton_tiles.encode(
     body,
     "float_cast",
     x,

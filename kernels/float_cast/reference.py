@@ -6,16 +6,16 @@ See docs/wire-format.md for the rule.
 import jax
 import jax.numpy as jnp
 
-from gradcomp.kernels.dithers import signed_lane
-from gradcomp.kernels.fixed_point import Lane, rounding_lanes
-from gradcomp.kernels.float_codes import (
+from gradcomp._src.kernels.common.dithers import signed_lane
+from gradcomp._src.kernels.common.fixed_point import Lane, rounding_lanes
+from gradcomp._src.kernels.common.float_codes import (
   FloatRounding,
   from_codes,
   times_power_of_two,
   to_codes,
 )
-from gradcomp.kernels.float_formats import FloatFormat
-from gradcomp.kernels.planes import (
+from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.kernels.common.planes import (
   Segment,
   float_words,
   pack_planes,

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch, self_check, warpgroups
-from gradcomp.kernels.one_bit import mosaic, pallas, reference
-from gradcomp.kernels.one_bit.columns import decode_columns as decode_columns
-from gradcomp.kernels.one_bit.columns import encode_columns as encode_columns
-from gradcomp.kernels.one_bit.reference import WORD as WORD
-from gradcomp.kernels.one_bit.reference import decode_rows as decode_rows
+from gradcomp._src.kernels.gpu import dispatch, mosaic_tiles, self_check, triton_tiles
+from gradcomp._src.kernels.one_bit import mosaic, pallas, reference
+from gradcomp._src.kernels.one_bit.columns import decode_columns as decode_columns
+from gradcomp._src.kernels.one_bit.columns import encode_columns as encode_columns
+from gradcomp._src.kernels.one_bit.reference import WORD as WORD
+from gradcomp._src.kernels.one_bit.reference import decode_rows as decode_rows
 
 
 def encode_rows(
@@ -30,8 +30,9 @@ def encode_rows(
     implementation,
     x,
     xla=functools.partial(reference.encode_rows, **options),
-    pallas=blocks.refusal(*sizes) or functools.partial(pallas.encode_rows, **options),
-    mosaic=warpgroups.refusal(*sizes)
+    pallas=triton_tiles.refusal(*sizes)
+    or functools.partial(pallas.encode_rows, **options),
+    mosaic=mosaic_tiles.refusal(*sizes)
     or functools.partial(mosaic.encode_rows, **options),
     example=lambda: self_check.few_tiles(WORD * bucket_size),
   )

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.one_bit.reference import WORD, means_of_sums, sides
-from gradcomp.kernels.planes import float_words, floats
-from gradcomp.kernels.scales import sum_lanes
+from gradcomp._src.kernels.common.planes import float_words, floats
+from gradcomp._src.kernels.common.scales import sum_lanes
+from gradcomp._src.kernels.one_bit.reference import WORD, means_of_sums, sides
 
 
 def encode_columns(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradcomp.kernels import warpgroups
-from gradcomp.kernels.fixed_point import exact_divide
-from gradcomp.kernels.one_bit import reference
-from gradcomp.kernels.one_bit.reference import WORD, means_of_sums, sides
-from gradcomp.kernels.planes import float_words
+from gradcomp._src.kernels.common.fixed_point import exact_divide
+from gradcomp._src.kernels.common.planes import float_words
+from gradcomp._src.kernels.gpu import mosaic_tiles
+from gradcomp._src.kernels.one_bit import reference
+from gradcomp._src.kernels.one_bit.reference import WORD, means_of_sums, sides
 
 
 def encode_rows(
@@ -24,7 +24,7 @@ def encode_rows(
 ) -> tuple[jax.Array, jax.Array | None]:
   """Encodes as :func:`reference.encode_rows` does, but for last bits of the means."""
 
-  def body(tile: warpgroups.Tile) -> None:
+  def body(tile: mosaic_tiles.Tile) -> None:
     words: Any = None
     for k in range(WORD):
       x, first = tile.plane(k), tile.first(k)
@@ -45,7 +45,7 @@ def encode_rows(
     del row  # nothing is random
     return reference.encode_rows(rest, bucket_size=bucket_size, keep=keep)
 
-  return warpgroups.encode(
+  return mosaic_tiles.encode(
     body,
     "one_bit_encode",
     x,

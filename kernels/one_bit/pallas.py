@@ -10,11 +10,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gradcomp.kernels import blocks
-from gradcomp.kernels.fixed_point import exact_divide, held
-from gradcomp.kernels.one_bit import reference
-from gradcomp.kernels.one_bit.reference import WORD, chunks, means_of_sums, sides
-from gradcomp.kernels.planes import float_words
+from gradcomp._src.kernels.common.fixed_point import exact_divide, held
+from gradcomp._src.kernels.common.planes import float_words
+from gradcomp._src.kernels.gpu import triton_tiles
+from gradcomp._src.kernels.one_bit import reference
+from gradcomp._src.kernels.one_bit.reference import WORD, chunks, means_of_sums, sides
 
 _ELEMENTS = 2048  # of a plane in a block: a lane or more for each thread of four warps
 
@@ -28,7 +28,7 @@ def encode_rows(
 ) -> tuple[jax.Array, jax.Array | None]:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
 
-  def body(block: blocks.Block) -> None:
+  def body(block: triton_tiles.Block) -> None:
     def add_plane(k: jax.Array, words: jax.Array) -> jax.Array:
       positive, negative = _means(block, k)
       block.put_scale(k, float_words(positive))
@@ -47,7 +47,7 @@ def encode_rows(
     del row  # nothing is random
     return reference.encode_rows(rest, bucket_size=bucket_size, keep=keep)
 
-  return blocks.encode(
+  return triton_tiles.encode(
     body,
     "one_bit_encode",
     x,
@@ -62,7 +62,7 @@ def encode_rows(
   )
 
 
-def _means(block: blocks.Block, plane: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _means(block: triton_tiles.Block, plane: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns ``avg+`` and ``avg-`` of a plane's buckets: ``float32[rows]`` each."""
   size = block.shape[1]
   chunk, lanes = chunks(size)

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.fixed_point import Divide
-from gradcomp.kernels.fixed_point import divide as divide_anywhere
-from gradcomp.kernels.planes import (
+from gradcomp._src.kernels.common.fixed_point import Divide
+from gradcomp._src.kernels.common.fixed_point import divide as divide_anywhere
+from gradcomp._src.kernels.common.planes import (
   Segment,
   filled,
   float_words,
@@ -25,7 +25,7 @@ from gradcomp.kernels.planes import (
   tile_segments,
   unpack_planes,
 )
-from gradcomp.kernels.scales import sum_by_halves, sum_lanes
+from gradcomp._src.kernels.common.scales import sum_by_halves, sum_lanes
 
 WORD = planes_per_word(1)  # signs in a word, and buckets in a tile
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch, self_check, warpgroups
-from gradcomp.kernels.planes import planes_per_word
-from gradcomp.kernels.qsgd import mosaic, pallas, reference
-from gradcomp.kernels.qsgd.reference import Levels as Levels
-from gradcomp.kernels.qsgd.reference import decode_rows as decode_rows
-from gradcomp.kernels.qsgd.reference import from_signed_codes as from_signed_codes
-from gradcomp.kernels.qsgd.reference import intervals as intervals
-from gradcomp.kernels.qsgd.reference import signed_codes as signed_codes
+from gradcomp._src.kernels.common.planes import planes_per_word
+from gradcomp._src.kernels.gpu import dispatch, mosaic_tiles, self_check, triton_tiles
+from gradcomp._src.kernels.qsgd import mosaic, pallas, reference
+from gradcomp._src.kernels.qsgd.reference import Levels as Levels
+from gradcomp._src.kernels.qsgd.reference import decode_rows as decode_rows
+from gradcomp._src.kernels.qsgd.reference import from_signed_codes as from_signed_codes
+from gradcomp._src.kernels.qsgd.reference import intervals as intervals
+from gradcomp._src.kernels.qsgd.reference import signed_codes as signed_codes
 
 
 def encode_rows(
@@ -45,8 +45,9 @@ def encode_rows(
     scale,
     dither,
     xla=functools.partial(reference.encode_rows, **options),
-    pallas=blocks.refusal(*sizes) or functools.partial(pallas.encode_rows, **options),
-    mosaic=warpgroups.refusal(*sizes)
+    pallas=triton_tiles.refusal(*sizes)
+    or functools.partial(pallas.encode_rows, **options),
+    mosaic=mosaic_tiles.refusal(*sizes)
     or functools.partial(mosaic.encode_rows, **options),
     example=lambda: self_check.few_tiles(sizes[1] * bucket_size, scale, dither),
   )

@@ -8,17 +8,17 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, warpgroups
-from gradcomp.kernels.dithers import lane_stream, read
-from gradcomp.kernels.fixed_point import (
+from gradcomp._src.kernels.common.dithers import lane_stream, read
+from gradcomp._src.kernels.common.fixed_point import (
   exact_quotient,
   rounding_lanes,
   top_multiplier,
 )
-from gradcomp.kernels.planes import float_words, planes_per_word
-from gradcomp.kernels.qsgd import reference
-from gradcomp.kernels.qsgd.reference import Levels, code, limit, value
-from gradcomp.kernels.scales import scales_of_bits
+from gradcomp._src.kernels.common.planes import float_words, planes_per_word
+from gradcomp._src.kernels.common.scales import scales_of_bits
+from gradcomp._src.kernels.gpu import mosaic_tiles, triton_tiles
+from gradcomp._src.kernels.qsgd import reference
+from gradcomp._src.kernels.qsgd.reference import Levels, code, limit, value
 
 
 def encode_rows(
@@ -40,7 +40,7 @@ def encode_rows(
   multiplier = None if scale is None else top_multiplier(top, scale)
 
   def body(
-    tile: warpgroups.Tile, dither_ref: Any, scale_ref: Any, factor_ref: Any
+    tile: mosaic_tiles.Tile, dither_ref: Any, scale_ref: Any, factor_ref: Any
   ) -> None:
     words = read(dither_ref)
     row = tile.number
@@ -51,7 +51,7 @@ def encode_rows(
     for k in range(planes):
       x = tile.plane(k)
       if scale_ref is None:
-        unit = scales_of_bits(blocks.largest_bits(x, axis=None))
+        unit = scales_of_bits(triton_tiles.largest_bits(x, axis=None))
         factor = top_multiplier(top, unit, exact_quotient)
       else:
         unit, factor = scale_ref[row, k % columns], factor_ref[row, k % columns]
@@ -77,7 +77,7 @@ def encode_rows(
       first_row=row,
     )
 
-  return warpgroups.encode(
+  return mosaic_tiles.encode(
     body,
     "qsgd_encode",
     x,

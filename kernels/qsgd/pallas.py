@@ -8,23 +8,27 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks
-from gradcomp.kernels.dithers import read
-from gradcomp.kernels.fixed_point import (
+from gradcomp._src.kernels.common.dithers import read
+from gradcomp._src.kernels.common.fixed_point import (
   exact_quotient,
   rounding_lanes,
   top_multiplier,
 )
-from gradcomp.kernels.planes import float_words, pack_planes, planes_per_word
-from gradcomp.kernels.qsgd import reference
-from gradcomp.kernels.qsgd.reference import Levels, code, limit, value
-from gradcomp.kernels.scales import scales_of_bits
+from gradcomp._src.kernels.common.planes import (
+  float_words,
+  pack_planes,
+  planes_per_word,
+)
+from gradcomp._src.kernels.common.scales import scales_of_bits
+from gradcomp._src.kernels.gpu import triton_tiles
+from gradcomp._src.kernels.qsgd import reference
+from gradcomp._src.kernels.qsgd.reference import Levels, code, limit, value
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _scaling(x: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
   """Returns the scale of each bucket of a plane, and its :func:`top_multiplier`."""
-  scale = scales_of_bits(blocks.largest_bits(x))
+  scale = scales_of_bits(triton_tiles.largest_bits(x))
   return scale, top_multiplier(top, scale, exact_quotient)
 
 
@@ -54,7 +58,7 @@ def encode_rows(
   multiplier = None if scale is None else top_multiplier(top, scale)
 
   def body(
-    block: blocks.Block, dither_ref: Any, scale_ref: Any, factor_ref: Any
+    block: triton_tiles.Block, dither_ref: Any, scale_ref: Any, factor_ref: Any
   ) -> None:
     words = read(dither_ref)
     lanes = rounding_lanes(words, block.shape, planes, first_row=block.first_row)
@@ -86,7 +90,7 @@ def encode_rows(
       first_row=row,
     )
 
-  return blocks.encode(
+  return triton_tiles.encode(
     body,
     "qsgd_encode",
     x,

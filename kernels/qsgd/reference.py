@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.fixed_point import (
+from gradcomp._src.kernels.common.fixed_point import (
   FRACTION,
   Lane,
   rounded,
@@ -20,7 +20,7 @@ from gradcomp.kernels.fixed_point import (
   signed,
   top_multiplier,
 )
-from gradcomp.kernels.planes import (
+from gradcomp._src.kernels.common.planes import (
   Segment,
   float_words,
   floats,
@@ -30,7 +30,7 @@ from gradcomp.kernels.planes import (
   stack_rows,
   unpack_planes,
 )
-from gradcomp.kernels.scales import bucket_norms, scales
+from gradcomp._src.kernels.common.scales import bucket_norms, scales
 
 Levels = Literal["sign_magnitude", "uniform"]
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks, dispatch, self_check
-from gradcomp.kernels.ternary import pallas, reference
-from gradcomp.kernels.ternary.reference import Packing as Packing
-from gradcomp.kernels.ternary.reference import codes as codes
-from gradcomp.kernels.ternary.reference import pack_trits as pack_trits
-from gradcomp.kernels.ternary.reference import planes as planes
-from gradcomp.kernels.ternary.reference import unpack_trits as unpack_trits
+from gradcomp._src.kernels.gpu import dispatch, self_check, triton_tiles
+from gradcomp._src.kernels.ternary import pallas, reference
+from gradcomp._src.kernels.ternary.reference import Packing as Packing
+from gradcomp._src.kernels.ternary.reference import codes as codes
+from gradcomp._src.kernels.ternary.reference import pack_trits as pack_trits
+from gradcomp._src.kernels.ternary.reference import planes as planes
+from gradcomp._src.kernels.ternary.reference import unpack_trits as unpack_trits
 
 
 def encode_rows(
@@ -35,7 +35,7 @@ def encode_rows(
     "inline": inline,
   }
   tile = planes(packing) * bucket_size
-  no = blocks.refusal(x.size, planes(packing), bucket_size)
+  no = triton_tiles.refusal(x.size, planes(packing), bucket_size)
   return dispatch.run(
     implementation,
     x,

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
-from gradcomp.kernels import blocks
-from gradcomp.kernels.dithers import read
-from gradcomp.kernels.fixed_point import rounding_lanes, top_multiplier
-from gradcomp.kernels.planes import float_words
-from gradcomp.kernels.ternary import reference
-from gradcomp.kernels.ternary.reference import TOP, Packing, code, pack
+from gradcomp._src.kernels.common.dithers import read
+from gradcomp._src.kernels.common.fixed_point import rounding_lanes, top_multiplier
+from gradcomp._src.kernels.common.planes import float_words
+from gradcomp._src.kernels.gpu import triton_tiles
+from gradcomp._src.kernels.ternary import reference
+from gradcomp._src.kernels.ternary.reference import TOP, Packing, code, pack
 
 
 # Traced once for all leaves of a shape; inlined, so that it is one call all the same.
@@ -33,7 +33,7 @@ def encode_rows(
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
   planes, columns = reference.planes(packing), scale.shape[1]
 
-  def body(block: blocks.Block, *refs: Any) -> None:
+  def body(block: triton_tiles.Block, *refs: Any) -> None:
     scale_ref, factor_ref, limit_ref, dither_ref = refs
     words = read(dither_ref)
     lanes = rounding_lanes(words, block.shape, planes, first_row=block.first_row)
@@ -58,7 +58,7 @@ def encode_rows(
     )
     return rows, None
 
-  return blocks.encode(
+  return triton_tiles.encode(
     body,
     "ternary_encode",
     x,

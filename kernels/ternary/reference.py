@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.kernels.fixed_point import (
+from gradcomp._src.kernels.common.fixed_point import (
   FRACTION,
   Lane,
   rounded,
   rounding_lanes,
   top_multiplier,
 )
-from gradcomp.kernels.planes import (
+from gradcomp._src.kernels.common.planes import (
   Segment,
   float_words,
   pack_planes,

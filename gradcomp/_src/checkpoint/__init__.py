@@ -1,0 +1,1 @@
+"""Specs, shapes and records of optimizer states, and resharding to N workers."""

@@ -1,0 +1,97 @@
+"""Brings arrays to the host, and from there to the devices of a mesh."""
+
+import dataclasses
+import math
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gradcomp._src.mesh.specs import sharded_axes
+from gradcomp._src.mesh.types import placed_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Placing:
+  """Places arrays on a mesh; without one they are NumPy's arrays.
+
+  Attributes:
+    mesh: the devices, or None.
+  """
+
+  mesh: Mesh | None
+
+  @classmethod
+  def on(cls, mesh: Mesh | None, names: tuple[str, ...], workers: int) -> Self:
+    """Returns the placing on a mesh, or on that of ``jax.set_mesh``.
+
+    Raises:
+      ValueError: the mesh does not have these axes, or not so many workers on them.
+    """
+    mesh = jax.sharding.get_mesh() if mesh is None else mesh
+    if mesh.empty:
+      return cls(None)
+    found = math.prod(mesh.shape.get(name, 0) for name in names)
+    if found != workers:
+      raise ValueError(
+        f"`workers` must be the number of workers on the axes {names} of the mesh, "
+        f"which has {dict(mesh.shape)}, got {workers}; pass mesh=, or call this under "
+        "jax.set_mesh(mesh) with the mesh that goes on."
+      )
+    return cls(mesh)
+
+  def __call__(self, x: Any, spec: PartitionSpec, like: Any = None) -> Any:
+    """Returns an array where it belongs.
+
+    Args:
+      x: the array.
+      spec: how it is cut, at least.
+      like: an array that is cut like it, perhaps over more axes; by default itself.
+    """
+    if self.mesh is None:
+      return x if _is_key(x) else host_array(x)
+    own = placed_spec(x if like is None else like)
+    known = sharded_axes(own).issubset(self.mesh.axis_names)
+    if known and sharded_axes(own).issuperset(sharded_axes(spec)):
+      spec = own
+    sharding = NamedSharding(self.mesh, spec)
+    local = isinstance(x, jax.Array) and x.is_fully_addressable
+    if local and sharding.is_fully_addressable:
+      # A step that donates the new state shall leave the old one as it is.
+      return jax.device_put(x, sharding, may_alias=False)
+    if _is_key(x):  # which NumPy has no dtype for
+      words = self(jax.random.key_data(x), spec, like)
+      return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    x = host_array(x)
+    cut = lambda index: x[index]
+    return jax.make_array_from_callback(x.shape, sharding, cut, dtype=x.dtype)
+
+
+def host_array(x: Any) -> np.ndarray:
+  """Returns an array of NumPy.
+
+  If other processes have parts of it, it is gathered: all of them must call this for
+  the same arrays in the same order.
+
+  Raises:
+    ValueError: only other processes have parts of it.
+  """
+  if not isinstance(x, jax.Array) or x.is_fully_addressable:
+    return np.asarray(x)
+  if not x.sharding.addressable_devices:
+    raise ValueError(
+      "`opt_state` must hold arrays of which this process has a part, got "
+      f"{jax.typeof(x)} on devices of other processes only; call this in those alone, "
+      "without mesh=, and send what it returns, or restore all from a checkpoint."
+    )
+  if x.is_fully_replicated:
+    return np.asarray(x)
+  return multihost_utils.process_allgather(x, tiled=True)
+
+
+def _is_key(x: Any) -> bool:
+  return isinstance(x, jax.Array) and jax.dtypes.issubdtype(
+    x.dtype, jax.dtypes.prng_key
+  )

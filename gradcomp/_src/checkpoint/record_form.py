@@ -1,0 +1,69 @@
+"""Checks that a record has all that records have, whatever a file was damaged by."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_ALL = object()  # the key that stands for all keys
+_MAY = {"params"}  # keys that a record may lack
+
+# A form is a type, a list of what all items are, or a dict of what is behind the keys.
+_OPTION = {"type": str}
+_FIRST = {"format": int, "gradcomp": str}
+_WHOLE = {
+  "workers": [int],
+  "stacked": bool,
+  "transformations": [
+    {
+      "axes": [str],
+      "codecs": [_OPTION],
+      "leaves": {_ALL: {"shape": [int], "codec": int}},
+      "feedback": _OPTION,
+      "owned": [{"exchange": _OPTION, "leaves": [str]}],
+      "params": _OPTION,
+    }
+  ],
+}
+
+
+def check_first_form(name: str, record: Any) -> None:
+  """Raises TypeError unless a record says which format it has."""
+  _refuse(name, _misfit(record, _FIRST, ""))
+
+
+def check_whole_form(name: str, record: Any) -> None:
+  """Raises TypeError unless a record of this format is whole."""
+  _refuse(name, _misfit(record, _FIRST | _WHOLE, ""))
+  for i, made in enumerate(record["transformations"]):
+    for leaf, kept in made["leaves"].items():
+      if not 0 <= kept["codec"] < len(made["codecs"]):
+        _refuse(
+          name, f"transformation {i} has no codec {kept['codec']}, that of {leaf}"
+        )
+
+
+def _refuse(name: str, wrong: str | None) -> None:
+  if wrong is not None:
+    raise TypeError(
+      f"`{name}` must be what gradcomp.checkpoint.record returned, but {wrong}; save "
+      "it beside the state, or restore the parameters alone and begin with the state "
+      "of optimizer.init."
+    )
+
+
+def _misfit(value: Any, form: Any, where: str) -> str | None:
+  """Returns in words what in a value is not of a form; None if all is."""
+  if isinstance(form, dict):
+    if not isinstance(value, Mapping):
+      return f"{where or 'it'} is {value!r}, and no dict"
+    keys = value if _ALL in form else [x for x in form if x in value or x not in _MAY]
+    parts = [
+      (f"{where}[{x!r}]", value.get(x), form.get(x, form.get(_ALL))) for x in keys
+    ]
+  elif isinstance(form, list):
+    if not isinstance(value, list | tuple):
+      return f"{where} is {value!r}, and no list"
+    parts = [(f"{where}[{i}]", x, form[0]) for i, x in enumerate(value)]
+  else:
+    fits = isinstance(value, form) and not (form is int and isinstance(value, bool))
+    return None if fits else f"{where} is {value!r}, and no {form.__name__}"
+  return next((x for at, part, of in parts if (x := _misfit(part, of, at))), None)

@@ -1,0 +1,283 @@
+"""Says in a few words of JSON what a state belongs to, and whether that is the same."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+
+from gradcomp._src.checkpoint.record_form import check_first_form, check_whole_form
+from gradcomp._src.checkpoint.specs import state_specs
+from gradcomp._src.exchange.assign import leaf_codecs
+from gradcomp._src.exchange.messages import owner_shapes
+from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.mesh.axes import axis_names
+from gradcomp._src.mesh.axis_sizes import WorkerSizes, only_named, sizes_of
+from gradcomp._src.mesh.sentinels import EXPLAINED
+from gradcomp._src.mesh.specs import is_spec
+from gradcomp._src.report import tracing
+from gradcomp._src.version import WIRE, __version__
+
+# Of states. It grows with every change after which a saved state would not go on with
+# the bits that it would have had: of fields, shapes, orders, units, keys or defaults.
+FORMAT = 2
+
+# Fields of codecs that change no bits.
+_HOW = {"implementation"}
+
+
+def state_record(
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  *,
+  workers: WorkerSizes,
+) -> dict[str, Any]:
+  """Records what the state of an optimizer belongs to, to be saved beside it.
+
+  A state is plain arrays. Those of another codec or number of workers may have the same
+  shapes, and mean something else. The record says for each gradcomp transformation in
+  the optimizer which leaves it has, of which shapes and codecs, which feedback, and
+  what owners of shares keep of which leaves in which exchange. It is read from a trace
+  of ``update``, as :func:`gradcomp.explain` reads its table, and takes as long.
+
+  Args:
+    optimizer: an optax transformation with gradcomp's in it.
+    params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
+    workers: the number of workers that share the axis; ``(hosts, chips)`` for
+      ``"hierarchical"`` over two axes; or sizes by name, as for :func:`explain`.
+
+  Returns:
+    Dicts, lists, strings and numbers, for ``json.dump`` or Orbax's ``JsonSave``.
+
+  Raises:
+    ValueError: ``workers`` is no number of workers.
+
+  Example:
+    >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
+    >>> record = state_record(optimizer, {"w": jnp.zeros((256, 256))}, workers=4)
+    >>> record["format"], record["workers"]
+    (2, [4])
+    >>> (transformation,) = record["transformations"]
+    >>> transformation["leaves"], transformation["feedback"]
+    ({"['w']": {'shape': [256, 256], 'codec': 0}}, {'type': 'NoFeedback'})
+  """
+  sizes, by_name = sizes_of(workers)
+  known = only_named(by_name)
+  trace = tracing.traced(optimizer, params, sizes, bound=by_name, known=known)
+  return {
+    "format": FORMAT,
+    "gradcomp": __version__,
+    "wire": WIRE,
+    "workers": list(sizes),
+    "stacked": max(sizes) > 1 and _stacked(trace.state),
+    "transformations": [_transformation(*made) for made in trace.made],
+  }
+
+
+def check_record(saved: Any, record: Mapping[str, Any]) -> None:
+  """Raises an error if a saved state belongs to something else than a new one would.
+
+  Call it before the state itself is restored. Whatever decides what arrays mean must be
+  the same: the leaves, their shapes and codecs, and the feedback; the number of workers
+  and the names of their axes, if workers keep something of their own; and, if owners
+  keep something, its leaves and their exchange.
+
+  What decides no more than how a step runs may differ: ``implementation=``,
+  ``dither=``, ``key=`` (the state has its own), ``exchange=`` and ``message_bytes=``
+  where owners keep nothing, and ``min_leaf_size=`` if the same leaves are small. So may
+  whatever is not gradcomp's, like a learning rate, and the version of gradcomp, as long
+  as the format of its states is the same.
+
+  Args:
+    saved: what :func:`state_record` returned when the state was saved.
+    record: what it returns now.
+
+  Raises:
+    ValueError: something differs. The message names it, with both values.
+    TypeError: ``saved`` is no such record, or a damaged one. The message says where.
+
+  Example:
+    >>> def record(**options):
+    ...   tx = gradcomp.qsgd(axis_name="data", **options)
+    ...   return state_record(tx, {"w": jnp.zeros((256, 256))}, workers=4)
+    >>> check_record(record(bits=4), record(bits=4, implementation="xla"))
+    >>> check_record(record(bits=4), record(bits=8))
+    Traceback (most recent call last):
+      ...
+    ValueError: `saved` must be the record of a state that this optimizer can go on
+      with, but the codec of ['w'] was QSGD(bits=4) and is QSGD(bits=8). Make
+      the transformation that the state was saved with, or restore the parameters alone
+      and begin with the state of optimizer.init.
+  """
+  check_first_form("saved", saved)
+  check_whole_form("record", record)
+  if saved["format"] != record["format"]:
+    raise ValueError(
+      f"`saved` must be of the format {record['format']}, which gradcomp "
+      f"{record['gradcomp']} goes on with, got {saved['format']}, of gradcomp "
+      f"{saved['gradcomp']}; go on with that version, or restore the parameters alone "
+      "and begin with the state of optimizer.init."
+    )
+  check_whole_form("saved", saved)
+  found = list(_differences(saved, record))
+  if found:
+    told = ", ".join(f"{x.what} was {x.old} and is {x.new}" for x in found[:3])
+    more = f", and {len(found) - 3} more" if found[3:] else ""
+    raise ValueError(
+      "`saved` must be the record of a state that this optimizer can go on with, but "
+      f"{told}{more}. {found[0].cure}, or restore the parameters alone and begin with "
+      "the state of optimizer.init."
+    )
+
+
+_SAME = "Make the transformation that the state was saved with"
+_RESHARD = "Restore the state for as many workers, and take gradcomp.reshard_state"
+
+
+class _Difference(NamedTuple):
+  """Holds what differs, in words: "what was old and is new", and how to go on."""
+
+  what: str
+  old: Any
+  new: Any
+  cure: str = _SAME
+
+
+def _stacked(state: Any) -> bool:
+  """Returns whether workers keep something of their own, over axes that have names."""
+  specs = state_specs(state, "workers")
+  return any(
+    spec != PartitionSpec() and EXPLAINED[0] not in jax.tree_util.keystr(path)
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+  )
+
+
+def _transformation(plan: Plan, made: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what a transformation keeps, and of which leaves."""
+  codecs: list[dict[str, Any]] = []
+  leaves = {}
+  # Not bound to so many workers, whose number is told once.
+  whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
+  chosen = leaf_codecs(whole, made["codec"], min_leaf_size=made["min_leaf_size"])
+  for name, leaf, codec in zip(plan.names, whole, map(_described, chosen), strict=True):
+    if codec not in codecs:
+      codecs.append(codec)
+    leaves[name] = {"shape": list(leaf.shape), "codec": codecs.index(codec)}
+  axes = () if plan.axis_name is None else axis_names(plan.axis_name)
+  named = axes[:1] != EXPLAINED[:1]  # else nobody can count owners in init
+  cut = "params" in made  # zero, whose owners keep the rows of every message
+  owned = [
+    {
+      "exchange": _described(message.exchange),
+      "leaves": [plan.names[i] for i in message.leaves],
+    }
+    for message in plan.messages
+    if cut or (named and owner_shapes(plan._replace(messages=(message,))))
+  ]
+  result = {
+    "axes": list(axes) if named else [],
+    "codecs": codecs,
+    "leaves": leaves,
+    "feedback": _described(made["feedback"]),
+    "owned": owned,
+  }
+  if cut:
+    result["params"] = _described(made["params"])
+  if made.get("delay"):  # of local steps, which keep what is on its way
+    result["delay"] = made["delay"]
+  return result
+
+
+def _described(option: Any) -> dict[str, Any]:
+  """Returns the type and the fields of an option, which is a dataclass."""
+  values = {
+    field.name: _plain(getattr(option, field.name))
+    for field in dataclasses.fields(option)
+    if field.name not in _HOW
+  }
+  return {"type": type(option).__name__, **values}
+
+
+def _plain(value: Any) -> Any:
+  """Returns a value as JSON gives it back."""
+  if isinstance(value, tuple | list):
+    return [_plain(x) for x in value]
+  if dataclasses.is_dataclass(value):
+    return _described(value)
+  return value if isinstance(value, int | float | str | None) else str(value)
+
+
+def _differences(
+  saved: Mapping[str, Any], record: Mapping[str, Any]
+) -> Iterator[_Difference]:
+  """Yields what differs, and what follows from it behind it."""
+  stacked = saved["stacked"] or record["stacked"]
+  if stacked and saved["workers"] != record["workers"]:
+    was, now = (" x ".join(map(str, x["workers"])) for x in (saved, record))
+    yield _Difference("the number of workers", was, now, _RESHARD)
+  old, new = saved["transformations"], record["transformations"]
+  if len(old) != len(new):
+    yield _Difference("the number of gradcomp transformations", len(old), len(new))
+    return
+  for number, pair in enumerate(zip(old, new, strict=True)):
+    where = f" of transformation {number}" if len(old) > 1 else ""
+    for found in _of_transformation(*pair, stacked):
+      yield found._replace(what=found.what + where)
+
+
+def _of_transformation(
+  old: Mapping[str, Any], new: Mapping[str, Any], stacked: bool
+) -> Iterator[_Difference]:
+  """Yields what differs in one transformation."""
+  names = [name for name in old["leaves"] if name in new["leaves"]]
+  if len(names) < max(len(old["leaves"]), len(new["leaves"])):
+    lists = [[x for x in part["leaves"] if x not in names] for part in (old, new)]
+    texts = (f"one with {_listed(x)}" if x else "one without" for x in lists)
+    yield _Difference("the list of leaves", *texts)
+  for name in names:
+    shapes = [part["leaves"][name]["shape"] for part in (old, new)]
+    if shapes[0] != shapes[1]:
+      yield _Difference(f"the shape of {name}", *shapes)
+  for name in names:
+    codecs = (part["codecs"][part["leaves"][name]["codec"]] for part in (old, new))
+    yield from _option(f"the codec of {name}", *codecs)
+  yield from _option("the feedback", old["feedback"], new["feedback"])
+  none = {"type": "none"}
+  yield from _option(
+    "the codec of parameters", old.get("params", none), new.get("params", none)
+  )
+  delays = [part.get("delay", 0) for part in (old, new)]
+  if delays[0] != delays[1]:
+    yield _Difference("the delay", *delays)
+  if stacked and old["axes"] != new["axes"]:
+    yield _Difference("the axis of workers", old["axes"], new["axes"])
+  parts = [[x["leaves"] for x in part["owned"]] for part in (old, new)]
+  if parts[0] != parts[1]:
+    texts = ("; ".join(map(_listed, part)) or "nothing" for part in parts)
+    yield _Difference("what the owners of messages keep a part of", *texts)
+  else:
+    for a, b in zip(old["owned"], new["owned"], strict=True):
+      what = f"the exchange of {_listed(a['leaves'])}"
+      yield from _option(what, a["exchange"], b["exchange"])
+
+
+def _option(
+  what: str, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> Iterator[_Difference]:
+  """Yields a difference of two options, as far as both have the same fields.
+
+  What another version has besides them must have a default that changes nothing.
+  """
+  differ = [x for x in old if x in new and old[x] != new[x]]
+  if "type" in differ:
+    yield _Difference(what, old["type"], new["type"])
+  elif differ:
+    fields = (", ".join(f"{x}={y[x]!r}" for x in differ) for y in (old, new))
+    texts = (f"{old['type']}({text})" for text in fields)
+    yield _Difference(what, *texts)
+
+
+def _listed(names: list[str]) -> str:
+  return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")

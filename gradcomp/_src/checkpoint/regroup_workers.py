@@ -1,0 +1,104 @@
+"""Turns what N workers have for themselves into what M workers have."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.codecs.memory import Memory
+from gradcomp._src.core.residual_storage import Int8Residual, read, to_int8
+from gradcomp._src.mesh.axes import Axes
+
+
+def regroup_sum(x: np.ndarray, old: int, new: int, factor: float = 1.0) -> np.ndarray:
+  """Returns addends of M workers with so many times the sum, stacked on the first axis.
+
+  New workers get zeros. What a worker has that leaves is added to that of another one:
+  worker i leaves it to worker ``i % M``. Where it is zero, the bits of the other stay.
+
+  Example:
+    >>> regroup_sum(np.float32([1, 2, 3]), 3, 4)
+    array([1., 2., 3., 0.], dtype=float32)
+    >>> regroup_sum(np.float32([1, 2, 3]), 3, 2)
+    array([4., 2.], dtype=float32)
+  """
+  parts = x.reshape(old, x.shape[0] // old, *x.shape[1:])
+  result = np.zeros((new, *parts.shape[1:]), x.dtype)
+  for i in range(min(old, new)):
+    total = parts[i]
+    for left in parts[i + new :: new]:
+      total = np.where(left == 0, total, total + left)
+    result[i] = total * x.dtype.type(factor)
+  return result.reshape(new * parts.shape[1], *x.shape[1:])
+
+
+def floats_of(stored: Int8Residual, workers: int) -> np.ndarray:
+  """Returns the residuals of N workers as floats, stacked on the first axis."""
+  parts = zip(*(np.split(np.asarray(x), workers) for x in stored), strict=True)
+  return np.concatenate([np.asarray(read(Int8Residual(*part))) for part in parts])
+
+
+def stored_of(x: np.ndarray, workers: int, blocks: int | None = None) -> Int8Residual:
+  """Undoes :func:`floats_of`: rounds to nearest what ``int8`` cannot hold.
+
+  Args:
+    x: the residuals of M workers.
+    workers: M.
+    blocks: of the last axis of a worker's, by default those of ``init``.
+
+  Example:
+    >>> found = stored_of(np.float32([0.5, 1, -2, 3]), 2)
+    >>> floats_of(found, 2)
+    array([ 0.5,  1. , -2. ,  3. ], dtype=float32)
+  """
+  half = lambda part: jnp.full(part.shape, 1 << 15, jnp.uint16)
+  parts = [
+    to_int8(jnp.asarray(part), half(part), blocks) for part in np.split(x, workers)
+  ]
+  whole: Any = map(np.concatenate, zip(*parts, strict=True))
+  return Int8Residual(*whole)
+
+
+def regroup_memory(
+  kept: Memory, was: Memory, like: Memory, first: Memory, workers: tuple[int, int]
+) -> Memory:
+  """Returns what the codecs of M workers remember, by axes and leaf.
+
+  What is shared stays. A worker that stays keeps its own, and others have what they
+  have at first. All do if shapes are others.
+
+  Args:
+    kept: what N workers remember, which may lack what each has for itself.
+    was: the shapes that ``init`` gives it for N workers.
+    like: the shapes for M workers.
+    first: what one worker remembers at first.
+    workers: N and M.
+  """
+  old, new = workers
+  own: dict[Axes, dict[int, Any]] = {}
+
+  def stacked(one: jax.Array, like: jax.ShapeDtypeStruct) -> np.ndarray:
+    times = like.shape[0] // one.shape[0] if one.shape[0] else 1
+    return np.concatenate([np.asarray(one)] * times)
+
+  def followed(begins: np.ndarray, x: np.ndarray) -> np.ndarray:
+    count, rest = divmod(len(x), old)
+    if rest or (count * new, *x.shape[1:]) != begins.shape:
+      return begins
+    stay = count * min(old, new)
+    return np.concatenate([x[:stay], begins[stay:]])
+
+  for axes, trees in like.own.items():
+    own[axes] = {}
+    for i, shapes in trees.items():
+      begins = jax.tree.map(stacked, first.own[axes][i], shapes)
+      if i in kept.own.get(axes, {}):
+        own[axes][i] = jax.tree.map(followed, begins, kept.own[axes][i])
+      elif i not in was.own.get(axes, {}):
+        own[axes][i] = begins  # another exchange kept none
+  shared = {
+    axes: {i: kept.shared.get(axes, {}).get(i, tree) for i, tree in trees.items()}
+    for axes, trees in first.shared.items()
+  }
+  return Memory(shared, {axes: trees for axes, trees in own.items() if trees})

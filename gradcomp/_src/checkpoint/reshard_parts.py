@@ -1,0 +1,235 @@
+"""Moves each part of an optimizer state from N workers to M, in NumPy's arrays."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradcomp._src.checkpoint.placement import Placing, host_array
+from gradcomp._src.checkpoint.regroup_workers import (
+  floats_of,
+  regroup_memory,
+  regroup_sum,
+  stored_of,
+)
+from gradcomp._src.checkpoint.reshard_rows import recut_owned, recut_rows
+from gradcomp._src.checkpoint.shapes import FirstState
+from gradcomp._src.codecs.memory import Memory
+from gradcomp._src.core.codec_memory import first_stored
+from gradcomp._src.core.residual_storage import is_stored
+from gradcomp._src.core.state import CompressState, OwnedRows, OwnSteps, collects
+from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.mesh.axes import Axes
+from gradcomp._src.mesh.specs import stacked_over
+
+Keep = Literal["sum", "mean", "addends"]
+
+_Plans = Iterator[tuple[Plan | None, Plan | None]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Move:
+  """Moves the parts of a state.
+
+  Attributes:
+    old_workers: N.
+    workers: M.
+    names: the axes of the workers.
+    keep: see :func:`gradcomp.reshard_state`.
+    old: the state that N workers begin with.
+    new: the state that M workers begin with.
+    placing: where arrays go.
+  """
+
+  old_workers: int
+  workers: int
+  names: tuple[str, ...]
+  keep: Keep
+  old: FirstState
+  new: FirstState
+  placing: Placing
+
+  def state(self, opt_state: Any) -> Any:
+    """Moves a whole state."""
+    like = self.old.shapes, self.new.shapes, self.new.specs
+    return self._tree(opt_state, like, zip(self.old.plans, self.new.plans, strict=True))
+
+  def _tree(self, state: Any, like: tuple[Any, Any, Any], plans: _Plans) -> Any:
+    """Moves a tree.
+
+    Args:
+      state: of N workers.
+      like: the shapes for N workers, those for M workers, and the specs of these.
+      plans: of the states in it, for N and for M workers.
+    """
+
+    def moved(node: Any, old: Any, new: Any, specs: Any) -> Any:
+      if isinstance(node, CompressState):
+        return self._compressed(node, old, new, specs, next(plans))
+      if isinstance(node, OwnedRows):
+        return self._rows(node, new)
+      if isinstance(node, OwnSteps):
+        return self._own_steps(node, specs)
+      if collects(node):
+        inner = tuple(x.inner_opt_state for x in (old, new, specs))
+        return optax.MultiStepsState(
+          mini_step=self.placing(node.mini_step, specs.mini_step),
+          gradient_step=self.placing(node.gradient_step, specs.gradient_step),
+          inner_opt_state=self._tree(node.inner_opt_state, inner, plans),
+          acc_grads=jax.tree.map(self._addends, node.acc_grads, specs.acc_grads),
+          skip_state=jax.tree.map(self.placing, node.skip_state, specs.skip_state),
+        )
+      return self.placing(node, specs)
+
+    return jax.tree.map(moved, state, *like, is_leaf=_is_ours)
+
+  def _compressed(
+    self,
+    node: CompressState,
+    old: CompressState,
+    new: CompressState,
+    specs: Any,
+    plans: tuple[Plan | None, Plan | None],
+  ) -> CompressState:
+    owned, left = self._owned(node, old, new, plans)
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(node.residual, is_leaf=is_stored)
+    places = treedef.flatten_up_to(specs.residual)
+    residual = [
+      self._residual(x, spec, left.get(i))
+      for i, (x, spec) in enumerate(zip(leaves, places, strict=True))
+    ]
+    memory = self._memory(node, old, new, plans[1])
+    return CompressState(
+      count=self.placing(node.count, specs.count),
+      key=self.placing(node.key, specs.key),
+      residual=jax.tree.unflatten(treedef, residual),
+      server_residual=owned and self._stacked(owned),
+      memory=memory and Memory(*map(self._stacked, memory)),
+      velocity=jax.tree.map(self._addends, node.velocity, specs.velocity),
+    )
+
+  def _stacked(self, arrays: dict[Axes, Any]) -> dict[Axes, Any]:
+    """Places arrays by the axes that stack them."""
+    result = {}
+    for axes, own in arrays.items():
+      spec = stacked_over(axes, axes)
+      result[axes] = jax.tree.map(lambda x, spec=spec: self.placing(x, spec), own)
+    return result
+
+  def _residual(self, x: Any, spec: Any, more: np.ndarray | None) -> Any:
+    """Moves the residual of a leaf, however it is stored."""
+    if not is_stored(x):
+      return self._addends(x, spec, more)
+    wide = floats_of(jax.tree.map(host_array, x), self.old_workers)
+    blocks = x.scales.shape[-1] // (self.old_workers if x.scales.ndim == 1 else 1)
+    stored = stored_of(self._regrouped(wide, more), self.workers, blocks)
+    return jax.tree.map(self.placing, stored, spec)
+
+  def _addends(self, x: Any, spec: Any, more: np.ndarray | None = None) -> Any:
+    """Moves what workers add up; each also gets ``more``."""
+    return self.placing(self._regrouped(host_array(x), more), spec, x)
+
+  def _regrouped(self, x: np.ndarray, more: np.ndarray | None) -> np.ndarray:
+    factor = self.workers / self.old_workers if self.keep == "mean" else 1.0
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    result = regroup_sum(wide, self.old_workers, self.workers, factor)
+    if more is not None:
+      result += np.concatenate([np.atleast_1d(more)] * self.workers)
+    return result.astype(x.dtype)
+
+  def _owned(
+    self,
+    node: CompressState,
+    old: CompressState,
+    new: CompressState,
+    plans: tuple[Plan | None, Plan | None],
+  ) -> tuple[Any, dict[int, np.ndarray]]:
+    """Returns what owners keep, and what each worker keeps instead of them, by leaf."""
+    given = node.server_residual
+    if given is None and old.server_residual is not None:
+      return None, {}  # for nobody knew the number of workers
+    if given is None and new.server_residual is None:
+      return None, {}
+    known = self._known(plans[0]), self._known(plans[1])
+    factor = self.old_workers / self.workers if self.keep == "sum" else 1.0
+    arrays = {axes: [*map(host_array, own)] for axes, own in (given or {}).items()}
+    shapes = [new.server_residual or {}, old.server_residual or {}]
+    places = {axes: self._places(axes) for found in shapes for axes in found}
+    moved = recut_owned(arrays, known, places, factor)
+    each = np.float32(1 / self.workers if self.keep == "addends" else factor)
+    return moved.owned or None, {i: x * each for i, x in moved.left.items()}
+
+  def _memory(
+    self,
+    node: CompressState,
+    old: CompressState,
+    new: CompressState,
+    plan: Plan | None,
+  ) -> Any:
+    """Returns what codecs remember."""
+    if new.memory is None or (node.memory is None and old.memory is not None):
+      return None
+    first = first_stored(self._known(plan), jnp.asarray(host_array(node.key)))
+    kept, was, first = (x or Memory({}, {}) for x in (node.memory, old.memory, first))
+    kept = jax.tree.map(host_array, kept)
+    return regroup_memory(
+      kept, was, new.memory, first, (self.old_workers, self.workers)
+    )
+
+  def _rows(self, node: OwnedRows, new: OwnedRows) -> OwnedRows:
+    """Moves rows that workers own."""
+    arrays = {}
+    for axes, own in node.arrays.items():
+      moved = [
+        recut_rows(
+          host_array(x), self.old_workers, self.workers, self._places(axes), y.shape[0]
+        )
+        for x, y in zip(own, new.arrays[axes], strict=True)
+      ]
+      arrays[axes] = tuple(moved)
+    return OwnedRows(self._stacked(arrays))
+
+  def _own_steps(self, node: OwnSteps, specs: OwnSteps) -> OwnSteps:
+    """Gives worker i the inner state of worker i mod N, between two rounds.
+
+    Raises:
+      ValueError: it is in the midst of a round.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(node.moved):
+      if np.any(host_array(x)):
+        raise ValueError(
+          f"`opt_state` must be that behind an exchange, where all workers of "
+          f"local_steps have the same parameters, but those of "
+          f"{jax.tree_util.keystr(path)} differ; take steps to the end of the round. "
+          "With fragments, or mixing below 1, there is none: begin with the "
+          "parameters and the state of optimizer.init."
+        )
+
+    def moved(x: Any, spec: Any) -> Any:
+      parts = np.split(host_array(x), self.old_workers)
+      own = [parts[i % self.old_workers] for i in range(self.workers)]
+      return self.placing(np.concatenate(own), spec, x)
+
+    return jax.tree.map(moved, node, specs)
+
+  def _places(self, axes: Axes) -> int:
+    """Returns how often there are shares of a worker, along other axes."""
+    return math.prod(self.new.sizes[axis] for axis in axes if axis not in self.names)
+
+  def _known(self, plan: Plan | None) -> Plan:
+    if plan is None:
+      raise ValueError(
+        "`optimizer.init` must make gradcomp's states itself, and not inside of "
+        "another transformation like jax.jit: what rows owners keep is not known then."
+      )
+    return plan
+
+
+def _is_ours(node: Any) -> bool:
+  return collects(node) or isinstance(node, CompressState | OwnedRows | OwnSteps)

@@ -1,0 +1,144 @@
+"""Cuts what N workers keep of rows anew, for M workers.
+
+Owners have the rows of a matrix in one order: worker i has those from ``i * share`` on,
+and zeros fill the last shares. Along other mesh axes, each place has rows of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.tiles import cut, elements, tile_shape, uncut
+from gradcomp._src.exchange.messages import owned_matrices
+from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.mesh.axes import Axes
+
+# The number of a leaf, and of the round in which rows of it travel.
+_Place = tuple[int, int]
+
+
+class Recut(NamedTuple):
+  """Holds what the owners of M workers keep.
+
+  Attributes:
+    owned: by the axes that stack them, the arrays of all workers.
+    left: by the numbers of leaves, what no owner keeps any more, in the leaf's shape.
+  """
+
+  owned: dict[Axes, tuple[np.ndarray, ...]]
+  left: dict[int, np.ndarray]
+
+
+class _Rows(NamedTuple):
+  """Holds the rows of a leaf: ``[places, rows, *tile_shape]``."""
+
+  rows: np.ndarray
+  codec: Codec
+  like: jax.ShapeDtypeStruct
+
+
+def recut_owned(
+  owned: Mapping[Axes, Sequence[np.ndarray]],
+  plans: tuple[Plan, Plan],
+  places: Mapping[Axes, int],
+  factor: float,
+) -> Recut:
+  """Moves the residuals of owners to other owners, and multiplies them.
+
+  A leaf may have other rows for M workers: those of a sparse codec are its ranges, of
+  which each worker owns one.
+
+  Args:
+    owned: the arrays of all N workers, by the axes that stack them.
+    plans: what N and what M workers send.
+    places: by axes, how often the shares of a worker are there along other axes.
+    factor: what residuals are multiplied by.
+  """
+  old, new = plans
+  waiting: dict[_Place, _Rows] = {}
+  for axes, matrices in owned_matrices(old).items():
+    for matrix, array in zip(matrices, owned[axes], strict=True):
+      rows = joined(array, old.workers, places[axes])
+      for leaf, slot, like in matrix.leaves():
+        found = _Rows(rows[:, slot.start : slot.stop], matrix.codec, like)
+        waiting[leaf, matrix.message.round] = found
+  result: dict[Axes, tuple[np.ndarray, ...]] = {}
+  for axes, matrices in owned_matrices(new).items():
+    arrays = []
+    for matrix in matrices:
+      share, *tile = matrix.shape
+      rows = np.zeros((places[axes], new.workers * share, *tile), np.float32)
+      for leaf, slot, _ in matrix.leaves():
+        place = leaf, matrix.message.round
+        if place in waiting:
+          moved = _as_rows_of(waiting.pop(place), matrix.codec)
+          rows[:, slot.start : slot.stop] = moved * np.float32(factor)
+      arrays.append(stacked(rows, new.workers))
+    result[axes] = tuple(arrays)
+  return Recut(result, {i: _leaf(found) for (i, _), found in waiting.items()})
+
+
+def recut_rows(
+  array: np.ndarray, old: int, new: int, places: int, size: int
+) -> np.ndarray:
+  """Returns the same rows for M owners: ``[size, ...]``.
+
+  Args:
+    array: the shares of all N owners, ``[N * places * share, ...]``.
+    old: N.
+    new: M.
+    places: how often there are shares of a worker, along other axes.
+    size: the first dimension of the result. Rows that only fill up shares are cut off,
+      or added as zeros.
+  """
+  rows = joined(array, old, places)
+  result = np.zeros((places, size // places, *rows.shape[2:]), array.dtype)
+  count = min(rows.shape[1], result.shape[1])
+  result[:, :count] = rows[:, :count]
+  return stacked(result, new)
+
+
+def joined(array: np.ndarray, workers: int, places: int) -> np.ndarray:
+  """Joins shares to rows: ``[N * places * share, ...]`` to ``[places, rows, ...]``."""
+  share = array.shape[0] // (workers * places)
+  shares = array.reshape(workers, places, share, *array.shape[1:])
+  return shares.swapaxes(0, 1).reshape(places, workers * share, *array.shape[1:])
+
+
+def stacked(rows: np.ndarray, workers: int) -> np.ndarray:
+  """Undoes :func:`joined`."""
+  places, count, *tile = rows.shape
+  shares = rows.reshape(places, workers, count // workers, *tile)
+  return shares.swapaxes(0, 1).reshape(places * count, *tile)
+
+
+def _as_rows_of(found: _Rows, codec: Codec) -> np.ndarray:
+  """Returns the rows in which this codec has the leaf."""
+  if tile_shape(codec) == found.rows.shape[2:]:
+    return found.rows
+  tiles = [cut(_whole(found, rows), codec) for rows in found.rows]
+  return np.stack([x.reshape(-1, *tile_shape(codec)) for x in tiles])
+
+
+def _leaf(found: _Rows) -> np.ndarray:
+  """Returns a leaf of which all places have the same rows.
+
+  Raises:
+    ValueError: each place has a part of the leaf.
+  """
+  if len(found.rows) > 1:
+    raise ValueError(
+      "`optimizer` must have an exchange whose owners keep residuals, also for the new "
+      "number of workers, where parameters are cut over other axes; give its exchange= "
+      "by name."
+    )
+  return _whole(found, found.rows[0])
+
+
+def _whole(found: _Rows, rows: np.ndarray) -> np.ndarray:
+  tiles = np.asarray(elements(jnp.asarray(rows), found.codec))
+  return uncut(tiles, found.like, found.codec)

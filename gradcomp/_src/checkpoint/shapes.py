@@ -1,0 +1,237 @@
+"""Finds the state that an optimizer would make for workers that are not there."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import ShapedArray
+from jax.sharding import (
+  AbstractMesh,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+  use_abstract_mesh,
+)
+from jax.tree_util import KeyPath, keystr
+
+from gradcomp._src.checkpoint.specs import state_specs
+from gradcomp._src.checks import static_integer
+from gradcomp._src.core.planned_states import asked, plan_of
+from gradcomp._src.core.state import collects, states_in
+from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.mesh.axes import AxisName, abstract_mesh, axis_names
+from gradcomp._src.mesh.specs import (
+  is_spec,
+  names_by_axis,
+  restrict_spec,
+  sharded_axes,
+  spec_of,
+)
+from gradcomp._src.mesh.types import mesh_of, typed_spec
+
+WORKERS_RULE = "a number of workers, 1 or more"
+
+
+class FirstState(NamedTuple):
+  """Holds what is known of the state before the first step of so many workers.
+
+  Attributes:
+    shapes: the shape and dtype of each global array, in the structure of the state.
+    specs: the ``PartitionSpec`` of each.
+    plans: for each :class:`gradcomp.state.CompressState` in it, in order, what a step
+      sends; None if nobody can tell, because ``init`` is transformed.
+    sizes: of the axes of the mesh.
+  """
+
+  shapes: Any
+  specs: Any
+  plans: list[Plan | None]
+  sizes: dict[str, int]
+
+
+def state_shapes(
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  *,
+  workers: int,
+  axis_name: AxisName,
+  param_specs: Any = None,
+) -> Any:
+  """Returns the shapes of the global state of an optimizer over so many workers.
+
+  Nothing is computed, and no device is needed. It says what a checkpoint holds that
+  another number of workers has written, so that it can be restored and given to
+  :func:`reshard_state`.
+
+  Args:
+    optimizer: an optax transformation with gradcomp's in it.
+    params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
+    workers: the number of workers N.
+    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
+    param_specs: the specs of the parameters, as for :func:`init_state`, if the state is
+      made by that.
+
+  Returns:
+    A tree of ``jax.ShapeDtypeStruct``, in the structure of the state.
+
+  Raises:
+    ValueError: ``workers`` is no number of workers, or ``axis_name`` names other axes
+      than a transformation is over.
+
+  Example:
+    >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
+    >>> state_shapes(tx, jnp.ones((8, 64)), workers=6, axis_name="data").residual.shape
+    (48, 64)
+  """
+  first = first_state_of(
+    optimizer,
+    params,
+    workers=number_of_workers("workers", workers),
+    axis_name=axis_name,
+    param_specs=param_specs,
+    mesh=None,
+  )
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first.shapes)
+
+
+def number_of_workers(name: str, value: Any) -> int:
+  """Returns a number of workers; ValueError for all else."""
+  return static_integer(name, WORKERS_RULE, value, least=1)
+
+
+def first_state_of(
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  *,
+  workers: int,
+  axis_name: AxisName,
+  param_specs: Any,
+  mesh: Mesh | None,
+) -> FirstState:
+  """Traces ``optimizer.init`` as a map over so many workers would, and reads it.
+
+  Args:
+    optimizer: an optax transformation with gradcomp's in it.
+    params: arrays, or their shapes and dtypes.
+    workers: the number of workers.
+    axis_name: their axes.
+    param_specs: the specs of the parameters if the map makes all axes manual, or None.
+    mesh: whose other axes the parameters may be cut over; by default that in their
+      types.
+  """
+  names = axis_names(axis_name)
+  abstract = _with_workers(mesh or mesh_of(params), names, workers)
+  sizes = dict(abstract.shape)
+  specs = jax.tree.map(lambda x: restrict_spec(typed_spec(x), sizes), params)
+  if param_specs is not None:
+    specs = param_specs
+  like = jax.tree.map(
+    lambda spec, x: jax.ShapeDtypeStruct(
+      jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(abstract, spec)
+    ),
+    specs,
+    params,
+    is_leaf=is_spec,
+  )
+  found: list[Any] = []
+  plans: list[Plan | None] = []
+
+  def look(params: Any) -> jax.Array:
+    with asked() as told:
+      state = optimizer.init(params)
+    plans[:] = [plan_of(node, told) for node in states_in(state)]
+    found[:] = [jax.tree.map(jax.typeof, state)]
+    return jnp.zeros([])
+
+  if param_specs is not None:
+    look = jax.shard_map(
+      look, mesh=abstract, in_specs=(param_specs,), out_specs=PartitionSpec()
+    )
+  # The mesh of jax.set_mesh has other workers.
+  with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(abstract):
+    jax.eval_shape(look, like)
+  _check_axes(plans, names)
+  specs = state_specs(found[0], axis_name, param_specs=param_specs)
+  whole = functools.partial(_whole, sizes)
+  if param_specs is None:
+    # What init makes outside of a map is whole already, but for what optax makes.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found[0])
+    shapes = _with_collected(shapes, specs, whole)
+  else:
+    shapes = jax.tree_util.tree_map_with_path(whole, found[0], specs)
+  return FirstState(
+    shapes, jax.tree.map(_with_typed_axes, found[0], specs), plans, sizes
+  )
+
+
+def _with_collected(shapes: Any, specs: Any, whole: Callable[..., Any]) -> Any:
+  """Returns a state where MultiSteps around an exchange collects for all workers."""
+
+  def stacked(node: Any, specs: Any) -> Any:
+    if not collects(node):
+      return node
+    return node._replace(
+      acc_grads=jax.tree_util.tree_map_with_path(whole, node.acc_grads, specs.acc_grads)
+    )
+
+  return jax.tree.map(stacked, shapes, specs, is_leaf=collects)
+
+
+def _whole(
+  sizes: dict[str, int], path: KeyPath, part: Any, spec: PartitionSpec
+) -> jax.ShapeDtypeStruct:
+  """Returns the shape of all devices' parts, which a map's spec puts together.
+
+  Raises:
+    ValueError: the part is a scalar.
+  """
+  if sharded_axes(spec) and not part.ndim:
+    raise ValueError(
+      "`params` must not be scalars where workers keep arrays of their shapes, for no "
+      f"map can stack these, got one at {keystr(path)}; give it the shape (1,), or put "
+      "optax.MultiSteps behind the exchange."
+    )
+  cut = names_by_axis(spec, part.ndim)
+  times = [math.prod(sizes[name] for name in names) for names in cut]
+  shape = tuple(a * b for a, b in zip(part.shape, times, strict=True))
+  return jax.ShapeDtypeStruct(shape, part.dtype)
+
+
+def _with_typed_axes(part: ShapedArray, spec: PartitionSpec) -> PartitionSpec:
+  """Returns a map's spec with the axes over which JAX cuts the part by its type."""
+  outer = names_by_axis(spec, part.ndim)
+  inner = names_by_axis(part.sharding.spec, part.ndim)
+  known = sharded_axes(spec)
+  more = [[name for name in names if name not in known] for names in inner]
+  return spec_of([(*a, *b) for a, b in zip(outer, more, strict=True)])
+
+
+def _with_workers(
+  mesh: Mesh | AbstractMesh, names: tuple[str, ...], workers: int
+) -> AbstractMesh:
+  """Returns a mesh like this one, but with so many workers on these axes."""
+  alone = dict(zip(names, (workers,) + (1,) * (len(names) - 1), strict=True))
+  if mesh.empty:
+    return abstract_mesh(alone)
+  known = dict(mesh.shape)
+  if math.prod(known.get(name, 0) for name in names) != workers:
+    # What a worker keeps depends on how many there are, and not on the axes.
+    known |= alone
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  auto = jax.sharding.AxisType.Auto
+  return abstract_mesh(known, tuple(kinds.get(name, auto) for name in known))
+
+
+def _check_axes(plans: list[Plan | None], names: tuple[str, ...]) -> None:
+  """Raises ValueError for a transformation over other axes than these."""
+  for plan in plans:
+    if plan is not None and plan.axis_name is not None:
+      if axis_names(plan.axis_name) != names:
+        raise ValueError(
+          f"`axis_name` must be that of the transformations in `optimizer`, "
+          f"{plan.axis_name!r}, got {names if len(names) > 1 else names[0]!r}."
+        )

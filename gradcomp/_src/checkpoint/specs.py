@@ -1,0 +1,265 @@
+"""Finds the parts of an optimizer state that differ between workers."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gradcomp._src.codecs.memory import Memory
+from gradcomp._src.core.residual_storage import is_stored, shaped
+from gradcomp._src.core.state import (
+  CompressState,
+  LocalStepsState,
+  OwnedRows,
+  OwnSteps,
+  is_state,
+  states_in,
+)
+from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.specs import is_spec, sharded_axes, stack_spec, stacked_over
+from gradcomp._src.mesh.unsharded_params import check_whole_specs
+
+
+def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None) -> Any:
+  """Returns the ``PartitionSpec`` of every array of an optimizer state.
+
+  Residuals differ between workers: the global array stacks them on their first axis,
+  ``P(axis_name)``. So do the gradients that ``optax.MultiSteps`` around the exchange
+  has not sent yet, what gradcomp keeps of momentum, and the rows that a worker owns in
+  :func:`gradcomp.parallel.zero`. Everything else, also an optimizer's momentum, is
+  replicated: ``P()``.
+
+  Args:
+    opt_state: the state of any optax transformation that holds gradcomp's, or its
+      ``jax.eval_shape``.
+    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
+    param_specs: the specs of the parameters, a tree like them, if a map makes other
+      mesh axes manual, too. Whatever has the structure of the parameters, like
+      momentum, gets them. Residuals get them after the data axis.
+
+  Returns:
+    A tree of the same structure, for ``in_specs`` and ``out_specs`` of
+    ``jax.shard_map``.
+
+  Raises:
+    ValueError: something differs between workers, and ``axis_name`` names no axis;
+      ``optax.apply_if_finite`` is around an exchange; or ``param_specs`` cuts a
+      parameter over ``axis_name``.
+
+  Example:
+    >>> tx = optax.chain(gradcomp.qsgd(bits=4, feedback="error"), optax.sgd(0.1))
+    >>> specs = state_specs(tx.init({"w": jnp.zeros(3)}), "data")
+    >>> specs[0].residual["w"] == P("data"), specs[0].count == P()
+    (True, True)
+  """
+  if param_specs is not None:
+    check_whole_specs("param_specs", param_specs, axis_name)
+  structure: Any = jax.tree.structure(param_specs, is_leaf=is_spec)
+
+  def specs(node: Any) -> Any:
+    if isinstance(node, CompressState):
+      replicated = jax.tree.map(lambda _: PartitionSpec(), node)
+      return replicated._replace(
+        residual=per_worker(node.residual),
+        server_residual=owned(node.server_residual),
+        memory=None if node.memory is None else Memory(*map(owned, node.memory)),
+        velocity=per_worker(node.velocity),
+      )
+    if isinstance(node, OwnedRows):
+      return OwnedRows(owned(node.arrays))
+    if isinstance(node, LocalStepsState):
+      return local_steps(node)
+    if isinstance(node, optax.MultiStepsState):
+      return optax.MultiStepsState(
+        mini_step=PartitionSpec(),
+        gradient_step=PartitionSpec(),
+        inner_opt_state=state_specs(
+          node.inner_opt_state, axis_name, param_specs=param_specs
+        ),
+        acc_grads=per_worker(node.acc_grads),
+        skip_state=jax.tree.map(lambda _: PartitionSpec(), node.skip_state),
+      )
+    if isinstance(node, optax.ApplyIfFiniteState):
+      raise ValueError(
+        "`opt_state` must not hold an exchange inside of optax.apply_if_finite, where "
+        "each worker decides by itself and waits for those that decide otherwise; put "
+        "gradcomp.skip_nonfinite(..., axis_name=) around the exchange, or "
+        "optax.apply_if_finite behind it."
+      )
+    return of_params(lambda spec: spec, node) if like_params(node) else PartitionSpec()
+
+  def owned(arrays: Any) -> Any:
+    """Returns the specs of arrays that are kept by the axes that stack them.
+
+    Axes that the map leaves automatic are skipped.
+    """
+    if arrays is None:
+      return None
+    result = {}
+    for axes, tree in arrays.items():
+      inside = axes if param_specs is not None else axis_names(axis_name)
+      spec = stacked_over(axes, inside)
+      result[axes] = jax.tree.map(lambda _, spec=spec: spec, tree)
+    return result
+
+  def local_steps(node: LocalStepsState) -> Any:
+    """Returns specs over the axes of local steps, of which there may be more.
+
+    An exchange inside of each worker, over other axes, stacks its own over all of them.
+    """
+    ((axes, own),) = node.own.by_axes.items()
+    _check_numbers(node)
+    here = axes if param_specs is not None else axis_names(axis_name)
+    inside = tuple(name for name in axes if name in here) or axis_name
+
+    def stacked(spec: PartitionSpec) -> PartitionSpec:
+      known = sharded_axes(spec).issuperset(axis_names(inside))
+      return spec if known else stack_spec(inside, spec)
+
+    found = state_specs(own, axis_name, param_specs=param_specs)
+    whole: Any = node
+    return whole._replace(
+      count=PartitionSpec(),
+      own=OwnSteps({axes: jax.tree.map(stacked, found, is_leaf=is_spec)}),
+      fragments=state_specs(node.fragments, inside, param_specs=param_specs),
+    )
+
+  def per_worker(tree: Any) -> Any:
+    if like_params(tree):
+      return of_params(lambda spec: stack_spec(axis_name, spec), tree)
+    return jax.tree.map(lambda _: stack_spec(axis_name, PartitionSpec()), tree)
+
+  def of_params(function: Callable[[PartitionSpec], PartitionSpec], tree: Any) -> Any:
+    """Maps parameters' specs; holes of optax.masked and optax.partition stay."""
+
+    def of_leaf(leaf: Any, spec: PartitionSpec) -> Any:
+      if isinstance(leaf, optax.MaskedNode):
+        return leaf
+      return jax.tree.map(lambda _: function(spec), leaf)
+
+    return jax.tree.map(of_leaf, tree, param_specs, is_leaf=is_one)
+
+  def is_one(node: Any) -> bool:
+    """Returns True for what stands where the parameters have one leaf."""
+    return isinstance(node, optax.MaskedNode) or is_stored(node)
+
+  def like_params(node: Any) -> bool:
+    if param_specs is None or jax.tree.structure(node, is_leaf=is_one) != structure:
+      return False
+    # If the parameters are one bare array, numbers like a count of steps have their
+    # structure, too.
+    ndim = getattr(shaped(node), "ndim", 0)
+    return not is_spec(param_specs) or ndim >= len(param_specs) > 0
+
+  def is_leaf(node: Any) -> bool:
+    if isinstance(node, optax.MultiStepsState | optax.ApplyIfFiniteState):
+      return bool(states_in(node))
+    return isinstance(node, CompressState | OwnedRows | LocalStepsState) or like_params(
+      node
+    )
+
+  return jax.tree.map(specs, opt_state, is_leaf=is_leaf)
+
+
+def _check_numbers(state: LocalStepsState) -> None:
+  """Raises ValueError for one number where each worker has its own."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state.own.inner_state):
+    if not jnp.shape(leaf):
+      raise ValueError(
+        f"`opt_state`.own.inner_state{jax.tree_util.keystr(path)} must have a number "
+        f"for each worker, as local_steps keeps it, got one; set it to jnp.full(N, "
+        "number), or take the step by gradcomp.make_train_step, which does so."
+      )
+
+
+def init_state(
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  axis_name: AxisName,
+  *,
+  param_specs: Any,
+  mesh: Mesh | None = None,
+) -> Any:
+  """Calls ``optimizer.init(params)`` for a map that makes all mesh axes manual.
+
+  If parameters are sharded over other axes, and your ``jax.shard_map`` makes these
+  manual, too, each device keeps residuals of its own part. ``optimizer.init`` outside
+  the map cannot know that. If only the data axes are manual, use ``optimizer.init``.
+
+  Args:
+    optimizer: an optax transformation with gradcomp's in it.
+    params: the parameters, whole.
+    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
+    param_specs: the specs by which the map cuts the parameters, a tree like them.
+    mesh: the devices; by default the mesh of ``jax.set_mesh``.
+
+  Returns:
+    The global state, for maps with ``state_specs(opt_state, axis_name,
+    param_specs=param_specs)``.
+
+  Raises:
+    ValueError: something differs between workers, and ``axis_name`` names no axis of
+      the mesh; or ``param_specs`` cuts a parameter over ``axis_name``.
+
+  Example:
+    >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
+    >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
+    >>> params, specs = {"w": jnp.zeros((64, 64))}, {"w": P(None, "model")}
+    >>> state = init_state(tx, params, "data", param_specs=specs, mesh=mesh)
+    >>> state.residual["w"].sharding.spec == P("data", "model")
+    True
+  """
+  check_whole_specs("param_specs", param_specs, axis_name)
+  mesh = jax.sharding.get_mesh() if mesh is None else mesh
+  place = functools.partial(NamedSharding, mesh)
+  shardings = jax.tree.map(place, param_specs, is_leaf=is_spec)
+  params = jax.device_put(params, shardings)
+  found: list[Any] = []
+
+  def probe(params: Any) -> jax.Array:
+    found.append(jax.tree.map(jax.typeof, optimizer.init(params)))
+    return jnp.zeros([])
+
+  map_over = functools.partial(jax.shard_map, mesh=mesh, in_specs=(param_specs,))
+  jax.eval_shape(map_over(probe, out_specs=PartitionSpec()), params)
+  specs = state_specs(found[0], axis_name, param_specs=param_specs)
+  return jax.jit(map_over(optimizer.init, out_specs=specs))(params)
+
+
+def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None:
+  """Raises ValueError if a part that differs between workers is that of one alone."""
+  own = {leaf.shape or (1,) for leaf in jax.tree.leaves(params)}
+  stacked = {(workers * first, *rest) for first, *rest in own}
+  leaves = jax.tree_util.tree_leaves_with_path(_without_rows(opt_state))
+  specs = jax.tree.leaves(_without_rows(specs))
+  for (path, leaf), spec in zip(leaves, specs, strict=True):
+    whole = leaf.shape and leaf.shape not in own and leaf.shape[0] % workers == 0
+    if spec != PartitionSpec() and leaf.shape not in stacked and not whole:
+      raise ValueError(
+        f"`opt_state`{jax.tree_util.keystr(path)} must stack the parts of {workers} "
+        f"workers on its first axis, got the shape {leaf.shape}; make the state by "
+        "optimizer.init under jax.set_mesh(mesh), or, with optax.MultiSteps around the "
+        "exchange, inside jax.shard_map."
+      )
+
+
+def _without_rows(opt_state: Any) -> Any:
+  """Returns a state, or its specs, without what is kept of rows, not of parameters.
+
+  Only ``update`` knows how many rows there are, and checks that.
+  """
+
+  def without(node: Any) -> Any:
+    if isinstance(node, OwnedRows | OwnSteps):
+      return None
+    rowless = {"server_residual": None, "memory": None}
+    return node._replace(**rowless) if is_state(node) else node
+
+  def has_rows(node: Any) -> bool:
+    return is_state(node) or isinstance(node, OwnedRows | OwnSteps)
+
+  return jax.tree.map(without, opt_state, is_leaf=has_rows)

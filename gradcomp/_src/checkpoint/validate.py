@@ -1,0 +1,95 @@
+"""Says in what a state is not that of an optimizer, parameters and so many workers."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+from gradcomp._src.core.first_state import stacked_for
+from gradcomp._src.core.state import CompressState, states_in
+
+_SHOWN = 3  # arrays that differ
+
+
+def check_concrete(opt_state: Any) -> None:
+  """Raises ValueError for a state inside a transformed function."""
+  for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+    if isinstance(x, jax.core.Tracer):
+      raise ValueError(
+        f"`opt_state`{keystr(path)} must be an array, got {x.aval.str_short()} inside "
+        "a transformed function; call gradcomp.reshard_state outside of jax.jit."
+      )
+
+
+def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:
+  """Raises ValueError for a state whose arrays are others.
+
+  Args:
+    opt_state: the state.
+    shapes: of the state that ``init`` makes.
+    workers: for so many workers.
+  """
+  shapes = _as_forgetful(shapes, opt_state)
+  expected = dict(jax.tree_util.tree_leaves_with_path(shapes))
+  found = dict(jax.tree_util.tree_leaves_with_path(opt_state))
+  wrong = [f"{keystr(path)} is missing" for path in expected if path not in found]
+  wrong += [f"{keystr(path)} is too much" for path in found if path not in expected]
+  wrong += [
+    f"{keystr(path)} must be {_text(expected[path])}, got "
+    f"{_text(x)}{_made_for(np.shape(x), expected[path].shape, workers)}"
+    for path, x in found.items()
+    if path in expected and _differs(x, expected[path])
+  ]
+  structures: list[Any] = [jax.tree.structure(x) for x in (opt_state, shapes)]
+  if not wrong and structures[0] != structures[1]:
+    wrong = [f"{structures[0]} must be {structures[1]}"]
+  if wrong:
+    more = f"; and {len(wrong) - _SHOWN} more" if wrong[_SHOWN:] else ""
+    raise ValueError(
+      f"`opt_state` must be the global state of {workers} workers with this optimizer "
+      f"and these parameters: {'; '.join(wrong[:_SHOWN])}{more}. Pass old_workers=, "
+      "optimizer= and params= as they were when the state was made; restore what Orbax "
+      "has saved as gradcomp.checkpoint.state_shapes says."
+    )
+
+
+def _as_forgetful(shapes: Any, opt_state: Any) -> Any:
+  """Returns shapes without what is not kept if nobody knew the number of workers.
+
+  Workers that keep no residuals do without what owners keep, and without memories of
+  their own.
+  """
+  states = iter(states_in(opt_state))
+
+  def forgotten(node: Any) -> Any:
+    state = next(states, None) if isinstance(node, CompressState) else None
+    if state is None or state.residual is not None:
+      return node
+    if state.server_residual is None:
+      node = node._replace(server_residual=None)
+    if node.memory is not None:
+      if state.memory is None:
+        return node._replace(memory=None)
+      if not state.memory.own:
+        return node._replace(memory=node.memory._replace(own=state.memory.own))
+    return node
+
+  is_ours = lambda node: isinstance(node, CompressState)
+  return jax.tree.map(forgotten, shapes, is_leaf=is_ours)
+
+
+def _differs(x: Any, like: jax.ShapeDtypeStruct) -> bool:
+  return np.shape(x) != like.shape or getattr(x, "dtype", like.dtype) != like.dtype
+
+
+def _text(x: Any) -> str:
+  dtype = getattr(x, "dtype", type(x).__name__)
+  return f"{dtype}{list(np.shape(x))}"
+
+
+def _made_for(got: tuple[int, ...], like: tuple[int, ...], workers: int) -> str:
+  count = stacked_for(got, like, workers)
+  if count is None or like[0] % workers:
+    return ""
+  return f", as if made for {count} worker{'s' if count > 1 else ''}"

@@ -1,0 +1,180 @@
+"""Dense sends every element as it is, in 32 or 16 bits."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from gradcomp._src.checks import float_dtype, one_of
+from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
+from gradcomp._src.codecs.protocol import Rounding, SameForAll
+from gradcomp._src.codecs.rounding import RoundsAtRandom
+from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
+from gradcomp._src.floats.dtypes import limit_of
+from gradcomp._src.kernels.common import planes
+from gradcomp._src.kernels.common.dithers import random_lanes, signed_lane
+from gradcomp._src.kernels.common.float_codes import to_codes
+from gradcomp._src.kernels.common.float_formats import FloatFormat
+
+_ROW_SIZE = 128  # words in a row: few, because small leaves fill rows badly
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dense(RoundsAtRandom, SameForAll):
+  r"""Sends all elements as floats, bitcast to words: the baseline.
+
+  .. math:: Q(v_i) = \mathrm{cast}(v_i)
+
+  16-bit floats travel as ``uint16`` bit patterns, two to a word, because XLA widens
+  ``bfloat16`` collectives to ``float32`` on CPU: a bfloat16 ``psum`` saves nothing.
+
+  A payload has 32 or 16 bits an element, in whole rows of 128 words. ``float32`` is
+  exact. NaN and infinities stay what and where they are. A number that is half a step
+  or more above the largest becomes infinite: in ``float16`` 65520 and above.
+
+  16 bits are rounded to nearest even, which is biased: use error feedback. Or they are
+  rounded at random to one of the two neighbours :math:`a \le |v| < b`, which is
+  unbiased, and needs no residual:
+
+  .. math:: P(|Q(v)| = b) = \frac{|v| - a}{b - a}
+
+  The random numbers have 16 bits, as many as ``bfloat16`` drops, so that it is exact.
+  So is ``float16`` from 2**-17 on. Below, probabilities are multiples of 2**-16, cut
+  downwards: a mean is less than 2**-40 short, and below 2**-40 all becomes zero. A
+  number above the largest that does not become infinite becomes the largest.
+
+  ``encode`` rounds float64 to these. In an exchange ``Dense()`` need not encode: there
+  float64 gradients are added as they are, see :func:`gradcomp.dense`.
+
+  Attributes:
+    dtype: ``float32``, ``bfloat16`` or ``float16``.
+    rounding: ``"nearest"`` or, with 16 bits, ``"stochastic"``.
+
+  Raises:
+    ValueError: ``dtype`` or ``rounding`` is another one, or ``float32`` is to be
+      rounded stochastically, when the codec is made; or ``encode`` has no key, and
+      rounding is stochastic.
+    TypeError: ``encode`` is given integers or complex numbers.
+
+  Example:
+    >>> codec = Dense(dtype=jnp.bfloat16)
+    >>> x = jnp.array([1.0, 1.001])
+    >>> codec.decode(codec.encode(x), like=x)
+    Array([1., 1.], dtype=float32)
+  """
+
+  dtype: DTypeLike = jnp.float32
+  rounding: Rounding = "nearest"
+
+  agrees: ClassVar[bool] = False
+  by_column: ClassVar[bool] = False
+  fitted: ClassVar[bool] = False
+  adds: ClassVar[bool] = False
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "dtype", float_dtype("dtype", self.dtype))
+    one_of("rounding", Rounding, self.rounding)
+    if self.rounding == "stochastic" and self._bits == 32:
+      raise ValueError(
+        '`rounding` must be "nearest" with float32, which is not rounded, got '
+        '"stochastic"; choose bfloat16 or float16.'
+      )
+
+  @property
+  def unbiased(self) -> bool:
+    return self._bits == 32 or super().unbiased
+
+  @property
+  def summable(self) -> bool:
+    return self._bits == 32
+
+  @property
+  def largest(self) -> float | None:
+    return limit_of(self.dtype)
+
+  @property
+  def tile_size(self) -> int:
+    return _ROW_SIZE * planes.planes_per_word(self._bits)
+
+  @property
+  def row_words(self) -> int:
+    return _ROW_SIZE
+
+  @property
+  def _bits(self) -> int:
+    return 8 * np.dtype(self.dtype).itemsize
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> Payload:
+    """Encodes an array: ``uint32[rows, 128]``."""
+    return Payload(self._encode(as_float32(x), codec_dither(key, self, context)))
+
+  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
+    return decode_payload(payload, like, self)
+
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> jax.Array:
+    return self._encode(tiles.reshape(-1), codec_dither(key, self, context))
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    codes = planes.unpack_planes(rows, self._bits)
+    if self._bits == 16:
+      codes = codes.astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(codes, self.dtype).astype(jnp.float32)
+
+  def _encode(self, flat: jax.Array, dither: jax.Array | None) -> jax.Array:
+    count = planes.planes_per_word(self._bits)
+
+    def encode(segment: planes.Segment) -> list[jax.Array]:
+      if dither is None:
+        codes = [self._nearest(plane) for plane in segment.planes]
+      else:
+        first = segment.first_row
+        lanes = random_lanes(dither, segment.shape, count, first_row=first)
+        codes = list(map(self._stochastic, segment.planes, lanes))
+      return [planes.pack_planes(codes, self._bits)]
+
+    return planes.stack_rows(flat, count, _ROW_SIZE, _ROW_SIZE, encode)
+
+  def _nearest(self, plane: jax.Array) -> jax.Array:
+    unsigned = jnp.uint32 if self._bits == 32 else jnp.uint16
+    code = jax.lax.bitcast_convert_type(plane.astype(self.dtype), unsigned)
+    return code.astype(jnp.uint32)
+
+  def _stochastic(self, plane: jax.Array, lane: jax.Array) -> jax.Array:
+    """Rounds by 16 random bits; infinite is what the nearest rounding makes so."""
+    info = jnp.finfo(self.dtype)
+    fmt = FloatFormat(info.nexp, info.nmant)
+    halfway = fmt.max_finite + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
+    infinity = jnp.copysign(jnp.float32(jnp.inf), plane)
+    given = jnp.where(jnp.abs(plane) >= halfway, infinity, plane)
+    draw = signed_lane(lane, plane) << 16
+    return to_codes(given, fmt, rounding="stochastic", draw=draw, saturate=True)
+
+
+def working_dtype(codec: Any, dtype: DTypeLike) -> np.dtype:
+  """Returns the dtype that an exchange adds gradients of a dtype in.
+
+  It is float32. But float64 stays what it is with ``Dense()``, which shall lose
+  nothing.
+
+  Example:
+    >>> working_dtype(Dense(), jnp.float16), working_dtype(Dense(), jnp.float64)
+    (dtype('float32'), dtype('float64'))
+  """
+  wide = dtype == jnp.float64 and codec == Dense()
+  return np.dtype(np.float64 if wide else np.float32)

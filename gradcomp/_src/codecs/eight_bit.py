@@ -1,0 +1,298 @@
+"""8-bit data types: a code is a sign and a level of a table, times a scale."""
+
+import dataclasses
+import functools
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.checks import (
+  one_of,
+  optional_bucket,
+  optional_one_of,
+  static_integer,
+)
+from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
+from gradcomp._src.codecs.protocol import Rounding, SameForAll
+from gradcomp._src.codecs.rounding import RoundsAtRandom
+from gradcomp._src.codecs.scaling import bucket_words, leaf_scales, row_scales
+from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
+from gradcomp._src.kernels import eight_bit
+from gradcomp._src.kernels.common.piecewise_linear import Line, lines_between
+from gradcomp._src.kernels.common.scales import scales
+from gradcomp._src.kernels.gpu.dispatch import Implementation
+
+DataType = Literal["dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"]
+
+_OFFSET_RULE = "a power of ten from -30 to 30, or None to scale by the largest element"
+
+
+@functools.cache
+def levels(data_type: DataType) -> np.ndarray:
+  """Returns the magnitudes of a type, increasing from 0: ``float64[n]``, n <= 128.
+
+  Example:
+    >>> levels("linear")[[0, 1, 127]] * 127
+    array([  0.,   1., 127.])
+    >>> levels("dynamic_tree")[[1, 2, 127]]
+    array([4.5000000e-07, 2.7500000e-06, 9.9140625e-01])
+  """
+  if data_type == "linear":
+    return np.arange(128) / 127
+  if data_type == "mantissa":
+    # Integers make equal values one: 10 * 10**-1 is 1.
+    return np.unique([k * 10**e for k in range(16) for e in range(8)]) / (15 * 10**7)
+  if data_type == "static_tree":
+    decades = [(7 - e, 16) for e in range(8)]
+  else:
+    decades = [(n, 2 ** (6 - n)) for n in range(6, -1, -1)]
+  split = 0.45 if data_type == "dynamic_tree" else 0.55
+  numbers = np.concatenate([10.0**-n * _cells(m, split) for n, m in decades])
+  if data_type == "static_tree":
+    return np.append(0.0, numbers[1:])
+  return np.append(0.0, numbers)
+
+
+def _cells(count: int, split: float) -> np.ndarray:
+  """Returns where a tree over (0.1, 1) would split its cells next: ``float64[count]``.
+
+  It splits at ``split`` first, and in the middle of each cell from then on.
+
+  Example:
+    >>> _cells(4, 0.45)
+    array([0.1875, 0.3625, 0.5875, 0.8625])
+  """
+  middles = (np.arange(count) + 0.5) / count
+  return np.interp(middles, [0.0, 0.5, 1.0], [0.1, split, 1.0])
+
+
+@functools.cache
+def _table(data_type: DataType) -> np.ndarray:
+  """Returns the values of 128 magnitudes, ``float32[128]``; unused ones are zero."""
+  numbers = levels(data_type).astype(np.float32)
+  return np.pad(numbers, (0, 128 - numbers.size))
+
+
+@functools.cache
+def _lines(data_type: DataType) -> tuple[Line, ...]:
+  numbers = levels(data_type)
+  if data_type == "dynamic_map":
+    numbers = np.append(numbers, 1.0)
+  return tuple(lines_between(numbers))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EightBit(RoundsAtRandom, SameForAll):
+  r"""Replaces each element by a level of an 8-bit type, times the largest element.
+
+  .. math:: Q(v_i) = \lVert v \rVert_\infty \, \mathrm{sgn}(v_i) \, T[m_i]
+
+  where :math:`T[m_i]` is the level nearest to :math:`|v_i| / \lVert v \rVert_\infty`.
+  One bit is the sign. The types use the other seven differently:
+
+  ================  ====================================================================
+  ``data_type``     magnitudes
+  ================  ====================================================================
+  ``dynamic_tree``  n leading zeros stand for :math:`10^{-n}`, then a flag, then the
+                    path of 6 - n bits in a tree over (0.1, 1), which is split at 0.45
+                    and bisected from then on. The value is where its cell would be
+                    split next. From 4.5e-7 to 0.991, and 0
+  ``dynamic_map``   the same with a tree that bisects (0.1, 1) at once, and +1 instead
+                    of minus zero: the 256 values that bitsandbytes uses today. From
+                    5.5e-7 to 1, and 0
+  ``static_tree``   3 bits are an exponent of ten, 4 a path in a tree that bisects
+                    (0.1, 1). From 1.8e-8 to 0.972, and 0
+  ``linear``        0 to 127, over 127
+  ``mantissa``      3 bits are an exponent of ten, 4 an integer up to 15: 114 different
+                    values from 0 to 15, over 15
+  ================  ====================================================================
+
+  The paper's text bisects (0.1, 1), at 0.55 first. Its examples of the dynamic tree,
+  0.236719 for 0.2345678 and 0.000019 for 0.0000234, come from a first split at 0.45, as
+  do the numbers of its author's program. Its example of the static tree, 0.23125, does
+  not come from the tree here, which has 0.240625. The paper has no zero in
+  ``static_tree``; here zero is its smallest value.
+
+  On N(0, 1) and rounded to nearest, the mean relative errors are 1.7 % for
+  ``dynamic_tree``, 2.0 % for ``dynamic_map`` and 5.5 % for ``linear``. For
+  ``static_tree`` and ``mantissa`` they are 5.0 % with ``exponent_offset=1``, as in the
+  paper, and 5.4 and 6.1 % with the largest element as scale. The paper's table 2 has
+  2.46 % for its dynamic tree, 6.47 % for linear, 6.3 % for static tree and 6.89 % for
+  mantissa.
+
+  Nearest rounding is biased: use error feedback. Stochastic rounding is unbiased up to
+  the fixed-point grid (probabilities are multiples of 2**-16, cut downwards). Its scale
+  makes the largest element the largest level that both signs have.
+
+  A payload has 8 bits an element and 32 a tensor or bucket, in whole rows of four
+  buckets.
+
+  A bucket (or tensor) that holds a NaN or an infinity decodes to NaN, all of it. Zeros
+  stay zeros. A largest element below 2**-126 counts as zero.
+
+  Attributes:
+    data_type: one of the table above.
+    bucket_size: consecutive elements that share a scale, a multiple of 32; None for one
+      scale a tensor, as in the paper.
+    rounding: ``"nearest"`` or ``"stochastic"``, which the paper leaves open.
+    exponent_offset: k for a fixed scale of :math:`10^k` instead of the largest element,
+      of ``static_tree`` and ``mantissa`` (there 15 stands for :math:`1.5 \cdot 10^k`).
+      Larger elements are then cut to the largest level, which is a bias. The paper uses
+      1, and 2 where values are near 100.
+    implementation: how the encoder runs: see ``dispatch.run``.
+
+  Raises:
+    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
+      has no key, and rounding is stochastic.
+    TypeError: ``encode`` is given integers or complex numbers.
+
+  Example:
+    >>> codec = EightBit(data_type="linear")
+    >>> x = jnp.array([127., -1., 0., 63.4])
+    >>> codec.decode(codec.encode(x), like=x)
+    Array([127.,  -1.,   0.,  63.], dtype=float32)
+
+  References:
+    Dettmers, `8-Bit Approximations for Parallelism in Deep Learning
+    <https://arxiv.org/abs/1511.04561>`_, 2016, section 3.1
+  """
+
+  data_type: DataType = "dynamic_tree"
+  bucket_size: int | None = None
+  rounding: Rounding = "nearest"
+  exponent_offset: int | None = None
+  implementation: Implementation | None = None
+
+  agrees: ClassVar[bool] = False
+  summable: ClassVar[bool] = False
+  by_column: ClassVar[bool] = False
+  fitted: ClassVar[bool] = False
+  adds: ClassVar[bool] = False
+
+  def __post_init__(self) -> None:
+    one_of("data_type", DataType, self.data_type)
+    one_of("rounding", Rounding, self.rounding)
+    optional_one_of("implementation", Implementation, self.implementation)
+    size = optional_bucket("bucket_size", self.bucket_size)
+    object.__setattr__(self, "bucket_size", size)
+    if self.exponent_offset is None:
+      return
+    offset = static_integer("exponent_offset", _OFFSET_RULE, self.exponent_offset)
+    if not -30 <= offset <= 30:
+      raise ValueError(f"`exponent_offset` must be {_OFFSET_RULE}, got {offset}.")
+    if self.data_type not in ("static_tree", "mantissa"):
+      raise ValueError(
+        "`exponent_offset` must be None but for static_tree and mantissa, got "
+        f"{offset} with {self.data_type!r}."
+      )
+    object.__setattr__(self, "exponent_offset", offset)
+
+  @property
+  def unbiased(self) -> bool:
+    return super().unbiased and self.exponent_offset is None
+
+  @property
+  def tile_size(self) -> int:
+    return eight_bit.PLANES * bucket_words(self.bucket_size)
+
+  @property
+  def row_words(self) -> int:
+    count = 1 if self.bucket_size is None else eight_bit.PLANES
+    return bucket_words(self.bucket_size) + count
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> Payload:
+    """Encodes an array: ``uint32[rows, B + 4]`` with buckets, else ``[rows, 513]``."""
+    flat = as_float32(x)
+    scale = None
+    if not self._scales_inside:
+      scale = self._scale(leaf_scales(flat, eight_bit.PLANES, self.bucket_size))
+    return Payload(self._encode(flat, scale, codec_dither(key, self, context)))
+
+  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
+    return decode_payload(payload, like, self)
+
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> jax.Array:
+    scale = None
+    if not self._scales_inside:
+      scale = self._scale(row_scales(tiles, eight_bit.PLANES, self.bucket_size))
+    dither = codec_dither(key, self, context)
+    return self._encode(tiles.reshape(-1), scale, dither)
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    words = bucket_words(self.bucket_size)
+    return eight_bit.decode_rows(
+      rows,
+      table=_table(self.data_type),
+      last=float(self.data_type == "dynamic_map"),
+      bucket_size=words,
+    )
+
+  def sum_rows(self, rows: jax.Array) -> jax.Array:
+    """Decodes K payloads and adds them in order: ``uint32[K, rows, words]``.
+
+    XLA writes what it looks up in a table to memory wherever a sum has two users. So
+    payloads that are added in one expression would all lie there at once, in float32. A
+    loop holds one sum.
+    """
+    first = self.decode_rows(rows[0])
+    # Minus zero changes no addend, and differs between workers where types say so.
+    nothing = jnp.where(first == first, np.float32(-0.0), np.float32(-0.0))
+    add = lambda k, total: total + self.decode_rows(rows[k])
+    return jax.lax.fori_loop(0, rows.shape[0], add, nothing)
+
+  @property
+  def _scales_inside(self) -> bool:
+    """True if the encoder finds the scales, so that a kernel reads elements once."""
+    return self.bucket_size is not None and self.exponent_offset is None
+
+  @property
+  def _up(self) -> float:
+    """The factor from the largest element to the value of a level of 1.
+
+    It makes the largest element the largest level that both signs have. With nearest
+    rounding it is 1, and the largest element is a level of 1.
+    """
+    if self.rounding == "nearest":
+      return 1.0
+    return 1 / levels(self.data_type)[-1]
+
+  def _scale(self, largest: jax.Array) -> jax.Array:
+    """Returns the value of a level of 1, given the largest elements."""
+    if self.exponent_offset is not None:
+      unit = 1.5 if self.data_type == "mantissa" else 1.0
+      fixed = jnp.float32(unit * 10.0**self.exponent_offset)
+      return jnp.where(jnp.isnan(largest), jnp.nan, fixed)
+    return eight_bit.enlarged(scales(largest), self._up)
+
+  def _encode(
+    self, flat: jax.Array, scale: jax.Array | None, dither: jax.Array | None
+  ) -> jax.Array:
+    if scale is not None:
+      rows = -(-flat.size // self.tile_size)
+      scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
+    top = levels(self.data_type).size - 1
+    return eight_bit.encode_rows(
+      flat,
+      scale,
+      dither,
+      lines=_lines(self.data_type),
+      tops=(top + (self.data_type == "dynamic_map"), top),
+      bucket_size=bucket_words(self.bucket_size),
+      up=self._up,
+      implementation=self.implementation,
+    )

@@ -1,0 +1,242 @@
+"""FloatCast sends floats of few bits, with a scale for each leaf or a constant one."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+
+from gradcomp._src.checks import one_of, optional_one_of, static_factor, static_integer
+from gradcomp._src.codecs.leaf import NOTHING, Context, Leaf, Payload
+from gradcomp._src.codecs.protocol import Accumulate
+from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
+from gradcomp._src.floats.arithmetic import rounded_sum
+from gradcomp._src.floats.sums import kahan_step
+from gradcomp._src.kernels import float_cast
+from gradcomp._src.kernels.common.fixed_point import scaled
+from gradcomp._src.kernels.common.float_codes import FloatRounding
+from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.kernels.common.planes import planes_per_word
+from gradcomp._src.kernels.common.scales import tensor_norm
+from gradcomp._src.kernels.gpu.dispatch import Implementation
+
+_ROW_WORDS = 128  # rows carry no scale: short rows cost nothing, and waste less
+
+_SCALE_RULE = 'a number from 2**-126 to 2**126, or "auto"'
+_ADDENDS_RULE = "a number of addends, 1 or more"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FloatCast:
+  r"""Casts to an IEEE float of few bits, scaled so that sums just fit: APS.
+
+  With ``scale="auto"``, Auto Precision Scaling, a leaf is multiplied by the largest
+  power of two with which no sum of N workers' elements can overflow. The sum is divided
+  by it:
+
+  .. math:: Q(g) = 2^{-f} \, \mathrm{cast}(2^f g), \qquad
+     f = 2^{e - 1} - 1 - \max_{workers} \lceil \log_2 (N \max_i |g_i|) \rceil
+
+  The workers agree on that exponent, one byte a leaf, before anyone casts. Powers of
+  two lose nothing. Elements that lie more than the format's range below the largest one
+  underflow. A number for ``scale`` is the baseline, loss scaling: one constant factor
+  for all leaves, with which elements may overflow to infinity.
+
+  Sums of several workers' codes are numbers of the format, too: see ``accumulate``.
+  Every partial sum is rounded to it, in ``ring``, ``hierarchical``, ``two_shot`` and,
+  by everyone, in ``all_gather``. So all that crosses the wire is in the format.
+
+  The codec is biased: use error feedback. With stochastic rounding the cast alone would
+  be unbiased (probabilities are multiples of 2**-16, cut downwards), but partial sums
+  are rounded to nearest even in any case.
+
+  A payload has 4, 8, 16 or 32 bits an element, the fewest that hold 1 + e + m, in whole
+  rows of 128 words, and a byte a leaf.
+
+  With ``"auto"`` a leaf that holds a NaN or an infinity decodes to NaN, all of it. A
+  leaf in which no element reaches 2**-126 decodes to zeros. With a constant factor each
+  element is by itself: NaN and infinities stay what they are (both are NaN without
+  mantissa bits), and a number that is too large becomes infinite.
+
+  The codec departs from the paper in three ways. The byte holds the exponent less
+  :math:`\lceil \log_2 N \rceil`, so that it never overflows. A layer of zeros has an
+  exponent, where the paper takes the logarithm of zero. And the largest number stands
+  for a sum that is too large after all because addends were rounded up. That may
+  happen with stochastic rounding, and with ``kahan`` or ``float32`` in formats of two
+  or three exponent bits.
+
+  Attributes:
+    exponent_bits: e, 1 to 8.
+    mantissa_bits: m, 0 to 23. The paper uses (5, 2), (4, 3) and (3, 0).
+    rounding: the rule of the cast: ``"nearest_even"``, as in the paper,
+      ``"stochastic"`` or ``"toward_zero"``.
+    scale: ``"auto"``, or a constant factor; 1 is a plain cast.
+    accumulate: the way in which several workers' numbers are added. ``"format"`` rounds
+      each partial sum, as in the paper. ``"kahan"`` is Kahan's compensated summation,
+      in the format too; its compensation travels around a ring, and doubles what is
+      sent there. ``"float32"`` adds in float32, and rounds once what it sends on; in a
+      ring that is after each addition.
+    addends: the number of addends that the scale has room for; exchanges set it to N.
+    implementation: how the encoder runs: see ``dispatch.run``.
+
+  Raises:
+    ValueError: a hyperparameter is outside these, or there is one exponent bit and no
+      mantissa, or so many addends that the largest element would be cast to zero (64
+      with (3, 0)), when the codec is made; or ``encode`` has no key, and rounding is
+      stochastic.
+    TypeError: ``encode`` is given integers or complex numbers.
+
+  Example:
+    >>> codec = FloatCast(exponent_bits=4, mantissa_bits=3)
+    >>> x = jnp.array([3.0, -1.1, 0.0]) * 2.0**-60
+    >>> payload = codec.encode(x)
+    >>> codec.decode(payload, like=x) * 2.0**60, payload.agreed
+    (Array([ 3.   , -1.125,  0.   ], dtype=float32), Array([[68]], dtype=uint8))
+
+  References:
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, sections 3 and 4.2, algorithm 1
+  """
+
+  exponent_bits: int = 5
+  mantissa_bits: int = 2
+  rounding: FloatRounding = "nearest_even"
+  scale: float | Literal["auto"] = "auto"
+  accumulate: Accumulate = "format"
+  addends: int = 1
+  implementation: Implementation | None = None
+
+  unbiased: ClassVar[bool] = False
+  summable: ClassVar[bool] = False
+  by_column: ClassVar[bool] = False
+  fitted: ClassVar[bool] = False
+  adds: ClassVar[bool] = True
+
+  row_words: ClassVar[int] = _ROW_WORDS
+
+  def __post_init__(self) -> None:
+    for name in ("exponent_bits", "mantissa_bits"):
+      rule = "1 to 8" if name == "exponent_bits" else "0 to 23"
+      value = static_integer(name, rule, getattr(self, name))
+      object.__setattr__(self, name, value)
+    if not self.format.max_finite:
+      raise ValueError(
+        "`mantissa_bits` must be 1 or more with one exponent bit, got 0: the format "
+        "has no number but zero."
+      )
+    one_of("rounding", FloatRounding, self.rounding)
+    one_of("accumulate", Accumulate, self.accumulate)
+    optional_one_of("implementation", Implementation, self.implementation)
+    if self.scale != "auto":
+      scale = static_factor("scale", _SCALE_RULE, self.scale)
+      object.__setattr__(self, "scale", scale)
+    addends = static_integer("addends", _ADDENDS_RULE, self.addends)
+    if not 1 <= addends < 2**23:
+      raise ValueError(f"`addends` must be {_ADDENDS_RULE}, got {addends}.")
+    object.__setattr__(self, "addends", addends)
+    room = 2.0**self.format.max_exponent / addends
+    if self.agrees and room <= self.format.smallest / 2:
+      raise ValueError(
+        "`exponent_bits` must leave room for the sum of all workers' numbers, got "
+        f"{self.exponent_bits}, with {self.mantissa_bits} mantissa bits and {addends} "
+        "workers: scaled so that it cannot overflow, even the largest element would be "
+        "cast to zero. Use more bits, or a constant scale."
+      )
+
+  @property
+  def format(self) -> FloatFormat:
+    """The number format."""
+    return FloatFormat(self.exponent_bits, self.mantissa_bits)
+
+  @property
+  def needs_key(self) -> bool:
+    return self.rounding == "stochastic"
+
+  @property
+  def agrees(self) -> bool:
+    return self.scale == "auto"
+
+  @property
+  def tile_size(self) -> int:
+    return planes_per_word(float_cast.width(self.format)) * _ROW_WORDS
+
+  def bind(self, leaf: Leaf) -> "FloatCast":
+    """Returns the codec whose scale leaves room for the sum of all numbers."""
+    if leaf.addends is None:
+      return self
+    return dataclasses.replace(self, addends=leaf.addends)
+
+  def agree(self, x: jax.Array) -> jax.Array:
+    """Returns the byte of the sum's exponent: ``uint8[1, 1]``.
+
+    It is 0 for zeros, and 255 for NaN and infinity.
+    """
+    largest = tensor_norm(as_float32(x), "max").reshape(1, 1)
+    return float_cast.exponent_byte(largest, self.addends)
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> Payload:
+    """Encodes an array: ``uint32[rows, 128]``, and the byte with ``scale="auto"``."""
+    flat, dither = as_float32(x), codec_dither(key, self, context)
+    if self.scale != "auto":
+      return Payload(self._encode(scaled(flat, self.scale), None, dither))
+    byte = self.agree(x) if context.agreed is None else context.agreed
+    exponent = float_cast.shift(byte[0, 0], self.format, self.addends)
+    return Payload(self._encode(flat, exponent, dither), byte)
+
+  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
+    return decode_payload(payload, like, self)
+
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> jax.Array:
+    return self._encode(tiles.reshape(-1), None, codec_dither(key, self, context))
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    return float_cast.decode_rows(rows, self.format)
+
+  def encode_sums(self, tiles: jax.Array) -> jax.Array:
+    """Encodes scaled sums, rounded to nearest even."""
+    nearest = dataclasses.replace(self, rounding="nearest_even")
+    return nearest.encode_rows(tiles)
+
+  def unscaled(self, tiles: jax.Array, agreed: jax.Array | None) -> jax.Array:
+    """Takes the scale off numbers: ``float32[rows, P, B]``."""
+    if self.scale != "auto":
+      return scaled(tiles, 1 / self.scale)
+    assert agreed is not None
+    return float_cast.unshifted(tiles, agreed, self.format, self.addends)
+
+  def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
+    """Adds two numbers of the format, and rounds the sum to it."""
+    return rounded_sum(total, x, self.format, saturate=self.agrees)
+
+  def add_compensated(
+    self, total: jax.Array, compensation: jax.Array, x: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the next sum and compensation of Kahan's algorithm, in the format."""
+    saturate = self.agrees
+    return kahan_step(total, compensation, x, self.format, saturate=saturate)
+
+  def _encode(
+    self, flat: jax.Array, exponent: jax.Array | None, dither: jax.Array | None
+  ) -> jax.Array:
+    return float_cast.encode_rows(
+      flat,
+      exponent,
+      dither,
+      fmt=self.format,
+      rounding=self.rounding,
+      saturate=self.agrees,
+      row_words=_ROW_WORDS,
+      implementation=self.implementation,
+    )

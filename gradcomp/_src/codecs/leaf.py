@@ -1,0 +1,51 @@
+"""Holds what codecs are told of a leaf, and what they make of it."""
+
+import math
+from typing import NamedTuple
+
+import jax
+
+
+class Payload(NamedTuple):
+  """The arrays that cross the wire for one leaf; their bytes are all that is sent."""
+
+  rows: jax.Array  # uint32[rows, row_words], words and scales
+  agreed: jax.Array | None = None  # what workers agreed on, if the codec has them agree
+
+
+class Context(NamedTuple):
+  """Holds what an encoding depends on besides the leaf and the key.
+
+  Each is None where it depends on nothing of that kind.
+
+  Attributes:
+    agreed: the scale, or the byte of the exponent, that all workers agree on.
+    dither: ``uint32[3]``, what to round with in place of the key: the key that all
+      workers share, and the worker's mask, see ``common.dithers``.
+    levels: the levels that are fitted to the gradients of all workers.
+    thresholds: ``float32[rows]``, those of the worker's last search; 0 for none.
+    turn: ``float32[]``, the sign whose turn it is: 1 or -1.
+  """
+
+  agreed: jax.Array | None = None
+  dither: jax.Array | None = None
+  levels: jax.Array | None = None
+  thresholds: jax.Array | None = None
+  turn: jax.Array | None = None
+
+
+NOTHING = Context()
+
+
+class Leaf(NamedTuple):
+  """Holds what a codec may depend on before it encodes a leaf."""
+
+  shape: tuple[int, ...]
+  addends: int | None = None  # how many workers' numbers are added, if any are
+  ranges: int = 1  # of consecutive elements, each of which a worker owns
+  path: str = ""  # in the tree, like "layer/kernel"
+
+  @property
+  def size(self) -> int:
+    """The number of elements."""
+    return math.prod(self.shape)

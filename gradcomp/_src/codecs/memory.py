@@ -1,0 +1,162 @@
+"""Keeps what codecs remember of a leaf, and turns it into what they encode with."""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp._src.codecs.leaf import NOTHING, Context, Leaf
+from gradcomp._src.codecs.protocol import FittedCodec, LeafCodec, is_fitted
+from gradcomp._src.codecs.sparse import Selected, SelectingCodec
+
+
+class Memory(NamedTuple):
+  """Holds what a codec remembers of one leaf.
+
+  Attributes:
+    shared: a tree of arrays that are equal on all workers.
+    own: a tree of arrays that each worker has for itself.
+  """
+
+  shared: Any = ()
+  own: Any = ()
+
+
+@runtime_checkable
+class RememberingCodec(LeafCodec, Protocol):
+  """A codec that may have a memory of each leaf."""
+
+  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
+    """Returns the memory of a leaf before the first step.
+
+    Args:
+      leaf: the leaf that the codec is bound to.
+      key: ``uint32[2]``, the same on all workers, and another one for each leaf.
+    """
+
+
+class Adding(NamedTuple):
+  """Adds counts over all workers.
+
+  Attributes:
+    add: adds ``int32`` arrays.
+    workers: the number of workers.
+  """
+
+  add: Callable[[jax.Array], jax.Array]
+  workers: int
+
+
+def first_memory(codec: LeafCodec, leaf: Leaf, key: jax.Array) -> Memory:
+  """Returns the memory of a leaf before the first step; an empty one for most codecs.
+
+  Example:
+    >>> key, leaf = jnp.zeros(2, jnp.uint32), gradcomp.codecs.Leaf((64, 64))
+    >>> codec = gradcomp.codecs.QSGD(bits=2, levels="nonuniform")
+    >>> first_memory(codec, leaf, key).shared.shape
+    (2,)
+    >>> first_memory(gradcomp.codecs.OneBit(), leaf, key)
+    Memory(shared=(), own=())
+  """
+  if isinstance(codec, RememberingCodec):
+    return codec.init(leaf, key)
+  return Memory()
+
+
+def refitted(
+  codecs: Sequence[LeafCodec],
+  leaves: Sequence[jax.Array],
+  shared: Sequence[Any],
+  kinds: Sequence[Hashable],
+  step: jax.Array,
+  adding: Callable[[Sequence[int]], Adding],
+) -> list[Any]:
+  """Returns the shared memories of a step: some are fitted to all workers' leaves.
+
+  A fitted codec counts all leaves that it encodes every ``refit_every`` steps. Counts
+  are added as integers, exactly, so that all workers fit the same.
+
+  Args:
+    codecs: the codec of each leaf.
+    leaves: ``float32`` arrays.
+    shared: of each leaf, what all workers remember.
+    kinds: of each leaf; those of one kind have memories of one type.
+    step: ``int32[]``.
+    adding: from the numbers of a codec's leaves to how their counts are added.
+  """
+  result = list(shared)
+  for codec in dict.fromkeys(filter(is_fitted, codecs)):
+    own = [i for i, other in enumerate(codecs) if other == codec]
+    add, workers = adding(own)
+    # The counts of all leaves and workers fit in 32 bits, cut to fewer digits if need
+    # be.
+    most = len(own) * workers * codec.most_counted
+    shift = max(0, most.bit_length() - 31)
+
+    def fit(old: list[jax.Array]) -> list[jax.Array]:
+      counts = sum(_measure(codec, leaves[i]) >> shift for i in own)  # noqa: B023
+      total = add(jnp.asarray(counts))  # noqa: B023
+      return [codec.fit(total, levels) for levels in old]  # noqa: B023
+
+    first = {kinds[i]: shared[i] for i in reversed(own)}
+    due = step % codec.refit_every == 0
+    again = lax.cond(due, fit, lambda old: old, list(first.values()))
+    fitted = dict(zip(first, again, strict=True))
+    for i in own:
+      result[i] = fitted[kinds[i]]
+  return result
+
+
+def leaf_context(
+  codec: LeafCodec, agreed: jax.Array | None, memory: Memory, step: jax.Array
+) -> Context:
+  """Returns what a leaf is encoded with.
+
+  Args:
+    codec: the codec of the leaf.
+    agreed: what workers agree on, or None.
+    memory: what the codec remembers.
+    step: ``int32[]``.
+
+  Raises:
+    ValueError: the codec uses thresholds again, and there are none.
+  """
+  context = sum_context(codec, memory, step)._replace(agreed=agreed)
+  if isinstance(codec, SelectingCodec) and codec.reuses:
+    if not memory.own:
+      raise ValueError(
+        f"`memory` must hold the thresholds that {codec} uses again, got none; make "
+        "the state by optimizer.init."
+      )
+    # Zeros have a threshold searched anew.
+    old = jnp.where(step % codec.interval != 0, memory.own.threshold, 0.0)
+    context = context._replace(thresholds=old)
+  return context
+
+
+def sum_context(codec: LeafCodec, memory: Memory, step: jax.Array) -> Context:
+  """Returns what sums are encoded with, equal on all workers: see leaf_context."""
+  if isinstance(codec, SelectingCodec) and codec.alternates:
+    return Context(turn=codec.turn(step))
+  if is_fitted(codec) and len(memory.shared):
+    return Context(levels=memory.shared)
+  return NOTHING
+
+
+def used_entries(memory: Memory) -> jax.Array | None:
+  """Returns how many entries each row sent, where a memory counts them.
+
+  Example:
+    >>> used_entries(Memory()) is None
+    True
+  """
+  return memory.own.used if isinstance(memory.own, Selected) else None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _measure(codec: FittedCodec, leaf: jax.Array) -> jax.Array:
+  """Jitted by itself, so that leaves of one shape are traced once."""
+  return codec.measure(leaf)

@@ -1,0 +1,113 @@
+"""Natural sends the nearest powers of two: a sign and 7 bits of an exponent."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+
+from gradcomp._src.checks import one_of, optional_one_of
+from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
+from gradcomp._src.codecs.protocol import Rounding
+from gradcomp._src.codecs.rounding import RoundsAtRandom
+from gradcomp._src.codecs.row_codec import RowCodec
+from gradcomp._src.codecs.tiles import as_float32, codec_dither
+from gradcomp._src.kernels import float_cast
+from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.kernels.common.planes import planes_per_word
+from gradcomp._src.kernels.gpu.dispatch import Implementation
+
+# The 126 powers of two have the bias of IEEE formats, 63: so the square of each is a
+# normal float32, and an optimizer's second moment neither overflows nor vanishes.
+_FORMAT = FloatFormat(7, 0)
+_ROW_WORDS = 128  # rows carry no scale: short rows cost nothing, and waste less
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Natural(RoundsAtRandom, RowCodec):
+  r"""Rounds each element to a neighbouring power of two: natural compression.
+
+  An element with :math:`a \le |v| < b`, where a and :math:`b = 2 a` are powers of two,
+  becomes one of them at random, with its sign:
+
+  .. math:: P(|Q(v)| = b) = \frac{|v| - a}{a}, \qquad
+     E[Q(v)] = v, \qquad E[(Q(v) - v)^2] = (|v| - a)(b - |v|) \le \frac{v^2}{8}
+
+  Every element has the same relative precision, whatever the others are: there are no
+  buckets and no scales. A payload has 8 bits an element, in whole rows of 128 words.
+
+  The paper sends a sign and all 8 exponent bits of ``float32``. Here the exponent has
+  7, so that a code is a byte, and the powers go from 2**-62 to 2**63. Below, an element
+  becomes 2**-62 with the probability ``|v| / 2**-62``, or else zero: still unbiased,
+  but with a larger variance. Above 2**63 it becomes NaN, where it is rounded up: never
+  a smaller number, which would be a bias that nobody sees. Zeros stay zeros, and NaN
+  and infinities become NaN, each element by itself. Powers of two are exact.
+
+  The random numbers have 16 bits. So probabilities are multiples of 2**-16, cut
+  downwards: the magnitude of a mean is short by less than ``2**-16 * a``, and elements
+  below 2**-78 all become zero.
+
+  Attributes:
+    rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased. Of two
+      equally near powers it takes the one whose code is even: 2 for 1.5 and for 3.
+    implementation: how the encoder runs: see ``dispatch.run``.
+
+  Raises:
+    ValueError: an attribute is another one, when the codec is made; or ``encode`` has
+      no key, and rounding is stochastic.
+    TypeError: ``encode`` is given integers or complex numbers.
+
+  Example:
+    >>> codec = Natural()
+    >>> x = jnp.array([1.0, -0.25, 0.0, 3.0])
+    >>> payload = codec.encode(x, key=jax.random.key(0))
+    >>> codec.decode(payload, like=x)
+    Array([ 1.  , -0.25,  0.  ,  2.  ], dtype=float32)
+
+  References:
+    Horvath et al., `Natural Compression for Distributed Deep Learning
+    <https://arxiv.org/abs/1905.10988>`_, 2019, sections 2 and 3
+  """
+
+  rounding: Rounding = "stochastic"
+  implementation: Implementation | None = None
+
+  row_words: ClassVar[int] = _ROW_WORDS
+  tile_size: ClassVar[int] = planes_per_word(8) * _ROW_WORDS
+
+  def __post_init__(self) -> None:
+    one_of("rounding", Rounding, self.rounding)
+    optional_one_of("implementation", Implementation, self.implementation)
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> Payload:
+    """Encodes an array: ``uint32[rows, 128]``."""
+    return Payload(self._encode(as_float32(x), codec_dither(key, self, context)))
+
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> jax.Array:
+    return self._encode(tiles.reshape(-1), codec_dither(key, self, context))
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    return float_cast.decode_rows(rows, _FORMAT)
+
+  def _encode(self, flat: jax.Array, dither: jax.Array | None) -> jax.Array:
+    return float_cast.encode_rows(
+      flat,
+      None,
+      dither,
+      fmt=_FORMAT,
+      rounding="stochastic" if self.needs_key else "nearest_even",
+      saturate=False,
+      row_words=_ROW_WORDS,
+      implementation=self.implementation,
+    )

@@ -1,0 +1,136 @@
+"""A policy chooses a codec for each leaf by the leaf's path."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.leaf import Leaf
+from gradcomp._src.codecs.protocol import LeafCodec
+
+_RULE = "a sequence of pairs (regular expression, codec)"
+
+
+@runtime_checkable
+class TreeCodec(LeafCodec, Protocol):
+  """A codec that sees all leaves before it is bound to each."""
+
+  def check_leaves(self, leaves: Sequence[Leaf]) -> None:
+    """Raises ValueError for leaves that it is not meant for."""
+
+  def rule(self, leaf: Leaf) -> str:
+    """Returns why a leaf gets its codec, in a few characters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """Chooses a codec for each leaf: that of the first rule that matches its path.
+
+  A path is like ``"encoder/layer_0/kernel"``: keys, indices and names of fields, with
+  ``/`` between them. A rule matches where ``re.search`` finds its regular expression in
+  the path. A leaf that no rule matches is sent as it is, in float32. Whatever the rules
+  say, small leaves are, too: see ``min_leaf_size``.
+
+  It is unbiased if all its codecs are.
+
+  Attributes:
+    rules: pairs of a regular expression and a codec.
+
+  Raises:
+    ValueError: ``rules`` is empty, an expression is none, or a codec is none; in
+      ``init`` and ``update``, a rule matches no leaf.
+
+  Example:
+    >>> rules = [("bias", gradcomp.codecs.Dense()), (".", gradcomp.codecs.QSGD(bits=4))]
+    >>> policy = Policy(rules)
+    >>> [policy.rule(Leaf((8,), path=path)) for path in ("mlp/bias", "mlp/kernel")]
+    ['bias', '.']
+  """
+
+  rules: Sequence[tuple[str, LeafCodec]]
+
+  def __post_init__(self) -> None:
+    given = self.rules
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+      raise ValueError(f"`rules` must be {_RULE}, got {given!r}.")
+    for rule in given:
+      if not isinstance(rule, Sequence) or isinstance(rule, str) or len(rule) != 2:
+        raise ValueError(f"`rules` must be {_RULE}, got {rule!r} among them.")
+      _check_rule(*rule)
+    object.__setattr__(self, "rules", tuple((text, codec) for text, codec in given))
+
+  @property
+  def codecs(self) -> tuple[LeafCodec, ...]:
+    """The codecs of all rules."""
+    return tuple(codec for _, codec in self.rules)
+
+  @property
+  def unbiased(self) -> bool:
+    return all(codec.unbiased for codec in self.codecs)
+
+  @property
+  def needs_key(self) -> bool:
+    return any(codec.needs_key for codec in self.codecs)
+
+  def bind(self, leaf: Leaf) -> LeafCodec:
+    """Returns the codec of a leaf, bound to it."""
+    number = self._first(leaf)
+    return Dense() if number is None else self.codecs[number].bind(leaf)
+
+  def check_leaves(self, leaves: Sequence[Leaf]) -> None:
+    """Raises ValueError for a rule that matches no leaf."""
+    paths = [leaf.path for leaf in leaves]
+    for text, codec in self.rules:
+      if paths and not any(re.search(text, path) for path in paths):
+        shown = ", ".join(map(repr, paths[:5])) + (", ..." if paths[5:] else "")
+        raise ValueError(
+          f"`rules` must each match a leaf, but {text!r} for {codec} matches none of "
+          f"{shown}; mend the expression, or leave the rule out."
+        )
+
+  def rule(self, leaf: Leaf) -> str:
+    """Returns the expression that matches a leaf, or "" for none."""
+    number = self._first(leaf)
+    return "" if number is None else self.rules[number][0]
+
+  def _first(self, leaf: Leaf) -> int | None:
+    for number, (text, _) in enumerate(self.rules):
+      if re.search(text, leaf.path):
+        return number
+    return None
+
+
+def check_leaves(codec: LeafCodec, leaves: Sequence[Leaf]) -> None:
+  """Raises ValueError for leaves that a codec is not meant for.
+
+  Example:
+    >>> check_leaves(gradcomp.codecs.Dense(), [Leaf((3,), path="b")])  # is for all
+  """
+  if isinstance(codec, TreeCodec):
+    codec.check_leaves(leaves)
+
+
+def rule_of(codec: LeafCodec, leaf: Leaf) -> str:
+  """Returns why a leaf gets its codec; "" where all get the same.
+
+  Example:
+    >>> rule_of(gradcomp.codecs.Dense(), Leaf((3,)))
+    ''
+  """
+  return codec.rule(leaf) if isinstance(codec, TreeCodec) else ""
+
+
+def _check_rule(text: object, codec: object) -> None:
+  """Raises ValueError for a pair that is not of an expression and a codec."""
+  if not isinstance(text, str):
+    raise ValueError(f"`rules` must be {_RULE}, got {text!r} for an expression.")
+  try:
+    re.compile(text)
+  except re.error as error:
+    raise ValueError(f"`rules` must be {_RULE}, got {text!r}: {error}.") from error
+  if isinstance(codec, type) or not isinstance(codec, LeafCodec):
+    raise ValueError(
+      f"`rules` must be {_RULE}, got {codec!r} for {text!r}; take a codec of "
+      "gradcomp.codecs, not a transformation."
+    )

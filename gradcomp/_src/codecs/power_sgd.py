@@ -1,0 +1,271 @@
+"""PowerSGD sends a leaf's matrix as a product of two thin ones, in two rounds."""
+
+import dataclasses
+import math
+from collections.abc import Generator, Sequence
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._src.checks import optional_one_of, static_integer, static_number
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.leaf import NOTHING, Context, Leaf, Payload
+from gradcomp._src.codecs.memory import Memory
+from gradcomp._src.codecs.orthonormal import orthonormal, product, unit_rows
+from gradcomp._src.codecs.qsgd import QSGD
+from gradcomp._src.codecs.rounds import Round
+from gradcomp._src.codecs.tiles import as_float32
+from gradcomp._src.kernels.common.threefry import threefry2x32
+
+_RANK_RULE = "a number of columns, 1 or more and below 2**31"
+_MATRIX_RULE = "None, or a pair of the rows and columns, 1 or more each"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PowerSGD:
+  r"""Sends the mean of all workers' matrices as a product of rank ``rank``: PowerSGD.
+
+  A leaf is read as a matrix :math:`M_i` of m by n, worker :math:`i`'s own. With the
+  right factor :math:`Q` that the last step left, a step of subspace iteration finds the
+  mean of N workers,
+
+  .. math:: P = \frac{1}{N} \sum_i M_i Q, \qquad \hat P = \mathrm{orthonormalize}(P),
+     \qquad Q' = \frac{1}{N} \sum_i M_i^T \hat P, \qquad
+     \frac{1}{N} \sum_i M_i \approx \hat P Q'^T
+
+  Both sums are sums of plain numbers. So what a worker sends does not depend on N:
+  ``rank * (m + n)`` numbers of 32 bits in two rounds, or of 8 bits with ``quantize=8``.
+  Without that, a mean of rank ``rank`` or less is exact but for rounding, where
+  :math:`P` spans its columns, as it does from almost every :math:`Q`.
+
+  It is biased, and needs a residual: :math:`M_i - \hat P Q'^T`, against the mean of all
+  workers, so that the residuals of all together hold what the mean lacks. Each worker
+  computes :math:`\hat P` by itself, from the same bits. So all workers need the same
+  kind of device.
+
+  The matrix is the cut of a leaf's shape, between two of its axes, that makes ``m + n``
+  least. Of two axes it is the leaf itself. (The paper cuts behind the first axis, where
+  PyTorch's convolutions have their output channels; JAX's have them last.) A leaf of
+  at most ``min_rate`` times the numbers that its factors have, as every vector is,
+  becomes ``Dense()``.
+
+  Three things differ from the paper. Columns of :math:`Q` are kept with length 1: their
+  span is the same, and no scale of gradients overflows or vanishes. The first :math:`Q`
+  is uniform, not normal. A column of :math:`P` of which 2**-16 or less lies outside the
+  span of those before it becomes zero in :math:`\hat P`. Columns of :math:`Q'` that are
+  zero, as they are then and of a zero gradient, are remembered as fixed random numbers
+  instead, from which the next step can find something.
+
+  A NaN or an infinity makes the whole leaf NaN on every worker, and leaves its memory
+  as it was.
+
+  Attributes:
+    rank: the columns of both factors, 1 or more. The paper tries 1, 2 and 4.
+    min_rate: a leaf has more than so many elements for each number of its factors, or
+      it is dense.
+    quantize: None for float32; 8 for factors rounded to nearest by ``QSGD(bits=8)``.
+    matrix: m and n, which :meth:`bind` finds.
+
+  Raises:
+    ValueError: a hyperparameter is outside these, when the codec is made.
+    TypeError: ``encode`` is given integers or complex numbers.
+
+  Example:
+    >>> codec = PowerSGD(rank=1)
+    >>> x = jnp.outer(jnp.arange(128.0), jnp.linspace(-1.0, 1.0, 256))
+    >>> payload = codec.encode(x)
+    >>> x.nbytes, payload.rows.nbytes
+    (131072, 1536)
+    >>> bool(jnp.allclose(codec.decode(payload, like=x), x, rtol=1e-5))
+    True
+
+  References:
+    Vogels et al., `PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization <https://arxiv.org/abs/1905.13727>`_, 2019, section 3
+  """
+
+  rank: int = 4
+  min_rate: float = 2.0
+  quantize: Literal[8] | None = None
+  matrix: tuple[int, int] | None = None
+
+  unbiased: ClassVar[bool] = False
+  needs_key: ClassVar[bool] = False
+
+  def __post_init__(self) -> None:
+    rank = static_integer("rank", _RANK_RULE, self.rank, least=1)
+    if rank >= 2**31:
+      raise ValueError(f"`rank` must be {_RANK_RULE}, got {rank}.")
+    object.__setattr__(self, "rank", rank)
+    if self.matrix is not None:
+      if not isinstance(self.matrix, tuple) or len(self.matrix) != 2:
+        raise ValueError(f"`matrix` must be {_MATRIX_RULE}, got {self.matrix!r}.")
+      for side in self.matrix:
+        static_integer("matrix", _MATRIX_RULE, side, least=1)
+    rate = static_number("min_rate", "a positive number", self.min_rate)
+    object.__setattr__(self, "min_rate", rate)
+    optional_one_of("quantize", Literal[8], self.quantize)
+
+  @property
+  def inner(self) -> Dense | QSGD:
+    """The codec of both factors."""
+    return Dense() if self.quantize is None else QSGD(bits=8, rounding="nearest")
+
+  @property
+  def rounds(self) -> tuple[Round, Round]:
+    """The left factor, and then the right one; their columns are rows here."""
+    m, n = self._shape
+    return Round((self.rank, m), self.inner), Round((self.rank, n), self.inner)
+
+  def bind(self, leaf: Leaf) -> "PowerSGD | Dense":
+    """Returns the codec of a leaf's matrix; ``Dense()`` where that saves too little."""
+    m, n = matrix_of(leaf.shape)
+    if not (m + n) * self.rank * self.min_rate < m * n:
+      return Dense()
+    return dataclasses.replace(self, matrix=(m, n))
+
+  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
+    """Returns a leaf's first memory: random rows, ``float32[rank, n]``.
+
+    Args:
+      leaf: the leaf that the codec is bound to.
+      key: ``uint32[2]``, equal on all workers.
+    """
+    del leaf
+    return Memory(shared=_random_rows(key, self.rank, self._shape[1]))
+
+  def in_rounds(
+    self, leaves: Sequence[jax.Array], memory: Sequence[Any]
+  ) -> Generator[
+    list[jax.Array], list[jax.Array], tuple[list[jax.Array], list[jax.Array]]
+  ]:
+    """Computes the mean of leaves of one codec, while others average the factors.
+
+    Args:
+      leaves: this worker's, ``float32``.
+      memory: for each the shared part, ``float32[rank, n]``.
+
+    Yields:
+      For each leaf what is to be averaged: the left factors, ``float32[rank, m]``, and
+      then the right ones, ``float32[rank, n]``. It is sent the means, which are equal
+      on all workers.
+
+    Returns:
+      The means of the leaves, and the shared memory of the next step.
+    """
+    matrices = [leaf.reshape(self._shape) for leaf in leaves]
+    sums = yield [_left(m, q) for m, q in zip(matrices, memory, strict=True)]
+    basis, _ = _orthonormal(jnp.stack(sums))
+    factors = yield [_right(m, p) for m, p in zip(matrices, basis, strict=True)]
+    means = [
+      _matrix(p, q).reshape(leaf.shape)
+      for p, q, leaf in zip(basis, factors, leaves, strict=True)
+    ]
+    return means, list(self._remembered(jnp.stack(memory), jnp.stack(factors)))
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> Payload:
+    """Encodes an array as one worker alone sends it, in two rounds.
+
+    Args:
+      x: the array.
+      key: not needed.
+      context: not needed: the right factor starts from fixed random numbers.
+
+    Returns:
+      Rows of :attr:`inner`: those of the left factor, and then those of the right one.
+    """
+    del key, context
+    leaf = as_float32(x)
+    codec = self.bind(Leaf(x.shape))
+    if isinstance(codec, Dense):
+      return codec.encode(leaf)
+    matrix = leaf.reshape(codec._shape)
+    left = codec.inner.encode(_left(matrix, codec._restart))
+    right = codec.inner.encode(_right(matrix, codec._basis(left.rows)))
+    return Payload(jnp.concatenate([left.rows, right.rows]))
+
+  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
+    codec = self.bind(Leaf(like.shape))
+    if isinstance(codec, Dense):
+      return codec.decode(payload, like=like)
+    size = math.prod(codec.rounds[0].shape)
+    left_rows = -(-size // codec.inner.tile_size)
+    right = codec._factor(1, payload.rows[left_rows:])
+    value = _matrix(codec._basis(payload.rows[:left_rows]), right)
+    return value.reshape(like.shape).astype(like.dtype)
+
+  @property
+  def _shape(self) -> tuple[int, int]:
+    return self.matrix or (0, 0)  # until bind knows the leaf
+
+  @property
+  def _restart(self) -> jax.Array:
+    """The fixed random rows from which a row that has become zero starts again."""
+    return _random_rows(jnp.zeros(2, jnp.uint32), self.rank, self._shape[1])
+
+  def _basis(self, rows: jax.Array) -> jax.Array:
+    """Returns the orthonormal left factor from its encoded rows."""
+    return orthonormal(self._factor(0, rows))[0]
+
+  def _factor(self, number: int, rows: jax.Array) -> jax.Array:
+    like = jnp.zeros(self.rounds[number].shape, jnp.float32)
+    return self.inner.decode(Payload(rows), like=like)
+
+  def _remembered(self, old: jax.Array, right: jax.Array) -> jax.Array:
+    """Returns the memory of the next step, from this one's and the right factors.
+
+    All are ``float32[leaves, rank, n]``.
+    """
+    new = unit_rows(right)
+    # From a row that reaches nothing, or nothing new, zero would follow in every step.
+    new = jnp.where((new == 0).all(axis=-1, keepdims=True), self._restart, new)
+    return jnp.where(jnp.isfinite(new).all(axis=-1, keepdims=True), new, old)
+
+
+def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
+  """Returns the cut of a shape into m by n that makes ``m + n`` least, or 1 by all.
+
+  Of two as good, it is the one with fewer rows.
+
+  Example:
+    >>> matrix_of((3, 3, 64, 128)), matrix_of((64, 10)), matrix_of((7,))
+    ((576, 128), (64, 10), (1, 7))
+  """
+  cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+  return min(cuts, key=sum, default=(1, math.prod(shape)))
+
+
+@jax.jit
+def _left(matrix: jax.Array, right: jax.Array) -> jax.Array:
+  return product("mn,rn->rm", matrix, right)
+
+
+@jax.jit
+def _right(matrix: jax.Array, left: jax.Array) -> jax.Array:
+  return product("rm,mn->rn", left, matrix)
+
+
+@jax.jit
+def _matrix(left: jax.Array, right: jax.Array) -> jax.Array:
+  return product("rm,rn->mn", left, right)
+
+
+# One program for all leaves of a shape: the rows of a leaf follow one after another.
+_orthonormal = jax.jit(jax.vmap(orthonormal))
+
+
+def _random_rows(key: jax.Array, rows: int, columns: int) -> jax.Array:
+  """Draws ``float32[rows, columns]``, multiples of 2**-23 from -1 to 1."""
+  row = jnp.arange(rows, dtype=jnp.uint32)[:, None]
+  pair = jnp.arange(-(-columns // 2), dtype=jnp.uint32)
+  words = jnp.concatenate(threefry2x32(key, (row, pair)), axis=1)[:, :columns]
+  signed = jax.lax.bitcast_convert_type(words, jnp.int32) >> 8
+  return signed.astype(jnp.float32) * jnp.float32(2.0**-23)

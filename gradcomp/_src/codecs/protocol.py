@@ -1,0 +1,297 @@
+"""The protocols of codecs: the facts and the functions that the exchange relies on."""
+
+from typing import Any, Literal, Protocol, Self, TypeGuard, runtime_checkable
+
+import jax
+
+from gradcomp._src.codecs.leaf import NOTHING as NOTHING
+from gradcomp._src.codecs.leaf import Context as Context
+from gradcomp._src.codecs.leaf import Leaf as Leaf
+from gradcomp._src.codecs.leaf import Payload as Payload
+
+Rounding = Literal["stochastic", "nearest"]
+Accumulate = Literal["format", "kahan", "float32"]
+
+
+class SameForAll:
+  """A base of codecs that depend on no leaf."""
+
+  def bind(self, leaf: Leaf) -> Self:
+    """Returns the codec itself."""
+    del leaf
+    return self
+
+
+@runtime_checkable
+class LeafCodec(Protocol):
+  """Becomes the codec of each leaf: it is what users choose."""
+
+  @property
+  def unbiased(self) -> bool:
+    """True if ``E[decode(encode(x))] == x``."""
+
+  @property
+  def needs_key(self) -> bool:
+    """True if ``encode`` needs a key."""
+
+  def bind(self, leaf: Leaf) -> "LeafCodec":
+    """Returns the codec of a leaf."""
+
+
+@runtime_checkable
+class Codec(LeafCodec, Protocol):
+  """A pair of pure functions between an array and a :class:`Payload`.
+
+  Codecs are frozen dataclasses: hashable, printable, without state. They are not
+  callable, because ``optax.inject_hyperparams`` takes callables for schedules.
+
+  ``encode`` and ``decode`` are the public pair. The exchange works on rows. Each row of
+  a payload can be decoded alone, so that workers can own ranges of rows.
+  ``encode_rows`` encodes a mean of decoded rows again.
+  """
+
+  @property
+  def agrees(self) -> bool:
+    """True if workers agree on a scale before they encode."""
+
+  @property
+  def summable(self) -> bool:
+    """True if codes of several workers can be added as integers."""
+
+  @property
+  def by_column(self) -> bool:
+    """True if a row is a column of a leaf's matrix."""
+
+  @property
+  def fitted(self) -> bool:
+    """True if the codec has a memory: see :class:`FittedCodec`."""
+
+  @property
+  def adds(self) -> bool:
+    """True if sums are numbers of the codec's format: see :class:`AddingCodec`."""
+
+  def bind(self, leaf: Leaf) -> "Codec":
+    """Returns the codec of a leaf, which knows its ``tile_size``."""
+
+  @property
+  def tile_size(self) -> int:
+    """The number of elements in a row."""
+
+  @property
+  def row_words(self) -> int:
+    """The number of words in a row, scales included."""
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> Payload:
+    """Encodes an array of any shape and float dtype.
+
+    Args:
+      x: the array.
+      key: one threefry key, which stochastic rounding needs.
+      context: what workers agree on, or remember. By default it is made of ``x``
+        alone.
+
+    Raises:
+      ValueError: ``key`` is missing, and the codec needs one.
+      TypeError: ``x`` is not real floating point.
+    """
+
+  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to an array with the shape and dtype of ``like``."""
+
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> jax.Array:
+    """Encodes ``float32[rows, ...]`` tiles: ``uint32[rows, row_words]``."""
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    """Decodes ``uint32[rows, row_words]`` to ``float32[rows, ...]``.
+
+    The exchange calls it with two axes, and maps it by ``jax.vmap`` over others. A row
+    becomes its ``tile_size`` elements, in one axis or several. Each row is decoded
+    alone. Zeros come back as zeros, and what was not finite as NaN or an infinity.
+    """
+
+
+@runtime_checkable
+class SharedCodec(Codec, Protocol):
+  """A codec whose workers all encode with the same statistics.
+
+  It is ``summable`` and ``agrees``. The exchange takes the largest of what ``agree``
+  gives on all workers before anyone encodes. Rows then hold codes alone, and the codes
+  of several workers add up as integers.
+  """
+
+  @property
+  def max_code(self) -> int:
+    """The largest magnitude of a code."""
+
+  def agree(self, x: jax.Array) -> jax.Array:
+    """Returns a leaf's statistics: zero or more, or NaN.
+
+    They are ``float32[rows, k]``, or ``float32[1, 1]`` for all rows.
+    """
+
+  def codes(self, rows: jax.Array) -> jax.Array:
+    """Unpacks ``uint32[..., rows, words]`` to codes, ``int32[..., rows, P, B]``."""
+
+  def from_codes(self, codes: jax.Array, agreed: jax.Array) -> jax.Array:
+    """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
+
+
+@runtime_checkable
+class FittedCodec(Codec, Protocol):
+  """A codec that is fitted to the gradients of all workers every few steps.
+
+  All leaves share one array, which is their memory. ``encode`` and ``encode_rows`` take
+  it as ``levels`` of the context. Rows can be decoded without it.
+  """
+
+  @property
+  def refit_every(self) -> int:
+    """The number of steps from one fit to the next."""
+
+  @property
+  def most_counted(self) -> int:
+    """The largest sum of one leaf's counts."""
+
+  def measure(self, x: jax.Array) -> jax.Array:
+    """Counts a leaf's elements, ``int32[k]``, to be added over leaves and workers."""
+
+  def fit(self, counts: jax.Array, memory: jax.Array) -> jax.Array:
+    """Returns the memory that fits the counts; the old one if nothing was counted."""
+
+
+@runtime_checkable
+class AddingCodec(Codec, Protocol):
+  """A codec whose sums are numbers of its own format: one with ``adds``.
+
+  Its rows stand for scaled numbers, which ``encode_rows`` takes and ``decode_rows``
+  gives. The scale leaves room for the sum of all workers' numbers. With
+  ``agrees`` the workers share it, by the largest of their bytes.
+  """
+
+  @property
+  def accumulate(self) -> Accumulate:
+    """The way in which numbers are added one by one."""
+
+  def agree(self, x: jax.Array) -> jax.Array:
+    """Returns the byte that a leaf's scale follows from: ``uint8[1, 1]``."""
+
+  def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
+    """Adds two numbers of the format, and rounds the sum to it."""
+
+  def add_compensated(
+    self, total: jax.Array, compensation: jax.Array, x: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the next sum and compensation of Kahan's algorithm, all in the format."""
+
+  def encode_sums(self, tiles: jax.Array) -> jax.Array:
+    """Encodes scaled sums, rounded to nearest: exact for numbers of the format."""
+
+  def unscaled(self, tiles: jax.Array, agreed: jax.Array | None) -> jax.Array:
+    """Takes the scale off numbers, ``float32[rows, P, B]``, with ``agreed`` by row."""
+
+
+@runtime_checkable
+class RemainderCodec(Codec, Protocol):
+  """A codec that returns the residual together with the payload."""
+
+  def encode_with_residual(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> tuple[Payload, jax.Array]:
+    """Returns ``encode(x)``, and the residual ``x - decode(encode(x))``.
+
+    The residual is ``float32`` in the shape of ``x``.
+    """
+
+
+@runtime_checkable
+class SummingCodec(Codec, Protocol):
+  """A codec that adds payloads itself, because decoding them all at once is dear."""
+
+  def sum_rows(self, rows: jax.Array) -> jax.Array:
+    """Decodes K payloads and adds them in their order, with the same bits.
+
+    Args:
+      rows: ``uint32[K, rows, words]``.
+
+    Returns:
+      ``float32[rows, P, B]``.
+    """
+
+
+@runtime_checkable
+class FilledCodec(Codec, Protocol):
+  """A codec that fills the last bucket itself, because zeros would change its means."""
+
+  def filled(self, flat: jax.Array) -> jax.Array:
+    """Returns a flat leaf, followed by what fills its last bucket."""
+
+
+@runtime_checkable
+class RotatingCodec(Codec, Protocol):
+  """A codec whose rows stand for rotated tiles, which add up as leaves do.
+
+  Tiles are rotated before they are encoded, and rotated back when they are leaves
+  again, after the last sum.
+  """
+
+  def rotated(self, tiles: jax.Array) -> jax.Array:
+    """Returns what is encoded of tiles: ``float32[rows, tile_size]``."""
+
+  def unrotated(self, tiles: jax.Array) -> jax.Array:
+    """Undoes :meth:`rotated` for tiles, or sums of tiles, of one or two axes each."""
+
+
+def is_shared(codec: LeafCodec) -> TypeGuard[SharedCodec]:
+  """Returns True for a :class:`SharedCodec`, which the hyperparameters decide.
+
+  Example:
+    >>> is_shared(gradcomp.codecs.Ternary()), is_shared(gradcomp.codecs.OneBit())
+    (True, False)
+  """
+  return getattr(codec, "agrees", False) and getattr(codec, "summable", False)
+
+
+def is_adding(codec: LeafCodec) -> TypeGuard[AddingCodec]:
+  """Returns True for an :class:`AddingCodec`.
+
+  Example:
+    >>> is_adding(gradcomp.codecs.FloatCast()), is_adding(gradcomp.codecs.OneBit())
+    (True, False)
+  """
+  return getattr(codec, "adds", False)
+
+
+def is_codec(value: Any) -> TypeGuard[LeafCodec]:
+  """Returns True for an instance of a codec, and False for a codec's class, too.
+
+  Example:
+    >>> is_codec(gradcomp.codecs.QSGD()), is_codec(gradcomp.codecs.QSGD)
+    (True, False)
+  """
+  return not isinstance(value, type) and isinstance(value, LeafCodec)
+
+
+def is_fitted(codec: LeafCodec) -> TypeGuard[FittedCodec]:
+  """Returns True for a :class:`FittedCodec`, which the hyperparameters decide.
+
+  Example:
+    >>> is_fitted(gradcomp.codecs.QSGD(levels="nonuniform"))
+    True
+  """
+  return getattr(codec, "fitted", False)

@@ -1,0 +1,298 @@
+"""QSGD quantizes to few levels, rounds stochastically, and scales bucket by bucket."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._src.checks import flag, one_of, optional_bucket, optional_one_of
+from gradcomp._src.codecs.bucket_scales import BucketScales
+from gradcomp._src.codecs.fitted_levels import FittedLevels
+from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
+from gradcomp._src.codecs.protocol import Rounding, SameForAll
+from gradcomp._src.codecs.qsgd_options import (
+  Levels,
+  ScaleNorm,
+  check_levels,
+  checked_bits,
+  checked_refit_every,
+  checked_rotate,
+)
+from gradcomp._src.codecs.rotated_tiles import RotatedTiles
+from gradcomp._src.codecs.rounding import RoundsAtRandom
+from gradcomp._src.codecs.scaling import bucket_words
+from gradcomp._src.codecs.tiles import (
+  as_float32,
+  codec_dither,
+  decode_payload,
+  to_tiles,
+  unsent,
+)
+from gradcomp._src.kernels import qsgd
+from gradcomp._src.kernels.common import fitted_levels, planes
+from gradcomp._src.kernels.gpu.dispatch import Implementation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll):
+  r"""Quantizes each element to one of a few levels of its bucket's norm.
+
+  With :math:`s` intervals and the scale :math:`\lVert v \rVert` of a bucket,
+
+  .. math:: Q_s(v_i) = \lVert v \rVert \, \mathrm{sgn}(v_i) \, \xi_i / s
+
+  where :math:`\xi_i` is :math:`s |v_i| / \lVert v \rVert` rounded to one of its two
+  neighbouring integers, up with a probability equal to the fraction.
+
+  ==================  ================  ==========================================
+  ``levels``          ``s``             levels
+  ==================  ================  ==========================================
+  ``sign_magnitude``  ``2**(bits-1)-1``  a sign bit, magnitudes 0, 1, ..., s; needs
+                                         bits >= 2; zeros stay zeros
+  ``uniform``         ``2**bits-1``      s equal intervals of [-norm, norm]; zero is
+                                         not a level, zero buckets stay zeros
+  ``nonuniform``      ``2**bits-1``      s intervals of [-norm, norm] that are small
+                                         where many elements are; 2, 3 or 4 bits
+  ==================  ================  ==========================================
+
+  With ``norm="rms"`` the norm is a multiple of a bucket's root mean square: ``uniform``
+  levels are 1.596, 0.996, 0.586 or 0.335 of these apart at 1 to 4 bits, which loses
+  least of Gaussian buckets. Elements beyond the outermost level are clipped to it. That
+  is a bias, so the codec has error feedback by default: what is clipped is sent later.
+
+  Non-uniform levels are multiples of 1/256 of the norm, the same on both sides of zero.
+  Of all such levels they have the least variance of stochastic rounding. They are
+  fitted to the gradients of all workers every ``refit_every`` steps, for all leaves
+  together, and travel in every row: see :class:`FittedCodec`.
+
+  With ``rotate`` each element is spread over a group of 8 or 32 before it is encoded,
+  and gathered after the last sum, see ``rotation.rotate``. Then a
+  few large elements do not spoil the others.
+
+  A payload has ``32 / floor(32 / bits)`` bits an element and 32 bits a bucket, 4.0625
+  bits at 4 bits and buckets of 512, in whole tiles of ``floor(32 / bits)`` buckets.
+
+  Stochastic rounding is unbiased up to the fixed-point grid: the probability is a
+  multiple of 2**-16, cut downwards, so the mean can be short by 2**-16 of a level.
+  The variance is at most :math:`\min(n/s^2, \sqrt{n}/s) \lVert v \rVert_2^2` with
+  ``norm="l2"`` and ``sign_magnitude``. Nearest rounding (ties away from zero) is
+  biased: use error feedback.
+
+  With ``share_scale``, all workers encode with the largest of their norms, which the
+  exchange finds first. Rows then carry no scales, and codes add up as integers,
+  exactly. So ``psum`` and both stages of ``two_shot`` round nothing after the first
+  encoding.
+
+  A bucket that holds a NaN or an infinity decodes to NaN, all of it; with ``rotate``
+  all of the 8 buckets that a group lies in.
+
+  Attributes:
+    bits: width of a code, 1 to 8 or 16.
+    bucket_size: consecutive elements that share a scale, a multiple of 32; None for
+      one scale a tensor. The owner's second encoding in a ``two_shot`` exchange then
+      uses one scale a row of ``512 * floor(32 / bits)`` elements.
+    norm: ``"max"``, ``"l2"``, or ``"rms"`` with ``uniform`` levels, buckets and 1 to 4
+      bits. The bound holds for ``"l2"``. The paper found ``"max"`` more accurate.
+    levels: ``"sign_magnitude"``, ``"uniform"`` or ``"nonuniform"``.
+    rounding: ``"stochastic"`` or ``"nearest"``.
+    share_scale: whether the scales are those of all workers together.
+    rotate: elements of a group, 8 or 32, at 1, 2 or 4 bits; None rotates nothing.
+    refit_every: steps from one fit of non-uniform levels to the next.
+    implementation: how the encoder runs: see ``dispatch.run``.
+
+  Raises:
+    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
+      has no key, and rounding is stochastic.
+    TypeError: ``encode`` is given integers or complex numbers.
+
+  Example:
+    >>> codec = QSGD(bits=4, rounding="nearest")
+    >>> x = jnp.array([7., -3., 0.4, 2.6])
+    >>> payload = codec.encode(x)
+    >>> codec.decode(payload, like=x)
+    Array([ 7., -3.,  0.,  3.], dtype=float32)
+    >>> payload.rows.shape  # one tile: 512 words, 8 scales
+    (1, 520)
+
+  References:
+    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
+    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.3 and
+    3.2.2; Alistarh et al., `QSGD <https://arxiv.org/abs/1610.02132>`_, 2017; Zhang et
+    al., `ZipML <https://arxiv.org/abs/1611.05402>`_, 2017, section 3
+  """
+
+  bits: int = 4
+  bucket_size: int | None = 512
+  norm: ScaleNorm = "max"
+  levels: Levels = "sign_magnitude"
+  rounding: Rounding = "stochastic"
+  share_scale: bool = False
+  rotate: int | None = None
+  refit_every: int = 100
+  implementation: Implementation | None = None
+
+  by_column: ClassVar[bool] = False
+  adds: ClassVar[bool] = False
+
+  def __post_init__(self) -> None:
+    one_of("norm", ScaleNorm, self.norm)
+    one_of("levels", Levels, self.levels)
+    one_of("rounding", Rounding, self.rounding)
+    object.__setattr__(self, "bits", checked_bits(self.bits, self.levels))
+    size = optional_bucket("bucket_size", self.bucket_size)
+    object.__setattr__(self, "bucket_size", size)
+    flag("share_scale", self.share_scale)
+    rotate = checked_rotate(self.rotate, self.bits, self.levels)
+    object.__setattr__(self, "rotate", rotate)
+    object.__setattr__(self, "refit_every", checked_refit_every(self.refit_every))
+    optional_one_of("implementation", Implementation, self.implementation)
+    check_levels(self.bits, self.norm, self.levels, self.bucket_size, self.share_scale)
+
+  @property
+  def unbiased(self) -> bool:
+    return super().unbiased and self.norm != "rms"
+
+  def to_nearest(self) -> "QSGD":
+    """Returns the codec that rounds to nearest; with 1 bit and ``"max"`` this one.
+
+    To nearest, every element of a bucket would be as large as the largest.
+    """
+    return self if self.bits == 1 and self.norm != "rms" else super().to_nearest()
+
+  @property
+  def fitted(self) -> bool:
+    return self.levels == "nonuniform"
+
+  @property
+  def tile_size(self) -> int:
+    return planes.planes_per_word(self.bits) * bucket_words(self.bucket_size)
+
+  @property
+  def row_words(self) -> int:
+    words = bucket_words(self.bucket_size)
+    if self.share_scale:
+      return words
+    scales = 1 if self.bucket_size is None else planes.planes_per_word(self.bits)
+    return words + scales + (2 ** (self.bits - 1) if self.fitted else 0)
+
+  @property
+  def _equal_levels(self) -> qsgd.Levels:
+    assert self.levels != "nonuniform"
+    return self.levels
+
+  @property
+  def max_code(self) -> int:
+    return qsgd.intervals(self.bits, self._equal_levels)
+
+  def agree(self, x: jax.Array) -> jax.Array:
+    """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
+    return self.flat_scales(self._prepared(x))
+
+  def _prepared(self, x: jax.Array) -> jax.Array:
+    """Returns the elements that are encoded of a leaf: ``float32[n]``."""
+    flat = as_float32(x)
+    return self.filled(flat) if not self.rotate else to_tiles(flat, self).reshape(-1)
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> Payload:
+    """Encodes an array: ``uint32[rows, row_words]``; shared scales come beside them."""
+    flat = self._prepared(x)
+    scale = context.agreed if self.share_scale else None
+    if scale is None and not self._scales_inside:
+      scale = self.flat_scales(flat)
+    dither = codec_dither(key, self, context)
+    words, _ = self._encode(flat, scale, dither, context.levels)
+    return Payload(words, scale if self.share_scale else None)
+
+  def encode_with_residual(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> tuple[Payload, jax.Array]:
+    """Encodes an array, and returns what the payload leaves of it, ``float32``."""
+    wide = as_float32(x).reshape(x.shape)
+    if self.rotate or not self._scales_inside:
+      payload = self.encode(x, key=key, context=context)
+      return payload, unsent(wide, payload, self)
+    dither = codec_dither(key, self, context)
+    words, rest = self._encode(wide, None, dither, None, keep=True)
+    assert rest is not None
+    return Payload(words), rest
+
+  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
+    """Decodes a payload to the shape and dtype of ``like``."""
+    return decode_payload(payload, like, self)
+
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> jax.Array:
+    scale = None if self._scales_inside else self.tile_scales(tiles)
+    dither = codec_dither(key, self, context)
+    return self._encode(tiles.reshape(-1), scale, dither, context.levels)[0]
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    words = bucket_words(self.bucket_size)
+    if self.levels == "nonuniform":
+      return fitted_levels.decode_rows(rows, bits=self.bits, bucket_size=words)
+    return qsgd.decode_rows(rows, bits=self.bits, bucket_size=words, levels=self.levels)
+
+  def codes(self, rows: jax.Array) -> jax.Array:
+    """Unpacks rows to integers from ``-s`` to ``s``: ``int32[..., rows, P, B]``."""
+    words = bucket_words(self.bucket_size)
+    return qsgd.signed_codes(
+      rows, bits=self.bits, bucket_size=words, levels=self._equal_levels
+    )
+
+  def from_codes(self, codes: jax.Array, agreed: jax.Array) -> jax.Array:
+    """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
+    return qsgd.from_signed_codes(codes, agreed, self.max_code)
+
+  @property
+  def _scales_inside(self) -> bool:
+    """True if the encoder finds the scales, so that a kernel reads elements once."""
+    bucketed = self.bucket_size is not None and self.norm == "max"
+    return bucketed and not self.share_scale and not self.fitted
+
+  def _encode(
+    self,
+    flat: jax.Array,
+    scale: jax.Array | None,
+    dither: jax.Array | None,
+    levels: jax.Array | None,
+    keep: bool = False,
+  ) -> tuple[jax.Array, jax.Array | None]:
+    if scale is not None:
+      rows = -(-flat.size // self.tile_size)
+      scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
+    words = bucket_words(self.bucket_size)
+    if self.levels == "nonuniform":
+      assert scale is not None
+      if levels is None:
+        levels = self.fit(self.measure(flat), self.init().shared)
+      found = fitted_levels.encode_rows(
+        flat, scale, levels, bits=self.bits, bucket_size=words, dither=dither
+      )
+      return found, None
+    return qsgd.encode_rows(
+      flat,
+      scale,
+      dither,
+      bits=self.bits,
+      bucket_size=words,
+      levels=self.levels,
+      inline=not self.share_scale,
+      keep=keep,
+      implementation=self.implementation,
+    )

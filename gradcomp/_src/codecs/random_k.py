@@ -1,0 +1,164 @@
+"""Random-k sends a random element of every stride, the same one on all workers."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
+from gradcomp._src.codecs.sparse import (
+  SparseRows,
+  checked_density,
+  checked_range,
+  sent_of,
+)
+from gradcomp._src.codecs.tiles import as_float32, codec_key, from_tiles, to_tiles
+from gradcomp._src.kernels.common.threefry import threefry2x32
+
+_KEY_WORDS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomK(SparseRows):
+  r"""Sends one random element of every ``stride`` consecutive ones, as it is.
+
+  .. math:: Q(v)_i = v_i \text{ with probability } 1 / \mathrm{stride}, \quad
+     0 \text{ otherwise}
+
+  with ``stride = ceil(n / ceil(density * n))``. It is the control experiment for
+  :class:`TopK`, and shows what is gained by choosing large elements, and not just
+  fewer. The choice follows from the key, which all workers share. With
+  ``exchange="psum"`` the values alone are added, as a dense array of k numbers.
+
+  A payload has 32 bits for each stride, and 64 a row for the key, which ``psum`` does
+  not send.
+
+  A row that holds a NaN or an infinity sends NaN for each of its values.
+
+  The codec is biased, as :class:`TopK` is: what is not sent is lost without feedback.
+  Values ``stride`` times as large would be unbiased, with a variance of ``stride - 1``
+  times the squared length.
+
+  Attributes:
+    density: the share of the elements to send, at most one in ``1 / density``.
+    range_size: elements of a row, which are consecutive ones of a leaf. None for whole
+      leaves, or for 2, 4, 8, ... parts where these have more than 2**30 elements.
+
+  Raises:
+    ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
+      has no key.
+    TypeError: ``encode`` is given integers or complex numbers.
+
+  Example:
+    >>> codec = RandomK(density=0.25)
+    >>> x = jnp.arange(1.0, 9.0)
+    >>> sent = codec.decode(codec.encode(x, key=jax.random.key(0)), like=x)
+    >>> [int((part != 0).sum()) for part in (sent[:4], sent[4:])]
+    [1, 1]
+
+  References:
+    Stich et al., `Sparsified SGD with memory <https://arxiv.org/abs/1809.07599>`_,
+    2018, section 2
+  """
+
+  density: float = 0.001
+  range_size: int | None = None
+
+  unbiased: ClassVar[bool] = False
+  needs_key: ClassVar[bool] = True
+  header_words: ClassVar[int] = _KEY_WORDS
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "density", checked_density(self.density))
+    object.__setattr__(self, "range_size", checked_range(self.range_size))
+
+  @property
+  def row_words(self) -> int:
+    return _KEY_WORDS + self.slots
+
+  @property
+  def slots(self) -> int:
+    """The entries of a row, one for each stride; the last stride may be cut short."""
+    return -(-self.tile_size // self._stride)
+
+  @property
+  def _stride(self) -> int:
+    return -(-self.tile_size // sent_of(self.density, self.tile_size)) or 1
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> Payload:
+    """Encodes an array: ``uint32[rows, 2 + slots]``, a key and the values."""
+    del context
+    codec = self.ranged(x.size)
+    return Payload(codec.encode_rows(to_tiles(as_float32(x), codec), key=key))
+
+  def encode_with_residual(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> tuple[Payload, jax.Array]:
+    """Returns ``encode(x)``, and ``x`` without what that sends."""
+    del context
+    codec = self.ranged(x.size)
+    tiles = to_tiles(as_float32(x), codec)
+    payload = Payload(codec.encode_rows(tiles, key=key))
+    positions, values = codec.entries(payload.rows)
+    row = jnp.arange(tiles.shape[0])[:, None]
+    rest = tiles.at[row, positions].add(-values, mode="drop", unique_indices=True)
+    return payload, from_tiles(rest, x, codec)
+
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> jax.Array:
+    del context
+    tiles = tiles.reshape(-1, self.tile_size)
+    words = codec_key(key, self)
+    assert words is not None  # it needs one
+    keys = self.header(words, tiles.shape[0])
+    positions = self._positions(keys)
+    # A NaN that is not drawn shall be seen, too: all that is sent of its row is NaN.
+    finite = jnp.isfinite(tiles).all(axis=1, keepdims=True)
+    tiles = jnp.where(finite, tiles, jnp.nan)
+    values = jnp.take_along_axis(tiles, positions, axis=1, mode="fill", fill_value=0)
+    return jnp.concatenate(
+      [keys, jax.lax.bitcast_convert_type(values, jnp.uint32)], axis=1
+    )
+
+  def header(self, key: jax.Array, rows: int) -> jax.Array:
+    """Derives one key a row, so that an owner can decode its rows without the others.
+
+    Returns:
+      ``uint32[rows, 2]``.
+    """
+    number = jnp.arange(rows, dtype=jnp.uint32)
+    return jnp.stack(threefry2x32(key, (number, number)), axis=1)
+
+  def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""
+    values = jax.lax.bitcast_convert_type(rows[..., _KEY_WORDS:], jnp.float32)
+    return self._positions(rows[..., :_KEY_WORDS]), values
+
+  def _positions(self, keys: jax.Array) -> jax.Array:
+    """Draws positions: ``int32[..., slots]`` from keys, ``uint32[..., 2]``.
+
+    Some of the last slots may lie behind a row. A position is a random 32-bit number
+    modulo the stride: no element is more likely than another by more than ``stride /
+    2**32`` of its share.
+    """
+    slot = jnp.arange(self.slots, dtype=jnp.uint32)
+    key = jnp.moveaxis(keys[..., None], -2, 0)
+    bits, _ = threefry2x32(key, (slot, jnp.zeros_like(slot)))
+    position = slot * jnp.uint32(self._stride) + bits % jnp.uint32(self._stride)
+    return position.astype(jnp.int32)

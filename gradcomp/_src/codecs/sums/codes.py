@@ -1,0 +1,197 @@
+"""Adds integer codes exactly, and packs the sums into as many bits as they need.
+
+Codes of a ``protocol.SharedCodec`` lie in ``[-m, m]``, so sums over N
+workers lie in ``[-N m, N m]``, whatever the gradients are. Nothing here rounds.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._src.codecs.leaf import Context
+from gradcomp._src.codecs.protocol import SharedCodec
+from gradcomp._src.codecs.sums.order import sum_in_order
+from gradcomp._src.codecs.sums.sum import (
+  Facts,
+  LeafRows,
+  Partial,
+  RowDecoder,
+  Sent,
+  Way,
+)
+from gradcomp._src.kernels.common import planes
+from gradcomp._src.kernels.common.fixed_point import scaled
+from gradcomp._src.kernels.common.planes import pack_planes, unpack_planes
+from gradcomp._src.kernels.materialize import packed, stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes(Facts):
+  """Adds codes, ``int32[rows, P, B]``. Owners pack the sums into as few bits as fit.
+
+  Attributes:
+    codec: the codec of the rows, which encodes with the statistics of all workers.
+  """
+
+  codec: SharedCodec
+
+  mixes = False
+
+  @property
+  def refusals(self) -> dict[Way, str]:
+    again = (
+      "a codec that shares its scale, because partial sums are encoded again with "
+      f'scales of their own, got {self.codec}; use "psum", whose sums are exact, or '
+      "share_scale=False."
+    )
+    return {"passed": again, "grouped": again}
+
+  def check(self, workers: int) -> None:
+    sum_limit(self.codec, workers)
+
+  def gathered(
+    self, rows: jax.Array, agreed: jax.Array | None, scale: float
+  ) -> RowDecoder:
+    return self._decoder(sum_in_order(self.codec.codes, rows), agreed, scale)
+
+  def gathered_loss(
+    self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
+  ) -> None:
+    return None
+
+  def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
+    return Partial(sum_in_order(self.codec.codes, stored(rows)), scale=scale)
+
+  def finish(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    context: Context,
+    residual: jax.Array | None,
+    workers: int,
+    *,
+    keep: bool,
+  ) -> Sent:
+    rows = packed(pack_sums(self.codec, partial.total, workers))
+    return Sent(rows, scale=partial.scale)
+
+  def value(
+    self,
+    rows: jax.Array,
+    agreed: jax.Array | None,
+    scale: float,
+    share: int,
+    workers: int,
+  ) -> RowDecoder:
+    unpack = lambda words: unpack_sums(self.codec, words, share, workers)
+    sums = jax.vmap(unpack)(rows)
+    return self._decoder(sums.reshape(-1, *sums.shape[2:]), agreed, scale)
+
+  def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
+    raise AssertionError("sums of integers lose nothing")
+
+  def reduces_shorter(self, rows: int, workers: int) -> bool:
+    # Both ways send (N-1)/N of the bytes that are counted here.
+    integers = 2 * rows * self.codec.tile_size * sum_dtype(self.codec, workers).itemsize
+    share = -(-rows // workers)
+    sums, words = packed_shape(self.codec, workers, share)
+    packed = 4 * workers * (share * self.codec.row_words + sums * words)
+    return workers == 1 or integers <= packed
+
+  def terms(self, rows: jax.Array, workers: int) -> jax.Array:
+    return self.codec.codes(stored(rows)).astype(sum_dtype(self.codec, workers))
+
+  def reduced(
+    self,
+    total: jax.Array,
+    leaves: Sequence[LeafRows],
+    agreed: jax.Array | None,
+    scale: float,
+  ) -> RowDecoder:
+    return self._decoder(total.astype(jnp.int32), agreed, scale)
+
+  def _decoder(
+    self, sums: jax.Array, agreed: jax.Array | None, scale: float
+  ) -> RowDecoder:
+    assert agreed is not None
+    return lambda start, stop: scaled(
+      self.codec.from_codes(sums[start:stop], agreed[start:stop]), scale
+    )
+
+
+def sum_limit(codec: SharedCodec, workers: int) -> int:
+  """Returns the largest magnitude of a sum, ``N m``.
+
+  Raises:
+    ValueError: sums do not fit in 32 bits.
+
+  Example:
+    >>> sum_limit(gradcomp.codecs.QSGD(bits=4, share_scale=True), 8)
+    56
+  """
+  limit = workers * codec.max_code
+  if limit >= 2**31:
+    raise ValueError(
+      f"`codec` must have sums of {workers} workers below 2**31, got sums up to "
+      f"{limit} with {codec}; use fewer bits."
+    )
+  return limit
+
+
+def sum_bits(codec: SharedCodec, workers: int) -> int:
+  """Returns the number of bits that hold every sum: ``ceil(log2(2 N m + 1))``.
+
+  Example:
+    >>> sum_bits(gradcomp.codecs.QSGD(bits=4, share_scale=True), 8)
+    7
+  """
+  return (2 * sum_limit(codec, workers)).bit_length()
+
+
+def sum_dtype(codec: SharedCodec, workers: int) -> jnp.dtype:
+  """Returns the narrowest integer type that no sum of N workers can overflow.
+
+  Example:
+    >>> codec = gradcomp.codecs.QSGD(bits=4, share_scale=True)  # m = 7
+    >>> [str(sum_dtype(codec, n)) for n in (18, 19, 4681, 4682)]
+    ['int8', 'int16', 'int16', 'int32']
+  """
+  limit = sum_limit(codec, workers)
+  return next(
+    jnp.dtype(dtype)
+    for dtype in (jnp.int8, jnp.int16, jnp.int32)
+    if limit <= jnp.iinfo(dtype).max
+  )
+
+
+def packed_shape(codec: SharedCodec, workers: int, rows: int) -> tuple[int, int]:
+  """Returns the numbers of rows and words that the sums of ``rows`` rows pack into."""
+  per_word = planes.planes_per_word(sum_bits(codec, workers))
+  buckets = rows * codec.tile_size // codec.row_words
+  return -(-buckets // per_word), codec.row_words
+
+
+def pack_sums(codec: SharedCodec, sums: jax.Array, workers: int) -> jax.Array:
+  """Packs sums, ``int32[rows, P, B]``, into words.
+
+  A word holds the sums of one element in each of P' buckets. Code ``k`` of word ``w``
+  of row ``t`` is the sum of element ``w`` of bucket ``t P' + k``, plus ``N m``.
+  """
+  bits = sum_bits(codec, workers)
+  per_word = planes.planes_per_word(bits)
+  rows, words = packed_shape(codec, workers, sums.shape[0])
+  buckets = (sums + sum_limit(codec, workers)).astype(jnp.uint32).reshape(-1, words)
+  padded = jnp.pad(buckets, ((0, rows * per_word - buckets.shape[0]), (0, 0)))
+  return pack_planes([padded[k::per_word] for k in range(per_word)], bits)
+
+
+def unpack_sums(
+  codec: SharedCodec, words: jax.Array, rows: int, workers: int
+) -> jax.Array:
+  """Unpacks the words of :func:`pack_sums` to sums, ``int32[rows, P, B]``."""
+  codes = unpack_planes(words, sum_bits(codec, workers)).astype(jnp.int32)
+  count = codec.tile_size // codec.row_words
+  buckets = codes.reshape(-1, codec.row_words)[: rows * count]
+  return buckets.reshape(rows, count, -1) - sum_limit(codec, workers)

@@ -1,0 +1,229 @@
+"""Adds numbers of a codec's own format, and rounds each sum to it (Han et al.)."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.codecs.leaf import Context
+from gradcomp._src.codecs.protocol import AddingCodec
+from gradcomp._src.codecs.sums.order import UNROLLED, cutter, in_order
+from gradcomp._src.codecs.sums.sum import Facts, Partial, RowDecoder, Sent, Way
+from gradcomp._src.kernels.common.fixed_point import scaled
+from gradcomp._src.kernels.materialize import packed, written
+
+# An addition that rounds takes 60 operations. So fewer of them are written out, which
+# bounds the compile time.
+_UNROLLED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers(Facts):
+  """Adds scaled numbers, ``float32[rows, P, B]``, in the codec's format.
+
+  Codes of the format cross the wire in every stage. One worker does an addition, and
+  keeps its loss in its residual. In ``all_gather`` every worker does all additions. The
+  loss is then kept by the worker whose numbers were added.
+
+  Attributes:
+    codec: the codec with the format.
+
+  References:
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, sections 4.2 and 5.1
+  """
+
+  codec: AddingCodec
+
+  even_at_par = True
+  in_format = True
+
+  @property
+  def rounds(self) -> bool:
+    return self.codec.accumulate == "format"
+
+  @property
+  def refusals(self) -> dict[Way, str]:
+    return {
+      "reduced": "a codec that adds in its own format, which no backend does, got "
+      f'{self.codec}; use exchange="auto", "two_shot" or "ring".'
+    }
+
+  @property
+  def _rounds(self) -> bool:
+    return self.codec.accumulate != "float32"
+
+  @property
+  def _compensates(self) -> bool:
+    return self.codec.accumulate == "kahan"
+
+  def gathered(
+    self, rows: jax.Array, agreed: jax.Array | None, scale: float
+  ) -> RowDecoder:
+    total = lambda first, stop: self._fold(rows[:, first:stop], keep=False).total
+    return self._unscaled(total, agreed, scale)
+
+  def gathered_loss(
+    self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
+  ) -> RowDecoder:
+    def lost(first: int, stop: int) -> jax.Array:
+      kept = self._fold(rows[:, first:stop], keep=True, counts=lambda k: k == own).lost
+      assert kept is not None
+      return kept
+
+    return self._unscaled(lost, agreed, 1.0)
+
+  def start(
+    self, own: jax.Array, key: jax.Array | None, context: Context, *, keep: bool
+  ) -> Sent:
+    return Sent(own, (jnp.zeros_like(own),) if self._compensates else ())
+
+  def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
+    partial = self._first(self.codec.decode_rows(received.rows), keep=keep)
+    for rider in received.riders:
+      partial = partial._replace(compensation=self.codec.decode_rows(rider))
+    return self._plus(partial, self.codec.decode_rows(own))
+
+  def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
+    return self._fold(own, keep=keep)
+
+  def like_one(self, partial: Partial, count: int) -> Partial:
+    return partial  # the codec's scale leaves room for the sum
+
+  def hop(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    context: Context,
+    *,
+    keep: bool,
+  ) -> Sent:
+    return self.send(partial, key, context, keep=keep)
+
+  def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
+    arrays = written(lambda rows: self._fold(rows, keep=keep)[:3], rows)
+    return Partial(*arrays, scale=scale)
+
+  def send(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    context: Context,
+    *,
+    keep: bool,
+  ) -> Sent:
+    rows = packed(self.codec.encode_sums(partial.total))
+    lost = partial.lost
+    if lost is not None:
+      if not self._rounds:  # a rounded sum encodes exactly
+        lost = lost + (partial.total - self.codec.decode_rows(rows))
+    riders: tuple[jax.Array, ...] = ()
+    if partial.compensation is not None:
+      riders = (self.codec.encode_sums(partial.compensation),)
+    return Sent(rows, riders, lost, scale=partial.scale)
+
+  def finish(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    context: Context,
+    residual: jax.Array | None,
+    workers: int,
+    *,
+    keep: bool,
+  ) -> Sent:
+    return self.send(partial, key, context, keep=keep)
+
+  def value(
+    self,
+    rows: jax.Array,
+    agreed: jax.Array | None,
+    scale: float,
+    share: int,
+    workers: int,
+  ) -> RowDecoder:
+    every = rows.reshape(-1, rows.shape[-1])
+    decode = lambda first, stop: self.codec.decode_rows(every[first:stop])
+    return self._unscaled(decode, agreed, scale)
+
+  def read(self, own: jax.Array) -> jax.Array:
+    return self.codec.decode_rows(own)
+
+  def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
+    return self._unscaled(cutter(lost), agreed, 1.0)
+
+  def _first(self, number: jax.Array, *, keep: bool) -> Partial:
+    # The zeros have the type of the number: they vary over the axes over which it does.
+    zeros = jnp.where(number == number, np.float32(0), np.float32(0))
+    return Partial(
+      number, zeros if self._compensates else None, zeros if keep else None
+    )
+
+  def _plus(
+    self, partial: Partial, x: jax.Array, counts: jax.Array | bool = True
+  ) -> Partial:
+    """Adds the numbers of one more worker to a sum.
+
+    Args:
+      partial: the sum.
+      x: the numbers, ``float32[rows, P, B]``.
+      counts: whether this worker keeps the loss of this addition.
+    """
+    exact = partial.total + x
+    if not self._rounds:
+      return partial._replace(total=exact)
+    compensation = partial.compensation
+    if compensation is None:
+      total = self.codec.add(partial.total, x)
+    else:
+      total, compensation = self.codec.add_compensated(partial.total, compensation, x)
+    lost = partial.lost
+    if lost is not None:
+      lost = lost + jnp.where(counts, exact - total, 0.0)
+    return partial._replace(total=total, compensation=compensation, lost=lost)
+
+  def _fold(
+    self,
+    rows: jax.Array,
+    *,
+    keep: bool,
+    counts: Callable[[jax.Array | int], jax.Array | bool] | None = None,
+  ) -> Partial:
+    """Returns the sum of K payloads, added in their order.
+
+    Args:
+      rows: the payloads, ``uint32[K, rows, words]``.
+      keep: whether to return the losses.
+      counts: a function from the number of a payload to whether this worker keeps the
+        loss of adding it. By default it keeps all losses.
+    """
+
+    def step(k: jax.Array | int, arrays: tuple) -> tuple:
+      kept = True if counts is None else counts(k)
+      added = self._plus(Partial(*arrays), self.codec.decode_rows(rows[k]), kept)
+      return added[:3]
+
+    first = self._first(self.codec.decode_rows(rows[0]), keep=keep)
+    lost = first.lost
+    if lost is not None and counts is not None:
+      # Workers keep different losses, and a loop needs that in their type at the start.
+      lost = jnp.where(counts(0), lost, lost)
+    arrays = (first.total, first.compensation, lost)
+    unrolled = _UNROLLED if self._rounds else UNROLLED
+    return Partial(*in_order(step, rows.shape[0], arrays, unrolled))
+
+  def _unscaled(
+    self, decode: RowDecoder, agreed: jax.Array | None, scale: float
+  ) -> RowDecoder:
+    """Returns a decoder that decodes scaled numbers and takes their scale off."""
+
+    def values(start: int, stop: int) -> jax.Array:
+      tiles = scaled(decode(start, stop), scale)
+      planes = self.codec.tile_size // self.codec.row_words
+      tiles = tiles.reshape(stop - start, planes, self.codec.row_words)
+      lines = None if agreed is None else agreed[start:stop]
+      return self.codec.unscaled(tiles, lines)
+
+    return values

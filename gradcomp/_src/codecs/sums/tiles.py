@@ -1,0 +1,147 @@
+"""Adds decoded tiles in float32, and encodes a sum again before it travels."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._src.codecs.leaf import Context
+from gradcomp._src.codecs.protocol import Codec, SummingCodec
+from gradcomp._src.codecs.ranged import is_ranged
+from gradcomp._src.codecs.rounding import to_nearest
+from gradcomp._src.codecs.sums.order import cutter, in_order, sum_in_order
+from gradcomp._src.codecs.sums.sum import Facts, Partial, RowDecoder, Sent, Way
+from gradcomp._src.kernels.common.fixed_point import scaled
+from gradcomp._src.kernels.materialize import packed
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(Facts):
+  """Adds float32 tiles.
+
+  Attributes:
+    codec: the codec that decodes received rows, and encodes sums.
+  """
+
+  codec: Codec
+
+  exact = False
+  of_rows = False
+
+  @property
+  def draws(self) -> bool:
+    return to_nearest(self.codec).needs_key
+
+  @property
+  def refusals(self) -> dict[Way, str]:
+    return {
+      "reduced": f"a codec whose codes cannot be added, got {self.codec}; use "
+      'exchange="auto", a codec that shares its scale (share_scale=True), or '
+      "gradcomp.dense() for the plain mean."
+    }
+
+  def mean(self, rows: jax.Array, scale: float) -> jax.Array:
+    """Decodes K payloads, ``uint32[K, rows, words]``, and returns their scaled sum."""
+    if isinstance(self.codec, SummingCodec):
+      return scaled(self.codec.sum_rows(rows), scale)
+    return scaled(sum_in_order(self.codec.decode_rows, rows), scale)
+
+  def gathered(
+    self, rows: jax.Array, agreed: jax.Array | None, scale: float
+  ) -> RowDecoder:
+    del agreed
+    return lambda start, stop: self.mean(rows[:, start:stop], scale)
+
+  def gathered_loss(
+    self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
+  ) -> None:
+    return None  # float32 additions count as exact
+
+  def start(
+    self, own: jax.Array, key: jax.Array | None, context: Context, *, keep: bool
+  ) -> Sent:
+    return self.hop(Partial(own), key, context, keep=keep)
+
+  def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
+    with jax.named_scope("gradcomp_decode"):
+      return Partial(self.codec.decode_rows(received.rows).reshape(own.shape) + own)
+
+  def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
+    add = lambda k, total: total + own[k]
+    return Partial(in_order(add, own.shape[0], own[0], own.shape[0]))
+
+  def like_one(self, partial: Partial, count: int) -> Partial:
+    if not is_ranged(self.codec):
+      return partial
+    power = 2.0 ** (count - 1).bit_length()
+    return Partial(scaled(partial.total, 1 / power), scale=partial.scale * power)
+
+  def hop(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    context: Context,
+    *,
+    keep: bool,
+  ) -> Sent:
+    return self.send(partial, key, context, keep=keep)
+
+  def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
+    with jax.named_scope("gradcomp_decode"):
+      return Partial(self.mean(rows, scale))
+
+  def send(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    context: Context,
+    *,
+    keep: bool,
+  ) -> Sent:
+    tiles = partial.total
+    with jax.named_scope("gradcomp_encode"):
+      rows = packed(self.codec.encode_rows(tiles, key=key, context=context))
+      if not keep:
+        return Sent(rows, scale=partial.scale)
+      lost = tiles - self.codec.decode_rows(rows).reshape(tiles.shape)
+      return Sent(rows, lost=scaled(lost, partial.scale), scale=partial.scale)
+
+  def finish(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    context: Context,
+    residual: jax.Array | None,
+    workers: int,
+    *,
+    keep: bool,
+  ) -> Sent:
+    """Encodes ``mean + residual``, and keeps what that loses as the new residual.
+
+    It rounds to nearest then, if the codec can, because nothing is lost for good. Where
+    the loss is not finite, the old residual stays.
+    """
+    if residual is None:
+      return self.send(partial, key, context, keep=False)
+    mean = partial.total.reshape(residual.shape)
+    nearest = dataclasses.replace(self, codec=to_nearest(self.codec))
+    sent = nearest.send(Partial(mean + residual), key, context, keep=True)
+    assert sent.lost is not None
+    kept = jnp.where(jnp.isfinite(sent.lost), sent.lost, residual)
+    return Sent(sent.rows, residual=kept)
+
+  def value(
+    self,
+    rows: jax.Array,
+    agreed: jax.Array | None,
+    scale: float,
+    share: int,
+    workers: int,
+  ) -> RowDecoder:
+    return self.gathered(rows.reshape(1, -1, rows.shape[-1]), agreed, scale)
+
+  def read(self, own: jax.Array) -> jax.Array:
+    return own
+
+  def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
+    return cutter(lost)

@@ -1,0 +1,247 @@
+"""Leaves to tiles, and back: what codecs do around their rows."""
+
+import functools
+import math
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.codecs.leaf import Context, Payload
+from gradcomp._src.codecs.protocol import (
+  Codec,
+  FilledCodec,
+  RotatingCodec,
+  is_adding,
+  is_shared,
+)
+from gradcomp._src.kernels.common.dithers import dither
+from gradcomp._src.kernels.common.threefry import key_words
+from gradcomp._src.kernels.materialize import LARGE, written
+
+ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
+
+
+def as_float32(x: jax.Array) -> jax.Array:
+  """Flattens a float array to ``float32``.
+
+  Raises:
+    TypeError: ``x`` is not real floating point.
+  """
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise TypeError(f"`x` must have a real float dtype, got {x.dtype}.")
+  return x.astype(jnp.float32).reshape(-1)
+
+
+def as_matrix(x: ArrayT) -> ArrayT:
+  """Reshapes an array to a matrix: its first axis by all others.
+
+  A scalar becomes 1 by 1.
+
+  Example:
+    >>> as_matrix(jnp.zeros((3, 3, 64))).shape, as_matrix(jnp.zeros(())).shape
+    ((3, 192), (1, 1))
+  """
+  rows = x.shape[0] if x.ndim else 1
+  return x.reshape(rows, x.size // rows if rows else 0)
+
+
+def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
+  """Cuts a leaf into tiles, ``float32[rows, tile_size]``, filled with zeros.
+
+  A :class:`FilledCodec` first fills the last bucket, and a :class:`RotatingCodec` then
+  rotates the tiles. The tiles of a codec that is ``by_column`` are columns: a leaf's
+  first dimension is the row.
+
+  Example:
+    >>> to_tiles(jnp.ones(300), gradcomp.codecs.Dense()).shape
+    (3, 128)
+  """
+  if isinstance(codec, FilledCodec) and not codec.by_column:
+    x = codec.filled(x.reshape(-1))
+  tiles = cut(x, codec)
+  return codec.rotated(tiles) if isinstance(codec, RotatingCodec) else tiles
+
+
+def cut(x: ArrayT, codec: Codec) -> ArrayT:
+  """Cuts a leaf into rows of the elements themselves, ``[rows, tile_size]``.
+
+  They lie where :func:`to_tiles` puts them, and zeros fill the last row. Of NumPy's
+  arrays it makes NumPy's arrays.
+
+  Example:
+    >>> cut(jnp.ones(300), gradcomp.codecs.OneBit()).sum()
+    Array(300., dtype=float32)
+  """
+  if codec.by_column:
+    return as_matrix(x).T
+  flat = x.reshape(-1)
+  pad: Any = np.pad if isinstance(flat, np.ndarray) else jnp.pad
+  padded = pad(flat, (0, -flat.size % codec.tile_size))
+  return padded.reshape(-1, codec.tile_size)
+
+
+def tile_shape(codec: Codec) -> tuple[int, ...]:
+  """Returns the shape to which a codec decodes a row.
+
+  Arithmetic on decoded rows should keep it. XLA for CPU turns a loop over another shape
+  into one that finds the place of each element by division, and takes three times as
+  long.
+
+  Example:
+    >>> tile_shape(gradcomp.codecs.QSGD(bits=4, bucket_size=512))
+    (8, 512)
+  """
+  kept: Any = codec  # hashable, which protocols do not say
+  return _tile_shape(kept)
+
+
+@functools.cache  # an equal codec has the same rows, and tracing them takes long
+def _tile_shape(codec: Codec) -> tuple[int, ...]:
+  row = jax.ShapeDtypeStruct((1, codec.row_words), jnp.uint32)
+  decode = codec.codes if is_shared(codec) else codec.decode_rows
+  return jax.eval_shape(decode, row).shape[1:]
+
+
+def view_shape(
+  rows: int, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
+) -> tuple[int, ...]:
+  """Returns the shape in which a CPU goes through a leaf fastest.
+
+  It has the leaf's elements in their order. If the leaf fills its rows, it is that of
+  their tiles, see :func:`tile_shape`, and else its own.
+
+  Example:
+    >>> codec = gradcomp.codecs.QSGD(bits=4, bucket_size=512)
+    >>> view_shape(2, jnp.zeros((128, 64)), codec)
+    (2, 8, 512)
+  """
+  shape = (rows, *tile_shape(codec))
+  if codec.by_column or math.prod(shape) != like.size:
+    return like.shape
+  return shape
+
+
+def from_tiles(
+  tiles: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
+) -> jax.Array:
+  """Undoes :func:`to_tiles`: ``float32[rows, P, B]`` to the shape of ``like``.
+
+  What filled the tiles is cut off.
+
+  Example:
+    >>> from_tiles(jnp.ones((3, 1, 128)), jnp.zeros(300), gradcomp.codecs.Dense()).shape
+    (300,)
+  """
+  return uncut(elements(tiles, codec), like, codec)
+
+
+def elements(tiles: jax.Array, codec: Codec) -> jax.Array:
+  """Returns the elements that decoded tiles stand for, in the shape of the tiles.
+
+  Example:
+    >>> elements(jnp.ones((1, 4)), gradcomp.codecs.Dense())
+    Array([[1., 1., 1., 1.]], dtype=float32)
+  """
+  if not isinstance(codec, RotatingCodec):
+    return tiles
+  return codec.unrotated(tiles).reshape(tiles.shape)
+
+
+def uncut(rows: ArrayT, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec) -> ArrayT:
+  """Undoes :func:`cut`: rows of elements to the shape of ``like``.
+
+  Example:
+    >>> uncut(jnp.ones((3, 128)), jnp.zeros(300), gradcomp.codecs.Dense()).shape
+    (300,)
+  """
+  if codec.by_column:
+    return rows.T.reshape(like.shape)
+  return rows.reshape(-1)[: like.size].reshape(like.shape)
+
+
+def payload_tiles(payload: Payload, codec: Codec) -> jax.Array:
+  """Decodes a payload to tiles, with the statistics in it if workers share them.
+
+  Example:
+    >>> codec = gradcomp.codecs.Dense()
+    >>> payload_tiles(codec.encode(jnp.ones(128)), codec).shape
+    (1, 1, 128)
+  """
+  if is_adding(codec):
+    return codec.unscaled(codec.decode_rows(payload.rows), payload.agreed)
+  if payload.agreed is None:
+    return codec.decode_rows(payload.rows)
+  assert is_shared(codec)
+  return codec.from_codes(codec.codes(payload.rows), payload.agreed)
+
+
+def decode_payload(
+  payload: Payload, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
+) -> jax.Array:
+  """Decodes a payload to the shape and dtype of ``like``, which a CPU writes down."""
+  rows = payload.rows
+  tiles = lambda rows: payload_tiles(payload._replace(rows=rows), codec)
+  # XLA for CPU is several times as fast in the shape of tiles, if words are unpacked to
+  # several planes: see tile_shape.
+  large = (
+    like.size >= LARGE
+    and not _is_cut(rows)
+    and view_shape(len(rows), like, codec) != like.shape
+    and tile_shape(codec)[0] > 1
+  )
+  decoded = written(tiles, rows) if large else tiles(rows)
+  return from_tiles(decoded, like, codec).astype(like.dtype)
+
+
+def unsent(x: jax.Array, payload: Payload, codec: Codec) -> jax.Array:
+  """Returns what a payload leaves of a ``float32`` leaf.
+
+  The decoded leaf is not written down.
+
+  Example:
+    >>> codec = gradcomp.codecs.QSGD(bits=4, share_scale=True, rounding="nearest")
+    >>> x = jnp.array([7.0, -3.25])
+    >>> unsent(x, codec.encode(x), codec)
+    Array([ 0.  , -0.25], dtype=float32)
+  """
+  return x - from_tiles(payload_tiles(payload, codec), x, codec)
+
+
+def _is_cut(x: jax.Array) -> bool:
+  """Returns True if the type of an array says that devices hold parts of it."""
+  return any(axis is not None for axis in jax.typeof(x).sharding.spec)
+
+
+def codec_key(key: jax.Array | None, codec: Codec) -> jax.Array | None:
+  """Returns the ``uint32[2]`` that a codec's rounding needs; None if it needs none.
+
+  Raises:
+    ValueError: the codec needs a key, and there is none.
+  """
+  if not codec.needs_key:
+    return None
+  if key is None:
+    cure = ', or choose rounding="nearest"' if hasattr(codec, "rounding") else ""
+    raise ValueError(
+      f"`key` must be given to {codec}.encode, which draws random numbers; pass "
+      f"jax.random.key(seed){cure}."
+    )
+  return key_words(key)
+
+
+def codec_dither(
+  key: jax.Array | None, codec: Codec, context: Context
+) -> jax.Array | None:
+  """Returns the ``uint32[3]`` that a codec rounds with; None if it needs none.
+
+  It is that of the context, or else made of the key.
+
+  Raises:
+    ValueError: the codec needs one, and there is neither.
+  """
+  if codec.needs_key and context.dither is not None:
+    return context.dither
+  words = codec_key(key, codec)
+  return None if words is None else dither(words)

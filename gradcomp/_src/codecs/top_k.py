@@ -1,0 +1,291 @@
+"""Top-k sends the elements of largest magnitude, with positions of 16 bits."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from gradcomp._src.checks import (
+  float_dtype,
+  one_of,
+  optional_one_of,
+  static_number,
+  step_count,
+)
+from gradcomp._src.codecs.entry_rows import EntryRow
+from gradcomp._src.codecs.entry_values import Quantize
+from gradcomp._src.codecs.leaf import NOTHING, Context, Leaf, Payload
+from gradcomp._src.codecs.memory import Memory
+from gradcomp._src.codecs.selecting import encode_leaves, encode_rows
+from gradcomp._src.codecs.selection_methods import Selection, method_of, selected_in
+from gradcomp._src.codecs.sparse import (
+  Selected,
+  SparseRows,
+  checked_density,
+  checked_range,
+  sent_of,
+)
+from gradcomp._src.codecs.tiles import as_float32, to_tiles
+from gradcomp._src.floats.dtypes import limit_of
+from gradcomp._src.kernels.common.row_view import Row
+from gradcomp._src.kernels.gpu.dispatch import Implementation
+
+_SLACK_RULE = "a number from 1 to 2"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopK(SparseRows):
+  r"""Sends the ``k = ceil(density * n)`` elements of largest magnitude of each leaf.
+
+  .. math:: Q(v)_i = v_i \text{ if } |v_i| \ge t, \quad 0 \text{ otherwise}
+
+  where :math:`t` is the threshold that the selection finds:
+
+  ==============  ==================================================================
+  ``selection``   the elements that are sent
+  ==============  ==================================================================
+  ``exact``       the k largest, by sorting: ``jax.lax.top_k``. k slots
+  ``trimmed``     the k largest of those that reach a threshold. k slots
+  ``threshold``   all that reach a threshold which k to ``slack * k`` elements reach
+  ``sampled``     the same with the threshold of up to ``interval`` steps before
+  ``auto``        ``exact`` below 128 KB of float32, ``trimmed`` below 4 MB, else
+                  ``threshold``
+  ==============  ==================================================================
+
+  The threshold is searched by bisection, on a sample of the leaf first. It is then
+  right after one pass over the leaf, unless the sample misled the search. Where equal
+  elements leave no such threshold, the larger ones are sent, and as many of the equal
+  ones as make k. (The paper bisects between the mean and the maximum, and reads the
+  leaf for each step. Its ``trimmed`` lowers a ratio until k elements survive, however
+  many these are. Both send what is sent here: all of the k largest.) If more elements
+  reach a ``sampled`` threshold than there are slots, it is searched anew, so that no
+  element is left out because of its place.
+
+  A payload has a position in 16 bits and a value for each of ``slots`` entries. With
+  ``quantize="asq"`` it has positions, and one mean for all entries together: elements
+  of positive and negative sign take turns from step to step. With ``quantize="mean"``
+  (Strom) it has both signs at once, and a mean for each. Blocks of 65,536 elements
+  (32,768 with ``"mean"``) add 4 bytes each. The output layer is best left out of
+  quantization: ``optax.partition({"rest": gradcomp.redsync(quantize="asq"), "out":
+  gradcomp.redsync()}, labels)``.
+
+  The codec is biased: what is not sent is lost without feedback. Non-finite elements
+  are the largest of all, and are sent as they are. With a quantizer they make the mean
+  non-finite.
+
+  Attributes:
+    density: the share of the elements to send, k / n.
+    selection: one of the table above.
+    quantize: None, ``"asq"`` or ``"mean"``.
+    value_dtype: the dtype of values on the wire: ``float32``, ``bfloat16`` or
+      ``float16``. The residual keeps what rounding to 16 bits loses, and what lies
+      beyond the largest number.
+    slack: slots for each of the k elements in ``threshold`` and ``sampled``, from 1 to
+      2. The less, the more often the sample misleads, which costs a pass over the leaf.
+    interval: steps that a ``sampled`` threshold is used for.
+    range_size: the n elements that k and the threshold are for, consecutive ones of a
+      leaf. None for whole leaves, and for an Nth of a leaf where workers own ranges, or
+      for 2, 4, 8, ... times as many where that has more than 2**30 elements.
+    implementation: how elements that reach a threshold are counted and listed: see
+      ``dispatch.run``. ``exact`` has only one.
+
+  Raises:
+    ValueError: a hyperparameter is outside these, or a quantizer goes with ``sampled``
+      or a 16-bit ``value_dtype``, when the codec is made.
+    TypeError: ``encode`` is given integers or complex numbers.
+
+  Example:
+    >>> codec = TopK(density=0.25)
+    >>> x = jnp.array([1.0, -5.0, 0.5, 2.0])
+    >>> payload, residual = codec.encode_with_residual(x)
+    >>> codec.decode(payload, like=x)
+    Array([ 0., -5.,  0.,  0.], dtype=float32)
+    >>> residual
+    Array([1. , 0. , 0.5, 2. ], dtype=float32)
+
+  References:
+    Fang et al., `RedSync: Reducing Synchronization Bandwidth for Distributed Deep
+    Learning Training System <https://arxiv.org/abs/1808.04357>`_, 2018, sections 2.1
+    and 2.2; Strom, `Scalable distributed DNN training using commodity GPU cloud
+    computing <https://www.isca-archive.org/interspeech_2015/strom15_interspeech.html>`_,
+    2015
+  """
+
+  density: float = 0.001
+  selection: Selection = "auto"
+  quantize: Quantize | None = None
+  value_dtype: DTypeLike = jnp.float32
+  slack: float = 2.0
+  interval: int = 5
+  range_size: int | None = None
+  implementation: Implementation | None = None
+
+  unbiased: ClassVar[bool] = False
+  needs_key: ClassVar[bool] = False
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "density", checked_density(self.density))
+    object.__setattr__(self, "range_size", checked_range(self.range_size))
+    one_of("selection", Selection, self.selection)
+    if self.quantize is not None:
+      one_of("quantize", Quantize, self.quantize)
+    dtype = float_dtype("value_dtype", self.value_dtype)
+    object.__setattr__(self, "value_dtype", dtype)
+    if self.quantize is not None and self.selection == "sampled":
+      raise ValueError(
+        f'`selection` must not be "sampled" with quantize={self.quantize!r}: the '
+        "threshold of one step says nothing of the next, whose elements are of the "
+        'other sign or no longer as large as their mean; take "threshold".'
+      )
+    if self.quantize is not None and self.value_dtype != jnp.float32:
+      raise ValueError(
+        f"`value_dtype` must be float32 with quantize={self.quantize!r}, whose means "
+        f"are all its values, got {self.value_dtype}."
+      )
+    slack = static_number("slack", _SLACK_RULE, self.slack)
+    if not 1 <= slack <= 2:
+      raise ValueError(f"`slack` must be {_SLACK_RULE}, got {slack!r}.")
+    object.__setattr__(self, "slack", slack)
+    object.__setattr__(self, "interval", step_count("interval", self.interval))
+    optional_one_of("implementation", Implementation, self.implementation)
+
+  @property
+  def row_words(self) -> int:
+    return self._row.words
+
+  @property
+  def largest(self) -> float | None:
+    return limit_of(self.value_dtype)
+
+  @property
+  def slots(self) -> int:
+    """The number of entries that a row has room for."""
+    sent = sent_of(self.density, self.tile_size)
+    if self.method in ("exact", "trimmed"):
+      return sent
+    return min(self.tile_size, int(self.slack * sent))
+
+  @property
+  def method(self) -> Selection:
+    """The selection of a row of this size, which is never ``"auto"``."""
+    return method_of(self.selection, self.tile_size)
+
+  @property
+  def reuses(self) -> bool:
+    return self.selection == "sampled"
+
+  @property
+  def alternates(self) -> bool:
+    return self.quantize == "asq"
+
+  def turn(self, step: jax.Array) -> jax.Array:
+    """Returns the sign whose turn it is: 1 in even steps, -1 in odd ones."""
+    return jnp.where(step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
+
+  def encode(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> Payload:
+    """Encodes an array: ``uint32[rows, row_words]``, one row a range."""
+    return self.encode_with_residual(x, key=key, context=context)[0]
+
+  def encode_with_residual(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> tuple[Payload, jax.Array]:
+    """Encodes an array, and returns what the payload leaves of it, without decoding.
+
+    Returns:
+      A :class:`Payload`, and the residual, ``float32`` in the shape of ``x``.
+    """
+    del key
+    leaf = as_float32(x).reshape(x.shape)
+    ((rows, rest, _),) = self.ranged(x.size).encode_leaves([leaf], [context])
+    return Payload(rows), rest
+
+  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
+    """Returns no thresholds yet, which are ``float32[rows]``, and no entries."""
+    del key
+    rows = -(-leaf.size // self.tile_size) if leaf.size else 0
+    none = jnp.zeros(rows, jnp.float32)
+    return Memory(own=Selected(none, jnp.zeros(rows, jnp.int32)))
+
+  def encode_leaves(
+    self, leaves: Sequence[jax.Array], contexts: Sequence[Context]
+  ) -> list[tuple[jax.Array, jax.Array, Selected]]:
+    matrices = [to_tiles(leaf, self) for leaf in leaves]
+    given = [self._given(context) for context in contexts]
+    words, rests = encode_leaves(self._row, self._select, leaves, matrices, given)
+    # Of all leaves at once: leaf by leaf, there would be several programs for each.
+    every = Selected(self.thresholds(words), self.used(words))
+    rows = len(matrices[0])
+    result = []
+    for i, (old, rest) in enumerate(zip(given, rests, strict=True)):
+      own, kept = jax.tree.map(lambda x, i=i: x[i * rows :][:rows], (words, every))
+      if self.reuses and old is not None:
+        kept = kept._replace(threshold=jnp.where(old > 0, old, kept.threshold))
+      result.append((own, rest, kept))
+    return result
+
+  def encode_rows(
+    self,
+    tiles: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> jax.Array:
+    del key
+    matrix = tiles.reshape(-1, self.tile_size)
+    return encode_rows(self._row, self._select, [matrix], [self._given(context)]).words
+
+  def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""
+    if not rows.size:
+      empty = jnp.zeros((*rows.shape[:-1], self.slots), jnp.float32)
+      return empty.astype(jnp.int32), empty
+    flat = jax.vmap(self._row.decode)(rows.reshape(-1, self.row_words))
+    positions, values = (x.reshape(*rows.shape[:-1], self.slots) for x in flat)
+    return positions, values
+
+  def used(self, rows: jax.Array) -> jax.Array:
+    """Counts the entries of each row: ``int32[...]``."""
+    return self._row.used(rows)
+
+  def thresholds(self, rows: jax.Array) -> jax.Array:
+    """Returns the smallest magnitude that each row sends, or 0: ``float32[rows]``."""
+    positions, values = self.entries(rows)
+    magnitude = jnp.where(positions < self.tile_size, jnp.abs(values), jnp.inf)
+    smallest = magnitude.min(axis=1, initial=jnp.inf)
+    return jnp.where(jnp.isfinite(smallest), smallest, 0.0)
+
+  @property
+  def _row(self) -> EntryRow:
+    return EntryRow(self.tile_size, self.slots, self.quantize, self.value_dtype)
+
+  def _given(self, context: Context) -> jax.Array | None:
+    """Returns what the choice depends on besides the elements, or None."""
+    return context.turn if self.alternates else context.thresholds
+
+  def _select(self, x: Row, given: jax.Array | None) -> jax.Array:
+    """Returns the positions of the elements of a row to send."""
+    sign = None
+    if self.alternates:
+      sign = jnp.float32(1) if given is None else given
+    return selected_in(
+      x,
+      self.method,
+      sent_of(self.density, x.size),
+      self.slots,
+      sign=sign,
+      first=given if self.reuses else None,
+      implementation=self.implementation,
+    )

@@ -1,0 +1,1 @@
+"""The transformation: its options, feedback, state and measures."""

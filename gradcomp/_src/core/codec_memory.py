@@ -1,0 +1,148 @@
+"""Keeps what codecs remember of leaves in a state, by axes and by leaf."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.codecs.memory import Memory, first_memory, used_entries
+from gradcomp._src.core.state import name_words
+from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.kernels.common.threefry import fold_key
+from gradcomp._src.mesh.axes import Axes
+from gradcomp._src.mesh.types import mark_varying
+
+# Trees of arrays by the axes that stack them, and by the numbers of leaves. Names would
+# not do: flax.nnx has others for init than for update.
+Stored = dict[Axes, dict[int, Any]]
+
+
+def first_stored(plan: Plan, key: jax.Array) -> Memory | None:
+  """Returns what is remembered before the first step; None for nothing.
+
+  Args:
+    plan: the codecs of all leaves.
+    key: ``uint32[2]``, the same on all workers. Each leaf folds its name into it.
+  """
+  if not jax.tree.leaves(_shapes(plan)):
+    return None
+  words = jnp.array([name_words(name) for name in plan.names], jnp.uint32)
+  keys = jax.vmap(lambda own: fold_key(fold_key(key, own[0]), own[1]))(words)
+  bound = zip(plan.codecs, plan.leaves, keys, strict=True)
+  return _stored(plan, [first_memory(codec, leaf, own) for codec, leaf, own in bound])
+
+
+def as_stored(params: Any, memory: Memory) -> Any:
+  """Returns a memory as a state keeps it: None for an empty one.
+
+  ``optax.tree.map_params`` asks for the state of a node without leaves, which stands
+  for any parameters. Nobody knows what codecs remember of these: one array stands for
+  it.
+  """
+  known = isinstance(params, Mapping | Sequence | None) or jax.tree.leaves(params)
+  if not known:
+    return jnp.zeros([])
+  return memory if any(memory) else None
+
+
+def recall(plan: Plan, stored: Memory | None) -> list[Memory]:
+  """Returns what the codec of each leaf remembers; empty parts where nothing is kept.
+
+  Raises:
+    ValueError: what is kept is not what the codecs remember.
+  """
+  result = []
+  for i, needed in enumerate(_shapes(plan)):
+    places = Memory(plan.others[i], plan.own_axes(i))
+    parts = []
+    for field, axes, part in zip(Memory._fields, places, needed, strict=True):
+      kept: Stored = {} if stored is None else getattr(stored, field)
+      found = kept.get(axes, {}).get(i, ())
+      # Where nobody knew the number of workers, they keep nothing of their own.
+      if jax.tree.leaves(part) and (field == "shared" or jax.tree.leaves(found)):
+        _check(f"{field}[{axes!r}][{i}]", found, part, plan, i)
+      parts.append(found)
+    result.append(Memory(*parts))
+  return result
+
+
+def remember(
+  plan: Plan, stored: Memory | None, memory: Sequence[Memory]
+) -> Memory | None:
+  """Returns what is remembered after a step; what nobody needed stays as it was."""
+  if stored is None:
+    return None
+  new = _stored(plan, memory) or Memory({}, {})
+  if plan.axis_name is not None:
+    # Types shall say that even constants are a worker's own.
+    own = {axes: mark_varying(trees, axes) for axes, trees in new.own.items()}
+    new = new._replace(own=own)
+
+  def merged(old: Stored, new: Stored) -> Stored:
+    return {
+      axes: {i: new.get(axes, {}).get(i, tree) for i, tree in kept.items()}
+      for axes, kept in old.items()
+    }
+
+  return Memory(*map(merged, stored, new))
+
+
+def used_by_leaf(plan: Plan, stored: Memory | None) -> dict[int, float]:
+  """Returns the entries that a worker sent of each leaf, by the numbers of leaves.
+
+  They are means over the workers, of a state that holds numbers. Of one inside a
+  transformed function nothing is known.
+
+  Raises:
+    ValueError: the state is that of other workers.
+  """
+  result = {}
+  workers = 1 if plan.axis_name is None else plan.workers
+  for i, needed in enumerate(_shapes(plan)):
+    kept: Stored = {} if stored is None else stored.own
+    tree = kept.get(plan.own_axes(i), {}).get(i, ())
+    used = used_entries(Memory(own=tree))
+    if used is None or isinstance(used, jax.core.Tracer):
+      continue
+    rows = sum(x.size for x in [used_entries(needed)] if x is not None)
+    if used.size != workers * rows:
+      raise ValueError(
+        f"`opt_state` must be that of {workers} workers with {rows} rows of "
+        f"{plan.names[i]} each, got {used.size} rows."
+      )
+    result[i] = float(np.asarray(used).sum() / workers)
+  return result
+
+
+def _shapes(plan: Plan) -> list[Memory]:
+  """Returns the shapes of what the codec of each leaf remembers."""
+  key = jax.ShapeDtypeStruct((2,), np.uint32)
+  bound = list(zip(plan.codecs, plan.leaves, strict=True))
+  return jax.eval_shape(lambda key: [first_memory(*pair, key) for pair in bound], key)
+
+
+def _stored(plan: Plan, memory: Sequence[Memory]) -> Memory | None:
+  """Returns what is kept of each leaf, by axes and numbers; None for nothing."""
+  shared: Stored = {}
+  own: Stored = {}
+  for i, part in enumerate(memory):
+    if jax.tree.leaves(part.shared):
+      shared.setdefault(plan.others[i], {})[i] = part.shared
+    if jax.tree.leaves(part.own) and plan.of_leaves:
+      own.setdefault(plan.own_axes(i), {})[i] = part.own
+  return Memory(shared, own) if shared or own else None
+
+
+def _check(place: str, found: Any, needed: Any, plan: Plan, number: int) -> None:
+  shapes = [leaf.shape for leaf in jax.tree.leaves(needed)]
+  got = [leaf.shape for leaf in jax.tree.leaves(found)]
+  if got != shapes:
+    raise ValueError(
+      f"`state.memory.{place}` must have arrays of the shapes {shapes} for "
+      f"{plan.names[number]} with {plan.codecs[number]}, got {got or 'none'}; make "
+      "the state by optimizer.init with this transformation and as many workers, "
+      "inside the map or under jax.set_mesh(mesh), and pass it through with "
+      "gradcomp.state_specs."
+    )

@@ -1,0 +1,297 @@
+"""Feedback adds what was not sent to what comes next, with or without momentum."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from gradcomp._src.checks import flag, share_above_0, share_below_1
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.core import residual_storage
+from gradcomp._src.core.residual_storage import Storage, Stored
+from gradcomp._src.kernels.common.fixed_point import scaled
+from gradcomp._src.kernels.materialize import rewritten
+
+FeedbackName = Literal["auto", "error", "momentum"]
+
+
+@runtime_checkable
+class Feedback(Protocol):
+  """Says what a worker does with what it did not send: a frozen dataclass.
+
+  Leaves and trees are float32.
+  """
+
+  keeps: ClassVar[bool]
+  """True if a worker keeps a residual."""
+
+  moves: ClassVar[bool]
+  """True if a worker keeps a momentum of its gradients."""
+
+  def first(self, shape: tuple[int, ...]) -> Stored:
+    """Returns the first residual of a leaf of this shape, of at least one axis."""
+
+  def waits(self, unsent: jax.Array) -> jax.Array:
+    """Returns what waits of that which a leaf did not send."""
+
+  def sent(self, updates: Any, momentum: Any) -> Any:
+    """Returns what a step shall send but for the residual."""
+
+  def keep(
+    self,
+    updates: Any,
+    momentum: Any,
+    means: Any,
+    unsent: Any,
+    chosen: Sequence[jax.Array | None],
+    counts: Sequence[jax.Array],
+  ) -> Any:
+    """Returns the new momentum.
+
+    Args:
+      updates: the gradients.
+      momentum: the old momentum.
+      means: the means of all workers.
+      unsent: what this worker did not send.
+      chosen: for each leaf the positions in it, flat, where a sparse codec sent
+        something, or its size; a mask of 2**31 elements or more; None if the codec
+        sends all elements.
+      counts: for each leaf the count of ``residual_update.remainder``.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class NoFeedback:
+  """Forgets what was not sent."""
+
+  keeps: ClassVar[bool] = False
+  moves: ClassVar[bool] = False
+
+  def first(self, shape: tuple[int, ...]) -> Stored:
+    return residual_storage.zeros(shape, "float32")
+
+  def waits(self, unsent: jax.Array) -> jax.Array:
+    return unsent
+
+  def sent(self, updates: Any, momentum: Any) -> Any:
+    return updates
+
+  def keep(
+    self,
+    updates: Any,
+    momentum: Any,
+    means: Any,
+    unsent: Any,
+    chosen: Sequence[jax.Array | None],
+    counts: Sequence[jax.Array],
+  ) -> Any:
+    return momentum
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ErrorFeedback(NoFeedback):
+  r"""Keeps what was not sent, and adds it to the next gradient.
+
+  With the gradient :math:`g`, the residual :math:`e` and what encodes and decodes,
+  :math:`Q`:
+
+  .. math:: c = g + e, \qquad e' = d \, (c - Q(c))
+
+  A residual takes as much memory as the parameters, in ``float32``. Fewer bits round it
+  at random, with the mean that it had. ``bfloat16`` takes a half, and loses less than
+  :math:`2^{-7}` of an element. ``"int8"`` takes a quarter, and 4 bytes for the scale of
+  each block: the elements of a block, at most 256 of the last axis, lose less than
+  :math:`1/63` of the largest. Where residuals keep their old value, because something
+  is not finite, it is the old one up to such a rounding.
+
+  Attributes:
+    residual_dtype: how residuals are stored: ``float32``, ``bfloat16`` or ``"int8"``.
+    residual_decay: d, above 0 and at most 1. Below 1, what waits for long is forgotten.
+
+  Raises:
+    ValueError: an attribute is outside these.
+
+  Example:
+    >>> tx = gradcomp.qsgd(bits=4, feedback=ErrorFeedback(residual_dtype=jnp.bfloat16))
+    >>> tx.init(jnp.zeros(4)).residual
+    Array([0, 0, 0, 0], dtype=bfloat16)
+
+  References:
+    Seide et al., `1-Bit Stochastic Gradient Descent
+    <https://www.isca-archive.org/interspeech_2014/seide14_interspeech.html>`_, 2014,
+    section 3.1; Grubic et al., 2018, section 2.2
+  """
+
+  residual_dtype: DTypeLike | Storage = "float32"
+  residual_decay: float = 1.0
+
+  keeps: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    stored = residual_storage.storage("residual_dtype", self.residual_dtype)
+    object.__setattr__(self, "residual_dtype", stored)
+    decay = share_above_0("residual_decay", self.residual_decay)
+    object.__setattr__(self, "residual_decay", decay)
+
+  def first(self, shape: tuple[int, ...]) -> Stored:
+    return residual_storage.zeros(shape, cast(Storage, self.residual_dtype))
+
+  def waits(self, unsent: jax.Array) -> jax.Array:
+    return scaled(unsent, self.residual_decay)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MomentumFeedback(ErrorFeedback):
+  """Sends a momentum of the worker's own gradients, and keeps what was not sent.
+
+  ``u' = m u + g`` takes the place of the gradient, or ``m u' + g`` after Nesterov. So
+  put no momentum behind it. Where a sparse codec sends something, ``u'`` becomes zero,
+  so that what waited is not pushed on once it is sent.
+
+  Attributes:
+    decay: m, at least 0 and below 1.
+    nesterov: whether momentum is Nesterov's.
+    residual_dtype, residual_decay: as of :class:`ErrorFeedback`. The momentum stays
+      ``float32``.
+
+  Raises:
+    ValueError: an attribute is outside these.
+
+  References:
+    Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018,
+    sections 3.1 and 3.2; Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_,
+    2018, section 2.4
+  """
+
+  decay: float = 0.9
+  nesterov: bool = False
+
+  moves: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    object.__setattr__(self, "decay", share_below_1("decay", self.decay))
+    flag("nesterov", self.nesterov)
+
+  def sent(self, updates: Any, momentum: Any) -> Any:
+    with jax.named_scope("gradcomp_correct"):
+      accumulated = _add(updates, momentum, self.decay)
+      return _add(updates, accumulated, self.decay) if self.nesterov else accumulated
+
+  def keep(
+    self,
+    updates: Any,
+    momentum: Any,
+    means: Any,
+    unsent: Any,
+    chosen: Sequence[jax.Array | None],
+    counts: Sequence[jax.Array],
+  ) -> Any:
+    """Returns ``u'``, which is zero where a sparse codec sent something.
+
+    So what was sent is not sent again as momentum of what is old. The old momentum
+    stays where something is not finite.
+    """
+    trees = map(jax.tree.leaves, (updates, momentum, means, unsent))
+    leaves = zip(*trees, chosen, counts, strict=True)
+    kept = [_kept(self.decay, *leaf) for leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(momentum), kept)
+
+
+def as_feedback(given: Any, codec: LeafCodec) -> Feedback:
+  """Returns feedback as it is, or what a short form stands for.
+
+  Raises:
+    ValueError: it is neither.
+
+  Example:
+    >>> as_feedback("auto", gradcomp.codecs.OneBit())  # which is biased
+    ErrorFeedback(residual_dtype='float32', residual_decay=1.0)
+  """
+  if given == "auto":
+    return NoFeedback() if codec.unbiased else ErrorFeedback()
+  if given is None:
+    return NoFeedback()
+  if given == "error":
+    return ErrorFeedback()
+  if given == "momentum":
+    return MomentumFeedback()
+  if isinstance(given, type) or not isinstance(given, Feedback):
+    raise ValueError(
+      '`feedback` must be "auto", "error", "momentum", None, gradcomp.ErrorFeedback() '
+      f"or gradcomp.MomentumFeedback(...), got {given!r}."
+    )
+  return given
+
+
+def _add(updates: Any, tree: Any, factor: float) -> Any:
+  """Returns ``factor * tree + updates``, float32.
+
+  Product and sum are each rounded, so that all modes have the same bits.
+  """
+  return jax.tree.map(
+    lambda g, x: scaled(x.reshape(g.shape), factor) + g.astype(jnp.float32),
+    updates,
+    tree,
+  )
+
+
+def _kept(
+  decay: float,
+  gradient: jax.Array,
+  old: jax.Array,
+  mean: jax.Array,
+  unsent: jax.Array,
+  chosen: jax.Array | None,
+  count: jax.Array,
+) -> jax.Array:
+  """Returns the momentum of a leaf that is kept.
+
+  Args:
+    decay: what the old momentum is multiplied by.
+    gradient: this step's gradient.
+    old: the momentum without it.
+    mean: the mean of all workers.
+    unsent: what this worker did not send.
+    chosen: the positions in the flat leaf where a sparse codec sent something, or at
+      least the leaf's size; a mask of a leaf too large for them; None if the codec
+      sends all elements.
+    count: the count of ``residual_update.remainder``.
+  """
+
+  def finite(mean: jax.Array, unsent: jax.Array) -> jax.Array:
+    # A codec that sends all elements makes the mean NaN wherever one is not finite.
+    both = jnp.isfinite(mean)
+    return both if chosen is None else both & jnp.isfinite(unsent)
+
+  def keep(old: jax.Array, one: jax.Array) -> jax.Array:
+    # The barrier has u' computed again, from the same numbers. Else it would take the
+    # memory of a gradient from the encoding to the end of the exchange.
+    added, again = jax.lax.optimization_barrier((gradient.reshape(old.shape), old))
+    usable = finite(mean * one, unsent.reshape(mean.shape) * one).reshape(old.shape)
+    return jnp.where(usable, _add(added, again, decay), old)
+
+  with jax.named_scope("gradcomp_residual"):
+    if chosen is None:
+      return rewritten(keep, old, count)[0]
+    kept = keep(old, jnp.float32(1.0))
+    if chosen.dtype == bool:
+      sent = chosen & finite(mean.reshape(-1), unsent.reshape(-1))
+      return jnp.where(sent.reshape(old.shape), 0.0, kept)
+    # Zeros are written one by one into the old momentum's memory, without a mask. A
+    # flat view of it would be a copy.
+    mean, unsent = (x.reshape(-1).at[chosen].get(mode="clip") for x in (mean, unsent))
+    place = jnp.where(finite(mean, unsent), chosen, old.size)
+    return kept.at[_index(place, old.shape)].set(0.0, mode="drop")
+
+
+def _index(place: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+  """Returns the index of positions in a flat array; of its size, one out of bounds."""
+  index = []
+  for size in reversed(shape[1:]):
+    index.append(place % size)
+    place = place // size
+  return (place, *reversed(index))

@@ -1,0 +1,209 @@
+"""Makes and checks the parts of a state that differ between workers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, bound_size, mesh_size
+from gradcomp._src.mesh.closures import OF_OPTIMIZER, Bind, with_arrays
+from gradcomp._src.mesh.specs import sharded_axes, stack_spec, stacked_over
+from gradcomp._src.mesh.types import (
+  mark_varying,
+  mesh_of,
+  other_axes,
+  placed_spec,
+  typed_spec,
+)
+from gradcomp._src.mesh.unsharded_params import GATHER_FIRST
+
+Own = dict[Axes, Any]  # arrays by the axes that stack them
+
+
+class OwnArrays(Protocol):
+  """Returns what makes the arrays that a worker keeps besides trees like the leaves.
+
+  It makes them by the axes that stack them.
+  """
+
+  def __call__(
+    self,
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    others: Sequence[tuple[str, ...]],
+    workers: int | None,
+  ) -> Callable[[], Own]: ...
+
+
+def first_state(
+  params: Any,
+  axis_name: AxisName | None,
+  firsts: Sequence[Callable[[tuple[int, ...]], Any]],
+  own_arrays: OwnArrays,
+) -> tuple[list[Any], Own]:
+  """Makes what differs between workers, before the first step.
+
+  Inside the map, or without any, arrays are the worker's own, shaped like the leaf.
+  Outside it, under a mesh that has the axis, they are the global ones: the workers'
+  stacked on their first axis, and sharded over it.
+
+  Args:
+    params: the leaves.
+    axis_name: the axes of the workers.
+    firsts: for each tree like the leaves, what makes the array of a leaf's shape, of at
+      least one axis; or several arrays of as many axes, which lie on the devices alike.
+    own_arrays: returns what makes the other arrays.
+
+  Returns:
+    The trees like the leaves, and the other arrays by the axes that stack them.
+  """
+  leaves, treedef = jax.tree.flatten(params)
+  names = () if axis_name is None else axis_names(axis_name)
+  bound = bound_size(names) if names else None
+  on_mesh = mesh_size(names) if names and bound is None else None
+  mesh = jax.sharding.get_abstract_mesh() if on_mesh else mesh_of(leaves)
+  specs = [placed_spec(leaf) if on_mesh else typed_spec(leaf) for leaf in leaves]
+  others = [other_axes(leaf, axis_name) for leaf in leaves]
+  # The second stage is planned from what update will see. That is a part of a leaf if
+  # types say so, but the whole of one that Auto axes cut.
+  seen = [_part(leaf, typed_spec(leaf), mesh) for leaf in leaves]
+  make = own_arrays(seen, others, bound or on_mesh)
+  parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
+
+  def local(make: Callable[[], Own]) -> tuple[list[list[Any]], Own]:
+    like = [
+      [
+        _typed(first(part.shape or (1,)), (*names, *axes))
+        for part, axes in zip(parts, others, strict=True)
+      ]
+      for first in firsts
+    ]
+    return like, {axes: _typed(tree, axes) for axes, tree in make().items()}
+
+  cut = frozenset().union(*map(sharded_axes, specs))
+  if not on_mesh and not cut:
+    like, own = local(make)
+    return [jax.tree.unflatten(treedef, tree) for tree in like], own
+  if on_mesh:
+    specs = [stack_spec(names, spec) for spec in specs]
+  inside = frozenset(mesh.axis_names) if on_mesh else cut
+  own_specs = {axes: stacked_over(axes, inside) for axes in jax.eval_shape(make)}
+
+  def enter(bind: Bind, closed_over: list[Any]) -> tuple[list[list[Any]], Own]:
+    mapped = jax.shard_map(
+      lambda closed_over: local(bind(closed_over)),
+      in_specs=PartitionSpec(),
+      out_specs=([specs] * len(firsts), own_specs),
+      axis_names=set(inside),
+      check_vma=not on_mesh,
+    )
+    return jax.jit(mapped)(closed_over)
+
+  like, own = with_arrays(make, enter, OF_OPTIMIZER)
+  return [jax.tree.unflatten(treedef, tree) for tree in like], own
+
+
+def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
+  """Returns the shape of one device's part of a leaf."""
+  shape = getattr(leaf, "shape", ())
+  if sharded_axes(spec):
+    shape = NamedSharding(mesh, spec).shard_shape(shape)
+  return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _typed(tree: Any, axes: Sequence[str]) -> Any:
+  """Types arrays as different over those of the axes that maps have bound."""
+  bound = tuple(name for name in axes if bound_size(name) is not None)
+  return mark_varying(tree, bound) if bound else tree
+
+
+def check_own(
+  name: str, tree: Any, updates: Any, axis_name: AxisName | None, workers: int
+) -> None:
+  """Raises ValueError for a worker's own tree that is not like its gradient.
+
+  Args:
+    name: the field of the state.
+    tree: its value, or None.
+    updates: the gradients.
+    axis_name: the axes to average over.
+    workers: N.
+  """
+
+  def check(path: Any, update: jax.Array, leaf: jax.Array) -> None:
+    shape = update.shape or (1,)
+    if leaf.shape != shape:
+      raise ValueError(
+        f"`state.{name}`{jax.tree_util.keystr(path)} must have the gradient's shape "
+        f"{shape} here, got {leaf.shape}{_made_for(leaf.shape, shape, workers)}; "
+        "inside a map, pass the state through with gradcomp.state_specs, and make it "
+        "by optimizer.init inside the map or under jax.set_mesh(mesh)."
+        f"{_parts(shape, leaf.shape, axis_name)}"
+      )
+
+  if tree is not None:
+    jax.tree_util.tree_map_with_path(check, updates, tree)
+
+
+def check_residual_types(
+  residual: Any, updates: Any, axis_name: AxisName | None
+) -> None:
+  """Raises ValueError for residuals that every device would take for its own.
+
+  Under Explicit axes their types must say that they are cut over the workers.
+  """
+  if mesh_of(updates).size == 1:
+    return
+  names = () if axis_name is None else axis_names(axis_name)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(residual):
+    if not sharded_axes(typed_spec(leaf)).issuperset(names):
+      raise ValueError(
+        f"`state.residual`{jax.tree_util.keystr(path)} must stack the parts of all "
+        f"workers of {axis_name!r}, but its type says {jax.typeof(leaf)}; give "
+        "axis_name= and make the state by optimizer.init under jax.set_mesh(mesh)."
+      )
+
+
+def _parts(
+  part: tuple[int, ...], whole: tuple[int, ...], axis_name: AxisName | None
+) -> str:
+  """Returns what to do if a gradient has the shape of a part of its residual."""
+  if len(part) != len(whole) or axis_name is None:
+    return ""
+  longer = [(a, b) for a, b in zip(part, whole, strict=True) if a != b]
+  if len(longer) != 1 or not longer[0][0] or longer[0][1] % longer[0][0]:
+    return ""
+  return (
+    f" If the gradient is that of a part of the parameter, cut over {axis_name!r}, "
+    f"{GATHER_FIRST}. If it is cut over another axis, make the state by "
+    "gradcomp.init_state."
+  )
+
+
+def stacked_for(
+  got: tuple[int, ...], expected: tuple[int, ...], workers: int
+) -> int | None:
+  """Returns for how many workers an array was stacked; None if no shape tells it.
+
+  Args:
+    got: the shape that it has: the whole, or the part of a worker.
+    expected: the shape that it should have.
+    workers: the number of workers for which it should be stacked.
+
+  Example:
+    >>> stacked_for((28, 3), (56, 3), 8)
+    4
+  """
+  if not got or not expected or got[1:] != expected[1:] or not expected[0]:
+    return None
+  count, rest = divmod(workers * got[0], expected[0])
+  return None if rest or count in (0, workers) else count
+
+
+def _made_for(got: tuple[int, ...], expected: tuple[int, ...], workers: int) -> str:
+  count = stacked_for(got, expected, workers)
+  if count is None:
+    return ""
+  several = "s" if count > 1 else ""
+  return f": as if made for {count} worker{several}, not for {workers}"

@@ -1,0 +1,224 @@
+"""Adds residuals to gradients, and stores them, perhaps in fewer bits."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gradcomp._src.codecs.dense import working_dtype
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.kernels.common.fixed_point import FRACTION, held
+from gradcomp._src.kernels.common.scales import norms
+from gradcomp._src.kernels.common.threefry import threefry2x32
+from gradcomp._src.kernels.materialize import written
+
+Storage = Literal["float32", "bfloat16", "int8"]
+
+_LANES = 8  # elements that share a block of the cipher
+_ROUNDS = 13  # of the cipher, as for dithers
+_BLOCK = 256  # elements with one scale, at most
+_FEWEST = 16  # and at least, unless the last axis is shorter
+_TOP = 127
+
+
+class Int8Residual(NamedTuple):
+  """The residual of a leaf, as integers of 8 bits and scales that are powers of two.
+
+  An element is its code times the scale of its block, part of the last axis.
+
+  Example:
+    >>> feedback = gradcomp.ErrorFeedback(residual_dtype="int8")
+    >>> tx = gradcomp.qsgd(bits=4, feedback=feedback)
+    >>> residual = tx.init(jnp.zeros((4, 512))).residual
+    >>> residual.codes.shape, residual.scales.shape
+    ((4, 512), (4, 2))
+  """
+
+  codes: jax.Array  # int8, in the shape of the residual
+  scales: jax.Array  # float32[..., blocks]
+
+
+Stored = jax.Array | Int8Residual
+
+
+def storage(name: str, value: Any) -> Storage:
+  """Returns the name of a way to store residuals; ValueError for all else."""
+  choices = get_args(Storage)
+  try:
+    found: Any = None if isinstance(value, np.generic) else jnp.dtype(value).name
+  except TypeError:
+    found = None
+  if value is None or found not in choices:
+    raise ValueError(
+      f"`{name}` must be float32, bfloat16 or int8, as a dtype or its name, got "
+      f"{value!r}."
+    )
+  return found
+
+
+def is_stored(node: Any) -> bool:
+  """Returns True for :class:`Int8Residual`; it is meant for ``is_leaf``."""
+  return isinstance(node, Int8Residual)
+
+
+def kind(residual: Any) -> Storage:
+  """Returns how the residual of a leaf is stored."""
+  return "int8" if is_stored(residual) else residual.dtype.name
+
+
+def check_kind(residual: Any, first: Callable[[tuple[int, ...]], Stored]) -> None:
+  """Raises ValueError for residuals that are not stored as what ``first`` makes."""
+  wanted = kind(jax.eval_shape(lambda: first((1,))))
+  for path, leaf in jax.tree_util.tree_leaves_with_path(residual, is_leaf=is_stored):
+    if (found := kind(leaf)) != wanted:
+      raise ValueError(
+        f"`state.residual`{jax.tree_util.keystr(path)} must be stored as {wanted}, as "
+        f"`feedback` has it, got {found}; make the state with this transformation, or "
+        f"give feedback=gradcomp.ErrorFeedback(residual_dtype={found!r})."
+      )
+
+
+def shaped(residual: Any) -> Any:
+  """Returns of a tree of residuals the arrays that have the leaves' shapes."""
+  return jax.tree.map(
+    lambda x: x.codes if is_stored(x) else x, residual, is_leaf=is_stored
+  )
+
+
+def zeros(shape: tuple[int, ...], stored: Storage) -> Stored:
+  """Returns the first residual of a leaf of this shape, at least of one axis."""
+  if stored != "int8":
+    return jnp.zeros(shape, stored)
+  scales = jnp.zeros(_blocks(shape)[:-1], jnp.float32)
+  return Int8Residual(jnp.zeros(shape, jnp.int8), scales)
+
+
+def read(residual: Stored) -> jax.Array:
+  """Returns the residual of a leaf as floats; a product with a scale is exact.
+
+  Example:
+    >>> read(Int8Residual(jnp.array([-3, 5], jnp.int8), jnp.array([0.5])))
+    Array([-1.5,  2.5], dtype=float32)
+  """
+  if not isinstance(residual, Int8Residual):
+    return residual
+  blocks = _cut(residual.codes.shape, residual.scales.shape[-1])
+  codes = residual.codes.reshape(blocks)
+  values = codes.astype(jnp.float32) * residual.scales[..., None]
+  return values.reshape(residual.codes.shape)
+
+
+def lanes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """Draws what elements are rounded with: ``uint16`` of this shape, uniform.
+
+  Any two elements have independent ones.
+
+  Args:
+    key: ``uint32[2]``.
+    shape: the shape of the leaf.
+  """
+  size = math.prod(shape)
+  blocks = lax.iota(jnp.uint32, -(-size // _LANES))
+
+  def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return threefry2x32(key, (jnp.zeros_like(blocks), blocks), _ROUNDS)
+
+  a, b = written(draw, key)
+
+  def spread(a: jax.Array) -> jax.Array:
+    words = jnp.concatenate([a, b, a ^ b, a ^ ((b << 16) | (b >> 16))])
+    return lax.bitcast_convert_type(words, jnp.uint16).reshape(-1)[:size]
+
+  return written(spread, a).reshape(shape)
+
+
+def to_bfloat16(x: jax.Array, lane: jax.Array) -> jax.Array:
+  """Rounds finite ``float32`` to one of its two neighbours in ``bfloat16``, unbiased.
+
+  What lies beyond the largest finite number becomes that.
+
+  Example:
+    >>> x, lane = jnp.float32(1 + 2**-9), jnp.array([0, 49151, 49152], jnp.uint16)
+    >>> to_bfloat16(x, lane).tolist()  # a quarter of the way
+    [1.0, 1.0, 1.0078125]
+  """
+  bits = lax.bitcast_convert_type(x, jnp.uint32)
+  most = jnp.uint32(0x7F7FFFFF)
+  magnitude = jnp.minimum((bits & jnp.uint32(0x7FFFFFFF)) + lane, most)
+  kept = (magnitude | (bits & jnp.uint32(1 << 31))) >> FRACTION
+  return lax.bitcast_convert_type(kept.astype(jnp.uint16), jnp.bfloat16)
+
+
+def to_int8(x: jax.Array, lane: jax.Array, blocks: int | None = None) -> Int8Residual:
+  """Rounds finite ``float32`` to multiples of the scale of its block, unbiased.
+
+  The scale is the least power of two of which 127 reach the block's largest magnitude,
+  at least ``2**-126``. So what is such a multiple already stays as it is.
+
+  Args:
+    x: the numbers.
+    lane: ``uint16`` of their shape, uniform.
+    blocks: the number of blocks of the last axis, by default that of :func:`zeros`.
+
+  Example:
+    >>> stored = to_int8(jnp.array([1.0, -0.25, 0.1]), jnp.zeros(3, jnp.uint16))
+    >>> read(stored).tolist(), float(stored.scales[0])
+    ([1.0, -0.25, 0.09375], 0.015625)
+  """
+  shape = x.shape
+  cut = _blocks(shape) if blocks is None else _cut(shape, blocks)
+  x, lane = x.reshape(cut), lane.reshape(cut)
+  bits = lax.bitcast_convert_type(held(norms(x, "max"))[..., None], jnp.uint32)
+  # The exponent of the largest, or the next if more than 127/64 of its power of two,
+  # and 6 less, which is 1/64. The highest one has no next.
+  exponent = jnp.clip((bits + jnp.uint32(0x1FFFF)) >> 23, 7, 254) - 6
+  scale, inverse = (
+    lax.bitcast_convert_type(power << 23, jnp.float32)
+    for power in (exponent, 254 - exponent)
+  )
+  # Products with powers of two are exact, and the rest is integers: all modes agree.
+  fixed = jnp.round(x * inverse * (1 << FRACTION)).astype(jnp.int32)
+  top = _TOP << FRACTION
+  codes = (jnp.clip(fixed, -top, top) + lane.astype(jnp.int32)) >> FRACTION
+  return Int8Residual(codes.astype(jnp.int8).reshape(shape), scale[..., 0])
+
+
+def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
+  """Returns the shape with its last axis cut into blocks of one scale each.
+
+  Their size divides that of the axis. If no size near ``_BLOCK`` does, it is one block.
+  """
+  *lead, last = shape
+  sizes = range(min(_BLOCK, last), _FEWEST - 1, -1)
+  size = next((size for size in sizes if last % size == 0), max(last, 1))
+  return (*lead, last // size, size)
+
+
+def _cut(shape: tuple[int, ...], blocks: int) -> tuple[int, ...]:
+  """Returns the shape with its last axis cut into so many blocks.
+
+  It is what stored scales say, and not :func:`_blocks`: where a leaf is cut over Auto
+  axes, its residual is made of the blocks of each device's part, and read as a whole.
+  """
+  *lead, last = shape
+  return (*lead, blocks, last // blocks if blocks else 1)
+
+
+def correct(updates: Any, residual: Any, codec: LeafCodec) -> Any:
+  """Returns the gradient plus the residual, or the gradient if there is none.
+
+  Both are in the dtype that an exchange with the codec adds.
+  """
+
+  def add(g: jax.Array, residual: Stored | None = None) -> jax.Array:
+    wide = g.astype(working_dtype(codec, g.dtype))
+    if residual is None:
+      return wide
+    return read(residual).reshape(g.shape).astype(wide.dtype) + wide
+
+  with jax.named_scope("gradcomp_correct"):
+    return jax.tree.map(add, updates, *([] if residual is None else [residual]))

@@ -1,0 +1,271 @@
+"""The state of a transformation, and the keys of a step that derive from it."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.typing import ArrayLike
+
+from gradcomp._src.codecs import sums
+from gradcomp._src.codecs.memory import Memory
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.exchange.keys import Keys, StepKey
+from gradcomp._src.exchange.messages import OwnerResiduals
+from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.kernels.common.dithers import dither
+from gradcomp._src.kernels.common.threefry import fold_key, key_words
+
+
+class CompressState(NamedTuple):
+  """The state of :func:`compress`, in plain arrays that any checkpointer saves.
+
+  ``memory`` is for codecs that remember something of a leaf, like fitted levels, or
+  thresholds and counts of what was sent. It holds these by the axes that stack them,
+  and by the numbers of leaves. Fields but ``count`` and ``key`` are None if nobody
+  needs them. What is kept of complex parameters has a last axis of two more, for pairs
+  of reals.
+
+  Example:
+    >>> state = gradcomp.onebit_sgd(min_leaf_size=0).init({"w": jnp.ones(2048)})
+    >>> int(state.count), state.residual["w"].shape, state.velocity
+    (0, (2048,), None)
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # int32[], steps so far, replicated
+  key: jax.Array  # uint32[2], replicated
+  # As the parameters but at least 1-d, float32 or as feedback stores it, per worker.
+  residual: Any
+  server_residual: OwnerResiduals | None  # float32, rows that a worker owns; or None
+  memory: Memory | None = None  # what codecs remember, by axes and leaf; or None
+  velocity: Any = None  # float32, like the residual; or None
+
+
+class Watched(NamedTuple):
+  """A :class:`CompressState` that brings measures back from a step.
+
+  Only :func:`gradcomp.telemetry.inspect` makes it, and takes it apart again.
+  """
+
+  count: jax.Array  # type: ignore[assignment]
+  key: jax.Array
+  residual: Any
+  server_residual: OwnerResiduals | None
+  memory: Memory | None
+  velocity: Any
+  sums: Any  # float32, replicated
+
+
+class OwnedRows(NamedTuple):
+  """The rows of elements that a worker owns, as :func:`gradcomp.parallel.zero` has.
+
+  The state of an optimizer inside of it has these, and no trees like the parameters.
+
+  Example:
+    >>> rows = OwnedRows({("data",): (jnp.ones((2, 128)),)})
+    >>> optax.adam(0.1).init(rows)[0].mu.arrays[("data",)][0].shape
+    (2, 128)
+  """
+
+  # By the axes that stack them, one array for each codec of a message, per worker:
+  # [rows, ...], the elements of a row in one axis or several.
+  arrays: dict[tuple[str, ...], tuple[jax.Array, ...]]
+
+
+class OwnSteps(NamedTuple):
+  """What each worker has done alone, as :func:`gradcomp.local.local_steps` keeps it.
+
+  Example:
+    >>> own = OwnSteps({("data",): (jnp.zeros(3), ())})
+    >>> own.moved
+    Array([0., 0., 0.], dtype=float32)
+  """
+
+  # By the axes that stack them, per worker and at least 1-d: how far the worker's own
+  # parameters are from those of all, float32 or wider, and the state of its optimizer.
+  by_axes: dict[tuple[str, ...], tuple[Any, Any]]
+
+  @property
+  def moved(self) -> Any:
+    """How far the worker's own parameters are from those of all."""
+    ((moved, _),) = self.by_axes.values()
+    return moved
+
+  @property
+  def inner_state(self) -> Any:
+    """The state of the worker's own optimizer; of scalars it has arrays of one."""
+    ((_, inner_state),) = self.by_axes.values()
+    return inner_state
+
+
+class FragmentState(NamedTuple):
+  """What :func:`local_steps` keeps of the leaves that it exchanges together.
+
+  Example:
+    >>> FragmentState(None, (), None).outer_state
+    ()
+  """
+
+  exchange: CompressState  # residual, key, count of exchanges
+  outer_state: Any  # of the outer optimizer, replicated
+  arriving: Any  # a mean on its way, like the leaves, replicated; None without delay
+
+
+class LocalStepsState(NamedTuple):
+  """The state of :func:`local_steps`, in plain arrays that any checkpointer saves.
+
+  Example:
+    >>> codec = gradcomp.codecs.Dense()
+    >>> tx = gradcomp.local.local_steps(
+    ...   optax.adam(1e-3), optax.sgd(0.7), every=30, codec=codec, axis_name="data"
+    ... )
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+    ...   state = tx.init({"w": jnp.ones(300)})
+    >>> int(state.count), state.own.moved["w"].shape, len(state.fragments)
+    (0, (300,), 1)
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # int32[], steps so far, replicated
+  own: OwnSteps  # each worker's displacement and inner state, per worker
+  fragments: tuple[FragmentState, ...]
+
+
+def states_in(opt_state: Any) -> list[CompressState]:
+  """Returns the states of gradcomp's transformations, in the order of their numbers."""
+  return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
+
+
+def is_state(node: Any) -> bool:
+  """Returns True for :class:`CompressState`; it is meant for ``is_leaf``."""
+  return isinstance(node, CompressState)
+
+
+def collects(node: Any) -> bool:
+  """Returns True for MultiSteps around an exchange; it is meant for ``is_leaf``.
+
+  What it has collected is each worker's own.
+  """
+  return isinstance(node, optax.MultiStepsState) and bool(
+    states_in(node.inner_opt_state)
+  )
+
+
+def is_rows(node: Any) -> bool:
+  """Returns True for :class:`OwnedRows`; it is meant for ``is_leaf``."""
+  return isinstance(node, OwnedRows)
+
+
+def is_own_steps(node: Any) -> bool:
+  """Returns True for :class:`OwnSteps`; it is meant for ``is_leaf``."""
+  return isinstance(node, OwnSteps)
+
+
+def steps_alone(opt_state: Any) -> bool:
+  """Returns True if workers take steps alone, and have parameters of their own."""
+  return any(map(is_own_steps, jax.tree.leaves(opt_state, is_leaf=is_own_steps)))
+
+
+def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
+  """Raises an error for the state of another transformation.
+
+  Args:
+    state: what ``update`` was given.
+    needs: by the names of fields, whether they must be kept.
+    reason: the hyperparameters that need them.
+
+  Raises:
+    TypeError: it is no :class:`CompressState`.
+    ValueError: a field is missing.
+  """
+  cure = "make the state with this transformation"
+  if not isinstance(state, CompressState | Watched):
+    raise TypeError(
+      f"`state` must be a gradcomp.state.CompressState, got {type(state).__name__}; "
+      f"{cure}, and take the one of its place from the state of an optax.chain."
+    )
+  for name, needed in needs.items():
+    if needed and getattr(state, name) is None:
+      raise ValueError(f"`state.{name}` must be kept with {reason}; {cure}.")
+
+
+def seed_words(key: ArrayLike) -> jax.Array:
+  """Returns the ``uint32[2]`` of a seed or of a threefry key.
+
+  It is a copy, which may be donated.
+  """
+  seed = not isinstance(key, int) or -(2**63) <= key < 2**63
+  if not seed or not isinstance(key, int | jax.Array | np.ndarray | np.generic):
+    raise ValueError(
+      "`key` must be a seed of at most 64 bits, or one threefry2x32 key, got "
+      f"{key!r}; make it with jax.random.key(seed)."
+    )
+  if not isinstance(key, int | jax.Array):
+    key = jnp.asarray(key)
+  if isinstance(key, int) or (
+    key.shape == () and jnp.issubdtype(key.dtype, jnp.integer)
+  ):
+    key = jax.random.key(key, impl="threefry2x32")
+  return jnp.array(key_words(key))
+
+
+def step_keys(state: CompressState, plan: Plan, *, shared: bool) -> Keys:
+  """Returns the keys of a step, for each codec that needs one.
+
+  There is one for each leaf, and one for the later stages of each codec of a message. A
+  key derives from the names of the leaves that it is for, and from no others. So two
+  transformations of different leaves, as in ``optax.partition``, draw different bits,
+  and a new leaf changes no bits of others.
+
+  Each worker has keys of its own, but for codecs with which all workers must choose the
+  same elements, and dithers that derive from keys of all workers.
+
+  Args:
+    state: the state before the step.
+    plan: what the step sends.
+    shared: whether to return dithers.
+  """
+  leaves: dict[int, Codec] = {}
+  stages: list[tuple[str, Codec]] = []
+  for message in plan.messages:
+    codecs = message.layout.codecs
+    texts = [f"round {message.round}\n" if message.round else ""] * len(codecs)
+    for i, slot in zip(message.leaves, message.layout.slots, strict=True):
+      leaves[i] = codecs[slot.group]
+      texts[slot.group] += f"{plan.names[i]}\n"
+    stages += zip(texts, codecs, strict=True)
+  users = [(name, leaves[i]) for i, name in enumerate(plan.names)] + stages
+  numbers = [i for i, (_, codec) in enumerate(users) if codec.needs_key]
+  keys: list[StepKey | None] = [None] * len(users)
+  if numbers:
+    worker = 0 if plan.axis_name is None else lax.axis_index(plan.axis_name)
+    common = _keys(state, [users[i][0] for i in numbers])
+    own = jax.vmap(fold_key, (0, None))(common, worker)
+    dithers = jax.vmap(dither, (0, None))(common, worker) if shared else None
+    for k, i in enumerate(numbers):
+      alike = sums.of(users[i][1]).alike
+      mine = common[k] if alike else own[k]
+      keys[i] = StepKey(mine, None if dithers is None else dithers[k])
+  return Keys(keys[: len(plan.names)], keys[len(plan.names) :])
+
+
+def residual_key(state: CompressState, plan: Plan, leaf: int) -> jax.Array:
+  """Returns the key that a worker rounds the residual of a leaf with: ``uint32[2]``."""
+  worker = 0 if plan.axis_name is None else lax.axis_index(plan.axis_name)
+  (common,) = _keys(state, [f"residual\n{plan.names[leaf]}"])
+  return fold_key(common, worker)
+
+
+def _keys(state: CompressState, texts: Sequence[str]) -> jax.Array:
+  """Returns the key of all workers for each text, ``uint32[texts, 2]``."""
+  step_key = fold_key(state.key, state.count)
+  words = jnp.array([name_words(text) for text in texts], jnp.uint32)
+  return jax.vmap(lambda word: fold_key(fold_key(step_key, word[0]), word[1]))(words)
+
+
+def name_words(text: str) -> np.ndarray:
+  """Returns the first two words of a text's SHA-256, big-endian."""
+  return np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], ">u4")

@@ -1,0 +1,174 @@
+"""The optax transformation: gradient, residual, encode, exchange, decode."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from gradcomp._src.checks import optional_size
+from gradcomp._src.codecs.memory import Memory
+from gradcomp._src.codecs.protocol import LeafCodec, is_codec
+from gradcomp._src.core.codec_memory import as_stored, recall, remember
+from gradcomp._src.core.compression import Compression, Dither, paths_of
+from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
+from gradcomp._src.core.first_state import first_state
+from gradcomp._src.core.inputs import not_differentiated, of_reals
+from gradcomp._src.core.measures import measured
+from gradcomp._src.core.planned_states import tell_of
+from gradcomp._src.core.residual_storage import correct
+from gradcomp._src.core.state import CompressState, Watched, seed_words, step_keys
+from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
+from gradcomp._src.exchange.messages import average_leaves
+from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.sentinels import or_explained
+from gradcomp._src.mesh.shard_maps import per_device
+
+
+def compress(
+  codec: LeafCodec,
+  *,
+  axis_name: AxisName | None = None,
+  exchange: ExchangeName | Auto | Exchange = "auto",
+  feedback: FeedbackName | Feedback | None = "auto",
+  min_leaf_size: int | None = None,
+  message_bytes: int | None = None,
+  key: ArrayLike = 0,
+  dither: Dither = "shared",
+) -> optax.GradientTransformationExtraArgs:
+  r"""Replaces each worker's gradient by the mean of all workers', sent compressed.
+
+  Put it in front of an optimizer, and give it gradients that no collective has touched
+  yet: see :func:`gradcomp.value_and_grad`. With worker :math:`i`'s gradient
+  :math:`g_i` and residual :math:`e_i` (zero without feedback), it returns
+
+  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
+
+  where :math:`Q` encodes and decodes. ``two_shot`` encodes the mean once more, and
+  sends what that loses in the next step: see :class:`gradcomp.exchange.TwoShot`. Every
+  worker gets the same bits. Without feedback the result is unbiased if the codec is, up
+  to what waits for the next step.
+
+  Under Explicit axes, call ``update`` in plain ``jax.jit``. It takes gradients typed
+  ``{U:data}``, whose sum over the devices is the gradient of the whole batch, and
+  returns that sum, replicated. There is then no :math:`1/N` in the formula.
+
+  All is computed in float32, and returned in the gradient's dtype. With feedback, what
+  that dtype does not hold of the mean waits, too. Of float64, what is beyond 3.4e38
+  becomes infinite. But with ``Dense()``, float64 is added as float64.
+  Complex gradients travel, and wait in residuals, as pairs of reals.
+
+  A non-finite gradient makes (at least) its bucket NaN on every worker, and leaves the
+  residuals there as they were. Guard with ``optax.apply_if_finite`` *after* this. The
+  residuals of other buckets go on, as if the guard had not dropped the step. Or put
+  :func:`gradcomp.skip_nonfinite` around all, which leaves every residual as it was.
+
+  Args:
+    codec: the codec of the leaves, e.g. :class:`gradcomp.codecs.QSGD`.
+    axis_name, exchange, feedback, min_leaf_size, message_bytes, key, dither: the
+      options, which all recipes take, too: see :class:`gradcomp.CompressOptions`.
+
+  Returns:
+    A gradient transformation; its state is a :class:`CompressState`. Inside the map,
+    ``init`` makes the worker's own state. Outside, under ``jax.set_mesh(mesh)`` with
+    the axis in the mesh, it makes the global one, with residuals stacked on their first
+    axis. See :func:`gradcomp.state_specs`.
+
+  Raises:
+    ValueError: ``exchange`` or ``feedback`` is unknown; the codec or the axes do not
+      allow the exchange; or ``min_leaf_size``, ``message_bytes``, ``key`` or
+      ``dither`` is bad. In
+      ``update``: an axis is not bound; there are manual axes and no ``axis_name``;
+      gradients are already reduced; residuals have other shapes than it needs; or
+      another process of the run has other options. In both, parameters are cut over an
+      axis that is averaged over, as far as their types, their placement or the
+      residuals show it.
+    TypeError: ``codec`` is not one; in ``update``, a gradient leaf is neither real nor
+      complex floating point, or ``jax.grad`` differentiates through it.
+
+  Example:
+    >>> tx = compress(gradcomp.codecs.QSGD(bits=8, rounding="nearest"))
+    >>> grads = {"w": jnp.linspace(-1.0, 1.0, 512)}
+    >>> state = tx.init(grads)
+    >>> updates, state = tx.update(grads, state)
+    >>> bool(jnp.all(updates["w"] + state.residual["w"] == grads["w"]))
+    True
+
+  References:
+    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
+    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.4 and
+    3.2; Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
+  """
+  if not is_codec(codec):
+    raise TypeError(f"`codec` must be an instance of a codec, got {codec!r}.")
+  if axis_name is not None:
+    names = axis_names(axis_name)
+    axis_name = names if len(names) > 1 else names[0]
+  parts = Compression(
+    codec,
+    axis_name,
+    as_exchange(exchange),
+    as_feedback(feedback, codec),
+    optional_size("min_leaf_size", "elements", min_leaf_size),
+    optional_size("message_bytes", "bytes", message_bytes),
+    key,
+    dither,
+  )
+  keeper = parts.feedback
+
+  def init_fn(params: Any) -> CompressState:
+    parts.check_init(params)
+    own = functools.partial(parts.own_arrays, paths=paths_of(params))
+    trees, kept = first_state(params, or_explained(axis_name), parts.first, own)
+    residual, velocity, *_ = (*trees, None, None)
+    owned, *memory = ({at: x[i] for at, x in kept.items() if x[i]} for i in range(3))
+    return tell_of(
+      CompressState(
+        jnp.zeros([], jnp.int32),
+        seed_words(key),
+        residual,
+        owned or None,
+        as_stored(params, Memory(*memory)),
+        velocity,
+      )
+    )
+
+  def update_fn(
+    updates: Any, state: CompressState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, CompressState]:
+    del extra_args
+    updates = not_differentiated(updates)
+    across = parts.across(updates, state, params)
+
+    def step(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
+      workers = parts.workers(across, updates, state)
+      given = keeper.sent(updates, state.velocity)
+      corrected, treedef = jax.tree.flatten(correct(given, state.residual, codec))
+      plan = parts.plan(corrected, paths_of(updates), across, workers)
+      exchanged = average_leaves(
+        plan,
+        corrected,
+        step_keys(state, plan, shared=parts.dither == "shared"),
+        workers,
+        owned=parts.owned(plan, state),
+        memory=recall(plan, state.memory),
+        step=state.count,
+        keep=keeper.keeps or isinstance(state, Watched),
+        mark=keeper.moves,
+      )
+      mean, waits = parts.as_updates(treedef, exchanged, across, workers)
+      kept = parts.keep(plan, state, updates, corrected, mean, waits)
+      seen = measured(kept, plan, updates, corrected, exchanged, workers)
+      return mean, seen._replace(
+        count=optax.safe_increment(state.count),
+        memory=remember(plan, state.memory, exchanged.memory),
+      )
+
+    unreduced = not parts.exchange.sends
+    return per_device(step, updates, state, across.axes, keeps_addends=unreduced)
+
+  return of_reals(init_fn, update_fn)

@@ -1,0 +1,1 @@
+"""Performance models: seconds of links, collectives, codecs and steps."""

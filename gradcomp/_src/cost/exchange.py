@@ -1,0 +1,171 @@
+"""Predicts the seconds of an exchange from what explain says that it sends."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from gradcomp._src.cost.cluster import Cluster, CodecSpeed
+from gradcomp._src.cost.collectives import (
+  all_gather_seconds,
+  all_reduce_seconds,
+  all_to_all_seconds,
+  ppermute_seconds,
+)
+from gradcomp._src.cost.link import Link
+from gradcomp._src.cost.rules import at_least_0, instance_of
+
+if TYPE_CHECKING:  # at run time this would import JAX
+  from gradcomp._src.report.collectives import Stage
+  from gradcomp._src.report.explain import Explanation
+  from gradcomp._src.report.leaf_plan import LeafPlan
+
+Speeds = CodecSpeed | Callable[[Any], CodecSpeed]  # of every codec, or for each
+
+_NO_WORK = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Breakdown:
+  """The seconds of an exchange, by what they are spent on.
+
+  Attributes:
+    encode: to encode, and to compute what that loses where workers keep it.
+    wire: for each collective, its name, the bytes that a worker sends, and the seconds.
+    add: to decode and add payloads, or to add plain numbers outside of collectives.
+    decode: to decode sums.
+  """
+
+  encode: float = 0.0
+  wire: tuple[tuple[str, float, float], ...] = ()
+  add: float = 0.0
+  decode: float = 0.0
+
+  @property
+  def wire_seconds(self) -> float:
+    """The seconds of all collectives."""
+    return sum(seconds for _, _, seconds in self.wire)
+
+  @property
+  def bytes_sent(self) -> float:
+    """The bytes that a worker sends."""
+    return sum(nbytes for _, nbytes, _ in self.wire)
+
+  @property
+  def codec_seconds(self) -> float:
+    """The seconds in which a worker encodes, adds and decodes."""
+    return self.encode + self.add + self.decode
+
+  @property
+  def total(self) -> float:
+    """All seconds, one after the other."""
+    return self.codec_seconds + self.wire_seconds
+
+
+def exchange_seconds(
+  explanation: "Explanation", cluster: Cluster, speeds: Speeds
+) -> Breakdown:
+  """Predicts the seconds from the gradients to their means.
+
+  Collectives and bytes are those that :func:`gradcomp.explain` reads from a trace. Each
+  collective takes the seconds of its ring; see :class:`Link`. A worker computes before
+  and after its collectives, not meanwhile.
+
+  Args:
+    explanation: the exchange, from :func:`gradcomp.explain`.
+    cluster: the workers, as many as in the explanation.
+    speeds: the speeds of all codecs, or a function from the codec of a leaf to its
+      speeds. It is not asked for leaves that the backend adds as they are.
+
+  Raises:
+    ValueError: the numbers of workers differ.
+
+  Example:
+    >>> link = Link(latency=50e-6, bytes_per_second=125e6)
+    >>> speed = CodecSpeed(encode=0.4e-9, decode=0.2e-9, add=0.05e-9)
+    >>> params = {"w": jnp.zeros((4096, 4096))}
+    >>> optimizer = gradcomp.qsgd(bits=4, axis_name="data")
+    >>> explanation = gradcomp.explain(optimizer, params, workers=4)
+    >>> cost = exchange_seconds(explanation, Cluster(workers=4, link=link), speed)
+    >>> [(name, f"{nbytes:,.0f}", f"{s:.4f}") for name, nbytes, s in cost.wire]
+    [('all_to_all', '6,389,760', '0.0513'), ('all_gather', '6,389,760', '0.0513')]
+    >>> f"{cost.encode:.4f} + {cost.add:.4f} + {cost.decode:.4f}, {cost.total:.4f}"
+    '0.0084 + 0.0008 + 0.0034, 0.1151'
+  """
+  _check_workers(explanation, cluster)
+  return _seconds(explanation.leaves, explanation.stages, cluster, speeds)
+
+
+def message_seconds(
+  explanation: "Explanation", cluster: Cluster, speeds: Speeds
+) -> tuple[Breakdown, ...]:
+  """Predicts the seconds of each message alone; see :func:`exchange_seconds`.
+
+  A leaf that travels in several messages is encoded for the last one of them.
+  """
+  _check_workers(explanation, cluster)
+  leaves, stages = explanation.leaves, explanation.stages
+  numbers = sorted({x.message for x in leaves} | {x.message for x in stages})
+  return tuple(
+    _seconds(
+      [leaf for leaf in leaves if leaf.message == number],
+      [stage for stage in stages if stage.message == number],
+      cluster,
+      speeds,
+    )
+    for number in numbers
+  )
+
+
+def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
+  """Returns the seconds of a plain mean in float32: one all-reduce of all elements."""
+  instance_of("cluster", Cluster, cluster)
+  elements = at_least_0("elements", elements)
+  workers, nbytes = cluster.workers, 4 * elements
+  seconds = all_reduce_seconds(
+    nbytes, workers, cluster.link, add=elements * cluster.add
+  )
+  sent = 2 * (workers - 1) / workers * nbytes
+  return Breakdown(wire=(("all_reduce", sent, seconds),))
+
+
+def _check_workers(explanation: "Explanation", cluster: Cluster) -> None:
+  instance_of("cluster", Cluster, cluster)
+  if explanation.workers != cluster.workers:
+    raise ValueError(
+      f"`cluster` must have the {explanation.workers} workers of the explanation, got "
+      f"{cluster.workers}."
+    )
+
+
+def _seconds(
+  leaves: Iterable["LeafPlan"],
+  stages: Iterable["Stage"],
+  cluster: Cluster,
+  speeds: Speeds,
+) -> Breakdown:
+  encode = decode = add = 0.0
+  for leaf in leaves:
+    work, size = leaf.work, leaf.elements
+    speed = _NO_WORK
+    if any(work):
+      speed = speeds if isinstance(speeds, CodecSpeed) else speeds(leaf.codec)
+    keep = speed.keep if leaf.keeps else 0.0
+    encode += size * float(work.encoded) * (speed.encode + keep)
+    decode += size * float(work.decoded) * speed.decode
+    add += size * (float(work.added) * speed.add + float(work.summed) * cluster.add)
+  wire = []
+  for stage in stages:
+    link = cluster.link_within(stage.span)
+    seconds = stage.times * _COLLECTIVES[stage.kind](stage, link, cluster.add)
+    wire.append((stage.kind, float(stage.times * stage.bytes_sent), seconds))
+  return Breakdown(encode=encode, wire=tuple(wire), add=add, decode=decode)
+
+
+_COLLECTIVES: dict[str, Callable[["Stage", Link, float], float]] = {
+  "all_gather": lambda x, link, _: all_gather_seconds(x.bytes_in, x.workers, link),
+  "all_reduce": lambda x, link, add: all_reduce_seconds(
+    x.bytes_in, x.workers, link, add=add * x.elements
+  ),
+  "all_to_all": lambda x, link, _: all_to_all_seconds(x.bytes_in, x.workers, link),
+  "ppermute": lambda x, link, _: ppermute_seconds(x.bytes_in, x.workers, link),
+}

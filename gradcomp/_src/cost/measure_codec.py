@@ -1,0 +1,108 @@
+"""Measures a codec on a device of this program. Only its functions need JAX."""
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gradcomp._src.cost.cluster import CodecSpeed
+from gradcomp._src.cost.rules import count
+
+if TYPE_CHECKING:  # at run time this would import JAX
+  from gradcomp._src.codecs.protocol import LeafCodec
+
+_PAYLOADS = 4  # that are added at a time
+
+
+def measured_speed(codec: "LeafCodec", elements: int, repeats: int) -> CodecSpeed:
+  """Measures a codec; see :meth:`CodecSpeed.measure`."""
+  count("elements", elements)
+  count("repeats", repeats)
+  width = 1 << (elements.bit_length() // 2)
+  shape = (-(-elements // width), width)
+  calls = [*_calls(codec, shape), *updates(codec, shape)]
+  medians = (_median(call, repeats) / math.prod(shape) for call in calls)
+  encode, decode, add, forget, keep = medians
+  return CodecSpeed(
+    encode=encode, decode=decode, add=add / _PAYLOADS, keep=max(0.0, keep - forget)
+  )
+
+
+def _median(call: Callable[[], Any], repeats: int) -> float:
+  import jax
+
+  jax.block_until_ready(call())
+  seconds = []
+  for _ in range(repeats):
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    seconds.append(time.perf_counter() - start)
+  return statistics.median(seconds)
+
+
+def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]]:
+  """Returns what encodes, decodes, and adds payloads."""
+  import jax
+  import jax.numpy as jnp
+
+  from gradcomp._src.codecs import sums
+  from gradcomp._src.codecs.leaf import Leaf
+  from gradcomp._src.codecs.memory import first_memory, leaf_context
+
+  x = jax.random.normal(jax.random.key(0), shape)
+  key = jnp.array([1, 2], jnp.uint32)
+  leaf = Leaf(shape, addends=_PAYLOADS)
+  bound: Any = codec.bind(leaf)
+  memory = first_memory(bound, leaf, key)
+  context = leaf_context(bound, None, memory, jnp.int32(0))
+
+  def encode(x: jax.Array) -> Any:
+    return bound.encode(x, key=key, context=context)
+
+  def decode(payload: Any) -> jax.Array:
+    return bound.decode(payload, like=x)
+
+  def add(payload: Any, received: jax.Array) -> jax.Array:
+    rows, agreed = payload.rows.shape[0], payload.agreed
+    if agreed is not None:
+      agreed = jnp.broadcast_to(agreed, (rows, agreed.shape[1]))
+    return sums.of(bound).gathered(received, agreed, 1 / _PAYLOADS)(0, rows)
+
+  encoded = jax.jit(encode)
+  payload = encoded(x)
+  received = jnp.stack([payload.rows] * _PAYLOADS)
+  return [
+    functools.partial(encoded, x),
+    functools.partial(jax.jit(decode), payload),
+    functools.partial(jax.jit(add), payload, received),
+  ]
+
+
+def updates(codec: "LeafCodec", shape: tuple[int, ...]) -> list[Callable[[], Any]]:
+  """Returns updates that send nothing: without a residual, and with one.
+
+  A residual is added to the gradient, and written over by what is not sent, as in a
+  training step.
+  """
+  import jax
+
+  from gradcomp._src.core.feedback import ErrorFeedback
+  from gradcomp._src.core.transform import compress
+
+  gradient = jax.random.normal(jax.random.key(0), shape)
+
+  def stepping(feedback: ErrorFeedback | None) -> Callable[[], Any]:
+    tx = compress(codec, exchange="local", feedback=feedback)
+    state = tx.init(gradient)
+    step = jax.jit(lambda x, state: tx.update(x, state)[::-1], donate_argnums=1)
+
+    def call() -> Any:
+      nonlocal state
+      state, mean = step(gradient, state)
+      return mean
+
+    return call
+
+  return [stepping(None), stepping(ErrorFeedback())]

@@ -1,0 +1,270 @@
+"""Dettmers's model of AlexNet on 4 and on 96 GPUs: how much faster than on one.
+
+Convolutions are data-parallel. Fully connected layers are model-parallel on 4 GPUs: a
+sub-batch's activations travel while the one before is computed. On 96 GPUs in 32 nodes
+the activations of the last convolution travel, and hide under a matrix product.
+
+Times are seconds, and sizes bytes.
+
+Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR 2016, section 5.
+"""
+
+import math
+from typing import Literal, NamedTuple, get_args
+
+from gradcomp._src.cost.papers.dettmers_tables import KIB as KIB
+from gradcomp._src.cost.papers.dettmers_tables import ROWS as ROWS
+from gradcomp._src.cost.papers.dettmers_tables import TRANSFERS as TRANSFERS
+from gradcomp._src.cost.rules import above_0, at_least_0, count
+
+Bits = Literal[8, 32]
+Sizes = Literal["table", "derived"]
+Penalty = Literal["nodes", "passes"]
+
+NODES, GPUS = 32, 96
+FORWARD_BACKWARD = 104.1e-3  # of AlexNet on one GPU, NervanaGPU's estimate
+CONVNET2 = 177e-3  # the same with Krizhevsky's kernels
+MEASURED = 3.66  # Krizhevsky's speed-up on 4 GPUs
+DENSE = 6.5e-3  # of the above, the fully connected layers
+DENSE_PARALLEL = 3.34e-3  # the same, cut over 4 GPUs
+LAST_CONVOLUTION = 0.05e-3  # table 3: the one gradient that hides under nothing
+PRINTED_PENALTY = {8: 2.55e-3, 32: 6.81e-3}  # whose terms add up to 7.01 for 32 bits
+BYTES_PER_SECOND = 6e9  # InfiniBand
+PCIE = 1 / 3  # of InfiniBand's time; not printed, but table 6 needs it
+HIDDEN = 1.3e-3  # of a pass that a matrix product hides
+DENSE_LATENCY = {128: 0.008e-3, 256: 0.015e-3}  # table 5, of a dense layer's message
+DENSE_PRODUCT = 0.1e-3  # the longest matrix product of such a layer on 96 GPUs
+ACTIVATIONS = 9216  # of an image after the last convolution
+_BATCH = 12288
+
+
+class Pass(NamedTuple):
+  """The seconds of a step on the cluster.
+
+  Attributes:
+    single: one transfer of a sub-batch's activations to all other nodes.
+    exposed: all transfers of a step, as far as no computation hides them.
+    total: with the fully connected layers of all passes.
+  """
+
+  single: float
+  exposed: float
+  total: float
+
+
+def dense_penalty_seconds(bits: Bits) -> float:
+  """Returns the seconds of a step on 4 GPUs in which transfers hide under nothing.
+
+  Of each transfer it is ``max(0, sync - hides)``, and five times the first one.
+
+  >>> round(dense_penalty_seconds(32), 5), round(dense_penalty_seconds(8), 5)
+  (0.00701, 0.00255)
+  """
+  _one_of("bits", Bits, bits)
+  terms = (max(0.0, row.sync[bits] - row.hides) for row in TRANSFERS)
+  return sum(terms) + 5 * TRANSFERS[0].sync[bits]
+
+
+def single_node_speedup(
+  penalty: float, *, forward_backward: float = FORWARD_BACKWARD, gpus: int = 4
+) -> float:
+  """Returns how many times as fast as one GPU a node of so many is (section 5.1.3).
+
+  ``G T / (T - F + conv + G f + penalty)``, where F and f are the seconds of the fully
+  connected layers on one GPU and cut over G. There are as many sub-batches as GPUs.
+
+  Args:
+    penalty: the seconds of transfers that hide under nothing.
+    forward_backward: T, the seconds of a step on one GPU.
+    gpus: G. The paper has f for 4 alone.
+
+  Raises:
+    ValueError: the penalty is below 0, or T not above F.
+
+  >>> [round(single_node_speedup(PRINTED_PENALTY[bits]), 2) for bits in (32, 8)]
+  [3.53, 3.67]
+  """
+  whole = _whole(forward_backward)
+  parallel = LAST_CONVOLUTION + count("gpus", gpus) * DENSE_PARALLEL
+  return gpus * whole / (whole - DENSE + parallel + at_least_0("penalty", penalty))
+
+
+def message_bytes(sub_batch: int, bits: Bits) -> float:
+  """Returns the bytes that a node sends to each other: its share of the activations.
+
+  >>> message_bytes(1024, 32) / KIB, message_bytes(1024, 8) / KIB
+  (1152.0, 288.0)
+  """
+  _one_of("bits", Bits, bits)
+  return count("sub_batch", sub_batch) * ACTIVATIONS * bits / 8 / NODES
+
+
+def latency_seconds(nbytes: float) -> float:
+  """Returns a message's latency, interpolated between table 5's for 32 bits.
+
+  The interpolation is linear in the logarithms of both. The row of 2056 is left out:
+  what is printed there is not what table 6 was made with.
+
+  >>> round(1e3 * latency_seconds(288 * KIB), 3), round(1e3 * latency_seconds(2**20), 3)
+  (0.07, 0.249)
+  """
+  x = math.log(above_0("nbytes", nbytes))
+  points = [
+    (math.log(row.nbytes[32]), math.log(row.latency[32]))
+    for row in ROWS
+    if row.sub_batch != 2056
+  ]
+  inner = sum(x > left for left, _ in points[1:-1])
+  (x0, y0), (x1, y1) = points[inner], points[inner + 1]
+  return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+def cluster_pass(
+  sub_batch: int,
+  *,
+  bits: Bits = 32,
+  sizes: Sizes = "table",
+  penalty: Penalty = "nodes",
+) -> Pass:
+  """Returns the seconds of a step's model-parallel part on 32 nodes (section 5.2).
+
+  A transfer takes ``31 (latency + 4/3 bytes / 6 GB/s)``. Where a matrix product of 1.3
+  ms does not hide it, the paper multiplies what is left by 31, the other nodes,
+  whatever the number of passes is.
+
+  Args:
+    sub_batch: one of those of table 5, for ``sizes="table"``.
+    bits: of an activation on the wire.
+    sizes: ``"table"`` for the paper's sizes, of which those of 8 bits are too small by
+      half; ``"derived"`` for :func:`message_bytes` and :func:`latency_seconds`.
+    penalty: ``"nodes"`` for the paper's rule; ``"passes"`` for one that a pipeline has:
+      the first transfer in full, and of every other pass what is left.
+
+  Raises:
+    ValueError: the table has no such sub-batch, or another argument is none of these.
+
+  >>> paper = cluster_pass(1024, bits=8)
+  >>> round(1e3 * paper.single, 2), round(1e3 * paper.total, 1)
+  (2.26, 107.6)
+  """
+  _one_of("bits", Bits, bits)
+  _one_of("sizes", Sizes, sizes)
+  _one_of("penalty", Penalty, penalty)
+  passes = max(1, round(_BATCH / count("sub_batch", sub_batch)))
+  if sizes == "derived":
+    nbytes = message_bytes(sub_batch, bits)
+    latency = latency_seconds(nbytes)
+  else:
+    rows = [row for row in ROWS if row.sub_batch == sub_batch]
+    if not rows:
+      known = ", ".join(str(row.sub_batch) for row in ROWS)
+      raise ValueError(f"`sub_batch` must be one of {known}, got {sub_batch!r}.")
+    nbytes, latency = rows[0].nbytes[bits], rows[0].latency[bits]
+  single = (NODES - 1) * (latency + (1 + PCIE) * nbytes / BYTES_PER_SECOND)
+  exposed = exposed_seconds(single, HIDDEN, passes, penalty=penalty)
+  return Pass(single, exposed, passes * DENSE + exposed)
+
+
+def exposed_seconds(
+  single: float,
+  hidden: float,
+  passes: int,
+  *,
+  penalty: Penalty = "passes",
+  nodes: int = NODES,
+) -> float:
+  """Returns the seconds of a step's transfers that no computation hides.
+
+  Args:
+    single: the seconds of one pass's transfer.
+    hidden: the seconds of a pass's computation, under which the next transfer hides.
+    passes: the number of passes.
+    penalty: as in :func:`cluster_pass`. Both rules say ``single`` where it is no longer
+      than ``hidden``.
+    nodes: by whose number ``"nodes"`` multiplies, less one.
+
+  >>> exposed_seconds(2.0, 1.5, passes=4), exposed_seconds(2.0, 2.5, passes=4)
+  (3.5, 2.0)
+  >>> exposed_seconds(2.0, 1.5, passes=4, penalty="nodes")
+  15.5
+  """
+  _one_of("penalty", Penalty, penalty)
+  left = at_least_0("single", single) - at_least_0("hidden", hidden)
+  if left <= 0:
+    return single
+  if penalty == "nodes":
+    return (count("nodes", nodes) - 1) * left
+  return single + (count("passes", passes) - 1) * left
+
+
+def cluster_speedup(
+  total: float, *, forward_backward: float = FORWARD_BACKWARD
+) -> float:
+  """Returns how many times as fast as one GPU the 96 are: ``G T / (T - F + total)``.
+
+  Args:
+    total: the seconds of :func:`cluster_pass`, ``.total``.
+    forward_backward: T, the seconds of a step on one GPU.
+
+  >>> round(cluster_speedup(cluster_pass(2056, bits=8).total), 1)  # printed: 50.6
+  50.5
+  >>> right = cluster_pass(1024, bits=8, sizes="derived")
+  >>> round(cluster_speedup(right.total), 1)
+  37.6
+  """
+  whole = _whole(forward_backward)
+  return GPUS * whole / (whole - DENSE + at_least_0("total", total))
+
+
+def naive_sync_seconds(
+  parameters: int = 60_000_000, bytes_per_second: float = 7 * 2**30, messages: int = 4
+) -> float:
+  """Returns the seconds of a plain exchange of AlexNet's gradient on 4 GPUs (2.3.2).
+
+  >>> round(naive_sync_seconds(), 4)  # more than a step's computation, 0.1
+  0.1277
+  """
+  rate = above_0("bytes_per_second", bytes_per_second)
+  return count("messages", messages) * 4 * count("parameters", parameters) / rate
+
+
+def gradient_sync_seconds() -> float:
+  """Returns the seconds in which 32 nodes add up the largest convolution (5.2.2).
+
+  Twice, two messages of 36 KiB over PCIe at 5 GB/s, and 31 latencies of 0.03 ms, in
+  which the printed figure already has the transfers of 108 KiB.
+
+  >>> round(1e3 * gradient_sync_seconds(), 3)
+  1.889
+  """
+  return 2 * (2 * 36 * KIB / 5e9 + (NODES - 1) * 0.03e-3)
+
+
+def dense_latency_seconds(sub_batch: int) -> float:
+  """Returns the latencies of a dense layer's activations among 32 nodes (5.2.2).
+
+  They are more than the 0.1 ms of its matrix product, so that the model keeps these
+  layers on one GPU.
+
+  >>> dense_latency_seconds(128), dense_latency_seconds(256)
+  (0.000256, 0.00048)
+  """
+  if sub_batch not in DENSE_LATENCY:
+    known = tuple(DENSE_LATENCY)
+    raise ValueError(f"`sub_batch` must be one of {known}, got {sub_batch!r}.")
+  return NODES * DENSE_LATENCY[sub_batch]
+
+
+def _whole(forward_backward: float) -> float:
+  whole = above_0("forward_backward", forward_backward)
+  if whole <= DENSE:
+    raise ValueError(
+      f"`forward_backward` must be above {DENSE}, the seconds of the fully connected "
+      f"layers in it, got {forward_backward!r}."
+    )
+  return whole
+
+
+def _one_of(name: str, choices: object, value: object) -> None:
+  if value not in get_args(choices):
+    raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}.")

@@ -1,0 +1,1 @@
+"""The planner: compares codecs and exchanges for a model and its links."""

@@ -1,0 +1,199 @@
+"""Lists the codecs that a plan compares, as data."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any, cast
+
+import jax.numpy as jnp
+
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.float_cast import FloatCast
+from gradcomp._src.codecs.one_bit import OneBit
+from gradcomp._src.codecs.policy import Policy
+from gradcomp._src.codecs.protocol import LeafCodec, is_codec
+from gradcomp._src.codecs.qsgd import QSGD
+from gradcomp._src.codecs.ternary import Ternary
+from gradcomp._src.codecs.top_k import TopK
+
+# Output layers by the names that people give them, as whole parts of a path.
+_LAST = r"(^|/)(head|lm_head|classifier|logits|output|predictions|fc)(/|$)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+  """A setting that a plan may choose.
+
+  Attributes:
+    name: what tables call it; also the name of its speeds.
+    codec: the codec of the leaves.
+    biased: whether the mean of what it sends is not the gradient.
+    feedback: whether workers keep what it does not send.
+    omega: E|Q(g) - g|^2 / |g|^2 for Gaussian numbers; None to measure it.
+    density: the share of the elements that a sparse codec sends; None for all.
+    points: the points of accuracy by which it ended above float32 in the worst of the
+      study's trainings; None if none of them went to its end.
+    last_dense: whether its paper leaves the last layer in float32. That is found by
+      names like ``head`` in its path.
+    by_size: whether bytes follow from the sizes of leaves, not from their shapes.
+    verdict: what a plan that chooses it says first.
+  """
+
+  name: str
+  codec: LeafCodec
+  biased: bool = False
+  feedback: bool = False
+  omega: float | None = None
+  density: float | None = None
+  points: float | None = None
+  last_dense: bool = False
+  by_size: bool = False
+  verdict: str = "compress"
+
+  def codec_for(self, paths: Sequence[str]) -> LeafCodec:
+    """Returns the codec for leaves of these paths, with the last layer in float32."""
+    if self.last_dense and any(map(is_last, paths)):
+      return Policy([(_LAST, Dense()), ("", self.codec)])
+    return self.codec
+
+  def without_kernels(self) -> "Candidate":
+    """Returns a candidate whose codec runs XLA's code, if it has the choice."""
+    if not hasattr(self.codec, "implementation"):
+      return self
+    codec = dataclasses.replace(cast(Any, self.codec), implementation="xla")
+    return dataclasses.replace(self, codec=codec)
+
+
+def _with_points(candidate: Candidate) -> Candidate:
+  """Returns a candidate with what the study found of it.
+
+  The file is made from the records of trainings by ``benchmarks/plan_accuracy.py``.
+  """
+  text = resources.files(__package__).joinpath("accuracy.json").read_text()
+  return dataclasses.replace(candidate, points=json.loads(text).get(candidate.name))
+
+
+DENSE = Candidate(name="float32", codec=Dense(), omega=0.0, points=0.0, by_size=True)
+
+# Omegas are of a million normal numbers; a test measures some of them again.
+_UNJUDGED: tuple[Candidate, ...] = (
+  Candidate(
+    name="bfloat16",
+    codec=Dense(dtype=jnp.bfloat16),
+    biased=True,
+    feedback=True,
+    omega=2.8e-6,
+    by_size=True,
+    verdict="send bfloat16",
+  ),
+  Candidate(name="QSGD-8", codec=QSGD(bits=8), omega=1.1e-4, by_size=True),
+  Candidate(name="QSGD-4", codec=QSGD(bits=4), omega=0.036, by_size=True),
+  Candidate(
+    name="QSGD-2",
+    codec=QSGD(bits=2, bucket_size=128),
+    omega=1.26,
+    by_size=True,
+  ),
+  Candidate(
+    name="QSGD-2 fitted",
+    codec=QSGD(bits=2, bucket_size=128, levels="nonuniform"),
+    omega=0.504,
+    by_size=True,
+  ),
+  Candidate(
+    name="1-bit",
+    codec=OneBit(bucket_size=64),
+    biased=True,
+    feedback=True,
+    omega=0.353,
+    by_size=True,
+  ),
+  Candidate(
+    name="TernGrad",
+    codec=Ternary(),
+    omega=1.006,
+    last_dense=True,
+    by_size=True,
+  ),
+  *(
+    Candidate(
+      name=f"APS ({exponent}, {mantissa})",
+      codec=FloatCast(exponent_bits=exponent, mantissa_bits=mantissa),
+      biased=True,
+      feedback=True,
+      omega=omega,
+      by_size=True,
+    )
+    for exponent, mantissa, omega in ((5, 2, 2.8e-3), (4, 3, 7e-4))
+  ),
+  Candidate(
+    name="top 1 %",
+    codec=TopK(density=0.01),
+    biased=True,
+    feedback=True,
+    omega=0.916,
+    density=0.01,
+    by_size=True,
+  ),
+  Candidate(
+    name="top 0.1 %",
+    codec=TopK(density=0.001),
+    biased=True,
+    feedback=True,
+    omega=0.987,
+    density=0.001,
+    by_size=True,
+  ),
+  Candidate(
+    name="top 0.1 % ASQ",
+    codec=TopK(density=0.001, quantize="asq"),
+    biased=True,
+    feedback=True,
+    omega=0.989,
+    density=0.001,
+    by_size=True,
+  ),
+)
+CANDIDATES = tuple(map(_with_points, _UNJUDGED))
+
+
+def as_candidate(given: Any) -> Candidate:
+  """Returns a candidate as it is, and one for a codec.
+
+  Raises:
+    ValueError: ``given`` is neither.
+  """
+  if isinstance(given, Candidate):
+    return given
+  if not is_codec(given):
+    raise ValueError(
+      "`candidates` must hold codecs, or instances of gradcomp.cost.Candidate, got "
+      f"{given!r}."
+    )
+  biased = not given.unbiased
+  return Candidate(
+    name=_name(given),
+    codec=given,
+    biased=biased,
+    feedback=biased,
+    density=getattr(given, "density", None),
+  )
+
+
+def is_last(path: str) -> bool:
+  """Returns whether the path is that of an output layer, by its name."""
+  return re.search(_LAST, path) is not None
+
+
+def _name(codec: LeafCodec) -> str:
+  """Returns the codec's type with the options that differ from their defaults."""
+  if not dataclasses.is_dataclass(codec):
+    return repr(codec)
+  options = [
+    f"{field.name}={value!r}"
+    for field in dataclasses.fields(codec)
+    if (value := getattr(codec, field.name)) != field.default
+  ]
+  return f"{type(codec).__name__}({', '.join(options)})"

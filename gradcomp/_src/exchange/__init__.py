@@ -1,0 +1,1 @@
+"""Exchanges: layouts, messages and the schedules of collectives that send them."""

@@ -1,0 +1,152 @@
+"""Lists the exchanges that users may ask for, and picks one for "auto"."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple, cast
+
+from gradcomp._src.codecs import sums
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.sums.sum import ReducibleSum
+from gradcomp._src.exchange.all_gather import AllGather
+from gradcomp._src.exchange.all_reduce import AllReduce
+from gradcomp._src.exchange.hierarchical import Hierarchical
+from gradcomp._src.exchange.layout import Layout
+from gradcomp._src.exchange.local import Local
+from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.exchange.ring import Ring
+from gradcomp._src.exchange.two_shot import TwoShot
+from gradcomp._src.mesh.axes import AxisName
+
+ExchangeName = Literal[
+  "auto", "all_gather", "two_shot", "psum", "ring", "hierarchical", "local"
+]
+
+# For up to this many bytes from all workers together, a second stage costs more in
+# latency than it saves: two messages of 64 KiB take 1 ms at 1 Gbit/s, a stage about
+# 0.1 ms.
+_TINY_MESSAGE = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Auto:
+  """Picks the exchange that fits a message: see :func:`choose`.
+
+  Attributes:
+    feedback: the option of :class:`TwoShot`, for messages that this fits.
+  """
+
+  feedback: bool = True
+
+  name: ClassVar[str] = "auto"
+  owners: ClassVar[bool] = False  # unknown until it has picked
+  of_leaves: ClassVar[bool] = True
+  sends: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    TwoShot(feedback=self.feedback)
+
+  @property
+  def keeps(self) -> bool:
+    return self.feedback
+
+
+_SHORT_FORMS: dict[str, Callable[[], Any]] = {
+  kind.name: kind
+  for kind in (Auto, AllGather, TwoShot, AllReduce, Ring, Hierarchical, Local)
+}
+
+
+def as_exchange(given: Any) -> Auto | Exchange:
+  """Returns an exchange as it is, and for a short form the exchange with its defaults.
+
+  Raises:
+    ValueError: ``given`` is neither an exchange nor a short form.
+
+  Example:
+    >>> as_exchange("two_shot")
+    TwoShot(feedback=True)
+  """
+  if isinstance(given, str) and given in _SHORT_FORMS:
+    return _SHORT_FORMS[given]()
+  if not isinstance(given, type) and isinstance(given, Auto | Exchange):
+    return given
+  raise ValueError(
+    f"`exchange` must be one of {tuple(_SHORT_FORMS)}, or an exchange like "
+    f"gradcomp.exchange.TwoShot(), got {given!r}."
+  )
+
+
+def check_exchange(
+  exchange: Auto | Exchange, codec: LeafCodec, axis_name: AxisName | None
+) -> None:
+  """Raises ValueError if the codec's sums or the axes do not allow the exchange."""
+  if isinstance(exchange, Auto):
+    return
+  refusal = sums.facts(codec).refusals.get(exchange.way)
+  if refusal:
+    raise ValueError(f'`exchange` must not be "{exchange.name}" for {refusal}')
+  exchange.check_axes(axis_name)
+
+
+class Choice(NamedTuple):
+  """Holds an exchange, and the reason for it."""
+
+  exchange: Exchange
+  reason: str
+
+
+def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
+  """Returns the exchange that ``Auto()`` picks; any other exchange as it is.
+
+  The first rule that fits decides. A payload has c bytes.
+
+  1. ``psum``, if all that is sent is plain float32: dense leaves, and factors of low
+     rank. These are added as they are.
+  2. ``psum``, if the backend can add the numbers. If they are codes, and owners send
+     fewer bytes because they pack the sums, it is ``two_shot``.
+  3. ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes. It is picked
+     for up to two workers, where the bytes are equal, and for tiny messages. It is
+     picked for sparse codecs, too, as long as it sends less than a plain mean: owners
+     would drop entries that other workers chose. And it is picked for codecs that do
+     not let owners add.
+  4. ``two_shot``. A worker sends ``2 (N-1)/N c`` bytes, whatever N is, and the mean is
+     encoded a second time.
+
+  ``Auto()`` never picks two of the exchanges. ``ring`` sends as much as ``two_shot``
+  and encodes N times. ``hierarchical`` needs to know which links are fast.
+  """
+  if not isinstance(exchange, Auto):
+    return Choice(exchange, "asked for")
+  every = [sums.of(codec) for codec in layout.codecs]
+  coded = [total for total in every if not total.plain]
+  if not coded:
+    return Choice(
+      AllReduce(), "all that is sent is plain float32, which is added as it is"
+    )
+  if not any("reduced" in total.refusals for total in coded):
+    if not all(total.exact for total in coded):
+      return Choice(
+        AllReduce(), "all workers send the same elements, whose values are added"
+      )
+    pairs = zip(cast(list[ReducibleSum], every), layout.rows, strict=True)
+    if all(total.reduces_shorter(rows, workers) for total, rows in pairs):
+      return Choice(AllReduce(), "sums of codes are exact, and integers send less")
+    return Choice(
+      TwoShot(feedback=exchange.feedback),
+      "sums of codes are exact, and packed they send less",
+    )
+  if any(total.drops for total in coded):
+    if workers * layout.nbytes < 8 * layout.elements:
+      return Choice(AllGather(), "it adds up what all workers chose, in one encoding")
+  return reencoding(exchange, layout, workers)
+
+
+def reencoding(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
+  """Returns the exchange that rules 3 and 4 of :func:`choose` pick."""
+  if workers <= 2:
+    return Choice(AllGather(), "up to two workers it sends no more, and encodes once")
+  if workers * layout.nbytes <= _TINY_MESSAGE:
+    return Choice(AllGather(), "the message is tiny, and a second stage takes longer")
+  if any("owned" in sums.of(codec).refusals for codec in layout.codecs):
+    return Choice(AllGather(), "a codec of the message allows no second encoding")
+  return Choice(TwoShot(feedback=exchange.keeps), "it sends 2/N of all_gather's bytes")

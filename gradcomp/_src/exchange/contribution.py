@@ -1,0 +1,251 @@
+"""Holds what one worker contributes to an exchange, and what the exchange returns."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._src.codecs import sums
+from gradcomp._src.codecs.encoding import Encoded
+from gradcomp._src.codecs.leaf import Context
+from gradcomp._src.codecs.memory import Memory, leaf_context, sum_context
+from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, Sum
+from gradcomp._src.exchange.keys import Keys, StepKey
+from gradcomp._src.exchange.layout import Layout
+from gradcomp._src.kernels.materialize import LARGE, packed, written
+
+Leaves = list[jax.Array]
+
+
+class Total(NamedTuple):
+  """Holds the result of an exchange.
+
+  Attributes:
+    mean: the mean, or the sum, of each leaf over all workers, float32, with the same
+      bits on every worker.
+    lost: for each codec, the decoder of the losses on the way that this worker keeps in
+      its residual; None if there are none.
+    residuals: the owner residual of each codec; None where none is kept.
+    encoded: whether the leaves were encoded before anything was added.
+  """
+
+  mean: Leaves
+  lost: Sequence[RowDecoder | None]
+  residuals: Sequence[jax.Array | None]
+  encoded: bool = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Contribution:
+  """Holds the leaves of one worker, in the forms in which exchanges add them.
+
+  A form is computed when an exchange first asks for it.
+
+  Attributes:
+    layout: the place of each leaf in the message.
+    leaves: float32 arrays.
+    keys: the keys of this worker and step.
+    agreed: what all workers agree on for each leaf, or None.
+    memory: the memory of each leaf.
+    step: the number of the step, ``int32[]``.
+    residuals: the owner residual of each codec from the last step, or None.
+    keep: whether to return the losses.
+    sends: whether the rows are sent.
+  """
+
+  layout: Layout
+  leaves: Leaves
+  keys: Keys
+  agreed: Sequence[jax.Array | None]
+  memory: Sequence[Memory]
+  step: jax.Array
+  residuals: Sequence[jax.Array | None]
+  keep: bool
+  sends: bool
+
+  @functools.cached_property
+  def sums(self) -> list[Sum]:
+    """The sum of each codec."""
+    return [sums.of(codec) for codec in self.layout.codecs]
+
+  @functools.cached_property
+  def agreed_rows(self) -> list[jax.Array | None]:
+    """The numbers that workers agreed on for each matrix, one line for each row."""
+    return self.layout.agreed_rows(self.agreed)
+
+  @functools.cached_property
+  def _encoded(self) -> tuple[Leaves, list[Encoded]]:
+    codecs = [self.layout.codecs[slot.group] for slot in self.layout.slots]
+    keys = [_own(key) for key in self.keys.leaves]
+    contexts = [
+      leaf_context(codec, agreed, memory, self.step)._replace(dither=_shared(key))
+      for codec, agreed, memory, key in zip(
+        codecs, self.agreed, self.memory, self.keys.leaves, strict=True
+      )
+    ]
+    with jax.named_scope("gradcomp_encode"):
+      return self.layout.encode(self.leaves, keys, contexts, keep=self.keep)
+
+  @property
+  def plain(self) -> bool:
+    """True if all leaves can be added as they are."""
+    return all(total.plain for total in self.sums)
+
+  @functools.cached_property
+  def rows(self) -> Leaves:
+    """The matrices of encoded rows, ``uint32[rows, words]`` for each codec.
+
+    A matrix of several leaves is put together before it is sent, and so written down.
+    That of one large leaf is written here, but not beside a residual: both would be
+    held.
+    """
+    leaves = collections.Counter(slot.group for slot in self.layout.slots)
+    return [
+      rows if self.sends and (self.keep or leaves[i] > 1) else packed(rows)
+      for i, rows in enumerate(self._encoded[0])
+    ]
+
+  @functools.cached_property
+  def tiles(self) -> Leaves:
+    """The leaves as ``float32[rows, *tile_shape]`` for each codec."""
+    return self.layout.tiles(self.leaves)
+
+  @property
+  def addends(self) -> Leaves:
+    """The rows or the tiles that this worker adds to the partial sums of each codec."""
+    return [
+      self.rows[i] if total.of_rows else self.tiles[i]
+      for i, total in enumerate(self.sums)
+    ]
+
+  @property
+  def remembered(self) -> list[Any]:
+    """The memory of each leaf that this worker has for itself, after encoding it."""
+    return [leaf.own for leaf in self._encoded[1]]
+
+  def chosen(self, number: int) -> jax.Array | None:
+    """Returns the flat positions of the elements of a leaf that this worker sends.
+
+    None means that it sends all of them.
+    """
+    group, start, stop = self.layout.slots[number]
+    size = self.layout.like[number].size
+    return self.sums[group].sent_at(self.rows[group][start:stop], size)
+
+  def of_whole(self, group: int) -> tuple[jax.Array | None, Context]:
+    """Returns the key and the context that the whole sums of a codec are encoded with.
+
+    Only one worker encodes the sum of a share, so that it draws bits of its own.
+    """
+    return _own(self.keys.stages[group]), self._sum_context(group)
+
+  def of_partial(
+    self, group: int, part: jax.Array, number: jax.Array | int
+  ) -> tuple[jax.Array | None, Context]:
+    """Returns the same for one of the sums on the way, see :meth:`StepKey.at`."""
+    stage = self.keys.stages[group]
+    key = None if stage is None else stage.at(part, number)
+    return _own(key), self._sum_context(group)._replace(dither=_shared(key))
+
+  def _sum_context(self, group: int) -> Context:
+    first = next(i for i, x in enumerate(self.layout.slots) if x.group == group)
+    return sum_context(self.layout.codecs[group], self.memory[first], self.step)
+
+  def leaf_rows(self, group: int) -> list[LeafRows]:
+    """Returns the key and the number of rows of each leaf of a codec."""
+    return [
+      LeafRows(_own(self.keys.leaves[i]), slot.stop - slot.start)
+      for i, slot in enumerate(self.layout.slots)
+      if slot.group == group
+    ]
+
+  @functools.cached_property
+  def decoders(self) -> list[RowDecoder]:
+    """The decoder of this worker's own rows, one for each codec."""
+    return [
+      total.gathered(rows[None], agreed, 1.0)
+      for total, rows, agreed in zip(
+        self.sums, self.rows, self.agreed_rows, strict=True
+      )
+    ]
+
+  @functools.cached_property
+  def _views(self) -> Leaves:
+    return self.layout.viewed(self.decoders)
+
+  def means(
+    self, decoders: Callable[[], Sequence[RowDecoder]], received: jax.Array
+  ) -> Leaves:
+    """Returns the leaves that all workers' rows decode to.
+
+    A residual and every state of an optimizer read them. So a CPU writes them down, if
+    any leaf has the shape of its tiles.
+
+    Args:
+      decoders: makes the decoder of each codec.
+      received: what has come, as words or numbers.
+    """
+    layout = self.layout
+    tiled = any(layout.view(i) != x.shape for i, x in enumerate(layout.like))
+    if not tiled or layout.elements < LARGE:
+      return layout.decode(decoders())
+    return layout.shaped(written(lambda _: layout.viewed(decoders()), received))
+
+  @property
+  def nothing(self) -> list[None]:
+    """None for each codec, for exchanges that lose nothing on the way."""
+    return [None] * len(self.sums)
+
+  def sent(self, total: Total) -> Leaves:
+    """Returns what this worker sent of each leaf: what its own rows decode to.
+
+    A leaf that it did not encode, but added to others first, was sent as it is.
+    """
+    return [
+      self._views[i].reshape(leaf.shape) if self._encodes(i, total) else leaf
+      for i, leaf in enumerate(self.leaves)
+    ]
+
+  def _encodes(self, number: int, total: Total) -> bool:
+    """Returns True if this worker encoded the leaf by itself."""
+    return total.encoded or self.sums[self.layout.slots[number].group].of_rows
+
+  def unsent(self, total: Total) -> Leaves:
+    """Returns the part of each leaf that this worker did not send.
+
+    It is in the units of the leaf: what encoding the leaf lost, and the losses on the
+    way that this worker keeps.
+    """
+
+    def not_encoded(i: int) -> jax.Array:
+      shape = self.layout.view(i)
+      known = self._encoded[1][i].unsent
+      if known is None:
+        return self.leaves[i].reshape(shape) - self._views[i]
+      return known.reshape(shape)
+
+    def lost(i: int) -> jax.Array:
+      group = self.layout.slots[i].group
+      on_the_way = total.lost[group]
+      encoded = self._encodes(i, total)
+      if on_the_way is None:
+        return not_encoded(i) if encoded else jnp.zeros_like(self.leaves[i])
+      decoded = self.layout.decode_leaf(i, {group: on_the_way})
+      if not encoded:
+        return decoded
+      unsent = not_encoded(i)
+      return unsent + decoded.reshape(unsent.shape)
+
+    return [lost(i) for i in range(len(self.leaves))]
+
+
+def _own(key: StepKey | None) -> jax.Array | None:
+  return None if key is None else key.own
+
+
+def _shared(key: StepKey | None) -> jax.Array | None:
+  return None if key is None else key.dither

@@ -1,0 +1,33 @@
+"""``local``: sends nothing. Each worker uses its own leaves alone."""
+
+import dataclasses
+from typing import ClassVar
+
+from gradcomp._src.codecs.sums.sum import Way
+from gradcomp._src.exchange.collectives import Workers
+from gradcomp._src.exchange.contribution import Contribution, Total
+from gradcomp._src.exchange.protocol import WithoutOwners
+from gradcomp._src.exchange.work import CODED_ONCE, Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Local(WithoutOwners):
+  """Decodes, on each worker, what it has encoded: this adds the codec's noise alone.
+
+  Outputs differ between workers, and under Explicit axes they stay unreduced.
+  """
+
+  name: ClassVar[str] = "local"
+  way: ClassVar[Way] = "gathered"
+  of_leaves: ClassVar[bool] = True
+  sends: ClassVar[bool] = False
+
+  def run(self, own: Contribution, workers: Workers | None = None) -> Total:
+    if own.plain:
+      return Total(own.leaves, own.nothing, own.residuals, encoded=False)
+    decoders = own.decoders
+    means = own.means(lambda: decoders, own.rows[0])
+    return Total(means, own.nothing, own.residuals)
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    return Work() if plain else CODED_ONCE

@@ -1,0 +1,236 @@
+"""Plans the messages of a step: which leaves travel together, and how."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.tree_util import KeyPath, keystr
+
+from gradcomp._src.codecs import sums
+from gradcomp._src.codecs.dense import working_dtype
+from gradcomp._src.codecs.leaf import Leaf
+from gradcomp._src.codecs.policy import check_leaves, rule_of
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.rounds import Round, rounds_of
+from gradcomp._src.exchange.all_reduce import AllReduce
+from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
+from gradcomp._src.exchange.auto import Auto, Choice, choose, reencoding
+from gradcomp._src.exchange.layout import Layout, arrange, arrange_last
+from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
+
+
+class Message(NamedTuple):
+  """Holds leaves that share the collectives of one exchange.
+
+  Attributes:
+    leaves: the numbers of the leaves in the flattened tree.
+    layout: the place of each leaf in the rows.
+    exchange: the exchange that sends them.
+    others: the axes beside the data axis over which the leaves differ.
+    reason: the reason for the exchange.
+    round: the number of the round in which the message is sent.
+    keeps: whether owners may keep owner residuals of it.
+  """
+
+  leaves: tuple[int, ...]
+  layout: Layout
+  exchange: Exchange
+  others: tuple[str, ...]
+  reason: str
+  round: int = 0
+  keeps: bool = True
+
+
+class Plan(NamedTuple):
+  """Holds the messages that one transformation sends in a step.
+
+  Attributes:
+    names: the name of each leaf, like "['layer']['kernel']".
+    leaves: the shapes and paths to which codecs were bound.
+    others: for each leaf, the axes beside the data axis over which it differs.
+    codecs: the codec of each leaf.
+    rules: the rule that chose each codec; "" where all leaves get the same.
+    messages: the messages, round by round.
+    axis_name: the axes of the workers, or None.
+    workers: the number of workers N.
+    feedback: whether workers keep what they do not send.
+  """
+
+  names: tuple[str, ...]
+  leaves: tuple[Leaf, ...]
+  others: tuple[tuple[str, ...], ...]
+  codecs: tuple[LeafCodec, ...]
+  rules: tuple[str, ...]
+  messages: tuple[Message, ...]
+  axis_name: AxisName | None
+  workers: int
+  feedback: bool
+
+  @property
+  def rounds(self) -> int:
+    """The number of rounds. A round waits for the means of the round before it."""
+    return 1 + max((message.round for message in self.messages), default=0)
+
+  @property
+  def sends(self) -> bool:
+    """True if workers exchange anything."""
+    return any(message.exchange.sends for message in self.messages)
+
+  @property
+  def of_leaves(self) -> bool:
+    """True if each worker encodes its leaves before anything is added."""
+    return all(message.exchange.of_leaves for message in self.messages)
+
+  def own_axes(self, number: int) -> Axes:
+    """Returns the axes that stack the arrays that workers keep of a leaf."""
+    return own_axes(self.axis_name, self.others[number])
+
+
+def own_axes(axis_name: AxisName | None, others: tuple[str, ...]) -> Axes:
+  """Returns the axes that stack arrays of which each worker has its own."""
+  return (*(() if axis_name is None else axis_names(axis_name)), *others)
+
+
+def plan_messages(
+  leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
+  paths: Sequence[KeyPath],
+  others: Sequence[tuple[str, ...]],
+  codec: LeafCodec,
+  *,
+  axis_name: AxisName | None,
+  exchange: Auto | Exchange,
+  workers: int,
+  min_leaf_size: int | None,
+  message_bytes: int | None,
+  feedback: bool,
+) -> Plan:
+  """Cuts a list of leaves into messages.
+
+  A round has one message, unless one of these rules makes more.
+
+  - ``message_bytes`` limits the payload of a message. Consecutive leaves share one as
+    long as they fit.
+  - Leaves that differ over different ``others`` cannot share a message, which has one
+    type.
+  - Dense leaves have no integer codes, so that they cannot share a message with codes
+    that ``psum`` adds.
+  - Owners keep owner residuals of leaves, but not of the arrays that a codec averages
+    in a leaf's place.
+  - Leaves of float64 are only added plainly.
+
+  Args:
+    leaves: the leaves of the flattened tree.
+    paths: the path of each leaf.
+    others: for each leaf, the axes beside the data axis over which it differs.
+    codec: the codec of the large leaves.
+    axis_name: the axes of the workers, or None.
+    exchange: the exchange that was asked for.
+    workers: the number of workers N.
+    min_leaf_size: elements from which a leaf is large, or None for the default.
+    message_bytes: the limit in bytes, or None for no limit.
+    feedback: whether workers keep what they do not send.
+
+  Raises:
+    ValueError: sums of codes of so many workers do not fit in 32 bits, or a rule of a
+      policy matches no leaf.
+  """
+  like = [
+    jax.ShapeDtypeStruct(leaf.shape, working_dtype(codec, leaf.dtype))
+    for leaf in leaves
+  ]
+  total = sums.facts(codec)
+  total.check(workers)
+  addends = workers if exchange.sends else None
+  whole = [
+    Leaf(leaf.shape, path=keystr(path, simple=True, separator="/"))
+    for leaf, path in zip(leaves, paths, strict=True)
+  ]
+  check_leaves(codec, whole)
+  decided = None
+  if total.drops:  # one exchange for all, before ranges are cut
+    codecs = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
+    decided = choose(exchange, arrange_last(like, codecs), workers)
+    exchange = decided.exchange
+  # If workers own shares, every leaf of a sparse codec has a range for each worker.
+  ranges = workers if exchange.owners else 1
+  bound = [leaf._replace(addends=addends, ranges=ranges) for leaf in whole]
+  codecs = leaf_codecs(bound, codec, min_leaf_size=min_leaf_size)
+  rounds = [rounds_of(c, x.shape) for c, x in zip(codecs, like, strict=True)]
+  count = max(map(len, rounds), default=1)
+  apart = not total.mixes and isinstance(exchange, AllReduce | Auto)
+  messages = []
+  for number in range(count):
+    sent = {
+      i: x[number - count] for i, x in enumerate(rounds) if len(x) >= count - number
+    }
+    parts = {i: jax.ShapeDtypeStruct(x.shape, like[i].dtype) for i, x in sent.items()}
+    for kind, piece in _pieces(parts, sent, others, apart, message_bytes):
+      layout = arrange([parts[i] for i in piece], [sent[i].codec for i in piece])
+      picked = decided or (
+        reencoding(exchange, layout, workers)
+        if kind.plain
+        else choose(exchange, layout, workers)
+      )
+      if kind.wide and exchange.sends:
+        picked = Choice(AllReduce(), "float64 is added as it is")
+      messages.append(
+        Message(
+          tuple(piece),
+          layout,
+          picked.exchange,
+          kind.others,
+          picked.reason,
+          number,
+          kind.keeps,
+        )
+      )
+  return Plan(
+    tuple(map(keystr, paths)),
+    tuple(bound),
+    tuple(others),
+    tuple(codecs),
+    tuple(rule_of(codec, leaf) for leaf in whole),
+    tuple(messages),
+    axis_name,
+    workers,
+    feedback,
+  )
+
+
+class _Kind(NamedTuple):
+  """Holds the properties that all leaves of a message share."""
+
+  others: tuple[str, ...]
+  plain: bool  # True for plain leaves that are added apart from codes
+  wide: bool
+  keeps: bool
+
+
+def _pieces(
+  parts: dict[int, jax.ShapeDtypeStruct],
+  sent: dict[int, Round],
+  others: Sequence[tuple[str, ...]],
+  apart: bool,
+  message_bytes: int | None,
+) -> Iterator[tuple[_Kind, list[int]]]:
+  """Yields the numbers of the leaves of each message of a round."""
+  groups: dict[_Kind, list[list[int]]] = {}
+  filled: dict[_Kind, int] = {}
+  for i, part in parts.items():
+    codec = sent[i].codec
+    total = sums.of(codec)
+    keeps = sent[i].of_leaf or total.exact
+    wide = part.dtype == np.float64
+    kind = _Kind(others[i], apart and total.plain, wide, keeps)
+    nbytes = part.dtype.itemsize * leaf_rows(codec, part) * codec.row_words
+    pieces = groups.setdefault(kind, [[]])
+    size = filled.get(kind, 0)
+    if message_bytes is not None and pieces[-1] and size + nbytes > message_bytes:
+      pieces.append([])
+      size = 0
+    pieces[-1].append(i)
+    filled[kind] = size + nbytes
+  for kind, pieces in groups.items():
+    yield from ((kind, piece) for piece in pieces)

@@ -1,0 +1,62 @@
+"""Defines the protocol of exchanges, which the transformation relies on."""
+
+from typing import ClassVar, Protocol, runtime_checkable
+
+from gradcomp._src.codecs.sums.sum import Way
+from gradcomp._src.exchange.collectives import Workers
+from gradcomp._src.exchange.contribution import Contribution, Total
+from gradcomp._src.exchange.work import Work
+from gradcomp._src.mesh.axes import AxisName
+
+
+@runtime_checkable
+class Exchange(Protocol):
+  """A schedule says who sends which rows to whom, and who adds them.
+
+  It is a frozen dataclass, whose fields are its options. It does not know the numbers
+  that are added: a ``sum.Sum`` does.
+  """
+
+  name: ClassVar[str]
+  """The short form. Users may give it instead of the exchange."""
+
+  way: ClassVar[Way]
+  """The way in which sums come about. The sums of a codec may refuse it."""
+
+  owners: ClassVar[bool]
+  """True if each worker owns a share of the rows, and sends their sums to all."""
+
+  of_leaves: ClassVar[bool]
+  """True if each worker encodes its leaves before anything is added."""
+
+  sends: ClassVar[bool]
+  """True if workers exchange anything."""
+
+  @property
+  def keeps(self) -> bool:
+    """True if owners keep owner residuals."""
+
+  def check_axes(self, axis_name: AxisName | None) -> None:
+    """Raises ValueError if the exchange cannot run over the axes."""
+
+  def run(self, own: Contribution, workers: Workers) -> Total:
+    """Returns the mean, or the sum, of all workers' leaves."""
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    """Returns what a worker computes, for :mod:`gradcomp.cost`.
+
+    Args:
+      sizes: the sizes of the axes.
+      plain: whether all leaves are added as they are.
+    """
+
+
+class WithoutOwners:
+  """A base of exchanges that have no owners and run over any axes."""
+
+  owners: ClassVar[bool] = False
+  sends: ClassVar[bool] = True
+  keeps: ClassVar[bool] = False
+
+  def check_axes(self, axis_name: AxisName | None) -> None:
+    """Accepts any axes."""

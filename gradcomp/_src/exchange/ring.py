@@ -1,0 +1,163 @@
+"""``ring``: sends partial sums from worker to worker, encoded again at each hop."""
+
+import dataclasses
+import math
+from fractions import Fraction
+from typing import ClassVar, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp._src.codecs.sums.sum import Partial, PartialSum, Sent, Way
+from gradcomp._src.exchange.all_gather import gather_rows
+from gradcomp._src.exchange.collectives import (
+  Workers,
+  join,
+  pass_on,
+  shares,
+  split,
+  stacked,
+)
+from gradcomp._src.exchange.contribution import Contribution, Total
+from gradcomp._src.exchange.protocol import WithoutOwners
+from gradcomp._src.exchange.two_shot import owned_total
+from gradcomp._src.exchange.work import Work
+from gradcomp._src.mesh.types import mark_varying
+
+
+class _Owned(NamedTuple):
+  """Holds the whole sums of the rows that a worker owns, and its losses.
+
+  Attributes:
+    rows: ``uint32[share, words]`` for each codec.
+    scales: the factor of the sum of each codec that is still to be applied.
+    lost: ``float32[rows, *tile_shape]`` for each codec; empty where nobody asks.
+  """
+
+  rows: list[jax.Array]
+  scales: list[float]
+  lost: list[jax.Array]
+
+
+# The arrays of a Partial.
+_Sums = tuple[jax.Array, jax.Array | None, jax.Array | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring(WithoutOwners):
+  r"""Passes partial sums from worker to worker, and sends the whole sums to all.
+
+  The rows are cut into N shares. The sum of share ``d`` starts at worker ``d + 1``,
+  takes N-1 hops, and ends at its owner ``d``. Each worker that receives it adds its own
+  part and encodes the sum again:
+
+  .. math:: s_{k} = Q(s_{k-1} + g_k)
+
+  Each worker encodes each share once, and its own share last. So it needs one residual,
+  which holds the error :math:`e_k` of each of its encodings. The N errors of a share
+  are all that is lost: :math:`\sum_k e_k = \sum_k g_k - s_N`. The hops of a share round
+  by the same random bits, each with a mask of its own. The last two, whose sums are the
+  largest, are a pair, so that a part of their errors cancels.
+
+  References:
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
+  """
+
+  name: ClassVar[str] = "ring"
+  way: ClassVar[Way] = "passed"
+  of_leaves: ClassVar[bool] = False
+
+  def run(self, own: Contribution, workers: Workers) -> Total:
+    owned = reduce(own, workers)
+    gathered = gather_rows(own.layout, owned.rows, workers)
+    lost = owned.lost if own.keep else own.nothing
+    sent = [
+      Sent(rows, residual=residual, scale=workers.scale * scale)
+      for rows, residual, scale in zip(
+        owned.rows, own.residuals, owned.scales, strict=True
+      )
+    ]
+    return owned_total(own, gathered, sent, lost, workers)._replace(encoded=False)
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    hops = Fraction(math.prod(sizes) - 1, math.prod(sizes))
+    return Work(encoded=Fraction(1), decoded=hops + 1, summed=hops)
+
+
+def reduce(own: Contribution, workers: Workers) -> _Owned:
+  """Returns the whole sums of this worker's share, and what it lost of all shares."""
+  sums = cast(list[PartialSum], own.sums)  # check_exchange makes sure of that
+  n = workers.size
+  parts = [shares(addend, workers) for addend in own.addends]
+  index = lax.axis_index(workers.axis_name)
+
+  def addend(group: int, share: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(parts[group], share, keepdims=False)
+
+  def randomness(group: int, hop: jax.Array | int) -> tuple:
+    """Returns the key and the context of a hop; the last ones are a pair."""
+    return own.of_partial(group, (index - 1 - hop) % n, n - 1 - hop)
+
+  def noted(lost: list[jax.Array], sent: list[Sent], share: jax.Array) -> list:
+    """Writes what encoding a share lost into the losses of all rows so far."""
+
+    def written(rows: jax.Array, new: jax.Array | None) -> jax.Array:
+      if new is None:
+        return rows
+      return lax.dynamic_update_slice_in_dim(rows, new, share * len(new), 0)
+
+    return [written(x, y.lost) for x, y in zip(lost, sent, strict=bool(lost))]
+
+  def receive(sent: list[Sent], hop: jax.Array | int) -> list[_Sums]:
+    """Passes sums on, and adds this worker's part to those that come."""
+    arrays = [x for one in sent for x in (one.rows, *one.riders)]
+    message = pass_on(join(arrays, 1), workers.axis_name, n)
+    received = iter(x[0] for x in split(message, [x.shape for x in arrays]))
+    partials = []
+    for i, (total, one) in enumerate(zip(sums, sent, strict=True)):
+      came = Sent(next(received), tuple(next(received) for _ in one.riders))
+      mine = addend(i, (index - 2 - hop) % n)
+      partials.append(total.add(came, mine, keep=own.keep)[:3])
+    return partials
+
+  def step(hop: jax.Array, passing: tuple) -> tuple:
+    partials, lost = passing
+    sent = [
+      total.hop(Partial(*x), *randomness(i, hop), keep=own.keep)
+      for i, (total, x) in enumerate(zip(sums, partials, strict=True))
+    ]
+    return receive(sent, hop), noted(lost, sent, (index - 1 - hop) % n)
+
+  def finish(partials: list[_Sums]) -> list[Sent]:
+    """Encodes whole sums, in rows that hold what rows of the mean do."""
+    return [
+      total.send(total.like_one(Partial(*x), n), *randomness(i, n - 1), keep=own.keep)
+      for i, (total, x) in enumerate(zip(sums, partials, strict=True))
+    ]
+
+  first = (index - 1) % n
+  if n == 1:
+    sent = finish(
+      [(total.read(addend(i, first)), None, None) for i, total in enumerate(sums)]
+    )
+  else:
+    sent = [
+      total.start(addend(i, first), *randomness(i, 0), keep=own.keep)
+      for i, total in enumerate(sums)
+    ]
+  # The zeros have the type of the addends, which may differ over other axes, too.
+  lost = [
+    jnp.zeros_like(stacked(total.read(part)))
+    for total, part in zip(sums, parts, strict=True)
+    if own.keep
+  ]
+  lost = noted(mark_varying(lost, workers.axis_name), sent, first)
+  if n > 1:
+    # Sums are written before a step encodes them. Else XLA would decode what came once
+    # for the scales and once for the codes.
+    passing = lax.fori_loop(1, n - 1, step, (receive(sent, 0), lost))
+    sent = finish(passing[0])
+    lost = noted(passing[1], sent, index)
+  return _Owned([x.rows for x in sent], [x.scale for x in sent], lost)

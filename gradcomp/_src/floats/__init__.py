@@ -1,0 +1,1 @@
+"""Arithmetic in floating-point formats of few bits, each result rounded correctly."""

@@ -1,0 +1,129 @@
+"""Adds and multiplies in a format: the exact result is rounded once.
+
+A binary32 operation rounds to 24 bits, and rounding its result again would round twice.
+With few mantissa bits that makes no difference (Figueroa 1995: 24 bits are at least 2p
++ 1 for sums, 2p for products of p bits). With more bits, what the operation lost is
+computed as well, and decides.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.floats.rounding import check_float, round_to
+from gradcomp._src.kernels.common.fixed_point import sign_bit, signed
+from gradcomp._src.kernels.common.float_codes import from_codes, to_codes
+from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.kernels.common.planes import float_words, floats
+
+_MOST_FOR_SUMS = 10  # mantissa bits: 2 (m + 1) + 1 <= 24
+_MOST_FOR_PRODUCTS = 11
+_NO_EXPONENT, _ONE = np.uint32(0x807FFFFF), np.uint32(0x3F800000)
+_HIGH_HALF = np.uint32(0xFFFFF000)  # sign, exponent, and 12 bits of the significand
+
+
+def add(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
+  """Returns ``a + b`` in a format.
+
+  Both operands are rounded to the format. Their exact sum is rounded to it once, to
+  nearest even.
+
+  Processors that take subnormal ``float32`` for zero, as XLA makes CPUs do, also take
+  operands and exact results below 2**-126 for zero. Few formats but those with 8
+  exponent bits have numbers that small.
+
+  Args:
+    a: an array of real float dtype.
+    b: an array of real float dtype that broadcasts with ``a``.
+    fmt: the format.
+
+  Returns:
+    ``float32`` numbers of the format, in the broadcast shape.
+
+  Raises:
+    TypeError: an operand is not real floating point.
+
+  Example:
+    >>> add(jnp.float32(8.0), jnp.array([1.0, 1.5]), FloatFormat(5, 2))
+    Array([ 8., 10.], dtype=float32)
+
+  References:
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1.1
+  """
+  a, b = check_float(a, "a"), check_float(b, "b")
+  return rounded_sum(round_to(a, fmt), round_to(b, fmt), fmt)
+
+
+def multiply(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
+  """Returns ``a * b`` in a format.
+
+  Both operands are rounded to the format. Their exact product is rounded to it once, to
+  nearest even. Arguments, result, errors and numbers below 2**-126 are as in
+  :func:`add`.
+
+  Example:
+    >>> multiply(jnp.float32(1.25), jnp.array([1.25, 3.0]), FloatFormat(5, 2))
+    Array([1.5, 4. ], dtype=float32)
+  """
+  a, b = check_float(a, "a"), check_float(b, "b")
+  return rounded_product(round_to(a, fmt), round_to(b, fmt), fmt)
+
+
+def rounded_sum(
+  a: jax.Array, b: jax.Array, fmt: FloatFormat, *, saturate: bool = False
+) -> jax.Array:
+  """Returns the sum of two numbers of a format, in it: :func:`add` without its checks.
+
+  Args:
+    a: ``float32`` numbers of the format.
+    b: ``float32`` numbers of the format, which broadcast with ``a``.
+    fmt: the format.
+    saturate: whether a finite sum that is too large becomes the largest number.
+
+  Returns:
+    ``float32`` numbers of the format.
+
+  Example:
+    >>> rounded_sum(jnp.float32(8.0), jnp.float32(1.5), FloatFormat(5, 2))
+    Array(10., dtype=float32)
+  """
+  total = a + b
+  lost = None
+  if fmt.mantissa_bits > _MOST_FOR_SUMS:
+    of_b = total - a
+    lost = (a - (total - of_b)) + (b - of_b)
+  return _rounded(total, lost, fmt, saturate)
+
+
+def rounded_product(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
+  """Returns the product of two numbers of a format, in it."""
+  product = a * b
+  if fmt.mantissa_bits <= _MOST_FOR_PRODUCTS:
+    return _rounded(product, None, fmt, False)
+  # The exponents do not matter to whether something is lost, nor to its sign.
+  a, b = _near_one(a), _near_one(b)
+  (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+  # The sign is set by a bit operation, so that no compiler contracts this product.
+  near = signed(jnp.abs(a) * jnp.abs(b), sign_bit(a) ^ sign_bit(b))
+  lost = a_low * b_low - (((near - a_high * b_high) - a_low * b_high) - a_high * b_low)
+  lost = jnp.where(product == 0, np.float32(0), lost)
+  return _rounded(product, lost, fmt, False)
+
+
+def _near_one(x: jax.Array) -> jax.Array:
+  """Returns a number from 1 to 2 with the significand of ``x``, and its sign."""
+  return floats(float_words(x) & _NO_EXPONENT | _ONE)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Splits ``x`` into two numbers of 12 bits; products of such numbers are exact."""
+  high = floats(float_words(x) & _HIGH_HALF)
+  return high, x - high
+
+
+def _rounded(
+  x: jax.Array, lost: jax.Array | None, fmt: FloatFormat, saturate: bool
+) -> jax.Array:
+  codes = to_codes(x, fmt, lost=lost, saturate=saturate)
+  return jnp.where(jnp.isnan(x), x, from_codes(codes, fmt))

@@ -1,0 +1,188 @@
+"""Rounds to a format, and converts between numbers and their codes."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._src.checks import one_of
+from gradcomp._src.kernels.common import float_codes
+from gradcomp._src.kernels.common.float_codes import FloatRounding
+from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.kernels.common.threefry import key_words
+
+
+def to_code(
+  x: jax.Array,
+  fmt: FloatFormat,
+  rounding: FloatRounding = "nearest_even",
+  *,
+  key: jax.Array | None = None,
+) -> jax.Array:
+  """Returns the codes of the numbers that ``x`` rounds to.
+
+  Args:
+    x: an array of any shape and real float dtype.
+    fmt: the format.
+    rounding: the rule, as in :func:`round_to`.
+    key: one threefry key, which stochastic rounding needs.
+
+  Returns:
+    ``uint32`` in the shape of ``x``, below ``2**fmt.bits``. In a format without a code
+    for NaN, NaN's code is that of minus zero. In one with a single code for infinity
+    and NaN, it is that code.
+
+  Raises:
+    ValueError: ``rounding`` is unknown, or ``key`` is missing where it is needed.
+    TypeError: ``x`` is not real floating point.
+
+  Example:
+    >>> to_code(jnp.array([1.0, -1.75]), FloatFormat(3, 0)).tolist()
+    [3, 12]
+  """
+  wide, draw = _checked(x, rounding, key)
+  return _to_code(wide, fmt, rounding, draw)
+
+
+def from_code(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
+  """Returns the numbers of codes: ``float32`` in the shape of ``codes``.
+
+  Args:
+    codes: integers from 0 to ``2**fmt.bits - 1``. Only the lowest bits of others count.
+    fmt: the format.
+
+  Raises:
+    TypeError: ``codes`` are no integers.
+
+  Example:
+    >>> from_code(jnp.array([3, 12], jnp.uint32), FloatFormat(3, 0))
+    Array([ 1., -2.], dtype=float32)
+  """
+  codes = jnp.asarray(codes)
+  if not jnp.issubdtype(codes.dtype, jnp.integer):
+    raise TypeError(f"`codes` must have an integer dtype, got {codes.dtype}.")
+  return _from_code(codes, fmt)
+
+
+def round_to(
+  x: jax.Array,
+  fmt: FloatFormat,
+  rounding: FloatRounding = "nearest_even",
+  *,
+  key: jax.Array | None = None,
+  straight_through: bool = False,
+) -> jax.Array:
+  r"""Rounds each element to a number of a format.
+
+  It rounds correctly, also to subnormal numbers and beyond the largest number:
+
+  ================  ====================================================================
+  ``rounding``      the result
+  ================  ====================================================================
+  ``nearest_even``  the nearest number; of two, the one whose code is even. That is IEEE
+                    754's rule, which without mantissa bits always takes the larger.
+                    Numbers from the largest plus half a step on become infinity (only
+                    numbers beyond that, if the code of the largest is even)
+  ``stochastic``    one of the two neighbours :math:`l \le x \le u`: :math:`u` with
+                    probability :math:`(x - l) / (u - l)`, a multiple of 2**-32, so that
+                    the mean is :math:`x`. Unbiased up to the largest number
+  ``toward_zero``   the neighbour nearer to zero, which is never infinity
+  ================  ====================================================================
+
+  Formats without infinity have NaN in its place, and without NaN the largest number.
+  NaN stays NaN. Infinities stay what they are if the format has them.
+
+  Args:
+    x: an array of any shape and real float dtype. It is converted to ``float32`` first.
+    fmt: the format.
+    rounding: the rule, as in the table.
+    key: one threefry key, as ``jax.random.key`` makes, for stochastic rounding.
+    straight_through: whether the derivative is that of the identity; else it is zero.
+
+  Returns:
+    The numbers, in the dtype of ``x``.
+
+  Raises:
+    ValueError: ``rounding`` is unknown, or ``key`` is missing where it is needed.
+    TypeError: ``x`` is not real floating point.
+
+  Example:
+    >>> round_to(jnp.array([1.1, 61440.0, 1e-5, jnp.nan]), FloatFormat(5, 2))
+    Array([1.0000000e+00,           inf, 1.5258789e-05,           nan],
+          dtype=float32)
+
+  References:
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1
+  """
+  wide, draw = _checked(x, rounding, key)
+
+  # The random bits are an argument, because a differentiated function must not close
+  # over tracers.
+  def rounded(wide: jax.Array, draw: jax.Array | None) -> jax.Array:
+    return _round(wide, fmt, rounding, draw)
+
+  if straight_through:
+    rounded = with_derivative_of(lambda wide, draw: wide, rounded)
+  return rounded(wide, draw).astype(jnp.asarray(x).dtype)
+
+
+def with_derivative_of(
+  surrogate: Callable[..., jax.Array], function: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+  """Returns ``function`` with the derivative of ``surrogate``: straight-through."""
+  wrapped = jax.custom_jvp(function)
+  wrapped.defjvp(lambda x, dx: (function(*x), jax.jvp(surrogate, x, dx)[1]))
+  return wrapped
+
+
+def check_float(x: jax.Array, name: str) -> jax.Array:
+  """Converts ``x`` to ``float32``.
+
+  Raises:
+    TypeError: ``x`` is not real floating point.
+  """
+  x = jnp.asarray(x)
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise TypeError(f"`{name}` must have a real float dtype, got {x.dtype}.")
+  return x.astype(jnp.float32)
+
+
+def _checked(
+  x: jax.Array, rounding: str, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns ``x`` in float32, and the random bits that its rounding needs, or None."""
+  wide = check_float(x, "x")
+  one_of("rounding", FloatRounding, rounding)
+  if rounding != "stochastic":
+    return wide, None
+  if key is None:
+    raise ValueError(
+      "`key` must be given for stochastic rounding; pass jax.random.key(seed), or "
+      'choose rounding="nearest_even".'
+    )
+  key = jax.random.wrap_key_data(key_words(key), impl="threefry2x32")
+  return wide, jax.random.bits(key, wide.shape, jnp.uint32)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _to_code(
+  x: jax.Array, fmt: FloatFormat, rounding: FloatRounding, draw: jax.Array | None
+) -> jax.Array:
+  return float_codes.to_codes(x, fmt, rounding=rounding, draw=draw)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _from_code(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
+  codes = codes.astype(jnp.uint32) & jnp.uint32(2**fmt.bits - 1)
+  return float_codes.from_codes(codes, fmt)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _round(
+  x: jax.Array, fmt: FloatFormat, rounding: FloatRounding, draw: jax.Array | None
+) -> jax.Array:
+  """Rounds by way of codes, and keeps NaN, which not every format has."""
+  codes = float_codes.to_codes(x, fmt, rounding=rounding, draw=draw)
+  return jnp.where(jnp.isnan(x), x, float_codes.from_codes(codes, fmt))

@@ -1,0 +1,145 @@
+"""Adds in a format: every partial sum is rounded to it."""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.checks import one_of
+from gradcomp._src.floats.arithmetic import rounded_sum
+from gradcomp._src.floats.rounding import check_float, round_to
+from gradcomp._src.kernels.common.float_formats import FloatFormat
+
+Method = Literal["sequential", "pairwise", "kahan"]
+
+
+def sum(
+  x: jax.Array,
+  fmt: FloatFormat,
+  axis: int | None = None,
+  method: Method = "sequential",
+) -> jax.Array:
+  r"""Adds over an axis in a format, to which every partial sum is rounded.
+
+  :math:`\oplus` and :math:`\ominus` are a sum and a difference rounded to nearest even,
+  and :math:`x_k` are the elements, which are rounded first:
+
+  ==============  ======================================================================
+  ``method``      the sum
+  ==============  ======================================================================
+  ``sequential``  :math:`s \leftarrow s \oplus x_k`, from the first on
+  ``pairwise``    neighbours are added until one number is left; an odd last one waits
+  ``kahan``       :math:`y = x_k \ominus c`, :math:`t = s \oplus y`,
+                  :math:`c = (t \ominus s) \ominus y`, :math:`s = t`; c is 0 where t is
+                  not finite
+  ==============  ======================================================================
+
+  Args:
+    x: an array of real float dtype.
+    fmt: the format.
+    axis: the axis that is summed over; None for all elements, in row-major order.
+    method: the order of the additions, as in the table.
+
+  Returns:
+    ``float32`` numbers of the format, in the shape of ``x`` without the axis. The sum
+    of nothing is 0.
+
+  Raises:
+    ValueError: ``method`` is unknown, or ``x`` does not have the axis.
+    TypeError: ``x`` is not real floating point.
+
+  Example:
+    >>> ones = jnp.ones(64)
+    >>> [float(sum(ones, FloatFormat(5, 2), method=m)) for m in ("sequential", "kahan")]
+    [8.0, 64.0]
+
+  References:
+    Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 5.1.1; Higham, Accuracy and
+    Stability of Numerical Algorithms, 2002, chapter 4
+  """
+  one_of("method", Method, method)
+  x = check_float(x, "x")
+  if axis is None:
+    x, axis = x.reshape(-1), 0
+  if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+    raise ValueError(
+      f"`axis` must be one of the {x.ndim} axes of `x`, or None, got {axis!r}."
+    )
+  return _sum(jnp.moveaxis(x, axis, 0), fmt, method)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _sum(x: jax.Array, fmt: FloatFormat, method: Method) -> jax.Array:
+  return sum_rounded(round_to(x, fmt), fmt, method)
+
+
+def sum_rounded(x: jax.Array, fmt: FloatFormat, method: Method) -> jax.Array:
+  """Adds numbers of the format over the first axis."""
+  if not x.shape[0]:
+    return jnp.zeros(x.shape[1:], jnp.float32)
+  if method == "pairwise":
+    while (count := x.shape[0]) > 1:
+      paired = rounded_sum(x[0 : count // 2 * 2 : 2], x[1::2], fmt)
+      x = jnp.concatenate([paired, x[count // 2 * 2 :]])
+    return x[0]
+  return sum_of_terms(lambda k: x[k], x.shape[0], fmt, method)
+
+
+def sum_of_terms(
+  term: Callable[[jax.Array | int], jax.Array],
+  count: int,
+  fmt: FloatFormat,
+  method: Literal["sequential", "kahan"],
+) -> jax.Array:
+  """Adds ``term(0)`` to ``term(count - 1)``, numbers of the format, one by one."""
+  first = term(0)
+  if method == "sequential":
+    return jax.lax.fori_loop(1, count, lambda k, s: rounded_sum(s, term(k), fmt), first)
+  total, _ = jax.lax.fori_loop(
+    1,
+    count,
+    lambda k, carry: kahan_step(carry[0], carry[1], term(k), fmt),
+    (first, jnp.zeros_like(first)),
+  )
+  return total
+
+
+def kahan_step(
+  total: jax.Array,
+  compensation: jax.Array,
+  x: jax.Array,
+  fmt: FloatFormat,
+  *,
+  saturate: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the next sum and compensation of Kahan's algorithm, all in a format.
+
+  It takes four rounded operations. An infinite sum stays infinite, and has the
+  compensation 0.
+
+  Args:
+    total: the sum so far, ``float32`` numbers of the format.
+    compensation: its compensation, in the same shape; 0 at first.
+    x: the numbers of the format to add.
+    fmt: the format.
+    saturate: whether a finite sum that is too large becomes the largest number.
+
+  Example:
+    >>> total, compensation = kahan_step(
+    ...   jnp.float32(8.0), jnp.float32(0.0), jnp.float32(1.0), FloatFormat(5, 2)
+    ... )
+    >>> total, compensation
+    (Array(8., dtype=float32), Array(-1., dtype=float32))
+  """
+
+  def plus(a: jax.Array, b: jax.Array) -> jax.Array:
+    return rounded_sum(a, b, fmt, saturate=saturate)
+
+  y = plus(x, -compensation)
+  new = plus(total, y)
+  rest = plus(plus(new, -total), -y)
+  return new, jnp.where(jnp.isfinite(new), rest, np.float32(0))

@@ -1,0 +1,1 @@
+"""Local steps: workers train for some steps between two exchanges."""

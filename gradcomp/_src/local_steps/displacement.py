@@ -1,0 +1,138 @@
+"""Makes and reads what each worker keeps of its own steps."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from gradcomp._src.core.state import OwnSteps, is_own_steps
+from gradcomp._src.kernels.common.fixed_point import sign_bit, signed
+from gradcomp._src.mesh.axes import UnboundAxisError, bound_size, mesh_size
+from gradcomp._src.mesh.closures import OF_OPTIMIZER, with_arrays
+from gradcomp._src.mesh.specs import stack_spec
+from gradcomp._src.mesh.types import is_explicit, mark_varying
+
+
+def wide(x: jax.Array) -> jax.Array:
+  """Returns an array in float32 or wider."""
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def first_own(
+  params: Any, names: tuple[str, ...], init: Callable[[Any], Any]
+) -> OwnSteps:
+  """Makes what workers keep before the first step, in a map or for all of a mesh.
+
+  Args:
+    params: the parameters, whole along the axes.
+    names: the axes of the workers.
+    init: of the optimizer of each worker.
+
+  Raises:
+    UnboundAxisError: no map binds the axes, and the mesh does not have them.
+  """
+
+  def make(params: Any) -> Any:
+    moved = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), params)
+    return jax.tree.map(_at_least_1d, (moved, init(params)))
+
+  if bound_size(names) is not None:
+    # What is in the optimizer shall see types as update will have them.
+    own = make(mark_varying(params, names))
+    return OwnSteps({names: mark_varying(own, names)})
+  if mesh_size(names) is None:
+    raise UnboundAxisError(
+      f"`axis_name` must be an axis that init can count, and {names} is not bound "
+      "here, so that nobody knows how many workers have parameters of their own; call "
+      "optimizer.init under jax.set_mesh(mesh), or inside the map.",
+      names,
+    )
+
+  def enter(bind: Any, closed_over: list[Any]) -> Any:
+    mapped = jax.shard_map(
+      lambda params, closed_over: bind(closed_over)(params),
+      in_specs=PartitionSpec(),
+      out_specs=stack_spec(names, PartitionSpec()),
+      axis_names=set(names),
+      check_vma=False,
+    )
+    return jax.jit(mapped)(params, closed_over)
+
+  return OwnSteps({names: with_arrays(make, enter, OF_OPTIMIZER)})
+
+
+def shaped_like(tree: Any, like: Any) -> Any:
+  """Returns what a worker keeps in the shapes that it had, also scalars."""
+  return jax.tree.map(lambda x, y: jnp.reshape(x, y.shape), tree, like)
+
+
+def stored(tree: Any) -> Any:
+  """Returns what a worker keeps with at least one axis, so that a map can stack it."""
+  return jax.tree.map(_at_least_1d, tree)
+
+
+def numbers_of_all(opt_state: Any, mesh: Mesh | AbstractMesh) -> Any:
+  """Returns a global state in which a number set by hand is that of every worker.
+
+  Of each number of ``inner`` the state has one for each worker. But users set a
+  learning rate of :func:`optax.inject_hyperparams` to one number.
+
+  Args:
+    opt_state: the state of an optimizer, outside the map.
+    mesh: the devices.
+  """
+
+  def of_all(node: Any) -> Any:
+    if not is_own_steps(node):
+      return node
+    ((names, (moved, inner_state)),) = node.by_axes.items()
+
+    def stacked(x: Any) -> Any:
+      if jnp.shape(x):
+        return x
+      x = jnp.broadcast_to(x, math.prod(mesh.shape[name] for name in names))
+      sharding = NamedSharding(mesh, PartitionSpec(names))
+      return jax.reshard(x, sharding) if is_explicit(mesh, names) else x
+
+    return OwnSteps({names: (moved, jax.tree.map(stacked, inner_state))})
+
+  return jax.tree.map(of_all, opt_state, is_leaf=is_own_steps)
+
+
+def own_params(params: Any, moved: Any) -> Any:
+  """Returns a worker's own parameters.
+
+  Raises:
+    ValueError: ``moved`` has other shapes, like those of all workers together.
+  """
+
+  def add(path: Any, x: jax.Array, step: jax.Array) -> jax.Array:
+    if step.shape != (x.shape or (1,)):
+      raise ValueError(
+        f"`opt_state` must be that of one worker, whose own steps of "
+        f"{jax.tree_util.keystr(path)} have the shape {x.shape or (1,)}, got "
+        f"{step.shape}; call this inside the map, or in a loss that is given to "
+        "gradcomp.value_and_grad, and make the state by optimizer.init inside the map "
+        "or under jax.set_mesh(mesh)."
+      )
+    return (wide(x) + step.reshape(x.shape)).astype(x.dtype)
+
+  return jax.tree_util.tree_map_with_path(add, params, moved)
+
+
+def rounded_product(x: jax.Array) -> jax.Array:
+  """Returns an array as it is, but no compiler contracts what made it with a sum.
+
+  Else the product of a learning rate would be rounded in some programs alone.
+  """
+  if x.dtype != jnp.float32:
+    return x
+  return signed(jnp.abs(x), sign_bit(x))
+
+
+def _at_least_1d(x: Any) -> jax.Array:
+  x = jnp.asarray(x)
+  return x.reshape(x.shape or (1,))

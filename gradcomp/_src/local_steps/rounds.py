@@ -1,0 +1,130 @@
+"""The steps of a round: the worker's own, and the one in which something is sent."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from gradcomp._src.core.state import FragmentState, OwnSteps
+from gradcomp._src.exchange.collectives import pmean
+from gradcomp._src.exchange.notes import Every, Options, note
+from gradcomp._src.local_steps.displacement import (
+  own_params,
+  rounded_product,
+  shaped_like,
+  wide,
+)
+from gradcomp._src.local_steps.fragments import Fragment
+from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.types import mark_varying, other_axes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Round:
+  """The optimizers and options of :func:`gradcomp.local.local_steps`."""
+
+  inner: optax.GradientTransformationExtraArgs
+  outer: optax.GradientTransformationExtraArgs
+  compressed: optax.GradientTransformationExtraArgs
+  axes: AxisName
+  every: int
+  delay: int
+  mixing: float
+
+  def own_step(
+    self, grads: Any, own: OwnSteps, params: Any, extra_args: Any
+  ) -> tuple[Any, Any]:
+    """Takes the worker's own step.
+
+    Returns:
+      How far the worker is from ``params`` then, in their shapes, and the inner state.
+    """
+    at = own_params(params, own.moved)
+    like = jax.eval_shape(self.inner.init, at)
+    inner_state = shaped_like(own.inner_state, like)
+    updates, inner_state = self.inner.update(grads, inner_state, at, **extra_args)
+
+    def add(moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
+      moved = moved.reshape(update.shape)
+      return self._own(moved + rounded_product(update.astype(moved.dtype)), x)
+
+    return jax.tree.map(add, own.moved, updates, params), inner_state
+
+  def shared_step(
+    self,
+    fragment: Fragment,
+    number: jax.Array,
+    state: FragmentState,
+    moved: Any,
+    params: Any,
+    value: Any,
+  ) -> tuple[Any, Any, FragmentState]:
+    """Exchanges a fragment, and moves the parameters of all, where it is time to.
+
+    Args:
+      fragment: the leaves, and their step of a round.
+      number: of this step, from 1 on.
+      state: of the fragment.
+      moved: how far the worker is from ``params``.
+      params: the parameters that all workers share.
+      value: the worker's loss, whose mean ``outer`` takes, or None.
+
+    Returns:
+      The updates of ``params``, how far the worker is from what they become, and the
+      state.
+    """
+
+    def is_at(step: int) -> jax.Array:
+      return (number >= step) & (number % self.every == step % self.every)
+
+    def rest(state: FragmentState) -> tuple[Any, Any, FragmentState]:
+      return jax.tree.map(jnp.zeros_like, params), moved, state
+
+    def send(state: FragmentState) -> tuple[Any, FragmentState]:
+      note(Every(self.every))
+      note(Options((("delay", self.delay),)))
+      difference = jax.tree.map(jnp.negative, moved)
+      mean, exchange = self.compressed.update(difference, state.exchange)
+      note(Every(1))
+      return mean, state._replace(exchange=exchange)
+
+    def arrive(mean: Any, state: FragmentState) -> tuple[Any, Any, FragmentState]:
+      at = jax.tree.map(wide, params)
+      given = {} if value is None else {"value": self._mean(value), "grad": mean}
+      updates, outer_state = self.outer.update(mean, state.outer_state, at, **given)
+      updates = optax.tree.cast_like(updates, params)
+      left = jax.tree.map(self._left, moved, updates, params)
+      return updates, left, state._replace(outer_state=outer_state)
+
+    if not self.delay:
+      sync = lambda state: arrive(*send(state))
+      return lax.cond(is_at(fragment.step), sync, rest, state)
+
+    def send_off(state: FragmentState) -> FragmentState:
+      mean, state = send(state)
+      return state._replace(arriving=mean)
+
+    state = lax.cond(is_at(fragment.step), send_off, lambda state: state, state)
+    come = lambda state: arrive(state.arriving, state)
+    return lax.cond(is_at(fragment.step + self.delay), come, rest, state)
+
+  def _mean(self, value: Any) -> jax.Array:
+    """Returns the mean of the workers' losses, in the steps that exchange anyway."""
+    note(Every(self.every))
+    mean = pmean(mark_varying(jnp.float32(value), self.axes), self.axes)
+    note(Every(1))
+    return mean
+
+  def _left(self, moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns how far a worker is from the moved parameters that it mixes in."""
+    if self.mixing == 1:  # 0 * NaN is no zero
+      return self._own(jnp.zeros_like(moved), x)
+    rest = moved - rounded_product(update.astype(moved.dtype))
+    return rounded_product(rest * jnp.asarray(1 - self.mixing, rest.dtype))
+
+  def _own(self, moved: jax.Array, x: jax.Array) -> jax.Array:
+    """Types a displacement as the worker's own, as both branches must have it."""
+    return mark_varying(moved, (*axis_names(self.axes), *other_axes(x, self.axes)))

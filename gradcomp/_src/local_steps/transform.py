@@ -1,0 +1,309 @@
+"""Local steps: workers train alone for some steps, and exchange what changed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from gradcomp._src.checks import one_tree, share_above_0, step_count
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.core import agreement
+from gradcomp._src.core.compression import Dither
+from gradcomp._src.core.feedback import Feedback, FeedbackName
+from gradcomp._src.core.inputs import not_differentiated
+from gradcomp._src.core.state import (
+  FragmentState,
+  LocalStepsState,
+  OwnSteps,
+  is_own_steps,
+)
+from gradcomp._src.core.transform import compress
+from gradcomp._src.exchange.all_gather import Merge
+from gradcomp._src.exchange.auto import Auto, ExchangeName
+from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.local_steps.displacement import (
+  first_own,
+  numbers_of_all,
+  own_params,
+  stored,
+  wide,
+)
+from gradcomp._src.local_steps.fragments import Fragment, cut, join, select, sizes_of
+from gradcomp._src.local_steps.options import (
+  check_floats,
+  checked_optimizer,
+  exchange_of_rounds,
+  kept_of,
+  up_to,
+)
+from gradcomp._src.local_steps.rounds import Round
+from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
+from gradcomp._src.mesh.reduction import reduction
+from gradcomp._src.mesh.shard_maps import per_device
+from gradcomp._src.mesh.types import mesh_of, unreduced_axes
+from gradcomp._src.mesh.unsharded_params import check_whole_params
+
+
+def local_params(params: Any, opt_state: Any) -> Any:
+  """Returns the parameters that a worker has moved to in its own steps.
+
+  These are what gradients are computed at, if :func:`local_steps` is in the optimizer.
+  They differ between workers, and are typed so. Without it they are ``params``. Of
+  local steps inside of others, the parameters are as far away as both say.
+
+  Args:
+    params: the parameters that all workers share.
+    opt_state: the state of the optimizer, inside the map: of one worker.
+
+  Returns:
+    A tree like ``params``.
+
+  Raises:
+    ValueError: the state is that of all workers together.
+
+  Example:
+    >>> local_params(jnp.ones(2), optax.sgd(0.1).init(jnp.ones(2)))
+    Array([1., 1.], dtype=float32)
+  """
+  is_hole = lambda x: isinstance(x, optax.MaskedNode)
+  for node in jax.tree.leaves(opt_state, is_leaf=is_own_steps):
+    if is_own_steps(node):
+      params = jax.tree.map(
+        lambda moved, x: x if is_hole(moved) else own_params(x, moved),
+        node.moved,
+        params,
+        is_leaf=is_hole,
+      )
+      params = local_params(params, node.inner_state)
+  return params
+
+
+def local_steps(
+  inner: optax.GradientTransformation,
+  outer: optax.GradientTransformation,
+  *,
+  every: int,
+  codec: LeafCodec,
+  axis_name: AxisName,
+  exchange: ExchangeName | Auto | Exchange = "auto",
+  feedback: FeedbackName | Feedback | None = "error",
+  feedback_decay: float = 1.0,
+  fragments: int = 1,
+  delay: int = 0,
+  mixing: float = 1.0,
+  merge: Merge = "mean",
+  min_leaf_size: int | None = None,
+  message_bytes: int | None = None,
+  key: ArrayLike = 0,
+  dither: Dither = "shared",
+) -> optax.GradientTransformationExtraArgs:
+  r"""Lets workers take steps alone, and exchanges every so often what they changed.
+
+  It is for links that are a hundred times too slow for an exchange in each step. It
+  takes the place of an optimizer. All workers share the parameters :math:`p`, the
+  anchor. Worker :math:`i` trains parameters of its own, :math:`p + d_i`, at which its
+  gradients are computed: see :func:`local_params`, and
+  :func:`gradcomp.make_train_step`, which does so by itself. In each step
+
+  .. math:: d_i \leftarrow d_i + \mathrm{inner}(g_i, p + d_i)
+
+  and in every H-th, with its residual :math:`e_i`,
+
+  .. math::
+     D = \tfrac{1}{N} \sum_i Q(e_i - d_i), \qquad e_i \leftarrow \beta (e_i - d_i -
+     Q(e_i - d_i)), \qquad p \leftarrow p + \mathrm{outer}(D, p), \qquad d_i
+     \leftarrow 0
+
+  The updates are zeros, but for those of ``outer``, which are equal on all workers. So
+  all workers have the same parameters after every step, to the bit, and these are what
+  to evaluate and to save. Only :math:`d_i`, the state of ``inner`` and the residual
+  differ between workers; they are in the state. Nothing is sent in other steps. It is
+  one program, with the exchange in a branch.
+
+  - DiLoCo: ``inner=optax.adamw(...)``, ``codec=Dense()``,
+    ``outer=optax.sgd(0.7, 0.9, nesterov=True)``.
+  - SparseLoCo: a sparse codec, ``outer=optax.sgd(1.0)``, ``feedback_decay=0.95``.
+  - MuLoCo: ``inner=optax.contrib.muon(...)``, and 2 bits, rounded to the nearest level.
+  - Streaming DiLoCo: ``fragments``, ``delay``, ``mixing=0.5`` and ``FloatCast`` of 3
+    and 0 bits. Fragment k of P is exchanged in step :math:`kH/P` of a round, and what
+    comes back is applied :math:`\tau` steps later. With :math:`p'` after that,
+    :math:`d_i \leftarrow (1 - m)(p + d_i - p')`, so that workers keep a part of what
+    they did meanwhile.
+
+  A gradient that is not finite makes an element of :math:`d_i` NaN. The next exchange
+  makes its bucket of the parameters NaN on all workers, and ``outer`` keeps it, too, if
+  it has momentum; residuals do not. ``inner=optax.apply_if_finite(inner, 5)`` drops
+  such a step on the worker that has it, which needs no message. Do not put
+  :func:`gradcomp.skip_nonfinite` around this: it sends a byte in every step.
+
+  ``inner`` and ``outer`` see whole leaves. Further arguments of ``update`` go to
+  ``inner``; they should be the worker's own, like its loss as ``value``. ``outer`` gets
+  the mean of the workers' ``value`` in float32, where it takes such arguments, and
+  :math:`D` as ``grad``. ``inner`` may itself hold an exchange over
+  another axis, which then joins the workers of an island in every step.
+
+  Args:
+    inner: the optimizer of each worker, with its state.
+    outer: the optimizer of the parameters, which takes D in float32 as their gradient.
+      Of fragments, each has a state of its own.
+    every: H, the number of steps in a round.
+    codec: of the differences.
+    axis_name: the axis of the workers, or a tuple of axes.
+    exchange, min_leaf_size, message_bytes, key, dither: the options of the exchange,
+      see :class:`gradcomp.CompressOptions`. It must send something.
+    feedback: as there. ``"error"`` keeps nothing for a codec that loses nothing.
+    feedback_decay: :math:`\beta`, above 0 and at most 1.
+    fragments: P, into how many parts of about as many elements the leaves are cut, in
+      their order.
+    delay: :math:`\tau`, the steps after which an exchange is applied, below H.
+    mixing: m, above 0 and at most 1. With 1, workers go on from the parameters, and
+      lose what they did during ``delay``.
+    merge: ``"mean"``, or ``"senders"``, which divides the sum of an element by the
+      number of workers that sent it. Only sparse codecs allow that.
+
+  Returns:
+    A gradient transformation; its state is a :class:`LocalStepsState`. Call ``init``
+    inside the map, or under ``jax.set_mesh(mesh)``, as for :func:`gradcomp.compress`.
+
+  Raises:
+    ValueError: an option is bad, or the codec does not allow it; in ``init``, nobody
+      knows the number of workers, or there are fewer leaves than fragments; in
+      ``update``, there are no parameters, they or the state are not those of a worker,
+      or gradients are already reduced.
+    TypeError: ``inner``, ``outer`` or ``codec`` is not one; or a parameter or a
+      gradient is no real float.
+
+  Example:
+    >>> tx = local_steps(
+    ...   optax.sgd(0.5), optax.sgd(1.0), every=2, codec=gradcomp.codecs.Dense(),
+    ...   axis_name="data",
+    ... )
+    >>> def worker(target):
+    ...   params = jnp.float32(0.0)
+    ...   state = tx.init(params)
+    ...   for _ in range(2):
+    ...     grad = local_params(params, state) - target
+    ...     update, state = tx.update(grad, state, params)
+    ...     params = optax.apply_updates(params, update)
+    ...   return params
+    >>> jax.vmap(worker, axis_name="data")(jnp.array([0.0, 4.0]))
+    Array([1.5, 1.5], dtype=float32)
+
+  References:
+    Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, algorithm 1;
+    Douillard et al., `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025,
+    section 2; Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025;
+    Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
+  """
+  every = step_count("every", every)
+  fragments = up_to("fragments", 1, every, fragments)
+  delay = up_to("delay", 0, every - 1, delay)
+  mixing = share_above_0("mixing", mixing)
+  names = axis_names(axis_name)
+  axes = names if len(names) > 1 else names[0]
+  compressed = compress(
+    codec,
+    axis_name=axes,
+    exchange=exchange_of_rounds(exchange, merge, codec),
+    feedback=kept_of(feedback, feedback_decay, codec),
+    min_leaf_size=min_leaf_size,
+    message_bytes=message_bytes,
+    key=key,
+    dither=dither,
+  )
+  takes_value = isinstance(outer, optax.GradientTransformationExtraArgs)
+  inner = checked_optimizer("inner", inner)
+  outer = checked_optimizer("outer", outer)
+
+  def init_fn(params: Any) -> LocalStepsState:
+    one_tree("local_steps", params)
+    check_floats("params", params)
+
+    def first(fragment: Fragment) -> FragmentState:
+      leaves = select(params, fragment)
+      zeros = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), leaves)
+      exchange = compressed.init(leaves)
+      outer_state = outer.init(jax.tree.map(wide, leaves))
+      return FragmentState(exchange, outer_state, zeros if delay else None)
+
+    return LocalStepsState(
+      jnp.zeros([], jnp.int32),
+      first_own(params, names, inner.init),
+      tuple(map(first, cut(sizes_of(params), fragments, every))),
+    )
+
+  def update_fn(
+    updates: Any, state: LocalStepsState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, LocalStepsState]:
+    _check_given(state, params, fragments)
+    check_floats("updates", updates)
+    updates = not_differentiated(updates)
+    check_whole_params(params, axes)
+    if bound_size(axes) is None:
+      state = numbers_of_all(state, mesh_of(updates))
+    across = reduction(updates, axes, local=False)
+    told = dict(every=every, fragments=fragments, delay=delay, mixing=mixing)
+    agreement.require_agreement(
+      "gradcomp.local.local_steps",
+      told,
+      updates,
+      axes,
+      inner_state=state.own,
+      outer_state=[fragment.outer_state for fragment in state.fragments],
+    )
+    addends = [
+      name
+      for name, x in extra_args.items()
+      if any(map(unreduced_axes, jax.tree.leaves(x)))
+    ]
+
+    def step(grads: Any, given: Any) -> tuple[Any, Any]:
+      state, params = given
+      round_ = Round(inner, outer, compressed, axes, every, delay, mixing)
+      value = extra_args.get("value") if takes_value else None
+      whole = lambda tree: jax.tree.map(
+        lambda g: g * jnp.asarray(require_size(axes), g.dtype), tree
+      )
+      if across.is_sum:
+        grads = whole(grads)
+      own_args = extra_args | {name: whole(extra_args[name]) for name in addends}
+      moved, inner_state = round_.own_step(grads, state.own, params, own_args)
+      number = optax.safe_increment(state.count)
+      found = []
+      for fragment, kept in zip(
+        cut(sizes_of(params), fragments, every), state.fragments, strict=True
+      ):
+        away, shared = (select(tree, fragment) for tree in (moved, params))
+        found.append(round_.shared_step(fragment, number, kept, away, shared, value))
+      new, moved, kept = zip(*found, strict=True)
+      own = OwnSteps({names: stored((join(moved, params), inner_state))})
+      return join(new, params), (LocalStepsState(number, own, kept), params)
+
+    result, (state, _) = per_device(
+      step, updates, (state, params), axes, keeps_addends=False
+    )
+    return result, state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_given(state: Any, params: Any, fragments: int) -> None:
+  """Raises an error for what ``update`` cannot do without."""
+  if not isinstance(state, LocalStepsState):
+    raise TypeError(
+      f"`state` must be a gradcomp.state.LocalStepsState, got {type(state).__name__}; "
+      "make the state with this transformation, and take the one of its place from the "
+      "state of an optax.chain."
+    )
+  if len(state.fragments) != fragments:
+    raise ValueError(
+      f"`state` must be made for {fragments} fragments, got {len(state.fragments)}; "
+      "make it by this transformation."
+    )
+  if params is None:
+    raise ValueError(
+      "`params` must be given to update, because workers move away from them, got "
+      "None; call optimizer.update(grads, state, params)."
+    )

@@ -1,0 +1,1 @@
+"""Axes, specs, types and maps of the mesh that the workers are on."""

@@ -1,0 +1,115 @@
+"""Reads from a gradient's type how it shall be reduced, and what is wrong with it."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from gradcomp._src.mesh.axes import (
+  AxisName,
+  axis_names,
+  bound_size,
+  manual_axes,
+  require_size,
+)
+from gradcomp._src.mesh.sentinels import is_followed, or_explained
+from gradcomp._src.mesh.types import (
+  is_explicit,
+  is_typed,
+  mesh_of,
+  unreduced_axes,
+  varying_axes,
+)
+
+
+class Reduction(NamedTuple):
+  """The way in which workers' gradients become one.
+
+  Attributes:
+    axis_name: the axes to reduce over; None to exchange nothing.
+    is_sum: whether gradients are addends of their sum (Explicit axes), not samples of
+      their mean.
+  """
+
+  axis_name: AxisName | None
+  is_sum: bool
+
+
+def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduction:
+  """Returns the reduction that the types of the gradients ask for.
+
+  Inside a map the loss is a mean over the worker's part of the batch, so that the mean
+  of the gradients is wanted. Under Explicit axes a gradient typed ``{U:data}`` is the
+  sum of what the devices hold, and that sum is the gradient of the loss over the whole
+  batch.
+
+  Args:
+    updates: the gradients.
+    axis_name: the axes that the transformation was given.
+    local: whether nothing shall be exchanged.
+
+  Raises:
+    ValueError: the types contradict ``axis_name``, or gradients are already reduced.
+  """
+  if is_followed():
+    return Reduction(None, is_sum=False)
+  axis_name = or_explained(axis_name)
+  paths = jax.tree_util.tree_leaves_with_path(updates)
+  addends = [unreduced_axes(leaf) for _, leaf in paths]
+  found = frozenset().union(*addends)
+  if found:
+    return Reduction(_addends(paths, addends, axis_name), is_sum=True)
+  if axis_name is None:
+    if manual_axes() and not local:
+      raise ValueError(
+        f"`axis_name` must name the axis to average over inside a map with the axes "
+        f'{manual_axes()}, got None; pass axis_name=, or exchange="local" to '
+        "exchange nothing."
+      )
+    return Reduction(None, is_sum=False)
+  if not paths and bound_size(axis_name) is None:
+    return Reduction(None, is_sum=False)
+  mesh = mesh_of(updates)
+  if bound_size(axis_name) is None and is_explicit(mesh, axis_name):
+    if mesh.size > 1:
+      raise _already_reduced(paths[0][0], axis_name)
+    return Reduction(axis_name, is_sum=True)  # a sum of one, see unreduce
+  require_size(axis_name, mesh)
+  if is_typed(axis_name):
+    for path, leaf in paths:
+      if not varying_axes(leaf).issuperset(axis_names(axis_name)):
+        raise _already_reduced(path, axis_name)
+  return Reduction(axis_name, is_sum=False)
+
+
+def _addends(
+  paths: Any, addends: list[frozenset[str]], axis_name: AxisName | None
+) -> AxisName:
+  """Returns the axes that every leaf is unreduced over; ValueError if leaves differ."""
+  mesh = mesh_of([leaf for _, leaf in paths])
+  names = tuple(name for name in mesh.axis_names if name in addends[0])
+  if axis_name is not None:
+    names = axis_names(axis_name)
+  for (path, _), axes in zip(paths, addends, strict=True):
+    if axes != set(names):
+      raise ValueError(
+        f"{_name(path)} must be unreduced over {names}, as `axis_name` or the first "
+        f"gradient says, but its type says {tuple(sorted(axes))}; gradients from "
+        "gradcomp.value_and_grad are, or leave axis_name out to take it from the type."
+      )
+  return names if len(names) > 1 else names[0]
+
+
+def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:
+  """Returns the error for a gradient that is equal on all workers."""
+  return ValueError(
+    f"{_name(path)} must differ between the workers of {axis_name!r}, but its type "
+    "says that it is equal on all: inside jax.shard_map, and under Explicit axes, "
+    "jax.grad with respect to replicated parameters has already all-reduced it in full "
+    "precision. Use gradcomp.value_and_grad in place of jax.value_and_grad, or "
+    "gradcomp.defer_reduction(params, axis_name) before jax.grad; and put "
+    "optax.MultiSteps behind the exchange."
+  )
+
+
+def _name(path: Any) -> str:
+  return f"`updates`{jax.tree_util.keystr(path)}"

@@ -1,0 +1,214 @@
+"""Enters the maps that follow from the types of arrays.
+
+Code that works on the part of one device enters a ``jax.shard_map`` by itself where the
+types say that an array is cut, or unreduced, over Explicit axes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, manual_axes
+from gradcomp._src.mesh.closures import OF_OPTIMIZER, Bind, with_arrays
+from gradcomp._src.mesh.sentinels import is_followed
+from gradcomp._src.mesh.specs import (
+  entries,
+  is_spec,
+  on_top,
+  reduced_spec,
+  sharded_axes,
+)
+from gradcomp._src.mesh.types import mesh_of, typed_spec, varying_axes
+
+
+def per_device(
+  function: Callable[[Any, Any], Any],
+  updates: Any,
+  state: Any,
+  axis_name: AxisName | None,
+  *,
+  keeps_addends: bool,
+) -> tuple[Any, Any]:
+  """Calls ``function(updates, state)`` on each device's parts.
+
+  It enters a map if the types need one. ``jax.vmap`` around it goes into that map.
+
+  Args:
+    function: returns ``(updates, state)`` like its arguments.
+    updates: gradients, perhaps unreduced or sharded over Explicit axes.
+    state: arrays.
+    axis_name: the axes to reduce over, which the map binds if none has; or None.
+    keeps_addends: whether the updates that ``function`` returns are as unreduced as
+      those that it takes.
+  """
+  if is_followed():
+    return updates, state
+  cut = frozenset().union(*map(sharded_axes, map(typed_spec, jax.tree.leaves(updates))))
+  addends = axis_name is not None and bound_size(axis_name) is None
+  if not addends and not cut:
+    return function(updates, state)
+
+  def whole(updates: Any, state: Any) -> tuple[Any, Any]:
+    return _mapped(function, updates, state, axis_name, cut, addends, keeps_addends)
+
+  if not addends:
+    return whole(updates, state)
+
+  def of_each(size: int, is_batched: Any, updates: Any, state: Any) -> Any:
+    ahead = lambda x, known: x if known else _ahead(x, size)
+    updates, state = jax.tree.map(ahead, (updates, state), tuple(is_batched))
+    each = jax.vmap(function)
+    result = per_device(each, updates, state, axis_name, keeps_addends=keeps_addends)
+    return result, jax.tree.map(lambda _: True, result)
+
+  return _with_rule(whole, of_each)(updates, state)
+
+
+def _mapped(
+  function: Callable[[Any, Any], Any],
+  updates: Any,
+  state: Any,
+  axis_name: AxisName | None,
+  cut: frozenset[str],
+  addends: bool,
+  keeps_addends: bool,
+) -> tuple[Any, Any]:
+  """Calls ``function(updates, state)`` in a map over the axes that types ask for."""
+  specs = jax.tree.map(typed_spec, updates)
+  state_specs = jax.tree.map(typed_spec, state)
+  out = specs if keeps_addends else _map_specs(reduced_spec, specs)
+  mesh = mesh_of(updates)
+  outside = not manual_axes()
+  # JAX 0.10 takes unreduced arrays only if all axes are manual.
+  manual = set(mesh.axis_names) if addends else set(cut)
+  if axis_name is not None and addends and mesh.auto_axes and not keeps_addends:
+    # But then the devices along an Auto axis would all do, and send, the same.
+    manual -= set(mesh.auto_axes)
+    updates = _stack(updates, mesh, specs, axis_name)
+    specs = _map_specs(lambda spec: on_top(axis_name, spec), specs)
+    function = _of_rows(function)
+  checks = not outside and _checks_types(updates)
+
+  def enter(bind: Bind, closed_over: list[Any]) -> tuple[Any, Any]:
+    def on_device(updates: Any, state: Any, closed_over: list[Any]) -> tuple[Any, Any]:
+      return bind(closed_over)(updates, state)
+
+    mapped = jax.shard_map(
+      on_device,
+      mesh=mesh if outside else None,
+      in_specs=(specs, state_specs, [typed_spec(x) for x in closed_over]),
+      out_specs=(out, state_specs),
+      axis_names=manual,
+      # JAX allows an unreduced argument only if types are not checked.
+      check_vma=checks,
+    )
+    return mapped(updates, state, closed_over)
+
+  return with_arrays(function, enter, OF_OPTIMIZER)
+
+
+def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+  """Applies a linear function to an array, or to each device's addend of it.
+
+  It may add or drop last axes, which nothing cuts.
+  """
+  spec = typed_spec(x)
+  if not spec.unreduced:
+    return function(x)
+  rank = jax.eval_shape(function, jax.ShapeDtypeStruct(x.shape, x.dtype)).ndim
+  mapped = jax.shard_map(
+    function,
+    mesh=None if manual_axes() else mesh_of(x),
+    in_specs=spec,
+    out_specs=PartitionSpec(*entries(spec)[:rank], unreduced=spec.unreduced),
+    check_vma=False,
+  )
+  of_each = lambda size, is_batched, x: (map_addends(jax.vmap(function), x), True)
+  return _linear(mapped, of_each)(x)
+
+
+def unreduce(tree: Any, axis_name: AxisName) -> Any:
+  """Turns workers' addends, stacked ``[N, ...]`` over the axis, into unreduced ones."""
+  mesh = mesh_of(tree)
+  names = set(axis_names(axis_name))
+  if mesh.size == 1:  # JAX has no unreduced arrays on one device
+    return jax.tree.map(lambda x: x[0], tree)
+
+  def drop(at: int, tree: Any) -> Any:
+    def spec(x: jax.Array) -> PartitionSpec:
+      found = [*entries(typed_spec(x))]
+      del found[at : at + 1]
+      return PartitionSpec(*found, unreduced=names)
+
+    return jax.shard_map(
+      lambda tree: jax.tree.map(lambda x: jnp.squeeze(x, at), tree),
+      mesh=mesh,
+      in_specs=(jax.tree.map(typed_spec, tree),),
+      out_specs=jax.tree.map(spec, tree),
+      check_vma=False,
+    )(tree)
+
+  def of_each(size: int, is_batched: Any, tree: Any) -> Any:
+    ahead = lambda x, known: x if known else _ahead(x, size)
+    result = drop(1, jax.tree.map(ahead, tree, is_batched[0]))
+    return result, jax.tree.map(lambda _: True, result)
+
+  return _linear(functools.partial(drop, 0), of_each)(tree)
+
+
+def _with_rule(function: Callable[..., Any], rule: Callable[..., Any]) -> Any:
+  """Returns a function with a rule of its own for ``jax.vmap``.
+
+  JAX 0.10 to 0.12 has none for maps with unreduced arrays.
+  """
+  result = jax.custom_batching.custom_vmap(function)
+  result.def_vmap(rule)
+  return result
+
+
+def _linear(function: Callable[[Any], Any], rule: Callable[..., Any]) -> Any:
+  """Returns a linear function with such a rule, which JAX may differentiate."""
+  result = jax.custom_jvp(_with_rule(function, rule))
+  result.defjvp(lambda primals, tangents: (result(*primals), function(*tangents)))
+  return result
+
+
+def _ahead(x: jax.Array, size: int) -> jax.Array:
+  """Returns copies of an array on a new first axis, however its type says it lies."""
+  spec = typed_spec(x)
+  return jax.shard_map(
+    lambda x: jnp.broadcast_to(x, (size, *x.shape)),
+    mesh=mesh_of(x),
+    in_specs=spec,
+    out_specs=PartitionSpec(None, *entries(spec), unreduced=spec.unreduced),
+    check_vma=False,
+  )(x)
+
+
+def _stack(tree: Any, mesh: AbstractMesh, specs: Any, axis_name: AxisName) -> Any:
+  """Returns unreduced arrays as their addends, stacked ``[N, ...]`` over the axis."""
+  return jax.shard_map(
+    lambda tree: jax.tree.map(lambda x: x[None], tree),
+    mesh=mesh,
+    in_specs=(specs,),
+    out_specs=_map_specs(lambda spec: on_top(axis_name, spec), specs),
+    check_vma=False,
+  )(tree)
+
+
+def _of_rows(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+  """Returns the function of the one row that a device has of stacked updates."""
+  return lambda rows, state: function(jax.tree.map(lambda x: x[0], rows), state)
+
+
+def _map_specs(function: Callable[[PartitionSpec], Any], specs: Any) -> Any:
+  return jax.tree.map(function, specs, is_leaf=is_spec)
+
+
+def _checks_types(tree: Any) -> bool:
+  """Returns True if the enclosing map tracks what varies."""
+  return any(varying_axes(leaf) for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,74 @@
+"""Reads and makes PartitionSpecs, which are tuples in some versions of JAX."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from gradcomp._src.mesh.axes import AxisName, axis_names
+
+
+def is_spec(x: Any) -> bool:
+  """Returns True for a PartitionSpec; it is meant for ``is_leaf``."""
+  return isinstance(x, PartitionSpec)
+
+
+def entries(spec: PartitionSpec) -> tuple[Any, ...]:
+  """Returns what a spec says of each array axis: None, a name, or a tuple of names."""
+  return tuple(spec.partitions if hasattr(spec, "partitions") else spec)
+
+
+def names_by_axis(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
+  """Returns the names that cut each of an array's axes."""
+  found = [_names(entry) for entry in entries(spec)]
+  return (*found, *[()] * (ndim - len(found)))
+
+
+def spec_of(names: Sequence[Sequence[str]]) -> PartitionSpec:
+  """Returns the spec in which these names cut each axis."""
+  return PartitionSpec(*map(_entry, names))
+
+
+def sharded_axes(spec: PartitionSpec) -> frozenset[str]:
+  """Returns the axes that a spec cuts an array over."""
+  return frozenset(name for entry in entries(spec) for name in _names(entry))
+
+
+def reduced_spec(spec: PartitionSpec) -> PartitionSpec:
+  """Returns the spec of an array once it is no longer unreduced."""
+  return PartitionSpec(*entries(spec))
+
+
+def restrict_spec(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+  """Returns a spec without other axes than these."""
+  kept = [[name for name in _names(entry) if name in axes] for entry in entries(spec)]
+  return PartitionSpec(*map(_entry, kept))
+
+
+def stack_spec(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:
+  """Returns the spec of workers' arrays of this spec, stacked on their first axis."""
+  first, *rest = entries(spec) or (None,)
+  return PartitionSpec(_entry([*axis_names(axis_name), *_names(first)]), *rest)
+
+
+def stacked_over(axes: Sequence[str], inside: Collection[str]) -> PartitionSpec:
+  """Returns the spec of arrays stacked over those axes that a map makes manual."""
+  return PartitionSpec(_entry([name for name in axes if name in inside]))
+
+
+def on_top(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:
+  """Returns the spec of workers' arrays of this spec, stacked on a new first axis."""
+  return PartitionSpec(axis_name, *entries(spec))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+  if entry is None:
+    return ()
+  return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _entry(names: Sequence[str]) -> Any:
+  """Returns the shortest entry of a spec for these names."""
+  if len(names) > 1:
+    return tuple(names)
+  return names[0] if names else None

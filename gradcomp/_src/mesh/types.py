@@ -1,0 +1,97 @@
+"""Reads from the types of arrays how they lie on the mesh, and marks them.
+
+Under Explicit axes the type of an array says how it is sharded, and over which axes it
+is ``unreduced``: each device holds an addend, and nothing has been communicated. Inside
+a ``jax.shard_map`` that checks types, it says over which axes the array varies.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.specs import entries, sharded_axes
+
+
+def typed_spec(x: Any) -> PartitionSpec:
+  """Returns the spec in the type of an array, which has Explicit axes alone."""
+  return jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else PartitionSpec()
+
+
+def placed_spec(x: Any) -> PartitionSpec:
+  """Returns the spec of an array; if it is concrete, also over Auto axes."""
+  if isinstance(x, jax.core.Tracer):
+    return typed_spec(x)
+  sharding = getattr(x, "sharding", None)
+  return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+
+def unreduced_axes(x: Any) -> frozenset[str]:
+  """Returns the Explicit axes over which an array is still a sum of addends."""
+  return frozenset(typed_spec(x).unreduced)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+  """Returns the manual axes over which ``x`` differs, as its type says."""
+  if not isinstance(x, jax.Array):
+    return frozenset()
+  return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def other_axes(x: Any, axis_name: AxisName | None) -> tuple[str, ...]:
+  """Returns the axes beside the data axis over which an array differs, by its type."""
+  own = () if axis_name is None else axis_names(axis_name)
+  found = sharded_axes(typed_spec(x)) | varying_axes(x)
+  return tuple(sorted(found.difference(own)))
+
+
+def mesh_of(tree: Any) -> AbstractMesh:
+  """Returns the mesh in the types of a tree's arrays.
+
+  If no array has one, it is the mesh of ``jax.set_mesh``.
+  """
+  for leaf in jax.tree.leaves(tree):
+    mesh = jax.typeof(leaf).sharding.mesh if isinstance(leaf, jax.Array) else None
+    if mesh is not None and not mesh.empty:
+      return mesh
+  return jax.sharding.get_abstract_mesh()
+
+
+def is_explicit(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
+  """Returns True if the mesh has the axes, and all of them are Explicit."""
+  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  return all(types.get(name) == AxisType.Explicit for name in axis_names(axis_name))
+
+
+def is_typed(axis_name: AxisName) -> bool:
+  """Returns True if the enclosing map tracks what varies.
+
+  ``jax.shard_map`` with ``check_vma=True`` does.
+  """
+  return axis_names(axis_name)[0] in varying_axes(lax.axis_index(axis_name))
+
+
+def mark_varying(tree: Any, axis_name: AxisName) -> Any:
+  """Types every leaf as varying over the axes, if types are tracked."""
+  if not is_typed(axis_name):
+    return tree
+
+  def mark(x: jax.Array) -> jax.Array:
+    varying = varying_axes(x)
+    missing = tuple(name for name in axis_names(axis_name) if name not in varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(mark, tree)
+
+
+def mark_reduced(tree: Any, axis_name: AxisName) -> Any:
+  """Types arrays so that gradients with respect to them are unreduced over the axes."""
+  names = set(axis_names(axis_name))
+
+  def mark(x: jax.Array) -> jax.Array:
+    spec = PartitionSpec(*entries(typed_spec(x)), reduced=names)
+    return jax.reshard(x, NamedSharding(mesh_of(x), spec))
+
+  return jax.tree.map(mark, tree)

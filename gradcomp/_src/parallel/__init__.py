@@ -1,0 +1,1 @@
+"""Compressed collectives of sharded models: FSDP, tensor and model parallelism."""

@@ -1,0 +1,269 @@
+"""Gathers a weight that is cut over workers, as FSDP does before each layer."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.stateless import stateless
+from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
+from gradcomp._src.mesh.types import mark_varying, varying_axes
+from gradcomp._src.parallel.options import (
+  Wire,
+  checked_axis,
+  checked_floats,
+  checked_key,
+  folded,
+  of_reals,
+)
+from gradcomp._src.parallel.transport import (
+  cut,
+  gathered,
+  joined,
+  lost,
+  narrowed_parts,
+  reduced,
+)
+
+
+def gather(
+  w_shard: jax.Array,
+  axis_name: AxisName,
+  *,
+  weights: Any,
+  grads: Any,
+  residual: jax.Array | None = None,
+  axis: int = 0,
+  shape: tuple[int, ...] | None = None,
+  key: jax.Array | None = None,
+) -> jax.Array:
+  r"""Returns a whole weight, whose gradient goes back to the workers that own it.
+
+  Worker d has the shard :math:`w_d`. All workers get the same bits of
+
+  .. math:: w = [Q_w(w_0), Q_w(w_1), \dots, Q_w(w_{N-1})]
+
+  In the backward pass, worker i has the cotangent :math:`g_i` of the whole weight, and
+  the residual :math:`e_i`. It sends part d of their sum to worker d, which decodes and
+  adds in ``float32``, in the order of workers. What gets lost is the new residual:
+
+  .. math::
+     c_i = g_i + e_i, \qquad \bar{w}_d = \sum_{i=0}^{N-1} Q_g(c_i[d]), \qquad
+     e_i' = c_i - Q_g(c_i)
+
+  The part that stays with its worker is exact: there :math:`Q_g` is the identity. The
+  result is a sum, like the gradient of ``lax.all_gather``: divide the loss of each
+  worker by N for a mean.
+
+  **The new residual comes back as the cotangent of** ``residual``. So take the gradient
+  of the loss with respect to the shards and the residuals together::
+
+    grads, residuals = jax.grad(loss_fn, (0, 1))(shards, residuals, batch)
+
+  Gather each weight once in a step, and use the result as often as it is needed. Two
+  gathers with one residual would each send it, and their new residuals would be added.
+  The gather that ``jax.checkpoint`` runs again does not count: it has no other backward
+  pass. Put ``jax.checkpoint`` around each layer. Else whole weights wait in memory for
+  the backward pass.
+
+  A worker sends ``(N-1) c_w`` bytes forward and ``(N-1) c_g`` backward, where c are the
+  bytes of the payload of a shard. A payload has whole tiles of its codec. Choose
+  buckets so small that a shard fills its tiles, or None for a small weight.
+
+  A gradient that is not finite makes at least its block NaN on the owner of the block,
+  or the element alone if it is the owner's. The residual keeps its old value there.
+  Workers do not learn of what others sent: a step that is dropped for it must drop all
+  new residuals, too.
+
+  Args:
+    w_shard: this worker's part of the weight, floats, of one shape on all workers. A
+      scalar counts as ``[1]``.
+    axis_name: the axis of the enclosing map, or a tuple of axes.
+    weights: the codec of the weight; None for ``float32``.
+    grads: the codec of the gradient; None for ``float32``. ``OneBit`` needs a residual.
+    residual: what earlier steps lost of this worker's gradients: zeros at first, see
+      :func:`gather_residual`. Without one, what is lost stays lost.
+    axis: the array axis along which the weight is cut.
+    shape: the shape of the weight, if the shard is an Nth of all its elements: of
+      ``jnp.pad(w.reshape(-1), (0, -w.size % N))``. So any shape can be cut.
+    key: a key that all workers share, another one for each call, if a codec draws
+      random numbers. The backward pass folds in 1.
+
+  Returns:
+    The whole weight, of the dtype of ``w_shard``: N times as long along ``axis``, or of
+    the given shape. It is typed as differing between workers, for so do its cotangents.
+    Decoding is done in ``float32``.
+
+  Raises:
+    ValueError: the axis is not bound; a codec is sparse, keeps a memory, or needs a
+      residual or a key that is not given; or another argument is not as above.
+    TypeError: ``w_shard`` or ``residual`` has no float dtype, or a codec is none.
+
+  Example:
+    >>> def loss(w_shard, residual, x):
+    ...   codec = gradcomp.codecs.Dense(dtype=jnp.bfloat16)
+    ...   w = gradcomp.parallel.gather(
+    ...     w_shard, "data", weights=codec, grads=codec, residual=residual)
+    ...   return jnp.dot(w, x)
+    >>> x = jnp.array([[1.0, 2.0], [4.0, 0.1]])
+    >>> grad = jax.vmap(jax.grad(loss, (0, 1)), axis_name="data")
+    >>> grads, residuals = grad(jnp.ones((2, 1)), jnp.zeros((2, 2)), x)
+    >>> grads.ravel(), residuals[0]  # of two in bfloat16, nothing is lost
+    (Array([5. , 2.1], dtype=float32), Array([0., 0.], dtype=float32))
+
+  References:
+    Zhao et al., `PyTorch FSDP <https://arxiv.org/abs/2304.11277>`_, 2023, section 3;
+    Markov et al., `Quantized Distributed Training of Large Models with Convergence
+    Guarantees <https://arxiv.org/abs/2302.02390>`_, 2023, section 3
+  """
+  size = require_size(axis_name)
+  forward = Dense() if weights is None else stateless("weights", weights)
+  corrected = residual is not None
+  back = Dense() if grads is None else stateless("grads", grads, corrected=corrected)
+  wire = Wire(axis_name, forward, back, "coded", size)
+  key = checked_key(key, forward, back)
+  x = jnp.atleast_1d(checked_floats(w_shard))
+  axis = checked_axis("axis", axis, x.ndim)
+  if shape is not None:
+    _check_cut(x.shape, shape, size)
+  x = mark_varying(x, _axes_of(axis_name, residual))
+  if residual is not None:
+    _check_residual(residual, x, _residual_shape(x, axis, size))
+  whole = of_reals(lambda x: _gather(wire, axis, x, residual, key), x)
+  return whole if shape is None else whole[: math.prod(shape)].reshape(shape)
+
+
+def gather_residual(
+  w_shard: jax.Array, axis_name: AxisName, *, axis: int = 0
+) -> jax.Array:
+  """Returns the first residual of a weight for :func:`gather`: zeros.
+
+  Call it where the axis is bound. Stacked on the first axis, the residuals of all
+  workers are one global array, ``[N d0, ...]``, of which each worker has a whole
+  weight::
+
+    residuals = jax.jit(jax.shard_map(
+      lambda shards: jax.tree.map(
+        lambda w: gradcomp.parallel.gather_residual(w, "data"), shards),
+      in_specs=P("data"), out_specs=P("data"), mesh=mesh))(shards)
+
+  Args:
+    w_shard: this worker's part of the weight.
+    axis_name: the axis of the enclosing map, or a tuple of axes.
+    axis: the array axis along which the weight is cut.
+
+  Returns:
+    Zeros of the shape of all shards together, ``float32``; for a complex weight, pairs
+    of them on a last axis.
+
+  Raises:
+    ValueError: the axis is not bound, or ``axis`` is no axis of the weight.
+    TypeError: ``w_shard`` has no float dtype.
+
+  Example:
+    >>> zeros = lambda w: gradcomp.parallel.gather_residual(w, "data", axis=1)
+    >>> jax.vmap(zeros, axis_name="data")(jnp.ones((4, 3, 2))).shape
+    (4, 3, 8)
+  """
+  size = require_size(axis_name)
+  x = jnp.atleast_1d(checked_floats(w_shard))
+  axis = checked_axis("axis", axis, x.ndim)
+  zeros = jnp.zeros(_residual_shape(x, axis, size), jnp.float32)
+  return mark_varying(zeros, _axes_of(axis_name, x))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(
+  wire: Wire,
+  axis: int,
+  x: jax.Array,
+  residual: jax.Array | None,
+  key: jax.Array | None,
+) -> jax.Array:
+  whole = joined(gathered(x, wire, key), axis).astype(x.dtype)
+  return mark_varying(whole, wire.axis_name)
+
+
+def _gather_forward(
+  wire: Wire,
+  axis: int,
+  x: jax.Array,
+  residual: jax.Array | None,
+  key: jax.Array | None,
+) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array | None]]:
+  return _gather(wire, axis, x, residual, key), (residual, key)
+
+
+def _gather_backward(
+  wire: Wire,
+  axis: int,
+  saved: tuple[jax.Array | None, jax.Array | None],
+  cotangent: jax.Array,
+) -> tuple[jax.Array, jax.Array | None, None]:
+  residual, key = saved
+  back = dataclasses.replace(wire.reversed, own="exact")
+  key = folded(key, 1)
+  sent = cotangent.astype(jnp.float32)
+  if residual is not None:
+    old = residual.astype(jnp.float32)
+    sent = sent + old
+  parts = cut(sent, axis, wire.size)
+  mine = reduced(parts, back, key)
+  if residual is None:
+    return mine.astype(cotangent.dtype), None, None
+  unsent = lost(parts, back, key)
+  mine, unsent = narrowed_parts(mine, unsent, cotangent.dtype, back)
+  unsent = joined(unsent, axis)
+  kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
+  return mine, kept, None
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _axes_of(axis_name: AxisName, x: jax.Array | None) -> tuple[str, ...]:
+  """Returns the axes of the workers, and others over which an array differs."""
+  others = varying_axes(x).difference(axis_names(axis_name))
+  return (*axis_names(axis_name), *sorted(others))
+
+
+def _residual_shape(x: jax.Array, axis: int, size: int) -> tuple[int, ...]:
+  whole = (*x.shape[:axis], size * x.shape[axis], *x.shape[axis + 1 :])
+  return (*whole, 2) if jnp.iscomplexobj(x) else whole
+
+
+def _check_cut(found: tuple[int, ...], shape: tuple[int, ...], size: int) -> None:
+  """Raises ValueError for a shard that is no Nth of the elements of a shape."""
+  share = -(-math.prod(shape) // size)
+  if found != (share,):
+    raise ValueError(
+      f"`w_shard` must be of the shape {(share,)}, one of {size} equal parts of all "
+      f"elements of {shape}, got {found}; cut jnp.pad(w.reshape(-1), (0, -w.size % N))."
+    )
+
+
+def _check_residual(residual: jax.Array, x: jax.Array, shape: tuple[int, ...]) -> None:
+  """Raises an error for a residual that cannot get the new one as its cotangent."""
+  residual = jnp.asarray(residual)
+  if not jnp.issubdtype(residual.dtype, jnp.floating):
+    raise TypeError(
+      f"`residual` must have a real float dtype, got {residual.dtype}; start with "
+      "gradcomp.parallel.gather_residual(w_shard, axis_name)."
+    )
+  if residual.shape != shape:
+    raise ValueError(
+      f"`residual` must be of the shape {shape}, as all shards together, got "
+      f"{residual.shape}; start with gradcomp.parallel.gather_residual(w_shard, "
+      "axis_name), and give its map an out_specs that stacks them on the first axis."
+    )
+  missing = varying_axes(x) - varying_axes(residual)
+  if missing:
+    raise ValueError(
+      f"`residual` must differ between the workers of {sorted(missing)}, or JAX adds "
+      "up what they keep, got one that is typed as equal on all of them; stack the "
+      "residuals on the first axis, and pass them with in_specs=P(axes)."
+    )

@@ -1,0 +1,122 @@
+"""Holds what a differentiable collective needs to know, and checks it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp._src.checks import one_of, static_integer
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.stateless import stateless
+from gradcomp._src.kernels.common.threefry import fold_key, key_words
+from gradcomp._src.mesh.axes import AxisName, require_size
+
+Own = Literal["exact", "coded"]
+Backward = Codec | Literal["same"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+  """Says how arrays travel along an axis.
+
+  Attributes:
+    axis_name: the axes of the workers.
+    codec: the codec of the values, in the forward pass.
+    backward: the codec of their cotangents, in the backward pass.
+    own: whether a worker decodes its own part, too, which does not travel.
+    size: the number of workers.
+  """
+
+  axis_name: AxisName
+  codec: Codec
+  backward: Codec
+  own: Own
+  size: int
+
+  @property
+  def reversed(self) -> "Wire":
+    """The wire of the backward pass."""
+    return dataclasses.replace(self, codec=self.backward, backward=self.codec)
+
+
+def wire(
+  axis_name: AxisName, codec: Any, backward: Any = "same", own: Any = "exact"
+) -> Wire:
+  """Returns the checked options of a call.
+
+  Raises:
+    ValueError: the axis is not bound, a codec needs a residual or a memory, or ``own``
+      is another word.
+    TypeError: a codec is none.
+  """
+  size = require_size(axis_name)
+  one_of("own", Own, own)
+  forward = stateless("codec", codec)
+  if isinstance(backward, str) and backward == "same":
+    return Wire(axis_name, forward, forward, own, size)
+  other = Dense() if backward is None else stateless("backward", backward)
+  return Wire(axis_name, forward, other, own, size)
+
+
+def checked_key(key: jax.Array | None, *codecs: Codec) -> jax.Array | None:
+  """Returns ``uint32[2]``; None if no codec draws random numbers.
+
+  Raises:
+    ValueError: a codec draws random numbers, and there is no key.
+  """
+  for codec in codecs:
+    if codec.needs_key and key is None:
+      cure = ', or choose rounding="nearest"' if hasattr(codec, "rounding") else ""
+      raise ValueError(
+        f"`key` must be given for {codec}, which draws random numbers: pass a "
+        f"jax.random.key that all workers share, another one for each call{cure}."
+      )
+  if not any(codec.needs_key for codec in codecs):
+    return None
+  return None if key is None else key_words(key)
+
+
+def folded(key: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
+  """Returns the key of a later stage; None for none."""
+  return None if key is None else fold_key(key, number)
+
+
+def checked_floats(x: Any) -> jax.Array:
+  """Returns an array of floats; TypeError for other numbers."""
+  x = jnp.asarray(x)
+  if not jnp.issubdtype(x.dtype, jnp.inexact):
+    raise TypeError(f"`x` must have a float or complex dtype, got {x.dtype}.")
+  return x
+
+
+def of_reals(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+  """Applies a function of real arrays, to which complex numbers go as pairs.
+
+  Pairs lie along a last axis, which the function leaves as it is.
+  """
+  if not jnp.iscomplexobj(x):
+    return function(x)
+  result = function(jnp.stack([x.real, x.imag], axis=-1))
+  return lax.complex(result[..., 0], result[..., 1])
+
+
+def checked_axis(name: str, axis: Any, ndim: int) -> int:
+  """Returns the number of an array axis, 0 or more; ValueError for all else."""
+  rule = f"an axis of an array with {ndim} axes"
+  number = static_integer(name, rule, axis)
+  if not -ndim <= number < ndim:
+    raise ValueError(f"`{name}` must be {rule}, got {number}.")
+  return number % ndim
+
+
+def check_divides(name: str, shape: tuple[int, ...], axis: int, workers: int) -> None:
+  """Raises ValueError unless the workers get equal parts of an axis."""
+  if shape[axis] % workers:
+    raise ValueError(
+      f"`{name}` must be one whose length the {workers} workers divide, got {axis} of "
+      f"the shape {shape}; pad it with zeros."
+    )

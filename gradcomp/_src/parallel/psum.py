@@ -1,0 +1,180 @@
+"""Sums over workers: at the end of a layer that is cut by inputs, or at its entry."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp._src.exchange.collectives import Workers, final_stage
+from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.types import mark_varying, varying_axes
+from gradcomp._src.parallel.options import (
+  Wire,
+  checked_floats,
+  checked_key,
+  folded,
+  of_reals,
+  wire,
+)
+from gradcomp._src.parallel.transport import gathered, reduced
+
+
+def psum(
+  x: jax.Array,
+  axis_name: AxisName,
+  *,
+  codec: Any,
+  key: jax.Array | None = None,
+) -> jax.Array:
+  r"""Returns the sum over the workers, with the same bits on all of them.
+
+  Each worker owns an Nth of the elements. It decodes what the others send of these,
+  adds in ``float32``, in the order of workers, and sends the encoded sum to all:
+
+  .. math:: y = Q(\sum_i Q(x_i))
+
+  A worker sends ``2 (N-1)/N c`` bytes, where c is the bytes of a payload. The result is
+  typed as equal on all workers, and so is its cotangent, which each worker takes as the
+  cotangent of its own ``x``: the backward pass sends nothing. It is the gradient that
+  ``jax.shard_map`` gives ``lax.psum`` where it checks types. Use it at the end of a
+  layer that is cut by its inputs, and :func:`sum_gradients` at its entry.
+
+  Args:
+    x: an array of any shape, floats, of one shape on all workers.
+    axis_name: the axis of the enclosing map, or a tuple of axes.
+    codec: the codec of the addends and of the sum.
+    key: a key that all workers share, if the codec draws random numbers.
+
+  Returns:
+    An array like ``x``.
+
+  Raises:
+    ValueError: the axis is not bound; the codec is sparse, or needs a memory or error
+      feedback; or it needs a key, and there is none.
+    TypeError: ``x`` has no float dtype, or ``codec`` is no codec.
+
+  Example:
+    >>> total = lambda x: gradcomp.parallel.psum(
+    ...   x, "model", codec=gradcomp.codecs.Dense())
+    >>> jax.vmap(total, axis_name="model")(jnp.array([1.0, 2.0]))
+    Array([3., 3.], dtype=float32)
+
+  References:
+    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
+    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, section 2.4.1
+  """
+  own_wire = wire(axis_name, codec, own="coded")
+  key = checked_key(key, own_wire.codec)
+  x = mark_varying(checked_floats(x), axis_name)
+  return of_reals(lambda x: _psum(own_wire, x, key), x)
+
+
+def sum_gradients(
+  x: jax.Array,
+  axis_name: AxisName,
+  *,
+  codec: Any,
+  key: jax.Array | None = None,
+) -> jax.Array:
+  """Returns ``x``, whose cotangent is the :func:`psum` of the workers' cotangents.
+
+  It is the entry of a layer that is cut by its outputs. All workers have the same
+  ``x``, and each computes other outputs from it.
+
+  Args:
+    x: an array of any shape, floats, equal on all workers.
+    axis_name: the axis of the enclosing map, or a tuple of axes.
+    codec: the codec of the cotangents and of their sum.
+    key: a key that all workers share, if the codec draws random numbers. The backward
+      pass folds in 1.
+
+  Returns:
+    The same values, typed as differing between workers, where types are checked.
+
+  Raises:
+    ValueError: as :func:`psum`.
+    TypeError: as :func:`psum`.
+
+  Example:
+    >>> def loss(x, w):
+    ...   x = gradcomp.parallel.sum_gradients(
+    ...     x, "model", codec=gradcomp.codecs.Dense())
+    ...   return x * w
+    >>> w = jnp.array([3.0, 5.0])
+    >>> jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="model")(1.0, w)
+    Array([8., 8.], dtype=float32)
+  """
+  own_wire = wire(axis_name, codec, own="coded")
+  key = checked_key(key, own_wire.codec)
+  x = checked_floats(x)
+  varying = tuple(name for name in axis_names(axis_name) if name in varying_axes(x))
+  return of_reals(lambda x: _sum_gradients(own_wire, varying, x, key), x)
+
+
+def total(x: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
+  """Returns the sum of all workers' arrays, equal on all of them, ``float32``."""
+  own = by_owners(x, wire, key)[1]
+  name = final_stage(x.size, Workers(wire.axis_name, wire.size, 1.0))
+  every = gathered(own, wire, owner_key(wire, key), name)
+  return every.reshape(-1)[: x.size].reshape(x.shape)
+
+
+def by_owners(
+  x: jax.Array, wire: Wire, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the parts ``[N, share]`` of an array, and the sum of those owned here.
+
+  Zeros fill the last part.
+  """
+  flat = x.reshape(-1)
+  parts = jnp.pad(flat, (0, -flat.size % wire.size)).reshape(wire.size, -1)
+  return parts, reduced(parts, wire, key, stage=True)
+
+
+def owner_key(wire: Wire, key: jax.Array | None) -> jax.Array | None:
+  """Returns the key with which an owner rounds its sum, which nobody else has."""
+  return folded(folded(key, 2), lax.axis_index(wire.axis_name))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _psum(wire: Wire, x: jax.Array, key: jax.Array | None) -> jax.Array:
+  return total(x, wire, key).astype(x.dtype)
+
+
+def _psum_forward(
+  wire: Wire, x: jax.Array, key: jax.Array | None
+) -> tuple[jax.Array, None]:
+  return _psum(wire, x, key), None
+
+
+def _psum_backward(wire: Wire, _: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
+  return mark_varying(cotangent, wire.axis_name), None
+
+
+_psum.defvjp(_psum_forward, _psum_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sum_gradients(
+  wire: Wire, varying: tuple[str, ...], x: jax.Array, key: jax.Array | None
+) -> jax.Array:
+  return mark_varying(x, wire.axis_name)
+
+
+def _sum_gradients_forward(
+  wire: Wire, varying: tuple[str, ...], x: jax.Array, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+  return _sum_gradients(wire, varying, x, key), key
+
+
+def _sum_gradients_backward(
+  wire: Wire, varying: tuple[str, ...], key: jax.Array | None, cotangent: jax.Array
+) -> tuple[jax.Array, None]:
+  summed = total(cotangent, wire, folded(key, 1)).astype(cotangent.dtype)
+  # The cotangent has the type of x.
+  return mark_varying(summed, varying) if varying else summed, None
+
+
+_sum_gradients.defvjp(_sum_gradients_forward, _sum_gradients_backward)

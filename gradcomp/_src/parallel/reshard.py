@@ -1,0 +1,136 @@
+"""Brings arrays to another sharding, as jax.reshard does, but compressed."""
+
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from gradcomp._src.codecs.stateless import stateless
+from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
+from gradcomp._src.mesh.specs import names_by_axis, sharded_axes, spec_of
+from gradcomp._src.mesh.types import mesh_of, typed_spec
+from gradcomp._src.parallel.options import checked_floats, checked_key
+from gradcomp._src.parallel.reshard_explicit import (
+  Path,
+  along,
+  check_explicit,
+  undifferentiated,
+)
+from gradcomp._src.parallel.reshard_inside import Move, moved, moved_with_residual
+
+
+def reshard(
+  x: jax.Array,
+  spec_or_axis: PartitionSpec | AxisName,
+  *,
+  codec: Any,
+  key: jax.Array | None = None,
+  residual: jax.Array | None = None,
+  source: PartitionSpec | None = None,
+) -> Any:
+  """Brings an array to another sharding over some axes, compressed.
+
+  ==========  ============================  ====================
+  from        to                            which is
+  ==========  ============================  ====================
+  addends     replicated, ``P()``           :func:`psum`
+  addends     sharded, ``P("data")``        :func:`psum_scatter`
+  sharded     replicated, perhaps reduced   :func:`all_gather`
+  ==========  ============================  ====================
+
+  In plain ``jax.jit`` under Explicit axes, ``x`` has its sharding in its type. Inside a
+  map, ``x`` is what one worker has, and ``source`` says what that is. All workers end
+  with the same bits of what is replicated.
+
+  Args:
+    x: an array of floats.
+    spec_or_axis: the sharding of the result; or an axis over which ``x`` is unreduced
+      or sharded, and over which the result shall be replicated.
+    codec: the codec.
+    key: a key that all workers share, if the codec draws random numbers.
+    residual: what was not sent in earlier calls, ``float32``, zeros at first. It is
+      sent with ``x``. Each worker has one in the shape of its own part of ``x``, and of
+      at least one axis. For addends under Explicit axes these lie side by side on the
+      first axis, ``[N * d0, ...]`` with the spec ``P("data")``.
+    source: inside a map, the spec of ``x``; by default ``x`` is an addend over the
+      axis, or over the axes of the spec.
+
+  Returns:
+    The array; with a residual, ``(array, new residual)``.
+
+  Raises:
+    ValueError: the codec is sparse, or needs a memory or error feedback; it needs a
+      key, and there is none; or another change than these, of one array axis, would be
+      needed.
+    TypeError: ``x`` has no float dtype, or ``codec`` is no codec.
+
+  Example:
+    >>> codec = gradcomp.codecs.Dense()
+    >>> total = lambda x: gradcomp.parallel.reshard(x, "data", codec=codec)
+    >>> jax.vmap(total, axis_name="data")(jnp.array([[1.0, 2.0], [30.0, 40.0]]))
+    Array([[31., 42.],
+           [31., 42.]], dtype=float32)
+  """
+  codec = stateless("codec", codec)
+  key = checked_key(key, codec)
+  x = checked_floats(x)
+  target: PartitionSpec | None
+  if isinstance(spec_or_axis, PartitionSpec):
+    target, named = spec_or_axis, set(sharded_axes(spec_or_axis))
+  else:
+    target, named = None, set(axis_names(spec_or_axis))
+  if source is not None:
+    named |= {*sharded_axes(source), *source.unreduced}
+  outside = not any(bound_size(name) for name in named)
+  if outside:
+    given = typed_spec(x)
+  elif source is not None:
+    given = source
+  else:
+    given = PartitionSpec(unreduced=named)
+  if target is None:
+    target = _without(given, named, x.ndim)
+  move = _move(given, target, x.ndim)
+  if outside:
+    mesh = mesh_of(x)
+    check_explicit(mesh)
+    path = Path(move, codec, given, target, mesh)
+    if residual is None:
+      return along(path, x, key)
+    return undifferentiated(path.with_residual, x, residual, key)
+  require_size(move.axis_name)
+  if residual is None:
+    return moved(x, move, codec, key)
+  with_residual = functools.partial(moved_with_residual, move, codec)
+  return undifferentiated(with_residual, x, residual, key)
+
+
+def _without(spec: PartitionSpec, axes: Any, ndim: int) -> PartitionSpec:
+  """Returns the spec of an array that is replicated over the axes."""
+  cut = names_by_axis(spec, ndim)
+  return spec_of([[name for name in names if name not in axes] for names in cut])
+
+
+def _move(source: PartitionSpec, target: PartitionSpec, ndim: int) -> Move:
+  """Returns what leads from one spec to another; ValueError for all else."""
+  before, after = names_by_axis(source, ndim), names_by_axis(target, ndim)
+  changed = [i for i in range(len(after)) if before[i : i + 1] != after[i : i + 1]]
+  addends = frozenset(source.unreduced)
+  if addends and not target.unreduced:
+    if not changed:
+      return Move("sum", _name(sorted(addends)))
+    (axis, *more) = changed
+    if not more and not before[axis] and set(after[axis]) == addends:
+      return Move("scatter", _name(after[axis]), axis)
+  elif len(changed) == 1 and not addends and not after[changed[0]]:
+    return Move("gather", _name(before[changed[0]]), changed[0])
+  raise ValueError(
+    "`spec_or_axis` must lead from addends to their sum, replicated or cut along one "
+    "array axis over the same mesh axes, or from shards to the whole of one array "
+    f"axis, got {target} for an array of {source}; jax.reshard does what needs neither."
+  )
+
+
+def _name(names: Any) -> AxisName:
+  return names[0] if len(names) == 1 else tuple(names)

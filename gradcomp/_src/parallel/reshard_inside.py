@@ -1,0 +1,108 @@
+"""Sums, scatters and gathers the arrays of one worker, with or without a residual."""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.floats.dtypes import narrowed
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.types import mark_varying
+from gradcomp._src.parallel.all_gather import all_gather
+from gradcomp._src.parallel.options import Wire, checked_key, wire
+from gradcomp._src.parallel.psum import by_owners, owner_key, psum, total
+from gradcomp._src.parallel.psum_scatter import psum_scatter
+from gradcomp._src.parallel.transport import (
+  cut,
+  gathered,
+  joined,
+  lost,
+  mine,
+  narrowed_parts,
+  reduced,
+)
+
+
+class Move(NamedTuple):
+  """Says what becomes of an array that is unreduced or sharded over some axes.
+
+  Attributes:
+    kind: ``"sum"`` adds up addends on all workers; ``"scatter"`` adds up each worker's
+      part on it; ``"gather"`` puts shards together.
+    axis_name: the axes of the workers.
+    axis: the array axis that is, or will be, cut.
+  """
+
+  kind: Literal["sum", "scatter", "gather"]
+  axis_name: AxisName
+  axis: int = 0
+
+
+def moved(x: jax.Array, move: Move, codec: Codec, key: jax.Array | None) -> jax.Array:
+  """Returns the result of one worker, where a map binds the axes."""
+  if move.kind == "sum":
+    return psum(x, move.axis_name, codec=codec, key=key)
+  if move.kind == "scatter":
+    return psum_scatter(x, move.axis_name, codec=codec, axis=move.axis, key=key)
+  return all_gather(
+    x,
+    move.axis_name,
+    codec=codec,
+    axis=move.axis,
+    own="coded",
+    to="invarying",
+    key=key,
+  )
+
+
+def moved_with_residual(
+  move: Move,
+  codec: Codec,
+  x: jax.Array,
+  residual: jax.Array,
+  key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the result of one worker, and its new residual.
+
+  The array and the residual are sent together. The new residual is what was not sent of
+  them, and what the array's dtype does not hold of the result. Where that is not
+  finite, it is the old one.
+  """
+  if jnp.iscomplexobj(x):
+    raise TypeError(f"`x` must be real where `residual` is given, got {x.dtype}.")
+  own = "exact" if move.kind == "scatter" else "coded"
+  options = wire(move.axis_name, codec, own=own)
+  words = checked_key(key, codec)
+  old = mark_varying(residual.astype(jnp.float32), move.axis_name)
+  corrected = mark_varying(x.astype(jnp.float32), move.axis_name) + old.reshape(x.shape)
+  if move.kind == "sum":
+    result, rest = narrowed(total(corrected, options, words), x.dtype)
+    unsent = _lost_in_sum(corrected, options, words) + rest / options.size
+  elif move.kind == "scatter":
+    parts = cut(corrected, move.axis, options.size)
+    summed, unsent = reduced(parts, options, words), lost(parts, options, words)
+    result, unsent = narrowed_parts(summed, unsent, x.dtype, options)
+    unsent = joined(unsent, move.axis)
+  else:
+    shards, rest = narrowed(gathered(corrected, options, words), x.dtype)
+    result = joined(shards, move.axis)
+    unsent = lost(corrected[None], options, words)[0]
+    unsent = unsent + rest[lax.axis_index(move.axis_name)]
+  unsent = unsent.reshape(old.shape)
+  kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
+  return result, kept
+
+
+def _lost_in_sum(x: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
+  """Returns what is lost of this worker's array, and of the sum that it owns.
+
+  An owner sends the loss of its sum in the next step, as if it were its own.
+  """
+  worker = lax.axis_index(wire.axis_name)
+  parts, own = by_owners(x, wire, key)
+  unsent = lost(parts, wire, key)
+  again = lost(own[None], wire, owner_key(wire, key))[0]
+  unsent = unsent + jnp.where(mine(worker, unsent), again, 0.0)
+  return unsent.reshape(-1)[: x.size].reshape(x.shape)

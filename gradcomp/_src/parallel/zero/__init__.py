@@ -1,0 +1,1 @@
+"""ZeRO: each worker runs the optimizer on its shard of the parameters."""

@@ -1,0 +1,122 @@
+"""Measures a step of `gradcomp.parallel.zero`, for `gradcomp.telemetry.inspect`.
+
+The mean of a leaf is nowhere: each owner has some of its rows. So what would take it is
+NaN. What owners send back is measured by themselves, row by row.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp._src.core.leaf_measures import Sums
+from gradcomp._src.core.measures import measured
+from gradcomp._src.core.state import OwnedRows, Watched
+from gradcomp._src.exchange.collectives import STAGE, psum
+from gradcomp._src.exchange.messages import Exchanged
+from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.exchange.reduce_scatter import OwnedMeans
+from gradcomp._src.mesh.axes import axis_names
+from gradcomp._src.mesh.types import mark_varying
+from gradcomp._src.parallel.zero.shared_rows import SharedRows
+
+
+class Changes(NamedTuple):
+  """Holds the rows of a worker of what parameters lack of what it has computed.
+
+  Attributes:
+    before: what they lack before the step.
+    sent: what its owner sent of it, as all decode it.
+    after: what they still lack.
+  """
+
+  before: OwnedRows
+  sent: OwnedRows
+  after: OwnedRows
+
+
+def measured_zero(
+  state: Watched,
+  plan: Plan,
+  updates: Any,
+  corrected: Sequence[jax.Array],
+  averaged: OwnedMeans,
+  rows: SharedRows,
+  changes: Changes,
+) -> Watched:
+  """Returns the watched state of the gradients, with sums.
+
+  There are twice as many as leaves: those of gradients, and behind them those of what
+  changed in the parameters.
+
+  Args:
+    state: what the step keeps of gradients.
+    plan: what it sent of them.
+    updates: the gradients.
+    corrected: what was to be sent of them.
+    averaged: what came of it.
+    rows: which rows this worker owns.
+    changes: what they lack.
+  """
+  # Typed as a mean is, which is equal on all workers.
+  unknown = [
+    _typed(jnp.full(x.shape, jnp.nan, jnp.float32), others)
+    for x, others in zip(corrected, plan.others, strict=True)
+  ]
+  exchanged = Exchanged(unknown, averaged.unsent, [], None, [], averaged.sent)
+  found = measured(state, plan, updates, corrected, exchanged, rows.workers).sums
+  back = _sums(rows, changes)
+  nan = jnp.full_like(found.union, jnp.nan)
+  gradients = found._replace(owned=back.owned, union=nan)
+  both = jax.tree.map(lambda *x: jnp.concatenate(x), gradients, back)
+  return state._replace(sums=both)
+
+
+def _typed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+  return mark_varying(x, axes) if axes else x
+
+
+def _sums(rows: SharedRows, changes: Changes) -> Sums:
+  """Returns the sums of what owners send, by leaf. All vectors are those of owners."""
+  count = len(rows.plan.names)
+  columns = ("size", "gradient", "owned", "mean", "product", "zeros")
+  result = {name: jnp.zeros(count, jnp.float32) for name in columns}
+  elements, numbers = rows.elements(), rows.numbers()
+  own = axis_names(rows.workers.axis_name)
+  for axes in changes.before.arrays:
+    sums = jnp.zeros((len(columns), count), jnp.float32)
+    parts = [x.arrays[axes] for x in (*changes, elements, numbers)]
+    for *given, here, leaf in zip(*parts, strict=True):
+      wanted, sent, kept = (jnp.where(here, x, 0.0) for x in given)
+      ones = jnp.broadcast_to(here, wanted.shape).astype(jnp.float32)
+      zeros = ones * (sent == 0)
+      terms = (ones, wanted**2, kept**2, sent**2, sent * wanted, zeros)
+      by_row = [jnp.sum(x, axis=range(1, x.ndim)) for x in terms]
+      sums += jax.vmap(lambda x, leaf=leaf: _by_leaf(x, leaf, count))(jnp.stack(by_row))
+    others = tuple(name for name in axes if name not in own)
+    with jax.named_scope(STAGE):
+      sums = psum(sums, (*own, *others))
+    for name, column in zip(columns, sums, strict=True):
+      result[name] += column
+  nan = jnp.full(count, jnp.nan, jnp.float32)
+  none = jnp.zeros(count, jnp.float32)
+  return Sums(
+    **result,
+    residual=none,
+    corrected=result["gradient"],
+    unsent=result["owned"],
+    true=result["gradient"],
+    top=nan,
+    levels=nan,
+    spread=nan,
+    union=result["size"] - result["zeros"],
+    exponents=jnp.full((count, 256), jnp.nan, jnp.float32),
+  )
+
+
+def _by_leaf(x: jax.Array, leaf: jax.Array, count: int) -> jax.Array:
+  """Adds up values of rows by the numbers of their leaves, ``float32[count]``."""
+  same = leaf[:, None] == lax.iota(jnp.int32, count)
+  return jnp.sum(jnp.where(same, x[:, None], 0.0), axis=0)

@@ -1,0 +1,255 @@
+"""Says which rows of the parameters a worker owns, and sends what changed in them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp._src.codecs.leaf import Leaf
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs.rounding import to_nearest
+from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.codecs.tiles import cut, from_tiles, tile_shape, uncut
+from gradcomp._src.core.state import OwnedRows
+from gradcomp._src.exchange.assign import leaf_codecs
+from gradcomp._src.exchange.collectives import Workers, own_rows
+from gradcomp._src.exchange.layout import Layout, Slot
+from gradcomp._src.exchange.plan import Message, Plan, own_axes
+from gradcomp._src.exchange.reduce_scatter import gather_owned, own_share
+from gradcomp._src.mesh.axes import Axes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SharedRows:
+  """The rows of all parameters, an Nth of which each worker owns.
+
+  A row holds the elements that a row of the gradients' codec stands for. Rows with the
+  same two codecs, of leaves of one kind, are one matrix, of which the worker number i
+  owns the rows from ``i * share`` on.
+
+  Attributes:
+    plan: the messages of the gradients.
+    codecs: for each message, the codec of what changed in each of its matrices.
+    workers: the workers.
+  """
+
+  plan: Plan
+  codecs: tuple[tuple[LeafCodec, ...], ...]
+  workers: Workers
+
+  def owned(self, leaves: Sequence[jax.Array]) -> OwnedRows:
+    """Returns the rows of float32 leaves that this worker owns."""
+    return self.by_axes(
+      [
+        [own_share(rows, self.workers) for rows in _matrices(message, leaves)]
+        for message in self.plan.messages
+      ]
+    )
+
+  def by_axes(self, arrays: Sequence[Sequence[jax.Array]]) -> OwnedRows:
+    """Returns the arrays of each message by the axes that stack them."""
+    result: dict[Axes, list[jax.Array]] = {}
+    for message, own in zip(self.plan.messages, arrays, strict=True):
+      result.setdefault(self._axes(message), []).extend(own)
+    return OwnedRows({axes: tuple(own) for axes, own in result.items()})
+
+  def first_leaves(self) -> OwnedRows:
+    """Returns for each matrix the number of the first leaf in it."""
+
+    def of_group(message: Message, group: int) -> Any:
+      pairs = zip(message.leaves, message.layout.slots, strict=True)
+      return next(i for i, slot in pairs if slot.group == group)
+
+    return self.by_axes(
+      [
+        [of_group(message, group) for group in range(len(message.layout.codecs))]
+        for message in self.plan.messages
+      ]
+    )
+
+  def elements(self) -> OwnedRows:
+    """Returns for the rows that this worker owns, which of their places have elements.
+
+    The others only fill rows up. Arrays are ``bool``, and broadcast against the rows.
+    """
+
+    def used(layout: Layout, group: int) -> jax.Array:
+      codec = layout.codecs[group]
+      shape = tile_shape(codec)
+      places = jnp.arange(codec.tile_size).reshape(shape)
+      counts = _counts(layout, group, self._own_rows(layout, group))
+      return places < counts.reshape(-1, *[1] * len(shape))
+
+    return self.by_axes(
+      [
+        [used(message.layout, group) for group in range(len(message.layout.codecs))]
+        for message in self.plan.messages
+      ]
+    )
+
+  def numbers(self) -> OwnedRows:
+    """Returns for each row that this worker owns the number of its leaf, ``int32``.
+
+    Rows that only fill up the last share have the number of leaves.
+    """
+
+    def of_group(message: Message, group: int) -> jax.Array:
+      rows = self._own_rows(message.layout, group)
+      numbers = jnp.asarray([*message.leaves, len(self.plan.names)], jnp.int32)
+      return numbers[message.layout.leaf_of_row(group, rows)]
+
+    return self.by_axes(
+      [
+        [of_group(message, group) for group in range(len(message.layout.codecs))]
+        for message in self.plan.messages
+      ]
+    )
+
+  def to_all(self, rows: OwnedRows) -> tuple[list[jax.Array], OwnedRows]:
+    """Sends the rows of each worker to all.
+
+    Returns:
+      The leaves that they decode to, and the rows of these that this worker owns. Every
+      worker decodes the same words, so that all get the same bits.
+    """
+    leaves: dict[int, jax.Array] = {}
+    shares = []
+    waiting = {axes: list(arrays) for axes, arrays in rows.arrays.items()}
+    for message, codecs in zip(self.plan.messages, self.codecs, strict=True):
+      own = [waiting[self._axes(message)].pop(0) for _ in codecs]
+      flat = [x.reshape(-1) for x in own]
+      bound = [_bound(codec, x.size) for codec, x in zip(codecs, flat, strict=True)]
+      with jax.named_scope("gradcomp_encode"):
+        encoded = [x.encode(y).rows for x, y in zip(bound, flat, strict=True)]
+      gathered = gather_owned(message, encoded, self.workers)
+      with jax.named_scope("gradcomp_decode"):
+        matrices = [
+          _decoded(codec, words, like)
+          for codec, words, like in zip(bound, gathered, own, strict=True)
+        ]
+        leaves |= _leaves(message, matrices)
+        shares.append([own_share(x, self.workers) for x in matrices])
+    return [leaves[i] for i in range(len(self.plan.leaves))], self.by_axes(shares)
+
+  def check(self, name: str, rows: Any) -> None:
+    """Raises ValueError for rows that are not those that this worker owns."""
+    expected: dict[Axes, list[tuple[int, ...]]] = {}
+    for message in self.plan.messages:
+      layout = message.layout
+      expected.setdefault(self._axes(message), []).extend(
+        (-(-count // self.workers.size), *tile_shape(codec))
+        for count, codec in zip(layout.rows, layout.codecs, strict=True)
+      )
+    got = {axes: [x.shape for x in own] for axes, own in rows.arrays.items()}
+    if got != expected:
+      raise ValueError(
+        f"`state.{name}` must have the rows that one of {self.workers.size} workers "
+        f"owns, {expected}, got {got}; make the state by optimizer.init with this "
+        "transformation, of the same message_bytes and masks, and as many workers, "
+        "inside the map or under jax.set_mesh(mesh), and pass it through with "
+        "gradcomp.state_specs."
+      )
+
+  def _own_rows(self, layout: Layout, group: int) -> jax.Array:
+    """Returns the numbers of the rows of a matrix that this worker owns."""
+    share = -(-layout.rows[group] // self.workers.size)
+    return own_rows(share, lax.axis_index(self.workers.axis_name))
+
+  def _axes(self, message: Message) -> Axes:
+    return own_axes(self.plan.axis_name, message.others)
+
+
+def _counts(layout: Layout, group: int, row: jax.Array) -> jax.Array:
+  """Returns how many elements rows of a matrix hold, by their numbers.
+
+  Only the last row of a leaf may hold fewer than a tile, and rows behind all leaves
+  hold none. A table of all rows would be as long as the model.
+  """
+  size = layout.codecs[group].tile_size
+  last, missing = [], []
+  for slot, like in zip(layout.slots, layout.like, strict=True):
+    if slot.group == group and slot.stop > slot.start:
+      last.append(slot.stop - 1)
+      missing.append((slot.stop - slot.start) * size - like.size)
+  ends, lacks = jnp.asarray(last, jnp.int32), jnp.asarray(missing, jnp.int32)
+  lacking = jnp.sum(jnp.where(row[:, None] == ends, lacks, 0), axis=-1)
+  return jnp.where(row < layout.rows[group], size - lacking, 0)
+
+
+def share_rows(
+  plan: Plan,
+  codec: LeafCodec,
+  min_leaf_size: int | None,
+  workers: Workers,
+  kinds: Sequence[int],
+) -> SharedRows:
+  """Returns the rows of the parameters that a plan exchanges the gradients of.
+
+  Args:
+    plan: the messages of the gradients.
+    codec: the codec of what changes in the parameters. Small leaves stay dense, as
+      those of gradients do.
+    min_leaf_size: elements from which a leaf is large, or None for the default.
+    workers: the workers.
+    kinds: for each leaf a number; those of one matrix have the same.
+  """
+  whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
+  chosen = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
+  pairs = [_paired(message, chosen, kinds) for message in plan.messages]
+  messages = tuple(
+    message._replace(layout=layout)
+    for message, (layout, _) in zip(plan.messages, pairs, strict=True)
+  )
+  codecs = tuple(codecs for _, codecs in pairs)
+  return SharedRows(plan._replace(messages=messages), codecs, workers)
+
+
+def _paired(
+  message: Message, chosen: Sequence[LeafCodec], kinds: Sequence[int]
+) -> tuple[Layout, tuple[LeafCodec, ...]]:
+  """Returns a layout with a matrix for each pair and kind, and the second codecs."""
+  layout = message.layout
+  filled: dict[tuple[Codec, LeafCodec, int], int] = {}
+  slots = []
+  for i, slot in zip(message.leaves, layout.slots, strict=True):
+    pair = layout.codecs[slot.group], chosen[i], kinds[i]
+    start = filled.setdefault(pair, 0)
+    filled[pair] += slot.stop - slot.start
+    slots.append(Slot(list(filled).index(pair), start, filled[pair]))
+  codecs = tuple(first for first, _, _ in filled)
+  return Layout(codecs, tuple(slots), layout.like), tuple(x for _, x, _ in filled)
+
+
+def _bound(codec: LeafCodec, size: int) -> Codec:
+  """Returns the codec of a worker's rows, one after another, rounding to nearest."""
+  return to_nearest(rounds_of(codec.bind(Leaf((size,))), (size,))[-1].codec)
+
+
+def _decoded(codec: Codec, words: jax.Array, like: jax.Array) -> jax.Array:
+  """Returns the rows of all owners, ``float32[N * share, ...]``."""
+  decode = lambda rows: from_tiles(codec.decode_rows(rows), like, codec)
+  return jax.vmap(decode)(words).reshape(-1, *like.shape[1:])
+
+
+def _matrices(message: Message, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+  """Cuts leaves into rows, ``float32[rows, *tile_shape]`` for each codec."""
+  layout = message.layout
+  parts: list[list[jax.Array]] = [[] for _ in layout.codecs]
+  for i, slot in zip(message.leaves, layout.slots, strict=True):
+    codec = layout.codecs[slot.group]
+    parts[slot.group].append(cut(leaves[i], codec).reshape(-1, *tile_shape(codec)))
+  return [jnp.concatenate(rows) for rows in parts]
+
+
+def _leaves(message: Message, matrices: Sequence[jax.Array]) -> dict[int, jax.Array]:
+  """Undoes :func:`_matrices`."""
+  layout = message.layout
+  return {
+    i: uncut(
+      matrices[slot.group][slot.start : slot.stop], like, layout.codecs[slot.group]
+    )
+    for i, slot, like in zip(message.leaves, layout.slots, layout.like, strict=True)
+  }

@@ -1,0 +1,312 @@
+"""ZeRO: each worker runs the optimizer on an Nth of the parameters, and sends that."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from gradcomp._src.checks import optional_size
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.core import agreement
+from gradcomp._src.core.codec_memory import recall, remember
+from gradcomp._src.core.compression import Across, Compression, Dither, paths_of
+from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
+from gradcomp._src.core.inputs import not_differentiated, of_reals, pairs, whole
+from gradcomp._src.core.residual_storage import correct
+from gradcomp._src.core.state import CompressState, OwnedRows, Watched, step_keys
+from gradcomp._src.core.transform import compress
+from gradcomp._src.exchange.collectives import Workers
+from gradcomp._src.exchange.messages import Exchanged
+from gradcomp._src.exchange.notes import Options, note
+from gradcomp._src.exchange.reduce_scatter import average_owned
+from gradcomp._src.exchange.two_shot import TwoShot
+from gradcomp._src.floats.dtypes import narrowed
+from gradcomp._src.mesh.axes import (
+  AxisName,
+  UnboundAxisError,
+  axis_names,
+  bound_size,
+  mesh_size,
+)
+from gradcomp._src.mesh.shard_maps import per_device
+from gradcomp._src.mesh.types import other_axes
+from gradcomp._src.parallel.zero.checks import check_codecs
+from gradcomp._src.parallel.zero.first_rows import Others, on_mesh, per_worker
+from gradcomp._src.parallel.zero.inner import Inner
+from gradcomp._src.parallel.zero.measures import Changes, measured_zero
+from gradcomp._src.parallel.zero.owner_step import step_owned, still_lacking
+from gradcomp._src.parallel.zero.shared_rows import share_rows
+
+
+class ZeroState(NamedTuple):
+  """The state of :func:`zero`, in plain arrays that any checkpointer saves.
+
+  Example:
+    >>> codec = gradcomp.codecs.Dense()
+    >>> tx = gradcomp.parallel.zero(
+    ...   optax.adam(1e-3), grads=codec, params=codec, axis_name="data"
+    ... )
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+    ...   state = tx.init({"w": jnp.ones(300)})
+    >>> state.unsent.arrays[("data",)][0].shape  # rows of 128 elements
+    (3, 1, 128)
+  """
+
+  gradients: CompressState  # of their exchange: residual, key, count of steps
+  unsent: OwnedRows  # float32, what parameters lack of a worker's own rows, per worker
+  inner_state: Any  # of the optimizer; what is like the parameters are rows, per worker
+
+
+def zero(
+  inner: optax.GradientTransformation,
+  *,
+  grads: LeafCodec,
+  params: LeafCodec,
+  axis_name: AxisName,
+  feedback: FeedbackName | Feedback | None = "auto",
+  min_leaf_size: int | None = None,
+  message_bytes: int | None = None,
+  key: ArrayLike = 0,
+  dither: Dither = "shared",
+) -> optax.GradientTransformationExtraArgs:
+  r"""Runs an optimizer on an Nth of the parameters a worker, and sends compressed.
+
+  It takes the place of an exchange and the optimizer behind it. Worker :math:`i` has
+  the gradient :math:`g_i`, the residual :math:`e_i` (zero without feedback) and, of the
+  rows that it owns, what was not sent, :math:`r`, in float32. All workers have the
+  parameters :math:`p`. In a step, the owner of some rows computes, of these rows,
+
+  .. math::
+     \bar g = \tfrac{1}{N} \sum_i Q_g(g_i + e_i), \qquad m = p + r, \qquad
+     m' = m + \mathrm{inner}(\bar g, m), \qquad d = Q_p(m' - p)
+
+  and all workers, the owner too, add the decoded :math:`d` to :math:`p`. So all have
+  the same bits. :math:`Q_g` is ``grads``, and :math:`Q_p` is ``params``, which rounds
+  to nearest. The owner keeps :math:`r = m' - (p + d)` and sends it later. It is at most
+  half a step of :math:`Q_p`, and what bfloat16 parameters round. What else changes the
+  parameters changes :math:`m` with them: what is behind this in a chain, a wrapper like
+  ``optax.lookahead``, an outer step of :func:`gradcomp.local.local_steps`, or you.
+
+  A worker sends ``(N-1)/N (c_g + c_p)`` bytes, where c are the bytes of the payloads of
+  all parameters: 8.1 bits a parameter and step at 4 and 4 bits. It keeps the state of
+  ``inner`` and :math:`r`, of an Nth of the parameters, and the residuals of its own
+  gradients, if it keeps any. ``update`` needs the parameters.
+
+  JAX traces ``inner`` with the shapes of the parameters, in float32. So masks, labels
+  and whatever else looks at shapes, paths or names see those. What the trace computes
+  is then done with rows: one matrix for each pair of codecs in a message and each kind
+  of leaves that ``inner`` treats in a way of their own. A leaf's own share would need
+  as many tiles as there are workers, however small the leaf, and matrices of rows need
+  none but the last. So ``inner`` must treat each element by itself, as ``optax.adamw``,
+  ``optax.lion`` and ``optax.sgd`` do, with their schedules. What computes a norm, or
+  draws at random, is refused by name: put ``gradcomp.wrappers.clip_by_local_norm`` in
+  front. Of complex leaves, which travel as pairs, it must treat the parts as other
+  elements: ``optax.sgd`` does so, and ``optax.adam`` is refused.
+
+  A gradient that is not finite makes its bucket of the updates NaN on every worker. The
+  residuals, :math:`r` and the state of ``inner`` keep their old values there. So a
+  guard that drops the updates goes on with a sound state. Once NaN is added to
+  parameters, it stays in them, as with any optimizer: put
+  :func:`gradcomp.skip_nonfinite` around this.
+
+  Args:
+    inner: an optax transformation that treats each element by itself.
+    grads: the codec of gradients, which owners add in float32. (But those of APS they
+      add as it says, and keep nothing of what additions lose: choose
+      ``accumulate="float32"``.)
+    params: the codec of what changes in the parameters, with scales of its own.
+    axis_name: the axis of the workers, or a tuple of axes.
+    feedback, min_leaf_size, key, dither: the options of the gradients' exchange, see
+      :class:`gradcomp.CompressOptions`. Small leaves travel in float32 in both
+      directions, in the same two messages.
+    message_bytes: the largest payload of gradients that leaves share. Each such group
+      of leaves has two messages of its own, one in each direction, and matrices of its
+      own in the state. So those of the last layers can travel before the other layers'
+      gradients are there, and their owners go on meanwhile.
+
+  Returns:
+    A gradient transformation; its state is a :class:`ZeroState`. Call ``init`` inside
+    the map, or under ``jax.set_mesh(mesh)``, as for :func:`gradcomp.compress`.
+
+  Raises:
+    TypeError: ``grads`` or ``params`` is no codec; in ``update``, a gradient leaf is
+      neither real nor complex floating point.
+    ValueError: an option is bad; a codec is sparse, or of low rank; or ``params`` only
+      rounds at random, or has workers agree on a scale. In ``init``: nobody knows the
+      number of workers; ``inner`` looks at several elements at once, or draws at
+      random; or parameters are cut over the axis. In ``update``: there are no
+      parameters; the state was made for other workers or parameters; or gradients are
+      already reduced.
+
+  Example:
+    >>> codec = gradcomp.codecs.QSGD(bits=4)
+    >>> tx = zero(optax.adam(1e-3), grads=codec, params=codec, axis_name="data")
+    >>> params = {"w": jnp.ones((4, 4096))}
+    >>> with jax.set_mesh(jax.make_mesh((4,), ("data",))):
+    ...   state = tx.init(params)
+    >>> state.inner_state[0].mu.arrays[("data",)][0].sharding.shard_shape((4, 8, 512))
+    (1, 8, 512)
+
+  References:
+    Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020, section 5;
+    Jia et al., `SDP4Bit <https://arxiv.org/abs/2410.15526>`_, 2024, section 3.1, for
+    the differences
+  """
+  check_codecs(grads, params)
+  names = axis_names(axis_name)
+  axes = names if len(names) > 1 else names[0]
+  exchange = TwoShot(feedback=False)
+  limits = {
+    "min_leaf_size": optional_size("min_leaf_size", "elements", min_leaf_size),
+    "message_bytes": optional_size("message_bytes", "bytes", message_bytes),
+  }
+  compressed = compress(
+    grads,
+    axis_name=axes,
+    exchange=exchange,
+    feedback=feedback,
+    key=key,
+    dither=dither,
+    **limits,
+  )
+  keeper = as_feedback(feedback, grads)
+  limit = limits["min_leaf_size"]
+  parts = Compression(grads, axes, exchange, keeper, key=key, dither=dither, **limits)
+  inner = optax.with_extra_args_support(inner)
+
+  def first_rows(
+    complexes: Sequence[bool], tree: Any, others: Others
+  ) -> tuple[OwnedRows, Any]:
+    """Returns what was not sent, and the state of ``inner``, on a worker."""
+    leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
+    count = bound_size(axes) or 1
+    workers = Workers(axes, count, 1 / count)
+    plan = parts.plan(leaves, paths_of(tree), Across(axes, False, others), workers)
+    seen = Inner(inner, whole(tree, complexes))
+    rows = share_rows(plan, params, limit, workers, seen.kinds)
+    master = rows.owned(leaves)
+    state = seen.first(master, rows.first_leaves())
+    return per_worker((jax.tree.map(jnp.zeros_like, master), state))
+
+  def init_fn(tree: Any) -> ZeroState:
+    gradients = compressed.init(tree)
+    complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(tree)]
+    tree = jax.tree.map(pairs, tree)
+    first = functools.partial(first_rows, complexes)
+    if not complexes:
+      return ZeroState(gradients, OwnedRows({}), inner.init(tree))
+    others = [other_axes(x, axes) for x in jax.tree.leaves(tree)]
+    if bound_size(axes) is not None:
+      return ZeroState(gradients, *first(tree, others))
+    if mesh_size(axes) is None:
+      raise UnboundAxisError(
+        f"`axis_name` must be an axis that zero's init can count, and {axis_name!r} is "
+        "not bound here, so that nobody knows which Nth of the parameters a worker "
+        "owns; call optimizer.init under jax.set_mesh(mesh), or inside the map.",
+        axes,
+      )
+    return ZeroState(gradients, *on_mesh(first, tree, others, names))
+
+  def update_fn(
+    updates: Any, state: ZeroState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, ZeroState]:
+    _check_given(state, params)
+    updates = not_differentiated(updates)
+    across = parts.across(updates, state.gradients, params)
+    _require_agreement(across.axes, updates, state.inner_state)
+
+    complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
+
+    def step(updates: Any, given: Any) -> tuple[Any, Any]:
+      state, params = given
+      seen = Inner(inner, whole(params, complexes), extra_args)
+      rows, means, keep = _reduced(across, updates, state.gradients, seen.kinds)
+      rows.check("unsent", state.unsent)
+      before = rows.owned(jax.tree.leaves(params))
+      moved = step_owned(
+        seen, means, state.inner_state, rows, before, state.unsent, extra_args
+      )
+      leaves, own = rows.to_all(moved.lacking)
+      treedef = jax.tree.structure(updates)
+      decoded = jax.tree.unflatten(treedef, leaves)
+      casts = zip(leaves, across.dtypes, strict=True)
+      sent = jax.tree.unflatten(treedef, [narrowed(*cast)[0] for cast in casts])
+      both = zip(*map(jax.tree.leaves, (params, sent)), strict=True)
+      dtypes = [(p.dtype, u.dtype) for p, u in both]
+      unsent = still_lacking(moved.master, before, own, state.unsent, rows, dtypes)
+      kept = keep(decoded, lambda: Changes(moved.lacking, own, unsent))
+      return sent, (ZeroState(kept, unsent, moved.inner_state), params)
+
+    params = jax.tree.map(pairs, params)
+    result, (state, _) = per_device(
+      step, updates, (state, params), across.axes, keeps_addends=False
+    )
+    return result, state
+
+  def _require_agreement(axes: AxisName | None, updates: Any, inner_state: Any) -> None:
+    """Raises ValueError if another process has another codec or optimizer."""
+    agreement.require_agreement(
+      "gradcomp.parallel.zero",
+      {"params": params},
+      updates,
+      axes,
+      inner_state=inner_state,
+    )
+    note(Options((("params", params),)))
+
+  def _reduced(
+    across: Any, updates: Any, state: CompressState, kinds: Sequence[int]
+  ) -> Any:
+    """Returns the rows, the owned means, and what keeps the state of the exchange."""
+    workers = parts.workers(across, updates, state)
+    assert workers is not None
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+    given = keeper.sent(wide, state.velocity)
+    corrected = jax.tree.leaves(correct(given, state.residual, grads))
+    plan = parts.plan(corrected, paths_of(updates), across, workers)
+    rows = share_rows(plan, params, limit, workers, kinds)
+    averaged = average_owned(
+      rows.plan,
+      corrected,
+      step_keys(state, rows.plan, shared=dither == "shared"),
+      workers,
+      memory=recall(plan, state.memory),
+      step=state.count,
+      keep=keeper.keeps or isinstance(state, Watched),
+    )
+
+    def keep(decoded: Any, changes: Callable[[], Changes]) -> CompressState:
+      # No worker has the mean of a leaf. Where that is not finite, nor is the update.
+      nothing: list[Any] = [None] * len(corrected)
+      exchanged = Exchanged([], averaged.unsent, nothing, None, averaged.memory)
+      kept = parts.keep(plan, state, wide, corrected, decoded, exchanged)
+      if isinstance(state, Watched):
+        kept = measured_zero(kept, plan, updates, corrected, averaged, rows, changes())
+      return kept._replace(
+        count=optax.safe_increment(state.count),
+        memory=remember(plan, state.memory, averaged.memory),
+      )
+
+    return rows, rows.by_axes(averaged.means), keep
+
+  reals = of_reals(init_fn, update_fn)
+  return optax.GradientTransformationExtraArgs(init_fn, reals.update)
+
+
+def _check_given(state: Any, params: Any) -> None:
+  """Raises an error for what ``update`` cannot do without."""
+  if not isinstance(state, ZeroState):
+    raise TypeError(
+      f"`state` must be a gradcomp.state.ZeroState, got {type(state).__name__}; "
+      "make the state with this transformation, and take the one of its place from the "
+      "state of an optax.chain."
+    )
+  if params is None:
+    raise ValueError(
+      "`params` must be given to update, because zero sends what they lack of "
+      "what it has computed, got None; call optimizer.update(grads, state, params)."
+    )

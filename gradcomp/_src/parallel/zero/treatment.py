@@ -1,0 +1,219 @@
+"""Says what an optimizer computes of each leaf, and refuses what rows cannot have.
+
+Each intermediate result gets a number, which is that of the same result for another
+leaf, whatever its shape. So leaves with equal numbers are treated alike, and may share
+a matrix. A worker that owns a part of the elements would take the norm of its part for
+that of all, and nobody would see it: what is not done element by element is refused.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.parallel.zero.equations import ELEMENTWISE, follow
+from gradcomp._src.parallel.zero.trace import Trace
+
+_RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
+
+
+class _Value(NamedTuple):
+  """Holds what is known of an intermediate result.
+
+  Attributes:
+    number: equal for what is computed alike.
+    leaf: the number of the leaf that it depends on; or None.
+    even: whether all its elements are equal, if it depends on none.
+    real: whether its imaginary part is known to be zero, if it depends on none.
+  """
+
+  number: int
+  leaf: int | None = None
+  even: bool = True
+  real: bool = True
+
+
+class _Alike:
+  """Gives equal numbers to what is computed alike, as a rule of ``follow``.
+
+  Args:
+    names: of the leaves.
+    complexes: the numbers of leaves whose real and imaginary parts are elements.
+  """
+
+  def __init__(self, names: Sequence[str], complexes: frozenset[int]):
+    self._names = names
+    self._complexes = complexes
+    self._numbers: dict[Hashable, int] = {}
+
+  def value(self, *what: Hashable, **facts: Any) -> _Value:
+    """Returns the value that is described so."""
+    return _Value(self._numbers.setdefault(what, len(self._numbers)), **facts)
+
+  def constant(self, value: Any, aval: Any) -> _Value:
+    facts = {"even": not aval.ndim, "real": not _is_complex(aval)}
+    if aval.ndim or isinstance(value, jax.core.Tracer) or _is_key(aval):
+      return self.value("constant", id(value), **facts)
+    number = np.asarray(value)  # JAX computes with none of a mesh's arrays in a map
+    facts["real"] = not number.imag
+    return self.value(str(aval.dtype), number.tobytes(), **facts)
+
+  def choice(self, which: _Value, results: Sequence[Sequence[_Value]]) -> list[_Value]:
+    if which.leaf is not None:
+      raise ValueError(
+        f"`inner` must not decide by the elements of a leaf, but has a cond "
+        f"of {self._names[which.leaf]}; {_CURE}"
+      )
+    found = []
+    for values in zip(*results, strict=True):
+      numbers = (which.number, *(x.number for x in values))
+      leaf = self._leaf("cond", values)
+      even, real = (all(x[i] for x in values) for i in (2, 3))
+      found.append(self.value("cond", numbers, leaf=leaf, even=even, real=real))
+    return found
+
+  def equation(self, equation: Any, given: Sequence[_Value]) -> list[_Value]:
+    name, params = equation.primitive.name, equation.params
+    if name.startswith(_RANDOM):
+      raise ValueError(
+        f"`inner` must draw nothing at random, because every owner of rows would draw "
+        f"the same, but computes {name}; put what adds noise, like "
+        "optax.add_noise, behind zero or in front of it."
+      )
+    leaf = self._leaf(name, given)
+    if leaf is not None:
+      self._check(equation, given, leaf)
+    even = all(x.even for x in given)
+    if name == "broadcast_in_dim" and (even or leaf is not None):
+      return [given[0]]
+    even &= name in ELEMENTWISE
+    facts = {"leaf": leaf, "real": all(x.real for x in given)}
+    what = name, str(sorted(params.items())), tuple(x.number for x in given)
+    return [
+      self.value(*what, i, even=even or not x.aval.ndim, **facts)
+      for i, x in enumerate(equation.outvars)
+    ]
+
+  def check_result(self, leaf: int | None, found: _Value) -> None:
+    """Raises ValueError for a result that another leaf, or an array, decides.
+
+    Args:
+      leaf: the leaf that it is kept or updated with, or None for a number.
+      found: what is known of it.
+    """
+    if leaf is None and found.leaf is not None:
+      raise ValueError(
+        f"`inner` must keep numbers that are equal for all elements, but keeps one of "
+        f"{self._names[found.leaf]}; {_CURE}"
+      )
+    if leaf is not None and (
+      found.leaf not in (None, leaf) or (found.leaf is None and not found.even)
+    ):
+      raise ValueError(
+        f"`inner` must make what it keeps of {self._names[leaf]}, and its updates, of "
+        f"its own elements and of numbers; {_CURE}"
+      )
+
+  def _leaf(self, name: str, given: Sequence[_Value]) -> int | None:
+    """Returns the one leaf that some values depend on, or None."""
+    leaves = sorted({x.leaf for x in given if x.leaf is not None})
+    if len(leaves) > 1:
+      raise ValueError(
+        f"`inner` must treat each leaf by itself, but computes {name} of "
+        f"several, {', '.join(self._names[i] for i in leaves)}; {_CURE}"
+      )
+    return leaves[0] if leaves else None
+
+  def _check(self, equation: Any, given: Sequence[_Value], leaf: int) -> None:
+    """Raises ValueError for what rows of elements do not have the result of."""
+    name = equation.primitive.name
+    shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
+    same = name == "broadcast_in_dim" and shapes[0] == shapes[-1]
+    if name not in ELEMENTWISE and not same:
+      raise ValueError(
+        f"`inner` must treat each element by itself, because a worker sees only those "
+        f"that it owns, but computes {name} of {self._names[leaf]}; {_CURE}"
+      )
+    if not all(x.even for x in given if x.leaf is None):
+      raise ValueError(
+        f"`inner` must compute with its gradients, its parameters, trees like them and "
+        f"numbers, but computes {name} of {self._names[leaf]} and of "
+        "another array; keep that in the state, as a tree like the parameters."
+      )
+    if leaf in self._complexes and not _keeps_parts(name, given):
+      raise ValueError(
+        f"`inner` must treat the real and the imaginary part of {self._names[leaf]} "
+        f"each by itself, because zero cuts complex leaves into pairs, but "
+        f"computes {name}; use an optimizer like optax.sgd for complex leaves, by "
+        "optax.partition around several of zero, or keep them as pairs of real leaves."
+      )
+
+
+_CURE = (
+  "put what needs whole gradients in front of zero, e.g. "
+  "gradcomp.wrappers.clip_by_local_norm "
+  "in place of optax.clip_by_global_norm, or take an exchange and then the optimizer "
+  "in place of zero."
+)
+
+
+def kinds_of(
+  trace: Trace, names: Sequence[str], complexes: Sequence[bool] = ()
+) -> tuple[int, ...]:
+  """Returns for each leaf a number, which is equal for those that are treated alike.
+
+  Args:
+    trace: what the optimizer does.
+    names: of the leaves.
+    complexes: for each leaf, whether it is complex in the trace, but cut into pairs. By
+      default none is.
+
+  Raises:
+    ValueError: the optimizer does something that rows do not allow.
+  """
+  alike = _Alike(names, frozenset(i for i, x in enumerate(complexes) if x))
+  places = list(zip(trace.owners, trace.nodes, strict=True))
+  params, grads = (
+    [alike.value(x, leaf=i) for i in range(trace.count)] for x in ("p", "g")
+  )
+  first = follow(trace.init, params, alike)
+  held = [
+    alike.value("s", k, str(x.dtype), leaf=owner, even=not x.ndim)
+    for (owner, k), x in zip(places, trace.init.out_avals, strict=True)
+  ]
+  rest = trace.update.in_avals[2 * trace.count + len(held) :]
+  extra = [alike.value("x", i, even=not x.ndim) for i, x in enumerate(rest)]
+  found = follow(trace.update, [*grads, *held, *params, *extra], alike)
+  marks = [[x.number] for x in found[: trace.count]]
+  for i, x in enumerate(found[: trace.count]):
+    alike.check_result(i, x)
+  for (owner, k), *values in zip(places, first, found[trace.count :], strict=True):
+    for x in values:
+      alike.check_result(owner, x)
+    if owner is not None:
+      marks[owner] += [k, *(x.number for x in values)]
+  kinds: dict[tuple[int, ...], int] = {}
+  return tuple(kinds.setdefault(tuple(mark), len(kinds)) for mark in marks)
+
+
+def _keeps_parts(name: str, given: Sequence[_Value]) -> bool:
+  """Returns True for what is the same, done with complex numbers and with their parts.
+
+  That is what is linear, with real factors.
+  """
+  if name in ("mul", "div"):
+    own = [x.leaf is not None for x in given]
+    real = all(x.real for x in given if x.leaf is None)
+    return real and (own == [True, False] or (own == [False, True] and name == "mul"))
+  linear = ("add", "add_any", "sub", "neg", "copy", "copy_p", "select_n")
+  return name in (*linear, "convert_element_type", "broadcast_in_dim")
+
+
+def _is_key(aval: Any) -> bool:
+  return bool(jnp.issubdtype(aval.dtype, jax.dtypes.extended))
+
+
+def _is_complex(aval: Any) -> bool:
+  return bool(jnp.issubdtype(aval.dtype, jnp.complexfloating))

@@ -1,0 +1,1 @@
+"""Reports of the bytes that a step sends: from a trace, and from compiled HLO."""

@@ -1,0 +1,304 @@
+"""Explains what a transformation sends, and why, before anything runs."""
+
+import dataclasses
+import math
+from fractions import Fraction
+from typing import Any
+
+import optax
+
+from gradcomp._src.codecs import sums
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.core.codec_memory import used_by_leaf
+from gradcomp._src.core.state import states_in
+from gradcomp._src.exchange.hierarchical import Hierarchical
+from gradcomp._src.exchange.messages import owner_shapes
+from gradcomp._src.exchange.plan import Message
+from gradcomp._src.exchange.work import CODED_ONCE, Work
+from gradcomp._src.mesh.axis_sizes import WorkerSizes, check_both, only_named, sizes_of
+from gradcomp._src.report import tracing
+from gradcomp._src.report.collectives import Stage
+from gradcomp._src.report.leaf_plan import LeafPlan as LeafPlan
+from gradcomp._src.report.table import aligned
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+  """The result of :func:`explain`; ``str(explanation)`` is a table.
+
+  Attributes:
+    leaves: one plan a leaf, and for one that several transformations see, one for each.
+    workers: N, along all axes together.
+    bytes_inside: the part of all bytes that ``hierarchical`` sends inside groups.
+    bytes_fitting: the part of all bytes that fits a codec to the gradients, which only
+      some steps send.
+    bytes_kept: the memory in which an owner keeps what encoding means loses.
+    forgets: whether owners keep nothing of it, because the state was made where nobody
+      knew the number of workers. They round means at random then.
+    stages: the collectives of a step, from which :mod:`gradcomp.cost` predicts seconds.
+      Those that fit a codec are not among them.
+  """
+
+  leaves: tuple[LeafPlan, ...]
+  workers: int
+  bytes_inside: int
+  bytes_fitting: Fraction
+  bytes_kept: int = 0
+  forgets: bool = False
+  stages: tuple[Stage, ...] = ()
+
+  @property
+  def bytes_sent(self) -> int:
+    """The bytes that each worker sends in a step, at most, rounded up."""
+    return math.ceil(sum((leaf.bytes_sent for leaf in self.leaves), self.bytes_fitting))
+
+  @property
+  def bytes_per_step(self) -> float:
+    """The bytes that each worker sends in a step, on average over many.
+
+    It is less than ``bytes_sent`` if workers take steps alone. That is then what they
+    send in the last step of a round.
+    """
+    return float(self._per_step)
+
+  @property
+  def _per_step(self) -> Fraction:
+    rest = (leaf.bytes_sent * (1 - Fraction(1, leaf.every)) for leaf in self.leaves)
+    return self.bytes_sent - sum(rest, Fraction(0))
+
+  @property
+  def bytes_received(self) -> int:
+    """The bytes that each worker receives: as many as it sends, in every exchange."""
+    return self.bytes_sent
+
+  @property
+  def messages(self) -> int:
+    """The number of messages a stage."""
+    return len({leaf.message for leaf in self.leaves})
+
+  @property
+  def ratio(self) -> float:
+    """The ratio of ``bytes_sent`` and the bytes of a plain mean in float32.
+
+    That mean is over all workers, and has each leaf once, however many send it.
+    """
+    return self._ratio(bits=32)
+
+  @property
+  def _elements(self) -> int:
+    return sum({leaf.path: leaf.elements for leaf in self.leaves}.values())
+
+  def _ratio(self, bits: int) -> float:
+    return _ratio(Fraction(self.bytes_sent), self._elements, self.workers, bits)
+
+  def __str__(self) -> str:
+    header = "leaf,shape,codec,bits,exchange,message,sent,/f32,/bf16"
+    rows = [header.split(","), *map(self._row, self.leaves)]
+    total = f"{self.bytes_sent:,}"
+    ratios = [f"{self._ratio(bits):.4g}" for bits in (32, 16)]
+    rows.append(["total", "", "", "", "", "", total, *ratios])
+    if any(leaf.slots is not None for leaf in self.leaves):
+      columns = [["slots", "used"], *map(_slots, self.leaves), ["", ""]]
+      rows = [row + column for row, column in zip(rows, columns, strict=True)]
+    if len(self._rounds) > 1:
+      every = ["every", *(str(leaf.every) for leaf in self.leaves), ""]
+      rows = [[*row, number] for row, number in zip(rows, every, strict=True)]
+    if any(leaf.rule for leaf in self.leaves):
+      rules = ["rule", *(leaf.rule for leaf in self.leaves), ""]
+      rows = [[*row, rule] for row, rule in zip(rows, rules, strict=True)]
+    numbers = {"bits", "message", "sent", "/f32", "/bf16", "slots", "used", "every"}
+    right = [i for i, name in enumerate(rows[0]) if name in numbers]
+    lines = aligned(rows, right=right)
+    lines += self._when()
+    reasons = dict.fromkeys((leaf.exchange, leaf.reason) for leaf in self.leaves)
+    lines += [f"{exchange}: {reason}." for exchange, reason in reasons]
+    if self.bytes_inside:
+      lines.append(f"{self.bytes_inside:,} of them stay inside groups.")
+    if self.bytes_fitting:
+      lines.append(
+        f"{math.ceil(self.bytes_fitting):,} of them only where levels are fitted."
+      )
+    if self.forgets:
+      lines.append(
+        "Owners forget what encoding a mean loses. Call optimizer.init inside the map, "
+        "or under jax.set_mesh(mesh)."
+      )
+    elif self.bytes_kept:
+      lines.append(
+        f"An owner keeps what encoding a mean loses, {self.bytes_kept:,} bytes, if "
+        "optimizer.init knows the workers."
+      )
+    return "\n".join(lines)
+
+  @property
+  def _rounds(self) -> set[int]:
+    """The steps of the rounds: of each leaf, in one of how many it is sent."""
+    return {leaf.every for leaf in self.leaves} or {1}
+
+  def _when(self) -> list[str]:
+    """Says in which steps the bytes are sent, and how many bits that is in each."""
+    length = math.lcm(*self._rounds)
+    bits = 8 * self.bytes_per_step / max(self._elements, 1)
+    when = "a step" if length == 1 else f"a round of {length} steps"
+    if len(self._rounds) > 1:
+      when = "in a step that sends all"
+    lines = [
+      f"Bytes that each of {self.workers} workers sends {when}. It receives as many."
+    ]
+    if len(self._rounds) > 1:
+      sent = f"{math.ceil(length * self._per_step):,}"
+      lines.append(
+        f"In a round of {length} steps it sends {sent}. That is {bits:.3g} bits a "
+        "parameter and step."
+      )
+    elif length > 1:
+      lines.append(f"That is {bits:.3g} bits a parameter and step.")
+    return lines
+
+  def _row(self, leaf: LeafPlan) -> list[str]:
+    ratios = [
+      _ratio(leaf.bytes_sent, leaf.elements, self.workers, bits) for bits in (32, 16)
+    ]
+    return [
+      leaf.path,
+      str(list(leaf.shape)),
+      type(leaf.codec).__name__,
+      f"{float(leaf.bits):.4g}",
+      leaf.exchange,
+      str(leaf.message),
+      f"{math.ceil(leaf.bytes_sent):,}",
+      *(f"{ratio:.4g}" for ratio in ratios),
+    ]
+
+
+def _slots(leaf: LeafPlan) -> list[str]:
+  used = "" if leaf.slots is None or leaf.used is None else f"{leaf.used:,.0f}"
+  return ["" if leaf.slots is None else f"{leaf.slots:,}", used]
+
+
+def _ratio(sent: Fraction, elements: int, workers: int, bits: int) -> float:
+  """Returns the ratio of bytes; 1 if both are 0, as in a WireReport."""
+  plain = Fraction(2 * (workers - 1), workers) * elements * bits / 8
+  if plain:
+    return float(sent / plain)
+  return math.inf if sent else 1.0
+
+
+def _work(
+  message: Message, sent: LeafCodec, codec: LeafCodec, sizes: tuple[int, ...]
+) -> Work:
+  """Returns the work for a leaf of a message.
+
+  Where a codec averages other arrays in place of a leaf, only the leaf counts.
+  """
+  plain = all(sums.of(codec).plain for codec in message.layout.codecs)
+  return message.exchange.work(sizes, plain=plain) if sent == codec else CODED_ONCE
+
+
+def explain(
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  *,
+  workers: WorkerSizes,
+  opt_state: Any = None,
+) -> Explanation:
+  """Explains what gradcomp's transformations in an optimizer send for these parameters.
+
+  Nothing is computed, and no axis or device is needed: ``update`` is traced with shapes
+  alone, as a map over the workers would trace it, and its collectives are read. That
+  takes as long as tracing a step does. A leaf shares the bytes of its message by the
+  rows that it has there. A leaf that no gradcomp transformation sees is not in the
+  table. One that two see is there twice, and ratios count it once. For
+  :func:`gradcomp.wrappers.switch`, and wherever else a step takes one of several
+  branches, the table shows the last that sends something. Without ``axis_name``, what
+  would be sent over the axes that gradients are unreduced over is shown.
+
+  Args:
+    optimizer: an optax transformation with gradcomp's in it.
+    params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
+    workers: the number of workers that share the axis; ``(hosts, chips)`` for
+      ``"hierarchical"`` over two axes. Where transformations exchange over different
+      axes, the size of each axis that workers are on, in the order of the mesh, like
+      ``{"host": 2, "chip": 4}``.
+    opt_state: the state after a step, outside of any transformed function. It says how
+      many slots of sparse messages were used, as a mean over the workers, and whether
+      owners keep what they lose.
+
+  Returns:
+    An :class:`Explanation`. ``print`` shows for each leaf the codec, its real bits an
+    element on the wire, the exchange (see :func:`gradcomp.exchange.choose`), the bytes
+    that a worker sends in a step, and these against plain means in float32 and in 16
+    bits.
+
+  Raises:
+    ValueError: ``workers`` is no number of workers, lacks an axis, does not fit the
+      groups of ``"hierarchical"``, is not that of ``opt_state``, or is above 46,340,
+      which is as many as JAX counts on two axes: one has a name, and one has none. Or a
+      leaf has more rows than 32 bits count.
+
+  Example:
+    >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
+    >>> params = {"b": jnp.zeros(64), "w": jnp.zeros((256, 256))}
+    >>> print(explain(optimizer, params, workers=4))
+    leaf   shape       codec   bits  exchange  message    sent    /f32   /bf16
+    ['b']  [64]        Dense     32  two_shot        0   3,072       8      16
+    ['w']  [256, 256]  QSGD   4.062  two_shot        0  49,920   0.127  0.2539
+    total                                               52,992  0.1346  0.2693
+    Bytes that each of 4 workers sends a step. It receives as many.
+    two_shot: it sends 2/N of all_gather's bytes.
+    An owner keeps what encoding a mean loses, 65,536 bytes, if optimizer.init knows the
+      workers.
+  """
+  sizes, by_name = sizes_of(workers)
+  known = only_named(by_name)
+  trace = tracing.traced(optimizer, params, sizes, bound=by_name, known=known)
+  states, transformations = states_in(opt_state), trace.found
+  leaves: list[LeafPlan] = []
+  stages: list[Stage] = []
+  number = kept = 0
+  forgets = False
+  for found in transformations:
+    plan, memory = found.plan, None
+    owned = [shape for shapes in owner_shapes(plan).values() for shape in shapes]
+    kept += sum(4 * math.prod(shape) for shape in owned)
+    if states and found.state is not None:
+      memory = states[found.state].memory
+      forgets |= bool(owned) and states[found.state].server_residual is None
+    used = used_by_leaf(plan, memory)
+    own: dict[int, LeafPlan] = {}
+    stages += [dataclasses.replace(x, message=number + x.message) for x in found.stages]
+    for message in plan.messages:
+      if isinstance(message.exchange, Hierarchical):
+        check_both(plan.axis_name, workers)
+      layout = message.layout
+      for i, like, slot in zip(message.leaves, layout.like, layout.slots, strict=True):
+        codec = layout.codecs[slot.group]
+        share = Fraction(like.size, plan.leaves[i].size) if like.size else 1
+        bits = share * Fraction(32 * codec.row_words, codec.tile_size)
+        own[i] = LeafPlan(
+          path=plan.names[i],
+          shape=plan.leaves[i].shape,
+          codec=plan.codecs[i],
+          bits=bits + (own[i].bits if i in own else 0),
+          exchange=message.exchange.name,
+          message=number,
+          bytes_sent=found.by_leaf[i],
+          reason=message.reason,
+          rule=plan.rules[i],
+          slots=sums.of(codec).slots(slot.stop - slot.start),
+          used=used.get(i),
+          work=_work(message, codec, plan.codecs[i], found.sizes),
+          keeps=plan.feedback,
+          every=found.every,
+        )
+      number += 1
+    leaves += [own[i] for i in sorted(own)]
+  return Explanation(
+    leaves=tuple(leaves),
+    workers=math.prod(sizes),
+    bytes_inside=math.ceil(sum(x.inside for x in transformations)),
+    bytes_fitting=sum((x.fitting for x in transformations), Fraction(0)),
+    bytes_kept=0 if forgets else kept,
+    forgets=forgets,
+    stages=tuple(stages),
+  )

@@ -1,0 +1,1 @@
+"""Measurements of compression errors, and comparisons of replicas."""

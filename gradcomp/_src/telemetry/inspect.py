@@ -1,0 +1,279 @@
+"""Shows what compression does to each leaf, in numbers that any logger takes."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from gradcomp._src.core.leaf_measures import Sums
+from gradcomp._src.core.measures import watched
+from gradcomp._src.core.state import CompressState, Watched, is_state, states_in
+from gradcomp._src.mesh.axes import bound_size, manual_axes
+from gradcomp._src.mesh.specs import sharded_axes
+from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes
+from gradcomp._src.report import tracing
+from gradcomp._src.report.table import aligned
+
+
+class Metrics(NamedTuple):
+  r"""Holds measures of what a step sends of a leaf or of all, equal on all workers.
+
+  Each is ``float32[]``. There are N workers. Worker i has the gradient :math:`g_i` and
+  the residual :math:`e_i`; :math:`c_i = g_i + e_i` is to be sent, and :math:`e_i'` is
+  what it does not send. The result of the step is :math:`m`. Squares are means over the
+  workers. A quotient of zeros is 0.
+
+  Attributes:
+    bytes_sent: bytes that a worker sends, as :func:`gradcomp.explain` counts them.
+    gradient_norm: :math:`\sqrt{\tfrac{1}{N} \sum_i |g_i|^2}`.
+    residual_norm: the same of the residuals that the step leaves behind.
+    owner_residual_norm: the norm of what owners keep, which is one vector for all.
+    relative_error: :math:`\sqrt{\sum_i |e_i'|^2 / \sum_i |c_i|^2}`.
+    cosine: of the angle between :math:`m` and the mean of all :math:`g_i`. Of a leaf
+      above 1021 elements the tangent is an estimate, to 3 % (one standard deviation).
+    zeros: the share of zeros in what workers sent.
+    saturation: the share of elements that have, as they were sent, the largest
+      magnitude of their bucket.
+    levels: the number of different values in a bucket as it was sent, on average over
+      a bucket of each leaf and worker, and up to 1024 elements of it.
+    wen_bound: :math:`\max |g_i| \cdot |g_i|_1 / |g_i|_2^2`, numerator and denominator
+      summed over leaves and workers. It is 1 if all magnitudes are equal. Of a leaf
+      that is cut over another axis, each part has a maximum of its own.
+    union_density: the share of elements of :math:`m` that are not zero. If all workers
+      receive all entries, as in ``all_gather``, it is the union of what workers sent.
+    exponents: the share of elements of the gradient with each exponent,
+      ``float32[256]``: number b has the exponent ``b - 127``, but the first counts
+      zeros and subnormal numbers, and the last what is not finite. Above 16,384
+      elements a leaf's share is that of as many, in evenly spaced runs of 128.
+
+  References:
+    Wen et al., `TernGrad <https://arxiv.org/abs/1705.07878>`_, 2017, section 3.2, for
+    the bound; Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018, section
+    2.3, for the union; Han et al., `Auto-Precision Scaling for Distributed Deep
+    Learning <https://arxiv.org/abs/1911.08907>`_, 2021, figures 1 and 2, for exponents
+  """
+
+  bytes_sent: jax.Array
+  gradient_norm: jax.Array
+  residual_norm: jax.Array
+  owner_residual_norm: jax.Array
+  relative_error: jax.Array
+  cosine: jax.Array
+  zeros: jax.Array
+  saturation: jax.Array
+  levels: jax.Array
+  wen_bound: jax.Array
+  union_density: jax.Array
+  exponents: jax.Array
+
+
+class Inspection(NamedTuple):
+  """The result of :func:`inspect`; ``str(inspection)`` is a table, on the host."""
+
+  total: Metrics
+  leaves: dict[str, Metrics]
+
+  def __str__(self) -> str:
+    names = [name for name in Metrics._fields if name != "exponents"]
+    rows = [["leaf", *(name.replace("_", " ") for name in names)]]
+    for path, metrics in [*self.leaves.items(), ("total", self.total)]:
+      values = [float(getattr(metrics, name)) for name in names]
+      rows.append(
+        [path, f"{math.ceil(values[0]):,}", *(f"{x:.4g}" for x in values[1:])]
+      )
+    return "\n".join(aligned(rows, right=range(1, len(names) + 1)))
+
+
+def inspect(
+  optimizer: optax.GradientTransformation,
+  grads: Any,
+  opt_state: Any,
+  params: Any = None,
+  **extra_args: Any,
+) -> Inspection:
+  """Measures what ``optimizer.update`` sends of these gradients, and changes nothing.
+
+  Call it where ``update`` is called, with the same arguments: inside the map, or in
+  plain ``jax.jit``. It does what ``update`` would do from this state, with the same
+  random bits, up to the exchange, and drops the result. So a call takes about as long
+  as an exchange, and sends up to 5 KB a leaf more. In a step that needs the result,
+  :func:`update_and_inspect` saves the second exchange; :func:`make_train_step` does
+  that if its step is called with ``inspect=True``.
+
+  All transformations of gradcomp that run in this step are measured, wherever they are
+  in the optimizer. One that another step runs (under ``optax.MultiSteps``, in
+  ``jax.lax.cond``) has NaN for all but bytes. For :func:`gradcomp.wrappers.switch`,
+  bytes are those that :func:`gradcomp.explain` shows, whichever branch runs. Where a
+  gradient is not finite, errors, the cosine and the bound are NaN.
+
+  :func:`gradcomp.parallel.zero` has a second line for each leaf, named "change", of
+  what owners send back: ``gradient_norm`` is what the parameters lack before of what
+  owners have computed, and ``owner_residual_norm`` after. The total, which leaves these
+  lines out, has that, too. No worker has the mean of a leaf there, so that the cosine
+  and the union of gradients are NaN. Bytes of both ways are in the first line.
+
+  Args:
+    optimizer: an optax transformation with gradcomp's in it.
+    grads: the gradients of this worker, as ``update`` takes them.
+    opt_state: the state of the optimizer before the step.
+    params: the parameters, if ``update`` needs them.
+    **extra_args: what else ``update`` takes.
+
+  Returns:
+    An :class:`Inspection`, the same on all workers: ``float32`` scalars, and a
+    histogram, in total and for each leaf by its path. ``print`` shows it as a table.
+
+  Raises:
+    TypeError: ``optimizer`` is no gradient transformation.
+    ValueError: none of gradcomp's transformations is in it; ``opt_state`` is that of
+      another optimizer; or ``update`` would raise it.
+
+  Example:
+    >>> optimizer = optax.chain(gradcomp.qsgd(bits=4), optax.sgd(0.1))
+    >>> grads = {"w": jnp.linspace(-1.0, 1.0, 4096)}
+    >>> found = inspect(optimizer, grads, optimizer.init(grads))
+    >>> sorted(found.leaves), found.total.levels, found.total.wen_bound.round(2)
+    (["['w']"], Array(8., dtype=float32), Array(1.5, dtype=float32))
+  """
+  return update_and_inspect(optimizer, grads, opt_state, params, **extra_args)[2]
+
+
+def update_and_inspect(
+  optimizer: optax.GradientTransformation,
+  grads: Any,
+  opt_state: Any,
+  params: Any = None,
+  **extra_args: Any,
+) -> tuple[Any, Any, Inspection]:
+  """Does what ``optimizer.update`` does, and measures it on the way.
+
+  It takes some passes over the gradient more than ``update``, and no second exchange.
+
+  Args:
+    optimizer, grads, opt_state, params, extra_args: as for :func:`inspect`, which also
+      says what is raised.
+
+  Returns:
+    The updates and the new state, with the bits that ``update`` returns, and an
+    :class:`Inspection`.
+
+  Example:
+    >>> optimizer = gradcomp.qsgd(bits=4)
+    >>> grads = {"w": jnp.linspace(-1.0, 1.0, 4096)}
+    >>> state = optimizer.init(grads)
+    >>> updates, state, found = update_and_inspect(optimizer, grads, state)
+    >>> int(state.count), bool(found.total.cosine > 0.99)
+    (1, True)
+  """
+  if not isinstance(optimizer, optax.GradientTransformation):
+    raise TypeError(
+      f"`optimizer` must be an optax.GradientTransformation, got {optimizer!r}."
+    )
+  found = _found(optimizer, grads)
+  states = states_in(opt_state)
+  if not found or not states:
+    raise ValueError(
+      "`optimizer` must have a gradcomp transformation in it, whose state is in "
+      f"`opt_state`, got {len(found)} of them and {len(states)} states; make the state "
+      "by optimizer.init."
+    )
+  by_state = {x.state: x for x in found if x.state is not None}
+  if not by_state.keys() <= set(range(len(states))):
+    raise ValueError(
+      f"`opt_state` must be that of `optimizer`, which has {max(by_state) + 1} "
+      f"gradcomp transformations, got the states of {len(states)}; make it by "
+      "optimizer.init."
+    )
+  numbers = itertools.count()
+
+  def watch(x: Any) -> Any:
+    one = by_state.get(next(numbers)) if is_state(x) else None
+    return x if one is None else watched(x, len(one.plan.names))
+
+  state = jax.tree.map(watch, opt_state, is_leaf=is_state)
+  update = optax.with_extra_args_support(optimizer).update
+  updates, state = update(grads, state, params, **extra_args)
+  nodes = filter(_is_watched, jax.tree.leaves(state, is_leaf=_is_watched))
+  sums = [node.sums for node in nodes]
+  state = jax.tree.map(
+    lambda x: CompressState(*x[:-1]) if _is_watched(x) else x,
+    state,
+    is_leaf=_is_watched,
+  )
+  return updates, state, _inspection([by_state[i] for i in sorted(by_state)], sums)
+
+
+def _is_watched(x: Any) -> bool:
+  return isinstance(x, Watched)
+
+
+def _inspection(found: Sequence[tracing.Found], sums: Sequence[Sums]) -> Inspection:
+  """Returns the metrics of what transformations send, and of all together."""
+  leaves: dict[str, Metrics] = {}
+  for one, rows in zip(found, sums, strict=True):
+    names = list(zip(one.plan.names, one.by_leaf, strict=True))
+    # Of zero there are more rows: those of what owners send back.
+    back = len(rows.size) // max(len(names), 1) - 1
+    names += [(f"{name} change", Fraction(0)) for name, _ in names] * back
+    for i, (name, nbytes) in enumerate(names):
+      same = sum(name == path.partition(" #")[0] for path in leaves)
+      path = f"{name} #{same + 1}" if same else name
+      leaves[path] = _metrics(nbytes, jax.tree.map(lambda x, i=i: x[i], rows))
+  own = [
+    jax.tree.map(lambda x, one=one: x[: len(one.plan.names)], rows)
+    for one, rows in zip(found, sums, strict=True)
+  ]
+  total = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *own)
+  sent = sum((sum(x.by_leaf, x.fitting) for x in found), Fraction(0))
+  return Inspection(_metrics(sent, total), leaves)
+
+
+def _found(optimizer: optax.GradientTransformation, grads: Any) -> list[tracing.Found]:
+  """Returns what gradcomp's transformations send, by a trace with shapes alone."""
+  mesh = mesh_of(grads)
+  unreduced = frozenset().union(*map(unreduced_axes, jax.tree.leaves(grads)))
+  sizes = tuple(size for name, size in mesh.shape.items() if name in unreduced)
+  bound = {name: bound_size(name) or 1 for name in manual_axes()}
+
+  def known(name: str) -> int | None:
+    return bound_size(name) or mesh.shape.get(name)
+
+  def on_device(x: Any) -> jax.ShapeDtypeStruct:
+    shape, spec = jnp.shape(x), typed_spec(x)
+    if sharded_axes(spec):
+      shape = NamedSharding(mesh_of(x), spec).shard_shape(shape)
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+  like = jax.tree.map(on_device, grads)
+  sizes = sizes or (1,)
+  return tracing.traced(optimizer, like, sizes, bound=bound, known=known).found
+
+
+def _metrics(bytes_sent: Fraction, sums: Sums) -> Metrics:
+  """Returns the metrics of a leaf, or of all, from the sums over its elements."""
+  return Metrics(
+    bytes_sent=jnp.float32(float(bytes_sent)),
+    gradient_norm=jnp.sqrt(sums.gradient),
+    residual_norm=jnp.sqrt(sums.residual),
+    owner_residual_norm=jnp.sqrt(sums.owned),
+    relative_error=jnp.sqrt(_ratio(sums.unsent, sums.corrected)),
+    cosine=_ratio(sums.product, jnp.sqrt(sums.mean) * jnp.sqrt(sums.true)),
+    zeros=_ratio(sums.zeros, sums.size),
+    saturation=_ratio(sums.top, sums.size),
+    levels=_ratio(sums.levels, sums.size),
+    wen_bound=_ratio(sums.spread, sums.gradient),
+    union_density=_ratio(sums.union, sums.size),
+    exponents=_ratio(sums.exponents, sums.size),
+  )
+
+
+def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
+  """Returns the quotient: 0 for that of zeros, and NaN for what is not finite."""
+  quotient = a / jnp.where(b == 0, 1.0, b)
+  return jnp.where(b == 0, 0.0, jnp.where(jnp.isfinite(b), quotient, jnp.nan))

@@ -1,0 +1,172 @@
+"""Compares what workers should all have alike, and names the leaf that differs."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gradcomp._src.exchange.collectives import STAGE, gather
+from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, manual_axes
+from gradcomp._src.mesh.specs import sharded_axes
+from gradcomp._src.mesh.types import mark_varying, mesh_of, placed_spec
+from gradcomp._src.telemetry.fingerprint import leaf_fingerprints
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["leaves"]
+)
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+  """Holds what :func:`check_replicas` found.
+
+  Attributes:
+    words: ``uint32[workers, leaves, 2]``, the fingerprint of each leaf at each worker,
+      equal on all workers; zeros if nothing was compared in this step.
+    leaves: the paths of the leaves.
+
+  Example:
+    >>> words = np.zeros((3, 2, 2), np.uint32)
+    >>> words[1, 0] = 7
+    >>> found = Replicas(words, ("['b']", "['w']"))
+    >>> bool(found.equal), found.differing()
+    (False, {"['b']": [1]})
+  """
+
+  words: jax.Array
+  leaves: tuple[str, ...]
+
+  @property
+  def equal(self) -> jax.Array:
+    """Returns whether all workers have the same: ``bool[]``, also in a program."""
+    return jnp.all(self.words == self.words[:1])
+
+  def differing(self) -> dict[str, list[int]]:
+    """Returns, for each leaf that differs, the workers that have another one.
+
+    Another one than most workers, that is. If no more than half of them agree, nobody
+    knows who is right, and these are all workers. Call it outside of programs.
+    """
+    found = {}
+    words = np.asarray(self.words)
+    for number, name in enumerate(self.leaves):
+      _, kinds, counts = np.unique(
+        words[:, number], axis=0, return_inverse=True, return_counts=True
+      )
+      if len(counts) > 1:
+        most = np.argmax(counts) if 2 * counts.max() > len(words) else -1
+        found[name] = np.flatnonzero(kinds.reshape(-1) != most).tolist()
+    return found
+
+  def require_equal(self) -> None:
+    """Raises RuntimeError that names the leaves and the workers that differ.
+
+    Every process raises the same. Call it outside of programs: it waits for the step.
+    """
+    if bool(self.equal):
+      return
+    differing = self.differing()
+    lines = [f"{name}: {_who(x, len(self.words))}" for name, x in differing.items()]
+    raise RuntimeError(
+      f"{len(differing)} of {len(self.leaves)} leaves must be equal on all "
+      f"{len(self.words)} workers, and are not:\n  " + "\n  ".join(lines) + "\nGo on "
+      "from a checkpoint, and look at these workers' memory and devices."
+    )
+
+
+def _who(workers: list[int], count: int) -> str:
+  if len(workers) == count:
+    return "no more than half of the workers agree"
+  several = "s" if len(workers) > 1 else ""
+  return f"worker{several} {', '.join(map(str, workers))}"
+
+
+def check_replicas(
+  tree: Any, *, axis_name: AxisName, mesh: Mesh | None = None
+) -> Replicas:
+  """Compares the copies of a tree that all workers should have alike.
+
+  Parameters that a type calls replicated may differ in fact: after a bit flipped in one
+  device's memory, or where a process computed something else. Nothing notices, because
+  each worker goes on with its own copy. This computes the :func:`fingerprint` of each
+  leaf at each worker, and gathers them, 8 bytes a leaf and worker.
+
+  Call it inside of ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``, or outside, in
+  plain ``jax.jit`` too, for arrays of a mesh. It is a collective: all workers must call
+  it in the same steps. :func:`make_train_step` does it every so many steps, with
+  ``check_every=``.
+
+  Args:
+    tree: arrays that are the same on all workers, e.g. parameters. They may be cut
+      over other axes.
+    axis_name: the axis of the workers, or a tuple of axes.
+    mesh: the devices, outside of a map; by default those of the arrays, or the mesh of
+      ``jax.set_mesh``.
+
+  Returns:
+    The fingerprints, equal on all workers. ``require_equal()`` of it raises an error
+    that names the leaf and the worker. ``equal`` is a flag for programs.
+
+  Raises:
+    ValueError: the axis is not there, or an array is cut over it, so that there are no
+      copies.
+    TypeError: a leaf has a dtype of which JAX would drop bits.
+
+  Example:
+    >>> params = {"b": jnp.zeros((3, 2)), "w": jnp.ones((3, 2)).at[2, 0].set(-0.0)}
+    >>> check = jax.vmap(
+    ...   lambda params: check_replicas(params, axis_name="data").words,
+    ...   axis_name="data")
+    >>> Replicas(check(params)[0], ("b", "w")).differing()
+    {'w': [2]}
+  """
+  if bound_size(axis_name) is not None:
+    return _compared(tree, axis_name)
+  names = axis_names(axis_name)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    if cut := sharded_axes(placed_spec(leaf)).intersection(names):
+      raise ValueError(
+        f"`tree`{jax.tree_util.keystr(path)} must be whole along {axis_name!r}, so "
+        f"that each worker has a copy, but is cut over {sorted(cut)}, got "
+        f"{jax.typeof(leaf)}; leave it out, or name an axis along which it is whole."
+      )
+  mesh = _mesh(tree) if mesh is None else mesh
+  if not set(names).issubset(mesh.axis_names):
+    raise ValueError(
+      f"`axis_name` must be an axis of an enclosing map or of the mesh, got "
+      f"{axis_name!r} and a mesh with the axes {mesh.axis_names}; pass mesh=, or call "
+      "this under jax.set_mesh(mesh)."
+    )
+  return _on_mesh(tree, axis_name, None if manual_axes() else mesh)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _on_mesh(tree: Any, axis_name: AxisName, mesh: Any) -> Replicas:
+  return jax.shard_map(
+    lambda tree: _compared(tree, axis_name),
+    mesh=mesh,
+    in_specs=PartitionSpec(),
+    out_specs=PartitionSpec(),
+    axis_names=set(axis_names(axis_name)),
+  )(tree)
+
+
+def _compared(tree: Any, axis_name: AxisName) -> Replicas:
+  """Returns what each worker has, inside of a map."""
+  # What a type says is equal would be taken from one worker.
+  own = leaf_fingerprints(mark_varying(tree, axis_name))
+  words = gather(own.reshape(-1), axis_name, STAGE).reshape(-1, *own.shape)
+  paths = jax.tree_util.tree_leaves_with_path(tree)
+  return Replicas(words, tuple(jax.tree_util.keystr(path) for path, _ in paths))
+
+
+def _mesh(tree: Any) -> Any:
+  """Returns the mesh that the arrays lie on, or that of ``jax.set_mesh``."""
+  for leaf in jax.tree.leaves(tree):
+    sharding = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
+    if isinstance(sharding, NamedSharding):
+      return sharding.mesh
+  return mesh_of(tree)

@@ -1,0 +1,1 @@
+"""The conformance kit: laws that every codec and transformation must obey."""

@@ -1,0 +1,125 @@
+"""The law of conservation: what a step does not send waits, and nothing is lost."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradcomp._src.codecs import sums
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.codecs.sums.sum import RowDecoder
+from gradcomp._src.core.feedback import Feedback
+from gradcomp._src.core.residual_storage import is_stored, kind, read
+from gradcomp._src.core.state import CompressState
+from gradcomp._src.exchange.plan import Plan, own_axes
+from gradcomp._src.report import tracing
+from gradcomp._src.testing import modes
+from gradcomp._src.testing.broken import BrokenLaw
+from gradcomp._src.testing.trees import Gradients, workers_of, zipped
+
+# What storing a residual loses of an element, as a part of the largest.
+_STORING = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
+
+
+def nothing_is_lost(
+  transformation: optax.GradientTransformation,
+  gradients: Gradients,
+  *,
+  plan: Plan | None = None,
+  axis_name: str = "data",
+) -> None:
+  """What is not sent waits: conservation, for a transformation with error feedback.
+
+  N times the updates, the residuals of all workers, and N times the residuals of the
+  owners, are together the sum of all gradients, to float32's rounding: also where
+  updates have fewer bits, and where residuals have, to theirs. A transformation without
+  residuals promises none of this, and is let through; so is one that sends momentum, or
+  whose residuals decay, and a chain of several, whose updates are no longer means.
+
+  Args:
+    transformation: one of gradcomp's, over the axis.
+    gradients: trees with leaves ``[N, ...]``, one tree a step; two show residuals.
+    plan: its messages, see ``plan.plan_messages``; by default they are
+      read from a trace, which also tells whether residuals decay.
+    axis_name: the name of the axis.
+
+  Example:
+    >>> from gradcomp.testing import laws
+    >>> tx = gradcomp.onebit_sgd(axis_name="data", exchange="all_gather")
+    >>> steps = [{"w": jax.random.normal(jax.random.key(i), (2, 600))} for i in (0, 1)]
+    >>> laws.nothing_is_lost(tx, steps)
+  """
+  workers = workers_of(gradients)
+  outputs, state = modes.run("vmap", transformation, gradients, axis_name=axis_name)
+  if not isinstance(state, CompressState) or state.residual is None:
+    return
+  if state.velocity is not None:
+    return
+  if plan is None:
+    params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
+    ((plan, options),) = tracing.traced(transformation, params, (workers,)).made
+    if _forgets(options["feedback"]):
+      return
+  owned = _owned_leaves(plan, gradients[0], state.server_residual)
+  stored = jax.tree.leaves(state.residual, is_leaf=is_stored)
+  rest = [np.asarray(read(x), np.float32) for x in stored]
+  for i, (path, *given) in enumerate(zipped(*gradients)):
+    means = [np.asarray(jax.tree.leaves(x)[i][0], np.float64) for x in outputs]
+    sent = workers * np.sum(means, axis=0)
+    waiting = np.asarray(rest[i], np.float64).sum(axis=0).reshape(sent.shape)
+    own = np.asarray(owned[i], np.float64)
+    total = sent + waiting + workers * own
+    expected = np.sum([np.asarray(x, np.float64).sum(axis=0) for x in given], axis=0)
+    # Every number that is rounded, at most 4 N + 8 of them an element, is below this;
+    # one l2 norm a tensor makes residuals much larger than gradients.
+    largest = max(np.abs(x).max(initial=0) for x in (*given, rest[i], workers * own))
+    unit = float(jnp.finfo(jnp.float32).eps)
+    storing = len(gradients) * workers * _STORING[kind(stored[i])]
+    bound = ((4 * workers + 8) * unit + storing) * max(5.0, float(largest))
+    wrong = np.argwhere(~(np.abs(total - expected) <= bound))
+    if wrong.size or total.shape != expected.shape:
+      at = tuple(map(int, wrong[0]))
+      raise BrokenLaw(
+        "nothing_is_lost",
+        "the transformation",
+        f"keep what it does not send: after {len(gradients)} steps, what is sent and "
+        "what waits are the sum of all gradients",
+        f"of {path} element {list(at)} is {total[at]:.7g} and not {expected[at]:.7g}, "
+        f"{sent[at]:.4g} sent, {waiting[at]:.4g} in residuals, "
+        f"{workers * own[at]:.4g} with its owner",
+        "the residual: x - decode(encode(x))",
+      )
+
+
+def _forgets(feedback: Feedback) -> bool:
+  """Returns whether less waits than what was not sent."""
+  return float(feedback.waits(jnp.float32(1.0))) != 1.0
+
+
+def _owned_leaves(plan: Plan, gradients: Any, owned: Any) -> list[Any]:
+  """Returns the residuals of owners, cut into the leaves that they belong to."""
+  leaves = [np.zeros(x.shape[1:]) for x in jax.tree.leaves(gradients)]
+  waiting = {axes: list(arrays) for axes, arrays in (owned or {}).items()}
+  for message in plan.messages:
+    arrays = waiting.get(own_axes(plan.axis_name, message.others), [])
+    decoders: list[RowDecoder] = []
+    for codec in message.layout.codecs:
+      lossy = arrays and not sums.of(codec).exact
+      decoders.append(_decoder(codec, arrays.pop(0) if lossy else None))
+    found = message.layout.decode(decoders)
+    for i, leaf in zip(message.leaves, found, strict=True):
+      (first, *_) = rounds_of(plan.codecs[i], plan.leaves[i].shape)
+      if first.of_leaf:  # else owners keep what rounds of factors lost
+        leaves[i] = np.asarray(leaf)
+  return leaves
+
+
+def _decoder(codec: Codec, array: Any) -> RowDecoder:
+  """Returns the rows of all owners, ``[N, share, ...]``, or zeros."""
+  if array is None:
+    return lambda start, stop: jnp.zeros((stop - start, codec.tile_size))
+  rows = jnp.asarray(array).reshape(-1, *array.shape[2:])
+  return lambda start, stop: rows[start:stop]

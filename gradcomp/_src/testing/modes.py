@@ -1,0 +1,262 @@
+"""Runs N workers in every place where a transformation runs, by the same call."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gradcomp._src.checkpoint.specs import state_specs
+from gradcomp._src.core.residual_storage import is_stored
+from gradcomp._src.core.state import CompressState, is_state
+from gradcomp._src.floats.dtypes import addend_dtype
+from gradcomp._src.mesh.shard_maps import unreduce
+
+# Maps, in which the mean of the workers' gradients is taken.
+MODES = ("shard_map", "shard_map_unchecked", "pmap", "vmap")
+
+# Plain jit, in which the sum of addends is taken: gradients over N, which is exact for
+# N a power of two.
+EXPLICIT = "explicit"
+
+# ``update(gradients, state or None, params)`` of all workers.
+Mapped = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+class Run(NamedTuple):
+  """Holds what each worker has after some steps.
+
+  Attributes:
+    outputs: for each step a tree with leaves ``[N, ...]``.
+    state: the last state, with leaves ``[N, ...]``.
+  """
+
+  outputs: list[Any]
+  state: Any
+
+
+def modes_for(workers: int) -> tuple[str, ...]:
+  """Returns the modes that give the same bits with so many workers.
+
+  Example:
+    >>> modes_for(3)
+    ('shard_map', 'shard_map_unchecked', 'pmap', 'vmap')
+  """
+  return (*MODES, EXPLICIT) if workers & (workers - 1) == 0 else MODES
+
+
+def mesh(workers: int, kind: AxisType = AxisType.Auto, axis_name: str = "data") -> Mesh:
+  """Returns a mesh of the first so many devices.
+
+  Raises:
+    ValueError: there are fewer.
+  """
+  devices = jax.devices()[:workers]
+  if len(devices) < workers:
+    raise ValueError(
+      f"`workers` must be at most the number of devices, {len(devices)}, got "
+      f'{workers}; on a CPU set jax_num_cpu_devices, or use the mode "vmap".'
+    )
+  return jax.make_mesh((workers,), (axis_name,), (kind,), devices=devices)
+
+
+def run(
+  mode: str,
+  transformation: optax.GradientTransformation,
+  gradients: Sequence[Any],
+  *,
+  axis_name: str = "data",
+) -> Run:
+  """Feeds gradients to ``update``, step by step.
+
+  Args:
+    mode: one of ``modes_for(workers)``.
+    transformation: over the axis.
+    gradients: trees with leaves ``[N, ...]``, one tree a step.
+    axis_name: the name of the axis.
+
+  Example:
+    >>> tx = gradcomp.qsgd(bits=4, axis_name="data")
+    >>> run("vmap", tx, [{"w": jnp.ones((2, 5))}]).outputs[0]["w"].shape
+    (2, 5)
+  """
+  workers = jax.tree.leaves(gradients[0])[0].shape[0]
+  params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
+  update = mapped(mode, transformation, workers, axis_name)
+  state, outputs = None, []
+  for gradient in gradients:
+    output, state = update(gradient, state, params)
+    outputs.append(output)
+  if mode not in ("pmap", "vmap"):
+    specs = state_specs(state, axis_name)
+    unstacked = functools.partial(_unstacked, workers=workers, axis_name=axis_name)
+    state = jax.tree.map(unstacked, state, specs)
+  if mode == EXPLICIT:
+    state = jax.tree.map(
+      lambda x: _of_sums(x, workers) if is_state(x) else x, state, is_leaf=is_state
+    )
+  return Run(outputs, state)
+
+
+def lowered(
+  transformation: optax.GradientTransformation,
+  params: Any,
+  workers: int,
+  axis_name: str = "data",
+) -> jax.stages.Lowered:
+  """Returns a step in ``shard_map``, to be compiled and read by ``wire_report``.
+
+  The state is made inside.
+  """
+
+  def local(gradient: Any) -> Any:
+    gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
+    return transformation.update(gradient, transformation.init(gradient))[0]
+
+  stacked = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype), params
+  )
+  # Unchecked, for what an optimizer makes in ``init`` is typed as each worker's own.
+  step = jax.shard_map(
+    local,
+    mesh=mesh(workers, axis_name=axis_name),
+    in_specs=P(axis_name),
+    out_specs=P(),
+    check_vma=False,
+  )
+  return jax.jit(step).lower(stacked)
+
+
+@functools.lru_cache(maxsize=8)
+def mapped(
+  mode: str,
+  transformation: optax.GradientTransformation,
+  workers: int,
+  axis_name: str = "data",
+) -> Mapped:
+  """Returns ``update`` of all workers, with what it has compiled, for other calls.
+
+  Raises:
+    ValueError: ``mode`` is unknown.
+  """
+  if mode not in _MAPS:
+    raise ValueError(f"`mode` must be one of {tuple(_MAPS)}, got {mode!r}.")
+  return _MAPS[mode](transformation, workers, axis_name)
+
+
+def _of_sums(state: CompressState, workers: int) -> CompressState:
+  """Returns the state of addends, which are gradients over N, in their units."""
+
+  def times(x: Any) -> Any:
+    if is_stored(x):
+      return x._replace(scales=times(x.scales))
+    return x * x.dtype.type(workers)
+
+  scale = lambda tree: jax.tree.map(times, tree, is_leaf=is_stored)
+  return state._replace(residual=scale(state.residual), velocity=scale(state.velocity))
+
+
+def _unstacked(x: Any, spec: P, *, workers: int, axis_name: str) -> np.ndarray:
+  """Returns each worker's part of a global array, ``[N, ...]``."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  x = np.asarray(x)
+  if len(spec) and axis_name in np.ravel(spec[0]):
+    return x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
+  return np.stack([x] * workers)
+
+
+def _replicated_map(
+  transform: Callable[..., Any],
+  transformation: optax.GradientTransformation,
+  workers: int,
+  axis_name: str,
+) -> Mapped:
+  update = transform(transformation.update, axis_name=axis_name)
+  init = transform(transformation.init, axis_name=axis_name)
+
+  def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    if state is None:  # inside the map, for the second stage counts the workers
+      state = init(jax.tree.map(lambda leaf: jnp.stack([leaf] * workers), params))
+    return update(gradient, state)
+
+  return mapped
+
+
+def _explicit(
+  transformation: optax.GradientTransformation, workers: int, axis_name: str
+) -> Mapped:
+  devices = mesh(workers, AxisType.Explicit, axis_name)
+
+  @jax.jit
+  def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    wide = lambda leaf: leaf.astype(addend_dtype(leaf.dtype))
+    addends = jax.tree.map(lambda leaf: wide(leaf) * (1 / workers), gradient)
+    return transformation.update(unreduce(addends, axis_name), state, params)
+
+  def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    with jax.set_mesh(devices):
+      state = transformation.init(params) if state is None else state
+    gradient = jax.device_put(gradient, NamedSharding(devices, P(axis_name)))
+    output, state = update(gradient, state, params)
+    return jax.tree.map(lambda leaf: np.stack([leaf] * workers), output), state
+
+  return mapped
+
+
+def _sharded_map(
+  check_vma: bool,
+  transformation: optax.GradientTransformation,
+  workers: int,
+  axis_name: str,
+) -> Mapped:
+  devices = mesh(workers, axis_name=axis_name)
+
+  @jax.jit
+  def update(gradient: Any, state: Any) -> tuple[Any, Any]:
+    specs = state_specs(state, axis_name)
+
+    def local(gradient: Any, state: Any) -> tuple[Any, Any]:
+      gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
+      output, state = transformation.update(gradient, state)
+      return jax.tree.map(lambda leaf: leaf[None], output), state
+
+    # Unchecked, the outputs are cut like the gradients, so that each worker's own copy
+    # comes back; checked, P() is accepted only because they are proved equal.
+    out = P() if check_vma else P(axis_name)
+    return jax.shard_map(
+      local,
+      mesh=devices,
+      in_specs=(P(axis_name), specs),
+      out_specs=(out, specs),
+      check_vma=check_vma,
+    )(gradient, state)
+
+  def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    with jax.set_mesh(devices):
+      state = transformation.init(params) if state is None else state
+    gradient = jax.device_put(gradient, NamedSharding(devices, P(axis_name)))
+    output, state = update(gradient, state)
+    if check_vma:
+      output = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * workers), output)
+    return output, state
+
+  return mapped
+
+
+def _vmap(function: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
+  return jax.jit(jax.vmap(function, axis_name=axis_name))
+
+
+_MAPS: dict[str, Callable[..., Mapped]] = {
+  EXPLICIT: _explicit,
+  "shard_map": functools.partial(_sharded_map, True),
+  "shard_map_unchecked": functools.partial(_sharded_map, False),
+  "pmap": functools.partial(_replicated_map, jax.pmap),
+  "vmap": functools.partial(_replicated_map, _vmap),
+}

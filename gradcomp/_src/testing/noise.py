@@ -1,0 +1,259 @@
+"""Laws of what is drawn: no bias, keys that decide, and errors that cancel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from gradcomp._src.codecs import sums
+from gradcomp._src.codecs.leaf import Context, Leaf
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.core.transform import compress
+from gradcomp._src.kernels.common.dithers import dither
+from gradcomp._src.testing.broken import BrokenLaw, difference
+from gradcomp._src.testing.leaves import KEY, first_context, gaussian, leaf_of
+from gradcomp._src.testing.trial import decode, encode, trial
+
+
+def mean_is_the_leaf(
+  codec: LeafCodec,
+  x: ArrayLike | None = None,
+  draws: int = 1000,
+  z: float = 5.0,
+  *,
+  mean: ArrayLike | None = None,
+  step: ArrayLike | None = None,
+  context: Context | None = None,
+  workers: int = 0,
+) -> None:
+  """The mean of many encodings is the leaf: a z-test of an unbiased codec.
+
+  For every element, ``|mean - x| <= z sigma / sqrt(draws)``; and more sharply for the
+  mean error of all elements, and for that of their magnitudes, for errors of elements
+  are independent. With z = 5 and at most 10^4 elements a right codec fails with
+  probability 6e-3. The keys are fixed, so it does so always or never. An element
+  between two levels that are a step apart has sigma <= step / 2; the fixed-point grid
+  of 16-bit dithers adds 2^-16 of a step.
+
+  Args:
+    codec: the codec.
+    x: a leaf; by default 500 Gaussian numbers, of which the last are the first ones
+      negated, so that most places of a bucket have both signs.
+    draws: the number of keys.
+    z: standard deviations.
+    mean: what a codec that clips is to be unbiased of, in place of the leaf.
+    step: the steps between levels, of all elements or of each; by default twice the
+      largest error.
+    context: what else to encode with, by default that of the first step.
+    workers: the number of masks to try, each of which must have no bias; 0 for none,
+      as where one worker encodes.
+
+  Example:
+    >>> from gradcomp.testing import laws
+    >>> laws.mean_is_the_leaf(gradcomp.codecs.Natural(), draws=200)
+  """
+  half = gaussian(256)
+  leaf = np.concatenate([half, -half])[:500] if x is None else np.asarray(x)
+  target = leaf if mean is None else np.asarray(mean)
+  masks = None if not workers else jnp.arange(workers)
+
+  def error(x: jax.Array, target: jax.Array, key: jax.Array) -> jax.Array:
+    def one(number: jax.Array | None) -> jax.Array:
+      own = context
+      if number is not None:
+        drawn = dither(key, number)
+        bound = Leaf(x.shape)
+        own = context or first_context(codec.bind(bound), bound)
+        own = own._replace(dither=drawn)
+      value = decode(codec, encode(codec, x, key, own), x)
+      return value.astype(jnp.float32) - target
+
+    return one(None)[None] if masks is None else jax.vmap(one)(masks)
+
+  @jax.jit
+  def total(x: jax.Array, target: jax.Array, keys: jax.Array) -> list[jax.Array]:
+    def add(sums: list[jax.Array], key: jax.Array) -> tuple[list[jax.Array], None]:
+      found = error(x, target, key)
+      first, second, most = sums
+      most = jnp.maximum(most, jnp.abs(found))
+      return [first + found, second + found * found, most], None
+
+    zeros = jnp.zeros((max(workers, 1), *x.shape), jnp.float32)
+    return jax.lax.scan(add, [zeros] * 3, keys)[0]
+
+  keys = np.stack([np.full(draws, KEY[0]), np.arange(draws, dtype=np.uint32)], axis=1)
+  found = total(jnp.asarray(leaf), jnp.asarray(target), jnp.asarray(keys))
+  first, second, most = (np.asarray(part, np.float64) for part in found)
+  first, second = first / draws, second / draws
+  size = 2 * most.max(initial=0.0) if step is None else np.asarray(step)
+  # An element that rounds up with a probability below about 1 / draws may never do so:
+  # its sample sigma is then too small; one more draw of a step covers it.
+  slack = (z * z / draws + 2.0**-16) * size
+  bound = z * np.sqrt(np.maximum(second, 0) / draws) + slack
+  pooled = z * np.sqrt(second.sum() / draws) / first.size + 2.0**-16 * np.max(size)
+  _check_bias(codec, first, bound, pooled, leaf, draws)
+
+
+def _check_bias(
+  codec: LeafCodec,
+  first: np.ndarray,
+  bound: np.ndarray,
+  pooled: float,
+  leaf: np.ndarray,
+  draws: int,
+) -> None:
+  """Raises BrokenLaw for mean errors, ``[masks, elements]``, beyond their bounds."""
+  at = first.size and int(np.argmax(np.abs(first) - bound))
+  told = None
+  if not np.isfinite(first).all():
+    told = "some are not finite"
+  elif not (np.abs(first) <= bound).all():
+    flat, where = first.ravel(), at % max(leaf.size, 1)
+    told = (
+      f"that of element {where}, {leaf.flat[where]}, is off by {flat[at]:.3g}, where "
+      f"chance gives at most {np.broadcast_to(bound, first.shape).ravel()[at]:.3g}"
+    )
+  else:
+    shrunk = first * np.sign(leaf)
+    for name, mean in (("all errors", first.mean()), ("magnitudes", shrunk.mean())):
+      if abs(mean) > pooled:
+        told = (
+          f"the mean of {name} is off by {mean:.3g}, where chance gives at most "
+          f"{pooled:.3g}"
+        )
+  if told:
+    raise BrokenLaw(
+      "mean_is_the_leaf",
+      codec,
+      f"be unbiased: its mean over {draws} keys is to be the leaf",
+      told,
+      "how `encode_rows` rounds, or the fact `unbiased`",
+    )
+
+
+def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> None:
+  """A key gives the same rows each time, and another key others.
+
+  Args:
+    codec: the codec.
+    x: a leaf; by default one that ends within a tile.
+
+  Example:
+    >>> from gradcomp.testing import laws
+    >>> laws.key_decides_the_bits(gradcomp.codecs.QSGD(bits=4))
+  """
+  leaf = leaf_of(codec, x)
+  rows = [trial(codec, leaf, key).payload.rows for key in (KEY, KEY, KEY + 1)]
+  differ = difference(rows[0], rows[2]) is not None
+  if told := difference(rows[1], rows[0]):
+    raise BrokenLaw(
+      "key_decides_the_bits", codec, "encode alike by one key", told, "`encode`"
+    )
+  if differ != codec.needs_key:
+    raise BrokenLaw(
+      "key_decides_the_bits",
+      codec,
+      "draw by its key" if codec.needs_key else "draw nothing",
+      "another key gives " + ("other rows" if differ else "the same rows"),
+      "the fact `needs_key`",
+    )
+
+
+def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> None:
+  """Where payloads add up entry by entry, all workers send the same elements.
+
+  So it is for a codec whose sum is ``alike``, such as ``RandomK``: a key of all workers
+  chooses the elements, whatever a worker's values and its mask are.
+
+  Args:
+    codec: the codec.
+    x: a leaf; by default one that ends within a tile.
+
+  Example:
+    >>> from gradcomp.testing import laws
+    >>> laws.workers_choose_alike(gradcomp.codecs.RandomK(density=0.1))
+  """
+  leaf = leaf_of(codec, x)
+  (part, *_) = rounds_of(codec.bind(Leaf(leaf.shape)), leaf.shape)
+  total = sums.of(part.codec)
+  if not total.alike:
+    return
+
+  @jax.jit
+  def positions(x: jax.Array, worker: jax.Array) -> jax.Array | None:
+    drawn = dither(jnp.asarray(KEY), worker)
+    bound = codec.bind(Leaf(x.shape))
+    context = first_context(bound, Leaf(x.shape))._replace(dither=drawn)
+    return total.sent_at(encode(codec, x, KEY, context).rows, x.size)
+
+  first, second = (positions(y, i) for i, y in enumerate((leaf, 1 - 2 * leaf)))
+  if first is None or second is None:
+    return
+  if told := difference(np.sort(second), np.sort(first)):
+    raise BrokenLaw(
+      "workers_choose_alike",
+      codec,
+      "send the same elements from all workers, whose values are added by place",
+      f"of the positions of worker 1 {told}",
+      "`encode`, which may choose by `key` alone, not by values or by the mask",
+    )
+
+
+def errors_of_workers_cancel(
+  codec: LeafCodec, most: float = 1.0, *, workers: int = 8, size: int = 2**14
+) -> None:
+  """With shared dithers the error of the mean has at most the variance without.
+
+  The law compares the squared error of the workers' sum with the sum of their squared
+  errors. Errors that are independent have the ratio 1, and those of an even number of
+  workers can have half of it. It is up to N where workers draw the same and do not
+  apply their masks. Elements are uncorrelated, which tells how far chance goes.
+
+  Args:
+    codec: a codec that draws, and is unbiased.
+    most: the largest ratio, but for five standard deviations.
+    workers: N.
+    size: the elements of the Gaussian leaves.
+
+  Example:
+    >>> from gradcomp.testing import laws
+    >>> laws.errors_of_workers_cancel(gradcomp.codecs.QSGD(bits=4), most=0.51)
+  """
+  leaf = Leaf((size,))
+  (part, *_) = rounds_of(codec.bind(leaf), leaf.shape)
+  if not codec.needs_key or not codec.unbiased or sums.of(part.codec).alike:
+    return
+  x = gaussian((workers, size))
+  tx = compress(
+    codec, axis_name="data", exchange="local", feedback=None, min_leaf_size=0
+  )
+  update = lambda x: tx.update(x, tx.init(x))[0]
+  sent = jax.jit(jax.vmap(update, axis_name="data"))(x)
+  ratio, spread = variance_of_sums(np.asarray(sent, np.float64) - x, axis=0)
+  if ratio > most + 5 * spread:
+    raise BrokenLaw(
+      "errors_of_workers_cancel",
+      codec,
+      f"have errors whose sum over {workers} workers has at most {most} of the "
+      "variance of independent ones",
+      f"it has {ratio:.3f}, give or take {spread:.3f}",
+      "`context.dither`, whose third word is the worker's mask, to be XORed with what "
+      "is drawn; magnitudes need signed_lane",
+    )
+
+
+def variance_of_sums(errors: np.ndarray, axis: int) -> tuple[float, float]:
+  """Returns the variance of sums along an axis, in that of independent errors.
+
+  Returns:
+    The mean square of a sum over the sum of mean squares, and its standard deviation.
+
+  Example:
+    >>> variance_of_sums(np.ones((3, 10)), axis=0)[0]
+    3.0
+  """
+  above, below = np.square(errors.sum(axis)), np.square(errors).sum(axis)
+  ratio = float(above.sum() / below.sum()) if below.any() else 0.0
+  spread = np.sqrt(np.square(above - ratio * below).sum()) / max(below.sum(), 1e-300)
+  return ratio, float(spread)

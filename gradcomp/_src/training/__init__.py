@@ -1,0 +1,1 @@
+"""Gradients per worker, and train steps."""

@@ -1,0 +1,281 @@
+"""Keeps gradients per worker: the mean must not be taken before it is compressed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from gradcomp._src.checks import flag, positions
+from gradcomp._src.exchange.collectives import pmean
+from gradcomp._src.floats.dtypes import addend_dtype
+from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
+from gradcomp._src.mesh.closures import with_arrays
+from gradcomp._src.mesh.shard_maps import unreduce
+from gradcomp._src.mesh.specs import restrict_spec, sharded_axes
+from gradcomp._src.mesh.types import (
+  is_explicit,
+  mark_reduced,
+  mark_varying,
+  mesh_of,
+  typed_spec,
+)
+from gradcomp._src.mesh.unsharded_params import GATHER_FIRST
+from gradcomp._src.training.micro_batches import (
+  check_accumulate,
+  over_micro_batches,
+  over_weighed_micro_batches,
+)
+from gradcomp._src.training.weights import over_all_weight, over_own_weight
+
+
+def defer_reduction(params: Any, axis_name: AxisName) -> Any:
+  """Types the parameters as differing between workers, so that gradients stay local.
+
+  Inside ``jax.shard_map`` with its default ``check_vma=True``, JAX all-reduces the
+  gradient with respect to replicated parameters in full precision, before anyone could
+  compress it. Call this on the parameters before ``jax.grad``. Under ``jax.pmap``,
+  ``jax.vmap`` and ``check_vma=False``, gradients are local anyway, and the parameters
+  come back as they are.
+
+  In plain ``jax.jit`` under Explicit axes it types them as ``reduced``, so that
+  ``jax.grad`` returns gradients typed ``{U:data}``, where JAX has rules for that. It
+  has rules for matrix products, einsums, gathers and scans. As of JAX 0.12 it has none
+  for convolutions, nor for operations that combine a parameter and a batch element by
+  element, like a bias. :func:`value_and_grad` works for every model.
+
+  Args:
+    params: a tree of arrays, replicated over the axis.
+    axis_name: an axis of the enclosing map, or an Explicit axis of the mesh; or a tuple
+      of them.
+
+  Returns:
+    The same values.
+
+  Raises:
+    ValueError: the axis is not bound by a map, nor an Explicit axis of the mesh.
+
+  Example:
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> def grads(w):
+    ...   w = gradcomp.defer_reduction(w, "data")
+    ...   return jax.grad(lambda w: jnp.sum(w**2))(w)
+    >>> jax.shard_map(
+    ...   grads, mesh=mesh, in_specs=P(), out_specs=P("data")
+    ... )(jnp.ones(2))
+    Array([2., 2.], dtype=float32)
+  """
+  if _in_explicit_jit(params, axis_name):
+    return mark_reduced(params, axis_name)
+  require_size(axis_name, mesh_of(params))
+  return mark_varying(params, axis_name)
+
+
+def value_and_grad(
+  loss_fn: Callable[..., Any],
+  *,
+  axis_name: AxisName | None,
+  argnums: int | tuple[int, ...] = 0,
+  has_aux: bool = False,
+  has_weight: bool = False,
+  accumulate: int = 1,
+  batch_argnums: int | tuple[int, ...] = 1,
+) -> Callable[..., tuple[Any, Any]]:
+  r"""Returns what ``jax.value_and_grad`` does, but gradients stay per worker.
+
+  They do so wherever it runs. In plain ``jax.jit`` under Explicit axes, it runs the
+  loss in a ``jax.shard_map`` over the axis, on arguments cut as their types say, and
+  returns gradients typed ``{U:data}``. Each worker's gradient is then divided by N, and
+  their sum is the gradient of the loss over the whole batch. Those of float16 become
+  float32 before, for float16 does not hold an Nth of its smallest numbers. ``update``
+  returns float16 again, if it is given the parameters.
+
+  Arrays of the mesh that the loss closes over become arguments there by themselves: it
+  may read them from a closure, a global variable, a partial application, or an
+  attribute of an object. It is traced a second time for that.
+
+  A mean of means is no mean where some parts have fewer tokens that count: padding, a
+  mask, weights of examples. With ``has_weight=True`` the loss returns the sum
+  :math:`S_{ij}` of the weighted losses in micro-batch j of worker i, and the sum
+  :math:`W_{ij}` of their weights. Then the loss and the gradient are those of
+
+  .. math:: \sum_{ij} S_{ij} \Big/ \sum_{ij} W_{ij}
+
+  over all micro-batches of all workers, as on one device. A worker's gradient is
+  :math:`N \sum_j \nabla S_{ij} / \sum_{ij} W_{ij}`, whose mean over the workers that
+  is. Workers learn the sum of all weights from a message of 4 bytes. Weights are not
+  differentiated. If all are zero, sums are divided by 1.
+
+  Args:
+    loss_fn: returns the worker's loss, or ``(loss, aux)``. The loss is the mean over
+      the worker's part of the batch.
+    axis_name: the axis of the enclosing shard_map, pmap or vmap, or an Explicit axis of
+      the mesh; a tuple of axes; None for none.
+    argnums: the arguments to differentiate, as in JAX.
+    has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+    has_weight: whether it returns ``(total, weight)`` in place of the loss, as above.
+    accumulate: the number of micro-batches that a worker takes one after the other, so
+      that it holds the activations of one of them. Gradients of half precision are
+      added up in float32.
+    batch_argnums: the arguments that are cut into micro-batches on their first axis, if
+      ``accumulate`` is above 1.
+
+  Returns:
+    A function like ``loss_fn`` that returns ``(loss, grads)`` or
+    ``((loss, aux), grads)``. The loss is averaged over the axis. Gradients and ``aux``
+    are the worker's own, and means over the micro-batches. Under Explicit axes, where a
+    value has no worker, ``aux`` is averaged over the axis, too.
+
+  Raises:
+    ValueError: ``accumulate`` is no number of micro-batches; when called, the axis is
+      not bound, or the micro-batches would not be equal; or under Explicit axes, no
+      argument is cut over the axis, a differentiated one is, or the loss closes over an
+      array in a way that is not searched.
+    TypeError: when called, a leaf to differentiate is no real or complex float, or the
+      loss returns no weight with ``has_weight``.
+
+  Example:
+    >>> grad_fn = value_and_grad(lambda w, x: jnp.mean(w * x), axis_name="data")
+    >>> x = jnp.array([[1.0], [3.0]])
+    >>> jax.vmap(grad_fn, in_axes=(None, 0), axis_name="data")(jnp.float32(2.0), x)
+    (Array([4., 4.], dtype=float32), Array([1., 3.], dtype=float32))
+
+    Of three tokens with the losses 1, 2 and 6, one worker has one:
+
+    >>> loss_fn = lambda w, x, mask: (w * jnp.sum(mask * x), jnp.sum(mask))
+    >>> grad_fn = value_and_grad(loss_fn, axis_name="data", has_weight=True)
+    >>> x, mask = jnp.array([[1.0, 2.0], [6.0, 9.0]]), jnp.array([[1, 1], [1, 0]])
+    >>> jax.vmap(grad_fn, in_axes=(None, 0, 0), axis_name="data")(
+    ...   jnp.float32(1.0), x, mask
+    ... )
+    (Array([3., 3.], dtype=float32), Array([2., 4.], dtype=float32))
+  """
+  flag("has_weight", has_weight)
+  accumulate = check_accumulate(accumulate)
+  argnums = positions("argnums", argnums)
+  batch_argnums = positions("batch_argnums", batch_argnums)
+  differentiated = (argnums,) if isinstance(argnums, int) else argnums
+  cut = (batch_argnums,) if isinstance(batch_argnums, int) else batch_argnums
+
+  def gradients_of(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    parts = argnums, accumulate, cut
+    if has_weight and accumulate > 1:
+      own = over_own_weight(loss_fn, has_aux=has_aux)
+      grad_fn = jax.value_and_grad(own, argnums=argnums, has_aux=True)
+      return over_weighed_micro_batches(grad_fn, *parts, axis_name, has_aux=has_aux)
+    if has_weight:
+      loss_fn = over_all_weight(loss_fn, axis_name, has_aux=has_aux)
+    grad_fn = jax.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
+    return grad_fn if accumulate == 1 else over_micro_batches(grad_fn, *parts)
+
+  if axis_name is None:
+    return gradients_of(loss_fn)
+
+  def local_value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    if not all(-len(args) <= i < len(args) for i in differentiated):
+      raise ValueError(
+        f"`argnums` must be among the {len(args)} arguments given by position, got "
+        f"{argnums}."
+      )
+    for i in differentiated:
+      _check_floats(i, args[i])
+    if _in_explicit_jit((args, kwargs), axis_name):
+      _check_cut([args[i] for i in differentiated], (args, kwargs), axis_name)
+      return _addends(loss_fn, gradients_of, axis_name, *args, **kwargs)
+    marked = list(args)
+    for i in differentiated:
+      marked[i] = defer_reduction(marked[i], axis_name)
+    value, grads = gradients_of(loss_fn)(*marked, **kwargs)
+    if has_aux:
+      return (pmean(value[0], axis_name), value[1]), grads
+    return pmean(value, axis_name), grads
+
+  return local_value_and_grad
+
+
+def _addends(
+  loss_fn: Callable[..., Any],
+  gradients_of: Callable[..., Callable[..., tuple[Any, Any]]],
+  axis_name: AxisName,
+  *args: Any,
+  **kwargs: Any,
+) -> tuple[Any, Any]:
+  """Runs ``gradients_of(loss_fn)(*args, **kwargs)`` on each worker's arguments.
+
+  Arrays of the mesh that the loss closes over become arguments.
+
+  Args:
+    loss_fn: returns the worker's loss.
+    gradients_of: makes of it a function that returns the value and the gradients.
+    axis_name: the axes over which arguments are cut, as their types say.
+    *args: arrays, and anything else as it is.
+    **kwargs: arrays, and anything else as it is.
+
+  Returns:
+    The mean of the values, and the gradients divided by N, unreduced over the axes.
+  """
+  leaves, treedef = jax.tree.flatten((args, kwargs))
+  given = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+  names = axis_names(axis_name)
+
+  def enter(bind: Callable[[Sequence[Any]], Any], closed_over: list[Any]) -> Any:
+    arrays = [*given, *closed_over]
+
+    def local(*arrays: jax.Array) -> tuple[Any, Any]:
+      parts = iter(arrays)
+      own = [next(parts) if isinstance(x, jax.Array) else x for x in leaves]
+      args, kwargs = jax.tree.unflatten(treedef, own)
+      value, grads = gradients_of(bind(tuple(parts)))(*args, **kwargs)
+      share = 1 / require_size(axis_name)
+      wide = lambda g: g.astype(addend_dtype(g.dtype))
+      grads = jax.tree.map(lambda g: (wide(g) * share)[None], grads)
+      return pmean(value, axis_name), grads
+
+    return jax.shard_map(
+      local,
+      mesh=mesh_of(arrays),
+      in_specs=tuple(restrict_spec(typed_spec(x), names) for x in arrays),
+      out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
+      axis_names=set(names),
+      check_vma=False,
+    )(*arrays)
+
+  value, stack = with_arrays(loss_fn, enter)
+  return value, unreduce(stack, axis_name)
+
+
+def _in_explicit_jit(tree: Any, axis_name: AxisName) -> bool:
+  """Returns True if the axes are Explicit ones of the mesh that no map has bound."""
+  if bound_size(axis_name) is not None:
+    return False
+  return is_explicit(mesh_of(tree), axis_name)
+
+
+def _check_floats(argument: int, params: Any) -> None:
+  """Raises TypeError, where JAX would too, but with the name of the leaf."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    if not jnp.issubdtype(dtype := jax.typeof(leaf).dtype, jnp.inexact):
+      raise TypeError(
+        f"argument {argument} of `loss_fn` must have leaves of real or complex floats, "
+        f"which can be trained, but {jax.tree_util.keystr(path)} is of {dtype}; make "
+        "what is not trained an argument of its own, behind the batch."
+      )
+
+
+def _check_cut(params: Any, arguments: Any, axis_name: AxisName) -> None:
+  """Raises ValueError unless the parameters are whole, and another argument is cut."""
+  names = axis_names(axis_name)
+  for leaf in jax.tree.leaves(params):
+    if cut := sharded_axes(typed_spec(leaf)).intersection(names):
+      raise ValueError(
+        "`argnums` must name arguments that every worker has whole, but one is cut "
+        f"over {sorted(cut)}: {GATHER_FIRST}; or compress over other axes of the batch."
+      )
+  specs = [typed_spec(leaf) for leaf in jax.tree.leaves(arguments)]
+  if not all(any(name in sharded_axes(spec) for spec in specs) for name in names):
+    raise ValueError(
+      f"`axis_name` must cut an argument, but none is sharded over {axis_name!r}: "
+      "every worker would compute the same gradient. Put the batch there: "
+      "jax.device_put(batch, jax.NamedSharding(mesh, jax.P(axis_name)))."
+    )

@@ -1,0 +1,298 @@
+"""Makes train steps for people who want no plumbing."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from gradcomp._src.checkpoint.specs import check_stacked, state_specs
+from gradcomp._src.checks import flag, optional_one_of, step_count
+from gradcomp._src.core import agreement
+from gradcomp._src.core.state import steps_alone
+from gradcomp._src.local_steps.displacement import numbers_of_all
+from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.closures import with_arrays
+from gradcomp._src.mesh.specs import restrict_spec
+from gradcomp._src.mesh.types import typed_spec
+from gradcomp._src.mesh.unsharded_params import check_whole_arrays
+from gradcomp._src.report.explain import explain
+from gradcomp._src.telemetry.inspect import update_and_inspect
+from gradcomp._src.training.donation import Donating
+from gradcomp._src.training.micro_batches import check_accumulate
+from gradcomp._src.training.worker import ModelState, WorkerStep, check_model_state
+from gradcomp._src.transforms.freeze import allow_frozen
+
+
+def make_train_step(
+  loss_fn: Callable[..., Any],
+  optimizer: optax.GradientTransformation,
+  *,
+  axis_name: AxisName | None,
+  mesh: Mesh | None = None,
+  has_aux: bool = False,
+  has_weight: bool = False,
+  model_state: ModelState | None = None,
+  accumulate: int = 1,
+  report: bool = False,
+  check_every: int | None = None,
+  donate: bool = True,
+) -> Callable[..., tuple[Any, ...]]:
+  """Makes a jitted data-parallel train step: gradients, exchange and update.
+
+  Args:
+    loss_fn: ``loss_fn(params, batch, *extra)`` returns the mean loss over ``batch``, or
+      ``(loss, aux)``. With ``model_state`` it is ``loss_fn(params, model_state, batch,
+      *extra)``, and returns ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
+      It may close over arrays of the mesh, see :func:`value_and_grad`.
+    optimizer: an optax transformation with gradcomp's in it, over the same axis. It may
+      freeze parameters by ``optax.set_to_zero``, see :func:`allow_frozen`.
+    axis_name: the mesh axis that batches are cut over, or a tuple of them; None for one
+      device.
+    mesh: the devices; by default the mesh of ``jax.set_mesh``. Its other axes stay as
+      they are: parameters may be sharded over them.
+    has_aux: whether ``loss_fn`` returns ``aux``.
+    has_weight: whether it returns ``(total, weight)`` in place of ``loss``, so that the
+      loss is the mean over all tokens, say, that count: see :func:`value_and_grad`.
+      Model state and ``aux`` are plain means. In :func:`local_steps` a worker's loss
+      is the mean over its own tokens.
+    model_state: what becomes of a state of the model that is not trained, like batch
+      statistics. ``"mean"`` averages it over the workers in every step, in float32.
+      ``"local"`` leaves each worker its own; arrays then have a first axis of N, for
+      the workers. None is for models without one.
+    accumulate: the number of micro-batches that a worker takes one after the other.
+      Gradients, model state and ``aux`` are means over them. There is one exchange and
+      one update.
+    report: whether ``metrics`` has ``"bytes_sent"`` (the bytes that :func:`explain`
+      says a worker sends for gradients in a step, as ``float32``), ``"gradient_norm"``
+      (the root mean square over the workers of their own gradients' l2 norms) and
+      ``"update_norm"`` (the l2 norm of what is added to the parameters).
+    check_every: in every so many steps, from the first on, ``metrics["replicas"]`` says
+      whether the parameters that the step was given are equal on all workers: see
+      :func:`check_replicas`. In the other steps it says that they are. None compares
+      nothing. ``bytes_sent`` does not count this.
+    donate: whether parameters and optimizer state are updated in place. The arrays that
+      were passed in are then gone. What is in both is copied first.
+
+  Returns:
+    A jitted ``step(params, opt_state, batch, *extra) -> (params, opt_state, metrics)``.
+    With ``model_state`` it is ``step(params, opt_state, model_state, batch, *extra) ->
+    (params, opt_state, model_state, metrics)``.
+    Parameters are replicated over the axis, and so are ``extra`` arguments. Every array
+    of ``batch`` is cut on its first axis. ``opt_state`` is ``optimizer.init(params)``
+    under ``jax.set_mesh(mesh)``. Put the parameters on the mesh first, by
+    ``jax.device_put(params, NamedSharding(mesh, P()))``. Parameters on one device work,
+    but then the second step compiles again. ``metrics["loss"]``, and ``metrics["aux"]``
+    with ``has_aux``, are means over the workers.
+    With :func:`local_steps` in the optimizer, parameters are those that all workers
+    share, and gradients are computed at each worker's own. The loss, ``aux`` and
+    ``"gradient_norm"`` then have a first axis of N, for the workers: a mean would be a
+    message in each step.
+    If the step is called with ``rng=key``, the loss is called with ``rng=`` a key that
+    is made from it, another one for each worker and micro-batch. Give it another key in
+    every step.
+    The optimizer's ``update`` gets more than gradients, as ``optax.polyak_sgd`` or
+    ``optax.lbfgs`` ask for: ``value``, the loss over the whole batch; ``value_fn``, or
+    ``obj_fn``, which computes it for other parameters; and ``grad``, its gradient.
+    These are means over the workers in full precision: where an optimizer uses the
+    gradient or the function, it is sent uncompressed. With :func:`local_steps` they are
+    the worker's own. ``step(..., extra_args={"name": x})`` adds others.
+    If it is called with ``inspect=True``, ``metrics["inspection"]`` is the
+    :class:`Inspection` of the step: see :func:`update_and_inspect`. That is a program
+    of its own, which is compiled when it is first needed.
+
+  Raises:
+    ValueError: the mesh does not have an axis, or an option is bad; when called, a
+      batch cannot be cut into equal parts, a state was made outside the mesh or for
+      another number of workers, parameters are cut over an Explicit axis of the batch,
+      no exchange has averaged a parameter's gradient, or another process of the run
+      traces another step, or none.
+    TypeError: when called, a parameter, or something in a model state that is averaged,
+      is no float; or the loss returns another form than the options say.
+
+  Example:
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+    >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
+    >>> step = make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
+    >>> params = {"w": jnp.ones((4, 1))}
+    >>> with jax.set_mesh(mesh):
+    ...   opt_state = optimizer.init(params)
+    >>> params, opt_state, metrics = step(params, opt_state, jnp.ones((2, 4)))
+    >>> metrics["loss"]
+    Array(16., dtype=float32)
+  """
+  flag("report", report)
+  flag("has_weight", has_weight)
+  if check_every is not None:
+    check_every = _check_period(check_every, axis_name)
+  optional_one_of("model_state", ModelState, model_state)
+  one_worker = WorkerStep(
+    axis_name=axis_name,
+    has_aux=has_aux,
+    has_weight=has_weight,
+    model_state=model_state,
+    accumulate=check_accumulate(accumulate),
+    report=report,
+    check_every=check_every,
+  )
+  frozen = allow_frozen(optimizer)
+  functions = loss_fn, frozen.update, functools.partial(update_and_inspect, frozen)
+  workers: Any = 1
+
+  def alone(*args: Any, inspect: bool) -> Any:
+    check_model_state(args[2], model_state, accumulate, 1)
+    return one_worker(functions, *args, inspect=inspect)
+
+  run = alone
+  if axis_name is not None:
+    mesh = jax.sharding.get_mesh() if mesh is None else mesh
+    workers = _sizes(mesh, axis_name)
+    run = _mapped(one_worker, functions, mesh)
+
+  def whole_step(params: Any, *args: Any, inspect: bool) -> tuple[Any, ...]:
+    flag("inspect", inspect)
+    *result, metrics, own = run(params, *args, inspect=inspect)
+    metrics |= own
+    if report:
+      shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+      sent = explain(optimizer, shapes, workers=workers).bytes_per_step
+      metrics["bytes_sent"] = jnp.float32(sent)
+    return *result, metrics
+
+  def step(
+    params: Any,
+    opt_state: Any,
+    batch: Any,
+    *extra: Any,
+    rng: Any = None,
+    extra_args: Mapping[str, Any] | None = None,
+    inspect: bool = False,
+  ) -> tuple[Any, Any, Any]:
+    given = params, opt_state, None, batch, extra, rng, dict(extra_args or {})
+    params, opt_state, _, metrics = whole_step(*given, inspect=inspect)
+    return params, opt_state, metrics
+
+  def step_with_state(
+    params: Any,
+    opt_state: Any,
+    state: Any,
+    batch: Any,
+    *extra: Any,
+    rng: Any = None,
+    extra_args: Mapping[str, Any] | None = None,
+    inspect: bool = False,
+  ) -> tuple[Any, ...]:
+    given = params, opt_state, state, batch, extra, rng, dict(extra_args or {})
+    return whole_step(*given, inspect=inspect)
+
+  chosen: Any = step if model_state is None else step_with_state
+  if not donate:
+    return jax.jit(chosen, static_argnames="inspect")
+  return Donating(jax.jit(chosen, donate_argnums=(0, 1), static_argnames="inspect"))
+
+
+def _check_period(check_every: Any, axis_name: AxisName | None) -> int:
+  """Returns the number of steps between two comparisons; ValueError for all else."""
+  steps = step_count("check_every", check_every)
+  if axis_name is None:
+    raise ValueError(
+      f"`check_every` must be None with axis_name=None, where one device has nothing "
+      f"to compare itself with, got {steps}."
+    )
+  return steps
+
+
+def _sizes(mesh: Mesh, axis_name: AxisName) -> dict[str, int]:
+  """Returns the sizes of the axes by name; ValueError if the mesh lacks one."""
+  names = axis_names(axis_name)
+  if not set(names).issubset(mesh.shape):
+    raise ValueError(
+      f"`axis_name` must be an axis of the mesh, got {axis_name!r} and a mesh with the "
+      f"axes {mesh.axis_names}; pass mesh=, or call this under jax.set_mesh(mesh)."
+    )
+  return {name: mesh.shape[name] for name in names}
+
+
+def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[..., Any]:
+  """Returns ``one_worker`` with these functions, mapped over its axis of the mesh."""
+  axis_name = one_worker.axis_name
+  assert axis_name is not None
+  names = axis_names(axis_name)
+  workers = math.prod(_sizes(mesh, axis_name).values())
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  is_explicit = all(kinds[name] == AxisType.Explicit for name in names)
+  cut, whole = PartitionSpec(axis_name), PartitionSpec()
+  kept = cut if one_worker.model_state == "local" else whole
+
+  def run(
+    params: Any,
+    opt_state: Any,
+    model_state: Any,
+    batch: Any,
+    extra: Any,
+    rng: Any,
+    more_args: Any,
+    *,
+    inspect: bool,
+  ) -> Any:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+      if not leaf.shape or leaf.shape[0] % workers:
+        raise ValueError(
+          f"`batch`{jax.tree_util.keystr(path)} must have a first axis that {workers} "
+          f"workers can share equally, got the shape {leaf.shape}."
+        )
+    check_model_state(
+      model_state, one_worker.model_state, one_worker.accumulate, workers
+    )
+    check_whole_arrays("params", params, axis_name)
+    if is_explicit:
+      batch = jax.reshard(batch, NamedSharding(mesh, cut))
+      model_state = jax.reshard(model_state, NamedSharding(mesh, kept))
+    opt_state = numbers_of_all(opt_state, mesh)
+    specs = state_specs(opt_state, axis_name)
+    check_stacked(opt_state, specs, params, workers)
+
+    def enter(bind: Callable[[Any], Any], closed_over: list[Any]) -> Any:
+      def local(closed_over: list[Any], *args: Any) -> Any:
+        return one_worker(bind(closed_over), *args, inspect=inspect)
+
+      spec = [restrict_spec(typed_spec(x), names) for x in closed_over]
+
+      def mapped(check_vma: bool) -> Any:
+        return jax.shard_map(
+          local,
+          mesh=mesh,
+          in_specs=(spec, whole, specs, kept, cut, whole, whole, whole),
+          out_specs=(whole, specs, kept, whole, cut),
+          axis_names=set(names),
+          check_vma=check_vma,
+        )(closed_over, params, opt_state, model_state, batch, extra, rng, more_args)
+
+      try:
+        return mapped(True)
+      except TypeError as error:
+        # An optimizer of a worker's own may have branches of which one returns a
+        # constant, as optax's reduce_on_plateau has. JAX takes them only unchecked.
+        if "manual axis types" not in str(error) or not steps_alone(opt_state):
+          raise
+        return mapped(False)
+
+    # What decides what is sent; how many micro-batches there are does not.
+    names_sent = ("axis_name", "has_aux", "model_state", "report", "check_every")
+    told = {name: getattr(one_worker, name) for name in names_sent}
+    with agreement.one_record(
+      mesh,
+      "gradcomp.make_train_step",
+      told | {"inspect": inspect},
+      params=params,
+      opt_state=opt_state,
+      model_state=model_state,
+    ):
+      return with_arrays(functions, enter)
+
+  return run

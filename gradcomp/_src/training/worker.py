@@ -1,0 +1,241 @@
+"""What each worker does in a train step."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from gradcomp._src.core.extra_args import extra_args
+from gradcomp._src.core.state import states_in, steps_alone
+from gradcomp._src.exchange.collectives import pmean
+from gradcomp._src.floats.dtypes import widened
+from gradcomp._src.local_steps.transform import local_params
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.telemetry.replicas import Replicas, check_replicas
+from gradcomp._src.training.gradients import defer_reduction, value_and_grad
+from gradcomp._src.training.micro_batches import loss_alone
+from gradcomp._src.transforms.freeze import unaveraged
+
+ModelState = Literal["mean", "local"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerStep:
+  """The step of one worker, inside the map; :func:`make_train_step` has the options."""
+
+  axis_name: AxisName | None
+  has_aux: bool
+  has_weight: bool
+  model_state: ModelState | None
+  accumulate: int
+  report: bool
+  check_every: int | None
+
+  def __call__(
+    self,
+    functions: tuple[Callable[..., Any], ...],
+    params: Any,
+    opt_state: Any,
+    model_state: Any,
+    batch: Any,
+    extra: tuple[Any, ...],
+    rng: jax.Array | None,
+    more_args: dict[str, Any],
+    *,
+    inspect: bool,
+  ) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
+    """Returns new parameters, optimizer state, model state and two dicts of metrics.
+
+    The second are each worker's own, ``[1, ...]``, if workers take steps alone.
+
+    Args:
+      functions: the loss, and the optimizer's ``update``, without and with inspection.
+      params: the parameters.
+      opt_state: the state of the optimizer.
+      model_state: the model state, or None.
+      batch: the worker's part of the batch.
+      extra: further arguments of the loss.
+      rng: a key that all workers share, or None.
+      more_args: further arguments of ``update``.
+      inspect: whether to show what the update sends.
+    """
+    loss_fn, update, update_and_inspect = functions
+    alone = steps_alone(opt_state)
+    if alone and self.model_state == "mean":
+      raise ValueError(
+        '`model_state` must be "local" or None where workers take steps alone, for a '
+        'mean in each step would be sent in each step, got "mean".'
+      )
+    together = None if alone else self.axis_name
+    uniform = self._uniform(loss_fn)
+    grad_fn = value_and_grad(
+      uniform,
+      axis_name=together,
+      has_aux=True,
+      has_weight=self.has_weight,
+      accumulate=self.accumulate,
+    )
+    loss_only = loss_alone(
+      uniform, self.accumulate, (1,), together, has_weight=self.has_weight
+    )
+    if self.model_state == "local":
+      model_state = jax.tree.map(lambda x: x[0], model_state)
+    rows, state_before = (batch, self._keys(rng)), model_state
+    at = local_params(params, opt_state)
+    if alone and self.axis_name is not None:
+      at = defer_reduction(at, self.axis_name)
+    value, grads = grad_fn(at, rows, model_state, extra)
+    loss, (model_state, aux) = value
+    metrics, own = {"loss": loss}, {"aux": aux} if self.has_aux else {}
+    if self.model_state == "local":
+      model_state = jax.tree.map(lambda x: x[None], model_state)
+    if self.model_state == "mean":
+      model_state = self._mean_of_any(model_state)
+    if self.check_every is not None:
+      metrics["replicas"] = self._replicas(params, opt_state, self.check_every)
+
+    def value_fn(params: Any) -> jax.Array:
+      own = loss_only(params, rows, state_before, extra)
+      return own if alone else self._mean(own)
+
+    # Where no optimizer asks for it, JAX drops the mean of the gradients.
+    grad = grads if alone else self._mean_of_any(grads)
+    given = extra_args(loss, grad, value_fn) | more_args
+    if inspect:
+      updates, opt_state, found = update_and_inspect(grads, opt_state, params, **given)
+      metrics["inspection"] = found
+    else:
+      updates, opt_state = update(grads, opt_state, params, **given)
+    self._check_equal(updates, params)
+    if self.report:
+      own["gradient_norm"] = optax.tree.norm(jax.tree.map(widened, grads), squared=True)
+    if alone:
+      own = jax.tree.map(lambda x: x[None], own | {"loss": metrics.pop("loss")})
+    else:
+      metrics, own = metrics | self._mean(own), {}
+    if self.report:
+      norms = own if alone else metrics
+      norms["gradient_norm"] = jnp.sqrt(norms["gradient_norm"])
+      metrics["update_norm"] = optax.tree.norm(jax.tree.map(widened, updates))
+    params = optax.apply_updates(params, updates)
+    return params, opt_state, model_state, metrics, own
+
+  def _uniform(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a loss with the same arguments and results, whatever the options are."""
+
+    def uniform(params: Any, rows: Any, model_state: Any, extra: Any) -> Any:
+      batch, keys = rows
+      options = {} if keys is None else {"rng": keys[0]}
+      if self.model_state is not None:
+        batch, extra = model_state, (batch, *extra)
+      return self._parts(loss_fn(params, batch, *extra, **options))
+
+    return uniform
+
+  def _parts(self, result: Any) -> tuple[Any, tuple[Any, Any]]:
+    """Returns ``(loss, (model_state, aux))``; TypeError for a result of another form.
+
+    A pattern of two parts matches tuples and lists, where unpacking would take the keys
+    of a dict of two entries.
+    """
+    model_state = aux = None
+    match self.model_state is not None, self.has_aux, result:
+      case False, False, loss:
+        pass
+      case False, True, (loss, aux):
+        pass
+      case True, False, (loss, model_state):
+        pass
+      case True, True, (loss, (model_state, aux)):
+        pass
+      case _:
+        loss = {}
+    match self.has_weight, loss:
+      case (False, one) if jax.tree_util.all_leaves([one]):
+        return loss, (model_state, aux)
+      case True, (total, weight) if jax.tree_util.all_leaves([total, weight]):
+        return loss, (model_state, aux)
+    forms = "loss", "(loss, aux)", "(loss, model_state)", "(loss, (model_state, aux))"
+    form = forms[2 * (self.model_state is not None) + self.has_aux]
+    form = form.replace("loss", "(total, weight)") if self.has_weight else form
+    raise TypeError(
+      f"`loss_fn` must return {form} with has_aux={self.has_aux}, has_weight="
+      f"{self.has_weight} and model_state={self.model_state!r}, got "
+      f"{jax.tree.structure(result)}."
+    )
+
+  def _keys(self, rng: jax.Array | None) -> jax.Array | None:
+    """Returns a key of the worker's own for each micro-batch."""
+    if rng is None:
+      return None
+    worker = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
+    return jax.random.split(jax.random.fold_in(rng, worker), self.accumulate)
+
+  def _replicas(self, params: Any, opt_state: Any, steps: int) -> Replicas:
+    """Compares the parameters in every so many steps; elsewhere it returns zeros."""
+    states = states_in(opt_state)
+    if not states:
+      raise ValueError(
+        "`optimizer` must hold a gradcomp transformation, whose state counts the steps "
+        f"for check_every={steps}, got the state "
+        f"{jax.tree.structure(opt_state)}."
+      )
+
+    def compare(params: Any) -> Replicas:
+      assert self.axis_name is not None
+      return check_replicas(params, axis_name=self.axis_name)
+
+    like = jax.eval_shape(compare, params)
+    # The count is equal on all workers, so that all of them are in the same branch.
+    return lax.cond(
+      states[0].count % steps == 0,
+      compare,
+      lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like),
+      params,
+    )
+
+  def _mean(self, tree: Any) -> Any:
+    return tree if self.axis_name is None else pmean(tree, self.axis_name)
+
+  def _mean_of_any(self, tree: Any) -> Any:
+    """Returns the mean over the workers, which is taken in float32 or wider."""
+    wide = jax.tree.map(lambda x: x.astype(_wide(x)), tree)
+    return jax.tree.map(lambda mean, x: mean.astype(x.dtype), self._mean(wide), tree)
+
+  def _check_equal(self, updates: Any, params: Any) -> None:
+    """Raises ValueError for updates that still differ between the workers."""
+    if self.axis_name is not None and (paths := unaveraged(updates, params)):
+      raise ValueError(
+        "`optimizer` must return updates that are equal on all workers, but that of "
+        f"{paths[0]} differs between those of {self.axis_name!r}: no exchange has seen "
+        "its gradient. Let a gradcomp transformation see this leaf too, or freeze it "
+        "by optax.set_to_zero."
+      )
+
+
+def check_model_state(
+  model_state: Any, kind: ModelState | None, accumulate: int, workers: int
+) -> None:
+  """Raises an error for what is not averaged, or not stacked, as it should be."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+    name = f"`model_state`{jax.tree_util.keystr(path)}"
+    averaged = kind == "mean" or accumulate > 1
+    if averaged and not jnp.issubdtype(leaf.dtype, jnp.floating):
+      raise TypeError(
+        f"{name} must have a real float dtype to be averaged, got {leaf.dtype}; make "
+        "it an argument of its own, behind the batch."
+      )
+    if kind == "local" and leaf.shape[:1] != (workers,):
+      raise ValueError(
+        f"{name} must have a first axis of {workers}, one row for each worker, got the "
+        f"shape {leaf.shape}; begin with jax.tree.map(lambda x: jnp.broadcast_to(x, "
+        f"({workers}, *x.shape)), model_state)."
+      )
+
+
+def _wide(x: jax.Array) -> Any:
+  return jnp.promote_types(x.dtype, jnp.float32)

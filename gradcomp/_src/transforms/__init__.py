@@ -1,0 +1,1 @@
+"""Recipes, one a paper, and wrappers that stand in an ``optax.chain``."""

@@ -1,0 +1,122 @@
+"""Lets optax freeze parameters whose gradients nobody exchanges."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding
+
+from gradcomp._src.mesh.sentinels import FOLLOWED
+from gradcomp._src.mesh.specs import reduced_spec, sharded_axes
+from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes, varying_axes
+
+
+def allow_frozen(
+  optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  """Lets an optimizer freeze parameters by ``optax.set_to_zero``, unexchanged.
+
+  Gradients that stay per worker say so in their types: inside ``jax.shard_map`` with
+  ``check_vma=True``, and in plain ``jax.jit`` under Explicit axes. Zeros that optax
+  makes of such a gradient have its type, too, and JAX refuses to add them to a
+  parameter that all workers share. The optimizer that this returns does what the given
+  one does. But it looks which gradients the optimizer does not read at all, and gives
+  it, in place of these, zeros that are the same on all workers. A gradient that has any
+  influence is not touched.
+
+  :func:`gradcomp.make_train_step` does this by itself. Under ``jax.pmap``, ``jax.vmap``
+  and ``check_vma=False`` it changes nothing, and is not needed.
+
+  Args:
+    optimizer: an optax transformation, like ``optax.partition`` with gradcomp's and
+      ``optax.set_to_zero`` in it.
+
+  Returns:
+    A gradient transformation with the state of ``optimizer``.
+
+  Example:
+    >>> labels = {"body": "frozen", "head": "train"}
+    >>> train = optax.chain(gradcomp.qsgd(bits=4), optax.sgd(0.1))
+    >>> parts = {"train": train, "frozen": optax.set_to_zero()}
+    >>> optimizer = allow_frozen(optax.partition(parts, labels))
+    >>> params = {"body": jnp.ones(4), "head": jnp.ones(4)}
+    >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
+    >>> updates["body"]
+    Array([0., 0., 0., 0.], dtype=float32)
+  """
+  optimizer = optax.with_extra_args_support(optimizer)
+
+  def update_fn(
+    updates: Any, state: Any, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, Any]:
+    call = lambda updates: optimizer.update(updates, state, params, **extra_args)
+    leaves, treedef = jax.tree.flatten(updates)
+    # JAX refuses most work on unreduced gradients, so these are looked at first.
+    if not any(map(unreduced_axes, leaves)):
+      result = call(updates)
+      if not unaveraged(result[0], params):
+        return result
+    read = _reads(optimizer, updates, state, params, extra_args)
+    given = [x if used else _zeros(x) for x, used in zip(leaves, read, strict=True)]
+    return call(jax.tree.unflatten(treedef, given))
+
+  return optax.GradientTransformationExtraArgs(optimizer.init, update_fn)
+
+
+def unaveraged(updates: Any, params: Any) -> list[str]:
+  """Returns the paths of updates that differ between workers more than parameters do.
+
+  Their types say so. Without parameters, all updates that differ count.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(updates)
+  allowed = [_axes_of(x) for x in jax.tree.leaves(params)]
+  allowed = allowed or [frozenset()] * len(leaves)
+  return [
+    jax.tree_util.keystr(path)
+    for (path, x), axes in zip(leaves, allowed, strict=True)
+    if not _axes_of(x) <= axes
+  ]
+
+
+def _axes_of(x: Any) -> frozenset[str]:
+  """Returns the axes over which an array differs, or is a sum of addends."""
+  if not isinstance(x, jax.Array):
+    return frozenset()
+  return varying_axes(x) | unreduced_axes(x)
+
+
+def _zeros(x: jax.Array) -> jax.Array:
+  """Returns zeros like ``x`` that are the same on all workers."""
+  spec, zeros = typed_spec(x), jnp.zeros(x.shape, x.dtype)
+  if not sharded_axes(spec):
+    return zeros
+  whole = NamedSharding(mesh_of(x), reduced_spec(spec))
+  return jax.reshard(zeros, whole)
+
+
+def _reads(
+  optimizer: optax.GradientTransformation, updates: Any, *rest: Any
+) -> list[bool]:
+  """Returns for each gradient whether ``update`` reads it, so that something depends.
+
+  It traces ``update`` with shapes alone, where nothing is exchanged.
+  """
+  leaves, treedef = jax.tree.flatten((updates, *rest))
+  arrays = [x for x in leaves if isinstance(x, jax.Array)]
+
+  def update(*arrays: jax.Array) -> Any:
+    parts = iter(arrays)
+    own = [next(parts) if isinstance(x, jax.Array) else x for x in leaves]
+    updates, state, params, extra_args = jax.tree.unflatten(treedef, own)
+    return optimizer.update(updates, state, params, **extra_args)
+
+  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+  with jax.disable_jit():  # what reads one argument of a jit does not read all
+    jaxpr = jax.make_jaxpr(update, axis_env=[(FOLLOWED, 1)])(*shapes).jaxpr
+  alive = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
+  for equation in reversed(jaxpr.eqns):
+    if equation.effects or alive.intersection(equation.outvars):
+      alive.update(x for x in equation.invars if not isinstance(x, Literal))
+  return [x in alive for x in jaxpr.invars[: len(jax.tree.leaves(updates))]]

@@ -1,0 +1,297 @@
+"""Builds methods by name: a codec, an exchange and feedback, for ``optax.chain``."""
+
+from typing import Literal, Unpack
+
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.eight_bit import EightBit
+from gradcomp._src.codecs.natural import Natural
+from gradcomp._src.codecs.one_bit import OneBit
+from gradcomp._src.codecs.qsgd import QSGD
+from gradcomp._src.codecs.ternary import Ternary
+from gradcomp._src.core.transform import compress
+from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.transforms.options import CompressOptions, checked, recipe
+
+
+@recipe
+def qsgd(
+  bits: int = 4,
+  *,
+  bucket_size: int | None = 512,
+  norm: Literal["max", "l2", "rms"] = "max",
+  levels: Literal["sign_magnitude", "uniform", "nonuniform"] = "sign_magnitude",
+  rounding: Literal["stochastic", "nearest"] = "stochastic",
+  share_scale: bool = False,
+  rotate: int | None = None,
+  refit_every: int = 100,
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
+) -> optax.GradientTransformationExtraArgs:
+  r"""QSGD: averages gradients over ``axis_name`` in ``bits`` bits an element.
+
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.QSGD`. Its
+  arguments are the codec's and :class:`gradcomp.CompressOptions`. With the codec's
+  :math:`Q` and the gradients :math:`g_i` of N workers it returns
+
+  .. math:: \frac{1}{N} \sum_i Q(g_i)
+
+  The paper uses buckets of 128 at 2 bits, of 512 at 4 and 8 bits, and of 8192 at 16
+  bits. Stochastic rounding is unbiased, and keeps no residual by default, as in the
+  paper. At 2 bits a residual would only grow. With ``norm="rms"``,
+  ``levels="uniform"`` and ``rounding="nearest"`` it keeps a residual by default, which
+  is a quarter as large as with the other norms at 2 bits. ``rotate=8`` or ``rotate=32``
+  is for gradients with heavy tails.
+
+  A payload has about ``bits + 32 / bucket_size`` bits an element.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
+
+  Example:
+    >>> optimizer = optax.chain(gradcomp.qsgd(bits=8), optax.sgd(1.0))
+    >>> params = {"w": jnp.ones(1024)}
+    >>> state = optimizer.init(params)
+    >>> updates, state = optimizer.update({"w": jnp.full(1024, 0.5)}, state)
+    >>> updates["w"]  # a constant bucket is exact
+    Array([-0.5, -0.5, -0.5, ..., -0.5, -0.5, -0.5], dtype=float32)
+
+  References:
+    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
+    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.3,
+    3.2.2 and 4
+  """
+  codec = QSGD(
+    bits=bits,
+    bucket_size=bucket_size,
+    norm=norm,
+    levels=levels,
+    rounding=rounding,
+    share_scale=share_scale,
+    rotate=rotate,
+    refit_every=refit_every,
+    implementation=implementation,
+  )
+  return compress(codec, **checked(qsgd, options))
+
+
+@recipe
+def onebit_sgd(
+  bucket_size: int = 64,
+  *,
+  per_column: bool = False,
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
+) -> optax.GradientTransformationExtraArgs:
+  r"""1-bit SGD: averages gradients over ``axis_name`` in a sign and two means a bucket.
+
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.OneBit`. The
+  two say what the arguments mean. It is biased, and always has error feedback: with the
+  codec's :math:`Q`, and the gradients :math:`g_i` and residuals :math:`e_i` of N
+  workers, it returns
+
+  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
+
+  The default, buckets of 64 consecutive values, is the paper's 1bitSGD*. ``per_column``
+  is CNTK's.
+
+  A payload has about ``1 + 64 / bucket_size`` bits an element.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
+
+  Example:
+    >>> tx = gradcomp.onebit_sgd(min_leaf_size=0)
+    >>> grads = {"w": jnp.tile(jnp.array([-3.0, -1.0, 2.0, 4.0]), 512)}
+    >>> updates, state = tx.update(grads, tx.init(grads))
+    >>> updates["w"][:4].tolist(), state.residual["w"][:4].tolist()
+    ([-2.0, -2.0, 3.0, 3.0], [-1.0, 1.0, -1.0, 1.0])
+
+  References:
+    Grubic et al., `Synchronous Multi-GPU Deep Learning with Low-Precision
+    Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, sections 2.2,
+    3.2.1 and 4
+  """
+  if options.get("feedback", "auto") is None:
+    raise ValueError(
+      '`feedback` must be "auto", "error" or "momentum" in 1-bit SGD, which loses what '
+      "no residual keeps, got None; gradcomp.compress(OneBit(), feedback=None) may."
+    )
+  codec = OneBit(
+    bucket_size=bucket_size, per_column=per_column, implementation=implementation
+  )
+  return compress(codec, **checked(onebit_sgd, options))
+
+
+@recipe
+def terngrad(
+  clip_sigmas: float | None = 2.5,
+  *,
+  bucket_size: int | None = None,
+  share_scale: bool = True,
+  packing: Literal["2bit", "base3"] = "2bit",
+  scaler: Literal["clipped", "sigma"] = "clipped",
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
+) -> optax.GradientTransformationExtraArgs:
+  r"""TernGrad: averages gradients over ``axis_name`` in three values, scaled by leaf.
+
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Ternary`. The
+  two say what the arguments mean. With the codec's :math:`Q` and the gradients
+  :math:`g_i` of N workers it returns
+
+  .. math:: \frac{1}{N} \sum_i Q(g_i)
+
+  It is unbiased for clipped gradients, and keeps no residual by default, as in the
+  paper. The paper also suggests a last layer in full precision:
+  ``optax.partition({"tern": gradcomp.terngrad(axis_name="data"), "full":
+  gradcomp.dense(axis_name="data")}, labels)``.
+
+  A payload has 2 or 1.6 bits an element. In ``two_shot`` the sums of N workers have
+  ``ceil(log2(2N + 1))`` bits, with the scales shared.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
+
+  Example:
+    >>> tx = gradcomp.terngrad(clip_sigmas=None)
+    >>> grads = {"w": jnp.tile(jnp.array([-1.0, 0.0, 1.0, 1.0]), 2048)}
+    >>> updates, _ = tx.update(grads, tx.init(grads))
+    >>> updates["w"][:4]
+    Array([-1.,  0.,  1.,  1.], dtype=float32)
+
+  References:
+    Wen et al., `TernGrad <https://arxiv.org/abs/1705.07878>`_, 2017, sections 3.1, 3.3
+    and 4.2
+  """
+  codec = Ternary(
+    clip_sigmas=clip_sigmas,
+    bucket_size=bucket_size,
+    share_scale=share_scale,
+    packing=packing,
+    scaler=scaler,
+    implementation=implementation,
+  )
+  return compress(codec, **checked(terngrad, options))
+
+
+@recipe
+def eight_bit(
+  data_type: Literal[
+    "dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"
+  ] = "dynamic_tree",
+  *,
+  bucket_size: int | None = None,
+  rounding: Literal["nearest", "stochastic"] = "nearest",
+  exponent_offset: int | None = None,
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
+) -> optax.GradientTransformationExtraArgs:
+  r"""8-bit types: averages gradients over ``axis_name`` in 8 bits an element.
+
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.EightBit`. The
+  two say what the arguments mean. With the codec's :math:`Q`, and the gradients
+  :math:`g_i` and residuals :math:`e_i` of N workers, it returns
+
+  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
+
+  Nearest rounding is biased, and keeps a residual by default. The paper keeps none
+  (``feedback=None``), and then :math:`e_i = 0`. Stochastic rounding is unbiased.
+
+  A payload has 8 bits an element and one scale a leaf, or a bucket.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
+
+  Example:
+    >>> tx = gradcomp.eight_bit("linear", feedback=None)
+    >>> grads = {"w": jnp.tile(jnp.array([-127.0, 0.4, 0.6, 5.0]), 512)}
+    >>> updates, _ = tx.update(grads, tx.init(grads))
+    >>> updates["w"][:4]
+    Array([-127.,    0.,    1.,    5.], dtype=float32)
+
+  References:
+    Dettmers, `8-Bit Approximations for Parallelism in Deep Learning
+    <https://arxiv.org/abs/1511.04561>`_, 2016, section 3.1
+  """
+  codec = EightBit(
+    data_type=data_type,
+    bucket_size=bucket_size,
+    rounding=rounding,
+    exponent_offset=exponent_offset,
+    implementation=implementation,
+  )
+  return compress(codec, **checked(eight_bit, options))
+
+
+@recipe
+def natural(
+  *,
+  implementation: Implementation | None = None,
+  **options: Unpack[CompressOptions],
+) -> optax.GradientTransformationExtraArgs:
+  r"""Natural compression: averages gradients over ``axis_name`` as powers of two.
+
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Natural`, which
+  rounds each element up or down at random. With the codec's :math:`Q` and the gradients
+  :math:`g_i` of N workers it returns
+
+  .. math:: \frac{1}{N} \sum_i Q(g_i)
+
+  It is unbiased, and keeps no residual by default, as in the paper.
+
+  A payload has 8 bits an element, for magnitudes from 2**-62 to 2**63. The codec says
+  what becomes of others.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
+
+  Example:
+    >>> tx = gradcomp.natural()
+    >>> grads = {"w": jnp.tile(jnp.array([1.0, -0.25, 0.0, 2.0**-60]), 512)}
+    >>> updates, _ = tx.update(grads, tx.init(grads))
+    >>> updates["w"][:4] == grads["w"][:4]  # powers of two are exact
+    Array([ True,  True,  True,  True], dtype=bool)
+
+  References:
+    Horvath et al., `Natural Compression for Distributed Deep Learning
+    <https://arxiv.org/abs/1905.10988>`_, 2019
+  """
+  codec = Natural(implementation=implementation)
+  return compress(codec, **checked(natural, options))
+
+
+@recipe
+def dense(
+  dtype: DTypeLike = jnp.float32,
+  *,
+  rounding: Literal["nearest", "stochastic"] = "nearest",
+  **options: Unpack[CompressOptions],
+) -> optax.GradientTransformationExtraArgs:
+  """Averages gradients over ``axis_name`` in 32 or 16 bits an element: the baseline.
+
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Dense`. Its
+  arguments are the codec's and :class:`gradcomp.CompressOptions`. ``float32`` is the
+  plain mean, one ``psum``, and unbiased. ``bfloat16`` and ``float16`` travel as 16-bit
+  integers, through the same exchanges as every codec, and are added in float32. They
+  are rounded to nearest, which is biased, and so keep a residual by default.
+  ``rounding="stochastic"`` is unbiased, and keeps none.
+
+  With ``float32``, float64 gradients (``jax_enable_x64``) are added as float64, by a
+  ``psum`` of their own, whatever ``exchange`` says. With 16 bits they are computed in
+  float32, as with every other codec.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
+
+  Example:
+    >>> tx = gradcomp.dense(jnp.bfloat16, feedback=None)
+    >>> grads = {"w": jnp.array([1.001, 2.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': Array([1.001, 2.   ], dtype=float32)}
+  """
+  codec = Dense(dtype=dtype, rounding=rounding)
+  return compress(codec, **checked(dense, options))

@@ -1,0 +1,135 @@
+"""Skips steps in which something is not finite on some worker, on all alike."""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from gradcomp._src.checks import step_count
+from gradcomp._src.core import agreement
+from gradcomp._src.exchange.collectives import largest
+from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.reduction import reduction
+from gradcomp._src.mesh.shard_maps import per_device
+from gradcomp._src.mesh.types import other_axes
+
+
+class SkipNonfiniteState(NamedTuple):
+  """The state of :func:`skip_nonfinite`, with the fields of optax's apply_if_finite.
+
+  Example:
+    >>> state = gradcomp.skip_nonfinite(optax.sgd(0.1), 5).init(jnp.ones(2))
+    >>> int(state.notfinite_count), bool(state.last_finite)
+    (0, True)
+  """
+
+  notfinite_count: jax.Array  # int32[], steps in a row that were not finite, replicated
+  last_finite: jax.Array  # bool[], replicated
+  total_notfinite: jax.Array  # int32[], replicated
+  inner_state: Any
+
+
+def skip_nonfinite(
+  inner: optax.GradientTransformation,
+  max_consecutive_errors: int,
+  *,
+  axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Skips a step if a gradient or an update of any worker has a NaN or an infinity.
+
+  Put it around the whole optimizer, the exchange included. It is what
+  ``optax.apply_if_finite`` is for one device. That decides on each worker by itself,
+  so that those which exchange may wait for ever for those which do not. Here all
+  workers learn what one of them found, and decide alike. A skipped step returns zeros,
+  and leaves the whole inner state as it was, residuals included.
+
+  The exchange always runs, because collectives must not hide in branches. What it
+  returned is dropped if the step is skipped. To agree, each worker sends one byte
+  behind it, which :func:`gradcomp.wire_report` lists and :func:`gradcomp.explain` does
+  not. Gradients that come in are looked at, and updates that go out: a mean that is too
+  large for a 16-bit type is one of these, unless feedback keeps what does not fit.
+
+  Args:
+    inner: the transformation, e.g. a chain of an exchange and an optimizer.
+    max_consecutive_errors: the number of steps in a row that may be skipped. The next
+      is applied, whether finite or not.
+    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation in
+      ``inner``; None for one device, or for the axes that gradients are unreduced over.
+
+  Returns:
+    A gradient transformation; its state is a :class:`SkipNonfiniteState`.
+
+  Raises:
+    ValueError: ``max_consecutive_errors`` is no number of steps, or ``axis_name`` names
+      no axes; in ``update``, the axes are wrong, as for :func:`gradcomp.compress`.
+
+  Example:
+    >>> tx = skip_nonfinite(optax.chain(gradcomp.qsgd(bits=4), optax.sgd(0.1)), 5)
+    >>> state = tx.init(jnp.ones(2))
+    >>> update, state = tx.update(jnp.array([jnp.nan, 1.0]), state)
+    >>> update.tolist(), int(state.total_notfinite)
+    ([0.0, 0.0], 1)
+  """
+  most = step_count("max_consecutive_errors", max_consecutive_errors, least=0)
+  if axis_name is not None:
+    axis_names(axis_name)
+  inner = optax.with_extra_args_support(inner)
+
+  def init_fn(params: Any) -> SkipNonfiniteState:
+    zero, last = jnp.zeros([], jnp.int32), jnp.array(True)
+    return SkipNonfiniteState(zero, last, jnp.zeros([], jnp.int32), inner.init(params))
+
+  def update_fn(
+    updates: Any, state: SkipNonfiniteState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, SkipNonfiniteState]:
+    agreement.require_agreement(
+      "gradcomp.skip_nonfinite",
+      {"max_consecutive_errors": most},
+      updates,
+      axis_name,
+      inner_state=state.inner_state,
+    )
+    new, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+    finite = _all_finite(updates, new, axis_name)
+    more = optax.safe_increment(state.notfinite_count)
+    count = jnp.where(finite, jnp.zeros_like(more), more)
+    total = optax.safe_increment(state.total_notfinite)
+    taken = finite | (count > most)
+    zeros = jax.tree.map(jnp.zeros_like, new)
+    return _choose(taken, new, zeros), SkipNonfiniteState(
+      count,
+      finite,
+      jnp.where(finite, state.total_notfinite, total),
+      _choose(taken, inner_state, state.inner_state),
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _all_finite(updates: Any, new: Any, axis_name: AxisName | None) -> jax.Array:
+  """Returns whether all workers' gradients and updates are finite, equal on all."""
+  if not jax.tree.leaves(updates):
+    return jnp.array(True)
+  axes, _ = reduction(updates, axis_name, local=False)
+  own = () if axes is None else axis_names(axes)
+  both = (updates, new)
+  others = {x for leaf in jax.tree.leaves(both) for x in other_axes(leaf, axes)}
+  over = (*own, *sorted(others))
+
+  def on_device(both: Any, found: jax.Array) -> tuple[Any, jax.Array]:
+    bad = [~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(both)]
+    found = found | functools.reduce(operator.or_, bad).astype(found.dtype)
+    return both, largest(found, over) if over else found
+
+  found = jnp.zeros([], jnp.uint8)  # a byte, for no collective is given a bool
+  _, found = per_device(on_device, both, found, axes, keeps_addends=True)
+  return found == 0
+
+
+def _choose(taken: jax.Array, new: Any, old: Any) -> Any:
+  """Returns one of two trees, without a branch."""
+  return jax.tree.map(lambda a, b: lax.select(taken, a, jnp.asarray(b)), new, old)

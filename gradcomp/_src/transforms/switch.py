@@ -1,0 +1,163 @@
+"""Lets transformations take over from one another at given steps."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.tree_util import GetAttrKey, KeyPath
+
+from gradcomp._src.checks import static_integer
+from gradcomp._src.core import agreement
+from gradcomp._src.core.state import is_state
+
+
+class SwitchState(NamedTuple):
+  """The state of :func:`switch`.
+
+  Example:
+    >>> parts = [optax.scale(1.0), optax.scale(-1.0)]
+    >>> state = gradcomp.wrappers.switch([2], parts).init(jnp.ones(()))
+    >>> state.count
+    Array(0, dtype=int32)
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # int32[], steps so far, replicated
+  inner: Any  # the largest state of a transformation; the others keep a part of it
+
+
+def switch(
+  boundaries: Sequence[int],
+  transformations: Sequence[optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
+  """Applies one transformation after the other, each from its boundary on.
+
+  The first applies until step ``boundaries[0]``, the second from there until
+  ``boundaries[1]``, and so on. All are part of one program, of which ``jax.lax.switch``
+  runs one branch a step: nothing is compiled again. They share one state: the next goes
+  on with the residuals and the momentum that one leaves behind. So each must keep the
+  state of the one that keeps most, or the same without some arrays.
+
+  Fang et al. warm up with a dense exchange, Lin et al. with falling densities::
+
+    densities = [0.25, 0.0625, 0.015625, 0.004, 0.001]
+    epochs = [steps * (i + 1) for i in range(4)]
+    exchange = gradcomp.wrappers.switch(
+      epochs,
+      [gradcomp.redsync(d, axis_name="data", exchange="all_gather") for d in densities],
+    )
+
+  A density of 1 is the dense exchange, with the momentum of :func:`gradcomp.redsync`.
+  Han et al. train the first third in float32: ``switch([steps // 3], [dense(...),
+  aps(...)])``. If the next transformation keeps no residual, the old one goes out with
+  its first gradient. Take one exchange for all: what owners keep in ``two_shot``, only
+  owners can send. It has the shape of the codec's rows: to change the bits on the way,
+  take ``TwoShot(feedback=False)``.
+
+  Args:
+    boundaries: steps, in ascending order, one fewer than transformations.
+    transformations: transformations of optax, or gradcomp's.
+
+  Returns:
+    A gradient transformation; its state is a :class:`SwitchState`.
+
+  Raises:
+    ValueError: boundaries are not ascending steps, or too few or many; in ``init``, the
+      states of the transformations do not fit together.
+
+  Example:
+    >>> tx = switch([2], [optax.scale(1.0), optax.scale(-1.0)])
+    >>> state = tx.init(jnp.ones(()))
+    >>> for _ in range(3):
+    ...   update, state = tx.update(jnp.ones(()), state)
+    ...   print(update)
+    1.0
+    1.0
+    -1.0
+
+  References:
+    Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018, section 2.5; Lin
+    et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, 2018,
+    section 3.3; Han et al., `Auto-Precision Scaling for Distributed Deep Learning
+    <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
+  """
+  rule = "steps in ascending order, above 0 and below 2**31"
+  if not isinstance(boundaries, Sequence):
+    raise ValueError(f"`boundaries` must be {rule}, got {boundaries!r}.")
+  steps = [static_integer("boundaries", rule, step) for step in boundaries]
+  if any(a >= b for a, b in zip([0, *steps], [*steps, 2**31], strict=True)):
+    raise ValueError(f"`boundaries` must be {rule}, got {list(boundaries)}.")
+  choices = [optax.with_extra_args_support(tx) for tx in transformations]
+  if len(choices) != len(steps) + 1:
+    raise ValueError(
+      f"`transformations` must be one more than the {len(steps)} boundaries, got "
+      f"{len(choices)}."
+    )
+
+  def init_fn(params: Any) -> SwitchState:
+    states = [tx.init(params) for tx in choices]
+    largest = max(states, key=lambda state: len(jax.tree.leaves(state)))
+    for i, state in enumerate(states):
+      _check_part(i, state, largest)
+    return SwitchState(jnp.zeros([], jnp.int32), largest)
+
+  def update_fn(
+    updates: Any, state: SwitchState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, SwitchState]:
+    told = {"boundaries": steps, "transformations": len(choices)}
+    agreement.require_agreement("gradcomp.wrappers.switch", told, updates)
+
+    def branch(tx: optax.GradientTransformationExtraArgs) -> Any:
+      return lambda updates, inner: tx.update(updates, inner, params, **extra_args)
+
+    number = jnp.sum(state.count >= jnp.array(steps, jnp.int32), dtype=jnp.int32)
+    updates, inner = lax.switch(
+      number, [branch(tx) for tx in choices], updates, state.inner
+    )
+    return updates, SwitchState(optax.safe_increment(state.count), inner)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_part(number: int, state: Any, largest: Any) -> None:
+  """Raises ValueError unless each array of a state is one of the largest state, too."""
+  shapes = {
+    path: (leaf.shape, leaf.dtype)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(largest)
+  }
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    found = shapes.pop(path, None)
+    if found != (leaf.shape, leaf.dtype):
+      raise ValueError(
+        f"`transformations`[{number}] must keep a part of the state that another of "
+        f"them keeps, but its state{jax.tree_util.keystr(path)} is "
+        f"{leaf.dtype}{list(leaf.shape)}, and there it is {found or 'missing'}; give "
+        "all the same feedback=, exchange= and min_leaf_size=, and the same "
+        'transformations around them, or exchange="all_gather" or '
+        "gradcomp.exchange.TwoShot(feedback=False), whose owners keep nothing."
+      )
+  for path in shapes:
+    if path in _promised(largest):
+      raise ValueError(
+        f"`transformations`[{number}] must keep the residuals of owners, "
+        f"state{jax.tree_util.keystr(path)}, as another of them does, or what waits "
+        'there would not be sent; give all exchange="all_gather", or '
+        "gradcomp.exchange.TwoShot(feedback=False)."
+      )
+
+
+def _promised(state: Any) -> set[KeyPath]:
+  """Returns the places of what owners keep, where workers keep residuals, too.
+
+  Without feedback owners may forget their last rounding error, as workers do.
+  """
+
+  return {
+    (*path, *place)
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state)
+    if is_state(node) and node.residual is not None
+    for place, _ in jax.tree_util.tree_leaves_with_path(node)
+    if place[0] == GetAttrKey("server_residual")
+  }

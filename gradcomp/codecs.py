@@ -1,0 +1,44 @@
+"""Codecs, and the protocol for codecs of your own."""
+
+from gradcomp._src.codecs.block_top import BlockTop
+from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.eight_bit import EightBit
+from gradcomp._src.codecs.float_cast import FloatCast
+from gradcomp._src.codecs.leaf import NOTHING, Context, Leaf, Payload
+from gradcomp._src.codecs.memory import Memory
+from gradcomp._src.codecs.natural import Natural
+from gradcomp._src.codecs.one_bit import OneBit
+from gradcomp._src.codecs.policy import Policy
+from gradcomp._src.codecs.power_sgd import PowerSGD
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs.qsgd import QSGD
+from gradcomp._src.codecs.random_k import RandomK
+from gradcomp._src.codecs.row_codec import RowCodec
+from gradcomp._src.codecs.ternary import Ternary
+from gradcomp._src.codecs.top_k import TopK
+from gradcomp._src.public import publish
+
+__all__ = [
+  "BlockTop",
+  "Codec",
+  "Context",
+  "Dense",
+  "EightBit",
+  "FloatCast",
+  "Leaf",
+  "LeafCodec",
+  "Memory",
+  "NOTHING",
+  "Natural",
+  "OneBit",
+  "Payload",
+  "Policy",
+  "PowerSGD",
+  "QSGD",
+  "RandomK",
+  "RowCodec",
+  "Ternary",
+  "TopK",
+]
+
+publish(globals())

@@ -1,0 +1,80 @@
+"""Performance models of links, exchanges and steps, and a planner; needs no JAX."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from gradcomp._src.cost.cluster import Cluster, CodecSpeed
+from gradcomp._src.cost.collectives import (
+  all_gather_seconds,
+  all_reduce_seconds,
+  all_to_all_seconds,
+  ppermute_seconds,
+  reduce_scatter_seconds,
+  tree_seconds,
+)
+from gradcomp._src.cost.exchange import (
+  Breakdown,
+  dense_seconds,
+  exchange_seconds,
+  message_seconds,
+)
+from gradcomp._src.cost.link import Link
+from gradcomp._src.cost.step import (
+  crossover_rate,
+  crossover_workers,
+  step_seconds,
+  strong_scaling,
+  weak_scaling,
+)
+from gradcomp._src.public import publish
+
+if TYPE_CHECKING:
+  from gradcomp._src.cost import papers
+  from gradcomp._src.cost.planner.candidates import CANDIDATES, Candidate
+  from gradcomp._src.cost.planner.plan import plan
+  from gradcomp._src.cost.planner.result import Plan
+
+__all__ = [
+  "Breakdown",
+  "CANDIDATES",
+  "Candidate",
+  "Cluster",
+  "CodecSpeed",
+  "Link",
+  "Plan",
+  "all_gather_seconds",
+  "all_reduce_seconds",
+  "all_to_all_seconds",
+  "crossover_rate",
+  "crossover_workers",
+  "dense_seconds",
+  "exchange_seconds",
+  "message_seconds",
+  "papers",
+  "plan",
+  "ppermute_seconds",
+  "reduce_scatter_seconds",
+  "step_seconds",
+  "strong_scaling",
+  "tree_seconds",
+  "weak_scaling",
+]
+
+# The planner needs JAX, and the papers' tables are large.
+_LATER = {
+  "CANDIDATES": "gradcomp._src.cost.planner.candidates",
+  "Candidate": "gradcomp._src.cost.planner.candidates",
+  "Plan": "gradcomp._src.cost.planner.result",
+  "plan": "gradcomp._src.cost.planner.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+  if name == "papers":
+    return importlib.import_module("gradcomp._src.cost.papers")
+  if name in _LATER:
+    return getattr(importlib.import_module(_LATER[name]), name)
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+publish(globals())

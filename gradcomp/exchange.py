@@ -1,0 +1,25 @@
+"""Exchanges: which collectives carry the messages of a step."""
+
+from gradcomp._src.exchange.all_gather import AllGather
+from gradcomp._src.exchange.all_reduce import AllReduce
+from gradcomp._src.exchange.auto import Auto, choose
+from gradcomp._src.exchange.hierarchical import Hierarchical
+from gradcomp._src.exchange.local import Local
+from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.exchange.ring import Ring
+from gradcomp._src.exchange.two_shot import TwoShot
+from gradcomp._src.public import publish
+
+__all__ = [
+  "AllGather",
+  "AllReduce",
+  "Auto",
+  "Exchange",
+  "Hierarchical",
+  "Local",
+  "Ring",
+  "TwoShot",
+  "choose",
+]
+
+publish(globals())

@@ -1,0 +1,19 @@
+"""The conformance kit for codecs and transformations."""
+
+from gradcomp._src.public import publish
+from gradcomp._src.testing import laws, modes
+from gradcomp._src.testing.broken import BrokenLaw
+from gradcomp._src.testing.check import check_codec, check_transformation
+from gradcomp._src.testing.trial import Trial, trial
+
+__all__ = [
+  "BrokenLaw",
+  "Trial",
+  "check_codec",
+  "check_transformation",
+  "laws",
+  "modes",
+  "trial",
+]
+
+publish(globals())

@@ -1,0 +1,1 @@
+"""Bits, scales, dithers and formats that the operations share."""

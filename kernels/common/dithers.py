@@ -1,0 +1,149 @@
+"""Draws dithers: what stochastic rounding adds before it drops the fraction.
+
+All workers draw the same 16 bits for an element. Each worker XORs them with a constant
+of its own, its mask, so that the rounding errors of the workers cancel in part, while
+each worker alone stays unbiased.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.kernels.common.threefry import threefry2x32
+
+# ``uint32[3]``, a key and a mask, or its three words: kernels cannot index a value.
+Dither = jax.Array | tuple[jax.Array, jax.Array, jax.Array]
+
+# The signature of jax.lax.broadcasted_iota.
+Iota = Callable[[Any, tuple[int, ...], int], jax.Array]
+
+# The authors of the cipher know of no statistical flaw with 13 rounds or more. With 20,
+# its default, drawing takes half as long again.
+_ROUNDS = 13
+
+
+def dither(key: jax.Array, worker: jax.Array | int = 0) -> jax.Array:
+  """Returns the dither of one of the workers that share a key: ``uint32[3]``.
+
+  Its last word holds the worker's :func:`mask` twice, once for each half of a word.
+
+  Args:
+    key: ``uint32[2]``.
+    worker: the number of the worker.
+
+  Example:
+    >>> dither(jnp.array([3, 5], jnp.uint32), 1).tolist() == [3, 5, 0xFFFFFFFF]
+    True
+  """
+  return jnp.append(key, mask(worker) * np.uint32(0x10001))
+
+
+def mask(worker: jax.Array | int) -> jax.Array | np.uint32:
+  """Returns the mask of a worker: ``bitreverse16(i >> 1) ^ (0xFFFF if i is odd)``.
+
+  The two workers of a pair round with complements, so that the part of their errors
+  that the dither makes cancels. The pairs are spread evenly over the 16-bit integers.
+
+  Args:
+    worker: the number of the worker, i. Only 17 bits of it count.
+
+  Returns:
+    ``uint32`` below ``2**16``.
+
+  Example:
+    >>> [hex(mask(i)) for i in range(6)]
+    ['0x0', '0xffff', '0x8000', '0x7fff', '0x4000', '0xbfff']
+  """
+  number = np.uint32(worker) if isinstance(worker, int) else worker.astype(jnp.uint32)
+  pair = number >> 1
+  for shift, half in ((1, 0x5555), (2, 0x3333), (4, 0x0F0F), (8, 0x00FF)):
+    pair = ((pair >> shift) & np.uint32(half)) | ((pair & np.uint32(half)) << shift)
+  return pair ^ ((number & 1) * np.uint32(0xFFFF))
+
+
+def random_lanes(
+  dither: Dither,
+  shape: tuple[int, int],
+  lanes: int,
+  *,
+  first_row: jax.Array | int = 0,
+) -> list[jax.Array]:
+  """Draws uniform 16-bit integers: ``lanes`` arrays of ``shape``, uint32.
+
+  Eight lanes share one block of the cipher with 13 rounds. The words of lane ``k`` at
+  ``(row, column)`` have the counter ``(first_row + row, column + columns * (k // 8))``.
+  Of the two words ``a`` and ``b``, and of ``c = a ^ b`` and ``d = a ^ (b rotated by
+  16)``, lane ``k`` is the 16-bit quarter ``k % 8``: the low half of ``a``, its high
+  half, then those of ``b``, ``c`` and ``d``. The mask is XORed with each.
+
+  Any two elements have independent integers. So the variance of a sum of rounding
+  errors is that of independent ones. Three of the eight lanes may depend on each other.
+
+  Args:
+    dither: ``uint32[3]``.
+    shape: ``(rows, columns)``.
+    lanes: how many arrays, one for each plane of a tile.
+    first_row: added to the row number, for a caller that works on part of the rows.
+
+  Returns:
+    A list of ``uint32[rows, columns]`` with values in ``[0, 2**16)``.
+
+  Example:
+    >>> lanes = random_lanes(jnp.zeros(3, jnp.uint32), (1, 1), 6)
+    >>> [hex(lane[0, 0]) for lane in lanes]
+    ['0x5ec6', '0x9d1c', '0x731', '0x8bd5', '0x59f7', '0x16c9']
+  """
+  return list(itertools.islice(lane_stream(dither, shape, first_row=first_row), lanes))
+
+
+def lane_stream(
+  dither: Dither,
+  shape: tuple[int, int],
+  *,
+  first_row: jax.Array | int,
+  iota: Iota = jax.lax.broadcasted_iota,
+) -> Iterator[jax.Array]:
+  """Yields the arrays of :func:`random_lanes`, each computed when it is asked for.
+
+  Kernels use it whose registers would not hold all arrays. ``iota`` is for kernels that
+  lay out their arrays themselves.
+  """
+  rows = iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
+  columns = iota(jnp.uint32, shape, 1)
+  for block in itertools.count():
+    counter = (rows, columns + jnp.uint32(block * shape[1]))
+    a, b = threefry2x32((dither[0], dither[1]), counter, _ROUNDS)
+    masked = a ^ dither[2]  # and so are the sums with it
+    yield from _halves(masked)
+    yield from _halves(b ^ dither[2])
+    yield from _halves(masked ^ b)
+    yield from _halves(masked ^ ((b << 16) | (b >> 16)))
+
+
+def _halves(word: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return word & jnp.uint32(0xFFFF), word >> 16
+
+
+def read(reference: Any) -> Dither | None:
+  """Returns the words of a kernel's reference to a dither; None for no reference."""
+  return None if reference is None else (reference[0], reference[1], reference[2])
+
+
+def signed_lane(lane: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns what rounds the magnitude of ``x`` as ``lane`` rounds ``x`` itself.
+
+  That is the complement of the lane where ``x`` is negative. Rounding then takes the
+  lower neighbour where the lane is small, whatever the sign is, and the errors of
+  several workers cancel.
+  """
+  return lane ^ (negative_mask(x) & jnp.uint32(0xFFFF))
+
+
+def negative_mask(x: jax.Array) -> jax.Array:
+  """Returns ``uint32``: all bits set where the sign bit of ``x`` is, and else none."""
+  sign = jax.lax.bitcast_convert_type(x, jnp.int32) >> 31
+  return jax.lax.bitcast_convert_type(sign, jnp.uint32)

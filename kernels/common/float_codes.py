@@ -1,0 +1,187 @@
+"""Rounds to floats of few bits by integer operations alone: every case is one shift.
+
+A ``float32`` is 24 significant bits and an exponent. To get the code of its magnitude
+in another format, those bits are shifted right until the rest fits, and the exponent
+field is added above them. A carry out of the mantissa is then a carry into the
+exponent, out of the subnormal numbers into the normal ones, and out of the largest
+number into infinity. No float is added, so that nothing depends on how a processor
+treats subnormal numbers, nor on what a compiler contracts.
+
+See docs/wire-format.md for the rule.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.kernels.common.float_formats import FloatFormat
+from gradcomp._src.kernels.common.planes import float_words, floats
+
+FloatRounding = Literal["nearest_even", "stochastic", "toward_zero"]
+
+_SIGN = np.uint32(1 << 31)
+_INFINITY = np.uint32(0x7F800000)
+_MANTISSA = np.uint32((1 << 23) - 1)
+_HIDDEN = np.uint32(1 << 23)
+_QUIET = np.uint32(0x7FC00000)
+_BELOW_HALF = np.uint32((1 << 31) - 1)
+
+
+def to_codes(
+  x: jax.Array,
+  fmt: FloatFormat,
+  *,
+  rounding: FloatRounding = "nearest_even",
+  draw: jax.Array | None = None,
+  exponent: jax.Array | None = None,
+  lost: jax.Array | None = None,
+  saturate: bool = False,
+) -> jax.Array:
+  """Returns the codes of ``x``, or of ``x * 2**exponent``, rounded once.
+
+  Args:
+    x: float32.
+    fmt: the format.
+    rounding: ``"nearest_even"`` (of two equally near numbers the one with the even
+      code), ``"stochastic"`` or ``"toward_zero"``, which never overflows.
+    draw: uint32 like ``x``, uniform; stochastic rounding needs it.
+    exponent: int32 that broadcasts to ``x``, from -512 to 512. With it, numbers below
+      2**-126 count as zero, before and after the product. The codes mean nothing where
+      the product is not finite, or not below ``2**(fmt.max_exponent + 1)``.
+    lost: float32 like ``x``, what was lost when an exact result was rounded to ``x``,
+      at most half a unit in its last place. ``x + lost`` is rounded, exactly.
+    saturate: whether finite numbers that are too large become the largest one, even if
+      the format has another code for them.
+
+  Returns:
+    uint32, below ``2**fmt.bits``.
+
+  Example:
+    >>> codes = to_codes(jnp.array([1.0, -1.125, 1e9]), FloatFormat(5, 2))
+    >>> [hex(code) for code in codes.tolist()]
+    ['0x3c', '0xbc', '0x7c']
+  """
+  m = fmt.mantissa_bits
+  bits = float_words(x)
+  magnitude = bits & ~_SIGN
+  field = (magnitude >> 23).astype(jnp.int32)
+  normal = (magnitude & _MANTISSA) | _HIDDEN
+  if exponent is None:
+    significand = jnp.where(field > 0, normal, magnitude)
+    field = jnp.maximum(field, 1) + (fmt.exponent_bias - 127)
+  else:
+    moved = field + (exponent + (fmt.exponent_bias - 127))
+    counts = field > 0
+    if fmt.exponent_bias == 127:
+      counts = counts & (moved > 0)
+    significand = jnp.where(counts, normal, jnp.uint32(0))
+    field = jnp.where(counts, moved, 0)
+  # Two more bits, in which `lost` has its place. Some bits are always dropped.
+  significand = significand << 2
+  if lost is not None:
+    apart = ((float_words(lost) ^ bits) & _SIGN) != 0
+    side = jnp.where(apart, ~jnp.uint32(0), jnp.uint32(1))
+    significand = significand + jnp.where(lost == 0, jnp.uint32(0), side)
+
+  below = jnp.maximum(1 - field, 0)  # binades below the normal numbers
+  drop = below + (25 - m)
+  unit: jax.Array | int = 0  # bits of the mantissa that are not used below them
+  if not fmt.subnormals:
+    unused = jnp.where(below > 0, m, 0)
+    drop = drop + unused
+    unit = unused.astype(jnp.uint32)
+  base = jnp.maximum(field - 1, 0)
+  if exponent is None:
+    base = jnp.minimum(base, 1 << fmt.exponent_bits)
+  base = base.astype(jnp.uint32) << m
+  if rounding == "stochastic":
+    significand = significand >> jnp.clip(drop - 31, 0, 31).astype(jnp.uint32)
+  drop = jnp.minimum(drop, 31).astype(jnp.uint32)
+  if rounding == "stochastic":
+    assert draw is not None
+    significand = significand + ((draw >> 1) >> (31 - drop))
+  elif rounding == "nearest_even":  # add a half, or just less where the code is even
+    last = (significand >> drop) + (0 if m else base)
+    significand = significand + (_BELOW_HALF >> (32 - drop)) + (last & 1)
+  code = ((significand >> drop) << unit) + base
+
+  has_more = fmt.specials != "none"  # infinity, or the NaN of formats without one
+  to_highest = saturate or rounding == "toward_zero" or not has_more
+  code = jnp.minimum(code, jnp.uint32(fmt.max_code + (not to_highest)))
+  if exponent is None:
+    infinite = jnp.uint32(fmt.max_code + has_more)
+    nan = jnp.uint32(fmt.max_code + 1 + fmt.quiet_bit)
+    special = jnp.where(magnitude > _INFINITY, nan, infinite)
+    code = jnp.where(magnitude >= _INFINITY, special, code)
+  sign = (bits >> 31) << (fmt.bits - 1)
+  if fmt.specials == "negative_zero":
+    sign = jnp.where(code == 0, jnp.uint32(0), sign)
+  return code | sign
+
+
+def from_codes(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
+  """Returns the numbers of codes, in float32.
+
+  A code that is both infinity and NaN decodes to infinity.
+
+  Args:
+    codes: uint32, below ``2**fmt.bits``.
+    fmt: the format.
+
+  Example:
+    >>> from_codes(jnp.array([0x3C, 0xBC, 0x01, 0x7C], jnp.uint32), FloatFormat(5, 2))
+    Array([ 1.0000000e+00, -1.0000000e+00,  1.5258789e-05,            inf],
+          dtype=float32)
+  """
+  m, bias = fmt.mantissa_bits, fmt.exponent_bias
+  magnitude = codes & jnp.uint32((1 << (fmt.bits - 1)) - 1)
+  number = magnitude << (23 - m)
+  if bias != 127:  # else subnormal numbers are those of float32
+    number = number + jnp.uint32((127 - bias) << 23)
+    # An integer below 2**23 is exact as a float32, and its exponent is shifted.
+    small = float_words(magnitude.astype(jnp.int32).astype(jnp.float32))
+    small = small + jnp.uint32(((1 - bias - m) << 23) % 2**32)
+    small = jnp.where(magnitude == 0, jnp.uint32(0), small)
+    if m:
+      number = jnp.where(magnitude < (1 << m), small, number)
+    else:
+      number = jnp.where(magnitude == 0, jnp.uint32(0), number)
+  if not fmt.subnormals:
+    number = jnp.where(magnitude < (1 << m), jnp.uint32(0), number)
+  if fmt.specials == "ieee":
+    infinite = magnitude == fmt.max_code + 1
+    number = jnp.where(magnitude > fmt.max_code, _QUIET, number)
+    number = jnp.where(infinite, _INFINITY, number)
+  elif fmt.specials == "nan":
+    number = jnp.where(magnitude > fmt.max_code, _QUIET, number)
+  sign = (codes >> (fmt.bits - 1)) << 31
+  if fmt.specials == "negative_zero":
+    sign = jnp.where(number == 0, jnp.uint32(0), sign)
+    return floats(jnp.where(codes == fmt.max_code + 1, _QUIET, number | sign))
+  return floats(number | sign)
+
+
+def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
+  """Returns ``x * 2**exponent``, which is exact if it is a normal number.
+
+  A product that is too large becomes the largest number of ``float32``. One below
+  2**-126 becomes zero, and so does a subnormal ``x``. Infinities and NaN stay what they
+  are.
+
+  Args:
+    x: float32.
+    exponent: int32 that broadcasts to ``x``, from -512 to 512.
+
+  Example:
+    >>> times_power_of_two(jnp.array([3.0, -jnp.inf, 1e-30]), jnp.int32(-60))
+    Array([2.6020852e-18,          -inf, 0.0000000e+00], dtype=float32)
+  """
+  bits = float_words(x)
+  field = ((bits & ~_SIGN) >> 23).astype(jnp.int32)
+  moved = field + exponent
+  shifted = bits + (jnp.broadcast_to(exponent, x.shape).astype(jnp.uint32) << 23)
+  result = jnp.where(moved >= 255, (bits & _SIGN) | (_INFINITY - 1), shifted)
+  result = jnp.where((field == 0) | (moved <= 0), bits & _SIGN, result)
+  return floats(jnp.where(field == 255, bits, result))

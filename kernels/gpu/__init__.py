@@ -1,0 +1,1 @@
+"""Choice of the implementation, and what kernels for GPUs share."""

@@ -1,0 +1,156 @@
+"""The parts that the encoders written as Mosaic GPU kernels share (Hopper and newer).
+
+This is the counterpart of ``blocks``. Each program of the grid is a warpgroup of 128
+threads and encodes one tile. A plane is one bucket. Reductions are over whole planes
+alone, since Mosaic cannot reduce single axes of matrices. The reference encodes the
+last, partial tile.
+
+Lane semantics are used in all versions of JAX: they let scalars be bit-cast, and they
+save the search for layouts, which takes seconds a kernel. Instead the code gives a
+layout to what is read and to what is numbered. All other layouts follow from these.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradcomp._src.kernels.gpu import last_tile
+from gradcomp._src.kernels.gpu.last_tile import Reference, complete
+from gradcomp._src.kernels.gpu.triton_tiles import Index, typed
+
+try:
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+except ImportError:
+  _UNAVAILABLE = "this version of JAX has no Mosaic GPU backend for Pallas"
+else:
+  _UNAVAILABLE = ""
+
+_THREADS = 128  # of a warpgroup, which is a program
+_VECTOR = 4  # elements of a load of 16 bytes
+# Larger buckets and tiles would not stay in registers.
+_LARGEST_BUCKET = 2048
+_LARGEST_TILE = 16384
+
+
+def refusal(size: int, planes: int, bucket_size: int) -> str:
+  """Returns the reason why no kernel can encode an array; an empty string if one can.
+
+  Args:
+    size: elements of the array.
+    planes: buckets a tile, ``P``.
+    bucket_size: elements a bucket, ``B``.
+  """
+  if _UNAVAILABLE:
+    return _UNAVAILABLE
+  power = not bucket_size & (bucket_size - 1)
+  if not (power and _THREADS <= bucket_size <= _LARGEST_BUCKET):
+    return (
+      f"a Mosaic kernel's buckets are powers of two from {_THREADS} to "
+      f"{_LARGEST_BUCKET}, and this one has {bucket_size} elements"
+    )
+  if planes * bucket_size > _LARGEST_TILE:
+    return (
+      f"a Mosaic kernel's tiles have at most {_LARGEST_TILE} elements, and {planes} "
+      f"buckets of {bucket_size} have more"
+    )
+  return last_tile.refusal(size, planes * bucket_size)
+
+
+class Tile:
+  """The tile that a program encodes.
+
+  Attributes:
+    number: ``int32[]``, the number of its row.
+    shape: the shape of a plane, ``(1, B)``.
+  """
+
+  def __init__(self, x_ref, rows_ref, residual_ref, shape, planes):  # type: ignore[no-untyped-def]
+    self.number = jax.lax.axis_index("tile")
+    self.shape = shape
+    self._planes = planes
+    self._x, self._rows, self._residual = x_ref, rows_ref, residual_ref
+    # A row starts where the one before ends, which may be at no multiple of 16 bytes.
+    vector = math.gcd(_VECTOR, rows_ref.shape[1], shape[1] // _THREADS)
+    self._layout = plgpu.Layout.WG_STRIDED(shape, vec_size=vector)
+    self._flat = plgpu.Layout.WG_STRIDED(shape[1:], vec_size=vector)
+
+  def iota(self, dtype: Any, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Returns ``jax.lax.broadcasted_iota`` in the layout of a plane."""
+    return plgpu.layout_cast(jax.lax.broadcasted_iota(dtype, shape, axis), self._layout)
+
+  def plane(self, plane: Index) -> jax.Array:
+    """Reads the elements of a plane: ``float32[1, B]``."""
+    x = plgpu.layout_cast(self._x[self._elements(plane)], self._flat)
+    return x.reshape(self.shape)
+
+  def first(self, plane: Index) -> jax.Array:
+    """Reads the first element of a plane: ``float32[]``."""
+    bucket = self.number * self._planes + plane
+    return self._x[bucket * self.shape[1]]
+
+  def put(self, words: jax.Array) -> None:
+    """Writes the codes of the row: ``uint32[1, B]``."""
+    self._rows[self.number, pl.ds(0, self.shape[1])] = words.reshape(self.shape[1:])
+
+  def put_scale(self, number: Index, word: jax.Array) -> None:
+    """Writes word ``number`` behind the codes of the row: ``uint32[]``."""
+    self._rows[self.number, self.shape[1] + number] = word
+
+  def put_residual(self, plane: Index, rest: jax.Array) -> None:
+    """Writes the residual of a plane, ``float32[1, B]``, if the caller keeps it."""
+    if self._residual is not None:
+      self._residual[self._elements(plane)] = rest.reshape(self.shape[1:])
+
+  def _elements(self, plane: Index) -> Any:
+    bucket = self.number * self._planes + plane
+    return pl.ds(bucket * self.shape[1], self.shape[1])
+
+
+def encode(
+  body: Callable[..., None],
+  name: str,
+  x: jax.Array,
+  operands: tuple[jax.Array | None, ...],
+  *,
+  planes: int,
+  bucket_size: int,
+  row_words: int,
+  keep: bool,
+  last: Reference,
+  interpret: Any = None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Encodes an array tile by tile: see :func:`blocks.encode`.
+
+  ``body`` is called with a :class:`Tile`. ``interpret`` is a
+  ``plgpu.InterpretGPUParams``, which JAX has from 0.11 on, or None.
+  """
+  tile = planes * bucket_size
+  tiles = x.size // tile
+  given = [operand for operand in operands if operand is not None]
+
+  def kernel(x_ref: Any, *refs: Any) -> None:
+    inputs, outputs = iter(refs[: len(given)]), refs[len(given) :]
+    residual_ref = outputs[1] if keep else None
+    block = Tile(x_ref, outputs[0], residual_ref, (1, bucket_size), planes)
+    body(block, *(None if operand is None else next(inputs) for operand in operands))
+
+  kernel.__name__ = name
+  out = [((-(-x.size // tile), row_words), jnp.uint32)] + keep * [((x.size,), x.dtype)]
+  found = plgpu.kernel(
+    kernel,
+    out_type=[typed(x, shape, dtype) for shape, dtype in out],
+    grid=(tiles,),
+    grid_names=("tile",),
+    compiler_params=plgpu.CompilerParams(
+      lowering_semantics=plgpu.LoweringSemantics.Lane
+    ),
+    interpret=interpret,
+  )(x.reshape(-1), *given)
+  # Without the barrier, XLA of JAX 0.11.2 fuses the call with the update of its last
+  # row, and then refuses the fusion.
+  found = jax.lax.optimization_barrier(found)
+  return complete(found, x, tiles, tiles * tile, last)

@@ -1,0 +1,45 @@
+"""Marks the elements whose magnitude reaches a threshold by one bit each."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from gradcomp._src.kernels.common.row_view import Row
+from gradcomp._src.kernels.compaction import LANES, TILE, WORD
+from gradcomp._src.kernels.gpu import dispatch, self_check, triton_tiles
+from gradcomp._src.kernels.threshold_mask import pallas, reference
+
+
+def mark(
+  x: Row,
+  threshold: jax.Array,
+  sign: jax.Array | None = None,
+  *,
+  implementation: dispatch.Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Marks elements by the implementation that :func:`dispatch.run` chooses.
+
+  See :func:`reference.mark` for the other arguments and the result.
+  """
+  sizes = x.size, x.matrices[0].size
+  no = next(filter(None, (triton_tiles.refusal(n, WORD, LANES) for n in sizes)), "")
+  return dispatch.run(
+    implementation,
+    x,
+    threshold,
+    sign,
+    xla=reference.mark,
+    pallas=no or pallas.mark,
+    example=lambda: _example(x.matrices[0].shape[0] > 1, sign is not None),
+  )
+
+
+def _example(several: bool, signed: bool) -> self_check.Example:
+  """Returns a row, the only one or one of two, and a threshold that some reach."""
+  matrix: Any = self_check.elements((1 + several) * (100 * TILE + 77))
+  number: Any = np.int32(several)
+  half = np.float32(0.5).view(np.uint32)
+  sign = np.float32(-1) if signed else None
+  x = Row([matrix.reshape(1 + several, -1)], number)
+  return self_check.Example((x, half, sign))
