@@ -2,14 +2,16 @@
 
 `make breaks`, or `python tests/breaks.py`, proves that the tests still see what they
 should. The lists are beside this file: break_lists/*.toml. Each break is one edit of a
-source file and one test of plain `make test`. The script copies the tracked files to a
+definition and one test of plain `make test`. The script copies the tracked files to a
 temporary folder, where it applies one edit after the other and runs that test alone;
 the checkout stays as it is. It ends with 1 if a test passes in spite of its break.
 """
 
 import argparse
+import ast
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,6 +36,11 @@ _LONGEST = 240  # seconds that one break may take
 Verdict = Literal["passed", "failed", "no verdict"]
 
 
+_STRING = r"""[rbfu]{0,2}(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
+_TOKEN = re.compile(rf"{_STRING}|\w+|\S", re.IGNORECASE)
+_CLOSING = (")", "]", "}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Break:
   """One deliberate mistake.
@@ -41,9 +48,10 @@ class Break:
   Attributes:
     name: what is broken.
     law: the law or promise that no longer holds.
-    file: the source that is edited.
-    old: text that occurs in it exactly once.
-    new: what takes its place.
+    at: the module and the definition that is edited, as "module:Class.method",
+      "module:function" or "module:CONSTANT"; "module" alone for text outside of them.
+    old: code that occurs in it exactly once, however its lines are broken.
+    new: what takes its place. Its lines are indented as the first line of `old` is.
     catcher: the test that must fail, as pytest names it.
     cases: which of its cases, as for pytest's -k; all by default.
     optimize: whether it is compiled as users compile, as tests of `bits` are.
@@ -51,28 +59,87 @@ class Break:
 
   name: str
   law: str
-  file: str
+  at: str
   old: str
   new: str
   catcher: str
   cases: str = ""
   optimize: bool = False
 
+  def path(self, root: Path) -> Path:
+    """The file of the module below a folder."""
+    path = root.joinpath(*self.at.partition(":")[0].split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
   def applied(self, root: Path) -> str:
     """The text of the edited file; ValueError where the edit does not fit."""
-    text = (root / self.file).read_text()
-    if (count := text.count(self.old)) != 1:
-      raise ValueError(f"`old` must occur once in {self.file}, got {count} times.")
-    return text.replace(self.old, self.new)
+    text = self.path(root).read_text()
+    found = [
+      (start + match.start(), start + match.end())
+      for start, stop in _spans(text, self.at.partition(":")[2])
+      for match in re.finditer(_pattern(self.old), text[start:stop])
+    ]
+    if len(found) != 1:
+      raise ValueError(f"`old` must occur once in {self.at}, got {len(found)} times.")
+    [(start, stop)] = found
+    line = text[text.rfind("\n", 0, start) + 1 : start]
+    indent = line[: len(line) - len(line.lstrip())]
+    edited = text[:start] + self.new.replace("\n", "\n" + indent) + text[stop:]
+    if ast.dump(ast.parse(edited)) == ast.dump(ast.parse(text)):
+      raise ValueError(f"`new` must change what {self.at} does.")
+    return edited
+
+
+def _spans(text: str, definition: str) -> list[tuple[int, int]]:
+  """Where the definitions of a name begin and end; of no name, the whole text."""
+  if not definition:
+    return [(0, len(text))]
+  nodes: list[ast.AST] = [ast.parse(text)]
+  for name in definition.split("."):
+    children = [child for node in nodes for child in getattr(node, "body", [])]
+    nodes = [child for child in children if name in _names(child)]
+  lines = [0]
+  for line in text.split("\n"):
+    lines.append(lines[-1] + len(line) + 1)
+  spans = []
+  for node in nodes:
+    decorators = getattr(node, "decorator_list", [])
+    first = min(part.lineno for part in (node, *decorators))
+    spans.append((lines[first - 1], lines[node.end_lineno]))
+  return spans
+
+
+def _names(statement: ast.stmt) -> list[str]:
+  """The names that a statement defines."""
+  match statement:
+    case ast.FunctionDef() | ast.ClassDef():
+      return [statement.name]
+    case ast.Assign():
+      return [target.id for target in statement.targets if isinstance(target, ast.Name)]
+    case ast.AnnAssign(target=ast.Name(id=name)):
+      return [name]
+  return []
+
+
+def _pattern(code: str) -> str:
+  """A regular expression for code, however its lines are broken."""
+  tokens = _TOKEN.findall(code)
+  parts = []
+  for token, after in zip(tokens, [*tokens[1:], ""], strict=True):
+    if token == "," and after in _CLOSING:
+      continue  # a comma that comes and goes with a line break
+    part = re.sub(r"^\w+$", r"\\b\g<0>\\b", re.escape(token))
+    parts.append(rf"(?:,\s*)?{part}" if token in _CLOSING else part)
+  return r"\s*".join(parts)
 
 
 def read(only: str) -> tuple[Break, ...]:
-  """The breaks that have a text in their name, law, file or catcher."""
+  """The breaks that have a text in their name, law, place or catcher."""
   return tuple(
     case
     for path in sorted(LISTS.glob("*.toml"))
     for case in (Break(**entry) for entry in tomllib.loads(path.read_text())["break"])
-    if any(only in text for text in (case.name, case.law, case.file, case.catcher))
+    if any(only in text for text in (case.name, case.law, case.at, case.catcher))
   )
 
 
@@ -109,7 +176,7 @@ class Copy:
     """Runs tests, with a break or without: what came of it, and what was printed."""
     if broken is None:
       return self._test(catchers, cases, optimize)
-    path = self.root / broken.file
+    path = broken.path(self.root)
     whole = path.read_text()
     path.write_text(broken.applied(self.root))
     try:
@@ -209,7 +276,7 @@ def main() -> int:
   for case in breaks:
     try:
       case.applied(ROOT)
-    except (OSError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError) as error:
       problems[case] = f"does not apply: {error}"
   seconds = dict.fromkeys(breaks, "")
   if not options.list:

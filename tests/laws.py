@@ -77,6 +77,11 @@ def gaussian(size, seed=0):
   return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
 
 
+def mean_bound(count):
+  """The relative error of a mean of one sign: each addition and the division round."""
+  return (count + 1) * 2.0**-24
+
+
 def obeys(case, x):
   """Tries the laws for which one program of a codec and one of batches are enough.
 

@@ -1,7 +1,9 @@
 """Runs N workers wherever a transformation runs: see `gradcomp._src.testing.modes`.
 
-The tests look at residuals, and name the exchanges of groups.
+The tests look at residuals, name the exchanges of groups, and train with a user's step.
 """
+
+import optax
 
 import gradcomp
 from gradcomp._src.testing.modes import EXPLICIT as EXPLICIT
@@ -29,3 +31,23 @@ def run_all(mode, transformation, gradients):
   """Like :func:`run`, and the residuals of the second stage ``[N, share, tile]``."""
   outputs, state = run_with_state(mode, transformation, gradients)
   return outputs, state.residual, state.server_residual
+
+
+def user_step(loss_fn, optimizer, axis_name="data"):
+  """The step that a user writes around `value_and_grad` and `update`."""
+  grad_fn = gradcomp.value_and_grad(loss_fn, axis_name=axis_name)
+
+  def step(params, state, batch):
+    loss, grads = grad_fn(params, batch)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, {"loss": loss}
+
+  return step
+
+
+def train(step, params, state, batch, steps=5):
+  losses = []
+  for _ in range(steps):
+    params, state, metrics = step(params, state, batch)
+    losses.append(float(metrics["loss"]))
+  return params, state, losses

@@ -412,26 +412,6 @@ def qsgd_expected_variance(x, *, bits, bucket_size, norm, levels, scales=None):
   return float(np.sum(np.square(step) * p * (1 - p)))
 
 
-def qsgd_variance_bound(x, *, bits, bucket_size, levels):
-  """The published bound on :func:`qsgd_expected_variance`, summed over the buckets.
-
-  For a bucket v of n elements and `sign_magnitude` it is min(n / s^2, sqrt(n) / s)
-  ||v||_2^2 (Alistarh et al. 2017, lemma 3.1). The second term needs a level at zero,
-  which `uniform` has not: its bound is n / s^2 ||v||_2^2. Both hold for `norm="max"`
-  too, since that norm is the smaller one.
-  """
-  x = np.asarray(x, np.float64).ravel()
-  top = _levels(bits, levels)
-  bound = 0.0
-  for start in range(0, x.size, bucket_size or max(x.size, 1)):
-    bucket = x[start : start + (bucket_size or x.size)]
-    factor = bucket.size / top**2
-    if levels == "sign_magnitude":
-      factor = min(factor, np.sqrt(bucket.size) / top)
-    bound += factor * float(bucket @ bucket)
-  return bound
-
-
 def _geometry(bits, bucket_size):
   """The codes of a word, and the words of a row."""
   return 32 // bits, PER_TENSOR_WORDS if bucket_size is None else bucket_size

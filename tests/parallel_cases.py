@@ -47,6 +47,26 @@ def mapped(mode, function, workers):
   )
 
 
+def numbers(*shape, seed=0):
+  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def in_order(parts):
+  total = parts[0]
+  for part in parts[1:]:
+    total = total + part
+  return total
+
+
+def assert_rounded(got, expected):
+  np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def nbytes(codec, size):
+  """The bytes that an array's payload has, by the arithmetic of the page."""
+  return 4 * -(-size // codec.tile_size) * codec.row_words
+
+
 def with_gradient(function, weights):
   """``x -> (y, dx)``, where dx is the gradient of ``sum(weights * y)``."""
 

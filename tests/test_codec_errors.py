@@ -20,21 +20,22 @@ def test_one_bit_needs_buckets(make, size):
     make(bucket_size=size)
 
 
-@pytest.mark.parametrize("size", [0, 100, -32, 64.0, True, "64"], ids=repr)
+@pytest.mark.parametrize("size", [0, 1, 100, -32, 64.0, True, "64", [64]], ids=repr)
 @pytest.mark.parametrize(
-  "make, name",
+  "make",
   [
-    (Ternary, "bucket_size"),
-    (gradcomp.terngrad, "bucket_size"),
-    (EightBit, "bucket_size"),
-    (gradcomp.eight_bit, "bucket_size"),
+    QSGD,
+    gradcomp.qsgd,
+    Ternary,
+    gradcomp.terngrad,
+    EightBit,
+    gradcomp.eight_bit,
   ],
 )
-def test_buckets_or_none(make, name, size):
-  with pytest.raises(
-    ValueError, match=says(f"`{name}`", "multiple of 32", "None", repr(size))
-  ):
-    make(**{name: size})
+def test_buckets_or_none(make, size):
+  parts = ("`bucket_size`", "multiple of 32", "None", repr(size))
+  with pytest.raises(ValueError, match=says(*parts)):
+    make(bucket_size=size)
 
 
 @pytest.mark.parametrize("value", ["", None, 1, True, ["2bit"]], ids=repr)
@@ -46,6 +47,11 @@ def test_buckets_or_none(make, name, size):
     (EightBit, "data_type", ("dynamic_tree", "dynamic_map", "static_tree", "mantissa")),
     (EightBit, "rounding", ("stochastic", "nearest")),
     (QSGD, "levels", ("sign_magnitude", "uniform", "nonuniform")),
+    (gradcomp.qsgd, "levels", ("sign_magnitude", "uniform", "nonuniform")),
+    (QSGD, "norm", ("max", "l2", "rms")),
+    (gradcomp.qsgd, "norm", ("max", "l2", "rms")),
+    (QSGD, "rounding", ("stochastic", "nearest")),
+    (gradcomp.qsgd, "rounding", ("stochastic", "nearest")),
   ],
 )
 def test_named_choices(make, name, choices, value):

@@ -3,16 +3,14 @@
 import ast
 import csv
 import json
-import os
 import re
 import socket
 import statistics
-import subprocess
-import sys
 
 import jax
 import pages
 import pytest
+from installs import run
 
 README = pages.ROOT / "README.md"
 FOLDER = pages.ROOT / "docs"
@@ -34,17 +32,8 @@ def run_alone(page, folder, *arguments, then="pass"):
   """What a page prints, as a program where warnings are errors; ``then`` looks at its
   ``names``."""
   code = f"import pages\nnames = pages.run(pages.ROOT / {str(page)!r})\n{then}\n"
-  result = subprocess.run(
-    [sys.executable, "-W", "error", "-c", code, *arguments],
-    cwd=folder,
-    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pages.ROOT / "tests")},
-    stdin=subprocess.DEVNULL,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  assert result.returncode == 0, result.stdout + result.stderr
-  return result.stdout
+  tests = str(pages.ROOT / "tests")
+  return run("-W", "error", "-c", code, *arguments, cwd=folder, PYTHONPATH=tests)
 
 
 def test_the_front_page_runs_as_a_newcomer_pastes_it(tmp_path):

@@ -14,6 +14,7 @@ from assertions import assert_same_bits
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from modes import train, user_step
 from slow_cases import slow
 
 import gradcomp
@@ -46,24 +47,8 @@ def start(optimizer, params, batch, mesh, axis_name="data"):
 
 
 def plain_jit(loss_fn, optimizer, axis_name="data"):
-  """What a user writes in plain jit; with no axis, the same on one device."""
-  grad_fn = gradcomp.value_and_grad(loss_fn, axis_name=axis_name)
-
-  @jax.jit
-  def step(params, state, batch):
-    loss, grads = grad_fn(params, batch)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, {"loss": loss}
-
-  return step
-
-
-def train(step, params, state, batch, steps=5):
-  losses = []
-  for _ in range(steps):
-    params, state, metrics = step(params, state, batch)
-    losses.append(float(metrics["loss"]))
-  return params, state, losses
+  """The step of a user in plain jit; with no axis, the same on one device."""
+  return jax.jit(user_step(loss_fn, optimizer, axis_name))
 
 
 def is_placed(x, mesh, spec):

@@ -8,6 +8,7 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from parallel_cases import nbytes
 from slow_cases import slow
 
 import gradcomp
@@ -182,11 +183,6 @@ def hosts(request):
   kinds = (request.param,) * 2
   with jax.set_mesh(jax.make_mesh((HOSTS, CHIPS), ("host", "chip"), kinds)):
     yield request.param
-
-
-def nbytes(codec, size):
-  """The bytes that a payload has, by the arithmetic of the page."""
-  return 4 * -(-size // codec.tile_size) * codec.row_words
 
 
 def test_between_hosts_only_words_of_gradients_travel(hosts, batch):

@@ -14,6 +14,7 @@ from assertions import assert_same_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from modes import train, user_step
 from slow_cases import slow
 
 import gradcomp
@@ -86,25 +87,6 @@ def place(params, mesh):
     k: jax.device_put(np.array(leaf), NamedSharding(mesh, SPECS[k]))
     for k, leaf in params.items()
   }
-
-
-def train(step, params, state, batch, steps=5):
-  losses = []
-  for _ in range(steps):
-    params, state, metrics = step(params, state, batch)
-    losses.append(float(metrics["loss"]))
-  return params, state, losses
-
-
-def user_step(loss_fn, optimizer):
-  grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data")
-
-  def step(params, state, batch):
-    loss, grads = grad_fn(params, batch)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, {"loss": loss}
-
-  return step
 
 
 @functools.cache

@@ -19,11 +19,6 @@ def rows_of(codec, x):
   return np.asarray(laws.encoder(codec)(jnp.asarray(x), laws.KEY).rows)
 
 
-def mean_bound(count):
-  """The relative error of a mean: each addition and the division round once."""
-  return (count + 1) * 2.0**-24
-
-
 def test_the_example_of_the_definition():
   x = np.float32([-3, -1, 2, 4])
   np.testing.assert_array_equal(laws.round_trip(OneBit(), x), [-2, -2, 3, 3])
@@ -45,7 +40,7 @@ def test_payload_is_the_oracles(bucket_size):
   rows = rows_of(codec, x)
   means = rows[:, bucket_size:].view(np.float32)
   expected = oracle_one_bit.one_bit_means(x, bucket_size=bucket_size)
-  np.testing.assert_allclose(means, expected, rtol=mean_bound(bucket_size))
+  np.testing.assert_allclose(means, expected, rtol=laws.mean_bound(bucket_size))
   np.testing.assert_array_equal(
     rows, oracle_one_bit.one_bit_encode(x, bucket_size=bucket_size, means=means)
   )
@@ -57,7 +52,9 @@ def test_each_bucket_is_the_papers_quantiser():
   for start in range(0, x.size, 64):
     bucket = slice(start, start + 64)
     np.testing.assert_allclose(
-      restored[bucket], oracle_one_bit.one_bit_ideal(x[bucket]), rtol=mean_bound(64)
+      restored[bucket],
+      oracle_one_bit.one_bit_ideal(x[bucket]),
+      rtol=laws.mean_bound(64),
     )
 
 
@@ -106,7 +103,9 @@ def test_huge_values_do_not_overflow():
   for start in range(0, x.size, 64):
     bucket = slice(start, start + 64)
     np.testing.assert_allclose(
-      restored[bucket], oracle_one_bit.one_bit_ideal(x[bucket]), rtol=mean_bound(64)
+      restored[bucket],
+      oracle_one_bit.one_bit_ideal(x[bucket]),
+      rtol=laws.mean_bound(64),
     )
 
 
@@ -170,7 +169,7 @@ def test_columns_are_the_oracles(shape):
   rows = rows_of(codec, x)
   means = np.ascontiguousarray(rows[:, -2:]).view(np.float32)
   expected = oracle_one_bit.one_bit_column_means(x)
-  np.testing.assert_allclose(means, expected, rtol=mean_bound(70))
+  np.testing.assert_allclose(means, expected, rtol=laws.mean_bound(70))
   np.testing.assert_array_equal(
     rows, oracle_one_bit.one_bit_encode_columns(x, means=means)
   )

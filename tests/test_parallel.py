@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 from assertions import assert_same_bits
 from jax import lax
-from parallel_cases import CODECS, KEY, dither, mapped, roundtrip, with_gradient
+from parallel_cases import (
+  CODECS,
+  KEY,
+  assert_rounded,
+  dither,
+  in_order,
+  mapped,
+  numbers,
+  roundtrip,
+  with_gradient,
+)
 from slow_cases import slow
 
 from gradcomp import parallel
@@ -16,10 +26,6 @@ from gradcomp.codecs import Dense
 N = 4
 FLOATS = dict(codec=Dense())
 RING = [(0, 2), (2, 1), (1, 3), (3, 0)]
-
-
-def numbers(*shape, seed=0):
-  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 X = numbers(N, 8, 4)
@@ -50,7 +56,6 @@ PAIRS = {
     X[::-1],
   ),
 }
-ADDED = {"psum_scatter"}  # and the gradient of all_gather
 
 
 @pytest.mark.parametrize("mode", modes.MODES)
@@ -71,10 +76,6 @@ def test_float32_is_what_jax_sends(mode):
     same = (assert_same_bits, assert_rounded)
     same[name == "psum_scatter"](value, theirs[name][0])
     same[name == "all_gather"](gradient, theirs[name][1])
-
-
-def assert_rounded(got, expected):
-  np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", modes.MODES)
@@ -102,13 +103,6 @@ def test_a_psum_and_its_gradient(mode):
 
 # The others, and what is rounded everywhere, are slow.
 PLAIN = ("bf16", "eight_bit_buckets", "qsgd8", "float_cast", "ternary", "natural")
-
-
-def in_order(parts):
-  total = parts[0]
-  for part in parts[1:]:
-    total = total + part
-  return total
 
 
 def own_or_coded(own, codec, x, sender, receiver, key):

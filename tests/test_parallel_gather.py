@@ -8,7 +8,17 @@ import pytest
 from assertions import assert_same_bits
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from parallel_cases import CODECS, KEY, dither, mapped, roundtrip
+from parallel_cases import (
+  CODECS,
+  KEY,
+  assert_rounded,
+  dither,
+  in_order,
+  mapped,
+  nbytes,
+  numbers,
+  roundtrip,
+)
 from slow_cases import slow
 
 import gradcomp
@@ -24,10 +34,6 @@ PLAIN = dict(weights=None, grads=None)
 DRAWN = jax.random.wrap_key_data(jnp.array(KEY, jnp.uint32))
 
 
-def numbers(*shape, seed=0):
-  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
 def both(function):
   """``(w, residual, cotangent) -> (whole, dw, new residual)`` of a gather."""
 
@@ -40,17 +46,6 @@ def both(function):
 
 def gathering(**options):
   return both(lambda w, e: gather(w, "data", residual=e, **options))
-
-
-def in_order(parts):
-  total = parts[0]
-  for part in parts[1:]:
-    total = total + part
-  return total
-
-
-def rounded(got, expected):
-  np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", modes.MODES)
@@ -81,9 +76,9 @@ def test_float32_is_what_jax_sends(mode):
   ):
     assert_same_bits(ours[0], theirs[0])
     assert_same_bits(given[0], theirs[0])
-    rounded(ours[1], theirs[1])
+    assert_rounded(ours[1], theirs[1])
     sums = np.stack(np.split(e.sum(0), N, axis=1))
-    rounded(given[1], theirs[1] + (sums.conj() if np.iscomplexobj(e) else sums))
+    assert_rounded(given[1], theirs[1] + (sums.conj() if np.iscomplexobj(e) else sums))
     assert not np.asarray(given[2]).any()
 
 
@@ -130,7 +125,7 @@ def test_the_two_directions_have_codecs_of_their_own():
   sums = cotangent.sum(0).reshape(N, -1)
   assert_same_bits(down[0][0], w.reshape(-1))
   assert np.abs(up[0][0] - w.reshape(-1)).max() > 0.1
-  rounded(up[1], sums)
+  assert_rounded(up[1], sums)
   assert np.abs(down[1] - sums).max() > 0.1
 
 
@@ -211,11 +206,6 @@ def test_feedback_sends_later_what_was_lost():
   want = cotangent.sum(0).reshape(N, -1)
   errors = [np.abs(x - want).max() for x in (kept, bit, lost)]
   assert errors[0] < 0.1 * errors[2] and errors[1] < 0.3 * errors[2], errors
-
-
-def nbytes(codec, size):
-  """The bytes that an array's payload has, by the arithmetic of the page."""
-  return 4 * -(-size // codec.tile_size) * codec.row_words
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -318,9 +308,9 @@ def test_axes_of_a_mesh(check_vma):
     new, hosts = np.asarray(new).reshape(N, 8, 3), x.reshape(2, 2, 8, 3)
     if name == "chip":  # [hosts, chips, 4, 3]
       got = np.asarray(dw).reshape(2, 8, 3)
-      rounded(got + new.reshape(2, 2, 8, 3).sum(1), hosts.sum(1))
+      assert_rounded(got + new.reshape(2, 2, 8, 3).sum(1), hosts.sum(1))
     else:
-      rounded(np.asarray(dw).reshape(8, 3) + new.sum(0), x.sum(0))
+      assert_rounded(np.asarray(dw).reshape(8, 3) + new.sum(0), x.sum(0))
 
 
 def test_weights_of_equal_type_on_hosts_get_the_sum_over_hosts():
@@ -342,4 +332,4 @@ def test_weights_of_equal_type_on_hosts_get_the_sum_over_hosts():
     out_specs=(P("chip"), both),
   )
   dw, new = jax.jit(step)(w, np.zeros((N * 8, 3), np.float32), x)
-  rounded(dw + np.asarray(new).reshape(N, 8, 3).sum(0), x.sum(0))
+  assert_rounded(dw + np.asarray(new).reshape(N, 8, 3).sum(0), x.sum(0))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from assertions import says
 from jax.sharding import PartitionSpec as P
-from parallel_cases import CODECS, mapped
+from parallel_cases import CODECS, mapped, numbers
 from slow_cases import slow
 
 from gradcomp import parallel
@@ -28,10 +28,6 @@ from gradcomp.codecs import (
 N = 4
 EIGHT = EightBit(bucket_size=64)
 KEY = jax.random.key(3)
-
-
-def numbers(*shape, seed=0):
-  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 @pytest.mark.parametrize("mode", ["shard_map", *slow("pmap", "vmap")])

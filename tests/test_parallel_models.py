@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parallel_cases import CODECS, mapped
+from parallel_cases import CODECS, mapped, nbytes, numbers
 from slow_cases import slow
 
 import gradcomp
@@ -17,10 +17,6 @@ from gradcomp.codecs import QSGD, Dense, EightBit
 
 N = 4
 EIGHT = EightBit(bucket_size=64)
-
-
-def numbers(*shape, seed=0):
-  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 SIZES = (12, 16, 8, 4)
@@ -177,12 +173,6 @@ def test_the_next_sub_batch_is_gathered_under_the_product(prefetch):
   found = needs(body)
   assert (gather in found[product]) != prefetch
   assert product not in found[gather]
-
-
-def nbytes(codec, size):
-  """The bytes that an array's payload has, by the arithmetic of the page."""
-  rows = -(-size // codec.tile_size)
-  return 4 * rows * codec.row_words
 
 
 def test_what_is_sent_are_words_and_as_many_as_the_payloads_have():

@@ -8,7 +8,7 @@ import pytest
 from assertions import assert_same_bits, says
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from parallel_cases import mapped
+from parallel_cases import mapped, numbers
 from slow_cases import slow
 
 import gradcomp
@@ -21,10 +21,6 @@ EIGHT = EightBit(bucket_size=32)
 RANDOM = QSGD(bits=4, bucket_size=32)
 KEY = jax.random.key(5)
 ADDENDS = P(unreduced={"data"})
-
-
-def numbers(*shape, seed=0):
-  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 @pytest.fixture

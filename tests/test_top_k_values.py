@@ -27,11 +27,6 @@ from gradcomp.codecs import RandomK, TopK
 SIZE, DENSITY, K = 100_003, 0.001, 101
 
 
-def mean_bound(count):
-  """The relative error of a mean of one sign: each addition and the division round."""
-  return (count + 1) * 2.0**-24
-
-
 def smallest(name):
   """Whether a subnormal number is zero in a sum is the processor's affair."""
   return 2.0**-126 if name in ("subnormal", "powers") else 0
@@ -61,7 +56,7 @@ def test_asq_sends_the_largest_of_one_sign(size, density, method):
         np.testing.assert_allclose(
           mean,
           x[chosen].mean(dtype=np.float64),
-          mean_bound(chosen.size),
+          laws.mean_bound(chosen.size),
           smallest(name),
         )
         left[chosen] -= mean
@@ -106,7 +101,7 @@ def test_strom_sends_a_mean_of_each_sign(size, density, method):
         np.testing.assert_allclose(
           entries.values[own],
           x[place].mean(dtype=np.float64),
-          mean_bound(place.size),
+          laws.mean_bound(place.size),
           smallest(name),
         )
         left[place] -= entries.values[own]

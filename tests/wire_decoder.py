@@ -55,12 +55,6 @@ def decode_qsgd(rows, size, *, bits, bucket_size, levels):
   return np.where(negative, -value, value)
 
 
-def qsgd_codes(rows, size, *, bits, bucket_size):
-  """The codes of a QSGD payload, uint32[size], and each one's scale, float32[size]."""
-  codes, scales = _padded_qsgd_codes(rows, size, bits, bucket_size)
-  return codes[:size], scales[:size]
-
-
 def shared_codes(rows, size, *, bits, bucket_size, levels):
   """The integers of rows whose scales all workers share, int64[size].
 
@@ -199,38 +193,6 @@ def split_all_gather(message, matrices):
     part.reshape(*message.shape[:-1], rows, words)
     for part, (rows, words) in zip(parts, matrices, strict=True)
   ]
-
-
-def split_two_shot(gathered, matrices, *, stage=2):
-  """The matrices of a `two_shot` message, without the rows that pad them.
-
-  Args:
-    gathered: uint32[N, M]. Line d holds share d of every matrix, both in what one
-      worker sends in the first stage and in what all have after the second.
-    matrices: a list of (rows, words a row), in the order of the message; rows are
-      counted before the padding to a multiple of N.
-    stage: with 1, checks that the padding is zero. In the second stage it is an
-      encoded mean of zeros, which has other codes than 0 in some codecs.
-
-  Returns:
-    A list of uint32[rows, words].
-  """
-  gathered = checked_words(gathered, (2,), "gathered")
-  if stage not in (1, 2):
-    raise ValueError(f"`stage` must be 1 or 2, got {stage}.")
-  workers = gathered.shape[0]
-  if workers == 0:
-    raise ValueError("a message of no workers has no matrices.")
-  shares = [(-(-rows // workers), words) for rows, words in matrices]
-  result = []
-  for part, (rows, words) in zip(
-    split_all_gather(gathered, shares), matrices, strict=True
-  ):
-    padded = part.reshape(-1, words)
-    if stage == 1 and padded[rows:].any():
-      raise ValueError("the rows that pad a matrix must be zero in the first stage.")
-    result.append(padded[:rows])
-  return result
 
 
 def _top(bits, levels):
