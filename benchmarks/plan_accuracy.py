@@ -1,6 +1,7 @@
 """Makes the accuracies by which plans judge codecs, from records of trainings.
 
-  python benchmarks/plan_accuracy.py [--output gradcomp/_src/cost/planner/accuracy.json]
+  python benchmarks/plan_accuracy.py
+    [--output gradcomp/_src/cost/planner/accuracy.json]
 
 Of each candidate it has the points of accuracy by which it ended above float32, in the
 worst of its trainings: the mean over seeds of the differences, seed by seed. Those of

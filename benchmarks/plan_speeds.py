@@ -1,6 +1,7 @@
 """Makes the speeds that gradcomp.cost.plan takes where nobody gives it any.
 
-  python benchmarks/plan_speeds.py [--quick] [--output gradcomp/_src/cost/planner/speeds.json]
+  python benchmarks/plan_speeds.py [--quick]
+    [--output gradcomp/_src/cost/planner/speeds.json]
 
 It reads a file of codec_speed.py with one setting of malloc, and the largest arrays in
 it. Each time counts as a multiple of the copy beside it, of 0.34 ns an element. Codecs

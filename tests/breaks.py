@@ -161,7 +161,7 @@ class Copy:
       "PYTHONPATH": str(folder),
       "PYTHONDONTWRITEBYTECODE": "1",
     }
-    code = "import gradcomp.kernels; print(gradcomp.kernels.__file__)"
+    code = "import gradcomp; print(gradcomp.__file__)"
     _, text = self._run([sys.executable, "-c", code], _LONGEST)
     if not text.startswith(str(folder)):
       raise RuntimeError(f"The tests would not import the copy, but {text}")

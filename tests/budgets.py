@@ -22,6 +22,7 @@ OTHERS = Budget(programs=150, seconds=10)
 FILES: dict[str, Budget] = {
   "gradcomp/_src/transforms/recipes.py": Budget(programs=200, seconds=10),
   "gradcomp/_src/transforms/sparse.py": Budget(programs=260, seconds=10),
+  "gradcomp/codecs.py": Budget(programs=650, seconds=20),
   "tests/test_codecs.py": Budget(programs=780, seconds=90),
   "tests/test_exchange.py": Budget(programs=520, seconds=65),
   "tests/test_extra_args.py": Budget(programs=200, seconds=15),

@@ -90,7 +90,7 @@ def test_plan_has_the_points_of_the_records(study):
   found = plan_accuracy.accuracies(study)
   assert found == {x.name: x.points for x in CANDIDATES}
   assert found["1-bit"] < -4 and found["top 0.1 % ASQ"] is None
-  kept = (pages.ROOT / "gradcomp" / "planner" / "accuracy.json").read_text()
+  kept = (pages.ROOT / "gradcomp/_src/cost/planner/accuracy.json").read_text()
   assert json.loads(kept) == found
 
 
