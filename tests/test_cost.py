@@ -190,8 +190,8 @@ def test_bad_arguments_are_refused_with_the_rule(make, message):
 def test_the_modules_need_no_jax():
   """Each imports where JAX is not installed, and the package above it is empty."""
   folder = pages.ROOT / "gradcomp"
-  cost = folder / "_src" / "cost"
-  names = sorted(path.stem for path in cost.glob("*.py"))
+  room = folder / "_src" / "cost"
+  names = sorted(path.stem for path in room.glob("*.py"))
   code = f"""
 import importlib, sys, types
 for name in ("jax", "jaxlib", "optax"):
