@@ -1,4 +1,4 @@
-"""Checks the options of local steps, and what ``update`` is given."""
+"""Checks of the options of ``local_steps``, and of the arguments of its ``update``."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from gradcomp.feedback import ErrorFeedback
 
 
 def up_to(name: str, least: int, most: int, value: Any) -> int:
-  """Returns a number of these; ValueError for all else."""
+  """Returns an integer in a range; ValueError otherwise."""
   rule = f"a number, from {least} to {most}, which depends on `every`"
   number = static_integer(name, rule, value, least=least)
   if number > most:
@@ -23,7 +23,7 @@ def up_to(name: str, least: int, most: int, value: Any) -> int:
 
 
 def checked_optimizer(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer that takes extra arguments; TypeError for what is none."""
+  """Returns an optimizer that takes extra arguments; TypeError for other objects."""
   if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
     raise TypeError(
       f"`{name}` must be an optax.GradientTransformation, like optax.sgd(0.1), got "
@@ -33,10 +33,10 @@ def checked_optimizer(name: str, tx: Any) -> optax.GradientTransformationExtraAr
 
 
 def kept_of(feedback: Any, decay: float, codec: Any) -> Any:
-  """Returns what a worker does with what it did not send of a difference."""
+  """Returns the feedback for the unsent part of a displacement."""
   decay = share_above_0("feedback_decay", decay)
   if feedback == "error":
-    # What is unbiased without drawing loses nothing.
+    # A codec that is unbiased without random numbers is exact.
     exact = getattr(codec, "unbiased", False) and not codec.needs_key
     return None if exact else ErrorFeedback(residual_decay=decay)
   if decay != 1:
@@ -48,7 +48,7 @@ def kept_of(feedback: Any, decay: float, codec: Any) -> Any:
 
 
 def exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
-  """Returns the exchange of what workers change, which divides as ``merge`` says.
+  """Returns the exchange of displacements, which divides by the rule of ``merge``.
 
   Raises:
     ValueError: it sends nothing, or the codec or the exchange does not allow ``merge``.
@@ -76,7 +76,7 @@ def exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
 
 
 def check_floats(name: str, tree: Any) -> None:
-  """Raises TypeError for leaves that are no real floats."""
+  """Raises TypeError for leaves that are not real floats."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

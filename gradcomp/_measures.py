@@ -1,7 +1,7 @@
-"""Measures what a step sends, for :func:`gradcomp.inspect`, inside of the step.
+"""Measures of a step's messages for :func:`gradcomp.inspect`, inside the step.
 
-A worker measures its own leaves. What it finds are sums, which add up over leaves and
-workers. So all workers exchange a few kilobytes a leaf, in one message.
+A worker measures its own leaves by sums, which add up over leaves and workers. So all
+workers exchange a few kilobytes a leaf, in one message.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from gradcomp.workers import AxisName
 
 
 def watched(state: CompressState, leaves: int) -> Watched:
-  """Returns a state for so many leaves. Its sums are NaN until a step measures."""
+  """Returns a state with sums for ``leaves`` leaves, NaN until a step measures."""
   return Watched(*state, _filled(leaves, jnp.nan))
 
 
@@ -51,11 +51,11 @@ def measured(
   """Returns the state after a step, with its sums if it is :class:`Watched`.
 
   Args:
-    state: what the step keeps.
-    plan: what it sent.
+    state: the new state.
+    plan: the messages of the step.
     updates: the gradients.
-    corrected: what was to be sent.
-    exchanged: what came of it, with what was not sent.
+    corrected: the gradients plus residuals.
+    exchanged: the means and the unsent parts.
     workers: the workers that exchange, or None.
   """
   if not isinstance(state, Watched):
@@ -110,13 +110,11 @@ def _over_workers(
   workers: Workers | None,
   others: tuple[str, ...],
 ) -> list[Sums]:
-  """Returns the means of sums over the workers, with the length of the true mean.
-
-  The true mean of a leaf is nowhere. It is ``a m + r``, where ``m`` is the result, and
-  ``r`` is at right angles to it. So is each worker's gradient, and the mean of the
-  workers' ``a`` and ``r`` is that of the true mean. They know ``a`` from their scalar
-  products, and estimate the length of the mean ``r`` from sketches.
-  """
+  """Averages sums over the workers, and estimates the square norm of the true mean."""
+  # No worker has the true mean of a leaf. It is a m + r, where m is the result and r is
+  # at right angles to m. Each worker's gradient is so too, and the means of the workers'
+  # a and r are the a and r of the true mean. Workers know a from scalar products, and
+  # estimate the length of the mean r from sketches.
   if workers is not None:
     sketches = list(map(_across, own, leaves)) if plan.sends else []
     flat, restore = ravel_pytree((own, sketches))
@@ -135,12 +133,12 @@ def _sum(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def _along(sums: Sums) -> jax.Array:
-  """Returns a: how much of a mean points where the result does, in results."""
+  """Returns a: the length of a gradient's projection on the result, in results."""
   return sums.product / jnp.where(sums.mean > 0, sums.mean, 1.0)
 
 
 def _across(sums: Sums, leaf: WorkerLeaf) -> jax.Array:
-  """Sketches r: what of a worker's gradient is at right angles to the result."""
+  """Sketches r: the component of a worker's gradient at right angles to the result."""
   return sketch(leaf.gradient - _along(sums) * leaf.mean)
 
 
@@ -152,9 +150,12 @@ def _with_true(sums: Sums, across: jax.Array) -> Sums:
 def _owned(
   plan: Plan, residuals: OwnerResiduals | None, others: tuple[str, ...]
 ) -> jax.Array:
-  """Returns the squares of what this worker keeps as an owner, by leaf.
+  """Returns the squares of this worker's owner residuals, ``float32[leaves + 1]``.
 
-  That are leaves that differ over these other axes.
+  Args:
+    plan: the messages.
+    residuals: the owner residuals.
+    others: the other axes of the leaves that are counted.
   """
   result = jnp.zeros(len(plan.names) + 1, jnp.float32)
   if residuals is None or plan.axis_name is None:

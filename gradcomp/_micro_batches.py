@@ -1,4 +1,4 @@
-"""Takes a worker's part of the batch in several parts, one after the other."""
+"""Gradients of a worker's batch in several micro-batches, one after the other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from gradcomp.workers import AxisName
 
 
 def check_accumulate(value: Any) -> int:
-  """Returns the number of micro-batches; ValueError for what is none."""
+  """Returns the number of micro-batches; ValueError otherwise."""
   rule = "a number of micro-batches, 1 or more"
   return static_integer("accumulate", rule, value, least=1)
 
@@ -24,7 +24,7 @@ def over_micro_batches(
   count: int,
   cut: tuple[int, ...],
 ) -> Callable[..., tuple[Any, Any]]:
-  """Returns a function with the means of what ``grad_fn`` returns for micro-batches."""
+  """Returns a function that averages the results of ``grad_fn`` over micro-batches."""
 
   def averaged(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     def add(total: Any, micro_batch: Any) -> tuple[Any, Any]:
@@ -57,7 +57,7 @@ def over_weighed_micro_batches(
       its own weight, see :func:`gradcomp._weights.over_own_weight`.
     argnums: the arguments to differentiate.
     count: the number of micro-batches of a worker.
-    cut: the arguments that are cut.
+    cut: the arguments that are split.
     axis_name: the axes of the workers, or None.
     has_aux: whether to return the mean ``aux``, too.
   """
@@ -118,7 +118,7 @@ def loss_alone(
 
 
 def micro_batches(args: Any, count: int, cut: tuple[int, ...]) -> tuple[Any, ...]:
-  """Returns the arguments that are cut, with a new first axis of micro-batches."""
+  """Returns the split arguments with a new first axis of micro-batches."""
 
   def part(path: Any, x: Any) -> Any:
     if not jnp.shape(x) or jnp.shape(x)[0] % count:

@@ -1,4 +1,4 @@
-"""Moves each part of an optimizer state from N workers to M, in NumPy's arrays."""
+"""Resharding of each part of an optimizer state from N to M workers, on the host."""
 
 import dataclasses
 import math
@@ -27,16 +27,16 @@ _Plans = Iterator[tuple[Plan | None, Plan | None]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-  """Moves the parts of a state.
+  """A move of a state from N to M workers.
 
   Attributes:
     old_workers: N.
     workers: M.
     names: the axes of the workers.
     keep: see :func:`gradcomp.reshard_state`.
-    old: the state that N workers begin with.
-    new: the state that M workers begin with.
-    placing: where arrays go.
+    old: the first state of N workers.
+    new: the first state of M workers.
+    placing: places arrays on devices.
   """
 
   old_workers: int
@@ -56,9 +56,9 @@ class Move:
     """Moves a tree.
 
     Args:
-      state: of N workers.
-      like: the shapes for N workers, those for M workers, and the specs of these.
-      plans: of the states in it, for N and for M workers.
+      state: the tree of N workers.
+      like: its shapes for N workers, its shapes for M workers, and its specs for these.
+      plans: the plans of the states in it, for N and for M workers.
     """
 
     def moved(node: Any, old: Any, new: Any, specs: Any) -> Any:
@@ -116,7 +116,7 @@ class Move:
     return result
 
   def _residual(self, x: Any, spec: Any, more: np.ndarray | None) -> Any:
-    """Moves the residual of a leaf, however it is stored."""
+    """Moves the residual of a leaf, in any storage format."""
     if not is_stored(x):
       return self._addends(x, spec, more)
     wide = floats_of(jax.tree.map(host_array, x), self.old_workers)
@@ -125,7 +125,7 @@ class Move:
     return jax.tree.map(self.placing, stored, spec)
 
   def _addends(self, x: Any, spec: Any, more: np.ndarray | None = None) -> Any:
-    """Moves what workers add up; each also gets ``more``."""
+    """Moves an array that workers sum; each also gets ``more``."""
     return self.placing(self._regrouped(host_array(x), more), spec, x)
 
   def _regrouped(self, x: np.ndarray, more: np.ndarray | None) -> np.ndarray:
@@ -143,7 +143,7 @@ class Move:
     new: CompressState,
     plans: tuple[Plan | None, Plan | None],
   ) -> tuple[Any, dict[int, np.ndarray]]:
-    """Returns what owners keep, and what each worker keeps instead of them, by leaf."""
+    """Moves owner residuals; returns by leaf the parts that no owner keeps any more."""
     given = node.server_residual
     if given is None and old.server_residual is not None:
       return None, {}  # for nobody knew the number of workers
@@ -165,7 +165,7 @@ class Move:
     new: CompressState,
     plan: Plan | None,
   ) -> Any:
-    """Returns what codecs remember."""
+    """Moves the state of codecs."""
     if new.memory is None or (node.memory is None and old.memory is not None):
       return None
     first = first_stored(self._known(plan), jnp.asarray(host_array(node.key)))
@@ -176,7 +176,7 @@ class Move:
     )
 
   def _rows(self, node: OwnedRows, new: OwnedRows) -> OwnedRows:
-    """Moves rows that workers own."""
+    """Moves the rows that workers own."""
     arrays = {}
     for axes, own in node.arrays.items():
       moved = [
@@ -192,7 +192,7 @@ class Move:
     """Gives worker i the inner state of worker i mod N, between two rounds.
 
     Raises:
-      ValueError: it is in the midst of a round.
+      ValueError: the state is in the midst of a round.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(node.moved):
       if np.any(host_array(x)):
@@ -212,7 +212,7 @@ class Move:
     return jax.tree.map(moved, node, specs)
 
   def _places(self, axes: Axes) -> int:
-    """Returns how often there are shares of a worker, along other axes."""
+    """Returns the number of shares of a worker along other axes."""
     return math.prod(self.new.sizes[axis] for axis in axes if axis not in self.names)
 
   def _known(self, plan: Plan | None) -> Plan:

@@ -1,4 +1,4 @@
-"""Checks that a record has all that records have, whatever a file was damaged by."""
+"""Checks that a record has all its keys and types, however a file was damaged."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,12 +26,12 @@ _WHOLE = {
 
 
 def check_first_form(name: str, record: Any) -> None:
-  """Raises TypeError unless a record says which format it has."""
+  """Raises TypeError unless a record has the number of its format."""
   _refuse(name, _misfit(record, _FIRST, ""))
 
 
 def check_whole_form(name: str, record: Any) -> None:
-  """Raises TypeError unless a record of this format is whole."""
+  """Raises TypeError unless a record of this format is complete."""
   _refuse(name, _misfit(record, _FIRST | _WHOLE, ""))
   for i, made in enumerate(record["transformations"]):
     for leaf, kept in made["leaves"].items():
@@ -51,7 +51,7 @@ def _refuse(name: str, wrong: str | None) -> None:
 
 
 def _misfit(value: Any, form: Any, where: str) -> str | None:
-  """Returns in words what in a value is not of a form; None if all is."""
+  """Describes the first mismatch of a value and a form; None if there is none."""
   if isinstance(form, dict):
     if not isinstance(value, Mapping):
       return f"{where or 'it'} is {value!r}, and no dict"
