@@ -112,8 +112,8 @@ def _over_workers(
 ) -> list[Sums]:
   """Averages sums over the workers, and estimates the square norm of the true mean."""
   # No worker has the true mean of a leaf. It is a m + r, where m is the result and r is
-  # at right angles to m. Each worker's gradient is so too, and the means of the workers'
-  # a and r are the a and r of the true mean. Workers know a from scalar products, and
+  # at right angles to m. So is each worker's gradient, and the means of the workers' a
+  # and r are the a and r of the true mean. Workers know a from scalar products, and
   # estimate the length of the mean r from sketches.
   if workers is not None:
     sketches = list(map(_across, own, leaves)) if plan.sends else []

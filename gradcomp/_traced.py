@@ -231,7 +231,7 @@ def _sent(
 
 
 def _shares(layout: Layout, parts: tuple[int, ...]) -> list[Fraction]:
-  """Returns each leaf's share of a collective: its part, or that of its rows.
+  """Returns each leaf's share of a collective, by its part or by its rows.
 
   Parts that are neither a leaf's nor a codec's are shared like whole payloads.
   """

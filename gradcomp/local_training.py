@@ -1,4 +1,4 @@
-"""Local steps: workers train alone for some steps, and exchange what changed."""
+"""``local_steps``: several steps of each worker between two exchanges."""
 
 from typing import Any
 
@@ -40,11 +40,11 @@ from gradcomp.workers import (
 
 
 def local_params(params: Any, opt_state: Any) -> Any:
-  """Returns the parameters that a worker has moved to in its own steps.
+  """Returns this worker's local parameters: the shared ones plus its displacement.
 
-  These are what gradients are computed at, if :func:`local_steps` is in the optimizer.
-  They differ between workers, and are typed so. Without it they are ``params``. Of
-  local steps inside of others, the parameters are as far away as both say.
+  Compute gradients at these if :func:`local_steps` is in the optimizer. They differ
+  between workers, and are typed so. Without it they are ``params``. With local steps
+  inside of others, both displacements are added.
 
   Args:
     params: the parameters that all workers share.
@@ -92,13 +92,13 @@ def local_steps(
   key: ArrayLike = 0,
   dither: Dither = "shared",
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Lets workers take steps alone, and exchanges every so often what they changed.
+  r"""Runs ``inner`` on each worker, and exchanges displacements in every H-th step.
 
   It is for links that are a hundred times too slow for an exchange in each step. It
   takes the place of an optimizer. All workers share the parameters :math:`p`, the
   anchor. Worker :math:`i` trains parameters of its own, :math:`p + d_i`, at which its
   gradients are computed: see :func:`local_params`, and
-  :func:`gradcomp.make_train_step`, which does so by itself. In each step
+  :func:`gradcomp.make_train_step`, which calls it. In each step
 
   .. math:: d_i \leftarrow d_i + \mathrm{inner}(g_i, p + d_i)
 
@@ -142,14 +142,14 @@ def local_steps(
     outer: the optimizer of the parameters, which takes D in float32 as their gradient.
       Of fragments, each has a state of its own.
     every: H, the number of steps in a round.
-    codec: of the differences.
+    codec: the codec of the displacements.
     axis_name: the axis of the workers, or a tuple of axes.
     exchange, min_leaf_size, message_bytes, key, dither: the options of the exchange,
       see :class:`gradcomp.CompressOptions`. It must send something.
-    feedback: as there. ``"error"`` keeps nothing for a codec that loses nothing.
+    feedback: as there. ``"error"`` keeps no residual for a codec that is exact.
     feedback_decay: :math:`\beta`, above 0 and at most 1.
-    fragments: P, into how many parts of about as many elements the leaves are cut, in
-      their order.
+    fragments: P, the number of parts of about equal size, each of consecutive leaves,
+      that are exchanged in different steps.
     delay: :math:`\tau`, the steps after which an exchange is applied, below H.
     mixing: m, above 0 and at most 1. With 1, workers go on from the parameters, and
       lose what they did during ``delay``.
@@ -161,8 +161,8 @@ def local_steps(
     inside the map, or under ``jax.set_mesh(mesh)``, as for :func:`gradcomp.compress`.
 
   Raises:
-    ValueError: an option is bad, or the codec does not allow it; in ``init``, nobody
-      knows the number of workers, or there are fewer leaves than fragments; in
+    ValueError: an option is bad, or the codec does not allow it; in ``init``, the
+      number of workers is unknown, or there are fewer leaves than fragments; in
       ``update``, there are no parameters, they or the state are not those of a worker,
       or gradients are already reduced.
     TypeError: ``inner``, ``outer`` or ``codec`` is not one; or a parameter or a
@@ -283,7 +283,7 @@ def local_steps(
 
 
 def _check_given(state: Any, params: Any, fragments: int) -> None:
-  """Raises an error for what ``update`` cannot do without."""
+  """Raises an error for missing parameters, or another transformation's state."""
   if not isinstance(state, LocalStepsState):
     raise TypeError(
       f"`state` must be a gradcomp.LocalStepsState, got {type(state).__name__}; make "
