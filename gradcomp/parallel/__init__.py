@@ -1,4 +1,4 @@
-"""Collectives for models that are cut over workers, compressed in both directions."""
+"""Compressed collectives, forward and backward, for models sharded over workers."""
 
 from gradcomp.parallel._all_gather import all_gather as all_gather
 from gradcomp.parallel._all_to_all import all_to_all as all_to_all

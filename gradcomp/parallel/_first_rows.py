@@ -1,4 +1,4 @@
-"""Makes the rows that workers own before the first step, on one device or on all."""
+"""The first rows that workers own, on one device or on all."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,8 +31,8 @@ def on_mesh(
   Args:
     first_rows: returns the rows that a worker owns, and the state of its optimizer.
     tree: the parameters, whole along the axes of the workers.
-    others: for each leaf, the axes beside these over which it differs.
-    names: these axes.
+    others: for each leaf, its other axes, over which it varies.
+    names: the axes of the workers.
   """
   specs = jax.tree.map(typed_spec, tree)
   cut = frozenset().union(*(sharded_axes(typed_spec(x)) for x in jax.tree.leaves(tree)))
@@ -72,7 +72,7 @@ def on_mesh(
 
 
 def per_worker(tree: Any) -> Any:
-  """Types rows as different on all workers, as even zeros are when they are a state."""
+  """Types rows, even zeros, as varying over the workers."""
 
   def mark(node: Any) -> Any:
     if not is_rows(node):

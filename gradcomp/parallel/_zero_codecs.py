@@ -1,4 +1,4 @@
-"""Refuses codecs that cannot send what :func:`gradcomp.parallel.zero` sends."""
+"""Checks of the codecs of :func:`gradcomp.parallel.zero`."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def check_codecs(grads: Any, params: Any) -> None:
   Raises:
     TypeError: one of them is no instance of a codec.
     ValueError: one of them is sparse, or sends other arrays in a leaf's place; owners
-      cannot add ``grads``; or nobody can decode ``params`` alone, to nearest.
+      cannot add ``grads``; or ``params`` needs random numbers or agreed statistics.
   """
   for name, given in {"grads": grads, "params": params}.items():
     if not is_codec(given):
@@ -48,7 +48,7 @@ def check_of_leaf(name: str, codec: LeafCodec, leaf: Leaf) -> None:
 
 
 def check_alone(codec: LeafCodec, leaf: Leaf) -> None:
-  """Raises ValueError for a codec of differences that needs more than these."""
+  """Raises ValueError for a parameter codec that needs a key or agreed statistics."""
   last = to_nearest(rounds_of(codec.bind(leaf), leaf.shape)[-1].codec)
   if last.needs_key:
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Says where the workers are: on which axes, and what JAX's types know of that.
+"""Axes and types of workers: bound axes, sharding specs, and maps over devices.
 
 The folder lies below all others but the kernels, and imports none of them.
 """

@@ -1,4 +1,4 @@
-"""Reads from a gradient's type how it shall be reduced, and what is wrong with it."""
+"""The reduction that a gradient's type asks for, and errors of contradicting types."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from gradcomp.workers._types import (
 
 
 class Reduction(NamedTuple):
-  """The way in which workers' gradients become one.
+  """The axes of a reduction, and whether it is a sum or a mean.
 
   Attributes:
     axis_name: the axes to reduce over; None to exchange nothing.
@@ -37,15 +37,10 @@ class Reduction(NamedTuple):
 def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduction:
   """Returns the reduction that the types of the gradients ask for.
 
-  Inside a map the loss is a mean over the worker's part of the batch, so that the mean
-  of the gradients is wanted. Under Explicit axes a gradient typed ``{U:data}`` is the
-  sum of what the devices hold, and that sum is the gradient of the loss over the whole
-  batch.
-
   Args:
     updates: the gradients.
     axis_name: the axes that the transformation was given.
-    local: whether nothing shall be exchanged.
+    local: whether to exchange nothing.
 
   Raises:
     ValueError: the types contradict ``axis_name``, or gradients are already reduced.
@@ -57,6 +52,9 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
   addends = [unreduced_axes(leaf) for _, leaf in paths]
   found = frozenset().union(*addends)
   if found:
+    # A gradient typed {U:data} is the sum of the devices' addends, and that sum is the
+    # gradient of the loss over the whole batch. In a map the loss is a mean over the
+    # worker's part of the batch, so that the gradient is the mean.
     return Reduction(_addends(paths, addends, axis_name), is_sum=True)
   if axis_name is None:
     if manual_axes() and not local:
@@ -84,7 +82,7 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
 def _addends(
   paths: Any, addends: list[frozenset[str]], axis_name: AxisName | None
 ) -> AxisName:
-  """Returns the axes that every leaf is unreduced over; ValueError if leaves differ."""
+  """Returns the unreduced axes of every leaf; ValueError if leaves differ."""
   mesh = mesh_of([leaf for _, leaf in paths])
   names = tuple(name for name in mesh.axis_names if name in addends[0])
   if axis_name is not None:
