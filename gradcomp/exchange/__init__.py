@@ -1,4 +1,4 @@
-"""Schedules sums between workers. Only this folder calls collectives."""
+"""Exchanges: schedules of sums between workers. Only this folder calls collectives."""
 
 from gradcomp.exchange._all_gather import AllGather as AllGather
 from gradcomp.exchange._all_gather import Merge as Merge

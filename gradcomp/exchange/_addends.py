@@ -1,4 +1,4 @@
-"""Makes samples of the mean of addends of a sum, which may be too small for a codec."""
+"""Conversion of addends of a sum, which may be too small for a codec, to samples."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,12 +13,12 @@ from gradcomp.layout import Layout
 
 
 class Samples(NamedTuple):
-  """Holds what :func:`as_samples` returns.
+  """Leaves to encode, and the way back to addends.
 
   Attributes:
     leaves: the leaves to encode.
-    workers: whose mean of these leaves is wanted.
-    back: takes what encoding left, or made, of leaves to the units of the addends.
+    workers: the workers that average these leaves.
+    back: scales results of encoding back to the units of the addends.
   """
 
   leaves: Leaves
@@ -27,12 +27,13 @@ class Samples(NamedTuple):
 
 
 def as_samples(layout: Layout, leaves: Leaves, workers: Workers | None) -> Samples:
-  """Returns N times the addends of a sum, whose mean is the sum; all else as it is.
+  """Scales addends of a sum to N times; the mean of these is the sum. Else no change.
 
-  An addend is an Nth of a worker's gradient, and may vanish in a type that holds the
-  gradient. With N a power of two the products are exact, so that plain ``jax.jit`` has
-  the bits of maps. Leaves that are added as they are stay addends.
+  Leaves that are added without encoding stay addends.
   """
+  # An addend is an Nth of a worker's gradient, and may underflow in a type that holds
+  # the gradient. With N a power of two the products are exact, so that plain jax.jit
+  # has the bits of maps.
   plain = all(sums.of(codec).plain for codec in layout.codecs)
   if workers is None or workers.scale != 1 or plain:
     return Samples(leaves, workers, lambda leaves: leaves)

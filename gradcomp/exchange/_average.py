@@ -1,4 +1,4 @@
-"""Averages the leaves of one message: agrees, encodes, exchanges and decodes."""
+"""The exchange of one message: agrees, encodes, exchanges and decodes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,18 +18,17 @@ Residuals = list[jax.Array | None]  # owner residuals, one for each codec
 
 
 class Outcome(NamedTuple):
-  """Holds the result of :func:`average`.
+  """The result of :func:`average`.
 
   Attributes:
     mean: the mean of each leaf, float32, equal on all workers.
-    unsent: the part of each leaf that this worker did not send, in the units of the
-      leaf; None without ``keep``.
+    unsent: the unsent part of each leaf, in the units of the leaf; None without
+      ``keep``.
     residuals: the owner residual of each codec; None where none is kept.
-    own: the memory of each leaf that this worker has for itself; None if it encodes
-      sums instead of leaves.
+    own: each leaf's memory of this worker; None if it encodes sums instead of leaves.
     chosen: for each leaf, the flat positions of the elements that this worker sends;
       None if it sends all of them, or without ``mark``.
-    sent: returns what this worker's payload of each leaf decodes to.
+    sent: decodes this worker's payload of each leaf.
   """
 
   mean: Leaves
@@ -54,8 +53,6 @@ def average(
 ) -> Outcome:
   """Averages the leaves of a message over all workers.
 
-  It also returns the parts of the leaves that were not sent, and what codecs remember.
-
   Args:
     message: the layout of the leaves, and their exchange.
     leaves: float32 arrays; float64 ones only for a plain mean.
@@ -65,12 +62,12 @@ def average(
       where none is kept.
     memory: the memory of each leaf.
     step: the number of the step, ``int32[]``.
-    keep: whether to return the parts that were not sent.
-    mark: whether to return the positions of the elements that were sent.
+    keep: whether to return the unsent parts.
+    mark: whether to return the positions of the sent elements.
   """
   layout = message.layout
   leaves, workers, back = as_samples(layout, leaves, workers)
-  if not message.exchange.sends:  # no worker knows what others remember
+  if not message.exchange.sends:  # no worker knows the memories of others
     memory = [x._replace(shared=()) for x in memory]
   if not layout.elements or not message.exchange.sends:
     workers = None

@@ -1,4 +1,4 @@
-"""Holds what the leaves of a step, and their sums, are rounded with."""
+"""Random keys and dithers of one step, for each leaf and for each re-encoding."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,20 +10,20 @@ from gradcomp import kernels
 
 
 class StepKey(NamedTuple):
-  """Holds what a leaf, or the sum of one, is rounded with in a step.
+  """The random key and dither of a leaf, or of its sum, in a step.
 
   Attributes:
-    own: ``uint32[2]``, a key of this worker's own; or that of all workers, where they
-      must choose the same elements.
+    own: ``uint32[2]``, this worker's key; or a key of all workers, where they must
+      select the same elements.
     dither: ``uint32[3]``, the key that all workers share, and this worker's mask, see
-      :mod:`gradcomp.kernels.dithers`; None for draws of its own.
+      :mod:`gradcomp.kernels.dithers`; None to draw independently.
   """
 
   own: jax.Array
   dither: jax.Array | None
 
   def in_round(self, number: int) -> "StepKey":
-    """Returns the key of a round of messages; in the first one, this one."""
+    """Returns the key of a round of messages, unchanged for round 0."""
     if not number:
       return self
     own, shared = kernels.fold_key(self.own, number), self.dither
@@ -32,12 +32,12 @@ class StepKey(NamedTuple):
     return StepKey(own, shared)
 
   def at(self, part: jax.Array, number: jax.Array | int) -> "StepKey":
-    """Returns the key of one of the sums that are encoded on the way to the whole one.
+    """Returns the key of a partial sum that is encoded on the way.
 
     Args:
       part: the number of the rows that are added. Other rows draw other bits.
-      number: the number of the sum among those of these rows: its mask is that of the
-        worker of this number.
+      number: the number of the sum among those of these rows. Its mask is that of the
+        worker with this number.
     """
     own, shared = kernels.fold_key(self.own, number), self.dither
     if shared is not None:
@@ -46,7 +46,7 @@ class StepKey(NamedTuple):
 
 
 class Keys(NamedTuple):
-  """Holds the keys of one worker and step, or None where nothing is drawn."""
+  """The keys of one worker and step, None for codecs without random numbers."""
 
   leaves: Sequence[StepKey | None]
   stages: Sequence[StepKey | None]  # one for each codec, for its later encodings

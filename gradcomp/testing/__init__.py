@@ -1,4 +1,4 @@
-"""Holds codecs and transformations to the laws of this library: a conformance kit.
+"""A conformance kit: tests codecs and transformations by the laws of this library.
 
 ``import gradcomp`` does not import it.
 """
