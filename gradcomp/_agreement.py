@@ -81,10 +81,7 @@ def one_record(
   """Compares all transformations that are traced in the body as one record.
 
   The last part of the record is made of the arguments. If the body fails, the other
-  processes read the error.
-
-  Raises:
-    ValueError: another process has traced something else, or nothing.
+  processes read the error. ValueError if another process has another record, or none.
   """
   processes = () if _is_alone() else _processes(mesh)
   parts: list[Part] = []
@@ -142,11 +139,7 @@ def _listed(name: str, tree: Any) -> Part:
 
 
 def _compare(record: Sequence[Part], processes: tuple[int, ...]) -> None:
-  """Blocks until all processes have published this record as their n-th one.
-
-  Raises:
-    ValueError: one of them has another record, has failed, or does not come.
-  """
+  """Blocks until all processes have this n-th record; ValueError if one does not."""
   if not processes:
     return
   own = jax.process_index()

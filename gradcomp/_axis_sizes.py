@@ -16,11 +16,7 @@ _RULE = (
 
 
 def sizes_of(workers: WorkerSizes) -> tuple[tuple[int, ...], dict[str, int]]:
-  """Returns the sizes of the workers' axes, and a dict of them if they have names.
-
-  Raises:
-    ValueError: ``workers`` has no sizes.
-  """
+  """Returns the sizes of the workers' axes, and by name if they have names."""
   by_name = dict(workers) if isinstance(workers, Mapping) else {}
   alone: Any = workers if isinstance(workers, tuple) else (workers,)
   given = tuple(by_name.values()) or alone

@@ -70,9 +70,7 @@ def pairs(x: Any) -> Any:
 def whole(tree: Any, complexes: Sequence[bool]) -> Any:
   """Returns the shapes and dtypes of a tree before :func:`pairs`.
 
-  Args:
-    tree: the leaves, as :func:`pairs` makes them.
-    complexes: for each leaf, whether it was complex.
+  ``complexes`` has for each leaf whether it was complex.
   """
 
   def shape(x: Any, is_pair: bool) -> jax.ShapeDtypeStruct:

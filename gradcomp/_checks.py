@@ -15,16 +15,9 @@ _BUCKET_MULTIPLE = 32  # planes stay whole vectors
 def static_integer(
   name: str, rule: str, value: Any, *, least: int | None = None
 ) -> int:
-  """Returns a Python or NumPy integer as a Python integer.
+  """Returns a Python or NumPy integer as a Python integer; ValueError otherwise.
 
-  Args:
-    name: the name of the hyperparameter.
-    rule: the rule for the message.
-    value: the value.
-    least: the smallest integer that follows the rule, or None.
-
-  Raises:
-    ValueError: ``value`` is anything else, or smaller.
+  ``rule`` is for the message. Integers below ``least`` are refused, too.
   """
   _check_static(name, rule, value)
   try:
@@ -159,12 +152,7 @@ def optional_size(name: str, unit: str, value: Any) -> int | None:
 
 
 def one_tree(around: str, params: Any) -> None:
-  """Raises ValueError for parameters that are ``optax.LookaheadParams``.
-
-  Args:
-    around: the transformation inside of lookahead.
-    params: the parameters.
-  """
+  """Raises ValueError for ``optax.LookaheadParams``; ``around`` is for the message."""
   is_pair = lambda x: isinstance(x, optax.LookaheadParams)
   if any(map(is_pair, jax.tree.leaves(params, is_leaf=is_pair))):
     raise ValueError(

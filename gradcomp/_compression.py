@@ -170,9 +170,7 @@ class Compression:
   def across(self, updates: Any, state: CompressState, params: Any) -> Across:
     """Validates the inputs of ``update``, and returns the axes and dtypes of the step.
 
-    Raises:
-      ValueError: the gradients, the parameters or the state do not fit the options, or
-        another process has other options.
+    ValueError if they do not fit the options, or another process has others.
     """
     if self._averaged:
       check_whole_params(params, self._averaged)
@@ -197,11 +195,7 @@ class Compression:
   def workers(
     self, across: Across, updates: Any, state: CompressState
   ) -> Workers | None:
-    """Returns the workers that exchange, on a device; None to exchange nothing.
-
-    Raises:
-      ValueError: residuals have other shapes than the gradients.
-    """
+    """Returns the workers that exchange, on a device; None to exchange nothing."""
     axes = across.axes
     count = 1 if axes is None else require_size(axes)
     check_own("residual", shaped(state.residual), updates, axes, count)
@@ -213,12 +207,7 @@ class Compression:
     return Workers(axes, count, 1 if across.is_sum else 1 / count)
 
   def owned(self, plan: Plan, state: CompressState) -> OwnerResiduals | None:
-    """Returns the owner residuals, or None.
-
-    Raises:
-      ValueError: workers keep residuals, but the state was made without the number of
-        workers, so that it has no owner residuals.
-    """
+    """Returns the owner residuals, or None; ValueError if needed ones are missing."""
     if plan.axis_name is None or not owner_shapes(plan):
       return None
     if state.server_residual is None and self.feedback.keeps:

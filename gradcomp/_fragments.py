@@ -10,12 +10,7 @@ import optax
 
 
 class Fragment(NamedTuple):
-  """A range of leaves that are exchanged together in one step of a round.
-
-  Attributes:
-    leaves: their numbers.
-    step: the step of a round, from 1 to H, that exchanges them.
-  """
+  """A range of leaves that are exchanged together in ``step`` of a round, 1 to H."""
 
   leaves: range
   step: int

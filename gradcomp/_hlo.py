@@ -46,9 +46,8 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each arra
 class Groups(NamedTuple):
   """The groups of devices that exchange with each other.
 
-  Attributes:
-    workers: the workers of the largest group.
-    members: the numbers of the devices in each group; None if they are unknown.
+  ``workers`` is the size of the largest group. ``members`` are the devices of each, or
+  None if they are unknown.
   """
 
   workers: int
@@ -179,10 +178,9 @@ def _along(
 ) -> Groups:
   """Returns groups along parts of the axes of a mesh in the text.
 
-  Args:
-    sizes: the axes of the mesh.
-    order: the text behind them, such as ``, device_ids=([2,4]T(1,0))``.
-    parts: for each part its axis, the product of the parts before, and its size.
+  ``sizes`` are the axes of the mesh, and ``order`` the text behind them, such as ``,
+  device_ids=([2,4]T(1,0))``. A part has its axis, the product of the parts before, and
+  its size.
   """
   workers = math.prod(size for _, _, size in parts)
   match = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", order)

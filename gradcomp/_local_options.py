@@ -48,11 +48,7 @@ def kept_of(feedback: Any, decay: float, codec: Any) -> Any:
 
 
 def exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
-  """Returns the exchange of displacements, which divides by the rule of ``merge``.
-
-  Raises:
-    ValueError: it sends nothing, or the codec or the exchange does not allow ``merge``.
-  """
+  """Returns the exchange of displacements, which divides by the rule of ``merge``."""
   one_of("merge", Merge, merge)
   given = as_exchange(exchange)
   if isinstance(given, Exchange) and not given.sends:

@@ -30,11 +30,7 @@ class Round:
   def own_step(
     self, grads: Any, own: OwnSteps, params: Any, extra_args: Any
   ) -> tuple[Any, Any]:
-    """Runs the inner optimizer on the worker's own parameters.
-
-    Returns:
-      The displacement from ``params``, in their shapes, and the inner state.
-    """
+    """Runs the inner optimizer; returns the displacement and the inner state."""
     at = own_params(params, own.moved)
     like = jax.eval_shape(self.inner.init, at)
     inner_state = shaped_like(own.inner_state, like)

@@ -50,13 +50,7 @@ def measured(
 ) -> Any:
   """Returns the state after a step, with its sums if it is :class:`Watched`.
 
-  Args:
-    state: the new state.
-    plan: the messages of the step.
-    updates: the gradients.
-    corrected: the gradients plus residuals.
-    exchanged: the means and the unsent parts.
-    workers: the workers that exchange, or None.
+  ``updates`` are the gradients, and ``corrected`` the gradients plus residuals.
   """
   if not isinstance(state, Watched):
     return state
@@ -152,10 +146,7 @@ def _owned(
 ) -> jax.Array:
   """Returns the squares of this worker's owner residuals, ``float32[leaves + 1]``.
 
-  Args:
-    plan: the messages.
-    residuals: the owner residuals.
-    others: the other axes of the leaves that are counted.
+  Only leaves that vary over the other axes ``others`` count.
   """
   result = jnp.zeros(len(plan.names) + 1, jnp.float32)
   if residuals is None or plan.axis_name is None:

@@ -52,14 +52,10 @@ def over_weighed_micro_batches(
 ) -> Callable[..., tuple[Any, Any]]:
   """Returns a function with the weighted means over all micro-batches of all workers.
 
-  Args:
-    grad_fn: returns ``((loss, (weight, aux)), grads)``, where the loss is divided by
-      its own weight, see :func:`gradcomp._weights.over_own_weight`.
-    argnums: the arguments to differentiate.
-    count: the number of micro-batches of a worker.
-    cut: the arguments that are split.
-    axis_name: the axes of the workers, or None.
-    has_aux: whether to return the mean ``aux``, too.
+  ``grad_fn`` returns ``((loss, (weight, aux)), grads)``, with a loss that is divided by
+  its own weight, see :func:`gradcomp._weights.over_own_weight`. ``cut`` are the
+  arguments that are split into ``count`` micro-batches. With ``has_aux`` the mean
+  ``aux`` is returned, too.
   """
 
   def averaged(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -93,10 +89,8 @@ def loss_alone(
 ) -> Callable[..., jax.Array]:
   """Returns the loss of all micro-batches without its gradients.
 
-  Args:
-    loss_fn: returns ``(loss, aux)``, or ``((total, weight), aux)`` with ``has_weight``.
-    count, cut, axis_name: as above.
-    has_weight: whether the loss has a weight. Else all micro-batches weigh the same.
+  ``loss_fn`` returns ``(loss, aux)``, or ``((total, weight), aux)`` with
+  ``has_weight``. Without weights all micro-batches weigh the same.
   """
 
   def value(*args: Any) -> jax.Array:

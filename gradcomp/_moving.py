@@ -27,16 +27,10 @@ _Plans = Iterator[tuple[Plan | None, Plan | None]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-  """A move of a state from N to M workers.
+  """A move of a state from N to M workers, with the first states of both.
 
-  Attributes:
-    old_workers: N.
-    workers: M.
-    names: the axes of the workers.
-    keep: see :func:`gradcomp.reshard_state`.
-    old: the first state of N workers.
-    new: the first state of M workers.
-    placing: places arrays on devices.
+  ``names`` are the axes of the workers; see :func:`gradcomp.reshard_state` for
+  ``keep``.
   """
 
   old_workers: int
@@ -53,12 +47,10 @@ class Move:
     return self._tree(opt_state, like, zip(self.old.plans, self.new.plans, strict=True))
 
   def _tree(self, state: Any, like: tuple[Any, Any, Any], plans: _Plans) -> Any:
-    """Moves a tree.
+    """Moves a tree of states.
 
-    Args:
-      state: the tree of N workers.
-      like: its shapes for N workers, its shapes for M workers, and its specs for these.
-      plans: the plans of the states in it, for N and for M workers.
+    ``like`` are its shapes for N workers, its shapes for M workers, and its specs for
+    these. ``plans`` are those of the states in it, for N and for M workers.
     """
 
     def moved(node: Any, old: Any, new: Any, specs: Any) -> Any:
@@ -189,11 +181,7 @@ class Move:
     return OwnedRows(self._stacked(arrays))
 
   def _own_steps(self, node: OwnSteps, specs: OwnSteps) -> OwnSteps:
-    """Gives worker i the inner state of worker i mod N, between two rounds.
-
-    Raises:
-      ValueError: the state is in the midst of a round.
-    """
+    """Gives worker i the inner state of worker i mod N; ValueError within a round."""
     for path, x in jax.tree_util.tree_leaves_with_path(node.moved):
       if np.any(host_array(x)):
         raise ValueError(

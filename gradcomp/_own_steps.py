@@ -32,13 +32,7 @@ def first_own(
 ) -> OwnSteps:
   """Creates displacements of zero and first inner states, in a map or for a whole mesh.
 
-  Args:
-    params: the parameters, whole along the axes.
-    names: the axes of the workers.
-    init: ``init`` of the inner optimizer.
-
-  Raises:
-    UnboundAxisError: no map binds the axes, and the mesh does not have them.
+  UnboundAxisError if no map binds ``names``, and the mesh does not have them.
   """
 
   def make(params: Any) -> Any:
@@ -85,10 +79,6 @@ def numbers_of_all(opt_state: Any, mesh: Mesh | AbstractMesh) -> Any:
 
   The state has each number of ``inner`` once a worker. But users set a learning rate of
   :func:`optax.inject_hyperparams` to one number.
-
-  Args:
-    opt_state: the state of an optimizer, outside the map.
-    mesh: the devices.
   """
 
   def of_all(node: Any) -> Any:
@@ -109,11 +99,7 @@ def numbers_of_all(opt_state: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def own_params(params: Any, moved: Any) -> Any:
-  """Adds a worker's displacement to the shared parameters.
-
-  Raises:
-    ValueError: ``moved`` has other shapes, like those of all workers together.
-  """
+  """Adds a worker's displacement to the parameters; ValueError for other shapes."""
 
   def add(path: Any, x: jax.Array, step: jax.Array) -> jax.Array:
     if step.shape != (x.shape or (1,)):

@@ -20,11 +20,7 @@ class Placing:
 
   @classmethod
   def on(cls, mesh: Mesh | None, names: tuple[str, ...], workers: int) -> Self:
-    """Returns the placing on a mesh, by default on the mesh of ``jax.set_mesh``.
-
-    Raises:
-      ValueError: the mesh lacks an axis, or its axes have another number of workers.
-    """
+    """Returns the placing on a mesh, by default on the mesh of ``jax.set_mesh``."""
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
     if mesh.empty:
       return cls(None)
@@ -38,7 +34,7 @@ class Placing:
     return cls(mesh)
 
   def __call__(self, x: Any, spec: PartitionSpec, like: Any = None) -> Any:
-    """Puts an array on the devices of its spec.
+    """Puts an array on the devices of its spec, or of the sharding that it has.
 
     Args:
       x: the array.
@@ -68,9 +64,6 @@ def host_array(x: Any) -> np.ndarray:
   """Returns a NumPy array, gathered if other processes have shards of it.
 
   Then all processes must call this for these arrays in the same order.
-
-  Raises:
-    ValueError: only other processes have shards of it.
   """
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return np.asarray(x)

@@ -23,13 +23,7 @@ def check_concrete(opt_state: Any) -> None:
 
 
 def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:
-  """Raises ValueError for a state with other arrays than ``init`` makes.
-
-  Args:
-    opt_state: the state.
-    shapes: the shapes of the state that ``init`` makes.
-    workers: the number of workers of ``shapes``.
-  """
+  """Raises ValueError for a state in other shapes than ``init`` gives N workers."""
   shapes = _as_forgetful(shapes, opt_state)
   expected = dict(jax.tree_util.tree_leaves_with_path(shapes))
   found = dict(jax.tree_util.tree_leaves_with_path(opt_state))

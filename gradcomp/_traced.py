@@ -58,12 +58,10 @@ class Found:
 
 
 class Trace(NamedTuple):
-  """The transformations in an update, and the types of its state.
+  """The transformations in an update, and the types of a worker's state.
 
-  Attributes:
-    found: the bytes of the transformations, in their order; of branches, the last ones.
-    made: the plan and the options of each transformation, in all branches.
-    state: the types of the arrays of a worker's state.
+  ``found`` are their bytes, in their order; of branches, the last ones. ``made`` are
+  the plan and the options of each transformation, in all branches.
   """
 
   found: list[Found]
@@ -133,14 +131,9 @@ def traced(
 def _read(
   jaxpr: Jaxpr, sizes: Mapping[str, int], order: tuple[str, ...]
 ) -> list[Found]:
-  """Returns the bytes of each transformation in a traced update.
+  """Returns the bytes of each transformation in a traced update, inside notes only.
 
-  Collectives outside of notes are not counted.
-
-  Args:
-    jaxpr: the update.
-    sizes: the sizes of all axes.
-    order: the axes in the order of the workers, as far as it is known.
+  ``order`` are the axes in the order of the workers, as far as it is known.
   """
   result: list[Found] = []
   now: object = None
@@ -265,16 +258,13 @@ def _told(
   times: int,
   taken: Callable[[list[list[_Told]]], list[list[_Told]]],
 ) -> Iterator[_Told]:
-  """Yields notes and collectives.
+  """Yields notes and collectives with the number of their state and of their runs.
 
   Args:
     jaxpr: a function, perhaps inside another one.
     states: the variables that are counts of states, with the numbers of these.
     times: the number of runs of the function.
     taken: picks branches: all, or the last that has notes or collectives.
-
-  Yields:
-    The equation, the number of its state, and the number of its runs.
   """
   for equation in jaxpr.eqns:
     name, params = equation.primitive.name, equation.params

@@ -20,14 +20,9 @@ class Weighed(NamedTuple):
 
 
 def weighed(result: Any, *, has_aux: bool) -> Weighed:
-  """Returns the parts of a loss function's result.
+  """Returns the parts of ``(total, weight)``, or ``((total, weight), aux)``.
 
-  Args:
-    result: ``(total, weight)``, or ``((total, weight), aux)``.
-    has_aux: whether it has an ``aux``.
-
-  Raises:
-    TypeError: it has another form, or its numbers are not scalars.
+  TypeError for a result of another form, or numbers that are not scalars.
   """
   match result:
     case ((total, weight), aux) if has_aux:
@@ -53,10 +48,7 @@ def over_all_weight(
 ) -> Callable[..., Any]:
   """Divides a loss by the mean weight: its mean over workers is the weighted mean.
 
-  Args:
-    loss_fn: returns a worker's sum and weight.
-    axis_name: the axes of the workers, or None.
-    has_aux: whether it returns an ``aux``, too.
+  ``loss_fn`` returns a worker's sum and weight.
   """
 
   def loss(*args: Any, **kwargs: Any) -> Any:

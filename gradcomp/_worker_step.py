@@ -54,9 +54,7 @@ class WorkerStep:
 
     Args:
       functions: the loss, and the optimizer's ``update``, without and with inspection.
-      params: the parameters.
-      opt_state: the state of the optimizer.
-      model_state: the model state, or None.
+      params, opt_state, model_state: as in the step of :func:`make_train_step`.
       batch: the worker's part of the batch.
       extra: further arguments of the loss.
       rng: a key that all workers share, or None.

@@ -242,14 +242,8 @@ def _kept(
 ) -> jax.Array:
   """Returns the new momentum of a leaf.
 
-  Args:
-    decay: the factor of the old momentum.
-    gradient: this step's gradient.
-    old: the old momentum.
-    mean: the mean of all workers.
-    unsent: the unsent part of this worker.
-    chosen: as in :meth:`Feedback.keep`.
-    count: the count of :func:`gradcomp.remainders.remainder`.
+  ``old`` is the old momentum, with the factor ``decay``. The other arguments are those
+  of :meth:`Feedback.keep`, for one leaf.
   """
 
   def finite(mean: jax.Array, unsent: jax.Array) -> jax.Array:

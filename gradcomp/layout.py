@@ -42,12 +42,8 @@ class Slot(NamedTuple):
 class Layout:
   """The places of a message's leaves in its matrices, one matrix a codec.
 
-  It is static: it depends on shapes, and not on values.
-
-  Attributes:
-    codecs: the codec of each matrix, in the order of their first leaves.
-    slots: the place of each leaf.
-    like: the shape and dtype of each leaf.
+  It is static: it depends on shapes, and not on values. Codecs are in the order of
+  their first leaves, and ``like`` has the shape and dtype of each leaf.
   """
 
   codecs: tuple[Codec, ...]
@@ -95,16 +91,10 @@ class Layout:
     *,
     keep: bool = False,
   ) -> tuple[list[jax.Array], list[Encoded]]:
-    """Encodes leaves to one matrix of rows for each codec.
+    """Encodes leaves to one matrix, ``uint32[rows, row_words]``, for each codec.
 
-    Args:
-      leaves: arrays with the shapes and dtypes in ``like``.
-      keys: the key of each leaf, ``uint32[2]``, or None if its codec needs none.
-      contexts: the context of each leaf.
-      keep: whether to return the unsent parts.
-
-    Returns:
-      The matrices, ``uint32[rows, row_words]``, and the encoded form of each leaf.
+    Keys are ``uint32[2]``, or None for a codec without random numbers. The encoded form
+    of each leaf is returned too, with its unsent part if ``keep``.
     """
     codecs = [self.codecs[slot.group] for slot in self.slots]
     # Every leaf is encoded by itself, and then the rows are stacked. Flattening the
@@ -161,11 +151,9 @@ class Layout:
     return view_shape(stop - start, like, self.codecs[group])
 
   def leaf_of_row(self, group: int, row: jax.Array) -> jax.Array:
-    """Returns the number of each row's leaf; behind the last row, the number of leaves.
+    """Returns the leaf number of rows of a matrix, ``int32``, in the shape of ``row``.
 
-    Args:
-      group: the number of the matrix.
-      row: ``int32[...]``, numbers of rows. The result has their shape.
+    Behind the last row it is the number of leaves.
     """
     # Rows are compared with the ends of leaves. A table of all rows would be as long as
     # the model, in the host's memory and in the program.

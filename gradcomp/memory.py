@@ -42,11 +42,7 @@ def as_stored(params: Any, memory: Memory) -> Any:
 
 
 def recall(plan: Plan, stored: Memory | None) -> list[Memory]:
-  """Returns the codec memory of each leaf; empty parts where none is stored.
-
-  Raises:
-    ValueError: the stored memory has other shapes than the codecs need.
-  """
+  """Returns each leaf's codec memory, perhaps empty; ValueError for other shapes."""
   result = []
   for i, needed in enumerate(_shapes(plan)):
     places = Memory(plan.others[i], plan.own_axes(i))
@@ -87,9 +83,6 @@ def used_by_leaf(plan: Plan, stored: Memory | None) -> dict[int, float]:
   """Returns the entries that a worker sent of each leaf, means over the workers.
 
   Inside a transformed function they are unknown, and left out.
-
-  Raises:
-    ValueError: the state is that of other workers.
   """
   result = {}
   workers = 1 if plan.axis_name is None else plan.workers

@@ -36,12 +36,9 @@ def remainder(
     unsent: the unsent part, in any shape with the leaf's elements.
     mean: the mean of all workers, float32.
     old: the residual of the last step. The new one has its storage format.
-    count: the number of the step, ``int32[]``.
+    count: the number of the step, ``int32[]``. It is returned for the next array to be
+      written, see :func:`gradcomp.kernels.rewritten`.
     key: makes the key for the rounding to fewer bits, ``uint32[2]``.
-
-  Returns:
-    The residual, and a count for the next array to be written, see
-    :func:`gradcomp.kernels.rewritten`.
   """
 
   with jax.named_scope("gradcomp_residual"):

@@ -148,12 +148,9 @@ def to_int8(x: jax.Array, lane: jax.Array, blocks: int | None = None) -> Int8Res
   """Rounds finite ``float32`` to multiples of the scale of its block, unbiased.
 
   The scale is the least power of two of which 127 reach the block's largest magnitude,
-  at least ``2**-126``. Numbers that are such multiples stay as they are.
-
-  Args:
-    x: the numbers.
-    lane: ``uint16`` of their shape, uniform.
-    blocks: the number of blocks of the last axis, by default that of :func:`zeros`.
+  at least ``2**-126``. Numbers that are such multiples stay as they are. ``lane`` is
+  uniform ``uint16``, and ``blocks`` the number on the last axis, by default as in
+  :func:`zeros`.
 
   Example:
     >>> stored = to_int8(jnp.array([1.0, -0.25, 0.1]), jnp.zeros(3, jnp.uint16))

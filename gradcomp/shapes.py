@@ -116,14 +116,9 @@ def first_state_of(
 ) -> FirstState:
   """Traces ``optimizer.init`` in a map over N abstract workers, and reads the state.
 
-  Args:
-    optimizer: an optax transformation with gradcomp's in it.
-    params: arrays, or their shapes and dtypes.
-    workers: the number of workers.
-    axis_name: their axes.
-    param_specs: the specs of the parameters if the map makes all axes manual, or None.
-    mesh: the mesh, perhaps with other axes that shard the parameters; by default the
-      mesh in their types.
+  ``param_specs`` are the specs of the parameters if the map makes all axes manual, or
+  None. ``mesh`` may have other axes that shard the parameters; by default it is the
+  mesh in their types.
   """
   names = axis_names(axis_name)
   abstract = _with_workers(mesh or mesh_of(params), names, workers)

@@ -163,16 +163,10 @@ def steps_alone(opt_state: Any) -> bool:
 
 
 def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
-  """Raises an error for the state of another transformation.
+  """Raises an error for the state of another transformation, or one without a field.
 
-  Args:
-    state: the ``state`` argument of ``update``.
-    needs: by the names of fields, whether they must be kept.
-    reason: the hyperparameters that need them.
-
-  Raises:
-    TypeError: it is no :class:`CompressState`.
-    ValueError: a field is missing.
+  ``needs`` are fields, and whether they must be kept; ``reason`` are the
+  hyperparameters that need them.
   """
   cure = "make the state with this transformation"
   if not isinstance(state, CompressState | Watched):
@@ -206,12 +200,8 @@ def step_keys(state: CompressState, plan: Plan, *, shared: bool) -> Keys:
   """Returns the keys of a step: one a leaf, and one a codec for later stages.
 
   Each worker has its own keys, except for codecs that select elements on all workers
-  equally, and for dithers, which derive from keys of all workers.
-
-  Args:
-    state: the state before the step.
-    plan: the messages of the step.
-    shared: whether to return dithers.
+  equally, and for dithers, returned if ``shared``, which derive from keys of all
+  workers.
   """
   # A key derives from the names of its leaves, and from no others. So transformations
   # of different leaves, as in optax.partition, draw different bits, and a new leaf

@@ -13,13 +13,7 @@ from gradcomp.layout import Layout
 
 
 class Samples(NamedTuple):
-  """Leaves to encode, and the way back to addends.
-
-  Attributes:
-    leaves: the leaves to encode.
-    workers: the workers that average these leaves.
-    back: scales results of encoding back to the units of the addends.
-  """
+  """Leaves to encode, the workers that average them, and the way back to addends."""
 
   leaves: Leaves
   workers: Workers | None

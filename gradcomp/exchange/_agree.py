@@ -36,15 +36,9 @@ def refit(
   memory: Sequence[Memory],
   step: jax.Array,
 ) -> list[Memory]:
-  """Fits the shared memories of this step to the leaves of all workers.
+  """Fits the leaves' shared memories to all workers, and keeps each worker's own ones.
 
-  Each worker's own memory stays as it is.
-
-  Args:
-    plan: the codec of each leaf.
-    leaves: float32 arrays.
-    memory: the memory of each leaf after the last step.
-    step: the number of the step, ``int32[]``.
+  ``leaves`` are float32, and ``step`` is the number of the step, ``int32[]``.
   """
   if not plan.sends:
     return list(memory)

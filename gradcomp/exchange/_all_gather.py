@@ -88,13 +88,8 @@ def gather_rows(
 ) -> list[jax.Array]:
   """Gathers the rows of all workers, in one message.
 
-  Args:
-    layout: the layout of the matrices.
-    matrices: ``uint32[rows, row_words]`` for each codec.
-    workers: the workers that exchange.
-
-  Returns:
-    ``uint32[N, rows, row_words]`` for each codec, equal on all workers.
+  ``matrices`` are ``uint32[rows, row_words]``, one a codec. They become ``uint32[N,
+  rows, row_words]``, equal on all workers.
   """
   name = final_stage(layout.elements, workers)
   received = gather(join(matrices, 1)[0], workers.axis_name, name)

@@ -22,13 +22,10 @@ class Outcome(NamedTuple):
 
   Attributes:
     mean: the mean of each leaf, float32, equal on all workers.
-    unsent: the unsent part of each leaf, in the units of the leaf; None without
+    unsent, chosen, sent: as in :class:`gradcomp.exchange.Exchanged`; None without
       ``keep``.
     residuals: the owner residual of each codec; None where none is kept.
     own: each leaf's memory of this worker; None if it encodes sums instead of leaves.
-    chosen: for each leaf, the flat positions of the elements that this worker sends;
-      None if it sends all of them, or without ``mark``.
-    sent: decodes this worker's payload of each leaf.
   """
 
   mean: Leaves
@@ -53,17 +50,9 @@ def average(
 ) -> Outcome:
   """Averages the leaves of a message over all workers.
 
-  Args:
-    message: the layout of the leaves, and their exchange.
-    leaves: float32 arrays; float64 ones only for a plain mean.
-    keys: the keys of this worker and step.
-    workers: the workers that exchange; None to exchange nothing.
-    residuals: the owner residual of each codec, ``float32[share, *tile_shape]``; None
-      where none is kept.
-    memory: the memory of each leaf.
-    step: the number of the step, ``int32[]``.
-    keep: whether to return the unsent parts.
-    mark: whether to return the positions of the sent elements.
+  The arguments are those of :func:`gradcomp.exchange.average_leaves`, for one message.
+  ``residuals`` has the owner residual of each codec, ``float32[share, *tile_shape]``,
+  or None. Leaves are float64 only for a plain mean.
   """
   layout = message.layout
   leaves, workers, back = as_samples(layout, leaves, workers)

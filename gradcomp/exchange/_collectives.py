@@ -107,11 +107,8 @@ def scatter(
 ) -> jax.Array:
   """Sends line d of ``[N, M]`` to worker d; line s of the result is from worker s.
 
-  Args:
-    lines: ``[N, M]``.
-    axis_name: the axis.
-    elements: the number of ``float32`` that all lines replace, a multiple of N; None
-      if they are a stage of a mean.
+  ``elements`` is the number of ``float32`` that all lines replace, a multiple of N;
+  None if they are a stage of a mean.
   """
   count = lines.shape[0]
   if count > 2 and _over_gloo():
@@ -147,8 +144,7 @@ def scatter_within(
     lines: ``[K, M]``, a line for each member of the worker's group; so is the result.
     axis_name: the axis.
     members: the workers of each group, K a group. Every worker is in one group.
-    elements: the number of ``float32`` that a worker's lines to others replace. The
-      last permutation has it in its name, and the others are named stages.
+    elements: as in :func:`scatter`; it is in the name of the last permutation.
   """
   # By permutations, because jax.vmap has no rule for grouped collectives.
   place = {worker: i for group in members for i, worker in enumerate(group)}

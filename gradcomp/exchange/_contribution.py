@@ -172,12 +172,7 @@ class Contribution:
   def means(
     self, decoders: Callable[[], Sequence[RowDecoder]], received: jax.Array
   ) -> Leaves:
-    """Decodes the leaves from all workers' rows.
-
-    Args:
-      decoders: makes the decoder of each codec.
-      received: the received words or numbers.
-    """
+    """Decodes the leaves from all workers' ``received`` words or numbers."""
     layout = self.layout
     tiled = any(layout.view(i) != x.shape for i, x in enumerate(layout.like))
     if not tiled or layout.elements < LARGE:

@@ -32,12 +32,9 @@ class StepKey(NamedTuple):
     return StepKey(own, shared)
 
   def at(self, part: jax.Array, number: jax.Array | int) -> "StepKey":
-    """Returns the key of a partial sum that is encoded on the way.
+    """Returns the key of partial sum ``number`` of the rows ``part``.
 
-    Args:
-      part: the number of the rows that are added. Other rows draw other bits.
-      number: the number of the sum among those of these rows. Its mask is that of the
-        worker with this number.
+    Other rows draw other bits. The mask is that of the worker with this number.
     """
     own, shared = kernels.fold_key(self.own, number), self.dither
     if shared is not None:

@@ -45,12 +45,9 @@ class Exchanged(NamedTuple):
 
 
 class OwnedMatrix(NamedTuple):
-  """A matrix of rows with an owner residual.
+  """A matrix of rows with an owner residual of ``shape``, ``[share, *tile_shape]``.
 
-  Attributes:
-    message: the message of the rows.
-    group: the number of the matrix, and of its codec, in the message.
-    shape: the shape of one worker's owner residual, ``[share, *tile_shape]``.
+  ``group`` is the number of the matrix, and of its codec, in the message.
   """
 
   message: Message

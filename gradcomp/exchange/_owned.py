@@ -28,9 +28,7 @@ class OwnedMeans(NamedTuple):
   Attributes:
     means: for each message the means of the rows that this worker owns, one array for
       each codec, ``float32[share, *tile_shape]``.
-    unsent: the unsent part of each leaf; an empty list without ``keep``.
-    memory: the new memory of each leaf.
-    sent: decodes this worker's payload of each leaf, when it is called.
+    unsent, memory, sent: as in :class:`gradcomp.exchange.Exchanged`.
   """
 
   means: list[list[jax.Array]]
@@ -51,14 +49,8 @@ def average_owned(
 ) -> OwnedMeans:
   """Reduce-scatters leaves: averages each row at the worker that owns it.
 
-  Args:
-    plan: the messages of the step, in one round.
-    leaves: float32 arrays.
-    keys: the keys of this worker and step.
-    workers: the workers that exchange.
-    memory: the memory of each leaf.
-    step: the number of the step, ``int32[]``.
-    keep: whether to return the unsent parts.
+  The arguments are those of :func:`gradcomp.exchange.average_leaves`. The plan has one
+  round.
   """
   note(plan, step)
   memory = refit(plan, leaves, memory, step)

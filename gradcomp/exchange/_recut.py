@@ -21,12 +21,7 @@ _Place = tuple[int, int]
 
 
 class Recut(NamedTuple):
-  """The owner residuals of M workers.
-
-  Attributes:
-    owned: by the axes that stack them, the arrays of all workers.
-    left: by the numbers of leaves, residuals without an owner, in the leaf's shape.
-  """
+  """The owner residuals of M workers, by axes, and those without an owner, by leaf."""
 
   owned: dict[Axes, tuple[np.ndarray, ...]]
   left: dict[int, np.ndarray]
@@ -85,13 +80,8 @@ def recut_rows(
 ) -> np.ndarray:
   """Reshards rows to M owners: ``[size, ...]``.
 
-  Args:
-    array: the shares of all N owners, ``[N * places * share, ...]``.
-    old: N.
-    new: M.
-    places: the number of a worker's shares along other axes.
-    size: the first dimension of the result. Padding of shares is dropped, or added as
-      zeros.
+  ``array`` are the shares of all N owners, ``[N * places * share, ...]``, with
+  ``places`` shares of a worker along other axes. Padding is dropped, or added as zeros.
   """
   rows = joined(array, old, places)
   result = np.zeros((places, size // places, *rows.shape[2:]), array.dtype)

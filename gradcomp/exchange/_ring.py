@@ -27,12 +27,10 @@ from gradcomp.workers import mark_varying
 
 
 class _Owned(NamedTuple):
-  """The whole sums of the rows that a worker owns, and its rounding errors.
+  """The whole sums of the rows that a worker owns, and all its rounding errors.
 
-  Attributes:
-    rows: ``uint32[share, words]`` for each codec.
-    scales: the factor of the sum of each codec that is still to be applied.
-    lost: ``float32[rows, *tile_shape]`` for each codec; empty without ``keep``.
+  They are ``uint32[share, words]`` with a factor still to be applied, and
+  ``float32[rows, *tile_shape]``, one a codec; without ``keep`` there are no errors.
   """
 
   rows: list[jax.Array]

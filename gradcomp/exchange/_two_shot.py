@@ -116,8 +116,8 @@ def owned_total(
     own: the leaves of this worker.
     gathered: the shares of all owners, ``uint32[N, rows, words]`` for each codec.
     sent: this worker's encoded sum of each codec.
-    lost: for each codec, the rounding errors that this worker keeps in its residual,
-      ``float32[rows, *tile_shape]``, or None.
+    lost: the rounding errors for this worker's residual, ``float32[rows, *tile_shape]``
+      for each codec, or None.
     workers: the workers that exchange.
   """
   agreed_rows = own.agreed_rows
@@ -145,15 +145,10 @@ def owned_loss(sent: Sent, workers: Workers) -> jax.Array | None:
 
 
 def place(lost: jax.Array, workers: Workers, size: int) -> jax.Array:
-  """Places the rounding errors of the shares ``(*, c)`` among zeros, at own place c.
+  """Places the errors of shares ``(*, c)``, c this worker's place, among zeros.
 
-  Args:
-    lost: the errors in these shares, ``float32[groups, share, ...]``.
-    workers: the workers that exchange.
-    size: the number of workers in a group.
-
-  Returns:
-    The errors in all rows, ``float32[groups * size * share, ...]``.
+  ``lost`` is ``float32[groups, share, ...]``, and the result ``float32[groups * size *
+  share, ...]``, with ``size`` workers in a group.
   """
   groups, share, *tile = lost.shape
   own = lax.axis_index(workers.axis_name) % size

@@ -132,12 +132,8 @@ def _collectives(
 ) -> Iterator[Collective]:
   """Yields the collectives of a function, and of those that it calls, in their order.
 
-  Args:
-    jaxpr: the function.
-    axes: the sizes of the axes.
-    scope: the names of the scopes around it.
-    times: the number of its runs.
-    **inside: ``in_loop`` of an unknown number of trips, and ``in_branch``.
+  ``scope`` are the names of the scopes around it, and ``times`` the number of its runs.
+  ``inside`` are ``in_loop``, for an unknown number of trips, and ``in_branch``.
   """
   for equation in jaxpr.eqns:
     name = equation.primitive.name.removesuffix("_invariant")

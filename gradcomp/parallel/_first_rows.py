@@ -28,11 +28,8 @@ def on_mesh(
 ) -> tuple[OwnedRows, Any]:
   """Calls ``first_rows(tree, others)`` on all devices of the mesh: global arrays.
 
-  Args:
-    first_rows: returns the rows that a worker owns, and the state of its optimizer.
-    tree: the parameters, whole along the axes of the workers.
-    others: for each leaf, its other axes, over which it varies.
-    names: the axes of the workers.
+  It returns the rows that a worker owns, and the state of its optimizer. ``others`` are
+  each leaf's other axes, over which it varies.
   """
   specs = jax.tree.map(typed_spec, tree)
   cut = frozenset().union(*(sharded_axes(typed_spec(x)) for x in jax.tree.leaves(tree)))

@@ -25,19 +25,11 @@ from gradcomp.workers import mark_varying, varying_axes
 
 
 class Inner:
-  """An optimizer of rows.
+  """An optimizer of rows; ValueError unless it treats each element by itself.
 
-  Args:
-    inner: the optimizer.
-    params: the parameters, whose elements count as float32; complex ones as pairs.
-    extra_args: further arguments of its update; by default stand-ins for them.
-
-  Attributes:
-    kinds: a number for each leaf, equal for leaves that are treated equally. Only these
-      may be in one matrix.
-
-  Raises:
-    ValueError: the optimizer does not treat each element by itself.
+  Elements of ``params`` count as float32, and complex ones as pairs. Extra arguments
+  are by default stand-ins. ``kinds`` has a number for each leaf, equal for leaves that
+  are treated equally. Only these may be in one matrix.
   """
 
   def __init__(
@@ -59,11 +51,9 @@ class Inner:
       kinds_of(trace(inner, jax.tree.map(wide, params), given), names, complexes)
 
   def first(self, master: OwnedRows, leaves: OwnedRows) -> Any:
-    """Returns the first state.
+    """Returns the first state for rows of the parameters.
 
-    Args:
-      master: rows of the parameters.
-      leaves: for each matrix of them, the number of a leaf in it.
+    ``leaves`` has the number of a leaf in each matrix.
     """
     trace = self._trace
     found = []
@@ -81,18 +71,10 @@ class Inner:
     leaves: OwnedRows,
     extra_args: dict[str, Any],
   ) -> tuple[OwnedRows, OwnedRows, Any]:
-    """Takes a step.
+    """Takes a step with rows of gradients, ``means``, and of parameters, ``master``.
 
-    Args:
-      means: rows of the gradients.
-      state: the state.
-      master: rows of the parameters.
-      leaves: as for :meth:`first`.
-      extra_args: further arguments of the optimizer.
-
-    Returns:
-      The rows of the parameters with their updates; masks, true where these and the
-      gradients are finite; and the state, with old values in other places.
+    The results are the rows of the parameters with their updates; masks, true where
+    these and the gradients are finite; and the state, with old values in other places.
     """
     trace, count = self._trace, self._trace.count
     made: Any = jax.tree.structure(trace.stored, is_leaf=is_rows)

@@ -20,10 +20,9 @@ from gradcomp.kernels import dither, fold_key, written
 class Draws(NamedTuple):
   """Random keys and dithers of several arrays; None for a codec without random numbers.
 
-  Attributes:
-    own: ``uint32[K, 2]``, this worker's key for each array.
-    dither: ``uint32[K, 3]``, for each array a key that all workers share, and this
-      worker's mask, see :mod:`gradcomp.kernels.dithers`.
+  ``own`` is ``uint32[K, 2]``, this worker's key for each array. ``dither`` is
+  ``uint32[K, 3]``, for each array a key that all workers share, and this worker's mask,
+  see :mod:`gradcomp.kernels.dithers`.
   """
 
   own: jax.Array | None = None
@@ -31,13 +30,9 @@ class Draws(NamedTuple):
 
 
 def draws(codec: Codec, key: jax.Array | None, count: int, worker: jax.Array) -> Draws:
-  """Draws the keys and dithers of a worker's ``count`` arrays.
+  """Draws the keys and dithers of a worker's ``count`` arrays, all different.
 
-  Args:
-    codec: the codec of the arrays.
-    key: ``uint32[2]``, equal on all workers; None if the codec needs none.
-    count: the number of arrays, each with other random numbers.
-    worker: the number of the worker.
+  ``key`` is ``uint32[2]``, equal on all workers; None if the codec needs none.
   """
   if not codec.needs_key:
     return Draws()

@@ -16,15 +16,7 @@ from gradcomp.workers import axis_names, entries, reduced_spec, stack_spec
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-  """A change from one sharding to another.
-
-  Attributes:
-    move: the collective of a worker.
-    codec: the codec.
-    source: the spec before.
-    target: the spec after.
-    mesh: the mesh, with Explicit axes.
-  """
+  """A change from one sharding to another, on a mesh with Explicit axes."""
 
   move: Move
   codec: Codec

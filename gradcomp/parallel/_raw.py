@@ -19,11 +19,8 @@ def gathered(
 ) -> jax.Array:
   """Sends an array to all workers; returns all of them, ``float32[N, *x.shape]``.
 
-  Args:
-    x: this worker's array, of one shape on all workers.
-    wire: the axes and codecs.
-    key: ``uint32[2]``, or None.
-    name: the name of the collective, by default one with the number of floats.
+  ``key`` is ``uint32[2]``, or None. The collective's ``name`` has by default the number
+  of floats.
   """
   worker = lax.axis_index(wire.axis_name)
   line = to_lines(x[None], wire.codec, draws(wire.codec, key, 1, worker))[0]
@@ -39,11 +36,8 @@ def exchanged(
 ) -> jax.Array:
   """Sends part d of ``[N, ...]`` to worker d; returns the parts from all, ``float32``.
 
-  Args:
-    parts: this worker's.
-    wire: the axes and codecs.
-    key: ``uint32[2]``, or None.
-    stage: whether a later collective completes it, and counts for both.
+  ``key`` is ``uint32[2]``, or None. With ``stage`` a later collective completes it, and
+  counts for both.
   """
   worker = lax.axis_index(wire.axis_name)
   lines = to_lines(parts, wire.codec, draws(wire.codec, key, wire.size, worker))
@@ -84,11 +78,7 @@ def narrowed_parts(
 ) -> tuple[jax.Array, jax.Array]:
   """Casts the sum of a worker's own part, and adds the error to its unsent part.
 
-  Args:
-    result: the sum, ``float32[...]``.
-    unsent: the worker's rounding errors of all parts, ``[N, ...]``.
-    dtype: the dtype of the result.
-    wire: the axes and codecs.
+  ``result`` is ``float32[...]``, and ``unsent`` the errors of all parts, ``[N, ...]``.
   """
   narrow, rest = narrowed(result, dtype)
   own = mine(lax.axis_index(wire.axis_name), unsent)

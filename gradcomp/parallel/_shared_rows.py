@@ -198,13 +198,8 @@ def share_rows(
 ) -> SharedRows:
   """Lays out the rows of the parameters by the messages of their gradients.
 
-  Args:
-    plan: the messages of the gradients.
-    codec: the codec of updates. Small leaves stay dense, as in the exchange of
-      gradients.
-    min_leaf_size: the smallest size of a large leaf, or None for the default.
-    workers: the workers.
-    kinds: a number for each leaf; the leaves of one matrix have the same.
+  ``codec`` encodes updates. Small leaves stay dense, as in the exchange of gradients.
+  ``kinds`` has a number for each leaf; the leaves of one matrix have the same.
   """
   whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
   chosen = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)

@@ -39,15 +39,9 @@ class Trace:
 def trace(
   inner: optax.GradientTransformationExtraArgs, params: Any, extra_args: dict[str, Any]
 ) -> Trace:
-  """Traces an optimizer.
+  """Traces an optimizer with shapes of parameters.
 
-  Args:
-    inner: the optimizer.
-    params: shapes and dtypes.
-    extra_args: further arguments of its update, or their shapes.
-
-  Raises:
-    ValueError: its state has other arrays than numbers and trees like the parameters.
+  ValueError if its state has other arrays than numbers and trees like the parameters.
   """
   init, state = jax.make_jaxpr(inner.init, return_shape=True)(params)
 

@@ -38,9 +38,7 @@ class _Value(NamedTuple):
 class _Alike:
   """Gives equal numbers to equal computations, as a rule of ``follow``.
 
-  Args:
-    names: the names of the leaves.
-    complexes: the numbers of leaves whose real and imaginary parts are elements.
+  ``complexes`` are the leaves with real and imaginary parts as elements.
   """
 
   def __init__(self, names: Sequence[str], complexes: frozenset[int]):
@@ -161,14 +159,8 @@ def kinds_of(
 ) -> tuple[int, ...]:
   """Returns a number for each leaf, equal for leaves that are treated equally.
 
-  Args:
-    trace: the trace of the optimizer.
-    names: the names of the leaves.
-    complexes: for each leaf, whether it is complex in the trace, but split into pairs.
-      By default none is.
-
-  Raises:
-    ValueError: the optimizer does not treat each element by itself.
+  ``complexes`` has, for each leaf, whether it is complex in the trace, but split into
+  pairs; by default none is. ValueError unless each element is treated by itself.
   """
   alike = _Alike(names, frozenset(i for i, x in enumerate(complexes) if x))
   places = list(zip(trace.owners, trace.nodes, strict=True))

@@ -21,12 +21,8 @@ Backward = Codec | Literal["same"] | None
 class Wire:
   """The axes and codecs of a collective.
 
-  Attributes:
-    axis_name: the axes of the workers.
-    codec: the codec of the values, in the forward pass.
-    backward: the codec of their cotangents, in the backward pass.
-    own: ``"coded"`` if a worker encodes its own part, too, which is not sent.
-    size: the number of workers.
+  ``codec`` is for values, in the forward pass, and ``backward`` for their cotangents.
+  With ``own="coded"`` a worker encodes its own part, too, which is not sent.
   """
 
   axis_name: AxisName
@@ -44,13 +40,7 @@ class Wire:
 def wire(
   axis_name: AxisName, codec: Any, backward: Any = "same", own: Any = "exact"
 ) -> Wire:
-  """Validates the options of a call.
-
-  Raises:
-    ValueError: the axis is not bound, a codec needs a residual or a memory, or ``own``
-      is another word.
-    TypeError: a codec is none.
-  """
+  """Validates the options of a call."""
   size = require_size(axis_name)
   one_of("own", Own, own)
   forward = stateless("codec", codec)

@@ -13,13 +13,7 @@ _PROBE = Leaf((1024, 1024))
 
 
 def check_codecs(grads: Any, params: Any) -> None:
-  """Raises an error for codecs that zero cannot use.
-
-  Raises:
-    TypeError: one of them is no instance of a codec.
-    ValueError: one of them is sparse, or sends other arrays in a leaf's place; owners
-      cannot add ``grads``; or ``params`` needs random numbers or agreed statistics.
-  """
+  """Raises TypeError or ValueError for codecs that zero cannot use."""
   for name, given in {"grads": grads, "params": params}.items():
     if not is_codec(given):
       raise TypeError(f"`{name}` must be an instance of a codec, got {given!r}.")

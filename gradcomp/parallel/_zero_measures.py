@@ -45,16 +45,8 @@ def measured_zero(
   """Returns the watched state of the gradients, with sums.
 
   There are twice as many as leaves: those of gradients, and behind them those of the
-  updates of parameters.
-
-  Args:
-    state: the new state of the exchange of gradients.
-    plan: the messages of the gradients.
-    updates: the gradients.
-    corrected: the gradients plus residuals.
-    averaged: the owned means and the unsent parts.
-    rows: the rows that this worker owns.
-    changes: their updates.
+  updates of parameters. ``corrected`` are the gradients plus residuals, and
+  ``averaged`` the owned means and the unsent parts.
   """
   # Typed as a mean is, which is equal on all workers.
   unknown = [

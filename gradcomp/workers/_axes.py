@@ -46,10 +46,7 @@ def abstract_mesh(
 ) -> AbstractMesh:
   """Returns a mesh of devices that need not exist.
 
-  Args:
-    sizes: the size of each axis.
-    axis_types: the type of each axis; Auto by default.
-    argument: the user's argument with the sizes, for the error.
+  ``argument`` is the user's argument with the sizes, for the error.
   """
   # JAX fails with std::bad_cast.
   if math.prod(sizes.values()) >= 2**31:

@@ -42,19 +42,11 @@ def with_arrays(
 ) -> Any:
   """Enters a map with all arrays that functions close over, if JAX asks for them.
 
-  Args:
-    functions: a function, or a tree of some, that run inside the map.
-    enter: ``enter(bind, arrays)`` enters the map with ``arrays`` as further arguments.
-      Inside, ``bind(parts)`` returns the functions with their arrays replaced by
-      ``parts``. It is called with no arrays first, and a second time if the functions
-      then read one of the mesh.
-    about: the argument of the functions, and another cure, for the error.
-
-  Returns:
-    The result of ``enter``.
-
-  Raises:
-    ValueError: they read one from a place that is not searched.
+  ``enter(bind, arrays)`` enters the map with ``arrays`` as further arguments. Inside,
+  ``bind(parts)`` returns the functions with their arrays replaced by ``parts``. It is
+  called with no arrays first, and a second time if the functions then read one of the
+  mesh. ValueError if they read one from a place that is not searched; ``about`` is the
+  argument of the functions, and another cure, for the error.
   """
   try:
     return enter(lambda parts: functions, [])

@@ -42,7 +42,7 @@ def first_state(
   firsts: Sequence[Callable[[tuple[int, ...]], Any]],
   own_arrays: OwnArrays,
 ) -> tuple[list[Any], Own]:
-  """Creates the parts of a state that differ between workers.
+  """Creates the trees like leaves, and other arrays, that differ between workers.
 
   Inside the map, or without any, arrays are the worker's own, shaped like the leaf.
   Outside it, under a mesh that has the axis, they are the global ones: the workers'
@@ -53,10 +53,7 @@ def first_state(
     axis_name: the axes of the workers.
     firsts: for each tree like the leaves, a function from a leaf's shape, of at least
       one axis, to its array, or to several with as many axes and equal sharding.
-    own_arrays: returns a maker of the other arrays.
-
-  Returns:
-    The trees like the leaves, and the other arrays by the axes that stack them.
+    own_arrays: returns a maker of the other arrays, by the axes that stack them.
   """
   leaves, treedef = jax.tree.flatten(params)
   names = () if axis_name is None else axis_names(axis_name)
@@ -181,10 +178,7 @@ def stacked_for(
 ) -> int | None:
   """Returns the number of workers that an array was stacked for; None if unknown.
 
-  Args:
-    got: the shape that it has: the whole, or the part of a worker.
-    expected: the shape that it should have.
-    workers: the number of workers for which it should be stacked.
+  ``got`` is its shape, and ``expected`` that for ``workers`` workers.
 
   Example:
     >>> stacked_for((28, 3), (56, 3), 8)

@@ -22,12 +22,10 @@ from gradcomp.workers._types import (
 
 
 class Reduction(NamedTuple):
-  """The axes of a reduction, and whether it is a sum or a mean.
+  """The axes of a reduction, or None to exchange nothing, and whether it is a sum.
 
-  Attributes:
-    axis_name: the axes to reduce over; None to exchange nothing.
-    is_sum: whether gradients are addends of their sum (Explicit axes), not samples of
-      their mean.
+  Gradients are addends of their sum under Explicit axes, and else samples of their
+  mean.
   """
 
   axis_name: AxisName | None
@@ -37,13 +35,8 @@ class Reduction(NamedTuple):
 def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduction:
   """Returns the reduction that the types of the gradients ask for.
 
-  Args:
-    updates: the gradients.
-    axis_name: the axes that the transformation was given.
-    local: whether to exchange nothing.
-
-  Raises:
-    ValueError: the types contradict ``axis_name``, or gradients are already reduced.
+  ``local`` is for exchanges that send nothing. ValueError if the types contradict
+  ``axis_name``, or gradients are already reduced.
   """
   if is_followed():
     return Reduction(None, is_sum=False)
