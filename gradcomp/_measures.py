@@ -54,7 +54,7 @@ def measured(
   """
   if not isinstance(state, Watched):
     return state
-  # Under Explicit axes gradients are addends, an Nth of what a worker has elsewhere.
+  # Under Explicit axes gradients are addends, an Nth of a worker's gradient elsewhere.
   size = 1 if workers is None else workers.size
   factor = 1.0 if workers is None else workers.scale * size
   gradients = jax.tree.leaves(updates)
@@ -127,7 +127,7 @@ def _sum(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def _along(sums: Sums) -> jax.Array:
-  """Returns a: the length of a gradient's projection on the result, in results."""
+  """Returns a: a gradient's projection on the result, as a multiple of the result."""
   return sums.product / jnp.where(sums.mean > 0, sums.mean, 1.0)
 
 

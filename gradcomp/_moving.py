@@ -138,7 +138,7 @@ class Move:
     """Moves owner residuals; returns by leaf the parts that no owner keeps any more."""
     given = node.server_residual
     if given is None and old.server_residual is not None:
-      return None, {}  # for nobody knew the number of workers
+      return None, {}  # made without the number of workers
     if given is None and new.server_residual is None:
       return None, {}
     known = self._known(plans[0]), self._known(plans[1])

@@ -1,4 +1,4 @@
-"""Checks that a record has all its keys and types, however a file was damaged."""
+"""Checks that a record, perhaps from a damaged file, has all its keys and types."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 _ALL = object()  # the key that stands for all keys
 _MAY = {"params"}  # keys that a record may lack
 
-# A form is a type, a list of what all items are, or a dict of what is behind the keys.
+# A form is a type, a list with the form of all items, or a dict of keys and forms.
 _OPTION = {"type": str}
 _FIRST = {"format": int, "gradcomp": str}
 _WHOLE = {

@@ -21,8 +21,8 @@ class Stage:
     primitive: JAX's name of the collective.
     workers: the workers that exchange with each other; of a permutation, those of its
       longest cycle, where two workers swap.
-    span: the length of the rows of consecutive workers that no byte leaves. Workers are
-      in the order of their axes.
+    span: the size of the aligned blocks of consecutive ranks that all sends stay in.
+      Ranks are in the order of the axes.
     elements: the elements of a worker's operand.
     bytes_in: the bytes of a worker's operand.
     bytes_sent: the bytes that a worker sends for these.
@@ -69,7 +69,7 @@ def members(axes: Sequence[str], sizes: Mapping[str, int], pairs: Pairs) -> int:
 def span(
   axes: Sequence[str], data: Sequence[str], sizes: Mapping[str, int], pairs: Pairs
 ) -> int:
-  """Returns the length of the rows of consecutive workers that no byte leaves.
+  """Returns the size of the aligned blocks of consecutive ranks that all sends stay in.
 
   The arguments are those of :func:`members`, and the axes of all workers, ``data``.
   """

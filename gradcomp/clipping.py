@@ -32,7 +32,7 @@ def clip_by_local_norm(
   .. math:: g_i' = g_i \min(1, \frac{l}{\lVert g_i \rVert})
 
   Put it in front of a compressed exchange that keeps residuals: clipping behind it
-  would clip what has waited for many steps. With :math:`g_i` a worker's gradient before
+  would clip residuals of many steps. With :math:`g_i` a worker's gradient before
   the mean of all N, the rules are
 
   =========  ===================  ======================================================

@@ -35,7 +35,7 @@ class Feedback(Protocol):
     """Returns the first residual of a leaf of this shape, of at least one axis."""
 
   def waits(self, unsent: jax.Array) -> jax.Array:
-    """Returns the residual to store for a leaf, from its unsent part."""
+    """Returns the residual to store for a leaf, given its unsent part."""
 
   def sent(self, updates: Any, momentum: Any) -> Any:
     """Returns the tree that a step sends, without the residual."""

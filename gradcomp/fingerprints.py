@@ -29,7 +29,7 @@ def fingerprint(tree: Any) -> jax.Array:
   Any other change is missed once in :math:`2^{64}` times, as far as the hash is random.
   It is no defence against people who look for two trees with one fingerprint.
 
-  Bits count, not values: -0.0 is not 0.0, and NaN is what its payload says. A leaf
+  Bits count, not values: -0.0 is not 0.0, and NaN differ by their payloads. A leaf
   counts with its path, its dtype and its shape. Elements that lie :math:`2^{32}` words
   apart in a leaf count as in one place.
 
@@ -41,7 +41,7 @@ def fingerprint(tree: Any) -> jax.Array:
 
   Raises:
     TypeError: JAX would drop bits of a NumPy array, because it has no 64-bit dtypes.
-    ValueError: a leaf is unreduced, so that nobody has its value yet.
+    ValueError: a leaf is unreduced, so that no device has its value yet.
 
   Example:
     >>> fingerprint({"w": jnp.array([0.0, 1.0, 2.0, 3.0])}).tolist()

@@ -116,7 +116,7 @@ def _reads(
 
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
   # Traced with shapes, so that nothing is exchanged.
-  with jax.disable_jit():  # what reads one argument of a jit does not read all
+  with jax.disable_jit():  # a jit that reads one argument does not read all
     jaxpr = jax.make_jaxpr(update, axis_env=[(FOLLOWED, 1)])(*shapes).jaxpr
   alive = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
   for equation in reversed(jaxpr.eqns):

@@ -102,7 +102,7 @@ def inspect(
   params: Any = None,
   **extra_args: Any,
 ) -> Inspection:
-  """Measures the compression of these gradients in ``update``, and changes nothing.
+  """Measures the compression of these gradients by ``update``, without taking a step.
 
   Call it where ``update`` is called, with the same arguments: inside the map, or in
   plain ``jax.jit``. It runs ``update`` from this state, with the same random bits, up

@@ -110,20 +110,20 @@ def local_steps(
      \leftarrow 0
 
   The updates are zeros, but for those of ``outer``, which are equal on all workers. So
-  all workers have the same parameters after every step, to the bit, and these are what
-  to evaluate and to save. Only :math:`d_i`, the state of ``inner`` and the residual
-  differ between workers; they are in the state. Nothing is sent in other steps. It is
-  one program, with the exchange in a branch.
+  all workers have the same parameters after every step, to the bit: evaluate and save
+  these. Only :math:`d_i`, the state of ``inner`` and the residual differ between
+  workers; they are in the state. Nothing is sent in other steps. It is one program,
+  with the exchange in a branch.
 
   - DiLoCo: ``inner=optax.adamw(...)``, ``codec=Dense()``,
     ``outer=optax.sgd(0.7, 0.9, nesterov=True)``.
   - SparseLoCo: a sparse codec, ``outer=optax.sgd(1.0)``, ``feedback_decay=0.95``.
   - MuLoCo: ``inner=optax.contrib.muon(...)``, and 2 bits, rounded to the nearest level.
   - Streaming DiLoCo: ``fragments``, ``delay``, ``mixing=0.5`` and ``FloatCast`` of 3
-    and 0 bits. Fragment k of P is exchanged in step :math:`kH/P` of a round, and what
-    comes back is applied :math:`\tau` steps later. With :math:`p'` after that,
-    :math:`d_i \leftarrow (1 - m)(p + d_i - p')`, so that workers keep a part of what
-    they did meanwhile.
+    and 0 bits. Fragment k of P is exchanged in step :math:`kH/P` of a round, and the
+    result is applied :math:`\tau` steps later. With :math:`p'` after that,
+    :math:`d_i \leftarrow (1 - m)(p + d_i - p')`, so that workers keep a part of their
+    steps meanwhile.
 
   A gradient that is not finite makes an element of :math:`d_i` NaN. The next exchange
   makes its bucket of the parameters NaN on all workers, and ``outer`` keeps it, too, if
@@ -152,7 +152,7 @@ def local_steps(
       that are exchanged in different steps.
     delay: :math:`\tau`, the steps after which an exchange is applied, below H.
     mixing: m, above 0 and at most 1. With 1, workers go on from the parameters, and
-      lose what they did during ``delay``.
+      drop their displacement of the ``delay``.
     merge: ``"mean"``, or ``"senders"``, which divides the sum of an element by the
       number of workers that sent it. Only sparse codecs allow that.
 

@@ -163,7 +163,7 @@ def _transformation(plan: Plan, made: Mapping[str, Any]) -> dict[str, Any]:
       codecs.append(codec)
     leaves[name] = {"shape": list(leaf.shape), "codec": codecs.index(codec)}
   axes = () if plan.axis_name is None else axis_names(plan.axis_name)
-  named = axes[:1] != EXPLAINED[:1]  # else nobody can count owners in init
+  named = axes[:1] != EXPLAINED[:1]  # else init cannot know the number of owners
   cut = "params" in made  # zero, whose owners keep the rows of every message
   owned = [
     {
@@ -182,7 +182,7 @@ def _transformation(plan: Plan, made: Mapping[str, Any]) -> dict[str, Any]:
   }
   if cut:
     result["params"] = _described(made["params"])
-  if made.get("delay"):  # of local steps, which keep what is on its way
+  if made.get("delay"):  # of local steps, which keep a mean until it is applied
     result["delay"] = made["delay"]
   return result
 

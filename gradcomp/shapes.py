@@ -40,7 +40,7 @@ WORKERS_RULE = "a number of workers, 1 or more"
 
 
 class FirstState(NamedTuple):
-  """The global state before the first step of a number of workers, as shapes.
+  """The shapes, specs and plans of the global state before the first step.
 
   Attributes:
     shapes: the shape and dtype of each global array, in the structure of the state.
@@ -155,7 +155,7 @@ def first_state_of(
   specs = state_specs(found[0], axis_name, param_specs=param_specs)
   whole = functools.partial(_whole, sizes)
   if param_specs is None:
-    # What init makes outside of a map is whole already, but for what optax makes.
+    # Arrays of init outside of a map are whole already, except those of optax.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found[0])
     shapes = _with_collected(shapes, specs, whole)
   else:

@@ -1,6 +1,6 @@
 """``wire_report``: the collectives and bytes of a program, from its optimized HLO.
 
-A formula of this library could drift from what runs; the optimized HLO cannot. Bytes
+A formula of this library could drift from the program; the optimized HLO cannot. Bytes
 are dtype times shape of the operands in it, and nothing else.
 """
 

@@ -21,7 +21,7 @@ class Samples(NamedTuple):
 
 
 def as_samples(layout: Layout, leaves: Leaves, workers: Workers | None) -> Samples:
-  """Scales addends of a sum to N times; the mean of these is the sum. Else no change.
+  """Multiplies addends of a sum by N, which makes the sum their mean; others stay.
 
   Leaves that are added without encoding stay addends.
   """

@@ -202,7 +202,7 @@ class Contribution:
   def unsent(self, total: Total) -> Leaves:
     """Returns the unsent part of each leaf, in its units.
 
-    It is the rounding error of the leaf, plus those of sums that this worker keeps.
+    It is the rounding error of the leaf, plus errors of sums that this worker keeps.
     """
 
     def not_encoded(i: int) -> jax.Array:

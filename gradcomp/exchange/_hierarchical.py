@@ -43,7 +43,7 @@ class Hierarchical:
      of the workers. This is a reduce-scatter made of an all_to_all, because no backend
      documents the order in which its own reduce-scatter adds.
   2. The worker encodes these sums of its group, and sends each to the owner of the
-     share, one of the workers ``(*, c)``. The owner adds what it receives.
+     share, one of the workers ``(*, c)``. The owner adds the received sums.
   3. The owners encode the means and send them to all.
 
   The worker that encodes a sum of its group keeps the rounding error in its residual.

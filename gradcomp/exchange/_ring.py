@@ -109,7 +109,7 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
     return [written(x, y.lost) for x, y in zip(lost, sent, strict=bool(lost))]
 
   def receive(sent: list[Sent], hop: jax.Array | int) -> list[_Sums]:
-    """Passes sums on, and adds this worker's part to those that come."""
+    """Passes sums on, and adds this worker's part to the received ones."""
     arrays = [x for one in sent for x in (one.rows, *one.riders)]
     message = pass_on(join(arrays, 1), workers.axis_name, n)
     received = iter(x[0] for x in split(message, [x.shape for x in arrays]))

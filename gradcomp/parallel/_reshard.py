@@ -116,7 +116,7 @@ def _without(spec: PartitionSpec, axes: Any, ndim: int) -> PartitionSpec:
 
 
 def _move(source: PartitionSpec, target: PartitionSpec, ndim: int) -> Move:
-  """Returns the collective between two specs; ValueError if no single one is."""
+  """Returns the collective from one spec to another; ValueError if there is none."""
   before, after = names_by_axis(source, ndim), names_by_axis(target, ndim)
   changed = [i for i in range(len(after)) if before[i : i + 1] != after[i : i + 1]]
   addends = frozenset(source.unreduced)

@@ -1,4 +1,4 @@
-"""Finds the leaves that an optimizer treats equally; refuses other than elementwise.
+"""Finds the leaves that an optimizer treats equally; it must be elementwise.
 
 Each intermediate result gets a number, equal for the same result of another leaf of
 any shape. So leaves with equal numbers are treated equally, and may share a matrix. A

@@ -58,7 +58,7 @@ def check_codec(
     workers: N, which should be a power of two for all modes to be compared.
     sizes: further sizes of leaves, to the default of two rows and a part of a third.
     draws: the encodings whose mean is compared with a leaf, if the codec is unbiased.
-    constants: values of which a leaf of one value comes back exactly.
+    constants: values that a leaf of one value decodes to exactly.
     spoils: the elements that one which is not finite may spoil: see
       :func:`gradcomp.testing.laws.non_finite_elements_are_seen`.
     own_statistics: whether a codec computes statistics of a leaf's own elements, among

@@ -157,7 +157,7 @@ class _Copier:
     return self._rebuilt(x, held + [x.__globals__[name] for name in names], make)
 
   def _object(self, x: Any) -> Any:
-    if isinstance(x, _JITTED):  # the copy need not be: what runs the map compiles it
+    if isinstance(x, _JITTED):  # the copy need not be: the map's caller compiles it
       return self._rebuilt(x, [x.__wrapped__], lambda y: y[0])
     attributes = getattr(x, "__dict__", None)
     if not isinstance(attributes, dict) or _is_installed(type(x).__module__):

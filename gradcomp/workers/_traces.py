@@ -6,7 +6,7 @@ for that of another one.
 
 from gradcomp.workers._axes import AxisName, bound_size
 
-# Where explain traces update, these are bound: (between, inside), or the first alone.
+# Where explain traces update, these are bound: (between, inside), or only the first.
 # They replace the axes that a transformation takes from the types of gradients.
 EXPLAINED = ("gradcomp_between", "gradcomp_inside")
 
