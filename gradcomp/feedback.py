@@ -224,6 +224,7 @@ def as_feedback(given: Any, codec: LeafCodec) -> Feedback:
 
 def _add(updates: Any, tree: Any, factor: float) -> Any:
   """Returns ``factor * tree + updates``, float32."""
+  # Product and sum are each rounded, so that all modes have the same bits.
   return jax.tree.map(
     lambda g, x: scaled(x.reshape(g.shape), factor) + g.astype(jnp.float32),
     updates,

@@ -111,13 +111,14 @@ def read(residual: Stored) -> jax.Array:
 
 
 def lanes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Draws random ``uint16`` of this shape for rounding, uniform and independent."""
+  """Draws random ``uint16`` of this shape, uniform and pairwise independent."""
   size = math.prod(shape)
   blocks = lax.iota(jnp.uint32, -(-size // _LANES))
 
   def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     return threefry2x32(key, (jnp.zeros_like(blocks), blocks), _ROUNDS)
 
+  # Materialized: XLA would fuse the cipher into each of the four words that read it.
   a, b = written(draw, key)
 
   def spread(a: jax.Array) -> jax.Array:

@@ -64,6 +64,8 @@ def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Ar
   with jax.named_scope("gradcomp_decode"):
     if form.agreed is None:
       (rows,) = split(lines, [form.rows.shape])
+      # Materialized row by row: XLA would compute the row of every element of the
+      # result, and its place there, which takes longer than decoding.
       decode = jax.vmap(codec.decode_rows)
       tiles = decode(rows) if sums.of(codec).plain else written(decode, rows)
     else:
