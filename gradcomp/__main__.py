@@ -1,9 +1,9 @@
-"""Answers on the command line whether compression is worth it.
+"""The command line: ``plan`` compares codecs and exchanges for a model and a link.
 
   python -m gradcomp plan --params 25M --workers 8 --gbit 10
 
-prints what each codec and exchange would take, and what to do. --help of it lists the
-options. `gradcomp.cost.plan` does the same for the parameters of a program.
+prints the seconds of each codec and exchange, and a recommendation. --help of it lists
+the options. `gradcomp.plan` does this for the parameters of a program.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _BUDGETS = "none, tight, paper, aggressive, or a bound on the error over the wor
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Runs a command, or says which there are."""
+  """Runs the command of the arguments; prints the help if they name none."""
   parser = argparse.ArgumentParser(
     prog="python -m gradcomp",
     description=__doc__,
@@ -102,7 +102,7 @@ def _speeds(slower: float) -> dict[str, CodecSpeed]:
 
 
 def _between(least: float, most: float, what: str) -> Callable[[str], float]:
-  """Returns what parses a number of this range, and refuses all else by the rule."""
+  """Returns a parser of numbers in a range, with the range in its error."""
 
   def parse(text: str) -> float:
     try:

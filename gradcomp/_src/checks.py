@@ -1,4 +1,4 @@
-"""Checks hyperparameters, for several constructors."""
+"""Checks of hyperparameters that several constructors share."""
 
 import math
 import operator
@@ -9,22 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-_BUCKET_MULTIPLE = 32
+_BUCKET_MULTIPLE = 32  # planes stay whole vectors
 
 
 def static_integer(
   name: str, rule: str, value: Any, *, least: int | None = None
 ) -> int:
-  """Returns one of Python's or NumPy's integers as a Python integer.
+  """Returns a Python or NumPy integer as a Python integer; ValueError otherwise.
 
-  Args:
-    name: the name of the hyperparameter.
-    rule: the rule that the value must follow, for the message.
-    value: the value that was given.
-    least: the smallest integer that follows the rule, or None.
-
-  Raises:
-    ValueError: ``value`` is anything else, or smaller.
+  ``rule`` is for the message. Integers below ``least`` are refused, too.
   """
   _check_static(name, rule, value)
   try:
@@ -39,11 +32,7 @@ def static_integer(
 
 
 def step_count(name: str, value: Any, *, least: int = 1) -> int:
-  """Returns a number of steps, to which counters in ``int32`` can get.
-
-  Raises:
-    ValueError: ``value`` is anything else.
-  """
+  """Returns a number of steps that fits an ``int32`` counter; ValueError otherwise."""
   rule = f"a number of steps, {least} or more and below 2**31"
   number = static_integer(name, rule, value, least=least)
   if number >= 2**31:
@@ -52,7 +41,7 @@ def step_count(name: str, value: Any, *, least: int = 1) -> int:
 
 
 def positions(name: str, value: Any) -> int | tuple[int, ...]:
-  """Returns the position of an argument, or several; ValueError for all else."""
+  """Returns the position of an argument, or several; ValueError otherwise."""
   rule = "the position of an argument, or a tuple of positions"
   if isinstance(value, tuple | list):
     return tuple(static_integer(name, rule, position) for position in value)
@@ -60,7 +49,7 @@ def positions(name: str, value: Any) -> int | tuple[int, ...]:
 
 
 def static_number(name: str, rule: str, value: Any) -> float:
-  """Returns a positive, finite Python float; ValueError for all else."""
+  """Returns a positive, finite Python float; ValueError otherwise."""
   _check_static(name, rule, value)
   if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
@@ -74,7 +63,7 @@ def static_number(name: str, rule: str, value: Any) -> float:
 
 
 def share_below_1(name: str, value: Any) -> float:
-  """Returns a Python float of at least 0 and below 1; ValueError for all else."""
+  """Returns a Python float of at least 0 and below 1; ValueError otherwise."""
   rule = "a number of at least 0 and below 1"
   _check_static(name, rule, value)
   number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
@@ -84,7 +73,7 @@ def share_below_1(name: str, value: Any) -> float:
 
 
 def share_above_0(name: str, value: Any) -> float:
-  """Returns a Python float above 0 and at most 1; ValueError for all else."""
+  """Returns a Python float above 0 and at most 1; ValueError otherwise."""
   rule = "a number above 0 and at most 1"
   number = static_number(name, rule, value)
   if number > 1:
@@ -93,11 +82,9 @@ def share_above_0(name: str, value: Any) -> float:
 
 
 def static_factor(name: str, rule: str, value: Any) -> float:
-  """Returns a number from 2**-126 to 2**126; ValueError for all else.
-
-  It is normal in ``float32``, and so is its inverse.
-  """
+  """Returns a number from 2**-126 to 2**126; ValueError otherwise."""
   number = static_number(name, rule, value)
+  # Normal in float32, and so is its inverse.
   if not 2.0**-126 <= number <= 2.0**126:
     raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
   return number
@@ -112,20 +99,20 @@ def _check_static(name: str, rule: str, value: Any) -> None:
 
 
 def one_of(name: str, choices: Any, value: Any) -> None:
-  """Raises ValueError unless the value is one of those of a ``Literal``."""
+  """Raises ValueError unless the value is in a ``Literal``."""
   if value not in get_args(choices):
     raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {value!r}.")
 
 
 def optional_one_of(name: str, choices: Any, value: Any) -> None:
-  """Raises ValueError unless the value is None or one of those of a ``Literal``."""
+  """Raises ValueError unless the value is None or in a ``Literal``."""
   if value is not None and value not in get_args(choices):
     names = get_args(choices)
     raise ValueError(f"`{name}` must be None or one of {names}, got {value!r}.")
 
 
 def float_dtype(name: str, value: Any) -> np.dtype:
-  """Returns a dtype of floats on the wire; ValueError for all else."""
+  """Returns a dtype of floats on the wire; ValueError otherwise."""
   choices = (jnp.float32, jnp.bfloat16, jnp.float16)
   if value not in [jnp.dtype(choice) for choice in choices]:
     raise ValueError(f"`{name}` must be float32, bfloat16 or float16, got {value!r}.")
@@ -139,19 +126,12 @@ def flag(name: str, value: Any) -> None:
 
 
 def bucket(name: str, value: Any) -> int:
-  """Returns the elements of a bucket; ValueError for all else.
-
-  They are a multiple of 32, so that planes stay whole vectors.
-  """
+  """Returns the elements of a bucket, a multiple of 32; ValueError otherwise."""
   return _multiple(name, f"a positive multiple of {_BUCKET_MULTIPLE}", value)
 
 
 def optional_bucket(name: str, value: Any) -> int | None:
-  """Returns a bucket's elements, or None for one scale a tensor.
-
-  Raises:
-    ValueError: ``value`` is anything else.
-  """
+  """Returns a bucket's elements, or None for a scale a tensor; ValueError otherwise."""
   rule = f"a positive multiple of {_BUCKET_MULTIPLE}, or None for one scale a tensor"
   return None if value is None else _multiple(name, rule, value)
 
@@ -164,7 +144,7 @@ def _multiple(name: str, rule: str, value: Any) -> int:
 
 
 def optional_size(name: str, unit: str, value: Any) -> int | None:
-  """Returns a number that counts something, or None; ValueError for all else."""
+  """Returns a count of 0 or more, or None; ValueError otherwise."""
   if value is None:
     return None
   rule = f"a number of {unit}, 0 or more, or None"
@@ -172,12 +152,7 @@ def optional_size(name: str, unit: str, value: Any) -> int | None:
 
 
 def one_tree(around: str, params: Any) -> None:
-  """Raises ValueError for lookahead's pairs of parameters: gradients are of one tree.
-
-  Args:
-    around: the transformation that lookahead was put in.
-    params: what it is to optimize.
-  """
+  """Raises ValueError for ``optax.LookaheadParams``; ``around`` is for the message."""
   is_pair = lambda x: isinstance(x, optax.LookaheadParams)
   if any(map(is_pair, jax.tree.leaves(params, is_leaf=is_pair))):
     raise ValueError(

@@ -1,10 +1,10 @@
-"""Says which version of the library this is, and which of what it sends."""
+"""The version of the library, and the version of its wire format."""
 
 from importlib import metadata
 
-# Of messages. It grows with every change after which two processes would not read each
-# other's words: whenever a hash of a case in tests/golden.json changes. An editable
-# install keeps the version of its day, and this number is the code's.
+# The version of the wire format. It grows with every change after which two processes
+# would not read each other's words: whenever a hash of a case in tests/golden.json
+# changes. An editable install keeps the version of its day; this number is the code's.
 WIRE = 3
 
 try:

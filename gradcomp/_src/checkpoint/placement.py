@@ -1,4 +1,4 @@
-"""Brings arrays to the host, and from there to the devices of a mesh."""
+"""Transfer of arrays to the host, and from there to the devices of a mesh."""
 
 import dataclasses
 import math
@@ -15,21 +15,13 @@ from gradcomp._src.mesh.types import placed_spec
 
 @dataclasses.dataclass(frozen=True)
 class Placing:
-  """Places arrays on a mesh; without one they are NumPy's arrays.
-
-  Attributes:
-    mesh: the devices, or None.
-  """
+  """Places arrays on a mesh; NumPy arrays if the mesh is None."""
 
   mesh: Mesh | None
 
   @classmethod
   def on(cls, mesh: Mesh | None, names: tuple[str, ...], workers: int) -> Self:
-    """Returns the placing on a mesh, or on that of ``jax.set_mesh``.
-
-    Raises:
-      ValueError: the mesh does not have these axes, or not so many workers on them.
-    """
+    """Returns the placing on a mesh, by default on the mesh of ``jax.set_mesh``."""
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
     if mesh.empty:
       return cls(None)
@@ -43,12 +35,12 @@ class Placing:
     return cls(mesh)
 
   def __call__(self, x: Any, spec: PartitionSpec, like: Any = None) -> Any:
-    """Returns an array where it belongs.
+    """Puts an array on the devices of its spec, or of the sharding that it has.
 
     Args:
       x: the array.
-      spec: how it is cut, at least.
-      like: an array that is cut like it, perhaps over more axes; by default itself.
+      spec: the axes that shard it, at least.
+      like: an array that is sharded like it, perhaps over more axes; by default itself.
     """
     if self.mesh is None:
       return x if _is_key(x) else host_array(x)
@@ -59,7 +51,7 @@ class Placing:
     sharding = NamedSharding(self.mesh, spec)
     local = isinstance(x, jax.Array) and x.is_fully_addressable
     if local and sharding.is_fully_addressable:
-      # A step that donates the new state shall leave the old one as it is.
+      # A copy: a step that donates the new state must not delete the old one.
       return jax.device_put(x, sharding, may_alias=False)
     if _is_key(x):  # which NumPy has no dtype for
       words = self(jax.random.key_data(x), spec, like)
@@ -70,13 +62,9 @@ class Placing:
 
 
 def host_array(x: Any) -> np.ndarray:
-  """Returns an array of NumPy.
+  """Returns a NumPy array, gathered if other processes have shards of it.
 
-  If other processes have parts of it, it is gathered: all of them must call this for
-  the same arrays in the same order.
-
-  Raises:
-    ValueError: only other processes have parts of it.
+  Then all processes must call this for these arrays in the same order.
   """
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return np.asarray(x)

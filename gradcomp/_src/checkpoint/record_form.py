@@ -1,4 +1,4 @@
-"""Checks that a record has all that records have, whatever a file was damaged by."""
+"""Checks that a record, perhaps from a damaged file, has all its keys and types."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 _ALL = object()  # the key that stands for all keys
 _MAY = {"params"}  # keys that a record may lack
 
-# A form is a type, a list of what all items are, or a dict of what is behind the keys.
+# A form is a type, a list with the form of all items, or a dict of keys and forms.
 _OPTION = {"type": str}
 _FIRST = {"format": int, "gradcomp": str}
 _WHOLE = {
@@ -26,12 +26,12 @@ _WHOLE = {
 
 
 def check_first_form(name: str, record: Any) -> None:
-  """Raises TypeError unless a record says which format it has."""
+  """Raises TypeError unless a record has the number of its format."""
   _refuse(name, _misfit(record, _FIRST, ""))
 
 
 def check_whole_form(name: str, record: Any) -> None:
-  """Raises TypeError unless a record of this format is whole."""
+  """Raises TypeError unless a record of this format is complete."""
   _refuse(name, _misfit(record, _FIRST | _WHOLE, ""))
   for i, made in enumerate(record["transformations"]):
     for leaf, kept in made["leaves"].items():
@@ -51,7 +51,7 @@ def _refuse(name: str, wrong: str | None) -> None:
 
 
 def _misfit(value: Any, form: Any, where: str) -> str | None:
-  """Returns in words what in a value is not of a form; None if all is."""
+  """Describes the first mismatch of a value and a form; None if there is none."""
   if isinstance(form, dict):
     if not isinstance(value, Mapping):
       return f"{where or 'it'} is {value!r}, and no dict"

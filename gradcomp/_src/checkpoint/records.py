@@ -1,4 +1,4 @@
-"""Says in a few words of JSON what a state belongs to, and whether that is the same."""
+"""Describes a state's configuration as JSON, and compares two descriptions."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,8 @@ from gradcomp._src.mesh.specs import is_spec
 from gradcomp._src.report import tracing
 from gradcomp._src.version import WIRE, __version__
 
-# Of states. It grows with every change after which a saved state would not go on with
-# the bits that it would have had: of fields, shapes, orders, units, keys or defaults.
+# The version of states. It grows with every change after which a saved state would not
+# go on with equal bits: of fields, shapes, orders, units, keys or defaults.
 FORMAT = 2
 
 # Fields of codecs that change no bits.
@@ -34,13 +34,13 @@ def state_record(
   *,
   workers: WorkerSizes,
 ) -> dict[str, Any]:
-  """Records what the state of an optimizer belongs to, to be saved beside it.
+  """Records the configuration of an optimizer state, to be saved beside it.
 
-  A state is plain arrays. Those of another codec or number of workers may have the same
-  shapes, and mean something else. The record says for each gradcomp transformation in
-  the optimizer which leaves it has, of which shapes and codecs, which feedback, and
-  what owners of shares keep of which leaves in which exchange. It is read from a trace
-  of ``update``, as :func:`gradcomp.explain` reads its table, and takes as long.
+  A state is plain arrays. With another codec or number of workers they may have the
+  same shapes, and mean something else. For each gradcomp transformation in the
+  optimizer, the record has the leaves with their shapes and codecs, the feedback, and
+  the owner residuals with their leaves and exchange. It is read from a trace of
+  ``update``, as :func:`gradcomp.explain` reads its table, and takes that time.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
@@ -77,26 +77,26 @@ def state_record(
 
 
 def check_record(saved: Any, record: Mapping[str, Any]) -> None:
-  """Raises an error if a saved state belongs to something else than a new one would.
+  """Raises an error if a saved state does not fit the optimizer of a new record.
 
-  Call it before the state itself is restored. Whatever decides what arrays mean must be
-  the same: the leaves, their shapes and codecs, and the feedback; the number of workers
-  and the names of their axes, if workers keep something of their own; and, if owners
-  keep something, its leaves and their exchange.
+  Call it before the state itself is restored. Everything that gives arrays their
+  meaning must be equal: the leaves, their shapes and codecs, and the feedback; the
+  number of workers and the names of their axes, if workers have arrays of their own;
+  and the leaves and the exchange of owner residuals, if there are any.
 
-  What decides no more than how a step runs may differ: ``implementation=``,
-  ``dither=``, ``key=`` (the state has its own), ``exchange=`` and ``message_bytes=``
-  where owners keep nothing, and ``min_leaf_size=`` if the same leaves are small. So may
-  whatever is not gradcomp's, like a learning rate, and the version of gradcomp, as long
-  as the format of its states is the same.
+  Options of the computation may differ: ``implementation=``, ``dither=``, ``key=`` (the
+  state has its own), ``exchange=`` and ``message_bytes=`` without owner residuals, and
+  ``min_leaf_size=`` if the same leaves are small. So may options of other
+  transformations, like a learning rate, and the version of gradcomp, as long as the
+  format of its states is the same.
 
   Args:
-    saved: what :func:`state_record` returned when the state was saved.
-    record: what it returns now.
+    saved: the result of :func:`state_record` when the state was saved.
+    record: its result now.
 
   Raises:
     ValueError: something differs. The message names it, with both values.
-    TypeError: ``saved`` is no such record, or a damaged one. The message says where.
+    TypeError: ``saved`` is no such record, or a damaged one. The message has the place.
 
   Example:
     >>> def record(**options):
@@ -137,7 +137,7 @@ _RESHARD = "Restore the state for as many workers, and take gradcomp.reshard_sta
 
 
 class _Difference(NamedTuple):
-  """Holds what differs, in words: "what was old and is new", and how to go on."""
+  """A difference in words, with both values and the cure."""
 
   what: str
   old: Any
@@ -146,7 +146,7 @@ class _Difference(NamedTuple):
 
 
 def _stacked(state: Any) -> bool:
-  """Returns whether workers keep something of their own, over axes that have names."""
+  """Returns True if workers have arrays of their own, over axes that have names."""
   specs = state_specs(state, "workers")
   return any(
     spec != PartitionSpec() and EXPLAINED[0] not in jax.tree_util.keystr(path)
@@ -155,10 +155,10 @@ def _stacked(state: Any) -> bool:
 
 
 def _transformation(plan: Plan, made: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what a transformation keeps, and of which leaves."""
+  """Describes the state of a transformation, and its leaves."""
   codecs: list[dict[str, Any]] = []
   leaves = {}
-  # Not bound to so many workers, whose number is told once.
+  # Not bound to a number of workers, which the record has once.
   whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
   chosen = leaf_codecs(whole, made["codec"], min_leaf_size=made["min_leaf_size"])
   for name, leaf, codec in zip(plan.names, whole, map(_described, chosen), strict=True):
@@ -166,7 +166,7 @@ def _transformation(plan: Plan, made: Mapping[str, Any]) -> dict[str, Any]:
       codecs.append(codec)
     leaves[name] = {"shape": list(leaf.shape), "codec": codecs.index(codec)}
   axes = () if plan.axis_name is None else axis_names(plan.axis_name)
-  named = axes[:1] != EXPLAINED[:1]  # else nobody can count owners in init
+  named = axes[:1] != EXPLAINED[:1]  # else init cannot know the number of owners
   cut = "params" in made  # zero, whose owners keep the rows of every message
   owned = [
     {
@@ -185,13 +185,13 @@ def _transformation(plan: Plan, made: Mapping[str, Any]) -> dict[str, Any]:
   }
   if cut:
     result["params"] = _described(made["params"])
-  if made.get("delay"):  # of local steps, which keep what is on its way
+  if made.get("delay"):  # of local steps, which keep a mean until it is applied
     result["delay"] = made["delay"]
   return result
 
 
 def _described(option: Any) -> dict[str, Any]:
-  """Returns the type and the fields of an option, which is a dataclass."""
+  """Describes an option, which is a dataclass, by its type and fields."""
   values = {
     field.name: _plain(getattr(option, field.name))
     for field in dataclasses.fields(option)
@@ -201,7 +201,7 @@ def _described(option: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-  """Returns a value as JSON gives it back."""
+  """Returns a value in the form that JSON restores."""
   if isinstance(value, tuple | list):
     return [_plain(x) for x in value]
   if dataclasses.is_dataclass(value):
@@ -212,7 +212,7 @@ def _plain(value: Any) -> Any:
 def _differences(
   saved: Mapping[str, Any], record: Mapping[str, Any]
 ) -> Iterator[_Difference]:
-  """Yields what differs, and what follows from it behind it."""
+  """Yields differences; the first is the cause of the others."""
   stacked = saved["stacked"] or record["stacked"]
   if stacked and saved["workers"] != record["workers"]:
     was, now = (" x ".join(map(str, x["workers"])) for x in (saved, record))
@@ -230,7 +230,7 @@ def _differences(
 def _of_transformation(
   old: Mapping[str, Any], new: Mapping[str, Any], stacked: bool
 ) -> Iterator[_Difference]:
-  """Yields what differs in one transformation."""
+  """Yields the differences of one transformation."""
   names = [name for name in old["leaves"] if name in new["leaves"]]
   if len(names) < max(len(old["leaves"]), len(new["leaves"])):
     lists = [[x for x in part["leaves"] if x not in names] for part in (old, new)]
@@ -266,10 +266,8 @@ def _of_transformation(
 def _option(
   what: str, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> Iterator[_Difference]:
-  """Yields a difference of two options, as far as both have the same fields.
-
-  What another version has besides them must have a default that changes nothing.
-  """
+  """Yields a difference of two options, in the fields that both have."""
+  # A field that only one version has must have a default that changes nothing.
   differ = [x for x in old if x in new and old[x] != new[x]]
   if "type" in differ:
     yield _Difference(what, old["type"], new["type"])

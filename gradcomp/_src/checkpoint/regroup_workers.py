@@ -1,4 +1,4 @@
-"""Turns what N workers have for themselves into what M workers have."""
+"""Redistributes per-worker arrays from N to M workers, preserving their sum."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from gradcomp._src.mesh.axes import Axes
 
 
 def regroup_sum(x: np.ndarray, old: int, new: int, factor: float = 1.0) -> np.ndarray:
-  """Returns addends of M workers with so many times the sum, stacked on the first axis.
+  """Regroups N workers' addends for M workers, ``[M * n, ...]``, and scales their sum.
 
-  New workers get zeros. What a worker has that leaves is added to that of another one:
-  worker i leaves it to worker ``i % M``. Where it is zero, the bits of the other stay.
+  New workers get zeros. Worker i that leaves adds its array to that of worker
+  ``i % M``. Where it is zero, the bits of the other stay.
 
   Example:
     >>> regroup_sum(np.float32([1, 2, 3]), 3, 4)
@@ -40,12 +40,9 @@ def floats_of(stored: Int8Residual, workers: int) -> np.ndarray:
 
 
 def stored_of(x: np.ndarray, workers: int, blocks: int | None = None) -> Int8Residual:
-  """Undoes :func:`floats_of`: rounds to nearest what ``int8`` cannot hold.
+  """Rounds M workers' residuals to ``int8``, to nearest: undoes :func:`floats_of`.
 
-  Args:
-    x: the residuals of M workers.
-    workers: M.
-    blocks: of the last axis of a worker's, by default those of ``init``.
+  ``blocks`` is the number on the last axis of a worker's, by default as in ``init``.
 
   Example:
     >>> found = stored_of(np.float32([0.5, 1, -2, 3]), 2)
@@ -63,16 +60,16 @@ def stored_of(x: np.ndarray, workers: int, blocks: int | None = None) -> Int8Res
 def regroup_memory(
   kept: Memory, was: Memory, like: Memory, first: Memory, workers: tuple[int, int]
 ) -> Memory:
-  """Returns what the codecs of M workers remember, by axes and leaf.
+  """Regroups codec states for M workers, by axes and leaf.
 
-  What is shared stays. A worker that stays keeps its own, and others have what they
-  have at first. All do if shapes are others.
+  Shared state stays. A worker that stays keeps its own state, and others get the first
+  one. All do if shapes differ.
 
   Args:
-    kept: what N workers remember, which may lack what each has for itself.
+    kept: the state of N workers, which may lack each worker's own part.
     was: the shapes that ``init`` gives it for N workers.
     like: the shapes for M workers.
-    first: what one worker remembers at first.
+    first: the first state of one worker.
     workers: N and M.
   """
   old, new = workers

@@ -1,4 +1,4 @@
-"""Moves the state of an optimizer from one number of workers to another."""
+"""``reshard_state``: moves an optimizer state from N to M workers."""
 
 from typing import Any
 
@@ -25,51 +25,49 @@ def reshard_state(
   param_specs: Any = None,
   mesh: Mesh | None = None,
 ) -> Any:
-  r"""Returns an optimizer state of N workers as that of M workers.
+  r"""Moves an optimizer state from N workers to M workers.
 
-  What waits to be sent is not lost. With the residuals :math:`e_i` of workers, and
-  :math:`r` of owners (see :class:`gradcomp.exchange.TwoShot`),
+  No residual is lost. With the residuals :math:`e_i` of workers, and :math:`r` of
+  owners (see :class:`gradcomp.exchange.TwoShot`),
 
   .. math:: \sum_{i \le M} e'_i + M r' = \sum_{i \le N} e_i + N r
 
   up to rounding in float32, and then to ``residual_dtype``, to nearest. Only zeros are
   added where workers join, so that these residuals keep their values; :math:`r' =
-  (N / M) r` is rounded once. ``keep`` tells in which units nothing shall be lost.
+  (N / M) r` is rounded once. ``keep`` chooses the sum that is preserved.
 
-  - Residuals, and what gradcomp keeps of momentum: new workers begin with zeros. Of
-    workers that leave, worker :math:`i` leaves its own to worker :math:`i \bmod M`. The
-    same is done with gradients that an ``optax.MultiSteps`` around the exchange has
-    collected.
+  - Residuals, and gradcomp's momentum: new workers begin with zeros. Worker :math:`i`
+    that leaves adds its own to those of worker :math:`i \bmod M`. So do gradients that
+    an ``optax.MultiSteps`` around the exchange has collected.
   - Residuals of owners, and the rows of :func:`gradcomp.parallel.zero`: the same rows
-    are cut into M shares. If nobody owns rows any more, because ``"auto"`` takes
-    another exchange for M workers, all workers share what the owners kept. If they keep
-    no residuals, it is dropped: what the last encoding of a mean lost.
-  - What codecs remember: what all workers share stays. What a worker remembers for
-    itself stays with it, and new workers begin as in ``optimizer.init``. All do if
-    ranges are others, as for :class:`gradcomp.codecs.TopK` in ``two_shot``, whose
-    thresholds are then searched anew. Its counts are those of a worker's last message,
-    and nobody adds those of workers that left.
-  - What workers of :func:`gradcomp.local.local_steps` keep: new workers, from N on, get
-    the inner state of worker i mod N. This is for the end of a round alone, where no
-    worker has parameters of its own.
+    are split into M shares. If no worker owns rows any more, because ``"auto"`` takes
+    another exchange for M workers, all workers share the owner residuals. If workers
+    keep no residuals, these rounding errors of the last means are dropped.
+  - Codec memories: the memory that all workers share stays. A worker's own stays with
+    it, and new workers begin as in ``optimizer.init``. All do if ranges are others, as
+    for :class:`gradcomp.codecs.TopK` in ``two_shot``, which then searches thresholds
+    anew. Its counts are those of a worker's last message; the counts of workers that
+    left are dropped.
+  - Local steps: new workers, from N on, get the inner state of worker i mod N. This
+    works only at the end of a round, where all displacements are zero.
   - Everything else is equal on all workers, and stays.
 
   Args:
     opt_state: the whole global state, as ``optimizer.init`` makes it under
       ``jax.set_mesh``, in NumPy's or JAX's arrays. If several processes have parts of
       JAX's, all of them call this, and each gathers one array after another. Under
-      ``jax.vmap`` and ``jax.pmap`` arrays have another first axis: leave out that of
-      what is equal, and join the first two of what is not.
+      ``jax.vmap`` and ``jax.pmap`` arrays have another first axis: leave it out where
+      workers are equal, and join it with the next where they are not.
     old_workers: N, the number of workers that the state was made for.
     workers: M, the number of workers that go on with it.
     optimizer: the transformation that made the state.
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
-    keep: what stays as it was. The state does not tell how it is used.
+    keep: the sum that is preserved, which depends on the use of the state.
       ``"sum"`` is the sum above. The next means take it by :math:`1/M`, as a learning
       rate that grows with the number of workers, and the batch, asks for.
-      ``"mean"`` is the mean :math:`\frac{1}{N} \sum e_i + r`, so that the updates that
-      wait are what they were: :math:`e'` is multiplied by :math:`M / N`, and
+      ``"mean"`` is the mean :math:`\frac{1}{N} \sum e_i + r`, so that unsent updates
+      keep their size: :math:`e'` is multiplied by :math:`M / N`, and
       :math:`r' = r`. Take it if batch and learning rate stay.
       ``"addends"`` is for ``update`` in plain ``jax.jit`` under Explicit axes, where no
       mean is taken: :math:`\sum e_i + r` stays, which is the sum and the update.
@@ -78,15 +76,14 @@ def reshard_state(
       ``jax.set_mesh``, if there is one.
 
   Returns:
-    The state, in arrays on the mesh, and cut over it as :func:`state_specs` says.
-    Arrays that were cut over other axes, too, stay so. Without a mesh, they are NumPy's
-    arrays.
+    The state, in arrays on the mesh, sharded by :func:`state_specs`. Arrays that were
+    sharded over other axes, too, stay so. Without a mesh, they are NumPy's arrays.
 
   Raises:
     ValueError: a number of workers is below 1, or ``workers`` is not that of the mesh;
       the state is not that of N workers with this optimizer and these parameters, and
       the error names the first arrays that differ; it is in the midst of a round; or an
-      array is on devices of other processes alone.
+      array is only on devices of other processes.
 
   Example:
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")

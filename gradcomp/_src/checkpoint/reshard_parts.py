@@ -1,4 +1,4 @@
-"""Moves each part of an optimizer state from N workers to M, in NumPy's arrays."""
+"""Resharding of each part of an optimizer state from N to M workers, on the host."""
 
 import dataclasses
 import math
@@ -34,16 +34,10 @@ _Plans = Iterator[tuple[Plan | None, Plan | None]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-  """Moves the parts of a state.
+  """A move of a state from N to M workers, with the first states of both.
 
-  Attributes:
-    old_workers: N.
-    workers: M.
-    names: the axes of the workers.
-    keep: see :func:`gradcomp.reshard_state`.
-    old: the state that N workers begin with.
-    new: the state that M workers begin with.
-    placing: where arrays go.
+  ``names`` are the axes of the workers; see :func:`gradcomp.reshard_state` for
+  ``keep``.
   """
 
   old_workers: int
@@ -60,12 +54,10 @@ class Move:
     return self._tree(opt_state, like, zip(self.old.plans, self.new.plans, strict=True))
 
   def _tree(self, state: Any, like: tuple[Any, Any, Any], plans: _Plans) -> Any:
-    """Moves a tree.
+    """Moves a tree of states.
 
-    Args:
-      state: of N workers.
-      like: the shapes for N workers, those for M workers, and the specs of these.
-      plans: of the states in it, for N and for M workers.
+    ``like`` are its shapes for N workers, its shapes for M workers, and its specs for
+    these. ``plans`` are those of the states in it, for N and for M workers.
     """
 
     def moved(node: Any, old: Any, new: Any, specs: Any) -> Any:
@@ -123,7 +115,7 @@ class Move:
     return result
 
   def _residual(self, x: Any, spec: Any, more: np.ndarray | None) -> Any:
-    """Moves the residual of a leaf, however it is stored."""
+    """Moves the residual of a leaf, in any storage format."""
     if not is_stored(x):
       return self._addends(x, spec, more)
     wide = floats_of(jax.tree.map(host_array, x), self.old_workers)
@@ -132,7 +124,7 @@ class Move:
     return jax.tree.map(self.placing, stored, spec)
 
   def _addends(self, x: Any, spec: Any, more: np.ndarray | None = None) -> Any:
-    """Moves what workers add up; each also gets ``more``."""
+    """Moves an array that workers sum; each also gets ``more``."""
     return self.placing(self._regrouped(host_array(x), more), spec, x)
 
   def _regrouped(self, x: np.ndarray, more: np.ndarray | None) -> np.ndarray:
@@ -150,10 +142,10 @@ class Move:
     new: CompressState,
     plans: tuple[Plan | None, Plan | None],
   ) -> tuple[Any, dict[int, np.ndarray]]:
-    """Returns what owners keep, and what each worker keeps instead of them, by leaf."""
+    """Moves owner residuals; returns by leaf the parts that no owner keeps any more."""
     given = node.server_residual
     if given is None and old.server_residual is not None:
-      return None, {}  # for nobody knew the number of workers
+      return None, {}  # made without the number of workers
     if given is None and new.server_residual is None:
       return None, {}
     known = self._known(plans[0]), self._known(plans[1])
@@ -172,7 +164,7 @@ class Move:
     new: CompressState,
     plan: Plan | None,
   ) -> Any:
-    """Returns what codecs remember."""
+    """Moves the state of codecs."""
     if new.memory is None or (node.memory is None and old.memory is not None):
       return None
     first = first_stored(self._known(plan), jnp.asarray(host_array(node.key)))
@@ -183,7 +175,7 @@ class Move:
     )
 
   def _rows(self, node: OwnedRows, new: OwnedRows) -> OwnedRows:
-    """Moves rows that workers own."""
+    """Moves the rows that workers own."""
     arrays = {}
     for axes, own in node.arrays.items():
       moved = [
@@ -196,11 +188,7 @@ class Move:
     return OwnedRows(self._stacked(arrays))
 
   def _own_steps(self, node: OwnSteps, specs: OwnSteps) -> OwnSteps:
-    """Gives worker i the inner state of worker i mod N, between two rounds.
-
-    Raises:
-      ValueError: it is in the midst of a round.
-    """
+    """Gives worker i the inner state of worker i mod N; ValueError within a round."""
     for path, x in jax.tree_util.tree_leaves_with_path(node.moved):
       if np.any(host_array(x)):
         raise ValueError(
@@ -219,7 +207,7 @@ class Move:
     return jax.tree.map(moved, node, specs)
 
   def _places(self, axes: Axes) -> int:
-    """Returns how often there are shares of a worker, along other axes."""
+    """Returns the number of shares of a worker along other axes."""
     return math.prod(self.new.sizes[axis] for axis in axes if axis not in self.names)
 
   def _known(self, plan: Plan | None) -> Plan:

@@ -1,7 +1,7 @@
-"""Cuts what N workers keep of rows anew, for M workers.
+"""Resharding of owned rows from N to M workers, in NumPy.
 
 Owners have the rows of a matrix in one order: worker i has those from ``i * share`` on,
-and zeros fill the last shares. Along other mesh axes, each place has rows of its own.
+and zeros fill the last shares. Along other mesh axes, each place has its own rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,24 +17,19 @@ from gradcomp._src.exchange.messages import owned_matrices
 from gradcomp._src.exchange.plan import Plan
 from gradcomp._src.mesh.axes import Axes
 
-# The number of a leaf, and of the round in which rows of it travel.
+# The number of a leaf, and of the round that sends its rows.
 _Place = tuple[int, int]
 
 
 class Recut(NamedTuple):
-  """Holds what the owners of M workers keep.
-
-  Attributes:
-    owned: by the axes that stack them, the arrays of all workers.
-    left: by the numbers of leaves, what no owner keeps any more, in the leaf's shape.
-  """
+  """The owner residuals of M workers, by axes, and those without an owner, by leaf."""
 
   owned: dict[Axes, tuple[np.ndarray, ...]]
   left: dict[int, np.ndarray]
 
 
 class _Rows(NamedTuple):
-  """Holds the rows of a leaf: ``[places, rows, *tile_shape]``."""
+  """The rows of a leaf: ``[places, rows, *tile_shape]``."""
 
   rows: np.ndarray
   codec: Codec
@@ -47,16 +42,15 @@ def recut_owned(
   places: Mapping[Axes, int],
   factor: float,
 ) -> Recut:
-  """Moves the residuals of owners to other owners, and multiplies them.
+  """Moves owner residuals to other owners, and multiplies them by ``factor``.
 
-  A leaf may have other rows for M workers: those of a sparse codec are its ranges, of
-  which each worker owns one.
+  A leaf may have other rows for M workers: a sparse codec has a range for each worker.
 
   Args:
     owned: the arrays of all N workers, by the axes that stack them.
-    plans: what N and what M workers send.
-    places: by axes, how often the shares of a worker are there along other axes.
-    factor: what residuals are multiplied by.
+    plans: the messages of N and of M workers.
+    places: by axes, the number of a worker's shares along other axes.
+    factor: the factor of residuals.
   """
   old, new = plans
   waiting: dict[_Place, _Rows] = {}
@@ -85,15 +79,10 @@ def recut_owned(
 def recut_rows(
   array: np.ndarray, old: int, new: int, places: int, size: int
 ) -> np.ndarray:
-  """Returns the same rows for M owners: ``[size, ...]``.
+  """Reshards rows to M owners: ``[size, ...]``.
 
-  Args:
-    array: the shares of all N owners, ``[N * places * share, ...]``.
-    old: N.
-    new: M.
-    places: how often there are shares of a worker, along other axes.
-    size: the first dimension of the result. Rows that only fill up shares are cut off,
-      or added as zeros.
+  ``array`` are the shares of all N owners, ``[N * places * share, ...]``, with
+  ``places`` shares of a worker along other axes. Padding is dropped, or added as zeros.
   """
   rows = joined(array, old, places)
   result = np.zeros((places, size // places, *rows.shape[2:]), array.dtype)
@@ -110,14 +99,14 @@ def joined(array: np.ndarray, workers: int, places: int) -> np.ndarray:
 
 
 def stacked(rows: np.ndarray, workers: int) -> np.ndarray:
-  """Undoes :func:`joined`."""
+  """Splits rows into shares: the inverse of :func:`joined`."""
   places, count, *tile = rows.shape
   shares = rows.reshape(places, workers, count // workers, *tile)
   return shares.swapaxes(0, 1).reshape(places * count, *tile)
 
 
 def _as_rows_of(found: _Rows, codec: Codec) -> np.ndarray:
-  """Returns the rows in which this codec has the leaf."""
+  """Returns a leaf's rows in the tiles of another codec."""
   if tile_shape(codec) == found.rows.shape[2:]:
     return found.rows
   tiles = [cut(_whole(found, rows), codec) for rows in found.rows]
@@ -125,11 +114,7 @@ def _as_rows_of(found: _Rows, codec: Codec) -> np.ndarray:
 
 
 def _leaf(found: _Rows) -> np.ndarray:
-  """Returns a leaf of which all places have the same rows.
-
-  Raises:
-    ValueError: each place has a part of the leaf.
-  """
+  """Returns a leaf from its rows; ValueError if each place has a part of it."""
   if len(found.rows) > 1:
     raise ValueError(
       "`optimizer` must have an exchange whose owners keep residuals, also for the new "

@@ -1,4 +1,4 @@
-"""Finds the state that an optimizer would make for workers that are not there."""
+"""Computes the abstract global state of an optimizer for any number of workers."""
 
 import functools
 import math
@@ -37,14 +37,14 @@ WORKERS_RULE = "a number of workers, 1 or more"
 
 
 class FirstState(NamedTuple):
-  """Holds what is known of the state before the first step of so many workers.
+  """The shapes, specs and plans of the global state before the first step.
 
   Attributes:
     shapes: the shape and dtype of each global array, in the structure of the state.
     specs: the ``PartitionSpec`` of each.
-    plans: for each :class:`gradcomp.state.CompressState` in it, in order, what a step
-      sends; None if nobody can tell, because ``init`` is transformed.
-    sizes: of the axes of the mesh.
+    plans: the plan of each :class:`gradcomp.state.CompressState` in it, in order; None
+      if it is unknown, because ``init`` is transformed.
+    sizes: the sizes of the axes of the mesh.
   """
 
   shapes: Any
@@ -61,11 +61,10 @@ def state_shapes(
   axis_name: AxisName,
   param_specs: Any = None,
 ) -> Any:
-  """Returns the shapes of the global state of an optimizer over so many workers.
+  """Returns the shapes of an optimizer's global state over N workers.
 
-  Nothing is computed, and no device is needed. It says what a checkpoint holds that
-  another number of workers has written, so that it can be restored and given to
-  :func:`reshard_state`.
+  Nothing is computed, and no device is needed. Restore a checkpoint of another number
+  of workers by these shapes, and give it to :func:`reshard_state`.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
@@ -80,7 +79,7 @@ def state_shapes(
 
   Raises:
     ValueError: ``workers`` is no number of workers, or ``axis_name`` names other axes
-      than a transformation is over.
+      than those of a transformation.
 
   Example:
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
@@ -99,7 +98,7 @@ def state_shapes(
 
 
 def number_of_workers(name: str, value: Any) -> int:
-  """Returns a number of workers; ValueError for all else."""
+  """Returns a number of workers; ValueError otherwise."""
   return static_integer(name, WORKERS_RULE, value, least=1)
 
 
@@ -112,16 +111,11 @@ def first_state_of(
   param_specs: Any,
   mesh: Mesh | None,
 ) -> FirstState:
-  """Traces ``optimizer.init`` as a map over so many workers would, and reads it.
+  """Traces ``optimizer.init`` in a map over N abstract workers, and reads the state.
 
-  Args:
-    optimizer: an optax transformation with gradcomp's in it.
-    params: arrays, or their shapes and dtypes.
-    workers: the number of workers.
-    axis_name: their axes.
-    param_specs: the specs of the parameters if the map makes all axes manual, or None.
-    mesh: whose other axes the parameters may be cut over; by default that in their
-      types.
+  ``param_specs`` are the specs of the parameters if the map makes all axes manual, or
+  None. ``mesh`` may have other axes that shard the parameters; by default it is the
+  mesh in their types.
   """
   names = axis_names(axis_name)
   abstract = _with_workers(mesh or mesh_of(params), names, workers)
@@ -158,7 +152,7 @@ def first_state_of(
   specs = state_specs(found[0], axis_name, param_specs=param_specs)
   whole = functools.partial(_whole, sizes)
   if param_specs is None:
-    # What init makes outside of a map is whole already, but for what optax makes.
+    # Arrays of init outside of a map are whole already, except those of optax.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found[0])
     shapes = _with_collected(shapes, specs, whole)
   else:
@@ -169,7 +163,7 @@ def first_state_of(
 
 
 def _with_collected(shapes: Any, specs: Any, whole: Callable[..., Any]) -> Any:
-  """Returns a state where MultiSteps around an exchange collects for all workers."""
+  """Stacks the gradients that a MultiSteps around an exchange has collected."""
 
   def stacked(node: Any, specs: Any) -> Any:
     if not collects(node):
@@ -184,11 +178,7 @@ def _with_collected(shapes: Any, specs: Any, whole: Callable[..., Any]) -> Any:
 def _whole(
   sizes: dict[str, int], path: KeyPath, part: Any, spec: PartitionSpec
 ) -> jax.ShapeDtypeStruct:
-  """Returns the shape of all devices' parts, which a map's spec puts together.
-
-  Raises:
-    ValueError: the part is a scalar.
-  """
+  """Returns the global shape of shards under a map's spec; ValueError for scalars."""
   if sharded_axes(spec) and not part.ndim:
     raise ValueError(
       "`params` must not be scalars where workers keep arrays of their shapes, for no "
@@ -202,7 +192,7 @@ def _whole(
 
 
 def _with_typed_axes(part: ShapedArray, spec: PartitionSpec) -> PartitionSpec:
-  """Returns a map's spec with the axes over which JAX cuts the part by its type."""
+  """Returns a map's spec with the axes that shard the part by its type."""
   outer = names_by_axis(spec, part.ndim)
   inner = names_by_axis(part.sharding.spec, part.ndim)
   known = sharded_axes(spec)
@@ -213,7 +203,7 @@ def _with_typed_axes(part: ShapedArray, spec: PartitionSpec) -> PartitionSpec:
 def _with_workers(
   mesh: Mesh | AbstractMesh, names: tuple[str, ...], workers: int
 ) -> AbstractMesh:
-  """Returns a mesh like this one, but with so many workers on these axes."""
+  """Returns a mesh like this one with N workers on these axes."""
   alone = dict(zip(names, (workers,) + (1,) * (len(names) - 1), strict=True))
   if mesh.empty:
     return abstract_mesh(alone)

@@ -1,4 +1,4 @@
-"""Finds the parts of an optimizer state that differ between workers."""
+"""Specs of an optimizer state: which arrays differ between workers."""
 
 import functools
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
 
   Residuals differ between workers: the global array stacks them on their first axis,
   ``P(axis_name)``. So do the gradients that ``optax.MultiSteps`` around the exchange
-  has not sent yet, what gradcomp keeps of momentum, and the rows that a worker owns in
+  has not sent yet, gradcomp's own momentum, and the rows that a worker owns in
   :func:`gradcomp.parallel.zero`. Everything else, also an optimizer's momentum, is
   replicated: ``P()``.
 
@@ -47,7 +47,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
 
   Raises:
     ValueError: something differs between workers, and ``axis_name`` names no axis;
-      ``optax.apply_if_finite`` is around an exchange; or ``param_specs`` cuts a
+      ``optax.apply_if_finite`` is around an exchange; or ``param_specs`` shards a
       parameter over ``axis_name``.
 
   Example:
@@ -93,10 +93,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     return of_params(lambda spec: spec, node) if like_params(node) else PartitionSpec()
 
   def owned(arrays: Any) -> Any:
-    """Returns the specs of arrays that are kept by the axes that stack them.
-
-    Axes that the map leaves automatic are skipped.
-    """
+    """Returns the specs of arrays by the axes that stack them, without Auto axes."""
     if arrays is None:
       return None
     result = {}
@@ -107,10 +104,8 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     return result
 
   def local_steps(node: LocalStepsState) -> Any:
-    """Returns specs over the axes of local steps, of which there may be more.
-
-    An exchange inside of each worker, over other axes, stacks its own over all of them.
-    """
+    """Returns specs over the axes of local steps, which may have more names."""
+    # An exchange inside of each worker, over other axes, stacks arrays over all axes.
     ((axes, own),) = node.own.by_axes.items()
     _check_numbers(node)
     here = axes if param_specs is not None else axis_names(axis_name)
@@ -144,7 +139,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
     return jax.tree.map(of_leaf, tree, param_specs, is_leaf=is_one)
 
   def is_one(node: Any) -> bool:
-    """Returns True for what stands where the parameters have one leaf."""
+    """Returns True for a node in the place of one leaf of the parameters."""
     return isinstance(node, optax.MaskedNode) or is_stored(node)
 
   def like_params(node: Any) -> bool:
@@ -187,14 +182,14 @@ def init_state(
   """Calls ``optimizer.init(params)`` for a map that makes all mesh axes manual.
 
   If parameters are sharded over other axes, and your ``jax.shard_map`` makes these
-  manual, too, each device keeps residuals of its own part. ``optimizer.init`` outside
+  manual, too, each device keeps residuals of its own shard. ``optimizer.init`` outside
   the map cannot know that. If only the data axes are manual, use ``optimizer.init``.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
     params: the parameters, whole.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
-    param_specs: the specs by which the map cuts the parameters, a tree like them.
+    param_specs: the specs by which the map shards the parameters, a tree like them.
     mesh: the devices; by default the mesh of ``jax.set_mesh``.
 
   Returns:
@@ -203,7 +198,7 @@ def init_state(
 
   Raises:
     ValueError: something differs between workers, and ``axis_name`` names no axis of
-      the mesh; or ``param_specs`` cuts a parameter over ``axis_name``.
+      the mesh; or ``param_specs`` shards a parameter over ``axis_name``.
 
   Example:
     >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
@@ -231,7 +226,7 @@ def init_state(
 
 
 def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None:
-  """Raises ValueError if a part that differs between workers is that of one alone."""
+  """Raises ValueError if an array of all workers has the shape of one worker's."""
   own = {leaf.shape or (1,) for leaf in jax.tree.leaves(params)}
   stacked = {(workers * first, *rest) for first, *rest in own}
   leaves = jax.tree_util.tree_leaves_with_path(_without_rows(opt_state))
@@ -248,11 +243,9 @@ def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None
 
 
 def _without_rows(opt_state: Any) -> Any:
-  """Returns a state, or its specs, without what is kept of rows, not of parameters.
+  """Returns a state, or its specs, without the arrays of rows."""
 
-  Only ``update`` knows how many rows there are, and checks that.
-  """
-
+  # Only update knows the number of rows, and checks it.
   def without(node: Any) -> Any:
     if isinstance(node, OwnedRows | OwnSteps):
       return None

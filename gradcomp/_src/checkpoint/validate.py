@@ -1,4 +1,4 @@
-"""Says in what a state is not that of an optimizer, parameters and so many workers."""
+"""Validates that a state has the shapes ``optimizer.init`` would give for N workers."""
 
 from typing import Any
 
@@ -23,13 +23,7 @@ def check_concrete(opt_state: Any) -> None:
 
 
 def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:
-  """Raises ValueError for a state whose arrays are others.
-
-  Args:
-    opt_state: the state.
-    shapes: of the state that ``init`` makes.
-    workers: for so many workers.
-  """
+  """Raises ValueError for a state in other shapes than ``init`` gives N workers."""
   shapes = _as_forgetful(shapes, opt_state)
   expected = dict(jax.tree_util.tree_leaves_with_path(shapes))
   found = dict(jax.tree_util.tree_leaves_with_path(opt_state))
@@ -55,10 +49,10 @@ def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:
 
 
 def _as_forgetful(shapes: Any, opt_state: Any) -> Any:
-  """Returns shapes without what is not kept if nobody knew the number of workers.
+  """Removes owner residuals and own memories from shapes where a state may lack them.
 
-  Workers that keep no residuals do without what owners keep, and without memories of
-  their own.
+  A state may lack them if workers keep no residual, and it was made without the number
+  of workers.
   """
   states = iter(states_in(opt_state))
 

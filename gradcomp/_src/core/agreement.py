@@ -1,9 +1,9 @@
-"""Compares between the processes of a run what decides how messages are read.
+"""Comparison of transformations between processes, before the first step runs.
 
-A collective moves words and does not know what they mean. Two processes whose codecs or
-leaves differ would take each other's codes for their own, and go on with wrong numbers.
-Two that count the steps of a round otherwise would wait for each other for ever. So all
-say what they trace, before any of them can run it, and wait until all have said so.
+A collective moves words and does not know their format. Two processes with different
+codecs or leaves would decode each other's words to wrong numbers. Two that count the
+steps of a round differently would wait for each other for ever. So each process
+publishes a record of the traced transformations, and waits for those of all others.
 """
 
 import base64
@@ -29,14 +29,14 @@ from gradcomp._src.mesh.sentinels import is_explained, is_followed
 from gradcomp._src.mesh.types import mesh_of
 from gradcomp._src.version import WIRE, __version__
 
-# One transformation: what decides its bits, by the names of arguments and leaves.
+# One transformation: its options and leaves, by their names.
 Part = dict[str, str]
 
-# In seconds. Who comes with something else is named at once. This is for who does not
-# come, and longer than one compiles what another takes from a cache.
+# In seconds. A process with another record is found at once. This is the time for one
+# that never comes; it is longer than compiling a step that others have in a cache.
 _PATIENCE = "600"
 
-# What this process and those of a mesh have agreed on, one record after the other.
+# The digests that this process and those of a mesh have agreed on, in their order.
 _agreed: dict[tuple[int, tuple[int, ...]], list[str]] = {}
 
 # The parts of the record of the step that is being traced.
@@ -50,17 +50,17 @@ def require_agreement(
   axes: AxisName | None = None,
   **trees: Any,
 ) -> None:
-  """Raises ValueError if another process has another transformation in this place.
+  """Raises ValueError if another process traces another transformation in this place.
 
   It is called while a step is traced, so it costs compiled programs nothing. In
   :func:`one_record` it adds to the record. Elsewhere its transformation is a record of
-  its own, if the mesh has all devices of the run: else nobody knows who takes part.
+  its own, if the mesh has all devices of the run: only then are all processes known.
 
   Args:
     what: the public name of the transformation.
-    options: what decides what is sent when, and how it is read.
-    leaves: the gradients, or another tree of what is sent.
-    axes: those that it exchanges over, if it exchanges something itself.
+    options: the options that decide when and how it sends.
+    leaves: the gradients, or another tree that is sent.
+    axes: the axes that it exchanges over, if it exchanges something itself.
     **trees: further trees, by their names.
   """
   if _is_alone():
@@ -82,11 +82,8 @@ def one_record(
 ) -> Iterator[None]:
   """Compares all transformations that are traced in the body as one record.
 
-  It ends with a part of its own, of the arguments. If the body fails, other processes
-  are told so.
-
-  Raises:
-    ValueError: another process has traced something else, or nothing.
+  The last part of the record is made of the arguments. If the body fails, the other
+  processes read the error. ValueError if another process has another record, or none.
   """
   processes = () if _is_alone() else _processes(mesh)
   parts: list[Part] = []
@@ -103,13 +100,13 @@ def one_record(
 
 
 def _is_alone() -> bool:
-  """Returns True where no other process traces the same, or nothing runs."""
+  """Returns True in a run of one process, and in a trace that nothing runs."""
   alone = distributed.global_state.client is None or jax.process_count() == 1
   return alone or is_explained() or is_followed()
 
 
 def _processes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-  """Returns the processes of a mesh; none if it does not say, or is of one alone."""
+  """Returns the processes of a mesh; empty if they are unknown, or only one."""
   if isinstance(mesh, Mesh):
     found = sorted({device.process_index for device in mesh.devices.flat})
   else:
@@ -118,26 +115,21 @@ def _processes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
 
 
 def _part(what: str, options: Mapping[str, Any], **trees: Any) -> Part:
-  """Returns what decides the bits of a transformation, in words.
-
-  The trees are what is sent and what is kept. What is a cause comes first: another
-  model makes other states, and so do other options.
-  """
+  """Describes a transformation in words: options and leaves first, then its states."""
   leaves = _listed("leaves", trees.pop("leaves", None))
-  # An address is that of one process.
+  # Addresses differ between processes.
   told = {x: re.sub(r" at 0x[0-9a-f]+", "", repr(y)) for x, y in options.items()}
   part = {"transformation": what, "gradcomp": __version__, "WIRE": str(WIRE)}
   part |= leaves | told
+  # States come last, because other leaves or options are the cause of other states.
   for name, tree in trees.items():
     part |= _listed(name, tree)
   return part
 
 
 def _listed(name: str, tree: Any) -> Part:
-  """Returns the leaves of a tree in words, with their places in it.
-
-  Empty nodes tell a chain from another one whose transformations have no state.
-  """
+  """Describes the leaves of a tree in words, with their paths."""
+  # Empty nodes are listed too: they distinguish chains of stateless transformations.
   is_empty = lambda x: isinstance(x, tuple) and not x
   result = {}
   nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
@@ -149,11 +141,7 @@ def _listed(name: str, tree: Any) -> Part:
 
 
 def _compare(record: Sequence[Part], processes: tuple[int, ...]) -> None:
-  """Waits until all processes have this record, their n-th one.
-
-  Raises:
-    ValueError: one of them has another record, has failed, or does not come.
-  """
+  """Blocks until all processes have this n-th record; ValueError if one does not."""
   if not processes:
     return
   own = jax.process_index()
@@ -189,7 +177,7 @@ def _compare(record: Sequence[Part], processes: tuple[int, ...]) -> None:
 
 
 def _patience() -> float:
-  """Returns for how many seconds to wait; ValueError for a setting that is none."""
+  """Returns the seconds to wait for a process; ValueError for an invalid setting."""
   text = os.environ.get("GRADCOMP_PATIENCE_SECONDS", _PATIENCE)
   try:
     limit = float(text)
@@ -204,13 +192,13 @@ def _patience() -> float:
 
 
 def _folder(processes: tuple[int, ...]) -> str:
-  """Returns where the next record of some processes is written."""
+  """Returns the key-value folder of the next record of some processes."""
   group = hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
   return f"gradcomp/{group}/{len(_agreed[jax.process_index(), processes])}/"
 
 
 def _write(folder: str, digest: str, record: Sequence[Part]) -> None:
-  """Writes a record, which nobody reads unless its digest differs."""
+  """Publishes a record and its digest; others read the record if digests differ."""
   client: Any = distributed.global_state.client
   text = base64.b64encode(zlib.compress(json.dumps(record).encode())).decode()
   # Again after an error, or after a process has been started again.
@@ -220,7 +208,7 @@ def _write(folder: str, digest: str, record: Sequence[Part]) -> None:
 
 
 def _tell_failure(error: Exception, processes: tuple[int, ...]) -> None:
-  """Writes that this process has no n-th record. If all fail, all go on to the next."""
+  """Publishes the error in place of the n-th record, so that all go on to the next."""
   if processes:
     agreed = _agreed.setdefault((jax.process_index(), processes), [])
     said = f"{type(error).__name__}: {error}"[:500]
@@ -260,7 +248,7 @@ def _difference(
 
 
 def _named(processes: Sequence[int]) -> str:
-  """Returns processes in words."""
+  """Lists processes in words, the first five by number."""
   shown = ", ".join(map(str, sorted(processes)[:5]))
   more = f" and {len(processes) - 5} more" if processes[5:] else ""
   return f"process{'es' if processes[1:] else ''} {shown}{more}"

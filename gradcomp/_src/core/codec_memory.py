@@ -1,4 +1,4 @@
-"""Keeps what codecs remember of leaves in a state, by axes and by leaf."""
+"""Stores codec memories in the optimizer state, by mesh axes and leaf number."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,11 +20,9 @@ Stored = dict[Axes, dict[int, Any]]
 
 
 def first_stored(plan: Plan, key: jax.Array) -> Memory | None:
-  """Returns what is remembered before the first step; None for nothing.
+  """Creates the codec memories before the first step; None if no codec has any.
 
-  Args:
-    plan: the codecs of all leaves.
-    key: ``uint32[2]``, the same on all workers. Each leaf folds its name into it.
+  ``key`` is ``uint32[2]``, equal on all workers. Each leaf folds its name into it.
   """
   if not jax.tree.leaves(_shapes(plan)):
     return None
@@ -35,12 +33,9 @@ def first_stored(plan: Plan, key: jax.Array) -> Memory | None:
 
 
 def as_stored(params: Any, memory: Memory) -> Any:
-  """Returns a memory as a state keeps it: None for an empty one.
-
-  ``optax.tree.map_params`` asks for the state of a node without leaves, which stands
-  for any parameters. Nobody knows what codecs remember of these: one array stands for
-  it.
-  """
+  """Returns a memory as a state stores it: None for an empty one."""
+  # optax.tree.map_params asks for the state of a node without leaves, which stands for
+  # any parameters. One array stands for the memories of these.
   known = isinstance(params, Mapping | Sequence | None) or jax.tree.leaves(params)
   if not known:
     return jnp.zeros([])
@@ -48,11 +43,7 @@ def as_stored(params: Any, memory: Memory) -> Any:
 
 
 def recall(plan: Plan, stored: Memory | None) -> list[Memory]:
-  """Returns what the codec of each leaf remembers; empty parts where nothing is kept.
-
-  Raises:
-    ValueError: what is kept is not what the codecs remember.
-  """
+  """Returns each leaf's codec memory, perhaps empty; ValueError for other shapes."""
   result = []
   for i, needed in enumerate(_shapes(plan)):
     places = Memory(plan.others[i], plan.own_axes(i))
@@ -60,7 +51,7 @@ def recall(plan: Plan, stored: Memory | None) -> list[Memory]:
     for field, axes, part in zip(Memory._fields, places, needed, strict=True):
       kept: Stored = {} if stored is None else getattr(stored, field)
       found = kept.get(axes, {}).get(i, ())
-      # Where nobody knew the number of workers, they keep nothing of their own.
+      # A state made without the number of workers has no memories of their own.
       if jax.tree.leaves(part) and (field == "shared" or jax.tree.leaves(found)):
         _check(f"{field}[{axes!r}][{i}]", found, part, plan, i)
       parts.append(found)
@@ -71,12 +62,12 @@ def recall(plan: Plan, stored: Memory | None) -> list[Memory]:
 def remember(
   plan: Plan, stored: Memory | None, memory: Sequence[Memory]
 ) -> Memory | None:
-  """Returns what is remembered after a step; what nobody needed stays as it was."""
+  """Returns the stored memories after a step; unused ones stay as they were."""
   if stored is None:
     return None
   new = _stored(plan, memory) or Memory({}, {})
   if plan.axis_name is not None:
-    # Types shall say that even constants are a worker's own.
+    # Even constants are typed as a worker's own.
     own = {axes: mark_varying(trees, axes) for axes, trees in new.own.items()}
     new = new._replace(own=own)
 
@@ -90,13 +81,9 @@ def remember(
 
 
 def used_by_leaf(plan: Plan, stored: Memory | None) -> dict[int, float]:
-  """Returns the entries that a worker sent of each leaf, by the numbers of leaves.
+  """Returns the entries that a worker sent of each leaf, means over the workers.
 
-  They are means over the workers, of a state that holds numbers. Of one inside a
-  transformed function nothing is known.
-
-  Raises:
-    ValueError: the state is that of other workers.
+  Inside a transformed function they are unknown, and left out.
   """
   result = {}
   workers = 1 if plan.axis_name is None else plan.workers
@@ -117,14 +104,14 @@ def used_by_leaf(plan: Plan, stored: Memory | None) -> dict[int, float]:
 
 
 def _shapes(plan: Plan) -> list[Memory]:
-  """Returns the shapes of what the codec of each leaf remembers."""
+  """Returns the shapes of the codec memory of each leaf."""
   key = jax.ShapeDtypeStruct((2,), np.uint32)
   bound = list(zip(plan.codecs, plan.leaves, strict=True))
   return jax.eval_shape(lambda key: [first_memory(*pair, key) for pair in bound], key)
 
 
 def _stored(plan: Plan, memory: Sequence[Memory]) -> Memory | None:
-  """Returns what is kept of each leaf, by axes and numbers; None for nothing."""
+  """Returns the memories of all leaves by axes and number; None if all are empty."""
   shared: Stored = {}
   own: Stored = {}
   for i, part in enumerate(memory):

@@ -1,4 +1,4 @@
-"""The checked options of a transformation, and the parts of its steps."""
+"""The validated options of a transformation, and the parts of its steps."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -44,13 +44,13 @@ Dither = Literal["shared", "independent"]
 
 
 class Across(NamedTuple):
-  """The workers of a step, as the types of gradients tell them.
+  """The axes and dtypes of a step, as the types of gradients show them.
 
   Attributes:
-    axes: of the workers; None to exchange nothing.
+    axes: the axes of the workers; None to exchange nothing.
     is_sum: whether gradients are addends of their sum.
-    others: for each leaf, the axes beside these over which it differs.
-    dtypes: of the update of each leaf.
+    others: for each leaf, its other axes, over which it varies.
+    dtypes: the dtype of the update of each leaf.
   """
 
   axes: AxisName | None
@@ -61,7 +61,7 @@ class Across(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compression:
-  """The options of :func:`gradcomp.compress`, where short forms have become objects."""
+  """The options of :func:`gradcomp.compress`, with short forms resolved to objects."""
 
   codec: LeafCodec
   axis_name: AxisName | None
@@ -102,7 +102,7 @@ class Compression:
     across: Across,
     workers: Workers | None,
   ) -> Plan:
-    """Returns what a step sends."""
+    """Plans the messages of a step."""
     return plan_messages(
       leaves,
       paths,
@@ -117,7 +117,7 @@ class Compression:
     )
 
   def check_init(self, params: Any) -> None:
-    """Raises ValueError if values of parameters show that they are cut."""
+    """Raises ValueError if values of parameters show that they are sharded."""
     if self._averaged:
       check_whole_arrays("params", params, self._averaged)
 
@@ -129,10 +129,10 @@ class Compression:
     *,
     paths: Sequence[KeyPath],
   ) -> Callable[[], dict[Axes, Any]]:
-    """Returns what makes, by axes, owners' residuals, shared memories and own ones.
+    """Returns a function that makes owner residuals and memories, by axes.
 
-    Where nobody knows the number of workers, these are shared memories alone. If update
-    needs more, it raises an error.
+    If the number of workers is unknown, it makes shared memories only. ``update``
+    raises an error if it needs more.
     """
     axes = or_explained(self.axis_name)
     known = 1 if axes is None else workers
@@ -156,11 +156,9 @@ class Compression:
     return make
 
   def across(self, updates: Any, state: CompressState, params: Any) -> Across:
-    """Checks what ``update`` was given, and returns who takes part in the step.
+    """Validates the inputs of ``update``, and returns the axes and dtypes of the step.
 
-    Raises:
-      ValueError: the gradients, the parameters or the state are not what it needs, or
-        another process has other options.
+    ValueError if they do not fit the options, or another process has others.
     """
     if self._averaged:
       check_whole_params(params, self._averaged)
@@ -185,11 +183,7 @@ class Compression:
   def workers(
     self, across: Across, updates: Any, state: CompressState
   ) -> Workers | None:
-    """Returns who exchanges, on a device; None to exchange nothing.
-
-    Raises:
-      ValueError: residuals have other shapes than the gradients.
-    """
+    """Returns the workers that exchange, on a device; None to exchange nothing."""
     axes = across.axes
     count = 1 if axes is None else require_size(axes)
     check_own("residual", shaped(state.residual), updates, axes, count)
@@ -201,14 +195,7 @@ class Compression:
     return Workers(axes, count, 1 if across.is_sum else 1 / count)
 
   def owned(self, plan: Plan, state: CompressState) -> OwnerResiduals | None:
-    """Returns the residuals of owners, where they keep any.
-
-    Without feedback they keep none if the state was made where nobody knew the number
-    of workers. The second stage then rounds as the first does.
-
-    Raises:
-      ValueError: the state was made there, and workers keep residuals.
-    """
+    """Returns the owner residuals, or None; ValueError if needed ones are missing."""
     if plan.axis_name is None or not owner_shapes(plan):
       return None
     if state.server_residual is None and self.feedback.keeps:
@@ -218,12 +205,13 @@ class Compression:
         "optimizer.init inside the map or under jax.set_mesh(mesh), or pass "
         "exchange=gradcomp.exchange.TwoShot(feedback=False)."
       )
+    # Without feedback they may be None: the second stage then rounds as the first does.
     return state.server_residual
 
   def as_updates(
     self, treedef: Any, exchanged: Exchanged, across: Across, workers: Workers | None
   ) -> tuple[Any, Exchanged]:
-    """Returns the means as updates, and what waits with what these do not hold."""
+    """Casts the means to updates, and adds the rounding errors to the unsent parts."""
     sums = across.is_sum and self.exchange.sends
     share = 1 / workers.size if workers is not None and sums else 1.0
     keeps = self.feedback.keeps
@@ -239,7 +227,7 @@ class Compression:
     mean: Any,
     exchanged: Exchanged,
   ) -> CompressState:
-    """Returns the state with what was not sent in this step."""
+    """Returns the state after the step, with the new residuals."""
     unsent, means = exchanged.unsent, jax.tree.leaves(mean)
     counts = [state.count] * len(means)
     if state.residual is not None:
@@ -264,7 +252,7 @@ class Compression:
     return state
 
   def _told(self) -> dict[str, Any]:
-    """Returns the options, as far as they are known while a step is traced."""
+    """Returns the options that are not traced values."""
     names = [field.name for field in dataclasses.fields(self)]
     told = {name: getattr(self, name) for name in names if name != "axis_name"}
     return {x: y for x, y in told.items() if not isinstance(y, jax.core.Tracer)}

@@ -1,4 +1,4 @@
-"""Names what optimizers may take beside gradients, state and parameters."""
+"""The extra arguments of ``update`` that optax optimizers take."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from jax.tree_util import Partial
 def extra_args(
   value: Any, grad: Any, value_fn: Callable[[Any], jax.Array]
 ) -> dict[str, Any]:
-  """Returns arguments of ``update`` under the names that optax has for them.
+  """Returns extra arguments of ``update`` by optax's names for them.
 
   Args:
     value: the loss, for ``reduce_on_plateau``, ``polyak_sgd`` and ``momo``.
@@ -30,7 +30,7 @@ def extra_args(
 
 
 def stand_ins(params: Any) -> dict[str, Any]:
-  """Returns such arguments for a trace that nobody runs."""
+  """Returns stand-ins for the extra arguments, for a trace that nothing runs."""
 
   def value_fn(params: Any) -> jax.Array:
     sums = [jnp.sum(jnp.abs(x), dtype=jnp.float32) for x in jax.tree.leaves(params)]

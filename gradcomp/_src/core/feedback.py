@@ -1,4 +1,4 @@
-"""Feedback adds what was not sent to what comes next, with or without momentum."""
+"""Error feedback and momentum: the unsent part of a gradient joins the next one."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ FeedbackName = Literal["auto", "error", "momentum"]
 
 @runtime_checkable
 class Feedback(Protocol):
-  """Says what a worker does with what it did not send: a frozen dataclass.
+  """The rule for the unsent part of a gradient: a frozen dataclass.
 
   Leaves and trees are float32.
   """
@@ -35,10 +35,10 @@ class Feedback(Protocol):
     """Returns the first residual of a leaf of this shape, of at least one axis."""
 
   def waits(self, unsent: jax.Array) -> jax.Array:
-    """Returns what waits of that which a leaf did not send."""
+    """Returns the residual to store for a leaf, given its unsent part."""
 
   def sent(self, updates: Any, momentum: Any) -> Any:
-    """Returns what a step shall send but for the residual."""
+    """Returns the tree that a step sends, without the residual."""
 
   def keep(
     self,
@@ -55,17 +55,16 @@ class Feedback(Protocol):
       updates: the gradients.
       momentum: the old momentum.
       means: the means of all workers.
-      unsent: what this worker did not send.
-      chosen: for each leaf the positions in it, flat, where a sparse codec sent
-        something, or its size; a mask of 2**31 elements or more; None if the codec
-        sends all elements.
+      unsent: the unsent parts of this worker.
+      chosen: for each leaf the flat positions that a sparse codec sent, or its size; a
+        mask of 2**31 elements or more; None if the codec sends all elements.
       counts: for each leaf the count of ``residual_update.remainder``.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class NoFeedback:
-  """Forgets what was not sent."""
+  """No residual: the unsent part of a gradient is dropped."""
 
   keeps: ClassVar[bool] = False
   moves: ClassVar[bool] = False
@@ -93,9 +92,9 @@ class NoFeedback:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(NoFeedback):
-  r"""Keeps what was not sent, and adds it to the next gradient.
+  r"""Error feedback: keeps the unsent part, and adds it to the next gradient.
 
-  With the gradient :math:`g`, the residual :math:`e` and what encodes and decodes,
+  With the gradient :math:`g`, the residual :math:`e`, and encoding and decoding
   :math:`Q`:
 
   .. math:: c = g + e, \qquad e' = d \, (c - Q(c))
@@ -109,7 +108,7 @@ class ErrorFeedback(NoFeedback):
 
   Attributes:
     residual_dtype: how residuals are stored: ``float32``, ``bfloat16`` or ``"int8"``.
-    residual_decay: d, above 0 and at most 1. Below 1, what waits for long is forgotten.
+    residual_decay: d, above 0 and at most 1. Below 1, old residuals fade.
 
   Raises:
     ValueError: an attribute is outside these.
@@ -145,11 +144,11 @@ class ErrorFeedback(NoFeedback):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MomentumFeedback(ErrorFeedback):
-  """Sends a momentum of the worker's own gradients, and keeps what was not sent.
+  """Error feedback for the momentum of the worker's own gradients.
 
   ``u' = m u + g`` takes the place of the gradient, or ``m u' + g`` after Nesterov. So
-  put no momentum behind it. Where a sparse codec sends something, ``u'`` becomes zero,
-  so that what waited is not pushed on once it is sent.
+  put no momentum behind it. Where a sparse codec sends an element, its ``u'`` becomes
+  zero, so that an old gradient is not pushed on once it is sent.
 
   Attributes:
     decay: m, at least 0 and below 1.
@@ -190,11 +189,7 @@ class MomentumFeedback(ErrorFeedback):
     chosen: Sequence[jax.Array | None],
     counts: Sequence[jax.Array],
   ) -> Any:
-    """Returns ``u'``, which is zero where a sparse codec sent something.
-
-    So what was sent is not sent again as momentum of what is old. The old momentum
-    stays where something is not finite.
-    """
+    """Returns ``u'``, zero in sent elements, or the old one where not finite."""
     trees = map(jax.tree.leaves, (updates, momentum, means, unsent))
     leaves = zip(*trees, chosen, counts, strict=True)
     kept = [_kept(self.decay, *leaf) for leaf in leaves]
@@ -202,7 +197,7 @@ class MomentumFeedback(ErrorFeedback):
 
 
 def as_feedback(given: Any, codec: LeafCodec) -> Feedback:
-  """Returns feedback as it is, or what a short form stands for.
+  """Returns the feedback object of a short form, or the object itself.
 
   Raises:
     ValueError: it is neither.
@@ -228,10 +223,8 @@ def as_feedback(given: Any, codec: LeafCodec) -> Feedback:
 
 
 def _add(updates: Any, tree: Any, factor: float) -> Any:
-  """Returns ``factor * tree + updates``, float32.
-
-  Product and sum are each rounded, so that all modes have the same bits.
-  """
+  """Returns ``factor * tree + updates``, float32."""
+  # Product and sum are each rounded, so that all modes have the same bits.
   return jax.tree.map(
     lambda g, x: scaled(x.reshape(g.shape), factor) + g.astype(jnp.float32),
     updates,
@@ -248,18 +241,10 @@ def _kept(
   chosen: jax.Array | None,
   count: jax.Array,
 ) -> jax.Array:
-  """Returns the momentum of a leaf that is kept.
+  """Returns the new momentum of a leaf.
 
-  Args:
-    decay: what the old momentum is multiplied by.
-    gradient: this step's gradient.
-    old: the momentum without it.
-    mean: the mean of all workers.
-    unsent: what this worker did not send.
-    chosen: the positions in the flat leaf where a sparse codec sent something, or at
-      least the leaf's size; a mask of a leaf too large for them; None if the codec
-      sends all elements.
-    count: the count of ``residual_update.remainder``.
+  ``old`` is the old momentum, with the factor ``decay``. The other arguments are those
+  of :meth:`Feedback.keep`, for one leaf.
   """
 
   def finite(mean: jax.Array, unsent: jax.Array) -> jax.Array:
@@ -289,7 +274,7 @@ def _kept(
 
 
 def _index(place: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-  """Returns the index of positions in a flat array; of its size, one out of bounds."""
+  """Returns indices of flat positions; the array's size gives one out of bounds."""
   index = []
   for size in reversed(shape[1:]):
     index.append(place % size)

@@ -1,4 +1,4 @@
-"""Makes and checks the parts of a state that differ between workers."""
+"""Creation and checks of the parts of a state that differ between workers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -23,9 +23,9 @@ Own = dict[Axes, Any]  # arrays by the axes that stack them
 
 
 class OwnArrays(Protocol):
-  """Returns what makes the arrays that a worker keeps besides trees like the leaves.
+  """A function that returns a maker of a worker's arrays that are not like leaves.
 
-  It makes them by the axes that stack them.
+  The maker returns them by the axes that stack them.
   """
 
   def __call__(
@@ -42,7 +42,7 @@ def first_state(
   firsts: Sequence[Callable[[tuple[int, ...]], Any]],
   own_arrays: OwnArrays,
 ) -> tuple[list[Any], Own]:
-  """Makes what differs between workers, before the first step.
+  """Creates the trees like leaves, and other arrays, that differ between workers.
 
   Inside the map, or without any, arrays are the worker's own, shaped like the leaf.
   Outside it, under a mesh that has the axis, they are the global ones: the workers'
@@ -51,12 +51,9 @@ def first_state(
   Args:
     params: the leaves.
     axis_name: the axes of the workers.
-    firsts: for each tree like the leaves, what makes the array of a leaf's shape, of at
-      least one axis; or several arrays of as many axes, which lie on the devices alike.
-    own_arrays: returns what makes the other arrays.
-
-  Returns:
-    The trees like the leaves, and the other arrays by the axes that stack them.
+    firsts: for each tree like the leaves, a function from a leaf's shape, of at least
+      one axis, to its array, or to several with as many axes and equal sharding.
+    own_arrays: returns a maker of the other arrays, by the axes that stack them.
   """
   leaves, treedef = jax.tree.flatten(params)
   names = () if axis_name is None else axis_names(axis_name)
@@ -65,8 +62,8 @@ def first_state(
   mesh = jax.sharding.get_abstract_mesh() if on_mesh else mesh_of(leaves)
   specs = [placed_spec(leaf) if on_mesh else typed_spec(leaf) for leaf in leaves]
   others = [other_axes(leaf, axis_name) for leaf in leaves]
-  # The second stage is planned from what update will see. That is a part of a leaf if
-  # types say so, but the whole of one that Auto axes cut.
+  # The second stage is planned from the shapes that update will see: a shard of a leaf
+  # if it is typed so, but a whole leaf if Auto axes shard it.
   seen = [_part(leaf, typed_spec(leaf), mesh) for leaf in leaves]
   make = own_arrays(seen, others, bound or on_mesh)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
@@ -105,7 +102,7 @@ def first_state(
 
 
 def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
-  """Returns the shape of one device's part of a leaf."""
+  """Returns the shape of one device's shard of a leaf."""
   shape = getattr(leaf, "shape", ())
   if sharded_axes(spec):
     shape = NamedSharding(mesh, spec).shard_shape(shape)
@@ -113,7 +110,7 @@ def _part(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:
 
 
 def _typed(tree: Any, axes: Sequence[str]) -> Any:
-  """Types arrays as different over those of the axes that maps have bound."""
+  """Types arrays as varying over the axes that maps have bound."""
   bound = tuple(name for name in axes if bound_size(name) is not None)
   return mark_varying(tree, bound) if bound else tree
 
@@ -123,12 +120,7 @@ def check_own(
 ) -> None:
   """Raises ValueError for a worker's own tree that is not like its gradient.
 
-  Args:
-    name: the field of the state.
-    tree: its value, or None.
-    updates: the gradients.
-    axis_name: the axes to average over.
-    workers: N.
+  ``name`` is the field of the state with the tree, for the error.
   """
 
   def check(path: Any, update: jax.Array, leaf: jax.Array) -> None:
@@ -149,9 +141,9 @@ def check_own(
 def check_residual_types(
   residual: Any, updates: Any, axis_name: AxisName | None
 ) -> None:
-  """Raises ValueError for residuals that every device would take for its own.
+  """Raises ValueError for residuals that are not sharded over the workers.
 
-  Under Explicit axes their types must say that they are cut over the workers.
+  Under Explicit axes every device would take such residuals for its own.
   """
   if mesh_of(updates).size == 1:
     return
@@ -168,7 +160,7 @@ def check_residual_types(
 def _parts(
   part: tuple[int, ...], whole: tuple[int, ...], axis_name: AxisName | None
 ) -> str:
-  """Returns what to do if a gradient has the shape of a part of its residual."""
+  """Returns the cure for a gradient with the shape of a shard of its residual."""
   if len(part) != len(whole) or axis_name is None:
     return ""
   longer = [(a, b) for a, b in zip(part, whole, strict=True) if a != b]
@@ -184,12 +176,9 @@ def _parts(
 def stacked_for(
   got: tuple[int, ...], expected: tuple[int, ...], workers: int
 ) -> int | None:
-  """Returns for how many workers an array was stacked; None if no shape tells it.
+  """Returns the number of workers that an array was stacked for; None if unknown.
 
-  Args:
-    got: the shape that it has: the whole, or the part of a worker.
-    expected: the shape that it should have.
-    workers: the number of workers for which it should be stacked.
+  ``got`` is its shape, and ``expected`` that for ``workers`` workers.
 
   Example:
     >>> stacked_for((28, 3), (56, 3), 8)

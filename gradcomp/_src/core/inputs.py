@@ -1,4 +1,4 @@
-"""Takes gradients in where a transformation begins: what their leaves must be."""
+"""Validates gradient leaves at a transformation's entry."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,18 +15,11 @@ from gradcomp._src.mesh.shard_maps import map_addends
 def of_reals(
   init_fn: Callable[[Any], Any], update_fn: Callable[..., tuple[Any, Any]]
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes a transformation of functions that know real arrays alone.
+  """Wraps real-valued init and update functions so that they accept complex leaves.
 
-  Complex arrays reach them as pairs of real numbers, on a new last axis. So what they
-  keep of complex gradients are pairs, too.
-
-  Args:
-    init_fn: as for ``optax.GradientTransformation``.
-    update_fn: the same, with any extra arguments.
-
-  Returns:
-    A transformation whose ``update`` raises TypeError for leaves that are no arrays of
-    real or complex floating point.
+  Complex arrays reach them as pairs of real numbers on a new last axis, so their states
+  hold pairs, too. ``update`` raises TypeError for leaves that are not arrays of real or
+  complex floats.
 
   Example:
     >>> tx = of_reals(lambda params: params, lambda updates, state, _: (updates, state))
@@ -65,7 +58,7 @@ def _is_complex(x: Any) -> bool:
 
 
 def pairs(x: Any) -> Any:
-  """Returns a complex array as pairs of reals, and all else as it is."""
+  """Returns a complex array as pairs of reals on a new last axis, others unchanged."""
   if not _is_complex(x):
     return x
   stack = lambda x: jnp.stack([jnp.real(x), jnp.imag(x)], axis=-1)
@@ -75,11 +68,9 @@ def pairs(x: Any) -> Any:
 
 
 def whole(tree: Any, complexes: Sequence[bool]) -> Any:
-  """Returns the shapes and dtypes of a tree, some leaves of which are pairs of reals.
+  """Returns the shapes and dtypes of a tree before :func:`pairs`.
 
-  Args:
-    tree: the leaves, as :func:`pairs` makes them.
-    complexes: for each leaf, whether it was complex.
+  ``complexes`` has for each leaf whether it was complex.
   """
 
   def shape(x: Any, is_pair: bool) -> jax.ShapeDtypeStruct:
@@ -93,23 +84,18 @@ def whole(tree: Any, complexes: Sequence[bool]) -> Any:
 
 
 def _like(x: jax.Array, like: jax.Array) -> jax.Array:
-  """Returns pairs of reals as complex numbers, if ``like`` are."""
+  """Turns pairs of reals into complex numbers if ``like`` is complex."""
   if not _is_complex(like):
     return x
   part = functools.partial(lax.index_in_dim, axis=-1, keepdims=False)
   return map_addends(lambda x: lax.complex(part(x, 0), part(x, 1)), x)
 
 
+# Rounding has no derivative. Without this some codecs would return zeros for it, and
+# others would fail inside a kernel.
 @jax.custom_jvp
 def not_differentiated(updates: Any) -> Any:
-  """Returns the gradients as they are, but refuses to be differentiated.
-
-  Rounding has no derivative. Without this some codecs would return zeros for it, and
-  others would fail inside of a kernel.
-
-  Raises:
-    TypeError: while ``jax.grad``, ``jax.jvp`` or the like traces it, if the gradients
-      depend on what is differentiated.
+  """Returns the gradients unchanged; raises TypeError if JAX differentiates them.
 
   Example:
     >>> not_differentiated({"w": jnp.ones(2)})

@@ -1,4 +1,4 @@
-"""Measures the leaves of one worker: sums over elements, and what buckets hold."""
+"""Measures of one worker's leaves: sums over elements, and statistics of buckets."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,15 @@ class Sums(NamedTuple):
   Attributes:
     size: the number of elements.
     gradient: the squares of the gradient.
-    residual: those of what waits for the next step.
-    owned: those of what owners keep for it. It is a sum over the workers.
-    corrected: those of what was to be sent.
-    unsent: those of what was not.
-    mean: those of the result.
-    true: those of the mean of all workers' gradients.
-    product: the products of both.
-    zeros: the zeros in what was sent.
-    top: the elements that are the largest of their bucket there.
+    residual: the squares of the residual after the step.
+    owned: the squares of its owner residuals. It is a sum over the workers.
+    corrected: the squares of gradient plus residual.
+    unsent: the squares of its unsent part.
+    mean: the squares of the result.
+    true: the squares of the mean of all workers' gradients.
+    product: the products of result and gradient.
+    zeros: the zeros in the sent part.
+    top: the elements of the sent part that are the largest of their bucket.
     levels: the number of different values in a bucket, times the size.
     spread: the largest magnitude of the gradient times the sum of magnitudes.
     union: the elements of the result that are not zero.
@@ -58,7 +58,7 @@ class Sums(NamedTuple):
 
 
 class WorkerLeaf(NamedTuple):
-  """Holds what a worker has of a leaf, in ``float32``."""
+  """The arrays of one leaf on a worker in a step, in ``float32``."""
 
   gradient: jax.Array
   residual: jax.Array  # after the step
@@ -69,7 +69,7 @@ class WorkerLeaf(NamedTuple):
 
 
 def worker_sums(plan: Plan, leaves: Mapping[int, WorkerLeaf]) -> list[Sums]:
-  """Measures the leaves of one worker, by their numbers, but for what owners keep."""
+  """Measures the leaves of one worker, by their numbers, except owner residuals."""
   codecs = _codecs(plan)
   levels = _levels([_sample(x.sent, codecs[i]) for i, x in leaves.items()])
   found = [_leaf(codecs[i], x) for i, x in leaves.items()]
@@ -78,9 +78,10 @@ def worker_sums(plan: Plan, leaves: Mapping[int, WorkerLeaf]) -> list[Sums]:
   ]
 
 
+# Jitted, so that leaves of equal shapes and codecs share a trace.
 @functools.partial(jax.jit, static_argnums=0)
 def _leaf(codec: Codec | None, leaf: WorkerLeaf) -> Sums:
-  """Measures a leaf of one worker. Jitted, so that leaves alike share a trace."""
+  """Measures a leaf of one worker."""
   gradient = leaf.gradient
   most = jnp.maximum(jnp.max(gradient, initial=0.0), -jnp.min(gradient, initial=0.0))
   buckets = jnp.abs(_buckets(leaf.sent, codec))
@@ -128,10 +129,7 @@ def _exponents(x: jax.Array) -> jax.Array:
 
 
 def _codecs(plan: Plan) -> list[Codec | None]:
-  """Returns the codec in whose rows each leaf travels; None for those that do not.
-
-  That are leaves of a low rank, in whose place others travel.
-  """
+  """Returns the codec of each leaf's rows; None for leaves sent as low-rank factors."""
   result: dict[int, Codec] = {}
   for message in plan.messages:
     layout = message.layout
@@ -142,7 +140,7 @@ def _codecs(plan: Plan) -> list[Codec | None]:
 
 
 def _buckets(x: jax.Array, codec: Codec | None) -> jax.Array:
-  """Cuts a leaf into the buckets of its codec, ``[n, width]``. Zeros fill the last."""
+  """Splits a leaf into its codec's buckets, ``[n, width]``. Zeros fill the last."""
   if codec is None or not x.size:
     return x.reshape(1, -1)
   return cut(x, codec).reshape(-1, tile_shape(codec)[-1])
@@ -156,7 +154,7 @@ def _sample(sent: jax.Array, codec: Codec | None) -> jax.Array:
 
 
 def _levels(samples: Sequence[jax.Array]) -> list[jax.Array]:
-  """Returns the number of different values in each sample."""
+  """Counts the different values in each sample."""
   alike: dict[int, list[int]] = {}
   for i, sample in enumerate(samples):
     alike.setdefault(sample.size, []).append(i)

@@ -1,7 +1,7 @@
-"""Measures the errors of a step inside of it, for `gradcomp.telemetry.inspect`.
+"""Measures of a step's messages, inside the step, for `gradcomp.telemetry.inspect`.
 
-A worker measures its own leaves. What it finds are sums, which add up over leaves and
-workers. So all workers exchange a few kilobytes a leaf, in one message.
+A worker measures its own leaves by sums, which add up over leaves and workers. So all
+workers exchange a few kilobytes a leaf, in one message.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from gradcomp._src.mesh.axes import AxisName
 
 
 def watched(state: CompressState, leaves: int) -> Watched:
-  """Returns a state for so many leaves. Its sums are NaN until a step measures."""
+  """Returns a state with sums for ``leaves`` leaves, NaN until a step measures."""
   return Watched(*state, _filled(leaves, jnp.nan))
 
 
@@ -43,17 +43,11 @@ def measured(
 ) -> Any:
   """Returns the state after a step, with its sums if it is :class:`Watched`.
 
-  Args:
-    state: what the step keeps.
-    plan: what it sent.
-    updates: the gradients.
-    corrected: what was to be sent.
-    exchanged: what came of it, with what was not sent.
-    workers: the workers that exchange, or None.
+  ``updates`` are the gradients, and ``corrected`` the gradients plus residuals.
   """
   if not isinstance(state, Watched):
     return state
-  # Under Explicit axes gradients are addends, an Nth of what a worker has elsewhere.
+  # Under Explicit axes gradients are addends, an Nth of a worker's gradient elsewhere.
   size = 1 if workers is None else workers.size
   factor = 1.0 if workers is None else workers.scale * size
   gradients = jax.tree.leaves(updates)
@@ -103,13 +97,11 @@ def _over_workers(
   workers: Workers | None,
   others: tuple[str, ...],
 ) -> list[Sums]:
-  """Returns the means of sums over the workers, with the length of the true mean.
-
-  The true mean of a leaf is nowhere. It is ``a m + r``, where ``m`` is the result, and
-  ``r`` is at right angles to it. So is each worker's gradient, and the mean of the
-  workers' ``a`` and ``r`` is that of the true mean. They know ``a`` from their scalar
-  products, and estimate the length of the mean ``r`` from sketches.
-  """
+  """Averages sums over the workers, and estimates the square norm of the true mean."""
+  # No worker has the true mean of a leaf. It is a m + r, where m is the result and r is
+  # at right angles to m. So is each worker's gradient, and the means of the workers' a
+  # and r are the a and r of the true mean. Workers know a from scalar products, and
+  # estimate the length of the mean r from sketches.
   if workers is not None:
     sketches = list(map(_across, own, leaves)) if plan.sends else []
     flat, restore = ravel_pytree((own, sketches))
@@ -128,12 +120,12 @@ def _sum(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def _along(sums: Sums) -> jax.Array:
-  """Returns a: how much of a mean points where the result does, in results."""
+  """Returns a: a gradient's projection on the result, as a multiple of the result."""
   return sums.product / jnp.where(sums.mean > 0, sums.mean, 1.0)
 
 
 def _across(sums: Sums, leaf: WorkerLeaf) -> jax.Array:
-  """Sketches r: what of a worker's gradient is at right angles to the result."""
+  """Sketches r: the component of a worker's gradient at right angles to the result."""
   return sketch(leaf.gradient - _along(sums) * leaf.mean)
 
 
@@ -145,9 +137,9 @@ def _with_true(sums: Sums, across: jax.Array) -> Sums:
 def _owned(
   plan: Plan, residuals: OwnerResiduals | None, others: tuple[str, ...]
 ) -> jax.Array:
-  """Returns the squares of what this worker keeps as an owner, by leaf.
+  """Returns the squares of this worker's owner residuals, ``float32[leaves + 1]``.
 
-  That are leaves that differ over these other axes.
+  Only leaves that vary over the other axes ``others`` count.
   """
   result = jnp.zeros(len(plan.names) + 1, jnp.float32)
   if residuals is None or plan.axis_name is None:

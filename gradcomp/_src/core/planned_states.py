@@ -1,7 +1,7 @@
-"""Tells whoever asks what transformations planned when they made their states.
+"""Records each transformation's message plan while ``optimizer.init`` is traced.
 
-A state is plain arrays. What the rows are that its owners keep, and of which leaves,
-only the transformation knows.
+``reshard_state`` needs it: a state is plain arrays, and only the plan knows the leaves
+of its owner residuals.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ def asked() -> Iterator[Told]:
 
 
 def tell(plan: Plan) -> None:
-  """Says what is planned for the state that is made next."""
+  """Records the plan of the state that is made next."""
   told = _ASKED.get()
   if told is not None:
     told.append((plan, None))
 
 
 def tell_of(state: CompressState) -> CompressState:
-  """Says that the plan of last was for this state, and returns it."""
+  """Links the last recorded plan to this state, and returns the state."""
   told = _ASKED.get()
   if told:
     told[-1] = told[-1][0], state.count
@@ -46,5 +46,5 @@ def tell_of(state: CompressState) -> CompressState:
 
 
 def plan_of(state: CompressState, told: Told) -> Plan | None:
-  """Returns the plan for a state, by the identity of its count; None if it is gone."""
+  """Returns the plan of a state, by the identity of its count; None if it is gone."""
   return next((plan for plan, count in told if count is state.count), None)

@@ -1,4 +1,4 @@
-"""Adds residuals to gradients, and stores them, perhaps in fewer bits."""
+"""Residuals: their sum with gradients, and their storage in 32, 16 or 8 bits."""
 
 import math
 from collections.abc import Callable
@@ -46,7 +46,7 @@ Stored = jax.Array | Int8Residual
 
 
 def storage(name: str, value: Any) -> Storage:
-  """Returns the name of a way to store residuals; ValueError for all else."""
+  """Returns the name of a storage format of residuals; ValueError otherwise."""
   choices = get_args(Storage)
   try:
     found: Any = None if isinstance(value, np.generic) else jnp.dtype(value).name
@@ -66,12 +66,12 @@ def is_stored(node: Any) -> bool:
 
 
 def kind(residual: Any) -> Storage:
-  """Returns how the residual of a leaf is stored."""
+  """Returns the storage format of a leaf's residual."""
   return "int8" if is_stored(residual) else residual.dtype.name
 
 
 def check_kind(residual: Any, first: Callable[[tuple[int, ...]], Stored]) -> None:
-  """Raises ValueError for residuals that are not stored as what ``first`` makes."""
+  """Raises ValueError for residuals in another storage format than ``first`` makes."""
   wanted = kind(jax.eval_shape(lambda: first((1,))))
   for path, leaf in jax.tree_util.tree_leaves_with_path(residual, is_leaf=is_stored):
     if (found := kind(leaf)) != wanted:
@@ -83,14 +83,14 @@ def check_kind(residual: Any, first: Callable[[tuple[int, ...]], Stored]) -> Non
 
 
 def shaped(residual: Any) -> Any:
-  """Returns of a tree of residuals the arrays that have the leaves' shapes."""
+  """Returns the arrays in a tree of residuals that have the leaves' shapes."""
   return jax.tree.map(
     lambda x: x.codes if is_stored(x) else x, residual, is_leaf=is_stored
   )
 
 
 def zeros(shape: tuple[int, ...], stored: Storage) -> Stored:
-  """Returns the first residual of a leaf of this shape, at least of one axis."""
+  """Returns the first residual of a leaf of this shape, of at least one axis."""
   if stored != "int8":
     return jnp.zeros(shape, stored)
   scales = jnp.zeros(_blocks(shape)[:-1], jnp.float32)
@@ -113,20 +113,14 @@ def read(residual: Stored) -> jax.Array:
 
 
 def lanes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Draws what elements are rounded with: ``uint16`` of this shape, uniform.
-
-  Any two elements have independent ones.
-
-  Args:
-    key: ``uint32[2]``.
-    shape: the shape of the leaf.
-  """
+  """Draws random ``uint16`` of this shape, uniform and pairwise independent."""
   size = math.prod(shape)
   blocks = lax.iota(jnp.uint32, -(-size // _LANES))
 
   def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     return threefry2x32(key, (jnp.zeros_like(blocks), blocks), _ROUNDS)
 
+  # Materialized: XLA would fuse the cipher into each of the four words that read it.
   a, b = written(draw, key)
 
   def spread(a: jax.Array) -> jax.Array:
@@ -139,7 +133,7 @@ def lanes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def to_bfloat16(x: jax.Array, lane: jax.Array) -> jax.Array:
   """Rounds finite ``float32`` to one of its two neighbours in ``bfloat16``, unbiased.
 
-  What lies beyond the largest finite number becomes that.
+  Numbers beyond the largest finite one become that.
 
   Example:
     >>> x, lane = jnp.float32(1 + 2**-9), jnp.array([0, 49151, 49152], jnp.uint16)
@@ -157,12 +151,9 @@ def to_int8(x: jax.Array, lane: jax.Array, blocks: int | None = None) -> Int8Res
   """Rounds finite ``float32`` to multiples of the scale of its block, unbiased.
 
   The scale is the least power of two of which 127 reach the block's largest magnitude,
-  at least ``2**-126``. So what is such a multiple already stays as it is.
-
-  Args:
-    x: the numbers.
-    lane: ``uint16`` of their shape, uniform.
-    blocks: the number of blocks of the last axis, by default that of :func:`zeros`.
+  at least ``2**-126``. Numbers that are such multiples stay as they are. ``lane`` is
+  uniform ``uint16``, and ``blocks`` the number on the last axis, by default as in
+  :func:`zeros`.
 
   Example:
     >>> stored = to_int8(jnp.array([1.0, -0.25, 0.1]), jnp.zeros(3, jnp.uint16))
@@ -188,10 +179,7 @@ def to_int8(x: jax.Array, lane: jax.Array, blocks: int | None = None) -> Int8Res
 
 
 def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Returns the shape with its last axis cut into blocks of one scale each.
-
-  Their size divides that of the axis. If no size near ``_BLOCK`` does, it is one block.
-  """
+  """Returns the shape with its last axis split into blocks of one scale each."""
   *lead, last = shape
   sizes = range(min(_BLOCK, last), _FEWEST - 1, -1)
   size = next((size for size in sizes if last % size == 0), max(last, 1))
@@ -199,20 +187,15 @@ def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _cut(shape: tuple[int, ...], blocks: int) -> tuple[int, ...]:
-  """Returns the shape with its last axis cut into so many blocks.
-
-  It is what stored scales say, and not :func:`_blocks`: where a leaf is cut over Auto
-  axes, its residual is made of the blocks of each device's part, and read as a whole.
-  """
+  """Returns the shape with its last axis split into ``blocks`` blocks."""
   *lead, last = shape
+  # From the stored scales, not from _blocks: where a leaf is sharded over Auto axes,
+  # each device's shard of the residual has its own blocks, and it is read as a whole.
   return (*lead, blocks, last // blocks if blocks else 1)
 
 
 def correct(updates: Any, residual: Any, codec: LeafCodec) -> Any:
-  """Returns the gradient plus the residual, or the gradient if there is none.
-
-  Both are in the dtype that an exchange with the codec adds.
-  """
+  """Returns the gradient plus the residual, in the dtype that an exchange adds."""
 
   def add(g: jax.Array, residual: Stored | None = None) -> jax.Array:
     wide = g.astype(working_dtype(codec, g.dtype))

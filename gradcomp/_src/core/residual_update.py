@@ -1,4 +1,4 @@
-"""Makes the next residual of what was not sent, where the old one lies."""
+"""The next residual, computed from the unsent part in the memory of the old one."""
 
 from collections.abc import Callable
 
@@ -27,22 +27,18 @@ def remainder(
   count: jax.Array,
   key: Callable[[], jax.Array],
 ) -> tuple[Stored, jax.Array]:
-  """Returns the new residual: what was not sent, or the old one if that is not finite.
+  """Returns the new residual: the unsent part, or the old residual if not finite.
 
   The old one also stays where the mean is not finite. So a gradient that is not finite,
-  and its whole bucket with it, is never kept. And of that bucket no worker counts as
-  sent what nobody can use.
+  and its whole bucket with it, is never kept, and no worker counts that bucket as sent.
 
   Args:
-    unsent: what was not sent, in any shape of as many elements.
+    unsent: the unsent part, in any shape with the leaf's elements.
     mean: the mean of all workers, float32.
-    old: the residual of the last step. The new one is stored in the same way.
-    count: the number of the step, ``int32[]``.
-    key: makes the key that residuals of fewer bits are rounded with, ``uint32[2]``.
-
-  Returns:
-    The residual, and a count for what is to be written next, see
-    ``materialize.rewritten``.
+    old: the residual of the last step. The new one has its storage format.
+    count: the number of the step, ``int32[]``. It is returned for the next array to be
+      written, see ``materialize.rewritten``.
+    key: makes the key for the rounding to fewer bits, ``uint32[2]``.
   """
 
   with jax.named_scope("gradcomp_residual"):
@@ -63,7 +59,7 @@ def remainder(
 
 
 def _of_floats(unsent: jax.Array, mean: jax.Array) -> _Keep:
-  """Returns what :func:`remainder` does to the old residual."""
+  """Computes the new residual in float32 in the memory of the old one."""
 
   def keep(old: jax.Array, one: jax.Array) -> jax.Array:
     finite = jnp.isfinite(unsent * one) & jnp.isfinite(mean * one)
@@ -73,15 +69,13 @@ def _of_floats(unsent: jax.Array, mean: jax.Array) -> _Keep:
 
 
 def _of_bfloat16(unsent: jax.Array, mean: jax.Array, lane: jax.Array) -> _Keep:
-  """Returns what :func:`remainder` does to the old residual in ``bfloat16``.
-
-  The new one is rounded before there is a mean, so that half as much waits for that. It
-  waits as integers, for a CPU would write it down as floats of 32 bits.
-  """
+  """Computes the new residual in ``bfloat16`` in the memory of the old one."""
+  # Rounded before the mean arrives, so that half the bytes are held until then. They
+  # are held as integers: a CPU would materialize them as floats of 32 bits.
   rounded = to_bfloat16(unsent.astype(jnp.float32), lane)
   rounded = jnp.where(jnp.isfinite(unsent), rounded, jnp.bfloat16(jnp.inf))
   waits = lax.bitcast_convert_type(rounded, jnp.uint16)
-  most = jnp.uint16(0x7F80)  # the exponent of what is not finite
+  most = jnp.uint16(0x7F80)  # the exponent of infinity and NaN
 
   def keep(old: jax.Array, one: jax.Array) -> jax.Array:
     new = waits * one.astype(jnp.uint16)
@@ -95,14 +89,13 @@ def _of_bfloat16(unsent: jax.Array, mean: jax.Array, lane: jax.Array) -> _Keep:
 def _of_int8(
   unsent: jax.Array, mean: jax.Array, old: Int8Residual, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns what :func:`remainder` does as floats, where a CPU has what was not sent.
-
-  They are written once, for the two that read them: a scale and its codes.
-  """
+  """Computes the new residual in float32, before it is rounded to int8."""
 
   def keep(unsent: jax.Array, one: jax.Array) -> jax.Array:
     kept = read(old._replace(codes=old.codes * one.astype(jnp.int8)))
     finite = jnp.isfinite(unsent) & jnp.isfinite(mean * one)
     return jnp.where(finite, unsent, kept)
 
+  # In the unsent part's memory on CPU: materialized once for both readers, the scale
+  # and the codes.
   return rewritten(keep, unsent, count)

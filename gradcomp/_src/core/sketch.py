@@ -1,4 +1,4 @@
-"""Sketches arrays: a few numbers that add up as arrays do, and tell their lengths."""
+"""Linear sketches of arrays: up to 1021 numbers that estimate a norm."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def sketch(x: jax.Array) -> jax.Array:
 
 
 def _signs(size: int) -> jax.Array:
-  """Returns a random sign bit for each position: the same in every step."""
+  """Returns a random sign bit for each position, equal in every step."""
   # The finalizer of MurmurHash3, of which the first bit is kept.
   word = jax.lax.iota(jnp.uint32, size) * np.uint32(0x9E3779B1)
   word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)

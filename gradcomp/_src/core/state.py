@@ -1,4 +1,4 @@
-"""The state of a transformation, and the keys of a step that derive from it."""
+"""The states of transformations, and the random keys of a step."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,10 @@ from gradcomp._src.kernels.common.threefry import fold_key, key_words
 class CompressState(NamedTuple):
   """The state of :func:`compress`, in plain arrays that any checkpointer saves.
 
-  ``memory`` is for codecs that remember something of a leaf, like fitted levels, or
-  thresholds and counts of what was sent. It holds these by the axes that stack them,
-  and by the numbers of leaves. Fields but ``count`` and ``key`` are None if nobody
-  needs them. What is kept of complex parameters has a last axis of two more, for pairs
-  of reals.
+  ``memory`` has the codecs' state of each leaf, like fitted levels, or thresholds and
+  counts of sent entries, by the axes that stack them, and by the numbers of leaves. The
+  fields but ``count`` and ``key`` are None if they are not needed. Arrays of complex
+  parameters have one more axis, of size two, for pairs of reals.
 
   Example:
     >>> state = gradcomp.onebit_sgd(min_leaf_size=0).init({"w": jnp.ones(2048)})
@@ -41,7 +40,7 @@ class CompressState(NamedTuple):
   # As the parameters but at least 1-d, float32 or as feedback stores it, per worker.
   residual: Any
   server_residual: OwnerResiduals | None  # float32, rows that a worker owns; or None
-  memory: Memory | None = None  # what codecs remember, by axes and leaf; or None
+  memory: Memory | None = None  # codec state, by axes and leaf; or None
   velocity: Any = None  # float32, like the residual; or None
 
 
@@ -77,7 +76,7 @@ class OwnedRows(NamedTuple):
 
 
 class OwnSteps(NamedTuple):
-  """What each worker has done alone, as :func:`gradcomp.local.local_steps` keeps it.
+  """Each worker's displacement from the shared parameters, and its inner state.
 
   Example:
     >>> own = OwnSteps({("data",): (jnp.zeros(3), ())})
@@ -85,25 +84,25 @@ class OwnSteps(NamedTuple):
     Array([0., 0., 0.], dtype=float32)
   """
 
-  # By the axes that stack them, per worker and at least 1-d: how far the worker's own
-  # parameters are from those of all, float32 or wider, and the state of its optimizer.
+  # By the axes that stack them, per worker and at least 1-d: the displacement, float32
+  # or wider, and the state of the inner optimizer.
   by_axes: dict[tuple[str, ...], tuple[Any, Any]]
 
   @property
   def moved(self) -> Any:
-    """How far the worker's own parameters are from those of all."""
+    """The displacement of the worker's parameters from the shared ones."""
     ((moved, _),) = self.by_axes.values()
     return moved
 
   @property
   def inner_state(self) -> Any:
-    """The state of the worker's own optimizer; of scalars it has arrays of one."""
+    """The state of the worker's inner optimizer, with scalars as arrays of one."""
     ((_, inner_state),) = self.by_axes.values()
     return inner_state
 
 
 class FragmentState(NamedTuple):
-  """What :func:`local_steps` keeps of the leaves that it exchanges together.
+  """The state of one fragment of :func:`local_steps`.
 
   Example:
     >>> FragmentState(None, (), None).outer_state
@@ -145,10 +144,8 @@ def is_state(node: Any) -> bool:
 
 
 def collects(node: Any) -> bool:
-  """Returns True for MultiSteps around an exchange; it is meant for ``is_leaf``.
-
-  What it has collected is each worker's own.
-  """
+  """Returns True for MultiSteps around an exchange; it is meant for ``is_leaf``."""
+  # The gradients that it has collected are each worker's own.
   return isinstance(node, optax.MultiStepsState) and bool(
     states_in(node.inner_opt_state)
   )
@@ -165,21 +162,15 @@ def is_own_steps(node: Any) -> bool:
 
 
 def steps_alone(opt_state: Any) -> bool:
-  """Returns True if workers take steps alone, and have parameters of their own."""
+  """Returns True if workers take local steps, with a displacement each."""
   return any(map(is_own_steps, jax.tree.leaves(opt_state, is_leaf=is_own_steps)))
 
 
 def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
-  """Raises an error for the state of another transformation.
+  """Raises an error for the state of another transformation, or one without a field.
 
-  Args:
-    state: what ``update`` was given.
-    needs: by the names of fields, whether they must be kept.
-    reason: the hyperparameters that need them.
-
-  Raises:
-    TypeError: it is no :class:`CompressState`.
-    ValueError: a field is missing.
+  ``needs`` are fields, and whether they must be kept; ``reason`` are the
+  hyperparameters that need them.
   """
   cure = "make the state with this transformation"
   if not isinstance(state, CompressState | Watched):
@@ -193,10 +184,7 @@ def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
 
 
 def seed_words(key: ArrayLike) -> jax.Array:
-  """Returns the ``uint32[2]`` of a seed or of a threefry key.
-
-  It is a copy, which may be donated.
-  """
+  """Returns the ``uint32[2]`` of a seed or of a threefry key, a copy."""
   seed = not isinstance(key, int) or -(2**63) <= key < 2**63
   if not seed or not isinstance(key, int | jax.Array | np.ndarray | np.generic):
     raise ValueError(
@@ -213,21 +201,15 @@ def seed_words(key: ArrayLike) -> jax.Array:
 
 
 def step_keys(state: CompressState, plan: Plan, *, shared: bool) -> Keys:
-  """Returns the keys of a step, for each codec that needs one.
+  """Returns the keys of a step: one a leaf, and one a codec for later stages.
 
-  There is one for each leaf, and one for the later stages of each codec of a message. A
-  key derives from the names of the leaves that it is for, and from no others. So two
-  transformations of different leaves, as in ``optax.partition``, draw different bits,
-  and a new leaf changes no bits of others.
-
-  Each worker has keys of its own, but for codecs with which all workers must choose the
-  same elements, and dithers that derive from keys of all workers.
-
-  Args:
-    state: the state before the step.
-    plan: what the step sends.
-    shared: whether to return dithers.
+  Each worker has its own keys, except for codecs that select elements on all workers
+  equally, and for dithers, returned if ``shared``, which derive from keys of all
+  workers.
   """
+  # A key derives from the names of its leaves, and from no others. So transformations
+  # of different leaves, as in optax.partition, draw different bits, and a new leaf
+  # changes no bits of others.
   leaves: dict[int, Codec] = {}
   stages: list[tuple[str, Codec]] = []
   for message in plan.messages:
@@ -253,14 +235,14 @@ def step_keys(state: CompressState, plan: Plan, *, shared: bool) -> Keys:
 
 
 def residual_key(state: CompressState, plan: Plan, leaf: int) -> jax.Array:
-  """Returns the key that a worker rounds the residual of a leaf with: ``uint32[2]``."""
+  """Returns a worker's key for rounding the residual of a leaf, ``uint32[2]``."""
   worker = 0 if plan.axis_name is None else lax.axis_index(plan.axis_name)
   (common,) = _keys(state, [f"residual\n{plan.names[leaf]}"])
   return fold_key(common, worker)
 
 
 def _keys(state: CompressState, texts: Sequence[str]) -> jax.Array:
-  """Returns the key of all workers for each text, ``uint32[texts, 2]``."""
+  """Returns a key for each text, equal on all workers, ``uint32[texts, 2]``."""
   step_key = fold_key(state.key, state.count)
   words = jnp.array([name_words(text) for text in texts], jnp.uint32)
   return jax.vmap(lambda word: fold_key(fold_key(step_key, word[0]), word[1]))(words)

@@ -48,18 +48,18 @@ def compress(
   .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
 
   where :math:`Q` encodes and decodes. ``two_shot`` encodes the mean once more, and
-  sends what that loses in the next step: see :class:`gradcomp.exchange.TwoShot`. Every
-  worker gets the same bits. Without feedback the result is unbiased if the codec is, up
-  to what waits for the next step.
+  sends the rounding error in the next step: see :class:`gradcomp.exchange.TwoShot`.
+  Every worker gets the same bits. Without feedback the result is unbiased if the codec
+  is, up to that rounding error.
 
   Under Explicit axes, call ``update`` in plain ``jax.jit``. It takes gradients typed
   ``{U:data}``, whose sum over the devices is the gradient of the whole batch, and
   returns that sum, replicated. There is then no :math:`1/N` in the formula.
 
-  All is computed in float32, and returned in the gradient's dtype. With feedback, what
-  that dtype does not hold of the mean waits, too. Of float64, what is beyond 3.4e38
-  becomes infinite. But with ``Dense()``, float64 is added as float64.
-  Complex gradients travel, and wait in residuals, as pairs of reals.
+  All is computed in float32, and returned in the gradient's dtype. With feedback, the
+  error of that cast joins the residual, too. Float64 numbers beyond 3.4e38 become
+  infinite. But with ``Dense()``, float64 is added as float64.
+  Complex gradients are sent, and kept in residuals, as pairs of reals.
 
   A non-finite gradient makes (at least) its bucket NaN on every worker, and leaves the
   residuals there as they were. Guard with ``optax.apply_if_finite`` *after* this. The
@@ -83,8 +83,8 @@ def compress(
       ``dither`` is bad. In
       ``update``: an axis is not bound; there are manual axes and no ``axis_name``;
       gradients are already reduced; residuals have other shapes than it needs; or
-      another process of the run has other options. In both, parameters are cut over an
-      axis that is averaged over, as far as their types, their placement or the
+      another process of the run has other options. In both, parameters are sharded over
+      an axis that is averaged over, as far as their types, their placement or the
       residuals show it.
     TypeError: ``codec`` is not one; in ``update``, a gradient leaf is neither real nor
       complex floating point, or ``jax.grad`` differentiates through it.

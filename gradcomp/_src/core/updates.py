@@ -1,4 +1,4 @@
-"""Returns means in the dtypes of updates, which may hold less than float32."""
+"""Casts of means to the dtypes of updates, which may be narrower than float32."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from gradcomp._src.kernels.common.fixed_point import scaled
 
 
 def update_dtypes(updates: Any, params: Any) -> list[np.dtype]:
-  """Returns the dtype of the update of each leaf: that of its gradient.
+  """Returns the dtype of each leaf's update: its gradient's, or its parameter's.
 
-  But addends of a sum are wider than a parameter whose type does not hold an Nth of its
-  gradient. Then it is that of the parameter.
+  It is the parameter's where gradients are addends of a sum, and wider, because the
+  parameter's dtype does not hold 1/N of a gradient.
 
   Args:
     updates: the gradients.
@@ -39,16 +39,16 @@ def update_dtypes(updates: Any, params: Any) -> list[np.dtype]:
 def as_updates(
   exchanged: Exchanged, dtypes: Sequence[np.dtype], *, keeps: bool, share: float
 ) -> tuple[list[jax.Array], Exchanged]:
-  """Casts the means, and adds to what waits what that loses.
+  """Casts the means, and adds the rounding errors of the cast to the unsent parts.
 
-  Every worker keeps the same. So their mean is what the mean has lost.
+  Every worker keeps the same error, so the mean of all is the error of the mean.
 
   Args:
-    exchanged: what an exchange returned.
-    dtypes: of :func:`update_dtypes`.
-    keeps: whether workers keep what is not sent. Else a mean that is too large becomes
+    exchanged: the result of an exchange.
+    dtypes: the dtypes of :func:`update_dtypes`.
+    keeps: whether workers keep residuals. Else a mean that is too large becomes
       infinite.
-    share: what a worker keeps of each number that is lost: 1, or 1/N of a sum.
+    share: the part of each error that a worker keeps: 1, or 1/N of a sum.
   """
   if not keeps:
     casts = zip(exchanged.mean, dtypes, strict=True)

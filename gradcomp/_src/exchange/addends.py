@@ -1,4 +1,4 @@
-"""Makes samples of the mean of addends of a sum, which may be too small for a codec."""
+"""Conversion of addends of a sum, which may be too small for a codec, to samples."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,13 +13,7 @@ from gradcomp._src.kernels.common.fixed_point import scaled
 
 
 class Samples(NamedTuple):
-  """Holds what :func:`as_samples` returns.
-
-  Attributes:
-    leaves: the leaves to encode.
-    workers: whose mean of these leaves is wanted.
-    back: takes what encoding left, or made, of leaves to the units of the addends.
-  """
+  """Leaves to encode, the workers that average them, and the way back to addends."""
 
   leaves: Leaves
   workers: Workers | None
@@ -27,12 +21,13 @@ class Samples(NamedTuple):
 
 
 def as_samples(layout: Layout, leaves: Leaves, workers: Workers | None) -> Samples:
-  """Returns N times the addends of a sum, whose mean is the sum; all else as it is.
+  """Multiplies addends of a sum by N, which makes the sum their mean; others stay.
 
-  An addend is an Nth of a worker's gradient, and may vanish in a type that holds the
-  gradient. With N a power of two the products are exact, so that plain ``jax.jit`` has
-  the bits of maps. Leaves that are added as they are stay addends.
+  Leaves that are added without encoding stay addends.
   """
+  # An addend is an Nth of a worker's gradient, and may underflow in a type that holds
+  # the gradient. With N a power of two the products are exact, so that plain jax.jit
+  # has the bits of maps.
   plain = all(sums.of(codec).plain for codec in layout.codecs)
   if workers is None or workers.scale != 1 or plain:
     return Samples(leaves, workers, lambda leaves: leaves)

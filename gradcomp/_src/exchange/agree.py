@@ -1,4 +1,4 @@
-"""Lets workers agree, before they encode, on statistics and on fitted memories."""
+"""Agreement of workers, before they encode, on statistics and on fitted memories."""
 
 import math
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from gradcomp._src.mesh.axes import axis_names, require_size
 def agree(
   wanted: Sequence[jax.Array | None], workers: Workers
 ) -> list[jax.Array | None]:
-  """Returns, for each leaf, the largest statistics of all workers.
+  """Takes the maximum of each leaf's statistics over all workers, in one message.
 
-  All leaves share one message. A leaf whose codec shares nothing has None.
+  A leaf whose codec has no statistics has None.
   """
   own = [x for x in wanted if x is not None]
   if not own:
@@ -36,16 +36,9 @@ def refit(
   memory: Sequence[Memory],
   step: jax.Array,
 ) -> list[Memory]:
-  """Returns the memories of this step.
+  """Fits the leaves' shared memories to all workers, and keeps each worker's own ones.
 
-  The shared part of a memory is fitted to the leaves of all workers. The part that a
-  worker has for itself stays as it is.
-
-  Args:
-    plan: the codec of each leaf.
-    leaves: float32 arrays.
-    memory: the memory of each leaf after the last step.
-    step: the number of the step, ``int32[]``.
+  ``leaves`` are float32, and ``step`` is the number of the step, ``int32[]``.
   """
   if not plan.sends:
     return list(memory)

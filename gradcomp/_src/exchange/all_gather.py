@@ -32,8 +32,7 @@ class AllGather(WithoutOwners):
 
   Attributes:
     merge: ``"mean"``, or ``"senders"``: of a sparse codec, the sum of an element is
-      divided by the number of workers that sent it, and not by N. What all workers send
-      has its mean.
+      divided by the number of workers that sent it, and not by N.
 
   Raises:
     ValueError: ``merge`` is neither.
@@ -68,7 +67,7 @@ class AllGather(WithoutOwners):
   def _decoder(
     self, total: Sum, rows: jax.Array, agreed: jax.Array | None, workers: Workers
   ) -> RowDecoder:
-    """Returns the decoder of the mean, over all workers or those that sent."""
+    """Returns the decoder of the mean, over all workers or over senders."""
     senders = total.senders(rows) if self.merge == "senders" else None
     if senders is None:
       return total.gathered(rows, agreed, workers.scale)
@@ -89,13 +88,8 @@ def gather_rows(
 ) -> list[jax.Array]:
   """Gathers the rows of all workers, in one message.
 
-  Args:
-    layout: the layout of the matrices.
-    matrices: ``uint32[rows, row_words]`` for each codec.
-    workers: the workers that exchange.
-
-  Returns:
-    ``uint32[N, rows, row_words]`` for each codec, the same on every worker.
+  ``matrices`` are ``uint32[rows, row_words]``, one a codec. They become ``uint32[N,
+  rows, row_words]``, equal on all workers.
   """
   name = final_stage(layout.elements, workers)
   received = gather(join(matrices, 1)[0], workers.axis_name, name)

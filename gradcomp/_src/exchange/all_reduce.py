@@ -1,4 +1,4 @@
-"""``psum``: the backend adds plain values, or integers, whose sums are exact."""
+"""``psum``: the backend adds plain values, or integers with exact sums."""
 
 import dataclasses
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Chooses the codec of each leaf, and which leaves are too small to be compressed."""
+"""The choice of each leaf's codec, and of the leaves that are too small to compress."""
 
 import math
 from collections.abc import Sequence
@@ -60,12 +60,12 @@ def leaf_rows(codec: Codec, leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 
 def _words(codec: Codec, size: int) -> int:
-  """Returns the number of words in the rows that so many elements fill."""
+  """Returns the number of words in the rows of ``size`` elements."""
   return -(-size // codec.tile_size) * codec.row_words if size else 0
 
 
 def default_min_leaf_size(sizes: Sequence[int], *, drops: bool = False) -> int:
-  """Returns the size from which leaves are compressed.
+  """Returns the smallest size of a leaf that is compressed.
 
   All smaller leaves together hold less than 0.5 % of all elements. With a sparse codec
   they hold less than 0.01 %, because they would be most of the message otherwise. The

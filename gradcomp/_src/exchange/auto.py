@@ -1,4 +1,4 @@
-"""Lists the exchanges that users may ask for, and picks one for "auto"."""
+"""The exchanges of users by their short forms, and the choice of "auto"."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,10 +29,10 @@ _TINY_MESSAGE = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Auto:
-  """Picks the exchange that fits a message: see :func:`choose`.
+  """Picks the exchange of each message: see :func:`choose`.
 
   Attributes:
-    feedback: the option of :class:`TwoShot`, for messages that this fits.
+    feedback: the option of :class:`TwoShot`, where it is picked.
   """
 
   feedback: bool = True
@@ -57,7 +57,7 @@ _SHORT_FORMS: dict[str, Callable[[], Any]] = {
 
 
 def as_exchange(given: Any) -> Auto | Exchange:
-  """Returns an exchange as it is, and for a short form the exchange with its defaults.
+  """Returns the exchange of a short form, or the exchange itself.
 
   Raises:
     ValueError: ``given`` is neither an exchange nor a short form.
@@ -89,7 +89,7 @@ def check_exchange(
 
 
 class Choice(NamedTuple):
-  """Holds an exchange, and the reason for it."""
+  """An exchange, and the reason for it."""
 
   exchange: Exchange
   reason: str
@@ -100,8 +100,8 @@ def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
 
   The first rule that fits decides. A payload has c bytes.
 
-  1. ``psum``, if all that is sent is plain float32: dense leaves, and factors of low
-     rank. These are added as they are.
+  1. ``psum``, if only plain float32 is sent: dense leaves, and factors of low rank.
+     These are added as they are.
   2. ``psum``, if the backend can add the numbers. If they are codes, and owners send
      fewer bytes because they pack the sums, it is ``two_shot``.
   3. ``all_gather``, which encodes once. A worker sends ``(N-1) c`` bytes. It is picked

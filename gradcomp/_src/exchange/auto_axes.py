@@ -1,4 +1,4 @@
-"""Spreads the words of a worker over the devices that Auto axes give it.
+"""Distributes a worker's words over its devices along Auto axes.
 
 XLA places arrays over Auto axes itself. It gathers the operands of most collectives
 over them, so that every device would send all words. A map over these axes makes each
@@ -29,18 +29,17 @@ def spread(
   *,
   ndim: int | None = None,
 ) -> jax.Array:
-  """Returns ``function(words)``, for which each device sends a part of the last axis.
+  """Runs a collective in which each device sends a part of the last axis.
 
   Args:
     function: a collective over ``axis_name`` that treats all places of the last axis
-      alike.
+      equally.
     words: ``[..., M]``, or a scalar, which every device sends. Zeros fill M up to a
       multiple of the number of devices.
     axis_name: the axes of the workers.
-    name: the name of the collective. What XLA moves between devices around it does not
-      get the name.
-    ndim: the number of axes of the result, of which the last is again M; by default as
-      many as ``words`` has.
+    name: the name of the collective. XLA's own transfers between devices do not get it.
+    ndim: the number of axes of the result, of which the last is again M; by default
+      that of ``words``.
   """
   axes = automatic_axes(axis_name)
   named = jax.named_scope(name)(function)
@@ -48,9 +47,9 @@ def spread(
     return named(words)
   length = words.shape[-1]
   filling = -length % math.prod(axes.values())
-  # The constraint keeps the words whole outside of the map. Without it, XLA would cut
-  # the arrays that the words are made of, and those that are made of the words. That
-  # takes many small messages, and whole leaves would come out in parts.
+  # The constraint keeps the words whole outside of the map. Without it, XLA would shard
+  # the operands of the words, and the arrays that are computed from them. That takes
+  # many small messages, and whole leaves would come out sharded.
   words = jax.lax.with_sharding_constraint(words, PartitionSpec())
   padded = jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, filling)])
 

@@ -1,4 +1,4 @@
-"""Averages the leaves of one message: agrees, encodes, exchanges and decodes."""
+"""The exchange of one message: agrees, encodes, exchanges and decodes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,18 +18,14 @@ Residuals = list[jax.Array | None]  # owner residuals, one for each codec
 
 
 class Outcome(NamedTuple):
-  """Holds the result of :func:`average`.
+  """The result of :func:`average`.
 
   Attributes:
     mean: the mean of each leaf, float32, equal on all workers.
-    unsent: the part of each leaf that this worker did not send, in the units of the
-      leaf; None without ``keep``.
+    unsent, chosen, sent: as in ``messages.Exchanged``; None without
+      ``keep``.
     residuals: the owner residual of each codec; None where none is kept.
-    own: the memory of each leaf that this worker has for itself; None if it encodes
-      sums instead of leaves.
-    chosen: for each leaf, the flat positions of the elements that this worker sends;
-      None if it sends all of them, or without ``mark``.
-    sent: returns what this worker's payload of each leaf decodes to.
+    own: each leaf's memory of this worker; None if it encodes sums instead of leaves.
   """
 
   mean: Leaves
@@ -54,23 +50,13 @@ def average(
 ) -> Outcome:
   """Averages the leaves of a message over all workers.
 
-  It also returns the parts of the leaves that were not sent, and what codecs remember.
-
-  Args:
-    message: the layout of the leaves, and their exchange.
-    leaves: float32 arrays; float64 ones only for a plain mean.
-    keys: the keys of this worker and step.
-    workers: the workers that exchange; None to exchange nothing.
-    residuals: the owner residual of each codec, ``float32[share, *tile_shape]``; None
-      where none is kept.
-    memory: the memory of each leaf.
-    step: the number of the step, ``int32[]``.
-    keep: whether to return the parts that were not sent.
-    mark: whether to return the positions of the elements that were sent.
+  The arguments are those of ``messages.average_leaves``, for one message.
+  ``residuals`` has the owner residual of each codec, ``float32[share, *tile_shape]``,
+  or None. Leaves are float64 only for a plain mean.
   """
   layout = message.layout
   leaves, workers, back = as_samples(layout, leaves, workers)
-  if not message.exchange.sends:  # no worker knows what others remember
+  if not message.exchange.sends:  # no worker knows the memories of others
     memory = [x._replace(shared=()) for x in memory]
   if not layout.elements or not message.exchange.sends:
     workers = None

@@ -1,4 +1,4 @@
-"""Wraps the collectives, which move lines of words between workers.
+"""The collectives, which send lines of words between workers.
 
 Messages are 32-bit words or whole bytes, because XLA widens narrower floats and
 integers of less than a byte on the way. In each exchange, one collective completes the
@@ -25,7 +25,7 @@ from gradcomp._src.mesh.types import is_typed
 
 
 class Workers(NamedTuple):
-  """Names the workers that exchange. ``scale`` is 1/N for a mean, and 1 for a sum."""
+  """The workers that exchange. ``scale`` is 1/N for a mean, and 1 for a sum."""
 
   axis_name: AxisName
   size: int
@@ -36,25 +36,23 @@ STAGE = "gradcomp_stage"  # the name of every other collective
 
 
 def final_stage(elements: int, workers: Workers) -> str:
-  """Returns the name of the collective that completes an exchange.
+  """Returns the name of the collective that completes a mean of ``elements`` elements.
 
-  The name holds the number of elements in one device's part, and the number of workers.
+  The name holds the number of elements in one device's shard, and of workers.
   """
   elements = -(-elements // devices(workers.axis_name))
   return f"gradcomp_mean_{elements}_over_{workers.size}"
 
 
 def as_floats(elements: int, axis_name: AxisName) -> str:
-  """Returns the name of a collective that stands for one of so many ``float32``."""
+  """Returns the name of a collective in place of one of ``elements`` ``float32``."""
   return f"gradcomp_float32_{-(-elements // devices(axis_name))}"
 
 
 def pmean(tree: Any, axis_name: AxisName) -> Any:
-  """Returns the plain mean over the axis, in the arrays' own dtype.
-
-  That of narrower floats is computed in float32, where no sum overflows.
-  """
+  """Returns the plain mean over the axis, in the arrays' own dtype."""
   note(_parts(jax.tree.leaves(tree)))
+  # In float32 no sum of narrower floats overflows.
   means = lax.pmean(jax.tree.map(widened, tree), axis_name)
   back = lambda mean, x: mean.astype(x.dtype) if is_narrow(x) else mean
   return jax.tree.map(back, means, tree)
@@ -67,18 +65,15 @@ def psum(tree: Any, axis_name: AxisName) -> Any:
 
 
 def largest(x: jax.Array, axis_name: AxisName) -> jax.Array:
-  """Returns the maximum over the workers.
-
-  The elements are bytes, or ``float32`` of zero or more. Such floats have the order of
-  their bit patterns, with NaN as the largest. The maximum is taken of the bit patterns,
-  because a maximum of floats may drop NaN.
-  """
+  """Returns the maximum over the workers, of bytes or ``float32`` of zero or more."""
 
   def maximum(x: jax.Array) -> jax.Array:
     return lax.pmax(x, axis_name)
 
   if x.dtype == jnp.uint8:
     return spread(maximum, x, axis_name, STAGE)
+  # Such floats have the order of their bit patterns, with NaN as the largest. A maximum
+  # of floats may drop NaN.
   magnitude = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
   top = spread(maximum, magnitude, axis_name, STAGE)
   return lax.bitcast_convert_type(top, jnp.float32)
@@ -111,20 +106,15 @@ def gather(message: jax.Array, axis_name: AxisName, name: str) -> jax.Array:
 def scatter(
   lines: jax.Array, axis_name: AxisName, elements: int | None = None
 ) -> jax.Array:
-  """Sends line d of ``[N, M]`` to worker d.
+  """Sends line d of ``[N, M]`` to worker d; line s of the result is from worker s.
 
-  Line s of the result, ``[N, M]``, comes from worker s. Where gloo carries the words,
-  they go in :func:`rounds`, because its own all_to_all takes 1.7 times what its bytes
-  need with four workers, and the rounds take 1.3 times that.
-
-  Args:
-    lines: ``[N, M]``.
-    axis_name: the axis.
-    elements: the number of ``float32`` that all lines stand for, a multiple of N; None
-      if they are a stage of a mean.
+  ``elements`` is the number of ``float32`` that all lines replace, a multiple of N;
+  None if they are a stage of a mean.
   """
   count = lines.shape[0]
   if count > 2 and _over_gloo():
+    # With four workers gloo's own all_to_all takes 1.7 times the time of its bytes, and
+    # these rounds take 1.3 times.
     sent = None if elements is None else elements // count * (count - 1)
     return scatter_within(lines, axis_name, [range(count)], sent)
 
@@ -151,18 +141,13 @@ def scatter_within(
 ) -> jax.Array:
   """Sends a line to each member of the worker's group, like :func:`scatter`.
 
-  It takes permutations, because ``jax.vmap`` has no rule for grouped collectives.
-
   Args:
-    lines: ``[K, M]``, a line for each member of the worker's group.
+    lines: ``[K, M]``, a line for each member of the worker's group; so is the result.
     axis_name: the axis.
     members: the workers of each group, K a group. Every worker is in one group.
-    elements: the number of ``float32`` that a worker's lines to others stand for. The
-      last permutation has the name of all of them, and the others that of a stage.
-
-  Returns:
-    ``[K, M]``, a line from each member.
+    elements: as in :func:`scatter`; it is in the name of the last permutation.
   """
+  # By permutations, because jax.vmap has no rule for grouped collectives.
   place = {worker: i for group in members for i, worker in enumerate(group)}
   own = jnp.array([place[i] for i in range(len(place))])[lax.axis_index(axis_name)]
   mine = lambda table: jnp.array(table)[own]
@@ -195,7 +180,7 @@ def permute(
   pairs: Sequence[tuple[int, int]],
   name: str = STAGE,
 ) -> jax.Array:
-  """Sends each worker's message along pairs of workers; zeros come where none does."""
+  """Sends each worker's message along pairs of workers; without a sender zeros come."""
 
   def move(message: jax.Array) -> jax.Array:
     return lax.ppermute(message, axis_name, pairs)
@@ -204,7 +189,7 @@ def permute(
 
 
 def split(lines: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-  """Cuts ``[lines, M]`` into arrays ``[lines, *shape]``: it undoes :func:`join`."""
+  """Splits ``[lines, M]`` to arrays ``[lines, *shape]``: undoes :func:`join`."""
   result = []
   start = 0
   for shape in shapes:
@@ -215,10 +200,7 @@ def split(lines: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array
 
 
 def shares(rows: jax.Array, workers: Workers) -> jax.Array:
-  """Cuts rows into a share for each worker: ``[rows, ...]`` to ``[N, share, ...]``.
-
-  Zeros fill the last shares.
-  """
+  """Splits rows into N shares, ``[N, share, ...]``, with zeros behind the last."""
   share = -(-rows.shape[0] // workers.size)
   padding = workers.size * share - rows.shape[0]
   padded = jnp.pad(rows, [(0, padding)] + [(0, 0)] * (rows.ndim - 1))
@@ -226,20 +208,17 @@ def shares(rows: jax.Array, workers: Workers) -> jax.Array:
 
 
 def own_rows(share: int, worker: jax.Array) -> jax.Array:
-  """Returns the numbers of the rows in the share of a worker, ``int32[share]``."""
+  """Returns the numbers of the rows in a worker's share, ``int32[share]``."""
   return worker * share + lax.iota(jnp.int32, share)
 
 
 def stacked(x: jax.Array) -> jax.Array:
-  """Joins shares to rows: ``[N, share, ...]`` to ``[N * share, ...]``.
-
-  The zeros that fill the last shares stay in.
-  """
+  """Joins shares to rows, with their padding: ``[N * share, ...]``."""
   return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def join(parts: Sequence[jax.Array], lines: int) -> jax.Array:
-  """Puts arrays ``[lines, ...]`` side by side: ``[lines, M]``."""
+  """Concatenates arrays ``[lines, ...]`` to ``[lines, M]``."""
   note(_parts(parts))
   return jnp.concatenate([x.reshape(lines, x.size // lines) for x in parts], axis=1)
 

@@ -1,4 +1,4 @@
-"""Holds what one worker contributes to an exchange, and what the exchange returns."""
+"""One worker's contribution to an exchange, and the result of the exchange."""
 
 import collections
 import dataclasses
@@ -22,13 +22,13 @@ Leaves = list[jax.Array]
 
 
 class Total(NamedTuple):
-  """Holds the result of an exchange.
+  """The result of an exchange.
 
   Attributes:
     mean: the mean, or the sum, of each leaf over all workers, float32, with the same
       bits on every worker.
-    lost: for each codec, the decoder of the losses on the way that this worker keeps in
-      its residual; None if there are none.
+    lost: for each codec, the decoder of the rounding errors of sums that this worker
+      keeps in its residual; None if there are none.
     residuals: the owner residual of each codec; None where none is kept.
     encoded: whether the leaves were encoded before anything was added.
   """
@@ -41,7 +41,7 @@ class Total(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Contribution:
-  """Holds the leaves of one worker, in the forms in which exchanges add them.
+  """The leaves of one worker, in the forms in which exchanges add them.
 
   A form is computed when an exchange first asks for it.
 
@@ -49,11 +49,11 @@ class Contribution:
     layout: the place of each leaf in the message.
     leaves: float32 arrays.
     keys: the keys of this worker and step.
-    agreed: what all workers agree on for each leaf, or None.
+    agreed: the agreed statistics of each leaf, or None.
     memory: the memory of each leaf.
     step: the number of the step, ``int32[]``.
     residuals: the owner residual of each codec from the last step, or None.
-    keep: whether to return the losses.
+    keep: whether to return rounding errors.
     sends: whether the rows are sent.
   """
 
@@ -74,7 +74,7 @@ class Contribution:
 
   @functools.cached_property
   def agreed_rows(self) -> list[jax.Array | None]:
-    """The numbers that workers agreed on for each matrix, one line for each row."""
+    """The agreed statistics of each matrix, one line for each row."""
     return self.layout.agreed_rows(self.agreed)
 
   @functools.cached_property
@@ -97,12 +97,10 @@ class Contribution:
 
   @functools.cached_property
   def rows(self) -> Leaves:
-    """The matrices of encoded rows, ``uint32[rows, words]`` for each codec.
-
-    A matrix of several leaves is put together before it is sent, and so written down.
-    That of one large leaf is written here, but not beside a residual: both would be
-    held.
-    """
+    """The matrices of encoded rows, ``uint32[rows, words]`` for each codec."""
+    # A matrix of several leaves is concatenated before it is sent, and so materialized.
+    # A matrix of one large leaf is materialized here, but not with a residual, because
+    # both would be held.
     leaves = collections.Counter(slot.group for slot in self.layout.slots)
     return [
       rows if self.sends and (self.keep or leaves[i] > 1) else packed(rows)
@@ -124,29 +122,24 @@ class Contribution:
 
   @property
   def remembered(self) -> list[Any]:
-    """The memory of each leaf that this worker has for itself, after encoding it."""
+    """Each leaf's memory of this worker, after encoding it."""
     return [leaf.own for leaf in self._encoded[1]]
 
   def chosen(self, number: int) -> jax.Array | None:
-    """Returns the flat positions of the elements of a leaf that this worker sends.
-
-    None means that it sends all of them.
-    """
+    """Returns the flat positions of a leaf's sent elements; None for all elements."""
     group, start, stop = self.layout.slots[number]
     size = self.layout.like[number].size
     return self.sums[group].sent_at(self.rows[group][start:stop], size)
 
   def of_whole(self, group: int) -> tuple[jax.Array | None, Context]:
-    """Returns the key and the context that the whole sums of a codec are encoded with.
-
-    Only one worker encodes the sum of a share, so that it draws bits of its own.
-    """
+    """Returns the key and the context for encoding the whole sums of a codec."""
+    # Only one worker encodes the sum of a share, so that it draws its own bits.
     return _own(self.keys.stages[group]), self._sum_context(group)
 
   def of_partial(
     self, group: int, part: jax.Array, number: jax.Array | int
   ) -> tuple[jax.Array | None, Context]:
-    """Returns the same for one of the sums on the way, see :meth:`StepKey.at`."""
+    """Returns the key and the context for encoding a partial sum in flight."""
     stage = self.keys.stages[group]
     key = None if stage is None else stage.at(part, number)
     return _own(key), self._sum_context(group)._replace(dither=_shared(key))
@@ -180,28 +173,21 @@ class Contribution:
   def means(
     self, decoders: Callable[[], Sequence[RowDecoder]], received: jax.Array
   ) -> Leaves:
-    """Returns the leaves that all workers' rows decode to.
-
-    A residual and every state of an optimizer read them. So a CPU writes them down, if
-    any leaf has the shape of its tiles.
-
-    Args:
-      decoders: makes the decoder of each codec.
-      received: what has come, as words or numbers.
-    """
+    """Decodes the leaves from all workers' ``received`` words or numbers."""
     layout = self.layout
     tiled = any(layout.view(i) != x.shape for i, x in enumerate(layout.like))
     if not tiled or layout.elements < LARGE:
       return layout.decode(decoders())
+    # A residual and every state of an optimizer read them, so a CPU materializes them.
     return layout.shaped(written(lambda _: layout.viewed(decoders()), received))
 
   @property
   def nothing(self) -> list[None]:
-    """None for each codec, for exchanges that lose nothing on the way."""
+    """None for each codec, for exchanges without rounding errors of sums."""
     return [None] * len(self.sums)
 
   def sent(self, total: Total) -> Leaves:
-    """Returns what this worker sent of each leaf: what its own rows decode to.
+    """Decodes this worker's own rows of each leaf.
 
     A leaf that it did not encode, but added to others first, was sent as it is.
     """
@@ -215,10 +201,9 @@ class Contribution:
     return total.encoded or self.sums[self.layout.slots[number].group].of_rows
 
   def unsent(self, total: Total) -> Leaves:
-    """Returns the part of each leaf that this worker did not send.
+    """Returns the unsent part of each leaf, in its units.
 
-    It is in the units of the leaf: what encoding the leaf lost, and the losses on the
-    way that this worker keeps.
+    It is the rounding error of the leaf, plus errors of sums that this worker keeps.
     """
 
     def not_encoded(i: int) -> jax.Array:

@@ -43,17 +43,17 @@ class Hierarchical:
      of the workers. This is a reduce-scatter made of an all_to_all, because no backend
      documents the order in which its own reduce-scatter adds.
   2. The worker encodes these sums of its group, and sends each to the owner of the
-     share, one of the workers ``(*, c)``. The owner adds what it receives.
+     share, one of the workers ``(*, c)``. The owner adds the received sums.
   3. The owners encode the means and send them to all.
 
-  The worker that encodes a sum of its group keeps what that loses in its residual. The
-  groups round these sums by random bits that they share, as workers do in other
+  The worker that encodes a sum of its group keeps the rounding error in its residual.
+  The groups round these sums by random bits that they share, as workers do in other
   exchanges, and owners round means to nearest: see :class:`TwoShot`.
 
   Attributes:
-    group_size: the number of workers in a group. A group is so many consecutive workers
-      of one axis. With None there are two axes, ``("host", "chip")``, and a group is
-      the workers along the second one.
+    group_size: the number of consecutive workers of one axis in a group. With None
+      there are two axes, ``("host", "chip")``, and a group is the workers along the
+      second one.
     feedback: the same as in :class:`TwoShot`.
 
   References:
@@ -81,7 +81,7 @@ class Hierarchical:
     return self.feedback
 
   def check_axes(self, axis_name: AxisName | None) -> None:
-    """Raises ValueError unless there are two axes, or one that is cut into groups."""
+    """Raises ValueError unless there are two axes, or one that is split into groups."""
     count = 1 if self.group_size else 2
     if axis_name is not None and len(axis_names(axis_name)) != count:
       raise ValueError(
@@ -113,7 +113,7 @@ class Hierarchical:
     )
 
   def shape(self, workers: Workers) -> tuple[int, int]:
-    """Returns the number of groups H, and the number of workers in a group C.
+    """Returns the number of groups H, and of workers in a group C.
 
     Raises:
       ValueError: C does not divide the number of workers, or there are not two axes.
@@ -182,9 +182,9 @@ def _reduce_between(
 def _lost(
   inside: Sent, between: Sent, workers: Workers, groups: int, size: int
 ) -> jax.Array | None:
-  """Returns what this worker lost, ``float32[rows, *tile_shape]`` over all rows.
+  """Returns the rounding errors of this worker's sums, ``float32[rows, *tile_shape]``.
 
-  These are the losses in the sums of its group, and in the sum of its share.
+  These are the sums of its group, and the sum of its share.
   """
   if inside.lost is None:
     return None
@@ -214,14 +214,11 @@ def regroup(
 def gather_groups(
   layout: Layout, message: jax.Array, workers: Workers, group_size: int | None
 ) -> jax.Array:
-  """Gathers each worker's message at every worker: ``[M]`` to ``[N, M]``.
-
-  Over two axes, messages first go between groups, and then inside them. So each message
-  goes to another group once.
-  """
+  """Gathers each worker's message at every worker: ``[M]`` to ``[N, M]``."""
   name = final_stage(layout.elements, workers)
   if group_size is not None:
     return gather(message, workers.axis_name, name)
+  # First between groups, then inside: each message goes to another group once.
   outer, inner = axis_names(workers.axis_name)
   between = gather(message, outer, STAGE)
   inside = gather(between, inner, name)  # [C, H, M]

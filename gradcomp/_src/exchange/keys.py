@@ -1,4 +1,4 @@
-"""Holds what the leaves of a step, and their sums, are rounded with."""
+"""Random keys and dithers of one step, for each leaf and for each re-encoding."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,20 +11,20 @@ from gradcomp._src.kernels.common.threefry import fold_key
 
 
 class StepKey(NamedTuple):
-  """Holds what a leaf, or the sum of one, is rounded with in a step.
+  """The random key and dither of a leaf, or of its sum, in a step.
 
   Attributes:
-    own: ``uint32[2]``, a key of this worker's own; or that of all workers, where they
-      must choose the same elements.
+    own: ``uint32[2]``, this worker's key; or a key of all workers, where they must
+      select the same elements.
     dither: ``uint32[3]``, the key that all workers share, and this worker's mask, see
-      ``common.dithers``; None for draws of its own.
+      ``common.dithers``; None to draw independently.
   """
 
   own: jax.Array
   dither: jax.Array | None
 
   def in_round(self, number: int) -> "StepKey":
-    """Returns the key of a round of messages; in the first one, this one."""
+    """Returns the key of a round of messages, unchanged for round 0."""
     if not number:
       return self
     own, shared = fold_key(self.own, number), self.dither
@@ -33,12 +33,9 @@ class StepKey(NamedTuple):
     return StepKey(own, shared)
 
   def at(self, part: jax.Array, number: jax.Array | int) -> "StepKey":
-    """Returns the key of one of the sums that are encoded on the way to the whole one.
+    """Returns the key of partial sum ``number`` of the rows ``part``.
 
-    Args:
-      part: the number of the rows that are added. Other rows draw other bits.
-      number: the number of the sum among those of these rows: its mask is that of the
-        worker of this number.
+    Other rows draw other bits. The mask is that of the worker with this number.
     """
     own, shared = fold_key(self.own, number), self.dither
     if shared is not None:
@@ -47,7 +44,7 @@ class StepKey(NamedTuple):
 
 
 class Keys(NamedTuple):
-  """Holds the keys of one worker and step, or None where nothing is drawn."""
+  """The keys of one worker and step, None for codecs without random numbers."""
 
   leaves: Sequence[StepKey | None]
   stages: Sequence[StepKey | None]  # one for each codec, for its later encodings

@@ -1,4 +1,4 @@
-"""Lays out the leaves of a message as rows of a few matrices, and restores them."""
+"""The layout of a message: its leaves as rows of a few matrices, one a codec."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ from gradcomp._src.mesh.axes import automatic_axes
 
 
 class Slot(NamedTuple):
-  """Says where one leaf lies: rows ``[start, stop)`` of the matrix number ``group``."""
+  """The rows of one leaf: ``[start, stop)`` of the matrix number ``group``."""
 
   group: int
   start: int
@@ -30,14 +30,10 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Says where the leaves of a message lie, which has one matrix for each codec.
+  """The places of a message's leaves in its matrices, one matrix a codec.
 
-  It is static: it depends on shapes, and not on values.
-
-  Attributes:
-    codecs: the codec of each matrix, in the order of their first leaves.
-    slots: the place of each leaf.
-    like: the shape and dtype of each leaf.
+  It is static: it depends on shapes, and not on values. Codecs are in the order of
+  their first leaves, and ``like`` has the shape and dtype of each leaf.
   """
 
   codecs: tuple[Codec, ...]
@@ -64,15 +60,12 @@ class Layout:
     return 4 * sum(r * w for r, w in zip(self.rows, words, strict=True))
 
   def to_agree(self, leaves: Sequence[jax.Array]) -> list[jax.Array | None]:
-    """Returns the statistics of each leaf whose codec shares them; None for others."""
+    """Returns each leaf's statistics for all workers to agree on; None without any."""
     codecs = [self.codecs[slot.group] for slot in self.slots]
     return list(map(to_agree, codecs, leaves))
 
   def agreed_rows(self, agreed: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-    """Returns the statistics of each matrix, one line for each of its rows.
-
-    A matrix whose codec shares none has None.
-    """
+    """Returns the statistics of each matrix, a line a row; None without any."""
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
     for stat, slot in zip(agreed, self.slots, strict=True):
       if stat is not None:
@@ -88,21 +81,14 @@ class Layout:
     *,
     keep: bool = False,
   ) -> tuple[list[jax.Array], list[Encoded]]:
-    """Encodes leaves to one matrix of rows for each codec.
+    """Encodes leaves to one matrix, ``uint32[rows, row_words]``, for each codec.
 
-    It encodes every leaf by itself, and then stacks the rows. Flattening the gradient
-    in float32 first would cost five times as much.
-
-    Args:
-      leaves: arrays with the shapes and dtypes in ``like``.
-      keys: the key of each leaf, ``uint32[2]``, or None if its codec needs none.
-      contexts: for each leaf what its codec encodes with besides.
-      keep: whether to return the parts that are not sent.
-
-    Returns:
-      The matrices, ``uint32[rows, row_words]``, and the encoded form of each leaf.
+    Keys are ``uint32[2]``, or None for a codec without random numbers. The encoded form
+    of each leaf is returned too, with its unsent part if ``keep``.
     """
     codecs = [self.codecs[slot.group] for slot in self.slots]
+    # Every leaf is encoded by itself, and then the rows are stacked. Flattening the
+    # gradient in float32 first would cost five times as much.
     encoded = encode_leaves(codecs, leaves, keys, contexts, keep=keep)
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
     for slot, leaf in zip(self.slots, encoded, strict=True):
@@ -110,19 +96,15 @@ class Layout:
     return [jnp.concatenate(rows) for rows in parts], encoded
 
   def decode(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
-    """Returns the leaves, in float32, from the decoder of each matrix.
-
-    Small leaves whose rows follow each other are decoded together. The rows of a large
-    one are cut before it decodes them, so that it is written once.
-    """
+    """Returns the leaves, in float32, from the decoder of each matrix."""
     return self.shaped(self.viewed(decoders))
 
   def shaped(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Gives leaves of :meth:`viewed` their own shapes."""
+    """Reshapes leaves from :meth:`viewed` to their own shapes."""
     return [x.reshape(y.shape) for x, y in zip(leaves, self.like, strict=True)]
 
   def viewed(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
-    """Returns the same leaves in the shapes of :meth:`view`."""
+    """Decodes the leaves, in float32, in the shapes of :meth:`view`."""
     leaves: dict[int, jax.Array] = {}
     for numbers in self._runs():
       leaves |= self._decode_run(numbers, decoders)
@@ -149,30 +131,22 @@ class Layout:
       return leaves
 
   def view(self, number: int) -> tuple[int, ...]:
-    """Returns the shape in which a CPU goes through a leaf fastest, if it is large.
-
-    Others keep their own. So do those that JAX may cut over Auto axes: XLA would place
-    them anew, and residuals would leave a step in another sharding.
-    """
+    """Returns the shape in which a CPU traverses a large leaf fastest; else its own."""
     group, start, stop = self.slots[number]
     like = self.like[number]
+    # JAX may shard leaves over Auto axes: XLA would place a reshaped one anew, and
+    # residuals would leave a step in another sharding.
     if like.size < LARGE or automatic_axes():
       return like.shape
     return view_shape(stop - start, like, self.codecs[group])
 
   def leaf_of_row(self, group: int, row: jax.Array) -> jax.Array:
-    """Returns the number of the leaf that each row of a matrix lies in.
+    """Returns the leaf number of rows of a matrix, ``int32``, in the shape of ``row``.
 
-    It compares rows with the ends of leaves. A table of all rows would be as long as
-    the model, in the host's memory and in the program.
-
-    Args:
-      group: the number of the matrix.
-      row: ``int32[...]``, numbers of rows.
-
-    Returns:
-      ``int32[...]``; behind the last row it is the number of leaves.
+    Behind the last row it is the number of leaves.
     """
+    # Rows are compared with the ends of leaves. A table of all rows would be as long as
+    # the model, in the host's memory and in the program.
     own = [(i, slot.stop) for i, slot in enumerate(self.slots) if slot.group == group]
     numbers = [*(i for i, _ in own), len(self.slots)]
     ends = jnp.asarray([stop for _, stop in own], jnp.int32)
@@ -180,11 +154,9 @@ class Layout:
     return numbers[0] + jnp.sum(jnp.where(row[..., None] >= ends, steps, 0), axis=-1)
 
   def _runs(self) -> list[list[int]]:
-    """Returns the numbers of leaves that are decoded together.
-
-    Their rows follow each other in one matrix. A compiler is done sooner with a program
-    for many leaves than with as many programs.
-    """
+    """Returns the numbers of leaves in runs of adjacent rows, decoded together."""
+    # One program for many small leaves compiles sooner than one for each. The rows of a
+    # large leaf are split off before decoding, so that it is materialized once.
     runs: dict[int, list[list[int]]] = {}
     filled: dict[int, int] = {}
     for i, (slot, like) in enumerate(zip(self.slots, self.like, strict=True)):
@@ -197,7 +169,7 @@ class Layout:
     return list(itertools.chain.from_iterable(runs.values()))
 
   def tiles(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Cuts leaves into tiles, ``float32[rows, *tile_shape]`` for each codec.
+    """Splits leaves into tiles, ``float32[rows, *tile_shape]`` for each codec.
 
     Zeros fill the last tile of a leaf.
     """
@@ -232,7 +204,7 @@ def plan(
 def arrange_last(
   leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], codecs: Sequence[LeafCodec]
 ) -> Layout:
-  """Lays out leaves for the codecs of the last round in which each one is averaged."""
+  """Lays out leaves for the codecs of the last round of each leaf."""
   rounds = [rounds_of(x, leaf.shape) for x, leaf in zip(codecs, leaves, strict=True)]
   return arrange(leaves, [x[-1].codec for x in rounds])
 

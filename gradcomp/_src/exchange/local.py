@@ -1,4 +1,4 @@
-"""``local``: sends nothing. Each worker uses its own leaves alone."""
+"""``local``: sends nothing; each worker decodes its own leaves."""
 
 import dataclasses
 from typing import ClassVar
@@ -12,7 +12,7 @@ from gradcomp._src.exchange.work import CODED_ONCE, Work
 
 @dataclasses.dataclass(frozen=True)
 class Local(WithoutOwners):
-  """Decodes, on each worker, what it has encoded: this adds the codec's noise alone.
+  """Decodes each worker's own payload: only the codec's noise is added.
 
   Outputs differ between workers, and under Explicit axes they stay unreduced.
   """

@@ -1,4 +1,4 @@
-"""Sends all messages of a step, and keeps the residuals of owners."""
+"""The exchange of all messages of a step, with the owner residuals."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -26,18 +26,17 @@ OwnerResiduals = dict[Axes, tuple[jax.Array, ...]]
 
 
 class Exchanged(NamedTuple):
-  """Holds the result of :func:`average_leaves`.
+  """The result of :func:`average_leaves`.
 
   Attributes:
     mean: the mean of each leaf.
-    unsent: the part of each leaf that this worker did not send, in the units of the
-      leaf; an empty list without ``keep``.
+    unsent: the unsent part of each leaf, in the units of the leaf; an empty list
+      without ``keep``.
     chosen: for each leaf, the flat positions of the elements that this worker sent;
       None if it sent all of them, or without ``mark``.
     owned: the new owner residuals, or None.
     memory: the new memory of each leaf.
-    sent: returns what this worker's payload of each leaf decodes to. Nothing is decoded
-      before it is called.
+    sent: decodes this worker's payload of each leaf, when it is called.
   """
 
   mean: list[jax.Array]
@@ -49,12 +48,9 @@ class Exchanged(NamedTuple):
 
 
 class OwnedMatrix(NamedTuple):
-  """Names a matrix of rows of which each owner keeps a residual of its share.
+  """A matrix of rows with an owner residual of ``shape``, ``[share, *tile_shape]``.
 
-  Attributes:
-    message: the message of the rows.
-    group: the number of the matrix, and of its codec, in the message.
-    shape: of one worker's owner residual, ``[share, *tile_shape]``.
+  ``group`` is the number of the matrix, and of its codec, in the message.
   """
 
   message: Message
@@ -67,7 +63,7 @@ class OwnedMatrix(NamedTuple):
     return self.message.layout.codecs[self.group]
 
   def leaves(self) -> Iterator[tuple[int, Slot, jax.ShapeDtypeStruct]]:
-    """Yields the numbers of the leaves with rows in it, their rows and their shapes."""
+    """Yields the number, the rows and the shape of each leaf in the matrix."""
     layout = self.message.layout
     for leaf, slot, like in zip(
       self.message.leaves, layout.slots, layout.like, strict=True
@@ -77,11 +73,7 @@ class OwnedMatrix(NamedTuple):
 
 
 def owned_matrices(plan: Plan) -> dict[Axes, list[OwnedMatrix]]:
-  """Returns whose owner residuals workers keep, by axes, in the order of a state.
-
-  Owners of exact sums keep none. Those who round sums at random in any case keep one
-  only if workers keep residuals, too: the random errors of all steps would add up.
-  """
+  """Lists the matrices with an owner residual, by mesh axes, in the state's order."""
   result: dict[Axes, list[OwnedMatrix]] = {}
   for message in plan.messages:
     for group, shape in enumerate(_shapes(plan, message)):
@@ -93,20 +85,16 @@ def owned_matrices(plan: Plan) -> dict[Axes, list[OwnedMatrix]]:
 
 
 def owner_shapes(plan: Plan) -> dict[Axes, list[tuple[int, ...]]]:
-  """Returns the shapes of the owner residuals of one worker, by axes."""
+  """Returns the shapes of a worker's owner residuals, by axes."""
   matrices = owned_matrices(plan)
   return {axes: [x.shape for x in found] for axes, found in matrices.items()}
 
 
 def owned_leaves(plan: Plan, worker: jax.Array) -> dict[Axes, list[jax.Array]]:
-  """Returns the numbers of the leaves of all rows of owner residuals, by axes.
+  """Returns the leaf number of each row of a worker's owner residuals, by axes.
 
   There is one array for each of :func:`owner_shapes`, ``int32[share]``. Rows that fill
   up the last shares have the number of leaves.
-
-  Args:
-    plan: the messages of the step.
-    worker: the number of the owner, ``int32[]``.
   """
 
   def numbers(matrix: OwnedMatrix) -> jax.Array:
@@ -132,8 +120,6 @@ def average_leaves(
 ) -> Exchanged:
   """Averages leaves over all workers, message by message and round by round.
 
-  It also returns the parts of the leaves that were not sent, and what codecs remember.
-
   Args:
     plan: the messages of the step.
     leaves: float32 arrays.
@@ -142,8 +128,8 @@ def average_leaves(
     owned: the owner residuals, in the shapes of :func:`owner_shapes`, or None.
     memory: the memory of each leaf.
     step: the number of the step, ``int32[]``.
-    keep: whether to return the parts that were not sent.
-    mark: whether to return the positions of the elements that were sent.
+    keep: whether to return the unsent parts.
+    mark: whether to return the positions of the sent elements.
 
   Raises:
     ValueError: the owner residuals do not have the shapes that the plan needs.
@@ -229,25 +215,21 @@ def average_leaves(
 
 
 def _per_worker(mean: jax.Array, workers: Workers | None) -> jax.Array:
-  """Returns what each worker would send if all sent the same.
-
-  That is the mean itself, or an Nth of a sum.
-  """
+  """Returns each worker's part of a mean (all of it) or of a sum (an Nth)."""
   if workers is None or workers.scale != 1:
     return mean
   return mean / workers.size
 
 
 def _shapes(plan: Plan, message: Message) -> list[tuple[int, ...] | None]:
-  """Returns the shape of the owner residual of each codec, ``[share, *tile_shape]``.
-
-  None stands for a codec without one.
-  """
+  """Returns the shape of each codec's owner residual; None for one without."""
   layout = message.layout
   exchange = message.exchange
   if not (exchange.owners and exchange.keeps and message.keeps):
     return [None] * len(layout.codecs)
 
+  # Owners of exact sums keep none. If a codec rounds sums at random in any case, they
+  # keep one only if workers keep residuals, too: else the errors would add up.
   def keeps(codec: Codec) -> bool:
     total = sums.of(codec)
     return not total.exact and (plan.feedback or not total.draws)

@@ -1,9 +1,9 @@
-"""Puts notes into a trace, which say what the collectives between them are sent for.
+"""Notes in a trace, which name the purpose of the collectives between them.
 
 A note is an equation that computes nothing. Only the traces that
-:func:`gradcomp.explain` reads have notes, and nobody compiles those. JAX treats a note
-like every other equation: it stays in its branch or loop, and in the traces that jit
-caches.
+:func:`gradcomp.explain` reads have notes, and these are never compiled. JAX treats a
+note like every other equation: it stays in its branch or loop, and in the traces that
+jit caches.
 """
 
 import contextlib
@@ -24,35 +24,32 @@ FITTING = "fitting"  # about collectives that fit codecs to the gradients
 
 
 class Parts(NamedTuple):
-  """Holds the sizes of arrays that travel together, one for each codec or leaf."""
+  """The sizes of arrays in one message, one for each codec or leaf."""
 
   sizes: tuple[int, ...]
 
 
 class Options(NamedTuple):
-  """Holds options that a transformation was made with, and their names."""
+  """The options of a transformation, with their names."""
 
   named: tuple[tuple[str, Any], ...]
 
 
 class Every(NamedTuple):
-  """Says that what follows, until the next such note, is sent in one of some steps."""
+  """The period of the next collectives, which one of ``steps`` steps sends."""
 
   steps: int
 
 
 def note(about: object, *arrays: jax.Array) -> Sequence[jax.Array]:
-  """Adds a note to a trace that :func:`gradcomp.explain` reads.
-
-  The note says ``about``. The arrays pass through it, so that the trace shows which
-  ones it is about. They are returned, and other traces return them as they are.
-  """
+  """Adds a note to a trace of :func:`gradcomp.explain`; returns the arrays."""
+  # The arrays pass through the note, so that the trace shows which ones it is about.
   return NOTE.bind(*arrays, about=about) if is_explained() else arrays
 
 
 @contextlib.contextmanager
 def noted(about: object) -> Iterator[None]:
-  """Adds a note that says what the collectives in the body of a ``with`` send."""
+  """Adds a note about the collectives in the body of a ``with``."""
   note(about)
   yield
   note(None)

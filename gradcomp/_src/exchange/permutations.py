@@ -1,4 +1,4 @@
-"""The rounds in which workers send each other a line, one to one."""
+"""The rounds of pairwise sends that replace an all-to-all."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Round(NamedTuple):
-  """Says what each of N workers sends in a round, and to whom.
+  """The receiver and the part of each of N workers in a round.
 
   Attributes:
     to: the receiver of each worker; no two have the same.
-    part: which part of the receiver's line each worker sends.
+    part: the number of the part of the receiver's line that each worker sends.
   """
 
   to: tuple[int, ...]
@@ -18,17 +18,17 @@ class Round(NamedTuple):
 
 
 def rounds(size: int) -> tuple[int, list[Round]]:
-  """Returns the parts of a line, and the rounds that bring all lines to their workers.
+  """Returns the number of parts of a line, and the rounds that send all lines.
 
   Two workers that send to each other share a connection, and gloo writes to it and
-  reads from it in turns. It is done sooner where everyone sends to one worker and
-  receives from another one. So a round goes around in cycles, and no cycle has two
-  workers, unless the size is 2 or a multiple of 4.
+  reads from it in turns. It takes less time if each worker sends to one and receives
+  from another. So a round is made of cycles, and no cycle has two workers, unless the
+  size is 2 or a multiple of 4.
 
   In the round of distance d, worker i sends to ``i + d``. Only half the size is a
   distance of pairs. If it is odd, two rounds mix it with the distance that is two less:
-  one worker out of two takes either. Four workers go around in all six ways, and send
-  half a line in each, because no three ways have everyone send to each other.
+  one worker out of two takes either. Four workers take all six cycles, and send half a
+  line in each, because no three cycles have all pairs.
 
   Example:
     >>> rounds(3)
@@ -50,13 +50,13 @@ def rounds(size: int) -> tuple[int, list[Round]]:
 
 
 def _around(order: Sequence[int]) -> tuple[int, ...]:
-  """Returns who follows each worker on a way around."""
+  """Returns the next worker of each worker in a cycle."""
   places = sorted(range(len(order)), key=order.__getitem__)
   return tuple(order[(place + 1) % len(order)] for place in places)
 
 
 def _numbered(ways: Sequence[tuple[int, ...]]) -> list[Round]:
-  """Numbers the parts that a worker sends to the same receiver."""
+  """Numbers the parts that each worker sends to one receiver."""
   sent: dict[tuple[int, int], int] = {}
   result = []
   for to in ways:

@@ -1,4 +1,4 @@
-"""Plans the messages of a step: which leaves travel together, and how."""
+"""The messages of a step: the leaves of each, their layout and exchange."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,16 +22,16 @@ from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
 
 
 class Message(NamedTuple):
-  """Holds leaves that share the collectives of one exchange.
+  """The leaves that share the collectives of one exchange.
 
   Attributes:
     leaves: the numbers of the leaves in the flattened tree.
     layout: the place of each leaf in the rows.
     exchange: the exchange that sends them.
-    others: the axes beside the data axis over which the leaves differ.
+    others: the other axes, over which the leaves vary.
     reason: the reason for the exchange.
-    round: the number of the round in which the message is sent.
-    keeps: whether owners may keep owner residuals of it.
+    round: the number of the round that sends the message.
+    keeps: whether owners may keep residuals of it.
   """
 
   leaves: tuple[int, ...]
@@ -44,18 +44,18 @@ class Message(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """Holds the messages that one transformation sends in a step.
+  """The messages that one transformation sends in a step.
 
   Attributes:
     names: the name of each leaf, like "['layer']['kernel']".
     leaves: the shapes and paths to which codecs were bound.
-    others: for each leaf, the axes beside the data axis over which it differs.
+    others: for each leaf, its other axes, over which it varies.
     codecs: the codec of each leaf.
-    rules: the rule that chose each codec; "" where all leaves get the same.
+    rules: the rule that chose each codec; "" without a policy.
     messages: the messages, round by round.
     axis_name: the axes of the workers, or None.
     workers: the number of workers N.
-    feedback: whether workers keep what they do not send.
+    feedback: whether workers keep residuals.
   """
 
   names: tuple[str, ...]
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
 
   @property
   def rounds(self) -> int:
-    """The number of rounds. A round waits for the means of the round before it."""
+    """The number of rounds. A round needs the means of the round before it."""
     return 1 + max((message.round for message in self.messages), default=0)
 
   @property
@@ -84,12 +84,12 @@ class Plan(NamedTuple):
     return all(message.exchange.of_leaves for message in self.messages)
 
   def own_axes(self, number: int) -> Axes:
-    """Returns the axes that stack the arrays that workers keep of a leaf."""
+    """Returns the axes that stack a worker's arrays of a leaf."""
     return own_axes(self.axis_name, self.others[number])
 
 
 def own_axes(axis_name: AxisName | None, others: tuple[str, ...]) -> Axes:
-  """Returns the axes that stack arrays of which each worker has its own."""
+  """Returns the axes that stack arrays which differ between workers."""
   return (*(() if axis_name is None else axis_names(axis_name)), *others)
 
 
@@ -106,13 +106,13 @@ def plan_messages(
   message_bytes: int | None,
   feedback: bool,
 ) -> Plan:
-  """Cuts a list of leaves into messages.
+  """Splits a list of leaves into messages.
 
   A round has one message, unless one of these rules makes more.
 
   - ``message_bytes`` limits the payload of a message. Consecutive leaves share one as
     long as they fit.
-  - Leaves that differ over different ``others`` cannot share a message, which has one
+  - Leaves that vary over different ``others`` cannot share a message, which has one
     type.
   - Dense leaves have no integer codes, so that they cannot share a message with codes
     that ``psum`` adds.
@@ -123,18 +123,18 @@ def plan_messages(
   Args:
     leaves: the leaves of the flattened tree.
     paths: the path of each leaf.
-    others: for each leaf, the axes beside the data axis over which it differs.
+    others: for each leaf, its other axes, over which it varies.
     codec: the codec of the large leaves.
     axis_name: the axes of the workers, or None.
     exchange: the exchange that was asked for.
     workers: the number of workers N.
-    min_leaf_size: elements from which a leaf is large, or None for the default.
+    min_leaf_size: the smallest size of a large leaf, or None for the default.
     message_bytes: the limit in bytes, or None for no limit.
-    feedback: whether workers keep what they do not send.
+    feedback: whether workers keep residuals.
 
   Raises:
-    ValueError: sums of codes of so many workers do not fit in 32 bits, or a rule of a
-      policy matches no leaf.
+    ValueError: sums of N workers' codes do not fit in 32 bits, or a rule of a policy
+      matches no leaf.
   """
   like = [
     jax.ShapeDtypeStruct(leaf.shape, working_dtype(codec, leaf.dtype))
@@ -149,7 +149,7 @@ def plan_messages(
   ]
   check_leaves(codec, whole)
   decided = None
-  if total.drops:  # one exchange for all, before ranges are cut
+  if total.drops:  # one exchange for all, before leaves are split into ranges
     codecs = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
     decided = choose(exchange, arrange_last(like, codecs), workers)
     exchange = decided.exchange
@@ -200,7 +200,7 @@ def plan_messages(
 
 
 class _Kind(NamedTuple):
-  """Holds the properties that all leaves of a message share."""
+  """The properties that all leaves of a message share."""
 
   others: tuple[str, ...]
   plain: bool  # True for plain leaves that are added apart from codes
@@ -215,7 +215,7 @@ def _pieces(
   apart: bool,
   message_bytes: int | None,
 ) -> Iterator[tuple[_Kind, list[int]]]:
-  """Yields the numbers of the leaves of each message of a round."""
+  """Yields the kind and the leaf numbers of each message of a round."""
   groups: dict[_Kind, list[list[int]]] = {}
   filled: dict[_Kind, int] = {}
   for i, part in parts.items():

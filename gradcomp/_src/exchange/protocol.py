@@ -1,4 +1,4 @@
-"""Defines the protocol of exchanges, which the transformation relies on."""
+"""The protocol of exchanges, which the transformation relies on."""
 
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -11,10 +11,9 @@ from gradcomp._src.mesh.axes import AxisName
 
 @runtime_checkable
 class Exchange(Protocol):
-  """A schedule says who sends which rows to whom, and who adds them.
+  """A schedule of sends and additions of rows, a frozen dataclass with its options.
 
-  It is a frozen dataclass, whose fields are its options. It does not know the numbers
-  that are added: a ``sum.Sum`` does.
+  It does not know the numbers that are added: a ``sum.Sum`` does.
   """
 
   name: ClassVar[str]
@@ -43,7 +42,7 @@ class Exchange(Protocol):
     """Returns the mean, or the sum, of all workers' leaves."""
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
-    """Returns what a worker computes, for :mod:`gradcomp.cost`.
+    """Returns a worker's computation, for :mod:`gradcomp.cost`.
 
     Args:
       sizes: the sizes of the axes.
@@ -52,7 +51,7 @@ class Exchange(Protocol):
 
 
 class WithoutOwners:
-  """A base of exchanges that have no owners and run over any axes."""
+  """Base class of exchanges that have no owners and run over any axes."""
 
   owners: ClassVar[bool] = False
   sends: ClassVar[bool] = True

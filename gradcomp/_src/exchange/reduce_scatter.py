@@ -1,7 +1,6 @@
-"""Brings each worker the means of the rows that it owns, and sends its rows to all.
+"""Reduce-scatter of gradients and all-gather of updates: two_shot's halves, for ZeRO.
 
-These are the two halves of ``two_shot``. What happens between them is not a second
-encoding of the mean, but whatever the owner does with it.
+Between them the owner updates its rows, instead of encoding the mean a second time.
 """
 
 import functools
@@ -25,15 +24,12 @@ from gradcomp._src.exchange.two_shot import owned_rows
 
 
 class OwnedMeans(NamedTuple):
-  """Holds the result of :func:`average_owned`.
+  """The result of :func:`average_owned`.
 
   Attributes:
     means: for each message the means of the rows that this worker owns, one array for
       each codec, ``float32[share, *tile_shape]``.
-    unsent: the part of each leaf that this worker did not send; an empty list without
-      ``keep``.
-    memory: the new memory of each leaf.
-    sent: returns what this worker's payload of each leaf decodes to, when it is called.
+    unsent, memory, sent: as in ``messages.Exchanged``.
   """
 
   means: list[list[jax.Array]]
@@ -52,16 +48,10 @@ def average_owned(
   step: jax.Array,
   keep: bool,
 ) -> OwnedMeans:
-  """Averages leaves over all workers, each row at the worker that owns it.
+  """Reduce-scatters leaves: averages each row at the worker that owns it.
 
-  Args:
-    plan: the messages of the step, in one round.
-    leaves: float32 arrays.
-    keys: the keys of this worker and step.
-    workers: the workers that exchange.
-    memory: the memory of each leaf.
-    step: the number of the step, ``int32[]``.
-    keep: whether to return the parts that were not sent.
+  The arguments are those of ``messages.average_leaves``. The plan has one
+  round.
   """
   note(plan, step)
   memory = refit(plan, leaves, memory, step)
@@ -111,7 +101,7 @@ def _sent(own: Contribution, total: Total, given: Samples) -> Leaves:
 
 
 def _means(own: Contribution, workers: Workers) -> list[jax.Array]:
-  """Adds the rows that this worker owns, and returns the elements of the means."""
+  """Reduce-scatters rows, and returns the elements of the means."""
   owned = owned_rows(own, workers)
   parts = zip(own.sums, own.layout.codecs, owned, own.agreed_rows, strict=True)
   means = []
@@ -126,7 +116,7 @@ def _means(own: Contribution, workers: Workers) -> list[jax.Array]:
 def gather_owned(
   message: Message, matrices: Sequence[jax.Array], workers: Workers
 ) -> list[jax.Array]:
-  """Sends the encoded rows of each owner to all, ``uint32[N, rows, words]`` a codec."""
+  """All-gathers each owner's encoded rows, ``uint32[N, rows, words]`` a codec."""
   with jax.named_scope("gradcomp_all_gather"), noted(message):
     return gather_rows(message.layout, matrices, workers)
 

@@ -27,12 +27,10 @@ from gradcomp._src.mesh.types import mark_varying
 
 
 class _Owned(NamedTuple):
-  """Holds the whole sums of the rows that a worker owns, and its losses.
+  """The whole sums of the rows that a worker owns, and all its rounding errors.
 
-  Attributes:
-    rows: ``uint32[share, words]`` for each codec.
-    scales: the factor of the sum of each codec that is still to be applied.
-    lost: ``float32[rows, *tile_shape]`` for each codec; empty where nobody asks.
+  They are ``uint32[share, words]`` with a factor still to be applied, and
+  ``float32[rows, *tile_shape]``, one a codec; without ``keep`` there are no errors.
   """
 
   rows: list[jax.Array]
@@ -48,7 +46,7 @@ _Sums = tuple[jax.Array, jax.Array | None, jax.Array | None]
 class Ring(WithoutOwners):
   r"""Passes partial sums from worker to worker, and sends the whole sums to all.
 
-  The rows are cut into N shares. The sum of share ``d`` starts at worker ``d + 1``,
+  The rows are split into N shares. The sum of share ``d`` starts at worker ``d + 1``,
   takes N-1 hops, and ends at its owner ``d``. Each worker that receives it adds its own
   part and encodes the sum again:
 
@@ -56,9 +54,9 @@ class Ring(WithoutOwners):
 
   Each worker encodes each share once, and its own share last. So it needs one residual,
   which holds the error :math:`e_k` of each of its encodings. The N errors of a share
-  are all that is lost: :math:`\sum_k e_k = \sum_k g_k - s_N`. The hops of a share round
-  by the same random bits, each with a mask of its own. The last two, whose sums are the
-  largest, are a pair, so that a part of their errors cancels.
+  add up to its error: :math:`\sum_k e_k = \sum_k g_k - s_N`. The hops of a share round
+  by the same random bits, each with a mask of its own. The last two, which have the
+  largest sums, are a pair, so that a part of their errors cancels.
 
   References:
     Han et al., `Auto-Precision Scaling for Distributed Deep Learning
@@ -87,7 +85,7 @@ class Ring(WithoutOwners):
 
 
 def reduce(own: Contribution, workers: Workers) -> _Owned:
-  """Returns the whole sums of this worker's share, and what it lost of all shares."""
+  """Adds up this worker's share; returns its whole sums and all rounding errors."""
   sums = cast(list[PartialSum], own.sums)  # check_exchange makes sure of that
   n = workers.size
   parts = [shares(addend, workers) for addend in own.addends]
@@ -97,11 +95,11 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
     return lax.dynamic_index_in_dim(parts[group], share, keepdims=False)
 
   def randomness(group: int, hop: jax.Array | int) -> tuple:
-    """Returns the key and the context of a hop; the last ones are a pair."""
+    """Returns the key and the context of a hop; the last two are a pair."""
     return own.of_partial(group, (index - 1 - hop) % n, n - 1 - hop)
 
   def noted(lost: list[jax.Array], sent: list[Sent], share: jax.Array) -> list:
-    """Writes what encoding a share lost into the losses of all rows so far."""
+    """Writes the rounding errors of a share into the array of all rows' errors."""
 
     def written(rows: jax.Array, new: jax.Array | None) -> jax.Array:
       if new is None:
@@ -111,7 +109,7 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
     return [written(x, y.lost) for x, y in zip(lost, sent, strict=bool(lost))]
 
   def receive(sent: list[Sent], hop: jax.Array | int) -> list[_Sums]:
-    """Passes sums on, and adds this worker's part to those that come."""
+    """Passes sums on, and adds this worker's part to the received ones."""
     arrays = [x for one in sent for x in (one.rows, *one.riders)]
     message = pass_on(join(arrays, 1), workers.axis_name, n)
     received = iter(x[0] for x in split(message, [x.shape for x in arrays]))
@@ -131,7 +129,7 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
     return receive(sent, hop), noted(lost, sent, (index - 1 - hop) % n)
 
   def finish(partials: list[_Sums]) -> list[Sent]:
-    """Encodes whole sums, in rows that hold what rows of the mean do."""
+    """Encodes whole sums in the row format of means."""
     return [
       total.send(total.like_one(Partial(*x), n), *randomness(i, n - 1), keep=own.keep)
       for i, (total, x) in enumerate(zip(sums, partials, strict=True))
@@ -155,8 +153,8 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
   ]
   lost = noted(mark_varying(lost, workers.axis_name), sent, first)
   if n > 1:
-    # Sums are written before a step encodes them. Else XLA would decode what came once
-    # for the scales and once for the codes.
+    # A loop materializes sums before a step encodes them. Else XLA would decode the
+    # received rows once for the scales and once for the codes.
     passing = lax.fori_loop(1, n - 1, step, (receive(sent, 0), lost))
     sent = finish(passing[0])
     lost = noted(passing[1], sent, index)

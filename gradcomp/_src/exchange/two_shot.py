@@ -25,16 +25,16 @@ class TwoShot:
 
   Each worker owns an Nth of the rows. If the codec has scales of its own, the owner
   decodes the rows that it receives, and averages them in float32. It adds its owner
-  residual r, which is what its last encoding :math:`Q_2` lost, and encodes again, to
+  residual r, the rounding error of its last encoding :math:`Q_2`, and encodes again, to
   nearest:
 
   .. math:: y = Q_2(\tfrac{1}{N} \sum_i Q(g_i) + r), \qquad
      r' = \tfrac{1}{N} \sum_i Q(g_i) + r - y
 
   If the codec has shared statistics, the owner adds the codes as integers. It sends the
-  sums in as many bits as they need. Then nothing is lost, and there is no owner
+  sums in as many bits as they need. Then sums are exact, and there is no owner
   residual. A worker sends ``2 (N-1)/N c`` bytes, where c is the bytes of a payload.
-  That is less than two payloads, whatever N is.
+  That is less than two payloads for any N.
 
   Attributes:
     feedback: whether owners keep r, an Nth of the gradient in float32. ``init`` must
@@ -90,11 +90,7 @@ def reduce(own: Contribution, workers: Workers) -> list[Sent]:
 
 
 def owned_rows(own: Contribution, workers: Workers) -> list[jax.Array]:
-  """Receives, from all workers, the rows that this worker owns.
-
-  Returns:
-    ``uint32[N, share, words]`` for each codec.
-  """
+  """Receives this worker's share of all workers' rows, ``uint32[N, share, words]``."""
   lines = [shares(rows, workers) for rows in own.rows]
   received = scatter(join(lines, workers.size), workers.axis_name)
   return split(received, [line.shape[1:] for line in lines])
@@ -114,14 +110,14 @@ def owned_total(
   lost: Sequence[jax.Array | None],
   workers: Workers,
 ) -> Total:
-  """Decodes what N owners have sent.
+  """Decodes the sums of N owners.
 
   Args:
     own: the leaves of this worker.
     gathered: the shares of all owners, ``uint32[N, rows, words]`` for each codec.
-    sent: what this worker sent as an owner, for each codec.
-    lost: for each codec, the losses in all rows that this worker keeps in its residual,
-      ``float32[rows, *tile_shape]``, or None.
+    sent: this worker's encoded sum of each codec.
+    lost: the rounding errors for this worker's residual, ``float32[rows, *tile_shape]``
+      for each codec, or None.
     workers: the workers that exchange.
   """
   agreed_rows = own.agreed_rows
@@ -144,21 +140,15 @@ def owned_total(
 
 
 def owned_loss(sent: Sent, workers: Workers) -> jax.Array | None:
-  """Returns what this worker lost of its share, with zeros in all other rows."""
+  """Returns the rounding errors of this worker's share, with zeros in other rows."""
   return None if sent.lost is None else place(sent.lost[None], workers, workers.size)
 
 
 def place(lost: jax.Array, workers: Workers, size: int) -> jax.Array:
-  """Places what this worker lost of the shares ``(*, c)``, where c is its own place.
+  """Places the errors of shares ``(*, c)``, c this worker's place, among zeros.
 
-  Args:
-    lost: the losses in these shares, ``float32[groups, share, ...]``.
-    workers: the workers that exchange.
-    size: the number of workers in a group.
-
-  Returns:
-    The losses in all rows, ``float32[groups * size * share, ...]``, with zeros in all
-    other shares.
+  ``lost`` is ``float32[groups, share, ...]``, and the result ``float32[groups * size *
+  share, ...]``, with ``size`` workers in a group.
   """
   groups, share, *tile = lost.shape
   own = lax.axis_index(workers.axis_name) % size

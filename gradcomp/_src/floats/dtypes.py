@@ -1,4 +1,4 @@
-"""Says what types narrower than float32 hold, and casts to them."""
+"""Ranges of floats narrower than float32, and casts to them."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 
 def has_smaller_range(dtype: DTypeLike) -> bool:
-  """Returns True for floats that overflow, or vanish, where float32 does not.
+  """Returns True for floats that overflow, or underflow, where float32 does not.
 
   Example:
     >>> [has_smaller_range(x) for x in (jnp.float16, jnp.bfloat16, jnp.float64)]
@@ -17,7 +17,7 @@ def has_smaller_range(dtype: DTypeLike) -> bool:
 
 
 def limit_of(dtype: DTypeLike) -> float | None:
-  """Returns the largest number of such a type; None for types with float32's range.
+  """Returns the largest number of a narrow type; None for types with float32's range.
 
   Example:
     >>> limit_of(jnp.float16), limit_of(jnp.bfloat16)
@@ -27,7 +27,7 @@ def limit_of(dtype: DTypeLike) -> float | None:
 
 
 def addend_dtype(dtype: DTypeLike) -> np.dtype:
-  """Returns the dtype that holds an Nth of each number, where the dtype may not.
+  """Returns a dtype with the range for 1/N of each number of ``dtype``.
 
   Example:
     >>> addend_dtype(jnp.float16), addend_dtype(jnp.bfloat16)
@@ -48,7 +48,7 @@ def is_narrow(x: jax.Array) -> bool:
 
 
 def widened(x: jax.Array) -> jax.Array:
-  """Returns an array of such floats as float32, and all else as it is.
+  """Returns an array of narrow floats as float32, any other unchanged.
 
   Example:
     >>> widened(jnp.ones(1, jnp.float16)), widened(jnp.ones(1, jnp.int8))
@@ -58,10 +58,10 @@ def widened(x: jax.Array) -> jax.Array:
 
 
 def narrowed(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-  """Casts an array, and returns what that loses, too.
+  """Casts an array, and returns the rounding error, too.
 
-  What is too large becomes the largest number. What is not finite stays what it is, and
-  has lost NaN. A dtype of as many bits loses nothing.
+  Numbers that are too large become the largest number. Infinity and NaN stay, with the
+  error NaN. A dtype with the same bits or more has the error 0.
 
   Example:
     >>> [x.tolist() for x in narrowed(jnp.array([70000.0, 1.0]), jnp.float16)]
@@ -74,7 +74,7 @@ def narrowed(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
 
 
 def within(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-  """Returns numbers that are too large for a dtype of fewer bits as its largest one.
+  """Clips finite numbers to the range of a narrower dtype.
 
   Example:
     >>> within(jnp.array([70000.0, jnp.inf]), jnp.float16).tolist()

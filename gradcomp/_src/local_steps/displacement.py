@@ -1,4 +1,4 @@
-"""Makes and reads what each worker keeps of its own steps."""
+"""Each worker's displacement from the shared parameters, and its inner state."""
 
 import math
 from collections.abc import Callable
@@ -24,15 +24,9 @@ def wide(x: jax.Array) -> jax.Array:
 def first_own(
   params: Any, names: tuple[str, ...], init: Callable[[Any], Any]
 ) -> OwnSteps:
-  """Makes what workers keep before the first step, in a map or for all of a mesh.
+  """Creates displacements of zero and first inner states, in a map or for a whole mesh.
 
-  Args:
-    params: the parameters, whole along the axes.
-    names: the axes of the workers.
-    init: of the optimizer of each worker.
-
-  Raises:
-    UnboundAxisError: no map binds the axes, and the mesh does not have them.
+  UnboundAxisError if no map binds ``names``, and the mesh does not have them.
   """
 
   def make(params: Any) -> Any:
@@ -40,7 +34,7 @@ def first_own(
     return jax.tree.map(_at_least_1d, (moved, init(params)))
 
   if bound_size(names) is not None:
-    # What is in the optimizer shall see types as update will have them.
+    # The inner optimizer gets the types of arrays that update will give it.
     own = make(mark_varying(params, names))
     return OwnSteps({names: mark_varying(own, names)})
   if mesh_size(names) is None:
@@ -65,24 +59,20 @@ def first_own(
 
 
 def shaped_like(tree: Any, like: Any) -> Any:
-  """Returns what a worker keeps in the shapes that it had, also scalars."""
+  """Restores the shapes of a worker's arrays, scalars included."""
   return jax.tree.map(lambda x, y: jnp.reshape(x, y.shape), tree, like)
 
 
 def stored(tree: Any) -> Any:
-  """Returns what a worker keeps with at least one axis, so that a map can stack it."""
+  """Gives each scalar of a worker one axis, so that a map can stack it."""
   return jax.tree.map(_at_least_1d, tree)
 
 
 def numbers_of_all(opt_state: Any, mesh: Mesh | AbstractMesh) -> Any:
-  """Returns a global state in which a number set by hand is that of every worker.
+  """Broadcasts numbers of ``inner`` that a user has set by hand to all workers.
 
-  Of each number of ``inner`` the state has one for each worker. But users set a
-  learning rate of :func:`optax.inject_hyperparams` to one number.
-
-  Args:
-    opt_state: the state of an optimizer, outside the map.
-    mesh: the devices.
+  The state has each number of ``inner`` once a worker. But users set a learning rate of
+  :func:`optax.inject_hyperparams` to one number.
   """
 
   def of_all(node: Any) -> Any:
@@ -103,11 +93,7 @@ def numbers_of_all(opt_state: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def own_params(params: Any, moved: Any) -> Any:
-  """Returns a worker's own parameters.
-
-  Raises:
-    ValueError: ``moved`` has other shapes, like those of all workers together.
-  """
+  """Adds a worker's displacement to the parameters; ValueError for other shapes."""
 
   def add(path: Any, x: jax.Array, step: jax.Array) -> jax.Array:
     if step.shape != (x.shape or (1,)):
@@ -124,12 +110,10 @@ def own_params(params: Any, moved: Any) -> Any:
 
 
 def rounded_product(x: jax.Array) -> jax.Array:
-  """Returns an array as it is, but no compiler contracts what made it with a sum.
-
-  Else the product of a learning rate would be rounded in some programs alone.
-  """
+  """Returns a product unchanged, protected from contraction with a sum to an FMA."""
   if x.dtype != jnp.float32:
     return x
+  # Contracted, the product of a learning rate would be rounded in some programs only.
   return signed(jnp.abs(x), sign_bit(x))
 
 

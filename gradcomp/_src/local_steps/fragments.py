@@ -1,4 +1,4 @@
-"""Cuts parameters into fragments, each of which has its own step in a round."""
+"""Fragments of the parameters, each with its own step of a round."""
 
 import itertools
 import math
@@ -10,19 +10,14 @@ import optax
 
 
 class Fragment(NamedTuple):
-  """Says which leaves are exchanged together, and when.
-
-  Attributes:
-    leaves: their numbers.
-    step: the step of a round, from 1 to H, in which they are exchanged.
-  """
+  """A range of leaves that are exchanged together in ``step`` of a round, 1 to H."""
 
   leaves: range
   step: int
 
 
 def cut(sizes: Sequence[int], fragments: int, every: int) -> list[Fragment]:
-  """Cuts leaves, in their order, into fragments of about as many elements.
+  """Splits leaves, in their order, into fragments of similar numbers of elements.
 
   The last of P fragments is exchanged in the last of H steps, and the others H/P steps
   apart before it.
@@ -59,7 +54,7 @@ def sizes_of(tree: Any) -> list[int]:
 
 
 def select(tree: Any, fragment: Fragment) -> Any:
-  """Returns a tree with holes, as optax.masked has, for all but these leaves."""
+  """Replaces all leaves outside a fragment by ``optax.MaskedNode``."""
   leaves, treedef = jax.tree.flatten(tree)
   hole = optax.MaskedNode()
   kept = [x if i in fragment.leaves else hole for i, x in enumerate(leaves)]
@@ -67,6 +62,6 @@ def select(tree: Any, fragment: Fragment) -> Any:
 
 
 def join(trees: Sequence[Any], like: Any) -> Any:
-  """Puts the leaves of fragments together in their order: it undoes :func:`select`."""
+  """Joins the leaves of all fragments to a tree: the inverse of :func:`select`."""
   leaves = itertools.chain(*map(jax.tree.leaves, trees))
   return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -1,4 +1,4 @@
-"""Checks the options of local steps, and what ``update`` is given."""
+"""Checks of the options of ``local_steps``, and of the arguments of its ``update``."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from gradcomp._src.exchange.protocol import Exchange
 
 
 def up_to(name: str, least: int, most: int, value: Any) -> int:
-  """Returns a number of these; ValueError for all else."""
+  """Returns an integer in a range; ValueError otherwise."""
   rule = f"a number, from {least} to {most}, which depends on `every`"
   number = static_integer(name, rule, value, least=least)
   if number > most:
@@ -25,7 +25,7 @@ def up_to(name: str, least: int, most: int, value: Any) -> int:
 
 
 def checked_optimizer(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer that takes extra arguments; TypeError for what is none."""
+  """Returns an optimizer that takes extra arguments; TypeError for other objects."""
   if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
     raise TypeError(
       f"`{name}` must be an optax.GradientTransformation, like optax.sgd(0.1), got "
@@ -35,10 +35,10 @@ def checked_optimizer(name: str, tx: Any) -> optax.GradientTransformationExtraAr
 
 
 def kept_of(feedback: Any, decay: float, codec: Any) -> Any:
-  """Returns what a worker does with what it did not send of a difference."""
+  """Returns the feedback for the unsent part of a displacement."""
   decay = share_above_0("feedback_decay", decay)
   if feedback == "error":
-    # What is unbiased without drawing loses nothing.
+    # A codec that is unbiased without random numbers is exact.
     exact = getattr(codec, "unbiased", False) and not codec.needs_key
     return None if exact else ErrorFeedback(residual_decay=decay)
   if decay != 1:
@@ -50,11 +50,7 @@ def kept_of(feedback: Any, decay: float, codec: Any) -> Any:
 
 
 def exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
-  """Returns the exchange of what workers change, which divides as ``merge`` says.
-
-  Raises:
-    ValueError: it sends nothing, or the codec or the exchange does not allow ``merge``.
-  """
+  """Returns the exchange of displacements, which divides by the rule of ``merge``."""
   one_of("merge", Merge, merge)
   given = as_exchange(exchange)
   if isinstance(given, Exchange) and not given.sends:
@@ -78,7 +74,7 @@ def exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
 
 
 def check_floats(name: str, tree: Any) -> None:
-  """Raises TypeError for leaves that are no real floats."""
+  """Raises TypeError for leaves that are not real floats."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

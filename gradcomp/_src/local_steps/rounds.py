@@ -1,4 +1,4 @@
-"""The steps of a round: the worker's own, and the one in which something is sent."""
+"""The steps of a round: the worker's local step, and the exchange of displacements."""
 
 import dataclasses
 from typing import Any
@@ -37,11 +37,7 @@ class Round:
   def own_step(
     self, grads: Any, own: OwnSteps, params: Any, extra_args: Any
   ) -> tuple[Any, Any]:
-    """Takes the worker's own step.
-
-    Returns:
-      How far the worker is from ``params`` then, in their shapes, and the inner state.
-    """
+    """Runs the inner optimizer; returns the displacement and the inner state."""
     at = own_params(params, own.moved)
     like = jax.eval_shape(self.inner.init, at)
     inner_state = shaped_like(own.inner_state, like)
@@ -62,19 +58,18 @@ class Round:
     params: Any,
     value: Any,
   ) -> tuple[Any, Any, FragmentState]:
-    """Exchanges a fragment, and moves the parameters of all, where it is time to.
+    """Exchanges a fragment and updates the shared parameters, if this is its step.
 
     Args:
       fragment: the leaves, and their step of a round.
-      number: of this step, from 1 on.
-      state: of the fragment.
-      moved: how far the worker is from ``params``.
+      number: the number of this step, from 1 on.
+      state: the state of the fragment.
+      moved: the worker's displacement from ``params``.
       params: the parameters that all workers share.
-      value: the worker's loss, whose mean ``outer`` takes, or None.
+      value: the worker's loss, or None. ``outer`` takes the mean of all.
 
     Returns:
-      The updates of ``params``, how far the worker is from what they become, and the
-      state.
+      The updates of ``params``, the displacement from the updated ones, and the state.
     """
 
     def is_at(step: int) -> jax.Array:
@@ -119,12 +114,12 @@ class Round:
     return mean
 
   def _left(self, moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns how far a worker is from the moved parameters that it mixes in."""
+    """Returns the displacement from the updated parameters, after mixing."""
     if self.mixing == 1:  # 0 * NaN is no zero
       return self._own(jnp.zeros_like(moved), x)
     rest = moved - rounded_product(update.astype(moved.dtype))
     return rounded_product(rest * jnp.asarray(1 - self.mixing, rest.dtype))
 
   def _own(self, moved: jax.Array, x: jax.Array) -> jax.Array:
-    """Types a displacement as the worker's own, as both branches must have it."""
+    """Types a displacement as varying over the workers, as both branches need it."""
     return mark_varying(moved, (*axis_names(self.axes), *other_axes(x, self.axes)))

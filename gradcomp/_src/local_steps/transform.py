@@ -1,4 +1,4 @@
-"""Local steps: workers train alone for some steps, and exchange what changed."""
+"""``local_steps``: several steps of each worker between two exchanges."""
 
 from typing import Any
 
@@ -47,11 +47,11 @@ from gradcomp._src.mesh.unsharded_params import check_whole_params
 
 
 def local_params(params: Any, opt_state: Any) -> Any:
-  """Returns the parameters that a worker has moved to in its own steps.
+  """Returns this worker's local parameters: the shared ones plus its displacement.
 
-  These are what gradients are computed at, if :func:`local_steps` is in the optimizer.
-  They differ between workers, and are typed so. Without it they are ``params``. Of
-  local steps inside of others, the parameters are as far away as both say.
+  Compute gradients at these if :func:`local_steps` is in the optimizer. They differ
+  between workers, and are typed so. Without it they are ``params``. With local steps
+  inside of others, both displacements are added.
 
   Args:
     params: the parameters that all workers share.
@@ -99,13 +99,13 @@ def local_steps(
   key: ArrayLike = 0,
   dither: Dither = "shared",
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Lets workers take steps alone, and exchanges every so often what they changed.
+  r"""Runs ``inner`` on each worker, and exchanges displacements in every H-th step.
 
   It is for links that are a hundred times too slow for an exchange in each step. It
   takes the place of an optimizer. All workers share the parameters :math:`p`, the
   anchor. Worker :math:`i` trains parameters of its own, :math:`p + d_i`, at which its
   gradients are computed: see :func:`local_params`, and
-  :func:`gradcomp.make_train_step`, which does so by itself. In each step
+  :func:`gradcomp.make_train_step`, which calls it. In each step
 
   .. math:: d_i \leftarrow d_i + \mathrm{inner}(g_i, p + d_i)
 
@@ -117,20 +117,20 @@ def local_steps(
      \leftarrow 0
 
   The updates are zeros, but for those of ``outer``, which are equal on all workers. So
-  all workers have the same parameters after every step, to the bit, and these are what
-  to evaluate and to save. Only :math:`d_i`, the state of ``inner`` and the residual
-  differ between workers; they are in the state. Nothing is sent in other steps. It is
-  one program, with the exchange in a branch.
+  all workers have the same parameters after every step, to the bit: evaluate and save
+  these. Only :math:`d_i`, the state of ``inner`` and the residual differ between
+  workers; they are in the state. Nothing is sent in other steps. It is one program,
+  with the exchange in a branch.
 
   - DiLoCo: ``inner=optax.adamw(...)``, ``codec=Dense()``,
     ``outer=optax.sgd(0.7, 0.9, nesterov=True)``.
   - SparseLoCo: a sparse codec, ``outer=optax.sgd(1.0)``, ``feedback_decay=0.95``.
   - MuLoCo: ``inner=optax.contrib.muon(...)``, and 2 bits, rounded to the nearest level.
   - Streaming DiLoCo: ``fragments``, ``delay``, ``mixing=0.5`` and ``FloatCast`` of 3
-    and 0 bits. Fragment k of P is exchanged in step :math:`kH/P` of a round, and what
-    comes back is applied :math:`\tau` steps later. With :math:`p'` after that,
-    :math:`d_i \leftarrow (1 - m)(p + d_i - p')`, so that workers keep a part of what
-    they did meanwhile.
+    and 0 bits. Fragment k of P is exchanged in step :math:`kH/P` of a round, and the
+    result is applied :math:`\tau` steps later. With :math:`p'` after that,
+    :math:`d_i \leftarrow (1 - m)(p + d_i - p')`, so that workers keep a part of their
+    steps meanwhile.
 
   A gradient that is not finite makes an element of :math:`d_i` NaN. The next exchange
   makes its bucket of the parameters NaN on all workers, and ``outer`` keeps it, too, if
@@ -149,17 +149,17 @@ def local_steps(
     outer: the optimizer of the parameters, which takes D in float32 as their gradient.
       Of fragments, each has a state of its own.
     every: H, the number of steps in a round.
-    codec: of the differences.
+    codec: the codec of the displacements.
     axis_name: the axis of the workers, or a tuple of axes.
     exchange, min_leaf_size, message_bytes, key, dither: the options of the exchange,
       see :class:`gradcomp.CompressOptions`. It must send something.
-    feedback: as there. ``"error"`` keeps nothing for a codec that loses nothing.
+    feedback: as there. ``"error"`` keeps no residual for a codec that is exact.
     feedback_decay: :math:`\beta`, above 0 and at most 1.
-    fragments: P, into how many parts of about as many elements the leaves are cut, in
-      their order.
+    fragments: P, the number of parts of about equal size, each of consecutive leaves,
+      that are exchanged in different steps.
     delay: :math:`\tau`, the steps after which an exchange is applied, below H.
     mixing: m, above 0 and at most 1. With 1, workers go on from the parameters, and
-      lose what they did during ``delay``.
+      drop their displacement of the ``delay``.
     merge: ``"mean"``, or ``"senders"``, which divides the sum of an element by the
       number of workers that sent it. Only sparse codecs allow that.
 
@@ -168,8 +168,8 @@ def local_steps(
     inside the map, or under ``jax.set_mesh(mesh)``, as for :func:`gradcomp.compress`.
 
   Raises:
-    ValueError: an option is bad, or the codec does not allow it; in ``init``, nobody
-      knows the number of workers, or there are fewer leaves than fragments; in
+    ValueError: an option is bad, or the codec does not allow it; in ``init``, the
+      number of workers is unknown, or there are fewer leaves than fragments; in
       ``update``, there are no parameters, they or the state are not those of a worker,
       or gradients are already reduced.
     TypeError: ``inner``, ``outer`` or ``codec`` is not one; or a parameter or a
@@ -290,7 +290,7 @@ def local_steps(
 
 
 def _check_given(state: Any, params: Any, fragments: int) -> None:
-  """Raises an error for what ``update`` cannot do without."""
+  """Raises an error for missing parameters, or another transformation's state."""
   if not isinstance(state, LocalStepsState):
     raise TypeError(
       f"`state` must be a gradcomp.state.LocalStepsState, got {type(state).__name__}; "

@@ -1,7 +1,7 @@
-"""Asks JAX for the names and the sizes of axes, and whether a map binds them here.
+"""Names and sizes of axes, and whether an enclosing map binds them.
 
-The spellings in this folder are those of JAX 0.10.2 to 0.12. What differs among
-versions, or between pmap, vmap and shard_map, stays in it.
+The spellings in this folder are those of JAX 0.10.2 to 0.12. Differences among
+versions, or between pmap, vmap and shard_map, stay in it.
 """
 
 import math
@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 # One axis, or several that are reduced together, as jax.lax.psum takes them.
 AxisName = str | tuple[str, ...]
 
-# The axes that stack arrays of which each worker has its own: keys in states.
+# The axes that stack arrays which differ between workers: keys in states.
 Axes = tuple[str, ...]
 
 
@@ -27,11 +27,7 @@ class UnboundAxisError(ValueError):
 
 
 def axis_names(axis_name: AxisName) -> tuple[str, ...]:
-  """Returns the axes as a tuple.
-
-  Raises:
-    ValueError: ``axis_name`` names no axis, or one twice.
-  """
+  """Returns the axes as a tuple; ValueError for none, or for one twice."""
   result = axis_name if isinstance(axis_name, tuple) else (axis_name,)
   named = all(isinstance(name, str) for name in result)
   if not result or not named or len(set(result)) < len(result):
@@ -50,14 +46,9 @@ def abstract_mesh(
 ) -> AbstractMesh:
   """Returns a mesh of devices that need not exist.
 
-  Args:
-    sizes: of each axis.
-    axis_types: of each axis; Auto by default.
-    argument: what the user named the sizes.
-
-  Raises:
-    ValueError: they are more than JAX counts, which fails with ``std::bad_cast``.
+  ``argument`` is the user's argument with the sizes, for the error.
   """
+  # JAX fails with std::bad_cast.
   if math.prod(sizes.values()) >= 2**31:
     raise ValueError(
       f"`{argument}` must be less: JAX takes fewer than 2**31 devices on all axes of a "
@@ -75,10 +66,7 @@ def bound_size(axis_name: AxisName) -> int | None:
 
 
 def mesh_size(axis_name: AxisName) -> int | None:
-  """Returns the number of workers on axes of the mesh of ``jax.set_mesh``, or None.
-
-  It is None if the mesh lacks one of the axes, or if there is no mesh.
-  """
+  """Returns the number of workers on axes of the mesh of ``jax.set_mesh``, or None."""
   shape = jax.sharding.get_abstract_mesh().shape
   if any(name not in shape for name in axis_names(axis_name)):
     return None
@@ -86,15 +74,10 @@ def mesh_size(axis_name: AxisName) -> int | None:
 
 
 def require_size(axis_name: AxisName, mesh: AbstractMesh | None = None) -> int:
-  """Returns the number of workers on the axes.
+  """Returns the number of workers on bound axes; UnboundAxisError if one is unbound.
 
-  Args:
-    axis_name: the axes.
-    mesh: the mesh in the types of the arrays, whose axes the error names; by default
-      that of ``jax.set_mesh`` or of the enclosing map.
-
-  Raises:
-    UnboundAxisError: an axis is not bound.
+  ``mesh`` is for the error, which names its axes; by default it is the mesh of
+  ``jax.set_mesh`` or of the enclosing map.
   """
   size = bound_size(axis_name)
   if size is None:
@@ -109,7 +92,7 @@ def require_size(axis_name: AxisName, mesh: AbstractMesh | None = None) -> int:
 
 
 def _cure(axis_name: AxisName, mesh: AbstractMesh) -> str:
-  """Returns what binds the axes, or the axes that there are instead."""
+  """Returns the cure for unbound axes, with the mesh's axes if it lacks them."""
   cure = "call this inside one (or use gradcomp.make_train_step), "
   if not mesh.axis_names:
     return f"{cure}or in plain jax.jit under jax.set_mesh(jax.make_mesh(...)), "
@@ -122,10 +105,10 @@ def _cure(axis_name: AxisName, mesh: AbstractMesh) -> str:
 
 
 def automatic_axes(axis_name: AxisName | None = None) -> dict[str, int]:
-  """Returns the Auto axes beside these ones of an enclosing shard_map, and their sizes.
+  """Returns the Auto axes of an enclosing shard_map or of the mesh, with their sizes.
 
-  Along them JAX decides by itself which device holds what. Under pmap and vmap there
-  are none. Without a name, they are those of the mesh that are in no map.
+  Along them JAX chooses the sharding by itself. Under pmap and vmap there are none.
+  Without a name, they are the axes of the mesh that are in no map.
   """
   mesh = jax.sharding.get_abstract_mesh()
   names = () if axis_name is None else axis_names(axis_name)

@@ -1,4 +1,4 @@
-"""Reads the sizes of the workers' axes, as users give them."""
+"""Parsing of ``workers=``: the sizes of the workers' axes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,11 +16,7 @@ _RULE = (
 
 
 def sizes_of(workers: WorkerSizes) -> tuple[tuple[int, ...], dict[str, int]]:
-  """Returns the sizes of the workers' axes, and those that have names by these.
-
-  Raises:
-    ValueError: ``workers`` has no sizes.
-  """
+  """Returns the sizes of the workers' axes, and by name if they have names."""
   by_name = dict(workers) if isinstance(workers, Mapping) else {}
   alone: Any = workers if isinstance(workers, tuple) else (workers,)
   given = tuple(by_name.values()) or alone
@@ -33,7 +29,7 @@ def sizes_of(workers: WorkerSizes) -> tuple[tuple[int, ...], dict[str, int]]:
 
 
 def only_named(by_name: Mapping[str, int]) -> Callable[[str], int | None]:
-  """Returns a function that refuses all other axes, if some have names."""
+  """Returns a function that refuses axes without a size, if any axis has a name."""
 
   def known(axis: str) -> int | None:
     if by_name:
@@ -47,7 +43,7 @@ def only_named(by_name: Mapping[str, int]) -> Callable[[str], int | None]:
 
 
 def check_both(axis_name: AxisName | None, workers: WorkerSizes) -> None:
-  """Raises ValueError for two axes of which one size is known."""
+  """Raises ValueError for two axes and the size of only one."""
   known = isinstance(workers, tuple | Mapping) and len(workers) > 1
   if isinstance(axis_name, tuple) and len(axis_name) == 2 and not known:
     raise ValueError(

@@ -1,8 +1,8 @@
-"""Makes the arrays that a function closes over arguments of a map.
+"""Turns arrays that a function closes over into arguments of a map.
 
 Under Explicit axes, JAX 0.10 to 0.12 does not let a function inside ``jax.shard_map``
-read an array of the mesh that is no argument of the map. People write such functions
-all the time: a loss that reads batch statistics, a frozen base, or a moving average.
+read an array of the mesh that is no argument of the map. Such functions are common: a
+loss that reads batch statistics, a frozen base, or a moving average.
 """
 
 import copy
@@ -40,22 +40,13 @@ def with_arrays(
   enter: Callable[[Bind, list[Any]], Any],
   about: tuple[str, str] = OF_LOSS,
 ) -> Any:
-  """Enters a map with all the arrays that functions read, if JAX asks for them.
+  """Enters a map with all arrays that functions close over, if JAX asks for them.
 
-  Args:
-    functions: a function, or a tree of some, that run inside the map.
-    enter: ``enter(bind, arrays)`` enters the map with ``arrays`` as further arguments.
-      Inside, ``bind(parts)`` returns the functions, with what has become of the arrays
-      in their place.
-    about: the argument that the functions come from, and what else to do, for the
-      error.
-
-  Returns:
-    What ``enter`` returns. It is called with no arrays first, and a second time if the
-    functions then read one of the mesh.
-
-  Raises:
-    ValueError: they read one from a place that is not searched.
+  ``enter(bind, arrays)`` enters the map with ``arrays`` as further arguments. Inside,
+  ``bind(parts)`` returns the functions with their arrays replaced by ``parts``. It is
+  called with no arrays first, and a second time if the functions then read one of the
+  mesh. ValueError if they read one from a place that is not searched; ``about`` is the
+  argument of the functions, and another cure, for the error.
   """
   try:
     return enter(lambda parts: functions, [])
@@ -89,11 +80,11 @@ def _is_of_closures(error: Exception) -> bool:
 
 
 class _Copier:
-  """Copies functions and what they hold, with other arrays for those of a mesh.
+  """Copies functions and their contents, with the arrays of a mesh replaced.
 
   It looks into trees, closures, defaults, partial applications, methods' owners, and
-  into global variables and objects of the user's own modules. What holds no array of a
-  mesh is not copied.
+  into global variables and objects of the user's own modules. An object without such
+  arrays is not copied.
   """
 
   def __init__(self, replace: Callable[[jax.Array], Any]):
@@ -102,7 +93,7 @@ class _Copier:
 
   def copy(self, x: Any) -> Any:
     if id(x) not in self._seen:
-      self._seen[id(x)] = x, x  # for what holds itself
+      self._seen[id(x)] = x, x  # for an object that holds itself
       self._seen[id(x)] = x, self._copied(x)
     return self._seen[id(x)][1]
 
@@ -138,7 +129,7 @@ class _Copier:
     return self._rebuilt(x, leaves, functools.partial(jax.tree.unflatten, treedef))
 
   def _rebuilt(self, x: Any, held: list[Any], make: Callable[[list[Any]], Any]) -> Any:
-    """Returns ``x`` if nothing that it holds is replaced."""
+    """Returns a copy of ``x``, or ``x`` if none of its contents is replaced."""
     copies = [self.copy(y) for y in held]
     same = all(a is b for a, b in zip(copies, held, strict=True))
     return x if same else make(copies)
@@ -166,7 +157,7 @@ class _Copier:
     return self._rebuilt(x, held + [x.__globals__[name] for name in names], make)
 
   def _object(self, x: Any) -> Any:
-    if isinstance(x, _JITTED):  # the copy need not be: what runs the map compiles it
+    if isinstance(x, _JITTED):  # the copy need not be: the map's caller compiles it
       return self._rebuilt(x, [x.__wrapped__], lambda y: y[0])
     attributes = getattr(x, "__dict__", None)
     if not isinstance(attributes, dict) or _is_installed(type(x).__module__):
@@ -190,13 +181,13 @@ def _is_empty(cell: Any) -> bool:
 
 
 def _names(code: types.CodeType) -> set[str]:
-  """Returns the names that a function, and those inside of it, may read as globals."""
+  """Returns the names that a function, and its inner functions, may read as globals."""
   inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
   return set(code.co_names).union(*map(_names, inner))
 
 
 def _is_installed(module: str) -> bool:
-  """Returns True for modules of Python, of this package, and of others installed."""
+  """Returns True for modules of Python, of this package, and of installed packages."""
   root = module.partition(".")[0]
   if root in sys.stdlib_module_names or root == __name__.partition(".")[0]:
     return True

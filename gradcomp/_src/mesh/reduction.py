@@ -1,4 +1,4 @@
-"""Reads from a gradient's type how it shall be reduced, and what is wrong with it."""
+"""The reduction that a gradient's type asks for, and errors of contradicting types."""
 
 from typing import Any, NamedTuple
 
@@ -22,12 +22,10 @@ from gradcomp._src.mesh.types import (
 
 
 class Reduction(NamedTuple):
-  """The way in which workers' gradients become one.
+  """The axes of a reduction, or None to exchange nothing, and whether it is a sum.
 
-  Attributes:
-    axis_name: the axes to reduce over; None to exchange nothing.
-    is_sum: whether gradients are addends of their sum (Explicit axes), not samples of
-      their mean.
+  Gradients are addends of their sum under Explicit axes, and else samples of their
+  mean.
   """
 
   axis_name: AxisName | None
@@ -37,18 +35,8 @@ class Reduction(NamedTuple):
 def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduction:
   """Returns the reduction that the types of the gradients ask for.
 
-  Inside a map the loss is a mean over the worker's part of the batch, so that the mean
-  of the gradients is wanted. Under Explicit axes a gradient typed ``{U:data}`` is the
-  sum of what the devices hold, and that sum is the gradient of the loss over the whole
-  batch.
-
-  Args:
-    updates: the gradients.
-    axis_name: the axes that the transformation was given.
-    local: whether nothing shall be exchanged.
-
-  Raises:
-    ValueError: the types contradict ``axis_name``, or gradients are already reduced.
+  ``local`` is for exchanges that send nothing. ValueError if the types contradict
+  ``axis_name``, or gradients are already reduced.
   """
   if is_followed():
     return Reduction(None, is_sum=False)
@@ -57,6 +45,9 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
   addends = [unreduced_axes(leaf) for _, leaf in paths]
   found = frozenset().union(*addends)
   if found:
+    # A gradient typed {U:data} is the sum of the devices' addends, and that sum is the
+    # gradient of the loss over the whole batch. In a map the loss is a mean over the
+    # worker's part of the batch, so that the gradient is the mean.
     return Reduction(_addends(paths, addends, axis_name), is_sum=True)
   if axis_name is None:
     if manual_axes() and not local:
@@ -84,7 +75,7 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
 def _addends(
   paths: Any, addends: list[frozenset[str]], axis_name: AxisName | None
 ) -> AxisName:
-  """Returns the axes that every leaf is unreduced over; ValueError if leaves differ."""
+  """Returns the unreduced axes of every leaf; ValueError if leaves differ."""
   mesh = mesh_of([leaf for _, leaf in paths])
   names = tuple(name for name in mesh.axis_names if name in addends[0])
   if axis_name is not None:

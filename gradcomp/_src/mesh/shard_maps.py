@@ -1,7 +1,7 @@
-"""Enters the maps that follow from the types of arrays.
+"""Maps over devices, entered where the types of arrays require one.
 
-Code that works on the part of one device enters a ``jax.shard_map`` by itself where the
-types say that an array is cut, or unreduced, over Explicit axes.
+Code for one device's shard enters a ``jax.shard_map`` by itself where an array is
+typed as sharded, or unreduced, over Explicit axes.
 """
 
 import functools
@@ -33,17 +33,16 @@ def per_device(
   *,
   keeps_addends: bool,
 ) -> tuple[Any, Any]:
-  """Calls ``function(updates, state)`` on each device's parts.
+  """Calls ``function(updates, state)`` on each device's shards, in a map if needed.
 
-  It enters a map if the types need one. ``jax.vmap`` around it goes into that map.
+  ``jax.vmap`` around it goes into that map.
 
   Args:
     function: returns ``(updates, state)`` like its arguments.
     updates: gradients, perhaps unreduced or sharded over Explicit axes.
     state: arrays.
-    axis_name: the axes to reduce over, which the map binds if none has; or None.
-    keeps_addends: whether the updates that ``function`` returns are as unreduced as
-      those that it takes.
+    axis_name: the axes to reduce over, which the map binds if no other does; or None.
+    keeps_addends: whether the results of ``function`` are as unreduced as ``updates``.
   """
   if is_followed():
     return updates, state
@@ -77,7 +76,7 @@ def _mapped(
   addends: bool,
   keeps_addends: bool,
 ) -> tuple[Any, Any]:
-  """Calls ``function(updates, state)`` in a map over the axes that types ask for."""
+  """Calls ``function(updates, state)`` in a map over the axes of the types."""
   specs = jax.tree.map(typed_spec, updates)
   state_specs = jax.tree.map(typed_spec, state)
   out = specs if keeps_addends else _map_specs(reduced_spec, specs)
@@ -86,7 +85,7 @@ def _mapped(
   # JAX 0.10 takes unreduced arrays only if all axes are manual.
   manual = set(mesh.axis_names) if addends else set(cut)
   if axis_name is not None and addends and mesh.auto_axes and not keeps_addends:
-    # But then the devices along an Auto axis would all do, and send, the same.
+    # But then all devices along an Auto axis would compute and send equal arrays.
     manual -= set(mesh.auto_axes)
     updates = _stack(updates, mesh, specs, axis_name)
     specs = _map_specs(lambda spec: on_top(axis_name, spec), specs)
@@ -114,7 +113,7 @@ def _mapped(
 def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
   """Applies a linear function to an array, or to each device's addend of it.
 
-  It may add or drop last axes, which nothing cuts.
+  It may add or drop last axes that are not sharded.
   """
   spec = typed_spec(x)
   if not spec.unreduced:
@@ -161,10 +160,8 @@ def unreduce(tree: Any, axis_name: AxisName) -> Any:
 
 
 def _with_rule(function: Callable[..., Any], rule: Callable[..., Any]) -> Any:
-  """Returns a function with a rule of its own for ``jax.vmap``.
-
-  JAX 0.10 to 0.12 has none for maps with unreduced arrays.
-  """
+  """Returns a function with its own rule for ``jax.vmap``."""
+  # JAX 0.10 to 0.12 has no rule for maps with unreduced arrays.
   result = jax.custom_batching.custom_vmap(function)
   result.def_vmap(rule)
   return result
@@ -178,7 +175,7 @@ def _linear(function: Callable[[Any], Any], rule: Callable[..., Any]) -> Any:
 
 
 def _ahead(x: jax.Array, size: int) -> jax.Array:
-  """Returns copies of an array on a new first axis, however its type says it lies."""
+  """Broadcasts an array along a new first axis, with any sharding."""
   spec = typed_spec(x)
   return jax.shard_map(
     lambda x: jnp.broadcast_to(x, (size, *x.shape)),
@@ -201,7 +198,7 @@ def _stack(tree: Any, mesh: AbstractMesh, specs: Any, axis_name: AxisName) -> An
 
 
 def _of_rows(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-  """Returns the function of the one row that a device has of stacked updates."""
+  """Wraps a function to take each device's one row of stacked updates."""
   return lambda rows, state: function(jax.tree.map(lambda x: x[0], rows), state)
 
 
@@ -210,5 +207,5 @@ def _map_specs(function: Callable[[PartitionSpec], Any], specs: Any) -> Any:
 
 
 def _checks_types(tree: Any) -> bool:
-  """Returns True if the enclosing map tracks what varies."""
+  """Returns True if the enclosing map types arrays as varying."""
   return any(varying_axes(leaf) for leaf in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""Reads and makes PartitionSpecs, which are tuples in some versions of JAX."""
+"""Readers and makers of PartitionSpecs, which are tuples in some versions of JAX."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -14,33 +14,33 @@ def is_spec(x: Any) -> bool:
 
 
 def entries(spec: PartitionSpec) -> tuple[Any, ...]:
-  """Returns what a spec says of each array axis: None, a name, or a tuple of names."""
+  """Returns a spec's entry for each array axis: None, a name, or a tuple of names."""
   return tuple(spec.partitions if hasattr(spec, "partitions") else spec)
 
 
 def names_by_axis(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
-  """Returns the names that cut each of an array's axes."""
+  """Returns the names that shard each of an array's axes."""
   found = [_names(entry) for entry in entries(spec)]
   return (*found, *[()] * (ndim - len(found)))
 
 
 def spec_of(names: Sequence[Sequence[str]]) -> PartitionSpec:
-  """Returns the spec in which these names cut each axis."""
+  """Returns the spec in which these names shard each axis."""
   return PartitionSpec(*map(_entry, names))
 
 
 def sharded_axes(spec: PartitionSpec) -> frozenset[str]:
-  """Returns the axes that a spec cuts an array over."""
+  """Returns the mesh axes over which a spec shards an array."""
   return frozenset(name for entry in entries(spec) for name in _names(entry))
 
 
 def reduced_spec(spec: PartitionSpec) -> PartitionSpec:
-  """Returns the spec of an array once it is no longer unreduced."""
+  """Returns the spec of an unreduced array after its reduction."""
   return PartitionSpec(*entries(spec))
 
 
 def restrict_spec(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-  """Returns a spec without other axes than these."""
+  """Removes all axes but these from a spec."""
   kept = [[name for name in _names(entry) if name in axes] for entry in entries(spec)]
   return PartitionSpec(*map(_entry, kept))
 
@@ -52,7 +52,7 @@ def stack_spec(axis_name: AxisName, spec: PartitionSpec) -> PartitionSpec:
 
 
 def stacked_over(axes: Sequence[str], inside: Collection[str]) -> PartitionSpec:
-  """Returns the spec of arrays stacked over those axes that a map makes manual."""
+  """Returns the spec of arrays stacked over ``axes``, without axes outside the map."""
   return PartitionSpec(_entry([name for name in axes if name in inside]))
 
 

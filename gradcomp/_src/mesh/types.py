@@ -1,8 +1,9 @@
-"""Reads from the types of arrays how they lie on the mesh, and marks them.
+"""Readers of arrays' types (sharded, unreduced, varying), and casts to them.
 
-Under Explicit axes the type of an array says how it is sharded, and over which axes it
-is ``unreduced``: each device holds an addend, and nothing has been communicated. Inside
-a ``jax.shard_map`` that checks types, it says over which axes the array varies.
+Under Explicit axes the type of an array has the axes that shard it, and those over
+which it is ``unreduced``: each device holds an addend, and nothing has been
+communicated. Inside a ``jax.shard_map`` that checks types, it has the axes over which
+the array varies.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from gradcomp._src.mesh.specs import entries, sharded_axes
 
 
 def typed_spec(x: Any) -> PartitionSpec:
-  """Returns the spec in the type of an array, which has Explicit axes alone."""
+  """Returns the spec in the type of an array, which has Explicit axes only."""
   return jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else PartitionSpec()
 
 
@@ -34,24 +35,21 @@ def unreduced_axes(x: Any) -> frozenset[str]:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-  """Returns the manual axes over which ``x`` differs, as its type says."""
+  """Returns the manual axes over which ``x`` varies by its type."""
   if not isinstance(x, jax.Array):
     return frozenset()
   return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def other_axes(x: Any, axis_name: AxisName | None) -> tuple[str, ...]:
-  """Returns the axes beside the data axis over which an array differs, by its type."""
+  """Returns the axes but ``axis_name`` over which an array differs by its type."""
   own = () if axis_name is None else axis_names(axis_name)
   found = sharded_axes(typed_spec(x)) | varying_axes(x)
   return tuple(sorted(found.difference(own)))
 
 
 def mesh_of(tree: Any) -> AbstractMesh:
-  """Returns the mesh in the types of a tree's arrays.
-
-  If no array has one, it is the mesh of ``jax.set_mesh``.
-  """
+  """Returns the mesh in the types of a tree's arrays, or of ``jax.set_mesh``."""
   for leaf in jax.tree.leaves(tree):
     mesh = jax.typeof(leaf).sharding.mesh if isinstance(leaf, jax.Array) else None
     if mesh is not None and not mesh.empty:
@@ -66,10 +64,7 @@ def is_explicit(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
 
 
 def is_typed(axis_name: AxisName) -> bool:
-  """Returns True if the enclosing map tracks what varies.
-
-  ``jax.shard_map`` with ``check_vma=True`` does.
-  """
+  """Returns True if the enclosing map types arrays as varying (``check_vma=True``)."""
   return axis_names(axis_name)[0] in varying_axes(lax.axis_index(axis_name))
 
 

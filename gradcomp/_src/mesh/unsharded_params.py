@@ -1,8 +1,8 @@
-"""Refuses parameters that are cut over the axes that gradients are averaged over.
+"""Checks that parameters are not sharded over the axes of an exchange.
 
-The gradient of a worker's own rows (FSDP, ZeRO-3) is one that JAX has reduced already.
-An exchange would average it with those of other workers' rows. What shows a cut is the
-spec of an array, its type, or the shape of a residual.
+JAX has already reduced the gradient of a worker's own rows (FSDP, ZeRO-3). An exchange
+would average it with the gradients of other workers' rows. Sharding shows in the spec
+of an array, its type, or the shape of a residual.
 """
 
 from collections.abc import Callable
@@ -21,31 +21,20 @@ GATHER_FIRST = (
 
 
 def check_whole_specs(name: str, specs: Any, axis_name: AxisName) -> None:
-  """Raises ValueError if a spec in a tree cuts over the axes.
-
-  Args:
-    name: the name of the argument.
-    specs: a tree of ``PartitionSpec``.
-    axis_name: the axes to average over.
-  """
+  """Raises ValueError if a ``PartitionSpec`` of the argument ``name`` has an axis."""
   _check(name, specs, axis_name, sharded_axes, is_spec)
 
 
 def check_whole_arrays(name: str, tree: Any, axis_name: AxisName) -> None:
-  """Raises ValueError for arrays that lie in parts along the axes.
-
-  Inside a transformed function it sees Explicit axes alone.
-  """
+  """Raises ValueError for arrays that are sharded over the axes."""
+  # Inside a transformed function this sees Explicit axes only.
   _check(name, tree, axis_name, lambda x: sharded_axes(placed_spec(x)))
 
 
 def check_whole_params(params: Any, axis_name: AxisName) -> None:
-  """Raises ValueError for parameters of ``update`` that differ between the workers.
+  """Raises ValueError for parameters of ``update`` that differ between the workers."""
 
-  Explicit axes say so in a spec, and a map that checks types by what varies. Elsewhere
-  nothing is known.
-  """
-
+  # Types show it under Explicit axes, and in a map that checks types; nowhere else.
   def differs(x: Any) -> frozenset[str]:
     return varying_axes(x) | sharded_axes(typed_spec(x))
 

@@ -1,4 +1,4 @@
-"""Gathers the arrays of all workers, like activations before a layer that is cut."""
+"""``all_gather``: the arrays of all workers, for example before a sharded layer."""
 
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ def all_gather(
   to: To = "varying",
   key: jax.Array | None = None,
 ) -> jax.Array:
-  r"""Puts the arrays of all workers side by side, as ``lax.all_gather(tiled=True)``.
+  r"""Concatenates the arrays of all workers, as ``lax.all_gather(tiled=True)``.
 
   .. math:: y = [Q(x_0), Q(x_1), \dots, Q(x_{N-1})]
 

@@ -1,4 +1,4 @@
-"""Cuts an array along one axis, and puts what all workers send along another."""
+"""``all_to_all``: exchanges the parts of an array between all pairs of workers."""
 
 import functools
 from typing import Any
@@ -41,7 +41,7 @@ def all_to_all(
   Args:
     x: an array of floats, of one shape on all workers.
     axis_name: the axis of the enclosing map, or a tuple of axes.
-    split_axis: the array axis that is cut into N parts.
+    split_axis: the array axis that is split into N parts.
     concat_axis: the array axis along which the parts from all workers are put.
     codec: the codec of the values.
     backward: the codec of the cotangents; ``"same"`` for that of the values, None for
@@ -56,7 +56,7 @@ def all_to_all(
     ``concat_axis`` N times longer.
 
   Raises:
-    ValueError: the axis is not bound; N does not divide the axis to cut; the codec is
+    ValueError: the axis is not bound; N does not divide ``split_axis``; the codec is
       sparse, or needs a memory or error feedback; a codec needs a key, and there is
       none; or another argument is not as above.
     TypeError: ``x`` has no float dtype, or ``codec`` is no codec.

@@ -1,8 +1,8 @@
-"""Turns arrays into lines of words, and back: a line is all that a codec sends of one.
+"""Lines of words: a line is the complete payload of one array.
 
-Each array is encoded by itself, with scales of its own. What workers would agree on in
-an exchange of gradients travels in the line, because arrays of different workers are
-not of one size here.
+Each array is encoded by itself, with its own scales. The statistics that workers would
+agree on in an exchange of gradients are in the line, because arrays of different
+workers have different sizes here.
 """
 
 from typing import NamedTuple
@@ -22,12 +22,11 @@ from gradcomp._src.kernels.materialize import written
 
 
 class Draws(NamedTuple):
-  """Holds what several arrays are rounded with; None where a codec draws nothing.
+  """Random keys and dithers of several arrays; None for a codec without random numbers.
 
-  Attributes:
-    own: ``uint32[K, 2]``, a key of this worker's own for each array.
-    dither: ``uint32[K, 3]``, for each array a key that all workers share, and this
-      worker's mask, see ``common.dithers``.
+  ``own`` is ``uint32[K, 2]``, this worker's key for each array. ``dither`` is
+  ``uint32[K, 3]``, for each array a key that all workers share, and this worker's mask,
+  see ``common.dithers``.
   """
 
   own: jax.Array | None = None
@@ -35,13 +34,9 @@ class Draws(NamedTuple):
 
 
 def draws(codec: Codec, key: jax.Array | None, count: int, worker: jax.Array) -> Draws:
-  """Returns what the ``count`` arrays of a worker are rounded with.
+  """Draws the keys and dithers of a worker's ``count`` arrays, all different.
 
-  Args:
-    codec: the codec of the arrays.
-    key: ``uint32[2]``, the same on all workers; None if the codec draws nothing.
-    count: the number of arrays. Each draws other numbers.
-    worker: the number of the worker.
+  ``key`` is ``uint32[2]``, equal on all workers; None if the codec needs none.
   """
   if not codec.needs_key:
     return Draws()
@@ -52,26 +47,20 @@ def draws(codec: Codec, key: jax.Array | None, count: int, worker: jax.Array) ->
 
 
 def to_lines(arrays: jax.Array, codec: Codec, drawn: Draws) -> jax.Array:
-  """Encodes ``[K, ...]`` arrays to ``uint32[K, M]``.
-
-  The rows are written down first, however few. XLA would compute them anew in whatever
-  cuts or flattens them, word by word: ten times slower where one scale serves an array.
-  """
+  """Encodes ``[K, ...]`` arrays to ``uint32[K, M]``."""
   with jax.named_scope("gradcomp_encode"):
     payload = jax.vmap(lambda x, own, shared: _encode(codec, x, own, shared))(
       arrays, drawn.own, drawn.dither
     )
+  # Materialized, however few rows: XLA would compute them anew for every slice or
+  # reshape, word by word: ten times slower where one scale serves an array.
   rows = written(lambda rows: rows, payload.rows)
   agreed = [] if payload.agreed is None else [_words(payload.agreed)]
   return join([rows, *agreed], arrays.shape[0])
 
 
 def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Array:
-  """Decodes ``uint32[K, M]`` to arrays of a shape, ``float32[K, *shape]``.
-
-  What codes stand for is written down row by row. XLA would compute the row and the
-  place in it of every element of the result, which takes longer than decoding.
-  """
+  """Decodes ``uint32[K, M]`` to arrays of a shape, ``float32[K, *shape]``."""
   like = jnp.zeros(shape, jnp.float32)  # only its shape and dtype count
   key = jax.ShapeDtypeStruct((2,), jnp.uint32)
   mask = jax.ShapeDtypeStruct((3,), jnp.uint32)
@@ -79,6 +68,8 @@ def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Ar
   with jax.named_scope("gradcomp_decode"):
     if form.agreed is None:
       (rows,) = split(lines, [form.rows.shape])
+      # Materialized row by row: XLA would compute the row of every element of the
+      # result, and its place there, which takes longer than decoding.
       decode = jax.vmap(codec.decode_rows)
       tiles = decode(rows) if sums.of(codec).plain else written(decode, rows)
     else:
@@ -97,7 +88,7 @@ def _encode(
 
 
 def _words(agreed: jax.Array) -> jax.Array:
-  """Returns a word for each float or byte."""
+  """Converts floats or bytes to one ``uint32`` each."""
   if agreed.dtype == jnp.float32:
     return lax.bitcast_convert_type(agreed, jnp.uint32)
   return agreed.astype(jnp.uint32)

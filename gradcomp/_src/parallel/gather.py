@@ -1,4 +1,4 @@
-"""Gathers a weight that is cut over workers, as FSDP does before each layer."""
+"""``gather``: a whole weight from its shards, as FSDP needs before each layer."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def gather(
   shape: tuple[int, ...] | None = None,
   key: jax.Array | None = None,
 ) -> jax.Array:
-  r"""Returns a whole weight, whose gradient goes back to the workers that own it.
+  r"""Gathers a weight from its shards; its gradient is scattered to their owners.
 
   Worker d has the shard :math:`w_d`. All workers get the same bits of
 
@@ -49,7 +49,7 @@ def gather(
 
   In the backward pass, worker i has the cotangent :math:`g_i` of the whole weight, and
   the residual :math:`e_i`. It sends part d of their sum to worker d, which decodes and
-  adds in ``float32``, in the order of workers. What gets lost is the new residual:
+  adds in ``float32``, in the order of workers. The rounding error is the new residual:
 
   .. math::
      c_i = g_i + e_i, \qquad \bar{w}_d = \sum_{i=0}^{N-1} Q_g(c_i[d]), \qquad
@@ -67,8 +67,8 @@ def gather(
   Gather each weight once in a step, and use the result as often as it is needed. Two
   gathers with one residual would each send it, and their new residuals would be added.
   The gather that ``jax.checkpoint`` runs again does not count: it has no other backward
-  pass. Put ``jax.checkpoint`` around each layer. Else whole weights wait in memory for
-  the backward pass.
+  pass. Put ``jax.checkpoint`` around each layer. Else whole weights stay in memory
+  until the backward pass.
 
   A worker sends ``(N-1) c_w`` bytes forward and ``(N-1) c_g`` backward, where c are the
   bytes of the payload of a shard. A payload has whole tiles of its codec. Choose
@@ -76,8 +76,8 @@ def gather(
 
   A gradient that is not finite makes at least its block NaN on the owner of the block,
   or the element alone if it is the owner's. The residual keeps its old value there.
-  Workers do not learn of what others sent: a step that is dropped for it must drop all
-  new residuals, too.
+  Other workers do not learn of it: a step that is dropped for it must drop all new
+  residuals, too.
 
   Args:
     w_shard: this worker's part of the weight, floats, of one shape on all workers. A
@@ -85,17 +85,17 @@ def gather(
     axis_name: the axis of the enclosing map, or a tuple of axes.
     weights: the codec of the weight; None for ``float32``.
     grads: the codec of the gradient; None for ``float32``. ``OneBit`` needs a residual.
-    residual: what earlier steps lost of this worker's gradients: zeros at first, see
-      :func:`gather_residual`. Without one, what is lost stays lost.
-    axis: the array axis along which the weight is cut.
+    residual: the rounding errors of this worker's earlier gradients: zeros at first,
+      see :func:`gather_residual`. Without one, they are dropped.
+    axis: the array axis along which the weight is sharded.
     shape: the shape of the weight, if the shard is an Nth of all its elements: of
-      ``jnp.pad(w.reshape(-1), (0, -w.size % N))``. So any shape can be cut.
+      ``jnp.pad(w.reshape(-1), (0, -w.size % N))``. So any shape can be sharded.
     key: a key that all workers share, another one for each call, if a codec draws
       random numbers. The backward pass folds in 1.
 
   Returns:
     The whole weight, of the dtype of ``w_shard``: N times as long along ``axis``, or of
-    the given shape. It is typed as differing between workers, for so do its cotangents.
+    the given shape. It is typed as varying over the workers, as its cotangents do.
     Decoding is done in ``float32``.
 
   Raises:
@@ -152,9 +152,9 @@ def gather_residual(
       in_specs=P("data"), out_specs=P("data"), mesh=mesh))(shards)
 
   Args:
-    w_shard: this worker's part of the weight.
+    w_shard: this worker's shard of the weight.
     axis_name: the axis of the enclosing map, or a tuple of axes.
-    axis: the array axis along which the weight is cut.
+    axis: the array axis along which the weight is sharded.
 
   Returns:
     Zeros of the shape of all shards together, ``float32``; for a complex weight, pairs
@@ -226,7 +226,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _axes_of(axis_name: AxisName, x: jax.Array | None) -> tuple[str, ...]:
-  """Returns the axes of the workers, and others over which an array differs."""
+  """Returns the axes of the workers, and other axes over which an array varies."""
   others = varying_axes(x).difference(axis_names(axis_name))
   return (*axis_names(axis_name), *sorted(others))
 
@@ -237,7 +237,7 @@ def _residual_shape(x: jax.Array, axis: int, size: int) -> tuple[int, ...]:
 
 
 def _check_cut(found: tuple[int, ...], shape: tuple[int, ...], size: int) -> None:
-  """Raises ValueError for a shard that is no Nth of the elements of a shape."""
+  """Raises ValueError for a shard that is not 1/N of the elements of a shape."""
   share = -(-math.prod(shape) // size)
   if found != (share,):
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Gathering shards and scattering sums: each of the two is the other's gradient."""
+"""All-gather and reduce-scatter: each of the two is the other's gradient."""
 
 import functools
 
@@ -14,7 +14,7 @@ from gradcomp._src.parallel.transport import cut, gathered, joined, reduced
 def gather(
   wire: Wire, axis: int, equal: bool, x: jax.Array, key: jax.Array | None
 ) -> jax.Array:
-  """Returns the arrays of all workers, side by side; ``equal`` types them so."""
+  """Concatenates all workers' arrays; ``equal`` types the result as replicated."""
   result = joined(gathered(x, wire, key), axis).astype(x.dtype)
   return result if equal else mark_varying(result, wire.axis_name)
 
@@ -28,7 +28,7 @@ def _gather_forward(
 def _gather_backward(
   wire: Wire, axis: int, equal: bool, key: jax.Array | None, cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
-  if equal:  # and so is the cotangent, which is that of all workers together
+  if equal:  # and so is the cotangent, of all workers together
     parts = cut(cotangent, axis, wire.size)
     return parts[lax.axis_index(wire.axis_name)], None
   return scatter(wire.reversed, axis, cotangent, folded(key, 1)), None
@@ -39,7 +39,7 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def scatter(wire: Wire, axis: int, x: jax.Array, key: jax.Array | None) -> jax.Array:
-  """Returns this worker's part of the sum."""
+  """Returns this worker's part of the sum, ``[..., n, ...]`` of ``[..., N n, ...]``."""
   return reduced(cut(x, axis, wire.size), wire, key).astype(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Holds what a differentiable collective needs to know, and checks it."""
+"""The validated options of a differentiable collective."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,14 +21,10 @@ Backward = Codec | Literal["same"] | None
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-  """Says how arrays travel along an axis.
+  """The axes and codecs of a collective.
 
-  Attributes:
-    axis_name: the axes of the workers.
-    codec: the codec of the values, in the forward pass.
-    backward: the codec of their cotangents, in the backward pass.
-    own: whether a worker decodes its own part, too, which does not travel.
-    size: the number of workers.
+  ``codec`` is for values, in the forward pass, and ``backward`` for their cotangents.
+  With ``own="coded"`` a worker encodes its own part, too, which is not sent.
   """
 
   axis_name: AxisName
@@ -46,13 +42,7 @@ class Wire:
 def wire(
   axis_name: AxisName, codec: Any, backward: Any = "same", own: Any = "exact"
 ) -> Wire:
-  """Returns the checked options of a call.
-
-  Raises:
-    ValueError: the axis is not bound, a codec needs a residual or a memory, or ``own``
-      is another word.
-    TypeError: a codec is none.
-  """
+  """Validates the options of a call."""
   size = require_size(axis_name)
   one_of("own", Own, own)
   forward = stateless("codec", codec)
@@ -63,11 +53,7 @@ def wire(
 
 
 def checked_key(key: jax.Array | None, *codecs: Codec) -> jax.Array | None:
-  """Returns ``uint32[2]``; None if no codec draws random numbers.
-
-  Raises:
-    ValueError: a codec draws random numbers, and there is no key.
-  """
+  """Returns ``uint32[2]``, or None if no codec needs one; ValueError if missing."""
   for codec in codecs:
     if codec.needs_key and key is None:
       cure = ', or choose rounding="nearest"' if hasattr(codec, "rounding") else ""
@@ -81,7 +67,7 @@ def checked_key(key: jax.Array | None, *codecs: Codec) -> jax.Array | None:
 
 
 def folded(key: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
-  """Returns the key of a later stage; None for none."""
+  """Returns the key of a later stage; None without a key."""
   return None if key is None else fold_key(key, number)
 
 
@@ -94,10 +80,7 @@ def checked_floats(x: Any) -> jax.Array:
 
 
 def of_reals(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-  """Applies a function of real arrays, to which complex numbers go as pairs.
-
-  Pairs lie along a last axis, which the function leaves as it is.
-  """
+  """Applies a function of real arrays to complex ones as pairs on a last axis."""
   if not jnp.iscomplexobj(x):
     return function(x)
   result = function(jnp.stack([x.real, x.imag], axis=-1))
@@ -105,7 +88,7 @@ def of_reals(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Ar
 
 
 def checked_axis(name: str, axis: Any, ndim: int) -> int:
-  """Returns the number of an array axis, 0 or more; ValueError for all else."""
+  """Returns the number of an array axis, 0 or more; ValueError otherwise."""
   rule = f"an axis of an array with {ndim} axes"
   number = static_integer(name, rule, axis)
   if not -ndim <= number < ndim:

@@ -1,4 +1,4 @@
-"""Sends arrays from worker to worker; gradients go back along the same pairs."""
+"""``ppermute``: arrays along pairs of workers; gradients go back along these pairs."""
 
 import functools
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def ppermute(
       pass folds in 1.
 
   Returns:
-    An array like ``x``: what the sender had, rounded. It is zero where nobody sends.
+    An array like ``x``: the sender's, rounded; zeros without a sender.
 
   Raises:
     ValueError: the axis is not bound; the codec is sparse, or needs a memory or error

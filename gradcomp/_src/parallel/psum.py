@@ -1,4 +1,4 @@
-"""Sums over workers: at the end of a layer that is cut by inputs, or at its entry."""
+"""Sums over workers, at the entry and at the end of a sharded layer."""
 
 import functools
 from typing import Any
@@ -30,7 +30,7 @@ def psum(
 ) -> jax.Array:
   r"""Returns the sum over the workers, with the same bits on all of them.
 
-  Each worker owns an Nth of the elements. It decodes what the others send of these,
+  Each worker owns an Nth of the elements. It decodes the others' payloads of these,
   adds in ``float32``, in the order of workers, and sends the encoded sum to all:
 
   .. math:: y = Q(\sum_i Q(x_i))
@@ -39,7 +39,7 @@ def psum(
   typed as equal on all workers, and so is its cotangent, which each worker takes as the
   cotangent of its own ``x``: the backward pass sends nothing. It is the gradient that
   ``jax.shard_map`` gives ``lax.psum`` where it checks types. Use it at the end of a
-  layer that is cut by its inputs, and :func:`sum_gradients` at its entry.
+  layer that is sharded by its inputs, and :func:`sum_gradients` at its entry.
 
   Args:
     x: an array of any shape, floats, of one shape on all workers.
@@ -78,9 +78,9 @@ def sum_gradients(
   codec: Any,
   key: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns ``x``, whose cotangent is the :func:`psum` of the workers' cotangents.
+  """Returns ``x``; its cotangent is the :func:`psum` of the workers' cotangents.
 
-  It is the entry of a layer that is cut by its outputs. All workers have the same
+  It is the entry of a layer that is sharded by its outputs. All workers have the same
   ``x``, and each computes other outputs from it.
 
   Args:
@@ -134,7 +134,7 @@ def by_owners(
 
 
 def owner_key(wire: Wire, key: jax.Array | None) -> jax.Array | None:
-  """Returns the key with which an owner rounds its sum, which nobody else has."""
+  """Returns an owner's key for rounding its sum, different on each worker."""
   return folded(folded(key, 2), lax.axis_index(wire.axis_name))
 
 

@@ -1,4 +1,4 @@
-"""Adds arrays of all workers, each of which gets a part of the sum."""
+"""``psum_scatter``: the sum of all workers' arrays, a part for each worker."""
 
 from typing import Any
 
@@ -28,9 +28,9 @@ def psum_scatter(
   own: Own = "exact",
   key: jax.Array | None = None,
 ) -> jax.Array:
-  r"""Adds the arrays of all workers, each of which gets a part of the sum.
+  r"""Adds the arrays of all workers; each worker gets one part of the sum.
 
-  It does what ``lax.psum_scatter(tiled=True)`` does: worker d gets
+  As in ``lax.psum_scatter(tiled=True)``, worker d gets
 
   .. math:: y_d = \sum_{i=0}^{N-1} Q(x_i[d])
 
@@ -45,7 +45,7 @@ def psum_scatter(
     codec: the codec of the values.
     backward: the codec of the cotangents; ``"same"`` for that of the values, None for
       ``float32``.
-    axis: the array axis that is cut into N parts.
+    axis: the array axis that is split into N parts.
     own: ``"exact"`` adds a worker's own part as it is, ``"coded"`` rounds it, too.
     key: a key that all workers share, if a codec draws random numbers. The rounding
       errors of the workers then cancel in part. The backward pass folds in 1.

@@ -1,4 +1,4 @@
-"""Brings arrays to another sharding, as jax.reshard does, but compressed."""
+"""``reshard``: a compressed ``jax.reshard``."""
 
 import functools
 from typing import Any
@@ -29,10 +29,10 @@ def reshard(
   residual: jax.Array | None = None,
   source: PartitionSpec | None = None,
 ) -> Any:
-  """Brings an array to another sharding over some axes, compressed.
+  """Changes the sharding of an array over some axes, compressed.
 
   ==========  ============================  ====================
-  from        to                            which is
+  from        to                            by
   ==========  ============================  ====================
   addends     replicated, ``P()``           :func:`psum`
   addends     sharded, ``P("data")``        :func:`psum_scatter`
@@ -40,16 +40,16 @@ def reshard(
   ==========  ============================  ====================
 
   In plain ``jax.jit`` under Explicit axes, ``x`` has its sharding in its type. Inside a
-  map, ``x`` is what one worker has, and ``source`` says what that is. All workers end
-  with the same bits of what is replicated.
+  map, ``x`` is one worker's array, and ``source`` its sharding. A replicated result has
+  the same bits on all workers.
 
   Args:
     x: an array of floats.
     spec_or_axis: the sharding of the result; or an axis over which ``x`` is unreduced
-      or sharded, and over which the result shall be replicated.
+      or sharded, to make the result replicated over it.
     codec: the codec.
     key: a key that all workers share, if the codec draws random numbers.
-    residual: what was not sent in earlier calls, ``float32``, zeros at first. It is
+    residual: the unsent part of earlier calls, ``float32``, zeros at first. It is
       sent with ``x``. Each worker has one in the shape of its own part of ``x``, and of
       at least one axis. For addends under Explicit axes these lie side by side on the
       first axis, ``[N * d0, ...]`` with the spec ``P("data")``.
@@ -107,13 +107,13 @@ def reshard(
 
 
 def _without(spec: PartitionSpec, axes: Any, ndim: int) -> PartitionSpec:
-  """Returns the spec of an array that is replicated over the axes."""
+  """Returns a spec without these axes: the array is replicated over them."""
   cut = names_by_axis(spec, ndim)
   return spec_of([[name for name in names if name not in axes] for names in cut])
 
 
 def _move(source: PartitionSpec, target: PartitionSpec, ndim: int) -> Move:
-  """Returns what leads from one spec to another; ValueError for all else."""
+  """Returns the collective from one spec to another; ValueError if there is none."""
   before, after = names_by_axis(source, ndim), names_by_axis(target, ndim)
   changed = [i for i in range(len(after)) if before[i : i + 1] != after[i : i + 1]]
   addends = frozenset(source.unreduced)

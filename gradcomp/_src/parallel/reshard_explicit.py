@@ -1,4 +1,4 @@
-"""Enters a map for an array whose type says how it lies on an Explicit mesh."""
+"""Resharding of arrays on an Explicit mesh, outside a map."""
 
 import dataclasses
 import functools
@@ -17,15 +17,7 @@ from gradcomp._src.parallel.reshard_inside import Move, moved, moved_with_residu
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-  """Leads from one sharding to another.
-
-  Attributes:
-    move: what a worker does.
-    codec: the codec.
-    source: the spec before.
-    target: the spec after.
-    mesh: the mesh, with Explicit axes.
-  """
+  """A change from one sharding to another, on a mesh with Explicit axes."""
 
   move: Move
   codec: Codec
@@ -34,7 +26,7 @@ class Path:
   mesh: AbstractMesh
 
   def run(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Returns the array in the other sharding."""
+    """Returns the array in the target sharding."""
     result = self._mapped(
       lambda x, key: moved(x, self.move, self.codec, key),
       (self.source, PartitionSpec()),
@@ -45,7 +37,7 @@ class Path:
   def with_residual(
     self, x: jax.Array, residual: jax.Array, key: jax.Array | None
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns the array in the other sharding, and the new residual."""
+    """Returns the array in the target sharding, and the new residual."""
     kept = reduced_spec(self.source)
     if self.move.kind != "gather":
       kept = stack_spec(self.move.axis_name, kept)
@@ -57,10 +49,10 @@ class Path:
     return self._typed(result), residual
 
   def pull(self, cotangent: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Returns the cotangent of an array, given that of the result.
+    """Returns the cotangent of the argument from the cotangent of the result.
 
-    The cotangent of addends is ``reduced``, and that of what is ``reduced`` are
-    addends.
+    An unreduced array has a ``reduced`` cotangent, and a ``reduced`` one an unreduced
+    cotangent.
     """
     names = axis_names(self.move.axis_name)
     if self.move.kind == "sum":
@@ -96,7 +88,7 @@ def _reduced(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def along(path: Path, x: jax.Array, key: jax.Array | None) -> jax.Array:
-  """Returns the array in the other sharding; its gradient goes the way back."""
+  """Returns the array in the target sharding; its gradient goes the way back."""
   return path.run(x, key)
 
 
@@ -116,7 +108,7 @@ along.defvjp(_along_forward, _along_backward)
 
 
 def check_explicit(mesh: AbstractMesh) -> None:
-  """Raises ValueError unless there is a mesh, with Explicit axes alone."""
+  """Raises ValueError unless there is a mesh, with Explicit axes only."""
   if mesh.empty or any(kind != AxisType.Explicit for kind in mesh.axis_types):
     raise ValueError(
       "`x` must be inside a map that binds the axes, or lie on a mesh whose axes are "
@@ -129,7 +121,7 @@ def check_explicit(mesh: AbstractMesh) -> None:
 def undifferentiated(
   function: Callable[..., Any], x: jax.Array, residual: jax.Array, key: Any
 ) -> Any:
-  """Returns ``function(x, residual, key)``, which has no gradient: ValueError."""
+  """Calls ``function(x, residual, key)``; ValueError if it is differentiated."""
   return function(x, residual, key)
 
 

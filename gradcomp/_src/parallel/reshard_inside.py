@@ -1,4 +1,4 @@
-"""Sums, scatters and gathers the arrays of one worker, with or without a residual."""
+"""Sum, scatter and gather of one worker's array, with or without a residual."""
 
 from typing import Literal, NamedTuple
 
@@ -26,13 +26,13 @@ from gradcomp._src.parallel.transport import (
 
 
 class Move(NamedTuple):
-  """Says what becomes of an array that is unreduced or sharded over some axes.
+  """A collective that changes the sharding of an array over some axes.
 
   Attributes:
     kind: ``"sum"`` adds up addends on all workers; ``"scatter"`` adds up each worker's
-      part on it; ``"gather"`` puts shards together.
+      part on it; ``"gather"`` concatenates shards.
     axis_name: the axes of the workers.
-    axis: the array axis that is, or will be, cut.
+    axis: the array axis that is, or will be, sharded.
   """
 
   kind: Literal["sum", "scatter", "gather"]
@@ -41,7 +41,7 @@ class Move(NamedTuple):
 
 
 def moved(x: jax.Array, move: Move, codec: Codec, key: jax.Array | None) -> jax.Array:
-  """Returns the result of one worker, where a map binds the axes."""
+  """Runs a collective on one worker, where a map binds the axes."""
   if move.kind == "sum":
     return psum(x, move.axis_name, codec=codec, key=key)
   if move.kind == "scatter":
@@ -64,11 +64,11 @@ def moved_with_residual(
   residual: jax.Array,
   key: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the result of one worker, and its new residual.
+  """Runs a collective on one worker; returns the result and the new residual.
 
-  The array and the residual are sent together. The new residual is what was not sent of
-  them, and what the array's dtype does not hold of the result. Where that is not
-  finite, it is the old one.
+  The residual is added to the array. The new one is the rounding error of both, and of
+  the cast of the result to the array's dtype. Where that is not finite, it is the old
+  one.
   """
   if jnp.iscomplexobj(x):
     raise TypeError(f"`x` must be real where `residual` is given, got {x.dtype}.")
@@ -96,13 +96,11 @@ def moved_with_residual(
 
 
 def _lost_in_sum(x: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
-  """Returns what is lost of this worker's array, and of the sum that it owns.
-
-  An owner sends the loss of its sum in the next step, as if it were its own.
-  """
+  """Returns the rounding errors of this worker's array and of the sum that it owns."""
   worker = lax.axis_index(wire.axis_name)
   parts, own = by_owners(x, wire, key)
   unsent = lost(parts, wire, key)
   again = lost(own[None], wire, owner_key(wire, key))[0]
+  # The owner sends the error of its sum in the next step, like its own.
   unsent = unsent + jnp.where(mine(worker, unsent), again, 0.0)
   return unsent.reshape(-1)[: x.size].reshape(x.shape)

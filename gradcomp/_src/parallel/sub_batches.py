@@ -1,4 +1,4 @@
-"""Takes a batch in several passes, and gathers the next one under each product."""
+"""``sub_batches``: a batch in several passes, each gathered during the one before."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def sub_batches(
   prefetch: bool = True,
   key: jax.Array | None = None,
 ) -> Any:
-  """Applies a layer that is cut over the workers to a batch, in several passes.
+  """Applies a layer that is sharded over the workers to a batch, in several passes.
 
   Each worker has the features of its own samples. In a pass, all workers take the same
   sub-batch, which :func:`all_gather` puts together from an equal part of each worker's

@@ -1,7 +1,4 @@
-"""Moves encoded arrays between workers: what all functions of the folder are made of.
-
-No function here has a derivative of its own.
-"""
+"""Transport of encoded arrays between workers, without derivatives."""
 
 from collections.abc import Sequence
 
@@ -20,16 +17,10 @@ from gradcomp._src.parallel.options import Wire
 def gathered(
   x: jax.Array, wire: Wire, key: jax.Array | None, name: str | None = None
 ) -> jax.Array:
-  """Sends an array to all workers.
+  """Sends an array to all workers; returns all of them, ``float32[N, *x.shape]``.
 
-  Args:
-    x: this worker's array, of one shape on all workers.
-    wire: how it travels.
-    key: ``uint32[2]``, or None.
-    name: the name of the collective, by default that of as many floats.
-
-  Returns:
-    The arrays of all workers, ``float32[N, *x.shape]``.
+  ``key`` is ``uint32[2]``, or None. The collective's ``name`` has by default the number
+  of floats.
   """
   worker = lax.axis_index(wire.axis_name)
   line = to_lines(x[None], wire.codec, draws(wire.codec, key, 1, worker))[0]
@@ -43,16 +34,10 @@ def gathered(
 def exchanged(
   parts: jax.Array, wire: Wire, key: jax.Array | None, *, stage: bool = False
 ) -> jax.Array:
-  """Sends part d of ``[N, ...]`` to worker d.
+  """Sends part d of ``[N, ...]`` to worker d; returns the parts from all, ``float32``.
 
-  Args:
-    parts: this worker's.
-    wire: how they travel.
-    key: ``uint32[2]``, or None.
-    stage: whether a later collective completes it, and counts for both.
-
-  Returns:
-    The parts from all workers, ``float32[N, ...]``.
+  ``key`` is ``uint32[2]``, or None. With ``stage`` a later collective completes it, and
+  counts for both.
   """
   worker = lax.axis_index(wire.axis_name)
   lines = to_lines(parts, wire.codec, draws(wire.codec, key, wire.size, worker))
@@ -68,17 +53,18 @@ def reduced(
 ) -> jax.Array:
   """Adds part d of all workers at worker d, in float32 and in the order of workers.
 
-  It takes what :func:`exchanged` takes, and returns the sum, ``float32[...]``.
+  The arguments are those of :func:`exchanged`; the sum is ``float32[...]``.
   """
   return sum_in_order(lambda part: part, exchanged(parts, wire, key, stage=stage))
 
 
 def lost(parts: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
-  """Returns what receivers do not get of parts ``[K, ...]``.
+  """Returns the rounding errors of sent parts, ``[K, ...]``.
 
-  It takes what :func:`exchanged` takes, or an array that is gathered as ``[1, ...]``.
-  XLA sees that the parts are encoded as they were for sending, and does it once.
+  The arguments are those of :func:`exchanged`, or an array that is gathered, as
+  ``[1, ...]``.
   """
+  # Encoded as for sending: XLA sees that, and encodes once.
   worker = lax.axis_index(wire.axis_name)
   lines = to_lines(parts, wire.codec, draws(wire.codec, key, parts.shape[0], worker))
   arrived = from_lines(lines, parts.shape[1:], wire.codec)
@@ -90,13 +76,9 @@ def lost(parts: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
 def narrowed_parts(
   result: jax.Array, unsent: jax.Array, dtype: DTypeLike, wire: Wire
 ) -> tuple[jax.Array, jax.Array]:
-  """Casts the sum of a worker's own part, and keeps what that loses among the parts.
+  """Casts the sum of a worker's own part, and adds the error to its unsent part.
 
-  Args:
-    result: the sum, ``float32[...]``.
-    unsent: what the worker did not send of all parts, ``[N, ...]``.
-    dtype: of the result.
-    wire: how the parts travelled.
+  ``result`` is ``float32[...]``, and ``unsent`` the errors of all parts, ``[N, ...]``.
   """
   narrow, rest = narrowed(result, dtype)
   own = mine(lax.axis_index(wire.axis_name), unsent)
@@ -120,19 +102,19 @@ def sent(
 
 
 def cut(x: jax.Array, axis: int, count: int) -> jax.Array:
-  """Cuts an array into equal parts along an axis: ``[count, ...]``."""
+  """Splits an array into equal parts along an axis: ``[count, ...]``."""
   shape = (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
   return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
 def joined(parts: jax.Array, axis: int) -> jax.Array:
-  """Puts parts ``[count, ...]`` side by side along an axis: it undoes :func:`cut`."""
+  """Concatenates parts ``[count, ...]`` along an axis: the inverse of :func:`cut`."""
   count, *shape = parts.shape
   shape[axis] *= count
   return jnp.moveaxis(parts, 0, axis).reshape(shape)
 
 
 def mine(worker: jax.Array, arrays: jax.Array) -> jax.Array:
-  """Returns True for the array of this worker: ``bool[N, 1, ...]``."""
+  """Masks the array of this worker: ``bool[N, 1, ...]``."""
   lines = jnp.arange(arrays.shape[0]) == worker
   return lines.reshape(-1, *[1] * (arrays.ndim - 1))

@@ -1,4 +1,4 @@
-"""Describes the collectives of a step, for :mod:`gradcomp.cost`."""
+"""The collectives of a step as records, for :mod:`gradcomp.cost`."""
 
 import dataclasses
 import functools
@@ -17,14 +17,14 @@ class Stage:
   """One collective of a step.
 
   Attributes:
-    message: the number of the message whose leaves it sends.
+    message: the number of the message of its leaves.
     primitive: JAX's name of the collective.
     workers: the workers that exchange with each other; of a permutation, those of its
       longest cycle, where two workers swap.
-    span: the length of the rows of consecutive workers that no byte leaves. Workers are
-      in the order of their axes.
-    elements: the elements that a worker puts in.
-    bytes_in: the bytes that a worker puts in.
+    span: the size of the aligned blocks of consecutive ranks that all sends stay in.
+      Ranks are in the order of the axes.
+    elements: the elements of a worker's operand.
+    bytes_in: the bytes of a worker's operand.
     bytes_sent: the bytes that a worker sends for these.
     times: the number of its runs in a step, one after the other.
   """
@@ -45,7 +45,7 @@ class Stage:
 
 
 def append(stages: list[Stage], stage: Stage) -> None:
-  """Adds a collective to a list. XLA joins sums that follow one another to one."""
+  """Adds a collective to a list; joins consecutive sums to one, as XLA does."""
   last = stages[-1] if stages and stage.primitive == "psum" else None
   if last and all(getattr(last, x) == getattr(stage, x) for x in _JOINED):
     stages[-1] = dataclasses.replace(
@@ -61,10 +61,7 @@ def append(stages: list[Stage], stage: Stage) -> None:
 def members(axes: Sequence[str], sizes: Mapping[str, int], pairs: Pairs) -> int:
   """Returns the number of workers that exchange with each other.
 
-  Args:
-    axes: the axes of the collective.
-    sizes: the sizes of all axes.
-    pairs: those of a permutation; empty for other collectives.
+  ``pairs`` are the pairs of a permutation; empty for other collectives.
   """
   return _longest_cycle(pairs) if pairs else math.prod(sizes[axis] for axis in axes)
 
@@ -72,7 +69,7 @@ def members(axes: Sequence[str], sizes: Mapping[str, int], pairs: Pairs) -> int:
 def span(
   axes: Sequence[str], data: Sequence[str], sizes: Mapping[str, int], pairs: Pairs
 ) -> int:
-  """Returns the length of the rows of consecutive workers that no byte leaves.
+  """Returns the size of the aligned blocks of consecutive ranks that all sends stay in.
 
   The arguments are those of :func:`members`, and the axes of all workers, ``data``.
   """
@@ -89,7 +86,7 @@ def span(
 def _place(
   index: int, *, axes: Sequence[str], data: Sequence[str], sizes: Mapping[str, int]
 ) -> int:
-  """Returns the number, among all workers, of one with an index on some axes."""
+  """Converts an index along some axes to a global worker rank."""
   result = 0
   for axis in reversed(axes):
     index, own = divmod(index, sizes[axis])

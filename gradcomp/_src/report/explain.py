@@ -1,4 +1,4 @@
-"""Explains what a transformation sends, and why, before anything runs."""
+"""``explain``: the codec, exchange and bytes of each leaf, before a step runs."""
 
 import dataclasses
 import math
@@ -27,14 +27,14 @@ class Explanation:
   """The result of :func:`explain`; ``str(explanation)`` is a table.
 
   Attributes:
-    leaves: one plan a leaf, and for one that several transformations see, one for each.
+    leaves: one plan a leaf and transformation.
     workers: N, along all axes together.
     bytes_inside: the part of all bytes that ``hierarchical`` sends inside groups.
     bytes_fitting: the part of all bytes that fits a codec to the gradients, which only
       some steps send.
-    bytes_kept: the memory in which an owner keeps what encoding means loses.
-    forgets: whether owners keep nothing of it, because the state was made where nobody
-      knew the number of workers. They round means at random then.
+    bytes_kept: the memory of an owner's residual, of the rounding of means.
+    forgets: whether owners keep no residual, because the state was made without the
+      number of workers. They round means at random then.
     stages: the collectives of a step, from which :mod:`gradcomp.cost` predicts seconds.
       Those that fit a codec are not among them.
   """
@@ -56,8 +56,8 @@ class Explanation:
   def bytes_per_step(self) -> float:
     """The bytes that each worker sends in a step, on average over many.
 
-    It is less than ``bytes_sent`` if workers take steps alone. That is then what they
-    send in the last step of a round.
+    It is less than ``bytes_sent``, the bytes of the last step of a round, if workers
+    take local steps.
     """
     return float(self._per_step)
 
@@ -68,7 +68,7 @@ class Explanation:
 
   @property
   def bytes_received(self) -> int:
-    """The bytes that each worker receives: as many as it sends, in every exchange."""
+    """The bytes that each worker receives: ``bytes_sent``, in every exchange."""
     return self.bytes_sent
 
   @property
@@ -78,9 +78,10 @@ class Explanation:
 
   @property
   def ratio(self) -> float:
-    """The ratio of ``bytes_sent`` and the bytes of a plain mean in float32.
+    """The ratio of ``bytes_sent`` to the bytes of a plain mean in float32.
 
-    That mean is over all workers, and has each leaf once, however many send it.
+    That mean is over all workers, and has each leaf once, also if several
+    transformations send it.
     """
     return self._ratio(bits=32)
 
@@ -132,11 +133,11 @@ class Explanation:
 
   @property
   def _rounds(self) -> set[int]:
-    """The steps of the rounds: of each leaf, in one of how many it is sent."""
+    """The lengths of the rounds: a leaf with length n is sent in one of n steps."""
     return {leaf.every for leaf in self.leaves} or {1}
 
   def _when(self) -> list[str]:
-    """Says in which steps the bytes are sent, and how many bits that is in each."""
+    """Describes in words the steps that send, and the bits an element of each."""
     length = math.lcm(*self._rounds)
     bits = 8 * self.bytes_per_step / max(self._elements, 1)
     when = "a step" if length == 1 else f"a round of {length} steps"
@@ -187,10 +188,8 @@ def _ratio(sent: Fraction, elements: int, workers: int, bits: int) -> float:
 def _work(
   message: Message, sent: LeafCodec, codec: LeafCodec, sizes: tuple[int, ...]
 ) -> Work:
-  """Returns the work for a leaf of a message.
-
-  Where a codec averages other arrays in place of a leaf, only the leaf counts.
-  """
+  """Returns the work for a leaf of a message."""
+  # A codec that averages other arrays in place of a leaf: only the leaf is coded.
   plain = all(sums.of(codec).plain for codec in message.layout.codecs)
   return message.exchange.work(sizes, plain=plain) if sent == codec else CODED_ONCE
 
@@ -202,16 +201,16 @@ def explain(
   workers: WorkerSizes,
   opt_state: Any = None,
 ) -> Explanation:
-  """Explains what gradcomp's transformations in an optimizer send for these parameters.
+  """Explains the messages that gradcomp's transformations in an optimizer send.
 
-  Nothing is computed, and no axis or device is needed: ``update`` is traced with shapes
-  alone, as a map over the workers would trace it, and its collectives are read. That
-  takes as long as tracing a step does. A leaf shares the bytes of its message by the
-  rows that it has there. A leaf that no gradcomp transformation sees is not in the
-  table. One that two see is there twice, and ratios count it once. For
+  Nothing is computed, and no axis or device is needed: ``update`` is traced with
+  shapes, as a map over the workers would trace it, and its collectives are read. That
+  takes the time of tracing a step. A leaf shares the bytes of its message by the rows
+  that it has there. A leaf that no gradcomp transformation sees is not in the table.
+  One that two see is there twice, and ratios count it once. For
   :func:`gradcomp.wrappers.switch`, and wherever else a step takes one of several
-  branches, the table shows the last that sends something. Without ``axis_name``, what
-  would be sent over the axes that gradients are unreduced over is shown.
+  branches, the table shows the last that sends something. Without ``axis_name``, the
+  table shows an exchange over the axes that gradients are unreduced over.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
@@ -220,9 +219,9 @@ def explain(
       ``"hierarchical"`` over two axes. Where transformations exchange over different
       axes, the size of each axis that workers are on, in the order of the mesh, like
       ``{"host": 2, "chip": 4}``.
-    opt_state: the state after a step, outside of any transformed function. It says how
-      many slots of sparse messages were used, as a mean over the workers, and whether
-      owners keep what they lose.
+    opt_state: the state after a step, outside of any transformed function. With it,
+      the table has the used slots of sparse messages, a mean over the workers, and
+      knows whether owners keep residuals.
 
   Returns:
     An :class:`Explanation`. ``print`` shows for each leaf the codec, its real bits an
@@ -233,8 +232,8 @@ def explain(
   Raises:
     ValueError: ``workers`` is no number of workers, lacks an axis, does not fit the
       groups of ``"hierarchical"``, is not that of ``opt_state``, or is above 46,340,
-      which is as many as JAX counts on two axes: one has a name, and one has none. Or a
-      leaf has more rows than 32 bits count.
+      the most that JAX counts on two axes, one with a name and one without. Or a leaf
+      has more rows than 32 bits count.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))

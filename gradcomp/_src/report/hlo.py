@@ -1,4 +1,4 @@
-"""Reads the collectives of a program from the text that XLA compiled it to."""
+"""A parser of optimized HLO text for the collectives of a program."""
 
 import math
 import re
@@ -44,11 +44,10 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each arra
 
 
 class Groups(NamedTuple):
-  """Who exchanges with whom.
+  """The groups of devices that exchange with each other.
 
-  Attributes:
-    workers: the workers of the largest group.
-    members: the numbers of the devices in each group; None if they are unknown.
+  ``workers`` is the size of the largest group. ``members`` are the devices of each, or
+  None if they are unknown.
   """
 
   workers: int
@@ -75,7 +74,7 @@ class Program(NamedTuple):
 
 
 def read(text: str) -> Program:
-  """Returns the collectives of optimized HLO, also of computations that it calls.
+  """Returns the collectives of optimized HLO, including called computations.
 
   Raises:
     ValueError: the text is not optimized HLO, or some of its bytes would be missed.
@@ -113,10 +112,7 @@ def read(text: str) -> Program:
 
 
 def _parse(text: str) -> tuple[dict[str, list[tuple[str, ...]]], str, int]:
-  """Returns a text's computations, the name of its entry, and the number of devices.
-
-  Instructions are the groups of ``_INSTRUCTION``.
-  """
+  """Returns computations as groups of ``_INSTRUCTION``, the entry, and the devices."""
   computations: dict[str, list[tuple[str, ...]]] = {}
   body: list[tuple[str, ...]] = []
   entries = []
@@ -135,11 +131,8 @@ def _parse(text: str) -> tuple[dict[str, list[tuple[str, ...]]], str, int]:
 
 
 def _operands(kind: str, rest: str, types: dict[str, str]) -> Shapes:
-  """Returns dtype and shape of each operand.
-
-  They are not read from the type of the instruction: that of a -start holds results,
-  too.
-  """
+  """Returns dtype and shape of each operand."""
+  # Not from the type of the instruction: the type of a -start holds results, too.
   text = re.sub(r"\{[^{}]*\}", "", rest).partition(")")[0]  # no {1,0:T(8,128)}
   arrays = _ARRAY.findall(text)
   if not arrays:  # names without types, as XLA prints them today
@@ -153,7 +146,7 @@ def _operands(kind: str, rest: str, types: dict[str, str]) -> Shapes:
 
 
 def _groups(kind: str, rest: str, devices: int) -> Groups:
-  """Returns the groups, which XLA writes in four ways, or as pairs."""
+  """Returns the replica groups, in XLA's four notations, or as pairs."""
   match = re.search(r"source_target_pairs=\{([{},\d]*)\}", rest)
   if kind == "collective-permute" and match:
     pairs = re.findall(r"(\d+),(\d+)", match[1])
@@ -183,12 +176,11 @@ def _groups(kind: str, rest: str, devices: int) -> Groups:
 def _along(
   sizes: dict[str, int], order: str, parts: list[tuple[str, int, int]]
 ) -> Groups:
-  """Returns groups along parts of the axes of a mesh that the text describes.
+  """Returns groups along parts of the axes of a mesh in the text.
 
-  Args:
-    sizes: the axes of the mesh.
-    order: the text behind them, such as ``, device_ids=([2,4]T(1,0))``.
-    parts: of an axis, the product of the parts before, and the size of this one.
+  ``sizes`` are the axes of the mesh, and ``order`` the text behind them, such as ``,
+  device_ids=([2,4]T(1,0))``. A part has its axis, the product of the parts before, and
+  its size.
   """
   workers = math.prod(size for _, _, size in parts)
   match = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", order)
@@ -210,7 +202,7 @@ def _along(
 
 
 def _laid_out(shape: str, order: str | None) -> np.ndarray:
-  """Returns the numbers of devices, counted up in a shape that is then transposed."""
+  """Returns device numbers, ``arange`` in a shape that is then transposed."""
   sizes = _integers(shape)
   numbers = np.arange(math.prod(sizes)).reshape(sizes)
   return numbers.transpose(_integers(order)) if order else numbers

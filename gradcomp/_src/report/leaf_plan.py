@@ -1,4 +1,4 @@
-"""Says how one leaf travels: a row of what ``explain`` shows."""
+"""``LeafPlan``: the codec, exchange and bytes of one leaf, a row of ``explain``."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from gradcomp._src.exchange.work import Work
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafPlan:
-  """The way in which one leaf travels.
+  """The codec, exchange and bytes of one leaf.
 
   Attributes:
     path: the path of the leaf in the parameters.
@@ -27,8 +27,8 @@ class LeafPlan:
     used: the entries that a worker filled in the last step, a mean over the workers;
       None if that is unknown.
     work: the work of a worker for it, as parts of its elements.
-    keeps: whether workers keep what they do not send.
-    every: it is sent in one of so many steps: see :func:`gradcomp.local.local_steps`.
+    keeps: whether workers keep a residual.
+    every: n, if one of n steps sends it: see :func:`gradcomp.local.local_steps`.
   """
 
   path: str

@@ -1,10 +1,10 @@
-"""Makes tables of text, for reports that people print."""
+"""Text tables for printed reports."""
 
 from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-  """Returns one line a row, with the columns of these numbers flush right.
+  """Returns one line a row, with the columns of ``right`` flush right.
 
   Example:
     >>> aligned([["leaf", "bytes"], ["w", "8"]], right={1})

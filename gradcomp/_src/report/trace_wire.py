@@ -1,4 +1,4 @@
-"""Explains what a function of one worker's arrays sends, before anything runs."""
+"""``explain``: the bytes of a function's collectives, before it runs."""
 
 import dataclasses
 import math
@@ -36,9 +36,9 @@ class Directions:
   """The result of :func:`explain`; ``str(directions)`` is a table for each pass.
 
   Attributes:
-    forward: what a worker sends where the function is computed.
-    backward: what it sends for the gradients of all arguments, beside that. Nothing if
-      the function has none.
+    forward: the collectives of the function.
+    backward: the further collectives of the gradients of all arguments; empty if the
+      function has none.
   """
 
   forward: WireReport
@@ -56,14 +56,14 @@ class Directions:
 def explain(
   function: Callable[..., Any], *args: Any, axes: Mapping[str, int]
 ) -> Directions:
-  """Explains what a function of one worker's arrays sends, forward and backward.
+  """Traces a function of one worker's arrays, and counts its bytes, in both passes.
 
   Nothing is computed, and no device is needed: the function and its gradient are traced
-  with shapes alone, as a ``jax.shard_map`` over the axes would trace them, and their
-  collectives are read, those of this library and JAX's own. Bytes are counted as
+  with shapes, as a ``jax.shard_map`` over the axes would trace them, and their
+  collectives are read, both this library's and JAX's own. Bytes are counted as
   :func:`gradcomp.wire_report` counts them in a compiled program. Trips of loops count,
-  but for those of ``while``; every branch of a conditional counts. For what an
-  optimizer sends, :func:`zero`'s too, see :func:`gradcomp.explain`.
+  but for those of ``while``; every branch of a conditional counts. For an optimizer,
+  also :func:`zero`, see :func:`gradcomp.explain`.
 
   Args:
     function: a function of the arrays that one worker has, which may differ between
@@ -133,12 +133,8 @@ def _collectives(
 ) -> Iterator[Collective]:
   """Yields the collectives of a function, and of those that it calls, in their order.
 
-  Args:
-    jaxpr: the function.
-    axes: the sizes of the axes.
-    scope: the names of the scopes around it.
-    times: how often it runs.
-    **inside: ``in_loop`` of an unknown number of trips, and ``in_branch``.
+  ``scope`` are the names of the scopes around it, and ``times`` the number of its runs.
+  ``inside`` are ``in_loop``, for an unknown number of trips, and ``in_branch``.
   """
   for equation in jaxpr.eqns:
     name = equation.primitive.name.removesuffix("_invariant")
@@ -155,7 +151,7 @@ def _collectives(
 
 
 def _where(name: str) -> tuple[str, ...]:
-  """Returns what a primitive's inner functions are inside of."""
+  """Returns the flags of the functions inside a primitive."""
   return {"while": ("in_loop",), "cond": ("in_branch",)}.get(name, ())
 
 

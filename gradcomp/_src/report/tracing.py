@@ -1,4 +1,4 @@
-"""Traces an update over workers that do not exist, and reads what its messages send."""
+"""Traces an update over an abstract mesh, and reads the bytes of its messages."""
 
 import dataclasses
 import itertools
@@ -36,17 +36,17 @@ _SENT: dict[str, Callable[[int], Fraction]] = {
 
 @dataclasses.dataclass
 class Found:
-  """Holds what one transformation sends, in bytes of one worker.
+  """The bytes that one worker sends for one transformation.
 
   Attributes:
     plan: its messages.
-    sizes: of the axes that it exchanges over.
+    sizes: the sizes of the axes that it exchanges over.
     state: the number of its state, see :func:`states`; None if the trace hides it.
-    by_leaf: for each leaf.
+    by_leaf: the bytes of each leaf.
     inside: the part of these that stays inside the groups of two axes' second.
-    fitting: what fits the codec, beside these.
+    fitting: the bytes that fit the codec, on top of these.
     stages: the collectives of the messages, by the messages' numbers in the plan.
-    every: it sends in one of so many steps.
+    every: n, if it sends in one of n steps.
   """
 
   plan: Plan
@@ -60,12 +60,10 @@ class Found:
 
 
 class Trace(NamedTuple):
-  """Holds what an update over workers that do not exist shows.
+  """The transformations in an update, and the types of a worker's state.
 
-  Attributes:
-    found: what the transformations send, in their order; of branches, the last ones.
-    made: the plan and the options of each transformation, those of all branches.
-    state: the types of the arrays of a worker's state.
+  ``found`` are their bytes, in their order; of branches, the last ones. ``made`` are
+  the plan and the options of each transformation, in all branches.
   """
 
   found: list[Found]
@@ -81,15 +79,16 @@ def traced(
   bound: Mapping[str, int] | None = None,
   known: Callable[[str], int | None] = lambda name: None,
 ) -> Trace:
-  """Traces an update over the axes that transformations ask for, until none is missing.
+  """Traces an update, and binds each axis that it asks for, until none is missing.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
     params: arrays, or their shapes and dtypes.
-    sizes: of a transformation's axes, if it has as many; else all are on its first one.
+    sizes: the sizes of a transformation's axes, if their number is equal; else all
+      workers are on its first axis.
     bound: the axes that are bound from the start, in the order of the workers, and
       their sizes.
-    known: returns the size of an axis whose size is not left to ``sizes``.
+    known: returns the size of an axis that does not take its size from ``sizes``.
   """
   like = jax.eval_shape(lambda params: params, params)
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
@@ -134,12 +133,9 @@ def traced(
 def _read(
   jaxpr: Jaxpr, sizes: Mapping[str, int], order: tuple[str, ...]
 ) -> list[Found]:
-  """Returns what a traced update sends. Only what notes stand around is counted.
+  """Returns the bytes of each transformation in a traced update, inside notes only.
 
-  Args:
-    jaxpr: of the update.
-    sizes: of all axes.
-    order: of the axes, as workers lie on them, as far as it is known.
+  ``order`` are the axes in the order of the workers, as far as it is known.
   """
   result: list[Found] = []
   now: object = None
@@ -208,11 +204,7 @@ def _axes(equation: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _bound(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-  """Returns the axes, all of which have a size.
-
-  Raises:
-    UnboundAxisError: an axis is that of a map around explain.
-  """
+  """Returns the axes; UnboundAxisError if one is bound outside explain."""
   if not sizes.keys() >= set(axes):
     raise UnboundAxisError(f"{axes} must be bound, got {sizes}.", axes)
   return axes
@@ -234,9 +226,9 @@ def _sent(
 
 
 def _shares(layout: Layout, parts: tuple[int, ...]) -> list[Fraction]:
-  """Returns each leaf's share of a collective: its part, or its rows' of its codec's.
+  """Returns each leaf's share of a collective, by its part or by its rows.
 
-  Parts that are neither leaves nor codecs are shared like whole payloads.
+  Parts that are neither a leaf's nor a codec's are shared like whole payloads.
   """
   rows, codecs = layout.rows, layout.codecs
   weights = [Fraction(size) for size in parts]
@@ -268,16 +260,13 @@ def _told(
   times: int,
   taken: Callable[[list[list[_Told]]], list[list[_Told]]],
 ) -> Iterator[_Told]:
-  """Yields notes and collectives.
+  """Yields notes and collectives with the number of their state and of their runs.
 
   Args:
-    jaxpr: of a function, perhaps inside another one.
-    states: the variables that are steps of states, with the numbers of these.
-    times: how often the function runs.
-    taken: picks those of some branches: all, or the last that has any.
-
-  Yields:
-    The equation, the number of the state that it is about, and how often it runs.
+    jaxpr: a function, perhaps inside another one.
+    states: the variables that are counts of states, with the numbers of these.
+    times: the number of runs of the function.
+    taken: picks branches: all, or the last that has notes or collectives.
   """
   for equation in jaxpr.eqns:
     name, params = equation.primitive.name, equation.params
@@ -297,7 +286,7 @@ def _told(
 
 
 def _inside(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
-  """Yields the functions that an equation calls, whose arguments are its last ones."""
+  """Yields the functions that an equation calls, which take its last arguments."""
   for part in jax.tree.leaves(tuple(params.values())):
     part = part.jaxpr if isinstance(part, ClosedJaxpr) else part
     if isinstance(part, Jaxpr):

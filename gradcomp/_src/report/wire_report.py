@@ -1,6 +1,6 @@
-"""Reads what a program sends from the text that XLA compiled it to.
+"""``wire_report``: the collectives and bytes of a program, from its optimized HLO.
 
-A formula of this library could drift from what runs; the optimized HLO cannot. Bytes
+A formula of this library could drift from the program; the optimized HLO cannot. Bytes
 are dtype times shape of the operands in it, and nothing else.
 """
 
@@ -34,14 +34,14 @@ _SHARE_SENT: dict[str, Callable[[int], Fraction]] = {
 _MEAN = re.compile(r"gradcomp_mean_(\d+)_over_(\d+)")
 _STAGE = "gradcomp_stage"
 
-# The scope of a collective of gradcomp.parallel, which stands for the same one of so
-# many floats.
+# The scope of a collective of gradcomp.parallel, with the number of floats that the
+# uncompressed one would send.
 _FLOATS = re.compile(r"gradcomp_float32_(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-  """One collective of a program; :func:`wire_report` says what is counted.
+  """One collective of a program; :func:`wire_report` documents its counts.
 
   Attributes:
     kind: the HLO opcode, ``"all-reduce"`` for ``all-reduce-start`` too.
@@ -55,7 +55,7 @@ class Collective:
       taken.
     scope: the ``op_name`` of the instruction, with the names of ``jax.named_scope``.
     axis: the mesh axes along which these workers lie, joined by commas. It is empty if
-      the mesh is unknown, or if nobody exchanges with anybody.
+      the mesh is unknown, or if no two workers exchange.
   """
 
   kind: str
@@ -153,7 +153,7 @@ class WireReport:
 
   @property
   def by_axis(self) -> dict[str, "WireReport"]:
-    """The report of each ``axis`` alone, in the order in which the program has them."""
+    """The report of each ``axis`` by itself, in the order of the program."""
     parts: dict[str, list[Collective]] = {}
     for collective in self.collectives:
       parts.setdefault(collective.axis, []).append(collective)
@@ -206,8 +206,8 @@ def wire_report(
   receives, host transfers and custom calls are not seen.
 
   The exchanges of gradcomp also have ``dense_bytes``: ``2 (n-1)/n 4 e``, for an f32
-  all-reduce of their ``e`` gradient elements. Where leaves are cut over other axes,
-  these are the elements of one device's part. For others, these are ``bytes_sent``.
+  all-reduce of their ``e`` gradient elements. Where leaves are sharded over other axes,
+  these are the elements of one device's shard. For others, these are ``bytes_sent``.
 
   Args:
     program: ``jax.jit(step).lower(...).compile()``, or the same without ``.compile()``,
@@ -218,7 +218,7 @@ def wire_report(
 
   Returns:
     A :class:`WireReport`; ``print`` shows a table of its collectives, and
-    ``report.by_axis["host"]`` is the report of what crosses one axis.
+    ``report.by_axis["host"]`` is the report of the collectives over one axis.
 
   Raises:
     TypeError: ``program`` is something else, such as the jitted function.

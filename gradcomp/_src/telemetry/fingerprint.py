@@ -1,4 +1,4 @@
-"""Makes 64 bits of all the bits in a tree, by which copies of it are compared."""
+"""64-bit fingerprints of trees, for comparing copies of them."""
 
 import math
 from typing import Any
@@ -25,12 +25,12 @@ def fingerprint(tree: Any) -> jax.Array:
   .. math:: \sum_\text{leaves} \sum_i h(x_i, i, \text{leaf}) \bmod 2^{32}
 
   A sum of integers has one value in any order. So the fingerprint is the same on any
-  device, and for an array that is cut over devices as for one that is whole. A change
+  device, and for an array that is sharded as for one that is whole. A change
   of one 32-bit word, or of less, always changes it: :math:`h` is a bijection of it.
   Any other change is missed once in :math:`2^{64}` times, as far as the hash is random.
   It is no defence against people who look for two trees with one fingerprint.
 
-  Bits count, not values: -0.0 is not 0.0, and NaN is what its payload says. A leaf
+  Bits count, not values: -0.0 is not 0.0, and NaN differ by their payloads. A leaf
   counts with its path, its dtype and its shape. Elements that lie :math:`2^{32}` words
   apart in a leaf count as in one place.
 
@@ -42,7 +42,7 @@ def fingerprint(tree: Any) -> jax.Array:
 
   Raises:
     TypeError: JAX would drop bits of a NumPy array, because it has no 64-bit dtypes.
-    ValueError: a leaf is unreduced, so that nobody has its value yet.
+    ValueError: a leaf is unreduced, so that no device has its value yet.
 
   Example:
     >>> fingerprint({"w": jnp.array([0.0, 1.0, 2.0, 3.0])}).tolist()
@@ -72,7 +72,7 @@ def leaf_fingerprints(tree: Any) -> jax.Array:
   return _of_leaves(tree)
 
 
-# It is jitted so that outside of a program, too, nothing is written down.
+# Jitted, so that outside of a program, too, no words are materialized.
 @jax.jit
 def _of_leaves(tree: Any) -> jax.Array:
   paths = jax.tree_util.tree_leaves_with_path(tree)
@@ -118,11 +118,9 @@ def _of_leaf(x: jax.Array, seeds: jax.Array | np.ndarray) -> jax.Array:
 def _mixed(
   word: jax.Array, place: jax.Array, seed: jax.Array | np.uint32
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns two words, each of which is a bijection of ``word``.
-
-  The first is a hash of the word XOR the place. So two words that change places as
-  their places do would leave the sum as it was. The second tells these apart.
-  """
+  """Returns two words, each a bijection of ``word``, from a word and its place."""
+  # The first is a hash of the word XOR the place. Two words that change places as their
+  # places do would leave its sum as it was. The second distinguishes these.
   # The constants are those of a hash of few operations whose output bits flip most
   # nearly half of the time: https://nullprogram.com/blog/2018/07/31/ (lowbias32).
   first = word ^ place
@@ -146,10 +144,7 @@ def _columns(pairs: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _place(x: jax.Array) -> jax.Array:
-  """Returns the place of each element in the flat array, modulo ``2**32``.
-
-  It lies on the devices as the array does.
-  """
+  """Returns each element's flat index modulo ``2**32``, sharded like ``x``."""
   sharding = jax.typeof(x).sharding if sharded_axes(typed_spec(x)) else None
   place = jnp.zeros([], jnp.uint32)
   for axis in range(x.ndim):

@@ -1,4 +1,4 @@
-"""Shows what compression does to each leaf, in numbers that any logger takes."""
+"""``inspect``: measures of each leaf's compression, as numbers for any logger."""
 
 import itertools
 import math
@@ -22,34 +22,34 @@ from gradcomp._src.report.table import aligned
 
 
 class Metrics(NamedTuple):
-  r"""Holds measures of what a step sends of a leaf or of all, equal on all workers.
+  r"""Measures of a leaf's compression, or of all leaves', equal on all workers.
 
   Each is ``float32[]``. There are N workers. Worker i has the gradient :math:`g_i` and
-  the residual :math:`e_i`; :math:`c_i = g_i + e_i` is to be sent, and :math:`e_i'` is
-  what it does not send. The result of the step is :math:`m`. Squares are means over the
-  workers. A quotient of zeros is 0.
+  the residual :math:`e_i`, and sends :math:`c_i = g_i + e_i` but for its unsent part
+  :math:`e_i'`. The result of the step is :math:`m`. Squares are means over the workers.
+  A quotient of zeros is 0.
 
   Attributes:
     bytes_sent: bytes that a worker sends, as :func:`gradcomp.explain` counts them.
     gradient_norm: :math:`\sqrt{\tfrac{1}{N} \sum_i |g_i|^2}`.
-    residual_norm: the same of the residuals that the step leaves behind.
-    owner_residual_norm: the norm of what owners keep, which is one vector for all.
+    residual_norm: the same of the residuals after the step.
+    owner_residual_norm: the norm of the owner residuals, one vector for all workers.
     relative_error: :math:`\sqrt{\sum_i |e_i'|^2 / \sum_i |c_i|^2}`.
     cosine: of the angle between :math:`m` and the mean of all :math:`g_i`. Of a leaf
       above 1021 elements the tangent is an estimate, to 3 % (one standard deviation).
-    zeros: the share of zeros in what workers sent.
-    saturation: the share of elements that have, as they were sent, the largest
-      magnitude of their bucket.
+    zeros: the share of zeros in the sent parts.
+    saturation: the share of elements with, as they were sent, the largest magnitude of
+      their bucket.
     levels: the number of different values in a bucket as it was sent, on average over
       a bucket of each leaf and worker, and up to 1024 elements of it.
     wen_bound: :math:`\max |g_i| \cdot |g_i|_1 / |g_i|_2^2`, numerator and denominator
       summed over leaves and workers. It is 1 if all magnitudes are equal. Of a leaf
-      that is cut over another axis, each part has a maximum of its own.
+      that is sharded over another axis, each shard has a maximum of its own.
     union_density: the share of elements of :math:`m` that are not zero. If all workers
-      receive all entries, as in ``all_gather``, it is the union of what workers sent.
+      receive all entries, as in ``all_gather``, it is the union of their sent parts.
     exponents: the share of elements of the gradient with each exponent,
       ``float32[256]``: number b has the exponent ``b - 127``, but the first counts
-      zeros and subnormal numbers, and the last what is not finite. Above 16,384
+      zeros and subnormal numbers, and the last infinity and NaN. Above 16,384
       elements a leaf's share is that of as many, in evenly spaced runs of 128.
 
   References:
@@ -97,14 +97,14 @@ def inspect(
   params: Any = None,
   **extra_args: Any,
 ) -> Inspection:
-  """Measures what ``optimizer.update`` sends of these gradients, and changes nothing.
+  """Measures the compression of these gradients by ``update``, without taking a step.
 
   Call it where ``update`` is called, with the same arguments: inside the map, or in
-  plain ``jax.jit``. It does what ``update`` would do from this state, with the same
-  random bits, up to the exchange, and drops the result. So a call takes about as long
-  as an exchange, and sends up to 5 KB a leaf more. In a step that needs the result,
-  :func:`update_and_inspect` saves the second exchange; :func:`make_train_step` does
-  that if its step is called with ``inspect=True``.
+  plain ``jax.jit``. It runs ``update`` from this state, with the same random bits, up
+  to the exchange, and drops the result. So a call takes about as long as an exchange,
+  and sends up to 5 KB a leaf more. In a step that needs the result,
+  :func:`update_and_inspect` saves the second exchange; :func:`make_train_step` uses
+  it if its step is called with ``inspect=True``.
 
   All transformations of gradcomp that run in this step are measured, wherever they are
   in the optimizer. One that another step runs (under ``optax.MultiSteps``, in
@@ -112,18 +112,19 @@ def inspect(
   bytes are those that :func:`gradcomp.explain` shows, whichever branch runs. Where a
   gradient is not finite, errors, the cosine and the bound are NaN.
 
-  :func:`gradcomp.parallel.zero` has a second line for each leaf, named "change", of
-  what owners send back: ``gradient_norm`` is what the parameters lack before of what
-  owners have computed, and ``owner_residual_norm`` after. The total, which leaves these
-  lines out, has that, too. No worker has the mean of a leaf there, so that the cosine
-  and the union of gradients are NaN. Bytes of both ways are in the first line.
+  :func:`gradcomp.parallel.zero` has a second line for each leaf, named "change", for
+  the updates that owners send: ``gradient_norm`` is the distance of the parameters from
+  the owners' rows before the update, and ``owner_residual_norm`` after. The total,
+  which leaves these lines out, has the latter, too. No worker has the mean of a leaf
+  there, so that the cosine and the union of gradients are NaN. Bytes of both ways are
+  in the first line.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
     grads: the gradients of this worker, as ``update`` takes them.
     opt_state: the state of the optimizer before the step.
     params: the parameters, if ``update`` needs them.
-    **extra_args: what else ``update`` takes.
+    **extra_args: further arguments of ``update``.
 
   Returns:
     An :class:`Inspection`, the same on all workers: ``float32`` scalars, and a
@@ -151,13 +152,13 @@ def update_and_inspect(
   params: Any = None,
   **extra_args: Any,
 ) -> tuple[Any, Any, Inspection]:
-  """Does what ``optimizer.update`` does, and measures it on the way.
+  """Runs ``optimizer.update``, and measures its compression.
 
   It takes some passes over the gradient more than ``update``, and no second exchange.
 
   Args:
-    optimizer, grads, opt_state, params, extra_args: as for :func:`inspect`, which also
-      says what is raised.
+    optimizer, grads, opt_state, params, extra_args: as for :func:`inspect`, and so are
+      the errors.
 
   Returns:
     The updates and the new state, with the bits that ``update`` returns, and an
@@ -214,11 +215,11 @@ def _is_watched(x: Any) -> bool:
 
 
 def _inspection(found: Sequence[tracing.Found], sums: Sequence[Sums]) -> Inspection:
-  """Returns the metrics of what transformations send, and of all together."""
+  """Returns the metrics of each leaf of the transformations, and of all together."""
   leaves: dict[str, Metrics] = {}
   for one, rows in zip(found, sums, strict=True):
     names = list(zip(one.plan.names, one.by_leaf, strict=True))
-    # Of zero there are more rows: those of what owners send back.
+    # zero has further rows, for the updates that owners send.
     back = len(rows.size) // max(len(names), 1) - 1
     names += [(f"{name} change", Fraction(0)) for name, _ in names] * back
     for i, (name, nbytes) in enumerate(names):
@@ -235,7 +236,7 @@ def _inspection(found: Sequence[tracing.Found], sums: Sequence[Sums]) -> Inspect
 
 
 def _found(optimizer: optax.GradientTransformation, grads: Any) -> list[tracing.Found]:
-  """Returns what gradcomp's transformations send, by a trace with shapes alone."""
+  """Traces the messages of gradcomp's transformations, with shapes."""
   mesh = mesh_of(grads)
   unreduced = frozenset().union(*map(unreduced_axes, jax.tree.leaves(grads)))
   sizes = tuple(size for name, size in mesh.shape.items() if name in unreduced)
@@ -274,6 +275,6 @@ def _metrics(bytes_sent: Fraction, sums: Sums) -> Metrics:
 
 
 def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
-  """Returns the quotient: 0 for that of zeros, and NaN for what is not finite."""
+  """Returns the quotient: 0 for 0/0, and NaN for values that are not finite."""
   quotient = a / jnp.where(b == 0, 1.0, b)
   return jnp.where(b == 0, 0.0, jnp.where(jnp.isfinite(b), quotient, jnp.nan))

@@ -1,4 +1,4 @@
-"""Draws the numbers of `gradcomp.telemetry.inspect`; needs ``gradcomp[plots]``.
+"""Figures of `gradcomp.telemetry.inspect`; they need ``gradcomp[plots]``.
 
 Each function returns a ``matplotlib.figure.Figure``, which ``savefig`` writes and a
 notebook shows.
@@ -19,10 +19,10 @@ _BIAS = 127  # of float32's exponents
 
 
 def exponents(inspection: Inspection) -> "Figure":
-  """Draws the distribution of the gradient's exponents: of all leaves, and of each.
+  """Draws the distribution of the gradient's exponents, of all leaves and of each.
 
-  The upper part is figure 1 of Han et al., and the lower one figure 2. Zeros are not
-  drawn, but said, and neither is what is not finite.
+  The upper part is figure 1 of Han et al., and the lower one figure 2. Zeros are in
+  the text only. Infinity and NaN are left out.
 
   Args:
     inspection: one step, with one value for each number.
@@ -72,7 +72,7 @@ def exponents(inspection: Inspection) -> "Figure":
 
 
 def errors(inspection: Inspection) -> "Figure":
-  """Draws, for each leaf, the relative error of what was sent, and the cosine.
+  """Draws the relative error and the cosine of each leaf.
 
   Args:
     inspection: one step, with one value for each number.
@@ -112,11 +112,11 @@ def errors(inspection: Inspection) -> "Figure":
 
 
 def curves(inspections: Sequence[Inspection], steps: Sequence[int]) -> "Figure":
-  """Draws what became of all leaves' errors, norms and shares over the steps.
+  """Draws errors, norms and shares of all leaves together over the steps.
 
   Args:
-    inspections: those of some steps.
-    steps: the numbers of these steps.
+    inspections: one for each step.
+    steps: the numbers of the steps.
 
   Raises:
     ImportError: matplotlib is not installed.
@@ -160,11 +160,7 @@ def curves(inspections: Sequence[Inspection], steps: Sequence[int]) -> "Figure":
 
 
 def _host(inspections: Sequence[Inspection]) -> list[Any]:
-  """Returns inspections in NumPy.
-
-  Raises:
-    ValueError: a number is not a scalar.
-  """
+  """Returns inspections as NumPy arrays; ValueError for one of several workers."""
   found: list[Any] = jax.device_get(list(inspections))
   for one in found:
     if np.ndim(one.total.cosine):
@@ -188,7 +184,7 @@ def _figure(width: float, height: float) -> "Figure":
 
 
 def _height(leaves: int) -> float:
-  """Returns the inches that the rows of so many leaves need."""
+  """Returns the inches of the rows of ``leaves`` leaves."""
   return min(max(0.2 * leaves, 1.0), 30.0)
 
 

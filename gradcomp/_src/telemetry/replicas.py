@@ -1,4 +1,4 @@
-"""Compares what workers should all have alike, and names the leaf that differs."""
+"""``check_replicas``: compares the copies of a tree on all workers."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from gradcomp._src.telemetry.fingerprint import leaf_fingerprints
 )
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-  """Holds what :func:`check_replicas` found.
+  """The fingerprints of :func:`check_replicas`, with the leaves that differ.
 
   Attributes:
     words: ``uint32[workers, leaves, 2]``, the fingerprint of each leaf at each worker,
@@ -41,14 +41,13 @@ class Replicas:
 
   @property
   def equal(self) -> jax.Array:
-    """Returns whether all workers have the same: ``bool[]``, also in a program."""
+    """True if all workers have equal leaves: ``bool[]``, also in a program."""
     return jnp.all(self.words == self.words[:1])
 
   def differing(self) -> dict[str, list[int]]:
-    """Returns, for each leaf that differs, the workers that have another one.
+    """Returns, for each leaf that differs, the workers that differ from the majority.
 
-    Another one than most workers, that is. If no more than half of them agree, nobody
-    knows who is right, and these are all workers. Call it outside of programs.
+    Without a majority, these are all workers. Call it outside of programs.
     """
     found = {}
     words = np.asarray(self.words)
@@ -64,7 +63,7 @@ class Replicas:
   def require_equal(self) -> None:
     """Raises RuntimeError that names the leaves and the workers that differ.
 
-    Every process raises the same. Call it outside of programs: it waits for the step.
+    Every process raises it. Call it outside of programs: it blocks until the step ends.
     """
     if bool(self.equal):
       return
@@ -87,7 +86,7 @@ def _who(workers: list[int], count: int) -> str:
 def check_replicas(
   tree: Any, *, axis_name: AxisName, mesh: Mesh | None = None
 ) -> Replicas:
-  """Compares the copies of a tree that all workers should have alike.
+  """Compares the workers' copies of a replicated tree by fingerprints.
 
   Parameters that a type calls replicated may differ in fact: after a bit flipped in one
   device's memory, or where a process computed something else. Nothing notices, because
@@ -96,11 +95,11 @@ def check_replicas(
 
   Call it inside of ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``, or outside, in
   plain ``jax.jit`` too, for arrays of a mesh. It is a collective: all workers must call
-  it in the same steps. :func:`make_train_step` does it every so many steps, with
+  it in the same steps. :func:`make_train_step` calls it in some steps, with
   ``check_every=``.
 
   Args:
-    tree: arrays that are the same on all workers, e.g. parameters. They may be cut
+    tree: arrays that are equal on all workers, e.g. parameters. They may be sharded
       over other axes.
     axis_name: the axis of the workers, or a tuple of axes.
     mesh: the devices, outside of a map; by default those of the arrays, or the mesh of
@@ -111,8 +110,8 @@ def check_replicas(
     that names the leaf and the worker. ``equal`` is a flag for programs.
 
   Raises:
-    ValueError: the axis is not there, or an array is cut over it, so that there are no
-      copies.
+    ValueError: the axis is not there, or an array is sharded over it, so that there are
+      no copies.
     TypeError: a leaf has a dtype of which JAX would drop bits.
 
   Example:
@@ -155,8 +154,8 @@ def _on_mesh(tree: Any, axis_name: AxisName, mesh: Any) -> Replicas:
 
 
 def _compared(tree: Any, axis_name: AxisName) -> Replicas:
-  """Returns what each worker has, inside of a map."""
-  # What a type says is equal would be taken from one worker.
+  """Gathers the fingerprints of all workers, inside a map."""
+  # An array that is replicated by its type would be taken from one worker.
   own = leaf_fingerprints(mark_varying(tree, axis_name))
   words = gather(own.reshape(-1), axis_name, STAGE).reshape(-1, *own.shape)
   paths = jax.tree_util.tree_leaves_with_path(tree)
@@ -164,7 +163,7 @@ def _compared(tree: Any, axis_name: AxisName) -> Replicas:
 
 
 def _mesh(tree: Any) -> Any:
-  """Returns the mesh that the arrays lie on, or that of ``jax.set_mesh``."""
+  """Returns the mesh of the arrays, by default the mesh of ``jax.set_mesh``."""
   for leaf in jax.tree.leaves(tree):
     sharding = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
     if isinstance(sharding, NamedSharding):

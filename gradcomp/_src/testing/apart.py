@@ -1,4 +1,4 @@
-"""A law of what is drawn: every element of a leaf has random bits of its own."""
+"""The law of random bits: no two elements of a leaf share them."""
 
 from typing import Any
 
@@ -19,18 +19,18 @@ _ROWS = 4  # the last is cut short
 
 
 def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> None:
-  """No two elements round by the same random bits, whatever their rows and planes.
+  """No two elements round by the same random bits, in any row or plane.
 
-  Each codec may be unbiased all the same. But the errors of elements that share their
-  bits add up, as in the mean over a layer.
+  A codec may be unbiased nevertheless. But the errors of elements that share their bits
+  add up, as in the mean over a layer.
 
   The law sends positive numbers, the same ones in every bucket. It adds up the errors
-  of all buckets at one place, and those of all elements of a bucket. If errors are
+  of all buckets at one place, and of all elements of a bucket. If errors are
   independent, the variance of a sum is the sum of variances. If all rows have the same
-  bits, it is as many times that as there are rows, but for five standard deviations.
+  bits, it is larger by the number of rows. Five standard deviations are allowed.
 
   Args:
-    codec: a codec that draws, and whose rows are the same for all leaves.
+    codec: a codec that needs a key, with the same rows for all leaves.
     draws: the number of keys.
 
   Example:

@@ -1,4 +1,4 @@
-"""Says which law is broken, by whom, and where to look."""
+"""``BrokenLaw``: a broken law, its subject, and the place to look."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ import numpy as np
 class BrokenLaw(AssertionError):
   """A law that a codec or a transformation does not hold.
 
-  Its message is a sentence: the law, what was expected, what was found, and where to
-  look.
+  Its message is a sentence: the law, the expected and the found result, and the place
+  to look.
 
   Attributes:
     law: the name of the law, a function of ``testing.laws``.
@@ -27,12 +27,12 @@ class BrokenLaw(AssertionError):
 
 
 def difference(got: Any, expected: Any, *, bits: bool = False) -> str | None:
-  """Tells the first element in which an array differs from another; None if none does.
+  """Describes the first element in which two arrays differ; None if they are equal.
 
   Args:
     got: the array.
-    expected: what it should be.
-    bits: whether zeros of both signs differ. NaN is NaN, whatever its other bits are.
+    expected: the expected array.
+    bits: whether zeros of both signs differ. All NaN are equal.
 
   Example:
     >>> difference(np.array([1.0, 2.0]), np.array([1.0, 3.0]))

@@ -1,4 +1,4 @@
-"""Tries all laws on a codec or on a transformation, and names the broken one."""
+"""Tests of a codec or a transformation by all laws."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,13 +40,13 @@ def check_codec(
   exchanges: Sequence[ExchangeName | Exchange] = ("all_gather", "two_shot"),
   keeps_range: bool = True,
 ) -> tuple[str, ...]:
-  """Holds a codec to every law of this library, alone and in exchanges.
+  """Tests a codec by every law of this library, by itself and in exchanges.
 
   First the codec by itself: it is a value and pure, shapes and dtypes return, zeros
-  stay zeros, NaN is seen, padding leaks nowhere, rows stand alone, it is unbiased if it
-  says so, and its bytes are those that it claims. Then transformations with it and with
-  error feedback, over ``workers``: see :func:`check_transformation`. Exchanges that the
-  codec's sum refuses are left out, and modes for which there are too few devices: set
+  stay zeros, NaN is seen, padding leaks nowhere, rows are independent, it is unbiased
+  if ``unbiased`` is true, and its bytes are its claim. Then transformations with it and
+  with error feedback, over ``workers``: see :func:`check_transformation`. Exchanges
+  that the codec's sum refuses are left out, and modes with too few devices: set
   ``jax_num_cpu_devices``.
 
   It takes some seconds, most of them to compile. Every law is also a function of
@@ -55,30 +55,30 @@ def check_codec(
   Args:
     codec: the codec, as users make it.
     workers: N, which should be a power of two for all modes to be compared.
-    sizes: of leaves that are tried beside those of two rows and a part of a third.
+    sizes: further sizes of leaves, to the default of two rows and a part of a third.
     draws: the encodings whose mean is compared with a leaf, if the codec is unbiased.
-    constants: values of which a leaf of one value comes back exactly.
-    spoils: what an element that is not finite may spoil: see
-      ``laws.non_finite_elements_are_seen``.
+    constants: values that a leaf of one value decodes to exactly.
+    spoils: the elements that one which is not finite may spoil: see
+      :func:`gradcomp.testing.laws.non_finite_elements_are_seen`.
     own_statistics: whether a codec computes statistics of a leaf's own elements, among
       which zeros behind the leaf would count, as in means.
-    most_variance: the largest variance of the mean of workers that share a dither, as
-      a part of that of independent ones.
-    same_bits: whether all modes shall have the same bits: not for a codec that
-      multiplies matrices, of which a compiler orders the sums as it likes.
+    most_variance: the largest variance of the mean of workers that share a dither,
+      relative to independent ones.
+    same_bits: whether all modes must have the same bits: not for a codec that
+      multiplies matrices, because a compiler chooses the order of their sums.
     exchanges: the exchanges to try.
-    keeps_range: whether all float16 numbers, and sums of four of them, have a place in
-      rows: not for a codec that casts to a smaller type without a scale.
+    keeps_range: whether rows can hold all float16 numbers, and sums of four of them:
+      not for a codec that casts to a smaller type without a scale.
 
   Returns:
     The names of the laws that were tried and hold.
 
   Raises:
-    BrokenLaw: a law does not hold. It is an AssertionError, whose message names the
-      law, what was expected, what was found, and where to look.
+    BrokenLaw: a law does not hold. It is an AssertionError with the law, the expected
+      and the found result, and the place to look.
     TypeError: ``codec`` is no codec of a leaf.
-    ValueError: ``workers`` or ``draws`` is no number of some, or ``exchanges`` has an
-      unknown one.
+    ValueError: ``workers`` or ``draws`` is below 1, or ``exchanges`` has an unknown
+      one.
 
   Example:
     >>> from gradcomp.testing import check_codec
@@ -167,11 +167,11 @@ def check_transformation(
   steps: int = 2,
   same_bits: bool = True,
 ) -> tuple[str, ...]:
-  """Holds a transformation with gradcomp's in it to every law of this library.
+  """Tests a transformation with gradcomp's in it by every law of this library.
 
-  All workers get the same bits, in every mode; the state keeps its structure; nothing
-  is lost where residuals are kept; a NaN reaches every worker; and a compiled step
-  sends the bytes that :func:`gradcomp.explain` tells.
+  All workers get the same bits, in every mode; the state keeps its structure; with
+  residuals, updates and residuals add up to the gradients; a NaN reaches every worker;
+  and a compiled step sends the bytes of :func:`gradcomp.explain`.
 
   Args:
     transformation: such as ``gradcomp.qsgd(bits=4, axis_name="data")``, also in an
@@ -183,7 +183,7 @@ def check_transformation(
     places: the modes to compare, of ``testing.modes``; by default all for
       which there are devices.
     steps: the number of steps.
-    same_bits: whether all modes shall have the same bits: see :func:`check_codec`.
+    same_bits: whether all modes must have the same bits: see :func:`check_codec`.
 
   Returns:
     The names of the laws that were tried and hold.
@@ -191,8 +191,7 @@ def check_transformation(
   Raises:
     BrokenLaw: a law does not hold: see :func:`check_codec`.
     TypeError: ``transformation`` has no ``init`` and ``update``.
-    ValueError: ``workers`` or ``steps`` is no number of some, or ``places`` has an
-      unknown mode.
+    ValueError: ``workers`` or ``steps`` is below 1, or ``places`` has an unknown mode.
 
   Example:
     >>> from gradcomp.testing import check_transformation
@@ -224,7 +223,7 @@ def check_transformation(
 
 
 class _Held:
-  """Remembers the names of laws that hold, and tells which one ends in an error."""
+  """Collects the names of laws that hold, and adds a law's name to its errors."""
 
   def __init__(self) -> None:
     self.names: dict[str, None] = {}
@@ -242,7 +241,7 @@ class _Held:
 
 
 def _params(shape: tuple[int, ...]) -> dict[str, jax.Array]:
-  """Returns a leaf of a shape, and what else a tree may have."""
+  """Returns a leaf of a shape, an empty one, a scalar, and two of half precision."""
   return {
     "empty": jnp.zeros((0, 3)),
     "half": jnp.zeros((5, 7), jnp.bfloat16),

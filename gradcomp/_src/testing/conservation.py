@@ -1,4 +1,4 @@
-"""The law of conservation: what a step does not send waits, and nothing is lost."""
+"""The law of conservation: updates and residuals add up to the gradients."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from gradcomp._src.testing import modes
 from gradcomp._src.testing.broken import BrokenLaw
 from gradcomp._src.testing.trees import Gradients, workers_of, zipped
 
-# What storing a residual loses of an element, as a part of the largest.
+# The rounding error of a stored residual, as a part of the largest element.
 _STORING = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}
 
 
@@ -31,19 +31,19 @@ def nothing_is_lost(
   plan: Plan | None = None,
   axis_name: str = "data",
 ) -> None:
-  """What is not sent waits: conservation, for a transformation with error feedback.
+  """Updates, residuals and owner residuals add up to the gradients, with feedback.
 
   N times the updates, the residuals of all workers, and N times the residuals of the
-  owners, are together the sum of all gradients, to float32's rounding: also where
-  updates have fewer bits, and where residuals have, to theirs. A transformation without
-  residuals promises none of this, and is let through; so is one that sends momentum, or
-  whose residuals decay, and a chain of several, whose updates are no longer means.
+  owners, are together the sum of all gradients, to float32's rounding, or that of
+  residuals with fewer bits. A transformation without residuals passes; so does one that
+  sends momentum, one with decaying residuals, and a chain of several, because its
+  updates are not means.
 
   Args:
     transformation: one of gradcomp's, over the axis.
     gradients: trees with leaves ``[N, ...]``, one tree a step; two show residuals.
     plan: its messages, see ``plan.plan_messages``; by default they are
-      read from a trace, which also tells whether residuals decay.
+      read from a trace, and so is the decay of residuals.
     axis_name: the name of the axis.
 
   Example:
@@ -95,12 +95,12 @@ def nothing_is_lost(
 
 
 def _forgets(feedback: Feedback) -> bool:
-  """Returns whether less waits than what was not sent."""
+  """Returns True if the stored residual is less than the unsent part."""
   return float(feedback.waits(jnp.float32(1.0))) != 1.0
 
 
 def _owned_leaves(plan: Plan, gradients: Any, owned: Any) -> list[Any]:
-  """Returns the residuals of owners, cut into the leaves that they belong to."""
+  """Returns the owner residuals in the shapes of their leaves."""
   leaves = [np.zeros(x.shape[1:]) for x in jax.tree.leaves(gradients)]
   waiting = {axes: list(arrays) for axes, arrays in (owned or {}).items()}
   for message in plan.messages:
@@ -112,7 +112,7 @@ def _owned_leaves(plan: Plan, gradients: Any, owned: Any) -> list[Any]:
     found = message.layout.decode(decoders)
     for i, leaf in zip(message.leaves, found, strict=True):
       (first, *_) = rounds_of(plan.codecs[i], plan.leaves[i].shape)
-      if first.of_leaf:  # else owners keep what rounds of factors lost
+      if first.of_leaf:  # else owner residuals are of low-rank factors
         leaves[i] = np.asarray(leaf)
   return leaves
 

@@ -1,7 +1,7 @@
 """The laws, one function each; :func:`gradcomp.testing.check_codec` tries them all.
 
-A law raises :class:`gradcomp.testing.BrokenLaw`. What one program computes of a codec
-serves all laws that try it on a leaf of the same shape.
+A law raises :class:`gradcomp.testing.BrokenLaw`. Laws share the compiled programs of a
+codec for leaves of one shape.
 """
 
 from gradcomp._src.testing.apart import elements_draw_apart as elements_draw_apart

@@ -1,4 +1,4 @@
-"""Makes the leaves that the laws try, and what a codec encodes them with."""
+"""The leaves of the laws, and the keys and contexts to encode them with."""
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,12 @@ from gradcomp._src.codecs.memory import first_memory, leaf_context
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
 
-# Words of the golden ratio and of a hash, for no bit of them is special.
+# Words of the golden ratio and of a hash, because no bit of them is special.
 KEY = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
 
 
 def gaussian(shape: int | tuple[int, ...], seed: int = 0) -> np.ndarray:
-  """Returns Gaussian numbers, ``float32``, the same ones for a seed.
+  """Returns Gaussian numbers, ``float32``, equal for equal seeds.
 
   Example:
     >>> gaussian(3).shape, bool((gaussian(3) == gaussian(3)).all())
@@ -39,7 +39,7 @@ def tile_of(codec: LeafCodec) -> int | None:
 
 
 def ragged(codec: LeafCodec) -> tuple[int, ...]:
-  """Returns the shape of a leaf that fills no row: two of them, and a part of a third.
+  """Returns the shape of a leaf of two rows and a part of a third.
 
   If rows depend on the leaf, it is a matrix.
 
@@ -52,12 +52,12 @@ def ragged(codec: LeafCodec) -> tuple[int, ...]:
 
 
 def leaf_of(codec: LeafCodec, x: ArrayLike | None) -> np.ndarray:
-  """Returns a leaf as it is given, or a Gaussian one of the shape of :func:`ragged`."""
+  """Returns the given leaf, or a Gaussian one of the shape of :func:`ragged`."""
   return gaussian(ragged(codec)) if x is None else np.asarray(x)
 
 
 def first_context(codec: LeafCodec, leaf: Leaf) -> Context:
-  """Returns what a bound codec encodes with in the first step of a worker."""
+  """Returns the context of a bound codec in the first step of a worker."""
   memory = first_memory(codec, leaf, jnp.zeros(2, jnp.uint32))
   return leaf_context(codec, None, memory, jnp.zeros([], jnp.int32))
 

@@ -1,4 +1,4 @@
-"""Runs N workers in every place where a transformation runs, by the same call."""
+"""Emulation and maps of N workers: every mode of a transformation, by one call."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ Mapped = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 class Run(NamedTuple):
-  """Holds what each worker has after some steps.
+  """The outputs and the state of each worker after some steps.
 
   Attributes:
     outputs: for each step a tree with leaves ``[N, ...]``.
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 def modes_for(workers: int) -> tuple[str, ...]:
-  """Returns the modes that give the same bits with so many workers.
+  """Returns the modes with equal bits for N workers.
 
   Example:
     >>> modes_for(3)
@@ -51,7 +51,7 @@ def modes_for(workers: int) -> tuple[str, ...]:
 
 
 def mesh(workers: int, kind: AxisType = AxisType.Auto, axis_name: str = "data") -> Mesh:
-  """Returns a mesh of the first so many devices.
+  """Returns a mesh of the first N devices.
 
   Raises:
     ValueError: there are fewer.
@@ -109,10 +109,7 @@ def lowered(
   workers: int,
   axis_name: str = "data",
 ) -> jax.stages.Lowered:
-  """Returns a step in ``shard_map``, to be compiled and read by ``wire_report``.
-
-  The state is made inside.
-  """
+  """Lowers a step with its ``init`` in ``shard_map``, for ``wire_report``."""
 
   def local(gradient: Any) -> Any:
     gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
@@ -121,7 +118,7 @@ def lowered(
   stacked = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype), params
   )
-  # Unchecked, for what an optimizer makes in ``init`` is typed as each worker's own.
+  # Unchecked, because arrays of an optimizer's ``init`` are typed as varying.
   step = jax.shard_map(
     local,
     mesh=mesh(workers, axis_name=axis_name),
@@ -139,7 +136,7 @@ def mapped(
   workers: int,
   axis_name: str = "data",
 ) -> Mapped:
-  """Returns ``update`` of all workers, with what it has compiled, for other calls.
+  """Returns ``update`` of all workers, cached with its compiled programs.
 
   Raises:
     ValueError: ``mode`` is unknown.
@@ -150,7 +147,7 @@ def mapped(
 
 
 def _of_sums(state: CompressState, workers: int) -> CompressState:
-  """Returns the state of addends, which are gradients over N, in their units."""
+  """Scales the state of addends, which are gradients over N, to gradients."""
 
   def times(x: Any) -> Any:
     if is_stored(x):
@@ -162,7 +159,7 @@ def _of_sums(state: CompressState, workers: int) -> CompressState:
 
 
 def _unstacked(x: Any, spec: P, *, workers: int, axis_name: str) -> np.ndarray:
-  """Returns each worker's part of a global array, ``[N, ...]``."""
+  """Returns each worker's shard of a global array, ``[N, ...]``."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
   x = np.asarray(x)
@@ -226,8 +223,8 @@ def _sharded_map(
       output, state = transformation.update(gradient, state)
       return jax.tree.map(lambda leaf: leaf[None], output), state
 
-    # Unchecked, the outputs are cut like the gradients, so that each worker's own copy
-    # comes back; checked, P() is accepted only because they are proved equal.
+    # Unchecked, the outputs are sharded like the gradients, so that each worker's own
+    # copy comes back; checked, P() is accepted only because they are proved equal.
     out = P() if check_vma else P(axis_name)
     return jax.shard_map(
       local,

@@ -1,4 +1,4 @@
-"""Laws of what is drawn: no bias, keys that decide, and errors that cancel."""
+"""Laws of random rounding: no bias, keys that decide, and errors that cancel."""
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ def mean_is_the_leaf(
   """The mean of many encodings is the leaf: a z-test of an unbiased codec.
 
   For every element, ``|mean - x| <= z sigma / sqrt(draws)``; and more sharply for the
-  mean error of all elements, and for that of their magnitudes, for errors of elements
-  are independent. With z = 5 and at most 10^4 elements a right codec fails with
+  mean error of all elements, and of their magnitudes, because errors of elements are
+  independent. With z = 5 and at most 10^4 elements a right codec fails with
   probability 6e-3. The keys are fixed, so it does so always or never. An element
   between two levels that are a step apart has sigma <= step / 2; the fixed-point grid
   of 16-bit dithers adds 2^-16 of a step.
@@ -42,10 +42,10 @@ def mean_is_the_leaf(
       negated, so that most places of a bucket have both signs.
     draws: the number of keys.
     z: standard deviations.
-    mean: what a codec that clips is to be unbiased of, in place of the leaf.
+    mean: the expected mean of a codec that clips, in place of the leaf.
     step: the steps between levels, of all elements or of each; by default twice the
       largest error.
-    context: what else to encode with, by default that of the first step.
+    context: the context to encode with, by default that of the first step.
     workers: the number of masks to try, each of which must have no bias; 0 for none,
       as where one worker encodes.
 
@@ -133,7 +133,7 @@ def _check_bias(
 
 
 def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> None:
-  """A key gives the same rows each time, and another key others.
+  """Equal keys give equal rows, and other keys give others.
 
   Args:
     codec: the codec.
@@ -163,8 +163,8 @@ def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> None:
 def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> None:
   """Where payloads add up entry by entry, all workers send the same elements.
 
-  So it is for a codec whose sum is ``alike``, such as ``RandomK``: a key of all workers
-  chooses the elements, whatever a worker's values and its mask are.
+  This holds for a codec with an ``alike`` sum, such as ``RandomK``: a key of all
+  workers chooses the elements, for any values and masks of a worker.
 
   Args:
     codec: the codec.
@@ -207,12 +207,12 @@ def errors_of_workers_cancel(
 
   The law compares the squared error of the workers' sum with the sum of their squared
   errors. Errors that are independent have the ratio 1, and those of an even number of
-  workers can have half of it. It is up to N where workers draw the same and do not
-  apply their masks. Elements are uncorrelated, which tells how far chance goes.
+  workers can have half of it. It is up to N if workers draw the same bits and do not
+  apply their masks. The standard deviation follows from elements being uncorrelated.
 
   Args:
-    codec: a codec that draws, and is unbiased.
-    most: the largest ratio, but for five standard deviations.
+    codec: an unbiased codec that needs a key.
+    most: the largest ratio; five standard deviations more are allowed.
     workers: N.
     size: the elements of the Gaussian leaves.
 
@@ -244,7 +244,7 @@ def errors_of_workers_cancel(
 
 
 def variance_of_sums(errors: np.ndarray, axis: int) -> tuple[float, float]:
-  """Returns the variance of sums along an axis, in that of independent errors.
+  """Returns the variance of sums along an axis, relative to independent errors.
 
   Returns:
     The mean square of a sum over the sum of mean squares, and its standard deviation.

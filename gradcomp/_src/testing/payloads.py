@@ -22,7 +22,7 @@ from gradcomp._src.testing.trial import decode, encode, round_trip, trial
 
 
 def shapes_and_dtypes_return(codec: LeafCodec) -> None:
-  """A leaf of any shape and float dtype has its own again, with x64 enabled too.
+  """A leaf of any shape and float dtype decodes to its own, with x64 enabled too.
 
   Scalars, empty leaves and odd shapes are traced, and nothing is computed.
 
@@ -74,7 +74,7 @@ def _check_types(law: str, codec: LeafCodec, payload: Payload) -> None:
 
 
 def half_precision_is_computed_in_float32(codec: LeafCodec) -> None:
-  """Leaves of half precision come back with their dtype, as float32 would be rounded.
+  """Leaves of half precision decode in their dtype, rounded once from float32.
 
   Example:
     >>> from gradcomp.testing import laws
@@ -108,9 +108,9 @@ def half_precision_is_computed_in_float32(codec: LeafCodec) -> None:
 
 
 def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> None:
-  """A payload is ``uint32[rows, row_words]``, a row for each tile, and nothing else.
+  """A payload is ``uint32[rows, row_words]``, a row for each tile.
 
-  Statistics are beside the rows where workers agree on some, and only there.
+  It has statistics, too, if workers agree on some, and only then.
 
   Args:
     codec: the codec.
@@ -157,7 +157,7 @@ def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> No
 
 
 def rows_stand_alone(codec: LeafCodec, x: ArrayLike | None = None) -> None:
-  """Each row decodes alone to its own tile: what lets workers own shares of the rows.
+  """Each row decodes to its own tile without the others, as shares of rows need.
 
   Args:
     codec: the codec.
@@ -181,11 +181,11 @@ def rows_stand_alone(codec: LeafCodec, x: ArrayLike | None = None) -> None:
 def zeros_behind_change_nothing(
   codec: LeafCodec, x: ArrayLike | None = None, *, by_row: bool = False
 ) -> None:
-  """A leaf that ends within a tile has the payload of the same leaf with zeros behind.
+  """A leaf that ends within a tile has the payload of the leaf padded with zeros.
 
-  That is so where zeros fill the last tile, as the page on the wire format says. It is
-  not so where statistics are those of the leaf's own elements, like means: for such
-  codecs :func:`padding_never_leaks` says what holds.
+  This holds where zeros fill the last tile, as on the page on the wire format. It does
+  not hold for statistics of the leaf's own elements, like means: for such codecs
+  :func:`padding_never_leaks` does.
 
   Args:
     codec: the codec.
@@ -238,7 +238,7 @@ def zeros_behind_change_nothing(
 def bytes_are_the_claim(
   codec: LeafCodec, x: ArrayLike | None = None, *, workers: int = 4
 ) -> None:
-  """What is explained, what is encoded and what is compiled have the same bytes.
+  """Explained, encoded and compiled payloads have equal bytes.
 
   The bytes of a payload, N - 1 of which each worker receives in ``all_gather``, are
   those of :func:`gradcomp.explain`, and those of the collectives in a compiled step,

@@ -66,7 +66,7 @@ def is_a_value(codec: LeafCodec) -> None:
 
 
 def facts_are_plain(codec: LeafCodec) -> None:
-  """Facts are bools and positive integers that no leaf's values change.
+  """Facts are bools and positive integers that do not depend on a leaf's values.
 
   Example:
     >>> from gradcomp.testing import laws
@@ -95,8 +95,7 @@ def facts_are_plain(codec: LeafCodec) -> None:
 def is_pure(codec: LeafCodec, x: ArrayLike | None = None) -> None:
   """Encoding and decoding are pure: shapes from shapes, no collectives, no effects.
 
-  They are traced twice, and must be one program: nothing is drawn while they are
-  traced.
+  They are traced twice to equal programs: tracing draws no random numbers.
 
   Args:
     codec: the codec.
@@ -115,7 +114,7 @@ def is_pure(codec: LeafCodec, x: ArrayLike | None = None) -> None:
     return decode(codec, encode(codec, x, key), x)
 
   try:
-    # Two functions, for JAX remembers what it has traced.
+    # Two functions, because JAX caches traces.
     first, again = (
       jax.make_jaxpr(lambda x, key: both(x, key))(leaf, KEY) for _ in range(2)
     )
@@ -167,7 +166,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def same_bits_without_jit(codec: LeafCodec, x: ArrayLike | None = None) -> None:
-  """Eager calls give the bits of compiled ones, and leave their inputs as they are.
+  """Eager calls give the bits of compiled ones, and leave their inputs unchanged.
 
   Args:
     codec: the codec.
@@ -220,7 +219,7 @@ def batches_are_independent(codec: LeafCodec, x: ArrayLike | None = None) -> Non
 
 
 def sent_and_unsent_are_the_leaf(codec: LeafCodec, x: ArrayLike | None = None) -> None:
-  """What is sent plus what is not is the leaf: the residual, where encoding returns it.
+  """The sent and the unsent part add up to the leaf, if encoding returns both.
 
   Args:
     codec: the codec.
@@ -235,7 +234,7 @@ def sent_and_unsent_are_the_leaf(codec: LeafCodec, x: ArrayLike | None = None) -
   if unsent is None:  # the exchange subtracts what it decodes
     return
   for i in range(2):
-    # One subtraction: what is sent plus what is not is rounded once.
+    # One subtraction: the sum of both parts is rounded once.
     expected = leaves[i] - trial(codec, leaves[i], keys[i]).value
     if told := difference(unsent[i].reshape(expected.shape), expected):
       raise BrokenLaw(
@@ -248,5 +247,5 @@ def sent_and_unsent_are_the_leaf(codec: LeafCodec, x: ArrayLike | None = None) -
 
 
 def _pair(leaf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns two leaves and their keys, none of which are equal."""
+  """Returns two different leaves and two different keys."""
   return np.stack([leaf, 3 * leaf[::-1]]), np.stack([KEY, KEY + 1])

@@ -1,4 +1,4 @@
-"""The laws of ranges: large numbers are sent as others are, and so are their sums."""
+"""Laws of ranges: large numbers, and their sums, are sent like others."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +19,10 @@ _TOP = float(jnp.finfo(jnp.float16).max)
 
 
 def large_numbers_keep_their_size(codec: LeafCodec) -> None:
-  """A leaf times a power of two comes back as that power of two times the leaf.
+  """A leaf times a power of two decodes to that power of two times the decoded leaf.
 
-  To a hundredth of the largest number. The powers are 2^12, and 2^40 for codecs whose
-  rows hold the numbers of float32. The random bits are the same.
+  This holds to a hundredth of the largest number. The powers are 2^12, and 2^40 for
+  codecs with float32 numbers in rows. The random bits are the same.
 
   Args:
     codec: the codec.
@@ -56,8 +56,8 @@ def half_precision_keeps_its_range(
   """A mean of float16 gradients is right near the largest number, and the smallest.
 
   The mean lies in the range of its addends, but a sum of N of them does not, and an Nth
-  of one may vanish. Gradients are multiplied by a power of two, and so must the mean
-  be: to a hundredth of the largest, and the smallest number of float16.
+  of one may underflow. Gradients are multiplied by a power of two, and so must the mean
+  be: to a hundredth of the largest, plus the smallest number of float16.
 
   Args:
     codec: the codec.

@@ -1,4 +1,4 @@
-"""The law of states: a step gives back what the next one takes."""
+"""The law of states: a step returns the state structure that the next one takes."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ def state_is_stable(
 ) -> None:
   """A step returns a state like its own, with which ``lax.scan`` runs all steps.
 
-  Structure, shapes and dtypes are compared first. Then the steps are scanned inside a
-  checked ``jax.shard_map``, whose types also tell what differs between workers, and
-  inside ``jax.vmap``, where they are run.
+  Structure, shapes and dtypes are compared first. Then the steps are traced in a scan
+  inside a checked ``jax.shard_map``, which types arrays as varying, and run in a scan
+  inside ``jax.vmap``.
 
   Args:
     transformation: over the axis.
@@ -88,7 +88,7 @@ def _scanned(
 def _scan_types(
   transformation: optax.GradientTransformation, stacked: Any, axis_name: str
 ) -> None:
-  """Traces a scan inside a checked map, over devices that need not be there."""
+  """Traces a scan inside a checked map, over an abstract mesh."""
   params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), stacked)
   workers = jax.tree.leaves(stacked)[0].shape[1]
   mesh = AbstractMesh((workers,), (axis_name,), (AxisType.Auto,))

@@ -1,4 +1,4 @@
-"""Laws of transformations: what workers get, keep and send, step by step."""
+"""Laws of transformations: updates, states and bytes of workers, step by step."""
 
 import math
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def same_bits_in_every_mode(
   *,
   axis_name: str = "data",
 ) -> None:
-  """All modes have the bits of emulated workers: updates, and all that is kept.
+  """All modes have the bits of emulated workers, in updates and states.
 
   Args:
     transformation: over the axis.
@@ -100,7 +100,7 @@ def non_finite_gradients_are_seen(
   """A NaN of one worker reaches every worker's update, and no residual.
 
   So a guard behind the exchange, like ``optax.apply_if_finite``, sees it everywhere.
-  What an optimizer makes of it is not looked at.
+  An optimizer's own state is not tested.
 
   Args:
     transformation: over the axis.
@@ -148,9 +148,9 @@ def bytes_are_explained(
   *,
   axis_name: str = "data",
 ) -> None:
-  """A compiled step sends the bytes that :func:`gradcomp.explain` tells.
+  """A compiled step sends the bytes of :func:`gradcomp.explain`.
 
-  It is let through where there are fewer devices than workers.
+  It passes if there are fewer devices than workers.
 
   Args:
     transformation: over the axis.
@@ -180,12 +180,10 @@ def bytes_are_explained(
 
 
 def _kept(run: modes.Run) -> Any:
-  """Returns what modes are compared by: not what workers remember for themselves.
+  """Returns the outputs and states of a run, without memories of each worker."""
 
-  Under Explicit axes that is of addends, which are gradients over N. And zeros that are
-  stored in few bits have one scale there and everywhere, so residuals are read.
-  """
-
+  # Under Explicit axes memories are of addends, gradients over N. Zeros in few bits
+  # have one scale there and everywhere, so residuals are read.
   def shared(x: Any) -> Any:
     if not is_state(x):
       return x

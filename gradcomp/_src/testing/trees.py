@@ -1,4 +1,4 @@
-"""Makes gradients of all workers, and walks over what workers have."""
+"""Gradients of all workers, and iteration over several workers' trees."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ Gradients = Sequence[Any]  # trees with leaves [N, ...], one tree a step
 
 
 def near_the_top(shape: tuple[int, ...], dtype: DTypeLike, seed: int = 0) -> np.ndarray:
-  """Returns gradients ``[N, ...]`` of which a sum of three is too large for a dtype.
+  """Returns gradients ``[N, ...]``; a sum of three overflows the dtype.
 
   All workers agree on the signs.
 
@@ -32,7 +32,7 @@ def near_the_top(shape: tuple[int, ...], dtype: DTypeLike, seed: int = 0) -> np.
 def gradients_like(params: Any, workers: int, seed: int = 0) -> Any:
   """Returns Gaussian gradients of all workers, leaves ``[N, ...]``.
 
-  Those of dtypes with a smaller range than float32 are near its end.
+  In dtypes with a smaller range than float32 they are near its end.
 
   Args:
     params: arrays, or their shapes and dtypes.

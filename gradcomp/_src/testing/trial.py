@@ -1,4 +1,4 @@
-"""Computes what the laws of one codec compare, by programs that they share."""
+"""Encodings and decodings for the laws of one codec, by shared programs."""
 
 import functools
 from typing import Any, NamedTuple
@@ -15,13 +15,13 @@ from gradcomp._src.testing.leaves import KEY, first_context, key_of
 
 
 class Trial(NamedTuple):
-  """Holds what a codec makes of one leaf.
+  """The encoding and the decodings of one leaf.
 
   Attributes:
-    payload: of the leaf.
-    value: what the payload decodes to.
+    payload: the payload of the leaf.
+    value: the decoded payload.
     together: the tiles of its rows, decoded at once.
-    alone: the same, each row by itself.
+    alone: the tiles of its rows, each decoded by itself.
   """
 
   payload: Payload
@@ -31,11 +31,11 @@ class Trial(NamedTuple):
 
 
 class Batch(NamedTuple):
-  """Holds what a codec makes of several leaves of one shape, in one call.
+  """The encodings of several leaves of one shape, in one call.
 
   Attributes:
-    rows: of each payload, ``uint32[leaves, rows, words]``.
-    unsent: for each leaf the part that is not sent, if encoding says so; else None.
+    rows: the rows of each payload, ``uint32[leaves, rows, words]``.
+    unsent: the unsent part of each leaf, if encoding returns it; else None.
   """
 
   rows: Any
@@ -45,13 +45,10 @@ class Batch(NamedTuple):
 def encode(
   codec: LeafCodec, x: jax.Array, key: ArrayLike, context: Context | None = None
 ) -> Payload:
-  """Encodes a leaf as a worker does in its first step.
+  """Encodes a leaf with ``codec``, bound to it, as in the first step of a worker.
 
-  Args:
-    codec: the codec, which is bound to the leaf here.
-    x: the leaf.
-    key: ``uint32[2]``, for codecs that need one.
-    context: what else to encode with, by default that of the first step.
+  ``key`` is ``uint32[2]``, for codecs that need one. ``context`` is by default that of
+  the first step.
   """
   leaf = Leaf(x.shape)
   bound = codec.bind(leaf)
@@ -61,7 +58,7 @@ def encode(
 
 
 def decode(codec: LeafCodec, payload: Payload, like: jax.Array) -> jax.Array:
-  """Decodes a payload by the codec that is bound to the leaf."""
+  """Decodes a payload by the codec, bound to the leaf."""
   return codec.bind(Leaf(like.shape)).decode(payload, like=like)  # type: ignore[attr-defined]
 
 
@@ -71,24 +68,24 @@ def round_trip(codec: LeafCodec, x: jax.Array, key: ArrayLike = KEY) -> jax.Arra
 
 
 def trial(codec: LeafCodec, x: ArrayLike, key: ArrayLike = KEY) -> Trial:
-  """Returns what a codec makes of a leaf, from a program that is compiled once."""
+  """Encodes and decodes a leaf, by a program that is compiled once."""
   return jax.tree.map(np.asarray, _trial(codec, jnp.asarray(x), jnp.asarray(key)))
 
 
 def batch(codec: LeafCodec, x: ArrayLike, keys: ArrayLike) -> Batch:
-  """Returns what a codec makes of leaves ``[leaves, ...]`` by ``jax.vmap``."""
+  """Encodes leaves ``[leaves, ...]`` by ``jax.vmap``."""
   return jax.tree.map(np.asarray, _batch(codec, jnp.asarray(x), jnp.asarray(keys)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def returned(codec: LeafCodec, x: ArrayLike) -> jax.Array:
-  """Returns what a leaf becomes, from a smaller program than that of a trial."""
+  """Encodes and decodes a leaf, by a smaller program than a trial's."""
   return round_trip(codec, jnp.asarray(x))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encoded(codec: LeafCodec, x: jax.Array, key: jax.Array) -> Payload:
-  """Jitted by itself, so that a trial and a batch trace it once."""
+  """Encodes a leaf, jitted by itself, so that a trial and a batch trace it once."""
   return encode(codec, x, key)
 
 

@@ -1,4 +1,4 @@
-"""Laws of what comes back: zeros, constants, tiny numbers, NaN, odd sizes, padding."""
+"""Laws of decoded values: zeros, constants, tiny numbers, NaN, odd sizes, padding."""
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ _TINY = np.array(
 
 
 def zeros_decode_to_zeros(codec: LeafCodec, x: ArrayLike | None = None) -> None:
-  """A leaf of zeros comes back as zeros, for zeros fill rows and stand for nothing.
+  """A leaf of zeros decodes to zeros, which fill up rows.
 
   Args:
     codec: the codec.
@@ -41,7 +41,7 @@ def zeros_decode_to_zeros(codec: LeafCodec, x: ArrayLike | None = None) -> None:
 def constants_are_exact(
   codec: LeafCodec, values: tuple[float, ...], x: ArrayLike | None = None
 ) -> None:
-  """A leaf of one value comes back as it is, for values that the format can represent.
+  """A leaf of one value decodes exactly, for values that the format can represent.
 
   Args:
     codec: the codec.
@@ -66,9 +66,9 @@ def constants_are_exact(
 
 
 def tiny_numbers_stay_finite(codec: LeafCodec, x: ArrayLike | None = None) -> None:
-  """Subnormal numbers come back as finite ones of at most 1, never as NaN.
+  """Subnormal numbers decode to finite ones of at most 1, never to NaN.
 
-  A scale that vanishes, or its reciprocal that overflows, would spoil a bucket.
+  A scale that underflows, or its reciprocal that overflows, would spoil a bucket.
 
   Args:
     codec: the codec.
@@ -103,18 +103,18 @@ def non_finite_elements_are_seen(
   spoils: int | str | None = "any",
   unclipped: LeafCodec | None = None,
 ) -> None:
-  """A NaN or an infinity comes out, never a number in its place; the rest stays.
+  """A NaN or an infinity decodes to one, never to a number; the rest stays.
 
   Args:
     codec: the codec.
     x: a finite leaf; by default one of three rows.
-    bad: what one of its elements becomes: NaN or an infinity.
-    spoils: what is not finite then. ``"any"``: something in the element's row, and
-      anything else. The number of consecutive elements of which all become NaN, None
-      for all of the leaf, ``"column"`` for all of its column; ``"itself"`` if it stays
-      what it is; ``"sent"`` if it is sent as it is, and may displace others; ``"row"``
-      if what is sent of its row is no longer finite. All else must keep its bits.
-    unclipped: the codec of what is left of a leaf that is not finite, if another.
+    bad: the new value of one of its elements: NaN or an infinity.
+    spoils: the elements that are not finite then. ``"any"``: some in the element's row,
+      and any others. The number of consecutive elements that all become NaN, None for
+      all of the leaf, ``"column"`` for all of its column; ``"itself"`` if only it, with
+      its own value; ``"sent"`` if it is sent as it is, and may displace others;
+      ``"row"`` if some sent elements of its row. All others must keep their bits.
+    unclipped: the codec for the rest of a leaf that is not finite, if another.
 
   Example:
     >>> from gradcomp.testing import laws
@@ -157,7 +157,7 @@ def non_finite_elements_are_seen(
 def _spoiled(
   codec: LeafCodec, shape: tuple[int, ...], position: int, spoils: int | str | None
 ) -> np.ndarray:
-  """Returns where a flat leaf may be spoiled by what is at a position."""
+  """Masks the elements of a flat leaf that the one at ``position`` may spoil."""
   number = np.arange(int(np.prod(shape)))
   if spoils is None:
     return np.ones(number.size, bool)
@@ -177,7 +177,7 @@ def _spoiled(
 def _unseen(
   found: np.ndarray, spoiled: np.ndarray, position: int, bad: float, spoils: object
 ) -> str | None:
-  """Tells how an element that is not finite is not seen; None if it is."""
+  """Describes the decoded element if it hides a value that is not finite; else None."""
   at = found[position]
   if spoils in ("itself", "sent"):
     same = at == bad or (at != at and bad != bad)
@@ -194,7 +194,7 @@ def _unseen(
 def odd_sizes_work(
   codec: LeafCodec, sizes: tuple[int, ...] = (0, 1, 2, 3, 31, 33, 127, 200)
 ) -> None:
-  """Leaves of any size come back finite, with their shape; zeros come back as zeros.
+  """Leaves of any size decode to finite numbers in their shape; zeros to zeros.
 
   Args:
     codec: the codec.
@@ -225,11 +225,11 @@ def odd_sizes_work(
 
 
 def padding_never_leaks(codec: LeafCodec) -> None:
-  """A leaf that ends within a row is no worse for it.
+  """A leaf that ends within a row has no larger error for it.
 
   Leaves of one magnitude show it. If a codec is exact for them where they fill rows,
-  as one with a scale a bucket is, then it is where they end within a row: what fills
-  the row counts in no scale and no mean.
+  as one with a scale a bucket is, then it is where they end within a row: the padding
+  of the row counts in no scale and no mean.
 
   Example:
     >>> from gradcomp.testing import laws
@@ -238,7 +238,7 @@ def padding_never_leaks(codec: LeafCodec) -> None:
   tile = tile_of(codec)
   if tile is None:  # rows are as long as the leaf
     return
-  # Sums of the first are exact, and the others are no fractions of whatever fills.
+  # Sums of the first are exact, and the others are no fractions of any padding.
   for value, sign in ((0.125, 1), (0.125, -1), (0.3, 1), (-3.1, 1)):
     whole = np.full(2 * tile, value, np.float32)
     whole[1::2] *= sign
@@ -261,12 +261,10 @@ def padding_never_leaks(codec: LeafCodec) -> None:
 def _mixes_zeros(
   codec: LeafCodec, short: np.ndarray, found: np.ndarray, size: int
 ) -> bool:
-  """Returns True for a codec that rotates a leaf together with the zeros behind it.
-
-  It has the same bits if the zeros are elements, and what it changes is not smaller on
-  average. A mean in which zeros count is: by a third or more, where a row or a bucket
-  is filled to two thirds at most.
-  """
+  """Returns True for a codec that rotates a leaf together with the zeros behind it."""
+  # It has the same bits if the zeros are elements, and the elements that it changes are
+  # not smaller on average. A mean in which zeros count is: by a third or more, where a
+  # row or a bucket is filled to two thirds at most.
   padded = np.pad(short, (0, size - short.size))
   if difference(found, np.asarray(returned(codec, padded))[: short.size]):
     return False

@@ -1,4 +1,4 @@
-"""Donates arrays to a jitted function, none of them twice."""
+"""Donation of arrays to a jitted function, each buffer once."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 
 class Donating:
-  """Calls a jitted train step, whose parameters and optimizer state are donated.
+  """A jitted train step that donates parameters and optimizer state, each buffer once.
 
   Some optimizers keep the arrays that they were given: ``optax.contrib.prodigy`` has
   the first parameters in its state. JAX cannot donate one buffer twice. It raises an
-  error on one device, and ends the process on several. So what is met again is copied.
-  All else is as with the jitted function, like ``lower``.
+  error on one device, and ends the process on several. So the second occurrence is
+  copied. All other attributes, like ``lower``, are those of the jitted function.
   """
 
   def __init__(self, step: Any):

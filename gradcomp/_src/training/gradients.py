@@ -1,4 +1,4 @@
-"""Keeps gradients per worker: the mean must not be taken before it is compressed."""
+"""Gradients of each worker: JAX must not take their mean before the compression."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,14 +82,14 @@ def value_and_grad(
   accumulate: int = 1,
   batch_argnums: int | tuple[int, ...] = 1,
 ) -> Callable[..., tuple[Any, Any]]:
-  r"""Returns what ``jax.value_and_grad`` does, but gradients stay per worker.
+  r"""Wraps ``jax.value_and_grad`` so that each worker keeps its own gradient.
 
-  They do so wherever it runs. In plain ``jax.jit`` under Explicit axes, it runs the
-  loss in a ``jax.shard_map`` over the axis, on arguments cut as their types say, and
-  returns gradients typed ``{U:data}``. Each worker's gradient is then divided by N, and
-  their sum is the gradient of the loss over the whole batch. Those of float16 become
-  float32 before, for float16 does not hold an Nth of its smallest numbers. ``update``
-  returns float16 again, if it is given the parameters.
+  In plain ``jax.jit`` under Explicit axes, it runs the loss in a ``jax.shard_map`` over
+  the axis, on arguments sharded by their types, and returns gradients typed
+  ``{U:data}``. Each worker's gradient is then divided by N, and their sum is the
+  gradient of the loss over the whole batch. A float16 gradient becomes float32 before,
+  because float16 does not hold 1/N of its smallest numbers. ``update`` returns float16
+  again, if it is given the parameters.
 
   Arrays of the mesh that the loss closes over become arguments there by themselves: it
   may read them from a closure, a global variable, a partial application, or an
@@ -103,9 +103,9 @@ def value_and_grad(
   .. math:: \sum_{ij} S_{ij} \Big/ \sum_{ij} W_{ij}
 
   over all micro-batches of all workers, as on one device. A worker's gradient is
-  :math:`N \sum_j \nabla S_{ij} / \sum_{ij} W_{ij}`, whose mean over the workers that
-  is. Workers learn the sum of all weights from a message of 4 bytes. Weights are not
-  differentiated. If all are zero, sums are divided by 1.
+  :math:`N \sum_j \nabla S_{ij} / \sum_{ij} W_{ij}`; the mean of these over the workers
+  is that gradient. Workers learn the sum of all weights from a message of 4 bytes.
+  Weights are not differentiated. If all are zero, sums are divided by 1.
 
   Args:
     loss_fn: returns the worker's loss, or ``(loss, aux)``. The loss is the mean over
@@ -118,8 +118,8 @@ def value_and_grad(
     accumulate: the number of micro-batches that a worker takes one after the other, so
       that it holds the activations of one of them. Gradients of half precision are
       added up in float32.
-    batch_argnums: the arguments that are cut into micro-batches on their first axis, if
-      ``accumulate`` is above 1.
+    batch_argnums: the arguments that are split into micro-batches on their first axis,
+      if ``accumulate`` is above 1.
 
   Returns:
     A function like ``loss_fn`` that returns ``(loss, grads)`` or
@@ -130,8 +130,8 @@ def value_and_grad(
   Raises:
     ValueError: ``accumulate`` is no number of micro-batches; when called, the axis is
       not bound, or the micro-batches would not be equal; or under Explicit axes, no
-      argument is cut over the axis, a differentiated one is, or the loss closes over an
-      array in a way that is not searched.
+      argument is sharded over the axis, a differentiated one is, or the loss closes
+      over an array in a way that is not searched.
     TypeError: when called, a leaf to differentiate is no real or complex float, or the
       loss returns no weight with ``has_weight``.
 
@@ -203,17 +203,8 @@ def _addends(
 ) -> tuple[Any, Any]:
   """Runs ``gradients_of(loss_fn)(*args, **kwargs)`` on each worker's arguments.
 
-  Arrays of the mesh that the loss closes over become arguments.
-
-  Args:
-    loss_fn: returns the worker's loss.
-    gradients_of: makes of it a function that returns the value and the gradients.
-    axis_name: the axes over which arguments are cut, as their types say.
-    *args: arrays, and anything else as it is.
-    **kwargs: arrays, and anything else as it is.
-
-  Returns:
-    The mean of the values, and the gradients divided by N, unreduced over the axes.
+  Arrays of the mesh that the loss closes over become arguments. The mean of the values
+  is returned, and the gradients divided by N, unreduced over the axes.
   """
   leaves, treedef = jax.tree.flatten((args, kwargs))
   given = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
@@ -246,14 +237,14 @@ def _addends(
 
 
 def _in_explicit_jit(tree: Any, axis_name: AxisName) -> bool:
-  """Returns True if the axes are Explicit ones of the mesh that no map has bound."""
+  """Returns True for Explicit axes of the mesh that no map has bound."""
   if bound_size(axis_name) is not None:
     return False
   return is_explicit(mesh_of(tree), axis_name)
 
 
 def _check_floats(argument: int, params: Any) -> None:
-  """Raises TypeError, where JAX would too, but with the name of the leaf."""
+  """Raises TypeError for leaves that are not floats, with the name of the leaf."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     if not jnp.issubdtype(dtype := jax.typeof(leaf).dtype, jnp.inexact):
       raise TypeError(
@@ -264,7 +255,7 @@ def _check_floats(argument: int, params: Any) -> None:
 
 
 def _check_cut(params: Any, arguments: Any, axis_name: AxisName) -> None:
-  """Raises ValueError unless the parameters are whole, and another argument is cut."""
+  """Raises ValueError for sharded parameters, or if no other argument is sharded."""
   names = axis_names(axis_name)
   for leaf in jax.tree.leaves(params):
     if cut := sharded_axes(typed_spec(leaf)).intersection(names):

@@ -1,4 +1,4 @@
-"""Takes a worker's part of the batch in several parts, one after the other."""
+"""Gradients of a worker's batch in several micro-batches, one after the other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from gradcomp._src.training.weights import mean_weight, weighed
 
 
 def check_accumulate(value: Any) -> int:
-  """Returns the number of micro-batches; ValueError for what is none."""
+  """Returns the number of micro-batches; ValueError otherwise."""
   rule = "a number of micro-batches, 1 or more"
   return static_integer("accumulate", rule, value, least=1)
 
@@ -24,7 +24,7 @@ def over_micro_batches(
   count: int,
   cut: tuple[int, ...],
 ) -> Callable[..., tuple[Any, Any]]:
-  """Returns a function with the means of what ``grad_fn`` returns for micro-batches."""
+  """Returns a function that averages the results of ``grad_fn`` over micro-batches."""
 
   def averaged(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     def add(total: Any, micro_batch: Any) -> tuple[Any, Any]:
@@ -52,14 +52,10 @@ def over_weighed_micro_batches(
 ) -> Callable[..., tuple[Any, Any]]:
   """Returns a function with the weighted means over all micro-batches of all workers.
 
-  Args:
-    grad_fn: returns ``((loss, (weight, aux)), grads)``, where the loss is divided by
-      its own weight, see ``weights.over_own_weight``.
-    argnums: the arguments to differentiate.
-    count: the number of micro-batches of a worker.
-    cut: the arguments that are cut.
-    axis_name: the axes of the workers, or None.
-    has_aux: whether to return the mean ``aux``, too.
+  ``grad_fn`` returns ``((loss, (weight, aux)), grads)``, with a loss that is divided by
+  its own weight, see ``weights.over_own_weight``. ``cut`` are the
+  arguments that are split into ``count`` micro-batches. With ``has_aux`` the mean
+  ``aux`` is returned, too.
   """
 
   def averaged(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -93,10 +89,8 @@ def loss_alone(
 ) -> Callable[..., jax.Array]:
   """Returns the loss of all micro-batches without its gradients.
 
-  Args:
-    loss_fn: returns ``(loss, aux)``, or ``((total, weight), aux)`` with ``has_weight``.
-    count, cut, axis_name: as above.
-    has_weight: whether the loss has a weight. Else all micro-batches weigh the same.
+  ``loss_fn`` returns ``(loss, aux)``, or ``((total, weight), aux)`` with
+  ``has_weight``. Without weights all micro-batches weigh the same.
   """
 
   def value(*args: Any) -> jax.Array:
@@ -118,7 +112,7 @@ def loss_alone(
 
 
 def micro_batches(args: Any, count: int, cut: tuple[int, ...]) -> tuple[Any, ...]:
-  """Returns the arguments that are cut, with a new first axis of micro-batches."""
+  """Returns the split arguments with a new first axis of micro-batches."""
 
   def part(path: Any, x: Any) -> Any:
     if not jnp.shape(x) or jnp.shape(x)[0] % count:

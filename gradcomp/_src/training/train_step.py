@@ -1,4 +1,4 @@
-"""Makes train steps for people who want no plumbing."""
+"""``make_train_step``: a data-parallel train step without plumbing."""
 
 import functools
 import math
@@ -51,7 +51,7 @@ def make_train_step(
       It may close over arrays of the mesh, see :func:`value_and_grad`.
     optimizer: an optax transformation with gradcomp's in it, over the same axis. It may
       freeze parameters by ``optax.set_to_zero``, see :func:`allow_frozen`.
-    axis_name: the mesh axis that batches are cut over, or a tuple of them; None for one
+    axis_name: the mesh axis that shards batches, or a tuple of axes; None for one
       device.
     mesh: the devices; by default the mesh of ``jax.set_mesh``. Its other axes stay as
       they are: parameters may be sharded over them.
@@ -60,34 +60,34 @@ def make_train_step(
       loss is the mean over all tokens, say, that count: see :func:`value_and_grad`.
       Model state and ``aux`` are plain means. In :func:`local_steps` a worker's loss
       is the mean over its own tokens.
-    model_state: what becomes of a state of the model that is not trained, like batch
+    model_state: the treatment of a model state that is not trained, like batch
       statistics. ``"mean"`` averages it over the workers in every step, in float32.
       ``"local"`` leaves each worker its own; arrays then have a first axis of N, for
       the workers. None is for models without one.
     accumulate: the number of micro-batches that a worker takes one after the other.
       Gradients, model state and ``aux`` are means over them. There is one exchange and
       one update.
-    report: whether ``metrics`` has ``"bytes_sent"`` (the bytes that :func:`explain`
-      says a worker sends for gradients in a step, as ``float32``), ``"gradient_norm"``
-      (the root mean square over the workers of their own gradients' l2 norms) and
-      ``"update_norm"`` (the l2 norm of what is added to the parameters).
-    check_every: in every so many steps, from the first on, ``metrics["replicas"]`` says
-      whether the parameters that the step was given are equal on all workers: see
-      :func:`check_replicas`. In the other steps it says that they are. None compares
-      nothing. ``bytes_sent`` does not count this.
+    report: whether ``metrics`` has ``"bytes_sent"`` (the bytes that a worker sends for
+      gradients in a step by :func:`explain`, as ``float32``), ``"gradient_norm"`` (the
+      root mean square over the workers of their own gradients' l2 norms) and
+      ``"update_norm"`` (the l2 norm of the update of the parameters).
+    check_every: n, to compare the workers' parameters at the start of one of n steps,
+      from the first on, in ``metrics["replicas"]``: see :func:`check_replicas`. In the
+      other steps they count as equal. None compares nothing. ``bytes_sent`` does not
+      count this.
     donate: whether parameters and optimizer state are updated in place. The arrays that
-      were passed in are then gone. What is in both is copied first.
+      were passed in are then gone. An array that is in both is copied first.
 
   Returns:
     A jitted ``step(params, opt_state, batch, *extra) -> (params, opt_state, metrics)``.
     With ``model_state`` it is ``step(params, opt_state, model_state, batch, *extra) ->
     (params, opt_state, model_state, metrics)``.
     Parameters are replicated over the axis, and so are ``extra`` arguments. Every array
-    of ``batch`` is cut on its first axis. ``opt_state`` is ``optimizer.init(params)``
-    under ``jax.set_mesh(mesh)``. Put the parameters on the mesh first, by
-    ``jax.device_put(params, NamedSharding(mesh, P()))``. Parameters on one device work,
-    but then the second step compiles again. ``metrics["loss"]``, and ``metrics["aux"]``
-    with ``has_aux``, are means over the workers.
+    of ``batch`` is sharded on its first axis. ``opt_state`` is
+    ``optimizer.init(params)`` under ``jax.set_mesh(mesh)``. Put the parameters on the
+    mesh first, by ``jax.device_put(params, NamedSharding(mesh, P()))``. Parameters on
+    one device work, but then the second step compiles again. ``metrics["loss"]``, and
+    ``metrics["aux"]`` with ``has_aux``, are means over the workers.
     With :func:`local_steps` in the optimizer, parameters are those that all workers
     share, and gradients are computed at each worker's own. The loss, ``aux`` and
     ``"gradient_norm"`` then have a first axis of N, for the workers: a mean would be a
@@ -107,10 +107,10 @@ def make_train_step(
 
   Raises:
     ValueError: the mesh does not have an axis, or an option is bad; when called, a
-      batch cannot be cut into equal parts, a state was made outside the mesh or for
-      another number of workers, parameters are cut over an Explicit axis of the batch,
-      no exchange has averaged a parameter's gradient, or another process of the run
-      traces another step, or none.
+      batch cannot be split into equal parts, a state was made outside the mesh or for
+      another number of workers, parameters are sharded over an Explicit axis of the
+      batch, no exchange has averaged a parameter's gradient, or another process of the
+      run traces another step, or none.
     TypeError: when called, a parameter, or something in a model state that is averaged,
       is no float; or the loss returns another form than the options say.
 
@@ -197,7 +197,7 @@ def make_train_step(
 
 
 def _check_period(check_every: Any, axis_name: AxisName | None) -> int:
-  """Returns the number of steps between two comparisons; ValueError for all else."""
+  """Returns the number of steps between two comparisons; ValueError otherwise."""
   steps = step_count("check_every", check_every)
   if axis_name is None:
     raise ValueError(
@@ -282,7 +282,7 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
           raise
         return mapped(False)
 
-    # What decides what is sent; how many micro-batches there are does not.
+    # The options that decide the messages; the number of micro-batches does not.
     names_sent = ("axis_name", "has_aux", "model_state", "report", "check_every")
     told = {name: getattr(one_worker, name) for name in names_sent}
     with agreement.one_record(

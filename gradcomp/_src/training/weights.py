@@ -1,4 +1,4 @@
-"""Divides sums of losses by the weights of all that they are sums of."""
+"""Division of summed losses by the sum of their weights."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from gradcomp._src.mesh.types import mark_varying
 
 
 class Weighed(NamedTuple):
-  """Holds what a loss with a weight returns: both numbers in float32 or wider."""
+  """The parts of a loss with a weight; both numbers in float32 or wider."""
 
   total: jax.Array
   weight: jax.Array
@@ -21,14 +21,9 @@ class Weighed(NamedTuple):
 
 
 def weighed(result: Any, *, has_aux: bool) -> Weighed:
-  """Returns the parts of what a loss has returned.
+  """Returns the parts of ``(total, weight)``, or ``((total, weight), aux)``.
 
-  Args:
-    result: ``(total, weight)``, or ``((total, weight), aux)``.
-    has_aux: whether it has an ``aux``.
-
-  Raises:
-    TypeError: it has another form, or its numbers are no scalars.
+  TypeError for a result of another form, or numbers that are not scalars.
   """
   match result:
     case ((total, weight), aux) if has_aux:
@@ -52,12 +47,9 @@ def weighed(result: Any, *, has_aux: bool) -> Weighed:
 def over_all_weight(
   loss_fn: Callable[..., Any], axis_name: AxisName | None, *, has_aux: bool
 ) -> Callable[..., Any]:
-  """Returns a loss without a weight, whose mean over the workers is the weighted one.
+  """Divides a loss by the mean weight: its mean over workers is the weighted mean.
 
-  Args:
-    loss_fn: returns a worker's sum and weight.
-    axis_name: the axes of the workers, or None.
-    has_aux: whether it returns an ``aux``, too.
+  ``loss_fn`` returns a worker's sum and weight.
   """
 
   def loss(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +74,7 @@ def over_own_weight(loss_fn: Callable[..., Any], *, has_aux: bool) -> Any:
 
 
 def mean_weight(weight: jax.Array, axis_name: AxisName | None) -> jax.Array:
-  """Returns the mean of the workers' weights; 1 if nothing has a weight."""
+  """Returns the mean of the workers' weights; 1 if it is zero."""
   if axis_name is not None:
     weight = pmean(mark_varying(weight, axis_name), axis_name)
   return jnp.where(weight == 0, jnp.ones_like(weight), weight)

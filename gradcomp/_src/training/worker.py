@@ -1,4 +1,4 @@
-"""What each worker does in a train step."""
+"""A train step on one worker, inside the map."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,7 +25,7 @@ ModelState = Literal["mean", "local"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerStep:
-  """The step of one worker, inside the map; :func:`make_train_step` has the options."""
+  """The step of one worker; :func:`make_train_step` documents the options."""
 
   axis_name: AxisName | None
   has_aux: bool
@@ -50,18 +50,16 @@ class WorkerStep:
   ) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
     """Returns new parameters, optimizer state, model state and two dicts of metrics.
 
-    The second are each worker's own, ``[1, ...]``, if workers take steps alone.
+    The second has each worker's own metrics, ``[1, ...]``, if workers take local steps.
 
     Args:
       functions: the loss, and the optimizer's ``update``, without and with inspection.
-      params: the parameters.
-      opt_state: the state of the optimizer.
-      model_state: the model state, or None.
+      params, opt_state, model_state: as in the step of :func:`make_train_step`.
       batch: the worker's part of the batch.
       extra: further arguments of the loss.
       rng: a key that all workers share, or None.
       more_args: further arguments of ``update``.
-      inspect: whether to show what the update sends.
+      inspect: whether to inspect the update.
     """
     loss_fn, update, update_and_inspect = functions
     alone = steps_alone(opt_state)
@@ -125,7 +123,7 @@ class WorkerStep:
     return params, opt_state, model_state, metrics, own
 
   def _uniform(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a loss with the same arguments and results, whatever the options are."""
+    """Returns a loss with the same arguments and results for all options."""
 
     def uniform(params: Any, rows: Any, model_state: Any, extra: Any) -> Any:
       batch, keys = rows
@@ -137,12 +135,10 @@ class WorkerStep:
     return uniform
 
   def _parts(self, result: Any) -> tuple[Any, tuple[Any, Any]]:
-    """Returns ``(loss, (model_state, aux))``; TypeError for a result of another form.
-
-    A pattern of two parts matches tuples and lists, where unpacking would take the keys
-    of a dict of two entries.
-    """
+    """Returns ``(loss, (model_state, aux))``; TypeError for other results."""
     model_state = aux = None
+    # A pattern of two parts matches tuples and lists, where unpacking would take the
+    # keys of a dict of two entries.
     match self.model_state is not None, self.has_aux, result:
       case False, False, loss:
         pass
@@ -169,14 +165,14 @@ class WorkerStep:
     )
 
   def _keys(self, rng: jax.Array | None) -> jax.Array | None:
-    """Returns a key of the worker's own for each micro-batch."""
+    """Returns one key for each micro-batch, different on each worker."""
     if rng is None:
       return None
     worker = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
     return jax.random.split(jax.random.fold_in(rng, worker), self.accumulate)
 
   def _replicas(self, params: Any, opt_state: Any, steps: int) -> Replicas:
-    """Compares the parameters in every so many steps; elsewhere it returns zeros."""
+    """Compares the parameters of all workers in one of ``steps`` steps; else zeros."""
     states = states_in(opt_state)
     if not states:
       raise ValueError(
@@ -202,7 +198,7 @@ class WorkerStep:
     return tree if self.axis_name is None else pmean(tree, self.axis_name)
 
   def _mean_of_any(self, tree: Any) -> Any:
-    """Returns the mean over the workers, which is taken in float32 or wider."""
+    """Returns the mean over the workers, computed in float32 or wider."""
     wide = jax.tree.map(lambda x: x.astype(_wide(x)), tree)
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), self._mean(wide), tree)
 
@@ -220,7 +216,7 @@ class WorkerStep:
 def check_model_state(
   model_state: Any, kind: ModelState | None, accumulate: int, workers: int
 ) -> None:
-  """Raises an error for what is not averaged, or not stacked, as it should be."""
+  """Raises an error for model state that cannot be averaged, or is not stacked."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
     name = f"`model_state`{jax.tree_util.keystr(path)}"
     averaged = kind == "mean" or accumulate > 1

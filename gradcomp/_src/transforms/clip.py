@@ -1,4 +1,4 @@
-"""Clips each worker's gradient, before the mean of all is known."""
+"""Clipping of each worker's gradient by its own norm, before the exchange."""
 
 import math
 from typing import Any, Literal
@@ -28,7 +28,7 @@ def clip_by_local_norm(
   .. math:: g_i' = g_i \min(1, \frac{l}{\lVert g_i \rVert})
 
   Put it in front of a compressed exchange that keeps residuals: clipping behind it
-  would clip what has waited for many steps. With :math:`g_i` a worker's gradient before
+  would clip residuals of many steps. With :math:`g_i` a worker's gradient before
   the mean of all N, the rules are
 
   =========  ===================  ======================================================
@@ -116,11 +116,10 @@ def clip_by_local_norm(
 def _norm(
   leaves: list[jax.Array], others: list[tuple[str, ...]]
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the l2 norm of all leaves, ``float32[]``, and how it is scaled.
+  """Returns a power of two and the l2 norm of all leaves times it, ``float32[]`` each.
 
-  The first array is a power of two, and the second the norm of the leaves times it,
-  whose squares neither overflow nor vanish. A leaf that other axes cut counts with the
-  parts of all devices.
+  So no square overflows or vanishes. A leaf that is sharded over other axes counts with
+  the shards of all devices.
   """
   wide = [leaf.astype(jnp.float32) for leaf in leaves]
   top = jnp.zeros([], jnp.float32)

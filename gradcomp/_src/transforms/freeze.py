@@ -1,4 +1,4 @@
-"""Lets optax freeze parameters whose gradients nobody exchanges."""
+"""``allow_frozen``: optax freezes parameters without an exchange of their gradients."""
 
 from typing import Any
 
@@ -18,13 +18,12 @@ def allow_frozen(
 ) -> optax.GradientTransformationExtraArgs:
   """Lets an optimizer freeze parameters by ``optax.set_to_zero``, unexchanged.
 
-  Gradients that stay per worker say so in their types: inside ``jax.shard_map`` with
+  Gradients of one worker have types that show it: inside ``jax.shard_map`` with
   ``check_vma=True``, and in plain ``jax.jit`` under Explicit axes. Zeros that optax
   makes of such a gradient have its type, too, and JAX refuses to add them to a
-  parameter that all workers share. The optimizer that this returns does what the given
-  one does. But it looks which gradients the optimizer does not read at all, and gives
-  it, in place of these, zeros that are the same on all workers. A gradient that has any
-  influence is not touched.
+  parameter that all workers share. The returned optimizer finds the gradients that the
+  given one does not read at all, and replaces these by zeros that are equal on all
+  workers. Other gradients are not touched.
 
   :func:`gradcomp.make_train_step` does this by itself. Under ``jax.pmap``, ``jax.vmap``
   and ``check_vma=False`` it changes nothing, and is not needed.
@@ -66,9 +65,9 @@ def allow_frozen(
 
 
 def unaveraged(updates: Any, params: Any) -> list[str]:
-  """Returns the paths of updates that differ between workers more than parameters do.
+  """Returns the paths of updates that vary over more axes than their parameters.
 
-  Their types say so. Without parameters, all updates that differ count.
+  Without parameters, all updates that vary count.
   """
   leaves = jax.tree_util.tree_leaves_with_path(updates)
   allowed = [_axes_of(x) for x in jax.tree.leaves(params)]
@@ -81,14 +80,14 @@ def unaveraged(updates: Any, params: Any) -> list[str]:
 
 
 def _axes_of(x: Any) -> frozenset[str]:
-  """Returns the axes over which an array differs, or is a sum of addends."""
+  """Returns the axes over which an array varies, or is unreduced."""
   if not isinstance(x, jax.Array):
     return frozenset()
   return varying_axes(x) | unreduced_axes(x)
 
 
 def _zeros(x: jax.Array) -> jax.Array:
-  """Returns zeros like ``x`` that are the same on all workers."""
+  """Returns zeros like ``x`` that are equal on all workers."""
   spec, zeros = typed_spec(x), jnp.zeros(x.shape, x.dtype)
   if not sharded_axes(spec):
     return zeros
@@ -99,10 +98,7 @@ def _zeros(x: jax.Array) -> jax.Array:
 def _reads(
   optimizer: optax.GradientTransformation, updates: Any, *rest: Any
 ) -> list[bool]:
-  """Returns for each gradient whether ``update`` reads it, so that something depends.
-
-  It traces ``update`` with shapes alone, where nothing is exchanged.
-  """
+  """Returns for each gradient whether any result of ``update`` depends on it."""
   leaves, treedef = jax.tree.flatten((updates, *rest))
   arrays = [x for x in leaves if isinstance(x, jax.Array)]
 
@@ -113,7 +109,8 @@ def _reads(
     return optimizer.update(updates, state, params, **extra_args)
 
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-  with jax.disable_jit():  # what reads one argument of a jit does not read all
+  # Traced with shapes, so that nothing is exchanged.
+  with jax.disable_jit():  # a jit that reads one argument does not read all
     jaxpr = jax.make_jaxpr(update, axis_env=[(FOLLOWED, 1)])(*shapes).jaxpr
   alive = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
   for equation in reversed(jaxpr.eqns):

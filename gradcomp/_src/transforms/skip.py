@@ -1,4 +1,4 @@
-"""Skips steps in which something is not finite on some worker, on all alike."""
+"""``skip_nonfinite``: all workers skip a step if one has a NaN or an infinity."""
 
 import functools
 import operator
@@ -41,17 +41,17 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
   """Skips a step if a gradient or an update of any worker has a NaN or an infinity.
 
-  Put it around the whole optimizer, the exchange included. It is what
-  ``optax.apply_if_finite`` is for one device. That decides on each worker by itself,
-  so that those which exchange may wait for ever for those which do not. Here all
-  workers learn what one of them found, and decide alike. A skipped step returns zeros,
-  and leaves the whole inner state as it was, residuals included.
+  Put it around the whole optimizer, the exchange included. It is
+  ``optax.apply_if_finite`` for several workers. optax's decides on each worker by
+  itself, so that workers that exchange may wait for ever for those that do not. Here
+  all workers take the same decision. A skipped step returns zeros, and leaves the whole
+  inner state as it was, residuals included.
 
-  The exchange always runs, because collectives must not hide in branches. What it
-  returned is dropped if the step is skipped. To agree, each worker sends one byte
-  behind it, which :func:`gradcomp.wire_report` lists and :func:`gradcomp.explain` does
-  not. Gradients that come in are looked at, and updates that go out: a mean that is too
-  large for a 16-bit type is one of these, unless feedback keeps what does not fit.
+  The exchange always runs, because collectives must not hide in branches. Its result is
+  dropped if the step is skipped. To agree, each worker sends one byte behind it, which
+  :func:`gradcomp.wire_report` lists and :func:`gradcomp.explain` does not. Gradients
+  and updates are tested: a mean that is too large for a 16-bit type is not finite,
+  unless feedback keeps the rest.
 
   Args:
     inner: the transformation, e.g. a chain of an exchange and an optimizer.
@@ -111,7 +111,7 @@ def skip_nonfinite(
 
 
 def _all_finite(updates: Any, new: Any, axis_name: AxisName | None) -> jax.Array:
-  """Returns whether all workers' gradients and updates are finite, equal on all."""
+  """Returns True if all workers' gradients and updates are finite: ``bool[]``."""
   if not jax.tree.leaves(updates):
     return jnp.array(True)
   axes, _ = reduction(updates, axis_name, local=False)

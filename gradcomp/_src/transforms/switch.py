@@ -1,4 +1,4 @@
-"""Lets transformations take over from one another at given steps."""
+"""``switch``: transformations that replace one another at given steps."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -52,9 +52,9 @@ def switch(
   A density of 1 is the dense exchange, with the momentum of :func:`gradcomp.redsync`.
   Han et al. train the first third in float32: ``switch([steps // 3], [dense(...),
   aps(...)])``. If the next transformation keeps no residual, the old one goes out with
-  its first gradient. Take one exchange for all: what owners keep in ``two_shot``, only
-  owners can send. It has the shape of the codec's rows: to change the bits on the way,
-  take ``TwoShot(feedback=False)``.
+  its first gradient. Take one exchange for all: only owners can send the owner
+  residuals of ``two_shot``. These have the shape of the codec's rows: to change the
+  bits on the way, take ``TwoShot(feedback=False)``.
 
   Args:
     boundaries: steps, in ascending order, one fewer than transformations.
@@ -149,11 +149,9 @@ def _check_part(number: int, state: Any, largest: Any) -> None:
 
 
 def _promised(state: Any) -> set[KeyPath]:
-  """Returns the places of what owners keep, where workers keep residuals, too.
+  """Returns the paths of owner residuals in states that also have residuals."""
 
-  Without feedback owners may forget their last rounding error, as workers do.
-  """
-
+  # Without feedback owners may drop their last rounding error, as workers do.
   return {
     (*path, *place)
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state)

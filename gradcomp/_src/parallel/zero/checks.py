@@ -1,4 +1,4 @@
-"""Refuses codecs that cannot send what :func:`gradcomp.parallel.zero` sends."""
+"""Checks of the codecs of :func:`gradcomp.parallel.zero`."""
 
 from typing import Any
 
@@ -16,13 +16,7 @@ _PROBE = Leaf((1024, 1024))
 
 
 def check_codecs(grads: Any, params: Any) -> None:
-  """Raises an error for codecs that zero cannot use.
-
-  Raises:
-    TypeError: one of them is no instance of a codec.
-    ValueError: one of them is sparse, or sends other arrays in a leaf's place; owners
-      cannot add ``grads``; or nobody can decode ``params`` alone, to nearest.
-  """
+  """Raises TypeError or ValueError for codecs that zero cannot use."""
   for name, given in {"grads": grads, "params": params}.items():
     if not is_codec(given):
       raise TypeError(f"`{name}` must be an instance of a codec, got {given!r}.")
@@ -51,7 +45,7 @@ def check_of_leaf(name: str, codec: LeafCodec, leaf: Leaf) -> None:
 
 
 def check_alone(codec: LeafCodec, leaf: Leaf) -> None:
-  """Raises ValueError for a codec of differences that needs more than these."""
+  """Raises ValueError for a parameter codec that needs a key or agreed statistics."""
   last = to_nearest(rounds_of(codec.bind(leaf), leaf.shape)[-1].codec)
   if last.needs_key:
     raise ValueError(

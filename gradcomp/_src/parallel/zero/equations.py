@@ -1,11 +1,11 @@
-"""Goes through the equations of a function, as JAX traced it."""
+"""An interpreter of the equations of a traced function, by an abstract rule."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-# What makes each element of its result of one element of each argument, by JAX's names.
+# JAX's primitives whose results have each element from one element of each argument.
 ELEMENTWISE = frozenset(
   "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj "
   "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 "
@@ -21,20 +21,20 @@ _CALLS = frozenset(
 
 
 class Rule(Protocol):
-  """Says what values are, and what equations make of them."""
+  """An abstract interpretation: values for constants, and results of equations."""
 
   def constant(self, value: Any, aval: Any) -> Any:
     """Returns the value of a constant."""
 
   def equation(self, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
-    """Returns the values that an equation, a ``JaxprEqn``, makes."""
+    """Returns the values of the results of an equation, a ``JaxprEqn``."""
 
   def choice(self, which: Any, results: Sequence[Sequence[Any]]) -> Sequence[Any]:
     """Returns the values of one of several branches."""
 
 
 def follow(closed: ClosedJaxpr, given: Sequence[Any], rule: Rule) -> list[Any]:
-  """Returns the results of a function, and of those that it calls, by a rule.
+  """Returns the values of a function's results, by a rule, through its calls.
 
   All branches of a ``lax.cond`` are followed.
   """

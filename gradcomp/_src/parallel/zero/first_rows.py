@@ -1,4 +1,4 @@
-"""Makes the rows that workers own before the first step, on one device or on all."""
+"""The first rows that workers own, on one device or on all."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,11 +23,8 @@ def on_mesh(
 ) -> tuple[OwnedRows, Any]:
   """Calls ``first_rows(tree, others)`` on all devices of the mesh: global arrays.
 
-  Args:
-    first_rows: returns the rows that a worker owns, and the state of its optimizer.
-    tree: the parameters, whole along the axes of the workers.
-    others: for each leaf, the axes beside these over which it differs.
-    names: these axes.
+  It returns the rows that a worker owns, and the state of its optimizer. ``others`` are
+  each leaf's other axes, over which it varies.
   """
   specs = jax.tree.map(typed_spec, tree)
   cut = frozenset().union(*(sharded_axes(typed_spec(x)) for x in jax.tree.leaves(tree)))
@@ -67,7 +64,7 @@ def on_mesh(
 
 
 def per_worker(tree: Any) -> Any:
-  """Types rows as different on all workers, as even zeros are when they are a state."""
+  """Types rows, even zeros, as varying over the workers."""
 
   def mark(node: Any) -> Any:
     if not is_rows(node):

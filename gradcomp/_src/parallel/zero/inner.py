@@ -1,8 +1,9 @@
-"""Runs an optimizer on rows, as it would run on the leaves that they are of.
+"""Runs an optimizer on rows of elements in place of leaves.
 
-JAX traces the optimizer with the shapes of the leaves. So masks, labels and whatever
-else looks at paths or shapes see those of the parameters. What the trace computes of a
-leaf, element by element, is then done with the rows of all leaves of its kind.
+JAX traces the optimizer with the shapes of the leaves, so that masks, labels and
+other functions of paths or shapes see those of the parameters. The elementwise
+operations of a leaf in the trace are then applied to the rows of all leaves of its
+kind.
 """
 
 from collections.abc import Sequence
@@ -24,19 +25,11 @@ from gradcomp._src.parallel.zero.treatment import kinds_of
 
 
 class Inner:
-  """An optimizer of rows.
+  """An optimizer of rows; ValueError unless it treats each element by itself.
 
-  Args:
-    inner: the optimizer.
-    params: the parameters, whose elements count as float32; complex ones as pairs.
-    extra_args: further arguments of its update; by default stand-ins for them.
-
-  Attributes:
-    kinds: for each leaf a number. Leaves of one kind are treated alike, and no others
-      may be in one matrix with them.
-
-  Raises:
-    ValueError: the optimizer does not treat each element by itself.
+  Elements of ``params`` count as float32, and complex ones as pairs. Extra arguments
+  are by default stand-ins. ``kinds`` has a number for each leaf, equal for leaves that
+  are treated equally. Only these may be in one matrix.
   """
 
   def __init__(
@@ -58,11 +51,9 @@ class Inner:
       kinds_of(trace(inner, jax.tree.map(wide, params), given), names, complexes)
 
   def first(self, master: OwnedRows, leaves: OwnedRows) -> Any:
-    """Returns the first state.
+    """Returns the first state for rows of the parameters.
 
-    Args:
-      master: rows of the parameters.
-      leaves: for each matrix of them, the number of a leaf in it.
+    ``leaves`` has the number of a leaf in each matrix.
     """
     trace = self._trace
     found = []
@@ -80,18 +71,10 @@ class Inner:
     leaves: OwnedRows,
     extra_args: dict[str, Any],
   ) -> tuple[OwnedRows, OwnedRows, Any]:
-    """Takes a step.
+    """Takes a step with rows of gradients, ``means``, and of parameters, ``master``.
 
-    Args:
-      means: rows of the gradients.
-      state: the state.
-      master: rows of the parameters.
-      leaves: as for :meth:`first`.
-      extra_args: further arguments of the optimizer.
-
-    Returns:
-      The rows of the parameters with their updates; where these and the gradients are
-      finite; and the state, of rows with old values where they are not.
+    The results are the rows of the parameters with their updates; masks, true where
+    these and the gradients are finite; and the state, with old values in other places.
     """
     trace, count = self._trace, self._trace.count
     made: Any = jax.tree.structure(trace.stored, is_leaf=is_rows)
@@ -138,19 +121,19 @@ def _by_matrix(leaves: OwnedRows, *rows: OwnedRows) -> list[Any]:
 
 
 def _only(leaf: int | None, x: Any, count: int) -> list[Any]:
-  """Returns leaves, of which one has rows, and the others are left out."""
+  """Returns ``count`` leaves: rows for one, and None for the others."""
   return [x if i == leaf else None for i in range(count)]
 
 
 def _of(trace: Trace, leaf: int, state: Sequence[Any]) -> list[Any]:
-  """Returns the leaves of a state that belong to a parameter."""
+  """Returns the leaves of a state that belong to one parameter."""
   return [x for x, owner in zip(state, trace.owners, strict=True) if owner == leaf]
 
 
 def _stored(
   trace: Trace, shared: Sequence[Any], found: Sequence[Sequence[Any]], leaves: OwnedRows
 ) -> Any:
-  """Returns the state of what all share, and of what belongs to each matrix."""
+  """Builds the state from shared leaves and the leaves of each matrix."""
   nodes, treedef = jax.tree.flatten(trace.stored, is_leaf=is_rows)
   own = [
     dict(zip(_of(trace, i, trace.nodes), x, strict=True))
@@ -168,12 +151,12 @@ def _stored(
 
 
 def _like(x: jax.Array, rows: jax.Array) -> jax.Array:
-  """Returns rows, or a number in all their places."""
+  """Broadcasts a number to all places of rows."""
   return _alike(x, rows)[0]
 
 
 def _alike(*given: jax.Array) -> list[jax.Array]:
-  """Returns arrays of one shape, that differ over the same axes: numbers repeated."""
+  """Broadcasts arrays and numbers to one shape and one set of varying axes."""
   shape = max((x.shape for x in given), key=len)
   axes = tuple(sorted(frozenset().union(*map(varying_axes, given))))
   result = []
@@ -184,7 +167,7 @@ def _alike(*given: jax.Array) -> list[jax.Array]:
 
 
 class _OnRows:
-  """Computes with rows in the place of a leaf; of other leaves there is None.
+  """Computes with rows in place of one leaf, and None in place of the others.
 
   An array of equal elements is one number.
   """

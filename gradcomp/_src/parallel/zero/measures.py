@@ -1,7 +1,7 @@
-"""Measures a step of `gradcomp.parallel.zero`, for `gradcomp.telemetry.inspect`.
+"""Measures of a ZeRO step, for `gradcomp.telemetry.inspect`.
 
-The mean of a leaf is nowhere: each owner has some of its rows. So what would take it is
-NaN. What owners send back is measured by themselves, row by row.
+No worker has the mean of a leaf: each owner has some of its rows. So measures of the
+mean are NaN. Owners measure the updates that they send, row by row.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ from gradcomp._src.parallel.zero.shared_rows import SharedRows
 
 
 class Changes(NamedTuple):
-  """Holds the rows of a worker of what parameters lack of what it has computed.
+  """A worker's rows: differences of the master and the parameters, and sent updates.
 
   Attributes:
-    before: what they lack before the step.
-    sent: what its owner sent of it, as all decode it.
-    after: what they still lack.
+    before: the master minus the parameters before the step.
+    sent: the decoded updates.
+    after: the master minus the parameters after the step.
   """
 
   before: OwnedRows
@@ -48,17 +48,9 @@ def measured_zero(
 ) -> Watched:
   """Returns the watched state of the gradients, with sums.
 
-  There are twice as many as leaves: those of gradients, and behind them those of what
-  changed in the parameters.
-
-  Args:
-    state: what the step keeps of gradients.
-    plan: what it sent of them.
-    updates: the gradients.
-    corrected: what was to be sent of them.
-    averaged: what came of it.
-    rows: which rows this worker owns.
-    changes: what they lack.
+  There are twice as many as leaves: those of gradients, and behind them those of the
+  updates of parameters. ``corrected`` are the gradients plus residuals, and
+  ``averaged`` the owned means and the unsent parts.
   """
   # Typed as a mean is, which is equal on all workers.
   unknown = [
@@ -79,7 +71,7 @@ def _typed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _sums(rows: SharedRows, changes: Changes) -> Sums:
-  """Returns the sums of what owners send, by leaf. All vectors are those of owners."""
+  """Returns the sums of the updates that owners send, by leaf."""
   count = len(rows.plan.names)
   columns = ("size", "gradient", "owned", "mean", "product", "zeros")
   result = {name: jnp.zeros(count, jnp.float32) for name in columns}

@@ -1,4 +1,4 @@
-"""Runs the optimizer on the rows that a worker owns."""
+"""The optimizer's step on a worker's shard of the rows."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,14 +15,13 @@ from gradcomp._src.parallel.zero.shared_rows import SharedRows
 
 
 class Moved(NamedTuple):
-  """Holds rows after a step.
+  """The rows of a worker after a step.
 
   Attributes:
-    master: the parameters that their owner knows. Where something is not finite, they
-      stay as they were.
-    inner_state: the state of the optimizer; of rows it has old values there.
-    lacking: what the parameters of all lack of the master. It is NaN where something is
-      not finite, and zero in places that only fill up rows.
+    master: the parameters of the owner. Where a value is not finite, they stay.
+    inner_state: the state of the optimizer, with old rows there.
+    lacking: the master minus the parameters of all. It is NaN where a value is not
+      finite, and zero in the padding of rows.
   """
 
   master: OwnedRows
@@ -39,15 +38,15 @@ def step_owned(
   unsent: OwnedRows,
   extra_args: dict[str, Any],
 ) -> Moved:
-  """Takes a step.
+  """Runs the inner optimizer on this worker's shard; returns rows and unsent updates.
 
   Args:
     inner: the optimizer.
     means: the gradients.
     old: the state of ``inner``.
-    rows: which rows this worker owns.
+    rows: the rows that this worker owns.
     seen: the parameters that all workers have.
-    unsent: what these lack of the master.
+    unsent: the master minus these.
     extra_args: further arguments of the optimizer.
   """
   with jax.named_scope("gradcomp_inner"):
@@ -72,15 +71,15 @@ def still_lacking(
   rows: SharedRows,
   dtypes: Sequence[tuple[Any, Any]],
 ) -> OwnedRows:
-  """Returns what parameters lack of the master after ``optax.apply_updates``.
+  """Returns the master minus the parameters after ``optax.apply_updates``.
 
   Args:
     master: the rows that this worker owns.
     seen: the parameters that all workers had.
-    sent: what all add to them.
-    old: what they lacked before the step, which stays where nothing finite is sent.
-    rows: which rows this worker owns.
-    dtypes: a pair for each leaf, that of the parameter, and that of its update.
+    sent: the decoded updates, which all workers add.
+    old: the difference before the step, which stays where no finite update is sent.
+    rows: the rows that this worker owns.
+    dtypes: the dtypes of each leaf's parameter and update.
   """
   if not dtypes:
     return old
@@ -103,14 +102,12 @@ def still_lacking(
 
 
 def _applied(p: jax.Array, d: jax.Array, param: Any, update: Any) -> jax.Array:
-  """Returns the sum of a parameter and its update, both of these dtypes."""
+  """Adds a parameter and its update, rounded to their dtypes."""
   return _rounded(p + _rounded(within(d, update), update), param)
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-  """Returns float32 with the values of a dtype.
-
-  Of a cast there and back XLA may leave out both.
-  """
+  """Rounds float32 to the values of a dtype."""
+  # XLA may drop a cast to the dtype and back.
   info = jnp.finfo(dtype)
   return round_to(x, FloatFormat(info.nexp, info.nmant)) if info.bits < 32 else x

@@ -1,4 +1,4 @@
-"""Says which rows of the parameters a worker owns, and sends what changed in them."""
+"""The rows of all parameters: their owners, and the exchange of their updates."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ from gradcomp._src.mesh.axes import Axes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SharedRows:
-  """The rows of all parameters, an Nth of which each worker owns.
+  """The rows of all parameters; each worker owns an Nth of them.
 
-  A row holds the elements that a row of the gradients' codec stands for. Rows with the
-  same two codecs, of leaves of one kind, are one matrix, of which the worker number i
-  owns the rows from ``i * share`` on.
+  A row of elements is a row of the gradients' codec, decoded. Rows with the same two
+  codecs, of leaves of one kind, are one matrix. Worker i owns its rows from
+  ``i * share`` on.
 
   Attributes:
     plan: the messages of the gradients.
-    codecs: for each message, the codec of what changed in each of its matrices.
+    codecs: for each message, the update codec of each of its matrices.
     workers: the workers.
   """
 
@@ -41,7 +41,7 @@ class SharedRows:
   workers: Workers
 
   def owned(self, leaves: Sequence[jax.Array]) -> OwnedRows:
-    """Returns the rows of float32 leaves that this worker owns."""
+    """Returns this worker's rows of float32 leaves."""
     return self.by_axes(
       [
         [own_share(rows, self.workers) for rows in _matrices(message, leaves)]
@@ -50,14 +50,14 @@ class SharedRows:
     )
 
   def by_axes(self, arrays: Sequence[Sequence[jax.Array]]) -> OwnedRows:
-    """Returns the arrays of each message by the axes that stack them."""
+    """Groups the arrays of messages by the axes that stack them."""
     result: dict[Axes, list[jax.Array]] = {}
     for message, own in zip(self.plan.messages, arrays, strict=True):
       result.setdefault(self._axes(message), []).extend(own)
     return OwnedRows({axes: tuple(own) for axes, own in result.items()})
 
   def first_leaves(self) -> OwnedRows:
-    """Returns for each matrix the number of the first leaf in it."""
+    """Returns the number of the first leaf in each matrix."""
 
     def of_group(message: Message, group: int) -> Any:
       pairs = zip(message.leaves, message.layout.slots, strict=True)
@@ -71,9 +71,9 @@ class SharedRows:
     )
 
   def elements(self) -> OwnedRows:
-    """Returns for the rows that this worker owns, which of their places have elements.
+    """Masks the places of this worker's rows that hold elements, not padding.
 
-    The others only fill rows up. Arrays are ``bool``, and broadcast against the rows.
+    Arrays are ``bool``, and broadcast against the rows.
     """
 
     def used(layout: Layout, group: int) -> jax.Array:
@@ -91,7 +91,7 @@ class SharedRows:
     )
 
   def numbers(self) -> OwnedRows:
-    """Returns for each row that this worker owns the number of its leaf, ``int32``.
+    """Returns the leaf number of each of this worker's rows, ``int32``.
 
     Rows that only fill up the last share have the number of leaves.
     """
@@ -109,11 +109,11 @@ class SharedRows:
     )
 
   def to_all(self, rows: OwnedRows) -> tuple[list[jax.Array], OwnedRows]:
-    """Sends the rows of each worker to all.
+    """All-gathers the rows of each worker.
 
     Returns:
-      The leaves that they decode to, and the rows of these that this worker owns. Every
-      worker decodes the same words, so that all get the same bits.
+      The decoded leaves, and their rows that this worker owns. Every worker decodes the
+      same words, so that all get the same bits.
     """
     leaves: dict[int, jax.Array] = {}
     shares = []
@@ -135,7 +135,7 @@ class SharedRows:
     return [leaves[i] for i in range(len(self.plan.leaves))], self.by_axes(shares)
 
   def check(self, name: str, rows: Any) -> None:
-    """Raises ValueError for rows that are not those that this worker owns."""
+    """Raises ValueError for rows in other shapes than this worker's."""
     expected: dict[Axes, list[tuple[int, ...]]] = {}
     for message in self.plan.messages:
       layout = message.layout
@@ -154,7 +154,7 @@ class SharedRows:
       )
 
   def _own_rows(self, layout: Layout, group: int) -> jax.Array:
-    """Returns the numbers of the rows of a matrix that this worker owns."""
+    """Returns the numbers of this worker's rows of a matrix."""
     share = -(-layout.rows[group] // self.workers.size)
     return own_rows(share, lax.axis_index(self.workers.axis_name))
 
@@ -163,11 +163,9 @@ class SharedRows:
 
 
 def _counts(layout: Layout, group: int, row: jax.Array) -> jax.Array:
-  """Returns how many elements rows of a matrix hold, by their numbers.
-
-  Only the last row of a leaf may hold fewer than a tile, and rows behind all leaves
-  hold none. A table of all rows would be as long as the model.
-  """
+  """Returns the number of elements in each row of a matrix, by the rows' numbers."""
+  # Only the last row of a leaf may hold fewer than a tile, and rows behind all leaves
+  # hold none. A table of all rows would be as long as the model.
   size = layout.codecs[group].tile_size
   last, missing = [], []
   for slot, like in zip(layout.slots, layout.like, strict=True):
@@ -186,15 +184,10 @@ def share_rows(
   workers: Workers,
   kinds: Sequence[int],
 ) -> SharedRows:
-  """Returns the rows of the parameters that a plan exchanges the gradients of.
+  """Lays out the rows of the parameters by the messages of their gradients.
 
-  Args:
-    plan: the messages of the gradients.
-    codec: the codec of what changes in the parameters. Small leaves stay dense, as
-      those of gradients do.
-    min_leaf_size: elements from which a leaf is large, or None for the default.
-    workers: the workers.
-    kinds: for each leaf a number; those of one matrix have the same.
+  ``codec`` encodes updates. Small leaves stay dense, as in the exchange of gradients.
+  ``kinds`` has a number for each leaf; the leaves of one matrix have the same.
   """
   whole = [leaf._replace(addends=None, ranges=1) for leaf in plan.leaves]
   chosen = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
@@ -224,18 +217,18 @@ def _paired(
 
 
 def _bound(codec: LeafCodec, size: int) -> Codec:
-  """Returns the codec of a worker's rows, one after another, rounding to nearest."""
+  """Binds a codec to a worker's rows as one flat leaf, rounding to nearest."""
   return to_nearest(rounds_of(codec.bind(Leaf((size,))), (size,))[-1].codec)
 
 
 def _decoded(codec: Codec, words: jax.Array, like: jax.Array) -> jax.Array:
-  """Returns the rows of all owners, ``float32[N * share, ...]``."""
+  """Decodes the rows of all owners, ``float32[N * share, ...]``."""
   decode = lambda rows: from_tiles(codec.decode_rows(rows), like, codec)
   return jax.vmap(decode)(words).reshape(-1, *like.shape[1:])
 
 
 def _matrices(message: Message, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-  """Cuts leaves into rows, ``float32[rows, *tile_shape]`` for each codec."""
+  """Splits leaves into rows, ``float32[rows, *tile_shape]`` for each codec."""
   layout = message.layout
   parts: list[list[jax.Array]] = [[] for _ in layout.codecs]
   for i, slot in zip(message.leaves, layout.slots, strict=True):
@@ -245,7 +238,7 @@ def _matrices(message: Message, leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _leaves(message: Message, matrices: Sequence[jax.Array]) -> dict[int, jax.Array]:
-  """Undoes :func:`_matrices`."""
+  """Joins rows to leaves: the inverse of :func:`_matrices`."""
   layout = message.layout
   return {
     i: uncut(

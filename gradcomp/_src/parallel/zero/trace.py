@@ -1,4 +1,4 @@
-"""Traces an optimizer with the shapes of the parameters, and takes its state apart."""
+"""The trace of an optimizer with the parameters' shapes, and the parts of its state."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,18 +15,17 @@ from gradcomp._src.core.state import OwnedRows
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-  """Holds what an optimizer does with leaves, whose masks and labels have seen these.
+  """The traced functions of an optimizer, and the structure of its state.
 
   Attributes:
-    init: of the leaves of the parameters, the leaves of the state.
-    update: of the leaves of gradients, state, parameters and arrays among the extra
-      arguments, the leaves of the updates, and of the state.
+    init: maps the leaves of the parameters to the leaves of the state.
+    update: maps the leaves of gradients, state, parameters and arrays among the extra
+      arguments to the leaves of the updates, and of the state.
     count: the number of parameters.
-    owners: for each leaf of the state, the parameter that it belongs to; None for what
-      all share.
-    nodes: for each leaf of the state, the number of the tree that it is of.
-    stored: the state, with an :class:`OwnedRows` in the place of each tree that is like
-      the parameters. Where these are masked, it may have holes.
+    owners: for each leaf of the state, its parameter; None for a shared one.
+    nodes: for each leaf of the state, the number of its tree.
+    stored: the state, with an :class:`OwnedRows` in place of each tree like the
+      parameters. Where these are masked, it may have holes.
   """
 
   init: ClosedJaxpr
@@ -40,15 +39,9 @@ class Trace:
 def trace(
   inner: optax.GradientTransformationExtraArgs, params: Any, extra_args: dict[str, Any]
 ) -> Trace:
-  """Traces an optimizer.
+  """Traces an optimizer with shapes of parameters.
 
-  Args:
-    inner: the optimizer.
-    params: shapes and dtypes.
-    extra_args: further arguments of its update, or their shapes.
-
-  Raises:
-    ValueError: it keeps something else than numbers and trees like its parameters.
+  ValueError if its state has other arrays than numbers and trees like the parameters.
   """
   init, state = jax.make_jaxpr(inner.init, return_shape=True)(params)
 
@@ -76,7 +69,7 @@ def arrays_in(extra_args: dict[str, Any]) -> dict[str, Any]:
 def _places(
   state: Any, params: Any
 ) -> tuple[tuple[int | None, ...], tuple[int, ...], Any]:
-  """Returns the owners and the nodes of a state's leaves, and how it is stored."""
+  """Returns the owners and the nodes of a state's leaves, and its stored form."""
   treedef: Any = jax.tree.structure(params, is_leaf=_is_hole)
   leaves = jax.tree.leaves(params, is_leaf=_is_hole)
   numbers = dict(enumerate(i for i, x in enumerate(leaves) if not _is_hole(x)))
@@ -106,7 +99,7 @@ def _places(
 
 
 def _fits(x: Any, param: Any) -> bool:
-  """Returns True for what may be kept of a parameter."""
+  """Returns True for an array that a state may keep for a parameter."""
   inexact = jnp.issubdtype(x.dtype, jnp.inexact)
   return not _is_hole(param) and x.shape == param.shape and (x.ndim > 0 or inexact)
 

@@ -1,4 +1,4 @@
-"""ZeRO: each worker runs the optimizer on an Nth of the parameters, and sends that."""
+"""``zero``: each worker runs the optimizer on an Nth of the parameters (ZeRO)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -57,8 +57,8 @@ class ZeroState(NamedTuple):
   """
 
   gradients: CompressState  # of their exchange: residual, key, count of steps
-  unsent: OwnedRows  # float32, what parameters lack of a worker's own rows, per worker
-  inner_state: Any  # of the optimizer; what is like the parameters are rows, per worker
+  unsent: OwnedRows  # float32, a worker's own rows minus the parameters, per worker
+  inner_state: Any  # of the optimizer; trees like the parameters are rows, per worker
 
 
 def zero(
@@ -76,8 +76,8 @@ def zero(
   r"""Runs an optimizer on an Nth of the parameters a worker, and sends compressed.
 
   It takes the place of an exchange and the optimizer behind it. Worker :math:`i` has
-  the gradient :math:`g_i`, the residual :math:`e_i` (zero without feedback) and, of the
-  rows that it owns, what was not sent, :math:`r`, in float32. All workers have the
+  the gradient :math:`g_i`, the residual :math:`e_i` (zero without feedback) and the
+  unsent part :math:`r` of the rows that it owns, in float32. All workers have the
   parameters :math:`p`. In a step, the owner of some rows computes, of these rows,
 
   .. math::
@@ -87,9 +87,10 @@ def zero(
   and all workers, the owner too, add the decoded :math:`d` to :math:`p`. So all have
   the same bits. :math:`Q_g` is ``grads``, and :math:`Q_p` is ``params``, which rounds
   to nearest. The owner keeps :math:`r = m' - (p + d)` and sends it later. It is at most
-  half a step of :math:`Q_p`, and what bfloat16 parameters round. What else changes the
-  parameters changes :math:`m` with them: what is behind this in a chain, a wrapper like
-  ``optax.lookahead``, an outer step of :func:`gradcomp.local.local_steps`, or you.
+  half a step of :math:`Q_p`, plus the rounding of bfloat16 parameters. Any other change
+  of the parameters changes :math:`m` with them: by a transformation behind this one, a
+  wrapper like ``optax.lookahead``, an outer step of :func:`gradcomp.local.local_steps`,
+  or you.
 
   A worker sends ``(N-1)/N (c_g + c_p)`` bytes, where c are the bytes of the payloads of
   all parameters: 8.1 bits a parameter and step at 4 and 4 bits. It keeps the state of
@@ -97,15 +98,15 @@ def zero(
   gradients, if it keeps any. ``update`` needs the parameters.
 
   JAX traces ``inner`` with the shapes of the parameters, in float32. So masks, labels
-  and whatever else looks at shapes, paths or names see those. What the trace computes
-  is then done with rows: one matrix for each pair of codecs in a message and each kind
-  of leaves that ``inner`` treats in a way of their own. A leaf's own share would need
-  as many tiles as there are workers, however small the leaf, and matrices of rows need
-  none but the last. So ``inner`` must treat each element by itself, as ``optax.adamw``,
-  ``optax.lion`` and ``optax.sgd`` do, with their schedules. What computes a norm, or
-  draws at random, is refused by name: put ``gradcomp.wrappers.clip_by_local_norm`` in
-  front. Of complex leaves, which travel as pairs, it must treat the parts as other
-  elements: ``optax.sgd`` does so, and ``optax.adam`` is refused.
+  and other functions of shapes, paths or names see those. The traced operations are
+  then applied to rows: one matrix for each pair of codecs in a message and each kind of
+  leaves that ``inner`` treats differently. A share of each leaf would need a tile for
+  each worker, however small the leaf; a matrix of rows only pads its last share. So
+  ``inner`` must treat each element by itself, as ``optax.adamw``, ``optax.lion`` and
+  ``optax.sgd`` do, with their schedules. Norms and random numbers are refused by name:
+  put ``gradcomp.wrappers.clip_by_local_norm`` in front. The parts of complex leaves,
+  which are sent as pairs, must be separate elements for it: ``optax.sgd`` does so, and
+  ``optax.adam`` is refused.
 
   A gradient that is not finite makes its bucket of the updates NaN on every worker. The
   residuals, :math:`r` and the state of ``inner`` keep their old values there. So a
@@ -115,18 +116,18 @@ def zero(
 
   Args:
     inner: an optax transformation that treats each element by itself.
-    grads: the codec of gradients, which owners add in float32. (But those of APS they
-      add as it says, and keep nothing of what additions lose: choose
+    grads: the codec of gradients, which owners add in float32. (APS adds in its own
+      format, and drops the rounding errors of additions: choose
       ``accumulate="float32"``.)
-    params: the codec of what changes in the parameters, with scales of its own.
+    params: the codec of updates of the parameters, with scales of its own.
     axis_name: the axis of the workers, or a tuple of axes.
     feedback, min_leaf_size, key, dither: the options of the gradients' exchange, see
-      :class:`gradcomp.CompressOptions`. Small leaves travel in float32 in both
+      :class:`gradcomp.CompressOptions`. Small leaves are sent in float32 in both
       directions, in the same two messages.
     message_bytes: the largest payload of gradients that leaves share. Each such group
       of leaves has two messages of its own, one in each direction, and matrices of its
-      own in the state. So those of the last layers can travel before the other layers'
-      gradients are there, and their owners go on meanwhile.
+      own in the state. So the gradients of the last layers can be sent before those of
+      other layers are computed, and their owners go on meanwhile.
 
   Returns:
     A gradient transformation; its state is a :class:`ZeroState`. Call ``init`` inside
@@ -136,9 +137,9 @@ def zero(
     TypeError: ``grads`` or ``params`` is no codec; in ``update``, a gradient leaf is
       neither real nor complex floating point.
     ValueError: an option is bad; a codec is sparse, or of low rank; or ``params`` only
-      rounds at random, or has workers agree on a scale. In ``init``: nobody knows the
-      number of workers; ``inner`` looks at several elements at once, or draws at
-      random; or parameters are cut over the axis. In ``update``: there are no
+      rounds at random, or has workers agree on a scale. In ``init``: the number of
+      workers is unknown; ``inner`` looks at several elements at once, or draws at
+      random; or parameters are sharded over the axis. In ``update``: there are no
       parameters; the state was made for other workers or parameters; or gradients are
       already reduced.
 
@@ -181,7 +182,7 @@ def zero(
   def first_rows(
     complexes: Sequence[bool], tree: Any, others: Others
   ) -> tuple[OwnedRows, Any]:
-    """Returns what was not sent, and the state of ``inner``, on a worker."""
+    """Returns a worker's first unsent rows, zeros, and the first state of ``inner``."""
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
     count = bound_size(axes) or 1
     workers = Workers(axes, count, 1 / count)
@@ -261,7 +262,7 @@ def zero(
   def _reduced(
     across: Any, updates: Any, state: CompressState, kinds: Sequence[int]
   ) -> Any:
-    """Returns the rows, the owned means, and what keeps the state of the exchange."""
+    """Reduce-scatters gradients; returns rows, owned means, and the new state."""
     workers = parts.workers(across, updates, state)
     assert workers is not None
     wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
@@ -298,7 +299,7 @@ def zero(
 
 
 def _check_given(state: Any, params: Any) -> None:
-  """Raises an error for what ``update`` cannot do without."""
+  """Raises an error for missing parameters, or another transformation's state."""
   if not isinstance(state, ZeroState):
     raise TypeError(
       f"`state` must be a gradcomp.state.ZeroState, got {type(state).__name__}; "

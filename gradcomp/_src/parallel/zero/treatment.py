@@ -1,9 +1,9 @@
-"""Says what an optimizer computes of each leaf, and refuses what rows cannot have.
+"""Finds the leaves that an optimizer treats equally; it must be elementwise.
 
-Each intermediate result gets a number, which is that of the same result for another
-leaf, whatever its shape. So leaves with equal numbers are treated alike, and may share
-a matrix. A worker that owns a part of the elements would take the norm of its part for
-that of all, and nobody would see it: what is not done element by element is refused.
+Each intermediate result gets a number, equal for the same result of another leaf of
+any shape. So leaves with equal numbers are treated equally, and may share a matrix. A
+worker that owns a part of the elements would silently take the norm of its part for
+the whole norm: operations that are not elementwise are refused.
 """
 
 from collections.abc import Hashable, Sequence
@@ -20,10 +20,10 @@ _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 
 
 class _Value(NamedTuple):
-  """Holds what is known of an intermediate result.
+  """Facts about an intermediate result.
 
   Attributes:
-    number: equal for what is computed alike.
+    number: equal for equal computations.
     leaf: the number of the leaf that it depends on; or None.
     even: whether all its elements are equal, if it depends on none.
     real: whether its imaginary part is known to be zero, if it depends on none.
@@ -36,11 +36,9 @@ class _Value(NamedTuple):
 
 
 class _Alike:
-  """Gives equal numbers to what is computed alike, as a rule of ``follow``.
+  """Gives equal numbers to equal computations, as a rule of ``follow``.
 
-  Args:
-    names: of the leaves.
-    complexes: the numbers of leaves whose real and imaginary parts are elements.
+  ``complexes`` are the leaves with real and imaginary parts as elements.
   """
 
   def __init__(self, names: Sequence[str], complexes: frozenset[int]):
@@ -49,7 +47,7 @@ class _Alike:
     self._numbers: dict[Hashable, int] = {}
 
   def value(self, *what: Hashable, **facts: Any) -> _Value:
-    """Returns the value that is described so."""
+    """Returns the value of a computation, identified by hashable parts."""
     return _Value(self._numbers.setdefault(what, len(self._numbers)), **facts)
 
   def constant(self, value: Any, aval: Any) -> _Value:
@@ -97,11 +95,9 @@ class _Alike:
     ]
 
   def check_result(self, leaf: int | None, found: _Value) -> None:
-    """Raises ValueError for a result that another leaf, or an array, decides.
+    """Raises ValueError for a result that depends on another leaf, or on an array.
 
-    Args:
-      leaf: the leaf that it is kept or updated with, or None for a number.
-      found: what is known of it.
+    ``leaf`` is the leaf that it is kept or updated with, or None for a number.
     """
     if leaf is None and found.leaf is not None:
       raise ValueError(
@@ -117,7 +113,7 @@ class _Alike:
       )
 
   def _leaf(self, name: str, given: Sequence[_Value]) -> int | None:
-    """Returns the one leaf that some values depend on, or None."""
+    """Returns the one leaf that values depend on, or None; ValueError for several."""
     leaves = sorted({x.leaf for x in given if x.leaf is not None})
     if len(leaves) > 1:
       raise ValueError(
@@ -127,7 +123,7 @@ class _Alike:
     return leaves[0] if leaves else None
 
   def _check(self, equation: Any, given: Sequence[_Value], leaf: int) -> None:
-    """Raises ValueError for what rows of elements do not have the result of."""
+    """Raises ValueError for an operation that is not elementwise."""
     name = equation.primitive.name
     shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
     same = name == "broadcast_in_dim" and shapes[0] == shapes[-1]
@@ -162,16 +158,10 @@ _CURE = (
 def kinds_of(
   trace: Trace, names: Sequence[str], complexes: Sequence[bool] = ()
 ) -> tuple[int, ...]:
-  """Returns for each leaf a number, which is equal for those that are treated alike.
+  """Returns a number for each leaf, equal for leaves that are treated equally.
 
-  Args:
-    trace: what the optimizer does.
-    names: of the leaves.
-    complexes: for each leaf, whether it is complex in the trace, but cut into pairs. By
-      default none is.
-
-  Raises:
-    ValueError: the optimizer does something that rows do not allow.
+  ``complexes`` has, for each leaf, whether it is complex in the trace, but split into
+  pairs; by default none is. ValueError unless each element is treated by itself.
   """
   alike = _Alike(names, frozenset(i for i, x in enumerate(complexes) if x))
   places = list(zip(trace.owners, trace.nodes, strict=True))
@@ -199,10 +189,8 @@ def kinds_of(
 
 
 def _keeps_parts(name: str, given: Sequence[_Value]) -> bool:
-  """Returns True for what is the same, done with complex numbers and with their parts.
-
-  That is what is linear, with real factors.
-  """
+  """Returns True for an operation that acts on real and imaginary parts separately."""
+  # That are linear ones with real factors.
   if name in ("mul", "div"):
     own = [x.leaf is not None for x in given]
     real = all(x.real for x in given if x.leaf is None)
