@@ -37,7 +37,7 @@ test-all: $(VENV)/.installed-test  ## run all tests, compiled as users compile
 	$(pytest) --slow all --optimize $(ARGS)
 
 breaks: $(VENV)/.installed-test  ## break the library on purpose: the tests must see it
-	$(python) tests/breaks.py $(ARGS)
+	$(python) -m tests.breaks.run $(ARGS)
 
 lint: $(VENV)/.installed-test  ## check the style with ruff
 	$(python) -m ruff check

@@ -4,16 +4,15 @@ import gc
 import os
 import sys
 
-import costs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import selected
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from tests.plugins import costs, selected
 
 jax.config.update("jax_num_cpu_devices", 8)
 if not jax.config.jax_platforms:  # JAX_PLATFORMS=cuda,cpu for the tests that need a GPU
@@ -56,7 +55,7 @@ def forgotten_programs(request):
   Workers would grow by gigabytes. Files of doctests compile little.
   """
   yield
-  if request.path.parent.name == "tests":
+  if request.path.is_relative_to(request.config.rootpath / "tests"):
     jax.clear_caches()
     gc.collect()
     gc.freeze()

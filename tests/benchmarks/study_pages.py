@@ -1,0 +1,97 @@
+"""The tables of docs/results.md that the committed records of the study make.
+
+``python -m tests.benchmarks.study_pages`` writes them anew, each behind its heading,
+and those pictures of the report that the page shows.
+"""
+
+import re
+import sys
+
+from tests.support.pages import ROOT
+
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+
+import cluster_figures  # noqa: E402
+import cluster_numbers  # noqa: E402
+import cluster_records  # noqa: E402
+import cluster_report  # noqa: E402
+from tables import table  # noqa: E402
+
+PAGE = ROOT / "docs" / "results.md"
+RECORDS = ROOT / "benchmarks" / "results" / "cluster_study"
+CLAIMS = "### What the papers say"
+STEPS = "### Steps on links"
+_LENET = "lenet-on-fashion-mnist-14-n-8-batch-128"
+_MLP = "mlp-on-fashion-mnist-14-n-8-batch-128"
+# The pictures of the page, and what the report calls them.
+PICTURES = {
+  "qsgd": f"curve-qsgd-{_LENET}-2-epochs",
+  "onebit": f"curve-1-bit-sgd-{_LENET}-2-epochs",
+  "onebit-longer": f"curve-1-bit-sgd-{_LENET}-5-99-epochs",
+  "terngrad": f"curve-terngrad-{_MLP}-2-epochs",
+  "sparse": f"curve-sparse-{_MLP}-2-epochs",
+  "workers": "workers-lenet-on-fashion-mnist-14-batch-64-0-999-epochs-rate-0-01-weight-"
+  "decay-0-0005-polynomial",
+}
+
+
+def study():
+  return cluster_numbers.grouped(cluster_records.read(RECORDS))
+
+
+def short(text):
+  """Returns a text without what nearly all runs have."""
+  return re.sub(
+    r" on fashion-mnist/14|, N = 8, batch 128, 2 epochs|, batch 128", "", text
+  )
+
+
+def steps(found):
+  """Returns how many times as fast steps are as float32's, a row for each cell."""
+  codecs = list(dict.fromkeys(x for cell in found.cells for x in cell.times))[1:]
+  header = ["network", "hosts", "link", "f32, ms", "communication", *codecs]
+  rows = []
+  for cell in found.cells:
+    x = cell.setting
+    gains = [f"{cell.gain(name):.2f}" if name in cell.times else "" for name in codecs]
+    step = f"{1e3 * cell.times['f32']['step']:.0f}"
+    rows.append([x.network, str(x.hosts), x.link, step, f"{cell.share:.0%}", *gains])
+  return header, rows
+
+
+def tables(found):
+  """Yields the tables of a study, behind their headings."""
+  sweeps = cluster_figures.by_workers(found)
+  for group in found.groups:
+    if group.name_for_any_workers not in sweeps:
+      yield f"#### {group.name}", table(*cluster_figures.ends(group))
+  for title, groups in sweeps.items():
+    yield f"#### {title}", table(*cluster_figures.ends_by_workers(groups))
+  yield STEPS, table(*steps(found))
+  header, rows = cluster_report.claims(cluster_report.judge(found))
+  yield CLAIMS, short(table(header, rows))
+
+
+def count(found):
+  """Returns the line that counts the verdicts."""
+  return f"{cluster_report.summary(cluster_report.judge(found))}."
+
+
+def main():
+  page, found = PAGE.read_text(), study()
+  for heading, lines in tables(found):
+    before, mark, after = page.partition(f"{heading}\n")
+    old = re.search(r"(^\|.*\n)+", after, re.M)
+    assert mark and old, f"{PAGE.name} has no table behind {heading!r}"
+    page = before + mark + after.replace(old[0], f"{lines}\n", 1)
+  page, counted = re.subn(r"^\d+ findings: .*$", count(found), page, flags=re.M)
+  assert counted == 1, f"{PAGE.name} has {counted} lines that count the findings"
+  PAGE.write_text(page)
+  shown = [*cluster_figures.curves(found), *cluster_figures.sweeps(found)]
+  figures = {x.name: x.figure for x in shown}
+  for picture, name in PICTURES.items():
+    figures[name].savefig(PAGE.with_name(f"study-{picture}.png"), dpi=110)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,176 @@
+"""The pages say what the committed records of the study say."""
+
+import json
+import re
+from collections import Counter
+
+import cluster_codecs
+import cluster_findings
+import cluster_records
+import cluster_runs
+import cluster_study
+import jax
+import jax.numpy as jnp
+import link_codecs
+import link_results
+import plan_accuracy
+import pytest
+from cluster_launches import LAUNCHES
+from cluster_networks import TEXTS, Source
+
+import gradcomp
+from gradcomp.cost import CANDIDATES
+from tests.benchmarks import study_pages
+from tests.support import pages
+
+RESULTS = pages.ROOT / "benchmarks" / "results"
+README = pages.ROOT / "README.md"
+LENET = "lenet on fashion-mnist/14, N = 8, batch 128, 2 epochs"
+# What the front page calls a codec, its name here, its row of link_speed.json or "" if
+# it was not timed, and how the claim about it begins.
+FRONT = {
+  "QSGD, 8 bits": ("qsgd-8", "qsgd-8 two_shot", "QSGD with 8 bits in"),
+  "QSGD, 4 bits": ("qsgd-4", "qsgd-4 two_shot", "QSGD with 4 bits in"),
+  "QSGD, 2 bits, buckets of 128": ("qsgd-2", "", "QSGD with 2 bits in"),
+  "1-bit SGD, buckets of 64": ("onebit-64", "onebit-64 two_shot", "1-bit SGD in"),
+  "TernGrad": ("terngrad", "terngrad two_shot", "TernGrad ends at most 2"),
+  "8 bits, dynamic tree": (
+    *("dynamic-tree", "dynamic-tree two_shot"),
+    "Dettmers' four types of 8 bits end",
+  ),
+  "APS (5, 2), ring": ("aps-5-2", "aps-8 ring", "APS with 8 bits ends"),
+  "RedSync, 1 %, a tenth of the steps dense": (
+    *("redsync-1", "redsync-1% all_gather"),
+    "RedSync with 1 % ends",
+  ),
+}
+
+
+@pytest.fixture(scope="module")
+def study():
+  return study_pages.study()
+
+
+@pytest.fixture(scope="module")
+def lenet(study):
+  (group,) = (x for x in study.groups if x.name == LENET)
+  return group
+
+
+def test_no_two_groups_have_one_name(study):
+  """Names are headings, and those of pictures."""
+  counts = Counter(x.name for x in study.groups) + Counter(x.name for x in study.cells)
+  assert max(counts.values()) == 1, counts.most_common(1)
+
+
+def test_the_launches_make_the_records_and_no_others(monkeypatch):
+  """With the names and sizes of their data, and none of the data."""
+
+  def source(args, network):
+    name, epoch = f"fashion-mnist/{args.pixels}", 60_000
+    if network in TEXTS:
+      name, epoch = args.text, 172_221
+    return Source(name, None, (), (), epoch, None, network in TEXTS)
+
+  monkeypatch.setattr(cluster_runs, "_source", source)
+  parser = cluster_study.make_parser()
+  made = Counter(
+    job.setting
+    for launch in LAUNCHES
+    for job in cluster_runs.jobs(parser.parse_args(["run", *launch.split()]))
+  )
+  records = cluster_records.read(study_pages.RECORDS)
+  kept = {x.setting for x in records if x.setting.way == "emulated"}
+  assert set(made) == kept
+  assert max(made.values()) == 1  # no run is in two launches
+
+
+def test_plan_has_the_points_of_the_records(study):
+  """1-bit SGD lost points, and RedSync with ASQ was never trained on images."""
+  found = plan_accuracy.accuracies(study)
+  assert found == {x.name: x.points for x in CANDIDATES}
+  assert found["1-bit"] < -4 and found["top 0.1 % ASQ"] is None
+  kept = (pages.ROOT / "gradcomp/_src/cost/planner/accuracy.json").read_text()
+  assert json.loads(kept) == found
+
+
+def test_trainings_that_saw_a_part_of_their_data_are_not_enough(study):
+  """What they lost counts, beside one that went to its end."""
+  short = [
+    x for x in study.groups if x.setting.steps * x.setting.batch < x.setting.epoch / 2
+  ]
+  assert short and plan_accuracy.accuracies(study)["top 1 %"] < -5
+  found = plan_accuracy.accuracies(study._replace(groups=short))
+  assert found["top 1 %"] is None
+
+
+def test_the_study_trained_with_eight_workers_what_plan_allows(study):
+  """plan takes the error of two_shot with 8 workers for the one that was trained."""
+  eight = [x for x in study.groups if x.setting.workers == 8]
+  trained = {codec for group in eight for codec in group.runs}
+  for name in ("QSGD-8", "QSGD-4", "QSGD-2 fitted", "APS (5, 2)", "APS (4, 3)"):
+    assert trained.intersection(plan_accuracy.NAMES[name])
+
+
+def test_the_page_has_each_table(study):
+  page = study_pages.PAGE.read_text()
+  for heading, table in study_pages.tables(study):
+    part = page.split(heading + "\n")[1].split("\n#")[0]
+    assert f"\n{table}\n" in part
+  assert f"\n{study_pages.count(study)}\n" in page
+
+
+def front(label):
+  """The cells of a row of the front page, behind its label."""
+  (row,) = re.findall(rf"^\| {re.escape(label)} \|.*", README.read_text(), re.M)
+  return [x.strip() for x in row.strip("|").split("|")][1:]
+
+
+def explained(tx):
+  """What is sent of the picture's gradient."""
+  like = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+  return gradcomp.explain(tx, like, workers=4)
+
+
+@pytest.mark.parametrize("label", FRONT)
+def test_the_front_page_has_the_measured_numbers(lenet, label):
+  """Bytes and times are of the setting of the accuracy, with its dense steps."""
+  codec, step, _ = FRONT[label]
+  *_, points, _, sent, times = front(label)
+  assert points == str(lenet.difference(codec))
+  start = cluster_codecs.METHODS[codec].start
+  options = dict(axis_name="data", steps=0, momentum=0.9, steady=True)
+  explanation = explained(cluster_codecs.make(codec, **options)[0])
+  ratio = start + (1 - start) * explanation.ratio
+  assert float(sent) == pytest.approx(ratio, abs=0.0011)
+  if not step:
+    assert times.startswith("not timed")
+    return
+  name, _, way = step.rpartition(" ")
+  case = link_codecs.CASES[name]
+  options = dict(axis_name="data", exchange=way, feedback=case.feedback)
+  (leaf,), (timed,) = (
+    x.leaves for x in (explanation, explained(gradcomp.compress(case.codec, **options)))
+  )
+  assert (leaf.codec, leaf.exchange) == (timed.codec, timed.exchange)
+  runs = json.loads((RESULTS / "link_speed.json").read_text())["runs"]
+  steps = link_results.find(runs, hosts=4, rate="1gbit", leaves=1)["steps"]
+  found, plain = steps[step], steps["plain f32 mean"]
+  measured = found["bytes_wire_report"] / plain["bytes_wire_report"]
+  assert sent == f"{start + (1 - start) * measured:.3f}"
+  assert times == f"{1 / (start + (1 - start) / link_results.speed_up(found)):.1f}"
+
+
+@pytest.mark.parametrize("label", FRONT)
+def test_the_front_page_has_the_verdicts_of_the_findings(study, label):
+  (finding,) = (
+    x
+    for x in cluster_findings.FINDINGS
+    if x.claim.startswith(FRONT[label][2]) and "LARS" not in x.claim
+  )
+  assert front(label)[3].startswith(finding.judge(study).verdict)
+
+
+def test_the_front_page_counts_the_findings():
+  count = f"[{len(cluster_findings.FINDINGS)} findings](docs/results.md"
+  assert count in README.read_text()

@@ -1,0 +1,1 @@
+"""Deliberate breaks of the library, and the command that tries them."""

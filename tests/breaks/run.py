@@ -1,0 +1,323 @@
+"""Deliberate breaks of the library, each with the test that must catch it.
+
+`make breaks`, or `python -m tests.breaks.run`, proves that the tests still see what they
+should. The lists are beside this file. Each break is one edit of a
+definition and one test of plain `make test`. The script copies the tracked files to a
+temporary folder, where it applies one edit after the other and runs that test alone;
+the checkout stays as it is. It ends with 1 if a test passes in spite of its break.
+"""
+
+import argparse
+import ast
+import dataclasses
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LISTS = Path(__file__).parent
+
+_LONGEST = 240  # seconds that one break may take
+
+# Of a run of tests. Without a verdict no test failed, and not all passed: an error of
+# the collection or of a fixture, no test at all, or no time left.
+Verdict = Literal["passed", "failed", "no verdict"]
+
+
+_STRING = r"""[rbfu]{0,2}(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
+_TOKEN = re.compile(rf"{_STRING}|\w+|\S", re.IGNORECASE)
+_CLOSING = (")", "]", "}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Break:
+  """One deliberate mistake.
+
+  Attributes:
+    name: what is broken.
+    law: the law or promise that no longer holds.
+    at: the module and the definition that is edited, as "module:Class.method",
+      "module:function" or "module:CONSTANT"; "module" alone for text outside of them.
+    old: code that occurs in it exactly once, however its lines are broken.
+    new: what takes its place. Its lines are indented as the first line of `old` is.
+    catcher: the test that must fail, as pytest names it.
+    cases: which of its cases, as for pytest's -k; all by default.
+    optimize: whether it is compiled as users compile, as tests of `bits` are.
+  """
+
+  name: str
+  law: str
+  at: str
+  old: str
+  new: str
+  catcher: str
+  cases: str = ""
+  optimize: bool = False
+
+  def path(self, root: Path) -> Path:
+    """The file of the module below a folder."""
+    path = root.joinpath(*self.at.partition(":")[0].split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+  def applied(self, root: Path) -> str:
+    """The text of the edited file; ValueError where the edit does not fit."""
+    text = self.path(root).read_text()
+    found = [
+      (start + match.start(), start + match.end())
+      for start, stop in _spans(text, self.at.partition(":")[2])
+      for match in re.finditer(_pattern(self.old), text[start:stop])
+    ]
+    if len(found) != 1:
+      raise ValueError(f"`old` must occur once in {self.at}, got {len(found)} times.")
+    [(start, stop)] = found
+    line = text[text.rfind("\n", 0, start) + 1 : start]
+    indent = line[: len(line) - len(line.lstrip())]
+    edited = text[:start] + self.new.replace("\n", "\n" + indent) + text[stop:]
+    if ast.dump(ast.parse(edited)) == ast.dump(ast.parse(text)):
+      raise ValueError(f"`new` must change what {self.at} does.")
+    return edited
+
+
+def _spans(text: str, definition: str) -> list[tuple[int, int]]:
+  """Where the definitions of a name begin and end; of no name, the whole text."""
+  if not definition:
+    return [(0, len(text))]
+  nodes: list[ast.AST] = [ast.parse(text)]
+  for name in definition.split("."):
+    children = [child for node in nodes for child in getattr(node, "body", [])]
+    nodes = [child for child in children if name in _names(child)]
+  lines = [0]
+  for line in text.split("\n"):
+    lines.append(lines[-1] + len(line) + 1)
+  spans = []
+  for node in nodes:
+    decorators = getattr(node, "decorator_list", [])
+    first = min(part.lineno for part in (node, *decorators))
+    spans.append((lines[first - 1], lines[node.end_lineno]))
+  return spans
+
+
+def _names(statement: ast.stmt) -> list[str]:
+  """The names that a statement defines."""
+  match statement:
+    case ast.FunctionDef() | ast.ClassDef():
+      return [statement.name]
+    case ast.Assign():
+      return [target.id for target in statement.targets if isinstance(target, ast.Name)]
+    case ast.AnnAssign(target=ast.Name(id=name)):
+      return [name]
+  return []
+
+
+def _pattern(code: str) -> str:
+  """A regular expression for code, however its lines are broken."""
+  tokens = _TOKEN.findall(code)
+  parts = []
+  for token, after in zip(tokens, [*tokens[1:], ""], strict=True):
+    if token == "," and after in _CLOSING:
+      continue  # a comma that comes and goes with a line break
+    part = re.sub(r"^\w+$", r"\\b\g<0>\\b", re.escape(token))
+    parts.append(rf"(?:,\s*)?{part}" if token in _CLOSING else part)
+  return r"\s*".join(parts)
+
+
+def read(only: str) -> tuple[Break, ...]:
+  """The breaks that have a text in their name, law, place or catcher."""
+  return tuple(
+    case
+    for path in sorted(LISTS.glob("*.toml"))
+    for case in (Break(**entry) for entry in tomllib.loads(path.read_text())["break"])
+    if any(only in text for text in (case.name, case.law, case.at, case.catcher))
+  )
+
+
+class Copy:
+  """The tracked files as they are in the checkout, in a folder where tests can run."""
+
+  def __init__(self, folder: Path):
+    self.root = folder
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    for name in names.split("\0"):
+      if name and (ROOT / name).exists():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+    # An edit may leave a file's size and second as they were: Python would take the
+    # bytecode that it has kept for that of the edited file.
+    self._env = {
+      **os.environ,
+      "PYTHONPATH": str(folder),
+      "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    code = "import gradcomp; print(gradcomp.__file__)"
+    _, text = self._run([sys.executable, "-c", code], _LONGEST)
+    if not text.startswith(str(folder)):
+      raise RuntimeError(f"The tests would not import the copy, but {text}")
+
+  def test(
+    self,
+    catchers: Sequence[str],
+    cases: str,
+    optimize: bool,
+    broken: Break | None = None,
+  ) -> tuple[Verdict, str]:
+    """Runs tests, with a break or without: what came of it, and what was printed."""
+    if broken is None:
+      return self._test(catchers, cases, optimize)
+    path = broken.path(self.root)
+    whole = path.read_text()
+    path.write_text(broken.applied(self.root))
+    try:
+      return self._test(catchers, cases, optimize)
+    finally:
+      path.write_text(whole)
+
+  def _test(
+    self, catchers: Sequence[str], cases: str, optimize: bool
+  ) -> tuple[Verdict, str]:
+    report = self.root / "report.xml"
+    report.unlink(missing_ok=True)
+    options = ["-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    selected = [*catchers, *(["-k", cases] if cases else [])]
+    selected += ["--optimize"] * optimize
+    command = [sys.executable, "-m", "pytest", *options, *selected]
+    code, text = self._run(command, _LONGEST * len(catchers))
+    if not report.exists():  # as after an error of usage, or in time
+      return "no verdict", text
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    kinds = ("tests", "skipped", "errors", "failures")
+    tests, skipped, errors, failures = (int(suite.attrib[kind]) for kind in kinds)
+    if failures:
+      return "failed", text
+    ran = tests > skipped and not errors
+    return "passed" if code == pytest.ExitCode.OK and ran else "no verdict", text
+
+  def _run(self, command: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """The exit code, None where the time was up, and all that was printed."""
+    process = subprocess.Popen(
+      command,
+      cwd=self.root,
+      env=self._env,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      start_new_session=True,
+    )
+    try:
+      text, _ = process.communicate(timeout=seconds)
+      return process.returncode, text
+    except subprocess.TimeoutExpired:
+      return None, f"stopped after {seconds} seconds"
+    finally:
+      if process.poll() is None:  # with what the tests have started
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def unbroken(copy: Copy, breaks: Sequence[Break]) -> dict[tuple[str, str, bool], str]:
+  """The tests that do not pass without a break, and what pytest printed.
+
+  Tests of which all cases are run share a process, which spares the imports.
+  """
+  wrong = {}
+  for how in sorted({(case.cases, case.optimize) for case in breaks}):
+    same = [case for case in breaks if (case.cases, case.optimize) == how]
+    catchers = sorted({case.catcher for case in same})
+    if copy.test(catchers, *how)[0] == "passed":
+      continue
+    for catcher in catchers:
+      verdict, text = copy.test([catcher], *how)
+      if verdict != "passed":
+        wrong[catcher, *how] = text
+  return wrong
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+  lines = [
+    ("break", "law", "caught by", "seconds"),
+    ("---", "---", "---", "---:"),
+    *rows,
+  ]
+  return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def row(case: Break, wrong: str, seconds: str) -> tuple[str, ...]:
+  caught = f"`{case.catcher}`" + (f" of `{case.cases}`" if case.cases else "")
+  return case.name, case.law, f"**{wrong}**: {caught}" if wrong else caught, seconds
+
+
+def arguments() -> argparse.Namespace:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  add = parser.add_argument
+  add("--only", default="", metavar="TEXT", help="breaks that have this in their table")
+  add("--list", action="store_true", help="run nothing, but look whether edits apply")
+  add("--output", type=Path, metavar="FILE", help="where to write the table")
+  add("--verbose", action="store_true", help="show what pytest prints")
+  return parser.parse_args()
+
+
+def main() -> int:
+  options = arguments()
+  breaks = read(options.only)
+  problems = {}
+  for case in breaks:
+    try:
+      case.applied(ROOT)
+    except (OSError, SyntaxError, ValueError) as error:
+      problems[case] = f"does not apply: {error}"
+  seconds = dict.fromkeys(breaks, "")
+  if not options.list:
+    with tempfile.TemporaryDirectory(prefix="gradcomp-breaks-") as folder:
+      run(Path(folder).resolve(), breaks, problems, seconds, options.verbose)
+  text = table([row(case, problems.get(case, ""), seconds[case]) for case in breaks])
+  if options.output:
+    options.output.write_text(text)
+  else:
+    print(text, end="")
+  what = "apply" if options.list else "were caught"
+  print(f"{len(breaks) - len(problems)} of {len(breaks)} breaks {what}.")
+  return 0 if breaks and not problems else 1
+
+
+def run(
+  folder: Path,
+  breaks: Sequence[Break],
+  problems: dict[Break, str],
+  seconds: dict[Break, str],
+  verbose: bool,
+) -> None:
+  """Applies one break after the other; adds what is wrong, and the time of each."""
+  copy = Copy(folder)
+  failing = unbroken(copy, breaks)
+  for number, case in enumerate(breaks, start=1):
+    start, text = time.monotonic(), ""
+    tested = case.catcher, case.cases, case.optimize
+    if tested in failing:
+      problems[case] = "does not pass without a break"
+      text = failing[tested]
+    elif case not in problems:
+      verdict, text = copy.test([case.catcher], case.cases, case.optimize, case)
+      if verdict != "failed":
+        problems[case] = "SURVIVED" if verdict == "passed" else verdict
+    seconds[case] = f"{time.monotonic() - start:.1f}"
+    wrong = problems.get(case, "ok")
+    print(f"[{number}/{len(breaks)}] {wrong}: {case.name}", file=sys.stderr, flush=True)
+    if verbose or case in problems:
+      print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

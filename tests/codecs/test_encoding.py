@@ -1,0 +1,103 @@
+"""Small leaves of one shape are encoded together, with the bits that each has alone."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gradcomp._src.codecs.encoding import encode_leaves, to_agree
+from gradcomp.codecs import (
+  NOTHING,
+  QSGD,
+  Context,
+  Dense,
+  EightBit,
+  FloatCast,
+  Leaf,
+  Natural,
+  OneBit,
+  Ternary,
+)
+from tests.plugins.slow_cases import one_in
+from tests.support import laws
+from tests.support.assertions import assert_same_bits
+
+CODECS = [
+  QSGD(bits=4, bucket_size=64),
+  Ternary(bucket_size=64),
+  OneBit(per_column=True),
+  FloatCast(rounding="stochastic"),
+  QSGD(bits=3, bucket_size=64, levels="nonuniform"),
+  EightBit(rounding="stochastic"),
+  Natural(),
+  Dense(dtype=jnp.bfloat16, rounding="stochastic"),
+]
+SMALL = (64, 45)
+
+
+@pytest.mark.parametrize("codec", one_in(4, CODECS), ids=laws.name)
+@pytest.mark.parametrize("keep", [False, True])
+def test_leaves_have_the_bits_that_each_has_alone(codec, keep, monkeypatch):
+  """Five of one shape in groups of two, among leaves of other shapes and dtypes."""
+  monkeypatch.setattr("gradcomp._src.codecs.encoding.TOGETHER", 2 * 64 * 45 + 7)
+  shapes = [SMALL, (7,), SMALL, (0, 3), SMALL, SMALL, (0, 3), SMALL]
+  leaves = [jnp.asarray(laws.gaussian(x, seed)) for seed, x in enumerate(shapes)]
+  leaves[2] = leaves[2].at[1, 2].set(jnp.nan).at[5, 6].set(-0.0)
+  leaves += [leaves[0].astype(jnp.bfloat16), leaves[4].astype(jnp.bfloat16)]
+  codecs = [codec.bind(Leaf(leaf.shape)) for leaf in leaves]
+  keys = [laws.KEY + i if codec.needs_key else None for i in range(len(leaves))]
+  contexts = [
+    Context(
+      agreed=to_agree(own, leaf), levels=own.init().shared if own.fitted else None
+    )
+    if codec.agrees or codec.fitted
+    else NOTHING
+    for own, leaf in zip(codecs, leaves, strict=True)
+  ]
+
+  @jax.jit
+  def both(leaves):
+    together = encode_leaves(codecs, leaves, keys, contexts, keep=keep)
+    alone = [
+      encode_leaves([c], [x], [k], [context], keep=keep)[0]
+      for c, x, k, context in zip(codecs, leaves, keys, contexts, strict=True)
+    ]
+    return together, alone
+
+  together, alone = both(leaves)
+  for ours, own in zip(together, alone, strict=True):
+    assert_same_bits(ours.rows, own.rows)
+    if ours.unsent is not None:
+      assert_same_bits(ours.unsent, own.unsent)
+
+
+def test_one_group_follows_another():
+  """So the copies of all leaves never exist at once, with what XLA orders freely."""
+  codec, count = QSGD(bits=4), 32
+  leaves = [jax.ShapeDtypeStruct((65536,), jnp.float32)] * count
+
+  def rows(leaves):
+    keys, contexts = [laws.KEY] * count, [NOTHING] * count
+    encoded = encode_leaves([codec] * count, leaves, keys, contexts, keep=False)
+    return [leaf.rows for leaf in encoded]
+
+  found = jax.jit(rows).lower(leaves).compile().memory_analysis()
+  # Two groups of eight, and what the encoder needs besides: less than half of all.
+  assert found.temp_size_in_bytes < 4 * 65536 * count / 2
+
+
+def test_small_leaves_of_a_shape_share_a_program():
+  """In what is compiled, a cipher stands once for each group and not for each leaf."""
+  codec = QSGD(bits=4)
+
+  def ciphers(count):
+    def rows(leaves, key):
+      keys, contexts = [key] * count, [NOTHING] * count
+      encoded = encode_leaves([codec] * count, leaves, keys, contexts, keep=True)
+      return [leaf.rows for leaf in encoded]
+
+    leaves = [jax.ShapeDtypeStruct((8192,), jnp.float32)] * count
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    parity = str(0x1BD11BDA)  # of a key's words, in each cipher
+    return jax.jit(rows).lower(leaves, key).compile().as_text().count(parity)
+
+  assert 0 < ciphers(40) <= ciphers(3)

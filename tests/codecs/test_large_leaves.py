@@ -1,0 +1,132 @@
+"""A CPU goes through large leaves in the shape of their tiles, with the same bits.
+
+But not through those that JAX may cut over Auto axes.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp import ErrorFeedback, MomentumFeedback
+from gradcomp._src.codecs import tiles
+from gradcomp._src.exchange import contribution
+from gradcomp._src.kernels import materialize
+from gradcomp._src.kernels.materialize import LARGE
+from gradcomp.codecs import QSGD, EightBit, FloatCast, Natural, OneBit, Ternary
+from tests.plugins.slow_cases import slow
+from tests.support import modes
+
+WORKERS = 2
+SHAPE = (LARGE // 256, 256)  # whole tiles of every codec here
+
+CASES = [
+  (QSGD(bits=4), "all_gather", ErrorFeedback()),
+  (OneBit(), "two_shot", MomentumFeedback(residual_dtype="bfloat16")),
+  *slow(
+    (OneBit(), "two_shot", MomentumFeedback()),
+    (OneBit(), "all_gather", ErrorFeedback()),
+    (OneBit(), "all_gather", ErrorFeedback(residual_dtype="int8")),
+    (Ternary(), "psum", ErrorFeedback()),
+    (EightBit(), "ring", ErrorFeedback()),
+    (QSGD(bits=4, levels="nonuniform"), "two_shot", MomentumFeedback()),
+  ),
+]
+
+
+def run(codec, exchange, feedback):
+  """Means and residuals of two steps, of which the second has a NaN and an infinity."""
+  rng = np.random.default_rng(0)
+  steps = rng.standard_normal((2, WORKERS, *SHAPE)).astype(np.float32)
+  steps[1, 0, 3, 5], steps[1, 1, 100, 7] = np.nan, np.inf
+  tx = gradcomp.compress(codec, axis_name="data", exchange=exchange, feedback=feedback)
+  means, residuals = modes.run("shard_map", tx, list(steps))
+  return jax.tree.map(np.asarray, (means, residuals))
+
+
+@pytest.mark.parametrize(("codec", "exchange", "feedback"), CASES, ids=str)
+def test_they_have_the_bits_of_small_leaves(codec, exchange, feedback, monkeypatch):
+  large = run(codec, exchange, feedback)
+  for module in (contribution, materialize):
+    monkeypatch.setattr(module, "LARGE", 2 * LARGE)
+  small = run(codec, exchange, feedback)
+  jax.tree.map(np.testing.assert_array_equal, large, small)
+  means, residuals = large
+  assert np.isnan(means[1]).any()
+  for kept in jax.tree.leaves(residuals):
+    assert np.isfinite(kept.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("codec", [QSGD(bits=4), Natural()], ids=str)
+def test_a_payload_decodes_in_the_shape_of_tiles(codec, monkeypatch):
+  """It has the bits of one that is decoded element by element."""
+  x = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+  payload = codec.encode(x, key=jax.random.key(0))
+
+  def decoder():
+    return jax.jit(lambda payload: codec.decode(payload, like=x)).lower(payload)
+
+  large = decoder().compile()
+  monkeypatch.setattr(tiles, "LARGE", 2 * LARGE)
+  small = decoder().compile()
+  np.testing.assert_array_equal(large(payload), small(payload))
+  found = [text.as_text().count(" conditional(") for text in (large, small)]
+  assert found == [1, 0]
+
+
+@pytest.mark.parametrize(
+  ("codec", "exchange"),
+  [
+    (Natural(), "two_shot"),
+    *slow((FloatCast(), "ring"), (Ternary(), "two_shot")),
+  ],
+  ids=str,
+)
+def test_sums_are_written_in_rows_before_they_are_sent(codec, exchange):
+  """Else XLA computes their words in the shape of the message, one by one."""
+  tx = gradcomp.compress(codec, axis_name="data", exchange=exchange, feedback=None)
+  like = jax.ShapeDtypeStruct((8 * WORKERS * LARGE,), jnp.float32)
+  mesh = modes.mesh(WORKERS)
+  state = jax.eval_shape(tx.init, like)
+  step = jax.shard_map(
+    lambda x, state: tx.update(x, state)[0],
+    mesh=mesh,
+    in_specs=(P("data"), P()),
+    out_specs=P(),
+  )
+  text = jax.jit(step).lower(like, state).compile().as_text()
+  words = re.findall(r"= \(u32\[\d+,\d+\].*? conditional\(", text)
+  assert len(words) == 2  # of the worker's own rows, and of the sums
+
+
+@pytest.mark.parametrize(
+  "codec", [Ternary(), *slow(QSGD(bits=4, share_scale=True))], ids=str
+)
+def test_words_are_written_under_vmap_too(codec):
+  """Else XLA encodes a word anew for each of the codes in it, which are added."""
+  tx = gradcomp.compress(codec, axis_name="data", exchange="psum", feedback=None)
+  step = jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name="data")
+  like = jax.ShapeDtypeStruct((WORKERS, 8 * LARGE), jnp.float32)
+  text = jax.jit(step).lower(like).compile().as_text()
+  assert re.findall(rf"= \(u32\[{WORKERS},\d+,\d+\].*? conditional\(", text)
+
+
+def test_a_residual_keeps_its_place_on_auto_axes():
+  """Else the second step of a training would be compiled again."""
+  mesh = jax.make_mesh((WORKERS, 2), ("data", "model"), (AxisType.Auto,) * 2)
+  spec = P(None, "model")
+  tx = gradcomp.compress(QSGD(bits=4), axis_name="data", feedback=ErrorFeedback())
+  with jax.set_mesh(mesh):
+    params = jax.device_put(jnp.ones(SHAPE), NamedSharding(mesh, spec))
+    state = tx.init(params)
+    loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)
+    step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
+    program = step.lower(params, state, jnp.ones((WORKERS, SHAPE[0]))).compile()
+  (placed, kept, _) = program.output_shardings
+  assert placed.is_equivalent_to(NamedSharding(mesh, spec), 2)
+  assert kept.residual.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)

@@ -1,0 +1,186 @@
+"""A policy sends each leaf as its codec alone would, all of them in one message."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradcomp
+from gradcomp.codecs import QSGD, Dense, EightBit, OneBit, Policy, RandomK, TopK
+from gradcomp.exchange import TwoShot
+from tests.plugins.slow_cases import slow
+from tests.support import modes
+from tests.support.assertions import says
+
+WORKERS = 4
+SHAPES = {"a": {"bias": (300,), "kernel": (70, 71)}, "b": [(64, 40)], "c": ()}
+
+
+def gradients(steps):
+  rng = np.random.default_rng(3)
+  normal = lambda shape: rng.standard_normal((WORKERS, *shape)).astype(np.float32)
+  is_shape = lambda x: isinstance(x, tuple)
+  return [jax.tree.map(normal, SHAPES, is_leaf=is_shape) for _ in range(steps)]
+
+
+def transformation(codec, exchange="all_gather", feedback="error"):
+  return gradcomp.compress(
+    codec, axis_name="data", exchange=exchange, feedback=feedback, min_leaf_size=64
+  )
+
+
+def run(tx, steps):
+  update = modes.mapped("vmap", tx, WORKERS)
+  outputs, state = [], None
+  for grads in steps:
+    params = jax.tree.map(lambda leaf: leaf[0], grads)
+    output, state = update(grads, state, params)
+    outputs.append(output)
+  return outputs, state
+
+
+def part(tree, path):
+  """One leaf of a tree, in its place."""
+  keep = lambda at, leaf: leaf if gradcomp_path(at) == path else None
+  return jax.tree_util.tree_map_with_path(keep, tree)
+
+
+def gradcomp_path(path):
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+RULES = [
+  ("bias|^c$", Dense()),
+  ("kernel", QSGD(bits=4, bucket_size=64, implementation="xla")),
+  ("^b/0", TopK(density=0.05, selection="sampled", implementation="xla")),
+]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", *slow(TwoShot(), "ring")], ids=str)
+def test_each_leaf_is_sent_as_its_codec_alone_would(exchange):
+  """Outputs and residuals have the same bits: keys derive from names of leaves."""
+  rules = list(RULES)
+  if exchange == "ring":
+    rules[2] = ("^b/0", OneBit(bucket_size=64, implementation="xla"))
+  steps = gradients(3)
+  outputs, state = run(transformation(Policy(rules), exchange), steps)
+  for path, (_, codec) in {
+    "a/bias": rules[0],
+    "a/kernel": rules[1],
+    "b/0": rules[2],
+  }.items():
+    alone = run(transformation(codec, exchange), [part(grads, path) for grads in steps])
+    whole = [part(output, path) for output in outputs], part(state.residual, path)
+    chex.assert_trees_all_equal(whole, (alone[0], alone[1].residual))
+  for output in outputs:
+    for leaf in jax.tree.leaves(output):
+      np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
+
+
+def test_one_message_and_the_rule_of_each_leaf():
+  params = jax.tree.map(lambda leaf: leaf[0], gradients(1)[0])
+  explained = gradcomp.explain(
+    transformation(Policy([("kernel", QSGD()), ("a|b", EightBit())])),
+    params,
+    workers=WORKERS,
+  )
+  assert explained.messages == 1
+  found = [
+    (leaf.path, type(leaf.codec).__name__, leaf.rule) for leaf in explained.leaves
+  ]
+  assert found == [
+    ("['a']['bias']", "Dense", "a|b"),  # a row of EightBit would be longer
+    ("['a']['kernel']", "QSGD", "kernel"),
+    ("['b'][0]", "EightBit", "a|b"),
+    ("['c']", "Dense", ""),
+  ]
+  header, *rows = str(explained).splitlines()
+  assert header.endswith("rule") and rows[1].endswith("kernel")
+  plain = gradcomp.explain(transformation(QSGD()), params, workers=WORKERS)
+  assert "rule" not in str(plain)
+
+
+def test_auto_takes_an_exchange_that_every_codec_allows():
+  """RandomK lets no owner encode again, and no backend adds the codes of QSGD."""
+  params = {"a": jnp.zeros((512, 512)), "b": jnp.zeros((512, 512))}
+  tx = transformation(Policy([("a", RandomK(density=0.1)), ("b", QSGD())]), "auto")
+  leaves = gradcomp.explain(tx, params, workers=64).leaves
+  assert [leaf.exchange for leaf in leaves] == ["all_gather"] * 2
+  assert "no second encoding" in leaves[0].reason
+
+
+def test_only_codecs_that_must_draw_alike_do():
+  """All workers choose the same elements of one leaf, and round another apart."""
+  rules = [("a", RandomK(density=0.25)), ("b", QSGD(bits=4, implementation="xla"))]
+  x = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
+  grads = {name: np.stack([x] * WORKERS) for name in "ab"}
+  tx = transformation(Policy(rules), "local")
+  (output,), _ = run(tx, [grads])
+  chosen, rounded = np.asarray(output["a"]), np.asarray(output["b"])
+  assert 1000 < np.count_nonzero(chosen[0]) <= 1024
+  np.testing.assert_array_equal(chosen, np.broadcast_to(chosen[:1], chosen.shape))
+  assert (rounded[0] != rounded[1]).mean() > 0.1
+
+
+def test_codecs_with_memories_remember_side_by_side():
+  rules = [
+    ("kernel", QSGD(bits=3, bucket_size=64, levels="nonuniform")),
+    *RULES[2:],
+  ]
+  _, state = run(transformation(Policy(rules)), gradients(2))
+  assert list(state.memory.shared[()]) == [1]
+  assert list(state.memory.own[("data",)]) == [2]
+  used = state.memory.own[("data",)][2].used
+  assert used.shape == (WORKERS, 1) and (np.asarray(used) > 0).all()
+
+
+def test_a_rule_that_matches_no_leaf_is_named():
+  tx = transformation(Policy([("kernel", QSGD()), ("head", Dense())]))
+  params = jax.tree.map(lambda leaf: leaf[0], gradients(1)[0])
+  parts = ("`rules`", "'head'", "Dense", "'a/bias'", "leave the rule out")
+  with pytest.raises(ValueError, match=says(*parts)):
+    run(tx, gradients(1))
+  with pytest.raises(ValueError, match=says(*parts)):
+    jax.eval_shape(tx.init, params)
+  tx.init({})  # no leaves, nothing to match
+
+
+@pytest.mark.parametrize(
+  "rules, parts",
+  [
+    ((), ("sequence of pairs",)),
+    ("a", ("sequence of pairs", "'a'")),
+    ([("a",)], ("sequence of pairs", "('a',)")),
+    ([(3, QSGD())], ("got 3",)),
+    ([("(", QSGD())], ("'('", "unterminated")),
+    ([("a", gradcomp.qsgd())], ("for 'a'", "not a transformation")),
+    ([("a", QSGD)], ("for 'a'",)),
+  ],
+)
+def test_bad_rules(rules, parts):
+  with pytest.raises(ValueError, match=says("`rules` must be", *parts)):
+    gradcomp.policy(rules)
+
+
+def test_what_one_codec_refuses_the_policy_refuses():
+  policy = functools.partial(gradcomp.policy, axis_name="data")
+  with pytest.raises(ValueError, match=says('"ring"', "TopK")):
+    policy([("a", QSGD()), ("b", TopK())], exchange="ring")
+  with pytest.raises(ValueError, match=says('"psum"', "QSGD")):
+    policy([("a", QSGD()), ("b", Dense())], exchange="psum")
+
+
+def test_it_stands_in_a_chain():
+  """As every transformation does; feedback is on because one codec is biased."""
+  tx = optax.chain(
+    gradcomp.policy([("kernel", OneBit()), (".", QSGD())]), optax.sgd(0.1)
+  )
+  params = {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)}
+  state = tx.init(params)
+  updates, state = jax.jit(tx.update)(params, state, params)
+  chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+  assert state[0].residual is not None

@@ -1,0 +1,182 @@
+"""Rotated tiles: what they are, that sums are taken of them, and what they are for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradcomp
+from gradcomp._src.kernels.common import rotation
+from gradcomp._src.testing.noise import mean_is_the_leaf
+from gradcomp.codecs import QSGD
+from tests.oracles import exchange as oracle_exchange
+from tests.oracles import qsgd
+from tests.oracles import rotated as oracle_rotated
+from tests.plugins.slow_cases import slow
+from tests.support import laws, modes
+from tests.wire_decoder import rotated as wire_decoder_rotated
+from tests.wire_decoder import words
+
+GROUPS = (8, 32)
+BUCKET = 64
+
+rotate, unrotate = (
+  jax.jit(f, static_argnums=1) for f in (rotation.rotate, rotation.unrotate)
+)
+
+
+def planes(x, bits=4):
+  return jnp.asarray(x).reshape(-1, 32 // bits, BUCKET)
+
+
+def layout(bits=4):
+  return dict(bits=bits, bucket_size=BUCKET)
+
+
+@pytest.mark.parametrize("bits", [4, *slow(1, 2)])
+@pytest.mark.parametrize("group", GROUPS)
+def test_rotations_are_the_oracles(group, bits):
+  """Bit for bit, both ways."""
+  x = laws.gaussian(3 * 32 // bits * BUCKET)
+  rotated = np.asarray(rotate(planes(x, bits), group)).ravel()
+  expected = oracle_rotated.rotate(x, group=group, **layout(bits))
+  np.testing.assert_array_equal(rotated, expected)
+  back = np.asarray(unrotate(planes(rotated, bits), group)).ravel()
+  expected = wire_decoder_rotated.unrotate(rotated, group=group, **layout(bits))
+  np.testing.assert_array_equal(back, expected)
+  # Ten sums of two or fewer, each rounded to 2^-24 of at most the largest element.
+  np.testing.assert_allclose(back, x, rtol=0, atol=10 * 2.0**-24 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_rotation_is_a_hadamard_matrix_with_signs(group):
+  """Of integers, all sums of which are exact."""
+  x = np.random.default_rng(0).integers(-9, 10, 8 * BUCKET).astype(np.float32) * group
+  signed = x * oracle_rotated.signs(x.size)
+  of_groups = lambda a: np.asarray(a).reshape(group, -1)
+  expected = oracle_rotated.matrix(group) @ of_groups(signed) / group
+  rotated = rotate(planes(x), group)
+  np.testing.assert_array_equal(of_groups(rotated), expected)
+  np.testing.assert_array_equal(np.asarray(unrotate(rotated, group)).ravel(), x)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_single_elements_and_constants_are_spread(group):
+  """One element becomes a whole group; a constant, none of whose sums is all of it."""
+  one = np.zeros(8 * BUCKET, np.float32)
+  one[100] = group
+  found = np.abs(np.asarray(rotate(planes(one), group)))
+  assert np.count_nonzero(found) == group and found.max() == 1
+  constant = rotate(planes(np.ones(8 * BUCKET, np.float32)), group)
+  assert np.abs(constant).max() <= 0.5
+
+
+def rotated_two_shot(codec, x, seed):
+  """The whole arithmetic of the page: rotated first, and rotated back last."""
+  rule = dict(norm="max", levels="sign_magnitude", **layout())
+
+  def decode(rows):
+    size = rows.shape[0] * codec.tile_size
+    values = words.decode_qsgd(rows, size, levels="sign_magnitude", **layout())
+    return values.reshape(-1, codec.tile_size)
+
+  first = []
+  for worker, own in enumerate(x):
+    tiles = oracle_rotated.rotate(own, group=codec.rotate, **layout())
+    key = qsgd.leaf_dither(seed, 0, "['w']", worker)
+    rows = qsgd.qsgd_encode(tiles, key=key, rounding="stochastic", **rule)
+    first.append(decode(rows))
+  # Owners keep what their rounding to nearest loses.
+  recode = lambda mean, owner: decode(
+    qsgd.qsgd_encode(mean.ravel(), rounding="nearest", **rule)
+  )
+  mean = oracle_exchange.exchange_two_shot(np.stack(first), recode).ravel()
+  unrotated = wire_decoder_rotated.unrotate(mean, group=codec.rotate, **layout())
+  return unrotated[: x.shape[1]]
+
+
+@pytest.mark.parametrize("group", [8, *slow(32)])
+def test_owners_add_rotated_tiles(group):
+  codec = QSGD(**layout(), rotate=group, implementation="xla")
+  x = np.stack([laws.gaussian(2 * codec.tile_size + 9, seed) for seed in range(2)])
+  tx = gradcomp.compress(codec, axis_name="data", exchange="two_shot", key=7)
+  (output,), _ = modes.run("vmap", tx, [{"w": jnp.asarray(x)}])
+  expected = rotated_two_shot(codec, x, seed=7)
+  np.testing.assert_array_equal(output["w"][0], expected)
+
+
+def test_shared_scales_are_of_rotated_elements():
+  """One element of a bucket makes all of its group's scales."""
+  codec = QSGD(**layout(), share_scale=True, rotate=8)
+  x = np.zeros(codec.tile_size, np.float32)
+  x[100] = 8.0
+  np.testing.assert_array_equal(jax.jit(codec.agree)(jnp.asarray(x)), np.ones((1, 8)))
+
+
+def test_rings_rotate_tiles_as_encoders_do():
+  """A ring of one worker encodes the tiles of a leaf: to the bits of that leaf."""
+  x = {"w": jnp.asarray(laws.gaussian((1, 70, 50)))}
+  options = dict(axis_name="data", min_leaf_size=0, feedback="error")
+  codec = QSGD(**layout(), rounding="nearest", rotate=8, implementation="xla")
+  ring, alone = (
+    modes.run("vmap", gradcomp.compress(codec, exchange=exchange, **options), [x])
+    for exchange in ("ring", "all_gather")
+  )
+  np.testing.assert_array_equal(ring[0][0]["w"], alone[0][0]["w"])
+  # The one is what tiles lost, rotated back; the other the leaf less what it sent.
+  np.testing.assert_allclose(ring[1]["w"], alone[1]["w"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_stochastic_rounding_stays_unbiased(group):
+  codec = QSGD(bits=4, bucket_size=32, rotate=group, implementation="xla")
+  mean_is_the_leaf(codec, laws.gaussian(300))
+
+
+def error(codec, x):
+  found = np.float64(laws.round_trip(codec, x))
+  return np.square(found - x).sum() / np.square(np.float64(x)).sum()
+
+
+def test_errors_of_heavy_tails():
+  """Student's t with 3 degrees of freedom, 4 bits: the median of samples of 49,152.
+
+  The power of such numbers has no finite variance, so that means would not settle.
+  """
+  samples = [
+    np.random.default_rng(seed).standard_t(3, 49152).astype(np.float32)
+    for seed in range(5)
+  ]
+  median = lambda **hyper: np.median([error(QSGD(bits=4, **hyper), x) for x in samples])
+  plain, eight, more = (median(rotate=group) for group in (None, *GROUPS))
+  assert 0.23 < plain < 0.27
+  assert 0.1 < eight < 0.15
+  assert more < 0.5 * eight
+  rms = dict(norm="rms", levels="uniform", rounding="nearest")
+  assert median(rotate=32, **rms) < 0.25 * eight
+
+
+def test_errors_of_gaussian_gradients_stay():
+  """They are as Gaussian as before; 2^16 elements show differences of 2 %."""
+  x = laws.gaussian(2**16)
+  plain, eight, more = (error(QSGD(bits=4, rotate=g), x) for g in (None, *GROUPS))
+  assert abs(eight / plain - 1) < 0.02
+  assert abs(more / plain - 1) < 0.02
+
+
+@pytest.mark.parametrize(
+  "hyper, parts",
+  [
+    (dict(rotate=16), ("`rotate`", "8, 32, or None", "16")),
+    (dict(rotate=True), ("`rotate`", "8, 32, or None", "True")),
+    (dict(rotate=8.0), ("`rotate`", "8, 32, or None", "8.0")),
+    (dict(rotate=8, bits=3), ("`bits`", "1, 2 or 4", "rotate=8", "3")),
+    (dict(rotate=32, bits=8), ("`bits`", "1, 2 or 4", "rotate=32", "8")),
+    (dict(rotate=8, levels="nonuniform"), ("`rotate`", "None", "nonuniform", "8")),
+  ],
+)
+@pytest.mark.parametrize("make", [QSGD, gradcomp.qsgd])
+def test_what_cannot_be_rotated(make, hyper, parts):
+  with pytest.raises(ValueError) as caught:
+    make(**hyper)
+  assert all(part in str(caught.value) for part in parts)

@@ -1,0 +1,119 @@
+"""Recipes take the options of ``compress``, each by its name, and refuse all others."""
+
+import inspect
+import typing
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gradcomp
+from gradcomp._src.transforms.options import ExchangeOptions
+from tests.support.assertions import assert_equal, says
+from tests.support.cases.recipe import NEEDED, RECIPES, make
+
+OPTIONS = {
+  name: parameter
+  for name, parameter in inspect.signature(gradcomp.compress).parameters.items()
+  if parameter.kind is parameter.KEYWORD_ONLY
+}
+# RedSync has a feedback of its own.
+OWN = {"redsync": {"feedback"}}
+
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def test_the_options_are_those_of_compress():
+  """Names and types, which mypy reads in one place and ``help`` in the other."""
+  expected = {name: parameter.annotation for name, parameter in OPTIONS.items()}
+  assert typing.get_type_hints(gradcomp.CompressOptions) == expected
+  listed = [line.split(":")[0] for line in gradcomp.CompressOptions.__doc__.split("\n")]
+  assert [line.strip() for line in listed if line[4:].strip() in OPTIONS] == [*OPTIONS]
+
+
+def test_the_recipes():
+  names = "dense qsgd onebit_sgd terngrad eight_bit natural aps loss_scaling_cast"
+  assert RECIPES.keys() == {*names.split(), "redsync", "blocktop", "policy", "powersgd"}
+
+
+@every_recipe
+def test_signatures_name_every_option(name):
+  """As ``help`` shows them: a recipe's own arguments first, and compress's defaults."""
+  parameters = inspect.signature(RECIPES[name]).parameters
+  own = OWN.get(name, set())
+  assert parameters.keys() >= OPTIONS.keys()
+  shared = [option for option in OPTIONS if option not in own]
+  assert [*parameters][-len(shared) :] == shared
+  assert all(parameters[option].default == OPTIONS[option].default for option in shared)
+  hint = typing.get_type_hints(RECIPES[name])["options"]
+  (kind,) = typing.get_args(hint)
+  assert kind is (ExchangeOptions if own else gradcomp.CompressOptions)
+  assert set(kind.__annotations__) == set(shared)
+
+
+@every_recipe
+@pytest.mark.parametrize(
+  "option, value",
+  [
+    ("axis_name", ()),
+    ("exchange", "gossip"),
+    ("feedback", "none"),
+    ("min_leaf_size", -1),
+    ("message_bytes", -1),
+    ("key", jnp.ones(2)),
+    ("implementation", "cuda"),
+  ],
+)
+def test_every_option_arrives(name, option, value):
+  """``compress``, or the codec, says what is wrong with it."""
+  if name in ("dense", "policy", "powersgd") and option == "implementation":
+    return  # without kernels there is no choice, and codecs of rules have their own
+  with pytest.raises(ValueError, match=says(f"`{option}`")):
+    make(name, **{option: value}).init({"w": jnp.ones(3)})
+
+
+@every_recipe
+def test_unknown_options(name):
+  known = ", ".join(inspect.signature(RECIPES[name]).parameters)
+  with pytest.raises(TypeError, match=says("`axis`", name, known)):
+    make(name, axis="data")
+
+
+def test_one_bit_always_has_feedback():
+  with pytest.raises(ValueError, match=says("`feedback`", '"error"', "None", "OneBit")):
+    gradcomp.onebit_sgd(feedback=None)
+  params = {"w": jnp.ones(8)}
+  state = gradcomp.onebit_sgd(feedback="momentum").init(params)
+  assert_equal(state.velocity, {"w": jnp.zeros(8)})
+
+
+@pytest.mark.parametrize(
+  "momentum, feedback", [(0.9, "error"), (None, "momentum"), (0.9, None)]
+)
+def test_momentum_decides_the_feedback_of_redsync(momentum, feedback):
+  parts = ("`feedback`", f"momentum={momentum!r}", repr(feedback), "momentum=None")
+  with pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.redsync(momentum=momentum, feedback=feedback)
+
+
+@pytest.mark.parametrize("momentum, feedback", [(0.9, "momentum"), (None, "error")])
+def test_feedback_of_redsync_may_be_said(momentum, feedback):
+  params = {"w": jnp.ones(8)}
+  said, plain = (
+    gradcomp.redsync(momentum=momentum, feedback=value).init(params)
+    for value in (feedback, "auto")
+  )
+  assert_equal(said, plain)
+  assert (said.velocity is None) == (momentum is None)
+
+
+@every_recipe
+def test_recipes_can_be_injected(name):
+  """inject_hyperparams passes every argument by its name, numbers as arrays."""
+  parameters = inspect.signature(RECIPES[name]).parameters
+  static = parameters.keys() - OPTIONS.keys()
+  params = {"w": jnp.ones(8)}
+  inject = optax.inject_hyperparams(RECIPES[name], static_args=static)
+  state = inject(**NEEDED.get(name, {}), feedback="auto").init(params)
+  assert list(state.hyperparams) == ["key"]
+  assert_equal(state.inner_state, make(name).init(params))

@@ -1,0 +1,123 @@
+"""plan refuses bad arguments with the rule, and answers on the command line."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gradcomp
+from gradcomp import __main__
+from gradcomp.codecs import QSGD, BlockTop
+from gradcomp.cost import CodecSpeed, Link
+from tests.support.cases.plan import GIGABIT, LIKE, plan
+
+FREE = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    ({"workers": 0}, "`workers` must be an integer of 1 or more, got 0"),
+    ({"workers": 2.0}, "`workers` must be an integer .* got 2.0"),
+    ({"workers": (2, 2, 2)}, r"`workers` must be .* got \(2, 2, 2\)"),
+    ({"workers": (2, 2)}, "`link` must be .* for two axes a pair"),
+    ({"link": (GIGABIT, GIGABIT)}, "`link` must be a Link.*workers=4"),
+    ({"link": 125e6}, "`link` must be a Link, .* got 125000000.0"),
+    ({"forward": -1.0, "backward": 1.0}, "`forward` must be .* 0 or more, got -1.0"),
+    ({"forward": 1.0, "backward": math.nan}, "`backward` must be a finite.* got nan"),
+    ({"forward": 1.0}, "`backward` must be given with `forward`"),
+    ({"speeds": {"QSGD-4": 3.0}}, "`speeds` must be CodecSpeeds by name, got QSGD-4"),
+    ({"speeds": 3.0}, "`speeds` must be None, .* got 3.0"),
+    ({"steps": 0}, "`steps` must be an integer of 1 or more, got 0"),
+    ({"budget": "low"}, r"`budget` must be one of \('none', .*, got 'low'"),
+    ({"budget": 0.0}, "`budget` must be a finite number above 0, got 0.0"),
+    ({"budget": math.nan}, "`budget` must be a finite number above 0, got nan"),
+    ({"candidates": ["qsgd"]}, "`candidates` must hold codecs, .* got 'qsgd'"),
+    ({"candidates": [QSGD]}, "`candidates` must hold codecs"),
+    ({"candidates": "qsgd"}, "`candidates` must be a sequence of codecs, got 'qsgd'"),
+    ({"margin": 1.0}, "`margin` must be a number of at least 0 and below 1, got 1.0"),
+    ({"params": {}}, "`params` must have a leaf with an element, got 0 leaves"),
+    ({"params": {"w": jnp.zeros((0, 3))}}, "`params` must have .* got 1 leaves"),
+    ({"gradients": {"v": jnp.ones((64, 512))}}, "`gradients` must have the tree"),
+    ({"gradients": {"w": jnp.ones((64, 51))}}, r"`gradients` must have the shapes"),
+    ({"gradients": {}}, "`gradients` must have a leaf with an element, got 0 leaves"),
+    ({"gradients": {"w": jnp.zeros((64, 512))}}, "`gradients` must have a norm .* 0.0"),
+  ],
+)
+def test_bad_arguments_are_refused_with_the_rule(options, message):
+  with pytest.raises(ValueError, match=message):
+    plan(**options)
+
+
+def test_parameters_that_are_not_trained_are_refused():
+  with pytest.raises(TypeError, match=r"`params`\['ids'\] must be an array .* int32"):
+    plan({"w": jnp.zeros(3), "ids": jnp.zeros(3, jnp.int32)})
+  for number in (3, 2**31, "w"):
+    with pytest.raises(TypeError, match="`params`.* must be an array of floats"):
+      plan({"w": number})
+
+
+def test_leaves_with_more_rows_than_32_bits_count():
+  """Only the codecs that count them are refused; the others are compared."""
+  huge = jax.ShapeDtypeStruct((8 * 10**15,), jnp.float32)
+  fitted = QSGD(bits=2, levels="nonuniform")
+  assert plan(huge).chosen.name == "QSGD-4 two_shot"
+  found = plan(huge, candidates=[fitted], budget="aggressive", speeds=FREE)
+  assert found.chosen.name == "float32 psum"
+  reasons = [x.reason for x in found.refused if x.exchange == "two_shot"]
+  assert "`params` must have leaves of fewer elements" in reasons[0]
+  tx = gradcomp.compress(fitted, axis_name="data")
+  with pytest.raises(ValueError, match="`params` must have leaves of fewer elements"):
+    gradcomp.explain(tx, huge, workers=4)
+
+
+def test_times_of_slow_links_are_short():
+  slow = Link(latency=0.0, bytes_per_second=1e-300)
+  assert max(map(len, str(plan(link=slow)).splitlines())) < 200
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
+def test_bad_links_cannot_be_made(rate):
+  with pytest.raises(ValueError, match="`bytes_per_second` must be a finite number"):
+    Link(latency=0.0, bytes_per_second=rate)
+  if rate:
+    with pytest.raises(ValueError, match="`latency` must be a finite number"):
+      Link(latency=rate, bytes_per_second=1.0)
+
+
+def test_a_sparse_codec_of_ones_own_is_gathered():
+  """Owners would choose anew among the elements of a sum.
+
+  The link is one over the internet, and the speed that of a few copies.
+  """
+  given = dict(
+    workers=8,
+    link=Link(latency=0.025, bytes_per_second=12.5e6),
+    speeds=CodecSpeed(encode=5e-10, decode=2e-10, add=1e-10, keep=1e-9),
+  )
+  found = plan(LIKE, candidates=[BlockTop()], budget="aggressive", **given)
+  assert [x.name for x in found.rows] == ["float32 psum", "BlockTop() all_gather"]
+  assert found.verdict.startswith("compress: BlockTop() all_gather ")
+  assert found.chosen.error == pytest.approx(0.904, rel=0.01)
+  reasons = {x.exchange: x.reason for x in found.refused}
+  for exchange in ("two_shot", "ring", "hierarchical"):
+    assert "8 workers together choose up to 0.118" in reasons[exchange]
+  assert "waits for about 64 steps" in str(
+    plan(candidates=[BlockTop()], steps=600, budget="aggressive", **given).refused
+  )
+
+
+def test_the_command_line_answers(capsys):
+  __main__.main([])
+  assert "python -m gradcomp plan --params 25M" in capsys.readouterr().out
+  words = "plan --params 1e6 --workers 2 --gbit 0.1 --budget tight --slower 2".split()
+  __main__.main(words)
+  said = capsys.readouterr().out.splitlines()
+  assert said[-1].startswith("compress: QSGD-4 all_gather ")
+  assert "Codec speeds are packaged ones of two cores, times 2." in said
+  for wrong in (["--gbit", "nan"], ["--params", "0"], ["--inside-gbit", "3"]):
+    with pytest.raises(SystemExit) as ended:
+      __main__.main([*words, *wrong])
+    assert ended.value.code == 2
+    assert "must be" in capsys.readouterr().err

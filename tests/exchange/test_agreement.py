@@ -1,0 +1,186 @@
+"""Processes that would misread each other's messages are told so when they trace."""
+
+import collections
+import threading
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gradcomp
+from gradcomp._src.core import agreement
+from gradcomp.codecs import QSGD
+from tests.support.cases.agreement import GRADS, assert_told, mesh, processes, trace
+
+SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
+
+
+def compressed(bits=4, **options):
+  return gradcomp.compress(QSGD(bits=bits), axis_name="data", **options)
+
+
+@pytest.fixture
+def together(monkeypatch):
+  return processes(monkeypatch)
+
+
+A, B = GRADS["v"], jax.ShapeDtypeStruct((64,), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+  "first, second, match",
+  [
+    ([("a", A), ("b", A)], [("b", A), ("a", A)], r"`leaves\[0\]` .*'a'.* and \['b'\]"),
+    ([("a", A)], [("a", B)], r"`leaves\[0\]` .*\['a'\] float32.* and .*bfloat16"),
+    ([("a", A)], [("c", A)], r"`leaves\[0\]` .*'a'.* and \['c'\]"),
+    ([("a", A)], [("a", GRADS["w"])], r"`leaves\[0\]` .*\[64\] in .*\[256, 64\] in"),
+    ([("a", A)], [("a", A), ("b", A)], r"`leaves\[1\]` .*nothing .* and \['b'\]"),
+  ],
+  ids=["order", "dtype", "name", "shape", "number"],
+)
+def test_other_leaves_are_an_error_that_names_the_first(first, second, match, together):
+  both = [collections.OrderedDict(leaves) for leaves in (first, second)]
+  told = together(*(lambda x=x: trace(compressed(), x) for x in both))
+  assert_told(told[0], f"{match}.* in gradcomp.compress")
+  assert told[1] is not None
+
+
+@pytest.mark.parametrize(
+  "name, attribute", [("gradcomp", "__version__"), ("WIRE", "WIRE")]
+)
+def test_another_version_is_an_error(name, attribute, together, monkeypatch):
+  def other():
+    monkeypatch.setattr(agreement, attribute, "9")
+    trace(compressed())
+
+  monkeypatch.setenv("GRADCOMP_PATIENCE_SECONDS", "0")
+  together(lambda: trace(compressed()), lambda: None)
+  told = together(lambda: None, other)
+  assert_told(told[1], f"`{name}` must be the same .*got 9 in process 1 and ")
+
+
+def test_equal_programs_pass_however_far_ahead_one_is(together):
+  """Several transformations of the same leaves, of others, and traced repeatedly."""
+  few = {"v": A}
+  program = [
+    (compressed(), GRADS),
+    (compressed(8), GRADS),
+    (compressed(), GRADS),
+    (compressed(), few),
+  ]
+
+  def run(seconds):
+    for tx, grads in program:
+      trace(tx, grads)
+      threading.Event().wait(seconds)
+
+  assert together(lambda: run(0), lambda: run(0.02)) == [None, None]
+
+
+def test_who_differs_is_named_among_many(together):
+  programs = [compressed(bits) for bits in (4, 8, 4, 8)]
+  told = together(*(lambda tx=tx: trace(tx) for tx in programs))
+  for error, own, other in zip(told, (4, 8, 4, 8), (8, 4, 8, 4), strict=True):
+    assert_told(error, rf"QSGD\(bits={own}, .* in process.* QSGD\(bits={other}, ")
+  assert_told(told[2], r" in process(es 0,)? 2 and .* in process(es)? [13]")
+
+
+def test_who_does_not_answer_is_named_after_a_limit(together, monkeypatch):
+  monkeypatch.setenv("GRADCOMP_PATIENCE_SECONDS", "0.1")
+  told = together(lambda: trace(compressed()), lambda: None, lambda: None)
+  assert_told(
+    told[0], "`gradcomp.compress` .* got nothing from processes 1, 2 in 0.1 s"
+  )
+  # Whoever comes later finds what waited for it, which goes on then.
+  again = [lambda: trace(compressed())] * 3
+  assert together(*again) == [None] * 3
+
+
+@pytest.mark.parametrize("seconds", ["ten", "-1", "nan", ""])
+def test_a_limit_that_is_none(seconds, together, monkeypatch):
+  monkeypatch.setenv("GRADCOMP_PATIENCE_SECONDS", seconds)
+  told = together(lambda: trace(compressed()), lambda: None)
+  assert_told(told[0], f"`GRADCOMP_PATIENCE_SECONDS` must be .*got '{seconds}'; unset")
+
+
+def test_nothing_is_compared_where_no_other_process_takes_part(together):
+  """Neither waits for the other, which traces nothing."""
+
+  def run():
+    trace(compressed(exchange="local"))
+    trace(compressed(), over=mesh(1))  # of some devices; nobody knows whose
+    gradcomp.explain(compressed(), GRADS, workers=jax.device_count())
+    rows = jax.ShapeDtypeStruct((jax.device_count(), 64), jnp.float32)
+    step = lambda g: compressed().update(g, compressed().init(g))[0]
+    jax.eval_shape(jax.vmap(step, axis_name="data"), rows)
+
+  assert together(run, lambda: None) == [None, None]
+  assert not agreement.distributed.global_state.client.values
+
+
+def test_addresses_do_not_differ():
+  class Codec:
+    pass
+
+  parts = [agreement._part("x", {"codec": Codec()}) for _ in range(2)]
+  assert parts[0] == parts[1] and "Codec object>" in parts[0]["codec"]
+
+
+def train(*chain, loss=lambda params, batch: jnp.sum(params["v"] * batch), **options):
+  """Traces a step of make_train_step."""
+  optimizer = optax.chain(*chain)
+  step = gradcomp.make_train_step(
+    loss, optimizer, axis_name="data", mesh=mesh(), **options
+  )
+  params = {"v": A}
+  with jax.sharding.use_abstract_mesh(mesh()):
+    state = jax.eval_shape(optimizer.init, params)
+  inspects = options.get("check_every") == 3
+  batch = jax.ShapeDtypeStruct((jax.device_count(), 64), jnp.float32)
+  jax.eval_shape(lambda *args: step(*args, inspect=inspects), params, state, batch)
+
+
+@pytest.mark.parametrize(
+  "first, second, match",
+  [
+    (
+      lambda: train(compressed(), SGD),
+      lambda: train(compressed(), gradcomp.wrappers.switch([2], [SGD, MOMENTUM])),
+      "`transformation` .*make_train_step in process 0 and gradcomp.wrappers.switch in "
+      "process 1, in number 2 of the step",
+    ),
+    (
+      lambda: train(compressed(), SGD),
+      lambda: train(compressed(), MOMENTUM),
+      r"`opt_state\[\d\]` .* in number 2 of the step, gradcomp.make_train_step",
+    ),
+    (
+      lambda: train(compressed(), SGD, check_every=2),
+      lambda: train(compressed(), SGD, check_every=5),
+      "`check_every` .* 2 in process 0 and 5 in process 1",
+    ),
+    (
+      lambda: train(compressed(), SGD),
+      lambda: train(compressed(), SGD, report=True),
+      "`report` .* False in process 0 and True in process 1",
+    ),
+    (
+      lambda: train(compressed(), SGD, loss=lambda params, batch: 1 / 0),
+      lambda: train(compressed(), SGD),
+      None,
+    ),
+  ],
+  ids=["chain", "optimizer", "check", "report", "failed"],
+)
+def test_steps_are_compared_whole(first, second, match, together):
+  told = together(first, second)
+  if match is None:
+    assert isinstance(told[0], ZeroDivisionError)
+    assert_told(told[1], "must be traced .* process 0 failed: ZeroDivisionError: ")
+  else:
+    assert_told(told[0], match)
+    assert_told(told[1], "must be the same in all processes")
+  # Nobody has agreed, and all go on to the next.
+  again = lambda: train(compressed(), SGD)
+  assert together(again, again) == [None, None]

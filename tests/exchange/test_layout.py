@@ -1,0 +1,97 @@
+"""The plan compresses the large leaves, and says exactly what is encoded."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gradcomp._src.exchange.assign import default_min_leaf_size
+from gradcomp._src.exchange.layout import arrange, plan
+from gradcomp.codecs import NOTHING, QSGD, Dense
+from tests.support import laws
+
+
+def shapes(*sizes):
+  return [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
+
+
+@hypothesis.given(st.lists(st.integers(0, 10**7), max_size=40))
+def test_more_than_99_percent_are_above_the_default_size(sizes):
+  smallest = default_min_leaf_size(sizes)
+  dense = sum(size for size in sizes if size < smallest)
+  assert dense <= 0.01 * sum(sizes)
+  if sum(sizes):
+    assert dense < 0.01 * sum(sizes)
+    # ... and with the next larger leaves it would be above the share of 0.5 %.
+    assert sum(size for size in sizes if size <= smallest) >= 0.005 * sum(sizes)
+
+
+def test_a_resnet_keeps_its_norms_and_biases_dense():
+  sizes = [64, 64, 9408, *[36864, 64, 64] * 8, *[2359296, 512, 512] * 6, 2048000, 1000]
+  layout = plan(shapes(*sizes), QSGD(bits=4))
+  for size, slot in zip(sizes, layout.slots, strict=True):
+    assert layout.codecs[slot.group] == (Dense() if size < 36864 else QSGD(bits=4))
+
+
+def test_a_leaf_is_never_sent_in_more_bytes_than_dense():
+  """A tile of 4,096 codes and 8 scales is 2,080 bytes: 520 floats."""
+  codec = QSGD(bits=4)
+  layout = plan(shapes(500, 1000), codec, min_leaf_size=0)
+  assert [layout.codecs[slot.group] for slot in layout.slots] == [Dense(), codec]
+
+
+def test_min_leaf_size_is_in_elements():
+  codec = QSGD(bits=4)
+  layout = plan(shapes(4095, 4096), codec, min_leaf_size=4096)
+  assert [layout.codecs[slot.group] for slot in layout.slots] == [Dense(), codec]
+
+
+@pytest.mark.parametrize("codec", [QSGD(bits=4, bucket_size=64), QSGD(bits=3), Dense()])
+def test_the_plan_is_what_is_encoded(codec):
+  # Of other numbers each, or the rows of one would pass for those of another.
+  leaves = [
+    jnp.asarray(laws.gaussian(shape, seed))
+    for seed, shape in enumerate(((33, 64), 10, (3, 700), (0, 2)))
+  ]
+  layout = plan(leaves, codec)
+  keys = jnp.stack([laws.KEY] * len(leaves))
+  matrices, _ = layout.encode(leaves, keys, [NOTHING] * len(leaves))
+  assert [matrix.shape for matrix in matrices] == [
+    (rows, codec.row_words)
+    for rows, codec in zip(layout.rows, layout.codecs, strict=True)
+  ]
+  assert sum(matrix.nbytes for matrix in matrices) == layout.nbytes
+  back = layout.decode(
+    [
+      lambda start, stop, codec=codec, rows=rows: codec.decode_rows(rows[start:stop])
+      for codec, rows in zip(layout.codecs, matrices, strict=True)
+    ]
+  )
+  for leaf, slot, got in zip(leaves, layout.slots, back, strict=True):
+    alone = laws.round_trip(layout.codecs[slot.group], leaf)
+    np.testing.assert_array_equal(got, alone)
+
+
+def test_leaves_that_are_decoded_together_are_cut_apart(monkeypatch):
+  """In runs of two and of one, whose first leaf is empty."""
+  monkeypatch.setattr("gradcomp._src.exchange.layout.TOGETHER", 5000)
+  codec = QSGD(bits=4, bucket_size=64)
+  leaves = shapes(0, 2000, 2000, 2000, 9000, 10)
+  layout = arrange(leaves, [codec] * len(leaves))
+  filled = layout.rows[0] * codec.tile_size
+  tiles = jnp.arange(filled, dtype=jnp.float32).reshape(-1, codec.tile_size)
+  asked = []
+
+  def decoder(start, stop):
+    asked.append((start, stop))
+    return tiles[start:stop]
+
+  found = layout.decode([decoder])
+  slots = layout.slots
+  runs = [(0, 2), (3, 3), (4, 4), (5, 5)]
+  assert asked == [(slots[a].start, slots[b].stop) for a, b in runs]
+  for leaf, slot, value in zip(leaves, slots, found, strict=True):
+    first = slot.start * codec.tile_size
+    np.testing.assert_array_equal(value, np.arange(first, first + leaf.size))

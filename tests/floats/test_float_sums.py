@@ -1,0 +1,335 @@
+"""Sums, products and reductions in a format are the exact result, rounded once."""
+
+from fractions import Fraction
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gradcomp import floats
+from tests.oracles import float_sums
+from tests.oracles import floats as oracle_floats
+from tests.oracles.floats import Format
+from tests.plugins.slow_cases import one_in
+from tests.support.assertions import assert_same_floats, says
+from tests.support.cases.float import library, name
+
+FORMATS = [
+  Format(5, 2),
+  Format(4, 3),
+  Format(3, 0),
+  Format(5, 10),
+  Format(8, 7),
+  Format(6, 14),
+  Format(8, 23),
+  Format(7, 22),
+  Format(4, 3, "nan"),
+  Format(5, 12, subnormals=False),
+]
+METHODS = ("sequential", "pairwise", "kahan")
+
+
+def operands(fmt, count, seed=0):
+  """Two arrays of all signs and sizes, each a number of the format.
+
+  With 8 exponent bits only what stays above 2^-126, whose subnormal numbers XLA flushes
+  on CPUs: sums of up to 2^24 ulp, and the last bits of products.
+  """
+  rng = np.random.default_rng(seed)
+  low = -30 if fmt.e == 8 else -fmt.bias - fmt.m
+  size = 2.0 ** rng.integers(low, 2 ** (fmt.e - 1) - 1, count)
+  a = rng.uniform(-2, 2, count) * size
+  # A third are of any size, a third near each other, a third nearly cancel.
+  apart = 2.0 ** rng.integers(-fmt.m - 4, fmt.m + 4, count)
+  b = np.where(np.arange(count) % 3, a * rng.uniform(-2, 2, count), -a)
+  b = np.where(np.arange(count) % 3 == 1, b * apart, b)
+  b = np.where(np.abs(b) > 2.0**-30, b, 1.5) if fmt.e == 8 else b
+  zeros = np.float32([0, -0.0, 0, -0.0, np.inf, np.inf, np.nan, 1])
+  others = np.float32([0, -0.0, -0.0, 1, -np.inf, 1, 1, -np.inf])
+  with np.errstate(over="ignore"):
+    a, b = (
+      np.concatenate([x.astype(np.float32), y]) for x, y in ((a, zeros), (b, others))
+    )
+  return oracle_floats.quantize(a, fmt), oracle_floats.quantize(b, fmt)
+
+
+@pytest.mark.parametrize("fmt", one_in(2, FORMATS), ids=name)
+def test_sums_and_products_are_rounded_once(fmt):
+  a, b = operands(fmt, 12000)
+  assert_same_floats(floats.add(a, b, library(fmt)), float_sums.add(a, b, fmt))
+  product = float_sums.multiply(a, b, fmt)
+  assert_same_floats(floats.multiply(a, b, library(fmt)), product)
+  if fmt.subnormals and fmt.specials == "ieee":  # the oracle's own proof
+    finite = np.flatnonzero(np.isfinite(a) & np.isfinite(b))[-200:]
+    pairs = [(Fraction(float(a[i])), Fraction(float(b[i]))) for i in finite]
+    exact = [oracle_floats.round_exactly(u + v, fmt) for u, v in pairs]
+    np.testing.assert_array_equal(float_sums.add(a, b, fmt)[finite], exact)
+    exact = [oracle_floats.round_exactly(u * v, fmt) for u, v in pairs]
+    np.testing.assert_array_equal(product[finite], exact)
+
+
+def test_operands_are_rounded_first():
+  fmt = Format(5, 2)
+  x, y = np.float32([1.3, 1e5, 0.1]), np.float32([2.7, -1e5, 3e-6])
+  rounded = [oracle_floats.quantize(part, fmt) for part in (x, y)]
+  expected = float_sums.add(*rounded, fmt)
+  assert_same_floats(floats.add(x, y, library(fmt)), expected)
+  expected = float_sums.multiply(*rounded, fmt)
+  assert_same_floats(floats.multiply(x, y, library(fmt)), expected)
+  assert_same_floats(
+    floats.add(jnp.asarray(x, jnp.bfloat16), jnp.float16(1.5), library(fmt)),
+    float_sums.add(
+      oracle_floats.quantize(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32), fmt),
+      np.float32(1.5),
+      fmt,
+    ),
+  )
+
+
+@pytest.mark.parametrize("fmt", [Format(7, 22), Format(6, 14), Format(5, 12)], ids=name)
+def test_sums_that_double_rounding_gets_wrong(fmt):
+  """1 + half a step of the format + a little that binary32 loses."""
+  step = 2.0**-fmt.m
+  a = np.float32([1, 1, 1 + step, 1 + step, 1, -1])
+  # Two steps of a number twice as large, and as little as the format has beside it.
+  little = 2.0 ** (2 - fmt.bias - fmt.m)
+  b = np.float32([step / 2 + 2.0**-27, step / 2 - 2.0**-27] * 2 + [little, little])
+  b = oracle_floats.quantize(b, fmt)
+  ours = floats.add(a, b, library(fmt))
+  exact = [
+    oracle_floats.round_exactly(Fraction(float(u)) + Fraction(float(v)), fmt)
+    for u, v in zip(a, b, strict=True)
+  ]
+  assert_same_floats(ours, exact)
+  if fmt.m == 22:  # what is tested here is seen by this
+    assert (oracle_floats.quantize(a + b, fmt) != ours).any()
+
+
+def test_products_that_double_rounding_gets_wrong():
+  """Numbers of 23 bits whose product is next to half a step of the format."""
+  fmt, rng = Format(7, 22), np.random.default_rng(0)
+  a = rng.integers(2**22, 2**23, 100000)
+  b = (2 * rng.integers(2**21, 2**22, 100000) + 1) * 2**22 // a  # about half of a step
+  a, b = a * 2.0**-22, b * 2.0**-22
+  wide = a * b
+  naive = oracle_floats.quantize(wide.astype(np.float32), fmt)
+  differs = np.flatnonzero(naive != oracle_floats.quantize(wide, fmt))
+  assert differs.size > 100
+  a, b = (x[differs].astype(np.float32) for x in (a, b))
+  expected = float_sums.multiply(a, b, fmt)
+  assert_same_floats(floats.multiply(a, b, library(fmt)), expected)
+
+
+def test_products_beside_half_of_the_smallest_number():
+  """The bits that decide are below 2^-126, which XLA flushes on CPUs."""
+  fmt = Format(7, 22)
+  a = np.arange(2**22 + 1, 2**22 + 2**20)
+  b = -(-(2**45) // a)
+  beside = np.flatnonzero((a * b - 2**45 <= 8) & (a * b > 2**45) & (b < 2**23))
+  assert beside.size
+  a, b = a[beside] * 2.0**-62, b[beside] * 2.0**-68  # products above 2^-85
+  a, b = a.astype(np.float32), b.astype(np.float32)
+  expected = float_sums.multiply(a, b, fmt)
+  assert (expected == 2.0**-84).all()
+  assert_same_floats(floats.multiply(a, b, library(fmt)), expected)
+
+
+def test_products_of_large_and_tiny_numbers():
+  """With 8 exponent bits the factors of a small product can be far apart."""
+  fmt, rng = Format(8, 22), np.random.default_rng(0)
+  a, b = (oracle_floats.quantize(rng.uniform(1, 2, 20000), fmt) for _ in range(2))
+  for up, down in ((2.0**70, 2.0**-120), (2.0**100, 2.0**-126), (2.0**-60, 1.0)):
+    large, tiny = a * np.float32(up), b * np.float32(down)
+    expected = float_sums.multiply(large, tiny, fmt)
+    assert_same_floats(floats.multiply(large, tiny, library(fmt)), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+  "fmt", one_in(3, [FORMATS[4], FORMATS[0], FORMATS[7]]), ids=name
+)
+def test_sums_of_many(fmt, method):
+  x, _ = operands(fmt, 13 * 21)
+  x = np.where(np.isfinite(x[: 13 * 21]), x[: 13 * 21], 1).astype(np.float32)
+  if fmt.e < 8:
+    x *= np.float32(1.001)  # which the sum is to round first
+  x = x.reshape(13, 21)
+  rounded = oracle_floats.quantize(x, fmt)
+  expected = float_sums.total(rounded, fmt, method)[0]
+  assert_same_floats(floats.sum(x, library(fmt), 0, method), expected)
+  if fmt == FORMATS[0]:
+    expected = float_sums.total(rounded.T, fmt, method)[0]
+    assert_same_floats(floats.sum(x, library(fmt), -1, method), expected)
+    expected = float_sums.total(rounded.ravel(), fmt, method)[0]
+    assert_same_floats(floats.sum(x, library(fmt), method=method), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sums_of_nothing_and_of_one(method):
+  fmt = floats.FloatFormat(5, 2)
+  empty = floats.sum(jnp.zeros((0, 3)), fmt, 0, method)
+  np.testing.assert_array_equal(empty, np.zeros(3, np.float32))
+  assert floats.sum(jnp.zeros(0), fmt, method=method) == 0
+  one = floats.sum(jnp.array([[1.1, 1e9]]), fmt, 0, method)
+  np.testing.assert_array_equal(one, np.float32([1, np.inf]))
+
+
+def test_kahan_keeps_what_sequential_sums_lose():
+  """Ones in (5, 2) stop at 8, for 8 + 1 is 8; with a compensation they go on."""
+  fmt, ones = floats.FloatFormat(5, 2), jnp.ones(64)
+  assert floats.sum(ones, fmt) == 8
+  assert floats.sum(ones, fmt, method="pairwise") == 64
+  assert floats.sum(ones, fmt, method="kahan") == 64
+
+
+@pytest.mark.parametrize(
+  "fmt, accumulator, method",
+  [
+    (Format(5, 2), None, "sequential"),
+    (Format(4, 3), Format(5, 10), "kahan"),
+    (Format(5, 10), Format(3, 0), "pairwise"),
+    (Format(6, 20), Format(7, 22), "sequential"),
+  ],
+  ids=name,
+)
+def test_matmul(fmt, accumulator, method):
+  rng = np.random.default_rng(1)
+  a = rng.standard_normal((5, 19)).astype(np.float32)
+  b = rng.standard_normal((19, 3)).astype(np.float32)
+  accumulated = accumulator and library(accumulator)
+  ours = floats.matmul(a, b, library(fmt), accumulated, method)
+  assert_same_floats(ours, float_sums.matmul(a, b, fmt, accumulator, method))
+
+
+def test_matmul_of_figure_12():
+  """Two exponent bits and none of the mantissa: numbers 0, 1 and 2, and no sum of 3.
+
+  A dot product in float32 that is cast at the end is 4, which is infinite; the sums of
+  each step are 1, 1 + 1 = 2, 2 + 1 = 2 (a tie; 2 has the even code), and so on.
+  """
+  fmt = floats.FloatFormat(2, 0)
+  ones = jnp.ones((1, 4))
+  assert floats.matmul(ones, ones.T, fmt) == 2
+  assert np.isinf(floats.round_to(ones @ ones.T, fmt))
+  wide = floats.FloatFormat(5, 10)
+  assert floats.matmul(ones, ones.T, fmt, wide) == 4
+  assert floats.matmul(ones, ones.T, fmt, method="pairwise") == np.inf
+  # Products are rounded before they meet the accumulator: 1.25 * 1.25 is 1.5 there.
+  x = jnp.full((1, 1), 1.25)
+  assert floats.matmul(x, x, floats.FloatFormat(5, 2), wide) == 1.5
+
+
+def test_matmul_of_nothing():
+  fmt = floats.FloatFormat(5, 2)
+  for m, k, n in ((2, 0, 3), (0, 2, 3), (2, 3, 0)):
+    product = floats.matmul(jnp.ones((m, k)), jnp.ones((k, n)), fmt)
+    np.testing.assert_array_equal(product, np.zeros((m, n), np.float32))
+
+
+def test_derivatives_of_matmul():
+  """Zero, or those of the plain product of the rounded operands."""
+  rng, fmt = np.random.default_rng(2), floats.FloatFormat(5, 2)
+  a, b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((3, 4), (4, 2)))
+  cotangent = jnp.asarray(rng.standard_normal((3, 2)), jnp.float32)
+  rounded = [np.asarray(floats.round_to(x, fmt)) for x in (a, b)]
+  for through in (False, True):
+    f = lambda a, b, through=through: floats.matmul(a, b, fmt, straight_through=through)
+    slopes = jax.jit(lambda a, b, f=f: jax.vjp(f, a, b)[1](cotangent))(a, b)
+    expected = [cotangent @ rounded[1].T, rounded[0].T @ cotangent]
+    for slope, exact in zip(slopes, expected, strict=True):
+      # Sums of at most four products in binary32.
+      np.testing.assert_allclose(slope, exact * through, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "order, group_size, workers, method",
+  [
+    ("gathered", None, 5, "kahan"),
+    ("ring", None, 5, "sequential"),
+    ("ring", None, 4, "kahan"),
+    ("hierarchical", 3, 6, "sequential"),
+    ("hierarchical", 2, 4, "kahan"),
+  ],
+)
+def test_all_reduce(order, group_size, workers, method):
+  rng = np.random.default_rng(workers)
+  fmt, shape = Format(4, 3), () if workers == 6 else (7, 9)
+  x = rng.standard_normal((workers, *shape)).astype(np.float32)
+  ours = floats.all_reduce(x, library(fmt), order, group_size=group_size, method=method)
+  expected = float_sums.all_reduce(x, fmt, order, group_size, method)
+  chex.assert_shape(ours, shape)
+  assert_same_floats(ours, expected)
+
+
+def test_groups_lose_least():
+  """256 workers' ones in (5, 2): rings stop at 8, as in table 9 of the paper."""
+  ones, fmt = jnp.ones((256, 3)), floats.FloatFormat(5, 2)
+  exact = jnp.full(3, 256.0)
+  error = lambda *order, **options: float(
+    floats.round_off_error(exact, floats.all_reduce(ones, fmt, *order, **options))
+  )
+  assert error("ring") == 1 - 8 / 256
+  assert error("hierarchical", group_size=16) == 1 - 64 / 256
+
+
+def test_round_off_error_is_equation_5():
+  exact = np.float32([1, -2, 0, 4, 0])
+  rounded = np.float32([1.5, -2, 7, 3, 0])
+  np.testing.assert_allclose(floats.round_off_error(exact, rounded), 0.25, rtol=1e-6)
+  assert floats.round_off_error(exact, exact) == 0
+  assert floats.round_off_error(np.zeros(2, np.float32), np.ones(2, np.float32)) == 0
+
+
+FMT = floats.FloatFormat(5, 2)
+
+
+@pytest.mark.parametrize(
+  "call, parts",
+  [
+    (lambda: floats.sum(jnp.ones(3), FMT, method="fast"), ("`method`", "'fast'")),
+    (lambda: floats.sum(jnp.ones(3), FMT, 1), ("`axis`", "1")),
+    (lambda: floats.matmul(jnp.ones((2, 3)), jnp.ones((2, 3)), FMT), ("(2, 3)",)),
+    (lambda: floats.matmul(jnp.ones(3), jnp.ones((3, 1)), FMT), ("(3,)",)),
+    (
+      lambda: floats.matmul(jnp.ones((1, 1)), jnp.ones((1, 1)), FMT, method="x"),
+      ("`method`", "'x'"),
+    ),
+    (lambda: floats.all_reduce(jnp.ones((4, 1)), FMT, "tree"), ("`order`", "'tree'")),
+    (lambda: floats.all_reduce(jnp.ones((4, 1)), FMT, method="x"), ("`method`", "'x'")),
+    (
+      lambda: floats.all_reduce(jnp.ones((4, 1)), FMT, "hierarchical"),
+      ("`group_size`", "None"),
+    ),
+    *[
+      (
+        lambda size=size: floats.all_reduce(
+          jnp.ones((4, 1)), FMT, "hierarchical", group_size=size
+        ),
+        ("`group_size`", str(size)),
+      )
+      for size in (0, 3, 8, -2, 1.5)
+    ],
+    (lambda: floats.all_reduce(jnp.ones((4, 1)), FMT, group_size=2), ("`group_size`",)),
+  ],
+)
+def test_mistakes(call, parts):
+  with pytest.raises(ValueError, match=says(*parts)):
+    call()
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda x: floats.sum(x, FMT),
+    lambda x: floats.all_reduce(x, FMT),
+    lambda x: floats.matmul(jnp.ones((1, 2)), x, FMT),
+    lambda x: floats.add(jnp.ones(2), x, FMT),
+    lambda x: floats.multiply(x, jnp.ones(2), FMT),
+  ],
+  ids=["sum", "all_reduce", "matmul", "add", "multiply"],
+)
+def test_integers_are_refused(call):
+  with pytest.raises(TypeError, match="real float dtype, got int32"):
+    call(jnp.ones((2, 2), jnp.int32))

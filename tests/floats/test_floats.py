@@ -1,0 +1,334 @@
+"""Rounding to any format agrees with ml_dtypes and with exact arithmetic."""
+
+import chex
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gradcomp import floats
+from tests.oracles import floats as oracle_floats
+from tests.oracles.floats import Format
+from tests.plugins.slow_cases import one_in
+from tests.support.assertions import assert_same_floats, says
+from tests.support.cases.float import library, name
+
+TWINS = {
+  "float8_e5m2": Format(5, 2),
+  "float8_e4m3": Format(4, 3),
+  "float8_e3m4": Format(3, 4),
+  "float8_e4m3fn": Format(4, 3, "nan"),
+  "float8_e4m3fnuz": Format(4, 3, "negative_zero"),
+  "float8_e4m3b11fnuz": Format(4, 3, "negative_zero", True, 11),
+  "float8_e5m2fnuz": Format(5, 2, "negative_zero"),
+  "float6_e2m3fn": Format(2, 3, "none"),
+  "float6_e3m2fn": Format(3, 2, "none"),
+  "float4_e2m1fn": Format(2, 1, "none"),
+  "bfloat16": Format(8, 7),
+  "float16": Format(5, 10),
+}
+OTHERS = [
+  Format(3, 0),
+  Format(2, 1),
+  Format(1, 1),
+  Format(1, 6),
+  Format(8, 0),
+  Format(6, 9),
+  Format(8, 4),
+  Format(4, 0, "nan"),
+  Format(3, 0, "negative_zero"),
+  Format(2, 0, "none"),
+  Format(1, 5, "none"),
+  Format(5, 2, subnormals=False),
+  Format(3, 0, subnormals=False),
+  Format(4, 3, "nan", False),
+  Format(4, 2, "negative_zero", False),
+  Format(3, 3, "none", False),
+  Format(4, 3, "ieee", True, -20),
+  Format(3, 2, "none", True, 100),
+]
+WIDE = [
+  Format(8, 20),
+  Format(6, 23),
+  Format(8, 23),
+  Format(7, 22),
+  Format(6, 14),
+  Format(5, 18, "nan"),
+  Format(7, 16, subnormals=False),
+]
+RANDOM = 2**20 // (len(OTHERS) + len(WIDE)) + 1  # 10^6 values together
+
+
+def with_neighbours(x):
+  """Each number, the float32 numbers beside it, and all of their negatives."""
+  x = np.asarray(x, np.float32)
+  with np.errstate(over="ignore"):
+    x = np.concatenate([x, *(np.nextafter(x, np.float32(to)) for to in (-9e9, np.inf))])
+  return np.concatenate([x, -x])
+
+
+def boundaries(fmt):
+  """All numbers, what is halfway between two, what is beside those, and extremes."""
+  table = oracle_floats.magnitudes(fmt)
+  with np.errstate(over="ignore"):
+    middles = ((table[1:] + table[:-1]) / 2).astype(np.float32)
+    table = table.astype(np.float32)
+  extremes = [np.inf, 3.4028235e38, 2.0**-126, 2.0**-149, 1e-40, 0]
+  return with_neighbours(np.concatenate([table, middles, np.float32(extremes)]))
+
+
+def random_values(fmt, count, seed=0):
+  """Half of them any float32 numbers, half of them near the format's."""
+  rng = np.random.default_rng(seed)
+  words = rng.integers(0, 2**32, count // 2, dtype=np.uint32)
+  low, high = 1 - fmt.bias - fmt.m - 2, min(127, 2**fmt.e - fmt.bias)
+  near = rng.uniform(1, 2, count // 2) * 2.0 ** rng.integers(low, high + 1, count // 2)
+  near = near.astype(np.float32) * rng.choice(np.float32([1, -1]), count // 2)
+  x = np.concatenate([words.view(np.float32), near])
+  return x if fmt.specials != "none" else x[~np.isnan(x)]
+
+
+def assert_rounds(fmt, x):
+  """`to_code`, `from_code` and `round_to` are the oracle's, bit for bit."""
+  codes = floats.to_code(x, library(fmt))
+  chex.assert_type(codes, jnp.uint32)
+  expected = oracle_floats.encode(x, fmt)
+  np.testing.assert_array_equal(codes, expected)
+  values = oracle_floats.decode(expected, fmt)
+  assert_same_floats(floats.from_code(codes, library(fmt)), values)
+  assert_same_floats(floats.round_to(x, library(fmt)), oracle_floats.quantize(x, fmt))
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_every_code_and_boundary_of_a_type_of_ml_dtypes(twin):
+  fmt, dtype = TWINS[twin], np.dtype(getattr(ml_dtypes, twin, twin))
+  word = np.uint8 if dtype.itemsize == 1 else np.uint16
+  codes = np.arange(2**fmt.bits, dtype=np.uint32)
+  expected = codes.astype(word).view(dtype).astype(np.float32)
+  assert_same_floats(floats.from_code(codes, library(fmt)), expected)
+  x = boundaries(fmt)
+  if fmt.specials != "none":
+    x = np.concatenate([x, np.float32([np.nan])])
+  with np.errstate(all="ignore"):
+    theirs = x.astype(dtype)
+  mask = np.uint32(2**fmt.bits - 1)
+  assert_rounds(fmt, x)
+  ours = floats.to_code(x, library(fmt))
+  np.testing.assert_array_equal(ours, theirs.view(word).astype(np.uint32) & mask)
+  assert_same_floats(floats.round_to(x, library(fmt)), theirs.astype(np.float32))
+
+
+@pytest.mark.parametrize("fmt", one_in(3, OTHERS), ids=name)
+def test_other_formats_by_enumeration(fmt):
+  x = np.concatenate([boundaries(fmt), random_values(fmt, RANDOM)])
+  np.testing.assert_array_equal(
+    oracle_floats.encode_by_table(x, fmt), oracle_floats.encode(x, fmt)
+  )
+  assert_rounds(fmt, x)
+  codes = np.arange(2**fmt.bits, dtype=np.uint32)
+  decoded = floats.from_code(codes, library(fmt))
+  assert_same_floats(decoded, oracle_floats.decode(codes, fmt))
+  again = floats.round_to(decoded, library(fmt))
+  np.testing.assert_array_equal(again, decoded)  # some have no minus zero
+
+
+@pytest.mark.parametrize("fmt", WIDE, ids=name)
+def test_wide_formats_by_rational_numbers(fmt):
+  x = random_values(fmt, RANDOM)
+  top = oracle_floats.magnitudes_top(fmt)
+  edges = [top, top * (1 + 2.0 ** -(fmt.m + 1)), 2.0 ** (1 - fmt.bias - fmt.m)]
+  with np.errstate(over="ignore"):
+    edges += [2.0 ** (1 - fmt.bias), 1.5 * 2.0 ** (1 - fmt.bias - fmt.m)]
+    x = np.concatenate([with_neighbours(np.float32(edges)), x])
+  assert_rounds(fmt, x)
+  if fmt.subnormals:
+    some = x[np.isfinite(x) & (x != 0)][:300]
+    exact = [oracle_floats.round_exactly(float(v), fmt) for v in some]
+    assert_same_floats(oracle_floats.quantize(some, fmt), exact)
+
+
+@pytest.mark.parametrize("fmt", [*TWINS.values(), *OTHERS, *WIDE], ids=name)
+def test_what_a_format_says_of_itself(fmt):
+  ours = library(fmt)
+  assert (ours.bits, ours.max_code) == (fmt.bits, fmt.max_code)
+  assert ours.exponent_bias == fmt.bias
+  ends = np.array([1 if fmt.subnormals else 2**fmt.m, fmt.max_code])
+  smallest, top = oracle_floats.decode(ends, fmt)
+  assert (ours.smallest, ours.max_finite) == (smallest, top)
+  assert ours.max_exponent == np.floor(np.log2(np.float64(top)))
+  assert ours.smallest_normal == 2.0 ** (1 - fmt.bias)
+  assert hash(ours) == hash(library(fmt)) and ours == library(fmt)
+
+
+def test_the_argument_is_left_as_it_is():
+  """CPD writes into its argument and returns that."""
+  x = jnp.array([1.1, 1e9, -3.3])
+  floats.round_to(x, floats.FloatFormat(5, 2))
+  np.testing.assert_array_equal(x, np.float32([1.1, 1e9, -3.3]))
+
+
+@pytest.mark.parametrize(
+  "fmt, x, expected",
+  [
+    ((5, 2), [57344, 61439, 61440, 65536], [57344, 57344, np.inf, np.inf]),
+    ((4, 3), [240, 247.9, 248, 256], [240, 240, np.inf, np.inf]),
+    # 8 has the even code.
+    ((3, 0), [8, 11.9, 12, 12.1, 16], [8, 8, 8, np.inf, np.inf]),
+    # Between two powers of two the even code: 0, .25, .5, 1, 2, 4, 8 are 0 ... 6.
+    ((3, 0), [0.125, 0.375, 0.75, 1.5, 3, 6], [0, 0.5, 0.5, 2, 2, 8]),
+  ],
+)
+def test_the_carry_and_the_ties_that_cpd_gets_wrong(fmt, x, expected):
+  rounded = floats.round_to(jnp.array(x, jnp.float32), floats.FloatFormat(*fmt))
+  assert_same_floats(rounded, expected)
+  rounded = floats.round_to(-jnp.array(x, jnp.float32), floats.FloatFormat(*fmt))
+  assert_same_floats(rounded, -np.float32(expected))
+
+
+def test_bits_below_subnormal_numbers_decide():
+  """CPD drops them before it rounds; here 60 000 numbers around float16's smallest."""
+  rng = np.random.default_rng(3)
+  x = rng.uniform(-1, 1, 60000) * 2.0 ** rng.integers(-26, -12, 60000)
+  halves = (rng.integers(0, 2**11, 20000) + 0.5) * 2.0**-24
+  x = with_neighbours(np.concatenate([x, halves]))
+  expected = x.astype(np.float16).astype(np.float32)
+  assert_same_floats(floats.round_to(x, floats.FloatFormat(5, 10)), expected)
+
+
+@pytest.mark.parametrize(
+  "fmt",
+  [Format(5, 2), Format(3, 0), Format(8, 23), Format(4, 3, "none", False)],
+  ids=name,
+)
+def test_toward_zero_never_overflows(fmt):
+  x = random_values(fmt, 20000)
+  rounded = floats.round_to(x, library(fmt), "toward_zero")
+  assert_same_floats(rounded, oracle_floats.quantize(x, fmt, "toward_zero"))
+  finite = np.isfinite(x)
+  assert (np.abs(rounded[finite]) <= np.abs(x[finite])).all()
+  chex.assert_tree_all_finite(rounded[finite])
+
+
+@pytest.mark.parametrize(
+  "fmt",
+  [Format(5, 2), Format(3, 0), Format(8, 7), Format(6, 20), Format(4, 3, "nan", False)],
+  ids=name,
+)
+def test_stochastic_rounding_is_the_pages_with_32_bits(fmt):
+  """The page has 16 bits for messages; here R are all 32 of jax.random.bits."""
+  key, x = jax.random.key(5, impl="threefry2x32"), random_values(fmt, 20000)
+  draws = np.asarray(jax.random.bits(key, x.shape, jnp.uint32))
+  codes = floats.to_code(x, library(fmt), "stochastic", key=key)
+  expected = oracle_floats.encode(x, fmt, "stochastic", draws=draws)
+  np.testing.assert_array_equal(codes, expected)
+  assert_same_floats(
+    floats.round_to(x, library(fmt), "stochastic", key=key),
+    oracle_floats.quantize(x, fmt, "stochastic", draws=draws),
+  )
+
+
+@pytest.mark.parametrize("fmt", [(5, 2), (3, 0), (2, 1)])
+def test_stochastic_rounding_is_unbiased(fmt):
+  """Of 4000 draws the mean is within 5 standard errors, below the smallest too."""
+  fmt, draws = Format(*fmt), 4000
+  top = oracle_floats.magnitudes_top(fmt)
+  smallest = 2.0 ** (1 - fmt.bias - fmt.m)
+  x = np.float32([0.3 * smallest, 1.9 * smallest, 1.1, -1.3, 0.9 * top])
+  x = np.where(np.abs(x) <= top, x, np.float32(0.4))
+  batch = jnp.broadcast_to(x, (draws, x.size))
+  key = jax.random.key(1)
+  rounded = floats.round_to(batch, library(fmt), "stochastic", key=key)
+  rounded = np.asarray(rounded, np.float64)
+  assert all(len(np.unique(column)) <= 2 for column in rounded.T)
+  assert (rounded.std(axis=0) > 0).any()
+  error = np.abs(rounded.mean(axis=0) - x)
+  assert (error <= 5 * rounded.std(axis=0) / np.sqrt(draws)).all()
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(
+  st.sampled_from([Format(5, 2), Format(3, 0), Format(8, 23), Format(4, 3, "nan")]),
+  hnp.arrays(
+    np.float32,
+    st.sampled_from([(), (0,), (1,), (7,), (2, 3), (3, 0), (2, 2, 2)]),
+    elements=st.floats(width=32),
+  ),
+)
+def test_any_values_of_any_shape(fmt, x):
+  rounded = np.asarray(floats.round_to(x, library(fmt)))
+  assert_same_floats(rounded, oracle_floats.quantize(x, fmt))
+  assert np.isnan(rounded[np.isnan(x)]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision_returns_as_it_was(dtype):
+  x = jnp.asarray(random_values(Format(5, 2), 2000)).astype(dtype)
+  rounded = floats.round_to(x, floats.FloatFormat(5, 2))
+  chex.assert_type(rounded, dtype)
+  expected = oracle_floats.quantize(np.asarray(x).astype(np.float32), Format(5, 2))
+  assert_same_floats(rounded.astype(jnp.float32), expected)
+
+
+def test_derivatives():
+  x, fmt = jnp.array([1.1, -300.0, 1e-9]), floats.FloatFormat(5, 2)
+  for through in (False, True):
+    f = lambda x, through=through: floats.round_to(x, fmt, straight_through=through)
+    (slope,) = jax.vjp(f, x)[1](jnp.array([1.0, 2.0, 3.0]))
+    np.testing.assert_array_equal(slope, np.float32([1, 2, 3]) * through)
+    np.testing.assert_array_equal(f(x), floats.round_to(x, fmt))
+
+
+def test_straight_through_in_loops():
+  """Stochastic rounding inside what JAX traces again: scan and checkpoint."""
+  fmt = floats.FloatFormat(5, 2)
+
+  @jax.checkpoint
+  def step(x, key):
+    x = floats.round_to(x, fmt, "stochastic", key=key, straight_through=True)
+    return 2 * x, None
+
+  keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), 3)
+  loss = lambda x: jax.lax.scan(step, x, keys)[0].sum()
+  np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(4)), np.full(4, 8.0))
+
+
+@pytest.mark.parametrize("function", [floats.round_to, floats.to_code])
+def test_what_cannot_be_rounded(function):
+  x, fmt = jnp.ones(3), floats.FloatFormat(5, 2)
+  for bad in (jnp.arange(3), jnp.ones(3, bool), jnp.ones(3, jnp.complex64)):
+    with pytest.raises(TypeError, match=says("`x`", "float", str(bad.dtype))):
+      function(bad, fmt)
+  for rounding in ("nearest", "", None, 1):
+    with pytest.raises(
+      ValueError, match=says("`rounding`", "nearest_even", repr(rounding))
+    ):
+      function(x, fmt, rounding)
+  with pytest.raises(ValueError, match=says("`key`", "stochastic")):
+    function(x, fmt, "stochastic")
+
+
+@pytest.mark.parametrize(
+  "argument, arguments, options",
+  [
+    ("exponent_bits", (0, 2), {}),
+    ("exponent_bits", (9, 2), {}),
+    ("exponent_bits", (5.0, 2), {}),
+    ("exponent_bits", (True, 2), {}),
+    ("mantissa_bits", (5, -1), {}),
+    ("mantissa_bits", (5, 24), {}),
+    ("mantissa_bits", (5, None), {}),
+    ("specials", (5, 2), dict(specials="inf")),
+    ("subnormals", (5, 2), dict(subnormals=1)),
+    ("bias", (5, 2), dict(bias=1.0)),
+    ("bias", (5, 2), dict(bias=-98)),  # 2^(30 + 98)
+    ("bias", (5, 2), dict(bias=126)),  # 2^(1 - 126 - 2) is subnormal
+  ],
+)
+def test_what_is_no_format(argument, arguments, options):
+  value = {"exponent_bits": arguments[0], "mantissa_bits": arguments[1], **options}
+  with pytest.raises(ValueError, match=says(f"`{argument}`", repr(value[argument]))):
+    floats.FloatFormat(*arguments, **options)

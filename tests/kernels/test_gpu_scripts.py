@@ -1,0 +1,158 @@
+"""The scripts for GPUs find wrong bits and write down times, here without a GPU."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gpu_check
+import gpu_kernels
+import kernel_cases
+import numpy as np
+import ptx_check
+import running
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_kernels_are_timed_and_written_down(tmp_path, capsys):
+  output = tmp_path / "speed.json"
+  checked = tmp_path / "checked.json"
+  checked.write_text(json.dumps({"wrong": {"qsgd 4 bit": ["a bit"]}}))
+  cases = ["qsgd 4 bit", "eight_bit linear, nearest"]
+  gpu_kernels.main(
+    ["--interpret", "--sizes", "8192", "--output", str(output)]
+    + ["--checked", str(checked), "--cases", *cases]
+  )
+  found = json.loads(output.read_text())
+  assert found["missing"] == ["qsgd 4 bit: it is wrong"]
+  rows = {(row["case"], row["implementation"]): row for row in found["rows"]}
+  name = "eight_bit linear, nearest"
+  assert set(rows) == {
+    (case, implementation)
+    for case in (name, f"{name} whole")
+    for implementation in ("pallas_interpret", "xla")
+  }
+  encoded = 4 * (8192 + 4 * 513)  # the gradient, and 4 rows with their scale
+  assert rows[name, "xla"]["floor_bytes"] == encoded + 4
+  assert rows[f"{name} whole", "xla"]["floor_bytes"] == encoded + 4 * 8192
+  table = output.with_suffix(".md").read_text()
+  assert sum(line.startswith(f"| {name}") for line in table.splitlines()) == 4
+  assert "Not measured: qsgd 4 bit: it is wrong" in table
+  assert "of copy" in capsys.readouterr().out
+
+
+def test_no_time_left_is_written_down(tmp_path):
+  output = tmp_path / "speed.json"
+  gpu_kernels.main(
+    ["--interpret", "--sizes", "8192", "--seconds", "0", "--cases", "qsgd 4 bit"]
+    + ["--output", str(output)]
+  )
+  found = json.loads(output.read_text())
+  assert not found["rows"]
+  assert all("no time was left" in line for line in found["missing"])
+
+
+def test_a_wrong_bit_is_found(monkeypatch):
+  monkeypatch.setattr(kernel_cases, "_SIZES", ((1, 0), (2, 77)))
+  name = "float_cast (3, 0) toward_zero"
+  case = kernel_cases.CASES[name]
+
+  def encode(codec, x):
+    rows = case.encode(dataclasses.replace(codec, implementation="xla"), x)[0]
+    if codec.implementation == "pallas" and x.size > case.codec.tile_size:
+      return (
+        rows.at[-1, 3].add(1),
+      )  # the code of one element, of a last, partial tile
+    return (rows,)
+
+  monkeypatch.setitem(gpu_check.CASES, name, case._replace(encode=encode))
+  wrong = gpu_check.check(name)
+  assert [line.partition(":")[0] for line in wrong] == [
+    "pallas, 2,125 elements",
+    "pallas, 2,125 elements with special values",
+    "pallas in shard_map, 2,125 elements",
+  ]
+  assert "1 of 384 differ, the first at 259" in wrong[0]
+
+
+def test_the_librarys_own_check_is_timed_and_then_left_out(monkeypatch, capsys):
+  name = "float_cast (3, 0) toward_zero"
+  case = kernel_cases.CASES[name]
+
+  def encode(codec, x):
+    if os.environ.get("GRADCOMP_CHECK_KERNELS") != "0":
+      raise RuntimeError("other bits")
+    return case.encode(dataclasses.replace(codec, implementation="xla"), x)
+
+  monkeypatch.setattr(kernel_cases, "_SIZES", ((1, 0),))
+  monkeypatch.setitem(gpu_check.CASES, name, case._replace(encode=encode))
+  gpu_check.run_here([name], interpret=False)
+  printed = capsys.readouterr()
+  assert json.loads(printed.out) == [name, ["its own check: other bits"]]
+  assert re.search(rf"{re.escape(name)}: traced and tried in \d", printed.err)
+
+
+def test_a_kernel_that_ends_its_process_fails_alone(monkeypatch):
+  def run(command, **options):
+    del options
+    assert "--interpret" in command
+    lines = []
+    for name in command[command.index("--cases") + 1 :]:
+      if name == "silent":
+        break
+      lines.append(json.dumps([name, ["an error"] if name == "loud" else []]))
+      if name == "loud":
+        break
+    return subprocess.CompletedProcess(command, 1, "\n".join(lines))
+
+  monkeypatch.setattr(gpu_check.subprocess, "run", run)
+  names = ["good", "loud", "fine", "silent", "last"]
+  found = gpu_check.run_apart(names, time.monotonic() + 60, "--interpret")
+  assert {name for name in names if found[name]} == {"loud", "silent"}
+  late = gpu_check.run_apart(names, time.monotonic())
+  assert late == dict.fromkeys(names, ["no time was left for it"])
+
+
+def test_near_values_are_those_that_subnormal_numbers_explain():
+  above = np.nextafter(np.float32(1), np.float32(2))
+  a = np.array([np.nan, np.inf, 0.0, 1.0, 1.0, np.nan, 2.0**-126], np.float32)
+  b = np.array([np.nan, np.inf, 1e-39, 1.0, above, 1.0, 0.0], np.float32)
+  np.testing.assert_array_equal(
+    gpu_check._near(a, b), [True, True, True, True, False, False, False]
+  )
+
+
+def test_without_a_gpu_a_line_says_so():
+  done = subprocess.run(
+    [sys.executable, str(BENCHMARKS / "gpu_check.py")],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == running.SKIPPED
+  assert done.stderr.splitlines()[-1].startswith("skipped: there is no GPU here")
+
+
+def test_instructions_of_a_loop_count_as_often_as_it_runs():
+  ptx = """
+  ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1];
+  $L__BB0_1:
+  mov.u32 %r5, 0x0; ld.global.b32 {%r5}, [%rd1]; // as in inline assembly
+  @%p1 st.global.b32 [%rd2], %r1;
+  @%p2 bra $L__BB0_1;
+  ret;
+"""
+  found = ptx_check._instructions(ptx, 32)
+  assert [(line.split()[0], times) for line, times in found] == [
+    ("ld.global.v4.b32", 1),
+    ("mov.u32", 32),
+    ("ld.global.b32", 32),
+    ("st.global.b32", 32),
+    ("bra", 32),
+    ("ret", 1),
+  ]

@@ -1,0 +1,149 @@
+"""parallel.explain tells what the compiled programs send, without compiling them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import gradcomp
+from gradcomp import parallel
+from gradcomp._src.parallel import sub_batches as passes
+from gradcomp.codecs import QSGD, EightBit
+from gradcomp.wire import trace_wire as explain
+from tests.plugins.slow_cases import slow
+from tests.support.assertions import says
+from tests.support.cases.parallel import mapped
+
+N = 4
+EIGHT = EightBit(bucket_size=64)
+FOUR = QSGD(bits=4, bucket_size=32, rounding="nearest")
+AXES = {"data": N}
+
+
+def floats(*shape):
+  return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+
+
+def sub_batches(x):
+  w = jnp.ones((x.shape[1], 8))
+  return passes.sub_batches(
+    lambda batch, s: batch @ w, x, axis_name="data", passes=4, codec=EIGHT
+  )
+
+
+def remembering(x):
+  """Computes the forward pass again in the backward pass, and sends it again."""
+  layer = lambda x: jnp.tanh(parallel.all_gather(jnp.sin(x), "data", codec=EIGHT)) ** 2
+  return jax.checkpoint(layer)(x)
+
+
+CASES = {
+  "all_gather": lambda x: parallel.all_gather(x, "data", codec=EIGHT, backward=FOUR),
+  "equal": lambda x: parallel.all_gather(
+    x, "data", codec=EIGHT, own="coded", to="invarying"
+  ),
+  "psum_scatter": lambda x: parallel.psum_scatter(
+    x, "data", codec=FOUR, backward=None, axis=1
+  ),
+  "psum": lambda x: parallel.psum(x.astype(jnp.bfloat16), "data", codec=EIGHT),
+  "sum_gradients": lambda x: parallel.sum_gradients(x, "data", codec=EIGHT),
+  "all_to_all": lambda x: parallel.all_to_all(x, "data", 0, 1, codec=FOUR),
+  "ppermute": lambda x: parallel.ppermute(x, "data", [(0, 1), (2, 3)], codec=EIGHT),
+  "sub_batches": sub_batches,
+  "remembering": remembering,
+  "lax": lambda x: (
+    lax.psum_scatter(x, "data", tiled=True) + lax.pmean(jnp.sum(x), "data")
+  ),
+}
+QUICK = ("all_gather", "psum_scatter", "sub_batches", "lax")
+
+
+def sums(report):
+  return report.bytes_sent, report.dense_bytes
+
+
+def both(function):
+  """The result and the gradients of a sum of squares, which need all of it."""
+
+  def value_and_grad(x):
+    value = lambda x: (jnp.sum(jnp.square(y := function(x)).astype(jnp.float32)), y)
+    return jax.grad(value, has_aux=True)(x)
+
+  return value_and_grad
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(*sorted(set(CASES) - set(QUICK)))])
+def test_bytes_are_those_of_the_compiled_program(name):
+  x, function = floats(N, 8, 4 * 64), CASES[name]
+  found = explain(function, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), axes=AXES)
+  compiled = [
+    gradcomp.wire_report(mapped("shard_map", f, N).lower(x).compile())
+    for f in (function, both(function))
+  ]
+  forward, whole = map(sums, compiled)
+  assert sums(found.forward) == forward
+  assert sums(found.backward) == tuple(np.subtract(whole, forward))
+  assert found.bytes_sent == whole[0]
+  kinds = lambda report: sorted((x.kind, x.dtype, x.times) for x in report.collectives)
+  pairs = found.forward.collectives + found.backward.collectives
+  assert sorted((x.kind, x.dtype, x.times) for x in pairs) == kinds(compiled[1])
+
+
+def test_the_whole_of_a_layer_is_told_and_nothing_is_computed():
+  """Also over two axes, with arguments in a tree, integers and no such devices."""
+
+  def layer(params, tokens):
+    y = params["w"][tokens]
+    y = parallel.all_gather(y, "model", codec=EIGHT, axis=1)
+    y = parallel.psum_scatter(y, "data", codec=FOUR)
+    return {"y": y, "count": tokens.size}
+
+  like = jax.ShapeDtypeStruct
+  params, tokens = {"w": like((50, 64), jnp.float32)}, like((256,), jnp.int32)
+  found = explain(layer, params, tokens, axes={"data": 128, "model": 4})
+  assert [x.axis for x in found.forward.collectives] == ["model", "data"]
+  assert [x.axis for x in found.backward.collectives] == ["data", "model"]
+  assert [x.workers for x in found.forward.collectives] == [4, 128]
+  payload = 256 * (64 + 4)  # elements and scales of an eighth of a kilobyte
+  assert found.forward.by_axis["model"].bytes_sent == 3 * payload
+  text = str(found)
+  assert text.startswith("Forward:\n") and "\nBackward:\n" in text
+  assert found.forward.by_axis["model"].dense_bytes == 3 * 4 * 256 * 64
+
+
+def test_loops_and_branches_are_told_apart():
+  send = lambda x: parallel.psum(x, "data", codec=EIGHT)
+
+  def function(x):
+    def once(carry, _):
+      return parallel.ppermute(carry, "data", [(0, 1)], codec=EIGHT), None
+
+    x = lax.scan(once, x, None, length=3)[0]
+    return lax.cond(True, lambda x: jnp.sum(send(x)), lambda x: jnp.float32(0), x)
+
+  found = explain(function, floats(8, 64), axes=AXES).forward.collectives
+  assert [(x.kind, x.times, x.in_branch) for x in found] == [
+    ("collective-permute", 3, False),
+    ("all-to-all", 1, True),
+    ("all-gather", 1, True),
+  ]
+
+
+def test_one_worker_sends_nothing():
+  found = explain(CASES["all_gather"], floats(8, 64), axes={"data": 1})
+  assert found.bytes_sent == 0
+
+
+@pytest.mark.parametrize(
+  "axes, kind, text",
+  [
+    ("data", TypeError, "got 'data'"),
+    ({}, ValueError, "got {}"),
+    ({"data": 0}, ValueError, "got {'data': 0}"),
+    ({"data": 2.0}, (TypeError, ValueError), "2.0"),
+  ],
+)
+def test_axes_are_checked(axes, kind, text):
+  with pytest.raises(kind, match=says("`axes` must", text)):
+    explain(CASES["all_gather"], floats(8, 64), axes=axes)

@@ -1,0 +1,90 @@
+"""Chooses which tests run, in which order, and how they compile: a pytest plugin.
+
+Tests compile for longer than they compute. So XLA compiles in the least time, unless
+``--optimize`` is given, and tests marked ``slow`` are left out unless ``--slow`` is.
+"""
+
+import argparse
+import os
+import zlib
+
+import jax
+import pytest
+
+from tests.plugins import budgets
+
+
+def add_options(parser: pytest.Parser) -> None:
+  parser.addoption(
+    "--slow",
+    type=share,
+    default=(0, 0),
+    metavar="all|K/N",
+    help="run slow tests as well: all, or the K-th of N shares of them",
+  )
+  parser.addoption(
+    "--optimize",
+    action="store_true",
+    help="compile as users do, with all optimizations, which tests of `bits` are for",
+  )
+
+
+def share(text: str) -> tuple[int, int]:
+  """The number of a share and how many there are: ``"3/8"`` is (3, 8)."""
+  first, slash, count = ("0/1" if text == "all" else text).partition("/")
+  if not (slash and first.isdigit() and count.isdigit() and int(first) < int(count)):
+    raise argparse.ArgumentTypeError(f"must be all or K/N with K below N, got {text!r}")
+  return int(first), int(count)
+
+
+# XLA's HLO is the same with them. LLVM neither contracts nor reorders floats then.
+IN_LEAST_TIME = [
+  "--xla_backend_optimization_level=0",
+  "--xla_llvm_disable_expensive_passes=true",
+  "--xla_cpu_parallel_codegen_split_count=1",
+]
+if jax.__version_info__ < (0, 11):
+  # The older of two code generators, which needs two thirds of the newer one's time. A
+  # version that does not know a flag ends the process, and JAX 0.12 does not.
+  IN_LEAST_TIME.append("--xla_cpu_use_fusion_emitters=false")
+
+
+def set_flags(config: pytest.Config) -> None:
+  """Tells XLA how to compile, in this process and in those that tests start.
+
+  XLA reads its flags when the first device is asked for.
+  """
+  if not config.getoption("--optimize"):
+    flags = [*os.environ.get("XLA_FLAGS", "").split(), *IN_LEAST_TIME]
+    os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys(flags))
+
+
+class Selected:
+  """Leaves slow tests out, and orders files."""
+
+  def __init__(self, config: pytest.Config) -> None:
+    self._share, self._shares = config.getoption("--slow")
+
+  def pytest_report_header(self) -> str:
+    slow = f"share {self._share} of {self._shares}" if self._shares else "none"
+    return f"slow tests: {slow}"
+
+  def pytest_collection_modifyitems(
+    self, config: pytest.Config, items: list[pytest.Item]
+  ) -> None:
+    """The dearest files first, so that all workers have work to the end."""
+    left_out = [item for item in items if not self._runs(item)]
+    items[:] = sorted((item for item in items if self._runs(item)), key=_order)
+    config.hook.pytest_deselected(items=left_out)
+
+  def _runs(self, item: pytest.Item) -> bool:
+    if item.get_closest_marker("slow") is None:
+      return True
+    # By a hash of the name: the same tests are in the same share on every machine.
+    number = zlib.crc32(item.nodeid.encode())
+    return self._shares > 0 and number % self._shares == self._share
+
+
+def _order(item: pytest.Item) -> tuple[float, str]:
+  path = item.nodeid.partition("::")[0]
+  return -budgets.of(path).seconds, path

@@ -1,0 +1,74 @@
+"""A plain run leaves slow tests out, compiles in the least time, and keeps budgets."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.plugins import selected
+
+CONFTEST = """
+import budgets, costs, jax, selected
+
+jax.config.update("jax_platforms", "cpu")
+budgets.OTHERS = budgets.Budget(programs=2, seconds=100)
+
+def pytest_addoption(parser):
+  selected.add_options(parser)
+
+def pytest_configure(config):
+  config.addinivalue_line("markers", "slow: left out")
+  selected.set_flags(config)
+  config.pluginmanager.register(costs.Costs(config))
+  config.pluginmanager.register(selected.Selected(config))
+"""
+
+TESTS = """
+import os, jax, pytest
+
+def test_flags(request):
+  fast = "--xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]
+  assert fast != request.config.getoption("--optimize")
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_slow(number):
+  pass
+
+@pytest.mark.parametrize("size", range(1, 5))
+def test_compiles(size):
+  jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((size,), "float32")).compile()
+"""
+
+
+def test_a_run_with_the_plugins(tmp_path):
+  (tmp_path / "conftest.py").write_text(CONFTEST)
+  (tmp_path / "test_it.py").write_text(TESTS)
+
+  def run(*options):
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options]
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "XLA_FLAGS": ""}
+    result = subprocess.run(
+      command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=300
+    )
+    return result.returncode, result.stdout
+
+  code, out = run("-k", "not compiles", "--optimize")
+  assert code == 0 and "1 passed, 24 deselected" in out, out
+  code, out = run("--slow", "1/4")
+  assert "FAILED: test_it.py took 4 programs, and its budget is 2" in out, out
+  assert code == 1 and "failed" not in out.splitlines()[-1]
+  assert 5 < out.count(" PASSED") < 5 + 20  # a share of the slow ones
+
+
+@pytest.mark.parametrize("text", ["", "1", "4/4", "-1/4", "a/b", "1/4/2", "every"])
+def test_a_share_of_slow_tests_is_a_number_below_their_count(text):
+  with pytest.raises(selected.argparse.ArgumentTypeError, match="must be all or K/N"):
+    selected.share(text)
+
+
+def test_shares_make_all():
+  assert selected.share("all") == (0, 1)
+  assert selected.share("3/8") == (3, 8)

@@ -1,0 +1,1 @@
+"""Cases that tests are parametrized with."""

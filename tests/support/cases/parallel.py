@@ -1,0 +1,162 @@
+"""Runs differentiable collectives in every mode, and computes them in plain NumPy."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, Natural, Ternary
+from tests.oracles import eight_bit, natural, qsgd, ternary
+from tests.oracles import floats as oracle_floats
+from tests.oracles.float_cast import Cast, aps_byte
+from tests.support import modes
+from tests.wire_decoder import codecs as wire_decoder_codecs
+from tests.wire_decoder import words
+
+KEY = (0, 7)  # of jax.random.key(7, impl="threefry2x32")
+
+
+def mapped(mode, function, workers):
+  """The function of one worker's arrays, of all workers' ``[N, ...]``, compiled.
+
+  Results come back as ``[N, ...]``. Arrays that the function closes over are equal on
+  all workers.
+  """
+  if mode == "pmap":
+    devices = jax.devices()[:workers]
+    return jax.pmap(function, axis_name="data", devices=devices)
+  if mode == "vmap":
+    return jax.jit(jax.vmap(function, axis_name="data"))
+
+  def local(*arrays):
+    result = function(*jax.tree.map(lambda x: x[0], arrays))
+    return jax.tree.map(lambda x: x[None], result)
+
+  return jax.jit(
+    jax.shard_map(
+      local,
+      mesh=modes.mesh(workers),
+      in_specs=P("data"),
+      out_specs=P("data"),
+      check_vma=mode == "shard_map",
+    )
+  )
+
+
+def numbers(*shape, seed=0):
+  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def in_order(parts):
+  total = parts[0]
+  for part in parts[1:]:
+    total = total + part
+  return total
+
+
+def assert_rounded(got, expected):
+  np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def nbytes(codec, size):
+  """The bytes that an array's payload has, by the arithmetic of the page."""
+  return 4 * -(-size // codec.tile_size) * codec.row_words
+
+
+def with_gradient(function, weights):
+  """``x -> (y, dx)``, where dx is the gradient of ``sum(weights * y)``."""
+
+  def both(x, weights):
+    def loss(x):
+      y = function(x)
+      return jnp.sum(weights.astype(jnp.float32) * y.astype(jnp.float32)), y
+
+    dx, y = jax.grad(loss, has_aux=True)(x)
+    return y, dx
+
+  return both if weights is None else lambda x: both(x, weights)
+
+
+CODECS = {
+  "bf16": Dense(dtype=jnp.bfloat16),
+  "eight_bit": EightBit(),
+  "eight_bit_buckets": EightBit(data_type="linear", bucket_size=64),
+  "qsgd8": QSGD(bits=8, bucket_size=64),
+  "qsgd4_nearest": QSGD(bits=4, bucket_size=32, rounding="nearest"),
+  "float_cast": FloatCast(exponent_bits=4, mantissa_bits=3),
+  "ternary": Ternary(clip_sigmas=None),
+  "natural": Natural(),
+}
+
+
+def roundtrip(codec, x, key):
+  """What a payload of ``x`` decodes to, by NumPy alone: ``float32`` like ``x``.
+
+  Args:
+    codec: one of ``CODECS``.
+    x: an array.
+    key: three words, a key and a mask; only read for stochastic rounding.
+  """
+  x = np.asarray(x, np.float32)
+  return _ROUNDTRIPS[type(codec)](codec, x, key).reshape(x.shape)
+
+
+def dither(worker, part=0, *stages, base=KEY):
+  """The key that all workers share for a part, and a worker's mask.
+
+  Args:
+    worker: the number of the worker.
+    part: the number of the array among those that the worker encodes at once.
+    *stages: what is folded into the key before: 1 in a backward pass.
+    base: the key of the call.
+  """
+  for number in (*stages, part):
+    base = qsgd.fold_in(base, number)
+  return (*base, qsgd.mask(worker))
+
+
+def _dense(codec, x, key):
+  rows = qsgd.dense_encode(x, ml_dtypes.bfloat16)
+  return words.decode_dense(rows, x.size, "bfloat16")
+
+
+def _eight_bit(codec, x, key):
+  rule = dict(data_type=codec.data_type, bucket_size=codec.bucket_size)
+  scales = eight_bit.eight_bit_scales(x, **rule)
+  rows = eight_bit.eight_bit_encode(x, scales=scales, **rule)
+  return wire_decoder_codecs.decode_eight_bit(rows, x.size, **rule)
+
+
+def _qsgd(codec, x, key):
+  rule = dict(bits=codec.bits, bucket_size=codec.bucket_size, levels=codec.levels)
+  rows = qsgd.qsgd_encode(x, key=key, norm=codec.norm, rounding=codec.rounding, **rule)
+  return words.decode_qsgd(rows, x.size, **rule)
+
+
+def _float_cast(codec, x, key):
+  fmt = oracle_floats.Format(codec.exponent_bits, codec.mantissa_bits)
+  cast = Cast(fmt, byte=aps_byte(x))
+  return cast.decode(cast.encode(x), x.size)
+
+
+def _ternary(codec, x, key):
+  rule = dict(packing=codec.packing, bucket_size=codec.bucket_size)
+  scales = ternary.ternary_scales(x, **rule)
+  rows = ternary.ternary_encode(x, key=key, scales=scales, **rule)
+  return wire_decoder_codecs.decode_ternary(rows, x.size, **rule)
+
+
+def _natural(codec, x, key):
+  rows = natural.natural_encode(x, key)
+  return wire_decoder_codecs.decode_natural(rows, x.size)
+
+
+_ROUNDTRIPS = {
+  Dense: _dense,
+  EightBit: _eight_bit,
+  QSGD: _qsgd,
+  FloatCast: _float_cast,
+  Ternary: _ternary,
+  Natural: _natural,
+}

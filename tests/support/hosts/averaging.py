@@ -1,0 +1,271 @@
+"""Is one host of many: the program that each process of test_many_hosts.py runs.
+
+  python host.py TASK ADDRESS HOSTS HOST FOLDER
+
+What it computes is in functions that run on emulated devices as well, for the tests to
+compare with. Every host saves its own part of every array in the folder.
+"""
+
+import functools
+import os
+import pathlib
+import signal
+import sys
+import time
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp.codecs import (
+  QSGD,
+  BlockTop,
+  Dense,
+  EightBit,
+  FloatCast,
+  Natural,
+  OneBit,
+  Ternary,
+)
+from gradcomp.exchange import Hierarchical
+from tests.support import modes
+from tests.support.hosts.cut import CUT, gradients
+from tests.support.hosts.moved import moved
+
+# In seconds: no wait is endless, and none ends early where many processes share a core.
+LIMITS = {
+  "initialization_timeout": 60,
+  "heartbeat_timeout_seconds": 20,
+  "shutdown_timeout_seconds": 20,
+}
+
+# Options of gradcomp.compress; all cases keep residuals.
+QSGD4 = QSGD(bits=4, bucket_size=32)
+CASES = {
+  "qsgd4-all_gather": dict(codec=QSGD4, exchange="all_gather"),
+  "qsgd4-two_shot": dict(codec=QSGD4, exchange="two_shot"),
+  "qsgd4-ring": dict(codec=QSGD4, exchange="ring"),
+  "qsgd4-hierarchical": dict(codec=QSGD4, exchange=Hierarchical(group_size=2)),
+  "qsgd4-shared-psum": dict(
+    codec=QSGD(bits=4, bucket_size=32, share_scale=True), exchange="psum"
+  ),
+  "nonuniform-two_shot": dict(
+    codec=QSGD(bits=3, bucket_size=32, levels="nonuniform"), exchange="two_shot"
+  ),
+  "onebit-two_shot": dict(codec=OneBit(bucket_size=32), exchange="two_shot"),
+  "terngrad-psum": dict(codec=Ternary(), exchange="psum"),
+  "terngrad-two_shot": dict(codec=Ternary(packing="base3"), exchange="two_shot"),
+  "dynamic_tree-two_shot": dict(codec=EightBit(bucket_size=32), exchange="two_shot"),
+  "natural-two_shot": dict(codec=Natural(), exchange="two_shot"),
+  "blocktop-two_shot": dict(codec=BlockTop(block_size=8), exchange="two_shot"),
+  "aps-ring": dict(codec=FloatCast(accumulate="kahan"), exchange="ring"),
+  "bfloat16-all_gather": dict(codec=Dense(dtype=jnp.bfloat16), exchange="all_gather"),
+  "float32-psum": dict(codec=Dense(), exchange="psum"),
+}
+# One of each kind of sum, beside those of the training.
+FEW = (
+  "terngrad-psum",
+  "aps-ring",
+  "float32-psum",
+)
+# Cases whose sum the transport computes, in an order of its own: around a ring of hosts
+# by gloo, from the first to the last on emulated devices. Floats round differently.
+TRANSPORT_ADDS = {"float32-psum"}
+
+STEPS = 6
+FAULT_STEP = 3
+FAILED = 3  # the exit code after an exception, which is not Python's own 1
+
+
+def exchange(name, hosts, between=lambda state: state):
+  """Two steps of a case: the outputs, and the state with all that workers keep.
+
+  The state passes through ``between`` before the second.
+  """
+  mesh = modes.mesh(hosts)
+  transformation = gradcomp.compress(**CASES[name], axis_name="data", feedback="error")
+  steps = [gradients(hosts, step) for step in range(2)]
+  with jax.set_mesh(mesh):
+    state = transformation.init(jax.tree.map(lambda leaf: leaf[0], steps[0]))
+  specs = gradcomp.state_specs(state, "data")
+
+  def update(gradient, state):
+    own = jax.tree.map(lambda leaf: leaf[0], gradient)
+    return transformation.update(own, state)
+
+  update = jax.jit(
+    jax.shard_map(
+      update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs)
+    )
+  )
+  outputs = []
+  for gradient in steps:
+    output, state = update(gradient, between(state) if outputs else state)
+    outputs.append(output)
+  return outputs, state
+
+
+def loss_fn(params, batch):
+  hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+  return jnp.mean((hidden @ params["v"] - batch["y"]) ** 2)
+
+
+class Training:
+  """A small regression with ``make_train_step`` and residuals.
+
+  Attributes:
+    state: parameters and optimizer state.
+    step: the number of steps behind it.
+  """
+
+  def __init__(self, hosts):
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+    params = {"w": normal(16, 256) / 4, "b": normal(256), "v": normal(256, 32) / 16}
+    optimizer = optax.chain(
+      gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot", feedback="error"),
+      optax.adam(1e-2),
+    )
+    self.mesh = modes.mesh(hosts)
+    with jax.set_mesh(self.mesh):
+      params = jax.device_put(params, NamedSharding(self.mesh, P()))
+      self.state = params, optimizer.init(params)
+    # Without donation: a step that fails leaves what it was given.
+    self._step = gradcomp.make_train_step(
+      loss_fn, optimizer, axis_name="data", mesh=self.mesh, donate=False
+    )
+    self.step = 0
+
+  def advance(self):
+    rng = np.random.default_rng(1000 + self.step)
+    cut = NamedSharding(self.mesh, P("data"))
+
+    def read(columns):
+      """A batch, of which this process provides its own part."""
+      rows = rng.standard_normal((8 * self.mesh.size, columns), np.float32)
+      rows = np.split(rows, jax.process_count())[jax.process_index()]
+      return jax.make_array_from_process_local_data(cut, rows)
+
+    batch = {"x": read(16), "y": read(32)}
+    *state, _ = self._step(*self.state, batch)
+    # JAX runs ahead of the devices: the errors of this step shall be raised here.
+    self.state = jax.block_until_ready(tuple(state))
+    self.step += 1
+
+  def restore(self, saved):
+    """Takes up a state of which ``saved`` are this host's parts."""
+    saved = jax.tree.unflatten(jax.tree.structure(self.state), saved)
+    specs = gradcomp.state_specs(self.state, "data")
+
+    def place(like, part, spec):
+      sharding = NamedSharding(self.mesh, spec)
+      return jax.make_array_from_process_local_data(sharding, part, like.shape)
+
+    self.state = jax.tree.map(place, self.state, saved, specs)
+
+
+def parts(tree, device=0):
+  """What one of the process's devices holds of every array."""
+  return [np.asarray(leaf.addressable_data(device)) for leaf in jax.tree.leaves(tree)]
+
+
+def saved_at(folder, step, host):
+  return folder / f"step-{step}.{host}.npz"
+
+
+def save(path, tree):
+  np.savez(path, *parts(tree))
+
+
+def load(path):
+  with np.load(path) as arrays:
+    return list(arrays.values())
+
+
+def compared(cases):
+  """The names of ``"few"`` cases, or of ``"all"``."""
+  return CASES if cases == "all" else FEW
+
+
+def compare(cases, hosts, host, folder):
+  for name in compared(cases):
+    save(folder / f"{name}.{host}.npz", exchange(name, hosts))
+  for name, function in CUT.items():
+    save(folder / f"{name}.{host}.npz", function(hosts))
+  mesh = jax.make_mesh((hosts,), ("data",))
+  link = gradcomp.cost.Link.measure(mesh, sizes=(1 << 10, 1 << 14), repeats=1)
+  link.save(folder / f"link.{host}.json")
+  if hosts == 2:
+    train(hosts, host, folder)
+
+
+def compare_saved(cases, hosts, host, folder):
+  """What all hosts save together by Orbax, and restore, takes the second step."""
+  from tests.support.saved import through_orbax
+
+  for name in compared(cases):
+    between = functools.partial(through_orbax, folder=folder / f"{name}.saved")
+    save(folder / f"{name}.{host}.npz", exchange(name, hosts, between))
+
+
+def train(hosts, host, folder, fault=None):
+  """Goes on after the last step that all have saved; meets the fault on its way."""
+  training = Training(hosts)
+  saved = lambda step: all(saved_at(folder, step, i).exists() for i in range(hosts))
+  if step := max(filter(saved, range(1, STEPS)), default=0):
+    training.restore(load(saved_at(folder, step, host)))
+    training.step = step
+  try:
+    while training.step < STEPS:
+      if fault and training.step == FAULT_STEP:
+        time.sleep(1)  # the others wait in the exchange by now
+        fault()
+      training.advance()
+      save(saved_at(folder, training.step, host), training.state)
+  except Exception:
+    save(folder / f"left.{host}.npz", training.state)
+    raise
+
+
+FAULTS = {
+  "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+  "stall": lambda: time.sleep(3600),
+}
+
+
+def main(task, address, hosts, host, folder):
+  """Runs "compare-few", "saved-all", "train", or what host 1 spoils: "kill-1"."""
+  hosts, host, folder = int(hosts), int(host), pathlib.Path(folder)
+  if task == "move":
+    jax.config.update("jax_num_cpu_devices", 2)
+  jax.distributed.initialize(address, hosts, host, **LIMITS)
+  task, _, which = task.partition("-")
+  try:
+    if task == "compare":
+      compare(which, hosts, host, folder)
+    elif task == "saved":
+      compare_saved(which, hosts, host, folder)
+    elif task == "move":
+      save(folder / f"moved.{host}.npz", moved(hosts))
+    elif task == "differ":
+      from tests.support.hosts.differ import differ
+
+      differ(host, folder)
+    else:
+      train(hosts, host, folder, FAULTS[task] if which == str(host) else None)
+  except Exception:
+    traceback.print_exc()
+    sys.stderr.flush()
+    # At once, for Python's own way out waits for all hosts, dead ones too. But without
+    # the coordinator the others are aborted: let them report first.
+    time.sleep(2 if host == 0 else 0)
+    os._exit(FAILED)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

@@ -1,0 +1,100 @@
+"""Computes what hosts do where a model or its optimizer is cut over them.
+
+And where their copies of a model differ.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from gradcomp import parallel
+from gradcomp.codecs import QSGD, EightBit
+from tests.support import flips, modes
+
+
+def gradients(hosts, step):
+  """A large ragged leaf, a small one and a scalar."""
+  rng = np.random.default_rng(step)
+  shapes = {"a": (9, 70), "b": (3,), "c": ()}
+  return {
+    name: rng.standard_normal((hosts, *shape), np.float32)
+    for name, shape in shapes.items()
+  }
+
+
+def moved(hosts):
+  """Returns what functions of gradcomp.parallel return, forward and backward."""
+  options = dict(codec=QSGD(bits=4, bucket_size=32), backward=EightBit(bucket_size=32))
+  x = np.random.default_rng(5).standard_normal((hosts, 3, 40 * hosts), np.float32)
+
+  def local(x):
+    x = x[0]
+    gather = lambda x: parallel.all_gather(
+      x, "data", axis=1, key=jax.random.key(1), **options
+    )
+    scatter = lambda x: parallel.psum_scatter(
+      x, "data", axis=1, key=jax.random.key(2), **options
+    )
+    y, pull_y = jax.vjp(gather, x)
+    z, pull_z = jax.vjp(scatter, x)
+    own = y, pull_y(jnp.sin(y)), z, pull_z(jnp.sin(z))
+    total = parallel.psum(x, "data", codec=EightBit(data_type="linear"))
+    return jax.tree.map(lambda x: x[None], own), total
+
+  specs = P("data"), P()
+  mapped = jax.shard_map(
+    local, mesh=modes.mesh(hosts), in_specs=P("data"), out_specs=specs
+  )
+  return jax.jit(mapped)(x)
+
+
+def optimized(hosts):
+  """Parameters and state after three steps of ZeRO, in two messages a direction."""
+  mesh = modes.mesh(hosts)
+  codec = QSGD(bits=4, bucket_size=32)
+  optimizer = parallel.zero(
+    optax.adam(1e-2),
+    grads=codec,
+    params=codec,
+    axis_name="data",
+    feedback="error",
+    message_bytes=100,
+  )
+  params = jax.tree.map(lambda leaf: leaf[0], gradients(hosts, 99))
+  with jax.set_mesh(mesh):
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    state = optimizer.init(params)
+  specs = gradcomp.state_specs(state, "data")
+
+  def step(gradient, state, params):
+    own = jax.tree.map(lambda leaf: leaf[0], gradient)
+    updates, state = optimizer.update(own, state, params)
+    return optax.apply_updates(params, updates), state
+
+  step = jax.jit(
+    jax.shard_map(
+      step, mesh=mesh, in_specs=(P("data"), specs, P()), out_specs=(P(), specs)
+    )
+  )
+  for number in range(3):
+    params, state = step(gradients(hosts, number), state, params)
+  return params, state
+
+
+def compared(hosts):
+  """Returns the fingerprints of copies of which that of host 1 has a flipped bit."""
+  tree = jax.tree.map(lambda leaf: leaf[0], gradients(hosts, 7))
+  parts = [dict(tree) for _ in range(hosts)]
+  parts[1]["a"] = flips.flip(tree["a"], 1000)
+  copies = flips.copies(parts, modes.mesh(hosts))
+  found = gradcomp.telemetry.compare_replicas(copies, axis_name="data")
+  assert found.differing()["['a']"] == ([0, 1] if hosts == 2 else [1])
+  return found
+
+
+# Of models and optimizers that are cut over the hosts, and of copies that differ.
+CUT = {"moved": moved, "optimized": optimized, "compared": compared}

@@ -1,0 +1,48 @@
+"""Copies of the tree, wheels and source archives of it, and programs there."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OFFLINE = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet")
+
+
+def run(*args, cwd, **env):
+  """What a program of Python prints, which must end well."""
+  result = subprocess.run(
+    [sys.executable, *map(str, args)],
+    cwd=cwd,
+    env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
+    stdin=subprocess.DEVNULL,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert result.returncode == 0, result.stdout + result.stderr
+  return result.stdout
+
+
+def tree(folder):
+  """A copy of the tree as it is, without its history and what git leaves out."""
+  left_out = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__")
+  shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
+  return folder
+
+
+def wheel(source, folder):
+  """A wheel, as ``pip install .`` builds it."""
+  run("-m", "pip", "wheel", *OFFLINE, "--wheel-dir", folder, source, cwd=folder)
+  (path,) = folder.glob("*.whl")
+  return path
+
+
+def source_archive(source, folder):
+  """The archive of sources that an index would have."""
+  run(
+    "-m", "hatchling", "build", "--target", "sdist", "--directory", folder, cwd=source
+  )
+  (path,) = folder.glob("*.tar.gz")
+  return path

@@ -1,0 +1,128 @@
+"""Holds the cases of `codec_cases` to the laws of `gradcomp.testing`.
+
+What only a case knows is here: how the page reads a payload, and whose statistics they
+are. And the tests' ways to encode and to decode a leaf.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.codecs import Context
+from gradcomp.testing import laws, trial
+from tests.support.cases.codec import CASES
+
+CODECS = [case.codec for case in CASES]
+
+KEY = jnp.array([0x9E3779B9, 0x7F4A7C15], jnp.uint32)
+
+
+def name(codec):
+  """The id of a codec in tests: its type, and the fields that are not the defaults."""
+  fields = dataclasses.fields(codec)
+  values = {field.name: getattr(codec, field.name) for field in fields}
+  told = [
+    _told(values[field.name], field.name)
+    for field in fields
+    if values[field.name] != field.default or field.name in ("bits", "bucket_size")
+  ]
+  return "-".join([type(codec).__name__.lower(), *told])
+
+
+def _told(value, field):
+  if isinstance(value, bool):
+    return field if value else f"no_{field}"
+  return str(value) if isinstance(value, str | int | float | None) else value.name
+
+
+def encode(codec, x, key, levels=None):
+  """The payload of a leaf; under the first levels where levels are fitted."""
+  if codec.fitted and levels is None:
+    levels = codec.init().shared
+  return codec.encode(
+    x, key=key if codec.needs_key else None, context=Context(levels=levels)
+  )
+
+
+def here(codec):
+  """The codec whose ``implementation`` is the one that None takes on CPUs.
+
+  None would trace the kernels for GPUs too, which takes longer than all else.
+  """
+  if getattr(codec, "implementation", "") is None:
+    return dataclasses.replace(codec, implementation="xla")
+  return codec
+
+
+@functools.cache
+def encoder(codec):
+  return jax.jit(functools.partial(encode, here(codec)))
+
+
+@functools.cache
+def decoder(codec, shape, dtype=jnp.float32):
+  like = jax.ShapeDtypeStruct(shape, dtype)
+  return jax.jit(lambda payload: codec.decode(payload, like=like))
+
+
+def round_trip(codec, x, key=KEY):
+  x = jnp.asarray(x)
+  return np.asarray(decoder(codec, x.shape, x.dtype)(encoder(codec)(x, key)))
+
+
+def gaussian(size, seed=0):
+  return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+
+
+def mean_bound(count):
+  """The relative error of a mean of one sign: each addition and the division round."""
+  return (count + 1) * 2.0**-24
+
+
+def obeys(case, x):
+  """Tries the laws for which one program of a codec and one of batches are enough.
+
+  Others compile more, and are tried on fewer cases.
+  """
+  codec = here(case.codec)
+  laws.is_a_value(case.codec)
+  laws.facts_are_plain(case.codec)
+  for law in (
+    laws.payload_is_rows_of_words,
+    laws.rows_stand_alone,
+    laws.zeros_decode_to_zeros,
+    laws.tiny_numbers_stay_finite,
+    laws.key_decides_the_bits,
+    laws.batches_are_independent,
+    laws.sent_and_unsent_are_the_leaf,
+  ):
+    law(codec, x)
+  for bad in (np.nan, np.inf, -np.inf):
+    laws.non_finite_elements_are_seen(
+      codec, x, bad, spoils=case.spoils, unclipped=case.unclipped
+    )
+
+
+def the_page_reads_the_payload(case, x):
+  """A decoder that knows docs/wire-format.md alone finds the same values, exactly."""
+  found = trial(here(case.codec), x)
+  expected = case.read(*found.payload, x.shape).reshape(x.shape)
+  np.testing.assert_array_equal(found.value, expected)
+
+
+def nothing_behind_a_leaf_counts(case, x):
+  """Zeros fill the last row; or what a leaf gives is that of its own elements.
+
+  With one scale a leaf, ``encode_rows`` has another for each row.
+  """
+  codec = here(case.codec)
+  if case.own is not None:
+    found = trial(codec, x)
+    case.own(x, found.payload.rows, found.value)
+    return
+  by_bucket = isinstance(case.spoils, int) or case.spoils == "itself"
+  scaled = codec.agrees or getattr(codec, "scale", 1) != 1
+  laws.zeros_behind_change_nothing(codec, x, by_row=by_bucket and not scaled)

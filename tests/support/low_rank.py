@@ -1,0 +1,78 @@
+"""Makes matrices of low rank, and runs the rounds of a codec for N workers by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp.codecs import Leaf
+from tests.support.assertions import assert_same_bits
+
+KEY = jnp.array([1, 2], jnp.uint32)
+
+
+def bound(codec, shape):
+  """The codec of a leaf, and its first memory."""
+  codec = codec.bind(Leaf(shape))
+  return codec, np.asarray(first(codec, Leaf(shape), KEY))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def first(codec, leaf, key):
+  return codec.init(leaf, key).shared
+
+
+def gaussian(*shape, seed=0):
+  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def of_rank(rank, *shape, seed=0):
+  """A matrix whose singular values fall by a half."""
+  rng = np.random.default_rng(seed)
+  left, _ = np.linalg.qr(rng.standard_normal((shape[0], rank)))
+  right, _ = np.linalg.qr(rng.standard_normal((shape[1], rank)))
+  return np.float32((left * 0.5 ** np.arange(rank)) @ right.T)
+
+
+def error(got, expected):
+  return np.linalg.norm(got - expected) / np.linalg.norm(expected)
+
+
+@functools.cache
+def _together(codec):
+  """All workers' rounds as one program, which averages in between."""
+
+  @jax.jit
+  def run(leaves, memory):
+    own = [list(parts) for parts in zip(*leaves, strict=True)]
+    workers = [codec.in_rounds(parts, memory) for parts in own]
+    asked = [next(worker) for worker in workers]
+    for wanted in codec.rounds:
+      assert all(x.shape == wanted.shape for parts in asked for x in parts)
+      means = [sum(parts) / len(workers) for parts in zip(*asked, strict=True)]
+      asked = [_answer(worker, means) for worker in workers]
+    return asked
+
+  return run
+
+
+def _answer(worker, means):
+  try:
+    return worker.send(means)
+  except StopIteration as stop:
+    return stop.value
+
+
+def together(codec, leaves, memory):
+  """The means of all workers' leaves, and the new memory.
+
+  Args:
+    codec: bound to the leaves.
+    leaves: a list of them, `[N, ...]`.
+    memory: for each leaf what all workers share.
+  """
+  answers = jax.device_get(_together(codec)(leaves, memory))
+  for other in answers[1:]:
+    assert_same_bits(other, answers[0])
+  return answers[0]

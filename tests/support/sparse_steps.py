@@ -1,0 +1,93 @@
+"""Runs steps of sparse exchanges, and checks that none of them loses anything."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gradcomp
+from gradcomp import MomentumFeedback
+from tests.oracles import top_k
+from tests.support import modes
+
+N, DENSITY, SIZE = 4, 0.05, 630
+
+
+def transformation(codec, exchange, momentum=None, nesterov=False, **options):
+  exchange = modes.grouped(exchange)
+  if momentum is not None:
+    options["feedback"] = MomentumFeedback(decay=momentum, nesterov=nesterov)
+  options.setdefault("min_leaf_size", 64)
+  return gradcomp.compress(codec, axis_name="data", exchange=exchange, **options)
+
+
+def gradients(steps, workers=N):
+  """A leaf that stays dense and two of one size, which share a matrix."""
+  rng = np.random.default_rng(workers)
+  shapes = {"b": (3,), "v": (SIZE,), "w": (9, 70)}
+  return [
+    {
+      name: rng.standard_normal((workers, *shape)).astype(np.float32)
+      for name, shape in shapes.items()
+    }
+    for _ in range(steps)
+  ]
+
+
+def trail(tx, steps):
+  """Returns what ``update`` gives in each step, under vmap: leaves [N, ...].
+
+  One program does for all steps.
+  """
+  like = jax.tree.map(jnp.asarray, steps[0])
+  state = jax.vmap(tx.init, axis_name="data")(like)
+  chex.clear_trace_counter()
+  once = chex.assert_max_traces(lambda g, s: tx.update(g, s), n=1)
+  update = jax.jit(jax.vmap(once, axis_name="data"))
+  result = []
+  for gradient in steps:
+    output, state = update(gradient, state)
+    result.append((output, state))
+  return result
+
+
+def owned_of(state, leaf):
+  """Returns what owners keep of one of the leaves: the first ranges are those of v."""
+  if not state.server_residual:
+    return np.zeros(SIZE)
+  (rows,) = state.server_residual[("data",)]
+  rows = np.float64(rows)
+  rows = rows.reshape(-1, rows.shape[-1])
+  first = N * (leaf == "w")
+  return rows[first : first + N].ravel()[:SIZE]
+
+
+def check_conservation(passed, steps, momentum, nesterov, sparse=lambda step: True):
+  """Asserts that what was sent and what waits is all that was to be sent, at each step.
+
+  Momentum is computed here from gradients alone, but for where something was sent.
+  """
+  for leaf in ("b", "v", "w"):
+    shape = steps[0][leaf].shape[1:]
+    workers = [top_k.Worker(shape, momentum, nesterov) for _ in range(N)]
+    total, largest = 0.0, 0.0
+    for number, ((output, state), gradient) in enumerate(
+      zip(passed, steps, strict=True)
+    ):
+      for i, worker in enumerate(workers):
+        x = worker.correct(gradient[leaf][i])
+        rest = np.asarray(state.residual[leaf][i])
+        worker.keep(x, rest, sparse=leaf != "b" and sparse(number))
+        largest = max(largest, np.abs(x).max(), np.abs(rest).max())
+        if momentum is not None:
+          np.testing.assert_array_equal(state.velocity[leaf][i], worker.u)
+      out = np.asarray(output[leaf])
+      np.testing.assert_array_equal(out, np.broadcast_to(out[:1], out.shape))
+      total = total + N * np.float64(out[0])
+      waiting = sum(np.float64(worker.residual) for worker in workers)
+      if leaf != "b":
+        waiting = waiting + N * owned_of(state, leaf).reshape(shape)
+      given = sum(worker.given for worker in workers)
+      # Each step rounds 4 N + 8 numbers at most that enter; none is above N largest.
+      bound = (number + 1) * (4 * N + 8) * 2.0**-24 * N * largest
+      np.testing.assert_allclose(total + waiting, given, rtol=0, atol=bound)

@@ -1,0 +1,45 @@
+"""A state that brings measures back is a state, however its residuals are stored."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradcomp
+from gradcomp._src.core import residual_storage
+from gradcomp._src.core.state import Watched
+from gradcomp.state import CompressState
+from tests.plugins.slow_cases import slow
+from tests.support.assertions import assert_same_bits
+
+WORKERS = 2
+
+
+def test_it_has_all_that_a_state_has():
+  """In its order, and behind it what is measured."""
+  assert Watched._fields == (*CompressState._fields, "sums")
+
+
+@pytest.mark.parametrize("stored", ["int8", *slow("bfloat16")])
+def test_residuals_of_few_bits_are_read(stored):
+  """What is shown is what the next step adds to its gradient."""
+  tx = gradcomp.onebit_sgd(
+    axis_name="data",
+    exchange="all_gather",
+    feedback=gradcomp.ErrorFeedback(residual_dtype=stored),
+    min_leaf_size=0,
+  )
+
+  def step(grads):
+    state = tx.init(grads)
+    _, after, found = gradcomp.telemetry.inspected_update(tx, grads, state)
+    waits = residual_storage.read(after.residual["w"]).astype(jnp.float32)
+    return after, tx.update(grads, state)[1], waits, found.leaves["['w']"].residual_norm
+
+  rng = np.random.default_rng(0)
+  grads = {"w": rng.standard_normal((WORKERS, 5, 512)).astype(np.float32)}
+  after, plain, waits, found = jax.jit(jax.vmap(step, axis_name="data"))(grads)
+  assert_same_bits(after, plain)
+  expected = np.sqrt(np.square(waits, dtype=np.float64).sum() / WORKERS)
+  # Sums of 2,560 squares in float32.
+  np.testing.assert_allclose(found, [expected] * WORKERS, rtol=1e-5)

@@ -1,0 +1,207 @@
+"""With weights, the loss and the gradient are those of all tokens on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from tests.plugins.slow_cases import one_in, slow
+from tests.support import modes
+from tests.support.assertions import says
+from tests.support.cases.recipe import RECIPES, make
+
+N, ROWS = 4, 8  # workers, and the examples of each
+dense = gradcomp.dense(axis_name="data")
+
+
+def loss_fn(params, batch):
+  """The sum of squares of all examples that count, and their number."""
+  y = jnp.tanh(batch["x"] @ params["w"]) - batch["x"][:, ::-1]
+  losses = jnp.mean(y**2, axis=-1)
+  return jnp.sum(batch["weight"] * losses), jnp.sum(batch["weight"])
+
+
+def problem(kind=np.int32):
+  """Workers of which the first has 1 example that counts, and the second has none."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  counts = np.arange(ROWS) < np.array([1, 0, 5, 8])[:, None]
+  weight = (rng.permuted(counts, axis=1) * 3).reshape(-1).astype(kind)
+  return {"w": normal(16, 16) / 4}, {"x": normal(N * ROWS, 16), "weight": weight}
+
+
+def on_one_device(params, batch):
+  def mean(params):
+    total, weight = loss_fn(params, batch)
+    return total / weight
+
+  return jax.value_and_grad(mean)(params)
+
+
+def assert_close(got, expected):
+  """To a few units of float32 in the largest element."""
+  (loss, grads), (true_loss, true) = got, expected
+  np.testing.assert_allclose(loss, true_loss, rtol=5e-7)
+  largest = np.abs(true["w"]).max()
+  np.testing.assert_allclose(grads["w"], true["w"], rtol=0, atol=6e-7 * largest)
+
+
+def across(mode, tx, params, batch, **options):
+  """The loss and the mean gradient, in one of the places where workers are."""
+  grad_fn = gradcomp.value_and_grad(
+    loss_fn, axis_name="data", has_weight=True, **options
+  )
+
+  def step(params, batch):
+    loss, grads = grad_fn(params, batch)
+    return loss, tx.update(grads, tx.init(params))[0]
+
+  if mode in ("vmap", "pmap"):
+    rows = jax.tree.map(lambda x: x.reshape(N, ROWS, *x.shape[1:]), batch)
+    mapped = functools.partial(getattr(jax, mode), axis_name="data", in_axes=(None, 0))
+    return jax.tree.map(lambda x: x[0], jax.jit(mapped(step))(params, rows))
+  explicit = mode == modes.EXPLICIT
+  mesh = modes.mesh(N, AxisType.Explicit if explicit else AxisType.Auto)
+  if not explicit:
+    checked = mode == "shard_map"
+    specs = dict(in_specs=(P(), P("data")), out_specs=P(), check_vma=checked)
+    step = jax.shard_map(step, mesh=mesh, **specs)
+  with jax.set_mesh(mesh):
+    placed = jax.device_put(params, P()), jax.device_put(batch, P("data"))
+    return jax.jit(step)(*placed)
+
+
+@pytest.mark.parametrize(
+  "mode, accumulate",
+  [
+    *[("vmap", 4), (modes.EXPLICIT, 1), (modes.EXPLICIT, 4), ("shard_map", 4)],
+    *slow(("vmap", 1), ("pmap", 1), ("pmap", 4), ("shard_map", 1)),
+    *slow(("shard_map_unchecked", 1), ("shard_map_unchecked", 2)),
+  ],
+)
+def test_it_is_the_mean_over_all_that_counts(mode, accumulate):
+  params, batch = problem()
+  got = across(mode, dense, params, batch, accumulate=accumulate)
+  assert_close(got, on_one_device(params, batch))
+
+
+@pytest.mark.parametrize("name", one_in(4, [x for x in RECIPES if x != "dense"]))
+def test_every_recipe_has_it_in_its_dense_mean(name):
+  options = {"axis_name": "data", "min_leaf_size": 10**6}
+  tx = optax.chain(make(name, **options | _NO_MOMENTUM.get(name, {})))
+  params, batch = problem(np.float32)
+  assert_close(across("vmap", tx, params, batch), on_one_device(params, batch))
+
+
+_NO_MOMENTUM = {"redsync": {"momentum": None}}
+
+
+def trained(kind, has_aux, **options):
+  params, batch = problem()
+  mesh = modes.mesh(N, kind)
+  placed = jax.device_put(params, NamedSharding(mesh, P()))
+  tx = options.pop("tx", optax.chain(dense, optax.sgd(1.0)))
+  loss = lambda *args: (loss_fn(*args), jnp.mean(args[1]["x"]))
+  with jax.set_mesh(mesh):
+    state = tx.init(placed)
+  step = gradcomp.make_train_step(
+    loss if has_aux else loss_fn,
+    tx,
+    axis_name="data",
+    mesh=mesh,
+    has_weight=True,
+    has_aux=has_aux,
+    donate=False,
+    **options,
+  )
+  return params, batch, *step(placed, state, batch)
+
+
+@pytest.mark.parametrize(
+  "kind, has_aux, accumulate",
+  [
+    (AxisType.Explicit, True, 4),
+    *slow((AxisType.Explicit, False, 1), (AxisType.Auto, False, 2)),
+  ],
+)
+def test_a_train_step_takes_it(kind, has_aux, accumulate):
+  params, batch, after, _, metrics = trained(kind, has_aux, accumulate=accumulate)
+  step = {"w": params["w"] - after["w"]}
+  assert_close((metrics["loss"], step), on_one_device(params, batch))
+  if has_aux:
+    np.testing.assert_allclose(metrics["aux"], batch["x"].mean(), rtol=1e-5)
+
+
+def test_in_local_steps_a_worker_has_the_mean_of_its_own_tokens():
+  """And the one without any stays where it is."""
+  options = {"every": 1, "codec": gradcomp.codecs.Dense(), "axis_name": "data"}
+  tx = gradcomp.local.local_steps(optax.sgd(1.0), optax.sgd(1.0), **options)
+  params, batch, after, _, metrics = trained(AxisType.Explicit, False, tx=tx)
+  parts = [{k: np.split(x, N)[i] for k, x in batch.items()} for i in range(N)]
+  own = [on_one_device(params, part) for part in parts if part["weight"].any()]
+  losses = np.insert([loss for loss, _ in own], 1, 0.0)
+  np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+  mean = sum(grads["w"] for _, grads in own) / N
+  np.testing.assert_allclose(params["w"] - after["w"], mean, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_where_nothing_counts_nothing_moves(accumulate):
+  params, batch = problem()
+  batch["weight"][:] = 0
+  loss, grads = across("vmap", dense, params, batch, accumulate=accumulate)
+  assert float(loss) == 0 and not np.any(grads["w"])
+
+
+def test_weights_are_not_differentiated():
+  grad_fn = gradcomp.value_and_grad(
+    lambda w, x: (w * jnp.sum(x), w), axis_name=None, has_weight=True
+  )
+  assert grad_fn(2.0, jnp.arange(3.0)) == (3.0, 1.5)
+
+
+def test_sums_of_half_precision_may_be_larger_than_its_range():
+  """The sum of the gradients is 20 times the largest number of float16."""
+  x = jnp.full(4096, 320, jnp.float16)
+  loss = lambda w, x: (jnp.sum((w * x).astype(jnp.float32)), len(x))
+  for accumulate in (1, 4):
+    grad_fn = gradcomp.value_and_grad(
+      loss, axis_name=None, has_weight=True, accumulate=accumulate
+    )
+    value, grad = grad_fn(jnp.float16(1), x)
+    assert (float(value), float(grad), grad.dtype) == (320, 320, jnp.float16)
+
+
+@pytest.mark.parametrize(
+  "returned",
+  [
+    lambda total, weight: total,
+    lambda total, weight: (total, None),
+    lambda total, weight: (total, jnp.ones(3)),
+    lambda total, weight: (weight, weight),
+    lambda total, weight: ((total, weight), weight),
+  ],
+  ids=["loss", "none", "vector", "integer", "aux"],
+)
+def test_a_loss_without_a_weight(returned):
+  loss = lambda params, batch: returned(*loss_fn(params, batch))
+  parts = ("`loss_fn`", "(total, weight)", "has_weight=True", "got")
+  grad_fn = gradcomp.value_and_grad(loss, axis_name=None, has_weight=True)
+  with pytest.raises(TypeError, match=says(*parts)):
+    grad_fn(*problem())
+
+
+def test_a_train_step_says_what_a_loss_must_return():
+  params, batch = problem()
+  step = gradcomp.make_train_step(
+    lambda *args: loss_fn(*args)[0], optax.sgd(0.1), axis_name=None, has_weight=True
+  )
+  parts = ("`loss_fn`", "return (total, weight)", "has_weight=True", "got")
+  with pytest.raises(TypeError, match=says(*parts)):
+    step(params, optax.sgd(0.1).init(params), batch)

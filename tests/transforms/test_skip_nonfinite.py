@@ -1,0 +1,157 @@
+"""A step whose gradient is not finite on one worker is skipped on all workers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from tests.plugins.slow_cases import slow
+from tests.support import modes
+from tests.support.assertions import assert_same_bits, says
+from tests.support.cases.citizen import FACTORIES
+
+WORKERS = 4
+
+# With residuals of workers and of owners, both of which a NaN would touch.
+exchange4 = gradcomp.qsgd(
+  4, axis_name="data", feedback="error", exchange="two_shot", min_leaf_size=0
+)
+chained = optax.chain(exchange4, optax.trace(0.5))
+skipping = gradcomp.skip_nonfinite(chained, 2, axis_name="data")
+
+
+def gradients(seed, bad=None):
+  """Of four workers, the third of which may hold one number that is bad."""
+  rng = np.random.default_rng(seed)
+  w = rng.standard_normal((WORKERS, 32, 64)).astype(np.float32)
+  if bad is not None:
+    w[2, 3, 4] = bad
+  return {"w": w, "b": w[:, 0]}
+
+
+def steps(mode, tx, trees):
+  """The outputs and states of all workers, one for each tree of gradients."""
+  params = jax.tree.map(lambda leaf: leaf[0], trees[0])
+  update = modes.mapped(mode, tx, WORKERS)
+  state, outputs, states = None, [], []
+  for tree in trees:
+    output, state = update(tree, state, params)
+    outputs.append(jax.device_get(output))
+    states.append(jax.device_get(state))
+  return outputs, states
+
+
+@pytest.mark.parametrize(
+  "mode", ["vmap", modes.EXPLICIT, *slow("shard_map", "shard_map_unchecked", "pmap")]
+)
+@pytest.mark.parametrize("bad", [np.nan, *slow(np.inf)], ids=repr)
+def test_the_run_goes_on_as_if_there_had_been_no_such_step(mode, bad):
+  first, second = gradients(0), gradients(1)
+  outputs, states = steps(mode, skipping, [first, gradients(7, bad), second])
+  expected, plain = steps(mode, chained, [first, second])
+  zeros = jax.tree.map(np.zeros_like, expected[0])
+  assert_same_bits(outputs, [expected[0], zeros, expected[1]])
+  assert_same_bits([s.inner_state for s in states], [plain[0], plain[0], plain[1]])
+  for tree in outputs:
+    for leaf in jax.tree.leaves(tree):
+      assert_same_bits(list(leaf), [leaf[0]] * WORKERS)
+  found = [[np.unique(x).tolist() for x in state[:3]] for state in states]
+  fine = lambda total: [[0], [True], [total]]
+  assert found == [fine(0), [[1], [False], [1]], fine(1)]
+
+
+def test_as_optax_does_on_one_device():
+  """Also once the steps in a row are too many, and the next is applied.
+
+  Optax does not see what that has done to the state, which spoils all updates since.
+  """
+  tx = gradcomp.skip_nonfinite(optax.trace(0.5), 1)
+  guard = optax.apply_if_finite(optax.trace(0.5), 1)
+  got, expected = tx.init(jnp.ones(3)), guard.init(jnp.ones(3))
+  assert got._fields == expected._fields
+  for x in (1.0, np.nan, 2.0, np.nan, np.inf, np.nan):
+    grads = jnp.array([1.0, x, 3.0])
+    update, got = tx.update(grads, got)
+    other, expected = guard.update(grads, expected)
+    assert_same_bits((update, *got), (other, *expected))
+  _, got = tx.update(jnp.ones(3), got)
+  _, expected = guard.update(jnp.ones(3), expected)
+  assert (int(got.notfinite_count), int(expected.notfinite_count)) == (4, 0)
+
+
+@pytest.mark.parametrize("name", ["dense", *slow(*sorted(set(FACTORIES) - {"dense"}))])
+@pytest.mark.parametrize("kind", [AxisType.Auto, *slow(AxisType.Explicit)], ids=str)
+def test_a_train_step_goes_on(name, kind):
+  """With the optimizer behind, and the state that init makes outside of the map."""
+  mesh = modes.mesh(WORKERS, kind)
+  loss_fn = lambda params, x: jnp.mean((x @ params["w"] - x) ** 2)
+  x = np.random.default_rng(0).standard_normal((8, 32)).astype(np.float32)
+  chain = optax.chain(FACTORIES[name](axis_name="data"), optax.adam(0.1))
+  tx = gradcomp.skip_nonfinite(chain, 5, axis_name="data")
+  params = {"w": jnp.zeros((32, 32))}
+  params = jax.device_put(params, NamedSharding(mesh, P()))
+  step = gradcomp.make_train_step(
+    loss_fn, tx, axis_name="data", mesh=mesh, donate=False
+  )
+  with jax.set_mesh(mesh):
+    state = tx.init(params)
+  good = step(params, state, x)
+  bad = step(*good[:2], np.where(np.arange(8)[:, None] == 3, np.nan, x))
+  assert_same_bits((bad[0], bad[1].inner_state), (good[0], good[1].inner_state))
+  assert np.isnan(bad[2]["loss"]) and int(bad[1].total_notfinite) == 1
+  after = step(*bad[:2], x)
+  assert after[2]["loss"] < good[2]["loss"] and int(after[1].notfinite_count) == 0
+
+
+def test_workers_agree_by_one_byte():
+  """Beside what the exchange sends, and named as no mean."""
+  plain = report(exchange4)
+  guarded = report(gradcomp.skip_nonfinite(exchange4, 1, axis_name="data"))
+  extra = [c for c in guarded.collectives if c.kind == "all-reduce"]
+  assert [(c.dtype, c.shapes) for c in extra] == [("u8", ((),))]
+  assert guarded.bytes_sent - plain.bytes_sent == 2
+  assert guarded.dense_bytes == plain.dense_bytes
+
+
+def report(tx):
+  """What an update in a typed map sends."""
+  with jax.set_mesh(modes.mesh(WORKERS)):
+    state = tx.init({"w": jnp.zeros((32, 64))})
+    specs = gradcomp.state_specs(state, "data")
+    mapped = jax.shard_map(
+      lambda grads, state: tx.update({"w": grads["w"][0]}, state),
+      in_specs=(P("data"), specs),
+      out_specs=(P(), specs),
+    )
+    grads = jax.device_put({"w": gradients(0)["w"]}, P("data"))
+    return gradcomp.wire_report(jax.jit(mapped).lower(grads, state))
+
+
+def test_explain_looks_inside():
+  params = {"w": jnp.zeros((64, 64))}
+  explain = functools.partial(gradcomp.explain, params=params, workers=4)
+  assert explain(skipping).leaves == explain(chained).leaves
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "2", None, True], ids=repr)
+def test_max_consecutive_errors(value):
+  parts = ("`max_consecutive_errors`", "steps", "0 or more", repr(value))
+  with pytest.raises(ValueError, match=says(*parts)):
+    gradcomp.skip_nonfinite(optax.identity(), value)
+
+
+def test_no_axis_name_inside_a_map():
+  """Workers would decide differently, and those that exchange would wait."""
+  tx = gradcomp.skip_nonfinite(exchange4, 1)
+  update = lambda g: tx.update(g[0], tx.init(g[0]))[0]
+  mapped = jax.shard_map(
+    update, mesh=modes.mesh(2), in_specs=P("data"), out_specs=P(), check_vma=False
+  )
+  with pytest.raises(ValueError, match=says("`axis_name`", "('data',)", "None")):
+    jax.jit(mapped)(jnp.ones((2, 64)))

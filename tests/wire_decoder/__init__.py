@@ -1,0 +1,1 @@
+"""A decoder of payloads, written from docs/inside/wire-format.md alone."""
