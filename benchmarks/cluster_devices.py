@@ -79,7 +79,7 @@ def apart(task: Task, tx: optax.GradientTransformation, batch: Batch) -> Any:
   params = task.init_params(0)
   state = init_state(task, tx, params)
   with jax.set_mesh(task.mesh):
-    specs = gradcomp.state_specs(state, AXIS)
+    specs = gradcomp.state_specs(state, axis_name=AXIS)
   step = jax.shard_map(
     local,
     mesh=task.mesh,

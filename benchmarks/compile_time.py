@@ -97,10 +97,10 @@ def measure(method: str, params: Any) -> dict[str, float]:
     exchange = optax.chain(exchange, optax.adamw(1e-3))
   with jax.set_mesh(mesh):
     state = jax.eval_shape(exchange.init, params)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
 
   def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    gradient = gradcomp.defer_reduction(gradient, "data")
+    gradient = gradcomp.defer_reduction(gradient, axis_name="data")
     updates, state = exchange.update(gradient, state, params)
     return optax.apply_updates(params, updates), state
 

@@ -15,7 +15,7 @@ from jax import lax
 
 import gradcomp
 from gradcomp import parallel
-from gradcomp._src.report.trace_wire import explain
+from gradcomp._src.report.trace_wire import trace_wire
 from gradcomp.codecs import Codec, OneBit
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -69,7 +69,7 @@ def gathered(
     return refused(codec, errors, last, y)
   return parallel.all_gather(
     y,
-    AXIS,
+    axis_name=AXIS,
     codec=codec,
     backward=errors,
     axis=1,
@@ -244,7 +244,7 @@ def sent_by_one(loss: Callable[..., jax.Array], *stacked: Any) -> int:
     *stacked: the shapes of that of all workers, ``[workers, ...]``.
   """
   of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
-  return explain(loss, *of_one, axes={AXIS: WORKERS}).bytes_sent
+  return trace_wire(loss, *of_one, workers={AXIS: WORKERS}).bytes_sent
 
 
 def loss(

@@ -31,10 +31,10 @@ from cut_training import (
 )
 from emulated import own
 from jax import lax
+from sub_batches import sub_batches
 
 import gradcomp
 from gradcomp import parallel
-from gradcomp._src.parallel.sub_batches import sub_batches
 
 _DROPPED = 0.5
 
@@ -90,7 +90,7 @@ def by_both(
       def gather(y: jax.Array, layer: int) -> jax.Array:
         return parallel.all_gather(
           y,
-          AXIS,
+          axis_name=AXIS,
           codec=arm.codec,
           axis=y.ndim - 1,
           own="coded",

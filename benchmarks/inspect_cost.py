@@ -75,7 +75,7 @@ def calls(task: Task, batch: Any, codec: LeafCodec) -> dict[str, Any]:
   params = task.init_params(0)
   now = [params, init_state(task, optimizer, params)]
   placed = task.place(batch)
-  specs = gradcomp.state_specs(now[1], AXIS)
+  specs = gradcomp.state_specs(now[1], axis_name=AXIS)
 
   def look(params: Any, state: Any, batch: Any) -> Any:
     _, grads = gradcomp.value_and_grad(task.loss_fn, axis_name=AXIS)(params, batch)

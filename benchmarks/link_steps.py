@@ -118,7 +118,7 @@ def steps(
     except ValueError:  # the library says that these do not go together
       continue
     with jax.set_mesh(mesh):  # owners keep something where their number is known
-      specs = gradcomp.state_specs(jax.eval_shape(tx.init, like), "data")
+      specs = gradcomp.state_specs(jax.eval_shape(tx.init, like), axis_name="data")
     init = jax.shard_map(tx.init, mesh=mesh, in_specs=P("data"), out_specs=specs)
     sent = _arithmetic(case, exchange, like, hosts)
     yield name, timed(tx.update, jax.jit(init)(grads), specs, sent)

@@ -73,8 +73,16 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
   adam = optax.adamw(rate("adam"))
   muon = optax.contrib.muon(rate("muon"))
   nesterov = optax.sgd(0.7, 0.9, nesterov=True)
-  local = functools.partial(gradcomp.local.local_steps, every=every, axis_name=AXIS)
-  sparse = functools.partial(local, feedback_decay=0.95)
+  local = lambda inner, outer, codec, **options: gradcomp.local.local_steps(
+    inner,
+    outer,
+    axis_name=AXIS,
+    every=every,
+    codec=codec,
+    options=gradcomp.local.LocalOptions(**options),
+  )
+  forgetting = gradcomp.ErrorFeedback(residual_decay=0.95)
+  sparse = functools.partial(local, feedback=forgetting)
   senders = functools.partial(sparse, outer=optax.sgd(1.0), merge="senders")
   e3m0 = FloatCast(exponent_bits=3, mantissa_bits=0)
   parts = {"fragments": 4, "delay": max(1, every // 15), "mixing": 0.5}

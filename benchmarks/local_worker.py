@@ -35,9 +35,15 @@ def optimizer(method: str, every: int) -> optax.GradientTransformation:
   """Makes one of the methods that are compared."""
   adam = optax.adamw(RATE)
   local = lambda outer, codec, **options: gradcomp.local.local_steps(
-    adam, outer, every=every, codec=codec, axis_name=AXIS, **options
+    adam,
+    outer,
+    axis_name=AXIS,
+    every=every,
+    codec=codec,
+    options=gradcomp.local.LocalOptions(**options),
   )
-  sparse = functools.partial(local, codec=BlockTop(), feedback_decay=0.95)
+  forgetting = gradcomp.ErrorFeedback(residual_decay=0.95)
+  sparse = functools.partial(local, codec=BlockTop(), feedback=forgetting)
   methods: dict[str, Callable[[], optax.GradientTransformation]] = {
     "f32 psum": lambda: optax.chain(gradcomp.dense(axis_name=AXIS), adam),
     "f32 two_shot": lambda: optax.chain(

@@ -138,7 +138,7 @@ def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
   leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
   with jax.set_mesh(mesh):
     state = jax.eval_shape(tx.init, leaf)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
 
   def update(gradient: jax.Array, state: Any) -> tuple[Any, jax.Array]:
     mean, state = tx.update(gradient, state)

@@ -13,13 +13,13 @@ all units are added up at the hosts of these units. Beside JAX's own collectives
 functions of gradcomp.parallel, with float32 and with the 8-bit types.
 
 A step (section 5.2): each host has 128 samples of 9216 activations, and a quarter of
-the columns of a layer of 1024 units. gradcomp._src.parallel.sub_batches.sub_batches
-takes all samples through the layer in 1, 2, 4 or 8 passes, forward and backward, with
-and without gathering ahead. The paper's model stands beside it, with constants that
-were measured in the same run: the transfer of a pass and the products of a pass, each
-alone. With gathering ahead, only what a product does not hide is added; without, all
-is. Beside it is the paper's own rule, which multiplies what is not hidden by the other
-hosts, not by the other passes.
+the columns of a layer of 1024 units. sub_batches of the examples takes all samples
+through the layer in 1, 2, 4 or 8 passes, forward and backward, with and without
+gathering ahead. The paper's model stands beside it, with constants that were measured
+in the same run: the transfer of a pass and the products of a pass, each alone. With
+gathering ahead, only what a product does not hide is added; without, all is. Beside it
+is the paper's own rule, which multiplies what is not hidden by the other hosts, not
+by the other passes.
 """
 
 import argparse

@@ -7,7 +7,9 @@ A program's name in the report is a list in JSON: what it is, and its numbers.
 
 import functools
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +21,11 @@ from jax.sharding import PartitionSpec as P
 from link_steps import Timed, payload_bytes
 
 from gradcomp import parallel
-from gradcomp._src.parallel.sub_batches import sub_batches
 from gradcomp.codecs import Codec, Dense, EightBit
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from sub_batches import sub_batches  # noqa: E402
 
 PLAIN = "lax"  # JAX's own collective, in float32
 CODECS: dict[str, Codec] = {
@@ -59,7 +64,7 @@ def gather(
     send = lambda x: lax.all_gather(x, "data", axis=axis, tiled=True)
     return compiled(mesh, send, (rows, columns), arithmetic=others * rows * columns * 4)
   options = dict(axis=axis, codec=CODECS[codec])
-  send = lambda x: parallel.all_gather(x, "data", **options)
+  send = lambda x: parallel.all_gather(x, axis_name="data", **options)
   sent = others * payload_bytes(CODECS[codec], [_floats(rows, columns)], 1)
   return compiled(mesh, send, (rows, columns), arithmetic=sent)
 
@@ -75,7 +80,9 @@ def scatter(
   if codec == PLAIN:
     add = lambda x: lax.psum_scatter(x, "data", **options)
     return compiled(mesh, add, shape, arithmetic=others * rows * columns * 4)
-  add = lambda x: parallel.psum_scatter(x, "data", axis=axis, codec=CODECS[codec])
+  add = lambda x: parallel.psum_scatter(
+    x, axis_name="data", axis=axis, codec=CODECS[codec]
+  )
   sent = others * payload_bytes(CODECS[codec], [_floats(rows, columns)], 1)
   return compiled(mesh, add, shape, arithmetic=sent)
 

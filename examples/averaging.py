@@ -1,4 +1,4 @@
-"""Averages parameters over the steps, to test the average in their place."""
+"""An average of the parameters over the steps, to test in their place."""
 
 from typing import Any, NamedTuple
 

@@ -26,7 +26,7 @@ def characters(folder: Path = FOLDER) -> Text:
 
 
 def words(folder: Path = FOLDER, symbols: int = 10_000) -> Text:
-  """Reads the corpus as numbers of words, of small letters alone.
+  """Reads the corpus as numbers of lower-case words.
 
   Args:
     folder: where the texts are.

@@ -1,4 +1,4 @@
-"""Calls a network of flax nnx or flax linen, to train it and to test it."""
+"""Functions that call a network of flax nnx or flax linen, to train and to test it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ Model = Callable[..., nnx.Module] | linen.Module
 
 
 class Functions(NamedTuple):
-  """Calls a network in each way, by functions of its parameters."""
+  """The functions of a network, each of its parameters."""
 
   init: Callable[..., Any]  # key -> params
   train: Callable[..., jax.Array]  # params, inputs, key for dropout or None -> logits

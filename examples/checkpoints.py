@@ -1,4 +1,4 @@
-"""Keeps the state of a run, so that a later one goes on from it, to the same bits."""
+"""Checkpoints of a run, from which a later one goes on, to the same bits."""
 
 import argparse
 import itertools
@@ -96,7 +96,7 @@ class Saved:
     return step, state, found["notes"]
 
   def save(self, step: int, state: Any, notes: Any = None) -> None:
-    """Saves if it is time to. Notes are what JSON can hold."""
+    """Saves if it is time to. Notes are values that JSON can hold."""
     if not self._manager:
       return
     ocp = orbax()
@@ -117,7 +117,7 @@ def saved_in(
   params: Any = None,
   workers: int = 1,
 ) -> Saved:
-  """Makes what keeps a run in the folder of the options.
+  """Makes the keeper of a run, in the folder of the options.
 
   Args:
     args: the options.

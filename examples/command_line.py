@@ -1,4 +1,4 @@
-"""Defines the options that the trainers of images and of text share."""
+"""The options that the trainers of images and of text share."""
 
 import argparse
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from parsing import (
 
 
 class Defaults(NamedTuple):
-  """Holds what each of the two trainers has of its own."""
+  """The defaults of a trainer, of images or of text."""
 
   codec: str
   compared: tuple[str, ...]  # what --compare without names stands for
@@ -95,7 +95,7 @@ def add_training(
 
 
 def add_exchange(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
-  """Adds what crosses the wire."""
+  """Adds the options of codec and exchange."""
   add = parser.add_argument_group("exchange").add_argument
   marks = {name: " (default)" for name in (defaults.codec,)}
   add(
@@ -128,7 +128,7 @@ def add_exchange(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
 
 
 def add_comparison(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
-  """Adds what is compared, and what is written."""
+  """Adds the options of a comparison and of its output."""
   add = parser.add_argument_group("comparison").add_argument
   add(
     "--compare",
@@ -180,7 +180,7 @@ def add_devices(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
 def complete(
   parser: argparse.ArgumentParser, args: argparse.Namespace, defaults: Defaults
 ) -> argparse.Namespace:
-  """Fills in the rate of the optimizer chosen, and refuses what does not fit."""
+  """Fills in the rate of the chosen optimizer, and refuses options that do not fit."""
   if args.learning_rate is None:
     args.learning_rate = defaults.rates[args.optimizer]
   if args.local_steps and args.local_steps > args.steps:

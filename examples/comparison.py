@@ -28,7 +28,7 @@ Draw = Callable[..., Iterator[Batch]]  # seed= -> the batches of this process
 
 
 class Prepared(NamedTuple):
-  """A compiled step, and what it needs."""
+  """A compiled step, with its bytes, its first state and its log."""
 
   step: Callable[..., Any]
   bytes_sent: int  # by each worker in a step
@@ -60,7 +60,7 @@ def train_method(
 def prepare(
   method: Method, task: Task, batch: Batch, args: argparse.Namespace
 ) -> Prepared:
-  """Compiles the step of a method whose workers all have all parameters."""
+  """Compiles the step of a method that replicates all parameters."""
   optimizer = make_optimizer(method, args, seed=0)
   step, wire = compile_step(task, optimizer, batch)
   sent, dense = wire.bytes_sent, wire.dense_bytes

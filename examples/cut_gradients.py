@@ -1,4 +1,4 @@
-"""Shows what is lost of gradients that workers send to the owners of cut parameters.
+"""Inspects the loss of gradients on their way to the owners of sharded parameters.
 
 ``parallel.gather`` compresses in its backward pass, out of which nothing comes but
 cotangents. So another exchange is inspected, which does to whole gradients what that
@@ -21,7 +21,7 @@ SMALL = 1024  # elements of a leaf that travels in float32
 
 
 def exchange_of(codec: Codec, *, feedback: bool = True) -> optax.GradientTransformation:
-  """Makes the exchange, whose state also has the residuals of gathers."""
+  """Makes the exchange; its state also has the residuals of gathers."""
   return gradcomp.compress(
     codec,
     axis_name=AXIS,
@@ -39,7 +39,7 @@ def inspect(
   Args:
     exchange: that of the codec.
     grads: of whole parameters, in the units in which owners add them.
-    residuals: what waits of them, in the same shapes; None where nothing does.
+    residuals: the unsent parts, in the same shapes; None without one.
   """
   state = exchange.init(grads)
   if state.residual is not None:

@@ -1,4 +1,4 @@
-"""A net of dense layers, whole or cut over workers by outputs, behind a convolution.
+"""A net of dense layers, whole or sharded over workers by outputs, and a convolution.
 
 Dettmers, `8-Bit Approximations for Parallelism in Deep Learning
 <https://arxiv.org/abs/1511.04561>`_, 2016, section 2, cuts a dense layer by its
@@ -23,7 +23,7 @@ DROPOUT = (0.2, 0.3, 0.3)  # of the inputs and of two hidden layers, the paper's
 
 
 def init(key: jax.Array, sizes: Sequence[int], unit: Unit = "relu") -> Layers:
-  """Draws the whole net, whose layers have ``sizes[i]`` inputs.
+  """Draws the whole net: layer i has ``sizes[i]`` inputs.
 
   Weights are normal with the variance 2 / inputs for ReLU and 16 / inputs for logistic
   units, whose slope is a quarter. Biases are zero.

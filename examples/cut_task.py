@@ -1,4 +1,4 @@
-"""A task whose dense layers are cut over a mesh, and take a batch in several passes."""
+"""A task with dense layers that are sharded over a mesh, and several passes a batch."""
 
 import argparse
 import functools
@@ -13,18 +13,18 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sub_batches import sub_batches
 from training import Batch
 
 import gradcomp
 from gradcomp import parallel
-from gradcomp._src.parallel.sub_batches import sub_batches
 from gradcomp.codecs import Codec
 
 AXIS = "model"
 
 
 class Task:
-  """A net that is cut over a mesh: how it starts, takes a step, and is tested.
+  """A net that is sharded over a mesh: its start, its step, and its test.
 
   Parameters are ``{"front": ..., "dense": [{"w": ..., "b": ...}, ...]}``.
 
@@ -67,7 +67,7 @@ class Task:
     return jax.jit(self._start, out_shardings=places)(seed)
 
   def recorded(self) -> dict[str, Any]:
-    """Returns what a record needs: the part of the optimizer with gradcomp in it."""
+    """Returns the arguments of a record: the optimizer with gradcomp in it."""
     params, _ = jax.eval_shape(self._start, 0)
     return {
       "optimizer": self._rmsprop["front"],
@@ -129,7 +129,7 @@ class Task:
       def gather(y: jax.Array, layer: int) -> jax.Array:
         return parallel.all_gather(
           y,
-          AXIS,
+          axis_name=AXIS,
           codec=self._codec,
           axis=1,
           # The logits are equal on all workers, and so are their errors.
@@ -174,7 +174,9 @@ class Task:
   def _local_step(self, params: Any, state: Any, batch: Batch) -> Any:
     key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["count"])
     # Each worker's own gradient of the front, which the exchange averages.
-    marked = params | {"front": gradcomp.defer_reduction(params["front"], AXIS)}
+    marked = params | {
+      "front": gradcomp.defer_reduction(params["front"], axis_name=AXIS)
+    }
 
     def loss_fn(params: Any) -> jax.Array:
       return self._losses(params, batch, key, dropout=cut_layers.DROPOUT)[0].mean()

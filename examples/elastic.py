@@ -8,7 +8,7 @@ and ADDRESS is where the others reach it; on one machine, leave it out.
 This is the supervisor, which knows nothing of JAX: a process that computes is ended by
 JAX when another one dies. It starts elastic_worker.py, and again for each generation: a
 fixed list of hosts, which lasts until one of them fails or another one wants to join.
-Supervisors need no server. What they know of each other are files in the folder.
+Supervisors need no server. They know each other by files in the folder.
 
   host-HOST.json          the host lives, while this file keeps changing
   plan-GENERATION.json    who trains, and what they go on from; written once
@@ -42,7 +42,7 @@ LOST = 1
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """Says who trains in a generation, and what they go on from.
+  """The hosts of a generation, and the parts that they go on from.
 
   Attributes:
     generation: counts from 0.
@@ -86,7 +86,7 @@ def parts_path(
 
 
 def all_parts(folder: pathlib.Path) -> dict[tuple[int, int], set[int]]:
-  """Returns the hosts whose parts are there, by generation and step."""
+  """Returns the hosts that left parts, by generation and step."""
   found: dict[tuple[int, int], set[int]] = {}
   for path in folder.glob("parts-*.npz"):
     generation, step, host = map(int, path.stem.split("-")[1:])
@@ -111,7 +111,7 @@ def next_plan(
 
 
 class Pulse:
-  """Shows that this host lives, and watches who else does.
+  """Shows that this host lives, and watches the others.
 
   Nobody compares clocks of different hosts: a host lives while its file changes.
 
@@ -130,7 +130,7 @@ class Pulse:
 
   @property
   def settled(self) -> bool:
-    """Returns whether everybody who lives must have been seen."""
+    """True once every host that lives must have been seen."""
     return time.monotonic() > self._began + self._patience
 
   def beat(self, left: int) -> dict[int, tuple[int, str]]:
@@ -183,7 +183,7 @@ class Supervisor:
       self._end_worker()
 
   def _done(self) -> bool:
-    """Returns whether to end; SystemExit if the training has failed."""
+    """Returns True to end; SystemExit if the training has failed."""
     path = self._folder / "done.json"
     if not path.exists():
       return False
@@ -219,7 +219,7 @@ class Supervisor:
       self._mark("stop")
 
   def _notice_end(self) -> None:
-    """Notices that the worker has ended, or waits to be ended."""
+    """Notices that the worker has ended, or has to be ended."""
     if self._worker is None or self._left == self._generation:
       return
     code = self._worker.poll()

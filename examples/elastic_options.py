@@ -1,4 +1,4 @@
-"""Defines the options of elastic.py, and those that it hands on to its workers.
+"""The options of elastic.py, and the options that it hands on to its workers.
 
 It needs no JAX, so that a wrong option ends the supervisor and not its workers.
 """
@@ -13,7 +13,7 @@ CODECS = ("qsgd-4", "blocktop")
 
 
 def training() -> argparse.ArgumentParser:
-  """Makes the parser of what the workers of all generations do."""
+  """Makes the parser of the training options, for workers of all generations."""
   parser = argparse.ArgumentParser(add_help=False)
   add = parser.add_argument_group("training").add_argument
   add("--steps", type=positive, default=500, help="of the whole training")
@@ -30,7 +30,7 @@ def training() -> argparse.ArgumentParser:
 def supervising(
   arguments: Sequence[str] | None = None,
 ) -> tuple[argparse.Namespace, list[str]]:
-  """Reads the options of a supervisor; returns those of its workers behind them."""
+  """Reads the options of a supervisor; returns its workers' options behind them."""
   parser = argparse.ArgumentParser(
     parents=[training()], formatter_class=argparse.ArgumentDefaultsHelpFormatter
   )

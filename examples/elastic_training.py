@@ -9,16 +9,19 @@ import numpy as np
 import optax
 
 import gradcomp
-from gradcomp.codecs import QSGD, BlockTop
+from gradcomp.codecs import QSGD, BlockTop, LeafCodec
 
 BATCH = 120  # of all workers together: one learning rate for any number of them
 KINDS = "residual", "rows"  # of what a worker has of its own; owners keep rows
 # How local steps are exchanged, and the learning rate that goes with it. The options of
 # BlockTop are those of SparseLoCo, which sends too little for the rate of QSGD.
-CODECS: dict[str, tuple[dict[str, Any], float]] = {
-  "qsgd-4": ({"codec": QSGD(bits=4), "exchange": "two_shot"}, 1e-2),
+CODECS: dict[str, tuple[LeafCodec, gradcomp.local.LocalOptions, float]] = {
+  "qsgd-4": (QSGD(bits=4), gradcomp.local.LocalOptions(exchange="two_shot"), 1e-2),
   "blocktop": (
-    {"codec": BlockTop(), "feedback_decay": 0.95, "merge": "senders"},
+    BlockTop(),
+    gradcomp.local.LocalOptions(
+      feedback=gradcomp.ErrorFeedback(residual_decay=0.95), merge="senders"
+    ),
     3e-3,
   ),
 }
@@ -52,7 +55,7 @@ class Training:
 
   Args:
     mesh: one device a worker.
-    local_steps: how many steps workers take alone before each exchange; 0 for none.
+    local_steps: the local steps before each exchange; 0 for none.
     codec: of local steps, a name of ``CODECS``.
 
   Attributes:
@@ -69,13 +72,14 @@ class Training:
       optax.adam(1e-2),
     )
     if local_steps:
-      exchange, rate = CODECS[codec]
+      code, options, rate = CODECS[codec]
       self._optimizer = gradcomp.local.local_steps(
         optax.adam(rate),
         optax.sgd(1.0),  # momentum would need more rounds than this training has
-        every=local_steps,
         axis_name="data",
-        **exchange,
+        every=local_steps,
+        codec=code,
+        options=options,
       )
     # Without donation: a step that fails leaves what it was given.
     self._train_step = gradcomp.make_train_step(
@@ -87,7 +91,7 @@ class Training:
     self._keep(0, state)
 
   def _keep(self, step: int, state: State) -> None:
-    specs = gradcomp.state_specs(state, "data")
+    specs = gradcomp.state_specs(state, axis_name="data")
     place = lambda leaf, spec: jax.device_put(leaf, jax.NamedSharding(self._mesh, spec))
     self.kept.append((step, jax.tree.map(place, state, specs)))
 
@@ -100,11 +104,11 @@ class Training:
     return self.kept[-1][1][0]
 
   def record(self, workers: int) -> dict[str, Any]:
-    """Returns what a state of so many workers belongs to."""
+    """Returns the record of a state with ``workers`` workers."""
     return gradcomp.checkpoint.record(self._optimizer, self._params, workers=workers)
 
   def advance(self, *, inspect: bool = False) -> dict[str, Any]:
-    """Takes a step, and returns its loss, and what inspect shows of it."""
+    """Takes a step, and returns its loss, and the inspection if asked."""
     step, state = self.kept[-1]
     rows = BATCH // self._mesh.size * jax.local_device_count()
     own = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
@@ -121,11 +125,11 @@ class Training:
   def resume(
     self, step: int, parts: Parts, hosts: list[int], residuals: list[int]
   ) -> None:
-    """Goes on from what other workers had after a step.
+    """Goes on from the parts that other workers left after a step.
 
     In the midst of a round it goes on from the last exchange, for only then do all have
-    the same parameters. What was not sent before it is kept, and so are the states of
-    the workers' own optimizers. The steps of the round are done again.
+    the same parameters. Residuals from before it are kept, and so are the states of the
+    workers' own optimizers. The steps of the round are done again.
 
     Args:
       step: the number of steps.
@@ -152,27 +156,27 @@ class Training:
       step -= step % self._round
       opt_state = _at_the_exchange(opt_state, step)
     opt_state = gradcomp.reshard_state(
+      self._optimizer,
+      params,
       opt_state,
+      axis_name="data",
       old_workers=len(hosts),
       workers=self._mesh.size,
-      optimizer=self._optimizer,
-      params=params,
-      axis_name="data",
-      mesh=self._mesh,
       keep="mean",  # for the batch and the learning rate stay
+      mesh=self._mesh,
     )
     self.kept.clear()
     self._keep(step, (params, opt_state))
 
   def kinds(self) -> list[str]:
-    """Returns for each leaf what a worker keeps there of its own, or ""."""
-    specs = gradcomp.state_specs(self.kept[-1][1], "data")
+    """Returns for each leaf the kind of a worker's own part, or ""."""
+    specs = gradcomp.state_specs(self.kept[-1][1], axis_name="data")
     is_spec = lambda x: isinstance(x, jax.P)
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
     return [_kind(path) if spec != jax.P() else "" for path, spec in leaves]
 
   def unsent(self, part: list[np.ndarray]) -> str:
-    """Returns in words how much a worker had not sent, by its part."""
+    """Describes the unsent part of a worker in words."""
     pairs = list(zip(self.kinds(), part, strict=True))
     own = {kind: [x.ravel() for k, x in pairs if k == kind] for kind in KINDS}
     norms = {kind: np.linalg.norm(np.concatenate(x)) for kind, x in own.items() if x}
@@ -180,7 +184,7 @@ class Training:
 
 
 def _kind(path: Any) -> str:
-  """Returns which of ``KINDS`` a worker keeps at a path, or "steps" it took alone."""
+  """Returns the kind at a path: one of ``KINDS``, or "steps" for local steps."""
   text = jax.tree_util.keystr(path)
   if ".server_residual" in text:
     return "rows"
@@ -198,7 +202,7 @@ def _at_the_exchange(
 
 
 def _mean_here(x: jax.Array) -> jax.Array | np.floating:
-  """Averages over this process's workers what each has of its own."""
+  """Averages over this process's workers, where each has a value of its own."""
   if x.is_fully_replicated:
     return x
   return np.mean([part.data for part in x.addressable_shards])

@@ -37,7 +37,7 @@ LIMITS = {
 
 
 class Worker:
-  """Is one of the workers of a plan."""
+  """One of the workers of a plan."""
 
   def __init__(self, folder: pathlib.Path, plan: elastic.Plan, host: int):
     self._folder, self._plan, self._host = folder, plan, host
@@ -51,7 +51,7 @@ class Worker:
     return self._folder / f"{what}-{self._plan.generation}{of}"
 
   def _watch(self) -> None:
-    """Leaves when others say so, whatever the main thread waits for."""
+    """Leaves when others ask for it, in whatever state the main thread is."""
     while not self._mark("over").exists():
       self._wait()
     self.leave()
@@ -62,7 +62,7 @@ class Worker:
     time.sleep(elastic.TICK)
 
   def leave(self) -> NoReturn:
-    """Saves what this worker has, and ends, without JAX's wait for all others."""
+    """Saves this worker's parts, and ends without JAX's barrier for all others."""
     with self._leaving:
       self._mark("over").touch()
       try:
@@ -95,7 +95,7 @@ class Worker:
       raise ValueError(f"{path} must be whole, but {error}; remove it.") from error
 
   def _resume(self, training: elastic_training.Training) -> str:
-    """Goes on from the source of the plan; returns in words what was lost."""
+    """Goes on from the source of the plan; describes the lost parts in words."""
     plan = self._plan
     if plan.source is None:
       return "a new training"
@@ -117,7 +117,7 @@ class Worker:
     return f"from {source}; lost: {', '.join(lost) or 'nothing'}"
 
   def _size(self, training: elastic_training.Training, host: int) -> str:
-    """Returns how large the lost part of a host was when it was last seen."""
+    """Describes the size of a host's lost part when it was last saved."""
     last = self._plan.checkpoint
     if last is None or not elastic.parts_path(self._folder, *last, host).exists():
       return ""
@@ -164,7 +164,7 @@ class Worker:
     jax.distributed.shutdown()
 
   def _forget_before(self, step: int) -> None:
-    """Removes parts that are older than those that all have just saved."""
+    """Removes parts that are older than the parts that all have just saved."""
     for generation, other in elastic.all_parts(self._folder) if self._first else []:
       if (generation, other) < (self._plan.generation, step):
         for path in self._folder.glob(f"parts-{generation}-{other}-*.npz"):
@@ -176,7 +176,7 @@ class Worker:
 
 
 def inspected(number: int, every: int, round_steps: int) -> bool:
-  """Returns whether a step ends the round in which a multiple of ``every`` is."""
+  """Returns True for a step that ends the round with a multiple of ``every`` in it."""
   return every > 0 and ends_round(number, round_steps, first=every, every=every)
 
 

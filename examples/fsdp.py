@@ -1,4 +1,4 @@
-"""Cuts parameters over workers, who gather them for each step in few bits (FSDP)."""
+"""Shards parameters over workers, which gather them in few bits each step (FSDP)."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from gradcomp.codecs import Codec
 
 
 class State(NamedTuple):
-  """Holds what a worker keeps besides its part of the parameters."""
+  """The state of a worker, but for its shard of the parameters."""
 
   inner: Any  # of the optimizer, for the part
   residuals: Any  # what is lost of gradients, like whole parameters; None for no such
@@ -28,18 +28,18 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fsdp:
-  """Takes steps with parameters that are cut by their first axis.
+  """Takes steps with parameters that are sharded by their first axis.
 
   Before each step the workers send their parts of the parameters to each other, and
-  after it their gradients, each part to the worker that owns it. The optimizer works on
-  a worker's part alone. Parameters of one axis, like scales, travel in float32.
+  after it their gradients, each part to the worker that owns it. The optimizer works
+  only on a worker's part. Parameters of one axis, like scales, travel in float32.
 
   Args:
     loss_fn: the mean loss of whole parameters on a worker's samples.
     optimizer: one that treats each element by itself, like Adam.
     weights: the codec of parameters.
     grads: the codec of gradients.
-    feedback: whether workers keep what is lost of their gradients, and send it later.
+    feedback: whether workers keep residuals of their gradients.
   """
 
   loss_fn: Callable[[Any, Batch], jax.Array]
@@ -50,7 +50,9 @@ class Fsdp:
 
   def init(self, shards: Any, seed: int = 0) -> State:
     """Makes the state, inside the map."""
-    residual = lambda w: parallel.gather_residual(w, AXIS) if self._kept(w) else None
+    residual = lambda w: (
+      parallel.gather_residual(w, axis_name=AXIS) if self._kept(w) else None
+    )
     return State(
       inner=self.optimizer.init(shards),
       residuals=jax.tree.map(residual, shards),
@@ -59,7 +61,7 @@ class Fsdp:
     )
 
   def specs(self, params: Any) -> State:
-    """Returns how the state lies on a mesh: all but scalars is cut."""
+    """Returns the specs of the state on a mesh: all but scalars is sharded."""
     inner = jax.eval_shape(self.optimizer.init, params)
     return State(
       inner=jax.tree.map(lambda x: P(AXIS) if x.ndim else P(), inner),
@@ -70,7 +72,7 @@ class Fsdp:
 
   @property
   def exchange(self) -> optax.GradientTransformation:
-    """An exchange of whole gradients that loses what is lost here."""
+    """An exchange of whole gradients with the loss of the gathers' backward pass."""
     return cut_gradients.exchange_of(self.grads, feedback=self.feedback)
 
   def step(
@@ -78,7 +80,7 @@ class Fsdp:
   ) -> tuple[Any, State, Any]:
     """Takes a step inside the map, and returns the mean loss of all workers, too.
 
-    With ``inspect``, gradients of whole parameters are computed besides, and seen.
+    With ``inspect``, gradients of whole parameters are computed, too, and inspected.
     """
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.count)
 
@@ -102,7 +104,7 @@ class Fsdp:
     return shards, state, metrics
 
   def whole(self, shards: Any, residuals: Any, key: jax.Array) -> Any:
-    """Gathers all parameters. Their gradients are what each worker's own part gets."""
+    """Gathers all parameters; a gradient of them goes to the owners of the parts."""
     leaves, tree = jax.tree.flatten(shards)
     gathered = []
     for i, (w, kept) in enumerate(
@@ -112,8 +114,8 @@ class Fsdp:
       gathered.append(
         parallel.gather(
           w,
-          AXIS,
-          weights=None if small else self.weights,
+          axis_name=AXIS,
+          params=None if small else self.weights,
           grads=None if small else self.grads,
           residual=kept,
           key=jax.random.fold_in(key, i),
@@ -128,7 +130,7 @@ class Fsdp:
 def compile_step(
   task: Task, fsdp: Fsdp, batch: Batch, *, inspect: bool = False
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-  """Compiles a train step, and returns it behind what makes its state.
+  """Compiles a train step; returns a function that makes its state, and the step.
 
   Args:
     task: one with ``spec=P(AXIS)``.

@@ -1,11 +1,11 @@
-"""Trains a transformer of flax linen whose parameters are cut over the workers (FSDP).
+"""Trains a transformer of flax linen with sharded parameters (FSDP).
 
     python examples/fsdp_linen.py --steps 200
 
 Each worker keeps an Nth of each parameter, and of Adam's state. A block gathers its
 parameters in 8 bits when it needs them, in the forward pass and again in the backward
-pass, and forgets them. Their gradients go back to their owners in 4 bits. What that
-loses, each worker keeps in a residual, and sends in the next step.
+pass, and forgets them. Their gradients go back to their owners in 4 bits. Each worker
+keeps the loss of that in a residual, and sends it in the next step.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ GRADS = QSGD(bits=4, bucket_size=128, rounding="nearest")
 
 
 def gathered(variables: Any) -> Any:
-  """Puts the parameters of a layer together. All are cut along their first axis."""
+  """Gathers the parameters of a layer. All are sharded along their first axis."""
 
   def gather(w: jax.Array, residual: jax.Array) -> jax.Array:
     small = w.ndim < 2  # such parameters travel in float32
-    codecs = dict(weights=None if small else WEIGHTS, grads=None if small else GRADS)
-    return parallel.gather(w, "data", residual=residual, **codecs)
+    codecs = dict(params=None if small else WEIGHTS, grads=None if small else GRADS)
+    return parallel.gather(w, axis_name="data", residual=residual, **codecs)
 
   return {"params": jax.tree.map(gather, variables["params"], variables["residuals"])}
 
@@ -49,7 +49,7 @@ plain = Transformer(text.CHARACTERS)  # of whole parameters
 
 
 def share_of_loss(logits: jax.Array, batch: text.Tokens) -> jax.Array:
-  """Returns a worker's share of the mean loss, of which gradients are sums."""
+  """Returns a worker's share of the mean loss; gradients of it are to be added up."""
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
   return jnp.mean(losses) / lax.axis_size("data")
 
@@ -71,7 +71,7 @@ def worker(params: Any, residuals: Any, batch: text.Tokens) -> Any:
 
 
 def whole_gradients(params: Any, residuals: Any, batch: text.Tokens) -> Any:
-  """Returns the gradient of whole parameters, and what waits of it: to be inspected."""
+  """Returns the gradient of whole parameters, and the residuals, to be inspected."""
   whole = gathered({"params": params, "residuals": residuals})["params"]
 
   def loss_fn(whole: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Trains a transformer of flax nnx whose parameters are cut over the workers (FSDP).
+"""Trains a transformer of flax nnx with sharded parameters (FSDP).
 
     python examples/fsdp_nnx.py --steps 200
 
@@ -56,16 +56,18 @@ def layers(width: int, length: int, depth: int, *, rngs: nnx.Rngs) -> list[nnx.M
 
 
 def gather(like: Any, w: jax.Array, residual: jax.Array) -> jax.Array:
-  """Puts a parameter together from flat parts; ``like`` has its shape."""
+  """Gathers a parameter from flat parts; ``like`` has its shape."""
   small = len(like.shape) < 2  # such parameters travel in float32
-  codecs = dict(weights=None if small else WEIGHTS, grads=None if small else GRADS)
-  return parallel.gather(w, "data", residual=residual, shape=like.shape, **codecs)
+  codecs = dict(params=None if small else WEIGHTS, grads=None if small else GRADS)
+  return parallel.gather(
+    w, axis_name="data", residual=residual, shape=like.shape, **codecs
+  )
 
 
 def share_of_loss(
   call: Callable[[int, jax.Array], jax.Array], depth: int, batch: text.Tokens
 ) -> jax.Array:
-  """Computes a worker's share of the mean loss, of which gradients are sums.
+  """Computes a worker's share of the mean loss; gradients of it are to be added up.
 
   Args:
     call: applies the layer of a number.
@@ -104,7 +106,7 @@ def loss_fn(parts: Any, params: Any, residuals: Any, batch: text.Tokens) -> jax.
 def whole_gradients(
   parts: Any, params: Any, residuals: Any, batch: text.Tokens
 ) -> tuple[Any, Any]:
-  """Returns the gradient of whole parameters, and what waits of it: to be inspected."""
+  """Returns the gradient of whole parameters, and the residuals, to be inspected."""
   every = list(zip(parts, params, residuals, strict=True))
   whole = [jax.tree.map(gather, like, w, e) for (_, like), w, e in every]
 

@@ -1,4 +1,4 @@
-"""Trains a transformer whose parameters are cut over the workers, with residuals."""
+"""Trains a transformer with sharded parameters and residuals, for FSDP examples."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -71,7 +71,7 @@ def train(
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
 
   def zeros(params: Any) -> Any:
-    return jax.tree.map(lambda w: parallel.gather_residual(w, "data"), params)
+    return jax.tree.map(lambda w: parallel.gather_residual(w, axis_name="data"), params)
 
   def cut(function: Any, outputs: Any) -> Any:
     return jax.shard_map(function, in_specs=P("data"), out_specs=outputs)

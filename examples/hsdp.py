@@ -1,4 +1,4 @@
-"""Cuts parameters over the chips of a host, and compresses what hosts send (HSDP).
+"""Shards parameters over a host's chips, and compresses gradients between hosts (HSDP).
 
     python examples/hsdp.py --hosts 2 --chips 4 --steps 200
 
@@ -32,7 +32,7 @@ BOTH = P(("host", "chip"))  # how a batch is cut
 
 
 def gathered(params: Any) -> Any:
-  """Puts parameters together inside a host. All are cut along their first axis."""
+  """Gathers parameters inside a host. All are sharded along their first axis."""
   return jax.tree.map(lambda w: lax.all_gather(w, "chip", tiled=True), params)
 
 
@@ -41,7 +41,7 @@ GatheredBlock = linen.remat(linen.map_variables(Block, "params", gathered))
 
 
 def make_loss(model: linen.Module) -> Callable[..., jax.Array]:
-  """Returns the loss of a chip, divided by the chips, whose gradients add up."""
+  """Returns the loss of a chip over the number of chips, so that gradients add up."""
 
   def loss_fn(params: Any, batch: text.Tokens) -> jax.Array:
     outer = {k: w for k, w in params.items() if not k.startswith("block")}
@@ -72,7 +72,7 @@ def make_step(
 
   def chip(params: Any, state: Any, batch: Any) -> Any:
     # Without this JAX would add up the gradients of all hosts, in full precision.
-    own = gradcomp.defer_reduction(params, "host")
+    own = gradcomp.defer_reduction(params, axis_name="host")
     loss, grads = jax.value_and_grad(loss_fn)(own, batch)
     loss = lax.pmean(lax.psum(loss, "chip"), "host")
     if inspect:
@@ -108,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Trains, and prints the loss and what crosses hosts."""
+  """Trains, and prints the loss and the bytes between hosts."""
   parser = make_parser()
   args = parser.parse_args(argv)
   workers = args.hosts * args.chips
@@ -129,10 +129,10 @@ def main(argv: Sequence[str] | None = None) -> None:
   params = jax.jit(init, out_shardings=P("chip"))(jax.random.key(0))
   cut = jax.tree.map(lambda _: P("chip"), params)
   states = (
-    gradcomp.init_state(exchange, params, "host", param_specs=cut),
+    gradcomp.init_state(exchange, params, axis_name="host", param_specs=cut),
     jax.jit(optimizer.init)(params),
   )
-  specs = gradcomp.state_specs(states[0], "host", param_specs=cut)
+  specs = gradcomp.state_specs(states[0], axis_name="host", param_specs=cut)
   model = Transformer(text.CHARACTERS, block=GatheredBlock)
   parts = make_loss(model), exchange, optimizer, specs
   step, look = (make_step(*parts, inspect=inspect) for inspect in (False, True))

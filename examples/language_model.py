@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def check_cut(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-  """Refuses options that do not go with a cut optimizer, which is Adam."""
+  """Refuses options that do not go with a sharded optimizer, which is Adam."""
   plain = parser.parse_args([])
   refused = "compare ema weight_decay warmup codec clip local_steps"
   for name in refused.split():
@@ -116,14 +116,14 @@ def check_cut(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
 
 
 def train_cut(task: Task, draw: Draw, args: argparse.Namespace) -> list[Run]:
-  """Trains with an optimizer or parameters that are cut over the workers."""
+  """Trains with an optimizer or parameters that are sharded over the workers."""
   batch = next(draw(seed=0))
   prepare = prepare_fsdp if args.parallel == "fsdp" else prepare_zero
   return train_seeds(args.parallel, prepare(task, batch, args), task, draw, args)
 
 
 def prepare_zero(task: Task, batch: Batch, args: argparse.Namespace) -> Prepared:
-  """Compiles a step whose workers each run the optimizer on a part of parameters."""
+  """Compiles a step in which each worker runs the optimizer on its shard."""
   optimizer = zero(
     optax.adam(make_schedule(args)),
     grads=QSGD(bits=args.grads),
@@ -144,7 +144,7 @@ def prepare_zero(task: Task, batch: Batch, args: argparse.Namespace) -> Prepared
 
 
 def prepare_fsdp(task: Task, batch: Batch, args: argparse.Namespace) -> Prepared:
-  """Compiles a step whose workers each keep a part of the parameters."""
+  """Compiles a step in which each worker keeps a shard of the parameters."""
   cut = fsdp.Fsdp(
     loss_fn=task.loss_fn,
     optimizer=optax.adam(make_schedule(args)),

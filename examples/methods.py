@@ -1,4 +1,4 @@
-"""The methods that the command line names: what crosses the wire in a step."""
+"""The methods that the command line names: codecs, and recipes with options."""
 
 import argparse
 import dataclasses
@@ -30,7 +30,7 @@ from gradcomp.codecs import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Redsync:
-  """Fang et al.'s recipe, which has the momentum of SGD in it.
+  """Fang et al.'s recipe, with the momentum of SGD in the exchange.
 
   Args:
     asq: whether all layers but the output layer send one mean for their values.
@@ -80,7 +80,7 @@ def choose(
   """Returns the methods that the options name; QSGD's with their bucket size.
 
   Args:
-    parser: what says that options do not go together.
+    parser: reports options that do not go together.
     args: the options.
     compared: the names that ``--compare`` without names stands for.
   """
@@ -139,18 +139,21 @@ def make_local_steps(
   """
   drops = isinstance(method, TopK | BlockTop)
   gathers = args.exchange in ("auto", "all_gather")
-  kept = "error" if args.feedback == "auto" else args.feedback
+  kept = {"auto": "error", "none": None}.get(args.feedback, args.feedback)
+  if drops and kept == "error":
+    kept = gradcomp.ErrorFeedback(residual_decay=0.95)
   return gradcomp.local.local_steps(
     inner,
     optax.sgd(1.0) if drops else optax.sgd(0.7, 0.9, nesterov=True),
+    axis_name=AXIS,
     every=args.local_steps,
     codec=method,
-    axis_name=AXIS,
-    exchange=args.exchange,
-    feedback=None if kept == "none" else kept,
-    feedback_decay=0.95 if drops and kept == "error" else 1.0,
-    merge="senders" if drops and gathers else "mean",
-    key=seed,
+    options=gradcomp.local.LocalOptions(
+      exchange=args.exchange,
+      feedback=kept,
+      merge="senders" if drops and gathers else "mean",
+      key=seed,
+    ),
   )
 
 
@@ -175,7 +178,7 @@ def make_redsync(
 
 
 def output_layer(params: Any) -> Any:
-  """Labels the output layer, whose values are not quantized.
+  """Labels the output layer, to leave its values unquantized.
 
   It is the head or, where there is none, the embedding.
   """

@@ -1,4 +1,4 @@
-"""Trains a net whose dense layers are cut over workers, which send activations.
+"""Trains a net with dense layers sharded over workers, which send activations.
 
     python examples/model_parallel.py --codec linear
     python examples/model_parallel.py --compare f32 linear qsgd-4 --seeds 3
@@ -84,7 +84,7 @@ def run_codec(
   """Compiles the step once for all seeds, and trains from each.
 
   The optimizer of the convolution has gradcomp's transformation, so a record of it is
-  saved beside the state. What is cut keeps nothing of gradcomp's: a run of another
+  saved beside the state. Sharded leaves keep nothing of gradcomp's: a run of another
   codec has a folder of its own, Orbax refuses arrays of other shapes, and any number of
   workers that the layers can be cut over takes up the whole arrays.
   """

@@ -1,4 +1,4 @@
-"""Makes the optimizer that the options name, behind what averages the gradients."""
+"""Makes the optimizer that the options name, with the exchange in front of it."""
 
 import argparse
 from typing import Any
@@ -30,9 +30,8 @@ def make_optimizer(
   """Chains the exchange, clipping, the optimizer and the average of the parameters.
 
   The norm that is clipped is that of the mean gradient, and of local steps that of the
-  worker's own. RedSync has momentum in its
-  exchange, so there each worker clips its own gradient before, of all leaves together.
-  The seed goes into the state alone.
+  worker's own. RedSync has momentum in its exchange, so there each worker clips its own
+  gradient before, of all leaves together. The seed goes only into the state.
   """
   if args.local_steps:
     clip = optax.identity()
@@ -58,7 +57,7 @@ def _averaging(args: argparse.Namespace) -> list[optax.GradientTransformation]:
 
 
 def _descent(method: Method, args: argparse.Namespace) -> optax.GradientTransformation:
-  """Makes SGD or Adam. Weights decay, which are matrices and kernels; biases do not."""
+  """Makes SGD or Adam. Matrices and kernels decay, and biases do not."""
   rate = make_schedule(args)
   if args.optimizer == "adam":
     if not args.weight_decay:
@@ -72,5 +71,5 @@ def _descent(method: Method, args: argparse.Namespace) -> optax.GradientTransfor
 
 
 def weights(params: Any) -> Any:
-  """Tells the parameters that decay."""
+  """Masks the parameters that decay: matrices and kernels."""
   return jax.tree.map(lambda x: x.ndim > 1, params)

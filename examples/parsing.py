@@ -1,6 +1,6 @@
-"""Parses numbers of command lines, and refuses those out of their range by the rule.
+"""Parsers of numbers on command lines, with errors that give the rule.
 
-The errors are argparse's, which says the option before them.
+The errors are argparse's, which puts the option before them.
 """
 
 import argparse
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-  """Returns what parses an integer of this range."""
+  """Returns a parser of integers from ``least`` to ``most``."""
 
   def parse(text: str) -> int:
     try:
@@ -25,7 +25,7 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def real(rule: str, allowed: Callable[[float], bool]) -> Callable[[str], float]:
-  """Returns what parses a number that is allowed; NaN never is."""
+  """Returns a parser of numbers that are allowed; NaN never is."""
 
   def parse(text: str) -> float:
     try:
@@ -40,7 +40,7 @@ def real(rule: str, allowed: Callable[[float], bool]) -> Callable[[str], float]:
 
 
 def bucket(text: str) -> int:
-  """Parses the size of a bucket, of which words are whole."""
+  """Parses the size of a bucket, a multiple of 32."""
   value = whole(32)(text)
   if value % 32:
     raise argparse.ArgumentTypeError(f"must be a multiple of 32, got {text}")

@@ -18,7 +18,7 @@ class PlateauState(NamedTuple):
 
 
 def scale_by_plateau() -> optax.GradientTransformation:
-  """Scales updates by 1 at first, and by half as much whenever ``observe`` says so."""
+  """Scales updates by 1, and by half as much after each plateau of the loss."""
 
   def update_fn(updates: Any, state: PlateauState, params: Any = None) -> Any:
     del params
@@ -30,7 +30,7 @@ def scale_by_plateau() -> optax.GradientTransformation:
 
 
 def observe(opt_state: Any, loss: float) -> Any:
-  """Tells a state the mean loss of some steps, and returns it; between two steps.
+  """Records the mean loss of some steps in a state, between two steps.
 
   A state without ``scale_by_plateau`` comes back as it is.
   """

@@ -1,4 +1,4 @@
-"""Draws loss and accuracy against steps and against bytes."""
+"""Plots of loss and accuracy against steps and against bytes."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Shows how far a run is, by a bar on a terminal and by at most ten lines in a log."""
+"""Progress of a run: a bar on a terminal, or at most ten lines in a log."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reports a comparison as a table, two CSV files and curves."""
+"""Reports of a comparison: a table, two CSV files and curves."""
 
 import csv
 import math

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def publish(path: pathlib.Path, content: object) -> None:
-  """Writes a file that nobody sees half written; the first who writes it wins."""
+  """Writes a file in one piece; if several hosts write it, the first one wins."""
   temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
   temporary.write_text(json.dumps(content))
   try:
@@ -20,7 +20,7 @@ def publish(path: pathlib.Path, content: object) -> None:
 
 
 def read(path: pathlib.Path) -> Any:
-  """Reads what :func:`publish` wrote; SystemExit if somebody damaged it."""
+  """Reads a file of :func:`publish`; SystemExit if it is damaged."""
   return parsed(path, path.read_bytes())
 
 

@@ -1,4 +1,4 @@
-"""Keeps what steps show of the compression, and reports it as a table and plots."""
+"""Keeps the inspections of a run, and reports them as a table and plots."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ from gradcomp.telemetry import plots
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the options of a trainer that shows what compression does to each leaf."""
+  """Adds the options of a trainer that inspects the compression of each leaf."""
   group = parser.add_argument_group("telemetry")
   group.add_argument(
     "--inspect",
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def ends_round(number: int, round_steps: int, *, first: int, every: int) -> bool:
-  """Returns whether a step ends the round of ``first``, ``first + every`` and so on."""
+  """Returns True if a step ends the round of ``first``, ``first + every`` and so on."""
   if number % round_steps:
     return False
   after = number - first
@@ -51,7 +51,7 @@ class Log:
     self.found: list[Any] = []
 
   def takes(self, number: int) -> bool:
-    """Returns True for steps that are inspected: the first, and each ``every`` on.
+    """Returns True for steps to inspect: the first, and every ``every`` steps from it.
 
     In place of such a step, the last of its round is.
     """
@@ -59,7 +59,7 @@ class Log:
     return every is not None and ends_round(number, steps, first=1, every=every)
 
   def keep(self, number: int, metrics: Any) -> None:
-    """Keeps what a step has shown, if it was inspected."""
+    """Keeps the inspection of a step, if there was one."""
     if self.takes(number):
       self.steps.append(number)
       self.found.append(jax.device_get(metrics["inspection"]))

@@ -21,7 +21,7 @@ CHARACTERS = 128  # ASCII; the few bytes above it are read as "?"
 
 
 class Tokens(NamedTuple):
-  """Sequences, and the symbol that follows each of theirs."""
+  """Sequences, and the next symbol behind each position."""
 
   inputs: np.ndarray  # [count, length], of the text's type
   labels: np.ndarray  # int32[count, length]

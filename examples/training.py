@@ -1,4 +1,4 @@
-"""Trains: compiles a step, counts its bytes, and follows the curve of one seed."""
+"""Training: compiles a step, counts its bytes, and follows the curve of one seed."""
 
 import math
 import statistics
@@ -110,11 +110,11 @@ class Task:
     return self._init(jax.random.key(seed, impl="rbg"))
 
   def options(self, seed: int, step: int) -> dict[str, jax.Array]:
-    """Returns what a train step takes beside its batch: a key for dropout, or none."""
+    """Returns the further arguments of a train step: a key for dropout, or none."""
     return {"rng": self._key(seed, step)} if self.drops else {}
 
   def place(self, batch: Batch) -> Batch:
-    """Spreads a batch, of which each process holds a part, over the workers."""
+    """Places a batch on the workers, from the part that each process holds."""
     cut = NamedSharding(self.mesh, PartitionSpec(AXIS))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(cut, x), batch)
 
@@ -155,7 +155,7 @@ def compile_step(
 def compile_inspecting(
   task: Task, optimizer: optax.GradientTransformation, batch: Batch
 ) -> Callable[..., Any]:
-  """Compiles a train step that shows what compression does to each leaf."""
+  """Compiles a train step that also inspects the compression of each leaf."""
   step = gradcomp.make_train_step(
     task.loss_fn, optimizer, axis_name=AXIS, mesh=task.mesh
   )
@@ -190,10 +190,10 @@ def train(
   saved: Saved = NOWHERE,
   log: Log | None = None,
 ) -> tuple[list[Point], float]:
-  """Runs steps until there are ``steps`` of them, those of earlier runs included.
+  """Runs steps up to number ``steps``, counting the steps of earlier runs.
 
   Args:
-    options: returns what a step with this number takes beside its batch.
+    options: returns the further arguments of the step with a number.
     saved: where the run goes on from, and what keeps it.
     log: takes some steps of its own, and keeps what they show.
 

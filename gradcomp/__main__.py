@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 import gradcomp
+from gradcomp._src.cost.planner import packaged_speeds
+from gradcomp._src.cost.planner.candidates import GIVEN
 from gradcomp._src.cost.planner.errors import checked_budget
-from gradcomp._src.cost.planner.speeds import GIVEN, packaged_speeds
-from gradcomp.cost import CodecSpeed, Link
+from gradcomp.cost import CodecSpeed, Link, PlanOptions
 
 _SUFFIXES = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
 _BUDGETS = "none, tight, paper, aggressive, or a bound on the error over the workers"
@@ -80,11 +81,13 @@ def _plan(options: argparse.Namespace) -> gradcomp.cost.Plan:
     jax.ShapeDtypeStruct((options.params,), jnp.float32),
     workers=options.workers,
     link=(link, _link(options.latency, options.inside_gbit)) if pair else link,
-    forward=options.forward,
-    backward=options.backward,
-    speeds=_speeds(options.slower),
-    steps=options.steps,
     budget=options.budget,
+    steps=options.steps,
+    options=PlanOptions(
+      forward=options.forward,
+      backward=options.backward,
+      speeds=_speeds(options.slower),
+    ),
   )
   slower = "" if options.slower == 1 else f", times {options.slower:g}"
   own = f"Codec speeds are packaged ones of two cores{slower}."

@@ -1,7 +1,6 @@
 """Specs, shapes, records and resharding of optimizer states."""
 
-from gradcomp._src.checkpoint.records import check_record
-from gradcomp._src.checkpoint.records import state_record as record
+from gradcomp._src.checkpoint.records import check_record, record
 from gradcomp._src.checkpoint.reshard import reshard_state
 from gradcomp._src.checkpoint.shapes import state_shapes
 from gradcomp._src.checkpoint.specs import init_state, state_specs

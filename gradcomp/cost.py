@@ -31,8 +31,7 @@ from gradcomp._src.public import publish
 if TYPE_CHECKING:
   from gradcomp._src.cost import papers
   from gradcomp._src.cost.planner.candidates import CANDIDATES, Candidate
-  from gradcomp._src.cost.planner.plan import plan
-  from gradcomp._src.cost.planner.result import Plan
+  from gradcomp._src.cost.planner.choice import Plan, PlanOptions, plan
 
 __all__ = [
   "Breakdown",
@@ -42,6 +41,7 @@ __all__ = [
   "CodecSpeed",
   "Link",
   "Plan",
+  "PlanOptions",
   "all_gather_seconds",
   "all_reduce_seconds",
   "all_to_all_seconds",
@@ -64,8 +64,9 @@ __all__ = [
 _LATER = {
   "CANDIDATES": "gradcomp._src.cost.planner.candidates",
   "Candidate": "gradcomp._src.cost.planner.candidates",
-  "Plan": "gradcomp._src.cost.planner.result",
-  "plan": "gradcomp._src.cost.planner.plan",
+  "Plan": "gradcomp._src.cost.planner.choice",
+  "PlanOptions": "gradcomp._src.cost.planner.choice",
+  "plan": "gradcomp._src.cost.planner.choice",
 }
 
 

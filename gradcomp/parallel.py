@@ -7,7 +7,6 @@ from gradcomp._src.parallel.ppermute import ppermute
 from gradcomp._src.parallel.psum import psum, sum_gradients
 from gradcomp._src.parallel.psum_scatter import psum_scatter
 from gradcomp._src.parallel.reshard import reshard
-from gradcomp._src.parallel.sub_batches import sub_batches
 from gradcomp._src.parallel.zero.transform import zero
 from gradcomp._src.public import publish
 
@@ -20,7 +19,6 @@ __all__ = [
   "psum",
   "psum_scatter",
   "reshard",
-  "sub_batches",
   "sum_gradients",
   "zero",
 ]

@@ -3,10 +3,13 @@
 from gradcomp._src.public import publish
 from gradcomp._src.telemetry import plots
 from gradcomp._src.telemetry.fingerprint import fingerprint
-from gradcomp._src.telemetry.inspect import Inspection, Metrics, inspect
-from gradcomp._src.telemetry.inspect import update_and_inspect as inspected_update
-from gradcomp._src.telemetry.replicas import Replicas
-from gradcomp._src.telemetry.replicas import check_replicas as compare_replicas
+from gradcomp._src.telemetry.inspect import (
+  Inspection,
+  Metrics,
+  inspect,
+  inspected_update,
+)
+from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
 
 __all__ = [
   "Inspection",

@@ -3,11 +3,12 @@
 from gradcomp._src.public import publish
 from gradcomp._src.testing import laws, modes
 from gradcomp._src.testing.broken import BrokenLaw
-from gradcomp._src.testing.check import check_codec, check_transformation
+from gradcomp._src.testing.check import CheckOptions, check_codec, check_transformation
 from gradcomp._src.testing.trial import Trial, trial
 
 __all__ = [
   "BrokenLaw",
+  "CheckOptions",
   "Trial",
   "check_codec",
   "check_transformation",

@@ -3,11 +3,12 @@
 from gradcomp._src.public import publish
 from gradcomp._src.report.explain import Explanation, explain
 from gradcomp._src.report.leaf_plan import LeafPlan
-from gradcomp._src.report.trace_wire import explain as trace_wire
+from gradcomp._src.report.trace_wire import Directions, trace_wire
 from gradcomp._src.report.wire_report import Collective, WireReport, wire_report
 
 __all__ = [
   "Collective",
+  "Directions",
   "Explanation",
   "LeafPlan",
   "WireReport",

@@ -1,4 +1,4 @@
-"""Says what a CPU writes down before anything reads it, and what it writes in place."""
+"""Forces XLA:CPU to materialize an array once, or to update one in place."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,21 +10,11 @@ _Arrays = TypeVar("_Arrays")
 
 LARGE = 2**17  # elements: fewer are computed soon, however that is done
 _MANY = 2**14  # words of a payload, that is 64 KiB
-_SOME = 2**8  # words that are sooner written down than encoded for each of their codes
+_SOME = 2**8  # words: fewer are sooner encoded anew for each of their codes
 
 
 def written(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Arrays:
-  """Returns ``function(rows)``, which a CPU writes down before anything reads it.
-
-  Else XLA fuses what computes an element into what reads it, and computes it anew for
-  each of its readers: a word is read by its elements, and an element by its word and by
-  what encoding it loses. XLA drops an optimization barrier before it fuses, but not a
-  condition of which it does not know that it never holds: no word has more than 32
-  bits.
-
-  Args:
-    function: returns arrays.
-    rows: numbers of at most 32 bits, in any shape.
+  """Returns ``function(rows)``, materialized on a CPU before anything reads it.
 
   Example:
     >>> written(lambda rows: rows + 1, jnp.zeros((1, 2), jnp.uint32))
@@ -32,6 +22,10 @@ def written(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Array
   """
   if not rows.size:
     return function(rows)
+  # Else XLA fuses the computation of an element into its readers, once for each: a word
+  # is read by its elements, and an element by its word and by the loss of encoding it.
+  # XLA drops an optimization barrier before it fuses, but not a condition of which it
+  # does not know that it never holds: no word has more than 32 bits.
   function = jax.jit(function)  # traced once for all of its three uses
 
   def condition(rows: jax.Array) -> _Arrays:
@@ -50,27 +44,25 @@ def written(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Array
 
 
 def packed(rows: jax.Array) -> jax.Array:
-  """Returns the words of a payload, which a CPU writes down in rows if they are many.
-
-  XLA would compute them in the shape of the message that they are part of, one by one
-  and ten times as slowly, and again for what their encoding loses.
+  """Returns the words of a payload, materialized in rows on a CPU if they are many.
 
   Example:
     >>> packed(jnp.zeros((1, 2), jnp.uint32))
     Array([[0, 0]], dtype=uint32)
   """
+  # XLA would compute them in the shape of the message that they are part of, one by one
+  # and ten times as slowly, and again for the loss of encoding them.
   return rows if rows.size < _MANY else _down(rows)
 
 
 def stored(rows: jax.Array) -> jax.Array:
-  """Returns words that a CPU writes down before codes in them are added as integers.
-
-  XLA would encode a word anew for each of its codes.
+  """Returns words, materialized on a CPU before codes in them are added as integers.
 
   Example:
     >>> stored(jnp.zeros((1, 2), jnp.uint32))
     Array([[0, 0]], dtype=uint32)
   """
+  # XLA would encode a word anew for each of its codes.
   return rows if rows.size < _SOME else _down(rows)
 
 
@@ -83,10 +75,8 @@ def _down(rows: jax.Array) -> jax.Array:
 def _down_together(
   size: int, batched: list[bool], rows: jax.Array
 ) -> tuple[jax.Array, bool]:
-  """Writes the rows of a batch at once.
-
-  Else ``jax.vmap`` would make a selection of the condition, through which XLA fuses.
-  """
+  """Materializes the rows of a batch at once."""
+  # Else `jax.vmap` would make a selection of the condition, through which XLA fuses.
   del size, batched
   return _down(rows), True
 
@@ -96,22 +86,20 @@ def rewritten(
   old: jax.Array,
   count: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns ``function(old, one)``, which a CPU writes into the memory of ``old``.
+  """Returns ``function(old, one)``, written into the memory of ``old`` on a CPU.
 
-  It is for an array that the caller gives up, and that has another shape there. XLA
-  would write a reshaped result into new memory, and copy it. A loop keeps its memory,
-  and XLA does not know that this one has one round.
+  It is for an array that the caller gives up, and that has another shape there.
 
   Args:
-    function: returns an array of the shape and dtype of ``old``. What it computes from
-      other arrays alone, XLA takes out of the loop and writes down, but not what it
-      multiplies by ``one``. XLA does not know that this is 1.0.
+    function: returns an array of the shape and dtype of ``old``. XLA moves the parts
+      that depend only on other arrays out of the loop, and materializes them, but not a
+      part that is multiplied by ``one``: it does not know that this is 1.0.
     old: an array of any shape.
     count: ``int32[]``, not negative, which XLA does not know.
 
   Returns:
-    The array, and another count for what is to be written after it. Else XLA would not
-    know that what both read may be written over, and copy it.
+    The array, and another count, for the next array to write. Else XLA would not know
+    that an array that both read may be written over, and copy it.
 
   Example:
     >>> rewritten(lambda old, one: old + one, jnp.zeros(2), jnp.int32(0))[0]
@@ -127,6 +115,8 @@ def rewritten(
       few = jax.lax.population_count(number) <= 32
       return number + 1, function(old, few.astype(jnp.float32))
 
+    # XLA would write a reshaped result into new memory, and copy it. A loop keeps its
+    # memory, and XLA does not know that this one has one round.
     rounds = (count >= 0).astype(jnp.int32)
     first = (jnp.int32(0), old)
     number, new = jax.lax.while_loop(lambda passed: passed[0] < rounds, round, first)

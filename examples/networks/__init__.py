@@ -41,13 +41,13 @@ DROPPING = ("mlp", "vgg", "alexnet", "lstm", "transformer")  # those with dropou
 def for_images(
   name: str, image_shape: Sequence[int], classes: int, dropout: float | None = None
 ) -> Callable[..., Any]:
-  """Returns what makes a network from ``rngs``; with its own dropout by default."""
+  """Returns a function that makes a network from ``rngs``; None is its own dropout."""
   options = {} if dropout is None else {"dropout": dropout}
   return functools.partial(IMAGES[name], image_shape, classes, **options)
 
 
 def for_text(name: str, symbols: int, dropout: float | None = None) -> Any:
-  """Returns a network of flax linen, or what makes one of flax nnx from ``rngs``."""
+  """Returns a network of flax linen, or a function from ``rngs`` to one of flax nnx."""
   options = {} if dropout is None else {"dropout": dropout}
   if issubclass(TEXTS[name], linen.Module):
     return TEXTS[name](symbols, **options)

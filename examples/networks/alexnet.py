@@ -1,4 +1,4 @@
-"""Defines a small net in the manner of AlexNet (Krizhevsky et al., 2012).
+"""A small net in the manner of AlexNet (Krizhevsky et al., 2012).
 
 Its convolutions have batch norm, as AlexNet has in Wen et al., 2017. While it trains, a
 worker normalises by its own images, and no running statistics are kept or exchanged.

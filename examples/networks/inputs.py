@@ -1,4 +1,4 @@
-"""Prepares the inputs of the networks, and halves images."""
+"""Preparation of the inputs of networks, and pooling of images."""
 
 import jax
 import jax.numpy as jnp

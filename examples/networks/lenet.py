@@ -1,4 +1,4 @@
-"""Defines LeNet, the small convolutional net of Wen et al., 2017."""
+"""LeNet, the small convolutional net of Wen et al., 2017."""
 
 from collections.abc import Sequence
 

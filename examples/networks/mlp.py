@@ -1,4 +1,4 @@
-"""Defines the net of dense layers of Dettmers, 2016, section 3.4."""
+"""The net of dense layers of Dettmers, 2016, section 3.4."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Defines two recurrent nets: gated recurrent units, and long short-term memory."""
+"""Two recurrent nets: gated recurrent units, and long short-term memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -104,6 +104,6 @@ def _zeros(given: jax.Array, size: int) -> jax.Array:
 
 
 def _scanned(step: Callable[..., Any], start: Any, given: jax.Array) -> jax.Array:
-  """Takes a step for each position of ``given``, which is the second axis."""
+  """Takes a step for each position of ``given``, along the second axis."""
   _, states = jax.lax.scan(step, start, given.swapaxes(0, 1))
   return states.swapaxes(0, 1)

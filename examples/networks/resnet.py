@@ -1,4 +1,4 @@
-"""Defines a residual net.
+"""A small residual net.
 
 Normalisation is over groups of channels, so that images do not depend on each other and
 no statistics have to be kept.

@@ -1,4 +1,4 @@
-"""Defines a decoder-only transformer in flax linen."""
+"""A decoder-only transformer in flax linen."""
 
 import functools
 
@@ -8,7 +8,7 @@ from flax import linen
 
 
 class Transformer(linen.Module):
-  """A decoder, which predicts each next symbol from all before it.
+  """A decoder that predicts each next symbol from all symbols before it.
 
   It has 0.41 million parameters with ASCII characters. The output layer is the
   embedding, transposed. Positions turn queries and keys (Su et al., 2021), so that

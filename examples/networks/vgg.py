@@ -1,4 +1,4 @@
-"""Defines a small net in the manner of VGG (Simonyan and Zisserman, 2015)."""
+"""A small net in the manner of VGG (Simonyan and Zisserman, 2015)."""
 
 from collections.abc import Sequence
 

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 _BUCKET_MULTIPLE = 32  # planes stay whole vectors
+_Kind = TypeVar("_Kind")
 
 
 def static_integer(
@@ -149,6 +150,13 @@ def optional_size(name: str, unit: str, value: Any) -> int | None:
     return None
   rule = f"a number of {unit}, 0 or more, or None"
   return static_integer(name, rule, value, least=0)
+
+
+def instance_of(name: str, kind: type[_Kind], value: Any) -> _Kind:
+  """Returns an instance of a class; TypeError for all else."""
+  if not isinstance(value, kind):
+    raise TypeError(f"`{name}` must be a {kind.__name__}, got {value!r}.")
+  return value
 
 
 def one_tree(around: str, params: Any) -> None:

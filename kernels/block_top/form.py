@@ -1,4 +1,4 @@
-"""What rows of block-wise selection are made of: the parts, one element at a time.
+"""The row format of block-wise selection: places, codes and values of entries.
 
 See docs/wire-format.md for the rule. Reference and kernel share all of it.
 """
@@ -29,17 +29,11 @@ _TOP = 127  # the largest level of an 8-bit value
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-  """What rows are made of, from the codec's hyperparameters.
+  """The row format of block-wise selection, from the codec's hyperparameters."""
 
-  Attributes:
-    block_size: elements a block, ``B``, a power of two.
-    count: entries a block.
-    value_bits: bits of a value: 2, 8 or 32.
-  """
-
-  block_size: int
-  count: int
-  value_bits: int
+  block_size: int  # elements a block, B, a power of two
+  count: int  # entries a block
+  value_bits: int  # 2, 8 or 32
 
   @property
   def place_bits(self) -> int:
@@ -80,14 +74,10 @@ class Form:
 
 
 def keys(x: jax.Array, form: Form) -> jax.Array:
-  """Returns an integer for each element: the larger it is, the sooner it is sent.
+  """Returns a sort key for each element of ``float32[m, B]``; the largest are sent.
 
   From the highest bit on it holds ``31 - log2(B)`` bits of the magnitude, the number of
   elements behind it in its block, and its sign.
-
-  Args:
-    x: ``float32[m, B]``.
-    form: what rows are made of.
   """
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
   behind = (form.block_size - 1) - jax.lax.broadcasted_iota(jnp.uint32, x.shape, 1)
@@ -101,7 +91,7 @@ def behind_of(key: jax.Array, form: Form) -> jax.Array:
 
 
 def cut_value(key: jax.Array, form: Form) -> jax.Array:
-  """Returns the value of a key's element, of which the lowest bits are zero."""
+  """Returns the value of a key's element, with its lowest bits cleared."""
   magnitude = (key >> 1) & np.uint32(2**31 - form.block_size)
   return floats(magnitude | (key << 31))
 

@@ -123,7 +123,7 @@ def _coded(entries: list[Entry], scale: jax.Array | None, form: Form) -> list[En
 
 
 def _decoded(sent: list[Entry], scale: jax.Array | None, form: Form) -> jax.Array:
-  """Returns what codes send of their blocks: ``float32[m, B]``."""
+  """Decodes the codes of blocks: ``float32[m, B]``."""
   codes, exact = zip(*sent, strict=True)
   if scale is None:
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, exact))

@@ -33,19 +33,14 @@ _STEPS = 16
 
 _MANY = 2**12  # words of rows: fewer are decoded soon, however that is done
 
-# The places and values of the entries of blocks, and what is at all other places.
+# The places and values of the entries of blocks, and the value at all other places.
 Entries = tuple[list[tuple[jax.Array, jax.Array]], jax.Array]
 
 
 def encode_rows(
   x: jax.Array, *, form: Form, keep: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes an array, and returns its rows and its residual.
-
-  Args:
-    x: ``float32`` of any shape.
-    form: what rows are made of.
-    keep: whether to return the residual, which is what the rows do not send.
+  """Encodes ``float32`` of any shape; with ``keep`` it also returns the residual.
 
   Returns:
     ``uint32[rows, row_words]``, and the residual in the shape of ``x``, or None.
@@ -71,15 +66,13 @@ def encode_rows(
 
 
 def remainder(x: jax.Array, rows: jax.Array, *, form: Form) -> jax.Array:
-  """Returns what rows do not send of an array, in its shape.
-
-  An array of whole blocks is cut into them: XLA's loops for CPUs take several times as
-  long in another shape.
-  """
+  """Returns the residual of an array, in its shape: the array less its decoded rows."""
   entries, others = _entries(rows, form)
   if x.size % form.block_size:
     sent = spread(entries, others, form).reshape(-1)[: x.size]
     return x - sent.reshape(x.shape)
+  # Whole blocks are subtracted in their own shape: XLA's loops for CPUs take several
+  # times as long in another one.
   blocks = x.reshape(-1, form.block_size)
   own = lambda part: part.reshape(-1)[: blocks.shape[0]]
   entries = [(own(behind), own(value)) for behind, value in entries]
@@ -150,11 +143,9 @@ def select(x: jax.Array, form: Form) -> list[tuple[jax.Array, jax.Array]]:
 
 
 def _entries(rows: jax.Array, form: Form) -> Entries:
-  """Returns the :func:`entries_of_rows`, which a CPU may write down before.
-
-  Where a tile's blocks are no power of two, XLA would find the row of each element by a
-  division, and take ten times as long.
-  """
+  """Returns the :func:`entries_of_rows`, materialized on a CPU if that is faster."""
+  # Where a tile's blocks are no power of two, XLA would find the row of each element by
+  # a division, and take ten times as long.
   unpack = functools.partial(entries_of_rows, form=form)
   odd = form.planes & (form.planes - 1)
   return written(unpack, rows) if odd and rows.size >= _MANY else unpack(rows)
@@ -165,8 +156,8 @@ def entries_of_rows(rows: jax.Array, form: Form) -> Entries:
 
   Returns:
     For each entry of a block the number of elements behind it, ``uint32[..., R]``, and
-    its value, ``float32[..., R]``. And what the other elements of a block are,
-    ``float32[..., R]``: zero, or NaN if something in it was not finite.
+    its value, ``float32[..., R]``. And the value of a block's other elements,
+    ``float32[..., R]``: zero, or NaN if something in the block was not finite.
   """
   shape = (*rows.shape[:-1], form.blocks)
   each = form.entry_words
@@ -193,12 +184,10 @@ def decode_rows(rows: jax.Array, *, form: Form) -> jax.Array:
 def spread(
   entries: Sequence[tuple[jax.Array, jax.Array]], others: jax.Array, form: Form
 ) -> jax.Array:
-  """Returns blocks with their entries in their places: ``float32[..., B]``.
+  """Puts entries into their places in blocks, ``float32[..., B]``, among ``others``.
 
-  Args:
-    entries: for each entry of a block the number of elements behind it, and its value.
-    others: what the other elements of each block are, ``float32[...]``.
-    form: what rows are made of.
+  An entry is the number of elements behind it, and its value. ``others``,
+  ``float32[...]``, is the value of a block's other elements.
   """
   shape = (*others.shape, form.block_size)
   place = jax.lax.broadcasted_iota(jnp.uint32, shape, others.ndim)

@@ -1,8 +1,8 @@
-"""Draws dithers: what stochastic rounding adds before it drops the fraction.
+"""Dithers: random numbers that stochastic rounding adds before it drops the fraction.
 
 All workers draw the same 16 bits for an element. Each worker XORs them with a constant
 of its own, its mask, so that the rounding errors of the workers cancel in part, while
-each worker alone stays unbiased.
+each worker by itself stays unbiased.
 """
 
 import itertools
@@ -31,10 +31,6 @@ def dither(key: jax.Array, worker: jax.Array | int = 0) -> jax.Array:
 
   Its last word holds the worker's :func:`mask` twice, once for each half of a word.
 
-  Args:
-    key: ``uint32[2]``.
-    worker: the number of the worker.
-
   Example:
     >>> dither(jnp.array([3, 5], jnp.uint32), 1).tolist() == [3, 5, 0xFFFFFFFF]
     True
@@ -45,14 +41,9 @@ def dither(key: jax.Array, worker: jax.Array | int = 0) -> jax.Array:
 def mask(worker: jax.Array | int) -> jax.Array | np.uint32:
   """Returns the mask of a worker: ``bitreverse16(i >> 1) ^ (0xFFFF if i is odd)``.
 
-  The two workers of a pair round with complements, so that the part of their errors
-  that the dither makes cancels. The pairs are spread evenly over the 16-bit integers.
-
-  Args:
-    worker: the number of the worker, i. Only 17 bits of it count.
-
-  Returns:
-    ``uint32`` below ``2**16``.
+  It is ``uint32`` below 2**16. The two workers of a pair round with complements, so
+  that the part of their errors that the dither makes cancels. The pairs are spread
+  evenly over the 16-bit integers. Only 17 bits of the worker's number ``i`` count.
 
   Example:
     >>> [hex(mask(i)) for i in range(6)]
@@ -80,17 +71,10 @@ def random_lanes(
   16)``, lane ``k`` is the 16-bit quarter ``k % 8``: the low half of ``a``, its high
   half, then those of ``b``, ``c`` and ``d``. The mask is XORed with each.
 
+  ``first_row`` is the number of the first row, for a caller with part of the rows.
+
   Any two elements have independent integers. So the variance of a sum of rounding
   errors is that of independent ones. Three of the eight lanes may depend on each other.
-
-  Args:
-    dither: ``uint32[3]``.
-    shape: ``(rows, columns)``.
-    lanes: how many arrays, one for each plane of a tile.
-    first_row: added to the row number, for a caller that works on part of the rows.
-
-  Returns:
-    A list of ``uint32[rows, columns]`` with values in ``[0, 2**16)``.
 
   Example:
     >>> lanes = random_lanes(jnp.zeros(3, jnp.uint32), (1, 1), 6)
@@ -107,9 +91,9 @@ def lane_stream(
   first_row: jax.Array | int,
   iota: Iota = jax.lax.broadcasted_iota,
 ) -> Iterator[jax.Array]:
-  """Yields the arrays of :func:`random_lanes`, each computed when it is asked for.
+  """Yields the arrays of :func:`random_lanes` one by one, each computed when it is due.
 
-  Kernels use it whose registers would not hold all arrays. ``iota`` is for kernels that
+  It is for kernels with too few registers for all arrays. ``iota`` is for kernels that
   lay out their arrays themselves.
   """
   rows = iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
@@ -134,7 +118,7 @@ def read(reference: Any) -> Dither | None:
 
 
 def signed_lane(lane: jax.Array, x: jax.Array) -> jax.Array:
-  """Returns what rounds the magnitude of ``x`` as ``lane`` rounds ``x`` itself.
+  """Returns the lane that rounds ``|x|`` to the magnitude of ``x`` rounded by ``lane``.
 
   That is the complement of the lane where ``x`` is negative. Rounding then takes the
   lower neighbour where the lane is small, whatever the sign is, and the errors of
@@ -144,6 +128,6 @@ def signed_lane(lane: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def negative_mask(x: jax.Array) -> jax.Array:
-  """Returns ``uint32``: all bits set where the sign bit of ``x`` is, and else none."""
+  """Returns ``uint32`` with all bits set where the sign bit of ``x`` is, or none."""
   sign = jax.lax.bitcast_convert_type(x, jnp.int32) >> 31
   return jax.lax.bitcast_convert_type(sign, jnp.uint32)

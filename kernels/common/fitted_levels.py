@@ -1,4 +1,4 @@
-"""Fits levels to the gradients, and encodes with them, plane by plane.
+"""Fitted levels: fits levels to the gradients, and encodes with them, plane by plane.
 
 The steps are a histogram, a dynamic program, and rounding. See docs/wire-format.md for
 the rule. Levels are multiples of 1/256 of the scale, the same on both sides of zero.
@@ -36,7 +36,7 @@ _NEVER = np.uint32(1 << 31)  # the cost of a step that leads to no higher edge
 
 
 def first_levels(bits: int) -> jax.Array:
-  """Returns equally spaced levels, those above zero: ``float32[2**(bits - 1)]``.
+  """Returns equally spaced levels above zero: ``float32[2**(bits - 1)]``.
 
   Example:
     >>> first_levels(2) * 3
@@ -54,13 +54,7 @@ def histogram(
 
   The sample is up to 128 whole buckets, evenly spaced, and no more than 2**16 elements.
   An array that is shorter than a bucket counts as one. Elements whose scale is 0 or NaN
-  are not counted.
-
-  Args:
-    x: ``float32[n]``.
-    bucket_size: elements a bucket.
-    scale: ``float32[]`` for all elements, or None for each bucket's own.
-    norm: the norm that a bucket's own scale is made of.
+  are not counted. The scale is ``float32[]``, or None for each bucket's ``norm``.
 
   Example:
     >>> x = jnp.array([1.0, -2.0])
@@ -93,12 +87,7 @@ def fit(counts: jax.Array, levels: jax.Array) -> jax.Array:
   the 257 edges of the bins finds the least sum. It takes magnitudes to be in the middle
   of their bins, and rounds counts to one in 7936 of all.
 
-  Args:
-    counts: ``int32[256]``, added over all workers.
-    levels: ``float32[L]``, returned if nothing was counted.
-
-  Returns:
-    ``float32[L]``.
+  Counts are added over all workers. Without any, ``levels`` come back.
 
   References:
     Zhang et al., `ZipML <https://arxiv.org/abs/1611.05402>`_, 2017, section 3

@@ -1,4 +1,4 @@
-"""Rounds in fixed point: one float product, then integers and 16 bits of fraction.
+"""Fixed-point rounding: one float product, then integers and 16 bits of fraction.
 
 Every compiler on every device then agrees on every code: no float addition can be
 contracted, and no sums of floats are compared.
@@ -43,19 +43,11 @@ def rounding_lanes(
   *,
   first_row: jax.Array | int,
 ) -> Sequence[Lane]:
-  """Returns what is added to each plane before ``FRACTION`` bits are dropped.
+  """Returns the addend of each plane, to add before ``FRACTION`` bits are dropped.
 
-  With a dither these are random 16-bit integers, so that a fraction rounds up with a
-  probability equal to it. Without one it is a half, so that it rounds to the nearest.
-
-  Args:
-    dither: ``uint32[3]`` for stochastic rounding, None for nearest.
-    shape: the shape of a plane, ``(rows, columns)``.
-    planes: the number of planes.
-    first_row: the number of the first row, which the random numbers depend on.
-
-  Returns:
-    For each plane an array ``uint32[rows, columns]``, or None for a half.
+  With a dither these are random 16-bit integers, ``uint32[rows, columns]``, so that a
+  fraction rounds up with a probability equal to it. Without one they are None for a
+  half, which rounds to nearest. Random numbers depend on the number of the first row.
   """
   if dither is None:
     return [None] * planes
@@ -63,13 +55,9 @@ def rounding_lanes(
 
 
 def rounded(fixed: jax.Array, lane: Lane, x: jax.Array | None = None) -> jax.Array:
-  """Rounds ``fixed``, fixed point as ``uint32``, to integers.
+  """Rounds ``fixed``, fixed point as ``uint32``, to integers; a half is rounded up.
 
-  Args:
-    fixed: the numbers; a half is rounded up.
-    lane: one of :func:`rounding_lanes`.
-    x: the numbers that ``fixed`` has the magnitudes of, so that random numbers round
-      these; None if ``fixed`` has signs of its own.
+  If ``fixed`` holds magnitudes, ``x`` holds their numbers, which random numbers round.
   """
   if lane is None:
     return (fixed + jnp.uint32(_HALF)) >> FRACTION
@@ -79,16 +67,10 @@ def rounded(fixed: jax.Array, lane: Lane, x: jax.Array | None = None) -> jax.Arr
 def rounded_with_sign(
   fixed: jax.Array, lane: Lane, x: jax.Array, bits: int
 ) -> jax.Array:
-  """Returns :func:`rounded` magnitudes with the sign of ``x`` above them.
+  """Returns :func:`rounded` magnitudes of ``x``, with its sign as the highest bit.
 
   One XOR takes the complement of a random number for a negative ``x`` and sets the sign
-  bit, which the sum does not reach.
-
-  Args:
-    fixed: the magnitudes of ``x``, at most ``2**(bits - 1) - 1`` in fixed point.
-    lane: one of :func:`rounding_lanes`.
-    x: float32.
-    bits: the width of the result, with its sign.
+  bit, which the sum does not reach: ``fixed`` is at most ``2**(bits - 1) - 1``.
 
   Example:
     >>> x = jnp.array([-2.5, 2.5])
@@ -145,26 +127,21 @@ def _as_float(x: jax.Array) -> jax.Array:
 
 
 def exact_divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
-  """Returns :func:`exact_quotient` for an ``x`` of any sign.
-
-  An ``x`` that is not finite is returned as it is.
-  """
+  """Returns :func:`exact_quotient` for an ``x`` of any sign; ``x`` if not finite."""
   quotient = signed(exact_quotient(jnp.abs(x), divisor), sign_bit(x))
   return jnp.where(jnp.abs(x) < jnp.inf, quotient, x)
 
 
-# Jitted like the cipher: what is for GPUs is traced elsewhere too, so once a shape.
+# Jitted like the cipher: the branch for GPUs is traced elsewhere too, so once a shape.
 @functools.partial(jax.jit, inline=True)
 def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
-  """Returns ``x / divisor``, correctly rounded on every device.
-
-  XLA's division for NVIDIA's GPUs, div.full.f32, may be off by two units in the last
-  place, so that :func:`exact_divide` takes its place there. Others divide correctly.
-  """
+  """Returns ``x / divisor``, correctly rounded on every device."""
 
   def exactly(x: jax.Array, divisor: jax.Array) -> jax.Array:
     # The barrier keeps XLA from duplicating this long expression into each consumer,
     # or from leaving the consumers unfused because of its length.
+    # XLA's division for NVIDIA's GPUs, div.full.f32, may be off by two units in the
+    # last place, so that `exact_divide` takes its place there. Others divide correctly.
     return jax.lax.optimization_barrier(exact_divide(x, divisor))
 
   return jax.lax.platform_dependent(x, divisor, cuda=exactly, default=jnp.divide)
@@ -216,27 +193,23 @@ def signed(value: jax.Array, sign: jax.Array) -> jax.Array:
 
 
 def sign_bit(x: jax.Array) -> jax.Array:
-  """Returns the highest bit of a 32-bit number, alone, as ``uint32``."""
+  """Returns a 32-bit number with all bits but the highest cleared, as ``uint32``."""
   return jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(1 << 31)
 
 
 def scaled(x: jax.Array, scale: float) -> jax.Array:
-  """Returns ``x * scale``, with the scale and the product rounded to binary32.
-
-  The sign is set last, by a bit operation, so that no compiler regroups the product, or
-  contracts it with a following addition, such as that of a residual.
-  """
+  """Returns ``x * scale``, with the scale and the product rounded to binary32."""
   if scale == 1:
     return x
+  # The sign is set last, by a bit operation, so that no compiler regroups the product,
+  # or contracts it with a following addition, such as that of a residual.
   return signed(jnp.abs(x) * jnp.float32(scale), sign_bit(x))
 
 
 def held(x: jax.Array) -> jax.Array:
-  """Returns a number of zero or more as it is.
-
-  It clears a sign that the number does not have. This keeps compilers from regrouping
-  the operations that made the number, or from contracting them with a sum, in some
-  places and not in others.
-  """
+  """Returns a number of zero or more, with its operations kept together."""
+  # Clearing a sign that the number does not have keeps compilers from regrouping the
+  # operations that made it, or from contracting them with a sum, in some places and not
+  # in others.
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32((1 << 31) - 1)
   return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,11 +1,11 @@
-"""Rounds to floats of few bits by integer operations alone: every case is one shift.
+"""Rounding to floats of few bits by integer operations: every case is one shift.
 
 A ``float32`` is 24 significant bits and an exponent. To get the code of its magnitude
 in another format, those bits are shifted right until the rest fits, and the exponent
 field is added above them. A carry out of the mantissa is then a carry into the
 exponent, out of the subnormal numbers into the normal ones, and out of the largest
 number into infinity. No float is added, so that nothing depends on how a processor
-treats subnormal numbers, nor on what a compiler contracts.
+treats subnormal numbers, nor on the operations that a compiler contracts.
 
 See docs/wire-format.md for the rule.
 """
@@ -50,8 +50,8 @@ def to_codes(
     exponent: int32 that broadcasts to ``x``, from -512 to 512. With it, numbers below
       2**-126 count as zero, before and after the product. The codes mean nothing where
       the product is not finite, or not below ``2**(fmt.max_exponent + 1)``.
-    lost: float32 like ``x``, what was lost when an exact result was rounded to ``x``,
-      at most half a unit in its last place. ``x + lost`` is rounded, exactly.
+    lost: float32 like ``x``, the error of an exact result rounded to ``x``, at most
+      half a unit in its last place. ``x + lost`` is rounded, exactly.
     saturate: whether finite numbers that are too large become the largest one, even if
       the format has another code for them.
 
@@ -122,13 +122,9 @@ def to_codes(
 
 
 def from_codes(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
-  """Returns the numbers of codes, in float32.
+  """Returns the numbers of codes, ``uint32`` below ``2**fmt.bits``, in float32.
 
   A code that is both infinity and NaN decodes to infinity.
-
-  Args:
-    codes: uint32, below ``2**fmt.bits``.
-    fmt: the format.
 
   Example:
     >>> from_codes(jnp.array([0x3C, 0xBC, 0x01, 0x7C], jnp.uint32), FloatFormat(5, 2))
@@ -167,8 +163,7 @@ def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
   """Returns ``x * 2**exponent``, which is exact if it is a normal number.
 
   A product that is too large becomes the largest number of ``float32``. One below
-  2**-126 becomes zero, and so does a subnormal ``x``. Infinities and NaN stay what they
-  are.
+  2**-126 becomes zero, and so does a subnormal ``x``. Infinities and NaN stay the same.
 
   Args:
     x: float32.

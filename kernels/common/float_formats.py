@@ -1,4 +1,4 @@
-"""Describes floating-point formats of few bits as data."""
+"""Floating-point formats of few bits, described as data."""
 
 import dataclasses
 from typing import Literal
@@ -12,7 +12,7 @@ _FLOAT32_BIAS = 127
 
 @dataclasses.dataclass(frozen=True)
 class FloatFormat:
-  r"""Describes a binary floating-point format whose numbers are ``float32`` numbers.
+  r"""A binary floating-point format with numbers that are ``float32`` numbers.
 
   A code is a sign, ``exponent_bits`` and ``mantissa_bits``, from the highest bit down.
   With the exponent field :math:`E` and the mantissa field :math:`M` it stands for
@@ -116,7 +116,7 @@ class FloatFormat:
 
   @property
   def quiet_bit(self) -> int:
-    """The bit that turns the code of infinity into that of NaN; 0 if there is none."""
+    """The bit that turns the code of infinity into a NaN's; 0 if there is none."""
     m = self.mantissa_bits
     return 2 ** (m - 1) if self.specials == "ieee" and m else 0
 

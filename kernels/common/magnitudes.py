@@ -1,4 +1,4 @@
-"""Turns magnitudes of floats into numbers that are compared fast.
+"""Magnitudes of floats as numbers that are compared and sorted fast.
 
 :func:`magnitudes` takes the bits of a float as an integer. These integers have the
 order of the magnitudes, with infinity and NaN above all numbers. :func:`as_floats`
@@ -20,12 +20,8 @@ _INFINITY = np.uint32(0x7F800000)
 def magnitudes(x: jax.Array, sign: jax.Array | None = None) -> jax.Array:
   """Returns ``uint32`` numbers that are ordered as ``|x|`` is.
 
-  With ``sign``, the elements of the other sign become zero. An element that is not
-  finite counts for both signs.
-
-  Args:
-    x: ``float32[n]``.
-    sign: ``float32[]``, positive or negative; None for both signs.
+  With ``sign``, positive or negative, the elements of the other sign become zero. An
+  element that is not finite counts for both signs.
 
   Example:
     >>> values = jnp.array([-2.0, 0.0, 1.0])
@@ -43,8 +39,7 @@ def magnitudes(x: jax.Array, sign: jax.Array | None = None) -> jax.Array:
 def as_floats(order: jax.Array) -> jax.Array:
   """Returns normal floats in the same order, which are sorted faster than integers.
 
-  Subnormal numbers, which CPUs take for zeros, become negative ones. NaN becomes
-  infinity.
+  Subnormal numbers become negative, because CPUs take them for zeros, and NaN infinity.
   """
   subnormal = ABOVE_ALL | (2 * _SMALLEST_NORMAL - 1 - order)
   bits = jnp.where(order < _SMALLEST_NORMAL, subnormal, jnp.minimum(order, _INFINITY))

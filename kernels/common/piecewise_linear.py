@@ -1,4 +1,4 @@
-"""Rounds to levels that are not equally spaced, along straight lines between them.
+"""Rounding to levels that are not equally spaced, by straight lines between them.
 
 The coordinate of a value is the number of the level below it, plus the share of the way
 to the next level. It is piecewise linear in the value, with one line for each run of
@@ -22,20 +22,15 @@ class Line(NamedTuple):
   """A line from values to coordinates, both in units of ``2**-16``.
 
   The coordinate of ``t`` is ``trunc(t * slope) + offset``.
-
-  Attributes:
-    start: float32, the smallest value that the line holds for.
-    slope: float32.
-    offset: int32.
   """
 
-  start: jax.Array | np.float32
+  start: jax.Array | np.float32  # the smallest value on the line
   slope: jax.Array | np.float32
   offset: jax.Array | np.int32
 
 
 def lines_between(levels: np.ndarray) -> list[Line]:
-  """Returns the lines of increasing float64 levels, of which the first is zero.
+  """Returns the lines of increasing float64 levels that start at zero.
 
   Example:
     >>> [line.start.item() for line in lines_between(np.array([0, 1, 2, 3, 5, 7.0]))]

@@ -1,4 +1,4 @@
-"""Packs codes of a few bits into 32-bit words, planar across buckets.
+"""Packing of codes of a few bits into 32-bit words, planar across buckets.
 
 Element ``w`` of each of the ``P = 32 // bits`` buckets of a tile shares word ``w``.
 Planes are whole buckets, so that packing is shifts between arrays, never a shuffle
@@ -49,20 +49,11 @@ def tile_segments(
   bucket_size: int,
   fill: Callable[[jax.Array], jax.Array] = lambda rest: rest,
 ) -> list[Segment]:
-  """Cuts a flat array into tiles, and returns their planes.
+  """Cuts a flat array into tiles of ``planes`` buckets: at most two segments.
 
   The full tiles are one segment of strided slices, which XLA fuses into their readers.
   Only the last, partial tile is filled with zeros. Filling the whole array instead
-  would cost a temporary of the gradient's size.
-
-  Args:
-    x: ``[n]``.
-    planes: buckets a tile, ``P``.
-    bucket_size: elements a bucket, ``B``.
-    fill: changes the elements of the last, partial tile before zeros fill it up.
-
-  Returns:
-    At most two segments; none for an empty array.
+  would cost a temporary of the gradient's size. Before, ``fill`` changes that tile.
 
   Example:
     >>> full, last = tile_segments(jnp.arange(7), planes=2, bucket_size=2)
@@ -90,10 +81,10 @@ def tile_segments(
 def filled(x: jax.Array, bucket_size: int) -> jax.Array:
   """Fills the last bucket of a flat array with its own elements in turn.
 
-  It is for codecs that take means over a bucket, which zeros would draw to zero. Copies
-  get the codes and values of what they copy in every stage. In later stages rows have
-  no leaf any more, and a mean counts the copies as well. It is then nearly that of the
-  elements alone.
+  It is for codecs that take means over a bucket, which zeros would draw to zero. A copy
+  gets the code and the value of its original in every stage. In later stages rows have
+  no leaf any more, and a mean counts the copies as well. It is then nearly the mean of
+  the elements.
 
   Example:
     >>> filled(jnp.arange(7), 4).tolist()
@@ -110,13 +101,7 @@ def filled(x: jax.Array, bucket_size: int) -> jax.Array:
 def pack_planes(codes: Sequence[jax.Array], bits: int) -> jax.Array:
   """Packs one array of codes a plane into words: plane ``k`` from bit ``k*bits`` on.
 
-  Args:
-    codes: at most ``32 // bits`` arrays ``uint32[rows, B]`` with values below
-      ``2**bits``.
-    bits: the width of a code.
-
-  Returns:
-    ``uint32[rows, B]``.
+  Codes are at most ``32 // bits`` arrays ``uint32[rows, B]``, below ``2**bits``.
 
   Example:
     >>> hex(pack_planes([jnp.uint32(1), jnp.uint32(11)], 4))
@@ -130,14 +115,7 @@ def pack_planes(codes: Sequence[jax.Array], bits: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
-  """Unpacks the words of :func:`pack_planes` by one broadcast shift.
-
-  Args:
-    words: ``uint32[..., rows, B]``.
-    bits: the width of a code.
-
-  Returns:
-    ``uint32[..., rows, 32 // bits, B]``.
+  """Unpacks ``uint32[..., B]`` by one broadcast shift: ``uint32[..., 32 // bits, B]``.
 
   Example:
     >>> unpack_planes(jnp.array([[0xB1]], jnp.uint32), 4)[0, :2, 0].tolist()
@@ -159,13 +137,8 @@ def stack_rows(
 ) -> jax.Array:
   """Encodes a flat array segment by segment: ``uint32[rows, row_words]``.
 
-  Args:
-    x: ``[n]``.
-    planes: buckets a tile, ``P``.
-    bucket_size: elements a bucket, ``B``.
-    row_words: words in a row, those of all its parts.
-    encode: returns the parts of a segment's rows, ``uint32[rows, words]`` each.
-    fill: see :func:`tile_segments`.
+  ``encode`` returns the parts of a segment's rows, ``uint32[rows, words]`` each, which
+  have ``row_words`` words together. For ``fill`` see :func:`tile_segments`.
   """
   rows = [
     jnp.concatenate(encode(segment), axis=1)
@@ -177,18 +150,8 @@ def stack_rows(
 
 
 def less(x: jax.Array, tiles: jax.Array) -> jax.Array:
-  """Returns an array less decoded tiles, of which the last may be partial.
-
-  If ``x`` fills them, it is cut into tiles, too: XLA's loops for CPUs take three times
-  as long in another shape.
-
-  Args:
-    x: ``float32`` of any shape.
-    tiles: ``float32[rows, P, B]``.
-
-  Returns:
-    ``float32`` in the shape of ``x``.
-  """
+  """Subtracts decoded tiles from an array; the last tile may be partial."""
+  # In another shape than the tiles', XLA's loops for CPUs take three times as long.
   if x.size == tiles.size:
     return (x.reshape(tiles.shape) - tiles).reshape(x.shape)
   return x - tiles.reshape(-1)[: x.size].reshape(x.shape)

@@ -1,4 +1,4 @@
-"""Rotates tiles: spreads each element over a group of 8 or 32, and gathers it again.
+"""Rotation of tiles, which spreads each element over a group of 8 or 32, and undoes it.
 
 A group lies across planes, and for 32 across the four quarters of a word's bucket too.
 So the rotation is sums of whole arrays and never a shuffle within one.

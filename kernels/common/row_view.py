@@ -1,4 +1,4 @@
-"""Reads one row out of several matrices: one program serves all leaves of a size."""
+"""Rows of several matrices, read by one program for all leaves of a size."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from jax import lax
 
 T = TypeVar("T")
 
-# Leaves of up to so many elements are copied where that spares the compiler a program
+# Leaves of up to COPIED elements are copied where that spares the compiler a program
 # for each of them. On a processor with 1 MiB of cache a core, a step of 32 such leaves
 # takes a tenth less time with the copy, because the copy stays in the cache. With twice
 # as many elements it takes 1.4 times as long.
@@ -35,10 +35,7 @@ class Row(NamedTuple):
     return self.matrices[0].shape[1]
 
   def read(self, function: Callable[[jax.Array], T]) -> T:
-    """Returns ``function(row)``.
-
-    The row is read where it lies: no copy is made of one out of a matrix with several.
-    """
+    """Returns ``function(row)``, without a copy of a row of a matrix with several."""
 
     def row(matrix: jax.Array, number: jax.Array | int) -> jax.Array:
       if matrix.shape[0] == 1:

@@ -1,4 +1,4 @@
-"""Computes norms, deviations and scales, with the same bits in every mode.
+"""Norms, deviations and scales, with the same bits in every mode.
 
 A plain reduction of floats adds in an order that depends on the shape around it, so
 that a worker emulated by ``vmap`` would not get the bits of a real one. It may also
@@ -41,7 +41,7 @@ def scales(norm: jax.Array) -> jax.Array:
 
 
 def scales_of_bits(bits: jax.Array) -> jax.Array:
-  """Returns the :func:`scales` of norms whose bits are ``int32``, by integers alone.
+  """Returns the :func:`scales` of norms from their ``int32`` bits, without floats.
 
   Example:
     >>> bits = jax.lax.bitcast_convert_type(jnp.array([2.5, 1e-38, 1e-30]), jnp.int32)
@@ -56,22 +56,15 @@ def scales_of_bits(bits: jax.Array) -> jax.Array:
 def norms(x: jax.Array, norm: Norm) -> jax.Array:
   """Returns the norm over the last axis, or NaN if anything in it is not finite.
 
-  The maximum is taken by one variadic reduction of maximum and minimum, because
-  XLA:CPU's library call for a plain maximum drops NaN (seen in 0.10.2 and 0.12.0).
   The l2 norm is scaled by the maximum, so that squares neither overflow nor vanish. It
   is cut to the largest finite number, which is still at least the maximum.
-
-  Args:
-    x: ``float32[..., n]``.
-    norm: ``"max"`` or ``"l2"``.
-
-  Returns:
-    ``float32[...]``.
 
   Example:
     >>> norms(jnp.array([[3., -4.], [0., jnp.inf]]), "l2")
     Array([ 5., nan], dtype=float32)
   """
+  # One variadic reduction of maximum and minimum, because XLA:CPU's library call for a
+  # plain maximum drops NaN (seen in 0.10.2 and 0.12.0).
   high, low = jax.lax.reduce(
     (x, x),
     (np.float32(-np.inf), np.float32(np.inf)),
@@ -122,15 +115,12 @@ def bucket_norms(x: jax.Array, planes: int, bucket_size: int, norm: Norm) -> jax
 
 
 def deviation(x: jax.Array, largest: jax.Array) -> jax.Array:
-  """Returns the standard deviation of a flat array, found in one pass: ``float32[]``.
+  """Returns the standard deviation of a flat array, in one pass: ``float32[]``.
 
   Differences from the first element are added, so that a constant array has none, and a
   mean far from zero loses no digits. They are divided by a power of two near the
   largest element, so that no square overflows, and none that matters vanishes.
-
-  Args:
-    x: ``float32[n]``.
-    largest: the norm of ``x``, a number from 0 to infinity, or NaN.
+  ``largest`` is the norm, from 0 to infinity, or NaN.
 
   Example:
     >>> deviation(jnp.array([1., 3., 1., 3.]), jnp.float32(3))
@@ -162,11 +152,9 @@ def _filled(x: jax.Array) -> jax.Array:
 
 
 def sum_lanes(operands: tuple[jax.Array, ...]) -> list[jax.Array]:
-  """Sums over the last axis but one, each lane from first to last, in one pass.
-
-  XLA reduces several operands together in this order. For a single one it would make a
-  library call, which adds in an order of its own.
-  """
+  """Sums over the last axis but one, each lane from first to last, in one pass."""
+  # XLA reduces several operands together in this order. For a single one it would make
+  # a library call, which adds in an order of its own.
   return jax.lax.reduce(
     operands,
     tuple(np.zeros((), operand.dtype)[()] for operand in operands),

@@ -1,4 +1,4 @@
-"""Finds and lists the elements of largest magnitude, without sorting them all.
+"""Selection of the elements of largest magnitude, without sorting them all.
 
 Only the survivors of a threshold are sorted; a small row is sorted as a whole.
 """
@@ -20,8 +20,8 @@ def largest(x: Row, count: int, sign: jax.Array | None = None) -> jax.Array:
   Args:
     x: a row of n elements.
     count: at most n.
-    sign: ``float32[]``, to choose among the elements of its sign alone, of which there
-      may be fewer.
+    sign: ``float32[]``, to choose only among elements of its sign, of which there may
+      be fewer.
 
   Returns:
     ``int32[count]``, ascending; n where there is no such element.
@@ -57,8 +57,8 @@ def at_least(
     x: a row of n elements.
     count: at most n.
     capacity: ``count`` or more.
-    sign: ``float32[]``, to choose among the elements of its sign alone, of which there
-      may be fewer.
+    sign: ``float32[]``, to choose only among elements of its sign, of which there may
+      be fewer.
     first: ``float32[]``, a threshold to take as it is if no more than ``capacity``
       elements reach it, even if fewer than ``count`` do; 0 for none.
     implementation: the one of marks and lists: see :func:`dispatch.run`.

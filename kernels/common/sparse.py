@@ -19,12 +19,7 @@ COUNTED = 1 << 31  # elements: int32 counts the positions in fewer
 def block_ends(positions: jax.Array, size: int, block: int = BLOCK) -> jax.Array:
   """Counts the entries that lie in each block or before it: ``uint32[blocks]``.
 
-  The last is the number of all entries.
-
-  Args:
-    positions: ``int32[slots]``, block by block; ``size`` in slots that are not used.
-    size: elements of a row.
-    block: elements of a block.
+  Positions are ``int32[slots]``, block by block; ``size`` in slots that are not used.
 
   Example:
     >>> block_ends(jnp.array([7, 5, 70_000, 80_000]), 80_000)
@@ -48,7 +43,7 @@ def block_ends(positions: jax.Array, size: int, block: int = BLOCK) -> jax.Array
 
 
 def slot_blocks(ends: jax.Array, slots: int) -> jax.Array:
-  """Returns the block that each used slot belongs to: ``int32[slots]``."""
+  """Returns the block of each used slot: ``int32[slots]``."""
   if ends.size == 1:
     return jnp.zeros(slots, jnp.int32)
   ends = ends.astype(jnp.int32)
@@ -56,12 +51,9 @@ def slot_blocks(ends: jax.Array, slots: int) -> jax.Array:
 
 
 def pack_halves(values: jax.Array) -> jax.Array:
-  """Packs values of 16 bits, two a word: ``uint32[ceil(slots / 2)]``.
+  """Packs ``uint32[slots]`` of 16 bits, two a word: ``uint32[ceil(slots / 2)]``.
 
   The second half of the values lies in the high bits, above the first half.
-
-  Args:
-    values: ``uint32[slots]`` of at most 16 bits.
 
   Example:
     >>> pack_halves(jnp.array([1, 2, 3], jnp.uint32)).tolist() == [1 + (3 << 16), 2]
@@ -78,7 +70,7 @@ def unpack_halves(words: jax.Array, slots: int) -> jax.Array:
 
 
 def half_words(slots: int) -> int:
-  """Returns the number of words that so many halves fill."""
+  """Returns the number of words that hold ``slots`` halves."""
   return -(-slots // 2)
 
 
@@ -87,16 +79,8 @@ def add_entries(
 ) -> jax.Array:
   """Returns the sum of several payloads times ``scale``: ``float32[rows, size]``.
 
-  The entries of one payload after the other are added to one dense array. Those of one
-  payload have different positions, so that no device can add in an order of its own. A
-  single scatter of all payloads would on GPUs, and workers would differ in the last
-  bit.
-
-  Args:
-    shape: the number of rows, and of elements in a row.
-    positions: ``int32[K, rows, slots]``; ``size`` or more in slots that are not used.
-    values: ``float32[K, rows, slots]``.
-    scale: the factor of each value.
+  Positions and values are ``[K, rows, slots]``; unused slots have the position ``size``
+  or more. ``shape`` holds the number of rows, and of elements in a row.
 
   Example:
     >>> positions = jnp.array([[[2, 0]], [[2, 3]]])
@@ -119,11 +103,14 @@ def add_entries(
     return where.add(values[k].reshape(-1), mode="drop", unique_indices=True)
 
   total = zeros_of_type(values, shape)
+  # One payload after the other. The entries of one payload have different positions, so
+  # that no device can add in an order of its own. A single scatter of all payloads
+  # would on GPUs, and workers would differ in the last bit.
   return lax.fori_loop(0, positions.shape[0], add, total).reshape(rows, size)
 
 
 def zeros_of_type(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Returns ``float32`` zeros that maps take to vary over the same axes as ``x``."""
+  """Returns ``float32`` zeros that vary over the same mesh axes as ``x``."""
   bits = lax.bitcast_convert_type(x.reshape(-1)[:1], jnp.uint32) & 0
   zero = lax.bitcast_convert_type(bits, jnp.float32)
   return jnp.broadcast_to(zero, shape) if x.size else jnp.zeros(shape, jnp.float32)

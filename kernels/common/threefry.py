@@ -1,4 +1,4 @@
-"""Draws counter-based random bits, written as plain uint32 arithmetic.
+"""Counter-based random bits, as plain uint32 arithmetic that XLA fuses.
 
 ``jax.random`` materialises its bits before they are used, which costs 20 to 38 times a
 memory copy for an array of the gradient's size on CPU. The same cipher written as array
@@ -83,14 +83,7 @@ def key_words(key: jax.Array) -> jax.Array:
 
 
 def fold_key(key: jax.Array, number: jax.Array | int) -> jax.Array:
-  """Derives a key as ``jax.random.fold_in`` does, for a raw threefry2x32 key.
-
-  Args:
-    key: ``uint32[2]``.
-    number: what the new key derives from.
-
-  Returns:
-    ``uint32[2]``.
+  """Derives a key, ``uint32[2]``, as ``jax.random.fold_in`` does for threefry2x32.
 
   Example:
     >>> key = jax.random.key(7, impl="threefry2x32")

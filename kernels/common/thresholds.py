@@ -1,4 +1,4 @@
-"""Finds thresholds: magnitudes that a wanted number of a row's elements reach.
+"""Thresholds: magnitudes that a wanted number of a row's elements reach.
 
 A threshold is found on a sample of the row. Then all elements that reach it are
 counted, which also makes a bit for each of them. If the sample misled, the search goes
@@ -47,7 +47,7 @@ def reaching(
   """Returns a bit for each element that reaches a threshold: ``uint32[n / 32]``.
 
   It sets the bits of the elements that ``selection.at_least``
-  lists, whose arguments these are. The bits lie in tiles, in the order of listing/.
+  lists for the same arguments. The bits lie in tiles, in the order of listing/.
 
   The search bisects the bits of the threshold. It starts from the sample's threshold,
   in steps that double until both sides are known. It counts once if the sample is

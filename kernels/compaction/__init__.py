@@ -24,10 +24,7 @@ def positions(
   *,
   implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-  """Lists set bits by the implementation that :func:`dispatch.run` chooses.
-
-  See :func:`reference.positions` for the other arguments and the result.
-  """
+  """Runs :func:`reference.positions` or a kernel, as :func:`dispatch.run` chooses."""
   no = triton_tiles.refusal(words.size * WORD, WORD, LANES)
   return dispatch.run(
     implementation,

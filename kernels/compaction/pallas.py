@@ -63,12 +63,11 @@ def positions(
 def population_count(words: jax.Array) -> jax.Array:
   """Counts the set bits of each word: ``int32``.
 
-  XLA's Triton compiler knows no instruction for it.
-
   Example:
     >>> population_count(jnp.uint32(0b10110)).item()
     3
   """
+  # XLA's Triton compiler knows no instruction for it.
   pairs = words - ((words >> 1) & np.uint32(0x55555555))
   fours = (pairs & np.uint32(0x33333333)) + ((pairs >> 2) & np.uint32(0x33333333))
   bytes_ = (fours + (fours >> 4)) & np.uint32(0x0F0F0F0F)
@@ -76,10 +75,8 @@ def population_count(words: jax.Array) -> jax.Array:
 
 
 def _exponent(power: jax.Array) -> jax.Array:
-  """Returns the exponent of a power of two, ``int32``, as its float has it.
-
-  No instruction counts trailing zeros, either.
-  """
+  """Returns the exponent of a power of two, ``int32``, from its float."""
+  # No instruction counts trailing zeros, either.
   bits = lax.bitcast_convert_type(power.astype(jnp.float32), jnp.int32)
   return (bits >> 23) - 127
 

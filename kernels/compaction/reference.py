@@ -21,15 +21,10 @@ def count_bits(words: jax.Array) -> jax.Array:
 
 
 def groups_of_slots(counts: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the group that each of consecutive slots belongs to, and its place there.
+  """Returns the group of each of ``capacity`` slots, and the slot's place in it.
 
-  Args:
-    counts: ``int32[groups]``, the number of slots of each group.
-    capacity: the number of slots. Those behind the last group's belong to the last
-      group that has any.
-
-  Returns:
-    Two ``int32[capacity]``.
+  Both are ``int32[capacity]``. ``counts`` holds the number of slots of each group.
+  Slots behind the last group's belong to the last group that has any.
 
   Example:
     >>> groups_of_slots(jnp.array([2, 0, 1]), 4)[0]
@@ -44,15 +39,11 @@ def groups_of_slots(counts: jax.Array, capacity: int) -> tuple[jax.Array, jax.Ar
 
 
 def positions(words: jax.Array, capacity: int, size: int) -> jax.Array:
-  """Lists the elements whose bits are set: ``int32[capacity]``.
+  """Lists the elements with set bits: ``int32[capacity]``; ``size`` in other slots.
 
   A slot's tile is found by the tiles' numbers of set bits. Within the tile its element
-  is found by halving, first the words and then the bits of one.
-
-  Args:
-    words: ``uint32[32 * tiles]``.
-    capacity: the number of slots; set bits beyond it are not listed.
-    size: what the slots behind the last set bit hold.
+  is found by halving, first the words and then the bits of one. Set bits beyond the
+  capacity are not listed.
 
   Example:
     >>> words = jnp.zeros(32, jnp.uint32).at[3].set(0b101)

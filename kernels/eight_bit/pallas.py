@@ -1,4 +1,4 @@
-"""Encodes 8-bit types by a Pallas kernel, in one pass if blocks have scales."""
+"""Encodes 8-bit types by a Pallas kernel, in one pass if buckets have scales."""
 
 import functools
 from collections.abc import Sequence

@@ -78,7 +78,7 @@ def encode_rows(
 
 
 def enlarged(scale: jax.Array, up: float) -> jax.Array:
-  """Returns ``scale * up``, the value of a level of 1, cut to the largest float.
+  """Returns ``scale * up``, the value of a level of 1, at most the largest float.
 
   The largest element is then the level ``1 / up``. NaN stays NaN; it is not cut by a
   minimum, because minima drop NaN on GPUs.
@@ -112,11 +112,8 @@ def decode_rows(
 ) -> jax.Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, 4, B]``.
 
-  Args:
-    rows: ``uint32[..., rows, words]``.
-    table: the values of 128 magnitudes, ``float32[128]``.
-    last: the value of the code 128, minus zero.
-    bucket_size: elements a bucket, ``B``.
+  ``table`` holds the values of 128 magnitudes, ``float32[128]``, and ``last`` is the
+  value of the code 128, minus zero.
   """
   codes = unpack_planes(rows[..., :bucket_size], 8).astype(jnp.int32)
   level = jnp.asarray(table)[codes & (_SIGN - 1)]

@@ -28,10 +28,7 @@ def encode_rows(
   row_words: int,
   implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-  """Casts a flat array by the implementation that :func:`dispatch.run` chooses.
-
-  See :func:`reference.encode_rows` for the other arguments and the result.
-  """
+  """Runs :func:`reference.encode_rows` or a kernel, as :func:`dispatch.run` chooses."""
   options: dict[str, Any] = {
     "fmt": fmt,
     "rounding": rounding,

@@ -78,16 +78,9 @@ def shift(byte: jax.Array, fmt: FloatFormat, addends: int) -> jax.Array:
 def unshifted(
   x: jax.Array, byte: jax.Array, fmt: FloatFormat, addends: int
 ) -> jax.Array:
-  """Takes the scale off numbers, which become NaN if the byte says so.
+  """Divides ``float32[rows, P, B]`` by ``2**shift``; NaN where the byte stands for NaN.
 
-  Args:
-    x: ``float32[rows, P, B]``.
-    byte: ``uint8[rows, 1]``.
-    fmt: the format.
-    addends: N.
-
-  Returns:
-    ``float32[rows, P, B]``, ``x`` times two to the power of minus :func:`shift`.
+  The bytes are ``uint8[rows, 1]``.
   """
   value = times_power_of_two(x, -shift(byte, fmt, addends)[..., None])
   return jnp.where(byte[..., None] == _NOT_FINITE, jnp.nan, value)

@@ -1,4 +1,4 @@
-"""Chooses the implementation of an operation that runs; no other file does.
+"""Dispatch: chooses the implementation of each operation; no other file does.
 
 An operation is a folder of this package. Its ``reference`` is jnp code, the fast path
 on CPU and TPU. ``pallas`` and, in some folders, ``mosaic`` are kernels for GPUs. All
@@ -92,7 +92,7 @@ def run(
 
 
 def _missing(implementation: Implementation) -> str | None:
-  """Returns what this machine lacks to run a kernel; None if it lacks nothing."""
+  """Names the device that a kernel needs and this machine lacks; None if it can run."""
   backend = jax.default_backend()
   if backend != "gpu":
     return f"a GPU, and the default backend is {backend!r}"

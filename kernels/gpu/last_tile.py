@@ -1,4 +1,4 @@
-"""Completes the rows of a kernel with those that the reference makes of a last tile."""
+"""Joins the rows of a kernel with the reference's row of a last, partial tile."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,12 +9,7 @@ Reference = Callable[[jax.Array, int], tuple[jax.Array, jax.Array | None]]
 
 
 def refusal(size: int, tile: int) -> str:
-  """Returns the reason why no kernel can encode an array; an empty string if one can.
-
-  Args:
-    size: elements of the array.
-    tile: elements of a tile.
-  """
+  """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
   if tile <= size < 2**31:
     return ""
   return (
@@ -26,15 +21,10 @@ def refusal(size: int, tile: int) -> str:
 def complete(
   found: Sequence[jax.Array], x: jax.Array, tiles: int, whole: int, last: Reference
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Returns the rows and the residual of a kernel, with the last tile of the reference.
+  """Returns the rows and the residual of a kernel, with the reference's last tile.
 
-  Args:
-    found: the rows of the kernel and, if it is kept, the residual. What they hold for a
-      partial tile means nothing.
-    x: the array, which kernels read flat and the residual is shaped like.
-    tiles: the number of whole tiles.
-    whole: the number of elements in these.
-    last: encodes the other elements.
+  ``found`` holds the rows and, if it is kept, the residual. Both are undefined for a
+  partial tile, which ``last`` encodes: the elements behind the first ``whole``.
   """
   result, residual = found[0], found[1] if len(found) > 1 else None
   if whole < x.size:

@@ -1,13 +1,13 @@
-"""The parts that the encoders written as Mosaic GPU kernels share (Hopper and newer).
+"""Common parts of the encoders that are Mosaic GPU kernels (Hopper and newer).
 
 This is the counterpart of ``blocks``. Each program of the grid is a warpgroup of 128
-threads and encodes one tile. A plane is one bucket. Reductions are over whole planes
-alone, since Mosaic cannot reduce single axes of matrices. The reference encodes the
+threads and encodes one tile. A plane is one bucket. Reductions are only over whole
+planes, since Mosaic cannot reduce single axes of matrices. The reference encodes the
 last, partial tile.
 
 Lane semantics are used in all versions of JAX: they let scalars be bit-cast, and they
 save the search for layouts, which takes seconds a kernel. Instead the code gives a
-layout to what is read and to what is numbered. All other layouts follow from these.
+layout to arrays that are read and to iotas. All other layouts follow from these.
 """
 
 import math
@@ -37,13 +37,7 @@ _LARGEST_TILE = 16384
 
 
 def refusal(size: int, planes: int, bucket_size: int) -> str:
-  """Returns the reason why no kernel can encode an array; an empty string if one can.
-
-  Args:
-    size: elements of the array.
-    planes: buckets a tile, ``P``.
-    bucket_size: elements a bucket, ``B``.
-  """
+  """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
   if _UNAVAILABLE:
     return _UNAVAILABLE
   power = not bucket_size & (bucket_size - 1)

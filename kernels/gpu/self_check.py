@@ -1,4 +1,4 @@
-"""Tries a kernel on a small input, once on each kind of GPU that a process has.
+"""Self-check: tries a kernel on a small input, once for each kind of GPU at hand.
 
 Compilers differ from device to device. One of them may refuse a kernel, or make it give
 other bits than the reference. This is found out while the first program that has the
@@ -20,32 +20,26 @@ SWITCH = "GRADCOMP_CHECK_KERNELS"
 
 _ELEMENTS = 1 << 17  # two blocks or more of every kernel with buckets of up to 2048
 
-# What is wrong with each kernel, for its options, the shapes, and the kind of GPU.
+# The failure of each kernel, or "", by its options, the shapes, and the kind of GPU.
 _known: dict[Hashable, str] = {}
 
 
 class Example(NamedTuple):
-  """Holds the arguments of a small call of an operation.
-
-  Attributes:
-    operands: NumPy arrays, or None, as the operation takes them.
-    options: static options that take the place of the caller's.
+  """The arguments of a small call of an operation.
 
   Example:
     >>> Example((np.uint32([5]), None)).options
     {}
   """
 
-  operands: tuple[Any, ...]
-  options: Mapping[str, Hashable] = {}
+  operands: tuple[Any, ...]  # NumPy arrays, or None
+  options: Mapping[str, Hashable] = {}  # static, in place of the caller's
 
 
 def few_tiles(tile: int, *others: jax.Array | None) -> Example:
   """Returns an example for an encoder: some whole tiles, and a part of one.
 
-  Args:
-    tile: elements of a tile.
-    *others: what the encoder takes behind the array. A matrix has one line a row.
+  ``others`` are the arguments behind the array. A matrix has one line a row.
 
   Example:
     >>> x, scale, key = few_tiles(1 << 17, jnp.ones((9, 1)), None).operands
@@ -90,7 +84,7 @@ def failure(
   reference: Callable[..., Any],
   example: Callable[[], Example],
 ) -> str:
-  """Returns a sentence that says what is wrong with a kernel; "" if nothing is known.
+  """Returns the failure of a kernel against its reference, as a sentence, or "".
 
   Each kernel is compared once in a process, for each set of static options and kind of
   GPU. Nothing runs in a process without CUDA devices, nor before JAX has looked for
@@ -136,7 +130,7 @@ def _is_on() -> bool:
 
 
 def _gpus() -> list[jax.Device]:
-  """Returns one CUDA device of each kind that this process has, and looks for none."""
+  """Returns one CUDA device of each kind, without making JAX look for devices."""
   # To look for devices takes memory of GPUs, and comes too early for what must be
   # called before, such as jax.distributed.initialize.
   if not xla_bridge.backends_are_initialized():
@@ -157,7 +151,7 @@ def _compare(
   operands: tuple[Any, ...],
   gpu: jax.Device,
 ) -> str:
-  """Returns what is wrong with the kernel's results; "" if they are the reference's."""
+  """Returns the difference between the results of kernel and reference, or ""."""
   cpu = next(iter(_devices("cpu")), gpu)
   expected = _outputs(reference, operands, cpu)
   try:
@@ -184,7 +178,7 @@ def _outputs(
 
 
 def _name(kernel: functools.partial[Any]) -> str:
-  """Returns the name of a kernel with its options, some of which are long."""
+  """Returns the name of a kernel with its options, shortened."""
   options = ", ".join(f"{name}={value!r}" for name, value in kernel.keywords.items())
   function = f"{kernel.func.__module__}.{kernel.func.__name__}"
   return textwrap.shorten(f"the kernel {function}({options})", 300, placeholder=" ...)")

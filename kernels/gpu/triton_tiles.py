@@ -1,4 +1,4 @@
-"""The parts that the encoders written as Pallas kernels in Triton style share.
+"""Common parts of the encoders that are Pallas kernels in Triton style.
 
 Each program of the grid reads a block of whole tiles, plane by plane, and writes their
 rows. A plane holds one bucket of each tile. Threads therefore exchange nothing but
@@ -38,13 +38,7 @@ Index = jax.Array | int
 
 
 def refusal(size: int, planes: int, bucket_size: int) -> str:
-  """Returns the reason why no kernel can encode an array; an empty string if one can.
-
-  Args:
-    size: elements of the array.
-    planes: buckets a tile, ``P``.
-    bucket_size: elements a bucket, ``B``.
-  """
+  """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
   if _UNAVAILABLE:
     return _UNAVAILABLE
   if bucket_size & (bucket_size - 1) or bucket_size > _LARGEST_BUCKET:
@@ -77,13 +71,8 @@ class Block:
   def elements(self, plane: Index, first: int, count: int) -> jax.Array:
     """Returns the indices of ``count`` elements of each of a plane's buckets.
 
-    Args:
-      plane: the number of the plane.
-      first: the place in its bucket of the first element.
-      count: elements of each bucket.
-
-    Returns:
-      ``int32[rows, count]``, indices into the flat array.
+    They are ``int32[rows, count]``, into the flat array, from the place ``first`` of
+    each bucket on.
     """
     shape = self.shape[0], count
     row = self.first_row + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -138,7 +127,7 @@ def encode(
     planes: buckets a tile, ``P``.
     bucket_size: elements a bucket, ``B``.
     row_words: words in a row.
-    keep: whether to write the residual, which is what the rows do not send.
+    keep: whether to write the residual.
     last: encodes the elements of a last, partial tile, given its row number.
     elements: the elements of a plane in a block, at least those of one bucket; by
       default 16 bytes for each thread of four warps.
@@ -181,36 +170,29 @@ def encode(
 
 
 def typed(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-  """Returns the type of an output that varies over the same mesh axes as ``x``.
-
-  ``jax.shard_map`` checks these types.
-  """
+  """Returns the type of an output that varies over the same mesh axes as ``x``."""
+  # `jax.shard_map` checks these types.
   kind = jax.typeof(x).manual_axis_type
   return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
 
 def _warps(elements: int, planes: int) -> int:
-  """Returns the number of warps of a block: 1, 2 or 4.
-
-  Few are best, since all threads of a bucket take part in finding its scale. But a
-  thread should hold at most 64 elements of all planes in its registers, unless more
-  threads would load less than 16 bytes of a plane each.
-  """
+  """Returns the number of warps of a block: 1, 2 or 4."""
+  # Few are best, since all threads of a bucket take part in finding its scale. But a
+  # thread should hold at most 64 elements of all planes in its registers, unless more
+  # threads would load less than 16 bytes of a plane each.
   fewest = elements * planes // (_THREADS * _IN_REGISTERS)
   most = elements // (_THREADS * _VECTOR)
   return 1 << max(min(fewest, most, 4).bit_length() - 1, 0)
 
 
 def largest_bits(x: jax.Array, axis: int | None = 1) -> jax.Array:
-  """Returns the bits of the largest magnitude of each line: ``int32[rows]``.
+  """Returns the bits of the largest magnitude of each line of ``float32[rows, n]``.
 
-  They are those of NaN where a line holds a NaN or an infinity. The maximum is taken of
-  integers, since maxima of floats drop NaN on GPUs.
-
-  Args:
-    x: ``float32[rows, columns]``.
-    axis: the axis of a line; None takes all elements for one line.
+  They are ``int32[rows]``, or ``int32[]`` if ``axis`` is None. A NaN or an infinity in
+  a line gives the bits of NaN.
   """
+  # Maxima of floats drop NaN on GPUs, those of integers do not.
   magnitude = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
   bits = magnitude.max(axis=axis)
   return jnp.where(bits < _INFINITY, bits, _NAN)

@@ -10,10 +10,9 @@ from gradcomp._src.kernels.one_bit.reference import WORD, means_of_sums, sides
 
 
 def encode_columns(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Encodes the columns of ``float32[d, n]``, and returns rows and residual.
+  """Encodes the columns of ``float32[d, n]``; returns rows and the residual.
 
-  Returns:
-    ``uint32[n, ceil(d / 32) + 2]``, and the residual, ``float32[d, n]``.
+  The rows are ``uint32[n, ceil(d / 32) + 2]``.
   """
   size, count = matrix.shape
   present = jnp.full(count, size)

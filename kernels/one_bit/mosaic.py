@@ -2,9 +2,9 @@
 
 Mosaic cannot reduce a part of a plane, so that sums have an order of their own. A mean
 may therefore differ from the reference's in its last bits, relatively by less than ``(B
-/ 128 + 40) * 2**-24``: so many roundings are on an element's way to the two sums, whose
-terms have one sign. The difference measured is 1.8e-7 (interpreted). Signs are equal,
-and the residual is what the code leaves.
+/ 128 + 40) * 2**-24``: that is the number of roundings on an element's way to the two
+sums, which have terms of one sign. The difference measured is 1.8e-7 (interpreted).
+Signs are equal, and the residual is exact for the code.
 """
 
 from typing import Any

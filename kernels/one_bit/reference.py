@@ -58,14 +58,9 @@ def means(x: jax.Array, bucket_size: int) -> jax.Array:
 def _bucket_means(
   buckets: jax.Array, present: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns ``avg+`` and ``avg-`` of buckets that may be filled up with zeros.
+  """Returns ``avg+`` and ``avg-``, ``[m]``, of ``float32[m, B]``, filled up with zeros.
 
-  Args:
-    buckets: ``float32[m, B]``.
-    present: the number of elements of each bucket that are no filling, or one for all.
-
-  Returns:
-    Two ``float32[m]``.
+  ``present`` is the number of elements that are no filling, for each bucket or for all.
   """
   count, size = buckets.shape
   chunk, lanes = chunks(size)
@@ -77,7 +72,7 @@ def _bucket_means(
 
 
 def chunks(size: int) -> tuple[int, int]:
-  """Returns the size of the chunks that a bucket is added in, and the lanes of a chunk.
+  """Returns the size of a bucket's chunks, and the number of lanes of a chunk.
 
   A lane of a chunk is added from its first element to its last, and the lanes of all
   chunks by halves.
@@ -87,7 +82,7 @@ def chunks(size: int) -> tuple[int, int]:
 
 
 def sides(x: jax.Array, first: jax.Array, size: int) -> tuple[jax.Array, ...]:
-  """Returns what is added over a bucket: the elements of either side, and counts.
+  """Returns the arrays to add over a bucket: the elements of each side, and counts.
 
   The first array holds the elements of zero or more, the second the others, and zeros
   elsewhere. Both are multiplied by a power of two, so that no sum of finite elements
@@ -139,12 +134,7 @@ def _power_of_two(size: int) -> int:
 def encode_rows(
   x: jax.Array, *, bucket_size: int, keep: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes an array, and returns its rows and its residual.
-
-  Args:
-    x: ``float32`` of any shape.
-    bucket_size: elements a bucket, ``B``.
-    keep: whether to return the residual, which is what the rows do not send.
+  """Encodes ``float32`` of any shape; with ``keep`` it also returns the residual.
 
   Returns:
     ``uint32[rows, B + 64]``, and the residual in the shape of ``x``, or None.

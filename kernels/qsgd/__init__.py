@@ -27,10 +27,7 @@ def encode_rows(
   keep: bool = False,
   implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes an array by the implementation that :func:`dispatch.run` chooses.
-
-  See :func:`reference.encode_rows` for the other arguments and the result.
-  """
+  """Runs :func:`reference.encode_rows` or a kernel, as :func:`dispatch.run` chooses."""
   options: dict[str, Any] = {
     "bits": bits,
     "bucket_size": bucket_size,

@@ -1,6 +1,6 @@
 """Encodes QSGD by a Pallas kernel: scale, round, pack and residual in one pass.
 
-The gradient is read once. The scale of a bucket is found while it is in registers.
+The gradient is read once. The scale of a bucket is computed while it is in registers.
 """
 
 import functools

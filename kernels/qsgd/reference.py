@@ -1,4 +1,4 @@
-"""QSGD's inner loops in jnp: round to equal levels, and pack, over planes.
+"""QSGD's inner loops in jnp: rounds to equal levels, and packs, over planes.
 
 See docs/wire-format.md for the rule.
 """
@@ -104,7 +104,7 @@ def encode_rows(
 def limit(bits: int, levels: Levels) -> int:
   """Returns the largest distance from zero in fixed point.
 
-  It is ``s`` for ``sign_magnitude``, and ``s / 2`` for ``uniform``, whose intervals lie
+  It is ``s`` for ``sign_magnitude``, and ``s / 2`` for ``uniform``, which has intervals
   on both sides of zero.
   """
   fraction = FRACTION if levels == "sign_magnitude" else FRACTION - 1
@@ -157,16 +157,9 @@ def value(codes: jax.Array, scale: jax.Array, bits: int, levels: Levels) -> jax.
 def signed_codes(
   rows: jax.Array, *, bits: int, bucket_size: int, levels: Levels
 ) -> jax.Array:
-  """Returns the codes of rows as integers from ``-s`` to ``s``, which add up.
+  """Unpacks the codes of rows to integers from ``-s`` to ``s``, which add up.
 
-  Args:
-    rows: ``uint32[..., rows, words]``.
-    bits: the width of a code.
-    bucket_size: elements a bucket, ``B``.
-    levels: where the levels are.
-
-  Returns:
-    ``int32[..., rows, P, B]``.
+  ``uint32[..., rows, words]`` become ``int32[..., rows, P, B]``.
   """
   s = intervals(bits, levels)
   codes = unpack_planes(rows[..., :bucket_size], bits).astype(jnp.int32)
@@ -179,13 +172,8 @@ def signed_codes(
 def from_signed_codes(codes: jax.Array, scale: jax.Array, s: int) -> jax.Array:
   """Returns the values of sums of codes; whole multiples of the scale are exact.
 
-  Args:
-    codes: ``int32[..., rows, P, B]``, the codes of one worker, or added over several.
-    scale: ``float32[rows, P]`` or ``float32[rows, 1]``.
-    s: the code whose value is the scale.
-
-  Returns:
-    ``float32[..., rows, P, B]``.
+  Sums are ``int32[..., rows, P, B]``, scales ``float32[rows, P]`` or ``[rows, 1]``, and
+  ``s`` is the code of the scale.
   """
   magnitude = jnp.abs(codes)
   scale = scale[..., None]

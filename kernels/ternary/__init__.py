@@ -25,10 +25,7 @@ def encode_rows(
   inline: bool,
   implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-  """Encodes a flat array by the implementation that :func:`dispatch.run` chooses.
-
-  See :func:`reference.encode_rows` for the other arguments and the result.
-  """
+  """Runs :func:`reference.encode_rows` or a kernel, as :func:`dispatch.run` chooses."""
   options: dict[str, Any] = {
     "packing": packing,
     "bucket_size": bucket_size,

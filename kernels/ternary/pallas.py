@@ -1,4 +1,4 @@
-"""Encodes TernGrad by a Pallas kernel, with scales that were found before."""
+"""Encodes TernGrad by a Pallas kernel, with scales that are computed before."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""TernGrad's inner loops in jnp: clip, round to three values, pack in 2 or 1.6 bits.
+"""TernGrad's inner loops in jnp: clips, rounds to three values, packs in 2 or 1.6 bits.
 
 See docs/wire-format.md for the rule.
 """
@@ -36,7 +36,7 @@ _EXCESS_HIGH, _EXCESS_LOW = _EXCESS >> 32, _EXCESS & (2**32 - 1)
 
 
 def planes(packing: Packing) -> int:
-  """Returns the number of codes in a word, which are the buckets of a tile.
+  """Returns the number of codes in a word, and of buckets in a tile.
 
   Example:
     >>> planes("2bit"), planes("base3")
@@ -121,17 +121,11 @@ def codes(rows: jax.Array, *, packing: Packing, bucket_size: int) -> jax.Array:
 
 
 def pack_trits(trits: list[jax.Array]) -> jax.Array:
-  """Packs twenty digits in base 3 into one 32-bit fraction, rounded up.
+  """Packs twenty arrays of digits in base 3 into one 32-bit fraction, rounded up.
 
   With the digits as the number ``v`` below ``3**20``, most significant first, the word
   is ``floor(v * 2**32 / 3**20) + 1``. Its digits can then be read without a division,
-  each by itself: a digit is three times what remains behind the point.
-
-  Args:
-    trits: 20 arrays ``uint32[...]`` of 0, 1 and 2.
-
-  Returns:
-    ``uint32[...]``.
+  each by itself: a digit is three times the rest behind the point.
 
   Example:
     >>> word = pack_trits([jnp.uint32(k % 3) for k in range(20)])
@@ -149,11 +143,7 @@ def pack_trits(trits: list[jax.Array]) -> jax.Array:
 
 
 def unpack_trits(words: jax.Array) -> jax.Array:
-  """Unpacks the words of :func:`pack_trits`, ``uint32[..., B]``.
-
-  Returns:
-    ``uint32[..., 20, B]``.
-  """
+  """Unpacks the words of :func:`pack_trits`: ``uint32[..., B]`` to ``[..., 20, B]``."""
   powers = np.array([3**k % 2**32 for k in range(_TRITS)], np.uint32)
   return _high_word(words[..., None, :] * powers[:, None], 3)
 

@@ -1,4 +1,4 @@
-"""Marks the elements whose magnitude reaches a threshold by one bit each."""
+"""Marks the elements that reach a threshold in magnitude, by one bit each."""
 
 from typing import Any
 
@@ -18,10 +18,7 @@ def mark(
   *,
   implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Marks elements by the implementation that :func:`dispatch.run` chooses.
-
-  See :func:`reference.mark` for the other arguments and the result.
-  """
+  """Runs :func:`reference.mark` or a kernel, as :func:`dispatch.run` chooses."""
   sizes = x.size, x.matrices[0].size
   no = next(filter(None, (triton_tiles.refusal(n, WORD, LANES) for n in sizes)), "")
   return dispatch.run(

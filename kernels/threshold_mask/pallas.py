@@ -1,4 +1,4 @@
-"""Marks elements by a Pallas kernel, and counts those of each tile, in one pass.
+"""Marks elements by a Pallas kernel, and counts the marks of each tile, in one pass.
 
 A row of a matrix is read where it lies. The reference marks the last, partial tile.
 """

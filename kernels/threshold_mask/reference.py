@@ -1,4 +1,4 @@
-"""Marks the elements whose magnitude reaches a threshold by one bit each, in jnp."""
+"""Marks the elements that reach a threshold in magnitude, by one bit each, in jnp."""
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,12 @@ def mark(
 ) -> tuple[jax.Array, jax.Array]:
   """Marks the elements that reach a threshold by one bit each, and counts them.
 
-  Args:
-    x: a row of n elements.
-    threshold: ``uint32[]``, in the order of magnitudes.py.
-    sign: ``float32[]``, to take the elements of the other sign for zeros, or None.
+  The threshold is ``uint32[]``, in the order of magnitudes.py. With ``sign``,
+  ``float32[]``, elements of the other sign count as zeros.
 
   Returns:
     ``uint32[tiles * 32]``, in which bit p of word w of a tile is its element 32 p + w,
-    and no bit is set for what fills the last tile. And the number of marked elements,
-    ``int32[]``.
+    and no bit is set behind the row; and the number of marked elements, ``int32[]``.
   """
 
   def reached(x: jax.Array) -> jax.Array:

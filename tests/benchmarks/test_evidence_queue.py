@@ -201,7 +201,7 @@ def checkout(tmp_path):
   (root / "benchmarks" / "evidence_queue.py").write_text(
     "import fcntl, os, sys\n"
     "from pathlib import Path\n"
-    "print(Path(__file__).parent.parent, os.environ['PYTHONPATH'], *sys.argv[1:])\n"
+    "print(Path(__file__).parents[2], os.environ['PYTHONPATH'], *sys.argv[1:])\n"
     "with open(Path(sys.argv[4], 'queue.lock')) as file:\n"
     "  try:\n"
     "    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)\n"

@@ -1,10 +1,10 @@
 """Deliberate breaks of the library, each with the test that must catch it.
 
-`make breaks`, or `python -m tests.breaks.run`, proves that the tests still see what they
-should. The lists are beside this file. Each break is one edit of a
-definition and one test of plain `make test`. The script copies the tracked files to a
-temporary folder, where it applies one edit after the other and runs that test alone;
-the checkout stays as it is. It ends with 1 if a test passes in spite of its break.
+`make breaks`, or `python -m tests.breaks.run`, proves that the tests still see what
+they should. The lists are beside this file. Each break is one edit of a definition and
+one test of plain `make test`. The script copies the tracked files to a temporary
+folder, where it applies one edit after the other and runs that test alone; the checkout
+stays as it is. It ends with 1 if a test passes in spite of its break.
 """
 
 import argparse

@@ -29,7 +29,7 @@ def call(**options):
     "params": cases.PARAMS,
     "axis_name": "data",
   } | options
-  return gradcomp.reshard_state(given.pop("opt_state"), **given)
+  return gradcomp.reshard_state(**given)
 
 
 def with_residual(name, x):

@@ -177,7 +177,9 @@ def test_parameters_that_are_cut_over_another_axis(manual):
   cut = placed(params, old, specs["w"])
   options = {"param_specs": specs} if manual else {}
   if manual:
-    first = gradcomp.init_state(tx, params, "data", param_specs=specs, mesh=old)
+    first = gradcomp.init_state(
+      tx, params, axis_name="data", param_specs=specs, mesh=old
+    )
   else:
     with jax.set_mesh(old):
       first = tx.init(cut)

@@ -17,11 +17,11 @@ import gradcomp
 import gradcomp.testing
 from gradcomp import codecs, cost, exchange, floats
 from gradcomp._src.cost.papers import dettmers, fang, grubic, han, wen
-from gradcomp._src.cost.planner.plan import plan
 from gradcomp.cost import Cluster, CodecSpeed, Link
-from gradcomp.wire import trace_wire as explain
+from gradcomp.wire import trace_wire
 from tests.support import modes
 from tests.support.assertions import says
+from tests.support.option_fields import with_options
 
 NEVER = (-1, math.inf, math.nan, np.float32("nan"), "4", [4], 4j)  # of any argument
 HUGE = (1e30, 2**31, 10**400)  # may be taken, if they work
@@ -56,7 +56,13 @@ def skipping(**given):
 
 def rounds(**given):
   rule = {"codec": codecs.Dense(), "axis_name": "data", "every": 4}
-  step(gradcomp.local.local_steps(optax.sgd(1.0), optax.sgd(1.0), **rule | given))
+  given = with_options(gradcomp.local.LocalOptions, rule | given)
+  step(gradcomp.local.local_steps(optax.sgd(1.0), optax.sgd(1.0), **given))
+
+
+def planning(**given):
+  options = with_options(cost.PlanOptions, {"candidates": []} | given)
+  gradcomp.cost.plan(PARAMS, **options)
 
 
 def feeding(kind):
@@ -76,7 +82,11 @@ def grads(**given):
 def training(**given):
   exchange = gradcomp.dense(axis_name="data")
   gradcomp.make_train_step(
-    lambda p, x: 0.0, exchange, axis_name="data", mesh=modes.mesh(4), **given
+    lambda p, x: 0.0,
+    exchange,
+    axis_name="data",
+    mesh=modes.mesh(4),
+    options=gradcomp.TrainOptions(**given),
   )
 
 
@@ -85,8 +95,10 @@ def explaining(function):
 
 
 def between(axis):
-  send = lambda x: gradcomp.parallel.psum(x, "data", codec=codecs.QSGD(bits=4))
-  explain(send, LEAF, axes={"data": axis})
+  send = lambda x: gradcomp.parallel.psum(
+    x, axis_name="data", codec=codecs.QSGD(bits=4)
+  )
+  trace_wire(send, LEAF, workers={"data": axis})
 
 
 FORMAT = floats.FloatFormat(5, 2)
@@ -106,7 +118,7 @@ CASES = [
   (stepping(gradcomp.powersgd), "rank min_rate start quantize"),
   (stepping(gradcomp.wrappers.clip_by_local_norm), "max_norm"),
   (skipping, "max_consecutive_errors"),
-  (rounds, "every fragments delay mixing feedback_decay"),
+  (rounds, "every fragments delay mixing"),
   (feeding(gradcomp.ErrorFeedback), "residual_decay residual_dtype"),
   (feeding(gradcomp.MomentumFeedback), "residual_decay decay"),
   (coding(codecs.FloatCast), "scale addends exponent_bits"),
@@ -117,7 +129,7 @@ CASES = [
   (explaining(gradcomp.explain), "workers"),
   (explaining(gradcomp.checkpoint.record), "workers"),
   (part(explaining(gradcomp.checkpoint.state_shapes), axis_name="data"), "workers"),
-  (training, "accumulate check_every"),
+  (training, "accumulate compare_every"),
   (grads, "accumulate"),
   (part(floats.FloatFormat, exponent_bits=5, mantissa_bits=2), "exponent_bits"),
   (part(floats.all_reduce, MATRIX, FORMAT, order="hierarchical"), "group_size"),
@@ -137,12 +149,9 @@ CASES = [
     part(cost.step_seconds, forward=1.0, backward=1.0, messages=(), overlap=True),
     "forward backward",
   ),
+  (part(planning, **MODEL), "workers link steps margin"),
   (
-    part(gradcomp.cost.plan, PARAMS, candidates=[], **MODEL),
-    "workers link steps margin",
-  ),
-  (
-    part(gradcomp.cost.plan, PARAMS, candidates=[], forward=1.0, backward=1.0, **MODEL),
+    part(planning, forward=1.0, backward=1.0, **MODEL),
     "forward backward",
   ),
   (part(fang.sparse_seconds, elements=4, density=0.1, **MODEL), "elements density"),
@@ -183,7 +192,8 @@ CASES = [
 ]
 # What would run for as long as it is told.
 KIT = [
-  (part(gradcomp.testing.check_codec, codecs.Dense()), "workers draws"),
+  (part(gradcomp.testing.check_codec, codecs.Dense()), "workers"),
+  (gradcomp.testing.CheckOptions, "draws"),
   (
     part(gradcomp.testing.check_transformation, gradcomp.dense(axis_name="data")),
     "workers steps",
@@ -236,7 +246,7 @@ def test_as_many_workers_as_jax_counts():
 
 
 def test_more_devices_than_jax_counts_between_layers():
-  with pytest.raises(ValueError, match=says("`axes` must be less", "2**31")):
+  with pytest.raises(ValueError, match=says("`workers` must be less", "2**31")):
     between(2**31)
 
 
@@ -268,4 +278,4 @@ def test_residuals_are_stored_in_types_and_not_in_numbers():
 
 def test_integers_of_numpy_count_workers():
   assert Cluster(workers=np.int64(4), link=LINK) == CLUSTER
-  assert plan(PARAMS, workers=np.int64(1), link=LINK).chosen
+  assert cost.plan(PARAMS, workers=np.int64(1), link=LINK).chosen

@@ -94,7 +94,9 @@ def test_composes_in_a_typed_train_step(name):
 def init_around(params):
   """MultiSteps adds up what is not sent yet: it differs, and must be typed so."""
   state = AROUND.init(params)
-  return state._replace(acc_grads=gradcomp.defer_reduction(state.acc_grads, "data"))
+  return state._replace(
+    acc_grads=gradcomp.defer_reduction(state.acc_grads, axis_name="data")
+  )
 
 
 def test_multi_steps_around_it_inside_one_typed_map():
@@ -117,7 +119,7 @@ def test_multi_steps_around_it_inside_one_typed_map():
 def test_multi_steps_around_it_in_a_typed_train_step():
   params = jax.device_put(problem()[1], NamedSharding(modes.mesh(2), P()))
   with jax.set_mesh(modes.mesh(2)):
-    specs = gradcomp.state_specs(jax.eval_shape(AROUND.init, params), "data")
+    specs = gradcomp.state_specs(jax.eval_shape(AROUND.init, params), axis_name="data")
   mapped = jax.shard_map(init_around, mesh=modes.mesh(2), in_specs=P(), out_specs=specs)
   assert_trains_as_emulated(AROUND, params, jax.jit(mapped)(params))
 
@@ -130,7 +132,7 @@ def test_state_specs(name):
   with jax.set_mesh(modes.mesh(2)):
     states = optimizer.init(params), jax.eval_shape(optimizer.init, params)
   for state in states:
-    specs = gradcomp.state_specs(state, "data")
+    specs = gradcomp.state_specs(state, axis_name="data")
     chex.assert_trees_all_equal_structs(specs, state)
     found = jax.tree_util.tree_leaves_with_path(specs)
     for path, spec in found:

@@ -100,7 +100,7 @@ def trained(tx):
   params = {"w": jnp.zeros(3), "b": jnp.zeros(())}
   params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
   with jax.set_mesh(mesh):
-    state = gradcomp.init_state(tx, params, axes, param_specs=spec)
+    state = gradcomp.init_state(tx, params, axis_name=axes, param_specs=spec)
 
   def loss_fn(params, x):
     return jnp.mean((params["w"] - x) ** 2) + jnp.mean((params["b"] - x) ** 2)

@@ -60,7 +60,9 @@ def test_types_show_it(make):
   mesh, tx = modes.mesh(WORKERS), make(axis_name="data")
   params, batch = problem(mesh)
   state = tx.init({"w": jnp.ones((64, 64))})
-  step = sharded_step(tx, mesh, gradcomp.state_specs(state, "data"), check_vma=True)
+  step = sharded_step(
+    tx, mesh, gradcomp.state_specs(state, axis_name="data"), check_vma=True
+  )
   with pytest.raises(ValueError, match=rf"`params`{SAYS}.*defer_reduction"):
     jax.eval_shape(step, params, state, batch)
 
@@ -72,7 +74,7 @@ def test_residuals_show_it(axis, check_vma):
   mesh, tx = modes.mesh(WORKERS), residual4(axis_name="data", exchange="all_gather")
   with jax.set_mesh(mesh):
     state = tx.init({"w": jnp.ones((64, 64))})
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
   cut = P(*[None] * axis, "data")
   params, _ = problem(mesh, cut)
   update = jax.shard_map(
@@ -92,10 +94,10 @@ def test_specs_show_it(spec, axis_name):
   tx, specs = residual4(axis_name=axis_name), {"w": spec, "b": P()}
   params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
   with pytest.raises(ValueError, match=rf"`param_specs`{SAYS}"):
-    gradcomp.init_state(tx, params, axis_name, param_specs=specs)
+    gradcomp.init_state(tx, params, axis_name=axis_name, param_specs=specs)
   with pytest.raises(ValueError, match=rf"`param_specs`{SAYS}"):
-    gradcomp.state_specs(tx.init(params), axis_name, param_specs=specs)
-  found = gradcomp.state_specs(tx.init(params), "chip", param_specs=specs)
+    gradcomp.state_specs(tx.init(params), axis_name=axis_name, param_specs=specs)
+  found = gradcomp.state_specs(tx.init(params), axis_name="chip", param_specs=specs)
   assert found.residual["b"] == P("chip")
 
 
@@ -132,7 +134,7 @@ def test_what_averages_nothing_takes_rows():
   mesh, tx = modes.mesh(WORKERS), gradcomp.qsgd(axis_name="data", exchange="local")
   params, batch = problem(mesh)
   state = tx.init(params)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
   step = sharded_step(tx, mesh, specs, check_vma=True)
   assert jax.eval_shape(step, params, state, batch)["w"].shape == (64, 64)
 

@@ -211,7 +211,7 @@ def test_unbound_axis():
   with pytest.raises(ValueError, match=says(*parts)):
     update_once(residual4, GRADS)
   with pytest.raises(ValueError, match=says(*UNBOUND)):
-    gradcomp.defer_reduction(GRADS, "data")
+    gradcomp.defer_reduction(GRADS, axis_name="data")
   with pytest.raises(ValueError, match=says(*parts)):
     gradcomp.value_and_grad(jnp.sum, axis_name="data")(GRADS["w"])
   another = jax.vmap(functools.partial(update_once, residual4), axis_name="model")
@@ -289,7 +289,9 @@ def test_the_cures_of_reduced_gradients(cure):
     if cure == "value_and_grad":
       _, grads = gradcomp.value_and_grad(loss_fn, axis_name="data")(params, batch)
     else:
-      grads = jax.grad(loss_fn)(gradcomp.defer_reduction(params, "data"), batch)
+      grads = jax.grad(loss_fn)(
+        gradcomp.defer_reduction(params, axis_name="data"), batch
+      )
     return update_once(residual4, grads)
 
   in_shard_map(step, GRADS, BATCH, in_specs=(P(), P("data")), out_specs=P())
@@ -301,7 +303,7 @@ RESIDUAL = ("`state.residual`['w']", "(8, 256)", "(2, 256)", "state_specs", "set
 def test_state_made_outside_the_mesh():
   """Its residual is one worker's, and is cut as if it were all workers'."""
   state = residual4.init(GRADS)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
   update = lambda grads, state: residual4.update({"w": grads["w"][0]}, state)[0]
   stacked = {"w": np.stack([GRADS["w"]] * WORKERS)}
   with pytest.raises(ValueError, match=says(*RESIDUAL)):
@@ -482,7 +484,7 @@ def test_a_state_says_how_many_workers_it_was_made_for(mode, made_for):
   params, mesh = {"w": jnp.zeros((8, 256))}, modes.mesh(WORKERS, AxisType.Explicit)
   with jax.set_mesh(modes.mesh(made_for, AxisType.Explicit)):
     state = jax.device_get(tx.init(params))
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
   grad_fn = gradcomp.value_and_grad(loss_fn, axis_name="data")
   with jax.set_mesh(mesh):
     state = jax.device_put(state, jax.tree.map(lambda p: NamedSharding(mesh, p), specs))

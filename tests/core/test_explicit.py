@@ -262,7 +262,7 @@ def test_two_axes_agree_with_shard_map(exchange):
     return tx.update(grads, state)
 
   in_map = start(tx, params, rows, mesh, BOTH)
-  specs = gradcomp.state_specs(in_map[1], BOTH)
+  specs = gradcomp.state_specs(in_map[1], axis_name=BOTH)
   mean, map_state = jax.jit(
     jax.shard_map(
       local, mesh=mesh, in_specs=(P(), specs, P(BOTH)), out_specs=(P(), specs)
@@ -292,7 +292,9 @@ def test_defer_reduction_in_plain_jit(in_context):
 
   def update(deferred, params, state, batch):
     if deferred:
-      grads = jax.grad(loss_fn)(gradcomp.defer_reduction(params, "data"), batch)
+      grads = jax.grad(loss_fn)(
+        gradcomp.defer_reduction(params, axis_name="data"), batch
+      )
     else:
       _, grads = gradcomp.value_and_grad(loss_fn, axis_name="data")(params, batch)
     assert typed_unreduced(grads) == {"data"}

@@ -14,6 +14,7 @@ from gradcomp.parallel import zero
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import says
+from tests.support.option_fields import with_options
 
 N, ROWS = 4, 4
 dense = gradcomp.dense(axis_name="data")
@@ -67,6 +68,7 @@ def started(tx, kind=AxisType.Explicit, params=None):
 def train(tx, steps=3, kind=AxisType.Explicit, change=lambda state: state, **options):
   """What all have after some steps, where ``change`` sets numbers in the state."""
   params, state, mesh = started(tx, kind)
+  options = with_options(gradcomp.TrainOptions, options)
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh, **options)
   for _ in range(steps):
     params, state, metrics = step(params, change(state), problem()[1])
@@ -222,7 +224,7 @@ def test_a_map_of_ones_own_wants_a_rate_for_each_worker():
   state = optax.tree.set(state, learning_rate=jnp.float32(0.05))
   parts = ("learning_rate", "number for each worker", "jnp.full")
   with pytest.raises(ValueError, match=says(*parts)):
-    gradcomp.state_specs(state, "data")
+    gradcomp.state_specs(state, axis_name="data")
 
 
 @pytest.mark.parametrize(

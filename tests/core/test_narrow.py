@@ -333,7 +333,8 @@ def test_a_resharded_sum_waits_for_what_does_not_fit(target):
   addends[:, 1] = 1.0
 
   def local(x, residual):
-    return parallel.reshard(x, target or "data", codec=codec, residual=residual)
+    over = {"spec": target} if target else {"axis_name": "data"}
+    return parallel.reshard(x, **over, codec=codec, residual=residual)
 
   result, residual = jax.vmap(local, axis_name="data")(
     addends, jnp.zeros((4, 8), jnp.float32)
@@ -350,7 +351,12 @@ def test_a_gradient_norm_is_added_in_float32():
   tx = optax.chain(gradcomp.dense(axis_name="data"), optax.sgd(0.0))
   mesh = modes.mesh(4)
   step = gradcomp.make_train_step(
-    loss_fn, tx, axis_name="data", mesh=mesh, report=True, donate=False
+    loss_fn,
+    tx,
+    axis_name="data",
+    mesh=mesh,
+    donate=False,
+    options=gradcomp.TrainOptions(report=True),
   )
   with jax.set_mesh(mesh):
     w = jnp.zeros(300, jnp.float16)

@@ -73,14 +73,14 @@ def test_specs_of_parameters_reach_every_part(stored):
   mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
   params, specs = {"w": jnp.zeros((8, 512))}, {"w": P(None, "model")}
   state = gradcomp.init_state(
-    exchange(stored), params, "data", param_specs=specs, mesh=mesh
+    exchange(stored), params, axis_name="data", param_specs=specs, mesh=mesh
   )
   for leaf in jax.tree.leaves(state.residual):
     assert leaf.sharding.spec == P("data", "model")
   bare = gradcomp.init_state(
-    exchange(stored), params["w"], "data", param_specs=specs["w"], mesh=mesh
+    exchange(stored), params["w"], axis_name="data", param_specs=specs["w"], mesh=mesh
   )
-  found = gradcomp.state_specs(bare, "data", param_specs=specs["w"])
+  found = gradcomp.state_specs(bare, axis_name="data", param_specs=specs["w"])
   assert set(jax.tree.leaves(found.residual)) == {P("data", "model")}
 
 

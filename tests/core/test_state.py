@@ -156,9 +156,11 @@ def test_states_of_a_part_of_the_parameters(bare):
   if bare:
     specs, params = specs["w"], params["w"]
     optimizer = optax.chain(tx, optax.adam(0.1))
-  init = functools.partial(gradcomp.init_state, optimizer, params, "data", mesh=mesh)
+  init = functools.partial(
+    gradcomp.init_state, optimizer, params, axis_name="data", mesh=mesh
+  )
   state = init(param_specs=specs)
-  found = gradcomp.state_specs(state, "data", param_specs=specs)
+  found = gradcomp.state_specs(state, axis_name="data", param_specs=specs)
   chex.assert_trees_all_equal_structs(found, state)
   residual = optax.tree.get(found, "residual", filtering=lambda _, x: x is not None)
   assert (residual if bare else residual["w"]) == P("data", "model")

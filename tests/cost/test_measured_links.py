@@ -43,7 +43,9 @@ def test_each_collective_and_size_has_a_factor(capsys):
 
 def test_one_axis_of_a_mesh_is_measured_alone(capsys):
   options = dict(sizes=SIZES, repeats=1, progress=False)
-  assert {n for _, n in Link.measure(mesh(2, 3), "chip", **options).factor} == {3}
+  assert {
+    n for _, n in Link.measure(mesh(2, 3), axis_name="chip", **options).factor
+  } == {3}
   assert {n for _, n in Link.measure(mesh(2, 3), **options).factor} == {6}
   assert capsys.readouterr().err == ""
 

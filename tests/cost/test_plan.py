@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import cost
-from gradcomp._src.cost.planner import model
-from gradcomp._src.cost.planner.errors import Errors, omega
-from gradcomp._src.cost.planner.rows import best
+from gradcomp._src.cost import planner
+from gradcomp._src.cost.planner.compare import best, explained
+from gradcomp._src.cost.planner.errors import Errors
 from gradcomp.codecs import QSGD, Dense, TopK
 from gradcomp.cost import Link
 from gradcomp.exchange import AllGather, Ring, TwoShot
@@ -208,7 +208,7 @@ def test_a_candidate_that_no_exchange_is_good_enough_for_is_refused_once():
 def test_the_default_is_what_the_study_trained(gbit, name):
   """1-bit SGD, which it found 4 points below and more, was the default at 0.1."""
   link = Link(latency=50e-6, bytes_per_second=gbit * 1e9 / 8)
-  found = plan(LIKE, workers=8, link=link, candidates=None)
+  found = plan(LIKE, workers=8, link=link, candidates=planner.CANDIDATES)
   assert pair(found) == (name, "two_shot")
   assert "ended 17 points below" in str(found)
   names = {x.candidate.name for x in found.rows}
@@ -240,7 +240,7 @@ def test_residuals_of_unbiased_codecs_must_shrink_too():
 @pytest.mark.parametrize("name", ["bfloat16", "QSGD-2 fitted", "1-bit", "APS (5, 2)"])
 def test_errors_in_the_table_are_those_of_normal_numbers(name):
   candidate = BY_NAME[name]
-  assert omega(candidate.codec) == pytest.approx(candidate.omega, rel=0.03)
+  assert planner.omega(candidate.codec) == pytest.approx(candidate.omega, rel=0.03)
 
 
 def test_errors_of_gradients_are_measured():
@@ -301,7 +301,7 @@ def test_dense_is_a_plain_mean_and_a_counter():
   tx = gradcomp.cost.plan({"w": jnp.zeros(9)}, workers=1, link=GIGABIT).transformation
   tree = {"b": jnp.zeros(9), "w": jnp.zeros((64, 512))}
   mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-  dense = tx("data")
+  dense = tx(axis_name="data")
   programs = []
   for mean in (lambda x, s: (jax.lax.pmean(x, "data"), s), dense.update):
     over = jax.shard_map(mean, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -353,8 +353,8 @@ def test_few_leaves_stand_for_many_and_the_choice_is_of_all():
   whole = {x.model for x in found.rows if x.model is found.chosen.model}
   (joined,) = {x.model for x in found.rows} - whole
   assert len(joined.leaves) == 2
-  exact = model.explained(*_given(found.chosen), found.chosen.model, 4)
-  short = model.explained(*_given(found.chosen), joined, 4)
+  exact = explained(*_given(found.chosen), found.chosen.model, 4)
+  short = explained(*_given(found.chosen), joined, 4)
   assert 0.9 * exact.bytes_sent < short.bytes_sent <= exact.bytes_sent
   assert any("few leaves in place of 15" in note for note in found.notes)
 
@@ -365,7 +365,7 @@ def _given(row):
 
 def test_the_transformation_trains():
   found = plan(workers=8, budget="aggressive")
-  optimizer = optax.chain(found.transformation("data"), optax.sgd(1.0))
+  optimizer = optax.chain(found.transformation(axis_name="data"), optax.sgd(1.0))
   params = {"w": jnp.zeros((64, 512))}
   target = jnp.asarray(np.random.default_rng(0).standard_normal((8, 64, 512)))
   state = jax.vmap(lambda _: optimizer.init(params), axis_name="data")(target)

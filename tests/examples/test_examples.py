@@ -371,7 +371,7 @@ def test_cut_layers_are_the_whole_net():
 
   def gather(y, layer):
     last = dict(own="coded", to="invarying") if layer == 2 else {}
-    return parallel.all_gather(y, "model", codec=Dense(), axis=1, **last)
+    return parallel.all_gather(y, axis_name="model", codec=Dense(), axis=1, **last)
 
   def columns(tree):
     return jax.tree.map(lambda x: jnp.stack(jnp.split(x, 4, axis=-1)), tree)

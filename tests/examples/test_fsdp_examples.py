@@ -128,7 +128,7 @@ def test_what_gathers_lose_is_seen_by_another_exchange(monkeypatch):
 
   def lost(g, e):
     gathered = lambda w, e: gradcomp.parallel.gather(
-      w, "data", weights=None, grads=codec, residual=e
+      w, axis_name="data", params=None, grads=codec, residual=e
     )
     _, pull = jax.vjp(gathered, jnp.zeros((16 // N, 40)), e)
     return pull(g)[1]
@@ -166,10 +166,10 @@ def hosts_step(exchange, kind, batch):
   cut = jax.tree.map(lambda _: P("chip"), params)
   optimizer = optax.sgd(1.0)
   states = (
-    gradcomp.init_state(exchange, params, "host", param_specs=cut),
+    gradcomp.init_state(exchange, params, axis_name="host", param_specs=cut),
     optimizer.init(params),
   )
-  specs = gradcomp.state_specs(states[0], "host", param_specs=cut)
+  specs = gradcomp.state_specs(states[0], axis_name="host", param_specs=cut)
   model = Transformer(**SMALL, block=hsdp.GatheredBlock)
   step = hsdp.make_step(hsdp.make_loss(model), exchange, optimizer, specs)
   mesh = jax.sharding.get_mesh()

@@ -12,6 +12,7 @@ import gradcomp
 from gradcomp._src.core import agreement
 from gradcomp.codecs import QSGD
 from tests.support.cases.agreement import GRADS, assert_told, mesh, processes, trace
+from tests.support.option_fields import with_options
 
 SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
 
@@ -131,12 +132,16 @@ def train(*chain, loss=lambda params, batch: jnp.sum(params["v"] * batch), **opt
   """Traces a step of make_train_step."""
   optimizer = optax.chain(*chain)
   step = gradcomp.make_train_step(
-    loss, optimizer, axis_name="data", mesh=mesh(), **options
+    loss,
+    optimizer,
+    axis_name="data",
+    mesh=mesh(),
+    **with_options(gradcomp.TrainOptions, options),
   )
   params = {"v": A}
   with jax.sharding.use_abstract_mesh(mesh()):
     state = jax.eval_shape(optimizer.init, params)
-  inspects = options.get("check_every") == 3
+  inspects = options.get("compare_every") == 3
   batch = jax.ShapeDtypeStruct((jax.device_count(), 64), jnp.float32)
   jax.eval_shape(lambda *args: step(*args, inspect=inspects), params, state, batch)
 
@@ -156,9 +161,9 @@ def train(*chain, loss=lambda params, batch: jnp.sum(params["v"] * batch), **opt
       r"`opt_state\[\d\]` .* in number 2 of the step, gradcomp.make_train_step",
     ),
     (
-      lambda: train(compressed(), SGD, check_every=2),
-      lambda: train(compressed(), SGD, check_every=5),
-      "`check_every` .* 2 in process 0 and 5 in process 1",
+      lambda: train(compressed(), SGD, compare_every=2),
+      lambda: train(compressed(), SGD, compare_every=5),
+      "`compare_every` .* 2 in process 0 and 5 in process 1",
     ),
     (
       lambda: train(compressed(), SGD),

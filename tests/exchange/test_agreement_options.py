@@ -1,5 +1,6 @@
 """Each option of each transformation is in what processes compare."""
 
+import dataclasses
 import inspect
 
 import optax
@@ -8,6 +9,8 @@ import pytest
 import gradcomp
 from gradcomp.codecs import QSGD, TopK
 from tests.support.cases.agreement import assert_told, processes, trace
+from tests.support.cases.local import decaying
+from tests.support.option_fields import with_options
 
 SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
 NEAREST = QSGD(bits=4, rounding="nearest")
@@ -19,6 +22,7 @@ def compressed(**options):
 
 def local(inner=SGD, outer=SGD, **options):
   options = {"every": 4, "codec": QSGD(bits=8), "axis_name": "data"} | options
+  options = with_options(gradcomp.local.LocalOptions, options)
   return gradcomp.local.local_steps(inner, outer, **options)
 
 
@@ -63,7 +67,7 @@ LOCAL = [
   (local, dict(codec=QSGD(bits=4)), "codec", "bits=4"),
   (local, dict(exchange="two_shot"), "exchange", "TwoShot"),
   (local, dict(feedback=None), "feedback", "NoFeedback"),
-  (local, dict(feedback_decay=0.9), "feedback", "residual_decay=0.9"),
+  (local, dict(feedback=decaying(0.9)), "feedback", "residual_decay=0.9"),
   (local, dict(fragments=2), "fragments", "2"),
   (local, dict(delay=1), "delay", "1"),
   (local, dict(mixing=0.5), "mixing", "0.5"),
@@ -104,7 +108,7 @@ ALL = EXCHANGE + LOCAL + ZERO + OTHERS
 @pytest.mark.parametrize(
   "make, options, name, value",
   ALL,
-  ids=[f"{make.__name__}-{'-'.join(options)}" for make, options, *_ in ALL],
+  ids=[f"{make.__name__}-{'-'.join(x)}-{value}" for make, x, _, value in ALL],
 )
 def test_other_options_are_an_error_that_names_them(
   make, options, name, value, together
@@ -118,7 +122,7 @@ def test_other_options_are_an_error_that_names_them(
   "function, cases, given",
   [
     (gradcomp.compress, EXCHANGE, {"axis_name"}),
-    (gradcomp.local.local_steps, LOCAL, {"axis_name"}),
+    (gradcomp.local.local_steps, LOCAL, {"axis_name", "options"}),
     (gradcomp.parallel.zero, ZERO, {"axis_name"}),
     (gradcomp.wrappers.switch, OTHERS[:1], {"transformations"}),
     (gradcomp.skip_nonfinite, OTHERS[2:4], {"axis_name"}),
@@ -128,4 +132,7 @@ def test_other_options_are_an_error_that_names_them(
 def test_no_option_is_forgotten_above(function, cases, given):
   """What is added to a transformation is compared, or says here why it is not."""
   names = {name for _, options, *_ in cases for name in options}
-  assert set(inspect.signature(function).parameters) == names | given
+  options = set(inspect.signature(function).parameters)
+  if function is gradcomp.local.local_steps:
+    options |= {field.name for field in dataclasses.fields(gradcomp.local.LocalOptions)}
+  assert options == names | given

@@ -51,7 +51,7 @@ def compiled_update(tx, mesh, specs, check_vma=True, scales=None):
         for name, leaf in gradients().items()
       }
     )
-  state_specs = gradcomp.state_specs(state, "data")
+  state_specs = gradcomp.state_specs(state, axis_name="data")
   if scales and state.residual["v"].scales.shape[1] != scales:
     residual = state.residual["v"]
     zeros = jnp.zeros((WORKERS * 64, scales), device=residual.scales.sharding)

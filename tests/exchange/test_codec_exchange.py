@@ -91,7 +91,7 @@ def states_of(mode, tx, steps):
     mesh = modes.mesh(workers)
     with jax.set_mesh(mesh):
       state = tx.init(jax.tree.map(lambda leaf: leaf[0], steps[0]))
-    specs = gradcomp.state_specs(state, "data")
+    specs = gradcomp.state_specs(state, axis_name="data")
     local = lambda g, s: tx.update(jax.tree.map(lambda leaf: leaf[0], g), s)
     update = jax.jit(
       jax.shard_map(

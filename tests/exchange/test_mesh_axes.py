@@ -106,8 +106,10 @@ def with_user_map(kinds, codec):
   """A user's map over both axes, typed; ``c`` must come out equal on all devices."""
   params, batch = problem()
   mesh, optimizer = model_mesh(kinds), make_optimizer(codec)
-  state = gradcomp.init_state(optimizer, params, "data", param_specs=SPECS, mesh=mesh)
-  specs = gradcomp.state_specs(state, "data", param_specs=SPECS)
+  state = gradcomp.init_state(
+    optimizer, params, axis_name="data", param_specs=SPECS, mesh=mesh
+  )
+  specs = gradcomp.state_specs(state, axis_name="data", param_specs=SPECS)
 
   step = jax.shard_map(
     user_step(manual_loss_fn, optimizer),
@@ -226,7 +228,7 @@ def in_shard_map(tx, mesh, axis_name, grads):
   """Outputs, and the residuals of both stages, in global form."""
   with jax.set_mesh(mesh):
     state = tx.init(jax.tree.map(lambda x: x[0], grads[0]))
-  specs = gradcomp.state_specs(state, axis_name)
+  specs = gradcomp.state_specs(state, axis_name=axis_name)
 
   def local(grads, state):
     return tx.update(jax.tree.map(lambda x: x[0], grads), state)
@@ -299,7 +301,9 @@ def test_gradients_stay_per_worker_over_two_axes(check_vma):
 
   def local(params, batch):
     loss, grads = gradcomp.value_and_grad(loss_fn, axis_name=BOTH)(params, batch)
-    deferred = jax.grad(loss_fn)(gradcomp.defer_reduction(params, BOTH), batch)
+    deferred = jax.grad(loss_fn)(
+      gradcomp.defer_reduction(params, axis_name=BOTH), batch
+    )
     return loss, jax.tree.map(lambda x: x[None], (grads, deferred))
 
   loss, (grads, deferred) = jax.jit(

@@ -94,7 +94,7 @@ def sent(tx, shapes, workers):
   mesh = modes.mesh(workers)
   with jax.set_mesh(mesh):
     state = tx.init(params)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
   local = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)
   update = jax.shard_map(
     local, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs)

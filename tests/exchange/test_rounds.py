@@ -76,12 +76,14 @@ def test_rounds_stand_for_the_floats_of_one_collective(monkeypatch, size):
   codec = gradcomp.codecs.QSGD(bits=4, bucket_size=32, rounding="nearest")
 
   def sent(function):
-    found = gradcomp.wire.trace_wire(function, x, axes={"data": size}).forward
+    found = gradcomp.wire.trace_wire(function, x, workers={"data": size}).forward
     kinds = {collective.kind for collective in found.collectives}
     return found.bytes_sent, found.dense_bytes, kinds
 
-  scatter_sum = lambda x: gradcomp.parallel.psum_scatter(x, "data", codec=codec)
-  total = lambda x: gradcomp.parallel.psum(x, "data", codec=codec)
+  scatter_sum = lambda x: gradcomp.parallel.psum_scatter(
+    x, axis_name="data", codec=codec
+  )
+  total = lambda x: gradcomp.parallel.psum(x, axis_name="data", codec=codec)
   plain = [sent(function) for function in (scatter_sum, total)]
   assert plain[0][1] == 4 * 96 * (size - 1)
   assert plain[0][2] == {"all-to-all"}

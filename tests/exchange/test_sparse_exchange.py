@@ -207,7 +207,7 @@ def test_explain_says_what_is_sent(codec, exchange, kinds):
   mesh = modes.mesh(workers)
   with jax.set_mesh(mesh):
     state = jax.eval_shape(tx.init, LIKE)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
   local = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)
   P = jax.sharding.PartitionSpec
   update = jax.shard_map(

@@ -244,7 +244,7 @@ def test_a_train_step_runs_the_kernels_on_cuda(bits, check_vma):
   params = {"w": jnp.ones((512, 64))}
   with jax.set_mesh(modes.mesh(2)):
     state = optimizer.init(params)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
 
   def per_device(params, state, batch):
     def loss_fn(params, batch):

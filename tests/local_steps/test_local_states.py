@@ -10,7 +10,7 @@ import gradcomp
 from gradcomp.codecs import Dense, TopK
 from tests.support import modes, saved
 from tests.support.assertions import assert_same_bits
-from tests.support.cases.local import ADAM, LEAVES, NESTEROV, N, local
+from tests.support.cases.local import ADAM, LEAVES, NESTEROV, N, decaying, local
 from tests.support.cases.zero import gradients, last, loss_fn, sharded, tree
 
 
@@ -23,7 +23,7 @@ def test_resumed_in_the_midst_of_a_round_it_goes_on_with_the_same_bits(
   options, tmp_path
 ):
   """Through Orbax, where workers are apart, and where an exchange has not arrived."""
-  tx = local(ADAM, NESTEROV, TopK(density=0.05), feedback_decay=0.95, **options)
+  tx = local(ADAM, NESTEROV, TopK(density=0.05), feedback=decaying(0.95), **options)
   params, state, mesh = sharded(tx, tree(0, LEAVES))
   step = gradcomp.make_train_step(
     loss_fn, tx, axis_name="data", mesh=mesh, donate=False
@@ -46,11 +46,11 @@ def test_another_number_of_workers_goes_on_behind_an_exchange():
   tx = local(ADAM, NESTEROV, TopK(density=0.1))
   params = tree(0, {"w": (20, 50)})
   _, state = last("shard_map", tx, params, gradients(3, {"w": (20, 50)}))
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
   whole = lambda x, spec: x.reshape(-1, *x.shape[2:]) if spec != P() else x[0]
   state = jax.tree.map(whole, state, specs)
-  how = dict(optimizer=tx, params=params, axis_name="data", old_workers=N, workers=6)
-  moved = gradcomp.reshard_state(state, **how)
+  how = dict(axis_name="data", old_workers=N, workers=6)
+  moved = gradcomp.reshard_state(tx, params, state, **how)
   old, new = (x.own.inner_state[0].mu["w"] for x in (state, moved))
   assert_same_bits(new.reshape(6, -1), old.reshape(N, -1)[[0, 1, 2, 3, 0, 1]])
   old, new = (x.fragments[0].exchange.residual["w"] for x in (state, moved))
@@ -59,7 +59,7 @@ def test_another_number_of_workers_goes_on_behind_an_exchange():
   own = {("data",): (away, state.own.inner_state)}
   state = state._replace(own=state.own._replace(by_axes=own))
   with pytest.raises(ValueError, match="must be that behind an exchange"):
-    gradcomp.reshard_state(state, **how)
+    gradcomp.reshard_state(tx, params, state, **how)
 
 
 def test_a_record_says_what_the_state_belongs_to():
@@ -70,7 +70,7 @@ def test_a_record_says_what_the_state_belongs_to():
   gradcomp.checkpoint.check_record(record(), record(every=5))
   for what, old in {
     "number of gradcomp transformations": record(fragments=3),
-    "residual_decay": record(feedback_decay=0.5),
+    "residual_decay": record(feedback=decaying(0.5)),
     "number of workers": record(workers=8),
     "delay": record(delay=1),
   }.items():
@@ -106,7 +106,7 @@ def test_a_bad_state_or_parameter_is_an_error():
     tx,
     axis_name="data",
     mesh=modes.mesh(N),
-    model_state="mean",
+    options=gradcomp.TrainOptions(model_state="mean"),
   )
   with pytest.raises(ValueError, match='`model_state` must be "local" or None'):
     step(placed, state, jnp.ones(1), jnp.ones(N))

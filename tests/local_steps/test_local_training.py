@@ -20,7 +20,9 @@ def test_one_program_sends_in_a_branch_and_nothing_elsewhere():
   """Its bytes are those of the payload, as explain says them."""
   tx = local(optax.sgd(0.5), NESTEROV, QSGD(bits=4))
   params, state, mesh = sharded(tx, tree(0, {"w": (64, 512)}))
-  step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh, report=True)
+  step = gradcomp.make_train_step(
+    loss_fn, tx, axis_name="data", mesh=mesh, options=gradcomp.TrainOptions(report=True)
+  )
   batch = jnp.ones(N)
   report = gradcomp.wire_report(step.lower(params, state, batch))
   assert report.collectives and all(x.in_branch for x in report.collectives)
@@ -41,10 +43,14 @@ def compiled(tx, shape, axes):
   mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
   params = jax.device_put({"w": jnp.zeros(shape)}, jax.NamedSharding(mesh, P()))
   state = gradcomp.init_state(
-    tx, params, tuple(axes), param_specs={"w": P()}, mesh=mesh
+    tx, params, axis_name=tuple(axes), param_specs={"w": P()}, mesh=mesh
   )
   step = gradcomp.make_train_step(
-    loss_fn, tx, axis_name=tuple(axes), mesh=mesh, report=True
+    loss_fn,
+    tx,
+    axis_name=tuple(axes),
+    mesh=mesh,
+    options=gradcomp.TrainOptions(report=True),
   )
   batch = jax.device_put(jnp.ones(mesh.size), jax.NamedSharding(mesh, P(tuple(axes))))
   program = step.lower(params, state, batch).compile()
@@ -111,7 +117,7 @@ def test_each_worker_has_the_gradient_at_its_own_parameters():
   np.testing.assert_allclose(got["w"], expected, atol=1e-6, rtol=0)  # an ulp or two
 
   got, state, mesh = sharded(tx, params)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
 
   def local_step(target, state, params):
     own = gradcomp.local.local_params(params, state)
@@ -137,7 +143,9 @@ def test_gradients_may_be_collected_for_a_local_step():
   tx = optax.MultiSteps(local, 2)
   params = {"w": jnp.zeros(8)}
   specs = {"w": P()}
-  state = gradcomp.init_state(tx, params, "data", param_specs=specs, mesh=mesh)
+  state = gradcomp.init_state(
+    tx, params, axis_name="data", param_specs=specs, mesh=mesh
+  )
   loss_fn = lambda params, x: jnp.mean(jnp.sum((params["w"] - x) ** 2, 1)) / 2
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
   got = []
@@ -185,7 +193,9 @@ def test_islands_average_in_every_step_and_step_alone_between(codec):
   )
   params = tree(0, {"w": (4, 256)})
   axes = "island", "chip"
-  state = gradcomp.init_state(tx, params, axes, param_specs={"w": P()}, mesh=mesh)
+  state = gradcomp.init_state(
+    tx, params, axis_name=axes, param_specs={"w": P()}, mesh=mesh
+  )
   step = gradcomp.make_train_step(
     lambda params, target: jnp.mean(jnp.sum((params["w"] - target) ** 2, (1, 2))) / 2,
     tx,

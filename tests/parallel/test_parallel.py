@@ -36,22 +36,24 @@ EQUAL = numbers(8, 4, seed=2)
 # all workers.
 PAIRS = {
   "all_gather": (
-    lambda x: parallel.all_gather(x, "data", axis=1, **FLOATS),
+    lambda x: parallel.all_gather(x, axis_name="data", axis=1, **FLOATS),
     lambda x: lax.all_gather(x, "data", axis=1, tiled=True),
     GATHERED,
   ),
   "psum_scatter": (
-    lambda x: parallel.psum_scatter(x, "data", axis=-2, **FLOATS),
+    lambda x: parallel.psum_scatter(x, axis_name="data", axis=-2, **FLOATS),
     lambda x: lax.psum_scatter(x, "data", scatter_dimension=0, tiled=True),
     X[:, :2],
   ),
   "all_to_all": (
-    lambda x: parallel.all_to_all(x, "data", 0, 1, **FLOATS),
+    lambda x: parallel.all_to_all(
+      x, axis_name="data", split_axis=0, concat_axis=1, **FLOATS
+    ),
     lambda x: lax.all_to_all(x, "data", 0, 1, tiled=True),
     GATHERED[:, :2],
   ),
   "ppermute": (
-    lambda x: parallel.ppermute(x, "data", RING, **FLOATS),
+    lambda x: parallel.ppermute(x, axis_name="data", perm=RING, **FLOATS),
     lambda x: lax.ppermute(x, "data", RING),
     X[::-1],
   ),
@@ -86,8 +88,10 @@ def test_a_psum_and_its_gradient(mode):
   """
 
   def function(x):
-    total = with_gradient(lambda x: parallel.psum(x, "data", **FLOATS), EQUAL)(x)
-    entry = lambda e: parallel.sum_gradients(e, "data", **FLOATS)
+    total = with_gradient(
+      lambda x: parallel.psum(x, axis_name="data", **FLOATS), EQUAL
+    )(x)
+    entry = lambda e: parallel.sum_gradients(e, axis_name="data", **FLOATS)
     # It is equal on all workers, and each has weights of its own.
     value, gradient = with_gradient(entry, x)(jnp.asarray(EQUAL))
     return total, value, gradient
@@ -125,8 +129,8 @@ def test_each_codec_is_what_the_page_says(name, own):
   options = dict(codec=codec, own=own, axis=1, key=key if codec.needs_key else None)
 
   def function(x, weights):
-    gather = lambda x: parallel.all_gather(x, "data", **options)
-    scatter = lambda x: parallel.psum_scatter(x, "data", **options)
+    gather = lambda x: parallel.all_gather(x, axis_name="data", **options)
+    scatter = lambda x: parallel.psum_scatter(x, axis_name="data", **options)
     return with_gradient(gather, None)(x, weights), scatter(weights)
 
   (value, gradient), summed = mapped("vmap", function, N)(x, weights)
@@ -149,7 +153,9 @@ def test_a_psum_is_what_the_page_says(name):
   """Two stages, of which the second has keys of its own."""
   codec, x = CODECS[name], numbers(N, 3, 70, seed=7)
   key = jax.random.wrap_key_data(jnp.array(KEY, jnp.uint32))
-  got = mapped("vmap", lambda x: parallel.psum(x, "data", codec=codec, key=key), N)(x)
+  got = mapped(
+    "vmap", lambda x: parallel.psum(x, axis_name="data", codec=codec, key=key), N
+  )(x)
   parts = np.pad(x.reshape(N, -1), ((0, 0), (0, 2))).reshape(N, N, -1)
   sums = [
     in_order([roundtrip(codec, parts[i, me], dither(i, me)) for i in range(N)])
@@ -169,7 +175,12 @@ def test_the_two_directions_may_have_codecs_of_their_own():
     each = []
     for backward in (None, CODECS["natural"]):
       gather = lambda x, backward=backward: parallel.all_gather(
-        x, "data", codec=CODECS["bf16"], backward=backward, own="coded", key=key
+        x,
+        axis_name="data",
+        codec=CODECS["bf16"],
+        backward=backward,
+        own="coded",
+        key=key,
       )
       each.append(with_gradient(gather, None)(x, weights))
     return each

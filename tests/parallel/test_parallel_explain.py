@@ -1,16 +1,16 @@
-"""parallel.explain tells what the compiled programs send, without compiling them."""
+"""parallel.trace_wire tells what the compiled programs send, without compiling them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from sub_batches import sub_batches
 
 import gradcomp
 from gradcomp import parallel
-from gradcomp._src.parallel import sub_batches as passes
 from gradcomp.codecs import QSGD, EightBit
-from gradcomp.wire import trace_wire as explain
+from gradcomp.wire import trace_wire
 from tests.plugins.slow_cases import slow
 from tests.support.assertions import says
 from tests.support.cases.parallel import mapped
@@ -25,32 +25,42 @@ def floats(*shape):
   return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
 
 
-def sub_batches(x):
+def in_passes(x):
   w = jnp.ones((x.shape[1], 8))
-  return passes.sub_batches(
+  return sub_batches(
     lambda batch, s: batch @ w, x, axis_name="data", passes=4, codec=EIGHT
   )
 
 
 def remembering(x):
   """Computes the forward pass again in the backward pass, and sends it again."""
-  layer = lambda x: jnp.tanh(parallel.all_gather(jnp.sin(x), "data", codec=EIGHT)) ** 2
+  layer = lambda x: (
+    jnp.tanh(parallel.all_gather(jnp.sin(x), axis_name="data", codec=EIGHT)) ** 2
+  )
   return jax.checkpoint(layer)(x)
 
 
 CASES = {
-  "all_gather": lambda x: parallel.all_gather(x, "data", codec=EIGHT, backward=FOUR),
+  "all_gather": lambda x: parallel.all_gather(
+    x, axis_name="data", codec=EIGHT, backward=FOUR
+  ),
   "equal": lambda x: parallel.all_gather(
-    x, "data", codec=EIGHT, own="coded", to="invarying"
+    x, axis_name="data", codec=EIGHT, own="coded", to="invarying"
   ),
   "psum_scatter": lambda x: parallel.psum_scatter(
-    x, "data", codec=FOUR, backward=None, axis=1
+    x, axis_name="data", codec=FOUR, backward=None, axis=1
   ),
-  "psum": lambda x: parallel.psum(x.astype(jnp.bfloat16), "data", codec=EIGHT),
-  "sum_gradients": lambda x: parallel.sum_gradients(x, "data", codec=EIGHT),
-  "all_to_all": lambda x: parallel.all_to_all(x, "data", 0, 1, codec=FOUR),
-  "ppermute": lambda x: parallel.ppermute(x, "data", [(0, 1), (2, 3)], codec=EIGHT),
-  "sub_batches": sub_batches,
+  "psum": lambda x: parallel.psum(
+    x.astype(jnp.bfloat16), axis_name="data", codec=EIGHT
+  ),
+  "sum_gradients": lambda x: parallel.sum_gradients(x, axis_name="data", codec=EIGHT),
+  "all_to_all": lambda x: parallel.all_to_all(
+    x, axis_name="data", split_axis=0, concat_axis=1, codec=FOUR
+  ),
+  "ppermute": lambda x: parallel.ppermute(
+    x, axis_name="data", perm=[(0, 1), (2, 3)], codec=EIGHT
+  ),
+  "sub_batches": in_passes,
   "remembering": remembering,
   "lax": lambda x: (
     lax.psum_scatter(x, "data", tiled=True) + lax.pmean(jnp.sum(x), "data")
@@ -76,7 +86,7 @@ def both(function):
 @pytest.mark.parametrize("name", [*QUICK, *slow(*sorted(set(CASES) - set(QUICK)))])
 def test_bytes_are_those_of_the_compiled_program(name):
   x, function = floats(N, 8, 4 * 64), CASES[name]
-  found = explain(function, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), axes=AXES)
+  found = trace_wire(function, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), workers=AXES)
   compiled = [
     gradcomp.wire_report(mapped("shard_map", f, N).lower(x).compile())
     for f in (function, both(function))
@@ -95,13 +105,13 @@ def test_the_whole_of_a_layer_is_told_and_nothing_is_computed():
 
   def layer(params, tokens):
     y = params["w"][tokens]
-    y = parallel.all_gather(y, "model", codec=EIGHT, axis=1)
-    y = parallel.psum_scatter(y, "data", codec=FOUR)
+    y = parallel.all_gather(y, axis_name="model", codec=EIGHT, axis=1)
+    y = parallel.psum_scatter(y, axis_name="data", codec=FOUR)
     return {"y": y, "count": tokens.size}
 
   like = jax.ShapeDtypeStruct
   params, tokens = {"w": like((50, 64), jnp.float32)}, like((256,), jnp.int32)
-  found = explain(layer, params, tokens, axes={"data": 128, "model": 4})
+  found = trace_wire(layer, params, tokens, workers={"data": 128, "model": 4})
   assert [x.axis for x in found.forward.collectives] == ["model", "data"]
   assert [x.axis for x in found.backward.collectives] == ["data", "model"]
   assert [x.workers for x in found.forward.collectives] == [4, 128]
@@ -113,16 +123,18 @@ def test_the_whole_of_a_layer_is_told_and_nothing_is_computed():
 
 
 def test_loops_and_branches_are_told_apart():
-  send = lambda x: parallel.psum(x, "data", codec=EIGHT)
+  send = lambda x: parallel.psum(x, axis_name="data", codec=EIGHT)
 
   def function(x):
     def once(carry, _):
-      return parallel.ppermute(carry, "data", [(0, 1)], codec=EIGHT), None
+      return parallel.ppermute(
+        carry, axis_name="data", perm=[(0, 1)], codec=EIGHT
+      ), None
 
     x = lax.scan(once, x, None, length=3)[0]
     return lax.cond(True, lambda x: jnp.sum(send(x)), lambda x: jnp.float32(0), x)
 
-  found = explain(function, floats(8, 64), axes=AXES).forward.collectives
+  found = trace_wire(function, floats(8, 64), workers=AXES).forward.collectives
   assert [(x.kind, x.times, x.in_branch) for x in found] == [
     ("collective-permute", 3, False),
     ("all-to-all", 1, True),
@@ -131,12 +143,12 @@ def test_loops_and_branches_are_told_apart():
 
 
 def test_one_worker_sends_nothing():
-  found = explain(CASES["all_gather"], floats(8, 64), axes={"data": 1})
+  found = trace_wire(CASES["all_gather"], floats(8, 64), workers={"data": 1})
   assert found.bytes_sent == 0
 
 
 @pytest.mark.parametrize(
-  "axes, kind, text",
+  "workers, kind, text",
   [
     ("data", TypeError, "got 'data'"),
     ({}, ValueError, "got {}"),
@@ -144,6 +156,6 @@ def test_one_worker_sends_nothing():
     ({"data": 2.0}, (TypeError, ValueError), "2.0"),
   ],
 )
-def test_axes_are_checked(axes, kind, text):
-  with pytest.raises(kind, match=says("`axes` must", text)):
-    explain(CASES["all_gather"], floats(8, 64), axes=axes)
+def test_workers_are_checked(workers, kind, text):
+  with pytest.raises(kind, match=says("`workers` must", text)):
+    trace_wire(CASES["all_gather"], floats(8, 64), workers=workers)

@@ -30,7 +30,7 @@ N = 4
 EIGHT = EightBit(bucket_size=32)
 RANDOM = QSGD(bits=4, bucket_size=32)
 COARSE = QSGD(bits=2, bucket_size=32, rounding="nearest")
-PLAIN = dict(weights=None, grads=None)
+PLAIN = dict(params=None, grads=None)
 DRAWN = jax.random.wrap_key_data(jnp.array(KEY, jnp.uint32))
 
 
@@ -45,7 +45,7 @@ def both(function):
 
 
 def gathering(**options):
-  return both(lambda w, e: gather(w, "data", residual=e, **options))
+  return both(lambda w, e: gather(w, axis_name="data", residual=e, **options))
 
 
 @pytest.mark.parametrize("mode", modes.MODES)
@@ -59,7 +59,7 @@ def test_float32_is_what_jax_sends(mode):
 
   def every(w, cotangent, old, z, dz):
     theirs = lambda x: lax.all_gather(x, "data", axis=1, tiled=True)
-    ours = lambda x: gather(x, "data", axis=1, **PLAIN)
+    ours = lambda x: gather(x, axis_name="data", axis=1, **PLAIN)
     plain = [
       (whole, *back(ct))
       for x, ct in ((w, cotangent), (z, dz))
@@ -92,7 +92,7 @@ def test_each_codec_is_what_the_page_says(name):
   codec = CODECS[name]
   w, old, cotangent = (numbers(N, *s) for s in ((3, 200), (3, 800), (3, 800)))
   old = 0.1 * old
-  options = dict(weights=codec, grads=codec, axis=1)
+  options = dict(params=codec, grads=codec, axis=1)
   options["key"] = DRAWN if codec.needs_key else None
   whole, dw, new = mapped("vmap", gathering(**options), N)(w, old, cotangent)
   want = np.concatenate([roundtrip(codec, w[i], dither(i)) for i in range(N)], axis=1)
@@ -118,8 +118,8 @@ def test_the_two_directions_have_codecs_of_their_own():
   old = np.zeros_like(cotangent)
 
   def function(w, old, cotangent):
-    down = gathering(weights=None, grads=COARSE)(w, old, cotangent)
-    return down, gathering(weights=COARSE, grads=None)(w, old, cotangent)
+    down = gathering(params=None, grads=COARSE)(w, old, cotangent)
+    return down, gathering(params=COARSE, grads=None)(w, old, cotangent)
 
   down, up = mapped("vmap", function, N)(w, old, cotangent)
   sums = cotangent.sum(0).reshape(N, -1)
@@ -139,7 +139,13 @@ def layered(x, shards, residuals, remat, key):
     w, residual, number = given
     own = jax.random.fold_in(key, number)
     w = gather(
-      w, "data", weights=EIGHT, grads=RANDOM, residual=residual, axis=1, key=own
+      w,
+      axis_name="data",
+      params=EIGHT,
+      grads=RANDOM,
+      residual=residual,
+      axis=1,
+      key=own,
     )
     return jnp.tanh(x @ w), None
 
@@ -161,7 +167,9 @@ def test_layers_in_a_loop_and_under_checkpoint(mode):
 
   def cotangents(x, shards):
     """Of the whole weights, from the same numbers, with nothing sent for them."""
-    whole = jax.vmap(lambda w: gather(w, "data", weights=EIGHT, grads=None, axis=1))
+    whole = jax.vmap(
+      lambda w: gather(w, axis_name="data", params=EIGHT, grads=None, axis=1)
+    )
     loss = lambda ws: jnp.mean(
       lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2
     )
@@ -185,13 +193,13 @@ def test_feedback_sends_later_what_was_lost():
 
   def mean(codec, given, cotangent):
     def step(residual, number):
-      options = dict(weights=None, grads=codec, residual=residual if given else None)
-      function = lambda w, e: gather(w, "data", **{**options, "residual": e})
+      options = dict(params=None, grads=codec, residual=residual if given else None)
+      function = lambda w, e: gather(w, axis_name="data", **{**options, "residual": e})
       _, back = jax.vjp(function, jnp.zeros(64), residual)
       dw, new = back(cotangent)
       return (new if given else residual), dw
 
-    residual = parallel.gather_residual(jnp.zeros(64), "data")
+    residual = parallel.gather_residual(jnp.zeros(64), axis_name="data")
     return lax.scan(step, residual, jnp.arange(steps))[1].mean(0)
 
   def every(cotangent):
@@ -212,7 +220,7 @@ def test_feedback_sends_later_what_was_lost():
 def test_what_is_sent_are_words_and_as_many_as_the_payloads_have(check_vma):
   def grads(w, residual, x):
     def loss(w, residual):
-      whole = gather(w, "data", weights=EIGHT, grads=COARSE, residual=residual)
+      whole = gather(w, axis_name="data", params=EIGHT, grads=COARSE, residual=residual)
       return jnp.sum(jnp.sin(whole) * x)
 
     return jax.grad(loss, (0, 1))(w, residual)
@@ -238,11 +246,11 @@ def test_any_shape_and_dtype(mode):
   def function(shards, weights):
     results = []
     for w, shape, x in zip(shards, shapes, weights, strict=True):
-      residual = parallel.gather_residual(w, "data")
+      residual = parallel.gather_residual(w, axis_name="data")
       loss = lambda w, e, shape=shape, x=x: jnp.sum(
-        x * gather(w, "data", shape=shape, residual=e, **PLAIN)
+        x * gather(w, axis_name="data", shape=shape, residual=e, **PLAIN)
       )
-      y = gather(w, "data", shape=shape, weights=EIGHT, grads=None)
+      y = gather(w, axis_name="data", shape=shape, params=EIGHT, grads=None)
       results.append((y, *jax.grad(loss, (0, 1))(w, residual)))
     return results
 
@@ -268,7 +276,7 @@ def test_a_nan_is_seen_by_its_owner_and_stays_out_of_residuals(codec):
   w, old, cotangent = numbers(N, 64), numbers(N, 64 * N, seed=1), numbers(N, 64 * N)
   cotangent[1, 70 + 64] = np.nan  # of worker 2's part
   cotangent[3, 64 * 3 + 5] = np.inf  # its own
-  options = dict(weights=None, grads=codec, key=jax.random.key(0))
+  options = dict(params=None, grads=codec, key=jax.random.key(0))
   _, dw, new = map(
     np.asarray, mapped("vmap", gathering(**options), N)(w, old, cotangent)
   )
@@ -289,7 +297,7 @@ def test_axes_of_a_mesh(check_vma):
 
   def grads(name, w, residual, x):
     loss = lambda w, e: jnp.sum(
-      x[0] * gather(w, name, weights=None, grads=COARSE, residual=e)
+      x[0] * gather(w, axis_name=name, params=None, grads=COARSE, residual=e)
     )
     w = jax.lax.pcast(w, "host", to="varying") if check_vma and name == "chip" else w
     dw, new = jax.grad(loss, (0, 1))(w, residual)
@@ -321,7 +329,7 @@ def test_weights_of_equal_type_on_hosts_get_the_sum_over_hosts():
 
   def grads(w, residual, x):
     loss = lambda w, e: jnp.sum(
-      x[0] * gather(w, "chip", weights=None, grads=COARSE, residual=e)
+      x[0] * gather(w, axis_name="chip", params=None, grads=COARSE, residual=e)
     )
     return jax.grad(loss, (0, 1))(w, residual)
 

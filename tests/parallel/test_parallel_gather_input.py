@@ -13,17 +13,17 @@ from tests.support.assertions import says
 
 N = 4
 RANDOM = QSGD(bits=4, bucket_size=32)
-PLAIN = dict(weights=None, grads=None)
+PLAIN = dict(params=None, grads=None)
 
 WRONG = {
-  "sparse": (dict(weights=TopK(), grads=None), ["`weights`", "every element", "TopK"]),
-  "sparse back": (dict(weights=None, grads=TopK()), ["`grads`", "every element"]),
-  "one bit": (dict(weights=None, grads=OneBit()), ["`grads`", "`residual` is None"]),
+  "sparse": (dict(params=TopK(), grads=None), ["`params`", "every element", "TopK"]),
+  "sparse back": (dict(params=None, grads=TopK()), ["`grads`", "every element"]),
+  "one bit": (dict(params=None, grads=OneBit()), ["`grads`", "`residual` is None"]),
   "one bit there": (
-    dict(weights=OneBit(), grads=None, residual=jnp.zeros((12, 2))),
-    ["`weights`", "error feedback"],
+    dict(params=OneBit(), grads=None, residual=jnp.zeros((12, 2))),
+    ["`params`", "error feedback"],
   ),
-  "key": (dict(weights=None, grads=RANDOM), ["`key`", "QSGD"]),
+  "key": (dict(params=None, grads=RANDOM), ["`key`", "QSGD"]),
   "axis": (dict(axis=2, **PLAIN), ["`axis`", "2 axes", "got 2"]),
   "shape": (dict(shape=(4, 5), **PLAIN), ["`w_shard`", "(5,)", "(3, 2)", "jnp.pad"]),
   "residual": (
@@ -37,22 +37,34 @@ WRONG = {
 def test_bad_arguments_are_named(case):
   options, words = WRONG[case]
   with pytest.raises(ValueError, match=says(*words)):
-    function = lambda w: gather(w, "data", **options)
+    function = lambda w: gather(w, axis_name="data", **options)
     jax.eval_shape(jax.vmap(function, axis_name="data"), jnp.ones((N, 3, 2)))
 
 
 def test_wrong_types_and_axes_are_named():
   w, trace = jnp.ones((N, 3, 2)), jax.eval_shape
   for function, error, words in (
-    (lambda w: gather(w > 0, "data", **PLAIN), TypeError, ["float"]),
-    (lambda w: gather(w, "data", weights="int8", grads=None), TypeError, ["`weights`"]),
+    (lambda w: gather(w > 0, axis_name="data", **PLAIN), TypeError, ["float"]),
     (
-      lambda w: gather(w, "data", residual=jnp.zeros((12, 2), int), **PLAIN),
+      lambda w: gather(w, axis_name="data", params="int8", grads=None),
+      TypeError,
+      ["`params`"],
+    ),
+    (
+      lambda w: gather(w, axis_name="data", residual=jnp.zeros((12, 2), int), **PLAIN),
       TypeError,
       ["`residual`", "float dtype", "gather_residual"],
     ),
-    (lambda w: gather(w, "model", **PLAIN), ValueError, ["`axis_name`", "model"]),
-    (lambda w: parallel.gather_residual(w, "x"), ValueError, ["`axis_name`", "'x'"]),
+    (
+      lambda w: gather(w, axis_name="model", **PLAIN),
+      ValueError,
+      ["`axis_name`", "model"],
+    ),
+    (
+      lambda w: parallel.gather_residual(w, axis_name="x"),
+      ValueError,
+      ["`axis_name`", "'x'"],
+    ),
   ):
     with pytest.raises(error, match=says(*words)):
       trace(jax.vmap(function, axis_name="data"), w)
@@ -62,11 +74,11 @@ def test_a_residual_that_jax_would_add_up_is_refused():
   """One that is typed as equal on all workers; that of the helper is not."""
 
   def function(w, e):
-    loss = lambda e: jnp.sum(gather(w, "data", residual=e, **PLAIN))
+    loss = lambda e: jnp.sum(gather(w, axis_name="data", residual=e, **PLAIN))
     return jax.grad(loss)(e)
 
   def helped(w):
-    return function(w, parallel.gather_residual(w, "data"))
+    return function(w, parallel.gather_residual(w, axis_name="data"))
 
   on_mesh = lambda f, *specs: jax.shard_map(
     f, mesh=modes.mesh(N), in_specs=specs, out_specs=P("data")

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from sub_batches import sub_batches
 
 from gradcomp import parallel
-from gradcomp._src.parallel.sub_batches import sub_batches
 from gradcomp.codecs import (
   QSGD,
   Dense,
@@ -42,13 +42,13 @@ def test_any_shape_and_dtype(mode):
 
   def function(number):
     given = [x + number.astype(x.dtype) for x in arrays]
-    gathered = [parallel.all_gather(x, "data", codec=EIGHT) for x in given]
-    totals = [parallel.psum(x, "data", codec=EIGHT) for x in given]
+    gathered = [parallel.all_gather(x, axis_name="data", codec=EIGHT) for x in given]
+    totals = [parallel.psum(x, axis_name="data", codec=EIGHT) for x in given]
     return (
       given,
       gathered,
       totals,
-      [parallel.psum_scatter(x, "data", codec=EIGHT) for x in gathered],
+      [parallel.psum_scatter(x, axis_name="data", codec=EIGHT) for x in gathered],
     )
 
   given, gathered, totals, back = mapped(mode, function, N)(np.float32(range(N)))
@@ -72,9 +72,9 @@ def test_a_nan_is_seen_by_all(codec):
   x[1, 70] = np.nan
 
   def function(x):
-    gather = parallel.all_gather(x, "data", codec=codec, key=KEY)
-    total = parallel.psum(x, "data", codec=codec, key=KEY)
-    part = parallel.psum_scatter(x, "data", codec=codec, key=KEY)
+    gather = parallel.all_gather(x, axis_name="data", codec=codec, key=KEY)
+    total = parallel.psum(x, axis_name="data", codec=codec, key=KEY)
+    part = parallel.psum_scatter(x, axis_name="data", codec=codec, key=KEY)
     return gather[80 + 70], total[70], part[10]
 
   gathered, total, part = mapped("vmap", function, N)(x)
@@ -85,9 +85,11 @@ def test_complex_numbers_travel_as_pairs():
   x = numbers(N, 2, 8) + 1j * numbers(N, 2, 8, seed=1)
 
   def function(x):
-    loss = lambda x: jnp.sum(jnp.abs(parallel.psum(x, "data", codec=Dense())) ** 2)
-    whole = parallel.all_gather(x, "data", codec=Dense(), axis=-1)
-    part = parallel.psum_scatter(whole, "data", codec=Dense(), axis=-1)
+    loss = lambda x: jnp.sum(
+      jnp.abs(parallel.psum(x, axis_name="data", codec=Dense())) ** 2
+    )
+    whole = parallel.all_gather(x, axis_name="data", codec=Dense(), axis=-1)
+    part = parallel.psum_scatter(whole, axis_name="data", codec=Dense(), axis=-1)
     return whole, part, jax.grad(loss)(x)
 
   whole, part, gradient = mapped("vmap", function, N)(x)
@@ -107,13 +109,15 @@ def test_types_say_what_is_equal():
     )
 
   x = numbers(N * 3)
-  total = out(lambda x: parallel.psum(x, "data", codec=EIGHT))
+  total = out(lambda x: parallel.psum(x, axis_name="data", codec=EIGHT))
   alike = out(
-    lambda x: parallel.all_gather(x, "data", codec=EIGHT, own="coded", to="invarying")
+    lambda x: parallel.all_gather(
+      x, axis_name="data", codec=EIGHT, own="coded", to="invarying"
+    )
   )
   assert total(x).shape == (3,) and alike(x).shape == x.shape
   with pytest.raises(ValueError, match="out_specs"):
-    out(lambda x: parallel.all_gather(x, "data", codec=EIGHT)).lower(x)
+    out(lambda x: parallel.all_gather(x, axis_name="data", codec=EIGHT)).lower(x)
 
 
 def test_random_numbers_differ_by_part_and_direction():
@@ -123,8 +127,18 @@ def test_random_numbers_differ_by_part_and_direction():
   x[:, ::32] = 1.0
 
   def function(x):
-    parts = parallel.all_to_all(x, "data", 0, 0, codec=codec, own="coded", key=KEY)
-    send = lambda x: parallel.ppermute(x, "data", RING, codec=codec, key=KEY)
+    parts = parallel.all_to_all(
+      x,
+      axis_name="data",
+      split_axis=0,
+      concat_axis=0,
+      codec=codec,
+      own="coded",
+      key=KEY,
+    )
+    send = lambda x: parallel.ppermute(
+      x, axis_name="data", perm=RING, codec=codec, key=KEY
+    )
     y, back = jax.vjp(send, x)
     return parts, y, back(x)[0]
 
@@ -141,9 +155,11 @@ def test_arrays_that_are_equal_on_all_workers():
   x = numbers(8)
 
   def function(worker):
-    part = parallel.psum_scatter(x, "data", codec=Dense())
-    swapped = parallel.all_to_all(x, "data", 0, 0, codec=Dense())
-    return part, swapped, parallel.psum(x, "data", codec=Dense())
+    part = parallel.psum_scatter(x, axis_name="data", codec=Dense())
+    swapped = parallel.all_to_all(
+      x, axis_name="data", split_axis=0, concat_axis=0, codec=Dense()
+    )
+    return part, swapped, parallel.psum(x, axis_name="data", codec=Dense())
 
   part, swapped, total = mapped("vmap", function, N)(np.arange(N))
   np.testing.assert_array_equal(part, 4 * x.reshape(N, 2))
@@ -183,34 +199,42 @@ BAD = {
 def test_bad_options_are_named(case):
   options, error, words = BAD[case]
   with pytest.raises(error, match=says(*words)):
-    gather = lambda x: parallel.all_gather(x, "data", **options)
+    gather = lambda x: parallel.all_gather(x, axis_name="data", **options)
     jax.eval_shape(jax.vmap(gather, axis_name="data"), jnp.ones((N, 3, 2)))
 
 
 WRONG = {
-  "integers": (lambda x: parallel.psum(x > 0, "data", codec=EIGHT), TypeError, ["`x`"]),
+  "integers": (
+    lambda x: parallel.psum(x > 0, axis_name="data", codec=EIGHT),
+    TypeError,
+    ["`x`"],
+  ),
   "unbound": (
-    lambda x: parallel.psum(x, "model", codec=EIGHT),
+    lambda x: parallel.psum(x, axis_name="model", codec=EIGHT),
     ValueError,
     ["`axis_name`", "model"],
   ),
   "uneven": (
-    lambda x: parallel.psum_scatter(x, "data", codec=EIGHT),
+    lambda x: parallel.psum_scatter(x, axis_name="data", codec=EIGHT),
     ValueError,
     ["`axis`", "4 workers", "(3, 2)"],
   ),
   "uneven split": (
-    lambda x: parallel.all_to_all(x, "data", 1, 0, codec=EIGHT),
+    lambda x: parallel.all_to_all(
+      x, axis_name="data", split_axis=1, concat_axis=0, codec=EIGHT
+    ),
     ValueError,
     ["`split_axis`", "4 workers", "(3, 2)"],
   ),
   "twice": (
-    lambda x: parallel.ppermute(x, "data", [(0, 1), (2, 1)], codec=EIGHT),
+    lambda x: parallel.ppermute(
+      x, axis_name="data", perm=[(0, 1), (2, 1)], codec=EIGHT
+    ),
     ValueError,
     ["`perm`", "0 to 3", "(2, 1)"],
   ),
   "nobody": (
-    lambda x: parallel.ppermute(x, "data", [(0, 4)], codec=EIGHT),
+    lambda x: parallel.ppermute(x, axis_name="data", perm=[(0, 4)], codec=EIGHT),
     ValueError,
     ["`perm`"],
   ),

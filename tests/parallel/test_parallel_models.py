@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sub_batches import sub_batches
 
 import gradcomp
 from gradcomp import parallel
-from gradcomp._src.parallel.sub_batches import sub_batches
 from gradcomp.codecs import QSGD, Dense, EightBit
 from tests.plugins.slow_cases import slow
 from tests.support.cases.parallel import CODECS, mapped, nbytes, numbers
@@ -38,23 +38,27 @@ def whole(params, x):
 def by_outputs(params, x, codec):
   """Each worker has columns of each matrix, and gathers what the next one needs."""
   for w in params:
-    x = jnp.tanh(parallel.sum_gradients(x, "data", codec=codec) @ w)
-    x = parallel.all_gather(x, "data", codec=codec, axis=1, own="coded", to="invarying")
+    x = jnp.tanh(parallel.sum_gradients(x, axis_name="data", codec=codec) @ w)
+    x = parallel.all_gather(
+      x, axis_name="data", codec=codec, axis=1, own="coded", to="invarying"
+    )
   return jnp.mean(x**2)
 
 
 def by_both(params, x, codec):
   """Columns, then rows, whose products add up: one sum in each direction."""
   first, second, _ = params
-  x = jnp.tanh(parallel.sum_gradients(x, "data", codec=codec) @ first)
-  return jnp.mean(jnp.tanh(parallel.psum(x @ second, "data", codec=codec)) ** 2)
+  x = jnp.tanh(parallel.sum_gradients(x, axis_name="data", codec=codec) @ first)
+  return jnp.mean(
+    jnp.tanh(parallel.psum(x @ second, axis_name="data", codec=codec)) ** 2
+  )
 
 
 def by_shares(params, x, codec):
   """As by_outputs, but cotangents stay per worker: each has a share of the loss."""
   for w in params:
     y = jnp.tanh(x @ w)
-    x = parallel.all_gather(y, "data", codec=codec, axis=1)
+    x = parallel.all_gather(y, axis_name="data", codec=codec, axis=1)
   return jnp.mean(x**2) / N
 
 
@@ -182,13 +186,15 @@ def test_what_is_sent_are_words_and_as_many_as_the_payloads_have():
 
   def function(x, long):
     gather = lambda x: parallel.all_gather(
-      x, "data", codec=EIGHT, backward=qsgd, key=key
+      x, axis_name="data", codec=EIGHT, backward=qsgd, key=key
     )
     y, back = jax.vjp(gather, x)
-    total = parallel.psum(x.astype(jnp.float16), "data", codec=EIGHT)
-    swapped = parallel.all_to_all(long, "data", 0, 0, codec=qsgd, key=key)
-    sent = parallel.ppermute(x, "data", [(0, 1)], codec=EIGHT)
-    scales = parallel.all_gather(x, "data", codec=CODECS["ternary"], key=key)
+    total = parallel.psum(x.astype(jnp.float16), axis_name="data", codec=EIGHT)
+    swapped = parallel.all_to_all(
+      long, axis_name="data", split_axis=0, concat_axis=0, codec=qsgd, key=key
+    )
+    sent = parallel.ppermute(x, axis_name="data", perm=[(0, 1)], codec=EIGHT)
+    scales = parallel.all_gather(x, axis_name="data", codec=CODECS["ternary"], key=key)
     return back(long), total, swapped, sent, y, scales
 
   compiled = mapped("shard_map", function, N).lower(x, long).compile()

@@ -49,10 +49,15 @@ def test_each_way_on_explicit_axes(mesh):
   @jax.jit
   def every(matrix, vector, scalar):
     matrix, vector, scalar = (unreduce(x, "data") for x in (matrix, vector, scalar))
-    total = [reshard(x, "data", codec=Dense()) for x in (matrix, vector, scalar)]
+    total = [
+      reshard(x, axis_name="data", codec=Dense()) for x in (matrix, vector, scalar)
+    ]
     rows = reshard(matrix, P("data"), codec=Dense())
     columns = reshard(matrix, P(None, "data"), codec=Dense())
-    back = reshard(rows, P(), codec=Dense()), reshard(columns, "data", codec=Dense())
+    back = (
+      reshard(rows, P(), codec=Dense()),
+      reshard(columns, axis_name="data", codec=Dense()),
+    )
     reduced = reshard(columns, P(reduced={"data"}), codec=Dense())
     kinds = [jax.typeof(x).sharding.spec for x in (rows, columns, back[1], reduced)]
     whole = P(None, None)
@@ -138,10 +143,10 @@ def test_inside_a_map_the_source_is_said(mode):
   x = numbers(N, 8, 12)
 
   def function(x):
-    total = reshard(x, "data", codec=Dense())
+    total = reshard(x, axis_name="data", codec=Dense())
     rows = reshard(x, P("data"), codec=Dense())
     whole = reshard(rows, P(), source=P("data"), codec=Dense())
-    again, left = reshard(x, "data", codec=EIGHT, residual=jnp.zeros_like(x))
+    again, left = reshard(x, axis_name="data", codec=EIGHT, residual=jnp.zeros_like(x))
     return total, whole, again, left
 
   total, whole, again, left = mapped(mode, function, N)(x)
@@ -162,8 +167,8 @@ def test_two_axes_of_a_mesh():
     over = P("host", "chip")
     assert jax.typeof(one).sharding.spec == over
     return (
-      reshard(both, ("host", "chip"), codec=Dense()),
-      reshard(one, "host", codec=Dense()),
+      reshard(both, axis_name=("host", "chip"), codec=Dense()),
+      reshard(one, axis_name="host", codec=Dense()),
       reshard(one, P("host"), codec=Dense()),
     )
 
@@ -176,8 +181,8 @@ def test_two_axes_of_a_mesh():
 WRONG = {
   "sparse": (dict(codec=TopK()), P(), ["`codec`", "every element"]),
   "key": (dict(codec=RANDOM), P(), ["`key`", "QSGD"]),
-  "nothing": (dict(codec=EIGHT), P("data"), ["`spec_or_axis`", "jax.reshard"]),
-  "turned": (dict(codec=EIGHT), P(None, "data"), ["`spec_or_axis`", "one array axis"]),
+  "nothing": (dict(codec=EIGHT), P("data"), ["`spec`", "jax.reshard"]),
+  "turned": (dict(codec=EIGHT), P(None, "data"), ["`spec`", "one array axis"]),
 }
 
 
@@ -188,9 +193,17 @@ def test_other_changes_are_refused(case, mesh):
     jax.eval_shape(lambda x: reshard(x, target, **options), put(numbers(8, 8), "data"))
 
 
+def test_the_result_is_said_in_one_way():
+  for how in ({}, {"spec": P(), "axis_name": "data"}):
+    with pytest.raises(ValueError, match=says("`spec` or `axis_name`", "not both")):
+      reshard(jnp.ones(8), **how, codec=EIGHT)
+  with pytest.raises(TypeError, match=says("`spec` must be a jax.P", "axis_name=")):
+    reshard(jnp.ones(8), "data", codec=EIGHT)
+
+
 def test_a_mesh_that_hides_its_types_is_refused():
   x = jnp.ones((8, 8))
-  with pytest.raises(ValueError, match=says("`spec_or_axis`", "jax.reshard")):
+  with pytest.raises(ValueError, match=says("`spec`", "jax.reshard")):
     reshard(x, P(), codec=EIGHT)
 
 

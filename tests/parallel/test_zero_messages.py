@@ -95,7 +95,7 @@ def test_a_piece_waits_for_its_own_leaves_alone():
   tx = coded(optax.adam(0.1), message_bytes=0, min_leaf_size=0)
   weights = [jnp.eye(WIDTH)] * LAYERS
   params, state, mesh = sharded(tx, weights)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
 
   def loss_of(params, x):
     for w in params:

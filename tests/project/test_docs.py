@@ -32,7 +32,8 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name)
 def run_alone(page, folder, *arguments, then="pass"):
   """What a page prints, as a program where warnings are errors; ``then`` looks at its
   ``names``."""
-  code = f"from tests.support import pages\nnames = pages.run(pages.ROOT / {str(page)!r})\n{then}\n"
+  names = f"names = pages.run(pages.ROOT / {str(page)!r})"
+  code = f"from tests.support import pages\n{names}\n{then}\n"
   return run(
     "-W", "error", "-c", code, *arguments, cwd=folder, PYTHONPATH=str(pages.ROOT)
   )

@@ -42,7 +42,7 @@ def test_the_wheel_holds_every_file(wheel):
   names = set(zipfile.ZipFile(wheel).namelist())
   info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
   data = {"gradcomp/py.typed"}
-  data |= {f"gradcomp/_src/cost/planner/{name}.json" for name in ("accuracy", "speeds")}
+  data |= {f"gradcomp/cost/planner/{name}.json" for name in ("accuracy", "speeds")}
   assert names - info == {*sources(), *data}
   assert any(name.endswith("/LICENSE") for name in info)
 

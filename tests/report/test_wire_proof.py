@@ -133,7 +133,7 @@ def traced_update(tx, workers):
     mesh = modes.mesh(workers)
   with use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
     state = jax.eval_shape(tx.init, like)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
   local = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)
   update = jax.shard_map(
     local, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs)

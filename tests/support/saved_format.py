@@ -101,7 +101,7 @@ def restored(file):
   mesh = modes.mesh(N)
   with jax.set_mesh(mesh):
     new = training(optimizer()).init(first_params())
-  specs = gradcomp.state_specs(new, "data")
+  specs = gradcomp.state_specs(new, axis_name="data")
   arrays = {name: file[name] for name in file if name.startswith("[")}
 
   def place(path, like, spec):

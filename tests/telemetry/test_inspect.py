@@ -198,7 +198,7 @@ def test_leaves_that_are_cut_over_another_axis_are_measured_as_a_whole(typed):
     def local(grads, state):
       return gradcomp.telemetry.inspect(tx, jax.tree.map(lambda x: x[0], grads), state)
 
-    specs = (cut, gradcomp.state_specs(state, "data"))
+    specs = (cut, gradcomp.state_specs(state, axis_name="data"))
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(grads, state)
 
   def of_types(grads, state):

@@ -13,6 +13,7 @@ from gradcomp._src.telemetry.fingerprint import leaf_fingerprints
 from tests.plugins.slow_cases import slow
 from tests.support import flips, modes
 from tests.support.assertions import assert_same_bits, says
+from tests.support.option_fields import with_options
 
 WORKERS = 4
 
@@ -114,7 +115,11 @@ def training(mesh, optimizer, spec, **options):
     params = jax.tree.map(place, params, specs)
     state = optimizer.init(params)
   step = gradcomp.make_train_step(
-    loss_fn, optimizer, axis_name="data", mesh=mesh, **options
+    loss_fn,
+    optimizer,
+    axis_name="data",
+    mesh=mesh,
+    **with_options(gradcomp.TrainOptions, options),
   )
   return step, params, state
 
@@ -152,7 +157,7 @@ def test_a_training_sees_it_at_the_next_check(axes, kind, exchange):
   mesh = jax.make_mesh(shape, names, (kind,) * len(shape), devices=devices)
   optimizer = optax.chain(exchange, optax.sgd(0.1))
   spec = P(None, "model") if axes == "model" else P()
-  step, params, state = training(mesh, optimizer, spec, check_every=3)
+  step, params, state = training(mesh, optimizer, spec, compare_every=3)
   batch = jnp.ones((WORKERS, 64))
   seen = []
   for number in range(7):
@@ -168,7 +173,7 @@ def test_the_other_results_of_a_step_stay_as_they_were():
   mesh = modes.mesh(WORKERS)
   batch = jnp.ones((WORKERS, 64))
   results = []
-  for options in ({}, {"check_every": 1}):
+  for options in ({}, {"compare_every": 1}):
     step, params, state = training(mesh, QSGD, P(), **options)
     *result, metrics = step(params, state, batch)
     results.append((*result, metrics["loss"]))
@@ -178,7 +183,7 @@ def test_the_other_results_of_a_step_stay_as_they_were():
 def test_a_check_takes_at_most_a_copy_of_the_parameters():
   mesh = modes.mesh(WORKERS)
   found = []
-  for options in ({}, {"check_every": 5}):
+  for options in ({}, {"compare_every": 5}):
     step, params, state = training(mesh, QSGD, P(), **options)
     program = step.lower(params, state, jnp.ones((WORKERS, 64))).compile()
     found.append(program.memory_analysis())
@@ -199,11 +204,17 @@ def test_what_cannot_be_compared():
     check({"w": cut})
   options = dict(axis_name="data", mesh=mesh)
   for bad in (0, True, 1.5):
-    with pytest.raises(ValueError, match=says("`check_every`", "1 or more")):
-      gradcomp.make_train_step(loss_fn, QSGD, check_every=bad, **options)
-  with pytest.raises(ValueError, match=says("`check_every`", "axis_name=None")):
-    gradcomp.make_train_step(loss_fn, QSGD, axis_name=None, check_every=2)
-  step, params, state = training(mesh, QSGD, P(), check_every=2)
-  with pytest.raises(ValueError, match=says("`optimizer`", "check_every=2")):
-    bare = gradcomp.make_train_step(loss_fn, optax.sgd(0.1), check_every=2, **options)
+    with pytest.raises(ValueError, match=says("`compare_every`", "1 or more")):
+      gradcomp.make_train_step(
+        loss_fn, QSGD, **options, options=gradcomp.TrainOptions(compare_every=bad)
+      )
+  with pytest.raises(ValueError, match=says("`compare_every`", "axis_name=None")):
+    gradcomp.make_train_step(
+      loss_fn, QSGD, axis_name=None, options=gradcomp.TrainOptions(compare_every=2)
+    )
+  step, params, state = training(mesh, QSGD, P(), compare_every=2)
+  with pytest.raises(ValueError, match=says("`optimizer`", "compare_every=2")):
+    bare = gradcomp.make_train_step(
+      loss_fn, optax.sgd(0.1), **options, options=gradcomp.TrainOptions(compare_every=2)
+    )
     bare(params, optax.sgd(0.1).init(params), jnp.ones((WORKERS, 64)))

@@ -82,7 +82,7 @@ def test_defer_reduction_keeps_jax_grad_local(mode):
   params, batch = problem()
 
   def grad_fn(params, batch):
-    return jax.grad(loss_fn)(gradcomp.defer_reduction(params, "data"), batch)
+    return jax.grad(loss_fn)(gradcomp.defer_reduction(params, axis_name="data"), batch)
 
   grads = per_worker(mode, grad_fn, params, batch)
   for i, expected in enumerate(local_gradients(params, batch)):
@@ -171,13 +171,18 @@ def test_train_step_reports_aux_and_donates():
   with jax.set_mesh(mesh):
     state = optimizer.init(placed)
   make = functools.partial(
-    gradcomp.make_train_step, with_aux, optimizer, axis_name="data", mesh=mesh
+    gradcomp.make_train_step,
+    with_aux,
+    optimizer,
+    axis_name="data",
+    mesh=mesh,
+    options=gradcomp.TrainOptions(has_aux=True),
   )
-  kept = make(has_aux=True, donate=False)(placed, state, batch)
+  kept = make(donate=False)(placed, state, batch)
   # A mean of 4 means and a mean of all are within a few ulp of about 1.
   np.testing.assert_allclose(kept[2]["aux"], batch["x"].mean(), atol=1e-6)
   assert not placed["w"].is_deleted()
-  donated = make(has_aux=True)(placed, state, batch)
+  donated = make()(placed, state, batch)
   assert placed["w"].is_deleted()
   assert_same_bits(kept, donated)
 
@@ -198,7 +203,7 @@ def test_init_inside_and_outside_the_map_agree():
   mesh = modes.mesh(WORKERS)
   tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
   params = {"w": jnp.ones((6, 5)), "s": jnp.float32(1)}
-  specs = gradcomp.state_specs(jax.eval_shape(tx.init, params), "data")
+  specs = gradcomp.state_specs(jax.eval_shape(tx.init, params), axis_name="data")
   inside = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs))(
     params
   )

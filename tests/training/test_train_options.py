@@ -13,6 +13,7 @@ import gradcomp
 from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits, says
+from tests.support.option_fields import with_options
 
 WORKERS = 4
 ROWS = 8  # of a worker
@@ -43,7 +44,12 @@ def run(loss_fn, tx, *args, kind=AxisType.Explicit, steps=1, rng=None, **options
   with jax.set_mesh(mesh):
     opt_state = optimizer.init(params)
   step = gradcomp.make_train_step(
-    loss_fn, optimizer, axis_name="data", mesh=mesh, donate=False, **options
+    loss_fn,
+    optimizer,
+    axis_name="data",
+    mesh=mesh,
+    donate=False,
+    **with_options(gradcomp.TrainOptions, options),
   )
   keys = {} if rng is None else {"rng": rng}
   if "model_state" not in options:
@@ -83,6 +89,7 @@ def lowered(loss_fn, tx, **options):
   mesh = modes.mesh(WORKERS, AxisType.Explicit)
   with jax.set_mesh(mesh):
     state = tx.init(params)
+  options = with_options(gradcomp.TrainOptions, options)
   step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh, **options)
   return step.lower(params, state, x)
 
@@ -222,7 +229,11 @@ def test_each_exchange_is_reported_over_its_own_axis():
   with jax.set_mesh(mesh):
     state = optimizer.init(params)
   step = gradcomp.make_train_step(
-    loss_fn, optimizer, axis_name=tuple(axes), mesh=mesh, report=True
+    loss_fn,
+    optimizer,
+    axis_name=tuple(axes),
+    mesh=mesh,
+    options=gradcomp.TrainOptions(report=True),
   )
   program = step.lower(params, state, x).compile()
   given = jax.device_put(x, NamedSharding(mesh, P(tuple(axes))))
@@ -241,7 +252,9 @@ def test_each_exchange_is_reported_over_its_own_axis():
 def test_all_of_it_on_one_device():
   params, x = problem()
   optimizer = optax.chain(gradcomp.qsgd(bits=8), optax.sgd(0.5))
-  options = {"has_aux": True, "accumulate": 2, "report": True, "donate": False}
+  options = gradcomp.TrainOptions(
+    has_aux=True, model_state="mean", accumulate=2, report=True
+  )
 
   def noisy(params, state, x, scale, *, rng):
     x = scale * x + 0.01 * jax.random.normal(rng, x.shape)
@@ -249,7 +262,7 @@ def test_all_of_it_on_one_device():
     return loss, (state, jnp.max(x))
 
   step = gradcomp.make_train_step(
-    noisy, optimizer, axis_name=None, model_state="mean", **options
+    noisy, optimizer, axis_name=None, donate=False, options=options
   )
   state, opt_state = {"mean": jnp.zeros(16)}, optimizer.init(params)
   for i in range(3):

@@ -115,10 +115,8 @@ def trained(kind, has_aux, **options):
     tx,
     axis_name="data",
     mesh=mesh,
-    has_weight=True,
-    has_aux=has_aux,
     donate=False,
-    **options,
+    options=gradcomp.TrainOptions(has_weight=True, has_aux=has_aux, **options),
   )
   return params, batch, *step(placed, state, batch)
 
@@ -200,7 +198,10 @@ def test_a_loss_without_a_weight(returned):
 def test_a_train_step_says_what_a_loss_must_return():
   params, batch = problem()
   step = gradcomp.make_train_step(
-    lambda *args: loss_fn(*args)[0], optax.sgd(0.1), axis_name=None, has_weight=True
+    lambda *args: loss_fn(*args)[0],
+    optax.sgd(0.1),
+    axis_name=None,
+    options=gradcomp.TrainOptions(has_weight=True),
   )
   parts = ("`loss_fn`", "return (total, weight)", "has_weight=True", "got")
   with pytest.raises(TypeError, match=says(*parts)):

@@ -74,7 +74,7 @@ def compiled(mode, optimizer, params, x):
   elif mode == modes.EXPLICIT:
     run = jax.jit(functools.partial(step, optimizer))
   else:
-    specs = gradcomp.state_specs(args[1], "data")
+    specs = gradcomp.state_specs(args[1], axis_name="data")
     mapped = jax.shard_map(
       functools.partial(step, optimizer),
       mesh=mesh,

@@ -251,7 +251,7 @@ def test_states_are_stacked_under_a_mesh(codec, exchange, selects):
   params = {"b": jnp.ones(3), "w": jnp.ones((10, 70))}
   with jax.set_mesh(modes.mesh(N)):
     state = tx.init(params)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
   chex.assert_shape([state.velocity["w"], state.residual["w"]], (4 * 10, 70))
   assert specs.velocity["w"] == specs.residual["w"] == P("data")
   assert specs.count == specs.key == P()

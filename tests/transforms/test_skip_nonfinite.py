@@ -123,7 +123,7 @@ def report(tx):
   """What an update in a typed map sends."""
   with jax.set_mesh(modes.mesh(WORKERS)):
     state = tx.init({"w": jnp.zeros((32, 64))})
-    specs = gradcomp.state_specs(state, "data")
+    specs = gradcomp.state_specs(state, axis_name="data")
     mapped = jax.shard_map(
       lambda grads, state: tx.update({"w": grads["w"][0]}, state),
       in_specs=(P("data"), specs),

@@ -28,7 +28,7 @@ FORMAT = 2
 _HOW = {"implementation"}
 
 
-def state_record(
+def record(
   optimizer: optax.GradientTransformation,
   params: Any,
   *,
@@ -56,10 +56,10 @@ def state_record(
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
-    >>> record = state_record(optimizer, {"w": jnp.zeros((256, 256))}, workers=4)
-    >>> record["format"], record["workers"]
+    >>> saved = record(optimizer, {"w": jnp.zeros((256, 256))}, workers=4)
+    >>> saved["format"], saved["workers"]
     (2, [4])
-    >>> (transformation,) = record["transformations"]
+    >>> (transformation,) = saved["transformations"]
     >>> transformation["leaves"], transformation["feedback"]
     ({"['w']": {'shape': [256, 256], 'codec': 0}}, {'type': 'NoFeedback'})
   """
@@ -91,7 +91,7 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
   format of its states is the same.
 
   Args:
-    saved: the result of :func:`state_record` when the state was saved.
+    saved: the result of :func:`record` when the state was saved.
     record: its result now.
 
   Raises:
@@ -99,11 +99,11 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
     TypeError: ``saved`` is no such record, or a damaged one. The message has the place.
 
   Example:
-    >>> def record(**options):
+    >>> def of(**options):
     ...   tx = gradcomp.qsgd(axis_name="data", **options)
-    ...   return state_record(tx, {"w": jnp.zeros((256, 256))}, workers=4)
-    >>> check_record(record(bits=4), record(bits=4, implementation="xla"))
-    >>> check_record(record(bits=4), record(bits=8))
+    ...   return record(tx, {"w": jnp.zeros((256, 256))}, workers=4)
+    >>> check_record(of(bits=4), of(bits=4, implementation="xla"))
+    >>> check_record(of(bits=4), of(bits=8))
     Traceback (most recent call last):
       ...
     ValueError: `saved` must be the record of a state that this optimizer can go on
@@ -147,7 +147,7 @@ class _Difference(NamedTuple):
 
 def _stacked(state: Any) -> bool:
   """Returns True if workers have arrays of their own, over axes that have names."""
-  specs = state_specs(state, "workers")
+  specs = state_specs(state, axis_name="workers")
   return any(
     spec != PartitionSpec() and EXPLAINED[0] not in jax.tree_util.keystr(path)
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)

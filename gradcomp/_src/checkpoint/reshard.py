@@ -14,13 +14,13 @@ from gradcomp._src.mesh.axes import AxisName, axis_names
 
 
 def reshard_state(
-  opt_state: Any,
-  *,
-  old_workers: int,
-  workers: int,
   optimizer: optax.GradientTransformation,
   params: Any,
+  opt_state: Any,
+  *,
   axis_name: AxisName,
+  old_workers: int,
+  workers: int,
   keep: Keep = "sum",
   param_specs: Any = None,
   mesh: Mesh | None = None,
@@ -53,16 +53,16 @@ def reshard_state(
   - Everything else is equal on all workers, and stays.
 
   Args:
+    optimizer: the transformation that made the state.
+    params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
     opt_state: the whole global state, as ``optimizer.init`` makes it under
       ``jax.set_mesh``, in NumPy's or JAX's arrays. If several processes have parts of
       JAX's, all of them call this, and each gathers one array after another. Under
       ``jax.vmap`` and ``jax.pmap`` arrays have another first axis: leave it out where
       workers are equal, and join it with the next where they are not.
+    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
     old_workers: N, the number of workers that the state was made for.
     workers: M, the number of workers that go on with it.
-    optimizer: the transformation that made the state.
-    params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
-    axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
     keep: the sum that is preserved, which depends on the use of the state.
       ``"sum"`` is the sum above. The next means take it by :math:`1/M`, as a learning
       rate that grows with the number of workers, and the batch, asks for.
@@ -89,12 +89,11 @@ def reshard_state(
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
     >>> params = {"w": jnp.ones((2, 512))}
     >>> shapes = gradcomp.checkpoint.state_shapes(
-    ...   tx, params, workers=3, axis_name="data"
+    ...   tx, params, axis_name="data", workers=3
     ... )
     >>> state = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
     >>> moved = reshard_state(
-    ...   state, old_workers=3, workers=2, optimizer=tx, params=params, axis_name="data"
-    ... )
+    ...   tx, params, state, axis_name="data", old_workers=3, workers=2)
     >>> moved.residual["w"].shape, moved.residual["w"][:, 0].tolist()
     ((4, 512), [2.0, 2.0, 1.0, 1.0])
   """

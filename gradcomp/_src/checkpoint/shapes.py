@@ -57,8 +57,8 @@ def state_shapes(
   optimizer: optax.GradientTransformation,
   params: Any,
   *,
-  workers: int,
   axis_name: AxisName,
+  workers: int,
   param_specs: Any = None,
 ) -> Any:
   """Returns the shapes of an optimizer's global state over N workers.
@@ -69,8 +69,8 @@ def state_shapes(
   Args:
     optimizer: an optax transformation with gradcomp's in it.
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
-    workers: the number of workers N.
     axis_name: the axis, or the tuple of axes, given to the gradcomp transformation.
+    workers: the number of workers N.
     param_specs: the specs of the parameters, as for :func:`init_state`, if the state is
       made by that.
 
@@ -83,7 +83,7 @@ def state_shapes(
 
   Example:
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
-    >>> state_shapes(tx, jnp.ones((8, 64)), workers=6, axis_name="data").residual.shape
+    >>> state_shapes(tx, jnp.ones((8, 64)), axis_name="data", workers=6).residual.shape
     (48, 64)
   """
   first = first_state_of(
@@ -149,7 +149,7 @@ def first_state_of(
   with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(abstract):
     jax.eval_shape(look, like)
   _check_axes(plans, names)
-  specs = state_specs(found[0], axis_name, param_specs=param_specs)
+  specs = state_specs(found[0], axis_name=axis_name, param_specs=param_specs)
   whole = functools.partial(_whole, sizes)
   if param_specs is None:
     # Arrays of init outside of a map are whole already, except those of optax.

@@ -24,7 +24,7 @@ from gradcomp._src.mesh.specs import is_spec, sharded_axes, stack_spec, stacked_
 from gradcomp._src.mesh.unsharded_params import check_whole_specs
 
 
-def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None) -> Any:
+def state_specs(opt_state: Any, *, axis_name: AxisName, param_specs: Any = None) -> Any:
   """Returns the ``PartitionSpec`` of every array of an optimizer state.
 
   Residuals differ between workers: the global array stacks them on their first axis,
@@ -52,7 +52,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
 
   Example:
     >>> tx = optax.chain(gradcomp.qsgd(bits=4, feedback="error"), optax.sgd(0.1))
-    >>> specs = state_specs(tx.init({"w": jnp.zeros(3)}), "data")
+    >>> specs = state_specs(tx.init({"w": jnp.zeros(3)}), axis_name="data")
     >>> specs[0].residual["w"] == P("data"), specs[0].count == P()
     (True, True)
   """
@@ -78,7 +78,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
         mini_step=PartitionSpec(),
         gradient_step=PartitionSpec(),
         inner_opt_state=state_specs(
-          node.inner_opt_state, axis_name, param_specs=param_specs
+          node.inner_opt_state, axis_name=axis_name, param_specs=param_specs
         ),
         acc_grads=per_worker(node.acc_grads),
         skip_state=jax.tree.map(lambda _: PartitionSpec(), node.skip_state),
@@ -115,12 +115,12 @@ def state_specs(opt_state: Any, axis_name: AxisName, *, param_specs: Any = None)
       known = sharded_axes(spec).issuperset(axis_names(inside))
       return spec if known else stack_spec(inside, spec)
 
-    found = state_specs(own, axis_name, param_specs=param_specs)
+    found = state_specs(own, axis_name=axis_name, param_specs=param_specs)
     whole: Any = node
     return whole._replace(
       count=PartitionSpec(),
       own=OwnSteps({axes: jax.tree.map(stacked, found, is_leaf=is_spec)}),
-      fragments=state_specs(node.fragments, inside, param_specs=param_specs),
+      fragments=state_specs(node.fragments, axis_name=inside, param_specs=param_specs),
     )
 
   def per_worker(tree: Any) -> Any:
@@ -174,8 +174,8 @@ def _check_numbers(state: LocalStepsState) -> None:
 def init_state(
   optimizer: optax.GradientTransformation,
   params: Any,
-  axis_name: AxisName,
   *,
+  axis_name: AxisName,
   param_specs: Any,
   mesh: Mesh | None = None,
 ) -> Any:
@@ -193,7 +193,7 @@ def init_state(
     mesh: the devices; by default the mesh of ``jax.set_mesh``.
 
   Returns:
-    The global state, for maps with ``state_specs(opt_state, axis_name,
+    The global state, for maps with ``state_specs(opt_state, axis_name=...,
     param_specs=param_specs)``.
 
   Raises:
@@ -204,7 +204,7 @@ def init_state(
     >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data", feedback="error")
     >>> params, specs = {"w": jnp.zeros((64, 64))}, {"w": P(None, "model")}
-    >>> state = init_state(tx, params, "data", param_specs=specs, mesh=mesh)
+    >>> state = init_state(tx, params, axis_name="data", param_specs=specs, mesh=mesh)
     >>> state.residual["w"].sharding.spec == P("data", "model")
     True
   """
@@ -221,7 +221,7 @@ def init_state(
 
   map_over = functools.partial(jax.shard_map, mesh=mesh, in_specs=(param_specs,))
   jax.eval_shape(map_over(probe, out_specs=PartitionSpec()), params)
-  specs = state_specs(found[0], axis_name, param_specs=param_specs)
+  specs = state_specs(found[0], axis_name=axis_name, param_specs=param_specs)
   return jax.jit(map_over(optimizer.init, out_specs=specs))(params)
 
 

@@ -1,4 +1,4 @@
-"""Block-top-k sends the elements of largest magnitude of every few consecutive ones."""
+"""Block-top-k: a codec that sends the largest elements of each block of a leaf."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -26,11 +26,11 @@ class BlockTop(RowCodec):
   .. math:: Q(v)_i = q(v_i) \text{ if } |v_i| \text{ is among the largest of its block},
      \quad 0 \text{ otherwise}
 
-  Every block sends as many entries. So payloads have fixed shapes, nothing is sorted,
-  and decoding compares places. On Gaussian values, the largest of 64 keep 0.108 of the
-  squared length, and the same number of largest elements of a whole leaf 0.119. With
-  error feedback the difference is smaller still, because what a block does not send
-  grows until it is sent.
+  Every block sends equally many entries. So payloads have fixed shapes, nothing is
+  sorted, and decoding compares places. On Gaussian values, the largest of 64 keep 0.108
+  of the squared length, and the same number of largest elements of a whole leaf 0.119.
+  With error feedback the difference is smaller still, because unsent elements grow
+  until they are sent.
 
   An entry has ``log2(block_size)`` bits for its place, and ``value_bits`` for its
   value :math:`q(v_i)`:
@@ -54,14 +54,14 @@ class BlockTop(RowCodec):
   Magnitudes are compared by their upper bits: of the 31 bits of a ``float32`` without
   its sign, the lowest ``log2(block_size)`` do not count. Of elements that are equal
   then, the first is sent. With 2 or 8 bits of value the others do not count either:
-  :math:`v_i` has zeros in their place where it is rounded. What that loses, and
+  :math:`v_i` has zeros in their place where it is rounded. The loss of that, and of
   rounding, remains in the residual.
 
-  At 2 bits one value is missing: ``3/8 s`` for the last element of a block, for whose
-  code nothing is sent. That element is nearest to zero or to ``s`` then.
+  At 2 bits one value is missing: ``3/8 s`` for the last element of a block, because its
+  code means that nothing is sent. That element is nearest to zero or to ``s`` then.
 
-  The codec is biased: what is not sent is lost without feedback, which is on by
-  default. A NaN or an infinity makes its tile NaN, or its block with 32 bits of value.
+  The codec is biased: without feedback, which is on by default, unsent elements are
+  lost. A NaN or an infinity makes its tile NaN, or its block with 32 bits of value.
   Blocks of zeros send zeros. With 2 or 8 bits a tile whose largest magnitude is below
   2**-126 counts as zero.
 
@@ -151,11 +151,7 @@ class BlockTop(RowCodec):
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> tuple[Payload, jax.Array]:
-    """Encodes an array, and returns what the payload leaves of it, without decoding.
-
-    Returns:
-      A :class:`Payload`, and the residual, ``float32`` in the shape of ``x``.
-    """
+    """Encodes an array, and returns the payload and the ``float32`` residual."""
     del key, context
     rows, rest = self._encode(as_float32(x).reshape(x.shape), keep=True)
     assert rest is not None

@@ -1,4 +1,4 @@
-"""Finds the scales of QSGD's buckets, which are made of a norm."""
+"""Scales of QSGD's buckets, from the norm that the codec is given."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _STEPS = {1: 1.596, 2: 0.996, 3: 0.586, 4: 0.335}
 
 
 def reach(bits: int, bucket_size: int) -> np.float32:
-  """Returns the outermost level of ``norm="rms"``, for a bucket whose l2 norm is 1.
+  """Returns the outermost level of ``norm="rms"``, for a bucket with an l2 norm of 1.
 
   Example:
     >>> float(reach(4, 64))  # 7.5 steps of 0.335, by the square root of 64
@@ -35,17 +35,17 @@ class BucketScales(SharedScales):
   norm: ScaleNorm
 
   def filled(self, flat: jax.Array) -> jax.Array:
-    """Returns a flat leaf; for ``"rms"``, its last bucket is filled with copies."""
+    """For ``norm="rms"``, fills the last bucket with copies of its elements."""
     if self.norm != "rms" or self.bucket_size is None:
       return flat
     return planes.filled(flat, self.bucket_size)
 
   def flat_scales(self, flat: jax.Array) -> jax.Array:
-    """Returns the scales of what is encoded of a leaf, flat: those of buckets."""
+    """Returns the scales of a flat leaf: ``float32[rows, P]``, or ``[1, 1]``."""
     return self._scales(leaf_scales, flat)
 
   def tile_scales(self, tiles: jax.Array) -> jax.Array:
-    """Returns the scales of tiles alone: ``float32[rows, 1]`` or ``[rows, P]``."""
+    """Returns each tile's own scales: ``float32[rows, P]``, or ``[rows, 1]``."""
     return self._scales(row_scales, tiles)
 
   def _scales(self, measure: Callable[..., jax.Array], x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Dense sends every element as it is, in 32 or 16 bits."""
+"""Dense: the codec that sends all elements as floats of 32 or 16 bits."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -32,8 +32,8 @@ class Dense(RoundsAtRandom, SameForAll):
   ``bfloat16`` collectives to ``float32`` on CPU: a bfloat16 ``psum`` saves nothing.
 
   A payload has 32 or 16 bits an element, in whole rows of 128 words. ``float32`` is
-  exact. NaN and infinities stay what and where they are. A number that is half a step
-  or more above the largest becomes infinite: in ``float16`` 65520 and above.
+  exact. NaN and infinities stay the same, in the same places. A number that is half a
+  step or more above the largest becomes infinite: in ``float16`` 65520 and above.
 
   16 bits are rounded to nearest even, which is biased: use error feedback. Or they are
   rounded at random to one of the two neighbours :math:`a \le |v| < b`, which is
@@ -156,7 +156,7 @@ class Dense(RoundsAtRandom, SameForAll):
     return code.astype(jnp.uint32)
 
   def _stochastic(self, plane: jax.Array, lane: jax.Array) -> jax.Array:
-    """Rounds by 16 random bits; infinite is what the nearest rounding makes so."""
+    """Rounds by 16 random bits; gives infinity only where rounding to nearest does."""
     info = jnp.finfo(self.dtype)
     fmt = FloatFormat(info.nexp, info.nmant)
     halfway = fmt.max_finite + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
@@ -167,10 +167,9 @@ class Dense(RoundsAtRandom, SameForAll):
 
 
 def working_dtype(codec: Any, dtype: DTypeLike) -> np.dtype:
-  """Returns the dtype that an exchange adds gradients of a dtype in.
+  """Returns the dtype in which an exchange adds gradients of ``dtype``.
 
-  It is float32. But float64 stays what it is with ``Dense()``, which shall lose
-  nothing.
+  It is float32. With ``Dense()``, which loses nothing, float64 stays float64.
 
   Example:
     >>> working_dtype(Dense(), jnp.float16), working_dtype(Dense(), jnp.float64)

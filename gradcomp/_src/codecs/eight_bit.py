@@ -1,4 +1,4 @@
-"""8-bit data types: a code is a sign and a level of a table, times a scale."""
+"""8-bit data types: codes of a sign and a level of a table, times a scale."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def levels(data_type: DataType) -> np.ndarray:
 
 
 def _cells(count: int, split: float) -> np.ndarray:
-  """Returns where a tree over (0.1, 1) would split its cells next: ``float64[count]``.
+  """Returns the next split points of a tree over (0.1, 1): ``float64[count]``.
 
   It splits at ``split`` first, and in the middle of each cell from then on.
 
@@ -243,12 +243,10 @@ class EightBit(RoundsAtRandom, SameForAll):
     )
 
   def sum_rows(self, rows: jax.Array) -> jax.Array:
-    """Decodes K payloads and adds them in order: ``uint32[K, rows, words]``.
-
-    XLA writes what it looks up in a table to memory wherever a sum has two users. So
-    payloads that are added in one expression would all lie there at once, in float32. A
-    loop holds one sum.
-    """
+    """Adds K decoded payloads, ``uint32[K, rows, words]``, in order."""
+    # XLA materializes values looked up in a table wherever a sum has two users. Added
+    # in one expression, all payloads would lie in memory at once, in float32. A loop
+    # holds one sum.
     first = self.decode_rows(rows[0])
     # Minus zero changes no addend, and differs between workers where types say so.
     nothing = jnp.where(first == first, np.float32(-0.0), np.float32(-0.0))
@@ -264,8 +262,8 @@ class EightBit(RoundsAtRandom, SameForAll):
   def _up(self) -> float:
     """The factor from the largest element to the value of a level of 1.
 
-    It makes the largest element the largest level that both signs have. With nearest
-    rounding it is 1, and the largest element is a level of 1.
+    With stochastic rounding the largest element becomes the largest level that both
+    signs have.
     """
     if self.rounding == "nearest":
       return 1.0

@@ -18,31 +18,25 @@ from gradcomp._src.codecs.protocol import (
 )
 from gradcomp._src.codecs.sparse import SelectingCodec
 
-# Leaves of one shape with at most so many elements are encoded together, in groups of
-# at most so many elements. A compiler takes a quarter of the time then. Larger leaves
+# Leaves of one shape with at most _SMALL elements are encoded together, in groups of at
+# most TOGETHER elements. A compiler takes a quarter of the time then. Larger leaves
 # would be copied to no avail.
 _SMALL, TOGETHER = 2**17, 2**19
 
-# A leaf, its key, and what its codec encodes it with besides.
+# A leaf, its key, and its context.
 _Given = tuple[jax.Array, jax.Array | None, Context]
 
 
 class Encoded(NamedTuple):
-  """Holds the result of encoding one leaf.
+  """The result of encoding one leaf."""
 
-  Attributes:
-    rows: ``uint32[rows, row_words]``.
-    unsent: what is not sent, where encoding says so; else None.
-    own: what the worker remembers for itself; else ().
-  """
-
-  rows: jax.Array
-  unsent: jax.Array | None
-  own: Any = ()
+  rows: jax.Array  # uint32[rows, row_words]
+  unsent: jax.Array | None  # the residual, if encoding computes it
+  own: Any = ()  # the worker's own codec state, or ()
 
 
 def to_agree(codec: Codec, leaf: jax.Array) -> jax.Array | None:
-  """Returns what workers take the largest of before they encode a leaf, or None.
+  """Returns a leaf's statistics to maximize over workers before encoding, or None.
 
   Example:
     >>> to_agree(gradcomp.codecs.Ternary(clip_sigmas=None), jnp.array([1.0, -3.0]))
@@ -62,14 +56,10 @@ def encode_leaves(
   *,
   keep: bool,
 ) -> list[Encoded]:
-  """Encodes every leaf as if by itself, but small ones of a shape by one program.
+  """Encodes each leaf by its codec; small leaves of one shape share a program.
 
-  Args:
-    codecs: the codec of each leaf.
-    leaves: arrays of any shape.
-    keys: for each leaf ``uint32[2]``, or None if its codec needs none.
-    contexts: for each leaf what its codec encodes with besides.
-    keep: whether to return what is not sent, where encoding a leaf alone says so.
+  Keys are ``uint32[2]``, or None where a codec needs none. With ``keep``, leaves that
+  are encoded one by one come with the residual, if the codec computes it.
   """
   encoded: dict[int, Encoded] = {}
   alike: dict[tuple[SelectingCodec, int], list[int]] = {}
@@ -102,7 +92,7 @@ def _groups(
   contexts: Sequence[Context],
   numbers: Sequence[int],
 ) -> Iterator[list[int]]:
-  """Yields the numbers of leaves that are encoded together, or of one."""
+  """Yields the leaf numbers of each group that one program encodes."""
   alike: dict[Any, list[int]] = {}
   for i in numbers:
     leaf, context = leaves[i], jax.tree.structure(contexts[i])
@@ -114,15 +104,12 @@ def _groups(
 
 
 def _after(last: Sequence[jax.Array] | None, leaf: jax.Array) -> jax.Array:
-  """Returns a leaf as it is, which cannot be read before other rows are encoded.
-
-  XLA would otherwise stack the leaves of all groups first, and hold a second gradient.
-  It drops an optimization barrier before it orders what it runs. So the bits of the
-  leaf are joined with zeros, of which XLA does not know that they are zeros: no word
-  has 64 bits.
-  """
+  """Returns a leaf that XLA cannot read before the rows ``last`` are encoded."""
   if last is None:
     return leaf
+  # XLA would otherwise stack the leaves of all groups first, and hold a second
+  # gradient. It drops an optimization barrier before it schedules. So the bits of the
+  # leaf are joined with zeros that XLA does not know to be zeros: no word has 64 bits.
   zero = jax.lax.population_count(last[0][0, 0]) >> 6
   bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
   return jax.lax.bitcast_convert_type(bits | zero.astype(bits.dtype), leaf.dtype)
@@ -130,20 +117,18 @@ def _after(last: Sequence[jax.Array] | None, leaf: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode_several(codec: Codec, given: Sequence[_Given]) -> list[jax.Array]:
-  """Returns the rows of leaves of one shape.
-
-  What is not sent is not found here. It would be one array, and XLA would hold those of
-  all groups before it cuts them into leaves.
-  """
+  """Returns the rows of leaves of one shape, encoded by one vmapped program."""
   stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *given)
+  # Without residuals: they would be one array, and XLA would hold those of all groups
+  # before it slices them into leaves.
   rows, _ = jax.vmap(functools.partial(_encode, codec, False))(*stacked)
-  # Cut along the first axis, they are put together again without a copy.
+  # Split along the first axis, they are put together again without a copy.
   return jnp.split(rows.reshape(-1, codec.row_words), len(given))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _agree(codec: SharedCodec | AddingCodec, leaf: jax.Array) -> jax.Array:
-  """Jitted by itself, so that leaves of one shape are traced once."""
+  """Computes a leaf's statistics; jitted, so that each shape is traced once."""
   return codec.agree(leaf)
 
 
@@ -155,7 +140,7 @@ def _encode(
   key: jax.Array | None,
   context: Context,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Jitted like :func:`_agree`."""
+  """Encodes a leaf, with the residual if asked; jitted as :func:`_agree` is."""
   if keep and isinstance(codec, RemainderCodec):
     payload, rest = codec.encode_with_residual(leaf, key=key, context=context)
     return payload.rows, rest

@@ -1,4 +1,4 @@
-"""Packs sparse entries into a row: how many there are, where they are, their values."""
+"""The layout of a sparse row: counts by block, positions in the block, and values."""
 
 from typing import NamedTuple
 
@@ -17,10 +17,10 @@ from gradcomp._src.kernels.common import sparse
 
 
 class EntryRow(NamedTuple):
-  """Describes the entries of a row of ``size`` elements.
+  """Packs and unpacks the entries of a row of ``size`` elements.
 
   A row holds the number of entries up to the end of each block, the place of each entry
-  in its block, and the values.
+  in its block, and the values. Unused slots have the position ``size`` and the value 0.
   """
 
   size: int
@@ -37,14 +37,10 @@ class EntryRow(NamedTuple):
   def encode(
     self, positions: jax.Array, values: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns the words of a row, and the values that they decode to.
-
-    Args:
-      positions: ``int32[slots]``, block by block; ``size`` in slots that are not used.
-      values: ``float32[slots]``, 0 in these.
+    """Packs positions, block by block, and values: ``int32`` and ``float32[slots]``.
 
     Returns:
-      ``uint32[words]`` and ``float32[slots]``.
+      ``uint32[words]``, and the values that these decode to, ``float32[slots]``.
     """
     used = positions < self.size
     code = jnp.where(used, positions % self._block, 0).astype(jnp.uint32)
@@ -55,15 +51,7 @@ class EntryRow(NamedTuple):
     return jnp.concatenate([ends, sparse.pack_halves(code), tail]), sent
 
   def decode(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the positions and values of a row's slots.
-
-    Args:
-      row: ``uint32[words]``.
-
-    Returns:
-      ``int32[slots]``, which is ``size`` in slots that are not used, and
-      ``float32[slots]``.
-    """
+    """Unpacks ``uint32[words]`` to ``int32`` positions and ``float32`` values."""
     ends, rest = row[: self._blocks], row[self._blocks :]
     half = sparse.half_words(self.slots)
     code = sparse.unpack_halves(rest[:half], self.slots)
@@ -81,7 +69,7 @@ class EntryRow(NamedTuple):
 
   @property
   def _block(self) -> int:
-    """The elements of a block; with a mean of each sign, one of 16 bits is the sign."""
+    """The elements of a block; with ``"mean"``, one of 16 bits is the sign."""
     return sparse.BLOCK // 2 if self.quantize == "mean" else sparse.BLOCK
 
   @property

@@ -1,4 +1,4 @@
-"""Packs the values of sparse entries: each one its own, or a mean for many."""
+"""Values of sparse entries: one for each entry, or a mean for many."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ Quantize = Literal["asq", "mean"]
 
 
 def value_words(quantize: Quantize | None, dtype: DTypeLike, slots: int) -> int:
-  """Returns the number of words that the values of so many slots fill."""
+  """Returns the number of words that hold the values of ``slots`` entries."""
   if quantize is not None:
     return 1 if quantize == "asq" else 2
   return slots if np.dtype(dtype).itemsize == 4 else sparse.half_words(slots)
@@ -23,17 +23,11 @@ def value_words(quantize: Quantize | None, dtype: DTypeLike, slots: int) -> int:
 def encode_values(
   values: jax.Array, used: jax.Array, quantize: Quantize | None, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the words of a row's values, and the values that they decode to.
+  """Packs a row's values into words, and returns these and the decoded values.
 
-  Args:
-    values: ``float32[slots]``, 0 in slots that are not used.
-    used: ``bool[slots]``.
-    quantize: ``"asq"`` for one mean, ``"mean"`` for one of each sign, or None.
-    dtype: the dtype of values that are no means. A finite value that is too large for
-      it becomes its largest number, not infinity.
-
-  Returns:
-    ``uint32`` words, and ``float32[slots]``.
+  Values are ``float32[slots]``, 0 in slots that are not used. ``quantize`` is ``"asq"``
+  for one mean, ``"mean"`` for one of each sign, or None. Values that are no means are
+  cast to ``dtype``; a finite one never becomes infinite.
   """
   if quantize is None and np.dtype(dtype).itemsize == 4:
     return _float_words(values), values
@@ -56,13 +50,9 @@ def encode_values(
 def decode_values(
   words: jax.Array, negative: jax.Array, quantize: Quantize | None, dtype: DTypeLike
 ) -> jax.Array:
-  """Decodes a row's value words: ``float32[slots]``, without meaning in unused slots.
+  """Unpacks a row's values: ``float32[slots]``, undefined in unused slots.
 
-  Args:
-    words: ``uint32``.
-    negative: ``bool[slots]``, which says which of two means a slot has.
-    quantize: as in :func:`encode_values`.
-    dtype: as in :func:`encode_values`.
+  ``negative`` chooses among the means of both signs: ``bool[slots]``.
   """
   slots = negative.size
   if quantize is None and np.dtype(dtype).itemsize == 2:
@@ -75,17 +65,15 @@ def decode_values(
 
 
 def is_negative(values: jax.Array) -> jax.Array:
-  """Returns whether the sign bit is set, so that zeros and NaN have a sign, too."""
+  """Returns True where the sign bit is set, also of zeros and NaN."""
   return jax.lax.bitcast_convert_type(values, jnp.uint32) >> 31 == 1
 
 
 def _mean(values: jax.Array, used: jax.Array) -> jax.Array:
-  """Returns the mean of the used values, added in one order in every mode.
-
-  Values are first multiplied by a power of two, so that no sum overflows. Such products
-  are exact: no compiler makes them different.
-  """
+  """Returns the mean of the used values, added in one order in every mode."""
   count = jnp.maximum(used.sum(dtype=jnp.int32), 1).astype(jnp.float32)
+  # A power of two first, so that no sum overflows. No compiler changes such products,
+  # because they are exact.
   scale = 2.0 ** -values.size.bit_length()
   return sum_by_halves(values * np.float32(scale)) / count * np.float32(1 / scale)
 

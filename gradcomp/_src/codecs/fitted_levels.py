@@ -1,4 +1,4 @@
-"""Levels that all workers fit to their gradients: the memory of a codec."""
+"""Quantization levels that all workers fit to their gradients, kept as codec state."""
 
 from typing import ClassVar
 
@@ -26,10 +26,7 @@ class FittedLevels:
     raise NotImplementedError
 
   def init(self, leaf: Leaf | None = None, key: jax.Array | None = None) -> Memory:
-    """Returns equally spaced levels, those above zero: ``float32[2**(bits - 1)]``.
-
-    Only of fitted levels.
-    """
+    """Returns equally spaced levels above zero, or no state if none are fitted."""
     del leaf, key
     return Memory(fitted_levels.first_levels(self.bits)) if self.fitted else Memory()
 

@@ -1,4 +1,4 @@
-"""FloatCast sends floats of few bits, with a scale for each leaf or a constant one."""
+"""FloatCast: the codec of floats of few bits, scaled by leaf or by a constant."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -45,7 +45,7 @@ class FloatCast:
   Every partial sum is rounded to it, in ``ring``, ``hierarchical``, ``two_shot`` and,
   by everyone, in ``all_gather``. So all that crosses the wire is in the format.
 
-  The codec is biased: use error feedback. With stochastic rounding the cast alone would
+  The codec is biased: use error feedback. With stochastic rounding only the cast would
   be unbiased (probabilities are multiples of 2**-16, cut downwards), but partial sums
   are rounded to nearest even in any case.
 
@@ -54,8 +54,8 @@ class FloatCast:
 
   With ``"auto"`` a leaf that holds a NaN or an infinity decodes to NaN, all of it. A
   leaf in which no element reaches 2**-126 decodes to zeros. With a constant factor each
-  element is by itself: NaN and infinities stay what they are (both are NaN without
-  mantissa bits), and a number that is too large becomes infinite.
+  element is by itself: NaN and infinities stay the same (both are NaN without mantissa
+  bits), and a number that is too large becomes infinite.
 
   The codec departs from the paper in three ways. The byte holds the exponent less
   :math:`\lceil \log_2 N \rceil`, so that it never overflows. A layer of zeros has an
@@ -160,13 +160,13 @@ class FloatCast:
     return planes_per_word(float_cast.width(self.format)) * _ROW_WORDS
 
   def bind(self, leaf: Leaf) -> "FloatCast":
-    """Returns the codec whose scale leaves room for the sum of all numbers."""
+    """Binds the number of addends, so that the scale leaves room for their sum."""
     if leaf.addends is None:
       return self
     return dataclasses.replace(self, addends=leaf.addends)
 
   def agree(self, x: jax.Array) -> jax.Array:
-    """Returns the byte of the sum's exponent: ``uint8[1, 1]``.
+    """Returns the sum's exponent as a byte: ``uint8[1, 1]``.
 
     It is 0 for zeros, and 255 for NaN and infinity.
     """
@@ -210,7 +210,7 @@ class FloatCast:
     return nearest.encode_rows(tiles)
 
   def unscaled(self, tiles: jax.Array, agreed: jax.Array | None) -> jax.Array:
-    """Takes the scale off numbers: ``float32[rows, P, B]``."""
+    """Divides decoded numbers by the scale: ``float32[rows, P, B]``."""
     if self.scale != "auto":
       return scaled(tiles, 1 / self.scale)
     assert agreed is not None

@@ -1,4 +1,4 @@
-"""Holds what codecs are told of a leaf, and what they make of it."""
+"""Payload, Context and Leaf: the arguments and the results of codecs."""
 
 import math
 from typing import NamedTuple
@@ -10,21 +10,19 @@ class Payload(NamedTuple):
   """The arrays that cross the wire for one leaf; their bytes are all that is sent."""
 
   rows: jax.Array  # uint32[rows, row_words], words and scales
-  agreed: jax.Array | None = None  # what workers agreed on, if the codec has them agree
+  agreed: jax.Array | None = None  # the statistics that workers agreed on, if any
 
 
 class Context(NamedTuple):
-  """Holds what an encoding depends on besides the leaf and the key.
-
-  Each is None where it depends on nothing of that kind.
+  """The inputs of an encoding other than the leaf and the key; None where unused.
 
   Attributes:
     agreed: the scale, or the byte of the exponent, that all workers agree on.
-    dither: ``uint32[3]``, what to round with in place of the key: the key that all
+    dither: ``uint32[3]``, the random source in place of the key: the key that all
       workers share, and the worker's mask, see ``common.dithers``.
     levels: the levels that are fitted to the gradients of all workers.
-    thresholds: ``float32[rows]``, those of the worker's last search; 0 for none.
-    turn: ``float32[]``, the sign whose turn it is: 1 or -1.
+    thresholds: ``float32[rows]``, from the worker's last search; 0 for none.
+    turn: ``float32[]``, the sign to send in this step: 1 or -1.
   """
 
   agreed: jax.Array | None = None
@@ -38,7 +36,7 @@ NOTHING = Context()
 
 
 class Leaf(NamedTuple):
-  """Holds what a codec may depend on before it encodes a leaf."""
+  """The facts about a leaf that a codec may depend on before it encodes."""
 
   shape: tuple[int, ...]
   addends: int | None = None  # how many workers' numbers are added, if any are

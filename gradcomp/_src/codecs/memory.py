@@ -1,4 +1,4 @@
-"""Keeps what codecs remember of a leaf, and turns it into what they encode with."""
+"""Codec state of a leaf: its type, its refits, and the encoder's context from it."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -14,7 +14,7 @@ from gradcomp._src.codecs.sparse import Selected, SelectingCodec
 
 
 class Memory(NamedTuple):
-  """Holds what a codec remembers of one leaf.
+  """The state that a codec keeps for one leaf from step to step.
 
   Attributes:
     shared: a tree of arrays that are equal on all workers.
@@ -27,7 +27,7 @@ class Memory(NamedTuple):
 
 @runtime_checkable
 class RememberingCodec(LeafCodec, Protocol):
-  """A codec that may have a memory of each leaf."""
+  """A codec that may keep state for each leaf."""
 
   def init(self, leaf: Leaf, key: jax.Array) -> Memory:
     """Returns the memory of a leaf before the first step.
@@ -39,19 +39,14 @@ class RememberingCodec(LeafCodec, Protocol):
 
 
 class Adding(NamedTuple):
-  """Adds counts over all workers.
-
-  Attributes:
-    add: adds ``int32`` arrays.
-    workers: the number of workers.
-  """
+  """An all-reduce of ``int32`` counts, and its number of workers."""
 
   add: Callable[[jax.Array], jax.Array]
   workers: int
 
 
 def first_memory(codec: LeafCodec, leaf: Leaf, key: jax.Array) -> Memory:
-  """Returns the memory of a leaf before the first step; an empty one for most codecs.
+  """Returns a leaf's codec state before the first step; empty for most codecs.
 
   Example:
     >>> key, leaf = jnp.zeros(2, jnp.uint32), gradcomp.codecs.Leaf((64, 64))
@@ -74,18 +69,18 @@ def refitted(
   step: jax.Array,
   adding: Callable[[Sequence[int]], Adding],
 ) -> list[Any]:
-  """Returns the shared memories of a step: some are fitted to all workers' leaves.
+  """Returns the shared codec states of a step, after refits that are due.
 
   A fitted codec counts all leaves that it encodes every ``refit_every`` steps. Counts
-  are added as integers, exactly, so that all workers fit the same.
+  are added as integers, exactly, so that all workers fit the same levels.
 
   Args:
     codecs: the codec of each leaf.
     leaves: ``float32`` arrays.
-    shared: of each leaf, what all workers remember.
-    kinds: of each leaf; those of one kind have memories of one type.
+    shared: the codec state of each leaf that all workers share.
+    kinds: a value for each leaf; leaves with an equal one have states of one type.
     step: ``int32[]``.
-    adding: from the numbers of a codec's leaves to how their counts are added.
+    adding: a function from the numbers of a codec's leaves to their all-reduce.
   """
   result = list(shared)
   for codec in dict.fromkeys(filter(is_fitted, codecs)):
@@ -113,13 +108,7 @@ def refitted(
 def leaf_context(
   codec: LeafCodec, agreed: jax.Array | None, memory: Memory, step: jax.Array
 ) -> Context:
-  """Returns what a leaf is encoded with.
-
-  Args:
-    codec: the codec of the leaf.
-    agreed: what workers agree on, or None.
-    memory: what the codec remembers.
-    step: ``int32[]``.
+  """Returns the context that a leaf is encoded with, from statistics and codec state.
 
   Raises:
     ValueError: the codec uses thresholds again, and there are none.
@@ -138,7 +127,7 @@ def leaf_context(
 
 
 def sum_context(codec: LeafCodec, memory: Memory, step: jax.Array) -> Context:
-  """Returns what sums are encoded with, equal on all workers: see leaf_context."""
+  """Returns the context that sums are encoded with, which is equal on all workers."""
   if isinstance(codec, SelectingCodec) and codec.alternates:
     return Context(turn=codec.turn(step))
   if is_fitted(codec) and len(memory.shared):
@@ -147,7 +136,7 @@ def sum_context(codec: LeafCodec, memory: Memory, step: jax.Array) -> Context:
 
 
 def used_entries(memory: Memory) -> jax.Array | None:
-  """Returns how many entries each row sent, where a memory counts them.
+  """Returns the number of entries that each row sent, if the codec state counts them.
 
   Example:
     >>> used_entries(Memory()) is None
@@ -158,5 +147,5 @@ def used_entries(memory: Memory) -> jax.Array | None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _measure(codec: FittedCodec, leaf: jax.Array) -> jax.Array:
-  """Jitted by itself, so that leaves of one shape are traced once."""
+  """Counts a leaf's elements; jitted, so that leaves of one shape are traced once."""
   return codec.measure(leaf)

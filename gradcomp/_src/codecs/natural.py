@@ -1,4 +1,4 @@
-"""Natural sends the nearest powers of two: a sign and 7 bits of an exponent."""
+"""Natural: the codec that sends powers of two, as a sign and 7 bits of an exponent."""
 
 import dataclasses
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""1-bit SGD sends a sign for each element, and two means for each bucket."""
+"""1-bit SGD: the codec that sends the sign of each element, and two means a bucket."""
 
 import dataclasses
 from typing import ClassVar
@@ -32,7 +32,7 @@ class OneBit:
   goes with error feedback, which is exact: in each element, code and residual add up to
   the gradient.
 
-  ``per_column`` is what CNTK does. The first dimension of a leaf is the row, and the
+  ``per_column`` is CNTK's rule. The first dimension of a leaf is the row, and the
   others are flattened to columns. Each column is a bucket of its own, in words of its
   own. A convolution's first dimension is its height: at 3, a column sends as much as in
   float32. The default, the paper's "1bitSGD*", has buckets of consecutive values
@@ -101,13 +101,13 @@ class OneBit:
     return self.bucket_size + 2 * one_bit.WORD
 
   def bind(self, leaf: Leaf) -> "OneBit":
-    """Returns the codec of a leaf, whose first dimension is a column's bucket."""
+    """Returns the codec of a leaf; with ``per_column``, a column of it is a bucket."""
     if not self.per_column:
       return self
     return dataclasses.replace(self, bucket_size=leaf.shape[0] if leaf.shape else 1)
 
   def filled(self, flat: jax.Array) -> jax.Array:
-    """Returns a flat leaf whose last bucket repeats its own elements in turn."""
+    """Fills the last bucket of a flat leaf by repeating the bucket's elements."""
     return planes.filled(flat, self.bucket_size)
 
   def encode(
@@ -128,11 +128,7 @@ class OneBit:
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> tuple[Payload, jax.Array]:
-    """Encodes an array, and returns what the payload leaves of it, without decoding.
-
-    Returns:
-      A :class:`Payload`, and the residual, ``float32`` in the shape of ``x``.
-    """
+    """Encodes an array, and returns the payload and the ``float32`` residual."""
     del key, context
     rows, rest = self._encode(x, keep=True)
     assert rest is not None

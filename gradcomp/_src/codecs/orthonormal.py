@@ -1,9 +1,9 @@
-"""Makes rows orthonormal by matrix products alone, with no call of LAPACK."""
+"""Orthonormal rows by matrix products, without LAPACK."""
 
 import jax
 import jax.numpy as jnp
 
-# What is left of a dependent row is rounding. Measured on float32 products of random
+# The rest of a dependent row is rounding. Measured on float32 products of random
 # matrices with those of rank 1 and 3, that is 2**-21 to 2**-18.7 of its length.
 _DEPENDENT = 2.0**-16
 
@@ -11,13 +11,12 @@ _DEPENDENT = 2.0**-16
 def product(spec: str, *factors: jax.Array) -> jax.Array:
   """Multiplies as ``jnp.einsum`` does, with factors of full precision.
 
-  GPUs and TPUs round factors to 10 or 7 bits by default. Rows would then be orthogonal
-  to 1e-3 or worse, and what two of them share of a leaf would count twice.
-
   Example:
     >>> product("m,m->", jnp.ones(3), jnp.ones(3))
     Array(3., dtype=float32)
   """
+  # GPUs and TPUs round factors to 10 or 7 bits by default. Rows would then be
+  # orthogonal to 1e-3 or worse, and the common part of two rows would count twice.
   return jnp.einsum(spec, *factors, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -39,10 +38,10 @@ def unit_rows(rows: jax.Array) -> jax.Array:
 
 
 def orthonormal(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-  r"""Makes rows orthonormal: an orthonormal basis of what they span.
+  r"""Makes rows orthonormal by the Gram-Schmidt process: a basis of their span.
 
-  It is Gram and Schmidt's process, which takes from each row what lies in the span of
-  the rows before it, and scales the rest to length 1. With rows :math:`a_j`,
+  The process takes from each row the part in the span of the rows before it, and scales
+  the rest to length 1. With rows :math:`a_j`,
 
   .. math:: v_j = (I - B_j^T B_j)^2 \, a_j, \qquad b_j = v_j / \lVert v_j \rVert
 
@@ -53,7 +52,7 @@ def orthonormal(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
   rows only. Repeated, it took rounding for rows of their own.)
 
   A row *depends* on those before it if 2**-16 of its length or less is left, and
-  becomes zero. What is left of it would be rounding.
+  becomes zero. The rest of it would be rounding.
 
   Args:
     rows: ``float32[r, m]``.

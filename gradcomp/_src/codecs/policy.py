@@ -1,4 +1,4 @@
-"""A policy chooses a codec for each leaf by the leaf's path."""
+"""Policy: chooses a codec for each leaf by the leaf's path."""
 
 import dataclasses
 import re
@@ -17,15 +17,15 @@ class TreeCodec(LeafCodec, Protocol):
   """A codec that sees all leaves before it is bound to each."""
 
   def check_leaves(self, leaves: Sequence[Leaf]) -> None:
-    """Raises ValueError for leaves that it is not meant for."""
+    """Raises ValueError if the codec does not suit these leaves."""
 
   def rule(self, leaf: Leaf) -> str:
-    """Returns why a leaf gets its codec, in a few characters."""
+    """Returns the reason for a leaf's codec, in a few characters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """Chooses a codec for each leaf: that of the first rule that matches its path.
+  """Chooses the codec of each leaf by the first rule that matches the leaf's path.
 
   A path is like ``"encoder/layer_0/kernel"``: keys, indices and names of fields, with
   ``/`` between them. A rule matches where ``re.search`` finds its regular expression in
@@ -102,7 +102,7 @@ class Policy:
 
 
 def check_leaves(codec: LeafCodec, leaves: Sequence[Leaf]) -> None:
-  """Raises ValueError for leaves that a codec is not meant for.
+  """Raises ValueError if a codec does not suit these leaves.
 
   Example:
     >>> check_leaves(gradcomp.codecs.Dense(), [Leaf((3,), path="b")])  # is for all
@@ -112,7 +112,7 @@ def check_leaves(codec: LeafCodec, leaves: Sequence[Leaf]) -> None:
 
 
 def rule_of(codec: LeafCodec, leaf: Leaf) -> str:
-  """Returns why a leaf gets its codec; "" where all get the same.
+  """Returns the reason for a leaf's codec; "" for a codec of all leaves.
 
   Example:
     >>> rule_of(gradcomp.codecs.Dense(), Leaf((3,)))
@@ -122,7 +122,7 @@ def rule_of(codec: LeafCodec, leaf: Leaf) -> str:
 
 
 def _check_rule(text: object, codec: object) -> None:
-  """Raises ValueError for a pair that is not of an expression and a codec."""
+  """Raises ValueError unless a rule is a regular expression and a codec."""
   if not isinstance(text, str):
     raise ValueError(f"`rules` must be {_RULE}, got {text!r} for an expression.")
   try:

@@ -1,4 +1,4 @@
-"""PowerSGD sends a leaf's matrix as a product of two thin ones, in two rounds."""
+"""PowerSGD: sends a leaf's matrix as a product of two thin ones, in two rounds."""
 
 import dataclasses
 import math
@@ -114,7 +114,7 @@ class PowerSGD:
 
   @property
   def rounds(self) -> tuple[Round, Round]:
-    """The left factor, and then the right one; their columns are rows here."""
+    """The left factor and the right one, transposed: their columns are rows here."""
     m, n = self._shape
     return Round((self.rank, m), self.inner), Round((self.rank, n), self.inner)
 
@@ -126,12 +126,7 @@ class PowerSGD:
     return dataclasses.replace(self, matrix=(m, n))
 
   def init(self, leaf: Leaf, key: jax.Array) -> Memory:
-    """Returns a leaf's first memory: random rows, ``float32[rank, n]``.
-
-    Args:
-      leaf: the leaf that the codec is bound to.
-      key: ``uint32[2]``, equal on all workers.
-    """
+    """Returns a leaf's first right factor: random rows, ``float32[rank, n]``."""
     del leaf
     return Memory(shared=_random_rows(key, self.rank, self._shape[1]))
 
@@ -147,9 +142,8 @@ class PowerSGD:
       memory: for each the shared part, ``float32[rank, n]``.
 
     Yields:
-      For each leaf what is to be averaged: the left factors, ``float32[rank, m]``, and
-      then the right ones, ``float32[rank, n]``. It is sent the means, which are equal
-      on all workers.
+      For each leaf the left factor to average, ``float32[rank, m]``, and then the right
+      one, ``float32[rank, n]``. The means, equal on all workers, come back.
 
     Returns:
       The means of the leaves, and the shared memory of the next step.
@@ -171,15 +165,13 @@ class PowerSGD:
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> Payload:
-    """Encodes an array as one worker alone sends it, in two rounds.
+    """Encodes an array as a single worker sends it, in two rounds.
 
-    Args:
-      x: the array.
-      key: not needed.
-      context: not needed: the right factor starts from fixed random numbers.
+    Neither ``key`` nor ``context`` is needed: the right factor starts from fixed random
+    numbers.
 
     Returns:
-      Rows of :attr:`inner`: those of the left factor, and then those of the right one.
+      Rows of :attr:`inner`: first the left factor's, and then the right one's.
     """
     del key, context
     leaf = as_float32(x)
@@ -220,7 +212,7 @@ class PowerSGD:
     return self.inner.decode(Payload(rows), like=like)
 
   def _remembered(self, old: jax.Array, right: jax.Array) -> jax.Array:
-    """Returns the memory of the next step, from this one's and the right factors.
+    """Returns the right factors to start the next step from, with rows of length 1.
 
     All are ``float32[leaves, rank, n]``.
     """
@@ -231,7 +223,7 @@ class PowerSGD:
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
-  """Returns the cut of a shape into m by n that makes ``m + n`` least, or 1 by all.
+  """Splits a shape into m by n with the least ``m + n``; into 1 by n below two axes.
 
   Of two as good, it is the one with fewer rows.
 

@@ -24,7 +24,7 @@ class SameForAll:
 
 @runtime_checkable
 class LeafCodec(Protocol):
-  """Becomes the codec of each leaf: it is what users choose."""
+  """A codec as users choose it, before :meth:`bind` fits it to a leaf."""
 
   @property
   def unbiased(self) -> bool:
@@ -35,7 +35,7 @@ class LeafCodec(Protocol):
     """True if ``encode`` needs a key."""
 
   def bind(self, leaf: Leaf) -> "LeafCodec":
-    """Returns the codec of a leaf."""
+    """Returns the codec for a leaf of this shape and path."""
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ class Codec(LeafCodec, Protocol):
   callable, because ``optax.inject_hyperparams`` takes callables for schedules.
 
   ``encode`` and ``decode`` are the public pair. The exchange works on rows. Each row of
-  a payload can be decoded alone, so that workers can own ranges of rows.
+  a payload can be decoded without the others, so that workers can own ranges of rows.
   ``encode_rows`` encodes a mean of decoded rows again.
   """
 
@@ -71,7 +71,7 @@ class Codec(LeafCodec, Protocol):
     """True if sums are numbers of the codec's format: see :class:`AddingCodec`."""
 
   def bind(self, leaf: Leaf) -> "Codec":
-    """Returns the codec of a leaf, which knows its ``tile_size``."""
+    """Returns the codec for a leaf, with a definite ``tile_size``."""
 
   @property
   def tile_size(self) -> int:
@@ -93,8 +93,7 @@ class Codec(LeafCodec, Protocol):
     Args:
       x: the array.
       key: one threefry key, which stochastic rounding needs.
-      context: what workers agree on, or remember. By default it is made of ``x``
-        alone.
+      context: agreed statistics and codec state. By default it is made of only ``x``.
 
     Raises:
       ValueError: ``key`` is missing, and the codec needs one.
@@ -117,17 +116,17 @@ class Codec(LeafCodec, Protocol):
     """Decodes ``uint32[rows, row_words]`` to ``float32[rows, ...]``.
 
     The exchange calls it with two axes, and maps it by ``jax.vmap`` over others. A row
-    becomes its ``tile_size`` elements, in one axis or several. Each row is decoded
-    alone. Zeros come back as zeros, and what was not finite as NaN or an infinity.
+    becomes its ``tile_size`` elements, in one axis or several. Each row is decoded by
+    itself. Zeros come back as zeros, and other than finite numbers as NaN or infinity.
     """
 
 
 @runtime_checkable
 class SharedCodec(Codec, Protocol):
-  """A codec whose workers all encode with the same statistics.
+  """A codec that makes all workers encode with the same statistics.
 
-  It is ``summable`` and ``agrees``. The exchange takes the largest of what ``agree``
-  gives on all workers before anyone encodes. Rows then hold codes alone, and the codes
+  It is ``summable`` and ``agrees``. Before anyone encodes, the exchange takes the
+  largest result of ``agree`` over all workers. Rows then hold only codes, and the codes
   of several workers add up as integers.
   """
 
@@ -173,7 +172,7 @@ class FittedCodec(Codec, Protocol):
 
 @runtime_checkable
 class AddingCodec(Codec, Protocol):
-  """A codec whose sums are numbers of its own format: one with ``adds``.
+  """A codec with ``adds``: sums of its numbers are rounded to its own format.
 
   Its rows stand for scaled numbers, which ``encode_rows`` takes and ``decode_rows``
   gives. The scale leaves room for the sum of all workers' numbers. With
@@ -185,7 +184,7 @@ class AddingCodec(Codec, Protocol):
     """The way in which numbers are added one by one."""
 
   def agree(self, x: jax.Array) -> jax.Array:
-    """Returns the byte that a leaf's scale follows from: ``uint8[1, 1]``."""
+    """Returns the byte that determines a leaf's scale: ``uint8[1, 1]``."""
 
   def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
     """Adds two numbers of the format, and rounds the sum to it."""
@@ -199,7 +198,7 @@ class AddingCodec(Codec, Protocol):
     """Encodes scaled sums, rounded to nearest: exact for numbers of the format."""
 
   def unscaled(self, tiles: jax.Array, agreed: jax.Array | None) -> jax.Array:
-    """Takes the scale off numbers, ``float32[rows, P, B]``, with ``agreed`` by row."""
+    """Divides ``float32[rows, P, B]`` by the scales of rows, from ``agreed``."""
 
 
 @runtime_checkable
@@ -213,24 +212,18 @@ class RemainderCodec(Codec, Protocol):
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> tuple[Payload, jax.Array]:
-    """Returns ``encode(x)``, and the residual ``x - decode(encode(x))``.
-
-    The residual is ``float32`` in the shape of ``x``.
-    """
+    """Returns ``encode(x)``, and ``x - decode(encode(x))`` in ``float32``."""
 
 
 @runtime_checkable
 class SummingCodec(Codec, Protocol):
-  """A codec that adds payloads itself, because decoding them all at once is dear."""
+  """A codec that adds payloads itself, because decoding all at once takes memory."""
 
   def sum_rows(self, rows: jax.Array) -> jax.Array:
-    """Decodes K payloads and adds them in their order, with the same bits.
-
-    Args:
-      rows: ``uint32[K, rows, words]``.
+    """Decodes ``uint32[K, rows, words]``, and adds K payloads in their order.
 
     Returns:
-      ``float32[rows, P, B]``.
+      ``float32[rows, P, B]``, with the bits of a sum of decoded payloads.
     """
 
 
@@ -239,26 +232,25 @@ class FilledCodec(Codec, Protocol):
   """A codec that fills the last bucket itself, because zeros would change its means."""
 
   def filled(self, flat: jax.Array) -> jax.Array:
-    """Returns a flat leaf, followed by what fills its last bucket."""
+    """Fills the last bucket of a flat leaf with values that keep the bucket's means."""
 
 
 @runtime_checkable
 class RotatingCodec(Codec, Protocol):
-  """A codec whose rows stand for rotated tiles, which add up as leaves do.
+  """A codec that rotates tiles before it encodes them, and back after the last sum.
 
-  Tiles are rotated before they are encoded, and rotated back when they are leaves
-  again, after the last sum.
+  Rotated tiles add up as leaves do.
   """
 
   def rotated(self, tiles: jax.Array) -> jax.Array:
-    """Returns what is encoded of tiles: ``float32[rows, tile_size]``."""
+    """Rotates the tiles of a leaf: ``float32[rows, tile_size]``."""
 
   def unrotated(self, tiles: jax.Array) -> jax.Array:
     """Undoes :meth:`rotated` for tiles, or sums of tiles, of one or two axes each."""
 
 
 def is_shared(codec: LeafCodec) -> TypeGuard[SharedCodec]:
-  """Returns True for a :class:`SharedCodec`, which the hyperparameters decide.
+  """Returns True if the hyperparameters make a codec a :class:`SharedCodec`.
 
   Example:
     >>> is_shared(gradcomp.codecs.Ternary()), is_shared(gradcomp.codecs.OneBit())
@@ -278,7 +270,7 @@ def is_adding(codec: LeafCodec) -> TypeGuard[AddingCodec]:
 
 
 def is_codec(value: Any) -> TypeGuard[LeafCodec]:
-  """Returns True for an instance of a codec, and False for a codec's class, too.
+  """Returns True for an instance of a codec, and False for a codec's class.
 
   Example:
     >>> is_codec(gradcomp.codecs.QSGD()), is_codec(gradcomp.codecs.QSGD)
@@ -288,7 +280,7 @@ def is_codec(value: Any) -> TypeGuard[LeafCodec]:
 
 
 def is_fitted(codec: LeafCodec) -> TypeGuard[FittedCodec]:
-  """Returns True for a :class:`FittedCodec`, which the hyperparameters decide.
+  """Returns True if the hyperparameters make a codec a :class:`FittedCodec`.
 
   Example:
     >>> is_fitted(gradcomp.codecs.QSGD(levels="nonuniform"))

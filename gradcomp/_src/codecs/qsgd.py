@@ -1,4 +1,4 @@
-"""QSGD quantizes to few levels, rounds stochastically, and scales bucket by bucket."""
+"""QSGD: the codec of few levels, stochastic rounding, and a scale for each bucket."""
 
 import dataclasses
 from typing import ClassVar
@@ -59,7 +59,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
   With ``norm="rms"`` the norm is a multiple of a bucket's root mean square: ``uniform``
   levels are 1.596, 0.996, 0.586 or 0.335 of these apart at 1 to 4 bits, which loses
   least of Gaussian buckets. Elements beyond the outermost level are clipped to it. That
-  is a bias, so the codec has error feedback by default: what is clipped is sent later.
+  is a bias, so the codec has error feedback by default: the clipped part is sent later.
 
   Non-uniform levels are multiples of 1/256 of the norm, the same on both sides of zero.
   Of all such levels they have the least variance of stochastic rounding. They are
@@ -156,7 +156,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
   def to_nearest(self) -> "QSGD":
     """Returns the codec that rounds to nearest; with 1 bit and ``"max"`` this one.
 
-    To nearest, every element of a bucket would be as large as the largest.
+    Rounded to nearest, every element of a bucket would be as large as the largest.
     """
     return self if self.bits == 1 and self.norm != "rms" else super().to_nearest()
 
@@ -190,7 +190,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
     return self.flat_scales(self._prepared(x))
 
   def _prepared(self, x: jax.Array) -> jax.Array:
-    """Returns the elements that are encoded of a leaf: ``float32[n]``."""
+    """Returns the elements of a leaf in the encoder's order: filled or rotated."""
     flat = as_float32(x)
     return self.filled(flat) if not self.rotate else to_tiles(flat, self).reshape(-1)
 
@@ -217,7 +217,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> tuple[Payload, jax.Array]:
-    """Encodes an array, and returns what the payload leaves of it, ``float32``."""
+    """Encodes an array, and returns the payload and the ``float32`` residual."""
     wide = as_float32(x).reshape(x.shape)
     if self.rotate or not self._scales_inside:
       payload = self.encode(x, key=key, context=context)
@@ -261,7 +261,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
 
   @property
   def _scales_inside(self) -> bool:
-    """True if the encoder finds the scales, so that a kernel reads elements once."""
+    """True if the encoder computes the scales, so that a kernel reads elements once."""
     bucketed = self.bucket_size is not None and self.norm == "max"
     return bucketed and not self.share_scale and not self.fitted
 

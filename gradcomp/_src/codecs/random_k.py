@@ -1,4 +1,4 @@
-"""Random-k sends a random element of every stride, the same one on all workers."""
+"""Random-k: sends a random element of every stride, the same one on all workers."""
 
 import dataclasses
 from typing import ClassVar
@@ -27,16 +27,16 @@ class RandomK(SparseRows):
      0 \text{ otherwise}
 
   with ``stride = ceil(n / ceil(density * n))``. It is the control experiment for
-  :class:`TopK`, and shows what is gained by choosing large elements, and not just
-  fewer. The choice follows from the key, which all workers share. With
-  ``exchange="psum"`` the values alone are added, as a dense array of k numbers.
+  :class:`TopK`, and shows the gain of choosing large elements, and not just fewer. The
+  choice follows from the key, which all workers share. With ``exchange="psum"`` only
+  the values are added, as a dense array of k numbers.
 
   A payload has 32 bits for each stride, and 64 a row for the key, which ``psum`` does
   not send.
 
   A row that holds a NaN or an infinity sends NaN for each of its values.
 
-  The codec is biased, as :class:`TopK` is: what is not sent is lost without feedback.
+  The codec is biased, as :class:`TopK` is: without feedback, unsent elements are lost.
   Values ``stride`` times as large would be unbiased, with a variance of ``stride - 1``
   times the squared length.
 
@@ -105,7 +105,7 @@ class RandomK(SparseRows):
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> tuple[Payload, jax.Array]:
-    """Returns ``encode(x)``, and ``x`` without what that sends."""
+    """Encodes an array, and returns the payload and the ``float32`` residual."""
     del context
     codec = self.ranged(x.size)
     tiles = to_tiles(as_float32(x), codec)
@@ -128,7 +128,7 @@ class RandomK(SparseRows):
     assert words is not None  # it needs one
     keys = self.header(words, tiles.shape[0])
     positions = self._positions(keys)
-    # A NaN that is not drawn shall be seen, too: all that is sent of its row is NaN.
+    # A NaN that is not drawn must be seen, too: all values of its row are NaN.
     finite = jnp.isfinite(tiles).all(axis=1, keepdims=True)
     tiles = jnp.where(finite, tiles, jnp.nan)
     values = jnp.take_along_axis(tiles, positions, axis=1, mode="fill", fill_value=0)
@@ -137,11 +137,7 @@ class RandomK(SparseRows):
     )
 
   def header(self, key: jax.Array, rows: int) -> jax.Array:
-    """Derives one key a row, so that an owner can decode its rows without the others.
-
-    Returns:
-      ``uint32[rows, 2]``.
-    """
+    """Derives a key for each row, so that rows decode one by one: ``[rows, 2]``."""
     number = jnp.arange(rows, dtype=jnp.uint32)
     return jnp.stack(threefry2x32(key, (number, number)), axis=1)
 
@@ -151,11 +147,11 @@ class RandomK(SparseRows):
     return self._positions(rows[..., :_KEY_WORDS]), values
 
   def _positions(self, keys: jax.Array) -> jax.Array:
-    """Draws positions: ``int32[..., slots]`` from keys, ``uint32[..., 2]``.
+    """Draws positions, ``int32[..., slots]``, from keys, ``uint32[..., 2]``.
 
     Some of the last slots may lie behind a row. A position is a random 32-bit number
-    modulo the stride: no element is more likely than another by more than ``stride /
-    2**32`` of its share.
+    modulo the stride. That prefers an element by at most ``stride / 2**32`` of its
+    share.
     """
     slot = jnp.arange(self.slots, dtype=jnp.uint32)
     key = jnp.moveaxis(keys[..., None], -2, 0)

@@ -1,4 +1,4 @@
-"""Rotates the tiles of a codec, so that no element of a bucket is much larger."""
+"""Rotation of tiles, which spreads a large element over its bucket."""
 
 import jax
 
@@ -15,7 +15,7 @@ class RotatedTiles:
   rotate: int | None
 
   def rotated(self, tiles: jax.Array) -> jax.Array:
-    """Returns ``float32[rows, tile_size]`` tiles, rotated if ``rotate`` is a number."""
+    """Rotates tiles, ``float32[rows, tile_size]``, if ``rotate`` is a number."""
     if self.rotate is None:
       return tiles
     return rotation.rotate(self._planes(tiles), self.rotate).reshape(tiles.shape)

@@ -1,4 +1,4 @@
-"""Codecs that round at random, or to nearest."""
+"""Codecs that round at random or to nearest."""
 
 import dataclasses
 from typing import Protocol, Self, runtime_checkable
@@ -11,9 +11,9 @@ class RoundingCodec(Codec, Protocol):
   """A codec that rounds at random, and has a form that rounds to nearest."""
 
   def to_nearest(self) -> Codec:
-    """Returns the form that rounds to nearest, with rows that decode alike.
+    """Returns the codec that rounds to nearest, with rows of the same format.
 
-    It encodes sums whose loss is kept: it loses less, and needs no random bits.
+    It encodes sums with an owner residual: it loses less, and needs no random bits.
     """
 
 
@@ -36,7 +36,7 @@ class RoundsAtRandom:
 
 
 def to_nearest(codec: Codec) -> Codec:
-  """Returns the form of a codec that rounds to nearest; the codec if it has none.
+  """Returns the form of a codec that rounds to nearest, or the codec if it has none.
 
   Example:
     >>> to_nearest(gradcomp.codecs.QSGD(bits=4)).rounding

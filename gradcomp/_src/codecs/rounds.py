@@ -1,4 +1,4 @@
-"""Averages leaves as they are, or other arrays in their place, round by round."""
+"""Rounds: averages leaves, or other arrays in their place, one after the other."""
 
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -9,25 +9,19 @@ from gradcomp._src.codecs.protocol import Codec, LeafCodec
 
 
 class Round(NamedTuple):
-  """An array that all workers average.
-
-  Attributes:
-    shape: its shape.
-    codec: the codec of its rows.
-    of_leaf: whether it is the leaf itself.
-  """
+  """An array that all workers average."""
 
   shape: tuple[int, ...]
-  codec: Codec
-  of_leaf: bool = False
+  codec: Codec  # of its rows
+  of_leaf: bool = False  # whether it is the leaf itself
 
 
 @runtime_checkable
 class RoundsCodec(LeafCodec, Protocol):
   """A codec that averages other arrays in a leaf's place, one after the other.
 
-  It keeps what all workers share as a memory: see :class:`RememberingCodec`. A worker's
-  residual is what it has, without the mean of all.
+  Its codec state is shared by all workers: see :class:`RememberingCodec`. A worker's
+  residual is its own leaf less the mean of all.
   """
 
   @property
@@ -45,13 +39,13 @@ class RoundsCodec(LeafCodec, Protocol):
 
     Args:
       leaves: this worker's, ``float32``.
-      memory: of each leaf, what all workers remember.
+      memory: the shared codec state of each leaf.
 
     Yields:
       For each leaf the array of the next round. The means of all workers come back.
 
     Returns:
-      The means of the leaves, and what to remember of each.
+      The means of the leaves, and the new state of each.
     """
 
 
@@ -59,7 +53,7 @@ Arrays = dict[int, jax.Array]  # by the numbers of leaves
 
 
 def rounds_of(codec: LeafCodec, shape: tuple[int, ...]) -> tuple[Round, ...]:
-  """Returns the rounds of a leaf. That of most codecs is the leaf itself.
+  """Returns the rounds of a leaf: for most codecs one, the leaf itself.
 
   Example:
     >>> rounds_of(gradcomp.codecs.Dense(), (3, 4))[0].shape
@@ -74,21 +68,16 @@ def rounds_of(codec: LeafCodec, shape: tuple[int, ...]) -> tuple[Round, ...]:
 def in_rounds(
   codecs: Sequence[LeafCodec], leaves: Sequence[jax.Array], shared: Sequence[Any]
 ) -> Generator[Arrays, Mapping[int, jax.Array], tuple[Arrays, list[Any]]]:
-  """Averages all leaves, in as many rounds as that of the most rounds needs.
+  """Averages all leaves, round by round, until the codec with the most rounds is done.
 
-  Leaves with fewer rounds have the last ones, so that most travel together.
-
-  Args:
-    codecs: the codec of each leaf.
-    leaves: this worker's.
-    shared: of each leaf, what all workers remember.
+  Leaves with fewer rounds take part in the last ones, so that most travel together.
 
   Yields:
-    The arrays of a round. The means of all workers are to be sent back.
+    The arrays of a round, by leaf. The means of all workers come back.
 
   Returns:
-    The means of leaves that are averaged by other arrays, and what all workers remember
-    of each leaf.
+    The means of leaves that are averaged by other arrays, and the shared codec state of
+    each leaf.
   """
   alike: dict[RoundsCodec, list[int]] = {}
   plain = dict(enumerate(leaves))

@@ -1,4 +1,4 @@
-"""The facts and functions that most codecs share, for codecs of one's own."""
+"""RowCodec: a base class for codecs of one's own."""
 
 import abc
 from typing import ClassVar
@@ -11,7 +11,7 @@ from gradcomp._src.codecs.tiles import as_float32, codec_key, decode_payload, to
 
 
 class RowCodec(SameForAll, abc.ABC):
-  """A base for codecs of one's own, which need four members then.
+  """A base class for codecs of one's own, which then need four members.
 
   These are ``tile_size``, ``row_words``, ``encode_rows`` and ``decode_rows``. A codec
   that is unbiased, or that needs a key, says so as well. Workers share no statistics,
@@ -82,8 +82,8 @@ class RowCodec(SameForAll, abc.ABC):
     """Decodes ``uint32[rows, row_words]`` to ``float32[rows, ...]``.
 
     A row becomes its ``tile_size`` elements, in one axis or several, and each row is
-    decoded alone. Zeros come back as zeros. Of an element that was not finite, NaN or
-    an infinity comes back, and its whole bucket may become NaN. Any ``uint32`` may
+    decoded by itself. Zeros come back as zeros. Of an element that was not finite, NaN
+    or an infinity comes back, and its whole bucket may become NaN. Any ``uint32`` may
     come, and decodes to something.
     """
 

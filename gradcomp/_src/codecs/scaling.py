@@ -1,4 +1,4 @@
-"""The norms that codecs scale with: those of buckets, of a tensor, of rows."""
+"""Norms of buckets, tensors and rows, from which codecs make their scales."""
 
 import jax
 
@@ -8,7 +8,7 @@ _TENSOR_ROW = 512  # words in a row when the whole tensor is one bucket
 
 
 def bucket_words(bucket_size: int | None) -> int:
-  """Returns the words of codes in a row, which are the elements of a bucket."""
+  """Returns the words of codes in a row: the elements of a bucket."""
   return _TENSOR_ROW if bucket_size is None else bucket_size
 
 
@@ -24,7 +24,7 @@ def leaf_scales(
 def row_scales(
   tiles: jax.Array, planes: int, bucket_size: int | None, norm: Norm = "max"
 ) -> jax.Array:
-  """Returns the norms of each tile alone: ``float32[rows, 1]`` or ``[rows, P]``."""
+  """Returns the norms of each tile by itself: ``float32[rows, 1]`` or ``[rows, P]``."""
   if bucket_size is None:
     return norms(tiles.reshape(tiles.shape[0], -1), norm)[:, None]
   return bucket_norms(tiles.reshape(-1), planes, bucket_size, norm)

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from gradcomp._src.codecs.entry_rows import EntryRow
 from gradcomp._src.kernels.common.row_view import COPIED, Row
 
-# Selects in a row, given what the choice depends on besides. Returns ``int32[slots]``
-# positions, which are the row's size in slots that are not used.
+# Selects in a row, given a threshold, a sign, or None. Returns positions,
+# ``int32[slots]``, which are the row's size in slots that are not used.
 Select = Callable[[Row, jax.Array | None], jax.Array]
 
 
 class Entries(NamedTuple):
-  """The entries that one row sends, and what they leave."""
+  """The entries that one row sends, and the residual that they leave."""
 
   words: jax.Array  # uint32[words]
   positions: jax.Array  # int32[slots], the row's size in slots that are not used
-  unsent: jax.Array  # float32[slots], the values there less what they decode to
+  unsent: jax.Array  # float32[slots], the values there less the decoded values
   rest: jax.Array | None  # float32[n], the residual of the row, if it was copied
 
 
@@ -32,12 +32,8 @@ def encode_leaves(
 ) -> tuple[jax.Array, list[jax.Array]]:
   """Encodes several leaves of one size by a single program.
 
-  Args:
-    form: describes the entries of a row.
-    select: selects the elements of a row to send.
-    leaves: ``float32``, of one size.
-    matrices: their rows, filled with zeros.
-    given: for each leaf, what the choice depends on besides, or None.
+  ``matrices`` holds their rows, filled with zeros, and ``given`` the threshold or the
+  turn of each leaf, or None.
 
   Returns:
     The rows of all leaves, ``uint32[rows, words]``, and for each leaf its residual,
@@ -60,10 +56,9 @@ def encode_rows(
   *,
   copied: bool = False,
 ) -> Entries:
-  """Encodes the rows of several matrices of one shape, one row after the other.
+  """Encodes the rows of matrices of one shape, matrix by matrix and row by row.
 
-  The result has the rows of the first matrix, then those of the second, and so on. With
-  ``copied`` each row is copied first, which spares the compiler a program a matrix.
+  With ``copied`` each row is copied first, which spares XLA a program a matrix.
   """
   count = matrices[0].shape[0]
   total = count * len(matrices)
@@ -93,10 +88,7 @@ def encode_rows(
 
 
 def _rest(leaf: jax.Array, matrix: jax.Array, own: Entries) -> jax.Array:
-  """Returns the residual of a leaf, made of what its entries leave.
-
-  It is written into the matrix that was read, so that XLA does not hold the leaf twice.
-  """
+  """Returns the residual of a leaf, from the unsent values of its entries."""
   rest = own.rest
   if rest is None:
     place: tuple[jax.Array, ...] = (own.positions,)
@@ -105,5 +97,6 @@ def _rest(leaf: jax.Array, matrix: jax.Array, own: Entries) -> jax.Array:
       matrix, place, lost = jax.tree.map(lambda x: x[0], (matrix, place, lost))
     else:
       place = (jnp.arange(len(matrix))[:, None], *place)
+    # Written into the matrix that was read, so that XLA does not hold the leaf twice.
     rest = matrix.at[place].set(lost, mode="drop", unique_indices=True)
   return rest.reshape(-1)[: leaf.size].reshape(leaf.shape)

@@ -1,4 +1,4 @@
-"""The ways in which the elements of a row that are sent are found."""
+"""Selection methods: ways to find the elements of a row to send."""
 
 from typing import Literal
 
@@ -17,7 +17,7 @@ _LARGE = 1 << 20
 
 
 def method_of(selection: Selection, size: int) -> Selection:
-  """Returns the selection of a row of so many elements, which is never ``"auto"``.
+  """Returns the selection for a row of ``size`` elements, with ``"auto"`` resolved.
 
   Example:
     >>> [method_of("auto", size) for size in (1000, 100_000, 10_000_000)]
@@ -44,12 +44,12 @@ def selected_in(
 
   Args:
     x: the row.
-    method: how they are found.
-    sent: how many there should be.
-    slots: how many there may be.
-    sign: whose turn it is, 1 or -1; None to send both signs.
+    method: a selection other than ``"auto"``.
+    sent: the number of elements to send.
+    slots: the most elements that may be sent.
+    sign: the sign to send, 1 or -1; None to send both.
     first: the threshold to try first; 0 or None for none.
-    implementation: how elements are counted and listed.
+    implementation: the implementation that counts and lists elements.
   """
   if method == "exact":
     return largest(x, sent, sign)

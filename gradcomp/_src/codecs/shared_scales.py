@@ -1,8 +1,8 @@
-"""Codecs whose workers may agree on their scales first."""
+"""Shared scales: workers may agree on scales before they encode."""
 
 
 class SharedScales:
-  """A base of codecs that add up as integers where all workers have one scale."""
+  """A base of codecs with codes that add up as integers once scales are shared."""
 
   share_scale: bool
 

@@ -1,4 +1,4 @@
-"""The protocols of sparse codecs, which send some elements, and what they share."""
+"""Protocols of sparse codecs, which send some of the elements, and their helpers."""
 
 import dataclasses
 import math
@@ -44,18 +44,18 @@ class DroppingCodec(Codec, Protocol):
 
 @runtime_checkable
 class SparseCodec(DroppingCodec, Protocol):
-  """A codec that drops elements, and whose entries are added one by one.
+  """A codec that drops elements, with entries that are added one by one.
 
   A row is a range of a leaf: all of it where every worker receives every payload, an
   Nth where workers own ranges.
   """
 
   def ranged(self, size: int, ranges: int) -> "SparseCodec":
-    """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
+    """Returns the codec of leaves of ``size`` elements in ``ranges`` ranges."""
 
 
 class Selected(NamedTuple):
-  """Holds what a worker remembers of the rows of a leaf that it selected from.
+  """The codec state of a selecting codec: a threshold and a count for each row.
 
   Attributes:
     threshold: ``float32[rows]``, the smallest magnitude sent at the last search.
@@ -68,11 +68,10 @@ class Selected(NamedTuple):
 
 @runtime_checkable
 class SelectingCodec(SparseCodec, Protocol):
-  """A sparse codec that chooses elements by their values, each worker its own.
+  """A sparse codec that chooses elements by their values, on each worker by itself.
 
-  Its context says what the choice depends on besides
-  the values. For a codec with ``reuses`` these are thresholds, ``float32[rows]``, 0 for
-  none. For one with ``alternates`` it is the :meth:`turn`.
+  The context holds what else the choice depends on: with ``reuses`` thresholds,
+  ``float32[rows]``, 0 for none; with ``alternates`` the :meth:`turn`.
   """
 
   @property
@@ -81,7 +80,7 @@ class SelectingCodec(SparseCodec, Protocol):
 
   @property
   def alternates(self) -> bool:
-    """True if signs take turns."""
+    """True if a step sends only positive or only negative elements, in turn."""
 
   @property
   def interval(self) -> int:
@@ -92,30 +91,25 @@ class SelectingCodec(SparseCodec, Protocol):
   ) -> list[tuple[jax.Array, jax.Array, Selected]]:
     """Encodes leaves of one size as ``encode_with_residual`` does, by one program.
 
-    Args:
-      leaves: ``float32``.
-      contexts: for each leaf, what its choice depends on besides.
-
     Returns:
-      For each leaf its rows, ``uint32[rows, words]``, its residual, and what is to be
-      remembered.
+      For each leaf its rows, ``uint32[rows, words]``, its residual, and its state.
     """
 
   def turn(self, step: jax.Array) -> jax.Array:
-    """Returns the sign whose turn it is, 1 or -1: ``float32[]``."""
+    """Returns the sign to send in a step, 1 or -1: ``float32[]``."""
 
 
 @runtime_checkable
 class LinearCodec(SparseCodec, Protocol):
-  """A sparse codec whose payloads can be added as floats.
+  """A sparse codec with payloads that can be added as floats.
 
-  All workers send the same elements, so that the sum of their values is that of their
-  gradients there.
+  All workers send the same elements, so that their values add up to the gradients' sum
+  there.
   """
 
   @property
   def header_words(self) -> int:
-    """The number of words in front of a row's values, the same for all workers."""
+    """The number of words in front of a row's values, equal on all workers."""
 
   def header(self, key: jax.Array, rows: int) -> jax.Array:
     """Returns the headers of a key's rows: ``uint32[rows, header_words]``."""
@@ -138,13 +132,13 @@ class SparseRows:
     return self.range_size or 0  # 0 until bind knows the leaf
 
   def bind(self, leaf: Leaf) -> Codec:
-    """Returns the codec of a leaf's ranges; for all elements one without positions."""
+    """Returns the codec of a leaf's ranges; ``Dense()`` if all elements are sent."""
     if self.density == 1:
       return Dense()
     return cast(Codec, self.ranged(leaf.size, leaf.ranges))
 
   def ranged(self, size: int, ranges: int = 1) -> Self:
-    """Returns the codec of leaves of ``size`` elements, cut into so many ranges."""
+    """Returns the codec of leaves of ``size`` elements in ``ranges`` ranges."""
     if self.range_size is not None:
       return self
     return dataclasses.replace(self, range_size=range_of(size, ranges))  # type: ignore[type-var]
@@ -158,11 +152,7 @@ class SparseRows:
 
 
 def checked_density(value: Any) -> float:
-  """Returns a share of all elements.
-
-  Raises:
-    ValueError: ``value`` is no share, or an array.
-  """
+  """Returns a valid density; raises ValueError for other numbers, and for arrays."""
   rule = "a share of the elements, above 0 and at most 1"
   if isinstance(value, jax.Array):
     raise ValueError(
@@ -176,11 +166,7 @@ def checked_density(value: Any) -> float:
 
 
 def checked_range(value: Any) -> int | None:
-  """Returns the number of elements of a row, or None.
-
-  Raises:
-    ValueError: ``value`` is neither.
-  """
+  """Returns a valid number of elements of a row, or None; else raises ValueError."""
   if value is None:
     return None
   rule = f"a number of elements from 1 to {_MOST_ELEMENTS}, or None for whole leaves"
@@ -206,7 +192,7 @@ def range_of(size: int, ranges: int) -> int:
 
 
 def sent_of(density: float, size: int) -> int:
-  """Returns how many of so many elements are sent: at least one, rounded up.
+  """Returns the number of elements to send, ``density * size`` rounded up, at least 1.
 
   Example:
     >>> sent_of(0.001, 1000), sent_of(0.001, 1001), sent_of(0.001, 5)
@@ -219,13 +205,7 @@ def sent_of(density: float, size: int) -> int:
 def sum_entries(
   codec: DroppingCodec, positions: jax.Array, values: jax.Array, scale: float
 ) -> jax.Array:
-  """Returns the sum of K payloads times ``scale``: ``float32[rows, 1, elements]``.
-
-  Args:
-    codec: the codec of the rows.
-    positions: ``int32[K, rows, slots]``.
-    values: ``float32[K, rows, slots]``.
-    scale: the factor of each value.
+  """Adds the entries of K payloads, ``[K, rows, slots]``: ``float32[rows, 1, n]``.
 
   Example:
     >>> codec = gradcomp.codecs.TopK(density=0.5, range_size=4)
@@ -238,10 +218,10 @@ def sum_entries(
 
 
 def sent_positions(codec: DroppingCodec, rows: jax.Array, size: int) -> jax.Array:
-  """Returns where in a flat leaf its rows send something but zeros: ``int32[entries]``.
+  """Returns the positions in a flat leaf of its nonzero entries: ``int32[entries]``.
 
   Entries that send nothing are at ``size``, behind the leaf. Positions in a leaf of
-  2**31 elements or more do not fit, and a mask says where instead: ``bool[size]``.
+  2**31 elements or more do not fit, so there it returns a mask: ``bool[size]``.
 
   Example:
     >>> codec = gradcomp.codecs.TopK(density=0.5, range_size=4)
@@ -259,7 +239,7 @@ def sent_positions(codec: DroppingCodec, rows: jax.Array, size: int) -> jax.Arra
 
 
 def decode_sparse_rows(codec: SparseCodec, rows: jax.Array) -> jax.Array:
-  """Decodes each row alone: ``uint32[..., words]`` to ``float32[..., 1, elements]``."""
+  """Decodes row by row: ``uint32[..., words]`` to ``float32[..., 1, elements]``."""
   positions, values = codec.entries(rows.reshape(1, -1, codec.row_words))
   dense = sum_entries(codec, positions, values, 1.0)
   return dense.reshape(*rows.shape[:-1], 1, codec.tile_size)

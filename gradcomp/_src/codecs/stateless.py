@@ -1,4 +1,4 @@
-"""Says which codecs can encode arrays without a memory, and without a residual."""
+"""A check that a codec can encode an array without codec state or residual."""
 
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from gradcomp._src.codecs.sparse import DroppingCodec
 
 
 def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
-  """Returns a codec whose payload stands for the whole array.
+  """Returns the codec, if one payload of it can stand for the whole array.
 
   Args:
     name: the name of the argument, for the message.

@@ -1,4 +1,4 @@
-"""TernGrad rounds to three values stochastically, with one scale a leaf or a bucket."""
+"""TernGrad: the codec of three values, with one scale a leaf or a bucket."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -59,7 +59,7 @@ class Ternary(RoundsAtRandom, SharedScales, SameForAll):
   localization): every worker applies the same optimizer to the same mean, bit for bit.
 
   A leaf (or bucket) that holds a NaN or an infinity decodes to NaN, all of it. A leaf
-  whose :math:`\sigma` is zero, a constant, is not clipped.
+  with a :math:`\sigma` of zero, a constant, is not clipped.
 
   Attributes:
     clip_sigmas: :math:`c`; None to clip nothing. The paper found 2.5 on CIFAR-10 and
@@ -178,7 +178,7 @@ class Ternary(RoundsAtRandom, SharedScales, SameForAll):
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> jax.Array:
-    """Encodes tiles of a mean, which are not clipped again."""
+    """Encodes the tiles of a mean, without clipping them again."""
     planes = ternary.planes(self.packing)
     scale = scales(row_scales(tiles, planes, self.bucket_size))
     dither = codec_dither(key, self, context)

@@ -1,4 +1,4 @@
-"""Leaves to tiles, and back: what codecs do around their rows."""
+"""Conversion of leaves to the tiles that codecs encode, and back."""
 
 import functools
 import math
@@ -24,11 +24,7 @@ ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 
 
 def as_float32(x: jax.Array) -> jax.Array:
-  """Flattens a float array to ``float32``.
-
-  Raises:
-    TypeError: ``x`` is not real floating point.
-  """
+  """Flattens a real float array to ``float32``; raises TypeError for others."""
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise TypeError(f"`x` must have a real float dtype, got {x.dtype}.")
   return x.astype(jnp.float32).reshape(-1)
@@ -67,8 +63,8 @@ def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
 def cut(x: ArrayT, codec: Codec) -> ArrayT:
   """Cuts a leaf into rows of the elements themselves, ``[rows, tile_size]``.
 
-  They lie where :func:`to_tiles` puts them, and zeros fill the last row. Of NumPy's
-  arrays it makes NumPy's arrays.
+  They lie where :func:`to_tiles` puts them, and zeros fill the last row. NumPy arrays
+  stay NumPy arrays.
 
   Example:
     >>> cut(jnp.ones(300), gradcomp.codecs.OneBit()).sum()
@@ -109,8 +105,8 @@ def view_shape(
 ) -> tuple[int, ...]:
   """Returns the shape in which a CPU goes through a leaf fastest.
 
-  It has the leaf's elements in their order. If the leaf fills its rows, it is that of
-  their tiles, see :func:`tile_shape`, and else its own.
+  It has the leaf's elements in their order. If the leaf fills its rows, it is the shape
+  of their tiles, see :func:`tile_shape`, and else its own.
 
   Example:
     >>> codec = gradcomp.codecs.QSGD(bits=4, bucket_size=512)
@@ -128,7 +124,7 @@ def from_tiles(
 ) -> jax.Array:
   """Undoes :func:`to_tiles`: ``float32[rows, P, B]`` to the shape of ``like``.
 
-  What filled the tiles is cut off.
+  The filling of the tiles is dropped.
 
   Example:
     >>> from_tiles(jnp.ones((3, 1, 128)), jnp.zeros(300), gradcomp.codecs.Dense()).shape
@@ -180,7 +176,7 @@ def payload_tiles(payload: Payload, codec: Codec) -> jax.Array:
 def decode_payload(
   payload: Payload, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
 ) -> jax.Array:
-  """Decodes a payload to the shape and dtype of ``like``, which a CPU writes down."""
+  """Decodes a payload to the shape and dtype of ``like``, materialized on a CPU."""
   rows = payload.rows
   tiles = lambda rows: payload_tiles(payload._replace(rows=rows), codec)
   # XLA for CPU is several times as fast in the shape of tiles, if words are unpacked to
@@ -196,9 +192,9 @@ def decode_payload(
 
 
 def unsent(x: jax.Array, payload: Payload, codec: Codec) -> jax.Array:
-  """Returns what a payload leaves of a ``float32`` leaf.
+  """Returns the residual of a ``float32`` leaf: the leaf less its decoded payload.
 
-  The decoded leaf is not written down.
+  The decoded leaf is not materialized.
 
   Example:
     >>> codec = gradcomp.codecs.QSGD(bits=4, share_scale=True, rounding="nearest")
@@ -210,15 +206,14 @@ def unsent(x: jax.Array, payload: Payload, codec: Codec) -> jax.Array:
 
 
 def _is_cut(x: jax.Array) -> bool:
-  """Returns True if the type of an array says that devices hold parts of it."""
+  """Returns True if an array is sharded, by its type."""
   return any(axis is not None for axis in jax.typeof(x).sharding.spec)
 
 
 def codec_key(key: jax.Array | None, codec: Codec) -> jax.Array | None:
   """Returns the ``uint32[2]`` that a codec's rounding needs; None if it needs none.
 
-  Raises:
-    ValueError: the codec needs a key, and there is none.
+  Raises ValueError if the codec needs a key, and there is none.
   """
   if not codec.needs_key:
     return None
@@ -236,10 +231,7 @@ def codec_dither(
 ) -> jax.Array | None:
   """Returns the ``uint32[3]`` that a codec rounds with; None if it needs none.
 
-  It is that of the context, or else made of the key.
-
-  Raises:
-    ValueError: the codec needs one, and there is neither.
+  It comes from the context, or else from the key. Raises ValueError without either.
   """
   if codec.needs_key and context.dither is not None:
     return context.dither

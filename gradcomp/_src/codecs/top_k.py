@@ -1,4 +1,4 @@
-"""Top-k sends the elements of largest magnitude, with positions of 16 bits."""
+"""Top-k: sends the elements of largest magnitude, with positions of 16 bits."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class TopK(SparseRows):
   elements leave no such threshold, the larger ones are sent, and as many of the equal
   ones as make k. (The paper bisects between the mean and the maximum, and reads the
   leaf for each step. Its ``trimmed`` lowers a ratio until k elements survive, however
-  many these are. Both send what is sent here: all of the k largest.) If more elements
+  many these are. Both send the same as here: all of the k largest.) If more elements
   reach a ``sampled`` threshold than there are slots, it is searched anew, so that no
   element is left out because of its place.
 
@@ -72,7 +72,7 @@ class TopK(SparseRows):
   quantization: ``optax.partition({"rest": gradcomp.redsync(quantize="asq"), "out":
   gradcomp.redsync()}, labels)``.
 
-  The codec is biased: what is not sent is lost without feedback. Non-finite elements
+  The codec is biased: without feedback, unsent elements are lost. Non-finite elements
   are the largest of all, and are sent as they are. With a quantizer they make the mean
   non-finite.
 
@@ -182,7 +182,7 @@ class TopK(SparseRows):
     return self.quantize == "asq"
 
   def turn(self, step: jax.Array) -> jax.Array:
-    """Returns the sign whose turn it is: 1 in even steps, -1 in odd ones."""
+    """Returns the sign to send: 1 in even steps, -1 in odd ones."""
     return jnp.where(step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
 
   def encode(
@@ -202,18 +202,14 @@ class TopK(SparseRows):
     key: jax.Array | None = None,
     context: Context = NOTHING,
   ) -> tuple[Payload, jax.Array]:
-    """Encodes an array, and returns what the payload leaves of it, without decoding.
-
-    Returns:
-      A :class:`Payload`, and the residual, ``float32`` in the shape of ``x``.
-    """
+    """Encodes an array, and returns the payload and the ``float32`` residual."""
     del key
     leaf = as_float32(x).reshape(x.shape)
     ((rows, rest, _),) = self.ranged(x.size).encode_leaves([leaf], [context])
     return Payload(rows), rest
 
   def init(self, leaf: Leaf, key: jax.Array) -> Memory:
-    """Returns no thresholds yet, which are ``float32[rows]``, and no entries."""
+    """Returns the first codec state: thresholds and counts of zero for each row."""
     del key
     rows = -(-leaf.size // self.tile_size) if leaf.size else 0
     none = jnp.zeros(rows, jnp.float32)
@@ -272,7 +268,7 @@ class TopK(SparseRows):
     return EntryRow(self.tile_size, self.slots, self.quantize, self.value_dtype)
 
   def _given(self, context: Context) -> jax.Array | None:
-    """Returns what the choice depends on besides the elements, or None."""
+    """Returns the turn, or the thresholds to try first, or None."""
     return context.turn if self.alternates else context.thresholds
 
   def _select(self, x: Row, given: jax.Array | None) -> jax.Array:

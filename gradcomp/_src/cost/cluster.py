@@ -1,4 +1,4 @@
-"""Holds the speeds of a codec, and the workers that exchange."""
+"""The speeds of a codec, and a cluster of workers with their links."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ class CodecSpeed:
     encode: to encode it.
     decode: to decode it, and write it.
     add: to decode it from the payload of one worker, and add it to a sum.
-    keep: to add a residual, and to keep what encoding loses, beside ``encode``.
+    keep: to add a residual, and to compute the new one, in addition to ``encode``.
 
   Raises:
     ValueError: one of them is below 0, or not finite.
@@ -49,7 +49,7 @@ class CodecSpeed:
     Args:
       codec: the codec.
       elements: the elements of the leaf, rounded up to a whole matrix.
-      repeats: the number of times, of which the medians count.
+      repeats: the number of times, for a median.
 
     Raises:
       ValueError: a number is below 1.
@@ -59,10 +59,10 @@ class CodecSpeed:
     return measured_speed(codec, elements, repeats)
 
   def times(self, factor: float) -> "CodecSpeed":
-    """Returns these seconds, multiplied.
+    """Returns these seconds, multiplied by ``factor``.
 
-    If so many processes share the cores on which one alone was measured, each takes so
-    many times as long.
+    If ``factor`` processes share the cores on which a single one was measured, each
+    takes that many times as long.
 
     Example:
       >>> CodecSpeed(encode=4e-10, decode=2e-10, add=5e-11).times(2).encode
@@ -89,7 +89,7 @@ class CodecSpeed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-  """Workers with a link each, all alike.
+  """Workers that exchange gradients, with one kind of link for all of them.
 
   Attributes:
     workers: N.

@@ -1,4 +1,4 @@
-"""Times the collectives of workers whose links are all alike."""
+"""The seconds of collectives of workers with equal links."""
 
 import math
 from typing import Literal, get_args
@@ -21,7 +21,10 @@ def all_gather_seconds(
     nbytes: the bytes that each worker puts in.
     workers: p.
     link: the link of each worker.
-    algorithm: ``"recursive"`` needs a power of two workers.
+    algorithm: ``"ring"``, or ``"recursive"``, which needs a power of two workers.
+
+  Returns:
+    The seconds.
 
   Raises:
     ValueError: ``nbytes`` is below 0, p below 1, or the algorithm does not fit p.
@@ -35,9 +38,20 @@ def all_to_all_seconds(
 ) -> float:
   """Returns the seconds in which each of p workers sends a p-th of its bytes to each.
 
-  Pairs take ``(p-1) latency + (p-1)/p x``, where x are the seconds of ``nbytes``. The
-  arguments are those of :func:`all_gather_seconds`. A recursive one has ``lg(p)``
-  latencies.
+  Pairs take ``(p-1) latency + (p-1)/p x``, where x are the seconds of ``nbytes``. A
+  recursive one has ``lg(p)`` latencies.
+
+  Args:
+    nbytes: the bytes that each worker puts in.
+    workers: p.
+    link: the link of each worker.
+    algorithm: as in :func:`all_gather_seconds`.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: as for :func:`all_gather_seconds`.
   """
   rounds, seconds = _start("all_to_all", nbytes, workers, link, algorithm)
   return rounds * link.latency + (workers - 1) / workers * seconds
@@ -61,6 +75,12 @@ def reduce_scatter_seconds(
     link: the link of each worker.
     add: the seconds in which a worker adds two arrays of ``nbytes``.
     algorithm: as in :func:`all_gather_seconds`.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: ``add`` is below 0, or as for :func:`all_gather_seconds`.
   """
   rounds, seconds = _start("reduce_scatter", nbytes, workers, link, algorithm)
   share = (workers - 1) / workers
@@ -78,8 +98,20 @@ def all_reduce_seconds(
   """Returns the seconds in which p workers get the sum of all their bytes.
 
   A reduce-scatter and an all-gather of p-ths: ``2 (p-1) latency + 2 (p-1)/p x +
-  (p-1)/p add``, or ``2 lg(p)`` latencies. The arguments are those of
-  :func:`reduce_scatter_seconds`.
+  (p-1)/p add``, or ``2 lg(p)`` latencies.
+
+  Args:
+    nbytes: the bytes that each worker puts in.
+    workers: p.
+    link: the link of each worker.
+    add: the seconds in which a worker adds two arrays of ``nbytes``.
+    algorithm: as in :func:`all_gather_seconds`.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: ``add`` is below 0, or as for :func:`all_gather_seconds`.
   """
   rounds, seconds = _start("all_reduce", nbytes, workers, link, algorithm)
   share = (workers - 1) / workers
@@ -89,10 +121,22 @@ def all_reduce_seconds(
 def ppermute_seconds(
   nbytes: float, workers: int, link: Link, *, messages: float = 1
 ) -> float:
-  """Returns the seconds in which a worker sends so many messages, one after the other.
+  """Returns the seconds in which a worker sends ``messages`` messages in a row.
 
-  These are ``messages (latency + x)``, or 0 for a worker that is alone. Through a
-  switch, a worker that sends to p-1 others has p-1 messages (Dettmers 2016).
+  These are ``messages (latency + x)``, or 0 for a single worker. Through a switch, a
+  worker that sends to p-1 others has p-1 messages (Dettmers 2016).
+
+  Args:
+    nbytes: the bytes of a message.
+    workers: p.
+    link: the link of each worker.
+    messages: the number of messages.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: ``nbytes`` or ``messages`` is below 0, or p below 1.
   """
   _, seconds = _start("ppermute", nbytes, workers, link, "ring")
   times = at_least_0("messages", messages) if workers > 1 else 0
@@ -104,6 +148,17 @@ def tree_seconds(nbytes: float, workers: float, link: Link) -> float:
 
   These are ``lg(p) (latency + x)`` (Wen et al. 2017, appendix B). The logarithm is a
   real number, so that p need not be a power of two.
+
+  Args:
+    nbytes: the bytes that a worker sends to another one.
+    workers: p.
+    link: the link of each worker.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: ``nbytes`` is below 0, or p below 1.
   """
   if not at_least_0("workers", workers) >= 1:
     raise ValueError(f"`workers` must be at least 1, got {workers!r}.")
@@ -115,7 +170,7 @@ def tree_seconds(nbytes: float, workers: float, link: Link) -> float:
 def _start(
   collective: str, nbytes: float, workers: int, link: Link, algorithm: Algorithm
 ) -> tuple[int, float]:
-  """Returns the number of messages one after the other, and the seconds of the bytes.
+  """Returns the number of messages in a row, and the seconds of the bytes.
 
   An all-reduce sends twice as many messages.
   """

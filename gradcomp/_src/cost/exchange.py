@@ -1,4 +1,4 @@
-"""Predicts the seconds of an exchange from what explain says that it sends."""
+"""The seconds of an exchange, predicted from the stages in an explanation of it."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -26,10 +26,10 @@ _NO_WORK = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Breakdown:
-  """The seconds of an exchange, by what they are spent on.
+  """The seconds of an exchange: to encode, on the wire, to add, and to decode.
 
   Attributes:
-    encode: to encode, and to compute what that loses where workers keep it.
+    encode: to encode, and to compute the loss of encoding where workers keep it.
     wire: for each collective, its name, the bytes that a worker sends, and the seconds.
     add: to decode and add payloads, or to add plain numbers outside of collectives.
     decode: to decode sums.
@@ -76,6 +76,9 @@ def exchange_seconds(
     speeds: the speeds of all codecs, or a function from the codec of a leaf to its
       speeds. It is not asked for leaves that the backend adds as they are.
 
+  Returns:
+    The seconds of each part.
+
   Raises:
     ValueError: the numbers of workers differ.
 
@@ -98,9 +101,20 @@ def exchange_seconds(
 def message_seconds(
   explanation: "Explanation", cluster: Cluster, speeds: Speeds
 ) -> tuple[Breakdown, ...]:
-  """Predicts the seconds of each message alone; see :func:`exchange_seconds`.
+  """Predicts the seconds of each message by itself; see :func:`exchange_seconds`.
 
   A leaf that travels in several messages is encoded for the last one of them.
+
+  Args:
+    explanation: the exchange, from :func:`gradcomp.explain`.
+    cluster: the workers, as many as in the explanation.
+    speeds: as for :func:`exchange_seconds`.
+
+  Returns:
+    The seconds of each part, one for each message.
+
+  Raises:
+    ValueError: the numbers of workers differ.
   """
   _check_workers(explanation, cluster)
   leaves, stages = explanation.leaves, explanation.stages
@@ -117,7 +131,18 @@ def message_seconds(
 
 
 def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
-  """Returns the seconds of a plain mean in float32: one all-reduce of all elements."""
+  """Returns the seconds of a plain mean in float32: one all-reduce of all elements.
+
+  Args:
+    elements: the number of elements of the gradients.
+    cluster: the workers.
+
+  Returns:
+    The seconds of each part.
+
+  Raises:
+    ValueError: ``elements`` is below 0.
+  """
   instance_of("cluster", Cluster, cluster)
   elements = at_least_0("elements", elements)
   workers, nbytes = cluster.workers, 4 * elements

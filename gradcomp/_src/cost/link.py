@@ -1,4 +1,4 @@
-"""Describes a link by its latency, its rate, and how collectives use it."""
+"""A link: its latency, its rate, and the factors of collectives on it."""
 
 import dataclasses
 import json
@@ -20,12 +20,12 @@ class Link:
   """The link that each worker sends and receives on, both at once.
 
   Attributes:
-    latency: the seconds that a message takes beside those of its bytes.
+    latency: the seconds of a message without bytes.
     bytes_per_second: the rate of each direction.
     factor: for (collective, workers), the measured seconds of a byte as a multiple of
-      the ideal ones; 1 for all that are not in it. The names of collectives are those
-      of the functions of this module, without ``_seconds``. Of a permutation, the
-      workers are those of its longest cycle: two of them swap.
+      the ideal ones; 1 for all that are not in it. Collectives are named as in
+      :mod:`gradcomp.cost`, without ``_seconds``. A permutation counts the workers of
+      its longest cycle: two of them swap.
 
   Raises:
     ValueError: the latency is below 0, the rate or a factor is not above 0, one of them
@@ -66,15 +66,15 @@ class Link:
     object.__setattr__(self, "factor", factor)
 
   def byte_seconds(self, collective: str, workers: int) -> float:
-    """Returns the seconds of a byte in a collective of so many workers."""
+    """Returns the seconds of a byte in a collective of ``workers`` workers."""
     return self.factor.get((collective, workers), 1.0) / self.bytes_per_second
 
   @classmethod
   def measure(
     cls,
     mesh: "Mesh",
-    axis_name: str | tuple[str, ...] | None = None,
     *,
+    axis_name: str | tuple[str, ...] | None = None,
     sizes: Sequence[int] = _SIZES,
     repeats: int = 2,
     progress: bool = True,
@@ -84,8 +84,8 @@ class Link:
     It times the collectives that gradcomp calls, over the workers of the axes, and
     swaps between pairs of them if they are even in number and on one axis. For each it
     draws the line ``a + b bytes`` with the least squares of relative errors. The rate
-    is that of the fastest collective, the factors say how much slower the others are,
-    and the latency is the median of those of all.
+    is the fastest collective's, the factors are the slowness of the others, and the
+    latency is the median over all.
 
     Args:
       mesh: the mesh. If its devices belong to several processes, all of them must call

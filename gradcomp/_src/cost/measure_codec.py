@@ -1,4 +1,4 @@
-"""Measures a codec on a device of this program. Only its functions need JAX."""
+"""Measures a codec on a device of this program. Only the functions need JAX."""
 
 import functools
 import math
@@ -43,7 +43,7 @@ def _median(call: Callable[[], Any], repeats: int) -> float:
 
 
 def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]]:
-  """Returns what encodes, decodes, and adds payloads."""
+  """Returns functions that encode, decode, and add payloads, without arguments."""
   import jax
   import jax.numpy as jnp
 
@@ -83,8 +83,8 @@ def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]
 def updates(codec: "LeafCodec", shape: tuple[int, ...]) -> list[Callable[[], Any]]:
   """Returns updates that send nothing: without a residual, and with one.
 
-  A residual is added to the gradient, and written over by what is not sent, as in a
-  training step.
+  A residual is added to the gradient, and replaced by the unsent part, as in a training
+  step.
   """
   import jax
 

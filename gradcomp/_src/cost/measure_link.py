@@ -1,4 +1,4 @@
-"""Measures links between the devices of a program. Only its functions need JAX."""
+"""Measures links between the devices of a program. Only the functions need JAX."""
 
 import math
 import statistics
@@ -18,23 +18,14 @@ _WORD = 4  # bytes
 
 
 class _Case(NamedTuple):
-  """A collective to time.
+  """A collective to time."""
 
-  Attributes:
-    kind: its name in the factors of a link.
-    workers: the workers of its group, or of its longest cycle.
-    rounds: the messages that follow one another.
-    lines: the lines of a worker's words. It sends one to each worker, or all to all.
-    sent: the bytes that a worker sends, for each byte that it puts in.
-    run: the collective of ``float32[lines, M]``.
-  """
-
-  kind: str
-  workers: int
-  rounds: int
-  lines: int
-  sent: Fraction
-  run: Callable[[Any], Any]
+  kind: str  # its name in the factors of a link
+  workers: int  # of its group, or of its longest cycle
+  rounds: int  # the messages that follow one another
+  lines: int  # of a worker's words: one to each worker, or all to all
+  sent: Fraction  # the bytes that a worker sends a byte of its input
+  run: Callable[[Any], Any]  # from float32[lines, M]
 
 
 def measured_link(
@@ -45,12 +36,10 @@ def measured_link(
   repeats: int,
   progress: bool,
 ) -> Link:
-  """Measures a link; see :meth:`Link.measure`.
-
-  All processes run the same collectives in the same order, whatever they measure.
-  """
+  """Measures a link; see :meth:`Link.measure`."""
   import jax
 
+  # All processes run the same collectives in the same order, whatever they measure.
   names = mesh.axis_names if axis_name is None else axis_name
   names = (names,) if isinstance(names, str) else tuple(names)
   workers = math.prod(mesh.shape[name] for name in names)

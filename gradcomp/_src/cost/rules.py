@@ -1,4 +1,4 @@
-"""Checks the numbers of performance models, without JAX."""
+"""Checks of the numbers that cost models take, without JAX."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ ABOVE_0 = "a finite number above 0"
 
 
 def at_least_0(name: str, value: Any) -> float:
-  """Returns a finite float of 0 or more; ValueError for all else."""
+  """Returns a finite float of 0 or more; raises ValueError for other values."""
   number = _number(name, AT_LEAST_0, value)
   if number < 0:
     raise ValueError(f"`{name}` must be {AT_LEAST_0}, got {value!r}.")
@@ -24,7 +24,7 @@ def at_least_0(name: str, value: Any) -> float:
 
 
 def above_0(name: str, value: Any) -> float:
-  """Returns a finite float above 0; ValueError for all else."""
+  """Returns a finite float above 0; raises ValueError for other values."""
   number = _number(name, ABOVE_0, value)
   if number <= 0:
     raise ValueError(f"`{name}` must be {ABOVE_0}, got {value!r}.")
@@ -32,7 +32,7 @@ def above_0(name: str, value: Any) -> float:
 
 
 def count(name: str, value: Any) -> int:
-  """Returns a Python integer of 1 or more that floats hold; ValueError for all else."""
+  """Returns an integer from 1 to 2**53; raises ValueError for other values."""
   try:
     number = 0 if isinstance(value, bool) else operator.index(value)
   except TypeError:
@@ -44,7 +44,7 @@ def count(name: str, value: Any) -> int:
 
 
 def instance_of(name: str, kind: type[_Kind], value: Any) -> _Kind:
-  """Returns an instance of a class; TypeError for all else."""
+  """Returns an instance of a class; raises TypeError for other values."""
   if not isinstance(value, kind):
     raise TypeError(f"`{name}` must be a {kind.__name__}, got {value!r}.")
   return value
@@ -52,14 +52,9 @@ def instance_of(name: str, kind: type[_Kind], value: Any) -> _Kind:
 
 @contextlib.contextmanager
 def made_from(path: str | os.PathLike[str], writer: str) -> Iterator[Any]:
-  """Yields the JSON in a file, to make something of it.
+  """Yields the JSON in a file; raises ValueError if no object can be made of it.
 
-  Args:
-    path: of the file.
-    writer: the method that writes such files.
-
-  Raises:
-    ValueError: the file is empty, cut or damaged, or holds something else.
+  ``writer`` names the method that writes such files.
   """
   try:
     yield json.loads(pathlib.Path(path).read_bytes())

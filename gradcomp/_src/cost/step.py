@@ -41,6 +41,9 @@ def step_seconds(
     messages: the share and the cost of each message, in the order in which they leave.
     overlap: whether messages travel while the backward pass goes on.
 
+  Returns:
+    The seconds.
+
   Raises:
     ValueError: seconds are below 0, or a share is not between the last one and 1.
 
@@ -72,8 +75,13 @@ def crossover_rate(
   """Returns the bytes per second of ``cluster.link`` above which a plain mean wins.
 
   The seconds of both are ``a + b / rate``. With no latencies, and no factors of the
-  link, the rate is what the exchange does not send of the bytes of a plain mean, over
-  the seconds of its codec. The rate that the link has does not matter.
+  link, the rate is the bytes that the exchange saves, over the seconds of its codec.
+  The rate of the link does not matter.
+
+  Args:
+    explanation: the exchange, from :func:`gradcomp.explain`.
+    cluster: the workers, as many as in the explanation.
+    speeds: as for :func:`exchange_seconds`.
 
   Returns:
     The rate; infinity if the exchange wins at high rates, too, and 0 if it wins at no
@@ -120,7 +128,7 @@ def strong_scaling(
   cluster: Cluster,
   speeds: Speeds,
 ) -> tuple[float, ...]:
-  """Predicts steps whose whole batch stays the same, with several numbers of workers.
+  """Predicts steps with one batch, divided over several numbers of workers.
 
   A step takes ``compute / N``, and then the exchange.
 
@@ -132,6 +140,9 @@ def strong_scaling(
 
   Returns:
     The seconds of a step, for each explanation.
+
+  Raises:
+    ValueError: ``compute`` is below 0.
   """
   costs = _costs(compute, explanations, cluster, speeds)
   pairs = zip(explanations, costs, strict=True)
@@ -144,10 +155,21 @@ def weak_scaling(
   cluster: Cluster,
   speeds: Speeds,
 ) -> tuple[float, ...]:
-  """Predicts steps in which each worker's part of the batch stays the same.
+  """Predicts steps with a batch a worker, for several numbers of workers.
 
-  A step takes ``compute``, and then the exchange. The arguments are those of
-  :func:`strong_scaling`; ``compute`` is for one worker's part.
+  A step takes ``compute``, and then the exchange.
+
+  Args:
+    compute: the seconds that a worker takes for its part of the batch.
+    explanations: the exchange with each number of workers N.
+    cluster: the links; its number of workers does not matter.
+    speeds: as for :func:`exchange_seconds`.
+
+  Returns:
+    The seconds of a step, for each explanation.
+
+  Raises:
+    ValueError: ``compute`` is below 0.
   """
   costs = _costs(compute, explanations, cluster, speeds)
   return tuple(compute + seconds for seconds in costs)
@@ -168,7 +190,7 @@ def _sized(cluster: Cluster, explanation: "Explanation") -> Cluster:
 
 
 def _gain(explanation: "Explanation", cluster: Cluster, speeds: Speeds) -> float:
-  """Returns the seconds that an exchange saves of those of a plain mean."""
+  """Returns the seconds that an exchange saves, compared with a plain mean."""
   elements = sum(leaf.elements for leaf in explanation.leaves)
   dense = dense_seconds(elements, cluster).total
   return dense - exchange_seconds(explanation, cluster, speeds).total

@@ -1,4 +1,4 @@
-"""Emulates all-reduces in a format on one device, and measures how far off they are."""
+"""All-reduces in a number format, emulated on one device, and the errors they make."""
 
 from typing import Literal
 

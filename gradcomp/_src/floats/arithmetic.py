@@ -1,8 +1,8 @@
-"""Adds and multiplies in a format: the exact result is rounded once.
+"""Addition and multiplication in a format: the exact result is rounded once.
 
 A binary32 operation rounds to 24 bits, and rounding its result again would round twice.
 With few mantissa bits that makes no difference (Figueroa 1995: 24 bits are at least 2p
-+ 1 for sums, 2p for products of p bits). With more bits, what the operation lost is
++ 1 for sums, 2p for products of p bits). With more bits, the error of the operation is
 computed as well, and decides.
 """
 

@@ -1,4 +1,4 @@
-"""Multiplies matrices in a format: every product and every partial sum is rounded."""
+"""Matrix products in a format: every product and every partial sum is rounded."""
 
 import functools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def matmul(
   *,
   straight_through: bool = False,
 ) -> jax.Array:
-  r"""Multiplies matrices as hardware would that has nothing but the formats.
+  r"""Multiplies matrices like hardware that has only the formats.
 
   Operands and each product are rounded to ``fmt``. Each partial sum, over k in order,
   is rounded to ``accumulator``:
@@ -32,7 +32,7 @@ def matmul(
   .. math:: s \leftarrow s \oplus_{acc} (a_{ik} \otimes_{fmt} b_{kj})
 
   Other emulators multiply rounded matrices in full precision, and round at the end.
-  That hides what a narrow accumulator loses.
+  That hides the loss of a narrow accumulator.
 
   Args:
     a: ``[m, k]`` of real float dtype.

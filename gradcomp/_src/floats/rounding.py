@@ -1,4 +1,4 @@
-"""Rounds to a format, and converts between numbers and their codes."""
+"""Rounding to a format, and conversion between numbers and their codes."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def to_code(
   *,
   key: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns the codes of the numbers that ``x`` rounds to.
+  """Returns the codes of ``x`` rounded to a format.
 
   Args:
     x: an array of any shape and real float dtype.
@@ -91,7 +91,7 @@ def round_to(
   ================  ====================================================================
 
   Formats without infinity have NaN in its place, and without NaN the largest number.
-  NaN stays NaN. Infinities stay what they are if the format has them.
+  NaN stays NaN. Infinities stay the same if the format has them.
 
   Args:
     x: an array of any shape and real float dtype. It is converted to ``float32`` first.
@@ -138,11 +138,7 @@ def with_derivative_of(
 
 
 def check_float(x: jax.Array, name: str) -> jax.Array:
-  """Converts ``x`` to ``float32``.
-
-  Raises:
-    TypeError: ``x`` is not real floating point.
-  """
+  """Converts ``x`` to ``float32``; raises TypeError for others than real floats."""
   x = jnp.asarray(x)
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise TypeError(f"`{name}` must have a real float dtype, got {x.dtype}.")

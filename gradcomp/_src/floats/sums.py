@@ -1,4 +1,4 @@
-"""Adds in a format: every partial sum is rounded to it."""
+"""Sums in a format: every partial sum is rounded to it."""
 
 import functools
 from collections.abc import Callable

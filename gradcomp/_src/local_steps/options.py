@@ -1,18 +1,59 @@
-"""Checks of the options of ``local_steps``, and of the arguments of its ``update``."""
+"""The options of local steps, and their checks."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from gradcomp._src.checks import one_of, share_above_0, static_integer
 from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import is_codec
-from gradcomp._src.core.feedback import ErrorFeedback
+from gradcomp._src.core.compression import Dither
+from gradcomp._src.core.feedback import ErrorFeedback, Feedback, FeedbackName
 from gradcomp._src.exchange.all_gather import AllGather, Merge
-from gradcomp._src.exchange.auto import Auto, as_exchange
+from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
 from gradcomp._src.exchange.protocol import Exchange
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+  r"""The options of :func:`gradcomp.local.local_steps` that are seldom set.
+
+  Attributes:
+    exchange, min_leaf_size, message_bytes, key, dither: the options of the exchange,
+      see :class:`gradcomp.CompressOptions`. It must send something.
+    feedback: as there. ``"error"`` keeps nothing for a codec that loses nothing.
+      ``gradcomp.ErrorFeedback(residual_decay=0.95)`` is :math:`\beta = 0.95`.
+    fragments: P, into how many parts of about as many elements the leaves are cut, in
+      their order; from 1 to ``every``.
+    delay: :math:`\tau`, the steps after which an exchange is applied, below ``every``.
+    mixing: m, above 0 and at most 1. With 1, workers go on from the parameters, and
+      lose what they did during ``delay``.
+    merge: ``"mean"``, or ``"senders"``, which divides the sum of an element by the
+      number of workers that sent it. Only sparse codecs allow that.
+
+  Raises:
+    ValueError: ``mixing`` or ``merge`` breaks its rule;
+      :func:`gradcomp.local.local_steps` checks the others.
+  """
+
+  exchange: ExchangeName | Auto | Exchange = "auto"
+  min_leaf_size: int | None = None
+  message_bytes: int | None = None
+  key: ArrayLike = 0
+  dither: Dither = "shared"
+  feedback: FeedbackName | Feedback | None = "error"
+  fragments: int = 1
+  delay: int = 0
+  mixing: float = 1.0
+  merge: Merge = "mean"
+
+  def __post_init__(self) -> None:
+    share_above_0("mixing", self.mixing)
+    one_of("merge", Merge, self.merge)
 
 
 def up_to(name: str, least: int, most: int, value: Any) -> int:
@@ -34,24 +75,21 @@ def checked_optimizer(name: str, tx: Any) -> optax.GradientTransformationExtraAr
   return optax.with_extra_args_support(tx)
 
 
-def kept_of(feedback: Any, decay: float, codec: Any) -> Any:
-  """Returns the feedback for the unsent part of a displacement."""
-  decay = share_above_0("feedback_decay", decay)
-  if feedback == "error":
-    # A codec that is unbiased without random numbers is exact.
-    exact = getattr(codec, "unbiased", False) and not codec.needs_key
-    return None if exact else ErrorFeedback(residual_decay=decay)
-  if decay != 1:
-    raise ValueError(
-      f'`feedback_decay` must be 1 unless feedback is "error", got {decay}; pass '
-      "feedback=gradcomp.ErrorFeedback(residual_decay=...) with options of its own."
-    )
-  return feedback
+def feedback_of(feedback: Any, codec: Any) -> Any:
+  """Returns the feedback of displacements; None for an exact codec."""
+  if feedback != "error":
+    return feedback
+  # A codec that is unbiased without random numbers is exact.
+  exact = getattr(codec, "unbiased", False) and not codec.needs_key
+  return None if exact else ErrorFeedback()
 
 
 def exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
-  """Returns the exchange of displacements, which divides by the rule of ``merge``."""
-  one_of("merge", Merge, merge)
+  """Returns the exchange of displacements, which divides by the rule of ``merge``.
+
+  Raises:
+    ValueError: it sends nothing, or the codec or the exchange does not allow ``merge``.
+  """
   given = as_exchange(exchange)
   if isinstance(given, Exchange) and not given.sends:
     raise ValueError(

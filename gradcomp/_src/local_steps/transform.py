@@ -5,13 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
-from gradcomp._src.checks import one_tree, share_above_0, step_count
+from gradcomp._src.checks import instance_of, one_tree, step_count
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import agreement
-from gradcomp._src.core.compression import Dither
-from gradcomp._src.core.feedback import Feedback, FeedbackName
 from gradcomp._src.core.inputs import not_differentiated
 from gradcomp._src.core.state import (
   FragmentState,
@@ -20,9 +17,6 @@ from gradcomp._src.core.state import (
   is_own_steps,
 )
 from gradcomp._src.core.transform import compress
-from gradcomp._src.exchange.all_gather import Merge
-from gradcomp._src.exchange.auto import Auto, ExchangeName
-from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.local_steps.displacement import (
   first_own,
   numbers_of_all,
@@ -32,10 +26,11 @@ from gradcomp._src.local_steps.displacement import (
 )
 from gradcomp._src.local_steps.fragments import Fragment, cut, join, select, sizes_of
 from gradcomp._src.local_steps.options import (
+  LocalOptions,
   check_floats,
   checked_optimizer,
   exchange_of_rounds,
-  kept_of,
+  feedback_of,
   up_to,
 )
 from gradcomp._src.local_steps.rounds import Round
@@ -44,6 +39,8 @@ from gradcomp._src.mesh.reduction import reduction
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import mesh_of, unreduced_axes
 from gradcomp._src.mesh.unsharded_params import check_whole_params
+
+_DEFAULTS = LocalOptions()
 
 
 def local_params(params: Any, opt_state: Any) -> Any:
@@ -84,20 +81,10 @@ def local_steps(
   inner: optax.GradientTransformation,
   outer: optax.GradientTransformation,
   *,
+  axis_name: AxisName,
   every: int,
   codec: LeafCodec,
-  axis_name: AxisName,
-  exchange: ExchangeName | Auto | Exchange = "auto",
-  feedback: FeedbackName | Feedback | None = "error",
-  feedback_decay: float = 1.0,
-  fragments: int = 1,
-  delay: int = 0,
-  mixing: float = 1.0,
-  merge: Merge = "mean",
-  min_leaf_size: int | None = None,
-  message_bytes: int | None = None,
-  key: ArrayLike = 0,
-  dither: Dither = "shared",
+  options: LocalOptions = _DEFAULTS,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Runs ``inner`` on each worker, and exchanges displacements in every H-th step.
 
@@ -124,7 +111,8 @@ def local_steps(
 
   - DiLoCo: ``inner=optax.adamw(...)``, ``codec=Dense()``,
     ``outer=optax.sgd(0.7, 0.9, nesterov=True)``.
-  - SparseLoCo: a sparse codec, ``outer=optax.sgd(1.0)``, ``feedback_decay=0.95``.
+  - SparseLoCo: a sparse codec, ``outer=optax.sgd(1.0)``, ``feedback=
+    ErrorFeedback(residual_decay=0.95)``.
   - MuLoCo: ``inner=optax.contrib.muon(...)``, and 2 bits, rounded to the nearest level.
   - Streaming DiLoCo: ``fragments``, ``delay``, ``mixing=0.5`` and ``FloatCast`` of 3
     and 0 bits. Fragment k of P is exchanged in step :math:`kH/P` of a round, and the
@@ -148,20 +136,10 @@ def local_steps(
     inner: the optimizer of each worker, with its state.
     outer: the optimizer of the parameters, which takes D in float32 as their gradient.
       Of fragments, each has a state of its own.
-    every: H, the number of steps in a round.
-    codec: the codec of the displacements.
     axis_name: the axis of the workers, or a tuple of axes.
-    exchange, min_leaf_size, message_bytes, key, dither: the options of the exchange,
-      see :class:`gradcomp.CompressOptions`. It must send something.
-    feedback: as there. ``"error"`` keeps no residual for a codec that is exact.
-    feedback_decay: :math:`\beta`, above 0 and at most 1.
-    fragments: P, the number of parts of about equal size, each of consecutive leaves,
-      that are exchanged in different steps.
-    delay: :math:`\tau`, the steps after which an exchange is applied, below H.
-    mixing: m, above 0 and at most 1. With 1, workers go on from the parameters, and
-      drop their displacement of the ``delay``.
-    merge: ``"mean"``, or ``"senders"``, which divides the sum of an element by the
-      number of workers that sent it. Only sparse codecs allow that.
+    every: H, the number of steps in a round.
+    codec: of the differences.
+    options: of the exchange, its feedback, fragments and delay.
 
   Returns:
     A gradient transformation; its state is a :class:`LocalStepsState`. Call ``init``
@@ -172,14 +150,13 @@ def local_steps(
       number of workers is unknown, or there are fewer leaves than fragments; in
       ``update``, there are no parameters, they or the state are not those of a worker,
       or gradients are already reduced.
-    TypeError: ``inner``, ``outer`` or ``codec`` is not one; or a parameter or a
-      gradient is no real float.
+    TypeError: ``inner``, ``outer``, ``codec`` or ``options`` is not one; or a parameter
+      or a gradient is no real float.
 
   Example:
     >>> tx = local_steps(
-    ...   optax.sgd(0.5), optax.sgd(1.0), every=2, codec=gradcomp.codecs.Dense(),
-    ...   axis_name="data",
-    ... )
+    ...   optax.sgd(0.5), optax.sgd(1.0), axis_name="data", every=2,
+    ...   codec=gradcomp.codecs.Dense())
     >>> def worker(target):
     ...   params = jnp.float32(0.0)
     ...   state = tx.init(params)
@@ -198,20 +175,21 @@ def local_steps(
     Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
   """
   every = step_count("every", every)
-  fragments = up_to("fragments", 1, every, fragments)
-  delay = up_to("delay", 0, every - 1, delay)
-  mixing = share_above_0("mixing", mixing)
+  options = instance_of("options", LocalOptions, options)
+  fragments = up_to("fragments", 1, every, options.fragments)
+  delay = up_to("delay", 0, every - 1, options.delay)
+  mixing = float(options.mixing)
   names = axis_names(axis_name)
   axes = names if len(names) > 1 else names[0]
   compressed = compress(
     codec,
     axis_name=axes,
-    exchange=exchange_of_rounds(exchange, merge, codec),
-    feedback=kept_of(feedback, feedback_decay, codec),
-    min_leaf_size=min_leaf_size,
-    message_bytes=message_bytes,
-    key=key,
-    dither=dither,
+    exchange=exchange_of_rounds(options.exchange, options.merge, codec),
+    feedback=feedback_of(options.feedback, codec),
+    min_leaf_size=options.min_leaf_size,
+    message_bytes=options.message_bytes,
+    key=options.key,
+    dither=options.dither,
   )
   takes_value = isinstance(outer, optax.GradientTransformationExtraArgs)
   inner = checked_optimizer("inner", inner)

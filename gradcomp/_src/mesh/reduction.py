@@ -97,7 +97,7 @@ def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:
     "says that it is equal on all: inside jax.shard_map, and under Explicit axes, "
     "jax.grad with respect to replicated parameters has already all-reduced it in full "
     "precision. Use gradcomp.value_and_grad in place of jax.value_and_grad, or "
-    "gradcomp.defer_reduction(params, axis_name) before jax.grad; and put "
+    "gradcomp.defer_reduction(params, axis_name=axis_name) before jax.grad; and put "
     "optax.MultiSteps behind the exchange."
   )
 

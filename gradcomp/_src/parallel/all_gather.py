@@ -23,8 +23,8 @@ To = Literal["varying", "invarying"]
 
 def all_gather(
   x: jax.Array,
-  axis_name: AxisName,
   *,
+  axis_name: AxisName,
   codec: Any,
   backward: Any = "same",
   axis: int = 0,
@@ -71,7 +71,8 @@ def all_gather(
   Example:
     >>> codec = gradcomp.codecs.EightBit(data_type="linear")
     >>> x = jnp.array([[127.0, 0.4], [1.0, 0.25]])
-    >>> gather = lambda x: gradcomp.parallel.all_gather(x, "model", codec=codec)
+    >>> gather = lambda x: gradcomp.parallel.all_gather(
+    ...   x, axis_name="model", codec=codec)
     >>> jax.vmap(gather, axis_name="model")(x)[1]  # its own numbers are as they were
     Array([127.  ,   0.  ,   1.  ,   0.25], dtype=float32)
 

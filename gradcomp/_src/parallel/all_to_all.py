@@ -23,10 +23,10 @@ from gradcomp._src.parallel.transport import cut, exchanged, joined
 
 def all_to_all(
   x: jax.Array,
+  *,
   axis_name: AxisName,
   split_axis: int,
   concat_axis: int,
-  *,
   codec: Any,
   backward: Any = "same",
   own: Own = "exact",
@@ -62,8 +62,9 @@ def all_to_all(
     TypeError: ``x`` has no float dtype, or ``codec`` is no codec.
 
   Example:
+    >>> codec = gradcomp.codecs.Dense()
     >>> swap = lambda x: gradcomp.parallel.all_to_all(
-    ...   x, "expert", 0, 0, codec=gradcomp.codecs.Dense())
+    ...   x, axis_name="expert", split_axis=0, concat_axis=0, codec=codec)
     >>> jax.vmap(swap, axis_name="expert")(jnp.array([[1.0, 2.0], [3.0, 4.0]]))
     Array([[1., 3.],
            [2., 4.]], dtype=float32)

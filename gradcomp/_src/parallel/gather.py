@@ -32,9 +32,9 @@ from gradcomp._src.parallel.transport import (
 
 def gather(
   w_shard: jax.Array,
-  axis_name: AxisName,
   *,
-  weights: Any,
+  axis_name: AxisName,
+  params: Any,
   grads: Any,
   residual: jax.Array | None = None,
   axis: int = 0,
@@ -83,7 +83,7 @@ def gather(
     w_shard: this worker's part of the weight, floats, of one shape on all workers. A
       scalar counts as ``[1]``.
     axis_name: the axis of the enclosing map, or a tuple of axes.
-    weights: the codec of the weight; None for ``float32``.
+    params: the codec of the weight; None for ``float32``.
     grads: the codec of the gradient; None for ``float32``. ``OneBit`` needs a residual.
     residual: the rounding errors of this worker's earlier gradients: zeros at first,
       see :func:`gather_residual`. Without one, they are dropped.
@@ -107,7 +107,7 @@ def gather(
     >>> def loss(w_shard, residual, x):
     ...   codec = gradcomp.codecs.Dense(dtype=jnp.bfloat16)
     ...   w = gradcomp.parallel.gather(
-    ...     w_shard, "data", weights=codec, grads=codec, residual=residual)
+    ...     w_shard, axis_name="data", params=codec, grads=codec, residual=residual)
     ...   return jnp.dot(w, x)
     >>> x = jnp.array([[1.0, 2.0], [4.0, 0.1]])
     >>> grad = jax.vmap(jax.grad(loss, (0, 1)), axis_name="data")
@@ -121,7 +121,7 @@ def gather(
     Guarantees <https://arxiv.org/abs/2302.02390>`_, 2023, section 3
   """
   size = require_size(axis_name)
-  forward = Dense() if weights is None else stateless("weights", weights)
+  forward = Dense() if params is None else stateless("params", params)
   corrected = residual is not None
   back = Dense() if grads is None else stateless("grads", grads, corrected=corrected)
   wire = Wire(axis_name, forward, back, "coded", size)
@@ -138,7 +138,7 @@ def gather(
 
 
 def gather_residual(
-  w_shard: jax.Array, axis_name: AxisName, *, axis: int = 0
+  w_shard: jax.Array, *, axis_name: AxisName, axis: int = 0
 ) -> jax.Array:
   """Returns the first residual of a weight for :func:`gather`: zeros.
 
@@ -148,7 +148,7 @@ def gather_residual(
 
     residuals = jax.jit(jax.shard_map(
       lambda shards: jax.tree.map(
-        lambda w: gradcomp.parallel.gather_residual(w, "data"), shards),
+        lambda w: gradcomp.parallel.gather_residual(w, axis_name="data"), shards),
       in_specs=P("data"), out_specs=P("data"), mesh=mesh))(shards)
 
   Args:
@@ -165,7 +165,7 @@ def gather_residual(
     TypeError: ``w_shard`` has no float dtype.
 
   Example:
-    >>> zeros = lambda w: gradcomp.parallel.gather_residual(w, "data", axis=1)
+    >>> zeros = lambda w: gradcomp.parallel.gather_residual(w, axis_name="data", axis=1)
     >>> jax.vmap(zeros, axis_name="data")(jnp.ones((4, 3, 2))).shape
     (4, 3, 8)
   """
@@ -252,13 +252,14 @@ def _check_residual(residual: jax.Array, x: jax.Array, shape: tuple[int, ...]) -
   if not jnp.issubdtype(residual.dtype, jnp.floating):
     raise TypeError(
       f"`residual` must have a real float dtype, got {residual.dtype}; start with "
-      "gradcomp.parallel.gather_residual(w_shard, axis_name)."
+      "gradcomp.parallel.gather_residual(w_shard, axis_name=axis_name)."
     )
   if residual.shape != shape:
     raise ValueError(
       f"`residual` must be of the shape {shape}, as all shards together, got "
       f"{residual.shape}; start with gradcomp.parallel.gather_residual(w_shard, "
-      "axis_name), and give its map an out_specs that stacks them on the first axis."
+      "axis_name=axis_name), and give its map an out_specs that stacks them on the "
+      "first axis."
     )
   missing = varying_axes(x) - varying_axes(residual)
   if missing:

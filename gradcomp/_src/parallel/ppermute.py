@@ -23,9 +23,9 @@ Pairs = tuple[tuple[int, int], ...]
 
 def ppermute(
   x: jax.Array,
+  *,
   axis_name: AxisName,
   perm: Sequence[tuple[int, int]],
-  *,
   codec: Any,
   backward: Any = "same",
   key: jax.Array | None = None,
@@ -57,7 +57,7 @@ def ppermute(
 
   Example:
     >>> send = lambda x: gradcomp.parallel.ppermute(
-    ...   x, "stage", [(0, 1), (1, 0)], codec=gradcomp.codecs.Dense())
+    ...   x, axis_name="stage", perm=[(0, 1), (1, 0)], codec=gradcomp.codecs.Dense())
     >>> jax.vmap(send, axis_name="stage")(jnp.array([1.0, 2.0]))
     Array([2., 1.], dtype=float32)
   """

@@ -23,8 +23,8 @@ from gradcomp._src.parallel.transport import gathered, reduced
 
 def psum(
   x: jax.Array,
-  axis_name: AxisName,
   *,
+  axis_name: AxisName,
   codec: Any,
   key: jax.Array | None = None,
 ) -> jax.Array:
@@ -57,7 +57,7 @@ def psum(
 
   Example:
     >>> total = lambda x: gradcomp.parallel.psum(
-    ...   x, "model", codec=gradcomp.codecs.Dense())
+    ...   x, axis_name="model", codec=gradcomp.codecs.Dense())
     >>> jax.vmap(total, axis_name="model")(jnp.array([1.0, 2.0]))
     Array([3., 3.], dtype=float32)
 
@@ -73,8 +73,8 @@ def psum(
 
 def sum_gradients(
   x: jax.Array,
-  axis_name: AxisName,
   *,
+  axis_name: AxisName,
   codec: Any,
   key: jax.Array | None = None,
 ) -> jax.Array:
@@ -100,7 +100,7 @@ def sum_gradients(
   Example:
     >>> def loss(x, w):
     ...   x = gradcomp.parallel.sum_gradients(
-    ...     x, "model", codec=gradcomp.codecs.Dense())
+    ...     x, axis_name="model", codec=gradcomp.codecs.Dense())
     ...   return x * w
     >>> w = jnp.array([3.0, 5.0])
     >>> jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="model")(1.0, w)

@@ -20,8 +20,8 @@ from gradcomp._src.parallel.options import (
 
 def psum_scatter(
   x: jax.Array,
-  axis_name: AxisName,
   *,
+  axis_name: AxisName,
   codec: Any,
   backward: Any = "same",
   axis: int = 0,
@@ -59,7 +59,7 @@ def psum_scatter(
 
   Example:
     >>> scatter = lambda x: gradcomp.parallel.psum_scatter(
-    ...   x, "model", codec=gradcomp.codecs.Dense())
+    ...   x, axis_name="model", codec=gradcomp.codecs.Dense())
     >>> jax.vmap(scatter, axis_name="model")(jnp.array([[1.0, 2.0], [30.0, 40.0]]))
     Array([[31.],
            [42.]], dtype=float32)

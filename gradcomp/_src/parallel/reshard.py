@@ -22,8 +22,9 @@ from gradcomp._src.parallel.reshard_inside import Move, moved, moved_with_residu
 
 def reshard(
   x: jax.Array,
-  spec_or_axis: PartitionSpec | AxisName,
+  spec: PartitionSpec | None = None,
   *,
+  axis_name: AxisName | None = None,
   codec: Any,
   key: jax.Array | None = None,
   residual: jax.Array | None = None,
@@ -45,8 +46,9 @@ def reshard(
 
   Args:
     x: an array of floats.
-    spec_or_axis: the sharding of the result; or an axis over which ``x`` is unreduced
-      or sharded, to make the result replicated over it.
+    spec: the sharding of the result.
+    axis_name: in its place, an axis over which ``x`` is unreduced or sharded, or a
+      tuple of axes. The result is replicated over them.
     codec: the codec.
     key: a key that all workers share, if the codec draws random numbers.
     residual: the unsent part of earlier calls, ``float32``, zeros at first. It is
@@ -61,13 +63,13 @@ def reshard(
 
   Raises:
     ValueError: the codec is sparse, or needs a memory or error feedback; it needs a
-      key, and there is none; or another change than these, of one array axis, would be
-      needed.
-    TypeError: ``x`` has no float dtype, or ``codec`` is no codec.
+      key, and there is none; ``spec`` and ``axis_name`` are both given, or neither; or
+      another change than these, of one array axis, would be needed.
+    TypeError: ``x`` has no float dtype, ``codec`` is no codec, or ``spec`` no spec.
 
   Example:
     >>> codec = gradcomp.codecs.Dense()
-    >>> total = lambda x: gradcomp.parallel.reshard(x, "data", codec=codec)
+    >>> total = lambda x: gradcomp.parallel.reshard(x, axis_name="data", codec=codec)
     >>> jax.vmap(total, axis_name="data")(jnp.array([[1.0, 2.0], [30.0, 40.0]]))
     Array([[31., 42.],
            [31., 42.]], dtype=float32)
@@ -75,11 +77,20 @@ def reshard(
   codec = stateless("codec", codec)
   key = checked_key(key, codec)
   x = checked_floats(x)
-  target: PartitionSpec | None
-  if isinstance(spec_or_axis, PartitionSpec):
-    target, named = spec_or_axis, set(sharded_axes(spec_or_axis))
+  if (spec is None) == (axis_name is None):
+    raise ValueError(
+      "`spec` or `axis_name` must be given, and not both, got "
+      f"spec={spec} and axis_name={axis_name!r}."
+    )
+  if spec is None:
+    assert axis_name is not None
+    named = set(axis_names(axis_name))
+  elif isinstance(spec, PartitionSpec):
+    named = set(sharded_axes(spec))
   else:
-    target, named = None, set(axis_names(spec_or_axis))
+    raise TypeError(
+      f"`spec` must be a jax.P, got {spec!r}; pass the name of an axis by axis_name=."
+    )
   if source is not None:
     named |= {*sharded_axes(source), *source.unreduced}
   outside = not any(bound_size(name) for name in named)
@@ -89,8 +100,7 @@ def reshard(
     given = source
   else:
     given = PartitionSpec(unreduced=named)
-  if target is None:
-    target = _without(given, named, x.ndim)
+  target = _without(given, named, x.ndim) if spec is None else spec
   move = _move(given, target, x.ndim)
   if outside:
     mesh = mesh_of(x)
@@ -126,7 +136,7 @@ def _move(source: PartitionSpec, target: PartitionSpec, ndim: int) -> Move:
   elif len(changed) == 1 and not addends and not after[changed[0]]:
     return Move("gather", _name(before[changed[0]]), changed[0])
   raise ValueError(
-    "`spec_or_axis` must lead from addends to their sum, replicated or cut along one "
+    "`spec` must lead from addends to their sum, replicated or cut along one "
     "array axis over the same mesh axes, or from shards to the whole of one array "
     f"axis, got {target} for an array of {source}; jax.reshard does what needs neither."
   )

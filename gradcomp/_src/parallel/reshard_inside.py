@@ -43,12 +43,14 @@ class Move(NamedTuple):
 def moved(x: jax.Array, move: Move, codec: Codec, key: jax.Array | None) -> jax.Array:
   """Runs a collective on one worker, where a map binds the axes."""
   if move.kind == "sum":
-    return psum(x, move.axis_name, codec=codec, key=key)
+    return psum(x, axis_name=move.axis_name, codec=codec, key=key)
   if move.kind == "scatter":
-    return psum_scatter(x, move.axis_name, codec=codec, axis=move.axis, key=key)
+    return psum_scatter(
+      x, axis_name=move.axis_name, codec=codec, axis=move.axis, key=key
+    )
   return all_gather(
     x,
-    move.axis_name,
+    axis_name=move.axis_name,
     codec=codec,
     axis=move.axis,
     own="coded",

@@ -33,7 +33,7 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Directions:
-  """The result of :func:`explain`; ``str(directions)`` is a table for each pass.
+  """The result of :func:`trace_wire`; ``str(directions)`` is a table for each pass.
 
   Attributes:
     forward: the collectives of the function.
@@ -53,8 +53,8 @@ class Directions:
     return f"Forward:\n{self.forward}\nBackward:\n{self.backward}"
 
 
-def explain(
-  function: Callable[..., Any], *args: Any, axes: Mapping[str, int]
+def trace_wire(
+  function: Callable[..., Any], *args: Any, workers: Mapping[str, int]
 ) -> Directions:
   """Traces a function of one worker's arrays, and counts its bytes, in both passes.
 
@@ -69,28 +69,28 @@ def explain(
     function: a function of the arrays that one worker has, which may differ between
       workers. It can be a call of one collective, a layer, or a whole loss.
     *args: these arrays, or their ``jax.ShapeDtypeStruct``, or trees of them.
-    axes: the axes that the function uses, with the number of workers along each.
+    workers: the axes that the function uses, with the number of workers along each.
 
   Returns:
     A :class:`Directions`, with a :class:`gradcomp.wire.WireReport` for each pass.
 
   Raises:
-    ValueError: ``axes`` is empty, or has a size below 1.
-    TypeError: ``axes`` is no mapping.
+    ValueError: ``workers`` is empty, or has a size below 1.
+    TypeError: ``workers`` is no mapping.
 
   Example:
     >>> codec = gradcomp.codecs.EightBit()
     >>> gather = lambda x: gradcomp.parallel.all_gather(
-    ...   x, "model", codec=codec, backward=None, axis=1)
+    ...   x, axis_name="model", codec=codec, backward=None, axis=1)
     >>> x = jax.ShapeDtypeStruct((128, 2304), jnp.float32)
-    >>> found = explain(gather, x, axes={"model": 4})
+    >>> found = trace_wire(gather, x, workers={"model": 4})
     >>> found.forward.bytes_sent, found.backward.bytes_sent  # 8 and 32 bits
     (886464, 3538944)
     >>> [x.kind for x in found.forward.collectives + found.backward.collectives]
     ['all-gather', 'all-to-all']
   """
-  mesh = abstract_mesh(_checked(axes), argument="axes")
-  names = tuple(axes)
+  mesh = abstract_mesh(_checked(workers), argument="workers")
+  names = tuple(workers)
 
   def forward(*args: Any) -> list[jax.Array]:
     """Returns the floats of the result, which have cotangents."""
@@ -110,7 +110,7 @@ def explain(
     with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
       mapped = jax.shard_map(local, in_specs=spec, out_specs=spec)
       trace = jax.make_jaxpr(mapped)(*args)
-    return tuple(_collectives(trace.jaxpr, axes, "", 1))
+    return tuple(_collectives(trace.jaxpr, workers, "", 1))
 
   there = traced(forward)
   both = traced(backward)
@@ -118,14 +118,16 @@ def explain(
   return Directions(WireReport(there), WireReport(both[len(there) :]))
 
 
-def _checked(axes: Any) -> dict[str, int]:
+def _checked(workers: Any) -> dict[str, int]:
   """Returns the sizes of the axes by name."""
-  if not isinstance(axes, Mapping):
-    raise TypeError(f"`axes` must be {_AXES_RULE}, got {axes!r}.")
-  sizes = tuple(static_integer("axes", _SIZE_RULE, size) for size in axes.values())
+  if not isinstance(workers, Mapping):
+    raise TypeError(f"`workers` must be {_AXES_RULE}, got {workers!r}.")
+  sizes = tuple(
+    static_integer("workers", _SIZE_RULE, size) for size in workers.values()
+  )
   if not sizes or min(sizes) < 1:
-    raise ValueError(f"`axes` must be {_AXES_RULE}, got {dict(axes)}.")
-  return dict(zip(axes, sizes, strict=True))
+    raise ValueError(f"`workers` must be {_AXES_RULE}, got {dict(workers)}.")
+  return dict(zip(workers, sizes, strict=True))
 
 
 def _collectives(

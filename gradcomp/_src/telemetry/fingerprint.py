@@ -40,6 +40,9 @@ def fingerprint(tree: Any) -> jax.Array:
   Args:
     tree: arrays of any dtype.
 
+  Returns:
+    Two words, ``uint32[2]``.
+
   Raises:
     TypeError: JAX would drop bits of a NumPy array, because it has no 64-bit dtypes.
     ValueError: a leaf is unreduced, so that no device has its value yet.

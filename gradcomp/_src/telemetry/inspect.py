@@ -103,7 +103,7 @@ def inspect(
   plain ``jax.jit``. It runs ``update`` from this state, with the same random bits, up
   to the exchange, and drops the result. So a call takes about as long as an exchange,
   and sends up to 5 KB a leaf more. In a step that needs the result,
-  :func:`update_and_inspect` saves the second exchange; :func:`make_train_step` uses
+  :func:`inspected_update` saves the second exchange; :func:`make_train_step` uses
   it if its step is called with ``inspect=True``.
 
   All transformations of gradcomp that run in this step are measured, wherever they are
@@ -142,10 +142,10 @@ def inspect(
     >>> sorted(found.leaves), found.total.levels, found.total.wen_bound.round(2)
     (["['w']"], Array(8., dtype=float32), Array(1.5, dtype=float32))
   """
-  return update_and_inspect(optimizer, grads, opt_state, params, **extra_args)[2]
+  return inspected_update(optimizer, grads, opt_state, params, **extra_args)[2]
 
 
-def update_and_inspect(
+def inspected_update(
   optimizer: optax.GradientTransformation,
   grads: Any,
   opt_state: Any,
@@ -168,7 +168,7 @@ def update_and_inspect(
     >>> optimizer = gradcomp.qsgd(bits=4)
     >>> grads = {"w": jnp.linspace(-1.0, 1.0, 4096)}
     >>> state = optimizer.init(grads)
-    >>> updates, state, found = update_and_inspect(optimizer, grads, state)
+    >>> updates, state, found = inspected_update(optimizer, grads, state)
     >>> int(state.count), bool(found.total.cosine > 0.99)
     (1, True)
   """

@@ -27,6 +27,9 @@ def exponents(inspection: Inspection) -> "Figure":
   Args:
     inspection: one step, with one value for each number.
 
+  Returns:
+    A figure of matplotlib.
+
   Raises:
     ImportError: matplotlib is not installed.
     ValueError: the inspection holds those of several workers or steps.
@@ -77,6 +80,9 @@ def errors(inspection: Inspection) -> "Figure":
   Args:
     inspection: one step, with one value for each number.
 
+  Returns:
+    A figure of matplotlib.
+
   Raises:
     ImportError: matplotlib is not installed.
     ValueError: the inspection holds those of several workers or steps.
@@ -117,6 +123,9 @@ def curves(inspections: Sequence[Inspection], steps: Sequence[int]) -> "Figure":
   Args:
     inspections: one for each step.
     steps: the numbers of the steps.
+
+  Returns:
+    A figure of matplotlib.
 
   Raises:
     ImportError: matplotlib is not installed.

@@ -21,7 +21,7 @@ from gradcomp._src.telemetry.fingerprint import leaf_fingerprints
 )
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-  """The fingerprints of :func:`check_replicas`, with the leaves that differ.
+  """The fingerprints of :func:`compare_replicas`, with the leaves that differ.
 
   Attributes:
     words: ``uint32[workers, leaves, 2]``, the fingerprint of each leaf at each worker,
@@ -83,7 +83,7 @@ def _who(workers: list[int], count: int) -> str:
   return f"worker{several} {', '.join(map(str, workers))}"
 
 
-def check_replicas(
+def compare_replicas(
   tree: Any, *, axis_name: AxisName, mesh: Mesh | None = None
 ) -> Replicas:
   """Compares the workers' copies of a replicated tree by fingerprints.
@@ -96,7 +96,7 @@ def check_replicas(
   Call it inside of ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``, or outside, in
   plain ``jax.jit`` too, for arrays of a mesh. It is a collective: all workers must call
   it in the same steps. :func:`make_train_step` calls it in some steps, with
-  ``check_every=``.
+  ``compare_every=``.
 
   Args:
     tree: arrays that are equal on all workers, e.g. parameters. They may be sharded
@@ -117,7 +117,7 @@ def check_replicas(
   Example:
     >>> params = {"b": jnp.zeros((3, 2)), "w": jnp.ones((3, 2)).at[2, 0].set(-0.0)}
     >>> check = jax.vmap(
-    ...   lambda params: check_replicas(params, axis_name="data").words,
+    ...   lambda params: compare_replicas(params, axis_name="data").words,
     ...   axis_name="data")
     >>> Replicas(check(params)[0], ("b", "w")).differing()
     {'w': [2]}

@@ -1,7 +1,9 @@
 """Tests of a codec or a transformation by all laws."""
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradcomp._src.checks import static_integer
+from gradcomp._src.checks import instance_of, static_integer
 from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.leaf import Leaf
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
@@ -25,22 +27,56 @@ from gradcomp._src.testing.leaves import ragged, tile_of
 SIZES = (0, 1, 2, 3, 31, 33, 127, 200)
 _COUNT_RULE = "a number of 1 or more"
 
+Law = functools.partial[None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+  """The options of :func:`check_codec`, which say what a codec promises.
+
+  Attributes:
+    sizes: of leaves that are tried beside those of two rows and a part of a third.
+    draws: the encodings whose mean is compared with a leaf, if the codec is unbiased.
+    constants: values of which a leaf of one value comes back exactly.
+    spoils: what an element that is not finite may spoil: see
+      :func:`gradcomp.testing.laws.non_finite_elements_are_seen`.
+    own_statistics: whether a codec computes statistics of a leaf's own elements, among
+      which zeros behind the leaf would count, as in means.
+    most_variance: the largest variance of the mean of workers that share a dither, as
+      a part of that of independent ones.
+    same_bits: whether all modes shall have the same bits: not for a codec that
+      multiplies matrices, of which a compiler orders the sums as it likes.
+    keeps_range: whether all float16 numbers, and sums of four of them, have a place in
+      rows: not for a codec that casts to a smaller type without a scale.
+
+  Raises:
+    ValueError: ``draws`` is no number of 1 or more.
+  """
+
+  sizes: Sequence[int] = SIZES
+  draws: int = 1000
+  constants: Sequence[float] = ()
+  spoils: int | str | None = "any"
+  own_statistics: bool = False
+  most_variance: float = 1.0
+  same_bits: bool = True
+  keeps_range: bool = True
+
+  def __post_init__(self) -> None:
+    static_integer("draws", _COUNT_RULE, self.draws, least=1)
+
+
+_DEFAULTS = CheckOptions()
+
 
 def check_codec(
   codec: LeafCodec,
   *,
   workers: int = 4,
-  sizes: Sequence[int] = SIZES,
-  draws: int = 1000,
-  constants: Sequence[float] = (),
-  spoils: int | str | None = "any",
-  own_statistics: bool = False,
-  most_variance: float = 1.0,
-  same_bits: bool = True,
   exchanges: Sequence[ExchangeName | Exchange] = ("all_gather", "two_shot"),
-  keeps_range: bool = True,
-) -> tuple[str, ...]:
-  """Tests a codec by every law of this library, by itself and in exchanges.
+  options: CheckOptions = _DEFAULTS,
+) -> None:
+  """Holds a codec to every law of this library, alone and in exchanges.
 
   First the codec by itself: it is a value and pure, shapes and dtypes return, zeros
   stay zeros, NaN is seen, padding leaks nowhere, rows are independent, it is unbiased
@@ -55,37 +91,21 @@ def check_codec(
   Args:
     codec: the codec, as users make it.
     workers: N, which should be a power of two for all modes to be compared.
-    sizes: further sizes of leaves, to the default of two rows and a part of a third.
-    draws: the encodings whose mean is compared with a leaf, if the codec is unbiased.
-    constants: values that a leaf of one value decodes to exactly.
-    spoils: the elements that one which is not finite may spoil: see
-      :func:`gradcomp.testing.laws.non_finite_elements_are_seen`.
-    own_statistics: whether a codec computes statistics of a leaf's own elements, among
-      which zeros behind the leaf would count, as in means.
-    most_variance: the largest variance of the mean of workers that share a dither,
-      relative to independent ones.
-    same_bits: whether all modes must have the same bits: not for a codec that
-      multiplies matrices, because a compiler chooses the order of their sums.
     exchanges: the exchanges to try.
-    keeps_range: whether rows can hold all float16 numbers, and sums of four of them:
-      not for a codec that casts to a smaller type without a scale.
-
-  Returns:
-    The names of the laws that were tried and hold.
+    options: what the codec promises.
 
   Raises:
-    BrokenLaw: a law does not hold. It is an AssertionError with the law, the expected
-      and the found result, and the place to look.
-    TypeError: ``codec`` is no codec of a leaf.
-    ValueError: ``workers`` or ``draws`` is below 1, or ``exchanges`` has an unknown
+    BrokenLaw: a law does not hold. It is an AssertionError, whose message names the
+      law, what was expected, what was found, and where to look.
+    TypeError: ``codec`` is no codec of a leaf, or ``options`` no :class:`CheckOptions`.
+    ValueError: ``workers`` is no number of 1 or more, or ``exchanges`` has an unknown
       one.
 
   Example:
-    >>> from gradcomp.testing import check_codec
+    >>> from gradcomp.testing import CheckOptions, check_codec
     >>> codec = gradcomp.codecs.Dense(dtype=jnp.bfloat16)
-    >>> held = check_codec(codec, sizes=(1, 33), spoils="itself", exchanges=[])
-    >>> held[:3]
-    ('is_a_value', 'facts_are_plain', 'is_pure')
+    >>> options = CheckOptions(sizes=(1, 33), spoils="itself")
+    >>> check_codec(codec, exchanges=[], options=options)
   """
   if not is_codec(codec):
     raise TypeError(
@@ -98,8 +118,77 @@ def check_codec(
       "policy, and the policy by check_transformation(gradcomp.compress(policy))."
     )
   static_integer("workers", _COUNT_RULE, workers, least=1)
-  static_integer("draws", _COUNT_RULE, draws, least=1)
-  held = _Held()
+  instance_of("options", CheckOptions, options)
+  _hold(codec_laws(codec, workers=workers, exchanges=exchanges, options=options))
+
+
+def check_transformation(
+  transformation: optax.GradientTransformation,
+  params: Any = None,
+  *,
+  axis_name: str = "data",
+  workers: int = 4,
+  places: Sequence[str] | None = None,
+  steps: int = 2,
+  same_bits: bool = True,
+) -> None:
+  """Holds a transformation with gradcomp's in it to every law of this library.
+
+  All workers get the same bits, in every mode; the state keeps its structure; nothing
+  is lost where residuals are kept; a NaN reaches every worker; and a compiled step
+  sends the bytes that :func:`gradcomp.explain` tells.
+
+  Args:
+    transformation: such as ``gradcomp.qsgd(bits=4, axis_name="data")``, also in an
+      ``optax.chain``.
+    params: the parameters, or their ``jax.ShapeDtypeStruct``; by default a matrix and
+      some small leaves, one of them empty and one of half precision.
+    axis_name: the axis that the transformation was given.
+    workers: N, which should be a power of two for all modes to be compared.
+    places: the modes to compare, of :mod:`gradcomp.testing.modes`; by default all for
+      which there are devices.
+    steps: the number of steps.
+    same_bits: whether all modes shall have the same bits: see :class:`CheckOptions`.
+
+  Raises:
+    BrokenLaw: a law does not hold: see :func:`check_codec`.
+    TypeError: ``transformation`` has no ``init`` and ``update``.
+    ValueError: ``workers`` or ``steps`` is no number of 1 or more, or ``places`` has an
+      unknown mode.
+
+  Example:
+    >>> from gradcomp.testing import check_transformation
+    >>> tx = gradcomp.terngrad(axis_name="data", exchange="psum")
+    >>> check_transformation(tx, workers=2, places=["shard_map"])
+  """
+  if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
+    raise TypeError(
+      "`transformation` must have `init` and `update`, as optax's have, got "
+      f"{transformation!r}; a codec becomes one by gradcomp.compress(codec)."
+    )
+  static_integer("workers", _COUNT_RULE, workers, least=1)
+  static_integer("steps", _COUNT_RULE, steps, least=1)
+  _hold(
+    transformation_laws(
+      transformation,
+      _params((45, 46)) if params is None else params,
+      axis_name=axis_name,
+      workers=workers,
+      places=places,
+      steps=steps,
+      same_bits=same_bits,
+    )
+  )
+
+
+def codec_laws(
+  codec: LeafCodec,
+  *,
+  workers: int,
+  exchanges: Sequence[ExchangeName | Exchange],
+  options: CheckOptions,
+) -> Iterator[Law]:
+  """Yields the laws of a codec, each with its arguments; :func:`check_codec`'s are."""
   shape = ragged(codec)
   first = rounds_of(codec.bind(Leaf(shape)), shape)[0]
   for law in (
@@ -118,29 +207,29 @@ def check_codec(
     laws.elements_draw_apart,
     laws.workers_choose_alike,
   ):
-    held(law, codec)
-  if same_bits:
-    held(laws.batches_are_independent, codec)
-    held(laws.same_bits_without_jit, codec)
+    yield Law(law, codec)
+  if options.same_bits:
+    yield Law(laws.batches_are_independent, codec)
+    yield Law(laws.same_bits_without_jit, codec)
   for bad in (np.nan, np.inf, -np.inf):
-    held(laws.non_finite_elements_are_seen, codec, bad=bad, spoils=spoils)
-  if constants:
-    held(laws.constants_are_exact, codec, tuple(constants))
-  held(laws.odd_sizes_work, codec, tuple(sizes))
-  if not own_statistics and tile_of(codec) is not None and first.of_leaf:
-    held(laws.zeros_behind_change_nothing, codec)
+    yield Law(laws.non_finite_elements_are_seen, codec, bad=bad, spoils=options.spoils)
+  if options.constants:
+    yield Law(laws.constants_are_exact, codec, tuple(options.constants))
+  yield Law(laws.odd_sizes_work, codec, tuple(options.sizes))
+  if not options.own_statistics and tile_of(codec) is not None and first.of_leaf:
+    yield Law(laws.zeros_behind_change_nothing, codec)
   if codec.unbiased:
-    held(laws.mean_is_the_leaf, codec, draws=draws)
+    yield Law(laws.mean_is_the_leaf, codec, draws=options.draws)
     if codec.needs_key and not sums.of(first.codec).alike:
-      held(laws.mean_is_the_leaf, codec, draws=draws, workers=workers)
-      held(laws.errors_of_workers_cancel, codec, most_variance)
-  held(laws.bytes_are_the_claim, codec, workers=workers)
+      yield Law(laws.mean_is_the_leaf, codec, draws=options.draws, workers=workers)
+      yield Law(laws.errors_of_workers_cancel, codec, options.most_variance)
+  yield Law(laws.bytes_are_the_claim, codec, workers=workers)
   refused = sums.facts(codec).refusals
-  if keeps_range:
+  if options.keeps_range:
     for partial in (Ring(), Hierarchical(group_size=2)):
       if partial.way not in refused:
-        held(laws.half_precision_keeps_its_range, codec, partial)
-    held(laws.large_numbers_keep_their_size, codec)
+        yield Law(laws.half_precision_keeps_its_range, codec, partial)
+    yield Law(laws.large_numbers_keep_their_size, codec)
   for exchange in map(as_exchange, exchanges):
     if getattr(exchange, "way", None) not in refused:
       transformation = compress(
@@ -150,94 +239,45 @@ def check_codec(
         feedback="error",
         min_leaf_size=0,
       )
-      found = check_transformation(
-        transformation, _params(shape), workers=workers, same_bits=same_bits
+      yield from transformation_laws(
+        transformation, _params(shape), workers=workers, same_bits=options.same_bits
       )
-      held.add(found)
-  return tuple(held.names)
 
 
-def check_transformation(
+def transformation_laws(
   transformation: optax.GradientTransformation,
-  params: Any = None,
+  params: Any,
   *,
-  workers: int = 4,
   axis_name: str = "data",
+  workers: int,
   places: Sequence[str] | None = None,
   steps: int = 2,
-  same_bits: bool = True,
-) -> tuple[str, ...]:
-  """Tests a transformation with gradcomp's in it by every law of this library.
-
-  All workers get the same bits, in every mode; the state keeps its structure; with
-  residuals, updates and residuals add up to the gradients; a NaN reaches every worker;
-  and a compiled step sends the bytes of :func:`gradcomp.explain`.
-
-  Args:
-    transformation: such as ``gradcomp.qsgd(bits=4, axis_name="data")``, also in an
-      ``optax.chain``.
-    params: the parameters, or their ``jax.ShapeDtypeStruct``; by default a matrix and
-      some small leaves, one of them empty and one of half precision.
-    workers: N, which should be a power of two for all modes to be compared.
-    axis_name: the axis that the transformation was given.
-    places: the modes to compare, of ``testing.modes``; by default all for
-      which there are devices.
-    steps: the number of steps.
-    same_bits: whether all modes must have the same bits: see :func:`check_codec`.
-
-  Returns:
-    The names of the laws that were tried and hold.
-
-  Raises:
-    BrokenLaw: a law does not hold: see :func:`check_codec`.
-    TypeError: ``transformation`` has no ``init`` and ``update``.
-    ValueError: ``workers`` or ``steps`` is below 1, or ``places`` has an unknown mode.
-
-  Example:
-    >>> from gradcomp.testing import check_transformation
-    >>> tx = gradcomp.terngrad(axis_name="data", exchange="psum")
-    >>> "workers_agree" in check_transformation(tx, workers=2, places=["shard_map"])
-    True
-  """
-  if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
-    raise TypeError(
-      "`transformation` must have `init` and `update`, as optax's have, got "
-      f"{transformation!r}; a codec becomes one by gradcomp.compress(codec)."
-    )
-  static_integer("workers", _COUNT_RULE, workers, least=1)
-  static_integer("steps", _COUNT_RULE, steps, least=1)
-  params = _params((45, 46)) if params is None else params
+  same_bits: bool,
+) -> Iterator[Law]:
+  """Yields the laws of a transformation, each with its arguments."""
   gradients = [laws.gradients_like(params, workers, seed) for seed in range(steps)]
-  held = _Held()
-  options = {"axis_name": axis_name}
-  held(laws.state_is_stable, transformation, gradients, **options)
-  held(laws.workers_agree, transformation, gradients, **options)
-  held(laws.nothing_is_lost, transformation, gradients, **options)
+  law = functools.partial(
+    Law, transformation=transformation, gradients=gradients, axis_name=axis_name
+  )
+  yield law(laws.state_is_stable)
+  yield law(laws.workers_agree)
+  yield law(laws.nothing_is_lost)
   for bad in (math.nan, math.inf):
-    held(laws.non_finite_gradients_are_seen, transformation, gradients, bad, **options)
+    yield law(laws.non_finite_gradients_are_seen, bad=bad)
   if len(jax.devices()) >= workers:
     if same_bits:
-      held(laws.same_bits_in_every_mode, transformation, gradients, places, **options)
-    held(laws.bytes_are_explained, transformation, gradients, **options)
-  return tuple(held.names)
+      yield law(laws.same_bits_in_every_mode, places=places)
+    yield law(laws.bytes_are_explained)
 
 
-class _Held:
-  """Collects the names of laws that hold, and adds a law's name to its errors."""
-
-  def __init__(self) -> None:
-    self.names: dict[str, None] = {}
-
-  def __call__(self, law: Callable[..., None], *args: Any, **options: Any) -> None:
+def _hold(tried: Iterable[Law]) -> None:
+  """Tries laws; the error of the first that is broken gets a note with its name."""
+  for law in tried:
     try:
-      law(*args, **options)
+      law()
     except Exception as error:
-      error.add_note(f"While trying gradcomp._src.testing.laws.{law.__name__}.")
+      error.add_note(f"While trying gradcomp.testing.laws.{law.func.__name__}.")
       raise
-    self.add([law.__name__])
-
-  def add(self, names: Sequence[str]) -> None:
-    self.names |= dict.fromkeys(names)
 
 
 def _params(shape: tuple[int, ...]) -> dict[str, jax.Array]:

@@ -43,6 +43,12 @@ class Run(NamedTuple):
 def modes_for(workers: int) -> tuple[str, ...]:
   """Returns the modes with equal bits for N workers.
 
+  Args:
+    workers: the number of workers.
+
+  Returns:
+    Their names; ``"explicit"`` is one of them for a power of two.
+
   Example:
     >>> modes_for(3)
     ('shard_map', 'shard_map_unchecked', 'pmap', 'vmap')
@@ -50,8 +56,18 @@ def modes_for(workers: int) -> tuple[str, ...]:
   return (*MODES, EXPLICIT) if workers & (workers - 1) == 0 else MODES
 
 
-def mesh(workers: int, kind: AxisType = AxisType.Auto, axis_name: str = "data") -> Mesh:
+def mesh(
+  workers: int, kind: AxisType = AxisType.Auto, *, axis_name: str = "data"
+) -> Mesh:
   """Returns a mesh of the first N devices.
+
+  Args:
+    workers: the number of devices.
+    kind: the type of the axis.
+    axis_name: its name.
+
+  Returns:
+    The mesh.
 
   Raises:
     ValueError: there are fewer.
@@ -80,6 +96,12 @@ def run(
     gradients: trees with leaves ``[N, ...]``, one tree a step.
     axis_name: the name of the axis.
 
+  Returns:
+    What each worker has: outputs and the last state.
+
+  Raises:
+    ValueError: ``mode`` is unknown, or there are too few devices for it.
+
   Example:
     >>> tx = gradcomp.qsgd(bits=4, axis_name="data")
     >>> run("vmap", tx, [{"w": jnp.ones((2, 5))}]).outputs[0]["w"].shape
@@ -87,13 +109,13 @@ def run(
   """
   workers = jax.tree.leaves(gradients[0])[0].shape[0]
   params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
-  update = mapped(mode, transformation, workers, axis_name)
+  update = mapped(mode, transformation, workers, axis_name=axis_name)
   state, outputs = None, []
   for gradient in gradients:
     output, state = update(gradient, state, params)
     outputs.append(output)
   if mode not in ("pmap", "vmap"):
-    specs = state_specs(state, axis_name)
+    specs = state_specs(state, axis_name=axis_name)
     unstacked = functools.partial(_unstacked, workers=workers, axis_name=axis_name)
     state = jax.tree.map(unstacked, state, specs)
   if mode == EXPLICIT:
@@ -106,8 +128,9 @@ def run(
 def lowered(
   transformation: optax.GradientTransformation,
   params: Any,
-  workers: int,
+  *,
   axis_name: str = "data",
+  workers: int,
 ) -> jax.stages.Lowered:
   """Lowers a step with its ``init`` in ``shard_map``, for ``wire_report``."""
 
@@ -134,9 +157,19 @@ def mapped(
   mode: str,
   transformation: optax.GradientTransformation,
   workers: int,
+  *,
   axis_name: str = "data",
 ) -> Mapped:
   """Returns ``update`` of all workers, cached with its compiled programs.
+
+  Args:
+    mode: one of ``modes_for(workers)``.
+    transformation: over the axis.
+    workers: the number of workers.
+    axis_name: the name of the axis.
+
+  Returns:
+    ``update(gradients, state or None, params)``, of arrays with a first axis of N.
 
   Raises:
     ValueError: ``mode`` is unknown.
@@ -188,7 +221,7 @@ def _replicated_map(
 def _explicit(
   transformation: optax.GradientTransformation, workers: int, axis_name: str
 ) -> Mapped:
-  devices = mesh(workers, AxisType.Explicit, axis_name)
+  devices = mesh(workers, AxisType.Explicit, axis_name=axis_name)
 
   @jax.jit
   def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -216,7 +249,7 @@ def _sharded_map(
 
   @jax.jit
   def update(gradient: Any, state: Any) -> tuple[Any, Any]:
-    specs = state_specs(state, axis_name)
+    specs = state_specs(state, axis_name=axis_name)
 
     def local(gradient: Any, state: Any) -> tuple[Any, Any]:
       gradient = jax.tree.map(lambda leaf: leaf[0], gradient)

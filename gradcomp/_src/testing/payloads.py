@@ -273,7 +273,7 @@ def bytes_are_the_claim(
     )
   if len(jax.devices()) < workers:
     return
-  report = wire_report(lowered(tx, jnp.asarray(leaf), workers))
+  report = wire_report(lowered(tx, jnp.asarray(leaf), workers=workers))
   if abs(report.bytes_sent - told.bytes_sent) > len(report.collectives):  # rounded up
     raise BrokenLaw(
       law,

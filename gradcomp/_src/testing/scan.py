@@ -93,7 +93,7 @@ def _scan_types(
   workers = jax.tree.leaves(stacked)[0].shape[1]
   mesh = AbstractMesh((workers,), (axis_name,), (AxisType.Auto,))
   state = state_shapes(transformation, params, workers=workers, axis_name=axis_name)
-  specs = state_specs(state, axis_name)
+  specs = state_specs(state, axis_name=axis_name)
 
   def local(state: Any, gradients: Any, params: Any) -> Any:
     own = jax.tree.map(lambda x: x[:, 0], gradients)

@@ -167,7 +167,9 @@ def bytes_are_explained(
     return
   params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
   told = explain(transformation, params, workers=workers)
-  report = wire_report(modes.lowered(transformation, params, workers, axis_name))
+  report = wire_report(
+    modes.lowered(transformation, params, axis_name=axis_name, workers=workers)
+  )
   # Each collective's bytes are rounded up.
   if abs(report.bytes_sent - told.bytes_sent) > len(report.collectives):
     raise BrokenLaw(

@@ -68,7 +68,16 @@ def round_trip(codec: LeafCodec, x: jax.Array, key: ArrayLike = KEY) -> jax.Arra
 
 
 def trial(codec: LeafCodec, x: ArrayLike, key: ArrayLike = KEY) -> Trial:
-  """Encodes and decodes a leaf, by a program that is compiled once."""
+  """Returns what a codec makes of a leaf, from a program that is compiled once.
+
+  Args:
+    codec: the codec.
+    x: the leaf.
+    key: the key of a codec that draws random numbers, two words.
+
+  Returns:
+    A :class:`Trial`, in NumPy's arrays.
+  """
   return jax.tree.map(np.asarray, _trial(codec, jnp.asarray(x), jnp.asarray(key)))
 
 

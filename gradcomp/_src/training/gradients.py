@@ -30,7 +30,7 @@ from gradcomp._src.training.micro_batches import (
 from gradcomp._src.training.weights import over_all_weight, over_own_weight
 
 
-def defer_reduction(params: Any, axis_name: AxisName) -> Any:
+def defer_reduction(params: Any, *, axis_name: AxisName) -> Any:
   """Types the parameters as differing between workers, so that gradients stay local.
 
   Inside ``jax.shard_map`` with its default ``check_vma=True``, JAX all-reduces the
@@ -59,7 +59,7 @@ def defer_reduction(params: Any, axis_name: AxisName) -> Any:
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> def grads(w):
-    ...   w = gradcomp.defer_reduction(w, "data")
+    ...   w = gradcomp.defer_reduction(w, axis_name="data")
     ...   return jax.grad(lambda w: jnp.sum(w**2))(w)
     >>> jax.shard_map(
     ...   grads, mesh=mesh, in_specs=P(), out_specs=P("data")
@@ -185,7 +185,7 @@ def value_and_grad(
       return _addends(loss_fn, gradients_of, axis_name, *args, **kwargs)
     marked = list(args)
     for i in differentiated:
-      marked[i] = defer_reduction(marked[i], axis_name)
+      marked[i] = defer_reduction(marked[i], axis_name=axis_name)
     value, grads = gradients_of(loss_fn)(*marked, **kwargs)
     if has_aux:
       return (pmean(value[0], axis_name), value[1]), grads

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gradcomp._src.checkpoint.specs import check_stacked, state_specs
-from gradcomp._src.checks import flag, optional_one_of, step_count
+from gradcomp._src.checks import flag, instance_of
 from gradcomp._src.core import agreement
 from gradcomp._src.core.state import steps_alone
 from gradcomp._src.local_steps.displacement import numbers_of_all
@@ -21,11 +21,12 @@ from gradcomp._src.mesh.specs import restrict_spec
 from gradcomp._src.mesh.types import typed_spec
 from gradcomp._src.mesh.unsharded_params import check_whole_arrays
 from gradcomp._src.report.explain import explain
-from gradcomp._src.telemetry.inspect import update_and_inspect
+from gradcomp._src.telemetry.inspect import inspected_update
 from gradcomp._src.training.donation import Donating
-from gradcomp._src.training.micro_batches import check_accumulate
-from gradcomp._src.training.worker import ModelState, WorkerStep, check_model_state
+from gradcomp._src.training.worker import TrainOptions, WorkerStep, check_model_state
 from gradcomp._src.transforms.freeze import allow_frozen
+
+_DEFAULTS = TrainOptions()
 
 
 def make_train_step(
@@ -34,13 +35,8 @@ def make_train_step(
   *,
   axis_name: AxisName | None,
   mesh: Mesh | None = None,
-  has_aux: bool = False,
-  has_weight: bool = False,
-  model_state: ModelState | None = None,
-  accumulate: int = 1,
-  report: bool = False,
-  check_every: int | None = None,
   donate: bool = True,
+  options: TrainOptions = _DEFAULTS,
 ) -> Callable[..., tuple[Any, ...]]:
   """Makes a jitted data-parallel train step: gradients, exchange and update.
 
@@ -55,28 +51,10 @@ def make_train_step(
       device.
     mesh: the devices; by default the mesh of ``jax.set_mesh``. Its other axes stay as
       they are: parameters may be sharded over them.
-    has_aux: whether ``loss_fn`` returns ``aux``.
-    has_weight: whether it returns ``(total, weight)`` in place of ``loss``, so that the
-      loss is the mean over all tokens, say, that count: see :func:`value_and_grad`.
-      Model state and ``aux`` are plain means. In :func:`local_steps` a worker's loss
-      is the mean over its own tokens.
-    model_state: the treatment of a model state that is not trained, like batch
-      statistics. ``"mean"`` averages it over the workers in every step, in float32.
-      ``"local"`` leaves each worker its own; arrays then have a first axis of N, for
-      the workers. None is for models without one.
-    accumulate: the number of micro-batches that a worker takes one after the other.
-      Gradients, model state and ``aux`` are means over them. There is one exchange and
-      one update.
-    report: whether ``metrics`` has ``"bytes_sent"`` (the bytes that a worker sends for
-      gradients in a step by :func:`explain`, as ``float32``), ``"gradient_norm"`` (the
-      root mean square over the workers of their own gradients' l2 norms) and
-      ``"update_norm"`` (the l2 norm of the update of the parameters).
-    check_every: n, to compare the workers' parameters at the start of one of n steps,
-      from the first on, in ``metrics["replicas"]``: see :func:`check_replicas`. In the
-      other steps they count as equal. None compares nothing. ``bytes_sent`` does not
-      count this.
     donate: whether parameters and optimizer state are updated in place. The arrays that
-      were passed in are then gone. An array that is in both is copied first.
+      were passed in are then gone. What is in both is copied first.
+    options: the form of the loss, the model state, micro-batches, and what ``metrics``
+      has: see :class:`TrainOptions`.
 
   Returns:
     A jitted ``step(params, opt_state, batch, *extra) -> (params, opt_state, metrics)``.
@@ -102,7 +80,7 @@ def make_train_step(
     gradient or the function, it is sent uncompressed. With :func:`local_steps` they are
     the worker's own. ``step(..., extra_args={"name": x})`` adds others.
     If it is called with ``inspect=True``, ``metrics["inspection"]`` is the
-    :class:`Inspection` of the step: see :func:`update_and_inspect`. That is a program
+    :class:`Inspection` of the step: see :func:`inspected_update`. That is a program
     of its own, which is compiled when it is first needed.
 
   Raises:
@@ -126,29 +104,22 @@ def make_train_step(
     >>> metrics["loss"]
     Array(16., dtype=float32)
   """
-  flag("report", report)
-  flag("has_weight", has_weight)
-  if check_every is not None:
-    check_every = _check_period(check_every, axis_name)
-  optional_one_of("model_state", ModelState, model_state)
-  one_worker = WorkerStep(
-    axis_name=axis_name,
-    has_aux=has_aux,
-    has_weight=has_weight,
-    model_state=model_state,
-    accumulate=check_accumulate(accumulate),
-    report=report,
-    check_every=check_every,
-  )
+  options = instance_of("options", TrainOptions, options)
+  one_worker = WorkerStep(axis_name=axis_name, options=options)
   frozen = allow_frozen(optimizer)
-  functions = loss_fn, frozen.update, functools.partial(update_and_inspect, frozen)
+  functions = loss_fn, frozen.update, functools.partial(inspected_update, frozen)
   workers: Any = 1
 
   def alone(*args: Any, inspect: bool) -> Any:
-    check_model_state(args[2], model_state, accumulate, 1)
+    check_model_state(args[2], options.model_state, options.accumulate, 1)
     return one_worker(functions, *args, inspect=inspect)
 
   run = alone
+  if axis_name is None and options.compare_every is not None:
+    raise ValueError(
+      "`compare_every` must be None with axis_name=None, where one device has nothing "
+      f"to compare itself with, got {options.compare_every}."
+    )
   if axis_name is not None:
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
     workers = _sizes(mesh, axis_name)
@@ -158,7 +129,7 @@ def make_train_step(
     flag("inspect", inspect)
     *result, metrics, own = run(params, *args, inspect=inspect)
     metrics |= own
-    if report:
+    if options.report:
       shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
       sent = explain(optimizer, shapes, workers=workers).bytes_per_step
       metrics["bytes_sent"] = jnp.float32(sent)
@@ -190,21 +161,10 @@ def make_train_step(
     given = params, opt_state, state, batch, extra, rng, dict(extra_args or {})
     return whole_step(*given, inspect=inspect)
 
-  chosen: Any = step if model_state is None else step_with_state
+  chosen: Any = step if options.model_state is None else step_with_state
   if not donate:
     return jax.jit(chosen, static_argnames="inspect")
   return Donating(jax.jit(chosen, donate_argnums=(0, 1), static_argnames="inspect"))
-
-
-def _check_period(check_every: Any, axis_name: AxisName | None) -> int:
-  """Returns the number of steps between two comparisons; ValueError otherwise."""
-  steps = step_count("check_every", check_every)
-  if axis_name is None:
-    raise ValueError(
-      f"`check_every` must be None with axis_name=None, where one device has nothing "
-      f"to compare itself with, got {steps}."
-    )
-  return steps
 
 
 def _sizes(mesh: Mesh, axis_name: AxisName) -> dict[str, int]:
@@ -227,7 +187,8 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
   kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   is_explicit = all(kinds[name] == AxisType.Explicit for name in names)
   cut, whole = PartitionSpec(axis_name), PartitionSpec()
-  kept = cut if one_worker.model_state == "local" else whole
+  options = one_worker.options
+  kept = cut if options.model_state == "local" else whole
 
   def run(
     params: Any,
@@ -246,15 +207,13 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
           f"`batch`{jax.tree_util.keystr(path)} must have a first axis that {workers} "
           f"workers can share equally, got the shape {leaf.shape}."
         )
-    check_model_state(
-      model_state, one_worker.model_state, one_worker.accumulate, workers
-    )
+    check_model_state(model_state, options.model_state, options.accumulate, workers)
     check_whole_arrays("params", params, axis_name)
     if is_explicit:
       batch = jax.reshard(batch, NamedSharding(mesh, cut))
       model_state = jax.reshard(model_state, NamedSharding(mesh, kept))
     opt_state = numbers_of_all(opt_state, mesh)
-    specs = state_specs(opt_state, axis_name)
+    specs = state_specs(opt_state, axis_name=axis_name)
     check_stacked(opt_state, specs, params, workers)
 
     def enter(bind: Callable[[Any], Any], closed_over: list[Any]) -> Any:
@@ -282,13 +241,13 @@ def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[...,
           raise
         return mapped(False)
 
-    # The options that decide the messages; the number of micro-batches does not.
-    names_sent = ("axis_name", "has_aux", "model_state", "report", "check_every")
-    told = {name: getattr(one_worker, name) for name in names_sent}
+    # What decides what is sent; how many micro-batches there are does not.
+    names_sent = ("has_aux", "model_state", "report", "compare_every")
+    told = {name: getattr(options, name) for name in names_sent}
     with agreement.one_record(
       mesh,
       "gradcomp.make_train_step",
-      told | {"inspect": inspect},
+      {"axis_name": axis_name} | told | {"inspect": inspect},
       params=params,
       opt_state=opt_state,
       model_state=model_state,

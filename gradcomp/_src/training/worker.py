@@ -9,18 +9,69 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from gradcomp._src.checks import flag, optional_one_of, step_count
 from gradcomp._src.core.extra_args import extra_args
 from gradcomp._src.core.state import states_in, steps_alone
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import widened
 from gradcomp._src.local_steps.transform import local_params
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.telemetry.replicas import Replicas, check_replicas
+from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
 from gradcomp._src.training.gradients import defer_reduction, value_and_grad
-from gradcomp._src.training.micro_batches import loss_alone
+from gradcomp._src.training.micro_batches import check_accumulate, loss_alone
 from gradcomp._src.transforms.freeze import unaveraged
 
 ModelState = Literal["mean", "local"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+  """The options of :func:`gradcomp.make_train_step` that are seldom set.
+
+  Attributes:
+    has_aux: whether ``loss_fn`` returns ``aux``.
+    has_weight: whether it returns ``(total, weight)`` in place of ``loss``, so that the
+      loss is the mean over all tokens, say, that count: see
+      :func:`gradcomp.value_and_grad`. Model state and ``aux`` are plain means. In
+      :func:`gradcomp.local.local_steps` a worker's loss is the mean over its own
+      tokens.
+    model_state: what becomes of a state of the model that is not trained, like batch
+      statistics. ``"mean"`` averages it over the workers in every step, in float32.
+      ``"local"`` leaves each worker its own; arrays then have a first axis of N, for
+      the workers. None is for models without one.
+    accumulate: the number of micro-batches that a worker takes one after the other.
+      Gradients, model state and ``aux`` are means over them. There is one exchange and
+      one update.
+    report: whether ``metrics`` has ``"bytes_sent"`` (the bytes that
+      :func:`gradcomp.explain` says a worker sends for gradients in a step, as
+      ``float32``), ``"gradient_norm"`` (the root mean square over the workers of their
+      own gradients' l2 norms) and ``"update_norm"`` (the l2 norm of what is added to
+      the parameters).
+    compare_every: the period in steps, from the first step on, in which
+      ``metrics["replicas"]`` says whether the parameters that the step was given are
+      equal on all workers: see :func:`gradcomp.telemetry.compare_replicas`. In the
+      other steps it says that they are. None compares nothing. ``bytes_sent`` does not
+      count this.
+
+  Raises:
+    ValueError: a field breaks its rule.
+  """
+
+  has_aux: bool = False
+  has_weight: bool = False
+  model_state: ModelState | None = None
+  accumulate: int = 1
+  report: bool = False
+  compare_every: int | None = None
+
+  def __post_init__(self) -> None:
+    for name in ("has_aux", "has_weight", "report"):
+      flag(name, getattr(self, name))
+    optional_one_of("model_state", ModelState, self.model_state)
+    object.__setattr__(self, "accumulate", check_accumulate(self.accumulate))
+    if self.compare_every is not None:
+      steps = step_count("compare_every", self.compare_every)
+      object.__setattr__(self, "compare_every", steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,12 +79,7 @@ class WorkerStep:
   """The step of one worker; :func:`make_train_step` documents the options."""
 
   axis_name: AxisName | None
-  has_aux: bool
-  has_weight: bool
-  model_state: ModelState | None
-  accumulate: int
-  report: bool
-  check_every: int | None
+  options: TrainOptions
 
   def __call__(
     self,
@@ -61,9 +107,9 @@ class WorkerStep:
       more_args: further arguments of ``update``.
       inspect: whether to inspect the update.
     """
-    loss_fn, update, update_and_inspect = functions
+    loss_fn, update, inspected_update = functions
     alone = steps_alone(opt_state)
-    if alone and self.model_state == "mean":
+    if alone and self.options.model_state == "mean":
       raise ValueError(
         '`model_state` must be "local" or None where workers take steps alone, for a '
         'mean in each step would be sent in each step, got "mean".'
@@ -74,27 +120,33 @@ class WorkerStep:
       uniform,
       axis_name=together,
       has_aux=True,
-      has_weight=self.has_weight,
-      accumulate=self.accumulate,
+      has_weight=self.options.has_weight,
+      accumulate=self.options.accumulate,
     )
     loss_only = loss_alone(
-      uniform, self.accumulate, (1,), together, has_weight=self.has_weight
+      uniform,
+      self.options.accumulate,
+      (1,),
+      together,
+      has_weight=self.options.has_weight,
     )
-    if self.model_state == "local":
+    if self.options.model_state == "local":
       model_state = jax.tree.map(lambda x: x[0], model_state)
     rows, state_before = (batch, self._keys(rng)), model_state
     at = local_params(params, opt_state)
     if alone and self.axis_name is not None:
-      at = defer_reduction(at, self.axis_name)
+      at = defer_reduction(at, axis_name=self.axis_name)
     value, grads = grad_fn(at, rows, model_state, extra)
     loss, (model_state, aux) = value
-    metrics, own = {"loss": loss}, {"aux": aux} if self.has_aux else {}
-    if self.model_state == "local":
+    metrics, own = {"loss": loss}, {"aux": aux} if self.options.has_aux else {}
+    if self.options.model_state == "local":
       model_state = jax.tree.map(lambda x: x[None], model_state)
-    if self.model_state == "mean":
+    if self.options.model_state == "mean":
       model_state = self._mean_of_any(model_state)
-    if self.check_every is not None:
-      metrics["replicas"] = self._replicas(params, opt_state, self.check_every)
+    if self.options.compare_every is not None:
+      metrics["replicas"] = self._replicas(
+        params, opt_state, self.options.compare_every
+      )
 
     def value_fn(params: Any) -> jax.Array:
       own = loss_only(params, rows, state_before, extra)
@@ -104,18 +156,18 @@ class WorkerStep:
     grad = grads if alone else self._mean_of_any(grads)
     given = extra_args(loss, grad, value_fn) | more_args
     if inspect:
-      updates, opt_state, found = update_and_inspect(grads, opt_state, params, **given)
+      updates, opt_state, found = inspected_update(grads, opt_state, params, **given)
       metrics["inspection"] = found
     else:
       updates, opt_state = update(grads, opt_state, params, **given)
     self._check_equal(updates, params)
-    if self.report:
+    if self.options.report:
       own["gradient_norm"] = optax.tree.norm(jax.tree.map(widened, grads), squared=True)
     if alone:
       own = jax.tree.map(lambda x: x[None], own | {"loss": metrics.pop("loss")})
     else:
       metrics, own = metrics | self._mean(own), {}
-    if self.report:
+    if self.options.report:
       norms = own if alone else metrics
       norms["gradient_norm"] = jnp.sqrt(norms["gradient_norm"])
       metrics["update_norm"] = optax.tree.norm(jax.tree.map(widened, updates))
@@ -128,7 +180,7 @@ class WorkerStep:
     def uniform(params: Any, rows: Any, model_state: Any, extra: Any) -> Any:
       batch, keys = rows
       options = {} if keys is None else {"rng": keys[0]}
-      if self.model_state is not None:
+      if self.options.model_state is not None:
         batch, extra = model_state, (batch, *extra)
       return self._parts(loss_fn(params, batch, *extra, **options))
 
@@ -139,7 +191,7 @@ class WorkerStep:
     model_state = aux = None
     # A pattern of two parts matches tuples and lists, where unpacking would take the
     # keys of a dict of two entries.
-    match self.model_state is not None, self.has_aux, result:
+    match self.options.model_state is not None, self.options.has_aux, result:
       case False, False, loss:
         pass
       case False, True, (loss, aux):
@@ -150,17 +202,17 @@ class WorkerStep:
         pass
       case _:
         loss = {}
-    match self.has_weight, loss:
+    match self.options.has_weight, loss:
       case (False, one) if jax.tree_util.all_leaves([one]):
         return loss, (model_state, aux)
       case True, (total, weight) if jax.tree_util.all_leaves([total, weight]):
         return loss, (model_state, aux)
     forms = "loss", "(loss, aux)", "(loss, model_state)", "(loss, (model_state, aux))"
-    form = forms[2 * (self.model_state is not None) + self.has_aux]
-    form = form.replace("loss", "(total, weight)") if self.has_weight else form
+    form = forms[2 * (self.options.model_state is not None) + self.options.has_aux]
+    form = form.replace("loss", "(total, weight)") if self.options.has_weight else form
     raise TypeError(
-      f"`loss_fn` must return {form} with has_aux={self.has_aux}, has_weight="
-      f"{self.has_weight} and model_state={self.model_state!r}, got "
+      f"`loss_fn` must return {form} with has_aux={self.options.has_aux}, has_weight="
+      f"{self.options.has_weight} and model_state={self.options.model_state!r}, got "
       f"{jax.tree.structure(result)}."
     )
 
@@ -169,7 +221,7 @@ class WorkerStep:
     if rng is None:
       return None
     worker = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
-    return jax.random.split(jax.random.fold_in(rng, worker), self.accumulate)
+    return jax.random.split(jax.random.fold_in(rng, worker), self.options.accumulate)
 
   def _replicas(self, params: Any, opt_state: Any, steps: int) -> Replicas:
     """Compares the parameters of all workers in one of ``steps`` steps; else zeros."""
@@ -177,13 +229,13 @@ class WorkerStep:
     if not states:
       raise ValueError(
         "`optimizer` must hold a gradcomp transformation, whose state counts the steps "
-        f"for check_every={steps}, got the state "
+        f"for compare_every={steps}, got the state "
         f"{jax.tree.structure(opt_state)}."
       )
 
     def compare(params: Any) -> Replicas:
       assert self.axis_name is not None
-      return check_replicas(params, axis_name=self.axis_name)
+      return compare_replicas(params, axis_name=self.axis_name)
 
     like = jax.eval_shape(compare, params)
     # The count is equal on all workers, so that all of them are in the same branch.

@@ -18,9 +18,16 @@ NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
 
 
 def local(inner, outer, codec, every=3, **options):
+  """Local steps; the options are fields of LocalOptions."""
+  options = gradcomp.local.LocalOptions(**options)
   return gradcomp.local.local_steps(
-    inner, outer, every=every, codec=codec, axis_name="data", **options
+    inner, outer, axis_name="data", every=every, codec=codec, options=options
   )
+
+
+def decaying(residual_decay):
+  """Error feedback that forgets a part, as SparseLoCo's."""
+  return gradcomp.ErrorFeedback(residual_decay=residual_decay)
 
 
 def flat(params):

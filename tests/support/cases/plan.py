@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from plan_speeds import NAMES
 
 import gradcomp
-from gradcomp._src.cost.planner.speeds import packaged_speeds
+from gradcomp._src.cost.planner import packaged_speeds
 from gradcomp.codecs import QSGD
-from gradcomp.cost import CANDIDATES, Link
+from gradcomp.cost import CANDIDATES, Link, PlanOptions
+from tests.support.option_fields import with_options
 
 RUNS = cost_fit.read_runs(cost_fit.LINKS)
 LIKE = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 64 MiB
@@ -84,7 +85,7 @@ def plan_of(run, **options):
     candidates=list(codecs_of(run).values()),
     steps=10**6,
   )
-  return gradcomp.cost.plan(like_of(run), **given | options)
+  return plan(like_of(run), **given | options)
 
 
 def cell(hosts, rate="1gbit"):
@@ -94,6 +95,9 @@ def cell(hosts, rate="1gbit"):
 
 
 def plan(params=SMALL, **options):
-  """The plan for four workers with 1 Gbit/s, of one candidate unless told."""
-  given = dict(workers=4, link=GIGABIT, candidates=QSGD4)
-  return gradcomp.cost.plan(params, **given | options)
+  """The plan for four workers with 1 Gbit/s, of one candidate unless told.
+
+  Options are those of ``plan``, and fields of its ``PlanOptions``.
+  """
+  given = dict(workers=4, link=GIGABIT, candidates=QSGD4) | options
+  return gradcomp.cost.plan(params, **with_options(PlanOptions, given))

@@ -115,12 +115,12 @@ def shapes(tx, workers, params=PARAMS):
 
 def reshard(state, tx, old, new, params=PARAMS, axis_name="data", **options):
   return gradcomp.reshard_state(
+    tx,
+    params,
     state,
+    axis_name=axis_name,
     old_workers=old,
     workers=new,
-    optimizer=tx,
-    params=params,
-    axis_name=axis_name,
     **options,
   )
 
@@ -219,7 +219,7 @@ def stacked(tx, state, workers):
       return np.stack([x] * workers)
     return x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
 
-  return jax.tree.map(stack, state, gradcomp.state_specs(state, "data"))
+  return jax.tree.map(stack, state, gradcomp.state_specs(state, axis_name="data"))
 
 
 def unstacked(tx, state, workers):
@@ -227,7 +227,7 @@ def unstacked(tx, state, workers):
     x = np.asarray(x)
     return x[0] if spec == P() else x.reshape(-1, *x.shape[2:])
 
-  return jax.tree.map(join, state, gradcomp.state_specs(state, "data"))
+  return jax.tree.map(join, state, gradcomp.state_specs(state, axis_name="data"))
 
 
 def step(tx, state, gradients, params=None):

@@ -72,7 +72,7 @@ def _mapped(check_vma, tx, params, given):
   params = jax.device_put(params, NamedSharding(mesh, P()))
   with jax.set_mesh(mesh):
     state = tx.init(params)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
   # Unchecked, each worker's own copy comes back.
   out = P() if check_vma else P("data")
 
@@ -106,7 +106,7 @@ def _explicit(tx, params, given):
   params = jax.device_put(params, NamedSharding(mesh, P()))
   with jax.set_mesh(mesh):
     state = tx.init(params)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
 
   @jax.jit
   def step(gradient, state, params):

@@ -92,7 +92,7 @@ def exchange(name, hosts, between=lambda state: state):
   steps = [gradients(hosts, step) for step in range(2)]
   with jax.set_mesh(mesh):
     state = transformation.init(jax.tree.map(lambda leaf: leaf[0], steps[0]))
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
 
   def update(gradient, state):
     own = jax.tree.map(lambda leaf: leaf[0], gradient)
@@ -160,7 +160,7 @@ class Training:
   def restore(self, saved):
     """Takes up a state of which ``saved`` are this host's parts."""
     saved = jax.tree.unflatten(jax.tree.structure(self.state), saved)
-    specs = gradcomp.state_specs(self.state, "data")
+    specs = gradcomp.state_specs(self.state, axis_name="data")
 
     def place(like, part, spec):
       sharding = NamedSharding(self.mesh, spec)

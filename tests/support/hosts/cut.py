@@ -34,15 +34,15 @@ def moved(hosts):
   def local(x):
     x = x[0]
     gather = lambda x: parallel.all_gather(
-      x, "data", axis=1, key=jax.random.key(1), **options
+      x, axis_name="data", axis=1, key=jax.random.key(1), **options
     )
     scatter = lambda x: parallel.psum_scatter(
-      x, "data", axis=1, key=jax.random.key(2), **options
+      x, axis_name="data", axis=1, key=jax.random.key(2), **options
     )
     y, pull_y = jax.vjp(gather, x)
     z, pull_z = jax.vjp(scatter, x)
     own = y, pull_y(jnp.sin(y)), z, pull_z(jnp.sin(z))
-    total = parallel.psum(x, "data", codec=EightBit(data_type="linear"))
+    total = parallel.psum(x, axis_name="data", codec=EightBit(data_type="linear"))
     return jax.tree.map(lambda x: x[None], own), total
 
   specs = P("data"), P()
@@ -68,7 +68,7 @@ def optimized(hosts):
   with jax.set_mesh(mesh):
     params = jax.device_put(params, NamedSharding(mesh, P()))
     state = optimizer.init(params)
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
 
   def step(gradient, state, params):
     own = jax.tree.map(lambda leaf: leaf[0], gradient)

@@ -28,7 +28,7 @@ def optimizer():
 
 def step(tx, mesh, state, seed):
   """One step of all workers of a mesh: the output and the state."""
-  specs = gradcomp.state_specs(state, "data")
+  specs = gradcomp.state_specs(state, axis_name="data")
 
   def update(gradient, state):
     return tx.update(jax.tree.map(lambda leaf: leaf[0], gradient), state)
@@ -55,15 +55,9 @@ def moved(hosts):
     params = jax.device_put(params, NamedSharding(old, P()))
     state = tx.init(params)
   _, state = step(tx, old, state, 1)
-  options = dict(
-    old_workers=old.size,
-    workers=new.size,
-    optimizer=tx,
-    params=params,
-    axis_name="data",
-  )
-  placed = gradcomp.reshard_state(state, mesh=new, **options)
-  on_host = jax.tree.map(words, gradcomp.reshard_state(state, **options))
+  options = dict(axis_name="data", old_workers=old.size, workers=new.size)
+  placed = gradcomp.reshard_state(tx, params, state, mesh=new, **options)
+  on_host = jax.tree.map(words, gradcomp.reshard_state(tx, params, state, **options))
   for x, whole in zip(
     jax.tree.leaves(jax.tree.map(words, placed)), jax.tree.leaves(on_host), strict=True
   ):

@@ -1,4 +1,4 @@
-"""Says how the payloads of a codec add up, and how their sums travel."""
+"""Sums: how the payloads of each codec are added, and how their sums travel."""
 
 from typing import cast
 
@@ -35,7 +35,7 @@ from gradcomp._src.codecs.sums.values import Floats as Floats
 
 
 def facts(codec: LeafCodec) -> SumFacts:
-  """Returns the facts about a codec's sums; for a policy, those of all its codecs.
+  """Returns the facts about a codec's sums; for a policy, about all its codecs' sums.
 
   Example:
     >>> facts(gradcomp.codecs.Policy([(".", gradcomp.codecs.TopK())])).drops
@@ -74,6 +74,6 @@ def of(codec: LeafCodec) -> Sum:
 
 
 def every(codec: LeafCodec) -> tuple[Sum, ...]:
-  """Returns the sums of a codec; of a policy those of all its codecs."""
+  """Returns the sum of a codec's payloads; for a policy, the sums of all its codecs."""
   parts = codec.codecs if isinstance(codec, Policy) else (codec,)
   return tuple(map(of, parts))

@@ -1,4 +1,4 @@
-"""Adds the tiles of codecs that drop elements, and says which elements they send."""
+"""Sums of tiles of codecs that drop elements, and counts of the workers that send."""
 
 import dataclasses
 

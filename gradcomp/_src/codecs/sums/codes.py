@@ -1,4 +1,4 @@
-"""Adds integer codes exactly, and packs the sums into as many bits as they need.
+"""Exact sums of integer codes, packed into as few bits as hold them.
 
 Codes of a ``protocol.SharedCodec`` lie in ``[-m, m]``, so sums over N
 workers lie in ``[-N m, N m]``, whatever the gradients are. Nothing here rounds.
@@ -29,13 +29,9 @@ from gradcomp._src.kernels.materialize import packed, stored
 
 @dataclasses.dataclass(frozen=True)
 class Codes(Facts):
-  """Adds codes, ``int32[rows, P, B]``. Owners pack the sums into as few bits as fit.
+  """Adds codes, ``int32[rows, P, B]``. Owners pack the sums into as few bits as fit."""
 
-  Attributes:
-    codec: the codec of the rows, which encodes with the statistics of all workers.
-  """
-
-  codec: SharedCodec
+  codec: SharedCodec  # encodes rows with the statistics of all workers
 
   mixes = False
 
@@ -122,10 +118,7 @@ class Codes(Facts):
 
 
 def sum_limit(codec: SharedCodec, workers: int) -> int:
-  """Returns the largest magnitude of a sum, ``N m``.
-
-  Raises:
-    ValueError: sums do not fit in 32 bits.
+  """Returns the largest magnitude of a sum, ``N m``; ValueError from 2**31 on.
 
   Example:
     >>> sum_limit(gradcomp.codecs.QSGD(bits=4, share_scale=True), 8)

@@ -1,4 +1,4 @@
-"""Adds sparse payloads, entry by entry. Elements that are not sent cost nothing."""
+"""Sums of sparse payloads, entry by entry: elements that are not sent cost nothing."""
 
 import dataclasses
 import functools
@@ -35,11 +35,9 @@ class Entries(Blocks):
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
-    """Returns the decoder of the sum of all payloads, ``uint32[K, rows, words]``.
-
-    It unpacks the entries of all rows at once. There may be many small leaves, so the
-    entries of these are added at once, too.
-    """
+    """Returns the decoder of the sum of all payloads, ``uint32[K, rows, words]``."""
+    # The entries of all rows are unpacked at once. There may be many small leaves, so
+    # the entries of these are added at once, too.
     codec = self.codec
     positions, values = codec.entries(rows)
     together = rows.shape[1] * codec.tile_size < sparse.COUNTED

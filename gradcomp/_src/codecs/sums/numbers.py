@@ -1,4 +1,4 @@
-"""Adds numbers of a codec's own format, and rounds each sum to it (Han et al.)."""
+"""Sums in a codec's own number format, rounded to it at each addition (Han et al.)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,14 +21,11 @@ _UNROLLED = 4
 
 @dataclasses.dataclass(frozen=True)
 class Numbers(Facts):
-  """Adds scaled numbers, ``float32[rows, P, B]``, in the codec's format.
+  """Adds scaled numbers, ``float32[rows, P, B]``, and rounds sums to their format.
 
   Codes of the format cross the wire in every stage. One worker does an addition, and
   keeps its loss in its residual. In ``all_gather`` every worker does all additions. The
   loss is then kept by the worker whose numbers were added.
-
-  Attributes:
-    codec: the codec with the format.
 
   References:
     Han et al., `Auto-Precision Scaling for Distributed Deep Learning
@@ -164,13 +161,7 @@ class Numbers(Facts):
   def _plus(
     self, partial: Partial, x: jax.Array, counts: jax.Array | bool = True
   ) -> Partial:
-    """Adds the numbers of one more worker to a sum.
-
-    Args:
-      partial: the sum.
-      x: the numbers, ``float32[rows, P, B]``.
-      counts: whether this worker keeps the loss of this addition.
-    """
+    """Adds one worker's numbers; with ``counts`` this worker keeps the loss."""
     exact = partial.total + x
     if not self._rounds:
       return partial._replace(total=exact)
@@ -191,13 +182,10 @@ class Numbers(Facts):
     keep: bool,
     counts: Callable[[jax.Array | int], jax.Array | bool] | None = None,
   ) -> Partial:
-    """Returns the sum of K payloads, added in their order.
+    """Adds K payloads, ``uint32[K, rows, words]``, in their order.
 
-    Args:
-      rows: the payloads, ``uint32[K, rows, words]``.
-      keep: whether to return the losses.
-      counts: a function from the number of a payload to whether this worker keeps the
-        loss of adding it. By default it keeps all losses.
+    ``counts`` maps the number of a payload to whether this worker keeps the loss of
+    adding it. By default it keeps all losses.
     """
 
     def step(k: jax.Array | int, arrays: tuple) -> tuple:
@@ -217,7 +205,7 @@ class Numbers(Facts):
   def _unscaled(
     self, decode: RowDecoder, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
-    """Returns a decoder that decodes scaled numbers and takes their scale off."""
+    """Returns a decoder that also divides the numbers by their scale."""
 
     def values(start: int, stop: int) -> jax.Array:
       tiles = scaled(decode(start, stop), scale)

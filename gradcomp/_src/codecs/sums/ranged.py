@@ -1,4 +1,4 @@
-"""Adds the tiles of codecs whose rows hold smaller numbers than float32 does."""
+"""Sums of tiles for codecs with rows of a smaller range than ``float32``."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ _BIAS = 127  # of the exponents of float32
 
 @dataclasses.dataclass(frozen=True)
 class Ranged(Tiles):
-  """Adds float32 tiles, and sends partial sums that rows of the codec cannot hold.
+  """Adds float32 tiles, and divides the rows of partial sums that rows cannot hold.
 
   A partial sum may be N times as large as the mean. Divided by N on the way, it would
   lose the smallest numbers, so each row is divided only if it must be. The power of two
@@ -49,7 +49,7 @@ class Ranged(Tiles):
       return Partial(tiles * power + own)
 
   def _exponents(self, tiles: jax.Array) -> jax.Array:
-    """Returns the powers of two by which rows are divided, ``int32[rows]``."""
+    """Returns the powers of two that rows must be divided by, ``int32[rows]``."""
     finite = jnp.where(jnp.isfinite(tiles), jnp.abs(tiles), 0.0)
     largest = jnp.max(finite.reshape(tiles.shape[0], -1), axis=1)
     found = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
@@ -59,6 +59,6 @@ class Ranged(Tiles):
 
 
 def _power(exponents: jax.Array, ndim: int) -> jax.Array:
-  """Returns ``2**exponents`` of rows, for arrays of so many axes."""
+  """Returns ``2**exponents`` of rows, in ``ndim`` axes."""
   powers = jax.lax.bitcast_convert_type((exponents + _BIAS) << 23, jnp.float32)
   return powers.reshape(-1, *[1] * (ndim - 1))

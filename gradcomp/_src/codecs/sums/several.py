@@ -1,4 +1,4 @@
-"""Joins the facts about the sums of several codecs that share messages."""
+"""Joint facts about the sums of several codecs that share messages."""
 
 import dataclasses
 
@@ -7,13 +7,7 @@ from gradcomp._src.codecs.sums.sum import SumFacts, Way
 
 @dataclasses.dataclass(frozen=True)
 class Several:
-  """Answers for the sums of several codecs together.
-
-  It does not add. The sum of each codec does that for its own rows.
-
-  Attributes:
-    parts: the facts about each codec's sums.
-  """
+  """Joins the facts about the sums of several codecs, without adding."""
 
   parts: tuple[SumFacts, ...]
 

@@ -1,4 +1,4 @@
-"""Defines the protocols of sums: the facts and the functions that exchanges rely on."""
+"""The protocols of sums: the facts and the functions that exchanges rely on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -17,30 +17,29 @@ RowDecoder = Callable[[int, int], jax.Array]
 
 
 class LeafRows(NamedTuple):
-  """Holds the key of one leaf, and the number of its rows."""
+  """The key of one leaf, and the number of its rows."""
 
   key: jax.Array | None  # uint32[2]
   rows: int
 
 
 class Partial(NamedTuple):
-  """Holds the sum so far of some rows."""
+  """The sum of some rows over the workers that were added so far."""
 
   total: jax.Array  # float32 tiles, or int32 codes
   compensation: jax.Array | None = None  # of Kahan's algorithm
-  lost: jax.Array | None = None  # float32, what additions lost; None without keep
+  lost: jax.Array | None = None  # float32, the loss of additions; None without keep
   scale: float = 1.0  # the factor of the sum that is still to be applied
 
 
 class Sent(NamedTuple):
-  """Holds an encoded sum, and what the worker that sends it keeps.
+  """An encoded sum, and the losses that its sender keeps.
 
   Attributes:
     rows: the encoded sum, ``uint32[rows, words]``.
     riders: arrays like ``rows`` that travel with it to the worker that adds next.
-    lost: the losses of encoding and additions that this worker keeps in its residual,
-      ``float32[rows, *tile_shape]``, in the units of the codec's rows; None if nothing
-      is lost.
+    lost: the loss of encoding and additions that this worker keeps in its residual,
+      ``float32[rows, *tile_shape]``, in the units of the codec's rows; None for none.
     residual: the new owner residual, ``float32[rows, *tile_shape]``, or None.
     scale: the factor of the sum that is still to be applied.
   """
@@ -53,11 +52,11 @@ class Sent(NamedTuple):
 
 
 class SumFacts(Protocol):
-  """Says what is known of sums before the leaves are known."""
+  """Facts about a codec's sums that are known before the leaves are."""
 
   @property
   def refusals(self) -> Mapping[Way, str]:
-    """The ways in which the sum cannot come about, each with the reason and the cure.
+    """The ways to add that the sum refuses, each with the reason and the cure.
 
     The texts continue an error message that begins with ``must not be ... for``.
     """
@@ -71,7 +70,7 @@ class SumFacts(Protocol):
     """True if plain leaves can share a message with the codec in every exchange."""
 
   def check(self, workers: int) -> None:
-    """Raises ValueError if the sum cannot hold the numbers of so many workers."""
+    """Raises ValueError if the sum cannot hold the numbers of ``workers`` workers."""
 
 
 class Sum(SumFacts, Protocol):
@@ -100,11 +99,11 @@ class Sum(SumFacts, Protocol):
 
   @property
   def rounds(self) -> bool:
-    """True if each addition rounds the sum so far, and nothing makes up for it."""
+    """True if each addition rounds the sum, without compensation."""
 
   @property
   def draws(self) -> bool:
-    """True if an owner draws random bits even where it keeps what it loses."""
+    """True if an owner draws random bits even with an owner residual."""
 
   @property
   def even_at_par(self) -> bool:
@@ -119,10 +118,7 @@ class Sum(SumFacts, Protocol):
     """True if partial sums add encoded rows, and not the tiles of the leaves."""
 
   def slots(self, rows: int) -> int | None:
-    """Returns the number of slots in so many rows.
-
-    None means that rows send all elements.
-    """
+    """Returns the number of slots in ``rows`` rows; None if they send all elements."""
 
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
@@ -130,7 +126,7 @@ class Sum(SumFacts, Protocol):
     """Returns the decoder of the sum of all payloads, ``uint32[K, rows, words]``."""
 
   def senders(self, rows: jax.Array) -> RowDecoder | None:
-    """Returns the decoder of how many of ``uint32[K, rows, words]`` send an element.
+    """Returns the decoder of the number of workers that send an element.
 
     An element that is sent as zero does not count. None means that all send all.
     """
@@ -138,7 +134,7 @@ class Sum(SumFacts, Protocol):
   def gathered_loss(
     self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
   ) -> RowDecoder | None:
-    """Returns the decoder of what adding the payload of worker ``own`` lost.
+    """Returns the decoder of the loss in adding worker ``own``'s payload, or None.
 
     None means that additions lose nothing.
     """
@@ -158,13 +154,7 @@ class Sum(SumFacts, Protocol):
   ) -> Sent:
     """Encodes the whole sum of an owner's share, which is sent to all workers.
 
-    Args:
-      partial: the sum.
-      key: the key that rounds, or None.
-      context: what the codec encodes sums with besides.
-      residual: the owner residual of the last step, or None.
-      workers: the number of workers N.
-      keep: whether to return the losses.
+    ``residual`` is the owner residual of the last step, or None.
     """
 
   def value(
@@ -175,10 +165,10 @@ class Sum(SumFacts, Protocol):
     share: int,
     workers: int,
   ) -> RowDecoder:
-    """Returns the decoder of what all owners have sent.
+    """Returns the decoder of the sums from all owners, ``uint32[N, ..., words]``.
 
     Args:
-      rows: the rows of the owners, ``uint32[N, ..., words]``.
+      rows: the rows of the owners.
       agreed: the shared statistics.
       scale: the factor of the sums that is still to be applied.
       share: the number of rows that each owner owns.
@@ -186,18 +176,18 @@ class Sum(SumFacts, Protocol):
     """
 
   def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
-    """Returns the decoder of losses. It gives them in the units of the leaves."""
+    """Returns the decoder of losses, in the units of the leaves."""
 
   def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
-    """Returns the positions in a flat leaf of the elements that its rows send.
+    """Returns the positions in a flat leaf of the nonzero elements that rows send.
 
-    They are ``int32[entries]``. An entry that is zero or unused has the position
-    ``size``. None means that the rows send all elements.
+    They are ``int32[entries]``, and ``size`` for unused entries. None means that the
+    rows send all elements.
     """
 
 
 class Facts:
-  """A base of sums, which has the facts that most of them share."""
+  """A base of sums with the facts that most of them share."""
 
   plain = False
   exact = True
@@ -230,31 +220,27 @@ class Facts:
 
 
 class PartialSum(Sum, Protocol):
-  """Adds numbers whose sum travels before it is whole, as ``ring`` needs it."""
+  """A sum that can travel before it is whole, from worker to worker, as in ``ring``."""
 
   def start(
     self, own: jax.Array, key: jax.Array | None, context: Context, *, keep: bool
   ) -> Sent:
-    """Encodes the part of the first worker, which is sent to the worker that adds next.
+    """Encodes the first worker's part, to be sent to the worker that adds next.
 
-    Args:
-      own: the part, ``uint32[rows, words]`` if the sum is ``of_rows``, and else
-        ``float32[rows, *tile_shape]``.
-      key: the key that rounds, or None.
-      context: what the codec encodes sums with besides.
-      keep: whether to return the losses.
+    ``own`` is ``uint32[rows, words]`` if the sum is ``of_rows``, and otherwise
+    ``float32[rows, *tile_shape]``.
     """
 
   def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
-    """Adds the part of this worker to the sum that it received."""
+    """Adds this worker's part to the sum that it received."""
 
   def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
     """Returns the sum of K workers' parts, ``own[K, rows, ...]``, in their order."""
 
   def like_one(self, partial: Partial, count: int) -> Partial:
-    """Returns a sum of ``count`` parts that rows of the codec hold if they hold a part.
+    """Scales a sum of ``count`` parts so that rows hold it if they hold one part.
 
-    What it was divided by is in its ``scale``.
+    The divisor goes into its ``scale``.
     """
 
   def hop(
@@ -265,7 +251,7 @@ class PartialSum(Sum, Protocol):
     *,
     keep: bool,
   ) -> Sent:
-    """Encodes a partial sum, and what else the worker needs that adds next."""
+    """Encodes a partial sum, with the riders that the next worker needs to add."""
 
   def send(
     self,
@@ -275,7 +261,7 @@ class PartialSum(Sum, Protocol):
     *,
     keep: bool,
   ) -> Sent:
-    """Encodes a sum in rows alone."""
+    """Encodes a sum into rows, without riders."""
 
   def read(self, own: jax.Array) -> jax.Array:
     """Returns the part of a worker as tiles, ``float32[..., *tile_shape]``."""
@@ -285,15 +271,10 @@ class ReducibleSum(Sum, Protocol):
   """Adds integers or plain floats, which the backend's all-reduce can add, too."""
 
   def reduces_shorter(self, rows: int, workers: int) -> bool:
-    """Returns True if an all-reduce of so many rows sends no more than owners would."""
+    """Returns True if an all-reduce of ``rows`` rows sends no more than owners do."""
 
   def terms(self, rows: jax.Array, workers: int) -> jax.Array:
-    """Returns the numbers that an all-reduce over N workers adds.
-
-    Args:
-      rows: the rows of this worker, ``uint32[rows, words]``.
-      workers: the number of workers N.
-    """
+    """Returns the numbers that an all-reduce over N workers adds."""
 
   def reduced(
     self,
@@ -302,11 +283,7 @@ class ReducibleSum(Sum, Protocol):
     agreed: jax.Array | None,
     scale: float,
   ) -> RowDecoder:
-    """Returns the decoder of the sums that the all-reduce returns.
+    """Returns the decoder of an all-reduced ``total``, which is like :meth:`terms`.
 
-    Args:
-      total: the sums, in the shape and dtype of :meth:`terms`.
-      leaves: the leaves that have the rows, in the order of the rows.
-      agreed: the shared statistics.
-      scale: the factor of the sums that is still to be applied.
+    ``leaves`` are the leaves that have the rows, in the order of the rows.
     """

@@ -1,4 +1,4 @@
-"""Adds decoded tiles in float32, and encodes a sum again before it travels."""
+"""Sums of decoded tiles in float32, encoded again before they travel."""
 
 import dataclasses
 
@@ -17,11 +17,7 @@ from gradcomp._src.kernels.materialize import packed
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(Facts):
-  """Adds float32 tiles.
-
-  Attributes:
-    codec: the codec that decodes received rows, and encodes sums.
-  """
+  """Adds float32 tiles, decoded and encoded by ``codec``."""
 
   codec: Codec
 
@@ -116,10 +112,10 @@ class Tiles(Facts):
     *,
     keep: bool,
   ) -> Sent:
-    """Encodes ``mean + residual``, and keeps what that loses as the new residual.
+    """Encodes ``mean + residual``, and returns the loss as the new owner residual.
 
-    It rounds to nearest then, if the codec can, because nothing is lost for good. Where
-    the loss is not finite, the old residual stays.
+    The loss is not lost for good, so the codec rounds to nearest, if it can. Where the
+    loss is not finite, the old residual stays.
     """
     if residual is None:
       return self.send(partial, key, context, keep=False)

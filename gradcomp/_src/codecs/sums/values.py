@@ -1,4 +1,4 @@
-"""Adds plain values, which the backend's all-reduce can add, too."""
+"""Sums of plain values, which an all-reduce can add, too."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from gradcomp._src.codecs.sums.tiles import Tiles
 
 @dataclasses.dataclass(frozen=True)
 class Floats(Tiles):
-  """Adds dense leaves, whose elements travel as they are."""
+  """Adds dense leaves; their elements travel as they are."""
 
   plain = True
   exact = True
@@ -42,10 +42,7 @@ class Floats(Tiles):
 
 @dataclasses.dataclass(frozen=True)
 class Chosen(Entries):
-  """Adds the values of elements that all workers choose alike.
-
-  The header of a row says which elements these are.
-  """
+  """Adds the values of elements that all workers choose by one key, as headers show."""
 
   codec: LinearCodec
 

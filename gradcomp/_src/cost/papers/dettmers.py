@@ -53,7 +53,7 @@ class Pass(NamedTuple):
 
 
 def dense_penalty_seconds(bits: Bits) -> float:
-  """Returns the seconds of a step on 4 GPUs in which transfers hide under nothing.
+  """Returns the seconds of a step on 4 GPUs in which no computation hides a transfer.
 
   Of each transfer it is ``max(0, sync - hides)``, and five times the first one.
 
@@ -68,7 +68,7 @@ def dense_penalty_seconds(bits: Bits) -> float:
 def single_node_speedup(
   penalty: float, *, forward_backward: float = FORWARD_BACKWARD, gpus: int = 4
 ) -> float:
-  """Returns how many times as fast as one GPU a node of so many is (section 5.1.3).
+  """Returns the speed-up of a node over one GPU (section 5.1.3).
 
   ``G T / (T - F + conv + G f + penalty)``, where F and f are the seconds of the fully
   connected layers on one GPU and cut over G. There are as many sub-batches as GPUs.
@@ -76,7 +76,7 @@ def single_node_speedup(
   Args:
     penalty: the seconds of transfers that hide under nothing.
     forward_backward: T, the seconds of a step on one GPU.
-    gpus: G. The paper has f for 4 alone.
+    gpus: G. The paper has f only for 4.
 
   Raises:
     ValueError: the penalty is below 0, or T not above F.
@@ -103,7 +103,7 @@ def latency_seconds(nbytes: float) -> float:
   """Returns a message's latency, interpolated between table 5's for 32 bits.
 
   The interpolation is linear in the logarithms of both. The row of 2056 is left out:
-  what is printed there is not what table 6 was made with.
+  table 6 was made with other numbers than those printed there.
 
   >>> round(1e3 * latency_seconds(288 * KIB), 3), round(1e3 * latency_seconds(2**20), 3)
   (0.07, 0.249)
@@ -126,11 +126,11 @@ def cluster_pass(
   sizes: Sizes = "table",
   penalty: Penalty = "nodes",
 ) -> Pass:
-  """Returns the seconds of a step's model-parallel part on 32 nodes (section 5.2).
+  """Returns the seconds of the model-parallel part of a step on 32 nodes (section 5.2).
 
   A transfer takes ``31 (latency + 4/3 bytes / 6 GB/s)``. Where a matrix product of 1.3
-  ms does not hide it, the paper multiplies what is left by 31, the other nodes,
-  whatever the number of passes is.
+  ms does not hide it, the paper multiplies the rest by 31, the other nodes, for any
+  number of passes.
 
   Args:
     sub_batch: one of those of table 5, for ``sizes="table"``.
@@ -138,7 +138,7 @@ def cluster_pass(
     sizes: ``"table"`` for the paper's sizes, of which those of 8 bits are too small by
       half; ``"derived"`` for :func:`message_bytes` and :func:`latency_seconds`.
     penalty: ``"nodes"`` for the paper's rule; ``"passes"`` for one that a pipeline has:
-      the first transfer in full, and of every other pass what is left.
+      the first transfer in full, and the rest of every other pass.
 
   Raises:
     ValueError: the table has no such sub-batch, or another argument is none of these.
@@ -179,9 +179,9 @@ def exposed_seconds(
     single: the seconds of one pass's transfer.
     hidden: the seconds of a pass's computation, under which the next transfer hides.
     passes: the number of passes.
-    penalty: as in :func:`cluster_pass`. Both rules say ``single`` where it is no longer
-      than ``hidden``.
-    nodes: by whose number ``"nodes"`` multiplies, less one.
+    penalty: as in :func:`cluster_pass`. Both rules give ``single`` where it is no
+      longer than ``hidden``.
+    nodes: the factor of ``"nodes"`` is one less.
 
   >>> exposed_seconds(2.0, 1.5, passes=4), exposed_seconds(2.0, 2.5, passes=4)
   (3.5, 2.0)
@@ -200,7 +200,7 @@ def exposed_seconds(
 def cluster_speedup(
   total: float, *, forward_backward: float = FORWARD_BACKWARD
 ) -> float:
-  """Returns how many times as fast as one GPU the 96 are: ``G T / (T - F + total)``.
+  """Returns the speed-up of the 96 GPUs over one: ``G T / (T - F + total)``.
 
   Args:
     total: the seconds of :func:`cluster_pass`, ``.total``.
@@ -229,7 +229,7 @@ def naive_sync_seconds(
 
 
 def gradient_sync_seconds() -> float:
-  """Returns the seconds in which 32 nodes add up the largest convolution (5.2.2).
+  """Returns the seconds in which 32 nodes add the largest convolution's part (5.2.2).
 
   Twice, two messages of 36 KiB over PCIe at 5 GB/s, and 31 latencies of 0.03 ms, in
   which the printed figure already has the transfers of 108 KiB.
@@ -241,7 +241,7 @@ def gradient_sync_seconds() -> float:
 
 
 def dense_latency_seconds(sub_batch: int) -> float:
-  """Returns the latencies of a dense layer's activations among 32 nodes (5.2.2).
+  """Returns the latency of a dense layer's activations among 32 nodes (5.2.2).
 
   They are more than the 0.1 ms of its matrix product, so that the model keeps these
   layers on one GPU.

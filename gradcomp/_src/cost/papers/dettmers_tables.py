@@ -10,15 +10,10 @@ KIB = 1024
 
 
 class Activation(NamedTuple):
-  """A row of tables 3 and 4: what hides the transfer that stands beside it.
+  """A row of tables 3 and 4: seconds of a transfer, and of the work that hides it."""
 
-  Attributes:
-    sync: the seconds of the transfer, by bits.
-    hides: the seconds of computation that it hides under.
-  """
-
-  sync: dict[int, float]
-  hides: float
+  sync: dict[int, float]  # the transfer, by bits
+  hides: float  # the computation
 
 
 # In the order of the terms of section 5.1.2: forward, then backward, then the update.
@@ -39,7 +34,7 @@ class Row(NamedTuple):
     sub_batch: the images of a pass.
     nbytes: of a message between two nodes, by bits. Those of 8 bits are an eighth of
       those of 32 bits, as printed; a quarter would be right.
-    latency: the seconds of a message beside those of its bytes, by bits.
+    latency: the seconds of a message without bytes, by bits.
   """
 
   sub_batch: int

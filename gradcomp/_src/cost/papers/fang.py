@@ -27,17 +27,11 @@ WARM_UP = (0.25, 0.0625, 0.015625, 0.004, 0.001)  # the densities of section 2.5
 
 
 class Speeds(NamedTuple):
-  """Holds the seconds an element that the work besides the transfers takes.
+  """The seconds an element of the work other than transfers."""
 
-  Attributes:
-    select: choose the entries, for each element of the gradient.
-    scatter: add a received entry to the gradient.
-    add: add an element in a dense reduction.
-  """
-
-  select: float = 0.0
-  scatter: float = 0.0
-  add: float = 0.0
+  select: float = 0.0  # to choose the entries, an element of the gradient
+  scatter: float = 0.0  # to add a received entry to the gradient
+  add: float = 0.0  # to add an element in a dense reduction
 
 
 FREE = Speeds()
@@ -85,7 +79,7 @@ def sparse_seconds(
     density: D, the share of the elements that a worker sends.
     workers: p, a power of two.
     link: alpha, its latency, and beta, the seconds of a byte.
-    speeds: what selecting and adding take.
+    speeds: the seconds of selecting and adding.
     entry_bytes: e.
 
   Raises:
@@ -121,7 +115,7 @@ def dense_seconds(
 def bandwidth_ratio(
   density: float, workers: int, *, entry_bytes: float = INDEX_AND_VALUE
 ) -> float:
-  """Returns the bytes of the sparse exchange over those of the dense: ``p D e / 8``.
+  """Returns the ratio of sparse to dense bytes: ``p D e / 8``.
 
   >>> bandwidth_ratio(0.001, 128), bandwidth_ratio(0.001, 128, entry_bytes=4)
   (0.128, 0.064)
@@ -138,10 +132,11 @@ def crossover_density(
   *,
   entry_bytes: float = INDEX_AND_VALUE,
 ) -> float:
-  """Returns the density at which both exchanges take as long; below, sparse wins.
+  """Returns the density at which sparse and dense take equal time; below, sparse wins.
 
   The arguments are those of :func:`sparse_seconds`. The result may be above 1, where
-  sparse always wins, and it is negative where selecting alone takes longer than dense.
+  sparse always wins, and it is negative where selecting by itself takes longer than
+  dense.
 
   Raises:
     ValueError: no elements, or a single worker, who sends nothing.
@@ -161,7 +156,7 @@ def crossover_density(
 
 
 def crossover_workers(density: float, *, entry_bytes: float = INDEX_AND_VALUE) -> float:
-  """Returns the workers at which both exchanges send as many bytes: ``8 / (e D)``.
+  """Returns the workers at which sparse and dense bytes are equal: ``8 / (e D)``.
 
   >>> crossover_workers(0.001), round(crossover_workers(0.001, entry_bytes=6))
   (1000.0, 1333)
@@ -170,7 +165,7 @@ def crossover_workers(density: float, *, entry_bytes: float = INDEX_AND_VALUE) -
 
 
 def union_density(density: float, workers: int) -> float:
-  """Returns the share of the elements that some worker sends, if all choose freely.
+  """Returns the share of the elements that any worker sends, if all choose freely.
 
   ``1 - (1-D)^p``. The paper measured 1.55 % for 16 workers at 0.1 %.
 

@@ -1,8 +1,8 @@
-"""Grubic's measured speeds, a line through them, and what training costs in dollars.
+"""Grubic's measured speeds, a line fitted to them, and the dollars of a training.
 
 The paper has tables and no formula. The seconds of an image, ``a + c w``, fit most of
 its tables within some percent. Here ``w`` is the share of the bytes that are sent,
-``a`` is what does not depend on the bits, the computation and the codec, and ``c`` is
+``a`` is the part that does not depend on the bits, computation and codec, and ``c`` is
 the communication in ``float32``.
 
 Grubic et al., Synchronous Multi-GPU Deep Learning with Low-Precision Communication,
@@ -38,17 +38,11 @@ VALIDATION_IMAGES = 50_000  # of ImageNet, figure 1
 
 
 class Fit(NamedTuple):
-  """A line through the seconds an image.
+  """A line through the seconds an image."""
 
-  Attributes:
-    computation: a, the seconds that do not depend on the bits.
-    communication: c, the seconds of communication in ``float32``.
-    error: the largest relative error of a row's seconds.
-  """
-
-  computation: float
-  communication: float
-  error: float
+  computation: float  # a, the seconds that do not depend on the bits
+  communication: float  # c, the seconds in float32
+  error: float  # the largest relative error of a row's seconds
 
   @property
   def share(self) -> float:
@@ -56,17 +50,17 @@ class Fit(NamedTuple):
     return self.communication / (self.computation + self.communication)
 
   def seconds(self, bits: int) -> float:
-    """Returns the seconds an image, with so many bits an element."""
+    """Returns the seconds an image, with ``bits`` bits an element."""
     return self.computation + self.communication * wire_share(bits)
 
 
 def wire_share(bits: int) -> float:
-  """Returns the bytes of a gradient in the paper's setting, over those of ``float32``.
+  """Returns the ratio of a gradient's bytes in the paper's setting to ``float32``.
 
   A bucket's scale has 32 bits: ``(bits + 32 / bucket) / 32``.
 
   Raises:
-    ValueError: the paper has no setting of so many bits.
+    ValueError: the paper has no setting with these bits.
 
   >>> [round(wire_share(bits), 4) for bits in (32, 16, 8, 4, 2)]
   [1.0, 0.5001, 0.252, 0.127, 0.0703]
@@ -108,7 +102,7 @@ def fit(images_per_second: Mapping[int, float]) -> Fit:
 
 
 def column(table: Speeds, counts: tuple[int, ...], gpus: int) -> dict[int, float]:
-  """Returns a table's speeds with so many GPUs, by bits and without 1-bit SGD.
+  """Returns a table's speeds with ``gpus`` GPUs, by bits and without 1-bit SGD.
 
   Numbers that the text lost are left out.
 
@@ -186,7 +180,7 @@ def cheapest(network: str) -> tuple[int, float]:
 
 
 def sixteen_over_eight(network: str, bits: int | str) -> float:
-  """Returns the speed of 16 GPUs over that of 8, with MPI, at twice the price.
+  """Returns the speed-up of 16 GPUs over 8, with MPI, at twice the price.
 
   Below 2, an image costs more on 16.
 

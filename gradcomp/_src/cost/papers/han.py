@@ -7,8 +7,8 @@ seconds.
 
 The paper gives the steps and one measured speed-up, and no latency or bandwidth.
 
-Han et al., Auto-Precision Scaling for Distributed Deep Learning, 2021, sections 4.2
-and 4.3.
+Han et al., Auto-Precision Scaling for Distributed Deep Learning, 2021, sections 4.2 and
+4.3.
 """
 
 from collections.abc import Sequence
@@ -84,11 +84,7 @@ def half_seconds(
 ) -> float:
   """Returns the seconds of ring all-reduces in half precision.
 
-  Args:
-    elements: of each leaf.
-    workers: their number.
-    link: the link of each.
-    merged: whether all leaves are one message.
+  ``elements`` holds the size of each leaf. With ``merged`` all leaves are one message.
 
   Raises:
     ValueError: there are no leaves, or one has no elements.
@@ -121,7 +117,7 @@ def aps_seconds(
 def implied_latency_bytes(
   speedup: float, elements: Sequence[int], workers: int
 ) -> float:
-  """Returns the bytes that a link sends in its latency, if APS has that speed-up.
+  """Returns the bytes that a link sends in its latency, if APS has this speed-up.
 
   This is ``latency * bytes_per_second`` at which :func:`half_seconds` over
   :func:`aps_seconds`, both merged, is the speed-up. With n elements in L leaves it is
@@ -146,7 +142,7 @@ def implied_latency_bytes(
 
 
 def _groups(workers: int, group_size: int) -> int:
-  """Returns the number of groups; ValueError where it is no integer."""
+  """Returns the number of groups; raises ValueError unless it is an integer."""
   groups, left = divmod(count("workers", workers), count("group_size", group_size))
   if left:
     raise ValueError(

@@ -19,31 +19,19 @@ from gradcomp._src.cost.rules import above_0, at_least_0, count
 
 
 class Cluster(NamedTuple):
-  """The links of machines with several GPUs.
+  """The links of machines with several GPUs."""
 
-  Attributes:
-    between_gpus: the link of two GPUs in a machine.
-    to_cpu: the link of a GPU and its machine's CPU.
-    between_machines: the network.
-  """
-
-  between_gpus: Link
-  to_cpu: Link
-  between_machines: Link
+  between_gpus: Link  # of two GPUs in a machine
+  to_cpu: Link  # of a GPU and its machine's CPU
+  between_machines: Link  # the network
 
 
 class Model(NamedTuple):
-  """A network of section 5.
-
-  Attributes:
-    parameters: their number.
-    products: the multiplications and additions of a forward pass of one image.
-    batch: the images of a step on one GPU.
-  """
+  """A network of section 5."""
 
   parameters: float
-  products: float
-  batch: int
+  products: float  # multiplications and additions of a forward pass of one image
+  batch: int  # the images of a step on one GPU
 
 
 ALEXNET = Model(61e6, 0.72e9, 128)
@@ -62,7 +50,7 @@ PUSH_RATIO = 16.0  # 32 bits to 2; see base_3_ratio
 
 
 def exchange_seconds(nbytes: float, gpus: int, machines: int, links: Cluster) -> float:
-  """Returns the seconds of a gradient's exchange, with the one transfer to the CPU.
+  """Returns the seconds of a gradient's exchange, with one transfer to the CPU.
 
   ``g/C_gwd lg i + g/C_cwd + (C_ncost + g/C_nwd) lg j``; logarithms are to base 2.
 
@@ -88,15 +76,15 @@ def strong_scaling_seconds(
   *,
   profiled_bytes: float | None = None,
 ) -> float:
-  """Returns the seconds of a step whose batch is cut over all GPUs (equation 15).
+  """Returns the seconds of a step with its batch divided over all GPUs (equation 15).
 
   ``(T - g/C_cwd) / (i j) + T_comm(i, j)``.
 
   Args:
     profiled: T, the seconds of the step on one GPU, with a transfer to the CPU.
     nbytes, gpus, machines, links: as for :func:`exchange_seconds`.
-    profiled_bytes: of the gradient in that transfer, such as those in ``float32`` of a
-      gradient that is sent compressed; ``nbytes`` by default.
+    profiled_bytes: of the gradient in that transfer, in ``float32`` if only the
+      exchange is compressed; ``nbytes`` by default.
 
   Raises:
     ValueError: ``profiled`` is not above the transfer that is part of it.
@@ -142,7 +130,7 @@ def gain(
   *,
   ratio: float = PUSH_RATIO,
 ) -> float:
-  """Returns how many times faster weak scaling is with gradients ``ratio`` smaller.
+  """Returns the speed-up of weak scaling with gradients ``ratio`` times smaller.
 
   >>> round(gain(0.5, 244e6, 4, 128, ETHERNET), 4)
   10.4709
@@ -196,7 +184,7 @@ def estimated_profile(model: Model, peak: float, *, share: float = 0.5) -> float
 
 
 def pull_bits(workers: int) -> int:
-  """Returns the bits of an exact sum of so many ternary gradients with one scale.
+  """Returns the bits of an exact sum of ``workers`` ternary gradients with one scale.
 
   A sum is one of ``2 N + 1`` integers.
 
@@ -207,7 +195,7 @@ def pull_bits(workers: int) -> int:
 
 
 def pull_ratio(workers: int) -> float:
-  """Returns 32 bits over those of such a sum, where bits may be fractions (3.2).
+  """Returns the ratio of 32 bits to such a sum's bits, which may be fractions (3.2).
 
   >>> [round(pull_ratio(n), 2) for n in (2, 64)]
   [13.78, 4.56]
@@ -216,12 +204,12 @@ def pull_ratio(workers: int) -> float:
 
 
 def base_3_ratio() -> float:
-  """Returns 32 bits over log2(3), those of a ternary digit: 20.19, the least."""
+  """Returns the ratio of 32 bits to a ternary digit, log2(3) bits: 20.19, the least."""
   return 32 / math.log2(3)
 
 
 def mixed_ratio(dense: float) -> float:
-  """Returns the ratio of all bytes where a share of the elements stays in float32.
+  """Returns the ratio of all bytes if a share of the elements stays in float32.
 
   ``1 / (d + (1 - d) / 16)``. The paper's recipe leaves the last layer in float32.
 
@@ -237,7 +225,7 @@ def mixed_ratio(dense: float) -> float:
 
 
 def _added_seconds(nbytes: float, gpus: int, machines: int, links: Cluster) -> float:
-  """Returns the seconds of the trees alone, in a machine and between machines."""
+  """Returns the seconds of the trees by themselves, in and between machines."""
   inside = tree_seconds(nbytes, count("gpus", gpus), links.between_gpus)
   machines = count("machines", machines)
   return inside + tree_seconds(nbytes, machines, links.between_machines)

@@ -1,14 +1,17 @@
-"""Lists the codecs that a plan compares, as data."""
+"""The codecs that a plan compares, with their speeds."""
 
 import dataclasses
+import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import jax
 import jax.numpy as jnp
 
+from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.float_cast import FloatCast
 from gradcomp._src.codecs.one_bit import OneBit
@@ -17,6 +20,19 @@ from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
+from gradcomp._src.cost.cluster import CodecSpeed
+
+Given = (
+  None
+  | Literal["measure"]
+  | CodecSpeed
+  | Mapping[str, CodecSpeed]
+  | Callable[[LeafCodec], CodecSpeed]
+)
+SpeedOf = Callable[[LeafCodec], CodecSpeed]  # of a leaf's codec
+
+GIVEN = "Codec speeds are those that were given."
+_COPIED = CodecSpeed(encode=0.0, decode=0.0, add=0.0)
 
 # Output layers by the names that people give them, as whole parts of a path.
 _LAST = r"(^|/)(head|lm_head|classifier|logits|output|predictions|fc)(/|$)"
@@ -27,18 +43,18 @@ class Candidate:
   """A setting that a plan may choose.
 
   Attributes:
-    name: what tables call it; also the name of its speeds.
+    name: its name in tables, and of its speeds.
     codec: the codec of the leaves.
-    biased: whether the mean of what it sends is not the gradient.
-    feedback: whether workers keep what it does not send.
+    biased: whether the gradient is not the mean of decoded payloads.
+    feedback: whether workers keep a residual.
     omega: E|Q(g) - g|^2 / |g|^2 for Gaussian numbers; None to measure it.
     density: the share of the elements that a sparse codec sends; None for all.
     points: the points of accuracy by which it ended above float32 in the worst of the
       study's trainings; None if none of them went to its end.
-    last_dense: whether its paper leaves the last layer in float32. That is found by
-      names like ``head`` in its path.
+    last_dense: whether its paper leaves the last layer in float32. Names like ``head``
+      in a path show that layer.
     by_size: whether bytes follow from the sizes of leaves, not from their shapes.
-    verdict: what a plan that chooses it says first.
+    verdict: the first words of a plan that chooses it.
   """
 
   name: str
@@ -59,7 +75,7 @@ class Candidate:
     return self.codec
 
   def without_kernels(self) -> "Candidate":
-    """Returns a candidate whose codec runs XLA's code, if it has the choice."""
+    """Returns the candidate with a codec that runs XLA's code, if it has the choice."""
     if not hasattr(self.codec, "implementation"):
       return self
     codec = dataclasses.replace(cast(Any, self.codec), implementation="xla")
@@ -67,10 +83,8 @@ class Candidate:
 
 
 def _with_points(candidate: Candidate) -> Candidate:
-  """Returns a candidate with what the study found of it.
-
-  The file is made from the records of trainings by ``benchmarks/plan_accuracy.py``.
-  """
+  """Returns a candidate with the points of accuracy that the study found for it."""
+  # `benchmarks/plan_accuracy.py` makes the file from the records of trainings.
   text = resources.files(__package__).joinpath("accuracy.json").read_text()
   return dataclasses.replace(candidate, points=json.loads(text).get(candidate.name))
 
@@ -160,11 +174,7 @@ CANDIDATES = tuple(map(_with_points, _UNJUDGED))
 
 
 def as_candidate(given: Any) -> Candidate:
-  """Returns a candidate as it is, and one for a codec.
-
-  Raises:
-    ValueError: ``given`` is neither.
-  """
+  """Returns a candidate, made of a codec if need be; else raises ValueError."""
   if isinstance(given, Candidate):
     return given
   if not is_codec(given):
@@ -183,7 +193,7 @@ def as_candidate(given: Any) -> Candidate:
 
 
 def is_last(path: str) -> bool:
-  """Returns whether the path is that of an output layer, by its name."""
+  """Returns True if a path is an output layer's, by its name."""
   return re.search(_LAST, path) is not None
 
 
@@ -197,3 +207,73 @@ def _name(codec: LeafCodec) -> str:
     if (value := getattr(codec, field.name)) != field.default
   ]
   return f"{type(codec).__name__}({', '.join(options)})"
+
+
+@functools.cache
+def packaged_speeds(backend: str) -> Mapping[str, CodecSpeed]:
+  """Returns the speeds in the package, by the names of candidates.
+
+  They are those of ``benchmarks/results/codec_speed*.json``, scaled to one speed of the
+  memory: see ``benchmarks/plan_speeds.py``. Two cores worked for one process.
+
+  Args:
+    backend: JAX's name of it, like ``"cpu"``.
+
+  Returns:
+    The speeds.
+
+  Raises:
+    ValueError: there are none for the backend.
+
+  Example:
+    >>> f"{1e9 * packaged_speeds('cpu')['QSGD-4'].encode:.2f} ns an element"
+    '0.49 ns an element'
+  """
+  text = resources.files(__package__).joinpath("speeds.json").read_text()
+  backends = json.loads(text)
+  if backend not in backends:
+    raise ValueError(
+      f"`speeds` must be given on {backend!r}: the package has those of "
+      f'{tuple(backends)}; speeds="measure" measures each codec in a few seconds.'
+    )
+  return {name: CodecSpeed(**speed) for name, speed in backends[backend].items()}
+
+
+def speeds_of(given: Given) -> tuple[Callable[[Candidate], SpeedOf | None], str]:
+  """Returns a function from candidates to speeds, None if unknown; and a note on them.
+
+  Leaves that travel in float32 take no time, but for their part of the wire. Raises
+  ValueError for anything that is no :data:`Given`.
+  """
+  if given is None:
+    backend = jax.default_backend()
+    packaged = packaged_speeds(backend)
+    says = f"Codec speeds are packaged ones of two cores (backend {backend!r})."
+    return lambda x: _for(packaged.get(x.name)), says
+  if given == "measure":
+    says = "Codec speeds were measured on this device."
+    return lambda x: _for(CodecSpeed.measure(x.codec)), says
+  says = GIVEN
+  if isinstance(given, CodecSpeed):
+    return lambda _: _for(given), says
+  if isinstance(given, Mapping):
+    for name, speed in given.items():
+      if not isinstance(speed, CodecSpeed):
+        raise ValueError(
+          f"`speeds` must be CodecSpeeds by name, got {name}: {speed!r}."
+        )
+    return lambda x: _for(given.get(x.name)), says
+  if callable(given):
+    return lambda _: _or_copied(given), says
+  raise ValueError(
+    '`speeds` must be None, "measure", a CodecSpeed, CodecSpeeds by the names of '
+    f"candidates, or a function of codecs, got {given!r}."
+  )
+
+
+def _for(speed: CodecSpeed | None) -> SpeedOf | None:
+  return None if speed is None else _or_copied(lambda codec: speed)
+
+
+def _or_copied(speed: SpeedOf) -> SpeedOf:
+  return lambda codec: _COPIED if sums.of(codec).plain else speed(codec)

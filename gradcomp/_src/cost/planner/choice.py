@@ -1,37 +1,280 @@
-"""Compares candidates, and chooses one of them or the plain mean."""
+"""The choice of a codec and an exchange for a model and its links."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from gradcomp._src.checks import share_below_1
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.cost.cluster import Cluster
+from gradcomp._src.cost.link import Link
 from gradcomp._src.cost.planner import report
-from gradcomp._src.cost.planner.candidates import Candidate
-from gradcomp._src.cost.planner.errors import Errors
-from gradcomp._src.cost.planner.result import Plan
-from gradcomp._src.cost.planner.rows import Refusal, Row, Setting, best
-from gradcomp._src.cost.planner.speeds import SpeedOf
+from gradcomp._src.cost.planner.candidates import (
+  CANDIDATES,
+  Candidate,
+  Given,
+  SpeedOf,
+  as_candidate,
+  speeds_of,
+)
+from gradcomp._src.cost.planner.compare import (
+  Model,
+  Predicted,
+  Refusal,
+  Row,
+  Setting,
+  best,
+  model_of,
+  transformation,
+)
+from gradcomp._src.cost.planner.errors import BudgetName, Errors, checked_budget
+from gradcomp._src.cost.rules import at_least_0, count, instance_of
 from gradcomp._src.cost.step import crossover_rate
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.report.explain import Explanation
+
+_WORKERS_RULE = "an integer of 1 or more, or a pair of them, (between, inside)"
 
 
-def choose(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+  """The options of :func:`gradcomp.cost.plan` that are seldom set.
+
+  Attributes:
+    forward, backward: the seconds of the passes of a step, both or neither. Without
+      them only exchanges are compared.
+    speeds: the speeds of codecs: CodecSpeeds by the names of candidates, one for all, a
+      function from the codec of a leaf to its speeds, or ``"measure"``. By default the
+      package's for the backend.
+    gradients: gradients like the parameters, to measure errors on, which compiles each
+      codec; normal numbers by default.
+    candidates: candidates, or codecs; by default
+      ``planner.CANDIDATES``.
+    margin: the part of a step that compression must gain, from 0 to below 1.
+
+  Raises:
+    ValueError: a field breaks its rule.
+  """
+
+  forward: float | None = None
+  backward: float | None = None
+  speeds: Given = None
+  gradients: Any = None
+  candidates: Sequence[Candidate | LeafCodec] = CANDIDATES
+  margin: float = 0.05
+
+  def __post_init__(self) -> None:
+    share_below_1("margin", self.margin)
+    if (self.forward is None) != (self.backward is None):
+      raise ValueError(
+        "`backward` must be given with `forward`, and only then, got "
+        f"forward={self.forward!r} and backward={self.backward!r}."
+      )
+    for name in ("forward", "backward"):
+      if (seconds := getattr(self, name)) is not None:
+        object.__setattr__(self, name, at_least_0(name, seconds))
+    given: Any = self.candidates
+    if isinstance(given, str) or not isinstance(given, Sequence):
+      raise ValueError(f"`candidates` must be a sequence of codecs, got {given!r}.")
+    object.__setattr__(self, "candidates", tuple(map(as_candidate, given)))
+
+
+_DEFAULTS = PlanOptions()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """The result of :func:`plan`; ``str(plan)`` is a table and a verdict.
+
+  Attributes:
+    chosen: the row of the choice: a plain mean where compression is not worth it.
+    rows: all candidates that were compared, the plain mean first.
+    refused: candidates that could not be chosen, and the reasons.
+    verdict: one line, which begins with the advice.
+    notes: caveats about the numbers.
+  """
+
+  chosen: Row
+  rows: tuple[Row, ...]
+  refused: tuple[Refusal, ...]
+  verdict: str
+  notes: tuple[str, ...]
+
+  @property
+  def explanation(self) -> Explanation:
+    """The messages and bytes of the choice, of every leaf."""
+    return self.chosen.explanation
+
+  @property
+  def predicted(self) -> Predicted:
+    """The predicted times of the choice."""
+    return self.chosen.predicted
+
+  def transformation(
+    self, *, axis_name: AxisName | None
+  ) -> optax.GradientTransformationExtraArgs:
+    """Returns the transformation to chain in front of an optimizer.
+
+    Args:
+      axis_name: the axis of the workers; two, (between, inside), if the plan is for
+        two. None means the same as in :func:`gradcomp.compress`.
+    """
+    row = self.chosen
+    return transformation(row.candidate, row.exchange, row.model.paths, axis_name)
+
+  def __str__(self) -> str:
+    lines = [*report.table(self.rows), *report.refusals(self.refused), *self.notes]
+    return "\n".join([*lines, self.verdict])
+
+
+def plan(
+  params: Any,
+  *,
+  workers: int | tuple[int, int],
+  link: Link | tuple[Link, Link] | Mesh,
+  budget: BudgetName | float = "paper",
+  steps: int | None = None,
+  options: PlanOptions = _DEFAULTS,
+) -> Plan:
+  r"""Chooses codec and exchange for a model and a link, or advises a plain mean.
+
+  It predicts the seconds of a step for every candidate with every exchange that the
+  codec allows: ``forward + backward + exchange``, without overlap. Collectives and
+  bytes are those of :func:`gradcomp.explain`, seconds those of :mod:`gradcomp.cost`. It
+  takes the fastest within the error budget. Of those within 2 % it takes the smallest
+  error, and then the simplest exchange. Where that gains less than the ``margin`` of a
+  plain mean's step, it takes the plain mean. Nothing is trained, so that accuracy is
+  not measured.
+
+  A codec loses :math:`\omega = E \lVert Q(g) - g \rVert^2 / \lVert g \rVert^2` of a
+  gradient. The error of the mean that workers receive also depends on the exchange and
+  on N: see ``planner.mean_error``. It is relative to a mean of
+  independent gradients. Over N, it is relative to one of equal gradients. A biased
+  codec must keep residuals, and those need :math:`\omega < 1`. A sparse one lets an
+  element wait for ``1 / density`` steps, which may be a tenth of ``steps``. Its means
+  are never encoded by owners, who would drop elements. Of the others these are allowed,
+  with N workers:
+
+  ================  ==================================================================
+  ``budget``        candidates
+  ================  ==================================================================
+  ``"none"``        float32 alone
+  ``"tight"``       unbiased ones with error / N <= 0.01, and omega <= 0.01 with
+                    residuals
+  ``"paper"``       those that the study trained to the end, and never found more than
+                    0.5 points below float32; with an error of at most 1.25 times that
+                    of its ``two_shot`` with 8 workers, or 0.01
+  ``"aggressive"``  all
+  a float           those with error / N up to that
+  ================  ==================================================================
+
+  More than eight leaves are joined to fewer for the comparison. The choice is always
+  predicted with the leaves as they are.
+
+  Args:
+    params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
+    workers: N; ``(hosts, chips)`` for two axes.
+    link: the link of each worker; for two axes a pair, between hosts and inside them. A
+      mesh is measured, see :meth:`gradcomp.cost.Link.measure`, if its devices do not
+      share one memory.
+    budget: the error that is allowed.
+    steps: the steps of the training; without them sparse codecs below 1 % are refused.
+    options: times of the passes, speeds, gradients, candidates and margin.
+
+  Returns:
+    A :class:`Plan`. Chain its ``transformation(axis_name=...)``.
+
+  Raises:
+    ValueError: an argument breaks its rule.
+    TypeError: a parameter or a gradient is no array of floats, or ``options`` is no
+      :class:`PlanOptions`.
+
+  Example:
+    >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+    >>> link = gradcomp.cost.Link(latency=50e-6, bytes_per_second=125e6)
+    >>> codecs = [gradcomp._src.cost.planner.CANDIDATES[2]]  # QSGD-4
+    >>> options = PlanOptions(candidates=codecs)
+    >>> found = plan(params, workers=4, link=link, options=options)
+    >>> print(found.verdict)
+    compress: QSGD-4 two_shot 116.9 ms, dense 805.6 ms: 6.89 x
+    >>> tx = optax.chain(found.transformation(axis_name="data"), optax.adam(1e-3))
+    >>> fast = gradcomp.cost.Link(latency=5e-6, bytes_per_second=100e9)
+    >>> print(plan(params, workers=4, link=fast, options=options).verdict)
+    do not: compression loses here: dense 1.0 ms, best QSGD-4 all_gather 14.5 ms;
+      QSGD-4 two_shot would win below 48.8 Gbit/s
+
+  References:
+    Agarwal et al., `On the Utility of Gradient Compression in Distributed Training
+    Systems <https://arxiv.org/abs/2103.00543>`_, 2022
+  """
+  errors = Errors(
+    budget=checked_budget(budget),
+    sizes=sizes_of(workers),
+    steps=None if steps is None else count("steps", steps),
+  )
+  options = instance_of("options", PlanOptions, options)
+  model = model_of(params)
+  if options.gradients is not None:
+    errors = errors._replace(gradients=_leaves(options.gradients, model))
+  setting = Setting(
+    model=model,
+    workers=workers,
+    cluster=cluster_of(workers, link),
+    forward=options.forward or 0.0,
+    backward=options.backward or 0.0,
+  )
+  candidates = [as_candidate(x) for x in options.candidates]
+  notes = [
+    "Times are of the exchange alone: the passes of a step are unknown."
+    if options.forward is None
+    else "A step is forward, backward and exchange, without overlap.",
+    "Error: of the mean, squared, over its square, by a formula from the loss of "
+    + ("normal numbers" if options.gradients is None else "the gradients")
+    + ". Accuracy is not measured.",
+  ]
+  dense = setting.dense()
+  rows: list[Row] = []
+  chosen, alone = dense, ""
+  if errors.workers == 1:
+    alone = "one worker sends nothing"
+  elif shares_memory(link):
+    alone = "emulated devices share one memory, and no link is between them"
+  if alone:
+    refused = [Refusal(x.name, "", alone) for x in candidates]
+    verdict = f"do not: {alone}"
+  else:
+    speed_of, says = speeds_of(options.speeds)
+    notes.append(says)
+    rows, refused = _compared(setting, candidates, errors, speed_of, dense)
+    verdict = f"do not: of {len(candidates)} candidates none is allowed"
+  if rows:
+    chosen, verdict = _chosen(rows, dense, options.margin, setting.cluster)
+  if any(row.model is not model for row in rows):
+    leaves = len(model.leaves)
+    notes.append(f"Rows behind the best are of few leaves in place of {leaves}.")
+  return Plan(
+    chosen=chosen,
+    rows=(dense, *rows),
+    refused=tuple(refused),
+    verdict=verdict,
+    notes=tuple(notes),
+  )
+
+
+def _compared(
   setting: Setting,
   candidates: Sequence[Candidate],
   errors: Errors,
   speed_of: Callable[[Candidate], SpeedOf | None],
-  margin: float,
-  notes: Sequence[str],
-) -> Plan:
-  """Returns the plan for the candidates.
-
-  Args:
-    setting: the model and the links.
-    candidates: what may be chosen.
-    errors: which errors are too much.
-    speed_of: the speeds of a candidate, None where they are unknown.
-    margin: the part of a step that compression must gain.
-    notes: what the numbers do not say.
-  """
-  dense = setting.dense()
+  dense: Row,
+) -> tuple[list[Row], list[Refusal]]:
+  """Returns the allowed rows, the best one for the model as it is, and the refusals."""
   rows: list[Row] = []
   refused: list[Refusal] = []
   for candidate in candidates:
@@ -45,27 +288,22 @@ def choose(
     found, others = setting.rows(candidate, omega, errors, speed, dense)
     rows += found
     refused += others
-  if not rows:
-    verdict = f"do not: of {len(candidates)} candidates none is allowed"
-    return dense_plan(dense, [], refused, verdict, notes)
-  while (row := best(rows)).model is not setting.model:
+  while rows and (row := best(rows)).model is not setting.model:
     exact = setting.exact(row, dense)
     rows = [exact if x is row else x for x in rows]
-  if any(x.model is not setting.model for x in rows):
-    leaves = len(setting.model.leaves)
-    notes = [*notes, f"Rows behind the best are of few leaves in place of {leaves}."]
-  if row.predicted.step_seconds > (1 - margin) * dense.predicted.step_seconds:
-    rates = [_rate(x, dense, setting.cluster) for x in rows]
-    rate, other = max(zip(rates, rows, strict=True), key=lambda pair: pair[0])
-    verdict = report.refused(row, dense, margin, other, rate)
-    return dense_plan(dense, rows, refused, verdict, notes)
-  return Plan(
-    chosen=row,
-    rows=(dense, *rows),
-    refused=tuple(refused),
-    verdict=report.chosen(row, dense),
-    notes=tuple(notes),
-  )
+  return rows, refused
+
+
+def _chosen(
+  rows: Sequence[Row], dense: Row, margin: float, cluster: Cluster
+) -> tuple[Row, str]:
+  """Returns the best row, or the plain mean's if it gains too little; and a verdict."""
+  row = best(rows)
+  if row.predicted.step_seconds <= (1 - margin) * dense.predicted.step_seconds:
+    return row, report.chosen(row, dense)
+  rates = [_rate(x, dense, cluster) for x in rows]
+  rate, other = max(zip(rates, rows, strict=True), key=lambda pair: pair[0])
+  return dense, report.refused(row, dense, margin, other, rate)
 
 
 def _rate(row: Row, dense: Row, cluster: Cluster) -> float:
@@ -79,18 +317,61 @@ def _rate(row: Row, dense: Row, cluster: Cluster) -> float:
   return rate if rate < math.inf else 0.0
 
 
-def dense_plan(
-  dense: Row,
-  rows: Sequence[Row],
-  refused: Sequence[Refusal],
-  verdict: str,
-  notes: Sequence[str],
-) -> Plan:
-  """Returns a plan that chooses the plain mean."""
-  return Plan(
-    chosen=dense,
-    rows=(dense, *rows),
-    refused=tuple(refused),
-    verdict=verdict,
-    notes=tuple(notes),
+def _leaves(gradients: Any, model: Model) -> list[np.ndarray]:
+  """Returns the leaves of gradients; ValueError unless they are like the model's."""
+  like = model_of(gradients, "gradients")
+  if like.treedef != model.treedef:
+    raise ValueError(
+      f"`gradients` must have the tree of `params`, {model.treedef}, got "
+      f"{like.treedef}."
+    )
+  for path, a, b in zip(model.paths, model.leaves, like.leaves, strict=True):
+    if a.shape != b.shape:
+      raise ValueError(
+        f"`gradients` must have the shapes of `params`, of {path} {a.shape}, got "
+        f"{b.shape}."
+      )
+  return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(gradients)]
+
+
+def sizes_of(workers: Any) -> tuple[int, ...]:
+  """Returns the sizes of the axes; raises ValueError for all but a number or a pair."""
+  sizes = workers if isinstance(workers, tuple) else (workers,)
+  if len(sizes) > 2 or not sizes:
+    raise ValueError(f"`workers` must be {_WORKERS_RULE}, got {workers!r}.")
+  return tuple(count("workers", size) for size in sizes)
+
+
+def shares_memory(link: Any) -> bool:
+  """Returns True for a mesh of emulated devices: CPUs of only this process."""
+  return isinstance(link, Mesh) and all(
+    device.platform == "cpu" and device.process_index == jax.process_index()
+    for device in link.devices.flat
   )
+
+
+def cluster_of(workers: int | tuple[int, int], link: Any) -> Cluster:
+  """Returns the workers with their links.
+
+  Raises:
+    ValueError: it is no link, or there are not as many links as axes.
+  """
+  sizes = sizes_of(workers)
+  number = math.prod(sizes)
+  links: tuple[Any, ...] = link if isinstance(link, tuple) else (link,)
+  if isinstance(link, Mesh):
+    if link.size != number:
+      raise ValueError(
+        f"`workers` must be the {link.size} devices of the mesh, got {workers!r}."
+      )
+    idle = shares_memory(link) or number == 1
+    measured = Link(latency=0.0, bytes_per_second=1.0) if idle else Link.measure(link)
+    links = (measured,) * len(sizes)
+  if len(links) != len(sizes) or not all(isinstance(x, Link) for x in links):
+    raise ValueError(
+      "`link` must be a Link, for two axes a pair of them, (between, inside), or a "
+      f"mesh to measure, got {link!r} for workers={workers!r}."
+    )
+  if len(sizes) == 1:
+    return Cluster(workers=number, link=links[0])
+  return Cluster(workers=number, link=links[0], inside=links[1], group_size=sizes[-1])

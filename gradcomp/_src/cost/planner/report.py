@@ -1,9 +1,9 @@
-"""Writes what a plan found: its verdict, and its table."""
+"""The verdict and the table of a plan."""
 
 import math
 from collections.abc import Sequence
 
-from gradcomp._src.cost.planner.rows import Refusal, Row
+from gradcomp._src.cost.planner.compare import Refusal, Row
 from gradcomp._src.report.table import aligned
 
 _HEADER = (
@@ -21,14 +21,10 @@ def chosen(row: Row, dense: Row) -> str:
 
 
 def refused(row: Row, dense: Row, margin: float, other: Row, rate: float) -> str:
-  """Returns the verdict where the best candidate gains too little.
+  """Returns the verdict where the best candidate gains less than ``margin`` of a step.
 
-  Args:
-    row: the best candidate.
-    dense: a plain mean.
-    margin: the part of a step that it must gain.
-    other: the candidate that is faster than a plain mean up to the highest rate.
-    rate: that rate in bytes per second, 0 if there is none.
+  ``other`` is the candidate that beats a plain mean up to the highest ``rate``, in
+  bytes per second; 0 if there is none.
   """
   gain = 1 - row.predicted.step_seconds / dense.predicted.step_seconds
   times = f"dense {_ms(dense)}, best {row.name} {_ms(row)}"
@@ -78,5 +74,5 @@ def _ms(row: Row) -> str:
 
 
 def _in_ms(seconds: float) -> str:
-  """Returns milliseconds with a decimal; those of weeks with an exponent."""
+  """Returns milliseconds with a decimal, or with an exponent for weeks."""
   return f"{1e3 * seconds:.1f}" if seconds < 1e6 else f"{1e3 * seconds:.3g}"

@@ -64,9 +64,9 @@ class ZeroState(NamedTuple):
 def zero(
   inner: optax.GradientTransformation,
   *,
+  axis_name: AxisName,
   grads: LeafCodec,
   params: LeafCodec,
-  axis_name: AxisName,
   feedback: FeedbackName | Feedback | None = "auto",
   min_leaf_size: int | None = None,
   message_bytes: int | None = None,
@@ -116,11 +116,11 @@ def zero(
 
   Args:
     inner: an optax transformation that treats each element by itself.
+    axis_name: the axis of the workers, or a tuple of axes.
     grads: the codec of gradients, which owners add in float32. (APS adds in its own
       format, and drops the rounding errors of additions: choose
       ``accumulate="float32"``.)
     params: the codec of updates of the parameters, with scales of its own.
-    axis_name: the axis of the workers, or a tuple of axes.
     feedback, min_leaf_size, key, dither: the options of the gradients' exchange, see
       :class:`gradcomp.CompressOptions`. Small leaves are sent in float32 in both
       directions, in the same two messages.

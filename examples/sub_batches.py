@@ -1,39 +1,35 @@
 """``sub_batches``: a batch in several passes, each gathered during the one before."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp._src.checks import flag, static_integer
-from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.parallel.all_gather import all_gather
-from gradcomp._src.parallel.options import Own, checked_floats
-
-_RULE = "a number of passes that divides the first axis of `features`"
+from gradcomp import parallel
 
 
 def sub_batches(
   fn: Callable[[jax.Array, jax.Array], Any],
   features: jax.Array,
   *,
-  axis_name: AxisName,
+  axis_name: str | tuple[str, ...],
   passes: int,
   codec: Any,
   backward: Any = "same",
-  own: Own = "exact",
+  own: Literal["exact", "coded"] = "exact",
   prefetch: bool = True,
   key: jax.Array | None = None,
 ) -> Any:
   """Applies a layer that is sharded over the workers to a batch, in several passes.
 
   Each worker has the features of its own samples. In a pass, all workers take the same
-  sub-batch, which :func:`all_gather` puts together from an equal part of each worker's
-  samples. With ``prefetch``, the sub-batch of pass s + 1 is gathered before ``fn`` of
-  pass s, which does not depend on it: XLA may send it meanwhile. The first has nothing
-  to hide under. The cotangents of a pass are scattered to the samples' owners.
+  sub-batch, which :func:`gradcomp.parallel.all_gather` puts together from an equal part
+  of each worker's samples. With ``prefetch``, the sub-batch of pass s + 1 is gathered
+  before ``fn`` of pass s, which does not depend on it: XLA may send it meanwhile. The
+  first has nothing to hide under. The cotangents of a pass are scattered to the
+  samples' owners.
 
   Args:
     fn: ``fn(sub_batch, s)`` returns a tree of arrays. ``sub_batch`` is
@@ -47,7 +43,7 @@ def sub_batches(
     backward: the codec of their cotangents; ``"same"`` for that of the features, None
       for ``float32``.
     own: ``"exact"`` leaves a worker's own features as they are, see
-      :func:`all_gather`.
+      :func:`gradcomp.parallel.all_gather`.
     prefetch: whether to gather a pass ahead.
     key: a key that all workers share, if a codec draws random numbers. Each pass folds
       in its number.
@@ -56,12 +52,13 @@ def sub_batches(
     The results of all passes, stacked on a new first axis, ``[passes, ...]``.
 
   Raises:
-    ValueError: as :func:`all_gather`; or ``passes`` does not divide n.
-    TypeError: as :func:`all_gather`.
+    ValueError: as :func:`gradcomp.parallel.all_gather`; or ``passes`` does not divide
+      n.
+    TypeError: as :func:`gradcomp.parallel.all_gather`.
 
   Example:
     >>> def layer(features):
-    ...   return gradcomp._src.parallel.sub_batches.sub_batches(
+    ...   return sub_batches(
     ...     lambda x, s: 10 * x, features, axis_name="model", passes=2,
     ...     codec=gradcomp.codecs.Dense())
     >>> jax.vmap(layer, axis_name="model")(jnp.array([[1.0, 2.0], [3.0, 4.0]]))[0]
@@ -74,21 +71,22 @@ def sub_batches(
     for Parallelizing Convolutional Neural Networks
     <https://arxiv.org/abs/1404.5997>`_, 2014
   """
-  flag("prefetch", prefetch)
-  features = jnp.atleast_1d(checked_floats(features))
-  count = static_integer("passes", _RULE, passes)
-  if count < 1 or features.shape[0] % count:
-    raise ValueError(f"`passes` must be {_RULE}, got {count} of {features.shape[0]}.")
-  parts = features.reshape(count, features.shape[0] // count, *features.shape[1:])
+  size = features.shape[0]
+  if passes < 1 or size % passes:
+    raise ValueError(
+      "`passes` must be a number of passes that divides the first axis of `features`, "
+      f"got {passes} of {size}."
+    )
+  parts = features.reshape(passes, size // passes, *features.shape[1:])
 
   def gather(part: jax.Array, number: jax.Array | int) -> jax.Array:
     own_key = None if key is None else jax.random.fold_in(key, number)
-    return all_gather(
-      part, axis_name, codec=codec, backward=backward, own=own, key=own_key
+    return parallel.all_gather(
+      part, axis_name=axis_name, codec=codec, backward=backward, own=own, key=own_key
     )
 
-  numbers = jnp.arange(count, dtype=jnp.int32)
-  if not prefetch or count == 1:
+  numbers = jnp.arange(passes, dtype=jnp.int32)
+  if not prefetch or passes == 1:
     each = lambda _, given: (None, fn(gather(*given), given[1]))
     return lax.scan(each, None, (parts, numbers))[1]
 

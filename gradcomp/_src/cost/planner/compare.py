@@ -1,0 +1,312 @@
+"""The rows of a plan: each candidate with each exchange, and their predicted times."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import keystr
+
+from gradcomp._src.core.transform import compress
+from gradcomp._src.cost.cluster import Cluster, CodecSpeed
+from gradcomp._src.cost.exchange import Breakdown, exchange_seconds
+from gradcomp._src.cost.planner.candidates import DENSE, Candidate, SpeedOf, is_last
+from gradcomp._src.cost.planner.errors import Errors
+from gradcomp._src.cost.step import step_seconds
+from gradcomp._src.exchange.all_gather import AllGather
+from gradcomp._src.exchange.all_reduce import AllReduce
+from gradcomp._src.exchange.hierarchical import Hierarchical
+from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.exchange.ring import Ring
+from gradcomp._src.exchange.two_shot import TwoShot
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.report.explain import Explanation, explain
+
+_FEW = 8  # leaves that are not worth joining
+# Elements from which leaves are hardly ever so small that they travel in float32, and
+# elements from which a sparse message has more slots than elements to send.
+_SIZES = (1 << 15, 1 << 20)
+
+Leaf = jax.ShapeDtypeStruct
+
+
+class Model(NamedTuple):
+  """The shapes of parameters, hashable."""
+
+  treedef: Any  # of the parameters
+  leaves: tuple[Leaf, ...]  # the shape and dtype of each
+  paths: tuple[str, ...]  # the path of each
+
+  @property
+  def params(self) -> Any:
+    """The parameters' shapes, in their tree."""
+    return jax.tree.unflatten(self.treedef, self.leaves)
+
+  @property
+  def elements(self) -> int:
+    """The number of elements of all leaves."""
+    return sum(math.prod(leaf.shape) for leaf in self.leaves)
+
+  def joined(self, *, sparse: bool) -> "Model":
+    """Returns a model with the same elements in few leaves, to be traced fast.
+
+    Tracing hundreds of leaves takes seconds, and there are dozens of candidates. The
+    fillings of rows are lost, so that bytes come out too low, if anything: the row that
+    seems best is traced anew. Output layers stay apart, and with ``sparse`` leaves of
+    2**20 elements and more do, for which messages have more slots.
+    """
+    if len(self.leaves) <= _FEW:
+      return self
+    kinds: dict[Any, list[tuple[str, int]]] = {}
+    for path, leaf in zip(self.paths, self.leaves, strict=True):
+      size = math.prod(leaf.shape)
+      place = sum(size >= bound for bound in _SIZES[: 1 + sparse])
+      kinds.setdefault((is_last(path), place, leaf.dtype), []).append((path, size))
+    joined: dict[str, Leaf] = {}
+    for (_, place, dtype), found in kinds.items():
+      total = sum(size for _, size in found)
+      count = -(-total // (_SIZES[-1] - 1)) if sparse and place < len(_SIZES) else 1
+      for number in range(count):  # all of one shape, which is traced once
+        joined[f"{found[0][0]}/{number}"] = Leaf((-(-total // count),), dtype)
+    return model_of(joined)
+
+
+def model_of(params: Any, name: str = "params") -> Model:
+  """Returns the model of parameters, or of the tree that the argument ``name`` holds.
+
+  Raises:
+    ValueError: they have no elements.
+    TypeError: a leaf is no array of floats.
+  """
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    kind = getattr(leaf, "dtype", type(leaf).__name__)
+    if not hasattr(leaf, "shape") or not jnp.issubdtype(kind, jnp.inexact):
+      raise TypeError(
+        f"`{name}`{keystr(path)} must be an array of floats, whose gradients are "
+        f"exchanged, got {kind}; leave out what is not trained."
+      )
+  like = jax.eval_shape(lambda params: params, params)
+  found, treedef = jax.tree_util.tree_flatten_with_path(like)
+  model = Model(
+    treedef,
+    tuple(Leaf(leaf.shape, leaf.dtype) for _, leaf in found),
+    tuple(keystr(path, simple=True, separator="/") for path, _ in found),
+  )
+  if not model.elements:
+    raise ValueError(
+      f"`{name}` must have a leaf with an element, got {len(found)} leaves without."
+    )
+  return model
+
+
+def transformation(
+  candidate: Candidate,
+  exchange: Exchange,
+  paths: Sequence[str],
+  axis_name: AxisName | None,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the transformation that exchanges gradients by a candidate.
+
+  Raises ValueError if the codec or the axes do not allow the exchange.
+  """
+  return compress(
+    candidate.codec_for(paths),
+    axis_name=axis_name,
+    exchange=exchange,
+    feedback="error" if candidate.feedback else None,
+  )
+
+
+@functools.lru_cache(maxsize=1024)
+def explained(
+  candidate: Candidate, exchange: Exchange, model: Model, workers: int | tuple[int, int]
+) -> Explanation:
+  """Explains a candidate: its messages and their bytes.
+
+  Raises ValueError if the codec or the axes do not allow the exchange.
+  """
+  axis_name = ("between", "inside") if isinstance(workers, tuple) else "workers"
+  # Tracing without kernels for GPUs takes half the time, and the bytes are the same.
+  plain = candidate.without_kernels()
+  tx = transformation(plain, exchange, model.paths, axis_name)
+  return explain(tx, model.params, workers=workers)
+
+
+# The simplest first, which wins where times and errors are equal.
+_EXCHANGES: tuple[Exchange, ...] = (
+  AllReduce(),
+  AllGather(),
+  TwoShot(),
+  Ring(),
+  Hierarchical(),
+)
+_ALIKE = 1.02  # times of steps whose ratio is smaller count as equal
+
+
+class Predicted(NamedTuple):
+  """The predicted times of a step.
+
+  Attributes:
+    breakdown: the seconds of its exchange.
+    step_seconds: of the step; of only the exchange if the passes are unknown.
+    speedup: the step of a plain mean in float32, over this one.
+  """
+
+  breakdown: Breakdown
+  step_seconds: float
+  speedup: float
+
+
+class Refusal(NamedTuple):
+  """A candidate that a plan may not choose.
+
+  Attributes:
+    codec: its name.
+    exchange: the name of the exchange; "" for all.
+    reason: the reason, with its number.
+  """
+
+  codec: str
+  exchange: str
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+  """A candidate with an exchange.
+
+  Attributes:
+    candidate: the candidate.
+    exchange: the exchange.
+    error: of the mean, see ``planner.mean_error``.
+    model: the leaves of ``explanation``.
+    speed: the speeds of its codec.
+    explanation: its messages and bytes.
+    predicted: its times.
+  """
+
+  candidate: Candidate
+  exchange: Exchange
+  error: float
+  model: Model
+  speed: SpeedOf
+  explanation: Explanation
+  predicted: Predicted
+
+  @property
+  def name(self) -> str:
+    """The names of the codec and the exchange."""
+    return f"{self.candidate.name} {self.exchange.name}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+  """The model, the workers and the passes that all rows of a plan share."""
+
+  model: Model
+  workers: int | tuple[int, int]  # N, or the sizes of two axes
+  cluster: Cluster
+  forward: float  # seconds of the pass
+  backward: float  # seconds of the pass
+
+  def dense(self) -> Row:
+    """Returns the row of a plain mean in float32."""
+    row = self._row(DENSE, AllReduce(), 0.0, self.model, _no_speed, None)
+    same = row.predicted._replace(speedup=1.0)
+    return dataclasses.replace(row, predicted=same)
+
+  def rows(
+    self,
+    candidate: Candidate,
+    omega: float,
+    errors: Errors,
+    speed: SpeedOf,
+    dense: Row,
+  ) -> tuple[list[Row], list[Refusal]]:
+    """Returns a candidate's row with every exchange, and the refusals of others.
+
+    If the budget allows none of them, there is one refusal for all.
+    """
+    rows, refused = [], []
+    excess: dict[float, str] = {}
+    model = self.model
+    if candidate.by_size:
+      model = model.joined(sparse=candidate.density is not None)
+    for exchange in _EXCHANGES:
+      reason = self._dropping(candidate, exchange)
+      if not reason:
+        lost = errors.of_mean(candidate, omega, exchange)
+        try:
+          row = self._row(candidate, exchange, lost, model, speed, dense)
+          reason = errors.excess(candidate, omega, lost)
+        except ValueError as error:
+          reason = str(error)
+        else:
+          excess[lost] = reason
+      if reason:
+        refused.append(Refusal(candidate.name, exchange.name, reason))
+      else:
+        rows.append(row)
+    if excess and all(excess.values()):
+      refused = [Refusal(candidate.name, "", excess[min(excess)])]
+    return rows, refused
+
+  def exact(self, row: Row, dense: Row) -> Row:
+    """Returns a row for the leaves as they are, unjoined."""
+    given = row.candidate, row.exchange, row.error
+    return self._row(*given, self.model, row.speed, dense)
+
+  def _row(
+    self,
+    candidate: Candidate,
+    exchange: Exchange,
+    error: float,
+    model: Model,
+    speed: SpeedOf,
+    dense: Row | None,
+  ) -> Row:
+    explanation = explained(candidate, cast(Hashable, exchange), model, self.workers)
+    cost = exchange_seconds(explanation, self.cluster, speed)
+    step = step_seconds(self.forward, self.backward, [(1.0, cost)], overlap=False)
+    plain = dense.predicted.step_seconds if dense else step
+    speedup = plain / step if step else 1.0
+    return Row(
+      candidate=candidate,
+      exchange=exchange,
+      error=error,
+      model=model,
+      speed=speed,
+      explanation=explanation,
+      predicted=Predicted(cost, step, speedup),
+    )
+
+  def _dropping(self, candidate: Candidate, exchange: Exchange) -> str:
+    """Returns the reason why owners must not encode a sparse sum; "" if they may.
+
+    Elements that they would drop are delayed again, and no study bounds that.
+    """
+    added_whole = exchange.of_leaves and not exchange.owners
+    if candidate.density is None or added_whole:
+      return ""
+    union = 1 - (1 - candidate.density) ** self.cluster.workers
+    return (
+      f"{self.cluster.workers} workers together choose up to {union:.3g} of the "
+      f"elements, of which owners would send {candidate.density:.3g}"
+    )
+
+
+def best(rows: Sequence[Row]) -> Row:
+  """Returns the fastest row; of equally fast ones, the most exact and simplest."""
+  least = min(row.predicted.step_seconds for row in rows)
+  near = [row for row in rows if row.predicted.step_seconds <= _ALIKE * least]
+  places = dict(zip((x.way for x in _EXCHANGES), itertools.count()))
+  return min(near, key=lambda row: (row.error, places[row.exchange.way]))
+
+
+def _no_speed(codec: object) -> CodecSpeed:
+  raise AssertionError(f"a plain mean encodes nothing, got {codec!r}")

@@ -1,0 +1,78 @@
+"""The docstring of every public function says what goes in and what comes out.
+
+Recipes have a test of their own: they take the options of ``compress``.
+"""
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+
+import gradcomp
+import gradcomp.testing
+
+ROOMS = (
+  gradcomp,
+  gradcomp.cost,
+  gradcomp._src.cost.planner,
+  gradcomp.parallel,
+  gradcomp.telemetry.plots,
+  gradcomp.testing,
+  gradcomp.testing.modes,
+)
+PUBLIC = {
+  f"{value.__module__}.{value.__qualname__}": value
+  for room in ROOMS
+  for name in dir(room)
+  if not name.startswith("_")
+  and callable(value := getattr(room, name))
+  and value.__module__.startswith("gradcomp.")
+  and (room is not gradcomp.testing.modes or value.__module__ == room.__name__)
+}
+FUNCTIONS = {
+  name: value
+  for name, value in PUBLIC.items()
+  if not inspect.isclass(value) and "__signature__" not in vars(value)
+}
+OPTIONS = {
+  name: value
+  for name, value in PUBLIC.items()
+  if dataclasses.is_dataclass(value) and name.endswith("Options")
+}
+
+
+def section(docstring, title):
+  """The text of a section, "" if there is none."""
+  found = re.search(rf"^{title}:\n((?:  .*\n?|\n)*)", docstring, re.MULTILINE)
+  return found[1] if found else ""
+
+
+def entries(docstring, title):
+  """The names that a section explains, in their order."""
+  lines = re.findall(r"^  (\S.*?): ", section(docstring, title), re.MULTILINE)
+  return [name.lstrip("*") for line in lines for name in line.split(", ")]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_explains_its_arguments_and_its_result(name):
+  docstring = inspect.getdoc(FUNCTIONS[name])
+  signature = inspect.signature(FUNCTIONS[name])
+  assert entries(docstring, "Args") == list(signature.parameters)
+  if signature.return_annotation not in (None, "None"):
+    assert section(docstring, "Returns")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_explain_their_fields(name):
+  fields = [field.name for field in dataclasses.fields(OPTIONS[name])]
+  assert entries(inspect.getdoc(OPTIONS[name]), "Attributes") == fields
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_takes_few_arguments_and_the_axis_first_by_keyword(name):
+  parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
+  keywords = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
+  assert len(parameters) <= 10
+  if any(x.name == "axis_name" for x in parameters):
+    assert keywords[0] == "axis_name"
