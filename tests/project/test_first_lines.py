@@ -10,7 +10,7 @@ import pytest
 import gradcomp
 
 PACKAGE = Path(gradcomp.__file__).resolve().parent
-LEFT = 162  # first lines that are still to be rewritten
+LEFT = 9  # first lines that are still to be rewritten
 
 # Each stands for a clause without a noun, or for a word that the field does not use.
 REFUSED = (

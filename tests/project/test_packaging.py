@@ -42,7 +42,7 @@ def test_the_wheel_holds_every_file(wheel):
   names = set(zipfile.ZipFile(wheel).namelist())
   info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
   data = {"gradcomp/py.typed"}
-  data |= {f"gradcomp/cost/planner/{name}.json" for name in ("accuracy", "speeds")}
+  data |= {f"gradcomp/_src/cost/planner/{name}.json" for name in ("accuracy", "speeds")}
   assert names - info == {*sources(), *data}
   assert any(name.endswith("/LICENSE") for name in info)
 
@@ -114,12 +114,11 @@ def imported_modules(path):
 
 def test_no_test_module_is_imported():
   """What several test modules need is in support files, which have no tests."""
-  tests = sorted((ROOT / "tests").rglob("*.py"))
-  modules = {path.stem for path in tests if path.stem.startswith("test_")}
-  imported = {name for path in tests for name in imported_modules(path)}
-  assert {"laws", "assertions"} <= imported
-  assert not modules & imported
-  support = [path for path in tests if path.stem not in modules]
+  files = sorted((ROOT / "tests").rglob("*.py"))
+  imported = {name for path in files for name in imported_modules(path)}
+  assert {"tests.support", "tests.support.assertions"} <= imported
+  assert not [name for name in imported if name.split(".")[-1].startswith("test_")]
+  support = [path for path in files if not path.stem.startswith("test_")]
   assert not [path.name for path in support if "def test_" in path.read_text()]
 
 
