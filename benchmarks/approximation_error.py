@@ -93,7 +93,7 @@ def beside_paper(name: str, x: np.ndarray, offset: int) -> dict[str, dict[str, f
   result = {}
   for data_type, (absolute, relative) in PAPER[name].items():
     fixed = offset if data_type in ("static_tree", "mantissa") else None
-    found = errors(EightBit(data_type=data_type, exponent_offset=fixed), x)
+    found = errors(EightBit(dtype=data_type, exponent_offset=fixed), x)
     result[data_type] = found | {
       "paper_absolute": absolute,
       "paper_relative_percent": relative,
@@ -138,8 +138,7 @@ def main() -> None:
     x = sample(np.random.default_rng(options.seed), options.size)
     as_paper[name] = beside_paper(name, x, offset)
     by_largest[name] = {
-      data_type: errors(EightBit(data_type=data_type), x)
-      for data_type in BEYOND_THE_PAPER
+      data_type: errors(EightBit(dtype=data_type), x) for data_type in BEYOND_THE_PAPER
     }
   print_table(f"Scaled as in the paper, {options.size:,} numbers", as_paper)
   print_table("Scaled by the largest number", by_largest)

@@ -13,7 +13,7 @@ from gradcomp.codecs import Codec, Dense, EightBit
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
 ARMS: dict[str, Codec] = {
   "f32": Dense(),
-  **{name: EightBit(data_type=name) for name in TYPES},
+  **{name: EightBit(dtype=name) for name in TYPES},
 }
 
 
@@ -23,7 +23,7 @@ def with_offset(exponent: int) -> dict[str, Codec]:
   It divides the other two, whose exponents are dynamic or none, by the largest element.
   """
   return {
-    f"{name}_paper": EightBit(data_type=name, exponent_offset=exponent)
+    f"{name}_paper": EightBit(dtype=name, exponent_offset=exponent)
     for name in ("mantissa", "static_tree")
   }
 

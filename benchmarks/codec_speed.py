@@ -73,7 +73,7 @@ CODECS: dict[str, Codec] = {
   "terngrad base3": Ternary(packing="base3"),
   "terngrad no clip": Ternary(clip_sigmas=None),
   **{
-    name: EightBit(data_type=name)
+    name: EightBit(dtype=name)
     for name in ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
   },
   "dynamic_tree 512": EightBit(bucket_size=512),
@@ -84,7 +84,7 @@ CODECS: dict[str, Codec] = {
   },
   "cast-5-2": FloatCast(scale=1.0),
   "natural": Natural(),
-  **{f"blocktop-{bits}": BlockTop(value_bits=bits) for bits in (2, 8, 32)},
+  **{f"blocktop-{bits}": BlockTop(bits=bits) for bits in (2, 8, 32)},
   "dense-f32": Dense(),
   "dense-bf16": Dense(dtype=jnp.bfloat16),
   "dense-f16": Dense(dtype=jnp.float16),

@@ -322,7 +322,7 @@ CASES: dict[str, Case] = {
     *(
       _eight_bit(
         f"{name}{', blocks' * bool(size)}, {rounding}",
-        data_type=name,
+        dtype=name,
         bucket_size=size,
         rounding=rounding,
         timed=name in ("dynamic_tree", "linear") and rounding == "nearest",
@@ -343,11 +343,9 @@ CASES: dict[str, Case] = {
     _natural(),
     _block_top("1 of 64", timed=True),
     _block_top("1 of 64, residual", keep=True, timed=True),
+    _block_top("2 of 16, 8 bits, residual", keep=True, block_size=16, count=2, bits=8),
     _block_top(
-      "2 of 16, 8 bits, residual", keep=True, block_size=16, count=2, value_bits=8
-    ),
-    _block_top(
-      "2 of 16, 32 bits, residual", keep=True, block_size=16, count=2, value_bits=32
+      "2 of 16, 32 bits, residual", keep=True, block_size=16, count=2, bits=32
     ),
   ]
 }

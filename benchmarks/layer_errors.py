@@ -76,7 +76,7 @@ def errors_of(
     those of weights; errors are those of activations. Types that end in ``_paper`` are
     scaled by 10, as in the paper's table, and the others by the largest element.
   """
-  codecs = {name: EightBit(data_type=name) for name in TYPES} | with_offset(1)
+  codecs = {name: EightBit(dtype=name) for name in TYPES} | with_offset(1)
   return {
     kind: {
       name: [float(_percent(codec, x)) for x in each] for name, codec in codecs.items()

@@ -65,8 +65,8 @@ CASES: dict[str, Case] = {
   "onebit-512": Case(OneBit(bucket_size=512), _GATHERS, "error"),
   "terngrad": Case(Ternary(), _SUMS),
   "terngrad-base3": Case(Ternary(packing="base3"), _SUMS),
-  "dynamic-tree": Case(EightBit(data_type="dynamic_tree"), _GATHERS),
-  "linear": Case(EightBit(data_type="linear"), _GATHERS),
+  "dynamic-tree": Case(EightBit(dtype="dynamic_tree"), _GATHERS),
+  "linear": Case(EightBit(dtype="linear"), _GATHERS),
   "aps-8": Case(APS, _CHAINS),
   "redsync-1%": Case(TopK(density=0.01), ("all_gather",), "momentum"),
   "redsync-1% asq": Case(
@@ -85,7 +85,7 @@ CASES: dict[str, Case] = {
   "powersgd-1": Case(PowerSGD(rank=1), ("psum",), "error"),
   "powersgd-2": Case(PowerSGD(rank=2), ("psum",), "error"),
   "powersgd-4": Case(PowerSGD(rank=4), ("psum",), "error"),
-  "powersgd-4-8bit": Case(PowerSGD(rank=4, quantize=8), ("two_shot",), "error"),
+  "powersgd-4-8bit": Case(PowerSGD(rank=4, bits=8), ("two_shot",), "error"),
   # One message in parts; with one leaf these are one message, too, and left out.
   "f16 in leaves": Case(Dense(dtype=jnp.float16), _CHAINS, message_bytes=1),
   "bf16 in leaves": Case(Dense(dtype=jnp.bfloat16), ("two_shot",), message_bytes=1),

@@ -31,9 +31,9 @@ PLAIN = "lax"  # JAX's own collective, in float32
 CODECS: dict[str, Codec] = {
   "f32": Dense(),
   "dynamic_tree": EightBit(),
-  "linear": EightBit(data_type="linear"),
-  "mantissa": EightBit(data_type="mantissa"),
-  "static_tree": EightBit(data_type="static_tree"),
+  "linear": EightBit(dtype="linear"),
+  "mantissa": EightBit(dtype="mantissa"),
+  "static_tree": EightBit(dtype="static_tree"),
 }
 
 

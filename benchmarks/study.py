@@ -82,7 +82,7 @@ PAPER: Codecs = {
   "1-bit SGD, columns": (OneBit(per_column=True), 0.5),
   "TernGrad": (Ternary(), 1.0),
   "TernGrad, base 3": (Ternary(packing="base3"), 1.0),
-  **{f"8 bits, {name}": (EightBit(data_type=name), 0.5) for name in TYPES},
+  **{f"8 bits, {name}": (EightBit(dtype=name), 0.5) for name in TYPES},
 }
 FAILURES: Codecs = {
   "QSGD, 4 bits": (QSGD(bits=4), None),
@@ -95,7 +95,7 @@ FAILURES: Codecs = {
 TERNARY: Codecs = {"TernGrad": (Ternary(), 1.0)}
 LOW_RANK: Codecs = {
   **{f"PowerSGD, rank {rank}": (PowerSGD(rank=rank), 0.5) for rank in (2, 4)},
-  "PowerSGD, rank 4, 8 bits": (PowerSGD(rank=4, quantize=8), None),
+  "PowerSGD, rank 4, 8 bits": (PowerSGD(rank=4, bits=8), None),
 }
 ONE_IMAGE = "64 workers with an image each, 60 steps"
 TABLES = {

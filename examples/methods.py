@@ -56,7 +56,7 @@ METHODS: dict[str, Method] = {
   "terngrad": Ternary(),
   "terngrad-base3": Ternary(packing="base3"),
   "terngrad-noclip": Ternary(clip_sigmas=None),
-  **{name.replace("_", "-"): EightBit(data_type=name) for name in TYPES},
+  **{name.replace("_", "-"): EightBit(dtype=name) for name in TYPES},
   **{f"aps-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m) for e, m in FORMATS},
   **{
     f"cast-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m, scale=1.0)

@@ -23,6 +23,7 @@ from gradcomp._src.checkpoint.specs import init_state, state_specs
 from gradcomp._src.core.feedback import ErrorFeedback, MomentumFeedback
 from gradcomp._src.core.transform import compress
 from gradcomp._src.public import publish
+from gradcomp._src.report.citation import citation
 from gradcomp._src.report.explain import explain
 from gradcomp._src.report.wire_report import wire_report
 from gradcomp._src.training.gradients import defer_reduction, value_and_grad
@@ -41,7 +42,7 @@ from gradcomp._src.transforms.recipes import (
   terngrad,
 )
 from gradcomp._src.transforms.skip import skip_nonfinite
-from gradcomp._src.transforms.sparse import blocktop, redsync
+from gradcomp._src.transforms.sparse import blocktop, randomk, redsync, topk
 from gradcomp._src.version import __version__
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ __all__ = [
   "aps",
   "blocktop",
   "checkpoint",
+  "citation",
   "codecs",
   "compress",
   "contrib",
@@ -77,6 +79,7 @@ __all__ = [
   "policy",
   "powersgd",
   "qsgd",
+  "randomk",
   "redsync",
   "reshard_state",
   "skip_nonfinite",
@@ -84,6 +87,7 @@ __all__ = [
   "state_specs",
   "telemetry",
   "terngrad",
+  "topk",
   "testing",
   "value_and_grad",
   "wire",

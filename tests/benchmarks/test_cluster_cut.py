@@ -155,7 +155,7 @@ def test_rounding_is_that_of_the_whole_net():
   found = trainer.layer_errors(jax.jit(columns)(layers), seed=2)
   counts = {kind: {len(x) for x in types.values()} for kind, types in found.items()}
   assert counts == {"activations": {4}, "gradients": {3}, "errors": {3}}
-  key, codec = jax.random.key(2), EightBit(data_type="linear")
+  key, codec = jax.random.key(2), EightBit(dtype="linear")
   x = drawn().train.images[:BATCH].reshape(BATCH, -1) / np.float32(255)
   activations, rates = [cut_layers.dropped(x, 0.2, key)], (0.3, 0.3)
   for i, (layer, rate) in enumerate(zip(layers[:2], rates, strict=True)):

@@ -26,8 +26,8 @@ CODECS = {
   Ternary(bucket_size=32, share_scale=False): (32, 1),
   # Sigma is at most the largest element.
   Ternary(packing="base3", scaler="sigma", clip_sigmas=2.5): (None, 2.5),
-  EightBit(data_type="dynamic_map", bucket_size=32, rounding="stochastic"): (32, 1),
-  EightBit(data_type="mantissa", exponent_offset=0): (None, None),
+  EightBit(dtype="dynamic_map", bucket_size=32, rounding="stochastic"): (32, 1),
+  EightBit(dtype="mantissa", exponent_offset=0): (None, None),
   EightBit(): (None, 1),
   QSGD(bits=3, bucket_size=32, levels="nonuniform"): (32, 1),
   # A root mean square is at most the largest element.

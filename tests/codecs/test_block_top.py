@@ -19,16 +19,16 @@ CODEC = BlockTop()
 CODECS = [
   CODEC,
   BlockTop(block_size=16, count=3),
-  BlockTop(block_size=8, count=2, value_bits=8),
-  BlockTop(block_size=128, value_bits=8),
-  BlockTop(count=2, value_bits=32),
+  BlockTop(block_size=8, count=2, bits=8),
+  BlockTop(block_size=128, bits=8),
+  BlockTop(count=2, bits=32),
   *slow(BlockTop(block_size=4096), BlockTop(block_size=8, count=4)),
 ]
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=laws.name)
 
 
 def options(codec):
-  return {name: getattr(codec, name) for name in ("block_size", "count", "value_bits")}
+  return dict(block_size=codec.block_size, count=codec.count, value_bits=codec.bits)
 
 
 def leaf(codec):
@@ -103,7 +103,7 @@ def test_what_is_sent_and_the_residual_add_up_to_the_leaf(codec):
 
 def test_with_whole_values_the_largest_are_gone():
   """What remains is below 1 - count / B of the square, the bound of any selection."""
-  codec = BlockTop(block_size=16, count=2, value_bits=32)
+  codec = BlockTop(block_size=16, count=2, bits=32)
   x = laws.gaussian(codec.tile_size)
   rest = x - laws.round_trip(codec, x)
   assert np.count_nonzero(rest) == x.size * 14 // 16
@@ -115,7 +115,7 @@ def test_energy_is_that_of_the_notes():
   x = laws.gaussian(64 * CODEC.tile_size)
   kept = lambda codec: 1 - np.square(x - laws.round_trip(codec, x)).sum() / x.size
   # Of 8192 blocks, whose largest squares deviate by 2.2 / 64: five standard errors.
-  assert abs(kept(BlockTop(value_bits=32)) - 0.108) < 5 * 2.2 / 64 / 8192**0.5 + 0.001
+  assert abs(kept(BlockTop(bits=32)) - 0.108) < 5 * 2.2 / 64 / 8192**0.5 + 0.001
   # Eleven sixteenths of s are the limit: errors of up to 5/16 s are 1/8 of the square.
   assert kept(CODEC) > 0.09
 
@@ -135,7 +135,7 @@ def test_the_pages_example():
 
 @pytest.mark.parametrize("bits", [2, 8, 32])
 def test_of_equal_elements_the_first_is_sent(bits):
-  codec = BlockTop(block_size=8, value_bits=bits)
+  codec = BlockTop(block_size=8, bits=bits)
   x = np.zeros(64, np.float32)
   x[3:8], x[4] = 1, -1
   x[17:20] = 1, 1 + 2.0**-21, 1 + 2.0**-20  # three bits do not count, and the last does
@@ -157,7 +157,7 @@ def test_of_equal_elements_the_first_is_sent(bits):
   ],
 )
 def test_what_no_encoder_sends_is_refused(bits, place, value, reason):
-  codec = BlockTop(block_size=8, value_bits=bits)
+  codec = BlockTop(block_size=8, bits=bits)
   x = np.zeros(17, np.float32)
   x[9] = 1
   rows = np.array(laws.encoder(codec)(jnp.asarray(x), None).rows)
@@ -181,7 +181,7 @@ def test_zeros_send_nothing():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_seen(bits, bad):
   """Also two of a block, of which only one is sent."""
-  codec = BlockTop(value_bits=bits)
+  codec = BlockTop(bits=bits)
   x = laws.gaussian(2 * codec.tile_size)
   clean = laws.round_trip(codec, x).copy()
   x[[130, 131]] = bad
@@ -230,7 +230,7 @@ def test_entries_are_what_a_row_sends(codec):
 
 def test_the_short_form_keeps_what_is_not_sent():
   """All that three steps send, and what remains, is the sum of three gradients."""
-  tx = gradcomp.blocktop(8, value_bits=32, min_leaf_size=0)
+  tx = gradcomp.blocktop(8, bits=32, min_leaf_size=0)
   gradient = jnp.asarray(np.random.default_rng(0).integers(-9, 10, 1700), jnp.float32)
   state = tx.init(gradient)
   total = 0
@@ -269,7 +269,7 @@ def test_mistakes():
   for name, values in {
     "block_size": (7, 48, 4, 8192),
     "count": (0, 5),
-    "value_bits": (1, 4, 16),
+    "bits": (1, 4, 16),
   }.items():
     for value in values:
       with pytest.raises(ValueError, match=says(f"`{name}` must be", str(value))):
@@ -286,7 +286,7 @@ def test_a_sum_is_divided_by_those_who_sent_an_element():
   """Zeros are sent by nobody, and where nobody sends something the mean is zero."""
   x = jax.random.normal(jax.random.key(3), (3, 2048)).at[:, :64].set(0.0)
   mean = gradcomp.compress(
-    BlockTop(block_size=8, value_bits=32),
+    BlockTop(block_size=8, bits=32),
     axis_name="data",
     exchange=AllGather(merge="senders"),
     feedback=None,

@@ -44,7 +44,7 @@ def test_buckets_or_none(make, size):
   [
     (Ternary, "packing", ("2bit", "base3")),
     (Ternary, "scaler", ("clipped", "sigma")),
-    (EightBit, "data_type", ("dynamic_tree", "dynamic_map", "static_tree", "mantissa")),
+    (EightBit, "dtype", ("dynamic_tree", "dynamic_map", "static_tree", "mantissa")),
     (EightBit, "rounding", ("stochastic", "nearest")),
     (QSGD, "levels", ("sign_magnitude", "uniform", "nonuniform")),
     (gradcomp.qsgd, "levels", ("sign_magnitude", "uniform", "nonuniform")),
@@ -94,13 +94,13 @@ def test_exponent_offset(offset):
   with pytest.raises(
     ValueError, match=says("`exponent_offset`", "-30 to 30", repr(offset))
   ):
-    EightBit(data_type="mantissa", exponent_offset=offset)
+    EightBit(dtype="mantissa", exponent_offset=offset)
 
 
 @pytest.mark.parametrize("data_type", ["dynamic_tree", "dynamic_map", "linear"])
 def test_types_without_an_exponent_offset(data_type):
   with pytest.raises(ValueError, match=says("`exponent_offset`", "None", data_type)):
-    EightBit(data_type=data_type, exponent_offset=1)
+    EightBit(dtype=data_type, exponent_offset=1)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def wide_range(size):
 
 def options(codec):
   return dict(
-    data_type=codec.data_type, bucket_size=codec.bucket_size, rounding=codec.rounding
+    data_type=codec.dtype, bucket_size=codec.bucket_size, rounding=codec.rounding
   )
 
 
@@ -45,7 +45,7 @@ def decoded_table(data_type):
   """What all 256 codes decode to under the scale 1."""
   words = qsgd.pack(np.tile(np.arange(256), 8), 8, 512)
   rows = np.concatenate([words, np.float32([[1]]).view(np.uint32)], axis=1)
-  codec = EightBit(data_type=data_type)
+  codec = EightBit(dtype=data_type)
   return np.asarray(jax.jit(codec.decode_rows)(rows)).ravel()[:256]
 
 
@@ -71,7 +71,7 @@ def test_tables_are_the_papers(data_type):
 def test_the_dynamic_tree_gives_the_papers_examples():
   """Section 3.1, with 1 as the largest element and as many digits as are printed."""
   x = np.float32([1, 0.2345678, 0.0000234])
-  restored = laws.round_trip(EightBit(data_type="dynamic_tree"), x)
+  restored = laws.round_trip(EightBit(dtype="dynamic_tree"), x)
   assert [f"{restored[1]:.6f}", f"{restored[2]:.6f}"] == ["0.236719", "0.000019"]
 
 
@@ -122,8 +122,8 @@ def test_the_dynamic_map_is_that_of_bitsandbytes():
   "codec",
   [
     *(case.codec for case in EIGHT_BIT_CASES),
-    EightBit(data_type="linear", bucket_size=32, rounding="stochastic"),
-    EightBit(data_type="static_tree", rounding="stochastic", exponent_offset=-2),
+    EightBit(dtype="linear", bucket_size=32, rounding="stochastic"),
+    EightBit(dtype="static_tree", rounding="stochastic", exponent_offset=-2),
   ],
   ids=laws.name,
 )
@@ -144,7 +144,7 @@ def test_payload_is_the_oracles(codec):
 @every_type
 def test_codes_are_the_nearest(data_type):
   """As a search in float64 finds them, but for numbers almost between two levels."""
-  codec, x = EightBit(data_type=data_type), wide_range(200_000)
+  codec, x = EightBit(dtype=data_type), wide_range(200_000)
   rows = np.asarray(laws.encoder(codec)(x, laws.KEY).rows)
   codes = qsgd.unpack(rows[:, :512], x.size, 8).astype(int)
   magnitudes = np.where(x < 0, codes % 128, codes)
@@ -164,11 +164,11 @@ def test_codes_are_the_nearest(data_type):
 @pytest.mark.parametrize(
   "codec",
   [
-    EightBit(data_type="linear"),
-    EightBit(data_type="mantissa", bucket_size=64),
-    EightBit(data_type="dynamic_map"),
-    EightBit(data_type="static_tree", exponent_offset=0),
-    EightBit(data_type="mantissa", exponent_offset=1),
+    EightBit(dtype="linear"),
+    EightBit(dtype="mantissa", bucket_size=64),
+    EightBit(dtype="dynamic_map"),
+    EightBit(dtype="static_tree", exponent_offset=0),
+    EightBit(dtype="mantissa", exponent_offset=1),
   ],
   ids=laws.name,
 )
@@ -184,7 +184,7 @@ def test_nearest_rounding_is_idempotent(codec):
 def test_the_largest_element(data_type, sign):
   """It is the last level: 1 in three data types, and in the map if it is positive."""
   x = sign * np.repeat(np.float32([0.1, 7, 3.4e38, 2.0**-96]), 64)
-  restored = laws.round_trip(EightBit(data_type=data_type, bucket_size=64), x)
+  restored = laws.round_trip(EightBit(dtype=data_type, bucket_size=64), x)
   last = eight_bit.levels(data_type)[-1]
   if sign < 0:
     last = eight_bit.largest_of_both_signs(data_type)
@@ -194,7 +194,7 @@ def test_the_largest_element(data_type, sign):
 @every_type
 def test_stochastic_rounding_is_unbiased(data_type):
   """Its largest element too, and over all decades; against each element's own step."""
-  codec = EightBit(data_type=data_type, bucket_size=64, rounding="stochastic")
+  codec = EightBit(dtype=data_type, bucket_size=64, rounding="stochastic")
   x = wide_range(500)
   scales, levels = scales_of(codec, x), eight_bit.levels(data_type)
   gaps = np.diff(levels)
@@ -206,7 +206,7 @@ def test_stochastic_rounding_is_unbiased(data_type):
 @pytest.mark.parametrize("data_type", ["linear", "dynamic_map"])
 def test_zeros_among_others_stay_zero(data_type):
   """Of 2^20 draws, each with 2^-16 for an error of one fixed-point unit to show."""
-  codec = EightBit(data_type=data_type, bucket_size=64, rounding="stochastic")
+  codec = EightBit(dtype=data_type, bucket_size=64, rounding="stochastic")
   x = np.zeros(2**20, np.float32)
   x[::64] = 1
   assert np.flatnonzero(laws.round_trip(codec, x)).size == 2**14
@@ -216,7 +216,7 @@ def test_zeros_among_others_stay_zero(data_type):
 @every_type
 def test_huge_and_tiny_values(data_type, rounding):
   """Neither the scale nor its inverse overflows or vanishes."""
-  codec = EightBit(data_type=data_type, bucket_size=32, rounding=rounding)
+  codec = EightBit(dtype=data_type, bucket_size=32, rounding=rounding)
   values = np.float32([3.4e38, 1e38, 2.0**-96, 1e-30, 1e-40])
   x = np.concatenate([np.repeat(values, 16)[:, None], -values.repeat(16)[:, None]], 1)
   x = np.ascontiguousarray(x.reshape(5, 32)).ravel()
@@ -231,12 +231,12 @@ def test_huge_and_tiny_values(data_type, rounding):
 def test_fixed_exponents_saturate():
   """Of numbers beyond 10^k, or 15 * 10^(k-1), the largest level remains."""
   x = np.float32([1000, -1000, 10, 0, 3, 15, -15])
-  static = EightBit(data_type="static_tree", exponent_offset=1)
+  static = EightBit(dtype="static_tree", exponent_offset=1)
   restored = laws.round_trip(static, x)
   np.testing.assert_array_equal(
     restored[:4], np.float32([9.71875, -9.71875, 9.71875, 0])
   )
-  mantissa = EightBit(data_type="mantissa", exponent_offset=1)
+  mantissa = EightBit(dtype="mantissa", exponent_offset=1)
   np.testing.assert_allclose(
     laws.round_trip(mantissa, x),
     [15, -15, 10, 0, 3, 15, -15],
@@ -246,7 +246,7 @@ def test_fixed_exponents_saturate():
 
 
 def test_fixed_exponents_do_not_depend_on_the_leaf():
-  codec = EightBit(data_type="mantissa", exponent_offset=3)
+  codec = EightBit(dtype="mantissa", exponent_offset=3)
   x = wide_range(2048)
   rows = np.asarray(laws.encoder(codec)(x, laws.KEY).rows)
   np.testing.assert_array_equal(rows[:, 512:].view(np.float32), 1500)
@@ -260,7 +260,7 @@ def test_fixed_exponents_do_not_depend_on_the_leaf():
 @pytest.mark.parametrize("data_type", ["linear", "dynamic_tree", "dynamic_map"])
 def test_only_two_data_types_take_an_exponent(data_type):
   with pytest.raises(ValueError, match="exponent_offset"):
-    EightBit(data_type=data_type, exponent_offset=1)
+    EightBit(dtype=data_type, exponent_offset=1)
 
 
 def test_bits_an_element():

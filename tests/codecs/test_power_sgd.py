@@ -46,8 +46,8 @@ def test_five_steps_are_the_papers(shape, workers):
 def test_what_is_not_sent_stays_in_residuals():
   """The sum of residuals and N means is that of what was to be sent, to rounding."""
   codec, memory = bound(PowerSGD(rank=2), (33, 47))
-  for quantize in (None, 8):
-    codec = dataclasses.replace(codec, quantize=quantize)
+  for bits in (32, 8):
+    codec = dataclasses.replace(codec, bits=bits)
     corrected = gaussian(4, 33, 47)
     (mean,), _ = together(codec, [corrected], [memory])
     residual = corrected - mean

@@ -13,7 +13,7 @@ from tests.support.assertions import assert_same_bits, says
 from tests.support.low_rank import bound, error, gaussian, of_rank, together
 from tests.wire_decoder import low_rank
 
-QUANTIZED = PowerSGD(rank=2, quantize=8)
+QUANTIZED = PowerSGD(rank=2, bits=8)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -60,7 +60,7 @@ def test_the_page_reads_the_payload(codec, shape):
     return
   tiles = [-(-np.prod(r.shape) // r.codec.tile_size) for r in own.rounds]
   chex.assert_shape(rows, (sum(tiles), own.inner.row_words))
-  read = low_rank.decode_power_sgd(rows, shape, rank=2, quantize=codec.quantize)
+  read = low_rank.decode_power_sgd(rows, shape, rank=2, bits=codec.bits)
   # One sum of two products, and rows whose length is rounded.
   np.testing.assert_allclose(value, read, atol=1e-6 * np.abs(read).max())
 
@@ -112,7 +112,7 @@ def test_mistakes():
     PowerSGD(rank=2.5)
   with pytest.raises(ValueError, match=says("`min_rate`", "positive", "0")):
     PowerSGD(min_rate=0)
-  with pytest.raises(ValueError, match=says("`quantize`", "None", "8", "4")):
-    PowerSGD(quantize=4)
+  with pytest.raises(ValueError, match=says("`bits`", "8", "32", "4")):
+    PowerSGD(bits=4)
   with pytest.raises(TypeError, match=says("`x`", "float", "int32")):
     PowerSGD().encode(jnp.ones((64, 64), jnp.int32))

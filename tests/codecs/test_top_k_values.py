@@ -125,7 +125,7 @@ def test_a_mean_of_what_is_not_finite_is_not(quantize, bad):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_rounding_to_16_bits_loses_is_left(dtype):
-  codec = TopK(density=DENSITY, selection="threshold", value_dtype=jnp.dtype(dtype))
+  codec = TopK(density=DENSITY, selection="threshold", dtype=jnp.dtype(dtype))
   for name in ("normal", "uniform", "half constant", "sorted"):
     x = data(SIZE)[name]
     rows, rest = encode(codec, x)
@@ -143,7 +143,7 @@ def test_what_is_too_large_for_16_bits_is_sent_in_part():
 
   Of the same shapes as the test before, so that nothing is compiled.
   """
-  codec = TopK(density=DENSITY, selection="threshold", value_dtype=jnp.float16)
+  codec = TopK(density=DENSITY, selection="threshold", dtype=jnp.float16)
   x = data(SIZE)["normal"].copy()
   x[[3, 7, 9]] = 1e6, -65520, np.inf
   rows, rest = encode(codec, x)
@@ -154,7 +154,7 @@ def test_what_is_too_large_for_16_bits_is_sent_in_part():
 
 def test_an_odd_number_of_slots():
   """The last half word is filled."""
-  codec = TopK(density=0.011, selection="exact", value_dtype=jnp.bfloat16)
+  codec = TopK(density=0.011, selection="exact", dtype=jnp.bfloat16)
   x = data(1000)["normal"]
   rows, rest = encode(codec, x)
   chex.assert_shape(rows, (1, 1 + 6 + 6))
@@ -168,7 +168,7 @@ def test_an_odd_number_of_slots():
   [
     (TopK(density=0.01, selection="threshold"), 70_001),
     (TopK(density=0.05, quantize="mean", range_size=400), 1000),
-    (TopK(density=0.05, value_dtype=jnp.float16, range_size=33_000), 70_001),
+    (TopK(density=0.05, dtype=jnp.float16, range_size=33_000), 70_001),
     (TopK(density=0.05, quantize="asq"), 1000),
   ],
   ids=case_name,
@@ -226,7 +226,7 @@ def test_a_threshold_is_used_again():
 def test_thresholds_are_searched_every_interval():
   """And in a step whose elements would not fit, without forgetting the old one."""
   tx = gradcomp.compress(
-    TopK(density=0.01, selection="sampled", interval=3), feedback=None
+    TopK(density=0.01, selection="sampled", search_every=3), feedback=None
   )
   x = data(1000)["normal"]
   step, state = jax.jit(tx.update), tx.init({"w": x})

@@ -50,13 +50,13 @@ every_end = pytest.mark.parametrize(
 )
 
 # Codecs that cast to floats. All others have scales, but for some of a fixed range.
-CASTING = [HALF, BFLOAT, TopK(density=0.5, value_dtype=jnp.float16)]
+CASTING = [HALF, BFLOAT, TopK(density=0.5, dtype=jnp.float16)]
 KEEPING = [
   codec
   for codec in suite.CODECS
   if codec not in CASTING
   and getattr(codec, "scale", "auto") == "auto"
-  and getattr(codec, "data_type", "") != "mantissa"
+  and str(getattr(codec, "dtype", "")) != "mantissa"
 ]
 
 
@@ -186,8 +186,8 @@ PLACES = [
     *((QSGD(bits=8), exchange) for exchange in EXCHANGES[:4]),
     *((Dense(), exchange) for exchange in EXCHANGES),
     *((BFLOAT, exchange) for exchange in ("ring", "two_shot")),
-    (TopK(density=0.2, value_dtype=jnp.float16), "two_shot"),
-    (TopK(density=0.2, value_dtype=jnp.float16), GROUPS),
+    (TopK(density=0.2, dtype=jnp.float16), "two_shot"),
+    (TopK(density=0.2, dtype=jnp.float16), GROUPS),
     (FloatCast(), "ring"),
     (OneBit(), "ring"),
     (QSGD(bits=4, share_scale=True), "psum"),

@@ -1,6 +1,8 @@
 """Recipes take the options of ``compress``, each by its name, and refuse all others."""
 
+import dataclasses
 import inspect
+import re
 import typing
 
 import jax.numpy as jnp
@@ -17,6 +19,11 @@ OPTIONS = {
   for name, parameter in inspect.signature(gradcomp.compress).parameters.items()
   if parameter.kind is parameter.KEYWORD_ONLY
 }
+CODECS = [
+  value
+  for value in vars(gradcomp.codecs).values()
+  if isinstance(value, type) and dataclasses.is_dataclass(value)
+]
 # RedSync has a feedback of its own.
 OWN = {"redsync": {"feedback"}}
 
@@ -33,7 +40,8 @@ def test_the_options_are_those_of_compress():
 
 def test_the_recipes():
   names = "dense qsgd onebit_sgd terngrad eight_bit natural aps loss_scaling_cast"
-  assert RECIPES.keys() == {*names.split(), "redsync", "blocktop", "policy", "powersgd"}
+  others = "redsync topk randomk blocktop policy powersgd"
+  assert RECIPES.keys() == {*names.split(), *others.split()}
 
 
 @every_recipe
@@ -51,6 +59,66 @@ def test_signatures_name_every_option(name):
   assert set(kind.__annotations__) == set(shared)
 
 
+def entries(documented, title):
+  """The entries of a section of a docstring, each in one line, by name."""
+  text = inspect.getdoc(documented) + "\n\n"
+  (section,) = re.findall(rf"^{title}:\n(.*?)\n\n", text, re.M | re.S)
+  lines = re.sub(r"\n {4,}", " ", section)
+  return dict(re.match(r"  (\w+): (.*)", line).groups() for line in lines.split("\n"))
+
+
+def ending(parameter):
+  """What the entry of an argument or a field ends with."""
+  if parameter.default is parameter.empty:
+    return " Required."
+  default = parameter.default
+  if isinstance(default, str):
+    return f' Default: ``"{default}"``.'
+  if default is jnp.float32:
+    return " Default: ``float32``."
+  return f" Default: {default!r}."
+
+
+@every_recipe
+def test_help_explains_every_argument(name):
+  """In the order of the signature, and with the default that it has there."""
+  parameters = inspect.signature(RECIPES[name]).parameters
+  told = entries(RECIPES[name], "Args")
+  assert [*told] == [*parameters]
+  for argument, text in told.items():
+    assert text.endswith(ending(parameters[argument])), argument
+  sections = re.findall(r"^([A-Z][a-z]+):$", RECIPES[name].__doc__, re.M)
+  wanted = ["Args", "Returns", "Raises", "Example", "References"]
+  assert sections == [x for x in wanted if x in sections] and sections[:4] == wanted[:4]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.__name__)
+def test_codecs_explain_every_field(codec):
+  parameters = inspect.signature(codec).parameters
+  told = entries(codec, "Attributes")
+  assert [*told] == [*parameters]
+  for field, text in told.items():
+    assert text.endswith(ending(parameters[field])), field
+
+
+@every_recipe
+def test_arguments_are_fields_of_the_codec(name):
+  """Arguments that have a field's name have its type and default."""
+  recipe = RECIPES[name]
+  text = recipe.__doc__.split("Args:")[0]
+  found = re.findall(r"codec\s+:class:`gradcomp\.codecs\.(\w+)`", text)
+  codec = getattr(gradcomp.codecs, found[0] if found else "FloatCast")
+  fields = inspect.signature(codec).parameters
+  hints, own = typing.get_type_hints(codec), typing.get_type_hints(recipe)
+  shared = {
+    x: y for x, y in inspect.signature(recipe).parameters.items() if x in fields
+  }
+  assert shared
+  for argument, parameter in shared.items():
+    assert parameter.default == fields[argument].default, argument
+    assert own[argument] == hints[argument], argument
+
+
 @every_recipe
 @pytest.mark.parametrize(
   "option, value",
@@ -66,7 +134,8 @@ def test_signatures_name_every_option(name):
 )
 def test_every_option_arrives(name, option, value):
   """``compress``, or the codec, says what is wrong with it."""
-  if name in ("dense", "policy", "powersgd") and option == "implementation":
+  without = ("dense", "policy", "powersgd", "randomk")
+  if name in without and option == "implementation":
     return  # without kernels there is no choice, and codecs of rules have their own
   with pytest.raises(ValueError, match=says(f"`{option}`")):
     make(name, **{option: value}).init({"w": jnp.ones(3)})

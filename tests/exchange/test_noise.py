@@ -61,7 +61,7 @@ CASES = [
     (QSGD(bits=4, levels="nonuniform"), 0.55, 0.70),
     (Ternary(), 0.53, 0.69),
     (EightBit(**STOCHASTIC), 0.62, 0.74),
-    (EightBit(data_type="linear", **STOCHASTIC), 0.51, 0.68),
+    (EightBit(dtype="linear", **STOCHASTIC), 0.51, 0.68),
     (FloatCast(**STOCHASTIC), 0.70, 0.80),
     (Dense(dtype=jnp.bfloat16, **STOCHASTIC), 0.70, 0.80),
   ),

@@ -37,7 +37,7 @@ ROWS = {
   (TopK(density=DENSITY, quantize="mean"), "two_shot", 0.7, True): N,
   (TopK(density=DENSITY, quantize="asq"), "two_shot", None, False): N,
   (TopK(density=DENSITY, selection="sampled"), "two_shot", 0.9, False): N,
-  (TopK(density=DENSITY, value_dtype=jnp.bfloat16), "hierarchical", None, False): 0,
+  (TopK(density=DENSITY, dtype=jnp.bfloat16), "hierarchical", None, False): 0,
   (RandomK(density=DENSITY), "psum", 0.9, False): 0,
   (RandomK(density=DENSITY), "all_gather", None, False): 0,
 }

@@ -16,7 +16,7 @@ from gradcomp.codecs import Dense, RandomK, TopK
 from tests.support.assertions import assert_same_bits
 from tests.support.sparse_steps import N, gradients, trail, transformation
 
-SAMPLED = TopK(density=0.05, selection="sampled", interval=2)
+SAMPLED = TopK(density=0.05, selection="sampled", search_every=2)
 
 
 def test_pieces_send_what_the_whole_sends():

@@ -50,7 +50,7 @@ KINDS = [
   (FloatCast(), "all_gather"),
   (TopK(density=0.02, range_size=1000, selection="sampled"), "two_shot"),
   (RandomK(density=0.1, range_size=1000), "psum"),
-  (BlockTop(value_bits=8, block_size=8, count=2), "two_shot"),
+  (BlockTop(bits=8, block_size=8, count=2), "two_shot"),
 ]
 # Feedback that is not the codec's default.
 FEEDBACK = [

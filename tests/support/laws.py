@@ -27,7 +27,8 @@ def name(codec):
   told = [
     _told(values[field.name], field.name)
     for field in fields
-    if values[field.name] != field.default or field.name in ("bits", "bucket_size")
+    if values[field.name] != field.default
+    or ("bucket_size" in values and field.name in ("bits", "bucket_size"))
   ]
   return "-".join([type(codec).__name__.lower(), *told])
 

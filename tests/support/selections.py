@@ -32,7 +32,7 @@ def layout(codec, size):
   """Returns what a decoder has to know of a codec."""
   n = codec.range_size or size
   slots = top_k.slots_of(codec.density, n, codec.selection, codec.slack)
-  dtype = jnp.dtype(codec.value_dtype).name
+  dtype = jnp.dtype(codec.dtype).name
   return dict(range_size=n, slots=slots, quantize=codec.quantize, value_dtype=dtype)
 
 

@@ -46,16 +46,16 @@ def test_range_size(make, value):
     ("selection", ("auto", "exact"), None),
     ("quantize", ("asq", "mean"), "strom"),
     ("quantize", ("asq", "mean"), True),
-    ("value_dtype", ("float32, bfloat16 or float16",), np.int8),
-    ("value_dtype", ("float32, bfloat16 or float16",), "float8"),
+    ("dtype", ("float32, bfloat16 or float16",), np.int8),
+    ("dtype", ("float32, bfloat16 or float16",), "float8"),
     ("slack", ("from 1 to 2",), 0.5),
     ("slack", ("from 1 to 2",), 2.5),
     ("slack", ("from 1 to 2",), "2"),
     ("slack", ("from 1 to 2",), True),
     ("slack", ("from 1 to 2",), np.nan),
-    ("interval", ("1 or more",), 0),
-    ("interval", ("1 or more",), 2.5),
-    ("interval", ("1 or more",), True),
+    ("search_every", ("1 or more",), 0),
+    ("search_every", ("1 or more",), 2.5),
+    ("search_every", ("1 or more",), True),
   ],
   ids=lambda part: repr(part) if not isinstance(part, tuple) else "",
 )
@@ -71,9 +71,9 @@ def test_what_a_quantizer_does_not_go_with(make, quantize):
   parts = ("`selection`", '"sampled"', repr(quantize), '"threshold"')
   with pytest.raises(ValueError, match=says(*parts)):
     make(quantize=quantize, selection="sampled")
-  parts = ("`value_dtype`", "float32", repr(quantize), "bfloat16")
+  parts = ("`dtype`", "float32", repr(quantize), "bfloat16")
   with pytest.raises(ValueError, match=says(*parts)):
-    make(quantize=quantize, value_dtype=jnp.bfloat16)
+    make(quantize=quantize, dtype=jnp.bfloat16)
 
 
 @pytest.mark.parametrize("codec", SPARSE, ids=["TopK", "RandomK"])

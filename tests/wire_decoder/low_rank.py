@@ -7,20 +7,20 @@ import numpy as np
 from tests.wire_decoder import words
 
 
-def decode_power_sgd(rows, shape, *, rank, quantize=None):
+def decode_power_sgd(rows, shape, *, rank, bits=32):
   """The values of a PowerSGD payload, float64 in the shape of the leaf.
 
   Args:
     rows: uint32[rows, words], those of the left factor, then those of the right one.
     shape: of the leaf.
     rank: the columns of both factors.
-    quantize: None or 8.
+    bits: 8 or 32.
   """
   m, n = _cut(shape)
-  size = 128 if quantize is None else 4 * 512
+  size = 128 if bits == 32 else 4 * 512
   count = -(-rank * m // size)
-  left = _factor(rows[:count], (rank, m), quantize)
-  right = _factor(rows[count:], (rank, n), quantize)
+  left = _factor(rows[:count], (rank, m), bits)
+  right = _factor(rows[count:], (rank, n), bits)
   value = np.zeros((m, n))
   basis = []
   for row, other in zip(left, right, strict=True):
@@ -38,9 +38,9 @@ def _cut(shape):
   return sorted(cuts, key=lambda cut: (sum(cut), cut[0]))[0]
 
 
-def _factor(rows, shape, quantize):
+def _factor(rows, shape, bits):
   size = math.prod(shape)
-  if quantize is None:
+  if bits == 32:
     flat = words.decode_dense(rows, size, np.float32)
   else:
     hyper = dict(bits=8, bucket_size=512, levels="sign_magnitude")

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
+from gradcomp._src.bibliography import CHEN_2020, SARFI_2025, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_integer
 from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
 from gradcomp._src.codecs.row_codec import RowCodec
@@ -32,11 +33,11 @@ class BlockTop(RowCodec):
   With error feedback the difference is smaller still, because unsent elements grow
   until they are sent.
 
-  An entry has ``log2(block_size)`` bits for its place, and ``value_bits`` for its
+  An entry has ``log2(block_size)`` bits for its place, and ``bits`` for its
   value :math:`q(v_i)`:
 
   ==============  ==================================================================
-  ``value_bits``  values
+  ``bits``        values
   ==============  ==================================================================
   2               :math:`\pm s` and :math:`\pm \tfrac{3}{8} s`, or nothing is sent,
                   whichever is nearest
@@ -47,8 +48,8 @@ class BlockTop(RowCodec):
 
   where :math:`s` is the largest magnitude of a tile: 8192 consecutive elements at the
   defaults. A block that is small beside :math:`s` waits until it has grown. The codes
-  of a tile are packed into words, ``floor(32 / bits)`` in each, and its scale takes 32
-  bits more. So at the defaults a payload has a byte for 64 elements, and 4 bytes for
+  of a tile, of w bits each, are packed ``floor(32 / w)`` to a word, and its scale takes
+  32 bits more. So at the defaults a payload has a byte for 64 elements, and 4 bytes for
   8192: 0.129 bits an element, in whole tiles of 132 bytes.
 
   Magnitudes are compared by their upper bits: of the 31 bits of a ``float32`` without
@@ -66,17 +67,21 @@ class BlockTop(RowCodec):
   2**-126 counts as zero.
 
   Attributes:
-    block_size: consecutive elements of a block, a power of two from 8 to 4096.
-    count: elements of each block that are sent, from 1 to 4.
-    value_bits: bits of a value: 2, 8 or 32.
-    implementation: how the encoder runs: see ``dispatch.run``.
+    block_size: elements of a block, consecutive ones, a power of two from 8 to 4096.
+      Default: 64.
+    count: elements of each block that are sent, from 1 to 4. Default: 1.
+    bits: bits of a value: 2, 8 or 32. Default: 2.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
+      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See
+      ``dispatch.run``. Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, when the codec is made.
     TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
-    >>> codec = BlockTop(block_size=8, value_bits=32)
+    >>> codec = BlockTop(block_size=8, bits=32)
     >>> x = jnp.array([1., -5., 0.5, 2., 0., 0., 0., 0., 3.])
     >>> payload, residual = codec.encode_with_residual(x)
     >>> codec.decode(payload, like=x)
@@ -93,9 +98,20 @@ class BlockTop(RowCodec):
 
   block_size: int = 64
   count: int = 1
-  value_bits: ValueBits = 2
+  bits: ValueBits = 2
   implementation: Implementation | None = None
 
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      CHEN_2020,
+      "Each worker chooses elements of its own. The paper's workers take turns to "
+      "choose for all.",
+    ),
+    Citation(
+      SARFI_2025,
+      "Values of 2 bits are a sign and the largest magnitude of a tile or 3/8 of it.",
+    ),
+  )
   unbiased: ClassVar[bool] = False
   needs_key: ClassVar[bool] = False
 
@@ -108,12 +124,12 @@ class BlockTop(RowCodec):
     if not 1 <= count <= 4:
       raise ValueError(f"`count` must be {_COUNT_RULE}, got {count}.")
     object.__setattr__(self, "count", count)
-    one_of("value_bits", ValueBits, self.value_bits)
+    one_of("bits", ValueBits, self.bits)
     optional_one_of("implementation", Implementation, self.implementation)
 
   @property
   def _form(self) -> block_top.Form:
-    return block_top.Form(self.block_size, self.count, self.value_bits)
+    return block_top.Form(self.block_size, self.count, self.bits)
 
   @property
   def tile_size(self) -> int:

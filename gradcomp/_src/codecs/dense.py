@@ -50,8 +50,10 @@ class Dense(RoundsAtRandom, SameForAll):
   float64 gradients are added as they are, see :func:`gradcomp.dense`.
 
   Attributes:
-    dtype: ``float32``, ``bfloat16`` or ``float16``.
-    rounding: ``"nearest"`` or, with 16 bits, ``"stochastic"``.
+    dtype: the type of elements on the wire: ``float32``, ``bfloat16`` or ``float16``.
+      Default: ``float32``.
+    rounding: ``"nearest"`` or, with 16 bits, ``"stochastic"``, which is unbiased.
+      Default: ``"nearest"``.
 
   Raises:
     ValueError: ``dtype`` or ``rounding`` is another one, or ``float32`` is to be

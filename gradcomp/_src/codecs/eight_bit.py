@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcomp._src.bibliography import DETTMERS_2016, Citation
 from gradcomp._src.checks import (
   one_of,
   optional_bucket,
@@ -30,7 +31,7 @@ _OFFSET_RULE = "a power of ten from -30 to 30, or None to scale by the largest e
 
 
 @functools.cache
-def levels(data_type: DataType) -> np.ndarray:
+def levels(dtype: DataType) -> np.ndarray:
   """Returns the magnitudes of a type, increasing from 0: ``float64[n]``, n <= 128.
 
   Example:
@@ -39,18 +40,18 @@ def levels(data_type: DataType) -> np.ndarray:
     >>> levels("dynamic_tree")[[1, 2, 127]]
     array([4.5000000e-07, 2.7500000e-06, 9.9140625e-01])
   """
-  if data_type == "linear":
+  if dtype == "linear":
     return np.arange(128) / 127
-  if data_type == "mantissa":
+  if dtype == "mantissa":
     # Integers make equal values one: 10 * 10**-1 is 1.
     return np.unique([k * 10**e for k in range(16) for e in range(8)]) / (15 * 10**7)
-  if data_type == "static_tree":
+  if dtype == "static_tree":
     decades = [(7 - e, 16) for e in range(8)]
   else:
     decades = [(n, 2 ** (6 - n)) for n in range(6, -1, -1)]
-  split = 0.45 if data_type == "dynamic_tree" else 0.55
+  split = 0.45 if dtype == "dynamic_tree" else 0.55
   numbers = np.concatenate([10.0**-n * _cells(m, split) for n, m in decades])
-  if data_type == "static_tree":
+  if dtype == "static_tree":
     return np.append(0.0, numbers[1:])
   return np.append(0.0, numbers)
 
@@ -69,16 +70,16 @@ def _cells(count: int, split: float) -> np.ndarray:
 
 
 @functools.cache
-def _table(data_type: DataType) -> np.ndarray:
+def _table(dtype: DataType) -> np.ndarray:
   """Returns the values of 128 magnitudes, ``float32[128]``; unused ones are zero."""
-  numbers = levels(data_type).astype(np.float32)
+  numbers = levels(dtype).astype(np.float32)
   return np.pad(numbers, (0, 128 - numbers.size))
 
 
 @functools.cache
-def _lines(data_type: DataType) -> tuple[Line, ...]:
-  numbers = levels(data_type)
-  if data_type == "dynamic_map":
+def _lines(dtype: DataType) -> tuple[Line, ...]:
+  numbers = levels(dtype)
+  if dtype == "dynamic_map":
     numbers = np.append(numbers, 1.0)
   return tuple(lines_between(numbers))
 
@@ -93,7 +94,7 @@ class EightBit(RoundsAtRandom, SameForAll):
   One bit is the sign. The types use the other seven differently:
 
   ================  ====================================================================
-  ``data_type``     magnitudes
+  ``dtype``         magnitudes
   ================  ====================================================================
   ``dynamic_tree``  n leading zeros stand for :math:`10^{-n}`, then a flag, then the
                     path of 6 - n bits in a tree over (0.1, 1), which is split at 0.45
@@ -133,15 +134,22 @@ class EightBit(RoundsAtRandom, SameForAll):
   stay zeros. A largest element below 2**-126 counts as zero.
 
   Attributes:
-    data_type: one of the table above.
-    bucket_size: consecutive elements that share a scale, a multiple of 32; None for one
-      scale a tensor, as in the paper.
-    rounding: ``"nearest"`` or ``"stochastic"``, which the paper leaves open.
-    exponent_offset: k for a fixed scale of :math:`10^k` instead of the largest element,
-      of ``static_tree`` and ``mantissa`` (there 15 stands for :math:`1.5 \cdot 10^k`).
-      Larger elements are then cut to the largest level, which is a bias. The paper uses
-      1, and 2 where values are near 100.
-    implementation: how the encoder runs: see ``dispatch.run``.
+    dtype: the 8-bit type: ``"dynamic_tree"``, ``"dynamic_map"``, ``"static_tree"``,
+      ``"linear"`` or ``"mantissa"``, as in the table of
+      :class:`gradcomp.codecs.EightBit`. Default: ``"dynamic_tree"``.
+    bucket_size: elements that share a scale, consecutive ones, a multiple of 32; None
+      for one scale a tensor, as in the paper. Default: None.
+    rounding: ``"nearest"``, or ``"stochastic"``, which is unbiased. The paper leaves it
+      open. Default: ``"nearest"``.
+    exponent_offset: k, from -30 to 30, for a fixed scale of :math:`10^k` instead of the
+      largest element, of ``static_tree`` and ``mantissa`` (there 15 stands for
+      :math:`1.5 \cdot 10^k`); None for the largest element. Elements beyond the scale
+      are cut to the largest level, which is a bias. The paper uses 1, and 2 where
+      values are near 100. Default: None.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
+      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See
+      ``dispatch.run``. Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
@@ -149,7 +157,7 @@ class EightBit(RoundsAtRandom, SameForAll):
     TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
-    >>> codec = EightBit(data_type="linear")
+    >>> codec = EightBit(dtype="linear")
     >>> x = jnp.array([127., -1., 0., 63.4])
     >>> codec.decode(codec.encode(x), like=x)
     Array([127.,  -1.,   0.,  63.], dtype=float32)
@@ -159,11 +167,19 @@ class EightBit(RoundsAtRandom, SameForAll):
     <https://arxiv.org/abs/1511.04561>`_, 2016, section 3.1
   """
 
-  data_type: DataType = "dynamic_tree"
+  dtype: DataType = "dynamic_tree"
   bucket_size: int | None = None
   rounding: Rounding = "nearest"
   exponent_offset: int | None = None
   implementation: Implementation | None = None
+
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      DETTMERS_2016,
+      "The dynamic tree is split at 0.45 first, as in the paper's examples, and not at "
+      "0.55, as in its text. The static tree has a zero. The paper keeps no residual.",
+    ),
+  )
 
   agrees: ClassVar[bool] = False
   summable: ClassVar[bool] = False
@@ -172,7 +188,7 @@ class EightBit(RoundsAtRandom, SameForAll):
   adds: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
-    one_of("data_type", DataType, self.data_type)
+    one_of("dtype", DataType, self.dtype)
     one_of("rounding", Rounding, self.rounding)
     optional_one_of("implementation", Implementation, self.implementation)
     size = optional_bucket("bucket_size", self.bucket_size)
@@ -182,10 +198,10 @@ class EightBit(RoundsAtRandom, SameForAll):
     offset = static_integer("exponent_offset", _OFFSET_RULE, self.exponent_offset)
     if not -30 <= offset <= 30:
       raise ValueError(f"`exponent_offset` must be {_OFFSET_RULE}, got {offset}.")
-    if self.data_type not in ("static_tree", "mantissa"):
+    if self.dtype not in ("static_tree", "mantissa"):
       raise ValueError(
         "`exponent_offset` must be None but for static_tree and mantissa, got "
-        f"{offset} with {self.data_type!r}."
+        f"{offset} with {self.dtype!r}."
       )
     object.__setattr__(self, "exponent_offset", offset)
 
@@ -237,8 +253,8 @@ class EightBit(RoundsAtRandom, SameForAll):
     words = bucket_words(self.bucket_size)
     return eight_bit.decode_rows(
       rows,
-      table=_table(self.data_type),
-      last=float(self.data_type == "dynamic_map"),
+      table=_table(self.dtype),
+      last=float(self.dtype == "dynamic_map"),
       bucket_size=words,
     )
 
@@ -267,12 +283,12 @@ class EightBit(RoundsAtRandom, SameForAll):
     """
     if self.rounding == "nearest":
       return 1.0
-    return 1 / levels(self.data_type)[-1]
+    return 1 / levels(self.dtype)[-1]
 
   def _scale(self, largest: jax.Array) -> jax.Array:
     """Returns the value of a level of 1, given the largest elements."""
     if self.exponent_offset is not None:
-      unit = 1.5 if self.data_type == "mantissa" else 1.0
+      unit = 1.5 if self.dtype == "mantissa" else 1.0
       fixed = jnp.float32(unit * 10.0**self.exponent_offset)
       return jnp.where(jnp.isnan(largest), jnp.nan, fixed)
     return eight_bit.enlarged(scales(largest), self._up)
@@ -283,13 +299,13 @@ class EightBit(RoundsAtRandom, SameForAll):
     if scale is not None:
       rows = -(-flat.size // self.tile_size)
       scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
-    top = levels(self.data_type).size - 1
+    top = levels(self.dtype).size - 1
     return eight_bit.encode_rows(
       flat,
       scale,
       dither,
-      lines=_lines(self.data_type),
-      tops=(top + (self.data_type == "dynamic_map"), top),
+      lines=_lines(self.dtype),
+      tops=(top + (self.dtype == "dynamic_map"), top),
       bucket_size=bucket_words(self.bucket_size),
       up=self._up,
       implementation=self.implementation,

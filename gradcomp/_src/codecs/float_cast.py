@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 import jax
 
+from gradcomp._src.bibliography import HAN_2021, MICIKEVICIUS_2017, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_factor, static_integer
 from gradcomp._src.codecs.leaf import NOTHING, Context, Leaf, Payload
 from gradcomp._src.codecs.protocol import Accumulate
@@ -65,18 +66,24 @@ class FloatCast:
   or three exponent bits.
 
   Attributes:
-    exponent_bits: e, 1 to 8.
-    mantissa_bits: m, 0 to 23. The paper uses (5, 2), (4, 3) and (3, 0).
+    exponent_bits: e, bits of the exponent, 1 to 8. Default: 5.
+    mantissa_bits: m, bits of the mantissa, 0 to 23; 1 or more with one exponent bit.
+      The paper uses (5, 2), (4, 3) and (3, 0). Default: 2.
     rounding: the rule of the cast: ``"nearest_even"``, as in the paper,
-      ``"stochastic"`` or ``"toward_zero"``.
-    scale: ``"auto"``, or a constant factor; 1 is a plain cast.
+      ``"stochastic"`` or ``"toward_zero"``. Default: ``"nearest_even"``.
+    scale: ``"auto"``, or a constant factor from 2**-126 to 2**126; 1 is a plain cast.
+      Default: ``"auto"``.
     accumulate: the way in which several workers' numbers are added. ``"format"`` rounds
       each partial sum, as in the paper. ``"kahan"`` is Kahan's compensated summation,
       in the format too; its compensation travels around a ring, and doubles what is
       sent there. ``"float32"`` adds in float32, and rounds once what it sends on; in a
-      ring that is after each addition.
-    addends: the number of addends that the scale has room for; exchanges set it to N.
-    implementation: how the encoder runs: see ``dispatch.run``.
+      ring that is after each addition. Default: ``"format"``.
+    addends: the number of addends that the scale has room for, 1 or more and below
+      2**23; exchanges set it to N. Default: 1.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
+      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See
+      ``dispatch.run``. Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, or there is one exponent bit and no
@@ -141,6 +148,25 @@ class FloatCast:
         "workers: scaled so that it cannot overflow, even the largest element would be "
         "cast to zero. Use more bits, or a constant scale."
       )
+
+  @property
+  def citations(self) -> tuple[Citation, ...]:
+    if self.scale != "auto":
+      return (
+        Citation(
+          MICIKEVICIUS_2017,
+          "The factor scales gradients for the exchange alone, and not the loss.",
+        ),
+        Citation(HAN_2021, "This is its baseline, loss scaling by a constant."),
+      )
+    return (
+      Citation(
+        HAN_2021,
+        "The exponent that workers agree on is less by ceil(log2(N)), so that it never "
+        "overflows. A layer of zeros has one, too. The largest number stands for a sum "
+        "that is too large after all. The paper keeps no residual.",
+      ),
+    )
 
   @property
   def format(self) -> FloatFormat:

@@ -121,7 +121,7 @@ def leaf_context(
         "the state by optimizer.init."
       )
     # Zeros have a threshold searched anew.
-    old = jnp.where(step % codec.interval != 0, memory.own.threshold, 0.0)
+    old = jnp.where(step % codec.search_every != 0, memory.own.threshold, 0.0)
     context = context._replace(thresholds=old)
   return context
 

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import jax
 
+from gradcomp._src.bibliography import HORVATH_2019, Citation
 from gradcomp._src.checks import one_of, optional_one_of
 from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
 from gradcomp._src.codecs.protocol import Rounding
@@ -49,7 +50,11 @@ class Natural(RoundsAtRandom, RowCodec):
   Attributes:
     rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased. Of two
       equally near powers it takes the one whose code is even: 2 for 1.5 and for 3.
-    implementation: how the encoder runs: see ``dispatch.run``.
+      Default: ``"stochastic"``.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
+      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See
+      ``dispatch.run``. Default: None.
 
   Raises:
     ValueError: an attribute is another one, when the codec is made; or ``encode`` has
@@ -71,6 +76,13 @@ class Natural(RoundsAtRandom, RowCodec):
   rounding: Rounding = "stochastic"
   implementation: Implementation | None = None
 
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      HORVATH_2019,
+      "The exponent has 7 bits, and not 8: magnitudes go from 2**-62 to 2**63. A "
+      "probability of rounding up is a multiple of 2**-16.",
+    ),
+  )
   row_words: ClassVar[int] = _ROW_WORDS
   tile_size: ClassVar[int] = planes_per_word(8) * _ROW_WORDS
 

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import jax
 
+from gradcomp._src.bibliography import GRUBIC_2018, SEIDE_2014, Citation
 from gradcomp._src.checks import bucket, flag, optional_one_of, static_integer
 from gradcomp._src.codecs.leaf import NOTHING, Context, Leaf, Payload
 from gradcomp._src.codecs.tiles import as_float32, as_matrix, decode_payload
@@ -41,10 +42,15 @@ class OneBit:
   A bucket that holds a NaN or an infinity decodes to NaN, all of it.
 
   Attributes:
-    bucket_size: consecutive elements that share two means, a multiple of 32. The paper
-      found 64 as accurate as float32, and 512 about one point worse on AlexNet.
-    per_column: whether buckets are the columns of each leaf instead.
-    implementation: how the encoder runs: see ``dispatch.run``.
+    bucket_size: elements that share two means, consecutive ones, a multiple of 32. The
+      paper found 64 as accurate as float32, and 512 about one point worse on AlexNet.
+      Default: 64.
+    per_column: whether buckets are the columns of each leaf instead; True or False.
+      Default: False.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
+      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See
+      ``dispatch.run``. Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, when the codec is made.
@@ -71,6 +77,16 @@ class OneBit:
   per_column: bool = False
   implementation: Implementation | None = None
 
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      SEIDE_2014, "Buckets are consecutive elements, and columns only with per_column."
+    ),
+    Citation(
+      GRUBIC_2018,
+      "Without per_column it is the paper's 1bitSGD*. The last bucket is filled by its "
+      "own elements.",
+    ),
+  )
   unbiased: ClassVar[bool] = False
   needs_key: ClassVar[bool] = False
   agrees: ClassVar[bool] = False

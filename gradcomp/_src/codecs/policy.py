@@ -35,7 +35,9 @@ class Policy:
   It is unbiased if all its codecs are.
 
   Attributes:
-    rules: pairs of a regular expression and a codec.
+    rules: pairs of a regular expression, for ``re.search`` in paths like
+      ``"encoder/layer_0/kernel"``, and a codec; one pair or more. The first that
+      matches wins. A leaf that none matches is sent in float32. Required.
 
   Raises:
     ValueError: ``rules`` is empty, an expression is none, or a codec is none; in

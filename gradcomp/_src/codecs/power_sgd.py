@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.checks import optional_one_of, static_integer, static_number
+from gradcomp._src.bibliography import VOGELS_2019, Citation
+from gradcomp._src.checks import one_of, static_integer, static_number
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.leaf import NOTHING, Context, Leaf, Payload
 from gradcomp._src.codecs.memory import Memory
@@ -35,7 +36,7 @@ class PowerSGD:
      \frac{1}{N} \sum_i M_i \approx \hat P Q'^T
 
   Both sums are sums of plain numbers. So what a worker sends does not depend on N:
-  ``rank * (m + n)`` numbers of 32 bits in two rounds, or of 8 bits with ``quantize=8``.
+  ``rank * (m + n)`` numbers of 32 bits in two rounds, or of 8 bits with ``bits=8``.
   Without that, a mean of rank ``rank`` or less is exact but for rounding, where
   :math:`P` spans its columns, as it does from almost every :math:`Q`.
 
@@ -62,10 +63,13 @@ class PowerSGD:
 
   Attributes:
     rank: the columns of both factors, 1 or more. The paper tries 1, 2 and 4.
-    min_rate: a leaf has more than so many elements for each number of its factors, or
-      it is dense.
-    quantize: None for float32; 8 for factors rounded to nearest by ``QSGD(bits=8)``.
-    matrix: m and n, which :meth:`bind` finds.
+      Default: 4.
+    min_rate: the elements of a leaf for each number of its factors, above 0: a leaf
+      that has no more than so many is dense. Default: 2.0.
+    bits: bits of a number of the factors: 32, or 8, rounded to nearest by
+      ``QSGD(bits=8)``. Default: 32.
+    matrix: m and n, a pair of integers, which :meth:`bind` finds, or None. Default:
+      None.
 
   Raises:
     ValueError: a hyperparameter is outside these, when the codec is made.
@@ -87,9 +91,18 @@ class PowerSGD:
 
   rank: int = 4
   min_rate: float = 2.0
-  quantize: Literal[8] | None = None
+  bits: Literal[8, 32] = 32
   matrix: tuple[int, int] | None = None
 
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      VOGELS_2019,
+      "Columns of the right factor are kept with length 1. The first ones are uniform, "
+      "and not normal. Those that the mean does not need are remembered as random "
+      "numbers. A leaf becomes the matrix whose sides are least. Factors of 8 bits are "
+      "not the paper's.",
+    ),
+  )
   unbiased: ClassVar[bool] = False
   needs_key: ClassVar[bool] = False
 
@@ -105,12 +118,12 @@ class PowerSGD:
         static_integer("matrix", _MATRIX_RULE, side, least=1)
     rate = static_number("min_rate", "a positive number", self.min_rate)
     object.__setattr__(self, "min_rate", rate)
-    optional_one_of("quantize", Literal[8], self.quantize)
+    one_of("bits", Literal[8, 32], self.bits)
 
   @property
   def inner(self) -> Dense | QSGD:
     """The codec of both factors."""
-    return Dense() if self.quantize is None else QSGD(bits=8, rounding="nearest")
+    return Dense() if self.bits == 32 else QSGD(bits=8, rounding="nearest")
 
   @property
   def rounds(self) -> tuple[Round, Round]:

@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from gradcomp._src.bibliography import ALISTARH_2017, GRUBIC_2018, ZHANG_2017, Citation
 from gradcomp._src.checks import flag, one_of, optional_bucket, optional_one_of
 from gradcomp._src.codecs.bucket_scales import BucketScales
 from gradcomp._src.codecs.fitted_levels import FittedLevels
@@ -88,18 +89,28 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
   all of the 8 buckets that a group lies in.
 
   Attributes:
-    bits: width of a code, 1 to 8 or 16.
-    bucket_size: consecutive elements that share a scale, a multiple of 32; None for
-      one scale a tensor. The owner's second encoding in a ``two_shot`` exchange then
-      uses one scale a row of ``512 * floor(32 / bits)`` elements.
-    norm: ``"max"``, ``"l2"``, or ``"rms"`` with ``uniform`` levels, buckets and 1 to 4
-      bits. The bound holds for ``"l2"``. The paper found ``"max"`` more accurate.
-    levels: ``"sign_magnitude"``, ``"uniform"`` or ``"nonuniform"``.
-    rounding: ``"stochastic"`` or ``"nearest"``.
-    share_scale: whether the scales are those of all workers together.
-    rotate: elements of a group, 8 or 32, at 1, 2 or 4 bits; None rotates nothing.
-    refit_every: steps from one fit of non-uniform levels to the next.
-    implementation: how the encoder runs: see ``dispatch.run``.
+    bits: bits of a code, 1 to 8 or 16; with ``sign_magnitude`` 2 or more. Default: 4.
+    bucket_size: elements that share a scale, consecutive ones, a multiple of 32; None
+      for one scale a tensor. The owner's second encoding in a ``two_shot`` exchange
+      then uses one scale a row of ``512 * floor(32 / bits)`` elements. Default: 512.
+    norm: the scale of a bucket: ``"max"``, ``"l2"``, or ``"rms"`` with ``uniform``
+      levels, buckets and 1 to 4 bits. QSGD's bound of the variance holds for ``"l2"``.
+      The paper found ``"max"`` more accurate. Default: ``"max"``.
+    levels: where the levels lie: ``"sign_magnitude"``, ``"uniform"`` or
+      ``"nonuniform"``, as in the table of :class:`gradcomp.codecs.QSGD`. Default:
+      ``"sign_magnitude"``.
+    rounding: ``"stochastic"``, which is unbiased, or ``"nearest"``. Default:
+      ``"stochastic"``.
+    share_scale: whether all workers encode with the largest of their scales, so that
+      codes add up as integers; True or False. Default: False.
+    rotate: elements of a group that is rotated, 8 or 32, at 1, 2 or 4 bits; None
+      rotates nothing. Default: None.
+    refit_every: steps from one fit of non-uniform levels to the next, 1 or more.
+      Default: 100.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
+      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See
+      ``dispatch.run``. Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
@@ -148,6 +159,23 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
     object.__setattr__(self, "refit_every", checked_refit_every(self.refit_every))
     optional_one_of("implementation", Implementation, self.implementation)
     check_levels(self.bits, self.norm, self.levels, self.bucket_size, self.share_scale)
+
+  @property
+  def citations(self) -> tuple[Citation, ...]:
+    papers = (
+      Citation(
+        GRUBIC_2018,
+        'A probability of rounding up is a multiple of 2**-16. The norm "rms", rotated '
+        "elements and shared scales are not the paper's.",
+      ),
+      Citation(ALISTARH_2017, "Codes have a fixed width; there is no Elias code."),
+    )
+    levels = Citation(
+      ZHANG_2017,
+      "Levels are multiples of 1/256 of the norm, the same on both sides of zero and "
+      "for all leaves. They are fitted again every few steps.",
+    )
+    return (*papers, levels) if self.fitted else papers
 
   @property
   def unbiased(self) -> bool:

@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from gradcomp._src.bibliography import STICH_2018, Citation
 from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
 from gradcomp._src.codecs.sparse import (
   SparseRows,
@@ -41,9 +42,11 @@ class RandomK(SparseRows):
   times the squared length.
 
   Attributes:
-    density: the share of the elements to send, at most one in ``1 / density``.
-    range_size: elements of a row, which are consecutive ones of a leaf. None for whole
+    density: the share of the elements to send, above 0 and at most 1: one of every
+      ``1 / density`` consecutive ones. Default: 0.001.
+    range_size: elements of a row, consecutive ones of a leaf, 1 or more. None for whole
       leaves, or for 2, 4, 8, ... parts where these have more than 2**30 elements.
+      Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
@@ -65,6 +68,12 @@ class RandomK(SparseRows):
   density: float = 0.001
   range_size: int | None = None
 
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      STICH_2018,
+      "One element of every stride is drawn, and not k of all. Workers draw the same.",
+    ),
+  )
   unbiased: ClassVar[bool] = False
   needs_key: ClassVar[bool] = True
   header_words: ClassVar[int] = _KEY_WORDS

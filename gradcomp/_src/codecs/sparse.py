@@ -76,14 +76,14 @@ class SelectingCodec(SparseCodec, Protocol):
 
   @property
   def reuses(self) -> bool:
-    """True if thresholds are used again for ``interval`` steps."""
+    """True if thresholds are used again for ``search_every`` steps."""
 
   @property
   def alternates(self) -> bool:
     """True if a step sends only positive or only negative elements, in turn."""
 
   @property
-  def interval(self) -> int:
+  def search_every(self) -> int:
     """The number of steps from one search for a threshold to the next."""
 
   def encode_leaves(

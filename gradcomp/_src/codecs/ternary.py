@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
+from gradcomp._src.bibliography import WEN_2017, Citation
 from gradcomp._src.checks import (
   flag,
   one_of,
@@ -62,17 +63,24 @@ class Ternary(RoundsAtRandom, SharedScales, SameForAll):
   with a :math:`\sigma` of zero, a constant, is not clipped.
 
   Attributes:
-    clip_sigmas: :math:`c`; None to clip nothing. The paper found 2.5 on CIFAR-10 and
-      used it everywhere.
-    bucket_size: consecutive elements that share a scale, a multiple of 32; None for one
-      scale a leaf, the paper's "layer-wise ternarizing". Clipping is always by leaf.
-    share_scale: whether the scales are those of all workers together.
+    clip_sigmas: :math:`c`, in standard deviations of the leaf, above 0; None to clip
+      nothing. The paper found 2.5 on CIFAR-10 and used it everywhere. Default: 2.5.
+    bucket_size: elements that share a scale, consecutive ones, a multiple of 32; None
+      for one scale a leaf, the paper's "layer-wise ternarizing". Clipping is always by
+      leaf. Default: None.
+    share_scale: whether the scales are those of all workers together; True or False.
+      Default: True.
     packing: ``"2bit"`` or ``"base3"``, which is a fifth smaller, and slower to encode.
+      Default: ``"2bit"``.
     scaler: ``"clipped"``, the paper's :math:`\max |f(g)|`, or ``"sigma"``, the
       :math:`c \sigma` of its authors' program, which is larger if nothing was clipped.
+      Default: ``"clipped"``.
     rounding: ``"stochastic"``, the paper's, or ``"nearest"``, which is biased: owners
-      round means to nearest if they keep what that loses.
-    implementation: how the encoder runs: see ``dispatch.run``.
+      round means to nearest if they keep what that loses. Default: ``"stochastic"``.
+    implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
+      Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
+      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See
+      ``dispatch.run``. Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``
@@ -101,6 +109,13 @@ class Ternary(RoundsAtRandom, SharedScales, SameForAll):
   rounding: Rounding = "stochastic"
   implementation: Implementation | None = None
 
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      WEN_2017,
+      "A probability of rounding up is a multiple of 2**-16. The second stage of "
+      "two_shot sends sums in as few bits as hold them.",
+    ),
+  )
   by_column: ClassVar[bool] = False
   fitted: ClassVar[bool] = False
   adds: ClassVar[bool] = False

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from gradcomp._src.bibliography import FANG_2018, STICH_2018, STROM_2015, Citation
 from gradcomp._src.checks import (
   float_dtype,
   one_of,
@@ -50,7 +51,7 @@ class TopK(SparseRows):
   ``exact``       the k largest, by sorting: ``jax.lax.top_k``. k slots
   ``trimmed``     the k largest of those that reach a threshold. k slots
   ``threshold``   all that reach a threshold which k to ``slack * k`` elements reach
-  ``sampled``     the same with the threshold of up to ``interval`` steps before
+  ``sampled``     the same with the threshold of up to ``search_every`` steps before
   ``auto``        ``exact`` below 128 KB of float32, ``trimmed`` below 4 MB, else
                   ``threshold``
   ==============  ==================================================================
@@ -77,24 +78,34 @@ class TopK(SparseRows):
   non-finite.
 
   Attributes:
-    density: the share of the elements to send, k / n.
-    selection: one of the table above.
-    quantize: None, ``"asq"`` or ``"mean"``.
-    value_dtype: the dtype of values on the wire: ``float32``, ``bfloat16`` or
-      ``float16``. The residual keeps what rounding to 16 bits loses, and what lies
-      beyond the largest number.
+    density: the share of the elements to send, k / n, above 0 and at most 1; 1 for the
+      dense exchange. Default: 0.001.
+    selection: the way in which the elements to send are selected: ``"auto"``,
+      ``"exact"``, ``"trimmed"``, ``"threshold"`` or ``"sampled"``, as in the table of
+      :class:`gradcomp.codecs.TopK`. Default: ``"auto"``.
+    quantize: what takes the place of the values: ``"asq"``, one mean of the elements of
+      one sign, and signs take turns; ``"mean"``, a mean of each sign; or None, which
+      sends the values. Default: None.
+    dtype: the type of values on the wire: ``float32``, ``bfloat16`` or ``float16``. The
+      residual keeps what rounding to 16 bits loses, and what lies beyond the largest
+      number. Default: ``float32``.
     slack: slots for each of the k elements in ``threshold`` and ``sampled``, from 1 to
       2. The less, the more often the sample misleads, which costs a pass over the leaf.
-    interval: steps that a ``sampled`` threshold is used for.
+      Default: 2.0.
+    search_every: steps that a ``sampled`` threshold is used for, 1 or more. Default: 5.
     range_size: the n elements that k and the threshold are for, consecutive ones of a
-      leaf. None for whole leaves, and for an Nth of a leaf where workers own ranges, or
-      for 2, 4, 8, ... times as many where that has more than 2**30 elements.
-    implementation: how elements that reach a threshold are counted and listed: see
-      ``dispatch.run``. ``exact`` has only one.
+      leaf, 1 or more. None for whole leaves, and for an Nth of a leaf where workers own
+      ranges, or for 2, 4, 8, ... times as many where that has more than 2**30 elements.
+      Default: None.
+    implementation: how elements that reach a threshold are counted and listed, but with
+      ``exact``: ``"xla"``; ``"pallas"``; ``"mosaic"``, for Hopper and newer;
+      ``"pallas_interpret"``, slow and for tests; or None, which takes ``"pallas"`` on
+      CUDA devices and ``"xla"`` elsewhere. See
+      ``dispatch.run``. Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, or a quantizer goes with ``sampled``
-      or a 16-bit ``value_dtype``, when the codec is made.
+      or a 16-bit ``dtype``, when the codec is made.
     TypeError: ``encode`` is given integers or complex numbers.
 
   Example:
@@ -117,9 +128,9 @@ class TopK(SparseRows):
   density: float = 0.001
   selection: Selection = "auto"
   quantize: Quantize | None = None
-  value_dtype: DTypeLike = jnp.float32
+  dtype: DTypeLike = jnp.float32
   slack: float = 2.0
-  interval: int = 5
+  search_every: int = 5
   range_size: int | None = None
   implementation: Implementation | None = None
 
@@ -132,24 +143,26 @@ class TopK(SparseRows):
     one_of("selection", Selection, self.selection)
     if self.quantize is not None:
       one_of("quantize", Quantize, self.quantize)
-    dtype = float_dtype("value_dtype", self.value_dtype)
-    object.__setattr__(self, "value_dtype", dtype)
+    dtype = float_dtype("dtype", self.dtype)
+    object.__setattr__(self, "dtype", dtype)
     if self.quantize is not None and self.selection == "sampled":
       raise ValueError(
         f'`selection` must not be "sampled" with quantize={self.quantize!r}: the '
         "threshold of one step says nothing of the next, whose elements are of the "
         'other sign or no longer as large as their mean; take "threshold".'
       )
-    if self.quantize is not None and self.value_dtype != jnp.float32:
+    if self.quantize is not None and self.dtype != jnp.float32:
       raise ValueError(
-        f"`value_dtype` must be float32 with quantize={self.quantize!r}, whose means "
-        f"are all its values, got {self.value_dtype}."
+        f"`dtype` must be float32 with quantize={self.quantize!r}, whose means "
+        f"are all its values, got {self.dtype}."
       )
     slack = static_number("slack", _SLACK_RULE, self.slack)
     if not 1 <= slack <= 2:
       raise ValueError(f"`slack` must be {_SLACK_RULE}, got {slack!r}.")
     object.__setattr__(self, "slack", slack)
-    object.__setattr__(self, "interval", step_count("interval", self.interval))
+    object.__setattr__(
+      self, "search_every", step_count("search_every", self.search_every)
+    )
     optional_one_of("implementation", Implementation, self.implementation)
 
   @property
@@ -157,8 +170,23 @@ class TopK(SparseRows):
     return self._row.words
 
   @property
+  def citations(self) -> tuple[Citation, ...]:
+    papers = (
+      Citation(STICH_2018, "Elements are the largest of each leaf, and not of all."),
+      Citation(
+        FANG_2018,
+        "A threshold is bisected on a sample of the leaf first. Trimmed selection "
+        "sends all of the k largest.",
+      ),
+    )
+    means = Citation(
+      STROM_2015, "Elements are chosen by their number, and not by a fixed threshold."
+    )
+    return (*papers, means) if self.quantize == "mean" else papers
+
+  @property
   def largest(self) -> float | None:
-    return limit_of(self.value_dtype)
+    return limit_of(self.dtype)
 
   @property
   def slots(self) -> int:
@@ -265,7 +293,7 @@ class TopK(SparseRows):
 
   @property
   def _row(self) -> EntryRow:
-    return EntryRow(self.tile_size, self.slots, self.quantize, self.value_dtype)
+    return EntryRow(self.tile_size, self.slots, self.quantize, self.dtype)
 
   def _given(self, context: Context) -> jax.Array | None:
     """Returns the turn, or the thresholds to try first, or None."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from gradcomp._src.bibliography import FANG_2018, LIN_2018, SEIDE_2014, Citation
 from gradcomp._src.checks import flag, share_above_0, share_below_1
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import residual_storage
@@ -127,6 +128,12 @@ class ErrorFeedback(NoFeedback):
   residual_dtype: DTypeLike | Storage = "float32"
   residual_decay: float = 1.0
 
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      SEIDE_2014,
+      "A decay of residuals and residuals of fewer bits are not the paper's.",
+    ),
+  )
   keeps: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
@@ -168,6 +175,16 @@ class MomentumFeedback(ErrorFeedback):
   decay: float = 0.9
   nesterov: bool = False
 
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      LIN_2018,
+      "Clipping and warm-up are transformations of their own: clip_by_local_norm and "
+      "switch.",
+    ),
+    Citation(
+      FANG_2018, "Weight decay is no part of it: it is best behind the exchange."
+    ),
+  )
   moves: ClassVar[bool] = True
 
   def __post_init__(self) -> None:

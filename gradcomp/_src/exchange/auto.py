@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
+from gradcomp._src.bibliography import Citation
 from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.sum import ReducibleSum
@@ -37,6 +38,10 @@ class Auto:
 
   feedback: bool = True
 
+  citations: ClassVar[tuple[Citation, ...]] = tuple(
+    citation._replace(departure=f"It may choose two_shot. {citation.departure}")
+    for citation in TwoShot.citations
+  )
   name: ClassVar[str] = "auto"
   owners: ClassVar[bool] = False  # unknown until it has picked
   of_leaves: ClassVar[bool] = True

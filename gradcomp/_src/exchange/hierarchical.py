@@ -9,6 +9,7 @@ from typing import ClassVar, cast
 import jax
 import jax.numpy as jnp
 
+from gradcomp._src.bibliography import HAN_2021, Citation
 from gradcomp._src.checks import flag, static_integer
 from gradcomp._src.codecs.sums.sum import PartialSum, Sent, Way
 from gradcomp._src.exchange.collectives import (
@@ -64,6 +65,13 @@ class Hierarchical:
   group_size: int | None = None
   feedback: bool = True
 
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      HAN_2021,
+      "Groups add in float32, but where the codec adds in its own format. Owners keep "
+      "what encoding means loses, unless feedback=False.",
+    ),
+  )
   name: ClassVar[str] = "hierarchical"
   way: ClassVar[Way] = "grouped"
   owners: ClassVar[bool] = True

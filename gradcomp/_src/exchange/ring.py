@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradcomp._src.bibliography import HAN_2021, Citation
 from gradcomp._src.codecs.sums.sum import Partial, PartialSum, Sent, Way
 from gradcomp._src.exchange.all_gather import gather_rows
 from gradcomp._src.exchange.collectives import (
@@ -63,6 +64,13 @@ class Ring(WithoutOwners):
     <https://arxiv.org/abs/1911.08907>`_, 2021, section 4.2
   """
 
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      HAN_2021,
+      "Hops round by random bits that they share. Each worker keeps what its encodings "
+      "lose, if feedback is on.",
+    ),
+  )
   name: ClassVar[str] = "ring"
   way: ClassVar[Way] = "passed"
   of_leaves: ClassVar[bool] = False

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradcomp._src.bibliography import GRUBIC_2018, Citation
 from gradcomp._src.checks import flag
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
 from gradcomp._src.exchange.all_gather import gather_rows
@@ -52,6 +53,12 @@ class TwoShot:
 
   feedback: bool = True
 
+  citations: ClassVar[tuple[Citation, ...]] = (
+    Citation(
+      GRUBIC_2018,
+      "Owners round means to nearest and keep what that loses, unless feedback=False.",
+    ),
+  )
   name: ClassVar[str] = "two_shot"
   way: ClassVar[Way] = "owned"
   owners: ClassVar[bool] = True

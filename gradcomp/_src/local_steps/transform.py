@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradcomp._src.bibliography import DOUILLARD_2023, DOUILLARD_2025, Citation, cites
 from gradcomp._src.checks import instance_of, one_tree, step_count
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import agreement
@@ -194,6 +195,10 @@ def local_steps(
   takes_value = isinstance(outer, optax.GradientTransformationExtraArgs)
   inner = checked_optimizer("inner", inner)
   outer = checked_optimizer("outer", outer)
+  papers = [Citation(DOUILLARD_2023, "Differences may be compressed, with feedback.")]
+  if fragments > 1 or delay:
+    why = "Fragments are consecutive leaves, of about as many elements each."
+    papers.append(Citation(DOUILLARD_2025, why))
 
   def init_fn(params: Any) -> LocalStepsState:
     one_tree("local_steps", params)
@@ -212,6 +217,7 @@ def local_steps(
       tuple(map(first, cut(sizes_of(params), fragments, every))),
     )
 
+  @cites(*papers)
   def update_fn(
     updates: Any, state: LocalStepsState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, LocalStepsState]:

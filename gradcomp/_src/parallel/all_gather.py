@@ -69,7 +69,7 @@ def all_gather(
     TypeError: ``x`` has no float dtype, or ``codec`` is no codec.
 
   Example:
-    >>> codec = gradcomp.codecs.EightBit(data_type="linear")
+    >>> codec = gradcomp.codecs.EightBit(dtype="linear")
     >>> x = jnp.array([[127.0, 0.4], [1.0, 0.25]])
     >>> gather = lambda x: gradcomp.parallel.all_gather(
     ...   x, axis_name="model", codec=codec)

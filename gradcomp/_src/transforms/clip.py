@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from gradcomp._src.bibliography import LIN_2018, Citation, cites
 from gradcomp._src.checks import one_of, static_number
 from gradcomp._src.core import agreement
 from gradcomp._src.core.inputs import of_reals
@@ -85,6 +86,13 @@ def clip_by_local_norm(
   if axis_name is not None:
     axis_names(axis_name)
 
+  @cites(
+    Citation(
+      LIN_2018,
+      'The rule "share" is the paper\'s. "own", the default, clips each gradient at '
+      "max_norm.",
+    )
+  )
   def update_fn(
     updates: Any, state: Any, params: Any = None, **extra_args: Any
   ) -> tuple[Any, Any]:

@@ -11,22 +11,22 @@ from gradcomp._src.kernels.gpu.dispatch import Implementation
 from gradcomp._src.transforms.options import CompressOptions, checked, recipe
 
 
-@recipe
+@recipe(FloatCast)
 def aps(
-  exponent_bits: int = 5,
-  mantissa_bits: int = 2,
+  exponent_bits: int = FloatCast.exponent_bits,
+  mantissa_bits: int = FloatCast.mantissa_bits,
   *,
-  rounding: Literal["nearest_even", "stochastic", "toward_zero"] = "nearest_even",
-  accumulate: Literal["format", "kahan", "float32"] = "format",
-  implementation: Implementation | None = None,
+  rounding: Literal["nearest_even", "stochastic", "toward_zero"] = FloatCast.rounding,
+  accumulate: Literal["format", "kahan", "float32"] = FloatCast.accumulate,
+  implementation: Implementation | None = FloatCast.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""Auto Precision Scaling: averages gradients as floats of ``1 + e + m`` bits.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.FloatCast`. The
-  two say what the arguments mean. Each leaf is scaled by the largest power of two
-  :math:`2^f` with which the sum of N workers cannot overflow. The workers agree on it,
-  by a byte a leaf. Without residuals it returns
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.FloatCast`.
+  Each leaf is scaled by the largest power of two :math:`2^f` with which the sum of N
+  workers cannot overflow. The workers agree on it, by a byte a leaf. Without residuals
+  it returns
 
   .. math:: \frac{2^{-f}}{N} \bigoplus_i \mathrm{cast}(2^f g_i)
 
@@ -66,15 +66,15 @@ def aps(
   return compress(codec, **checked(aps, options))
 
 
-@recipe
+@recipe(FloatCast)
 def loss_scaling_cast(
   factor: float,
-  exponent_bits: int = 5,
-  mantissa_bits: int = 2,
+  exponent_bits: int = FloatCast.exponent_bits,
+  mantissa_bits: int = FloatCast.mantissa_bits,
   *,
-  rounding: Literal["nearest_even", "stochastic", "toward_zero"] = "nearest_even",
-  accumulate: Literal["format", "kahan", "float32"] = "format",
-  implementation: Implementation | None = None,
+  rounding: Literal["nearest_even", "stochastic", "toward_zero"] = FloatCast.rounding,
+  accumulate: Literal["format", "kahan", "float32"] = FloatCast.accumulate,
+  implementation: Implementation | None = FloatCast.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""Averages gradients as floats of few bits, scaled by one constant: loss scaling.
@@ -89,6 +89,9 @@ def loss_scaling_cast(
   known when a program is traced: ``optax.inject_hyperparams`` needs it in
   ``static_args``. Like :func:`aps` it is biased, keeps a residual by default, and sends
   4, 8, 16 or 32 bits an element, but no byte a leaf.
+
+  Args:
+    factor: c, a number from 2**-126 to 2**126. Required.
 
   Raises:
     ValueError: an argument that the codec or ``compress`` does not allow.

@@ -12,20 +12,20 @@ from gradcomp._src.transforms.options import CompressOptions, checked, recipe
 from gradcomp._src.transforms.switch import switch
 
 
-@recipe
+@recipe(PowerSGD)
 def powersgd(
-  rank: int = 4,
+  rank: int = PowerSGD.rank,
   *,
-  min_rate: float = 2,
+  min_rate: float = PowerSGD.min_rate,
   start: int = 0,
-  quantize: Literal[8] | None = None,
+  bits: Literal[8, 32] = PowerSGD.bits,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""PowerSGD: averages gradients over ``axis_name`` as products of thin matrices.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.PowerSGD`. The
-  two say what the arguments mean. With worker :math:`i`'s gradient :math:`g_i` and
-  residual :math:`e_i`, as matrices, it returns
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.PowerSGD`. With
+  worker :math:`i`'s gradient :math:`g_i` and residual :math:`e_i`, as matrices, it
+  returns
 
   .. math:: \hat P Q'^T \approx \frac{1}{N} \sum_i (g_i + e_i), \qquad
      e_i' = g_i + e_i - \hat P Q'^T
@@ -36,16 +36,13 @@ def powersgd(
   Momentum is best behind it, as in the paper: ``optax.sgd(0.1, momentum=0.9)``.
 
   A payload has ``32 * rank * (m + n)`` bits for a matrix of m by n, or 8 bits a number
-  with ``quantize=8``.
+  with ``bits=8``.
 
   Args:
-    rank: the columns of both factors.
-    min_rate: a leaf has more than so many elements for each number of its factors, or
-      it is dense.
-    start: steps that are dense before the first compressed one. PyTorch's hook takes
-      1000 by default.
-    quantize: None, or 8 for factors of 8 bits.
-    **options: those of :class:`gradcomp.CompressOptions`.
+    start: steps that are dense before the first compressed one, 0 or more. PyTorch's
+      hook takes 1000. Default: 0.
+    feedback: ``"error"``, ``"momentum"``, an object of these, or ``"auto"``, which is
+      ``"error"``; see :class:`gradcomp.CompressOptions`. Default: ``"auto"``.
 
   Returns:
     A gradient transformation, as :func:`gradcomp.compress` returns it; with ``start`` a
@@ -75,7 +72,7 @@ def powersgd(
       "may."
     )
   steps = step_count("start", start, least=0)
-  codec = PowerSGD(rank=rank, min_rate=min_rate, quantize=quantize)
+  codec = PowerSGD(rank=rank, min_rate=min_rate, bits=bits)
   low_rank = compress(codec, **checked(powersgd, options))
   if not steps:
     return low_rank

@@ -11,7 +11,7 @@ from gradcomp._src.core.transform import compress
 from gradcomp._src.transforms.options import CompressOptions, checked, recipe
 
 
-@recipe
+@recipe(Policy)
 def policy(
   rules: Sequence[tuple[str, LeafCodec]], **options: Unpack[CompressOptions]
 ) -> optax.GradientTransformationExtraArgs:
@@ -35,17 +35,7 @@ def policy(
   all codecs allow. With the default, a step takes ``two_shot`` where all do, and else
   ``all_gather``. Where a codec is sparse, it takes ``all_gather`` for all as long as
   that sends less than a plain mean: give ``exchange="two_shot"`` otherwise. The result
-  is unbiased if all codecs are.
-
-  Args:
-    rules: pairs of a regular expression, for ``re.search`` in paths like
-      ``"encoder/layer_0/kernel"``, and a codec. The first that matches wins. A leaf
-      that none matches is sent in float32.
-    **options: see :class:`gradcomp.CompressOptions`. Feedback is on by default if a
-      codec is biased.
-
-  Returns:
-    A gradient transformation; its state is a :class:`gradcomp.state.CompressState`.
+  is unbiased if all codecs are, and keeps a residual by default if one is biased.
 
   Raises:
     ValueError: rules are no such pairs; in ``init`` and ``update``, a rule matches no

@@ -2,7 +2,6 @@
 
 from typing import Literal, Unpack
 
-import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
@@ -17,25 +16,24 @@ from gradcomp._src.kernels.gpu.dispatch import Implementation
 from gradcomp._src.transforms.options import CompressOptions, checked, recipe
 
 
-@recipe
+@recipe(QSGD)
 def qsgd(
-  bits: int = 4,
+  bits: int = QSGD.bits,
   *,
-  bucket_size: int | None = 512,
-  norm: Literal["max", "l2", "rms"] = "max",
-  levels: Literal["sign_magnitude", "uniform", "nonuniform"] = "sign_magnitude",
-  rounding: Literal["stochastic", "nearest"] = "stochastic",
-  share_scale: bool = False,
-  rotate: int | None = None,
-  refit_every: int = 100,
-  implementation: Implementation | None = None,
+  bucket_size: int | None = QSGD.bucket_size,
+  norm: Literal["max", "l2", "rms"] = QSGD.norm,
+  levels: Literal["sign_magnitude", "uniform", "nonuniform"] = QSGD.levels,
+  rounding: Literal["stochastic", "nearest"] = QSGD.rounding,
+  share_scale: bool = QSGD.share_scale,
+  rotate: int | None = QSGD.rotate,
+  refit_every: int = QSGD.refit_every,
+  implementation: Implementation | None = QSGD.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""QSGD: averages gradients over ``axis_name`` in ``bits`` bits an element.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.QSGD`. Its
-  arguments are the codec's and :class:`gradcomp.CompressOptions`. With the codec's
-  :math:`Q` and the gradients :math:`g_i` of N workers it returns
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.QSGD`. With the
+  codec's :math:`Q` and the gradients :math:`g_i` of N workers it returns
 
   .. math:: \frac{1}{N} \sum_i Q(g_i)
 
@@ -78,20 +76,19 @@ def qsgd(
   return compress(codec, **checked(qsgd, options))
 
 
-@recipe
+@recipe(OneBit)
 def onebit_sgd(
-  bucket_size: int = 64,
+  bucket_size: int = OneBit.bucket_size,
   *,
-  per_column: bool = False,
-  implementation: Implementation | None = None,
+  per_column: bool = OneBit.per_column,
+  implementation: Implementation | None = OneBit.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""1-bit SGD: averages gradients over ``axis_name`` in a sign and two means a bucket.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.OneBit`. The
-  two say what the arguments mean. It is biased, and always has error feedback: with the
-  codec's :math:`Q`, and the gradients :math:`g_i` and residuals :math:`e_i` of N
-  workers, it returns
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.OneBit`. It is
+  biased, and always has error feedback: with the codec's :math:`Q`, and the gradients
+  :math:`g_i` and residuals :math:`e_i` of N workers, it returns
 
   .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
 
@@ -99,6 +96,10 @@ def onebit_sgd(
   is CNTK's.
 
   A payload has about ``1 + 64 / bucket_size`` bits an element.
+
+  Args:
+    feedback: ``"error"``, ``"momentum"``, an object of these, or ``"auto"``, which is
+      ``"error"``; see :class:`gradcomp.CompressOptions`. Default: ``"auto"``.
 
   Raises:
     ValueError: an argument that the codec or ``compress`` does not allow.
@@ -126,22 +127,21 @@ def onebit_sgd(
   return compress(codec, **checked(onebit_sgd, options))
 
 
-@recipe
+@recipe(Ternary)
 def terngrad(
-  clip_sigmas: float | None = 2.5,
+  clip_sigmas: float | None = Ternary.clip_sigmas,
   *,
-  bucket_size: int | None = None,
-  share_scale: bool = True,
-  packing: Literal["2bit", "base3"] = "2bit",
-  scaler: Literal["clipped", "sigma"] = "clipped",
-  implementation: Implementation | None = None,
+  bucket_size: int | None = Ternary.bucket_size,
+  share_scale: bool = Ternary.share_scale,
+  packing: Literal["2bit", "base3"] = Ternary.packing,
+  scaler: Literal["clipped", "sigma"] = Ternary.scaler,
+  implementation: Implementation | None = Ternary.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""TernGrad: averages gradients over ``axis_name`` in three values, scaled by leaf.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Ternary`. The
-  two say what the arguments mean. With the codec's :math:`Q` and the gradients
-  :math:`g_i` of N workers it returns
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Ternary`. With
+  the codec's :math:`Q` and the gradients :math:`g_i` of N workers it returns
 
   .. math:: \frac{1}{N} \sum_i Q(g_i)
 
@@ -178,23 +178,23 @@ def terngrad(
   return compress(codec, **checked(terngrad, options))
 
 
-@recipe
+@recipe(EightBit)
 def eight_bit(
-  data_type: Literal[
+  dtype: Literal[
     "dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"
-  ] = "dynamic_tree",
+  ] = EightBit.dtype,
   *,
-  bucket_size: int | None = None,
-  rounding: Literal["nearest", "stochastic"] = "nearest",
-  exponent_offset: int | None = None,
-  implementation: Implementation | None = None,
+  bucket_size: int | None = EightBit.bucket_size,
+  rounding: Literal["nearest", "stochastic"] = EightBit.rounding,
+  exponent_offset: int | None = EightBit.exponent_offset,
+  implementation: Implementation | None = EightBit.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""8-bit types: averages gradients over ``axis_name`` in 8 bits an element.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.EightBit`. The
-  two say what the arguments mean. With the codec's :math:`Q`, and the gradients
-  :math:`g_i` and residuals :math:`e_i` of N workers, it returns
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.EightBit`. With
+  the codec's :math:`Q`, and the gradients :math:`g_i` and residuals :math:`e_i` of N
+  workers, it returns
 
   .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
 
@@ -218,7 +218,7 @@ def eight_bit(
     <https://arxiv.org/abs/1511.04561>`_, 2016, section 3.1
   """
   codec = EightBit(
-    data_type=data_type,
+    dtype=dtype,
     bucket_size=bucket_size,
     rounding=rounding,
     exponent_offset=exponent_offset,
@@ -227,10 +227,10 @@ def eight_bit(
   return compress(codec, **checked(eight_bit, options))
 
 
-@recipe
+@recipe(Natural)
 def natural(
   *,
-  implementation: Implementation | None = None,
+  implementation: Implementation | None = Natural.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""Natural compression: averages gradients over ``axis_name`` as powers of two.
@@ -264,21 +264,20 @@ def natural(
   return compress(codec, **checked(natural, options))
 
 
-@recipe
+@recipe(Dense)
 def dense(
-  dtype: DTypeLike = jnp.float32,
+  dtype: DTypeLike = Dense.dtype,
   *,
-  rounding: Literal["nearest", "stochastic"] = "nearest",
+  rounding: Literal["nearest", "stochastic"] = Dense.rounding,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over ``axis_name`` in 32 or 16 bits an element: the baseline.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Dense`. Its
-  arguments are the codec's and :class:`gradcomp.CompressOptions`. ``float32`` is the
-  plain mean, one ``psum``, and unbiased. ``bfloat16`` and ``float16`` travel as 16-bit
-  integers, through the same exchanges as every codec, and are added in float32. They
-  are rounded to nearest, which is biased, and so keep a residual by default.
-  ``rounding="stochastic"`` is unbiased, and keeps none.
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.Dense`.
+  ``float32`` is the plain mean, one ``psum``, and unbiased. ``bfloat16`` and
+  ``float16`` travel as 16-bit integers, through the same exchanges as every codec, and
+  are added in float32. They are rounded to nearest, which is biased, and so keep a
+  residual by default. ``rounding="stochastic"`` is unbiased, and keeps none.
 
   With ``float32``, float64 gradients (``jax_enable_x64``) are added as float64, by a
   ``psum`` of their own, whatever ``exchange`` says. With 16 bits they are computed in

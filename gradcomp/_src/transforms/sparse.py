@@ -1,14 +1,14 @@
-"""Builds methods that send some elements: RedSync, and the largest of blocks."""
+"""Builds sparse methods: RedSync, top-k, random-k, and the largest of blocks."""
 
 from typing import Literal, Unpack
 
-import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
 from gradcomp._src.checks import flag, one_of, share_below_1
 from gradcomp._src.codecs.block_top import BlockTop
 from gradcomp._src.codecs.entry_values import Quantize
+from gradcomp._src.codecs.random_k import RandomK
 from gradcomp._src.codecs.selection_methods import Selection
 from gradcomp._src.codecs.top_k import TopK
 from gradcomp._src.core.feedback import ErrorFeedback, MomentumFeedback
@@ -23,28 +23,28 @@ from gradcomp._src.transforms.options import (
 )
 
 
-@recipe
+@recipe(TopK)
 def redsync(
-  density: float = 0.001,
+  density: float = TopK.density,
   momentum: float | None = 0.9,
   *,
   nesterov: bool = True,
   max_norm: float | None = None,
   clip_rule: ClipRule = "own",
-  selection: Selection = "auto",
-  quantize: Quantize | None = None,
-  value_dtype: DTypeLike = jnp.float32,
-  slack: float = 2.0,
-  interval: int = 5,
-  implementation: Implementation | None = None,
+  selection: Selection = TopK.selection,
+  quantize: Quantize | None = TopK.quantize,
+  dtype: DTypeLike = TopK.dtype,
+  slack: float = TopK.slack,
+  search_every: int = TopK.search_every,
+  implementation: Implementation | None = TopK.implementation,
   feedback: Literal["auto", "error", "momentum"] = "auto",
   **options: Unpack[ExchangeOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""RedSync: averages the largest elements of momentum and residuals over workers.
 
   It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.TopK` and
-  ``feedback="momentum"``. The two say more about the arguments. Each worker adds up its
-  momentum until an element is among the largest, and sends it then. With worker
+  ``feedback="momentum"``. Each worker adds up its momentum until an element is among
+  the largest, and sends it then. With worker
   :math:`i`'s gradient :math:`g_i`, momentum :math:`u_i` and residual :math:`v_i`, and
   with the codec's :math:`Q`, it returns
 
@@ -70,24 +70,19 @@ def redsync(
 
   A payload has about 6 bytes for each of ``density * n`` elements (up to twice as many
   elements of large leaves, see ``selection``), and 2 with ``quantize="asq"``.
+  ``exchange="auto"`` is ``"all_gather"`` until that sends more than a plain mean.
 
   Args:
-    density: the share of the elements to send; 1 for the dense exchange.
     momentum: m, at least 0 and below 1; None for residuals of plain gradients.
-    nesterov: whether momentum is Nesterov's.
-    max_norm: the norm to clip gradients to, see
-      :func:`gradcomp.wrappers.clip_by_local_norm`; None clips nothing.
+      Default: 0.9.
+    nesterov: whether momentum is Nesterov's; True or False. Default: True.
+    max_norm: the norm to clip gradients to, above 0, see
+      :func:`gradcomp.wrappers.clip_by_local_norm`; None clips nothing. Default: None.
     clip_rule: the ``rule`` of that: ``"own"`` clips each worker's gradient at
-      ``max_norm``; ``"share"`` is the paper's.
-    selection: the way in which the elements to send are selected.
-    quantize: None, ``"asq"`` or ``"mean"``.
-    value_dtype: the dtype of values on the wire.
-    slack: slots for each element to send, from 1 to 2.
-    interval: steps that a ``sampled`` threshold is used for.
-    implementation: how elements are counted and listed, see the codec.
-    feedback: ``"auto"``: ``"momentum"``, or ``"error"`` with ``momentum=None``.
-    **options: all others of :class:`gradcomp.CompressOptions`. Here ``exchange="auto"``
-      is ``"all_gather"`` until that sends more than a plain mean.
+      ``max_norm``; ``"share"`` is the paper's; ``"root"`` is N times tighter. Default:
+      ``"own"``.
+    feedback: ``"momentum"``, ``"error"`` with ``momentum=None``, or ``"auto"``, which
+      is the one of these that ``momentum`` asks for. Default: ``"auto"``.
 
   Returns:
     A gradient transformation, as :func:`gradcomp.compress` returns it; with
@@ -129,9 +124,9 @@ def redsync(
     density=density,
     selection=selection,
     quantize=quantize,
-    value_dtype=value_dtype,
+    dtype=dtype,
     slack=slack,
-    interval=interval,
+    search_every=search_every,
     implementation=implementation,
   )
   exchanged = compress(
@@ -146,34 +141,135 @@ def redsync(
   return optax.chain(clip, exchanged)
 
 
-@recipe
-def blocktop(
-  block_size: int = 64,
+@recipe(TopK)
+def topk(
+  density: float = TopK.density,
   *,
-  count: int = 1,
-  value_bits: Literal[2, 8, 32] = 2,
-  implementation: Implementation | None = None,
+  selection: Selection = TopK.selection,
+  quantize: Quantize | None = TopK.quantize,
+  dtype: DTypeLike = TopK.dtype,
+  slack: float = TopK.slack,
+  search_every: int = TopK.search_every,
+  implementation: Implementation | None = TopK.implementation,
+  **options: Unpack[CompressOptions],
+) -> optax.GradientTransformationExtraArgs:
+  r"""Top-k with error feedback: averages the largest elements of each worker.
+
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.TopK`. With the
+  codec's :math:`Q`, which keeps the ``density * n`` largest of n elements, and the
+  gradients :math:`g_i` and residuals :math:`e_i` of N workers, it returns
+
+  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
+
+  It is biased. Error feedback is the default, because without it an element that is
+  never among the largest is never sent. With it such an element grows until it is:
+  Stich et al. prove that SGD then converges as fast as without compression, for smooth
+  and strongly convex functions. Momentum is not corrected, as :func:`redsync` does, and
+  nothing is warmed up: :func:`gradcomp.wrappers.switch` begins with dense steps.
+
+  A payload has about 6 bytes for each of ``density * n`` elements (up to twice as many
+  elements of large leaves, see ``selection``), and 2 with ``quantize="asq"``.
+  ``exchange="auto"`` is ``"all_gather"`` until that sends more than a plain mean.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
+
+  Example:
+    >>> tx = gradcomp.topk(density=0.25)
+    >>> gradient = jnp.array([5.0, 1.0, -2.0, 1.0] * 64)
+    >>> state = tx.init(gradient)
+    >>> for _ in range(3):
+    ...   update, state = tx.update(gradient, state)
+    ...   print(update[:4])
+    [5. 0. 0. 0.]
+    [5. 0. 0. 0.]
+    [ 0.  0. -6.  0.]
+
+  References:
+    Stich et al., `Sparsified SGD with Memory <https://arxiv.org/abs/1809.07599>`_,
+    2018, section 2; Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018,
+    section 2.1, for the selection
+  """
+  codec = TopK(
+    density=density,
+    selection=selection,
+    quantize=quantize,
+    dtype=dtype,
+    slack=slack,
+    search_every=search_every,
+    implementation=implementation,
+  )
+  return compress(codec, **checked(topk, options))
+
+
+@recipe(RandomK)
+def randomk(
+  density: float = RandomK.density, **options: Unpack[CompressOptions]
+) -> optax.GradientTransformationExtraArgs:
+  r"""Random-k with error feedback: averages the same random elements of all workers.
+
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.RandomK`. With
+  the codec's :math:`Q`, which keeps a random one of every ``1 / density`` consecutive
+  elements, and the gradients :math:`g_i` and residuals :math:`e_i` of N workers, it
+  returns
+
+  .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
+
+  It is biased: elements are sent as they are, and not ``1 / density`` times as large.
+  Error feedback is the default, because without it the mean is ``density`` times the
+  gradient on average, and values ``1 / density`` times as large, which are unbiased,
+  have a variance of ``1 / density - 1`` times the squared length. It is the control
+  experiment for :func:`topk`: the same number of elements, chosen at random.
+
+  A payload has 32 bits for each of ``density * n`` elements, and 64 a row for the key
+  that positions follow from. ``exchange="psum"`` sends the values alone.
+
+  Raises:
+    ValueError: an argument that the codec or ``compress`` does not allow.
+
+  Example:
+    >>> tx = gradcomp.randomk(density=0.25)
+    >>> gradient = jnp.ones(256)
+    >>> update, state = tx.update(gradient, tx.init(gradient))
+    >>> int((update != 0).sum())
+    64
+    >>> bool(jnp.all(update + state.residual == gradient))
+    True
+
+  References:
+    Stich et al., `Sparsified SGD with Memory <https://arxiv.org/abs/1809.07599>`_,
+    2018, section 2
+  """
+  return compress(RandomK(density=density), **checked(randomk, options))
+
+
+@recipe(BlockTop)
+def blocktop(
+  block_size: int = BlockTop.block_size,
+  *,
+  count: int = BlockTop.count,
+  bits: Literal[2, 8, 32] = BlockTop.bits,
+  implementation: Implementation | None = BlockTop.implementation,
   **options: Unpack[CompressOptions],
 ) -> optax.GradientTransformationExtraArgs:
   r"""Averages the largest of every ``block_size`` consecutive elements over workers.
 
-  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.BlockTop`. The
-  two say what the arguments mean. It is biased, and has error feedback by default: with
-  the codec's :math:`Q`, and the gradients :math:`g_i` and residuals :math:`e_i` of N
-  workers, it returns
+  It is :func:`gradcomp.compress` with the codec :class:`gradcomp.codecs.BlockTop`. It
+  is biased, and has error feedback by default: with the codec's :math:`Q`, and the
+  gradients :math:`g_i` and residuals :math:`e_i` of N workers, it returns
 
   .. math:: \frac{1}{N} \sum_i Q(g_i + e_i), \qquad e_i' = g_i + e_i - Q(g_i + e_i)
 
   An element waits for about ``block_size / count`` steps until it is sent.
 
-  A payload has about ``count * (log2(block_size) + value_bits) / block_size`` bits an
+  A payload has about ``count * (log2(block_size) + bits) / block_size`` bits an
   element: 0.129 at the defaults, with the scales.
 
   Raises:
     ValueError: an argument that the codec or ``compress`` does not allow.
 
   Example:
-    >>> tx = gradcomp.blocktop(8, value_bits=32)
+    >>> tx = gradcomp.blocktop(8, bits=32)
     >>> gradient = jnp.array([4.0, 1.0, -2.0, 1.0, 0.0, 0.0, 0.0, 0.0] * 200)
     >>> state = tx.init(gradient)
     >>> for _ in range(3):
@@ -190,7 +286,7 @@ def blocktop(
   codec = BlockTop(
     block_size=block_size,
     count=count,
-    value_bits=value_bits,
+    bits=bits,
     implementation=implementation,
   )
   return compress(codec, **checked(blocktop, options))

@@ -189,7 +189,7 @@ def _eight_bit(slow=False, **hyper):
   read = lambda rows, stats, shape: wire_decoder_codecs.decode_eight_bit(
     rows,
     int(np.prod(shape)),
-    data_type=codec.data_type,
+    data_type=codec.dtype,
     bucket_size=codec.bucket_size,
     exponent_offset=codec.exponent_offset,
   )
@@ -234,7 +234,7 @@ def _top_k(slow=False, **hyper):
       range_size=n,
       slots=top_k.slots_of(codec.density, n, codec.selection, codec.slack),
       quantize=codec.quantize,
-      value_dtype=jnp.dtype(codec.value_dtype).name,
+      value_dtype=jnp.dtype(codec.dtype).name,
     )
 
   shape = None if codec.range_size else (2077,)
@@ -262,9 +262,9 @@ def _block_top(slow=False, **hyper):
     int(np.prod(shape)),
     block_size=codec.block_size,
     count=codec.count,
-    value_bits=codec.value_bits,
+    value_bits=codec.bits,
   )
-  spoils = codec.block_size if codec.value_bits == 32 else codec.tile_size
+  spoils = codec.block_size if codec.bits == 32 else codec.tile_size
   return Case(codec, read, spoils, slow=slow)
 
 
@@ -321,13 +321,13 @@ ROTATED_QSGD_CASES = [
 ]
 EIGHT_BIT_CASES = [
   _eight_bit(),
-  _eight_bit(data_type="dynamic_map", slow=True),
-  _eight_bit(data_type="static_tree"),
-  _eight_bit(data_type="linear", slow=True),
-  _eight_bit(data_type="mantissa", slow=True),
+  _eight_bit(dtype="dynamic_map", slow=True),
+  _eight_bit(dtype="static_tree"),
+  _eight_bit(dtype="linear", slow=True),
+  _eight_bit(dtype="mantissa", slow=True),
   _eight_bit(bucket_size=64, rounding="stochastic", slow=True),
-  _eight_bit(data_type="dynamic_map", rounding="stochastic"),
-  _eight_bit(data_type="mantissa", exponent_offset=1),
+  _eight_bit(dtype="dynamic_map", rounding="stochastic"),
+  _eight_bit(dtype="mantissa", exponent_offset=1),
 ]
 SPARSE_CASES = [
   *(
@@ -349,8 +349,8 @@ SPARSE_CASES = [
     if selection != "sampled" or quantize is None
   ),
   _top_k(slow=True),
-  _top_k(range_size=1000, value_dtype=jnp.bfloat16),
-  _top_k(range_size=1000, value_dtype=jnp.float16, slow=True),
+  _top_k(range_size=1000, dtype=jnp.bfloat16),
+  _top_k(range_size=1000, dtype=jnp.float16, slow=True),
   _random_k(),
   _random_k(range_size=1000),
 ]
@@ -402,7 +402,7 @@ CASES = [
   _natural(rounding="nearest", slow=True),
   *SPARSE_CASES,
   _block_top(),
-  _block_top(block_size=8, count=2, value_bits=8),
-  _block_top(block_size=16, value_bits=32),
+  _block_top(block_size=8, count=2, bits=8),
+  _block_top(block_size=16, bits=32),
   _block_top(block_size=256, count=3, slow=True),
 ]

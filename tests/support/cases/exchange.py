@@ -47,7 +47,7 @@ CASES = [
   (Ternary(packing="base3"), "psum"),
   (Ternary(packing="base3", bucket_size=32, share_scale=False), "two_shot"),
   (EightBit(), "two_shot"),
-  (EightBit(data_type="dynamic_map", bucket_size=32, rounding="stochastic"), "ring"),
+  (EightBit(dtype="dynamic_map", bucket_size=32, rounding="stochastic"), "ring"),
   (QSGD(bits=2, bucket_size=32, levels="nonuniform"), "all_gather"),
   (QSGD(bits=3, bucket_size=32, levels="nonuniform"), "two_shot"),
   (QSGD(bits=4, bucket_size=None, levels="nonuniform"), "hierarchical"),

@@ -81,7 +81,7 @@ def with_gradient(function, weights):
 CODECS = {
   "bf16": Dense(dtype=jnp.bfloat16),
   "eight_bit": EightBit(),
-  "eight_bit_buckets": EightBit(data_type="linear", bucket_size=64),
+  "eight_bit_buckets": EightBit(dtype="linear", bucket_size=64),
   "qsgd8": QSGD(bits=8, bucket_size=64),
   "qsgd4_nearest": QSGD(bits=4, bucket_size=32, rounding="nearest"),
   "float_cast": FloatCast(exponent_bits=4, mantissa_bits=3),
@@ -122,7 +122,7 @@ def _dense(codec, x, key):
 
 
 def _eight_bit(codec, x, key):
-  rule = dict(data_type=codec.data_type, bucket_size=codec.bucket_size)
+  rule = dict(data_type=codec.dtype, bucket_size=codec.bucket_size)
   scales = eight_bit.eight_bit_scales(x, **rule)
   rows = eight_bit.eight_bit_encode(x, scales=scales, **rule)
   return wire_decoder_codecs.decode_eight_bit(rows, x.size, **rule)

@@ -42,7 +42,7 @@ def moved(hosts):
     y, pull_y = jax.vjp(gather, x)
     z, pull_z = jax.vjp(scatter, x)
     own = y, pull_y(jnp.sin(y)), z, pull_z(jnp.sin(z))
-    total = parallel.psum(x, axis_name="data", codec=EightBit(data_type="linear"))
+    total = parallel.psum(x, axis_name="data", codec=EightBit(dtype="linear"))
     return jax.tree.map(lambda x: x[None], own), total
 
   specs = P("data"), P()

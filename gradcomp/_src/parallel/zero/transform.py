@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from gradcomp._src.bibliography import JIA_2024, RAJBHANDARI_2020, Citation, cites
 from gradcomp._src.checks import optional_size
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import agreement
@@ -212,6 +213,13 @@ def zero(
       )
     return ZeroState(gradients, *on_mesh(first, tree, others, names))
 
+  @cites(
+    Citation(
+      RAJBHANDARI_2020,
+      "Owners have rows of messages, and send what changes in the parameters, encoded.",
+    ),
+    Citation(JIA_2024, "Groups of elements have one level, that of the codec."),
+  )
   def update_fn(
     updates: Any, state: ZeroState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, ZeroState]:

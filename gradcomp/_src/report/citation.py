@@ -1,0 +1,124 @@
+"""BibTeX entries of the methods that a transformation consists of."""
+
+import dataclasses
+import functools
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import optax
+
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.core.feedback import Feedback
+from gradcomp._src.exchange.auto import Auto
+from gradcomp._src.exchange.protocol import Exchange
+
+
+def citation(optimizer: optax.GradientTransformation) -> str:
+  """Returns BibTeX entries of the papers whose methods an optimizer uses.
+
+  In front of each entry, lines that BibTeX ignores name the codec, the exchange, the
+  feedback or the transformation that it is of, and where that departs from the paper.
+
+  It finds these through whatever optimizers are built of: ``optax.chain``,
+  ``optax.masked``, ``optax.partition``, :func:`gradcomp.wrappers.switch`,
+  :func:`gradcomp.local.local_steps`, :func:`gradcomp.parallel.zero` and so on. It does
+  not find what ``optax.inject_hyperparams`` makes anew in each step, nor the exchange
+  that ``exchange="auto"`` chooses when a step is traced: :func:`gradcomp.explain` names
+  it.
+
+  A codec, an exchange or feedback of your own may have an attribute ``citations``, a
+  tuple of pairs of a BibTeX entry and a text.
+
+  Args:
+    optimizer: an optax transformation with gradcomp's in it.
+
+  Raises:
+    ValueError: nothing of gradcomp's is found in ``optimizer``.
+
+  Example:
+    >>> print(citation(gradcomp.natural(axis_name="data", exchange="all_gather")))
+    % Without a paper: AllGather, NoFeedback.
+    <BLANKLINE>
+    % Natural. The exponent has 7 bits, and not 8: magnitudes go from 2**-62 to 2**63. A
+    % probability of rounding up is a multiple of 2**-16.
+    @misc{horvath2019natural,
+      author = {Horv{\\'a}th, Samuel and others},
+      title = {{Natural Compression for Distributed Deep Learning}},
+      year = {2019},
+      eprint = {1905.10988},
+      archivePrefix = {arXiv}
+    }
+    <BLANKLINE>
+  """
+  lines: dict[str, list[str]] = {}
+  without = []
+  for part in _parts(optimizer):
+    found = getattr(part, "citations", ())
+    for bibtex, departure in found:
+      lines.setdefault(bibtex, []).append(f"{_name(part)}. {departure}")
+    if not found and isinstance(part, LeafCodec | Exchange | Auto | Feedback):
+      without.append(_name(part))
+  if not lines and not without:
+    raise ValueError(
+      "`optimizer` must hold a transformation of gradcomp's that can be found in it, "
+      f"got {optimizer!r}; of optax.inject_hyperparams give what the factory makes, as "
+      "gradcomp.qsgd(...)."
+    )
+  none = ", ".join(dict.fromkeys(without))
+  blocks = [_comments([f"Without a paper: {none}."])] if without else []
+  blocks += [_comments(texts) + bibtex for bibtex, texts in lines.items()]
+  return "\n".join(block.rstrip("\n") + "\n" for block in blocks)
+
+
+def _comments(texts: list[str]) -> str:
+  """Returns texts as comments, each of them once. An ``@`` would begin an entry."""
+  lines = [
+    line
+    for text in dict.fromkeys(texts)
+    for line in textwrap.wrap(text.replace("@", " at "), width=86)
+  ]
+  return "".join(f"% {line}\n" for line in lines)
+
+
+def _name(part: Any) -> str:
+  """Returns the type of an object, or the function that has made an inner function."""
+  name = getattr(part, "__qualname__", type(part).__name__)
+  return name.partition(".")[0]
+
+
+def _parts(optimizer: Any) -> Iterator[Any]:
+  """Yields the objects and functions that a transformation holds, each of them once."""
+  seen: dict[int, Any] = {}  # holds the objects, so that no other gets their number
+  waiting = [optimizer]
+  while waiting:
+    part = waiting.pop()
+    if id(part) not in seen:
+      seen[id(part)] = part
+      yield part
+      waiting += reversed(list(_held(part)))
+
+
+def _held(part: Any) -> Iterator[Any]:
+  """Yields what is in a closure, a container, a partial function or a dataclass."""
+  if isinstance(part, types.FunctionType):
+    for cell in part.__closure__ or ():
+      try:
+        yield cell.cell_contents
+      except ValueError:  # a name that its function has not set yet
+        pass
+  elif isinstance(part, types.MethodType):
+    yield from (part.__func__, *getattr(part.__self__, "__dict__", {}).values())
+  elif isinstance(part, functools.partial):
+    yield from (part.func, part.args, part.keywords)
+  elif isinstance(part, tuple | list | set | frozenset):
+    yield from part
+  elif isinstance(part, Mapping):
+    yield from part.values()
+  elif isinstance(part, type):
+    return
+  elif dataclasses.is_dataclass(part):
+    yield from (getattr(part, field.name) for field in dataclasses.fields(part))
+  elif callable(part) and hasattr(part, "__wrapped__"):
+    yield part.__wrapped__
