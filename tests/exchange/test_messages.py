@@ -16,7 +16,12 @@ from tests.plugins.slow_cases import slow
 from tests.support import modes
 from tests.support.assertions import assert_same_bits
 from tests.support.cases.exchange import small_gradients, transformation
-from tests.support.hlo_order import ancestors, compiled, first_collectives
+from tests.support.hlo_order import (
+  ancestors,
+  compiled,
+  first_collectives,
+  weight_gradients,
+)
 
 WORKERS = 4
 LAYERS = 6
@@ -155,17 +160,12 @@ def test_pieces_can_go_before_the_backward_pass_is_done():
   params = [jnp.eye(WIDTH)] * LAYERS
   state = optimizer.init(params)
   instructions = compiled(mapped, params, state, jnp.ones((32, WIDTH)))
-  # Of all products in the backward pass, those of the shape of the weights.
-  weights = rf"= f32\[{WIDTH},{WIDTH}\]\S* (dot|fusion|custom-call)\("
-  gradient = re.compile(rf"{weights}.*transpose\(jvp\(\)\)")
-  lines = [line for _, line in instructions.values()]
-  assert sum(bool(gradient.search(line)) for line in lines) == LAYERS
-  needed = []
-  for name in first_collectives(instructions):
-    before = [instructions[n][1] for n in ancestors(instructions, name)]
-    needed.append(sum(bool(gradient.search(line)) for line in before))
+  products = weight_gradients(instructions, WIDTH)
+  assert len(products) == LAYERS
+  first = first_collectives(instructions)
+  needed = [len(ancestors(instructions, name) & set(products)) for name in first]
   assert needed == [1] * LAYERS
   # XLA has put them in this order: the first message goes before the last product.
-  order = [i for i, line in enumerate(lines) if gradient.search(line)]
-  sends = [i for i, line in enumerate(lines) if " all-to-all(" in line]
-  assert min(sends) < max(order)
+  order = list(instructions)
+  sends = [n for n, (_, line) in instructions.items() if " all-to-all(" in line]
+  assert order.index(sends[0]) < order.index(products[-1])

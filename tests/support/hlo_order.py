@@ -36,3 +36,10 @@ def first_collectives(instructions):
   """Returns the collectives that no other one comes before."""
   named = [n for n, (_, line) in instructions.items() if " all-to-all(" in line]
   return [n for n in named if not set(named) & ancestors(instructions, n)]
+
+
+def weight_gradients(instructions, width):
+  """Returns the products of the backward pass that have the shape of square weights."""
+  product = rf"= f32\[{width},{width}\]\S* (dot|fusion|custom-call)\("
+  gradient = re.compile(rf"{product}.*transpose\(jvp\(\)\)")
+  return [n for n, (_, line) in instructions.items() if gradient.search(line)]
