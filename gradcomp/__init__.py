@@ -18,11 +18,11 @@ from gradcomp import (
   wire,
   wrappers,
 )
+from gradcomp._src import public as _public
 from gradcomp._src.checkpoint.reshard import reshard_state
 from gradcomp._src.checkpoint.specs import init_state, state_specs
 from gradcomp._src.core.feedback import ErrorFeedback, MomentumFeedback
 from gradcomp._src.core.transform import compress
-from gradcomp._src.public import publish
 from gradcomp._src.report.citation import citation
 from gradcomp._src.report.explain import explain
 from gradcomp._src.report.wire_report import wire_report
@@ -102,4 +102,8 @@ def __getattr__(name: str) -> Any:
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-publish(globals())
+def __dir__() -> list[str]:
+  return sorted(__all__)
+
+
+_public.publish(globals())

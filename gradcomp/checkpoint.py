@@ -1,10 +1,10 @@
 """Specs, shapes, records and resharding of optimizer states."""
 
+from gradcomp._src import public as _public
 from gradcomp._src.checkpoint.records import check_record, record
 from gradcomp._src.checkpoint.reshard import reshard_state
 from gradcomp._src.checkpoint.shapes import state_shapes
 from gradcomp._src.checkpoint.specs import init_state, state_specs
-from gradcomp._src.public import publish
 
 __all__ = [
   "check_record",
@@ -15,4 +15,4 @@ __all__ = [
   "state_specs",
 ]
 
-publish(globals())
+_public.publish(globals())

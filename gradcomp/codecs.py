@@ -1,5 +1,6 @@
 """Codecs, and the protocol for codecs of your own."""
 
+from gradcomp._src import public as _public
 from gradcomp._src.codecs.block_top import BlockTop
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.eight_bit import EightBit
@@ -16,7 +17,6 @@ from gradcomp._src.codecs.random_k import RandomK
 from gradcomp._src.codecs.row_codec import RowCodec
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
-from gradcomp._src.public import publish
 
 __all__ = [
   "BlockTop",
@@ -41,4 +41,4 @@ __all__ = [
   "TopK",
 ]
 
-publish(globals())
+_public.publish(globals())

@@ -3,3 +3,5 @@
 A method enters with one file, one test that calls ``gradcomp.testing.check_codec`` or
 ``check_transformation``, and a docstring that names its paper.
 """
+
+__all__: list[str] = []

@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from gradcomp._src import public as _public
 from gradcomp._src.cost.cluster import Cluster, CodecSpeed
 from gradcomp._src.cost.collectives import (
   all_gather_seconds,
@@ -26,7 +27,6 @@ from gradcomp._src.cost.step import (
   strong_scaling,
   weak_scaling,
 )
-from gradcomp._src.public import publish
 
 if TYPE_CHECKING:
   from gradcomp._src.cost import papers
@@ -78,4 +78,8 @@ def __getattr__(name: str) -> Any:
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-publish(globals())
+def __dir__() -> list[str]:
+  return sorted(__all__)
+
+
+_public.publish(globals())

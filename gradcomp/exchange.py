@@ -1,5 +1,6 @@
 """Exchanges: which collectives carry the messages of a step."""
 
+from gradcomp._src import public as _public
 from gradcomp._src.exchange.all_gather import AllGather
 from gradcomp._src.exchange.all_reduce import AllReduce
 from gradcomp._src.exchange.auto import Auto, choose
@@ -8,7 +9,6 @@ from gradcomp._src.exchange.local import Local
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.ring import Ring
 from gradcomp._src.exchange.two_shot import TwoShot
-from gradcomp._src.public import publish
 
 __all__ = [
   "AllGather",
@@ -22,4 +22,4 @@ __all__ = [
   "choose",
 ]
 
-publish(globals())
+_public.publish(globals())

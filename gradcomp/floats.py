@@ -1,5 +1,6 @@
 """Arithmetic in floating-point formats of few bits."""
 
+from gradcomp._src import public as _public
 from gradcomp._src.floats.all_reduce import all_reduce, round_off_error
 from gradcomp._src.floats.arithmetic import add, multiply, rounded_sum
 from gradcomp._src.floats.matmul import matmul
@@ -7,7 +8,6 @@ from gradcomp._src.floats.rounding import from_code, round_to, to_code
 from gradcomp._src.floats.sums import kahan_step, sum
 from gradcomp._src.kernels.common.float_codes import FloatRounding
 from gradcomp._src.kernels.common.float_formats import FloatFormat
-from gradcomp._src.public import publish
 
 __all__ = [
   "FloatFormat",
@@ -25,4 +25,4 @@ __all__ = [
   "to_code",
 ]
 
-publish(globals())
+_public.publish(globals())

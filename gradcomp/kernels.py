@@ -1,10 +1,10 @@
 """Bit packing and random bits for codecs of your own."""
 
+from gradcomp._src import public as _public
 from gradcomp._src.kernels.common.dithers import dither, random_lanes, signed_lane
 from gradcomp._src.kernels.common.planes import pack_planes, unpack_planes
 from gradcomp._src.kernels.common.threefry import fold_key, key_words, threefry2x32
 from gradcomp._src.kernels.gpu.dispatch import Implementation
-from gradcomp._src.public import publish
 
 __all__ = [
   "Implementation",
@@ -18,4 +18,4 @@ __all__ = [
   "unpack_planes",
 ]
 
-publish(globals())
+_public.publish(globals())

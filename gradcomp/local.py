@@ -1,8 +1,8 @@
 """Local steps: workers train for some steps between two exchanges."""
 
+from gradcomp._src import public as _public
 from gradcomp._src.local_steps.options import LocalOptions
 from gradcomp._src.local_steps.transform import local_params, local_steps
-from gradcomp._src.public import publish
 
 __all__ = [
   "LocalOptions",
@@ -10,4 +10,4 @@ __all__ = [
   "local_steps",
 ]
 
-publish(globals())
+_public.publish(globals())

@@ -1,5 +1,6 @@
 """Compressed collectives of sharded models."""
 
+from gradcomp._src import public as _public
 from gradcomp._src.parallel.all_gather import all_gather
 from gradcomp._src.parallel.all_to_all import all_to_all
 from gradcomp._src.parallel.gather import gather, gather_residual
@@ -8,7 +9,6 @@ from gradcomp._src.parallel.psum import psum, sum_gradients
 from gradcomp._src.parallel.psum_scatter import psum_scatter
 from gradcomp._src.parallel.reshard import reshard
 from gradcomp._src.parallel.zero.transform import zero
-from gradcomp._src.public import publish
 
 __all__ = [
   "all_gather",
@@ -23,4 +23,4 @@ __all__ = [
   "zero",
 ]
 
-publish(globals())
+_public.publish(globals())

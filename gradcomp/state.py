@@ -1,5 +1,6 @@
 """State types of the transformations."""
 
+from gradcomp._src import public as _public
 from gradcomp._src.core.residual_storage import Int8Residual
 from gradcomp._src.core.state import (
   CompressState,
@@ -8,7 +9,6 @@ from gradcomp._src.core.state import (
   OwnedRows,
 )
 from gradcomp._src.parallel.zero.transform import ZeroState
-from gradcomp._src.public import publish
 from gradcomp._src.transforms.skip import SkipNonfiniteState
 from gradcomp._src.transforms.switch import SwitchState
 
@@ -23,4 +23,4 @@ __all__ = [
   "ZeroState",
 ]
 
-publish(globals())
+_public.publish(globals())

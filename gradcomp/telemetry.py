@@ -1,6 +1,6 @@
 """Measurements of compression errors, and comparisons of replicas."""
 
-from gradcomp._src.public import publish
+from gradcomp._src import public as _public
 from gradcomp._src.telemetry import plots
 from gradcomp._src.telemetry.fingerprint import fingerprint
 from gradcomp._src.telemetry.inspect import (
@@ -22,4 +22,4 @@ __all__ = [
   "plots",
 ]
 
-publish(globals())
+_public.publish(globals())

@@ -1,6 +1,6 @@
 """The conformance kit for codecs and transformations."""
 
-from gradcomp._src.public import publish
+from gradcomp._src import public as _public
 from gradcomp._src.testing import laws, modes
 from gradcomp._src.testing.broken import BrokenLaw
 from gradcomp._src.testing.check import CheckOptions, check_codec, check_transformation
@@ -17,4 +17,4 @@ __all__ = [
   "trial",
 ]
 
-publish(globals())
+_public.publish(globals())

@@ -1,6 +1,6 @@
 """Reports of the bytes that a step sends."""
 
-from gradcomp._src.public import publish
+from gradcomp._src import public as _public
 from gradcomp._src.report.explain import Explanation, explain
 from gradcomp._src.report.leaf_plan import LeafPlan
 from gradcomp._src.report.trace_wire import Directions, trace_wire
@@ -17,4 +17,4 @@ __all__ = [
   "wire_report",
 ]
 
-publish(globals())
+_public.publish(globals())

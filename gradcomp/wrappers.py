@@ -1,6 +1,6 @@
 """Wrappers of transformations: clipping, skipping, switching, freezing."""
 
-from gradcomp._src.public import publish
+from gradcomp._src import public as _public
 from gradcomp._src.transforms.clip import clip_by_local_norm
 from gradcomp._src.transforms.freeze import allow_frozen
 from gradcomp._src.transforms.skip import skip_nonfinite
@@ -13,4 +13,4 @@ __all__ = [
   "switch",
 ]
 
-publish(globals())
+_public.publish(globals())

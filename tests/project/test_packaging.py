@@ -201,7 +201,17 @@ def rooms_imported(path):
 
 # From the lowest to the highest: a room imports from those before it alone.
 ROOMS = (
-  *("public", "version", "checks", "mesh", "kernels", "floats", "codecs", "exchange"),
+  *(
+    "public",
+    "version",
+    "checks",
+    "bibliography",
+    "mesh",
+    "kernels",
+    "floats",
+    "codecs",
+    "exchange",
+  ),
   *("core", "report", "checkpoint", "telemetry", "transforms", "local_steps"),
   *("training", "parallel", "cost", "testing"),
 )

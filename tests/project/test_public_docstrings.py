@@ -12,23 +12,21 @@ import pytest
 import gradcomp
 import gradcomp.testing
 
-ROOMS = (
-  gradcomp,
-  gradcomp.cost,
-  gradcomp._src.cost.planner,
-  gradcomp.parallel,
+NAMES = [getattr(gradcomp, name) for name in gradcomp.__all__]
+NAMESPACES = [gradcomp, *filter(inspect.ismodule, NAMES)]
+MODULES = [
+  *(space for space in NAMESPACES if hasattr(space, "__all__")),
+  *(getattr(gradcomp.cost.papers, name) for name in gradcomp.cost.papers.__all__),
   gradcomp.telemetry.plots,
-  gradcomp.testing,
   gradcomp.testing.modes,
-)
+]
 PUBLIC = {
-  f"{value.__module__}.{value.__qualname__}": value
-  for room in ROOMS
-  for name in dir(room)
+  f"{module.__name__}.{name}": value
+  for module in MODULES
+  for name in getattr(module, "__all__", None) or vars(module)
   if not name.startswith("_")
-  and callable(value := getattr(room, name))
-  and value.__module__.startswith("gradcomp.")
-  and (room is not gradcomp.testing.modes or value.__module__ == room.__name__)
+  and callable(value := getattr(module, name))
+  and (hasattr(module, "__all__") or value.__module__ == module.__name__)
 }
 FUNCTIONS = {
   name: value
