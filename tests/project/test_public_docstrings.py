@@ -11,12 +11,13 @@ import pytest
 
 import gradcomp
 import gradcomp.testing
+from gradcomp._src.cost.papers import __all__
 
 NAMES = [getattr(gradcomp, name) for name in gradcomp.__all__]
 NAMESPACES = [gradcomp, *filter(inspect.ismodule, NAMES)]
 MODULES = [
   *(space for space in NAMESPACES if hasattr(space, "__all__")),
-  *(getattr(gradcomp.cost.papers, name) for name in gradcomp.cost.papers.__all__),
+  *(getattr(gradcomp.cost.papers, name) for name in __all__),
   gradcomp.telemetry.plots,
   gradcomp.testing.modes,
 ]

@@ -51,6 +51,9 @@ class CodecSpeed:
       elements: the elements of the leaf, rounded up to a whole matrix.
       repeats: the number of times, for a median.
 
+    Returns:
+      The seconds an element.
+
     Raises:
       ValueError: a number is below 1.
     """

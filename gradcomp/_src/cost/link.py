@@ -98,6 +98,9 @@ class Link:
         single time that of the slowest process.
       progress: whether the first process prints a line for each collective.
 
+    Returns:
+      The link.
+
     Raises:
       ValueError: there are less than two workers, or two sizes, or no repeat.
     """

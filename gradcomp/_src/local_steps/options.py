@@ -25,13 +25,13 @@ class LocalOptions:
   Attributes:
     exchange, min_leaf_size, message_bytes, key, dither: the options of the exchange,
       see :class:`gradcomp.CompressOptions`. It must send something.
-    feedback: as there. ``"error"`` keeps nothing for a codec that loses nothing.
+    feedback: as there. ``"error"`` keeps no residual for a codec that is exact.
       ``gradcomp.ErrorFeedback(residual_decay=0.95)`` is :math:`\beta = 0.95`.
-    fragments: P, into how many parts of about as many elements the leaves are cut, in
-      their order; from 1 to ``every``.
+    fragments: P, the number of parts of about equal size, each of consecutive leaves,
+      that are exchanged in different steps; from 1 to ``every``.
     delay: :math:`\tau`, the steps after which an exchange is applied, below ``every``.
     mixing: m, above 0 and at most 1. With 1, workers go on from the parameters, and
-      lose what they did during ``delay``.
+      drop their displacement of the ``delay``.
     merge: ``"mean"``, or ``"senders"``, which divides the sum of an element by the
       number of workers that sent it. Only sparse codecs allow that.
 

@@ -32,25 +32,25 @@ Law = functools.partial[None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-  """The options of :func:`check_codec`, which say what a codec promises.
+  """The promises of a codec that :func:`check_codec` tests.
 
   Attributes:
-    sizes: of leaves that are tried beside those of two rows and a part of a third.
+    sizes: further sizes of leaves, to the default of two rows and a part of a third.
     draws: the encodings whose mean is compared with a leaf, if the codec is unbiased.
-    constants: values of which a leaf of one value comes back exactly.
-    spoils: what an element that is not finite may spoil: see
+    constants: values that a leaf of one value decodes to exactly.
+    spoils: the elements that one which is not finite may spoil: see
       :func:`gradcomp.testing.laws.non_finite_elements_are_seen`.
     own_statistics: whether a codec computes statistics of a leaf's own elements, among
       which zeros behind the leaf would count, as in means.
-    most_variance: the largest variance of the mean of workers that share a dither, as
-      a part of that of independent ones.
-    same_bits: whether all modes shall have the same bits: not for a codec that
-      multiplies matrices, of which a compiler orders the sums as it likes.
-    keeps_range: whether all float16 numbers, and sums of four of them, have a place in
-      rows: not for a codec that casts to a smaller type without a scale.
+    most_variance: the largest variance of the mean of workers that share a dither,
+      relative to independent ones.
+    same_bits: whether all modes must have the same bits: not for a codec that
+      multiplies matrices, because a compiler chooses the order of their sums.
+    keeps_range: whether rows can hold all float16 numbers, and sums of four of them:
+      not for a codec that casts to a smaller type without a scale.
 
   Raises:
-    ValueError: ``draws`` is no number of 1 or more.
+    ValueError: ``draws`` is below 1.
   """
 
   sizes: Sequence[int] = SIZES
@@ -188,7 +188,7 @@ def codec_laws(
   exchanges: Sequence[ExchangeName | Exchange],
   options: CheckOptions,
 ) -> Iterator[Law]:
-  """Yields the laws of a codec, each with its arguments; :func:`check_codec`'s are."""
+  """Yields the laws of a codec, each bound to its arguments."""
   shape = ragged(codec)
   first = rounds_of(codec.bind(Leaf(shape)), shape)[0]
   for law in (
@@ -254,7 +254,7 @@ def transformation_laws(
   steps: int = 2,
   same_bits: bool,
 ) -> Iterator[Law]:
-  """Yields the laws of a transformation, each with its arguments."""
+  """Yields the laws of a transformation, each bound to its arguments."""
   gradients = [laws.gradients_like(params, workers, seed) for seed in range(steps)]
   law = functools.partial(
     Law, transformation=transformation, gradients=gradients, axis_name=axis_name
@@ -271,7 +271,7 @@ def transformation_laws(
 
 
 def _hold(tried: Iterable[Law]) -> None:
-  """Tries laws; the error of the first that is broken gets a note with its name."""
+  """Calls laws in order, and adds the name of a broken law to its error."""
   for law in tried:
     try:
       law()

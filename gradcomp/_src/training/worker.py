@@ -35,7 +35,7 @@ class TrainOptions:
       :func:`gradcomp.value_and_grad`. Model state and ``aux`` are plain means. In
       :func:`gradcomp.local.local_steps` a worker's loss is the mean over its own
       tokens.
-    model_state: what becomes of a state of the model that is not trained, like batch
+    model_state: the treatment of a model state that is not trained, like batch
       statistics. ``"mean"`` averages it over the workers in every step, in float32.
       ``"local"`` leaves each worker its own; arrays then have a first axis of N, for
       the workers. None is for models without one.
@@ -45,13 +45,12 @@ class TrainOptions:
     report: whether ``metrics`` has ``"bytes_sent"`` (the bytes that
       :func:`gradcomp.explain` says a worker sends for gradients in a step, as
       ``float32``), ``"gradient_norm"`` (the root mean square over the workers of their
-      own gradients' l2 norms) and ``"update_norm"`` (the l2 norm of what is added to
-      the parameters).
-    compare_every: the period in steps, from the first step on, in which
-      ``metrics["replicas"]`` says whether the parameters that the step was given are
-      equal on all workers: see :func:`gradcomp.telemetry.compare_replicas`. In the
-      other steps it says that they are. None compares nothing. ``bytes_sent`` does not
-      count this.
+      own gradients' l2 norms) and ``"update_norm"`` (the l2 norm of the update of the
+      parameters).
+    compare_every: n, to compare the workers' parameters at the start of one of n steps,
+      from the first on, in ``metrics["replicas"]``: see
+      :func:`gradcomp.telemetry.compare_replicas`. In the other steps they count as
+      equal. None compares nothing. ``bytes_sent`` does not count this.
 
   Raises:
     ValueError: a field breaks its rule.

@@ -5,7 +5,7 @@ import gradcomp
 RECIPES = {
   name: make
   for name, make in vars(gradcomp).items()
-  if "options" in getattr(make, "__annotations__", {})
+  if "__signature__" in getattr(make, "__dict__", {})  # set by `recipe`
 }
 # What its name does not say: a factor or rules are needed.
 NEEDED = {

@@ -57,6 +57,15 @@ def dense_penalty_seconds(bits: Bits) -> float:
 
   Of each transfer it is ``max(0, sync - hides)``, and five times the first one.
 
+  Args:
+    bits: of an activation on the wire.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: ``bits`` is neither 8 nor 32.
+
   >>> round(dense_penalty_seconds(32), 5), round(dense_penalty_seconds(8), 5)
   (0.00701, 0.00255)
   """
@@ -78,6 +87,9 @@ def single_node_speedup(
     forward_backward: T, the seconds of a step on one GPU.
     gpus: G. The paper has f only for 4.
 
+  Returns:
+    The speed-up.
+
   Raises:
     ValueError: the penalty is below 0, or T not above F.
 
@@ -92,6 +104,16 @@ def single_node_speedup(
 def message_bytes(sub_batch: int, bits: Bits) -> float:
   """Returns the bytes that a node sends to each other: its share of the activations.
 
+  Args:
+    sub_batch: the images of a sub-batch.
+    bits: of an activation on the wire.
+
+  Returns:
+    The bytes.
+
+  Raises:
+    ValueError: ``bits`` is neither 8 nor 32, or ``sub_batch`` below 1.
+
   >>> message_bytes(1024, 32) / KIB, message_bytes(1024, 8) / KIB
   (1152.0, 288.0)
   """
@@ -104,6 +126,15 @@ def latency_seconds(nbytes: float) -> float:
 
   The interpolation is linear in the logarithms of both. The row of 2056 is left out:
   table 6 was made with other numbers than those printed there.
+
+  Args:
+    nbytes: the bytes of the message.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: ``nbytes`` is not above 0.
 
   >>> round(1e3 * latency_seconds(288 * KIB), 3), round(1e3 * latency_seconds(2**20), 3)
   (0.07, 0.249)
@@ -139,6 +170,9 @@ def cluster_pass(
       half; ``"derived"`` for :func:`message_bytes` and :func:`latency_seconds`.
     penalty: ``"nodes"`` for the paper's rule; ``"passes"`` for one that a pipeline has:
       the first transfer in full, and the rest of every other pass.
+
+  Returns:
+    The seconds of one transfer, of all exposed ones, and with the layers.
 
   Raises:
     ValueError: the table has no such sub-batch, or another argument is none of these.
@@ -183,6 +217,12 @@ def exposed_seconds(
       longer than ``hidden``.
     nodes: the factor of ``"nodes"`` is one less.
 
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: seconds are below 0, or ``passes`` or ``nodes`` below 1.
+
   >>> exposed_seconds(2.0, 1.5, passes=4), exposed_seconds(2.0, 2.5, passes=4)
   (3.5, 2.0)
   >>> exposed_seconds(2.0, 1.5, passes=4, penalty="nodes")
@@ -206,6 +246,12 @@ def cluster_speedup(
     total: the seconds of :func:`cluster_pass`, ``.total``.
     forward_backward: T, the seconds of a step on one GPU.
 
+  Returns:
+    The speed-up.
+
+  Raises:
+    ValueError: ``total`` is below 0, or T not above F.
+
   >>> round(cluster_speedup(cluster_pass(2056, bits=8).total), 1)  # printed: 50.6
   50.5
   >>> right = cluster_pass(1024, bits=8, sizes="derived")
@@ -221,6 +267,17 @@ def naive_sync_seconds(
 ) -> float:
   """Returns the seconds of a plain exchange of AlexNet's gradient on 4 GPUs (2.3.2).
 
+  Args:
+    parameters: the elements of the gradient, in float32.
+    bytes_per_second: the rate of a link.
+    messages: the messages of a worker, one after the other.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: a number is below its least.
+
   >>> round(naive_sync_seconds(), 4)  # more than a step's computation, 0.1
   0.1277
   """
@@ -234,6 +291,9 @@ def gradient_sync_seconds() -> float:
   Twice, two messages of 36 KiB over PCIe at 5 GB/s, and 31 latencies of 0.03 ms, in
   which the printed figure already has the transfers of 108 KiB.
 
+  Returns:
+    The seconds.
+
   >>> round(1e3 * gradient_sync_seconds(), 3)
   1.889
   """
@@ -245,6 +305,15 @@ def dense_latency_seconds(sub_batch: int) -> float:
 
   They are more than the 0.1 ms of its matrix product, so that the model keeps these
   layers on one GPU.
+
+  Args:
+    sub_batch: 128 or 256 images.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: table 5 has no such sub-batch.
 
   >>> dense_latency_seconds(128), dense_latency_seconds(256)
   (0.000256, 0.00048)

@@ -82,6 +82,9 @@ def sparse_seconds(
     speeds: the seconds of selecting and adding.
     entry_bytes: e.
 
+  Returns:
+    The seconds.
+
   Raises:
     ValueError: a density outside of (0, 1], p no power of two, or a number below 0.
 
@@ -106,6 +109,18 @@ def dense_seconds(
   """Returns the seconds of a dense all-reduce in ``float32`` (equation 2).
 
   ``2 lg(p) alpha + 2 (p-1)/p 4 M beta + (p-1)/p M add``; see :func:`sparse_seconds`.
+
+  Args:
+    elements: M.
+    workers: p, a power of two.
+    link: alpha, its latency, and beta, the seconds of a byte.
+    speeds: the seconds of adding.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: a number is below 0, or p no power of two.
   """
   instance_of("speeds", Speeds, speeds)
   add = at_least_0("elements", elements) * at_least_0("speeds.add", speeds.add)
@@ -116,6 +131,17 @@ def bandwidth_ratio(
   density: float, workers: int, *, entry_bytes: float = INDEX_AND_VALUE
 ) -> float:
   """Returns the ratio of sparse to dense bytes: ``p D e / 8``.
+
+  Args:
+    density: D, the share of the elements that a worker sends.
+    workers: p.
+    entry_bytes: e.
+
+  Returns:
+    The ratio.
+
+  Raises:
+    ValueError: a density outside of (0, 1], or another number below its least.
 
   >>> bandwidth_ratio(0.001, 128), bandwidth_ratio(0.001, 128, entry_bytes=4)
   (0.128, 0.064)
@@ -138,6 +164,16 @@ def crossover_density(
   sparse always wins, and it is negative where selecting by itself takes longer than
   dense.
 
+  Args:
+    elements: M.
+    workers: p, a power of two.
+    link: alpha, its latency, and beta, the seconds of a byte.
+    speeds: the seconds of selecting and adding.
+    entry_bytes: e.
+
+  Returns:
+    The density.
+
   Raises:
     ValueError: no elements, or a single worker, who sends nothing.
 
@@ -158,6 +194,16 @@ def crossover_density(
 def crossover_workers(density: float, *, entry_bytes: float = INDEX_AND_VALUE) -> float:
   """Returns the workers at which sparse and dense bytes are equal: ``8 / (e D)``.
 
+  Args:
+    density: D, the share of the elements that a worker sends.
+    entry_bytes: e.
+
+  Returns:
+    The number of workers.
+
+  Raises:
+    ValueError: a density outside of (0, 1], or no bytes an entry.
+
   >>> crossover_workers(0.001), round(crossover_workers(0.001, entry_bytes=6))
   (1000.0, 1333)
   """
@@ -168,6 +214,16 @@ def union_density(density: float, workers: int) -> float:
   """Returns the share of the elements that any worker sends, if all choose freely.
 
   ``1 - (1-D)^p``. The paper measured 1.55 % for 16 workers at 0.1 %.
+
+  Args:
+    density: D, the share of the elements that a worker sends.
+    workers: p.
+
+  Returns:
+    The share.
+
+  Raises:
+    ValueError: a density outside of (0, 1], or p below 1.
 
   >>> round(union_density(0.001, 16), 5)
   0.01588

@@ -59,6 +59,12 @@ def wire_share(bits: int) -> float:
 
   A bucket's scale has 32 bits: ``(bits + 32 / bucket) / 32``.
 
+  Args:
+    bits: of an element.
+
+  Returns:
+    The ratio, at most 1.
+
   Raises:
     ValueError: the paper has no setting with these bits.
 
@@ -77,6 +83,9 @@ def fit(images_per_second: Mapping[int, float]) -> Fit:
 
   Args:
     images_per_second: by the bits of an element, at least two of them.
+
+  Returns:
+    The line, with its largest error.
 
   Raises:
     ValueError: there are fewer than two, or a speed is not above 0.
@@ -111,6 +120,9 @@ def column(table: Speeds, counts: tuple[int, ...], gpus: int) -> dict[int, float
     counts: :data:`MPI_GPUS` or :data:`NCCL_GPUS`.
     gpus: one of ``counts``.
 
+  Returns:
+    The images per second, by bits.
+
   Raises:
     ValueError: it is none of them.
   """
@@ -129,6 +141,17 @@ def size_gain(found: Fit, size: float, bits: int = 8) -> float:
 
   ``(a + c m) / (a + c m w)``: figure 16, right, in which communication grows with the
   model and computation does not.
+
+  Args:
+    found: the line of the model.
+    size: m, the factor of its bytes.
+    bits: of an element.
+
+  Returns:
+    The speed-up.
+
+  Raises:
+    ValueError: ``size`` is below 0, or the paper has no setting with these bits.
 
   >>> alexnet = fit(column(NCCL["AlexNet"], NCCL_GPUS, 8))
   >>> [round(size_gain(alexnet, m), 2) for m in (1, 8, 64)]
@@ -149,6 +172,12 @@ def dollars(
     hour: the dollars of all GPUs together for an hour.
     images: those of an epoch.
 
+  Returns:
+    The dollars.
+
+  Raises:
+    ValueError: a number is below 0, or no image a second.
+
   >>> round(dollars(EPOCHS["AlexNet"], ONE_GPU["AlexNet"], HOUR[1]))
   151
   """
@@ -162,6 +191,12 @@ def cheapest(network: str) -> tuple[int, float]:
 
   There are machines of 1 and of 8 GPUs: NCCL had no more. One exchanges nothing, and
   its speed is that in ``float32``.
+
+  Args:
+    network: a name in :data:`NCCL`.
+
+  Returns:
+    The number of GPUs, and the dollars.
 
   Raises:
     ValueError: figure 11 has no such network.
@@ -183,6 +218,13 @@ def sixteen_over_eight(network: str, bits: int | str) -> float:
   """Returns the speed-up of 16 GPUs over 8, with MPI, at twice the price.
 
   Below 2, an image costs more on 16.
+
+  Args:
+    network: a name in :data:`MPI`.
+    bits: the bits of an element, or the name of 1-bit SGD there.
+
+  Returns:
+    The speed-up.
 
   Raises:
     ValueError: figure 10 has no such row, or the text lost one of its two numbers.

@@ -25,6 +25,15 @@ RES5C_SPEEDUP = 1.33  # of merged 8 bits over half precision
 def ring_steps(workers: int) -> int:
   """Returns the steps of a ring all-reduce: ``2 (p-1)``.
 
+  Args:
+    workers: p.
+
+  Returns:
+    The number of steps.
+
+  Raises:
+    ValueError: p is below 1.
+
   >>> ring_steps(256)
   510
   """
@@ -33,6 +42,13 @@ def ring_steps(workers: int) -> int:
 
 def three_step_steps(workers: int, group_size: int) -> int:
   """Returns the steps of the three-step all-reduce: ``4 (k-1) + 2 (p/k - 1)``.
+
+  Args:
+    workers: p.
+    group_size: k.
+
+  Returns:
+    The number of steps.
 
   Raises:
     ValueError: the group size does not divide the workers.
@@ -48,6 +64,15 @@ def three_step_steps(workers: int, group_size: int) -> int:
 
 def best_group_sizes(workers: int) -> tuple[int, ...]:
   """Returns the group sizes with the fewest steps; they are near ``sqrt(p/2)``.
+
+  Args:
+    workers: p.
+
+  Returns:
+    The sizes k, the smallest first.
+
+  Raises:
+    ValueError: p is below 1.
 
   >>> best_group_sizes(64), best_group_sizes(256), best_group_sizes(1024)
   ((4, 8), (8, 16), (16, 32))
@@ -66,6 +91,18 @@ def three_step_seconds(
   masters' ring sends ``2 (p/k - 1)`` messages, each of which is a ``p/k``-th. So the
   fewest steps are not the least bytes: a plain ring sends ``2 (p-1)/p`` times
   ``nbytes``, and a master ``2 (k-1)`` times in its group alone.
+
+  Args:
+    nbytes: the bytes that each worker puts in.
+    workers: p.
+    group_size: k.
+    link: the link of each worker.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: ``nbytes`` is below 0, or the group size does not divide the workers.
 
   >>> link = Link(latency=1e-5, bytes_per_second=1e9)
   >>> large = three_step_seconds(1e8, 256, 16, link), all_reduce_seconds(1e8, 256, link)
@@ -86,6 +123,15 @@ def half_seconds(
 
   ``elements`` holds the size of each leaf. With ``merged`` all leaves are one message.
 
+  Args:
+    elements: the size of each leaf.
+    workers: p.
+    link: the link of each worker.
+    merged: whether all leaves are one message.
+
+  Returns:
+    The seconds.
+
   Raises:
     ValueError: there are no leaves, or one has no elements.
   """
@@ -102,6 +148,18 @@ def aps_seconds(
 
   The arguments are those of :func:`half_seconds`. Merging saves the latencies of all
   leaves but one.
+
+  Args:
+    elements: the size of each leaf.
+    workers: p.
+    link: the link of each worker.
+    merged: whether all leaves are one message.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: there are no leaves, or one has no elements.
 
   >>> link = Link(latency=5.62e-6, bytes_per_second=10e9)
   >>> half = half_seconds(RES5C, 32, link, merged=True)
@@ -123,6 +181,14 @@ def implied_latency_bytes(
   :func:`aps_seconds`, both merged, is the speed-up. With n elements in L leaves it is
   ``(2 n - s (n + L)) / (p (2 s - 1))``, between the speed-up of 1/2, where latency is
   all, and the one of 2, where bytes are.
+
+  Args:
+    speedup: s.
+    elements: the size of each leaf.
+    workers: p.
+
+  Returns:
+    The bytes.
 
   Raises:
     ValueError: the speed-up is not between 1/2 and that without latency, which is

@@ -60,6 +60,9 @@ def exchange_seconds(nbytes: float, gpus: int, machines: int, links: Cluster) ->
     machines: j.
     links: the links' latencies and rates.
 
+  Returns:
+    The seconds.
+
   Raises:
     ValueError: ``nbytes`` is below 0, or a number of devices below 1.
   """
@@ -85,6 +88,9 @@ def strong_scaling_seconds(
     nbytes, gpus, machines, links: as for :func:`exchange_seconds`.
     profiled_bytes: of the gradient in that transfer, in ``float32`` if only the
       exchange is compressed; ``nbytes`` by default.
+
+  Returns:
+    The seconds.
 
   Raises:
     ValueError: ``profiled`` is not above the transfer that is part of it.
@@ -112,6 +118,16 @@ def weak_scaling_seconds(
   ``T + g/C_gwd lg i + (C_ncost + g/C_nwd) lg j``. The arguments are those of
   :func:`strong_scaling_seconds`. The transfer to the CPU stays as it is in T.
 
+  Args:
+    profiled: T, the seconds of the step on one GPU, with a transfer to the CPU.
+    nbytes, gpus, machines, links: as for :func:`exchange_seconds`.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: a number is below its least.
+
   >>> round(weak_scaling_seconds(0.5, 244e6, 4, 2, ETHERNET), 9)
   2.50085
   >>> round(weak_scaling_seconds(0.5, 244e6 / 16, 4, 2, ETHERNET), 9)
@@ -132,6 +148,17 @@ def gain(
 ) -> float:
   """Returns the speed-up of weak scaling with gradients ``ratio`` times smaller.
 
+  Args:
+    profiled: T, as for :func:`weak_scaling_seconds`.
+    nbytes, gpus, machines, links: as for :func:`exchange_seconds`.
+    ratio: the factor of the bytes.
+
+  Returns:
+    The speed-up.
+
+  Raises:
+    ValueError: a number is below its least.
+
   >>> round(gain(0.5, 244e6, 4, 128, ETHERNET), 4)
   10.4709
   """
@@ -150,6 +177,14 @@ def implied_profile(
   ratio: float = PUSH_RATIO,
 ) -> float:
   """Returns the profiled seconds T at which :func:`gain` is the given speed-up.
+
+  Args:
+    speedup: the one to explain.
+    nbytes, gpus, machines, links: as for :func:`exchange_seconds`.
+    ratio: the factor of the bytes.
+
+  Returns:
+    The seconds.
 
   Raises:
     ValueError: the speed-up is not above 1, or no T above 0 has it.
@@ -176,6 +211,17 @@ def estimated_profile(model: Model, peak: float, *, share: float = 0.5) -> float
 
   A forward pass has two operations a product, and a backward pass four.
 
+  Args:
+    model: the network.
+    peak: the operations a second of the GPU, at most.
+    share: the part of these that a step reaches.
+
+  Returns:
+    The seconds.
+
+  Raises:
+    ValueError: a rate or a share is not above 0.
+
   >>> round(estimated_profile(ALEXNET, GTX_1080), 3)
   0.124
   """
@@ -188,6 +234,15 @@ def pull_bits(workers: int) -> int:
 
   A sum is one of ``2 N + 1`` integers.
 
+  Args:
+    workers: N.
+
+  Returns:
+    The bits.
+
+  Raises:
+    ValueError: N is below 1.
+
   >>> [pull_bits(n) for n in (2, 4, 8, 16, 64, 512)]
   [3, 4, 5, 6, 8, 11]
   """
@@ -197,6 +252,15 @@ def pull_bits(workers: int) -> int:
 def pull_ratio(workers: int) -> float:
   """Returns the ratio of 32 bits to such a sum's bits, which may be fractions (3.2).
 
+  Args:
+    workers: N.
+
+  Returns:
+    The ratio.
+
+  Raises:
+    ValueError: N is below 1.
+
   >>> [round(pull_ratio(n), 2) for n in (2, 64)]
   [13.78, 4.56]
   """
@@ -204,7 +268,11 @@ def pull_ratio(workers: int) -> float:
 
 
 def base_3_ratio() -> float:
-  """Returns the ratio of 32 bits to a ternary digit, log2(3) bits: 20.19, the least."""
+  """Returns the ratio of 32 bits to a ternary digit, log2(3) bits: 20.19, the least.
+
+  Returns:
+    The ratio.
+  """
   return 32 / math.log2(3)
 
 
@@ -212,6 +280,12 @@ def mixed_ratio(dense: float) -> float:
   """Returns the ratio of all bytes if a share of the elements stays in float32.
 
   ``1 / (d + (1 - d) / 16)``. The paper's recipe leaves the last layer in float32.
+
+  Args:
+    dense: d, the share of the elements in float32.
+
+  Returns:
+    The ratio.
 
   Raises:
     ValueError: ``dense`` is not a number from 0 to 1.

@@ -124,6 +124,9 @@ class Plan:
     Args:
       axis_name: the axis of the workers; two, (between, inside), if the plan is for
         two. None means the same as in :func:`gradcomp.compress`.
+
+    Returns:
+      The exchange of the choice, with its codec and its feedback.
     """
     row = self.chosen
     return transformation(row.candidate, row.exchange, row.model.paths, axis_name)
