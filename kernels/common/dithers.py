@@ -31,6 +31,13 @@ def dither(key: jax.Array, worker: jax.Array | int = 0) -> jax.Array:
 
   Its last word holds the worker's :func:`mask` twice, once for each half of a word.
 
+  Args:
+    key: ``uint32[2]``, the key that the workers share.
+    worker: the rank of this worker.
+
+  Returns:
+    The dither, an argument of :func:`random_lanes`.
+
   Example:
     >>> dither(jnp.array([3, 5], jnp.uint32), 1).tolist() == [3, 5, 0xFFFFFFFF]
     True
@@ -71,10 +78,17 @@ def random_lanes(
   16)``, lane ``k`` is the 16-bit quarter ``k % 8``: the low half of ``a``, its high
   half, then those of ``b``, ``c`` and ``d``. The mask is XORed with each.
 
-  ``first_row`` is the number of the first row, for a caller with part of the rows.
-
   Any two elements have independent integers. So the variance of a sum of rounding
   errors is that of independent ones. Three of the eight lanes may depend on each other.
+
+  Args:
+    dither: the result of :func:`dither`.
+    shape: the rows and columns of a lane.
+    lanes: the number of lanes.
+    first_row: the number of the first row, for a caller with part of the rows.
+
+  Returns:
+    The lanes, each ``uint32`` from 0 to 65535.
 
   Example:
     >>> lanes = random_lanes(jnp.zeros(3, jnp.uint32), (1, 1), 6)
@@ -123,6 +137,13 @@ def signed_lane(lane: jax.Array, x: jax.Array) -> jax.Array:
   That is the complement of the lane where ``x`` is negative. Rounding then takes the
   lower neighbour where the lane is small, whatever the sign is, and the errors of
   several workers cancel.
+
+  Args:
+    lane: 16-bit integers, from :func:`random_lanes`.
+    x: the numbers to round, in the shape of the lane.
+
+  Returns:
+    The lane for ``|x|``.
   """
   return lane ^ (negative_mask(x) & jnp.uint32(0xFFFF))
 

@@ -101,7 +101,12 @@ def filled(x: jax.Array, bucket_size: int) -> jax.Array:
 def pack_planes(codes: Sequence[jax.Array], bits: int) -> jax.Array:
   """Packs one array of codes a plane into words: plane ``k`` from bit ``k*bits`` on.
 
-  Codes are at most ``32 // bits`` arrays ``uint32[rows, B]``, below ``2**bits``.
+  Args:
+    codes: at most ``32 // bits`` arrays ``uint32[rows, B]``, below ``2**bits``.
+    bits: the width of a code.
+
+  Returns:
+    The words, ``uint32[rows, B]``.
 
   Example:
     >>> hex(pack_planes([jnp.uint32(1), jnp.uint32(11)], 4))
@@ -116,6 +121,13 @@ def pack_planes(codes: Sequence[jax.Array], bits: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
   """Unpacks ``uint32[..., B]`` by one broadcast shift: ``uint32[..., 32 // bits, B]``.
+
+  Args:
+    words: the words.
+    bits: the width of a code.
+
+  Returns:
+    The codes, a plane in each entry of the second last axis.
 
   Example:
     >>> unpack_planes(jnp.array([[0xB1]], jnp.uint32), 4)[0, :2, 0].tolist()

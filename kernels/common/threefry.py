@@ -63,6 +63,12 @@ def threefry2x32(
 def key_words(key: jax.Array) -> jax.Array:
   """Returns the two words of one threefry2x32 key, typed or raw: ``uint32[2]``.
 
+  Args:
+    key: a key from ``jax.random.key`` or ``jax.random.PRNGKey``.
+
+  Returns:
+    The words.
+
   Raises:
     ValueError: a key of another kind, or more than one.
 
@@ -84,6 +90,13 @@ def key_words(key: jax.Array) -> jax.Array:
 
 def fold_key(key: jax.Array, number: jax.Array | int) -> jax.Array:
   """Derives a key, ``uint32[2]``, as ``jax.random.fold_in`` does for threefry2x32.
+
+  Args:
+    key: ``uint32[2]``.
+    number: the number to fold in, ``uint32``.
+
+  Returns:
+    The new key.
 
   Example:
     >>> key = jax.random.key(7, impl="threefry2x32")

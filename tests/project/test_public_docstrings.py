@@ -26,7 +26,7 @@ PUBLIC = {
   for module in MODULES
   for name in getattr(module, "__all__", None) or vars(module)
   if not name.startswith("_")
-  and callable(value := getattr(module, name))
+  and (inspect.isclass(value := getattr(module, name)) or inspect.isroutine(value))
   and (hasattr(module, "__all__") or value.__module__ == module.__name__)
 }
 FUNCTIONS = {

@@ -119,6 +119,14 @@ def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
 
   ``Auto()`` never picks two of the exchanges. ``ring`` sends as much as ``two_shot``
   and encodes N times. ``hierarchical`` needs to know which links are fast.
+
+  Args:
+    exchange: ``Auto()``, or an exchange.
+    layout: the layout of a message, as ``plan`` makes it.
+    workers: N.
+
+  Returns:
+    The exchange, and the reason in words.
   """
   if not isinstance(exchange, Auto):
     return Choice(exchange, "asked for")

@@ -59,8 +59,18 @@ def multiply(a: jax.Array, b: jax.Array, fmt: FloatFormat) -> jax.Array:
   """Returns ``a * b`` in a format.
 
   Both operands are rounded to the format. Their exact product is rounded to it once, to
-  nearest even. Arguments, result, errors and numbers below 2**-126 are as in
-  :func:`add`.
+  nearest even. Numbers below 2**-126 are treated as in :func:`add`.
+
+  Args:
+    a: an array of real float dtype.
+    b: an array of real float dtype that broadcasts with ``a``.
+    fmt: the format.
+
+  Returns:
+    ``float32`` numbers of the format, in the broadcast shape.
+
+  Raises:
+    TypeError: an operand is not real floating point.
 
   Example:
     >>> multiply(jnp.float32(1.25), jnp.array([1.25, 3.0]), FloatFormat(5, 2))

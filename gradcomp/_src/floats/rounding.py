@@ -52,6 +52,9 @@ def from_code(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
     codes: integers from 0 to ``2**fmt.bits - 1``. Only the lowest bits of others count.
     fmt: the format.
 
+  Returns:
+    The numbers.
+
   Raises:
     TypeError: ``codes`` are no integers.
 

@@ -128,6 +128,9 @@ def kahan_step(
     fmt: the format.
     saturate: whether a finite sum that is too large becomes the largest number.
 
+  Returns:
+    The next sum and its compensation.
+
   Example:
     >>> total, compensation = kahan_step(
     ...   jnp.float32(8.0), jnp.float32(0.0), jnp.float32(1.0), FloatFormat(5, 2)

@@ -34,6 +34,9 @@ def citation(optimizer: optax.GradientTransformation) -> str:
   Args:
     optimizer: an optax transformation with gradcomp's in it.
 
+  Returns:
+    The text of a BibTeX file.
+
   Raises:
     ValueError: nothing of gradcomp's is found in ``optimizer``.
 

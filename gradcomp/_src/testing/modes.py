@@ -132,7 +132,20 @@ def lowered(
   axis_name: str = "data",
   workers: int,
 ) -> jax.stages.Lowered:
-  """Lowers a step with its ``init`` in ``shard_map``, for ``wire_report``."""
+  """Lowers a step with its ``init`` in ``shard_map``, for ``wire_report``.
+
+  Args:
+    transformation: the transformation over the axis.
+    params: the parameters, or their shapes, whole.
+    axis_name: the name of the axis.
+    workers: the number of workers.
+
+  Returns:
+    The lowered program.
+
+  Raises:
+    ValueError: there are fewer devices than workers.
+  """
 
   def local(gradient: Any) -> Any:
     gradient = jax.tree.map(lambda leaf: leaf[0], gradient)

@@ -122,13 +122,14 @@ def zero(
       format, and drops the rounding errors of additions: choose
       ``accumulate="float32"``.)
     params: the codec of updates of the parameters, with scales of its own.
-    feedback, min_leaf_size, key, dither: the options of the gradients' exchange, see
+    feedback, min_leaf_size: options of the gradients' exchange, see
       :class:`gradcomp.CompressOptions`. Small leaves are sent in float32 in both
       directions, in the same two messages.
     message_bytes: the largest payload of gradients that leaves share. Each such group
       of leaves has two messages of its own, one in each direction, and matrices of its
       own in the state. So the gradients of the last layers can be sent before those of
       other layers are computed, and their owners go on meanwhile.
+    key, dither: options of the gradients' exchange, too.
 
   Returns:
     A gradient transformation; its state is a :class:`ZeroState`. Call ``init`` inside
