@@ -9,7 +9,7 @@
   python benchmarks/cluster_study.py run --rate 1gbit loopback --hosts 2 4 --networks
     lenet --codecs f32 qsgd-4 --steps-only 20 --output DIR    (as root)
   python benchmarks/cluster_study.py run --papers --idx datasets/fashion-mnist
-    --output DIR    (all of docs/results.md but its times, in about a day of one core)
+    --output DIR    (all of docs/results/accuracy.md, in about a day of one core)
   python benchmarks/cluster_study.py report DIR [DIR ...]
 
 A run times the steps of each codec, split into computation, codec and communication

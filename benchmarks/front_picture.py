@@ -1,4 +1,4 @@
-"""Draws the README's picture, docs/speed.png, from results/link_speed.json.
+"""Draws the README's picture, docs/results/speed.png, from results/link_speed.json.
 
   python benchmarks/front_picture.py [--output FILE]
 
@@ -81,8 +81,9 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   running.add_quick(parser, "the same picture")
-  default = _HERE.parent / "docs" / "speed.png"
-  parser.add_argument("--output", type=pathlib.Path, help="default: docs/speed.png")
+  default = _HERE.parent / "docs" / "results" / "speed.png"
+  shown = default.relative_to(_HERE.parent)
+  parser.add_argument("--output", type=pathlib.Path, help=f"default: {shown}")
   options = parser.parse_args()
   times = milliseconds()
   if output := options.output or (None if options.quick else default):

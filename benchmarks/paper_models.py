@@ -62,8 +62,8 @@ def page(rows: list[papers.Number]) -> str:
   """Returns the Markdown page."""
   parts = [
     "# What the papers predict, recomputed\n\n"
-    "Made by `python benchmarks/paper_models.py`; [models.md](../../docs/models.md) "
-    "tells what it means.\n\n"
+    "Made by `python benchmarks/paper_models.py`; "
+    "[papers.md](../../docs/results/papers.md) tells what it means.\n\n"
     "* *agrees*: the model gives the printed number, within the relative tolerance "
     "beside it.\n"
     "* *wrong*: the paper's own inputs give another number.\n"

@@ -1,6 +1,6 @@
 """The row format of block-wise selection: places, codes and values of entries.
 
-See docs/wire-format.md for the rule. Reference and kernel share all of it.
+See docs/inside/wire-format.md for the rule. Reference and kernel share all of it.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Fitted levels: fits levels to the gradients, and encodes with them, plane by plane.
 
-The steps are a histogram, a dynamic program, and rounding. See docs/wire-format.md for
-the rule. Levels are multiples of 1/256 of the scale, the same on both sides of zero.
-The last level is 1.
+The steps are a histogram, a dynamic program, and rounding. See
+docs/inside/wire-format.md for the rule. Levels are multiples of 1/256 of the scale, the
+same on both sides of zero. The last level is 1.
 """
 
 import jax

@@ -7,7 +7,7 @@ exponent, out of the subnormal numbers into the normal ones, and out of the larg
 number into infinity. No float is added, so that nothing depends on how a processor
 treats subnormal numbers, nor on the operations that a compiler contracts.
 
-See docs/wire-format.md for the rule.
+See docs/inside/wire-format.md for the rule.
 """
 
 from typing import Literal

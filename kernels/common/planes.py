@@ -3,7 +3,7 @@
 Element ``w`` of each of the ``P = 32 // bits`` buckets of a tile shares word ``w``.
 Planes are whole buckets, so that packing is shifts between arrays, never a shuffle
 within one. It is the one layout that is fast in XLA on CPU and that Pallas can lower
-for GPUs. See docs/wire-format.md.
+for GPUs. See docs/inside/wire-format.md.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Encodes and decodes 8-bit types in jnp: a sign and a level of a table, over planes.
 
-See docs/wire-format.md for the rule.
+See docs/inside/wire-format.md for the rule.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """FloatCast's inner loops in jnp: scale by a power of two, cast, pack, and decode.
 
-See docs/wire-format.md for the rule.
+See docs/inside/wire-format.md for the rule.
 """
 
 import jax

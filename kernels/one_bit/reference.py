@@ -1,7 +1,7 @@
 """1-bit SGD's inner loops in jnp: the two means of a bucket, signs, and the residual.
 
-See docs/wire-format.md for the rule. A side of a bucket that has no elements has the
-mean zero. Where one mean is not finite, both are NaN.
+See docs/inside/wire-format.md for the rule. A side of a bucket that has no elements has
+the mean zero. Where one mean is not finite, both are NaN.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """QSGD's inner loops in jnp: rounds to equal levels, and packs, over planes.
 
-See docs/wire-format.md for the rule.
+See docs/inside/wire-format.md for the rule.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """TernGrad's inner loops in jnp: clips, rounds to three values, packs in 2 or 1.6 bits.
 
-See docs/wire-format.md for the rule.
+See docs/inside/wire-format.md for the rule.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""The tables of docs/results.md that the committed records of the study make.
+"""The tables in docs/results/ that the committed records of the study make.
 
 ``python -m tests.benchmarks.study_pages`` writes them anew, each behind its heading,
-and those pictures of the report that the page shows.
+and those pictures of the report that the pages show.
 """
 
 import re
@@ -17,10 +17,10 @@ import cluster_records  # noqa: E402
 import cluster_report  # noqa: E402
 from tables import table  # noqa: E402
 
-PAGE = ROOT / "docs" / "results.md"
+FOLDER = ROOT / "docs" / "results"
 RECORDS = ROOT / "benchmarks" / "results" / "cluster_study"
-CLAIMS = "### What the papers say"
-STEPS = "### Steps on links"
+CLAIMS = "# What the papers say"
+STEPS = "## Steps on links"
 _LENET = "lenet-on-fashion-mnist-14-n-8-batch-128"
 _MLP = "mlp-on-fashion-mnist-14-n-8-batch-128"
 # The pictures of the page, and what the report calls them.
@@ -64,9 +64,9 @@ def tables(found):
   sweeps = cluster_figures.by_workers(found)
   for group in found.groups:
     if group.name_for_any_workers not in sweeps:
-      yield f"#### {group.name}", table(*cluster_figures.ends(group))
+      yield f"### {group.name}", table(*cluster_figures.ends(group))
   for title, groups in sweeps.items():
-    yield f"#### {title}", table(*cluster_figures.ends_by_workers(groups))
+    yield f"### {title}", table(*cluster_figures.ends_by_workers(groups))
   yield STEPS, table(*steps(found))
   header, rows = cluster_report.claims(cluster_report.judge(found))
   yield CLAIMS, short(table(header, rows))
@@ -77,20 +77,25 @@ def count(found):
   return f"{cluster_report.summary(cluster_report.judge(found))}."
 
 
+def written(page, tables, counted):
+  """Returns a page with the tables whose headings it has, and its line that counts."""
+  for heading, lines in tables:
+    if found := re.search(rf"^{re.escape(heading)}\n", page, re.M):
+      before, after = page[: found.end()], page[found.end() :]
+      old = re.search(r"(^\|.*\n)+", after, re.M)
+      page = before + after.replace(old[0], f"{lines}\n", 1)
+  return re.sub(r"^\d+ findings: .*$", counted, page, flags=re.M)
+
+
 def main():
-  page, found = PAGE.read_text(), study()
-  for heading, lines in tables(found):
-    before, mark, after = page.partition(f"{heading}\n")
-    old = re.search(r"(^\|.*\n)+", after, re.M)
-    assert mark and old, f"{PAGE.name} has no table behind {heading!r}"
-    page = before + mark + after.replace(old[0], f"{lines}\n", 1)
-  page, counted = re.subn(r"^\d+ findings: .*$", count(found), page, flags=re.M)
-  assert counted == 1, f"{PAGE.name} has {counted} lines that count the findings"
-  PAGE.write_text(page)
+  found = study()
+  every, counted = list(tables(found)), count(found)
+  for page in FOLDER.glob("*.md"):
+    page.write_text(written(page.read_text(), every, counted))
   shown = [*cluster_figures.curves(found), *cluster_figures.sweeps(found)]
   figures = {x.name: x.figure for x in shown}
   for picture, name in PICTURES.items():
-    figures[name].savefig(PAGE.with_name(f"study-{picture}.png"), dpi=110)
+    figures[name].savefig(FOLDER / f"study-{picture}.png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -112,12 +112,15 @@ def test_the_study_trained_with_eight_workers_what_plan_allows(study):
     assert trained.intersection(plan_accuracy.NAMES[name])
 
 
-def test_the_page_has_each_table(study):
-  page = study_pages.PAGE.read_text()
-  for heading, table in study_pages.tables(study):
-    part = page.split(heading + "\n")[1].split("\n#")[0]
-    assert f"\n{table}\n" in part
-  assert f"\n{study_pages.count(study)}\n" in page
+def test_the_pages_have_each_table(study):
+  """Each behind its heading, on one page, and the line that counts the findings."""
+  every, counted = list(study_pages.tables(study)), study_pages.count(study)
+  texts = [page.read_text() for page in sorted(study_pages.FOLDER.glob("*.md"))]
+  for text in texts:
+    assert study_pages.written(text, every, counted) == text
+  lines = [line for text in texts for line in text.splitlines()]
+  for line in (*(heading for heading, _ in every), counted):
+    assert lines.count(line) == 1, line
 
 
 def front(label):
@@ -172,5 +175,5 @@ def test_the_front_page_has_the_verdicts_of_the_findings(study, label):
 
 
 def test_the_front_page_counts_the_findings():
-  count = f"[{len(cluster_findings.FINDINGS)} findings](docs/results.md"
+  count = f"[{len(cluster_findings.FINDINGS)} findings](docs/results/findings.md"
   assert count in README.read_text()

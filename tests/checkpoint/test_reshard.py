@@ -77,7 +77,7 @@ def check_nothing_changed(state, back, factor):
 @pytest.mark.parametrize("pair", [(4, 2), (2, 3), *slow_cases.slow(*zip(PAIRS))])
 @pytest.mark.parametrize("name", ["two_shot error", "messages"])
 def test_what_owners_keep_stays_with_its_elements(name, pair):
-  """Rows lie in one order over the owners, as docs/exchanges.md says."""
+  """Rows lie in one order over the owners, as docs/methods/exchanges.md says."""
   old, new = pair
   tx = made(name)
   state = cases.filled(tx, old)

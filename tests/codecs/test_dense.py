@@ -45,7 +45,7 @@ def test_codes_are_the_neighbours_of_the_definition(dtype):
 
 @every_dtype
 def test_the_definition_is_unbiased(dtype):
-  """The mean over all 2^16 draws is the number itself, where docs/codecs.md says so."""
+  """All 2^16 draws have the number as mean, where docs/methods/codecs.md says so."""
   draws = np.arange(2**16)
   rng = np.random.default_rng(1)
   exact = 2.0 ** rng.integers(-17 if dtype == "float16" else -126, 15, 40)

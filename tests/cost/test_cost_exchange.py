@@ -260,7 +260,7 @@ def test_measured_links_are_predicted():
   far = [row for row in limited if abs(row.error) > 0.2]
   assert statistics.median(errors) <= 0.07
   assert {row[:3] for row in far} <= FAR
-  page = " ".join((pages.ROOT / "docs" / "results.md").read_text().split())
+  page = " ".join((pages.ROOT / "docs" / "results" / "speed.md").read_text().split())
   assert f"over the {len(limited)} rows at" in page
   worst = f"{100 * errors[-1]:.0f} %"
   assert f"and {len(far)} are more than 20 % off, the worst {worst}" in page
@@ -268,7 +268,7 @@ def test_measured_links_are_predicted():
 
 @pytest.mark.slow
 def test_redsync_takes_longer_than_is_predicted():
-  """Its momentum is not in the model, as docs/how-to-choose.md says."""
+  """Its momentum is not in the model, as docs/start/how-to-choose.md says."""
   runs = cost_fit.read_runs(cost_fit.LINKS)
   names = {"1%": "top 1 %", "0.1%": "top 0.1 %", "0.1% asq": "top 0.1 % ASQ"}
   packaged = packaged_speeds("cpu")

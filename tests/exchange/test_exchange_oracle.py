@@ -1,7 +1,7 @@
 """Every exchange is its description in NumPy, bit by bit.
 
-tests/oracles/qsgd.py is written from docs/wire-format.md and the papers, so what these
-tests compare are two programs with nothing in common but the page. Workers are
+tests/oracles/qsgd.py is written from docs/inside/wire-format.md and the papers, so what
+these tests compare are two programs with nothing in common but the page. Workers are
 emulated: that maps of real devices have the same bits is a law of test_exchange.py.
 """
 

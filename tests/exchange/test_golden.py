@@ -36,7 +36,7 @@ def test_every_hash_has_its_case():
 def test_the_wire_has_the_number_of_the_hashes():
   """And of the page that specifies it."""
   assert FILE["wire"] == WIRE
-  page = golden.FILE.parent.parent / "docs" / "wire-format.md"
+  page = golden.FILE.parent.parent / "docs" / "inside" / "wire-format.md"
   assert f"This is wire {WIRE}," in page.read_text()
 
 

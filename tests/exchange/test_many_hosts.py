@@ -24,7 +24,7 @@ from tests.support import loopback
 from tests.support.hosts import averaging, moved
 
 PROGRAM = pathlib.Path(averaging.__file__)
-PAGE = PROGRAM.parent.parent / "docs" / "many-hosts.md"
+PAGE = PROGRAM.parent.parent / "docs" / "operate" / "many-hosts.md"
 
 # Seconds for processes that meet no fault; far more than they need on a busy machine.
 PATIENCE = 180

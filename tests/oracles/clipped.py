@@ -1,7 +1,7 @@
 """Computes QSGD with clipped levels in plain NumPy, for the library to agree with.
 
-Written from docs/wire-format.md: a leaf is filled with copies, and its scales are a
-multiple of the root mean squares of buckets. All else is that of :mod:`oracle`.
+Written from docs/inside/wire-format.md: a leaf is filled with copies, and its scales
+are a multiple of the root mean squares of buckets. All else is that of :mod:`oracle`.
 """
 
 import numpy as np

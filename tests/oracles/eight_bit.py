@@ -2,7 +2,7 @@
 
 Two descriptions of the same quantiser, neither taken from the library:
 
-* :func:`eight_bit_encode` follows docs/wire-format.md bit by bit;
+* :func:`eight_bit_encode` follows docs/inside/wire-format.md bit by bit;
 * :func:`levels` are the data types of Dettmers 2016, section 3.1, and :func:`nearest`
   is a search for the nearest level, both in float64.
 """

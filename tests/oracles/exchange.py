@@ -1,4 +1,4 @@
-"""Computes the exchanges in plain NumPy, as docs/wire-format.md defines them."""
+"""Computes the exchanges in plain NumPy, as docs/inside/wire-format.md defines them."""
 
 import numpy as np
 

@@ -1,6 +1,6 @@
 """Computes FloatCast, its scaling and its exchanges in plain NumPy.
 
-From docs/wire-format.md, section FloatCast, and Han et al. 2021, algorithm 1.
+From docs/inside/wire-format.md, section FloatCast, and Han et al. 2021, algorithm 1.
 """
 
 from fractions import Fraction

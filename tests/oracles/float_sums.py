@@ -1,6 +1,6 @@
 """Computes sums and products of floats of few bits in plain NumPy.
 
-From docs/wire-format.md, section FloatCast, and Han et al. 2021, section 5.
+From docs/inside/wire-format.md, section FloatCast, and Han et al. 2021, section 5.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Rounds to floats of few bits in plain NumPy.
 
-From docs/wire-format.md, section FloatCast, and Han et al. 2021. Three descriptions of
-the same rounding, none taken from the library:
+From docs/inside/wire-format.md, section FloatCast, and Han et al. 2021. Three
+descriptions of the same rounding, none taken from the library:
 
 * :func:`encode_by_table` searches among all numbers of a format, up to 16 bits;
 * :func:`encode` counts quanta in float64, where every step is exact;

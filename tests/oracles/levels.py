@@ -2,7 +2,8 @@
 
 Two descriptions of the same quantiser, neither taken from the library:
 
-* :func:`levels_encode` follows the fixed-point rule of docs/wire-format.md bit by bit;
+* :func:`levels_encode` follows the fixed-point rule of docs/inside/wire-format.md to
+  the bit;
 * :func:`levels_variance` and :func:`best_levels` are its aim on real numbers (float64):
   the variance of stochastic rounding, and the levels for which it is smallest.
 

@@ -1,7 +1,7 @@
 """Computes natural compression in plain NumPy, for the library to agree with.
 
 From Horvath et al. 2019, definition 2, with the range and the random numbers of
-docs/wire-format.md, section Natural.
+docs/inside/wire-format.md, section Natural.
 """
 
 import numpy as np

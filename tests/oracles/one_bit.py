@@ -2,9 +2,9 @@
 
 Two descriptions of the same quantiser, neither taken from the library:
 
-* :func:`one_bit_encode` and :func:`one_bit_encode_columns` follow docs/wire-format.md
-  bit by bit, but for the means, whose last bits depend on the order of additions: those
-  may be given, and are exact to binary32 otherwise;
+* :func:`one_bit_encode` and :func:`one_bit_encode_columns` follow
+  docs/inside/wire-format.md bit by bit, but for the means, whose last bits depend on
+  the order of additions: those may be given, and are exact to binary32 otherwise;
 * :func:`one_bit_ideal` is Q^1b of Grubic et al. 2018, section 2.2, in float64.
 """
 

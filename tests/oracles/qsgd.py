@@ -2,7 +2,8 @@
 
 Two descriptions of the same quantiser, neither taken from the library:
 
-* :func:`qsgd_encode` follows the fixed-point rule of docs/wire-format.md bit by bit;
+* :func:`qsgd_encode` follows the fixed-point rule of docs/inside/wire-format.md to the
+  bit;
 * :func:`qsgd_ideal` is equation 1 of Grubic et al. 2018 on real numbers (float64).
 
 Binary32 arithmetic here is NumPy's: each operation rounds once, to nearest even, and

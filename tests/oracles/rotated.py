@@ -1,7 +1,7 @@
 """Computes rotations of tiles in plain NumPy, for the library to agree with.
 
-:func:`rotate` follows docs/wire-format.md bit by bit. :func:`matrix` is the rotation as
-a matrix, of which the page's stages are a factorization.
+:func:`rotate` follows docs/inside/wire-format.md bit by bit. :func:`matrix` is the
+rotation as a matrix, of which the page's stages are a factorization.
 """
 
 import functools

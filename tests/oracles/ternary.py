@@ -2,8 +2,9 @@
 
 Two descriptions of the same quantiser, neither taken from the library:
 
-* :func:`ternary_encode` follows docs/wire-format.md bit by bit, but for the limit, c
-  standard deviations, whose last bits depend on the order of additions: it is given;
+* :func:`ternary_encode` follows docs/inside/wire-format.md bit by bit, but for the
+  limit, c standard deviations, whose last bits depend on the order of additions: it is
+  given;
 * :func:`clip` and :func:`ternarize` are equations 9, 1 and 2 of Wen et al. 2017 in
   float64.
 """

@@ -4,7 +4,7 @@
   2018, on real numbers; :func:`largest` is what both must contain;
 * :class:`Worker` is momentum correction and factor masking, :func:`clip` the local
   clipping of Lin et al. 2018, section 3;
-* sizes, RandomK's positions and the exchanges follow docs/wire-format.md.
+* sizes, RandomK's positions and the exchanges follow docs/inside/wire-format.md.
 """
 
 import math

@@ -1,22 +1,29 @@
 """Every page's code runs, its links lead somewhere, and the front page is short."""
 
 import ast
-import csv
-import json
+import itertools
 import re
 import socket
-import statistics
 
 import jax
 import pytest
 
+from tests.project import api_page, architecture_page, result_tables
 from tests.support import pages
 from tests.support.installs import run
 
 README = pages.ROOT / "README.md"
 FOLDER = pages.ROOT / "docs"
-PAGES = [README, *sorted(FOLDER.glob("*.md"))]
-RESULTS = pages.ROOT / "benchmarks" / "results"
+MAP = FOLDER / "README.md"
+PAGES = [README, *sorted(FOLDER.rglob("*.md"))]
+HOSTS = FOLDER / "operate" / "many-hosts.md"
+# How tables of the study begin, which test_study_results.py compares.
+STUDIED = (
+  "| codec | accuracy | points | seeds | steps to f32 - 0.2 | bytes / f32 |",
+  "| workers | codec | accuracy | points | seeds | steps to f32 - 0.2 | bytes / f32 |",
+  "| network | hosts | link | f32, ms | communication |",
+  "| claim | paper | it says | verdict | our numbers |",
+)
 # What a page can be in: Python is run, and nothing else is.
 LANGUAGES = {"python", "pycon", "console", "text"}
 LONGEST_LINE, LONGEST_README = 120, 120
@@ -65,7 +72,7 @@ def test_the_script_for_many_hosts_runs_on_one(tmp_path):
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     reserved.bind(("127.0.0.1", 0))
     arguments = (f"127.0.0.1:{reserved.getsockname()[1]}", "1", "0", "checkpoints")
-    said = run_alone(FOLDER / "many-hosts.md", tmp_path, *arguments)
+    said = run_alone(HOSTS, tmp_path, *arguments)
   assert "step 40: loss" in said
 
 
@@ -80,10 +87,10 @@ def test_the_front_page_survives_a_larger_number(tmp_path):
   assert float(re.search(r"^loss (\S+)$", said, re.M)[1]) < 0.01
 
 
-QUICKSTART = FOLDER / "quickstart.md"
+QUICKSTART = FOLDER / "start" / "quickstart.md"
 # Pages that compile several train steps.
 TRAINING = {"low-precision", "extending", "recipes"}
-OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, FOLDER / "many-hosts.md")]
+OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, HOSTS)]
 
 
 @pytest.fixture
@@ -108,10 +115,19 @@ def test_the_blocks_of_a_page_run(page, run_here):
   run_here(page)
 
 
-def test_the_quickstart_trains_in_one_call_and_in_plain_jit(run_here):
-  """The loss was 1."""
+def test_the_quickstart_trains_in_each_way(run_here, capsys):
+  """The program of the examples, one call, and plain jit; the loss was 1 or more."""
   names = run_here(QUICKSTART)
-  assert max(names["metrics"]["loss"], names["loss"]) < 0.1
+  last = re.findall(r"^step 19: loss (\S+)$", capsys.readouterr().out, re.M)
+  assert max(names["metrics"]["loss"], names["loss"], *map(float, last)) < 0.1
+  assert last
+
+
+def test_the_quickstart_shows_the_example():
+  """It has at most 40 lines."""
+  example = (pages.ROOT / "examples" / "quickstart.py").read_text()
+  assert pages.read(QUICKSTART)[0][0].text == example
+  assert example.count("\n") <= 40
 
 
 def carries(loop):
@@ -192,50 +208,62 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_page_is_on_the_map():
-  """The front page links to every page."""
-  targets = {target for target, _ in links(README)}
-  assert not {name(page) for page in PAGES[1:]} - targets
+  """It links to every page, and the front page to it."""
+  assert "docs/README.md" in {target for target, _ in links(README)}
+  shown = {MAP, *((FOLDER / target).resolve() for target, _ in links(MAP))}
+  assert not set(PAGES[1:]) - shown
 
 
-def test_the_table_of_digits_is_what_was_measured():
-  with open(RESULTS / "digits_lenet_3_seeds.csv") as file:
-    rows = [row for row in csv.DictReader(file) if row["step"] == "200"]
-  text = (FOLDER / "results.md").read_text()
-  for label, codec in (
-    ("f32", "f32"),
-    ("bfloat16", "bf16"),
-    ("QSGD, 8 bits", "qsgd-8"),
-    ("QSGD, 4 bits", "qsgd-4"),
-    ("QSGD, 2 bits", "qsgd-2"),
-  ):
-    values = [100 * float(x["test_accuracy"]) for x in rows if x["codec"] == codec]
-    mean, deviation = statistics.mean(values), statistics.stdev(values)
-    assert f"| {label} | {mean:.2f} ± {deviation:.2f} % |" in text
+@every_page
+def test_tables_are_those_of_the_records(page):
+  """``python -m tests.project.result_tables`` writes them."""
+  assert result_tables.written(page.read_text()) == page.read_text()
 
 
-def test_the_table_of_noise_is_what_was_measured():
-  """The page has one row for each codec and kind of gradients, and no others."""
-  found = json.loads((RESULTS / "noise.json").read_text())["ratios"]
-  text = (FOLDER / "results.md").read_text()
-  rows = re.findall(r"^\| (?:independent|nearly agree) \|.*", text, re.M)
-  assert rows == [
-    f"| {kind.removeprefix('are ')} | {codec} | "
-    + " | ".join(f"{a:.2f} / {b:.2f}" for a, b in zip(*pair, strict=True))
-    + " |"
-    for kind, of in found.items()
-    for codec, *pair in zip(
-      of["gradcomp"], of["gradcomp"].values(), of["Suresh"].values(), strict=True
-    )
-  ]
+def test_each_table_of_the_records_is_on_one_page():
+  text = "\n".join(page.read_text() for page in PAGES)
+  assert sorted(result_tables.MARK.findall(text)) == sorted(result_tables.TABLES)
 
 
-def test_the_table_of_cut_optimizers_is_what_was_measured():
-  """The page has the rows that the study wrote, and no others."""
-  rows = re.findall(r"^\| .*", (RESULTS / "parallel_study.md").read_text(), re.M)
-  assert "\n".join(rows) in (FOLDER / "results.md").read_text()
+@pytest.mark.parametrize(
+  "page", [x for x in PAGES if x.parent.name == "results"], ids=name
+)
+def test_tables_of_results_have_a_record_or_say_that_they_have_none(page):
+  """Before a table stand a mark, a heading of the study, or words that say so."""
+  parts = re.split(r"\n\n+", page.read_text())
+  for before, part in itertools.pairwise(parts):
+    if part.startswith("|"):
+      header = part.partition("\n")[0]
+      marked = before.startswith("<!-- records: ")
+      studied = header.startswith(STUDIED)
+      said = re.search(r"No record of these|Listed by hand", before)
+      assert marked or studied or said, f"{name(page)}: {header}"
 
 
-@pytest.mark.parametrize("page", [README, FOLDER / "results.md"], ids=name)
+def test_the_page_of_names_has_all_public_names():
+  """``python -m tests.project.api_page`` writes it."""
+  assert api_page.PAGE.read_text() == api_page.page()
+
+
+def test_the_tree_has_all_folders():
+  """``python -m tests.project.architecture_page`` writes it."""
+  page = architecture_page.PAGE.read_text()
+  assert architecture_page.written(page) == page
+
+
+ROOMS = pages.ROOT / "gradcomp" / "_src"
+
+
+def test_the_way_of_a_gradient_names_what_is_there():
+  text = (FOLDER / "inside" / "one-update.md").read_text()
+  steps = re.findall(r"^\| `(\S+\.py)`: `(\w+)` \|", text, re.M)
+  assert len(steps) == len(re.findall(r"^\| `", text, re.M))
+  for file, definition in steps:
+    code = (ROOMS / file).read_text()
+    assert re.search(rf"^ *(def|class) {definition}\b", code, re.M), (file, definition)
+
+
+@pytest.mark.parametrize("page", [README, FOLDER / "results" / "speed.md"], ids=name)
 def test_the_picture_is_of_these_times(page, tmp_path, monkeypatch):
   """Its words for those who do not see it hold the times that the script draws."""
   monkeypatch.syspath_prepend(pages.ROOT / "benchmarks")

@@ -108,7 +108,7 @@ def obeys(case, x):
 
 
 def the_page_reads_the_payload(case, x):
-  """A decoder that knows docs/wire-format.md alone finds the same values, exactly."""
+  """A decoder of docs/inside/wire-format.md finds the same values, exactly."""
   found = trial(here(case.codec), x)
   expected = case.read(*found.payload, x.shape).reshape(x.shape)
   np.testing.assert_array_equal(found.value, expected)

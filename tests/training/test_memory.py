@@ -6,7 +6,7 @@ from memory import Case
 
 from tests.plugins.slow_cases import slow
 
-# With feedback XLA holds more here, as docs/results.md says.
+# With feedback XLA holds more here, as docs/results/accuracy.md says.
 EXCEEDING = {
   ("TopK, 0.1 %", "two_shot"),
   ("TopK, 0.1 %", "hierarchical"),

@@ -1,4 +1,4 @@
-"""Reads payloads of BlockTop, by docs/wire-format.md alone, with NumPy only."""
+"""Reads payloads of BlockTop, by docs/inside/wire-format.md alone, with NumPy only."""
 
 import numpy as np
 

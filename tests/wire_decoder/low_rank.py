@@ -1,4 +1,4 @@
-"""Reads payloads of PowerSGD by docs/wire-format.md alone, with NumPy only."""
+"""Reads payloads of PowerSGD by docs/inside/wire-format.md alone, with NumPy only."""
 
 import math
 

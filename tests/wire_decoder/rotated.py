@@ -1,4 +1,4 @@
-"""Rotates tiles back as docs/wire-format.md describes it, with NumPy only.
+"""Rotates tiles back as docs/inside/wire-format.md describes it, with NumPy only.
 
 Like :mod:`wire_decoder`, it is written from that page and from nothing else.
 """

@@ -1,4 +1,4 @@
-"""Reads payloads and messages as docs/wire-format.md describes them, with NumPy only.
+"""Reads payloads and messages by docs/inside/wire-format.md, with NumPy only.
 
 Written from that page and from nothing else in this repository, so a payload that this
 module reads is one that a program outside JAX can read too. It refuses, with

@@ -74,7 +74,7 @@ class RowCodec(SameForAll, abc.ABC):
       key: ``uint32[2]`` if the codec needs one, another one for each worker.
       context: holds ``dither``, ``uint32[3]`` or None, if the codec needs a key. That
         is a key which all workers share, and the worker's mask: with random numbers
-        from it, the errors of the workers cancel. See docs/extending.md.
+        from it, the errors of the workers cancel. See docs/inside/extending.md.
     """
 
   @abc.abstractmethod

@@ -48,7 +48,7 @@ def clip_by_local_norm(
 
   .. warning:: The default is not the paper's rule, by which the mean can be longer than
     c. ``own`` ended best in a run of two seeds that clipped in all steps: see
-    docs/sparse.md. ``root`` has the paper's limit for :math:`g_i` in place of
+    docs/methods/sparse.md. ``root`` has the paper's limit for :math:`g_i` in place of
     :math:`g_i / N`, and is N times tighter.
 
   The norm is the l2 norm of all leaves of a worker. A gradient that is not finite stays

@@ -66,8 +66,8 @@ class CompressOptions(ExchangeOptions, total=False):
     dither: ``"shared"``: all workers round by the same random bits, which each changes
       by a constant of its own, so that their errors cancel. The error of the mean then
       has half the variance, at the same bytes, and each worker's rounding stays
-      unbiased: see docs/wire-format.md. ``"independent"``: each worker draws bits of
-      its own, for comparison. Default: ``"shared"``.
+      unbiased: see docs/inside/wire-format.md. ``"independent"``: each worker draws
+      bits of its own, for comparison. Default: ``"shared"``.
   """
 
   feedback: FeedbackName | Feedback | None

@@ -1,7 +1,7 @@
 """The times of Dettmers's tables 3, 4 and 5, in seconds.
 
 Where these tables contradict each other, the rows here hold what reproduces the paper's
-results; docs/models.md lists every repair.
+results; docs/results/papers.md lists every repair.
 """
 
 from typing import NamedTuple

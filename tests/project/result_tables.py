@@ -1,0 +1,425 @@
+"""The tables of the pages that committed records make.
+
+``python -m tests.project.result_tables`` writes them anew: the table of that name
+behind each ``<!-- records: NAME -->`` of docs/. Those of the study are in
+study_pages.py.
+"""
+
+import json
+import re
+
+from tests.support.pages import ROOT
+
+FOLDER = ROOT / "docs"
+RECORDS = ROOT / "benchmarks" / "results"
+MARK = re.compile(r"^<!-- records: (.*) -->\n", re.M)
+
+
+def record(name):
+  """The text of a record, wherever it lies in the folder; of two, the less deep."""
+  return min(RECORDS.rglob(name), key=lambda path: len(path.parts)).read_text()
+
+
+def load(name):
+  return json.loads(record(name))
+
+
+def table(header, lines):
+  every = [header, ["---"] * len(header), *lines]
+  return "\n".join(f"| {' | '.join(cells)} |" for cells in every)
+
+
+def rows(name, number=0):
+  """The rows of a table of a Markdown record, as dicts by column."""
+  (lines, *_) = re.findall(r"(?:^\|.*\n)+", record(name), re.M)[number:]
+  header, _, *cells = [
+    [cell.strip() for cell in line[1:-1].split("|")] for line in lines.splitlines()
+  ]
+  return [dict(zip(header, row, strict=True)) for row in cells]
+
+
+def pick(name, number=0, columns=None, keep=None):
+  """A table of a Markdown record.
+
+  Args:
+    name: of its file.
+    number: which of the file's tables it is.
+    columns: those to keep, by their names here; None keeps all.
+    keep: the rows to keep, by the names that their first cells have here; None: all.
+  """
+  found = rows(name, number)
+  columns = columns or {column: column for column in found[0]}
+  first = next(iter(columns.values()))
+  if keep is not None:
+    by_name = {row[first]: row for row in found}
+    found = [{**by_name[old], first: new} for new, old in keep.items()]
+  return table(columns, [[row[old] for old in columns.values()] for row in found])
+
+
+def same(*names):
+  return {name: name for name in names}
+
+
+LINKS = {
+  "plain f32 mean": "plain f32 mean",
+  "`gradcomp.dense()`, `psum`": "f32 psum",
+  "bfloat16, `two_shot`": "bf16 two_shot",
+  "float16, `ring`": "f16 ring",
+  **{
+    f"QSGD, {bits} bits, `{exchange}`": f"qsgd-{bits} {exchange}"
+    for bits in (8, 4, 2)
+    for exchange in ("all_gather", "two_shot", "ring", "hierarchical")
+  },
+  "QSGD, 2 bits, fitted levels, `two_shot`": "qsgd-2 fitted two_shot",
+  "QSGD, 4 bits, shared scales, `two_shot`": "qsgd-4 shared two_shot",
+  "QSGD, 4 bits, shared scales, `psum`": "qsgd-4 shared psum",
+  "natural, `ring`": "natural ring",
+  "1-bit SGD, buckets of 64, with its residual, `two_shot`": "onebit-64 two_shot",
+  "1-bit SGD, buckets of 512, with its residual, `two_shot`": "onebit-512 two_shot",
+  "TernGrad, `two_shot`": "terngrad two_shot",
+  "TernGrad, `psum`": "terngrad psum",
+  "8 bits, dynamic tree, `ring`": "dynamic-tree ring",
+  "APS (5, 2), `two_shot`": "aps-8 two_shot",
+  "APS (5, 2), `ring`": "aps-8 ring",
+  "RedSync, 1 %": "redsync-1% all_gather",
+  "RedSync, 1 %, selected by sorting": "redsync-1% sorted all_gather",
+  "RedSync, 0.1 %": "redsync-0.1% all_gather",
+  "RedSync, 0.1 %, ASQ": "redsync-0.1% asq all_gather",
+  "RedSync, 0.1 %, selected by sorting": "redsync-0.1% sorted all_gather",
+  "PowerSGD, rank 1": "powersgd-1 psum",
+  "PowerSGD, rank 4": "powersgd-4 psum",
+  "PyTorch DDP, f32": "ddp f32",
+  "PyTorch DDP, its fp16 hook": "ddp fp16",
+  "PyTorch DDP, its PowerSGD hook, rank 1": "ddp powersgd-1",
+  "PyTorch DDP, its PowerSGD hook, rank 4": "ddp powersgd-4",
+}
+RATES = {
+  "100mbit": "100 Mbit/s",
+  "1gbit": "1 Gbit/s",
+  "5gbit": "5 Gbit/s",
+  "10gbit": "10 Gbit/s",
+  "loopback": "loopback",
+}
+CODECS = {
+  **{f"QSGD, {bits} bits": f"qsgd-{bits}" for bits in (2, 4, 8)},
+  "QSGD, 4 bits, shared scales": "qsgd-4 shared",
+  **{
+    f"QSGD, {bits} bits, fitted levels": f"qsgd-{bits} nonuniform" for bits in (2, 3, 4)
+  },
+  "1-bit SGD, buckets of 64": "onebit-64",
+  "1-bit SGD, buckets of 512": "onebit-512",
+  "TernGrad, 2 bits": "terngrad",
+  "TernGrad, base 3": "terngrad base3",
+  "8 bits, dynamic tree": "dynamic_tree",
+  "8 bits, linear": "linear",
+  "APS (5, 2)": "aps-5-2",
+  "APS (4, 3)": "aps-4-3",
+  "APS (3, 0)": "aps-3-0",
+  "APS (5, 10)": "aps-5-10",
+  "the cast (5, 2) alone": "cast-5-2",
+  "natural": "natural",
+  **{f"BlockTop, {bits} bits a value": f"blocktop-{bits}" for bits in (2, 8, 32)},
+  "float32": "dense-f32",
+  "bfloat16": "dense-bf16",
+  "float16": "dense-f16",
+}
+TYPES = {
+  "dynamic tree": "dynamic_tree",
+  "linear": "linear",
+  "mantissa": "mantissa",
+  "static tree": "static_tree",
+}
+
+LOCAL = {
+  "DiLoCo, loss": "DiLoCo",
+  "DiLoCo with plain SGD outside": "DiLoCo SGD",
+  'SparseLoCo, BlockTop, `merge="senders"`': "SparseLoCo",
+  'the same, `merge="mean"`': "SparseLoCo mean",
+  "the same, one of 16 elements": "SparseLoCo of 16",
+  "SparseLoCo, BlockTop, `two_shot`, outer rate 4": "SparseLoCo two_shot",
+  'MuLoCo, BlockTop of 256, `merge="senders"`': "MuLoCo BlockTop",
+  "Streaming, (3, 0), `all_gather`": "Streaming",
+  "MuLoCo, 2 bits, nearest level, `all_gather`": "MuLoCo",
+  "the same, `two_shot`": "MuLoCo two_shot",
+  "MuLoCo, 2 bits, rounded at random": "MuLoCo at random",
+  "MuLoCo, float32": "MuLoCo dense",
+}
+
+
+def milliseconds(cell):
+  """The two numbers of a cell like ``1,080 (0.8)``, or of an empty one."""
+  return cell.replace(",", "").rstrip(")").split(" (") if cell else ["", ""]
+
+
+def links():
+  by_hosts = [
+    {row[""]: row for row in rows("link_speed.md", number)} for number in (0, 1)
+  ]
+  empty = {"MB": "", "1gbit": ""}
+  lines = []
+  for label, name in LINKS.items():
+    found = [measured.get(name, empty) for measured in by_hosts]
+    cells = [[row["MB"], *milliseconds(row["1gbit"])] for row in found]
+    lines.append([label, *cells[0], *cells[1]])
+  header = ["", "2 hosts: MB sent", "ms", "x f32", "4 hosts: MB sent", "ms", "x f32"]
+  return table(header, lines)
+
+
+def rates():
+  lines = []
+  tcp = re.findall(
+    r"^\* (\w+): raw TCP carries ([\d,]+)", record("link_speed.md"), re.M
+  )
+  tcp = [dict(tcp[:5]), dict(tcp[5:10])]
+  for number, hosts in ((1, "4"), (0, "2")):
+    found = {row[""]: row for row in rows("link_speed.md", number)}
+    for rate, label in RATES.items():
+      if rate in found["plain f32 mean"]:
+        plain, ours, theirs, half = (
+          milliseconds(found[name][rate])
+          for name in ("plain f32 mean", "qsgd-4 two_shot", "ddp f32", "ddp fp16")
+        )
+        times = [plain[0], *ours, theirs[0], half[0]]
+        lines.append([hosts, label, tcp[number][rate], *times])
+  columns = ["plain f32", "`two_shot`", "x f32", "PyTorch f32", "its fp16 hook"]
+  return table(["hosts", "link", "raw TCP, Mbit/s", *columns], lines)
+
+
+def activations():
+  found = {
+    (row["i"], row["sent"]): row
+    for row in (
+      dict(zip(("way", "i", "sent", "ms", "x"), cells, strict=True))
+      for cells in (
+        re.findall(
+          r"^\| (gather) \| (\S+ \S+) \| (\w+) \| (\S+) \|.*\| (\S+) \| \S+ \|$",
+          record("parallel_links.md"),
+          re.M,
+        )
+      )
+    )
+  }
+  lines = []
+  for size in dict.fromkeys(size for size, _ in found):
+    ours = [f"{found[size, x]['ms']} ({found[size, x]['x']})" for x in TYPES.values()]
+    lines.append([size, found[size, "lax"]["ms"], *ours])
+  return table(["activations", "JAX, f32", *TYPES], lines)
+
+
+def passes():
+  columns = ["ahead", "not ahead", "model", "model not ahead"]
+  found = [x for x in rows("parallel_links.md", 1) if x["sent"] in ("f32", "linear")]
+  return table(
+    ["sent", "passes", *columns],
+    [[x[y] for y in ("sent", "passes", *columns)] for x in found],
+  )
+
+
+def seconds(file, name, elements=2**24):
+  return load(file)[f"{name}, {elements}"]["seconds"]
+
+
+def one_codec():
+  kept, started = "codec_speed_jax0.10.2_malloc.json", "codec_speed_jax0.10.2.json"
+  lines = []
+  for label, name, part in (
+    ("encode, stochastic", "qsgd-4", "encode"),
+    ("encode, nearest", "qsgd-4 nearest", "encode"),
+    ("encode with its residual", "qsgd-4", "encode and residual"),
+    ("decode to a new array", "qsgd-4", "decode"),
+    ("decode and add, a worker of 4", "qsgd-4", "decode and sum, a worker"),
+  ):
+    cells = [label]
+    for file in (kept, started):
+      found = seconds(file, name)
+      cells += [
+        f"{1e9 * found[part] / 2**24:.2f}",
+        f"{found[part] / found['copy']:.1f}",
+      ]
+    lines.append(cells)
+  header = ["QSGD, 4 bits", "pages kept: ns an element", "x copy"]
+  return table([*header, "as users start: ns an element", "x copy"], lines)
+
+
+def every_codec():
+  lines = []
+  for label, name in CODECS.items():
+    found = seconds("codec_speed_jax0.10.2_malloc.json", name)
+    parts = [found[x] for x in ("encode", "decode", "decode and sum, a worker")]
+    parts.append(found["update and residual"] - found["update"])
+    lines.append([label, *(f"{x / found['copy']:.1f}" for x in parts)])
+  return table(["", "encode", "decode", "decode and add", "keep"], lines)
+
+
+def selection():
+  file = "selection_speed_jax0.10.2_malloc.json"
+  found = [load(file)[f"normal, {2**24}, {x}"]["seconds"] for x in (0.001, 0.01)]
+  lines = []
+  for label, name in {
+    "`threshold`": "threshold",
+    "`sampled`, threshold used again": "sampled, again",
+    "`trimmed`": "trimmed",
+    "`exact`": "exact",
+  }.items():
+    copies = [f"{x[name] / x['copy']:.1f}" for x in found]
+    gains = [f"{x['lax.top_k'] / x[name]:.0f}" for x in found]
+    lines.append([label, copies[0], gains[0], copies[1], gains[1]])
+  header = ["selection", "0.1 %: x copy", "x faster than `top_k`"]
+  return table([*header, "1 %: x copy", "x faster than `top_k`"], lines)
+
+
+def rounding():
+  found = load("approximation_error.json")["as_paper"]
+  lines = []
+  for label, name in TYPES.items():
+    cells = [label]
+    for errors in found.values():
+      of = errors[name]
+      cells += [f"{of['relative_percent']:.2f}", f"{of['paper_relative_percent']}"]
+    lines.append(cells)
+  return table(["", *(x for name in found for x in (name, "paper"))], lines)
+
+
+def sums():
+  found = load("roundoff.json")
+  groups = ("4", "8", "16", "32", "64", "128", "256")
+  by_format = found["formats"]
+  lines = [["ResNet-50's first convolution, (5, 2), in the paper", "mean"]]
+  lines[0] += [
+    f"{found['paper'][x]:.0f}" if x in found["paper"] else "" for x in groups
+  ]
+  for what, kind, way, fmt, length in (
+    (
+      "LeNet's first convolution, (5, 2)",
+      "first convolution",
+      "sequential",
+      "(5, 2)",
+      "mean",
+    ),
+    ("the same, Kahan", "first convolution", "kahan", "(5, 2)", "mean"),
+    (
+      "LeNet's first convolution, (5, 2)",
+      "first convolution",
+      "sequential",
+      "(5, 2)",
+      "length",
+    ),
+    ("the same, (4, 3)", "first convolution", "sequential", "(4, 3)", "length"),
+    ("the same, (5, 2), Kahan", "first convolution", "kahan", "(5, 2)", "length"),
+  ):
+    errors = by_format[fmt][kind]
+    lines.append(
+      [what, length, *(f"{errors[f'{way} {x}'][length]:.0f}" for x in groups)]
+    )
+  return table(["", "error", *groups[:-1], "a ring of 256"], lines)
+
+
+def noise():
+  found = load("noise.json")["ratios"]
+  lines = [
+    [kind.removeprefix("are "), codec]
+    + [f"{a:.2f} / {b:.2f}" for a, b in zip(ours, of["Suresh"][codec], strict=True)]
+    for kind, of in found.items()
+    for codec, ours in of["gradcomp"].items()
+  ]
+  return table(["gradients", "codec", "N = 2", "3", "4", "8", "16"], lines)
+
+
+def digits(number):
+  """Four digits, or all of a large number."""
+  return f"{number:,.0f}" if abs(number) >= 1e4 else f"{number:.4g}"
+
+
+def local_loss():
+  """The losses of methods as differences to DiLoCo's, by the steps of a round."""
+  by_steps = [{x["method"]: x for x in rows("local_study.md", i)} for i in range(3)]
+  lines = []
+  for label, name in LOCAL.items():
+    found = [measured.get(name) for measured in by_steps]
+    key = "loss" if name == "DiLoCo" else "more"
+    star = ["*" if x and x["seeds"] == "1" else "" for x in found]
+    cells = [x[key] + y if x else "" for x, y in zip(found, star, strict=True)]
+    lines.append([label, *cells, found[1]["fewer"] if found[1] else ""])
+  return table(["method", "H = 15", "H = 30", "H = 100", "fewer bytes, H = 30"], lines)
+
+
+def papers():
+  """What is wrong in the papers; of several numbers with one reason, the furthest."""
+  worst = {}
+  for row in load("paper_models.json"):
+    if row["verdict"] == "wrong":
+      key = row["paper"], row["what"], row["why"]
+      known = worst.setdefault(key, row)
+      worst[key] = max(known, row, key=lambda x: abs(x["difference"]))
+  lines = [
+    [x["paper"], x["what"], x["inputs"], digits(x["printed"]), digits(x["ours"])]
+    + [x["why"]]
+    for x in worst.values()
+  ]
+  return table(["paper", "what", "of", "printed", "recomputed", "why"], lines)
+
+
+_STUDY = same("codec", "test accuracy", "points to f32", "bytes a step", "ratio")
+_SPARSE = ("method", "accuracy", "relative to f32", "seeds", "bytes a step")
+_WORDS = ("method", "perplexity", "relative to f32", "seeds", "bytes a step")
+_LOCAL = {
+  **same("method", "tokens/s", "x f32", "in communication"),
+  "MB in 30 steps": "MB a round",
+  "fewer bytes": "fewer",
+}
+_INSPECTED = ("net", "parameters", "codec", "inspected, steps", "of 50 steps")
+_TYPES = ("f32", *TYPES.values(), "p")
+TABLES = {
+  "links": links,
+  "rates": rates,
+  "activations": activations,
+  "passes": passes,
+  "one codec": one_codec,
+  "every codec": every_codec,
+  "selection": selection,
+  "compile": lambda: pick("compile_time.md"),
+  "memory": lambda: pick("memory.md"),
+  "rounding": rounding,
+  "sums": sums,
+  "noise": noise,
+  "ways to round": lambda: pick("rounding_study.md"),
+  "papers": papers,
+  "quantizing": lambda: pick("codec_study.md", 0, _STUDY),
+  "400 steps": lambda: pick("codec_study.md", 1, _STUDY),
+  "few images": lambda: pick("codec_study.md", 2, _STUDY),
+  "floats": lambda: pick("aps_study.md", 0, _STUDY),
+  "small gradients": lambda: pick("aps_study.md", 1, _STUDY),
+  "lars": lambda: pick("aps_study.md", 2, _STUDY),
+  "sizes of gradients": lambda: pick("aps_study.md", 3, same("codec", "test accuracy")),
+  "4 bits": lambda: pick("aps_study.md", 4, _STUDY),
+  "sparse words": lambda: pick("redsync_study.md", 3, same(*_WORDS)),
+  "sparse digits": lambda: pick("redsync_study.md", 4, same(*_SPARSE)),
+  "sharded layers": lambda: pick(
+    "model_parallel.md", 0, same("units", "sent", *_TYPES)
+  ),
+  "sharded nets": lambda: pick("model_parallel_nets.md", 0, same("net", *_TYPES)),
+  "sharded optimizers": lambda: pick("parallel_study.md"),
+  "local, 2 hosts": lambda: pick("local_links_2.md", 0, _LOCAL),
+  "local, 4 hosts": lambda: pick("local_links_4.md", 0, _LOCAL),
+  "local loss": local_loss,
+  "inspection": lambda: pick("inspect_cost.md", 0, same(*_INSPECTED)),
+}
+
+
+def written(page):
+  """Returns a page with the table of its name behind each mark."""
+  parts = MARK.split(page)
+  out = [parts[0]]
+  for name, after in zip(parts[1::2], parts[2::2], strict=True):
+    rest = re.sub(r"\A\s*(?:^\|.*\n)+", "", after, count=1, flags=re.M)
+    out.append(f"<!-- records: {name} -->\n\n{TABLES[name]()}\n{rest}")
+  return "".join(out)
+
+
+def main():
+  for page in sorted(FOLDER.rglob("*.md")):
+    page.write_text(written(page.read_text()))
+
+
+if __name__ == "__main__":
+  main()
