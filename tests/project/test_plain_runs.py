@@ -10,7 +10,8 @@ import pytest
 from tests.plugins import selected
 
 CONFTEST = """
-import budgets, costs, jax, selected
+import jax
+from tests.plugins import budgets, costs, selected
 
 jax.config.update("jax_platforms", "cpu")
 budgets.OTHERS = budgets.Budget(programs=2, seconds=100)

@@ -103,7 +103,7 @@ def test_a_broken_codec_breaks_its_law(codec, law, words):
 def test_check_codec_names_the_first_law_that_is_broken(codec, law, words):
   with pytest.raises(AssertionError, match=says(law, *words)) as error:
     check_codec(codec, workers=2)
-  assert error.value.__notes__ == [f"While trying gradcomp._src.testing.laws.{law}."]
+  assert error.value.__notes__ == [f"While trying gradcomp.testing.laws.{law}."]
 
 
 @pytest.mark.parametrize("exchanges", [(), *slow((("two_shot",),))], ids=str)

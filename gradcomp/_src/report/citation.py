@@ -16,7 +16,7 @@ from gradcomp._src.exchange.protocol import Exchange
 
 
 def citation(optimizer: optax.GradientTransformation) -> str:
-  """Returns BibTeX entries of the papers whose methods an optimizer uses.
+  """Returns BibTeX entries of the papers that the parts of an optimizer are from.
 
   In front of each entry, lines that BibTeX ignores name the codec, the exchange, the
   feedback or the transformation that it is of, and where that departs from the paper.
@@ -104,7 +104,7 @@ def _parts(optimizer: Any) -> Iterator[Any]:
 
 
 def _held(part: Any) -> Iterator[Any]:
-  """Yields what is in a closure, a container, a partial function or a dataclass."""
+  """Yields the contents of a closure, a container, a partial or a dataclass."""
   if isinstance(part, types.FunctionType):
     for cell in part.__closure__ or ():
       try:

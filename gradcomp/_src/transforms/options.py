@@ -17,7 +17,7 @@ from gradcomp._src.mesh.axes import AxisName
 
 
 class ExchangeOptions(TypedDict, total=False):
-  """Those of :class:`CompressOptions` that a recipe with feedback of its own takes."""
+  """The options of recipes with feedback of their own: no ``feedback`` among them."""
 
   axis_name: AxisName | None
   exchange: ExchangeName | Auto | Exchange

@@ -1,4 +1,4 @@
-"""Builds transformations whose codec follows from each leaf's path."""
+"""Builds the transformation of a policy: a codec for each leaf, by its path."""
 
 from collections.abc import Sequence
 from typing import Unpack
