@@ -47,37 +47,37 @@ types: $(VENV)/.installed-test  ## check the types with mypy
 	$(python) -m mypy
 
 bench: $(VENV)/.installed-bench  ## time the codecs against a memory copy
-	$(python) benchmarks/codec_speed.py $(ARGS)
+	$(python) -m benchmarks.codecs.speed $(ARGS)
 
 bench-quick: $(VENV)/.installed-bench  ## run every benchmark for some seconds
-	$(python) benchmarks/quick.py $(ARGS)
+	$(python) -m benchmarks.quick $(ARGS)
 
 links: $(VENV)/.installed-bench  ## time the exchanges over slow links (as root, half an hour)
-	$(python) benchmarks/link_speed.py $(ARGS)
+	$(python) -m benchmarks.links.speed $(ARGS)
 
 evidence: $(VENV)/.installed-bench  ## train in the background what no record has, at low priority
 	@$(PYTHON) examples/download.py
-	@$(python) benchmarks/evidence_start.py $(ARGS)
+	@$(python) -m benchmarks.study.queue.start $(ARGS)
 
 evidence-status: $(VENV)/.installed-bench  ## say how far these trainings are
-	@$(python) -W ignore benchmarks/evidence_status.py
+	@$(python) -W ignore -m benchmarks.study.queue.status
 
 evidence-times: $(VENV)/.installed-bench  ## time steps on hosts (as root, an hour or two)
 	@$(PYTHON) examples/download.py
-	@$(python) -W ignore benchmarks/evidence_times.py --records benchmarks/results/evidence $(ARGS)
+	@$(python) -W ignore -m benchmarks.study.queue.times --records benchmarks/results/study/evidence $(ARGS)
 
 # For a machine with a GPU and no package index: nothing is installed.
 gpu-check: export PYTHONPATH := $(CURDIR)
 gpu-check:  ## compare and time the kernels on the GPU of this machine
 	@status=0; \
-	$(PYTHON) -W ignore benchmarks/gpu_check.py --seconds 240 || status=$$?; \
+	$(PYTHON) -W ignore -m benchmarks.gpu.check --seconds 240 || status=$$?; \
 	[ $$status != 77 ] || exit 77; \
-	GRADCOMP_CHECK_KERNELS=0 $(PYTHON) -W ignore benchmarks/gpu_kernels.py --seconds 240 \
-	  --checked benchmarks/results/gpu_check.json $(ARGS) || status=1; \
+	GRADCOMP_CHECK_KERNELS=0 $(PYTHON) -W ignore -m benchmarks.gpu.speed --seconds 240 \
+	  --checked benchmarks/results/gpu/gpu_check.json $(ARGS) || status=1; \
 	exit $$status
 
 ptx-check: .venv-ptx/.installed  ## compile the kernels for Hopper without a GPU
-	.venv-ptx/bin/python -W ignore benchmarks/ptx_check.py $(ARGS)
+	.venv-ptx/bin/python -W ignore -m benchmarks.gpu.ptx $(ARGS)
 
 # JAX with its compilers for CUDA, and none of CUDA's libraries: 143 MB.
 .venv-ptx/.installed:

@@ -1,6 +1,6 @@
-"""Runs every script of this folder with --quick, two at a time.
+"""Runs every benchmark with --quick, two at a time.
 
-  make bench-quick     or     python benchmarks/quick.py [--runs study 'link_speed ...']
+  make bench-quick     or     python -m benchmarks.quick [--runs 'links.speed ...']
 
 Prints a line for each: ok, skipped and what this machine lacks for it, or FAILED and
 why, below what it printed last. The last line says how many of each there were. The
@@ -9,7 +9,6 @@ script that writes nothing there fails, and so does the whole if one wrote to
 benchmarks/results. Nobody reads the times of quick runs: they may disturb each other.
 """
 
-import argparse
 import os
 import pathlib
 import subprocess
@@ -19,47 +18,43 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import running
+from benchmarks.common import cli
 
-HERE = pathlib.Path(__file__).parent
+ROOT = cli.ROOT
 RUNS = (
-  "approximation_error",
-  "aps_study",
-  "cluster_study run",
-  "codec_speed",
-  "compile_time",
-  "cost_fit",
-  "fingerprint_speed",
-  "front_picture",
-  "gpu_check",
-  "gpu_check --interpret",
-  "gpu_kernels",
-  "gpu_kernels --interpret",
-  "gradient_facts",
-  "inspect_cost",
-  "link_speed",
-  "link_speed --loopback",
-  "memory",
-  "model_parallel",
-  "model_parallel_nets",
-  "noise",
-  "paper_models",
-  "parallel_study",
-  "parallel_links",
-  "parallel_links --loopback",
-  "plan_accuracy",
-  "plan_speeds",
-  "local_leaving",
-  "local_links",
-  "local_study",
-  "ptx_check",
-  "random_bits",
-  "redsync_study",
-  "residual_storage",
-  "rounding_study",
-  "roundoff",
-  "selection_speed",
-  "study",
+  "codecs.approximation",
+  "study run",
+  "codecs.speed",
+  "codecs.compile_time",
+  "models.fit_links",
+  "codecs.fingerprint",
+  "links.front_picture",
+  "gpu.check",
+  "gpu.check --interpret",
+  "gpu.speed",
+  "gpu.speed --interpret",
+  "training.gradients",
+  "codecs.inspect",
+  "links.speed",
+  "links.speed --loopback",
+  "codecs.memory",
+  "training.model_parallel.dense",
+  "training.model_parallel.nets",
+  "codecs.noise",
+  "models.compare",
+  "training.sharded",
+  "links.activations",
+  "links.activations --loopback",
+  "models.package_accuracy",
+  "models.package_speeds",
+  "links.leaving",
+  "links.local",
+  "training.local",
+  "gpu.ptx",
+  "codecs.random_bits.test",
+  "codecs.residual_storage",
+  "codecs.roundoff",
+  "codecs.selection",
 )
 _AT_ONCE = 2
 _LIMIT = 600  # seconds, after which a script has failed
@@ -84,13 +79,14 @@ def run(line: str, output: pathlib.Path) -> Result:
 
 def _run(line: str, output: pathlib.Path) -> Result:
   name, *options = line.split()
-  command = [sys.executable, "-W", "ignore", str(HERE / f"{name}.py"), *options]
+  command = cli.module(f"benchmarks.{name}", *options)
   environment = dict(os.environ)
-  if not name.startswith("gpu_"):  # the others emulate devices on the CPU
+  if not name.startswith("gpu."):  # the others emulate devices on the CPU
     environment["JAX_PLATFORMS"] = "cpu"
   try:
     done = subprocess.run(
       [*command, "--quick", "--output", str(output)],
+      cwd=ROOT,  # where Python looks for the module
       env=environment,
       stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,
@@ -102,7 +98,7 @@ def _run(line: str, output: pathlib.Path) -> Result:
   except subprocess.TimeoutExpired:
     return Result("FAILED", f"it was not done after {_LIMIT} s")
   lines = done.stdout.splitlines()
-  if done.returncode == running.SKIPPED:
+  if done.returncode == cli.SKIPPED:
     return Result("skipped", lines[-1].removeprefix("skipped: "))
   if done.returncode:
     return Result("FAILED", (lines or [""])[-1], "\n".join(lines[-_LAST:]))
@@ -113,11 +109,14 @@ def _run(line: str, output: pathlib.Path) -> Result:
 
 def _kept() -> set[tuple[str, int]]:
   """Returns the results in benchmarks/results, and when each was written."""
-  return {(path.name, path.stat().st_mtime_ns) for path in HERE.glob("results/*")}
+  return {
+    (path.name, path.stat().st_mtime_ns)
+    for path in ROOT.glob("benchmarks/results/**/*")
+  }
 
 
 def main(arguments: list[str] | None = None) -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = cli.parser(__doc__)
   parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
   options = parser.parse_args(arguments)
   start = time.monotonic()

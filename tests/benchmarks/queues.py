@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 
 # Settings without optax, which takes seconds to import.
 SETTINGS = f"""
@@ -21,15 +21,16 @@ class Setting(NamedTuple):
   seed: int
   way: str
 
-sys.path.insert(0, {str(BENCHMARKS)!r})
-sys.modules["cluster_settings"] = types.ModuleType("cluster_settings")
-sys.modules["cluster_settings"].Setting = Setting
+sys.path.insert(0, {str(ROOT)!r})
+settings = types.ModuleType("benchmarks.study.settings")
+sys.modules[settings.__name__] = settings
+settings.Setting = Setting
 """
 
 QUEUE = f"""{SETTINGS}
 import json
 from pathlib import Path
-import evidence_queue
+from benchmarks.study.queue import supervisor
 
 class Item(NamedTuple):
   launch: str
@@ -50,9 +51,9 @@ items = [
   Item("one", Setting(name, seed, "timed" if name == "timed" else "emulated"))
   for seed, name in names
 ]
-folders = evidence_queue.Folders(Path("records"), Path("work"))
-limits = evidence_queue.Limits(poll=0.05, **limits)
-sys.exit(evidence_queue.Queue(items, folders, command, cores, limits=limits).run())
+folders = supervisor.Folders(Path("records"), Path("work"))
+limits = supervisor.Limits(poll=0.05, **limits)
+sys.exit(supervisor.Queue(items, folders, command, cores, limits=limits).run())
 """
 
 # Writes its process, and a number that grows while it runs. Its codec says how it ends.
@@ -112,7 +113,7 @@ class Queue:
     folder: of all its files.
     names: pairs of seeds and codecs.
     jobs: trainings at once, all on one core.
-    limits: those of ``evidence_queue.Limits``.
+    limits: those of ``supervisor.Limits``.
   """
 
   def __init__(self, folder, *names, jobs=1, **limits):

@@ -5,20 +5,14 @@ and those pictures of the report that the pages show.
 """
 
 import re
-import sys
 
+from benchmarks.common.tables import table
+from benchmarks.study import analysis, records, report
+from benchmarks.study.figures import accuracy
 from tests.support.pages import ROOT
 
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
-
-import cluster_figures  # noqa: E402
-import cluster_numbers  # noqa: E402
-import cluster_records  # noqa: E402
-import cluster_report  # noqa: E402
-from tables import table  # noqa: E402
-
 FOLDER = ROOT / "docs" / "results"
-RECORDS = ROOT / "benchmarks" / "results" / "cluster_study"
+RECORDS = ROOT / "benchmarks" / "results" / "study" / "papers"
 CLAIMS = "# What the papers say"
 STEPS = "## Steps on links"
 _LENET = "lenet-on-fashion-mnist-14-n-8-batch-128"
@@ -36,7 +30,7 @@ PICTURES = {
 
 
 def study():
-  return cluster_numbers.grouped(cluster_records.read(RECORDS))
+  return analysis.grouped(records.read(RECORDS))
 
 
 def short(text):
@@ -61,20 +55,20 @@ def steps(found):
 
 def tables(found):
   """Yields the tables of a study, behind their headings."""
-  sweeps = cluster_figures.by_workers(found)
+  sweeps = accuracy.by_workers(found)
   for group in found.groups:
     if group.name_for_any_workers not in sweeps:
-      yield f"### {group.name}", table(*cluster_figures.ends(group))
+      yield f"### {group.name}", table(*accuracy.ends(group))
   for title, groups in sweeps.items():
-    yield f"### {title}", table(*cluster_figures.ends_by_workers(groups))
+    yield f"### {title}", table(*accuracy.ends_by_workers(groups))
   yield STEPS, table(*steps(found))
-  header, rows = cluster_report.claims(cluster_report.judge(found))
+  header, rows = report.claims(report.judge(found))
   yield CLAIMS, short(table(header, rows))
 
 
 def count(found):
   """Returns the line that counts the verdicts."""
-  return f"{cluster_report.summary(cluster_report.judge(found))}."
+  return f"{report.summary(report.judge(found))}."
 
 
 def written(page, tables, counted):
@@ -92,7 +86,7 @@ def main():
   every, counted = list(tables(found)), count(found)
   for page in FOLDER.glob("*.md"):
     page.write_text(written(page.read_text(), every, counted))
-  shown = [*cluster_figures.curves(found), *cluster_figures.sweeps(found)]
+  shown = [*accuracy.curves(found), *accuracy.sweeps(found)]
   figures = {x.name: x.figure for x in shown}
   for picture, name in PICTURES.items():
     figures[name].savefig(FOLDER / f"study-{picture}.png", dpi=110)

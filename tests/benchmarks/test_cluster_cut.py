@@ -2,17 +2,21 @@
 
 import math
 
-import cluster_cut
-import cluster_networks
-import cut_convolutions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arms import ARMS
 from checkpoints import Saved
-from cut_training import WORKERS, columns, cut_layers, data
 
+from benchmarks.study import dettmers, tasks
+from benchmarks.training.model_parallel import convolutions
+from benchmarks.training.model_parallel.data_types import ARMS
+from benchmarks.training.model_parallel.trainer import (
+  WORKERS,
+  columns,
+  cut_layers,
+  data,
+)
 from gradcomp.codecs import Dense, EightBit
 from tests.support.cases.study import SETTING
 
@@ -39,7 +43,7 @@ LEARNT = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
   """Nets of few units."""
-  monkeypatch.setattr(cluster_cut, "HIDDEN", HIDDEN)
+  monkeypatch.setattr(dettmers, "HIDDEN", HIDDEN)
 
 
 def drawn(side=SIDE, channels=1):
@@ -67,8 +71,8 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(
   setting, tmp_path, monkeypatch
 ):
   # Tests are in two parts, the second of which is smaller.
-  monkeypatch.setattr(cluster_cut, "_TESTED", 20)
-  trainer = cluster_cut.Trainer(drawn(), setting)
+  monkeypatch.setattr(dettmers, "_TESTED", 20)
+  trainer = dettmers.Trainer(drawn(), setting)
   whole = trainer.train(3)
   assert [x["step"] for x in whole["points"]] == [2, 4]
   assert "diverged" not in whole
@@ -91,7 +95,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(
 
 
 def test_a_training_ends_where_the_loss_is_no_number():
-  trainer = cluster_cut.Trainer(drawn(), CUT._replace(learning_rate=1e38))
+  trainer = dettmers.Trainer(drawn(), CUT._replace(learning_rate=1e38))
   points = trainer.train(0)["points"]
   assert [x["step"] for x in points] == [2]
   assert not math.isfinite(points[0]["test_loss"])
@@ -141,7 +145,7 @@ SENT = {
 @pytest.mark.parametrize(("setting", "expected"), [*SENT.values()], ids=[*SENT])
 def test_bytes_are_those_of_all_payloads(setting, expected, codec):
   """Each of N workers sends its payloads to N - 1 others."""
-  found = cluster_cut.Trainer(drawn(), setting._replace(codec=codec)).bytes()
+  found = dettmers.Trainer(drawn(), setting._replace(codec=codec)).bytes()
   sent, plain = (
     (WORKERS - 1) * expected(x) for x in (ARMS[codec.replace("-", "_")], Dense())
   )
@@ -150,7 +154,7 @@ def test_bytes_are_those_of_all_payloads(setting, expected, codec):
 
 def test_rounding_is_that_of_the_whole_net():
   """By NumPy: of the inputs, and of the hidden layers that they give."""
-  trainer = cluster_cut.Trainer(drawn(), CUT)
+  trainer = dettmers.Trainer(drawn(), CUT)
   layers = cut_layers.init(jax.random.key(1), (SIDE * SIDE, HIDDEN, HIDDEN, 12))
   found = trainer.layer_errors(jax.jit(columns)(layers), seed=2)
   counts = {kind: {len(x) for x in types.values()} for kind, types in found.items()}
@@ -170,15 +174,15 @@ def test_rounding_is_that_of_the_whole_net():
 
 def test_float32_that_is_cut_says_how_types_would_round():
   once = CUT._replace(steps=1, points=1)
-  found = cluster_cut.Trainer(drawn(), once).train(0)
+  found = dettmers.Trainer(drawn(), once).train(0)
   [reached] = found["points"]
   assert reached["layer_errors"].keys() == {"activations", "gradients", "errors"}
-  coded = cluster_cut.Trainer(drawn(), once._replace(codec="mantissa")).train(0)
+  coded = dettmers.Trainer(drawn(), once._replace(codec="mantissa")).train(0)
   assert "layer_errors" not in coded["points"][0]
 
 
 def test_images_are_those_that_the_setting_names():
-  load = lambda name: cluster_networks.images(**cluster_networks.named(name))
+  load = lambda name: tasks.images(**tasks.named(name))
   (_, whole), (name, found) = load("digits"), load("digits/4")
   assert name == "digits/4" and found.train.images.shape == (1437, 4, 4, 1)
   np.testing.assert_array_equal(found.test.labels, whole.test.labels)
@@ -190,7 +194,7 @@ def test_types_that_the_paper_scales_by_a_power_of_ten_have_one():
   """Activations beyond 1 are coded by it; 15 of mantissa is 1.5."""
   x = jnp.array([90.0, 2.0, 0.0])
   for way, largest in {"data": 10.0, "model": 100.0}.items():
-    codec = cluster_cut.CODECS[way]["static-tree-paper"]
+    codec = dettmers.CODECS[way]["static-tree-paper"]
     found = codec.decode(codec.encode(x), like=x)
     assert found[0] == pytest.approx(min(90.0, 0.971875 * largest), rel=0.04)
     assert found[1] == pytest.approx(2.0, rel=0.15)
@@ -211,15 +215,15 @@ WRONG = {
 @pytest.mark.parametrize(("setting", "message"), [*WRONG.values()], ids=[*WRONG])
 def test_other_settings_are_refused(setting, message):
   with pytest.raises(ValueError, match=message):
-    cluster_cut.Trainer(drawn(), setting)
+    dettmers.Trainer(drawn(), setting)
 
 
 def test_coloured_images_are_refused():
   with pytest.raises(ValueError, match=r"`images` must be square and grey.* 8, 8, 3"):
-    cluster_cut.Trainer(drawn(channels=3), CUT)
+    dettmers.Trainer(drawn(channels=3), CUT)
 
 
 def test_updates_differ_in_nothing_else():
-  one, four = (cluster_cut.NETS[f"three-dense{x}"](SIDE) for x in ("", "-updates"))
+  one, four = (dettmers.NETS[f"three-dense{x}"](SIDE) for x in ("", "-updates"))
   assert (one.updates, four.updates, one.passes) == (1, 4, four.passes)
-  assert isinstance(four, cut_convolutions.Net)
+  assert isinstance(four, convolutions.Net)

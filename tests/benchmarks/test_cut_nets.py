@@ -3,23 +3,26 @@
 import doctest
 import functools
 
-import arms
-import cut_convolutions
-import hybrid_training
 import jax
 import jax.numpy as jnp
-import model_parallel_nets
 import numpy as np
 import optax
 import pytest
-from cut_training import WORKERS, Arm, Images, joined, rmsprop
 
+from benchmarks.training.model_parallel import convolutions, data_types, hybrid, nets
+from benchmarks.training.model_parallel.trainer import (
+  WORKERS,
+  Arm,
+  Images,
+  joined,
+  rmsprop,
+)
 from gradcomp.codecs import Dense, EightBit
 
 CLASSES = 10
 MAKES = {
-  "local": functools.partial(cut_convolutions.locally_connected, 8),
-  "dense": functools.partial(cut_convolutions.three_dense, 8, 16),
+  "local": functools.partial(convolutions.locally_connected, 8),
+  "dense": functools.partial(convolutions.three_dense, 8, 16),
 }
 NETS = {name: make() for name, make in MAKES.items()}
 
@@ -39,7 +42,7 @@ def descent(updates):
 def whole(net, params, x):
   """Logits of a net that nobody cuts, from ``[b, pixels]``, without dropout."""
   front, layers = params
-  features = net.features(front, hybrid_training.square(x))
+  features = net.features(front, hybrid.square(x))
   keep = lambda y, layer: y
   return net.apply(layers, features, keep, keep)[:, :CLASSES]
 
@@ -47,9 +50,9 @@ def whole(net, params, x):
 @pytest.mark.parametrize("name", NETS)
 def test_a_step_in_float32_is_that_of_the_whole_net(name, monkeypatch):
   """Its gradients are sums in another order: ten times the eighth of an ulp of 1."""
-  monkeypatch.setattr(hybrid_training, "_DROPPED", 0.0)
+  monkeypatch.setattr(hybrid, "_DROPPED", 0.0)
   net, given, key = NETS[name], images(16), jax.random.key(3)
-  way = hybrid_training.by_both(Arm("model", Dense()), net, CLASSES, descent)
+  way = hybrid.by_both(Arm("model", Dense()), net, CLASSES, descent)
   state = jax.jit(way.start)(key)
   front, cut = state[0]
   params = front, jax.jit(joined)(cut)
@@ -91,9 +94,9 @@ def test_convolutions_learn_from_all_sub_batches():
   """As from one update, if updates between sub-batches change nothing; with dropout."""
   given, key, fronts = images(16), jax.random.key(3), []
   for updates in (1, 4):
-    net = cut_convolutions.three_dense(8, 16, updates=updates)
+    net = convolutions.three_dense(8, 16, updates=updates)
     rule = lambda updates: optax.sgd(1.0 if updates == 1 else 0.0)
-    way = hybrid_training.by_both(Arm("model", Dense()), net, CLASSES, rule)
+    way = hybrid.by_both(Arm("model", Dense()), net, CLASSES, rule)
     state = jax.jit(way.start)(key)
     ((front, cut), *_), _ = jax.jit(way.step)(state, given, key)
     fronts.append(jax.tree.leaves(front))
@@ -112,11 +115,11 @@ def tiny(passes):
     x = gather(jnp.tanh(x @ layers[0]["w"] + layers[0]["b"]), 0)
     return gather(x @ layers[1]["w"] + layers[1]["b"], 1)
 
-  return cut_convolutions.Net(
-    init_front=lambda key: cut_convolutions.drawn(key, 4, 6),
+  return convolutions.Net(
+    init_front=lambda key: convolutions.drawn(key, 4, 6),
     features=lambda front, x: jnp.tanh(x.reshape(-1, 4) @ front["w"] + front["b"]),
     init_layers=lambda key, classes: [
-      cut_convolutions.drawn(jax.random.fold_in(key, i), *shape)
+      convolutions.drawn(jax.random.fold_in(key, i), *shape)
       for i, shape in enumerate(((6, 8), (8, classes)))
     ],
     apply=apply,
@@ -137,7 +140,7 @@ def test_dense_layers_are_updated_behind_each_sub_batch():
   x = rng.normal(size=(16, 4)).astype(np.float32)
   labels = rng.integers(0, 4, 16)
   given = Images(jnp.asarray(x), jnp.asarray(labels))
-  way = hybrid_training.by_both(
+  way = hybrid.by_both(
     Arm("model", Dense()), tiny(2), 4, lambda updates: optax.sgd(rate)
   )
   state = jax.jit(way.start)(key)
@@ -183,11 +186,11 @@ def test_patches_are_those_of_a_convolution():
   layer = {"w": w.reshape(27, 4), "b": jnp.zeros(4)}
   dims = ("NHWC", "HWIO", "NHWC")
   plain = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims)
-  got = cut_convolutions.convolved(layer, x, 3)
+  got = convolutions.convolved(layer, x, 3)
   np.testing.assert_allclose(got, jax.nn.relu(plain), rtol=1e-5, atol=1e-5)
   # The same weights in every place make a local layer a convolution.
   of_places = {"w": jnp.broadcast_to(layer["w"], (5, 5, 27, 4)), "b": jnp.zeros(4)}
-  local = cut_convolutions.local(of_places, x)
+  local = convolutions.local(of_places, x)
   np.testing.assert_allclose(local, got, rtol=1e-5, atol=1e-5)
 
 
@@ -195,7 +198,7 @@ def test_normalization_divides_by_the_activity_of_nine_channels():
   x = np.zeros((1, 1, 1, 20), np.float32)
   x[..., 10] = 100.0
   x[..., [6, 14, 15]] = 1.0
-  got = np.asarray(cut_convolutions.normalized(jnp.asarray(x)))[0, 0, 0]
+  got = np.asarray(convolutions.normalized(jnp.asarray(x)))[0, 0, 0]
   near = (1 + 1e-3 / 9 * (1e4 + 1)) ** -0.75
   np.testing.assert_allclose(
     got[[6, 14]], [near, (1 + 1e-3 / 9 * 10002) ** -0.75], 1e-5
@@ -208,7 +211,7 @@ def test_columns_of_all_workers_are_sent_in_the_type_of_the_arm():
   net, given, key = NETS["local"], images(16), jax.random.key(3)
   moved = []
   for codec in (Dense(), EightBit()):
-    way = hybrid_training.by_both(Arm("model", codec), net, CLASSES, descent)
+    way = hybrid.by_both(Arm("model", codec), net, CLASSES, descent)
     state = jax.jit(way.start)(key)
     after, _ = jax.jit(way.step)(state, given, key)
     change = jax.tree.map(np.subtract, *jax.device_get((after[0], state[0])))
@@ -229,17 +232,17 @@ def test_the_page_compares_seed_by_seed():
     },
     "seconds": 7,
   }
-  text = model_parallel_nets.markdown(found)
+  text = nets.markdown(found)
   # 2.5 / 3 points on an error of 2: the t of two degrees of freedom is 4.303.
   assert "| net | linear | +0.83 ± 0.72 | +42 % |" in text
   assert "One image more or less is 0.20 points" in text
 
 
-@pytest.mark.parametrize("module", [arms, model_parallel_nets], ids=str)
+@pytest.mark.parametrize("module", [data_types, nets], ids=str)
 def test_the_examples_run(module):
   found = doctest.testmod(module)
   assert found.attempted and not found.failed
 
 
 def test_workers_divide_what_is_cut():
-  assert cut_convolutions.padded(CLASSES) == 12 and 12 % WORKERS == 0
+  assert convolutions.padded(CLASSES) == 12 and 12 % WORKERS == 0

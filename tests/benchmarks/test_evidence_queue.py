@@ -6,21 +6,22 @@ import subprocess
 import sys
 import time
 
-import evidence_child
-import evidence_start
-import evidence_status
-import locks
 import pytest
-from cluster_records import append
-from evidence_queue import Folders
 
+from benchmarks.common import locks
+from benchmarks.study.queue import child
+from benchmarks.study.queue import start as queue_start
+from benchmarks.study.queue import status as queue_status
+from benchmarks.study.queue.supervisor import Folders
+from benchmarks.study.records import append
 from tests.benchmarks import queues
 from tests.benchmarks.queues import Queue, gone, until
 from tests.support.cases.study import SETTING, TIMED
 
+SUPERVISOR = "benchmarks/study/queue/supervisor.py"
 HOLD = """
 import time
-import quiet
+from benchmarks.common import quiet
 quiet.STOPPING = 0
 quiet.keep()
 print("held", flush=True)
@@ -53,7 +54,7 @@ def holder(tmp_path):
     held.append(
       subprocess.Popen(
         [sys.executable, "-c", HOLD],
-        cwd=queues.BENCHMARKS,
+        cwd=queues.ROOT,
         env=os.environ | lock,
         stdout=subprocess.PIPE,
       )
@@ -175,14 +176,15 @@ def test_trainings_stop_for_a_quiet_machine(queue, holder):
 
 def test_one_benchmark_waits_for_another(tmp_path):
   """The processes that it starts do not wait for it."""
-  code = "import quiet; quiet.STOPPING = 0; quiet.keep(); print('done')"
+  code = "from benchmarks.common import quiet; "
+  code += "quiet.STOPPING = 0; quiet.keep(); print('done')"
   run = [sys.executable, "-c", code]
   nested = f"{code}; import subprocess; subprocess.run({run!r}, check=True)"
   path = tmp_path / "quiet.lock"
   held = locks.take(path)
   waits = subprocess.Popen(
     [sys.executable, "-u", "-c", nested],
-    cwd=queues.BENCHMARKS,
+    cwd=queues.ROOT,
     env=os.environ | {"GRADCOMP_QUIET_LOCK": str(path)},
     stdout=subprocess.PIPE,
     text=True,
@@ -197,11 +199,14 @@ def test_one_benchmark_waits_for_another(tmp_path):
 def checkout(tmp_path):
   """A repository whose queue prints its tree, its lock and its library."""
   root = tmp_path / "checkout"
-  (root / "benchmarks").mkdir(parents=True)
-  (root / "benchmarks" / "evidence_queue.py").write_text(
+  script = root / SUPERVISOR
+  script.parent.mkdir(parents=True)
+  for folder in script.parents[:3]:
+    (folder / "__init__.py").touch()
+  script.write_text(
     "import fcntl, os, sys\n"
     "from pathlib import Path\n"
-    "print(Path(__file__).parents[2], os.environ['PYTHONPATH'], *sys.argv[1:])\n"
+    "print(Path(__file__).parents[3], os.environ['PYTHONPATH'], *sys.argv[1:])\n"
     "with open(Path(sys.argv[4], 'queue.lock')) as file:\n"
     "  try:\n"
     "    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)\n"
@@ -227,17 +232,17 @@ def commit(root):
 def test_the_tree_is_that_of_the_newest_commit(checkout):
   """Whatever was changed there, or removed."""
   tree = checkout / ".evidence" / "tree"
-  evidence_start.move(checkout, tree)
-  (tree / "benchmarks" / "evidence_queue.py").write_text("changed")
+  queue_start.move(checkout, tree)
+  (tree / "benchmarks" / "study/queue/supervisor.py").write_text("changed")
   (checkout / "new").write_text("not committed")
-  assert evidence_start.move(checkout, tree) == git(tree, "rev-parse", "HEAD").strip()
+  assert queue_start.move(checkout, tree) == git(tree, "rev-parse", "HEAD").strip()
   assert not (tree / "new").exists()
   assert git(tree, "status", "--porcelain").split() == ["??", "datasets"]
   commit(checkout)
-  evidence_start.move(checkout, tree)
+  queue_start.move(checkout, tree)
   assert (tree / "new").exists()
   git(checkout, "worktree", "remove", "--force", str(tree))
-  evidence_start.move(checkout, tree)
+  queue_start.move(checkout, tree)
   assert (tree / "new").exists()
   assert (tree / "datasets").readlink() == checkout / "datasets"
 
@@ -246,9 +251,9 @@ def test_the_queue_starts_in_the_tree_and_keeps_the_lock(checkout, tmp_path):
   work = tmp_path / "work"
   code = f"""{queues.SETTINGS}
 from pathlib import Path
-import evidence_start
-folders = evidence_start.Folders(Path("records"), Path({str(work)!r}))
-evidence_start.main(folders, Path({str(checkout)!r}))
+from benchmarks.study.queue import start
+folders = start.Folders(Path("records"), Path({str(work)!r}))
+start.main(folders, Path({str(checkout)!r}))
 """
   line = [sys.executable, "-c", code, "--jobs", "1"]
   subprocess.run(line, check=True, stdout=subprocess.PIPE)
@@ -260,11 +265,11 @@ evidence_start.main(folders, Path({str(checkout)!r}))
 
 
 def test_a_second_queue_does_not_start(tmp_path, capsys, monkeypatch):
-  monkeypatch.setattr(sys, "argv", ["evidence_start.py"])
+  monkeypatch.setattr(sys, "argv", ["study/queue/start.py"])
   folders = Folders(tmp_path / "records", tmp_path / "work")
   folders.work.mkdir()
   held = locks.take(folders.lock)
-  evidence_start.main(folders, tmp_path)
+  queue_start.main(folders, tmp_path)
   os.close(held)
   out = capsys.readouterr().out
   assert out.startswith(f"the queue runs already: process {os.getpid()}, ")
@@ -288,7 +293,7 @@ def test_the_status_counts_by_launches(tmp_path, monkeypatch):
   other = SETTING._replace(network="mlp")
   items = [Item("lenets", x) for x in settings]
   items += [Item("lenets", TIMED), Item("others", other)]
-  page = evidence_status.page(items, folders, 2)
+  page = queue_status.page(items, folders, 2)
   assert page.endswith("the queue does not run: make evidence starts it")
   assert "5.0 h of CPU time to do: 2.5 h of 2 cores" in page
 
@@ -302,7 +307,7 @@ def test_the_status_counts_by_launches(tmp_path, monkeypatch):
   )
   folders.running.write_text(f'["{items[2].digest}"]')
   held, quiet = locks.take(folders.lock), locks.take(tmp_path / "quiet.lock")
-  lines = evidence_status.page(items, folders, 2).splitlines()
+  lines = queue_status.page(items, folders, 2).splitlines()
   os.close(held)
   os.close(quiet)
   assert [line.split() for line in lines[1:3]] == [
@@ -317,4 +322,4 @@ def test_the_status_counts_by_launches(tmp_path, monkeypatch):
 
 
 def test_a_training_that_said_nothing_has_no_estimate(tmp_path):
-  assert evidence_child.heartbeat(tmp_path) == (0, 0, 0.0, None)
+  assert child.heartbeat(tmp_path) == (0, 0, 0.0, None)

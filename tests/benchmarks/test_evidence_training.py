@@ -7,54 +7,48 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cluster_codecs
-import cluster_numbers
-import cluster_records
-import cluster_runs
-import cluster_study
-import evidence_items
-import evidence_launches
-import evidence_times
-import evidence_training
 import jax
 import numpy as np
 import optax
 import pytest
-from cluster_networks import TEXTS, Source
-from cluster_records import Record
-from evidence_training import Heart, Keeper
 
+from benchmarks.study import analysis, methods, options, records, runner
+from benchmarks.study.queue import items as queue_items
+from benchmarks.study.queue import launches, times, train
+from benchmarks.study.queue.train import Heart, Keeper
+from benchmarks.study.records import Record
+from benchmarks.study.tasks import TEXTS, Source
 from tests.support.cases.study import SETTING
 
 DIGITS = SETTING._replace(workers=2, batch=32, steps=6, epoch=1437, points=2)
 
 
 def test_each_training_has_one_place_and_a_codec():
-  items = evidence_items.items()
+  items = queue_items.items()
   assert len({x.digest for x in items}) == len({x.setting for x in items}) == len(items)
-  assert {x.launch for x in items} == {x.name for x in evidence_launches.LAUNCHES}
+  assert {x.launch for x in items} == {x.name for x in launches.LAUNCHES}
   for x in items:
-    assert cluster_codecs.check(x.setting.codec)
+    assert methods.check(x.setting.codec)
     assert x.setting.batch % x.setting.workers == 0
 
 
 def test_seeds_are_the_outer_loop_of_a_launch():
-  for launch in evidence_launches.LAUNCHES:
-    items = [x for x in evidence_items.items() if x.launch == launch.name]
+  for launch in launches.LAUNCHES:
+    items = [x for x in queue_items.items() if x.launch == launch.name]
     seeds = [x.setting.seed for x in items]
     assert seeds == sorted(seeds) and set(seeds) == set(range(launch.seeds))
     assert len(set(map(seeds.count, seeds))) == 1
 
 
 def test_each_arm_is_beside_float32():
-  for launch in evidence_launches.LAUNCHES:
+  for launch in launches.LAUNCHES:
     assert all("f32" in arms.codecs for arms in launch.arms)
 
 
 def test_no_two_comparisons_have_one_name():
   """Names are headings in the report; records of launches that share a setting join."""
-  found = cluster_numbers.grouped(
-    Record(x.setting, {"points": []}) for x in evidence_items.items()
+  found = analysis.grouped(
+    Record(x.setting, {"points": []}) for x in queue_items.items()
   )
   names = [x.name for x in found.groups]
   assert len(set(names)) == len(names)
@@ -69,21 +63,20 @@ def test_timed_launches_are_those_of_the_study(monkeypatch):
     name, epoch = ("brown", 172_221) if network in TEXTS else images
     return Source(name, None, (), (), epoch, None, network in TEXTS)
 
-  monkeypatch.setattr(cluster_runs, "_source", source)
-  parser = cluster_study.make_parser()
-  timed = {x.setting for x in evidence_items.items() if x.setting.way == "timed"}
+  monkeypatch.setattr(runner, "_source", source)
+  timed = {x.setting for x in queue_items.items() if x.setting.way == "timed"}
   made = set()
-  for _, rate, hosts, line in evidence_times.lines(timed):
+  for _, rate, hosts, line in times.lines(timed):
     monkeypatch.setattr(jax, "process_count", lambda hosts=hosts: hosts)
     monkeypatch.setattr(jax, "device_count", lambda hosts=hosts: hosts)
-    args = parser.parse_args(["run", *line, "--link", rate, "--output", "unused"])
-    made |= {x.setting for x in cluster_runs.jobs(args)}
+    args = options.parse(["run", *line, "--link", rate, "--output", "unused"])
+    made |= {x.setting for x in runner.jobs(args)}
   assert made == timed
 
 
 def steps_of(setting, patch):
   """Trains, and returns the parameters that were tested and the results."""
-  trainer, _ = evidence_training.trainer_of(setting)
+  trainer, _ = train.trainer_of(setting)
   tested = []
   evaluate = trainer._task.evaluate
   patch.setattr(
@@ -115,7 +108,7 @@ def test_the_rate_halves_where_the_test_loss_stands_still(monkeypatch):
   setting = DIGITS._replace(
     network="mlp", dropout=0.0, steps=8, points=8, schedule="plateau", momentum=None
   )
-  trainer, _ = evidence_training.trainer_of(setting)
+  trainer, _ = train.trainer_of(setting)
   monkeypatch.setattr(trainer._task, "evaluate", lambda params: (1.0, 0.5))
   scales = []
 
@@ -149,9 +142,9 @@ class Killed(Exception):
 )
 def test_a_training_goes_on_with_the_same_bits(changed, tmp_path, monkeypatch):
   setting = DIGITS._replace(network="mlp", **changed)
-  monkeypatch.setattr(evidence_training, "_LONG", 0.0)
-  monkeypatch.setattr(evidence_training, "_BETWEEN", 0.0)
-  trainer, _ = evidence_training.trainer_of(setting)
+  monkeypatch.setattr(train, "_LONG", 0.0)
+  monkeypatch.setattr(train, "_BETWEEN", 0.0)
+  trainer, _ = train.trainer_of(setting)
   whole = trainer.train(setting.seed)
   assert len(whole["points"]) == 2
 
@@ -181,14 +174,15 @@ SCRIPT = """
 import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[1:2]
-import cluster_records, evidence_training
+from benchmarks.study import records
+from benchmarks.study.queue import train
 from test_evidence_training import DIGITS
-evidence_training._LONG = evidence_training._BETWEEN = 0.0
-evidence_training._MEASURED = 0.0
+train._LONG = train._BETWEEN = 0.0
+train._MEASURED = 0.0
 setting = DIGITS._replace(codec="onebit-64", network="mlp", steps=60)
 path, state = map(Path, sys.argv[2:])
-append = lambda results: cluster_records.append(path, setting, results)
-evidence_training.train(setting, state, append)
+append = lambda results: records.append(path, setting, results)
+train.train(setting, state, append)
 """
 
 
@@ -222,9 +216,9 @@ def test_a_training_that_is_killed_at_any_time_ends_as_one_that_is_not(
 
 def test_a_heart_says_how_far_a_training_is(tmp_path, monkeypatch, capsys):
   clock = iter(np.arange(0.0, 1000.0, 0.5).tolist())
-  monkeypatch.setattr(evidence_training.time, "process_time", lambda: next(clock))
-  monkeypatch.setattr(evidence_training, "_BEAT", 0.0)
-  monkeypatch.setattr(evidence_training, "_MEASURED", 2.0)
+  monkeypatch.setattr(train.time, "process_time", lambda: next(clock))
+  monkeypatch.setattr(train, "_BEAT", 0.0)
+  monkeypatch.setattr(train, "_MEASURED", 2.0)
   heart = Heart(tmp_path / "heartbeat.json", 100)
   for _ in range(12):
     heart.beat()
@@ -239,10 +233,10 @@ def test_a_training_leaves_a_record_and_nothing_else(tmp_path):
   path = tmp_path / "records" / "1-test.jsonl"
   state = tmp_path / "state"
   path.parent.mkdir()
-  ended = lambda results: cluster_records.append(path, setting, results)
-  evidence_training.train(setting, state, ended)
+  ended = lambda results: records.append(path, setting, results)
+  train.train(setting, state, ended)
   assert not state.exists()
-  [record] = cluster_records.read(path.parent)
+  [record] = records.read(path.parent)
   assert record.setting == setting
   found = record.results
   assert found["points"][0]["step"] == 2 and found["cpu"] > 0
@@ -252,11 +246,11 @@ def test_a_training_leaves_a_record_and_nothing_else(tmp_path):
 
 def test_a_training_that_diverges_says_so(monkeypatch):
   setting = DIGITS._replace(network="mlp", dropout=0.0, learning_rate=1e30)
-  trainer, _ = evidence_training.trainer_of(setting)
+  trainer, _ = train.trainer_of(setting)
   found = trainer.train(0)
   assert found["diverged"] == found["points"][-1]["step"] < setting.steps
 
 
 def test_data_of_another_size_is_refused():
   with pytest.raises(ValueError, match="'digits' with 1437 .* got 'digits' with 1280"):
-    evidence_training.source_of(DIGITS._replace(epoch=1280))
+    train.source_of(DIGITS._replace(epoch=1280))

@@ -5,13 +5,10 @@ import doctest
 import json
 import math
 
-import gradients
-import link_codecs
-import link_options
-import link_picture
-import link_results
-import link_tables
 import pytest
+
+from benchmarks.common import shapes as common_shapes
+from benchmarks.links import cells, methods, picture, results, tables
 
 CELL = {
   "hosts": 2,
@@ -56,9 +53,7 @@ def options(**chosen):
   return argparse.Namespace(**(empty | {"buckets": False} | chosen))
 
 
-@pytest.mark.parametrize(
-  "module", [link_codecs, link_options, link_results, link_tables], ids=str
-)
+@pytest.mark.parametrize("module", [methods, cells, results, tables], ids=str)
 def test_the_examples_run(module):
   found = doctest.testmod(module)
   assert found.attempted and not found.failed
@@ -69,38 +64,38 @@ def test_the_slowest_host_takes_the_time():
     {"steps": {"plain": reported([4.0, 6.0]), "x": reported([1.0, 5.0])}},
     {"steps": {"plain": reported([5.0, 5.0]), "x": reported([3.0, 2.0], crc32=2)}},
   ]
-  found = link_results.combine(reports, "steps", shared=False)
+  found = results.combine(reports, "steps", shared=False)
   assert found["plain"]["seconds"] == [5.0, 6.0]
   assert found["x"]["seconds"] == [3.0, 5.0]
-  assert link_results.speed_up(found["x"]) == 5.5 / 4.0
+  assert results.speed_up(found["x"]) == 5.5 / 4.0
   assert [entry["same_bits"] for entry in found.values()] == [True, False]
   assert found["x"]["bytes_sent"] == 8
-  shared = link_results.combine(reports, "steps", shared=True)
+  shared = results.combine(reports, "steps", shared=True)
   assert shared["x"]["bytes_sent"] == 4
 
 
 def test_cells_stay_apart_and_steps_join():
-  runs = link_results.merge([], run({"a": step(1), "b": step(2)}))
-  runs = link_results.merge(runs, run({"a": step(3)}, rate="100mbit"))
+  runs = results.merge([], run({"a": step(1), "b": step(2)}))
+  runs = results.merge(runs, run({"a": step(3)}, rate="100mbit"))
   again = run({"b": step(4)}, probe=[], failed={"c": "hung after 60 s"})
-  runs = link_results.merge(runs, again)
+  runs = results.merge(runs, again)
   assert [len(run["steps"]) for run in runs] == [2, 1]
-  first = link_results.find(runs, hosts=2, rate="1gbit", leaves=1)
+  first = results.find(runs, hosts=2, rate="1gbit", leaves=1)
   assert first["steps"] == {"a": step(1), "b": step(4)}
   assert first["probe"] == [1.2e8, 1.1e8] and first["failed"]
-  runs = link_results.merge(runs, run({"c": step(5)}))
+  runs = results.merge(runs, run({"c": step(5)}))
   assert not runs[0]["failed"]
   with pytest.raises(KeyError):
-    link_results.find(runs, hosts=4, rate="1gbit", leaves=1)
+    results.find(runs, hosts=4, rate="1gbit", leaves=1)
 
 
 def test_results_of_another_machine_are_not_joined(tmp_path):
   path = tmp_path / "link_speed.json"
-  assert link_results.read(path, MACHINE) == {"machine": MACHINE, "runs": []}
+  assert results.read(path, MACHINE) == {"machine": MACHINE, "runs": []}
   path.write_text(json.dumps({"machine": MACHINE | {"kernel": "old"}, "runs": [1]}))
-  assert link_results.read(path, MACHINE)["runs"] == [1]
+  assert results.read(path, MACHINE)["runs"] == [1]
   with pytest.raises(ValueError, match="`cores` is 2, and here it is 4"):
-    link_results.read(path, MACHINE | {"cores": 4})
+    results.read(path, MACHINE | {"cores": 4})
 
 
 def test_the_table_compares_within_a_framework():
@@ -114,7 +109,7 @@ def test_the_table_compares_within_a_framework():
     failed={"ddp powersgd-1 in buckets": "hung after 60 s"},
   )
   slow = run({"qsgd-4 two_shot": step(200, 1000)}, rate="100mbit")
-  lines = link_tables.markdown([fast, slow]).splitlines()
+  lines = tables.markdown([fast, slow]).splitlines()
   table = lines[lines.index("| | MB | 100mbit | 1gbit |") + 2 :]
   assert table == [
     "| qsgd-4 two_shot | 1.00 | 200 (5.0) | 25 (4.0) |",
@@ -127,14 +122,14 @@ def test_the_table_compares_within_a_framework():
 
 def test_a_rate_that_is_not_reached_has_no_column():
   runs = [run({"a": step(1)}), run({}, rate="100mbit", probe=[1e6])]
-  text = link_tables.markdown(runs)
+  text = tables.markdown(runs)
   assert "| | MB | 1gbit |" in text
   assert "* 100mbit: raw TCP carries 8 Mbit/s or more. This machine does not" in text
 
 
 def test_default_cells():
   """All rates with one leaf, and one cell with ResNet-50, which shows the hang."""
-  found = link_options.cells(options())
+  found = cells.cells(options())
   assert len(found) == 2 * 5 + 1
   assert [cell[:3] for cell in found if not cell.brief] == [
     ("1gbit", 2, 1),
@@ -145,34 +140,34 @@ def test_default_cells():
 
 def test_options_choose_cells():
   chosen = options(hosts=[4], leaves=[8, "resnet50"], codecs=["f16"])
-  assert [cell[:3] for cell in link_options.cells(chosen)] == [
+  assert [cell[:3] for cell in cells.cells(chosen)] == [
     ("1gbit", 4, 8),
     ("1gbit", 4, "resnet50"),
   ]
 
 
 def test_leaves_have_the_sizes_that_are_told():
-  assert sum(map(math.prod, link_options.shapes_of(8, mib=64))) == 2**24
-  shapes = link_options.shapes_of("resnet50", mib=64)
-  assert shapes == gradients.resnet50_shapes()
+  assert sum(map(math.prod, cells.shapes_of(8, mib=64))) == 2**24
+  shapes = cells.shapes_of("resnet50", mib=64)
+  assert shapes == common_shapes.resnet50_shapes()
   assert (len(shapes), sum(map(math.prod, shapes))) == (161, 25_557_032)
 
 
 def test_brief_choices_and_pictures_are_of_steps_that_exist():
-  everything = link_codecs.chosen(None, brief=False, merged=False)
+  everything = methods.chosen(None, brief=False, merged=False)
   assert len(set(everything)) == len(everything)
-  ours = {name for name in link_picture.LINES if not name.startswith("ddp")}
-  assert ours <= set(link_codecs.chosen(None, brief=True, merged=True))
+  ours = {name for name in picture.LINES if not name.startswith("ddp")}
+  assert ours <= set(methods.chosen(None, brief=True, merged=True))
   for merged in (True, False):
-    brief = link_codecs.chosen(None, brief=True, merged=merged)
-    assert set(brief) <= set(link_codecs.chosen(None, brief=False, merged=merged))
+    brief = methods.chosen(None, brief=True, merged=merged)
+    assert set(brief) <= set(methods.chosen(None, brief=False, merged=merged))
 
 
 def test_what_splits_messages_needs_several_leaves():
-  one = link_codecs.chosen(None, brief=False, merged=True)
-  several = link_codecs.chosen(None, brief=False, merged=False)
+  one = methods.chosen(None, brief=False, merged=True)
+  several = methods.chosen(None, brief=False, merged=False)
   assert {name.rsplit(" ", 1)[0] for name in set(several) - set(one)} == {
-    name for name, case in link_codecs.CASES.items() if case.message_bytes
+    name for name, case in methods.CASES.items() if case.message_bytes
   }
 
 
@@ -184,7 +179,7 @@ def test_pictures_are_drawn(tmp_path):
     "qsgd-4 two_shot": step(25) | full | {"bytes_wire_report": 1e6},
   }
   runs = [run(steps), run(steps, rate="loopback"), run({}, rate="100mbit")]
-  link_picture.bars(runs[:2], tmp_path / "bars.png")
-  link_picture.rates(runs, tmp_path / "rates.png")
+  picture.bars(runs[:2], tmp_path / "bars.png")
+  picture.rates(runs, tmp_path / "rates.png")
   assert (tmp_path / "bars.png").stat().st_size > 1000
   assert (tmp_path / "rates.png").stat().st_size > 1000

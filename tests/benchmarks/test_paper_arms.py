@@ -1,12 +1,12 @@
 """Arms of the study that end in -paper are the papers' algorithms."""
 
-import cluster_codecs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import gradcomp
+from benchmarks.study import methods
 from gradcomp.codecs import EightBit, Ternary
 
 LIKE = {"kernel": np.zeros((64, 32)), "head": {"kernel": np.zeros((32, 20))}}
@@ -15,7 +15,7 @@ WORKERS = 8
 
 def made(codec, **options):
   """The exchange of a codec, with what is left behind it."""
-  return cluster_codecs.make(codec, axis_name="data", steps=100, **options)
+  return methods.make(codec, axis_name="data", steps=100, **options)
 
 
 def exchanged(tx, gradients):
@@ -91,7 +91,7 @@ def test_dettmers_sends_once_and_all_of_it():
 @pytest.mark.parametrize("codec", ["redsync-0.1-paper", "redsync-0.1-asq-paper"])
 def test_fangs_arms_are_sparse_from_the_first_step_on(codec):
   tx, *_ = made(codec, momentum=None)
-  assert cluster_codecs.first_steps(codec, 10_000) == 0
+  assert methods.first_steps(codec, 10_000) == 0
   leaves = {"kernel": jnp.zeros((256, 256)), "head": {"kernel": jnp.zeros((256, 256))}}
   gradient = jax.tree.map(
     lambda x: jnp.linspace(1.0, 2.0, x.size).reshape(x.shape), leaves

@@ -2,10 +2,11 @@
 
 import doctest
 
-import parallel_links
 import pytest
-import tables
-from parallel_links import Sizes, name_of, parts, programs, step
+
+from benchmarks.common import tables
+from benchmarks.links import activations
+from benchmarks.links.activations import Sizes, name_of, parts, programs, step
 
 SIZES = Sizes(8, 64, 32, (64,), (1, 4))
 HOSTS = 2
@@ -49,7 +50,7 @@ def test_a_transfer_hides_under_the_products_of_its_direction(
   there, back, ahead, after, paper
 ):
   seconds = measured(gather=there, scatter=back, product=2, products=5)
-  found = parallel_links.predicted(seconds, SIZES, HOSTS, "f32", 4)
+  found = activations.predicted(seconds, SIZES, HOSTS, "f32", 4)
   assert found == {"ahead": ahead, "after": after, "paper": paper}
 
 
@@ -70,7 +71,7 @@ def test_the_page_has_a_line_for_each_program():
   }
   run["programs"][name_of(["gather", "linear", 8, 32, 1])]["median_seconds"] = 2e-3
   unreached = run | {"rate": "100mbit", "programs": {}}
-  text = parallel_links.markdown({"runs": [run, unreached]})
+  text = activations.markdown({"runs": [run, unreached]})
   assert "| gather | [8, 64/2] | linear | 2.0 | 1.00 | 8.0 | 2.00 | 2.00 |" in text
   assert "| scatter | [8, 64/2] | linear | 8.0 | 1.00 | 8.0 | 1.00 | 1.00 |" in text
   assert "| linear | 4 | 9 | 9 |" in text

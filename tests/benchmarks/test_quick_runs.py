@@ -4,15 +4,16 @@ import re
 from pathlib import Path
 
 import pytest
-import quick
-import running
+
+from benchmarks import quick
+from benchmarks.common import cli
 
 SCRIPTS = {
   "good": "pathlib.Path(sys.argv[-1]).write_text('1')",
-  "bare": "import running; running.skip('there is no GPU here')",
+  "bare": "from benchmarks.common import cli; cli.skip('there is no GPU here')",
   "broken": "print('before'); raise ValueError('a bug')",
   "silent": "pass",
-  "rude": "pathlib.Path('results/kept.md').touch(); " * 2
+  "rude": "pathlib.Path('benchmarks/results/kept.md').touch(); " * 2
   + "pathlib.Path(sys.argv[-1]).write_text('1')",
 }
 
@@ -20,14 +21,17 @@ SCRIPTS = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
   """Benchmarks of one line each, in place of our own."""
-  source = Path(running.__file__).parent
-  (tmp_path / "running.py").write_text((source / "running.py").read_text())
-  (tmp_path / "results").mkdir()
+  folder = tmp_path / "benchmarks"
+  (folder / "common").mkdir(parents=True)
+  (folder / "common" / "cli.py").write_text(Path(cli.__file__).read_text())
+  (folder / "results").mkdir()
+  for path in (folder, folder / "common"):
+    (path / "__init__.py").touch()
   for name, code in SCRIPTS.items():
-    lines = ["import os, pathlib, sys", "os.chdir(pathlib.Path(__file__).parent)"]
+    lines = ["import os, pathlib, sys"]
     lines += ['assert "--quick" in sys.argv and "--output" in sys.argv', code]
-    (tmp_path / f"{name}.py").write_text("\n".join(lines))
-  monkeypatch.setattr(quick, "HERE", tmp_path)
+    (folder / f"{name}.py").write_text("\n".join(lines))
+  monkeypatch.setattr(quick, "ROOT", tmp_path)
   monkeypatch.setattr(quick, "RUNS", ("good", "bare", "good --option"))
   return tmp_path
 
@@ -66,22 +70,19 @@ def test_runs_that_fail(folder, capsys, monkeypatch):
 
 def test_all_scripts_are_run():
   """All but those that another one starts."""
+  folder = quick.ROOT / "benchmarks"
   scripts = {
-    path.stem
-    for path in quick.HERE.glob("*.py")
+    ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__main__")
+    for path in folder.glob("**/*.py")
     if '__name__ == "__main__"' in path.read_text()
   }
   started = {line.split()[0] for line in quick.RUNS}
-  started_by_others = {
-    "cluster_host",
-    "evidence_queue",
-    "evidence_training",
-    "link_delay",
-    "link_probe",
-    "link_worker",
-    "local_worker",
-    "parallel_worker",
-    "torch_worker",
+  started_by_others = {"study.host"} | {
+    f"links.{name}"
+    for name in ("delay", "probe", "worker", "local_worker", "activations_worker")
+    + ("torch_worker",)
   }
-  of_trainings = {f"evidence_{x}" for x in ("start", "status", "times")}
+  of_trainings = {
+    f"study.queue.{x}" for x in ("start", "status", "supervisor", "times", "train")
+  }
   assert started == scripts - started_by_others - of_trainings - {"quick"}

@@ -2,15 +2,16 @@
 
 import json
 
-import cluster_elsewhere
 import pytest
-from layer_errors import PAPER
+
+from benchmarks.study import findings
+from benchmarks.training.model_parallel.layer_errors import PAPER
 
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
 
 
 def accuracies(*, types, one_bit=10.0, gradients=97.5):
-  """A record of model_parallel.py: float32 has 97 and 98 %."""
+  """A record of training/model_parallel/dense.py: float32 has 97 and 98 %."""
   ends = {name: [97.0, 98.0] for name in ("f32", *TYPES)}
   ends["linear"] = [types, types + 1]
   coarse = {"gradients, with feedback": gradients, "activations": one_bit}
@@ -21,13 +22,13 @@ def accuracies(*, types, one_bit=10.0, gradients=97.5):
 
 
 def network(name, more):
-  """A record of model_parallel_nets.py: float32 has an error of 2.5 %."""
+  """A record of training/model_parallel/nets.py: float32 has an error of 2.5 %."""
   ends = {"f32": [97, 98]} | {x: [97 - more, 98 - more] for x in TYPES}
   return {"accuracy_percent": {name: ends}}
 
 
 def weights(**changed):
-  """A record of gradient_facts.py, whose first layer is as the papers say."""
+  """A record of training/gradients.py, whose first layer is as the papers say."""
   good = {
     "zeros_clipped": 0.71,
     "shorter": 0.012,
@@ -50,7 +51,7 @@ def perplexities(name, *less):
 
 
 def layers(times):
-  """A record of model_parallel.py, whose errors are so many times the paper's.
+  """A record of model_parallel/dense.py, whose errors are so many times the paper's.
 
   Those of activations begin with the inputs, which the paper does not have.
   """
@@ -140,15 +141,16 @@ CASES = {
 
 @pytest.mark.parametrize("start", CASES)
 def test_each_verdict_comes_out_each_way(tmp_path, monkeypatch, start):
-  (finding,) = (x for x in cluster_elsewhere.ELSEWHERE if x.claim.startswith(start))
-  monkeypatch.setattr(cluster_elsewhere, "RESULTS", tmp_path)
+  (finding,) = (x for x in findings.ELSEWHERE if x.claim.startswith(start))
+  monkeypatch.setattr(findings, "RESULTS", tmp_path)
   nothing = finding.judge(None)
   assert nothing.verdict == "not tested"
-  record = nothing.numbers[0].removeprefix("It needs ").split()[0]
+  record = nothing.numbers[0].removeprefix("It needs ").split(",")[0]
   for expected, found in zip(("holds", "does not"), CASES[start], strict=True):
+    (tmp_path / record).parent.mkdir(exist_ok=True)
     (tmp_path / record).write_text(json.dumps(found))
     assert finding.judge(None).verdict == expected
 
 
 def test_every_claim_has_a_case():
-  assert len(CASES) == len(cluster_elsewhere.ELSEWHERE)
+  assert len(CASES) == len(findings.ELSEWHERE)

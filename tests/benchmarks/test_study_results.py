@@ -4,21 +4,18 @@ import json
 import re
 from collections import Counter
 
-import cluster_codecs
-import cluster_findings
-import cluster_records
-import cluster_runs
-import cluster_study
 import jax
 import jax.numpy as jnp
-import link_codecs
-import link_results
-import plan_accuracy
 import pytest
-from cluster_launches import LAUNCHES
-from cluster_networks import TEXTS, Source
 
 import gradcomp
+from benchmarks.links import methods as links_methods
+from benchmarks.links import results
+from benchmarks.models import package_accuracy
+from benchmarks.study import findings, methods, runner
+from benchmarks.study import records as study_records
+from benchmarks.study.options import launches
+from benchmarks.study.tasks import TEXTS, Source
 from gradcomp.cost import CANDIDATES
 from tests.benchmarks import study_pages
 from tests.support import pages
@@ -72,14 +69,11 @@ def test_the_launches_make_the_records_and_no_others(monkeypatch):
       name, epoch = args.text, 172_221
     return Source(name, None, (), (), epoch, None, network in TEXTS)
 
-  monkeypatch.setattr(cluster_runs, "_source", source)
-  parser = cluster_study.make_parser()
+  monkeypatch.setattr(runner, "_source", source)
   made = Counter(
-    job.setting
-    for launch in LAUNCHES
-    for job in cluster_runs.jobs(parser.parse_args(["run", *launch.split()]))
+    job.setting for launch in launches("papers") for job in runner.jobs(launch)
   )
-  records = cluster_records.read(study_pages.RECORDS)
+  records = study_records.read(study_pages.RECORDS)
   kept = {x.setting for x in records if x.setting.way == "emulated"}
   assert set(made) == kept
   assert max(made.values()) == 1  # no run is in two launches
@@ -87,7 +81,7 @@ def test_the_launches_make_the_records_and_no_others(monkeypatch):
 
 def test_plan_has_the_points_of_the_records(study):
   """1-bit SGD lost points, and RedSync with ASQ was never trained on images."""
-  found = plan_accuracy.accuracies(study)
+  found = package_accuracy.accuracies(study)
   assert found == {x.name: x.points for x in CANDIDATES}
   assert found["1-bit"] < -4 and found["top 0.1 % ASQ"] is None
   kept = (pages.ROOT / "gradcomp/_src/cost/planner/accuracy.json").read_text()
@@ -99,8 +93,8 @@ def test_trainings_that_saw_a_part_of_their_data_are_not_enough(study):
   short = [
     x for x in study.groups if x.setting.steps * x.setting.batch < x.setting.epoch / 2
   ]
-  assert short and plan_accuracy.accuracies(study)["top 1 %"] < -5
-  found = plan_accuracy.accuracies(study._replace(groups=short))
+  assert short and package_accuracy.accuracies(study)["top 1 %"] < -5
+  found = package_accuracy.accuracies(study._replace(groups=short))
   assert found["top 1 %"] is None
 
 
@@ -109,7 +103,7 @@ def test_the_study_trained_with_eight_workers_what_plan_allows(study):
   eight = [x for x in study.groups if x.setting.workers == 8]
   trained = {codec for group in eight for codec in group.runs}
   for name in ("QSGD-8", "QSGD-4", "QSGD-2 fitted", "APS (5, 2)", "APS (4, 3)"):
-    assert trained.intersection(plan_accuracy.NAMES[name])
+    assert trained.intersection(package_accuracy.NAMES[name])
 
 
 def test_the_pages_have_each_table(study):
@@ -141,39 +135,39 @@ def test_the_front_page_has_the_measured_numbers(lenet, label):
   codec, step, _ = FRONT[label]
   *_, points, _, sent, times = front(label)
   assert points == str(lenet.difference(codec))
-  start = cluster_codecs.METHODS[codec].start
+  start = methods.METHODS[codec].start
   options = dict(axis_name="data", steps=0, momentum=0.9, steady=True)
-  explanation = explained(cluster_codecs.make(codec, **options)[0])
+  explanation = explained(methods.make(codec, **options)[0])
   ratio = start + (1 - start) * explanation.ratio
   assert float(sent) == pytest.approx(ratio, abs=0.0011)
   if not step:
     assert times.startswith("not timed")
     return
   name, _, way = step.rpartition(" ")
-  case = link_codecs.CASES[name]
+  case = links_methods.CASES[name]
   options = dict(axis_name="data", exchange=way, feedback=case.feedback)
   (leaf,), (timed,) = (
     x.leaves for x in (explanation, explained(gradcomp.compress(case.codec, **options)))
   )
   assert (leaf.codec, leaf.exchange) == (timed.codec, timed.exchange)
-  runs = json.loads((RESULTS / "link_speed.json").read_text())["runs"]
-  steps = link_results.find(runs, hosts=4, rate="1gbit", leaves=1)["steps"]
+  runs = json.loads((RESULTS / "links" / "link_speed.json").read_text())["runs"]
+  steps = results.find(runs, hosts=4, rate="1gbit", leaves=1)["steps"]
   found, plain = steps[step], steps["plain f32 mean"]
   measured = found["bytes_wire_report"] / plain["bytes_wire_report"]
   assert sent == f"{start + (1 - start) * measured:.3f}"
-  assert times == f"{1 / (start + (1 - start) / link_results.speed_up(found)):.1f}"
+  assert times == f"{1 / (start + (1 - start) / results.speed_up(found)):.1f}"
 
 
 @pytest.mark.parametrize("label", FRONT)
 def test_the_front_page_has_the_verdicts_of_the_findings(study, label):
   (finding,) = (
     x
-    for x in cluster_findings.FINDINGS
+    for x in findings.FINDINGS
     if x.claim.startswith(FRONT[label][2]) and "LARS" not in x.claim
   )
   assert front(label)[3].startswith(finding.judge(study).verdict)
 
 
 def test_the_front_page_counts_the_findings():
-  count = f"[{len(cluster_findings.FINDINGS)} findings](docs/results/findings.md"
+  count = f"[{len(findings.FINDINGS)} findings](docs/results/findings.md"
   assert count in README.read_text()

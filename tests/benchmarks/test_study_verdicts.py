@@ -2,18 +2,16 @@
 
 import json
 
-import cluster_elsewhere
-import cluster_findings
-import cluster_numbers
-import cluster_speeds
 import pytest
 
+from benchmarks.study import analysis, findings
+from benchmarks.study.judges import speed
 from tests.support.cases.study import CASES, FULL, timed, trained
 
 
 def verdict(start, records):
-  [finding] = [x for x in cluster_findings.FINDINGS if x.claim.startswith(start)]
-  return finding.judge(cluster_numbers.grouped(FULL + list(records)))
+  [finding] = [x for x in findings.FINDINGS if x.claim.startswith(start)]
+  return finding.judge(analysis.grouped(FULL + list(records)))
 
 
 @pytest.mark.parametrize("start", CASES)
@@ -28,17 +26,17 @@ def test_each_verdict_comes_out_each_way(start):
 
 def test_every_claim_has_a_case_but_those_of_other_benchmarks():
   """Which test_study_elsewhere.py has, and the next test; and what needs GPUs."""
-  claims = [x.claim for x in cluster_findings.FINDINGS]
+  claims = [x.claim for x in findings.FINDINGS]
   assert len(set(claims)) == len(claims)
   left = {x for x in claims if not x.startswith(tuple(CASES))}
-  assert len(left - {x.claim for x in cluster_elsewhere.ELSEWHERE}) == 6
+  assert len(left - {x.claim for x in findings.ELSEWHERE}) == 6
 
 
 def test_claims_about_links_read_what_link_speed_measured(tmp_path, monkeypatch):
-  judge = cluster_speeds.of_links("a", "b", ((2, "1gbit", 1, 64),))
+  judge = speed.of_links("a", "b", ((2, "1gbit", 1, 64),))
   run = {"hosts": 2, "rate": "1gbit", "leaves": 1, "mib": 64}
   path = tmp_path / "links.json"
-  monkeypatch.setattr(cluster_speeds, "LINKS", path)
+  monkeypatch.setattr(speed, "LINKS", path)
   assert judge(None).verdict == "not tested"
   told = (2.0, 1.0, "holds"), (1.0, 2.0, "does not"), (1.0, 1.04, "not tested")
   for a, b, expected in told:

@@ -5,7 +5,6 @@ import json
 import math
 import statistics
 
-import cost_fit
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradcomp
+from benchmarks.models import fit_links
 from gradcomp import cost
 from gradcomp._src.cost.planner import packaged_speeds
 from gradcomp.cost import Cluster, Link
@@ -247,9 +247,9 @@ FAR = {
 @pytest.mark.slow
 def test_measured_links_are_predicted():
   """From the plain mean and the parts of one two_shot; on loopback there is no link."""
-  runs = cost_fit.read_runs(cost_fit.LINKS)
-  speeds = cost_fit.read_speeds([json.loads(x.read_text()) for x in cost_fit.SPEEDS])
-  rows = cost_fit.compare(runs, speeds)
+  runs = fit_links.read_runs(fit_links.LINKS)
+  speeds = fit_links.read_speeds([json.loads(x.read_text()) for x in fit_links.SPEEDS])
+  rows = fit_links.compare(runs, speeds)
   predicted = {row[:3] for row in rows}
   every = {(x["hosts"], x["rate"], name) for x in runs for name in x["steps"]}
   others = ("plain f32 mean", "f32 psum", "ddp ", "redsync", "powersgd")
@@ -269,11 +269,11 @@ def test_measured_links_are_predicted():
 @pytest.mark.slow
 def test_redsync_takes_longer_than_is_predicted():
   """Its momentum is not in the model, as docs/start/how-to-choose.md says."""
-  runs = cost_fit.read_runs(cost_fit.LINKS)
+  runs = fit_links.read_runs(fit_links.LINKS)
   names = {"1%": "top 1 %", "0.1%": "top 0.1 %", "0.1% asq": "top 0.1 % ASQ"}
   packaged = packaged_speeds("cpu")
   speeds = {f"redsync-{x}": packaged[name] for x, name in names.items()}
-  rows = [x for x in cost_fit.compare(runs, speeds) if x.rate != "loopback"]
+  rows = [x for x in fit_links.compare(runs, speeds) if x.rate != "loopback"]
   ratios = [row.measured / row.predicted for row in rows]
   assert len(rows) > 15 and 1.1 < min(ratios) and max(ratios) < 1.65
 
@@ -281,5 +281,5 @@ def test_redsync_takes_longer_than_is_predicted():
 def test_a_measured_crossing_lies_between_two_rates():
   """A gain of 2 falls to 1/2 where the rate is four times as high."""
   points = [(1e8, 4.0), (1e9, 2.0), (4e9, 0.5)]
-  assert cost_fit.crossing(points) == pytest.approx(2e9)
-  assert cost_fit.crossing(points[:2]) is None
+  assert fit_links.crossing(points) == pytest.approx(2e9)
+  assert fit_links.crossing(points[:2]) is None

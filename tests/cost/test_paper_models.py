@@ -3,11 +3,11 @@
 import json
 import math
 
-import papers
 import pytest
-from papers import fang as fang_numbers
-from papers import wen as wen_numbers
 
+from benchmarks.models import papers
+from benchmarks.models.papers import fang as fang_numbers
+from benchmarks.models.papers import wen as wen_numbers
 from gradcomp._src.cost.papers import dettmers, fang, wen
 from gradcomp.cost import Link
 from tests.support import pages
@@ -228,7 +228,7 @@ def test_every_number_that_must_agree_does():
 
 
 def test_the_kept_numbers_are_these():
-  kept = pages.ROOT / "benchmarks" / "results" / "paper_models.json"
+  kept = pages.ROOT / "benchmarks" / "results" / "models" / "paper_models.json"
   entries = json.loads(kept.read_text())
   rows = papers.numbers()
   assert [x["what"] + x["inputs"] for x in entries] == [x.what + x.inputs for x in rows]

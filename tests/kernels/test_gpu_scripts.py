@@ -5,18 +5,14 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
-from pathlib import Path
 
-import gpu_check
-import gpu_kernels
-import kernel_cases
 import numpy as np
-import ptx_check
-import running
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks.common import cli
+from benchmarks.gpu import cases as gpu_cases
+from benchmarks.gpu import check, speed
+from benchmarks.gpu import ptx as gpu_ptx
 
 
 def test_kernels_are_timed_and_written_down(tmp_path, capsys):
@@ -24,7 +20,7 @@ def test_kernels_are_timed_and_written_down(tmp_path, capsys):
   checked = tmp_path / "checked.json"
   checked.write_text(json.dumps({"wrong": {"qsgd 4 bit": ["a bit"]}}))
   cases = ["qsgd 4 bit", "eight_bit linear, nearest"]
-  gpu_kernels.main(
+  speed.main(
     ["--interpret", "--sizes", "8192", "--output", str(output)]
     + ["--checked", str(checked), "--cases", *cases]
   )
@@ -48,7 +44,7 @@ def test_kernels_are_timed_and_written_down(tmp_path, capsys):
 
 def test_no_time_left_is_written_down(tmp_path):
   output = tmp_path / "speed.json"
-  gpu_kernels.main(
+  speed.main(
     ["--interpret", "--sizes", "8192", "--seconds", "0", "--cases", "qsgd 4 bit"]
     + ["--output", str(output)]
   )
@@ -58,9 +54,9 @@ def test_no_time_left_is_written_down(tmp_path):
 
 
 def test_a_wrong_bit_is_found(monkeypatch):
-  monkeypatch.setattr(kernel_cases, "_SIZES", ((1, 0), (2, 77)))
+  monkeypatch.setattr(gpu_cases, "_SIZES", ((1, 0), (2, 77)))
   name = "float_cast (3, 0) toward_zero"
-  case = kernel_cases.CASES[name]
+  case = gpu_cases.CASES[name]
 
   def encode(codec, x):
     rows = case.encode(dataclasses.replace(codec, implementation="xla"), x)[0]
@@ -70,8 +66,8 @@ def test_a_wrong_bit_is_found(monkeypatch):
       )  # the code of one element, of a last, partial tile
     return (rows,)
 
-  monkeypatch.setitem(gpu_check.CASES, name, case._replace(encode=encode))
-  wrong = gpu_check.check(name)
+  monkeypatch.setitem(check.CASES, name, case._replace(encode=encode))
+  wrong = check.check(name)
   assert [line.partition(":")[0] for line in wrong] == [
     "pallas, 2,125 elements",
     "pallas, 2,125 elements with special values",
@@ -82,16 +78,16 @@ def test_a_wrong_bit_is_found(monkeypatch):
 
 def test_the_librarys_own_check_is_timed_and_then_left_out(monkeypatch, capsys):
   name = "float_cast (3, 0) toward_zero"
-  case = kernel_cases.CASES[name]
+  case = gpu_cases.CASES[name]
 
   def encode(codec, x):
     if os.environ.get("GRADCOMP_CHECK_KERNELS") != "0":
       raise RuntimeError("other bits")
     return case.encode(dataclasses.replace(codec, implementation="xla"), x)
 
-  monkeypatch.setattr(kernel_cases, "_SIZES", ((1, 0),))
-  monkeypatch.setitem(gpu_check.CASES, name, case._replace(encode=encode))
-  gpu_check.run_here([name], interpret=False)
+  monkeypatch.setattr(gpu_cases, "_SIZES", ((1, 0),))
+  monkeypatch.setitem(check.CASES, name, case._replace(encode=encode))
+  check.run_here([name], interpret=False)
   printed = capsys.readouterr()
   assert json.loads(printed.out) == [name, ["its own check: other bits"]]
   assert re.search(rf"{re.escape(name)}: traced and tried in \d", printed.err)
@@ -110,11 +106,11 @@ def test_a_kernel_that_ends_its_process_fails_alone(monkeypatch):
         break
     return subprocess.CompletedProcess(command, 1, "\n".join(lines))
 
-  monkeypatch.setattr(gpu_check.subprocess, "run", run)
+  monkeypatch.setattr(check.subprocess, "run", run)
   names = ["good", "loud", "fine", "silent", "last"]
-  found = gpu_check.run_apart(names, time.monotonic() + 60, "--interpret")
+  found = check.run_apart(names, time.monotonic() + 60, "--interpret")
   assert {name for name in names if found[name]} == {"loud", "silent"}
-  late = gpu_check.run_apart(names, time.monotonic())
+  late = check.run_apart(names, time.monotonic())
   assert late == dict.fromkeys(names, ["no time was left for it"])
 
 
@@ -123,18 +119,19 @@ def test_near_values_are_those_that_subnormal_numbers_explain():
   a = np.array([np.nan, np.inf, 0.0, 1.0, 1.0, np.nan, 2.0**-126], np.float32)
   b = np.array([np.nan, np.inf, 1e-39, 1.0, above, 1.0, 0.0], np.float32)
   np.testing.assert_array_equal(
-    gpu_check._near(a, b), [True, True, True, True, False, False, False]
+    check._near(a, b), [True, True, True, True, False, False, False]
   )
 
 
 def test_without_a_gpu_a_line_says_so():
   done = subprocess.run(
-    [sys.executable, str(BENCHMARKS / "gpu_check.py")],
+    cli.module("benchmarks.gpu.check"),
+    cwd=cli.ROOT,
     capture_output=True,
     text=True,
     check=False,
   )
-  assert done.returncode == running.SKIPPED
+  assert done.returncode == cli.SKIPPED
   assert done.stderr.splitlines()[-1].startswith("skipped: there is no GPU here")
 
 
@@ -147,7 +144,7 @@ def test_instructions_of_a_loop_count_as_often_as_it_runs():
   @%p2 bra $L__BB0_1;
   ret;
 """
-  found = ptx_check._instructions(ptx, 32)
+  found = gpu_ptx._instructions(ptx, 32)
   assert [(line.split()[0], times) for line, times in found] == [
     ("ld.global.v4.b32", 1),
     ("mov.u32", 32),

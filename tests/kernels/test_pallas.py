@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from kernel_cases import CASES, Case
 
 import gradcomp
+from benchmarks.gpu.cases import CASES, Case
 from gradcomp._src.codecs import scaling
 from gradcomp._src.kernels import qsgd
 from gradcomp._src.kernels.common import fixed_point

@@ -10,8 +10,8 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from random_streams import NAME, Stream, lanes, model, threefry
 
+from benchmarks.codecs.random_bits.streams import NAME, Stream, lanes, model, threefry
 from gradcomp.kernels import random_lanes
 from tests.support.assertions import rank
 

@@ -266,8 +266,7 @@ def test_the_way_of_a_gradient_names_what_is_there():
 @pytest.mark.parametrize("page", [README, FOLDER / "results" / "speed.md"], ids=name)
 def test_the_picture_is_of_these_times(page, tmp_path, monkeypatch):
   """Its words for those who do not see it hold the times that the script draws."""
-  monkeypatch.syspath_prepend(pages.ROOT / "benchmarks")
-  import front_picture
+  from benchmarks.links import front_picture
 
   times = front_picture.milliseconds()
   (words,) = re.findall(r"!\[(.*)\]\(.*speed\.png\)", page.read_text())

@@ -1,9 +1,9 @@
 """An update needs little more temporary memory than its messages and 1.5 gradients."""
 
-import memory
 import pytest
-from memory import Case
 
+from benchmarks.codecs import memory
+from benchmarks.codecs.memory import Case
 from tests.plugins.slow_cases import slow
 
 # With feedback XLA holds more here, as docs/results/accuracy.md says.

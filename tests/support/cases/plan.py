@@ -3,19 +3,19 @@
 import dataclasses
 import json
 
-import cost_fit
-import gradients
 import jax
 import jax.numpy as jnp
-from plan_speeds import NAMES
 
 import gradcomp
+from benchmarks.common import shapes
+from benchmarks.models import fit_links
+from benchmarks.models.package_speeds import NAMES
 from gradcomp._src.cost.planner import packaged_speeds
 from gradcomp.codecs import QSGD
 from gradcomp.cost import CANDIDATES, Link, PlanOptions
 from tests.support.option_fields import with_options
 
-RUNS = cost_fit.read_runs(cost_fit.LINKS)
+RUNS = fit_links.read_runs(fit_links.LINKS)
 LIKE = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 64 MiB
 BY_NAME = {x.name: x for x in CANDIDATES}
 QSGD4 = [BY_NAME["QSGD-4"]]
@@ -24,7 +24,7 @@ GIGABIT = Link(latency=50e-6, bytes_per_second=125e6)
 
 
 def timed(name, /, **changes):
-  """A candidate as link_speed.py times it: quantizers keep no residuals there."""
+  """A candidate as links/speed.py times it: quantizers keep no residuals there."""
   return dataclasses.replace(BY_NAME[name], **changes)
 
 
@@ -47,7 +47,9 @@ def speeds(times):
 
   Sparse codecs have the packaged ones.
   """
-  measured = cost_fit.read_speeds([json.loads(x.read_text()) for x in cost_fit.SPEEDS])
+  measured = fit_links.read_speeds(
+    [json.loads(x.read_text()) for x in fit_links.SPEEDS]
+  )
   names = NAMES | {"QSGD-4 shared": "qsgd-4 shared"}
   known = {name: measured[of] for name, of in names.items() if of in measured}
   found = packaged_speeds("cpu") | known
@@ -58,7 +60,7 @@ def link_of(run):
   """The link of a run, by parts measured at its rate with as many hosts, or None."""
   parts = {(x["rate"], x["hosts"]) for x in RUNS if x["parts"]}
   runs = [x for x in RUNS if (x["rate"], x["hosts"]) in parts]
-  links = zip(runs, cost_fit.fit_links(runs), strict=True)
+  links = zip(runs, fit_links.fit_links(runs), strict=True)
   return next((link for x, link in links if x is run), None)
 
 
@@ -71,7 +73,7 @@ def codecs_of(run):
 def like_of(run):
   """The shapes of a run's gradient."""
   if run["leaves"] == "resnet50":
-    return jax.eval_shape(gradients.resnet50)
+    return jax.eval_shape(shapes.resnet50)
   size = run["mib"] * 2**20 // 4 // run["leaves"]
   return [jax.ShapeDtypeStruct((size,), jnp.float32)] * run["leaves"]
 

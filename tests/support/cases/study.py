@@ -1,7 +1,7 @@
 """Makes records of a study, and those that decide each of its findings."""
 
-from cluster_records import Record
-from cluster_settings import Setting
+from benchmarks.study.records import Record
+from benchmarks.study.settings import Setting
 
 SETTING = Setting(
   way="emulated",

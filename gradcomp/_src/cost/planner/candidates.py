@@ -84,7 +84,7 @@ class Candidate:
 
 def _with_points(candidate: Candidate) -> Candidate:
   """Returns a candidate with the points of accuracy that the study found for it."""
-  # `benchmarks/plan_accuracy.py` makes the file from the records of trainings.
+  # `python -m benchmarks.models.package_accuracy` makes the file from the records.
   text = resources.files(__package__).joinpath("accuracy.json").read_text()
   return dataclasses.replace(candidate, points=json.loads(text).get(candidate.name))
 
@@ -214,7 +214,7 @@ def packaged_speeds(backend: str) -> Mapping[str, CodecSpeed]:
   """Returns the speeds in the package, by the names of candidates.
 
   They are those of ``benchmarks/results/codec_speed*.json``, scaled to one speed of the
-  memory: see ``benchmarks/plan_speeds.py``. Two cores worked for one process.
+  memory: see ``benchmarks/models/package_speeds.py``. Two cores worked for one process.
 
   Args:
     backend: JAX's name of it, like ``"cpu"``.

@@ -1,0 +1,1 @@
+"""Benchmarks and studies, which run as ``python -m benchmarks.room.name``."""

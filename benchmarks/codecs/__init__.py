@@ -1,0 +1,1 @@
+"""Speed, error and memory of single codecs."""

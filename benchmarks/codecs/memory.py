@@ -1,0 +1,236 @@
+"""Reads from compiled programs how much memory an update needs while it runs.
+
+  python -m benchmarks.codecs.memory [--codecs 'QSGD, 4 bits' ...]
+    [--feedbacks error ...] [--quick] [--output FOLDER]
+
+Compiles the update of one float32 leaf for four workers, with every codec, exchange and
+feedback that go together. The state is donated, as `gradcomp.make_train_step` does.
+Nothing runs. In multiples of the gradient's bytes:
+
+  payloads   What a worker puts into the collectives, and what it gets from them: the
+             operands and results that the compiled program has.
+  temporary  What the program holds besides its arguments and results, by XLA's own
+             analysis (`compiled.memory_analysis()`). Payloads are part of it.
+  excess     The temporary memory that is no payload. At most 1.5 is the goal.
+
+With --output, writes memory.json and memory.md there. What is there already of other
+codecs and feedbacks stays, unless it was read for another size or version.
+"""
+
+import functools
+import itertools
+import json
+import math
+import pathlib
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from benchmarks.common import cli
+from benchmarks.common.tables import table
+from gradcomp import ErrorFeedback, MomentumFeedback
+from gradcomp._src.core.feedback import Feedback
+from gradcomp._src.exchange.auto import ExchangeName
+from gradcomp._src.report import hlo
+from gradcomp.codecs import (
+  QSGD,
+  Codec,
+  Dense,
+  EightBit,
+  FloatCast,
+  OneBit,
+  RandomK,
+  Ternary,
+  TopK,
+)
+from gradcomp.exchange import Hierarchical
+
+WORKERS = 4
+SHAPE = (1024, 1024)
+LIMIT = 1.5  # gradients beside the payloads
+CODECS: dict[str, Codec] = {
+  "float32": Dense(),
+  "bfloat16": Dense(dtype=jnp.bfloat16),
+  "QSGD, 4 bits": QSGD(bits=4),
+  "QSGD, fitted levels": QSGD(bits=4, levels="nonuniform"),
+  "QSGD, shared scales": QSGD(bits=4, share_scale=True),
+  "1-bit SGD": OneBit(),
+  "1-bit SGD, per column": OneBit(per_column=True),
+  "TernGrad": Ternary(),
+  "8 bits, dynamic tree": EightBit(),
+  "APS (5, 2)": FloatCast(),
+  "APS (5, 2), Kahan": FloatCast(accumulate="kahan"),
+  "TopK, 0.1 %": TopK(density=0.001),
+  "RandomK, 1 %": RandomK(density=0.01),
+}
+EXCHANGES = tuple(x for x in get_args(ExchangeName) if x not in ("auto", "local"))
+FEEDBACKS: dict[str | None, Feedback | None] = {
+  None: None,
+  "error": ErrorFeedback(),
+  "momentum": MomentumFeedback(),
+  "error, bfloat16": ErrorFeedback(residual_dtype="bfloat16"),
+  "error, int8": ErrorFeedback(residual_dtype="int8"),
+}
+QUICK = "bfloat16"  # compiles fastest
+_GROUPED = Hierarchical(group_size=2)
+
+
+class Case(NamedTuple):
+  """One way to exchange a gradient."""
+
+  codec: str
+  exchange: ExchangeName
+  feedback: str | None
+
+
+class Memory(NamedTuple):
+  """What an update needs, in gradients."""
+
+  payloads: float
+  temporary: float
+
+  @property
+  def excess(self) -> float:
+    """What is temporary, and no payload."""
+    return self.temporary - self.payloads
+
+
+def cases() -> list[Case]:
+  """Returns every codec with each exchange and feedback that it takes."""
+  every = [Case(*x) for x in itertools.product(CODECS, EXCHANGES, FEEDBACKS)]
+  return [case for case in every if _fits(case)]
+
+
+def transformation(case: Case) -> Any:
+  """Builds the transformation of a case.
+
+  Raises:
+    ValueError: the codec does not take the exchange or the feedback.
+  """
+  return gradcomp.compress(
+    CODECS[case.codec],
+    axis_name="data",
+    exchange=_GROUPED if case.exchange == _GROUPED.name else case.exchange,
+    feedback=FEEDBACKS[case.feedback],
+  )
+
+
+def _fits(case: Case) -> bool:
+  try:
+    transformation(case)
+  except ValueError:
+    return False
+  return True
+
+
+def compiled(case: Case, shape: tuple[int, ...] = SHAPE) -> jax.stages.Compiled:
+  """Compiles an update that writes each array of the state where it was.
+
+  Donated memory goes to the first result of the same shape. The state comes first here,
+  as parameters do in a train step; else the mean would be written over the residual.
+  """
+  tx = transformation(case)
+  mesh = jax.make_mesh((WORKERS,), ("data",))
+  leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+  with jax.set_mesh(mesh):
+    state = jax.eval_shape(tx.init, leaf)
+  specs = gradcomp.state_specs(state, axis_name="data")
+
+  def update(gradient: jax.Array, state: Any) -> tuple[Any, jax.Array]:
+    mean, state = tx.update(gradient, state)
+    return state, mean
+
+  mapped = jax.shard_map(
+    update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(specs, P())
+  )
+  whole = jax.ShapeDtypeStruct((WORKERS * shape[0], *shape[1:]), jnp.float32)
+  place = functools.partial(_placed, mesh)
+  jitted = jax.jit(mapped, donate_argnums=1)
+  state = jax.tree.map(place, state, specs)
+  return jitted.lower(place(whole, P("data")), state).compile()
+
+
+def _placed(mesh: Mesh, like: Any, spec: P) -> jax.ShapeDtypeStruct:
+  sharding = NamedSharding(mesh, spec)
+  return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+
+
+def measure(case: Case, shape: tuple[int, ...] = SHAPE) -> Memory:
+  """Compiles the update of one leaf, and reads what it needs."""
+  program = compiled(case, shape)
+  payloads = 0
+  for one in gradcomp.wire_report(program).collectives:
+    operands = sum(hlo.SIZES[dtype] * math.prod(size) for dtype, size in one.operands)
+    results = one.workers if one.kind == "all-gather" else 1
+    payloads += (1 + results) * operands
+  gradient = 4 * math.prod(shape)
+  temporary = program.memory_analysis().temp_size_in_bytes
+  return Memory(payloads / gradient, temporary / gradient)
+
+
+def markdown(found: dict[Case, Memory]) -> str:
+  """Returns a line for each codec and exchange, and what exceeds the goal in bold."""
+  names = [name or "none" for name in FEEDBACKS]
+  lines = []
+  for codec, exchange in dict.fromkeys((case.codec, case.exchange) for case in found):
+    row = [found.get(Case(codec, exchange, feedback)) for feedback in FEEDBACKS]
+    payloads = max(memory.payloads for memory in row if memory)
+    cells = [_cell(memory) if memory else "" for memory in row]
+    lines.append([codec, f"`{exchange}`", f"{payloads:.2f}", *cells])
+  return f"{table(['codec', 'exchange', 'payloads', *names], lines)}\n"
+
+
+def _cell(memory: Memory) -> str:
+  text = f"{memory.temporary:.2f} ({memory.excess:+.2f})"
+  return text if memory.excess <= LIMIT else f"**{text}**"
+
+
+def main() -> None:
+  parser = cli.parser(
+    __doc__, quick="one codec and a small leaf", output="folder of the two files"
+  )
+  parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
+  names = [name or "none" for name in FEEDBACKS]
+  parser.add_argument("--feedbacks", nargs="+", choices=names, default=names)
+  options = parser.parse_args()
+  jax.config.update("jax_num_cpu_devices", WORKERS)
+  shape = SHAPE
+  if options.quick:
+    shape, options.codecs = (64, 64), [QUICK]
+    cli.compile_fast()
+  found = {}
+  for case in cases():
+    if case.codec in options.codecs and (case.feedback or "none") in options.feedbacks:
+      found[case] = measure(case, shape)
+      print(*case, _cell(found[case]), sep=", ", flush=True)
+  print(markdown(found))
+  if options.output:
+    write(options.output, found, shape)
+
+
+def write(
+  folder: pathlib.Path, found: dict[Case, Memory], shape: tuple[int, ...]
+) -> None:
+  """Writes both files, with what they had of other cases."""
+  about = {"jax": jax.__version__, "workers": WORKERS, "shape": list(shape)}
+  path = folder / "memory.json"
+  if path.exists():
+    report = json.loads(path.read_text())
+    rows = report.pop("rows")
+    if report == about:
+      old = {Case(*(row[name] for name in Case._fields)): row for row in rows}
+      others = {
+        case: Memory(row["payloads"], row["temporary"]) for case, row in old.items()
+      }
+      found = others | found
+  found = {case: found[case] for case in cases() if case in found}
+  rows = [{**case._asdict(), **memory._asdict()} for case, memory in found.items()]
+  cli.write(folder, "memory", {**about, "rows": rows}, markdown(found))
+
+
+if __name__ == "__main__":
+  main()

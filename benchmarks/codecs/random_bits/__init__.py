@@ -1,0 +1,1 @@
+"""Statistical tests of the random bits."""

@@ -1,0 +1,265 @@
+"""Times encode, decode and decode-and-sum, as multiples of a memory copy.
+
+  python -m benchmarks.codecs.speed [--sizes 16777216 ...] [--repeats 9] [--quick]
+    [--output FILE.json]
+
+Prints nanoseconds an element for each codec and size, the ratio to a copy of as many
+float32 numbers into a buffer in use and into a new one (see common/timing.py), and the
+temporary memory of the compiled encoder. Then it does the same for ResNet-50's 161
+leaves as one message, times their plain mean over two devices, by itself and through
+gradcomp.dense, and prints how long a train step of 300 leaves, of ResNet-50's
+and of a transformer's takes to trace and to compile. Writes JSON with --output.
+"""
+
+import functools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from benchmarks.common import cli, quiet, shapes, timing
+from gradcomp._src.codecs import sums
+from gradcomp._src.codecs.protocol import RemainderCodec, is_fitted
+from gradcomp._src.cost.measure_codec import updates
+from gradcomp._src.exchange.layout import plan
+from gradcomp.codecs import (
+  QSGD,
+  BlockTop,
+  Codec,
+  Context,
+  Dense,
+  EightBit,
+  FloatCast,
+  Natural,
+  OneBit,
+  Ternary,
+)
+
+_WORKERS = 4  # whose payloads decode-and-sum adds
+_MIB = 2**20
+
+CODECS: dict[str, Codec] = {
+  **{f"qsgd-{bits}": QSGD(bits=bits) for bits in (2, 3, 4, 5, 6, 7, 8, 16)},
+  "qsgd-1 uniform": QSGD(bits=1, levels="uniform"),
+  "qsgd-4 uniform": QSGD(bits=4, levels="uniform"),
+  "qsgd-4 nearest": QSGD(bits=4, rounding="nearest"),
+  "qsgd-4 shared": QSGD(bits=4, share_scale=True),
+  "qsgd-4 l2": QSGD(bits=4, norm="l2"),
+  "qsgd-4 tensor": QSGD(bits=4, bucket_size=None),
+  "qsgd-4 rotate 8": QSGD(bits=4, rotate=8),
+  "qsgd-4 rotate 32": QSGD(bits=4, rotate=32),
+  "qsgd-2 nearest": QSGD(bits=2, levels="uniform", rounding="nearest"),
+  "qsgd-2 rms": QSGD(bits=2, norm="rms", levels="uniform", rounding="nearest"),
+  "qsgd-2 rms rotate 32": QSGD(
+    bits=2, norm="rms", levels="uniform", rounding="nearest", rotate=32
+  ),
+  **{
+    f"qsgd-{bits} nonuniform": QSGD(bits=bits, levels="nonuniform")
+    for bits in (2, 3, 4)
+  },
+  **{f"onebit-{size}": OneBit(bucket_size=size) for size in (64, 512)},
+  "terngrad": Ternary(),
+  "terngrad base3": Ternary(packing="base3"),
+  "terngrad no clip": Ternary(clip_sigmas=None),
+  **{
+    name: EightBit(dtype=name)
+    for name in ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
+  },
+  "dynamic_tree 512": EightBit(bucket_size=512),
+  "dynamic_tree stochastic": EightBit(rounding="stochastic"),
+  **{
+    f"aps-{e}-{m}": FloatCast(exponent_bits=e, mantissa_bits=m)
+    for e, m in ((5, 2), (4, 3), (3, 0), (5, 10))
+  },
+  "cast-5-2": FloatCast(scale=1.0),
+  "natural": Natural(),
+  **{f"blocktop-{bits}": BlockTop(bits=bits) for bits in (2, 8, 32)},
+  "dense-f32": Dense(),
+  "dense-bf16": Dense(dtype=jnp.bfloat16),
+  "dense-f16": Dense(dtype=jnp.float16),
+  "dense-bf16 stochastic": Dense(dtype=jnp.bfloat16, rounding="stochastic"),
+}
+# Of each kind: with its residual known, with fitted levels, with a shared scale, and
+# with sums in its format.
+QUICK = ("qsgd-4", "qsgd-2 nonuniform", "onebit-64", "terngrad", "linear", "aps-5-2")
+
+
+def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, Any]:
+  """Times one codec on one array of ``size`` elements."""
+  x = jax.random.normal(jax.random.key(0), (size,))
+  key = jnp.array([1, 2], jnp.uint32)
+  # Levels are fitted in one step of a hundred.
+  context = Context(levels=codec.init().shared) if is_fitted(codec) else Context()
+  start = time.perf_counter()
+  rows = jax.jit(lambda x, key: codec.encode(x, key=key, context=context))
+  encode = rows.lower(x, key).compile()
+  compile_seconds = time.perf_counter() - start
+  payload = encode(x, key)
+  decode = jax.jit(lambda p: codec.decode(p, like=x)).lower(payload).compile()
+  share = payload.rows.shape[0] // _WORKERS
+  received = jnp.stack([payload.rows[:share]] * _WORKERS)
+
+  def mean(rows: jax.Array) -> jax.Array:
+    agreed = payload.agreed
+    if agreed is not None:
+      agreed = jnp.broadcast_to(agreed[:1], (share, agreed.shape[1]))
+    return sums.of(codec).gathered(rows, agreed, 1 / _WORKERS)(0, share)
+
+  add = jax.jit(mean).lower(received).compile()
+  calls = {
+    "encode": lambda: encode(x, key),
+    "decode": lambda: decode(payload),
+    "decode and sum, a worker": lambda: add(received),
+  }
+  if isinstance(codec, RemainderCodec):
+    both = jax.jit(
+      lambda x, key: codec.encode_with_residual(x, key=key, context=context)
+    )
+    both = both.lower(x, key).compile()
+    calls["encode and residual"] = lambda: both(x, key)
+  forget, keep = updates(codec, (size,))
+  calls |= {"update": forget, "update and residual": keep}
+  seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
+  temp = encode.memory_analysis().temp_size_in_bytes
+  print(f"compiled in {compile_seconds:.1f} s", end="; ")
+  return _report(f"{name}, {size:,}", seconds, size, temp, payload.rows.nbytes)
+
+
+def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]:
+  """Times encoding all leaves into the rows of one message, and decoding them."""
+  size = sum(leaf.size for leaf in tree)
+  layout = plan(tree, QSGD(bits=4))
+  keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
+  rows = lambda tree, keys: layout.encode(tree, keys, [Context()] * len(tree))[0]
+  encode = jax.jit(rows).lower(tree, keys).compile()
+  matrices = encode(tree, keys)
+
+  def leaves(matrices: list[jax.Array]) -> list[jax.Array]:
+    decoder = lambda codec, rows: sums.of(codec).gathered(rows[None], None, 1.0)
+    return layout.decode(list(map(decoder, layout.codecs, matrices)))
+
+  decode = jax.jit(leaves).lower(matrices).compile()
+  seconds = timing.interleaved(
+    {
+      **timing.copies(size),
+      "encode": lambda: encode(tree, keys),
+      "decode": lambda: decode(matrices),
+    },
+    repeats,
+  )
+  temp = encode.memory_analysis().temp_size_in_bytes
+  sent = sum(matrix.nbytes for matrix in matrices)
+  return _report(f"{title}, qsgd-4", seconds, size, temp, sent)
+
+
+def mean_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]:
+  """Times a plain mean of all leaves over two devices, ours against jax.lax.pmean."""
+  devices = min(2, jax.device_count())
+  mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+  tx = gradcomp.dense(axis_name="data")
+  tree = jax.device_put(tree, jax.NamedSharding(mesh, P()))
+  state = jax.device_put(tx.init(tree), jax.NamedSharding(mesh, P()))
+  plain = lambda tree, state: (jax.lax.pmean(tree, "data"), state)
+  calls = {}
+  for name, mean in (("pmean", plain), ("dense", tx.update)):
+    over = jax.shard_map(
+      mean, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False
+    )
+    program = jax.jit(over).lower(tree, state).compile()
+    calls[name] = functools.partial(program, tree, state)
+  seconds = timing.interleaved(calls, 4 * repeats)
+  size = sum(leaf.size for leaf in tree)
+  print(
+    f"mean of {title} over {devices} devices: pmean {1e3 * seconds['pmean']:.1f} ms, "
+    f"dense {1e3 * seconds['dense']:.1f} ms, "
+    f"{seconds['dense'] / seconds['pmean']:.3f} x"
+  )
+  return {"elements": size, "seconds": seconds}
+
+
+def compile_rows(
+  model: str, params: Any, loss_fn: Callable[..., Any], batch: Any
+) -> dict[str, Any]:
+  """Times tracing and compiling a train step with a plain mean, and with QSGD-4."""
+  devices = min(2, jax.device_count())
+  mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+  result = {}
+  for name, mean in (
+    ("plain mean", gradcomp.dense(axis_name="data")),
+    ("qsgd-4", gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot")),
+  ):
+    optimizer = optax.chain(mean, optax.sgd(0.1))
+    with jax.set_mesh(mesh):
+      state = optimizer.init(params)
+      placed = jax.device_put(params, jax.NamedSharding(mesh, P()))
+    step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
+    start = time.perf_counter()
+    lowered = step.lower(placed, state, batch)
+    traced = time.perf_counter()
+    lowered.compile()
+    result[name] = {"trace": traced - start, "compile": time.perf_counter() - traced}
+    print(
+      f"train step of {model}, {name}: trace {result[name]['trace']:.1f} s, "
+      f"compile {result[name]['compile']:.1f} s"
+    )
+  return result
+
+
+def _report(
+  title: str, seconds: dict[str, float], size: int, temp: int, sent: int
+) -> dict[str, Any]:
+  print(f"{title}: {8 * sent / size:.3f} bits an element", end="; ")
+  print(f"encoder's temporaries {temp / _MIB:.1f} MiB, payload {sent / _MIB:.1f} MiB")
+  for name, value in seconds.items():
+    print(
+      f"  {name:26}{1e9 * value / size:7.3f} ns/element"
+      f"{value / seconds['copy']:8.2f} x copy"
+      f"{value / seconds['copy to new']:8.2f} x copy to new"
+    )
+  return {"elements": size, "seconds": seconds, "temp_bytes": temp, "sent_bytes": sent}
+
+
+def main() -> None:
+  parser = cli.parser(
+    __doc__,
+    quick="one small array, a codec of each kind, ten leaves",
+    output="JSON file to write",
+  )
+  parser.add_argument("--sizes", type=int, nargs="+", default=[2**20, 2**24])
+  parser.add_argument("--repeats", type=int, default=9)
+  parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
+  options = parser.parse_args()
+  leaves, message = 300, None
+  if options.quick:
+    options.sizes, options.codecs, options.repeats = [2**16], list(QUICK), 1
+    leaves = message = 10
+    cli.compile_fast()
+  quiet.keep(unless=options.quick)
+  print(json.dumps(timing.machine()))
+  results: dict[str, Any] = {"machine": timing.machine()}
+  for size in options.sizes:
+    for name in options.codecs:
+      key = f"{name}, {size}"
+      results[key] = codec_rows(name, CODECS[name], size, options.repeats)
+  tree = shapes.resnet50(message)
+  results["resnet50"] = message_rows("ResNet-50", tree, options.repeats)
+  results["mean"] = mean_rows("ResNet-50's leaves", tree, options.repeats)
+  results["compile"] = compile_rows(f"{leaves} leaves", *shapes.deep_mlp(leaves // 2))
+  if not options.quick:
+    models = {"ResNet-50": shapes.resnet50, "12 layers": shapes.transformer}
+    for model, make in models.items():
+      given = make(), shapes.squares, jnp.ones((8, 1))
+      results[f"compile {model}"] = compile_rows(model, *given)
+  if options.output:
+    cli.write_json(options.output, results)
+
+
+if __name__ == "__main__":
+  jax.config.update("jax_num_cpu_devices", 2)
+  main()

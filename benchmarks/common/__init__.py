@@ -1,0 +1,1 @@
+"""The command line, timing, tables, shapes and trainer that scripts share."""

@@ -1,0 +1,101 @@
+"""Lets a script run quickly, write its results, and say why it cannot run here."""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).parents[2]  # of the tree that the script belongs to
+RESULTS = ROOT / "benchmarks" / "results"
+SKIPPED = 77  # the exit status of a skipped test for Automake and Meson
+
+
+def parser(doc: str, quick: str = "", output: str = "") -> argparse.ArgumentParser:
+  """Makes the parser of a script.
+
+  Args:
+    doc: the docstring of the script.
+    quick: what is left in a run with ``--quick``; without, there is no such option.
+    output: what ``--output`` names; without, there is no such option.
+  """
+  made = argparse.ArgumentParser(
+    description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  if quick:
+    text = f"{quick}: a test of seconds, whose results go only where --output says"
+    made.add_argument("--quick", action="store_true", help=text)
+  if output:
+    made.add_argument("--output", type=Path, help=output)
+  return made
+
+
+def compile_fast() -> None:
+  """Leaves most of XLA's optimizations out, since nobody reads a quick run's times.
+
+  The processes that this one starts do the same.
+  """
+  os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+  if jax := sys.modules.get("jax"):
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def module(name: str, *options: str) -> list[str]:
+  """Returns the command line that runs a module of this tree, see ``path``."""
+  return [sys.executable, "-W", "ignore", "-m", name, *options]
+
+
+def path() -> dict[str, str]:
+  """Returns the variable with which other processes find this tree's modules."""
+  found = os.environ.get("PYTHONPATH")
+  return {"PYTHONPATH": f"{ROOT}{os.pathsep}{found}" if found else str(ROOT)}
+
+
+def commit() -> str:
+  """Returns the commit of this file's tree, which an installed version need not be.
+
+  It is ``"unknown"`` where the tree is not git's.
+  """
+  command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+  found = subprocess.run(command, capture_output=True, text=True, check=False)
+  return found.stdout.strip() or "unknown"
+
+
+def code() -> str:
+  """Returns twelve digits that change with what this tree's trainings run.
+
+  They are of the library, the examples and the scripts, without results.
+  """
+  scripts = sorted(ROOT.glob("benchmarks/**/*.py"))
+  parts = ["gradcomp", "kernels", "examples", *scripts]
+  command = ["git", "-C", str(ROOT), "ls-files", "--stage", "--", *map(str, parts)]
+  found = subprocess.run(command, capture_output=True, check=False)
+  return hashlib.sha256(found.stdout).hexdigest()[:12]
+
+
+def write_json(path: Path, results: Any) -> None:
+  """Writes results as JSON, and makes the folder that they go to."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def replace_json(path: Path, results: Any) -> None:
+  """Writes results in place of a file's, so that nobody reads a half."""
+  new = path.with_suffix(".new")
+  new.write_text(json.dumps(results))
+  new.replace(path)
+
+
+def write(folder: Path, name: str, results: Any, page: str) -> None:
+  """Writes results as JSON, and the page about them as Markdown."""
+  write_json(folder / f"{name}.json", results)
+  (folder / f"{name}.md").write_text(page)
+
+
+def skip(missing: str) -> NoReturn:
+  """Prints what this machine lacks, and ends the script as a skipped test ends."""
+  print(f"skipped: {missing}", file=sys.stderr)
+  sys.exit(SKIPPED)

@@ -1,0 +1,369 @@
+"""Lists every kernel of the encoders: tests and gpu/check.py compare them.
+
+gpu/speed.py and gpu/ptx.py time and read them. A case calls one implementation of
+an operation, and gives it all that it reads beside the gradient. So the numbers that a
+codec finds before, such as the scale of a tensor, are the same for all implementations.
+A new kernel is one more line in CASES, or one more implementation in a line.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.codecs.scaling import bucket_words
+from gradcomp._src.kernels import float_cast
+from gradcomp._src.kernels.common.scales import tensor_norm
+from gradcomp.codecs import (
+  QSGD,
+  BlockTop,
+  EightBit,
+  FloatCast,
+  Natural,
+  OneBit,
+  Ternary,
+  TopK,
+)
+from gradcomp.kernels import Implementation
+
+KEY = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
+_DITHER = np.append(KEY, np.uint32(0))
+
+_STRANGE = (np.nan, np.inf, -np.inf, 0.0, -0.0, 2.0**-126, -(2.0**-100), 3e38, -3e38)
+_SUBNORMAL = (1e-39, -1e-45)
+
+Encode = Callable[..., tuple[jax.Array, ...]]
+
+
+class Case(NamedTuple):
+  """One operation with its settings.
+
+  Attributes:
+    name: begins with the operation.
+    codec: holds the settings.
+    encode: maps the codec, the gradient and the operands to rows and, where the kernel
+      writes one, a residual.
+    operands: maps the codec and the gradient to the other arrays that a kernel reads.
+    strange: special values that the kernel must treat alike on every device.
+    timed: whether gpu/speed.py times it by default.
+    implementations: the kernels that exist.
+    near: for each kernel that adds in an order of its own, the relative difference that
+      the values of its rows may have.
+    tile: elements of a tile; 0 for the codec's.
+    rounds: how often a kernel's loop runs; 0 for once a bucket of a tile.
+    decode: maps rows to values; None for the codec's own way.
+    kernels: prefixes of the kernels' names; by default the operation.
+  """
+
+  name: str
+  codec: Any
+  encode: Encode
+  operands: Callable[[Any, jax.Array], tuple[jax.Array, ...]]
+  strange: Sequence[float] = _STRANGE + _SUBNORMAL
+  timed: bool = False
+  implementations: tuple[Implementation, ...] = ("pallas",)
+  near: Mapping[Implementation, float] = {}
+  tile: int = 0
+  rounds: int = 0
+  decode: Callable[[jax.Array], jax.Array] | None = None
+  kernels: tuple[str, ...] = ()
+
+  @property
+  def operation(self) -> str:
+    return self.name.partition(" ")[0]
+
+  @property
+  def trips(self) -> int:
+    """The number of times that a kernel's loop runs, if it has one."""
+    codec = self.codec
+    if self.rounds:
+      return self.rounds
+    size = getattr(codec, "bucket_size", getattr(codec, "bucket_size", codec.row_words))
+    return codec.tile_size // bucket_words(size)
+
+  def function(self, implementation: Implementation | None) -> Encode:
+    """Returns one implementation as a function of the gradient and the operands."""
+    codec = dataclasses.replace(self.codec, implementation=implementation)
+    return lambda x, *operands: self.encode(codec, x, *operands)
+
+  def values(self, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Returns the values that rows stand for, and the residual."""
+    rows, *residual = outputs
+    decode = self.decode or self.codec.decode_rows
+    return decode(rows), *residual
+
+  def sizes(self) -> tuple[int, ...]:
+    """Returns the sizes of gradients: one tile, several, and a part of one."""
+    tile = self.tile or self.codec.tile_size
+    return tuple(tile * tiles + rest for tiles, rest in _SIZES)
+
+
+_SIZES = ((1, 0), (7, 0), (67, 77))  # whole tiles, and elements more
+
+
+def _present(outputs: tuple[jax.Array | None, ...]) -> tuple[jax.Array, ...]:
+  return tuple(output for output in outputs if output is not None)
+
+
+def _dither(codec: Any, x: jax.Array) -> tuple[jax.Array, ...]:
+  del x
+  return (jnp.asarray(_DITHER),) if codec.needs_key else ()
+
+
+def _shared(codec: Any) -> dict[str, Any]:
+  """Says what rows without scales are: codes, which mean nothing under a NaN."""
+  if not codec.share_scale:
+    return {}
+  return {"decode": codec.codes, "strange": (0.0, -0.0)}
+
+
+def _qsgd(
+  name: str, *, keep: bool = False, timed: bool = False, **options: Any
+) -> Case:
+  codec = QSGD(**options)
+  inside = codec._scales_inside
+
+  def operands(codec: QSGD, x: jax.Array) -> tuple[jax.Array, ...]:
+    return (() if inside else (codec.agree(x),)) + _dither(codec, x)
+
+  def encode(codec: QSGD, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+    scale = None if inside else given[0]
+    key = given[-1] if codec.needs_key else None
+    return _present(codec._encode(x, scale, key, None, keep))
+
+  return Case(
+    f"qsgd {name}{', residual' * keep}",
+    codec,
+    encode,
+    operands,
+    timed=timed,
+    implementations=("pallas", *_mosaic("qsgd", codec.bucket_size)),
+    **_shared(codec),
+  )
+
+
+def _one_bit(bucket_size: int, *, keep: bool = False) -> Case:
+  return Case(
+    f"one_bit bucket {bucket_size}{', residual' * keep}",
+    OneBit(bucket_size=bucket_size),
+    lambda codec, x: _present(codec._encode(x, keep)),
+    lambda codec, x: (),
+    # CPUs flush subnormal numbers: there they are not below zero.
+    strange=_STRANGE,
+    timed=True,
+    implementations=("pallas", *_mosaic("one_bit", bucket_size)),
+    # As many roundings are on an element's way into a mean.
+    near={"mosaic": (bucket_size / 128 + 40) * 2**-24},
+  )
+
+
+def _block_top(
+  name: str, *, keep: bool = False, timed: bool = False, **options: Any
+) -> Case:
+  codec = BlockTop(**options)
+  return Case(
+    f"block_top {name}",
+    codec,
+    lambda codec, x: _present(codec._encode(x, keep)),
+    lambda codec, x: (),
+    timed=timed,
+    rounds=1,
+  )
+
+
+def _top_k(density: float) -> Case:
+  return Case(
+    f"top_k {density:.1%}",
+    TopK(density=density, selection="threshold"),
+    lambda codec, x: (codec.encode(x).rows,),
+    lambda codec, x: (),
+    timed=True,
+    tile=1 << 16,
+    rounds=4,
+    decode=lambda rows: rows,
+    kernels=("mark", "list_positions"),
+  )
+
+
+def _ternary(
+  name: str, *, timed: bool = False, share_scale: bool = False, **options: Any
+) -> Case:
+  codec = Ternary(share_scale=share_scale, **options)
+  return Case(
+    f"ternary {name}",
+    codec,
+    lambda codec, x, *given: (codec._encode(x, *given),),
+    lambda codec, x: codec._scales(x) + _dither(codec, x),
+    timed=timed,
+    **_shared(codec),
+  )
+
+
+def _eight_bit(name: str, *, timed: bool = False, **options: Any) -> Case:
+  codec = EightBit(**options)
+  inside = codec._scales_inside
+
+  def operands(codec: EightBit, x: jax.Array) -> tuple[jax.Array, ...]:
+    scale = () if inside else (codec._scale(tensor_norm(x, "max").reshape(1, 1)),)
+    return scale + _dither(codec, x)
+
+  def encode(codec: EightBit, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+    scale = None if inside else given[0]
+    return (codec._encode(x, scale, given[-1] if codec.needs_key else None),)
+
+  return Case(f"eight_bit {name}", codec, encode, operands, timed=timed)
+
+
+def _cast(
+  e: int,
+  m: int,
+  rounding: str = "nearest_even",
+  *,
+  auto: bool = False,
+  timed: bool = False,
+) -> Case:
+  codec: Any = FloatCast(
+    exponent_bits=e,
+    mantissa_bits=m,
+    rounding=rounding,  # type: ignore[arg-type]
+    scale="auto" if auto else 1.0,
+  )
+
+  def operands(codec: FloatCast, x: jax.Array) -> tuple[jax.Array, ...]:
+    if not auto:
+      return _dither(codec, x)
+    exponent = float_cast.shift(codec.agree(x)[0, 0], codec.format, 1)
+    return (exponent, *_dither(codec, x))
+
+  def encode(codec: FloatCast, x: jax.Array, *given: jax.Array) -> tuple[jax.Array]:
+    exponent = given[0] if auto else None
+    return (codec._encode(x, exponent, given[-1] if codec.needs_key else None),)
+
+  return Case(
+    f"float_cast ({e}, {m}) {rounding}{', exponent' * auto}",
+    codec,
+    encode,
+    operands,
+    # With an exponent, codes of what is not finite mean nothing.
+    strange=tuple(v for v in _STRANGE if not auto or np.isfinite(v)) + _SUBNORMAL,
+    timed=timed,
+  )
+
+
+def _natural() -> Case:
+  """Casts to a format without mantissa bits, by the kernel of the casts."""
+  return Case(
+    "float_cast natural",
+    Natural(),
+    lambda codec, x, key: (codec._encode(x, key),),
+    _dither,
+  )
+
+
+def _mosaic(operation: str, bucket_size: int | None) -> tuple[Implementation, ...]:
+  """Returns ("mosaic",) if there is such a kernel, whose planes are buckets of 512."""
+  there = importlib.util.find_spec(f"gradcomp._src.kernels.{operation}.mosaic")
+  return ("mosaic",) if there and bucket_size == 512 else ()
+
+
+def _given(bits: int) -> Case:
+  """Gives the encoder one scale or many, which a row does or does not hold."""
+  one, sent = bits in (1, 3, 5, 7), bits > 4
+  norm, size = ("max", None) if one else ("l2", 512)
+  kind = f"{'one scale' if one else 'l2'}{'' if sent else ', shared'}"
+  return _qsgd(
+    f"{bits} bit uniform nearest, {kind}",
+    bits=bits,
+    levels="uniform",
+    rounding="nearest",
+    bucket_size=size,
+    norm=norm,
+    share_scale=not sent,
+  )
+
+
+CASES: dict[str, Case] = {
+  case.name: case
+  for case in [
+    *(_top_k(density) for density in (0.001, 0.01)),
+    _qsgd("1 bit uniform", bits=1, levels="uniform"),
+    *(_qsgd(f"{bits} bit", bits=bits, timed=bits == 2) for bits in (2, 3, 5, 6, 7, 16)),
+    *(_qsgd(f"{bits} bit", bits=bits, timed=True) for bits in (4, 8)),
+    *(_qsgd(f"{bits} bit", bits=bits, timed=True, keep=True) for bits in (4, 8)),
+    *(_qsgd(f"{bits} bit", bits=bits, keep=True) for bits in (2, 3, 5, 6, 7, 16)),
+    *(_given(bits) for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16)),
+    _qsgd("4 bit nearest", bits=4, rounding="nearest", timed=True),
+    *(
+      _qsgd(f"{bits} bit nearest", bits=bits, rounding="nearest", keep=True)
+      for bits in (2, 3, 16)
+    ),
+    *(
+      _qsgd(f"{bits} bit uniform", bits=bits, levels="uniform", keep=True)
+      for bits in (1, 4, 8)
+    ),
+    _qsgd("4 bit bucket 64", bits=4, bucket_size=64, keep=True),
+    _qsgd("4 bit shared", bits=4, share_scale=True),
+    _qsgd("4 bit tensor scale", bits=4, bucket_size=None, timed=True),
+    _qsgd("4 bit l2", bits=4, norm="l2", timed=True),
+    _qsgd("8 bit l2", bits=8, norm="l2"),
+    *(_one_bit(size, keep=keep) for size in (64, 512) for keep in (False, True)),
+    _one_bit(32, keep=True),
+    *(_ternary(packing, packing=packing, timed=True) for packing in ("2bit", "base3")),
+    *(
+      _ternary(f"{packing} bucket 64", packing=packing, bucket_size=64)
+      for packing in ("2bit", "base3")
+    ),
+    _ternary("2bit unclipped", clip_sigmas=None),
+    _ternary("base3 shared", packing="base3", share_scale=True),
+    *(
+      _eight_bit(
+        f"{name}{', blocks' * bool(size)}, {rounding}",
+        dtype=name,
+        bucket_size=size,
+        rounding=rounding,
+        timed=name in ("dynamic_tree", "linear") and rounding == "nearest",
+      )
+      for name in ("dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa")
+      for size in (None, 512)
+      for rounding in ("nearest", "stochastic")
+    ),
+    *(
+      _cast(e, m, rounding, auto=auto, timed=rounding == "nearest_even" and usual)
+      for e, m, usual in (
+        *((5, 2, True), (4, 3, True), (3, 0, True)),
+        *((8, 7, False), (5, 10, False), (8, 23, False), (2, 1, False)),
+      )
+      for rounding in ("nearest_even", "stochastic", "toward_zero")
+      for auto in (False, True)
+    ),
+    _natural(),
+    _block_top("1 of 64", timed=True),
+    _block_top("1 of 64, residual", keep=True, timed=True),
+    _block_top("2 of 16, 8 bits, residual", keep=True, block_size=16, count=2, bits=8),
+    _block_top(
+      "2 of 16, 32 bits, residual", keep=True, block_size=16, count=2, bits=32
+    ),
+  ]
+}
+
+
+def gradients(size: int, seed: int = 0) -> np.ndarray:
+  """Draws normal numbers of several orders of magnitude: ``float32[size]``."""
+  rng = np.random.default_rng(seed)
+  scale = np.float32(10) ** rng.integers(-4, 2, -(-size // 512)).astype(np.float32)
+  x = rng.standard_normal(size, np.float32) * np.repeat(scale, 512)[:size]
+  return x.astype(np.float32)
+
+
+def with_strange(x: np.ndarray, values: Sequence[float]) -> np.ndarray:
+  """Puts in each value alone among ordinary ones, and runs of zeros and constants."""
+  x = x.copy()
+  for number, value in enumerate(values):
+    x[number * 97 % x.size :: 1031 * len(values)] = value
+  x[x.size // 2 : x.size // 2 + 1100] = 0
+  x[-700:] = -1.5
+  return x

@@ -1,0 +1,301 @@
+"""Checks that every kernel gives the reference's bits on the GPU of this machine.
+
+  make gpu-check     or     python -m benchmarks.gpu.check [--cases 'qsgd 4 bit' ...]
+    [--quick] [--interpret]
+
+The reference runs on the CPU. Rows and residuals of ordinary gradients must be the same
+bit for bit, for gradients of one tile, of several, and of a part of one. The same holds
+in a typed shard_map. Where a gradient holds NaN, infinities, zeros and subnormal
+numbers, the values that rows stand for must be the same, NaN for NaN. They may differ
+by one subnormal number, because CPUs flush those to zero. A train step with QSGD must
+run the kernel. Where XLA's own code for the GPU gives other bits, the check says so,
+and passes. The library's own check of a kernel must pass, and its time is printed.
+
+Cases run in processes of their own, so that a kernel that breaks the GPU's context
+fails alone. Writes benchmarks/results/gpu/gpu_check.json. The exit status is 1 where
+anything is wrong, and 77 where there is no GPU. With --interpret, Pallas interprets the
+kernels on any machine, which tries the script and no GPU.
+"""
+
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from benchmarks.common import cli
+from benchmarks.gpu.cases import CASES, Case, gradients, with_strange
+from gradcomp._src.kernels.gpu import self_check
+from gradcomp.kernels import Implementation
+
+RESULTS = cli.RESULTS / "gpu" / "gpu_check.json"
+_STEPS = {f"train step, {bits} bit": bits for bits in (8, 4)}
+_QUICK = ("float_cast (3, 0) nearest_even", "eight_bit linear, blocks, nearest")
+_SMALLEST_NORMAL = 2.0**-126
+_PROCESSES = 8
+_TRITON = "__gpu$xla.gpu.triton"  # what XLA calls Pallas kernels in Triton style
+
+Arrays = list[tuple[np.ndarray, ...]]
+
+
+def check(name: str, kernels: tuple[Implementation, ...] | None = None) -> list[str]:
+  """Returns a line for each thing that is wrong with one case.
+
+  Args:
+    name: of a case, or of a train step.
+    kernels: instead of those of the case.
+  """
+  if name in _STEPS:
+    return train_step(_STEPS[name])
+  case = CASES[name]
+  cpu, device = jax.devices("cpu")[0], jax.devices()[0]
+  plain = [gradients(size, seed) for seed, size in enumerate(case.sizes())]
+  inputs = plain + [with_strange(x, case.strange) for x in plain]
+  with jax.default_device(cpu):
+    given = [
+      (x, *jax.device_get(jax.jit(lambda x: case.operands(case.codec, x))(x)))
+      for x in inputs
+    ]
+  expected = _run(case, "xla", given, cpu)
+  wrong = []
+  for implementation in kernels or case.implementations:
+    found = _run(case, implementation, given, device)
+    near = case.near.get(implementation)
+    wrong += _differences(case, implementation, expected, found, len(plain), near)
+    if implementation == "pallas_interpret":  # has no types of jax.shard_map
+      continue
+    found = _run(case, implementation, given[: len(plain)], device, mapped=True)
+    wrong += _differences(
+      case, f"{implementation} in shard_map", expected, found, len(plain), near
+    )
+  found = _run(case, "xla", given[: len(plain)], device)
+  for note in _differences(case, "xla", expected, found, len(plain)):
+    print(f"note: {name}: {note}", file=sys.stderr, flush=True)
+  return wrong
+
+
+def _run(
+  case: Case,
+  implementation: Implementation,
+  given: Arrays,
+  device: jax.Device,
+  *,
+  mapped: bool = False,
+) -> Arrays:
+  """Encodes each of several inputs on a device, and returns the outputs."""
+  function = case.function(implementation)
+  if mapped:
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=auto, devices=[device])
+    # What workers agree on, such as an exponent, is the same for all.
+    specs = tuple(P("data") if np.ndim(array) else P() for array in given[0])
+    function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("data"))
+  jitted = jax.jit(lambda given: [function(*operands) for operands in given])
+  count = len(case.sizes())  # the same shapes again and again: compiled once
+  with jax.default_device(device):
+    parts = [jitted(given[k : k + count]) for k in range(0, len(given), count)]
+    return [outputs for part in parts for outputs in jax.device_get(part)]
+
+
+def _differences(
+  case: Case,
+  title: str,
+  expected: Arrays,
+  found: Arrays,
+  plain: int,
+  near: float | None = None,
+) -> list[str]:
+  """Returns a line for each output that differs.
+
+  The first ``plain`` outputs must have the same bits, and the others near values. Where
+  a kernel adds in an order of its own, near values are enough for all.
+  """
+  lines = []
+  for number, (right, arrays) in enumerate(zip(expected, found, strict=False)):
+    size = case.sizes()[number % len(case.sizes())]
+    place = f"{title}, {size:,} elements"
+    place += " with special values" * (number >= plain)
+    by_value = number >= plain or near is not None
+    if by_value:
+      right, arrays = (_values(case, outputs) for outputs in (right, arrays))
+    # A residual may be off by as much as the mean that it is the rest of.
+    mean = np.abs(right[0]).reshape(-1)
+    for a, b in zip(right, arrays, strict=True):
+      off = (near or 0.0) * mean[: a.size].reshape(a.shape)
+      same = _near(a, b, off) if by_value else a.view(np.uint32) == b.view(np.uint32)
+      if not same.all():
+        at = int(np.argmin(same.reshape(-1)))
+        lines.append(
+          f"{place}: {same.size - same.sum():,} of {same.size:,} differ, the first "
+          f"at {at}: {b.reshape(-1)[at]!r} instead of {a.reshape(-1)[at]!r}"
+        )
+  return lines
+
+
+def _values(case: Case, outputs: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+  with jax.default_device(jax.devices("cpu")[0]):
+    return jax.device_get(case.values(tuple(map(jnp.asarray, outputs))))
+
+
+def _near(a: np.ndarray, b: np.ndarray, off: np.ndarray | float = 0.0) -> np.ndarray:
+  """Returns which values are near each other.
+
+  Two NaN are, equal values are, and values that differ by less than ``off`` and the
+  smallest normal number.
+  """
+  with np.errstate(invalid="ignore"):
+    near = np.abs(a - b) < off + _SMALLEST_NORMAL
+  return (np.isnan(a) & np.isnan(b)) | (a == b) | near
+
+
+def train_step(bits: int) -> list[str]:
+  """Checks that a whole step with error feedback runs the kernel, and learns."""
+  mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+  rng = np.random.default_rng(0)
+  params = {
+    "first": jnp.asarray(rng.standard_normal((128, 256), np.float32) / 16),
+    "second": jnp.asarray(rng.standard_normal((256, 128), np.float32) / 16),
+  }
+  batch = rng.standard_normal((64, 128), np.float32)
+
+  def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+    out = jnp.tanh(batch @ params["first"]) @ params["second"]
+    return jnp.mean((out - batch[:, ::-1]) ** 2)
+
+  optimizer = optax.chain(
+    gradcomp.qsgd(bits=bits, axis_name="data", feedback="error", exchange="all_gather"),
+    optax.adam(1e-2),
+  )
+  with jax.set_mesh(mesh):
+    params = jax.device_put(params, jax.NamedSharding(mesh, P()))
+    state = optimizer.init(params)
+  step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
+  compiled = step.lower(params, state, batch).compile()
+  calls = [line for line in compiled.as_text().splitlines() if _TRITON in line]
+  count = sum("qsgd_encode" in line for line in calls)
+  losses = []
+  for _ in range(20):
+    params, state, metrics = compiled(params, state, batch)
+    losses.append(float(metrics["loss"]))
+  print(
+    f"note: train step, {bits} bit: {count} of its custom calls are kernels of QSGD, "
+    f"loss {losses[0]:.3f} to {losses[-1]:.3f}",
+    file=sys.stderr,
+    flush=True,
+  )
+  wrong = [] if count else [f"no {_TRITON} named qsgd_encode is in the compiled step"]
+  return wrong + ([] if losses[-1] < losses[0] / 2 else [f"the losses are {losses}"])
+
+
+def own_check(case: Case) -> list[str]:
+  """Returns what the library itself finds wrong before it first uses a kernel."""
+  x = jax.ShapeDtypeStruct(case.sizes()[-1:], jnp.float32)
+  given = x, *jax.eval_shape(lambda x: case.operands(case.codec, x), x)
+  start, wrong = time.monotonic(), []
+  try:
+    jax.eval_shape(case.function("pallas"), *given)
+  except RuntimeError as error:
+    wrong = [f"its own check: {error}"]
+  spent = time.monotonic() - start
+  print(f"note: {case.name}: traced and tried in {spent:.2f} s", file=sys.stderr)
+  return wrong
+
+
+def run_here(names: list[str], interpret: bool) -> None:
+  """Checks cases in this process, and prints a line of JSON for each."""
+  for name in names:
+    try:
+      wrong = own_check(CASES[name]) if name in CASES and not interpret else []
+      # Wrong kernels run here as well, so that all that differs is found.
+      with mock.patch.dict(os.environ, {self_check.SWITCH: "0"}):
+        wrong += check(name, ("pallas_interpret",) if interpret else None)
+    except Exception as error:
+      # The GPU may be unusable now: the others run in another process.
+      print(json.dumps([name, [f"{type(error).__name__}: {error}"[:2000]]]), flush=True)
+      raise
+    print(json.dumps([name, wrong]), flush=True)
+
+
+def run_apart(names: list[str], end: float, *options: str) -> dict[str, list[str]]:
+  """Checks cases in one process, and what that leaves undone in another."""
+  found: dict[str, list[str]] = {}
+  while left := [name for name in names if name not in found]:
+    seconds = end - time.monotonic()
+    if seconds <= 0:
+      return found | {name: ["no time was left for it"] for name in left}
+    given = "--here", *options, "--cases", *left
+    command = cli.module("benchmarks.gpu.check", *given)
+    try:
+      done = subprocess.run(
+        command,
+        env=os.environ | cli.path(),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=seconds,
+        check=False,
+      )
+      output = done.stdout
+    except subprocess.TimeoutExpired as error:
+      raw = error.stdout or b""
+      output = raw.decode() if isinstance(raw, bytes) else raw
+    lines = [line for line in output.splitlines() if line.startswith("[")]
+    found |= dict(json.loads(line) for line in lines)
+    if not lines and time.monotonic() < end:
+      found[left[0]] = ["its process ended without a word"]
+  return found
+
+
+def main() -> None:
+  parser = cli.parser(
+    __doc__,
+    quick="two cases",
+    output="JSON file; default: benchmarks/results/gpu/gpu_check.json, if not --quick",
+  )
+  names = [*_STEPS, *CASES]
+  parser.add_argument("--cases", nargs="+", choices=names)
+  parser.add_argument("--seconds", type=float, default=240, help="for all of it")
+  parser.add_argument("--interpret", action="store_true", help="try without a GPU")
+  parser.add_argument("--here", action="store_true", help="in this process")
+  options = parser.parse_args()
+  # Several processes share the GPU's memory.
+  os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+  if jax.default_backend() != "gpu" and not options.interpret:
+    cli.skip("there is no GPU here; --interpret tries the script without one")
+  if options.here:
+    run_here(options.cases, options.interpret)
+    return
+  end = time.monotonic() + options.seconds
+  cases, passed, output = names, [], RESULTS
+  if options.interpret:
+    cases, passed, output = list(CASES), ["--interpret"], None
+    cli.compile_fast()
+  if options.quick:
+    cases, output = _QUICK, None
+  cases, output = options.cases or cases, options.output or output
+  shares = [cases[k::_PROCESSES] for k in range(_PROCESSES)]
+  found: dict[str, list[str]] = {}
+  with concurrent.futures.ThreadPoolExecutor(_PROCESSES) as pool:
+    for part in pool.map(lambda share: run_apart(share, end, *passed), shares):
+      found |= part
+  wrong = {name: lines for name, lines in found.items() if lines}
+  result = {"jax": jax.__version__, "right": len(found) - len(wrong), "wrong": wrong}
+  if output:
+    cli.write_json(output, result)
+  for name, lines in wrong.items():
+    print(f"WRONG: {name}", *lines, sep="\n  ")
+  print(f"gpu_check: {result['right']} of {len(found)} are right")
+  sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,341 @@
+"""Times every encoder's kernel on a GPU, as a share of a device copy's speed.
+
+  python -m benchmarks.gpu.speed [--sizes 67108864 ...] [--cases 'qsgd 4 bit' ...]
+    [--seconds 300] [--quick] [--interpret] [--sweep] [--checked FILE]
+
+Counts the fewest bytes that a kernel can move: it reads its operands once, and writes
+its results once. A copy reads and writes the gradient. "whole" is the codec's encode
+from the gradient alone. Where that has to find a scale for the tensor first, it reads
+the gradient once more, and these bytes are counted, too.
+
+Every call reads another of several gradients, which are so many that the cache does not
+hold them. A round sends off many calls one after the other, and divides the time by
+their number. A time is the median of several rounds, in which all implementations and
+the copy take turns. Where it is nearly the time of an empty program, the table says so:
+the GPU waits for the host there.
+
+Writes benchmarks/results/gpu/gpu_kernels.json and .md after each size, and stops after
+--seconds with the results it has. Leaves out the cases that gpu/check.py found wrong
+(--checked).
+"""
+
+import concurrent.futures
+import dataclasses
+import datetime
+import json
+import math
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.common import cli, quiet
+from benchmarks.common.tables import table
+from benchmarks.gpu.cases import CASES, KEY, Case
+from gradcomp._src.kernels.gpu import triton_tiles
+from gradcomp.kernels import Implementation
+
+RESULTS = cli.RESULTS / "gpu" / "gpu_kernels.json"
+_SIZES = [2**26, 2**28, 2**24, 2**22, 2**20]  # the most important first
+_CACHED = 2**28  # bytes of gradients, several times any GPU's cache
+_ROUND = 0.02  # seconds, about
+_ROUNDS = 7
+_COMPILERS = 8  # threads
+
+_QUICK = ["qsgd 4 bit nearest", "eight_bit linear, nearest"]
+
+# Elements of a plane in a block, and warps.
+_SWEEP = [(e, w) for e in (512, 1024, 2048, 4096) for w in (1, 2, 4, 8)]
+_SWEPT = ("qsgd 4 bit", "qsgd 8 bit, residual", "one_bit bucket 512", "ternary 2bit")
+
+
+class Program(NamedTuple):
+  """One compiled implementation of a case.
+
+  Attributes:
+    row: its entry in the results.
+    call: runs it on a gradient.
+    bytes: the fewest bytes that it moves.
+  """
+
+  row: dict[str, Any]
+  call: Callable[[jax.Array], Any]
+  bytes: int
+
+
+def compiled(
+  case: Case, implementation: Implementation, x: jax.Array, *, whole: bool = False
+) -> Program:
+  """Compiles a kernel, or its codec's whole encoder, for gradients like ``x``."""
+  row = {
+    "case": case.name + " whole" * whole,
+    "implementation": implementation,
+    "elements": x.size,
+  }
+  operands: tuple[jax.Array, ...] = ()
+  if whole:
+    codec = dataclasses.replace(case.codec, implementation=implementation)
+    key = jnp.asarray(KEY) if codec.needs_key else None
+    function = lambda x: tuple(a for a in codec.encode(x, key=key) if a is not None)
+  else:
+    function = case.function(implementation)
+    operands = jax.jit(lambda x: case.operands(case.codec, x))(x)
+  start = time.perf_counter()
+  program = jax.jit(function).lower(x, *operands).compile()
+  row["compile_seconds"] = time.perf_counter() - start
+  outputs = jax.tree.leaves(jax.eval_shape(function, x, *operands))
+  moved = [x] * (1 + (whole and _reads_twice(case))) + [*operands, *outputs]
+  size = sum(math.prod(a.shape) * a.dtype.itemsize for a in moved)
+  return Program(row, lambda x: program(x, *operands), size)
+
+
+def _reads_twice(case: Case) -> bool:
+  """Returns whether a codec reads the whole tensor before it encodes it."""
+  return not getattr(case.codec, "_scales_inside", case.operation == "one_bit")
+
+
+def gradients_like(size: int) -> list[jax.Array]:
+  """Makes so many different gradients that the GPU's cache does not hold them."""
+  count = max(3, -(-_CACHED // (4 * size))) if jax.default_backend() == "gpu" else 3
+  make = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (size,)))
+  return [make(seed) for seed in range(count)]
+
+
+def times(
+  calls: dict[str, Callable[[jax.Array], Any]], xs: list[jax.Array], rounds: int
+) -> dict[str, float]:
+  """Returns the median seconds of one call of each."""
+  counts = {}
+  for name, call in calls.items():
+    jax.block_until_ready([call(xs[0]), call(xs[-1])])
+    once = _seconds(call, xs, 3)
+    counts[name] = int(min(max(_ROUND / once, 5), 200))
+  found: dict[str, list[float]] = {name: [] for name in calls}
+  for _ in range(rounds):
+    for name, call in calls.items():
+      found[name].append(_seconds(call, xs, counts[name]))
+  return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def _seconds(
+  call: Callable[[jax.Array], Any], xs: list[jax.Array], count: int
+) -> float:
+  start = time.perf_counter()
+  for number in range(count):
+    last = call(xs[number % len(xs)])
+  jax.block_until_ready(last)
+  return (time.perf_counter() - start) / count
+
+
+def measure(programs: list[Program], xs: list[jax.Array], rounds: int) -> list[Any]:
+  """Times programs that encode the same gradients, each beside the copy."""
+  copy = jax.jit(jnp.copy)
+  nothing = jax.jit(lambda x: x + 1)
+  tiny = jnp.zeros(8)
+  calls: dict[str, Callable[[jax.Array], Any]] = {
+    "copy": copy,
+    "nothing": lambda x: nothing(tiny),
+  }
+  rows = []
+  for number, program in enumerate(programs):
+    calls[str(number)] = program.call
+  seconds = times(calls, xs, rounds)
+  copied = 2 * xs[0].nbytes / seconds["copy"]
+  for number, program in enumerate(programs):
+    taken = seconds[str(number)]
+    rows.append(
+      program.row
+      | {
+        "seconds": taken,
+        "floor_bytes": program.bytes,
+        "bytes_per_second": program.bytes / taken,
+        "copy_bytes_per_second": copied,
+        "share_of_copy": program.bytes / taken / copied,
+        "launch_bound": taken < 1.5 * seconds["nothing"],
+      }
+    )
+    print(_summary(rows[-1]), flush=True)
+  return rows
+
+
+def _summary(row: dict[str, Any]) -> str:
+  rate = (
+    f"{row['bytes_per_second'] / 1e9:8.1f} GB/s, {row['share_of_copy']:6.1%} of copy"
+  )
+  waits = ", launch-bound" * row["launch_bound"]
+  title = f"{row['case']}, {row['implementation']}, {row['elements']:,}"
+  return f"{title:64} {1e6 * row['seconds']:9.1f} us {rate}{waits}"
+
+
+def run_size(
+  cases: list[Case],
+  kernels: tuple[Implementation, ...] | None,
+  size: int,
+  rounds: int,
+  end: float,
+) -> tuple[list[Any], list[str]]:
+  """Times all cases at one size, and lists those that did not run."""
+  xs = gradients_like(size)
+  rows, missing = [], []
+
+  def build(case: Case, implementation: Implementation, whole: bool) -> Program:
+    if time.monotonic() > end:
+      raise TimeoutError("no time was left")
+    return compiled(case, implementation, xs[0], whole=whole)
+
+  jobs: dict[Any, list[Any]] = {}
+  with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
+    for case in cases:
+      names: list[Implementation] = [*(kernels or case.implementations), "xla"]
+      for whole in (False, True) if _reads_twice(case) and _finds(case) else (False,):
+        jobs[case.name, whole] = [
+          (n, pool.submit(build, case, n, whole)) for n in names
+        ]
+    for (name, whole), futures in jobs.items():
+      title = f"{name}{' whole' * whole}, {size:,}"
+      programs = []
+      for implementation, future in futures:
+        try:
+          programs.append(future.result())
+        except Exception as error:
+          missing.append(f"{title}, {implementation}: {error}"[:500])
+      try:
+        if time.monotonic() > end:
+          raise TimeoutError("no time was left")
+        rows += measure(programs, xs, rounds) if programs else []
+      except Exception as error:
+        missing.append(f"{title}: {error}"[:500])
+  return rows, missing
+
+
+def _finds(case: Case) -> bool:
+  """Returns whether the codec finds a kernel's operands, as no plain cast does."""
+  shapes = jax.eval_shape(
+    lambda x: case.operands(case.codec, x),
+    jax.ShapeDtypeStruct((case.codec.tile_size,), jnp.float32),
+  )
+  return len(shapes) > bool(case.codec.needs_key)
+
+
+def sweep(names: list[str], size: int, rounds: int, end: float) -> list[Any]:
+  """Times Pallas kernels with other block sizes and numbers of warps."""
+  xs = gradients_like(size)
+  rows: list[Any] = []
+  original = triton_tiles.encode
+  for name in names:
+    right = None
+    for elements, warps in _SWEEP:
+      if time.monotonic() > end:
+        return rows
+      other = lambda *args, e=elements, w=warps, **options: original(
+        *args, **options | {"elements": e, "warps": w}
+      )
+      try:
+        with mock.patch.object(triton_tiles, "encode", other):
+          program = compiled(CASES[name], "pallas", xs[0])
+        found = program.call(xs[0])
+        right = found if right is None else right
+        same = all(bool((a == b).all()) for a, b in zip(found, right, strict=True))
+        title = f"{name} ({elements} elements, {warps} warps)"
+        row = program.row | {"case": title + " WRONG" * (not same)}
+        rows += measure([program._replace(row=row)], xs, rounds)
+      except Exception as error:
+        print(f"{name}, {elements}, {warps}: {error}"[:300], flush=True)
+  return rows
+
+
+def write(path: pathlib.Path | None, rows: list[Any], missing: list[str]) -> None:
+  """Writes the results as JSON, and as a table beside it, unless the path is None."""
+  if path is None:
+    return
+  device = jax.devices()[0]
+  found = {
+    "device": device.device_kind,
+    "jax": jax.__version__,
+    "date": datetime.date.today().isoformat(),
+    "rows": rows,
+    "missing": missing,
+  }
+  cli.write_json(path, found)
+  lines = [
+    "# Encoders on a GPU",
+    "",
+    f"`make gpu-check`, {found['device']}, JAX {found['jax']}, {found['date']}. Bytes "
+    "are the fewest there are;",
+    "the share is of the bytes a second of a device copy in the same loop. A star: the "
+    "GPU waits for the host.",
+    "",
+  ]
+  header = ["case", "elements", "implementation", "time, us", "GB/s"]
+  cells = []
+  for row in sorted(rows, key=lambda row: (row["case"], row["elements"])):
+    cells.append(
+      [
+        row["case"],
+        f"{row['elements']:,}",
+        row["implementation"],
+        f"{1e6 * row['seconds']:.1f}",
+        f"{row['bytes_per_second'] / 1e9:.0f}",
+        f"{row['share_of_copy']:.1%}{'*' * row['launch_bound']}",
+      ]
+    )
+  lines += [table([*header, "share of a copy"], cells)]
+  lines += ["", *(f"Not measured: {line}" for line in missing)]
+  path.with_suffix(".md").write_text("\n".join(lines).rstrip() + "\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+  parser = cli.parser(
+    __doc__,
+    quick="one size and four cases, two of them where interpreted",
+    output="JSON file; default: results/gpu/gpu_kernels.json, if not --quick",
+  )
+  timed = [name for name, case in CASES.items() if case.timed]
+  parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES)
+  parser.add_argument("--cases", nargs="+", choices=CASES, default=timed)
+  parser.add_argument("--seconds", type=float, default=math.inf, help="for all of it")
+  parser.add_argument("--sweep", action="store_true", help="blocks and warps, instead")
+  parser.add_argument(
+    "--interpret", action="store_true", help="without a GPU, to try this script"
+  )
+  parser.add_argument("--checked", type=pathlib.Path, help="what gpu/check.py wrote")
+  options = parser.parse_args(arguments)
+  if jax.default_backend() != "gpu" and not options.interpret:
+    cli.skip("there is no GPU here; --interpret tries the script without one")
+  quiet.keep(unless=options.quick or options.interpret)
+  end = time.monotonic() + options.seconds
+  output = options.output
+  if options.quick:
+    options.sizes, options.cases = options.sizes[:1], options.cases[1:5]
+    if options.interpret:
+      options.sizes, options.cases = [8192], _QUICK
+      cli.compile_fast()
+  elif not options.interpret:
+    output = output or RESULTS
+  wrong: dict[str, Any] = {}
+  if options.checked and options.checked.exists():
+    wrong = json.loads(options.checked.read_text())["wrong"]
+  missing = [f"{name}: it is wrong" for name in options.cases if name in wrong]
+  cases = [CASES[name] for name in options.cases if name not in wrong]
+  rounds = 1 if options.interpret else _ROUNDS
+  if options.sweep:
+    swept = [case.name for case in cases if case.name in _SWEPT]
+    rows = sweep(swept, options.sizes[0], rounds, end)
+    write(output and output.with_stem(output.stem + "_sweep"), rows, missing)
+    return
+  rows = []
+  kernels: Any = ("pallas_interpret",) if options.interpret else None
+  for size in options.sizes:
+    found, left = run_size(cases, kernels, size, rounds, end)
+    rows, missing = rows + found, missing + left
+    write(output, rows, missing)
+  print(*(f"not measured: {line}" for line in missing), sep="\n")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,1 @@
+"""Times of exchanges between hosts on links of a limited rate."""

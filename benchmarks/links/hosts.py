@@ -1,0 +1,254 @@
+"""Makes hosts from network namespaces, each on its own rate-limited full-duplex link.
+
+A switch namespace holds a bridge. Each host is a namespace whose ``eth0`` is one end of
+a veth pair, and the other end is a port of the bridge. A token bucket (tbf) on either
+end limits one direction. For links that take time, a program stands in the place of the
+bridge, which keeps each frame for half of the round trip: see links/delay.py.
+
+Every trap here makes plain f32 slower, and so flatters compression:
+
+- A bucket below 1 ms of the rate loses packets, and one above it carries small messages
+  for nothing.
+- Frames (GSO) that do not fit into the bucket are cut in software, on the hosts' cores.
+- gloo binds the address that the host's own name resolves to, so each host needs its
+  own name (a UTS namespace) and its own hosts file.
+- BBR, if it is the system's congestion control, slows down for 0.2 s every 10 s.
+- A bucket is one queue, so 4 MB of one connection would stand before all others. Queues
+  of real hosts are fair or short, so a connection may queue a bucketful at most.
+- On a link that takes time, a connection that was idle would begin slowly again.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+_BURST_SECONDS = 0.001
+_MTU = 1500
+_SUBNET = "10.77.0.0/24"
+_LARGEST_FRAME = 65536
+_NETNS = pathlib.Path("/etc/netns")
+_DELAY = pathlib.Path(__file__).with_name("delay.py")
+COUNTER = "/sys/class/net/{}/statistics/tx_bytes"
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+  """A host: its address, its interface, and the command that runs a program there."""
+
+  address: str
+  interface: str
+  prefix: tuple[str, ...] = ()
+
+
+def bits_per_second(rate: str) -> float:
+  """Reads a rate in tc's spelling.
+
+  Example:
+    >>> bits_per_second("2.5gbit")
+    2500000000.0
+  """
+  match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
+  if not match:
+    raise ValueError(f"`rate` must be like 100mbit or 2.5gbit, got {rate!r}.")
+  return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def missing() -> str:
+  """Tries to limit a link, and returns what this machine lacks; "" for nothing."""
+  tools = [name for name in ("ip", "tc", "unshare") if not shutil.which(name)]
+  if tools:
+    return f"the commands {', '.join(tools)}"
+  if os.geteuid():
+    return "root's rights, to make network namespaces"
+  try:
+    with limited(1, "1gbit") as (host,):
+      _run(*host.prefix, "true")
+  except (RuntimeError, OSError) as error:
+    return f"rate-limited network namespaces ({error})"
+  return ""
+
+
+@contextlib.contextmanager
+def loopback(count: int) -> Iterator[list[Host]]:
+  """Yields hosts that are plain processes, whose links nothing limits."""
+  yield [Host("127.0.0.1", "lo")] * count
+
+
+@contextlib.contextmanager
+def limited(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Host]]:
+  """Yields ``count`` hosts with links of ``rate``, and always removes them.
+
+  Args:
+    count: the number of hosts.
+    rate: of each link and direction, in tc's spelling.
+    round_trip: the seconds from one host to another and back, as ping counts them; 0
+      for those that the kernel takes.
+  """
+  prefix = f"gc{os.getpid()}"
+  switch, names = f"{prefix}sw", [f"{prefix}h{i}" for i in range(count)]
+  hosts = [
+    Host(f"10.77.0.{i + 1}", "eth0", _on_host(name, f"host{i}"))
+    for i, name in enumerate(names)
+  ]
+  own_folder = not _NETNS.exists()
+  try:
+    _run("ip", "netns", "add", switch)
+    _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", "br0", "up")
+    ports = [f"p{i}" for i in range(count)]
+    for i, (name, host) in enumerate(zip(names, hosts, strict=True)):
+      _add_host(name, host.address, switch, ports[i], rate)
+      files = _NETNS / name
+      files.mkdir(parents=True)
+      lines = [f"127.0.0.1 localhost\n{host.address} host{i}\n"]
+      (files / "hosts").write_text("".join(lines))
+    with _delayed(switch, ports, round_trip) if round_trip else _NOTHING:
+      yield hosts
+  finally:
+    for name in (*names, switch):  # with a namespace go its devices
+      subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
+      with contextlib.suppress(FileNotFoundError):
+        (_NETNS / name / "hosts").unlink()
+      with contextlib.suppress(FileNotFoundError):
+        (_NETNS / name).rmdir()
+    if own_folder:
+      with contextlib.suppress(OSError):
+        _NETNS.rmdir()
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _delayed(switch: str, ports: list[str], round_trip: float) -> Iterator[None]:
+  """Has a program forward between the ports, and not the bridge."""
+  for port in ports:
+    _run("ip", "-n", switch, "link", "set", port, "nomaster")
+  command = ("ip", "netns", "exec", switch, sys.executable, "-I", str(_DELAY))
+  process = subprocess.Popen(
+    [*command, str(round_trip / 2), *ports], stdout=subprocess.PIPE, text=True
+  )
+  try:
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+      raise RuntimeError("Nobody forwards frames between the hosts.")
+    yield
+  finally:
+    process.kill()
+    process.wait()
+
+
+def _on_host(name: str, hostname: str) -> tuple[str, ...]:
+  script = 'hostname "$0" && exec "$@"'
+  return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", script, hostname)
+
+
+def _add_host(name: str, address: str, switch: str, port: str, rate: str) -> None:
+  burst = max(2 * _MTU, int(bits_per_second(rate) / 8 * _BURST_SECONDS))
+  frame = min(_LARGEST_FRAME, int(0.9 * burst))  # tbf counts 5 % of headers too
+  peer = ("type", "veth", "peer", "name", port, "netns", switch)
+  _run("ip", "netns", "add", name)
+  _run("ip", "-n", name, "link", "add", "eth0", *peer)
+  _run("ip", "-n", switch, "link", "set", port, "master", "br0")
+  for namespace, device in ((name, "eth0"), (switch, port)):
+    bucket = ("tbf", "rate", rate, "burst", str(burst), "latency", "50ms")
+    _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
+    size = ("gso_max_size", str(frame))
+    _run("ip", "-n", namespace, "link", "set", "dev", device, *size, "up")
+  _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+  _run("ip", "-n", name, "link", "set", "lo", "up")
+  subnet = (_SUBNET, "dev", "eth0", "src", address)
+  _run("ip", "-n", name, "route", "replace", *subnet, "congctl", "cubic")
+  for key, value in (("limit_output_bytes", burst), ("slow_start_after_idle", 0)):
+    script = f"echo {value} > /proc/sys/net/ipv4/tcp_{key}"
+    _run("ip", "netns", "exec", name, "sh", "-c", script)
+
+
+def _run(*command: str) -> None:
+  done = subprocess.run(command, capture_output=True, text=True)
+  if done.returncode:
+    raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def run(
+  hosts: Sequence[Host],
+  commands: Sequence[Sequence[str]],
+  environment: dict[str, str],
+  limit: float,
+  *,
+  shown: bool = False,
+) -> None:
+  """Runs a command on each host, and leaves none running.
+
+  Args:
+    hosts: where to run them.
+    commands: one for each host.
+    environment: variables beside this process's.
+    limit: the seconds after which they have failed.
+    shown: whether what the first host's command writes is shown while it runs.
+
+  Raises:
+    RuntimeError: a command has failed, or is not done after ``limit`` seconds. The
+      message ends with the last lines that each has written.
+  """
+  deadline = time.monotonic() + limit
+  with contextlib.ExitStack() as stack:
+    logs, processes = [], []
+    for host, command in zip(hosts, commands, strict=True):
+      logs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
+      process = subprocess.Popen(
+        [*host.prefix, *command],
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=logs[-1],
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C is for us
+      )
+      processes.append(process)
+      stack.callback(_kill, process)
+    codes: list[int | None] = [None]
+    told = 0
+    while None in codes and not any(codes) and time.monotonic() < deadline:
+      time.sleep(0.1)
+      codes = [process.poll() for process in processes]
+      if shown:
+        written = os.pread(logs[0].fileno(), 1 << 20, told)
+        told += len(written)
+        print(written.decode(errors="replace"), end="", flush=True)
+    if any(code != 0 for code in codes):
+      time.sleep(1)  # for the others to say why they fail
+      parts = [f"The hosts' programs have ended with {codes}; None: still running."]
+      for i, log in enumerate(logs):
+        log.seek(0)
+        parts.append(f"--- host {i}\n{log.read()[-3000:]}")
+      raise RuntimeError("\n".join(parts))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+  if process.poll() is None:
+    os.killpg(process.pid, signal.SIGKILL)  # JAX swallows SIGTERM
+  process.wait()
+
+
+def bytes_sent(interface: str) -> int:
+  """Reads the kernel's counter of an interface, which counts one header a frame."""
+  return int(pathlib.Path(COUNTER.format(interface)).read_text())
+
+
+def free_ports(count: int) -> list[int]:
+  """Finds ports that nothing listens on."""
+  with contextlib.ExitStack() as stack:
+    sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+    for one in sockets:
+      one.bind(("", 0))
+    return [one.getsockname()[1] for one in sockets]

@@ -1,0 +1,129 @@
+"""Starts a worker on each host, with the same environment for all that is compared."""
+
+import contextlib
+import json
+import os
+import pathlib
+import platform
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from benchmarks.common import cli, quiet
+from benchmarks.links import hosts as links_hosts
+
+REACHED = 0.7  # of the rate, or it is not measured
+MALLOC = {
+  "MALLOC_ARENA_MAX": "1",
+  "MALLOC_MMAP_MAX_": "0",
+  "MALLOC_TRIM_THRESHOLD_": "17179869184",
+  "MALLOC_TOP_PAD_": "268435456",
+}
+ENVIRONMENT = MALLOC | {
+  "JAX_PLATFORMS": "cpu",
+  "XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=120",
+  # Only the first process would find its programs there, and come too early.
+  "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
+
+
+def network(
+  count: int, rate: str, round_trip: float = 0.0
+) -> contextlib.AbstractContextManager[list[links_hosts.Host]]:
+  """Returns hosts on links of a rate, or without limits at the rate ``"loopback"``."""
+  if rate == "loopback":
+    return links_hosts.loopback(count)
+  return links_hosts.limited(count, rate, round_trip)
+
+
+def run_workers(
+  hosts: list[links_hosts.Host],
+  script: str,
+  job: Mapping[str, Any],
+  limit: float,
+  *,
+  python: str = sys.executable,
+  environment: Mapping[str, str] = ENVIRONMENT,
+) -> list[Any]:
+  """Runs a worker's script on each host, and returns the reports.
+
+  Args:
+    hosts: where to run it.
+    script: a module of this folder.
+    job: what the worker is to do, for JSON. It gets its own place among the hosts, too.
+    limit: the seconds after which the workers have failed.
+    python: the interpreter.
+    environment: variables beside this process's.
+  """
+  module = f"benchmarks.links.{script}"
+  ports = links_hosts.free_ports(len(hosts) + 1)
+  ends = [(host.address, port) for host, port in zip(hosts, ports, strict=False)]
+  meeting = f"{hosts[0].address}:{ports[-1]}"
+  job = {**job, "ends": ends, "count": len(hosts), "coordinator": meeting}
+  with tempfile.TemporaryDirectory() as folder:
+    outputs = [pathlib.Path(folder, f"{rank}.json") for rank in range(len(hosts))]
+    commands = []
+    for rank, (host, output) in enumerate(zip(hosts, outputs, strict=True)):
+      own = {"rank": rank, "interface": host.interface, "output": str(output)}
+      commands.append([python, "-m", module, json.dumps(job | own)])
+    links_hosts.run(hosts, commands, cli.path() | environment, limit)
+    return [json.loads(output.read_text()) for output in outputs]
+
+
+def probed(hosts: list[links_hosts.Host], speed: float | None) -> list[float]:
+  """Returns the bytes a second that each host receives over raw TCP.
+
+  Args:
+    hosts: the hosts.
+    speed: of a link in bits a second; None if nothing limits it.
+  """
+  found = probes(hosts, int((speed or 8e9) / 8 / 2))
+  return [report["bytes_a_second"] for report in found]
+
+
+def probes(hosts: list[links_hosts.Host], nbytes: int) -> list[dict[str, float]]:
+  """Returns what :func:`link_probe.probe` finds on each host."""
+  job = {"nbytes": nbytes}
+  return run_workers(hosts, "probe", job, 120, environment={})
+
+
+def machine() -> dict[str, Any]:
+  """Describes the machine, on which the times depend."""
+  cpu = pathlib.Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2]
+  return {
+    "jax": metadata.version("jax"),
+    "cpu": cpu.splitlines()[0] if cpu else platform.machine(),
+    "cores": os.cpu_count(),
+    "kernel": platform.release(),
+    "malloc": MALLOC,
+  }
+
+
+def begin(shaped: bool, otherwise: str = "", quick: bool = False) -> None:
+  """Prepares a script that starts hosts, or ends it where it cannot run.
+
+  Args:
+    shaped: whether links are limited.
+    otherwise: how the script does without limits.
+    quick: whether nobody reads the times, so that the machine need not be quiet.
+  """
+  if shaped and (missing := links_hosts.missing()):
+    cli.skip(f"limited links need {missing}{otherwise and f'; {otherwise}'}")
+  leave_by_signals()
+  quiet.keep(unless=quick)
+
+
+def leave_by_signals() -> None:
+  """Has signals end the program through its clean-up, so that no namespace is left."""
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, _leave)
+
+
+def _leave(number: int, frame: Any) -> None:
+  """Ends the program once; a second signal does not cut its clean-up."""
+  for other in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(other, signal.SIG_IGN)
+  sys.exit(128 + number)

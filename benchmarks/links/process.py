@@ -1,0 +1,107 @@
+"""A process of one host with one device, gloo to the others, and its report."""
+
+import json
+import os
+import pathlib
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from benchmarks.links import hosts
+from benchmarks.links.steps import Timed
+
+
+def spread(mesh: jax.sharding.Mesh, local: np.ndarray) -> jax.Array:
+  """Makes the global array whose part on this host is ``local``."""
+  sharding = jax.NamedSharding(mesh, P("data"))
+  return jax.make_array_from_process_local_data(sharding, local)
+
+
+def measure(
+  programs: dict[str, Timed], repeats: int, meet: Callable[[], Any], interface: str
+) -> dict[str, dict[str, Any]]:
+  """Times all programs in turn, after a first call that is not timed.
+
+  Lists in the results have an entry for each repeat.
+  """
+  results: dict[str, dict[str, Any]] = {
+    name: {
+      "seconds": [],
+      "cpu_seconds": [],
+      "sent": [],
+      "arithmetic": timed.arithmetic,
+      "wire_report": gradcomp.wire_report(timed.program).bytes_sent,
+    }
+    for name, timed in programs.items()
+  }
+  mean = None
+  for repeat in range(repeats + 1):
+    for name, timed in programs.items():
+      arguments = jax.block_until_ready(timed.arguments())
+      meet()
+      sent = hosts.bytes_sent(interface)
+      cpu, start = time.process_time(), time.perf_counter()
+      outputs = jax.block_until_ready(timed.program(*arguments))
+      seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+      meet()
+      sent = hosts.bytes_sent(interface) - sent
+      timed.keep(outputs)
+      if repeat:
+        results[name]["seconds"].append(seconds)
+        results[name]["cpu_seconds"].append(cpu)
+        results[name]["sent"].append(sent)
+      elif timed.averages:
+        leaves = [np.ravel(leaf.addressable_data(0)) for leaf in outputs[0]]
+        result = np.concatenate(leaves)
+        mean = result if mean is None else mean
+        error = np.linalg.norm(result - mean) / np.linalg.norm(mean)
+        results[name] |= {"error": float(error), "crc32": zlib.crc32(result)}
+      del arguments, outputs
+  return results
+
+
+def joined(options: dict[str, Any]) -> jax.sharding.Mesh:
+  """Meets the other hosts, and returns the mesh of all of them."""
+  jax.distributed.initialize(
+    options["coordinator"],
+    len(options["ends"]),
+    options["rank"],
+    initialization_timeout=60,
+    heartbeat_timeout_seconds=20,
+    shutdown_timeout_seconds=20,
+  )
+  return jax.make_mesh((len(options["ends"]),), ("data",))
+
+
+def meeting(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
+  """Returns a function that returns when all hosts have called it."""
+  total = jax.shard_map(
+    lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+  )
+  one = spread(mesh, np.ones(mesh.local_mesh.size, np.float32))
+  tiny = jax.jit(total).lower(one).compile()
+  return lambda: jax.block_until_ready(tiny(one))
+
+
+def run(main: Callable[[dict[str, Any]], Any]) -> None:
+  """Runs a worker: ``main(options)`` returns the report, which is written.
+
+  The options are the script's argument, in JSON.
+  """
+  try:
+    options = json.loads(sys.argv[1])
+    report = main(options)
+    pathlib.Path(options["output"]).write_text(json.dumps(report))
+    jax.distributed.shutdown()
+  except BaseException:
+    traceback.print_exc()
+    os._exit(1)  # leaving normally would wait for the others, and they for us

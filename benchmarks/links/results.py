@@ -1,0 +1,132 @@
+"""Makes results of links from the hosts' reports, and joins what runs have measured.
+
+A run is what was measured with one number of hosts, rate and gradient. Its steps may be
+from several calls of links/speed.py. So each step keeps the load of the machine before
+it, and the time of the plain f32 mean that was measured with it.
+"""
+
+import json
+import os
+import pathlib
+import statistics
+from typing import Any
+
+_KEY = ("hosts", "rate", "mib", "leaves")
+
+
+def combine(
+  reports: list[dict[str, Any]], kind: str, shared: bool
+) -> dict[str, dict[str, Any]]:
+  """Makes one entry for each program from the entries of all hosts.
+
+  The time of a program is the slowest host's. The first program is the baseline of all,
+  in its framework.
+
+  Args:
+    reports: one of each host.
+    kind: ``"steps"`` or ``"parts"``.
+    shared: whether one counter counts the bytes of all hosts.
+  """
+  results: dict[str, dict[str, Any]] = {}
+  for name, first in reports[0][kind].items():
+    entries = [report[kind][name] for report in reports]
+    seconds = list(map(max, zip(*(e["seconds"] for e in entries), strict=True)))
+    sent = max(statistics.median(e["sent"]) for e in entries)
+    results[name] = {
+      "seconds": seconds,
+      "median_seconds": statistics.median(seconds),
+      "cpu_seconds_a_host": statistics.mean(
+        statistics.median(e["cpu_seconds"]) for e in entries
+      ),
+      "bytes_sent": sent / len(reports) if shared else sent,
+      "bytes_arithmetic": first["arithmetic"],
+      "bytes_wire_report": first["wire_report"],
+    }
+    if "crc32" in first:
+      results[name]["error"] = first["error"]
+      results[name]["same_bits"] = len({e["crc32"] for e in entries}) == 1
+      baseline = next(iter(results.values()))["median_seconds"]
+      results[name]["baseline_seconds"] = baseline
+  return results
+
+
+def load_note() -> list[float]:
+  """Returns the machine's load of the last minute, and its cores."""
+  return [os.getloadavg()[0], float(os.cpu_count() or 1)]
+
+
+def merge(runs: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+  """Returns the runs with a new one, whose steps join those of the same cell.
+
+  A step, a part or a failure that was there before is replaced, and so is the probe, if
+  there is a new one.
+
+  Example:
+    >>> cell = {"hosts": 2, "rate": "1gbit", "mib": 1, "leaves": 1}
+    >>> cell |= {"parts": {}}
+    >>> old = cell | {"probe": [9.0], "steps": {"a": 1, "b": 1}, "failed": {}}
+    >>> new = cell | {"probe": [], "steps": {"b": 2}, "failed": {"c": "hung"}}
+    >>> [run] = merge([old], new)
+    >>> run["probe"], run["steps"], run["failed"]
+    ([9.0], {'a': 1, 'b': 2}, {'c': 'hung'})
+  """
+  runs = [dict(run) for run in runs]
+  for i, old in enumerate(runs):
+    if _key(old) != _key(new):
+      continue
+    joined = old | new | {"probe": new["probe"] or old["probe"]}
+    for kind in ("steps", "parts", "failed"):
+      joined[kind] = old[kind] | new[kind]
+    joined["failed"] = {
+      k: v for k, v in joined["failed"].items() if k not in new["steps"]
+    }
+    runs[i] = joined
+    return runs
+  return [*runs, new]
+
+
+def _key(run: dict[str, Any]) -> tuple[Any, ...]:
+  return tuple(run[name] for name in _KEY)
+
+
+def find(
+  runs: list[dict[str, Any]], hosts: int, rate: str, leaves: int | str, mib: float = 64
+) -> dict[str, Any]:
+  """Returns the run of a cell.
+
+  Raises:
+    KeyError: there is none.
+  """
+  wanted = (hosts, rate, mib, leaves)
+  for run in runs:
+    if _key(run) == wanted:
+      return run
+  raise KeyError(wanted)
+
+
+def read(path: pathlib.Path, machine: dict[str, Any]) -> dict[str, Any]:
+  """Returns the results in a file, to join new ones of this machine to.
+
+  Raises:
+    ValueError: they are another machine's, or another JAX's.
+  """
+  if not path.exists():
+    return {"machine": machine, "runs": []}
+  found = json.loads(path.read_text())
+  for name in ("jax", "cpu", "cores"):
+    if found["machine"][name] != machine[name]:
+      raise ValueError(
+        f"`output` must have results of this machine: its `{name}` is "
+        f"{found['machine'][name]}, and here it is {machine[name]}; --fresh drops them."
+      )
+  return found | {"machine": machine}
+
+
+def speed_up(step: dict[str, Any]) -> float:
+  """Returns how many times as fast a step is as its framework's f32."""
+  return step["baseline_seconds"] / step["median_seconds"]
+
+
+def is_theirs(name: str) -> bool:
+  """Returns whether a step is PyTorch's."""
+  return name.startswith("ddp ")

@@ -1,0 +1,202 @@
+"""Times PyTorch's DistributedDataParallel over gloo on one host, for comparison.
+
+  python -m benchmarks.links.torch_worker '{"rank": 0, ...}'    links/speed.py starts it
+
+A step is a backward pass that hands ready gradients to DDP, whose hooks average them
+while it runs. So a time has what a time of links/worker.py has: from the gradient to
+its mean. Leaves have the shapes that PyTorch's layers have: the axes turned round.
+
+PowerSGD's hook must have all leaves in one bucket. It waits inside of callbacks for its
+second and third sum. gloo runs callbacks on its two threads, and so two buckets whose
+callbacks wait leave no thread for what they wait for: the step hangs. And hosts whose
+callbacks run in other orders pair the sums of different buckets, which gloo ends with
+an error where their sizes differ. A program with "buckets" in its name has DDP's own
+buckets, to show that. What does not end within ``hang_seconds`` is reported as hung,
+and ends the process.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.links import hosts
+
+_WARM_UP = 3  # DDP makes its buckets anew after the first step
+
+
+class _Give(torch.autograd.Function):
+  """A loss of zero, whose gradients are given."""
+
+  @staticmethod
+  def forward(ctx: Any, grads: list[torch.Tensor], *params: Any) -> torch.Tensor:
+    ctx.grads = grads
+    return torch.zeros(())
+
+  @staticmethod
+  def backward(ctx: Any, *outputs: Any) -> Any:
+    return None, *ctx.grads
+
+
+class _Model(torch.nn.Module):
+  def __init__(self, grads: list[torch.Tensor]) -> None:
+    super().__init__()
+    leaves = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    self.leaves = torch.nn.ParameterList(leaves)
+
+  def forward(self, grads: list[torch.Tensor]) -> torch.Tensor:
+    return _Give.apply(grads, *self.leaves)
+
+
+def model_of(name: str, grads: list[torch.Tensor]) -> DistributedDataParallel:
+  """Builds a model whose gradients DDP averages with the hook of this name.
+
+  Args:
+    name: ``"ddp f32"``, ``"ddp fp16"``, ``"ddp powersgd-"`` and a rank, or the last and
+      ``" in buckets"``.
+    grads: what the backward pass will give.
+  """
+  _, hook, *buckets = name.split(" ", 2)
+  method, _, rank = hook.partition("-")
+  whole = 2 * sum(grad.nbytes for grad in grads) // 2**20 + 1
+  one_bucket = method == "powersgd" and not buckets
+  model = DistributedDataParallel(
+    _Model(grads),
+    gradient_as_bucket_view=True,
+    bucket_cap_mb=whole if one_bucket else None,
+  )
+  if method == "fp16":
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+  if method == "powersgd":
+    first = 2  # the least that the hook allows
+    state = powerSGD_hook.PowerSGDState(
+      None, matrix_approximation_rank=int(rank), start_powerSGD_iter=first
+    )
+    model.register_comm_hook([state, first], _powersgd)
+  return model
+
+
+def _powersgd(
+  held: list[Any], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+  """Runs the hook, but sends nothing in the steps before buckets are final."""
+  state = held[0]
+  if state.iter < held[1]:
+    state.maybe_increase_iter(bucket)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+  return powerSGD_hook.powerSGD_hook(state, bucket)
+
+
+def measure(
+  names: list[str],
+  grads: list[torch.Tensor],
+  repeats: int,
+  interface: str,
+  watch: Callable[[str, dict[str, Any]], None],
+) -> dict[str, dict[str, Any]]:
+  """Times all programs in turn, after calls that are not timed.
+
+  Args:
+    names: of :func:`model_of`; those of PowerSGD come after the others, in turn with
+      nothing, because they may hang.
+    grads: this host's gradients.
+    repeats: timed calls.
+    interface: whose counter of bytes is read.
+    watch: told before each call what runs, and what is known so far.
+  """
+  results: dict[str, dict[str, Any]] = {}
+  plain = [name for name in names if "powersgd" not in name]
+  groups = [plain, *([name] for name in names if name not in plain)]
+  mean = None
+  for group in groups:
+    models = {name: model_of(name, grads) for name in group}
+    for repeat in range(-_WARM_UP, repeats):
+      for name, model in models.items():
+        model.zero_grad(set_to_none=True)
+        loss = model(grads)
+        watch(name, results)
+        dist.barrier()
+        sent = hosts.bytes_sent(interface)
+        cpu, start = time.process_time(), time.perf_counter()
+        loss.backward()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        dist.barrier()
+        sent = hosts.bytes_sent(interface) - sent
+        if repeat == -1:  # a hook's first real call: no residual is in it yet
+          parts = [leaf.grad.numpy().ravel() for leaf in model.module.leaves]
+          result = np.concatenate(parts)
+          mean = result if mean is None else mean
+          error = np.linalg.norm(result - mean) / np.linalg.norm(mean)
+          known = {"error": float(error), "crc32": zlib.crc32(result)}
+          empty = {"seconds": [], "cpu_seconds": [], "sent": []}
+          results[name] = empty | known | {"arithmetic": None, "wire_report": None}
+        if repeat >= 0:
+          results[name]["seconds"].append(seconds)
+          results[name]["cpu_seconds"].append(cpu)
+          results[name]["sent"].append(sent)
+  return results
+
+
+def main(options: dict[str, Any]) -> None:
+  rank, output = options["rank"], pathlib.Path(options["output"])
+  host, _, port = options["coordinator"].rpartition(":")
+  limit, running = options["hang_seconds"], threading.Timer(0, lambda: None)
+
+  def hung(name: str, results: dict[str, Any]) -> None:
+    report = {
+      "steps": _complete(results, name),
+      "failed": {name: f"hung after {limit:.0f} s"},
+    }
+    output.write_text(json.dumps(report))
+    time.sleep(5)  # the others' time runs out, too: nobody may see us gone before
+    os._exit(0)
+
+  def watch(name: str, results: dict[str, Any]) -> None:
+    nonlocal running
+    running.cancel()
+    running = threading.Timer(limit, hung, (name, results))
+    running.daemon = True
+    running.start()
+
+  dist.init_process_group(
+    "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=options["count"]
+  )
+  rng = np.random.default_rng(rank)
+  grads = [
+    torch.from_numpy(rng.standard_normal(shape[::-1], np.float32))
+    for shape in options["shapes"]
+  ]
+  steps = measure(
+    options["steps"], grads, options["repeats"], options["interface"], watch
+  )
+  running.cancel()
+  dist.barrier()
+  output.write_text(json.dumps({"steps": steps, "failed": {}}))
+  os._exit(0)  # the reducers' threads are not waited for
+
+
+def _complete(results: dict[str, Any], name: str) -> dict[str, Any]:
+  """Returns the results but those of the program that hangs."""
+  return {other: entry for other, entry in results.items() if other != name}
+
+
+if __name__ == "__main__":
+  try:
+    main(json.loads(sys.argv[1]))
+  except BaseException:
+    traceback.print_exc()
+    os._exit(1)

@@ -1,0 +1,1 @@
+"""The papers' models of cost, and the data of the planner."""

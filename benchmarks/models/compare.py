@@ -1,0 +1,102 @@
+"""Recomputes what the five papers predict, and compares it with what they print.
+
+  python -m benchmarks.models.compare [--output FOLDER]
+
+Each number has its inputs, what gradcomp.cost gives, what the paper prints, and whether
+that can be right:
+
+  agrees  The model gives the printed number, within the tolerance beside it.
+  wrong   The paper's own inputs give another number.
+  open    The number depends on what the paper does not print.
+  ours    The paper prints none.
+
+Nothing is measured here. It ends with 1 if a number that must agree does not. With
+--output, writes paper_models.json, paper_models.md and a plot for each paper there.
+"""
+
+import itertools
+import sys
+from typing import Any
+
+from benchmarks.common import cli
+from benchmarks.common.tables import table
+from benchmarks.models import papers
+from benchmarks.models.papers import plots
+
+COLUMNS = ("what", "inputs", "ours", "paper", "difference", "verdict", "why")
+
+
+def entry(row: papers.Number) -> dict[str, Any]:
+  """Returns a number as it is written to the JSON file."""
+  kept = {key: value for key, value in row._asdict().items() if value is not None}
+  if row.verdict != "agrees":
+    kept.pop("tolerance")
+  if row.difference is not None:
+    kept["difference"] = row.difference
+  return kept
+
+
+def digits(number: float) -> str:
+  """Returns four digits, or all of a large number."""
+  return f"{number:,.0f}" if abs(number) >= 1e4 else f"{number:.4g}"
+
+
+def numbers(rows: list[papers.Number]) -> str:
+  """Returns a Markdown table of numbers."""
+  lines = []
+  for row in rows:
+    printed, difference = "", ""
+    if row.printed is not None:
+      printed, difference = digits(row.printed), f"{row.difference:+.1%}"
+    verdict = row.verdict
+    if verdict == "agrees" and row.tolerance:
+      verdict = f"agrees within {row.tolerance:.2g}"
+    lines.append(
+      (row.what, row.inputs, digits(row.ours), printed, difference, verdict, row.why)
+    )
+  return f"{table(COLUMNS, lines)}\n"
+
+
+def page(rows: list[papers.Number]) -> str:
+  """Returns the Markdown page."""
+  parts = [
+    "# What the papers predict, recomputed\n\n"
+    "Made by `python -m benchmarks.models.compare`; "
+    "[papers.md](../../../docs/results/papers.md) tells what it means.\n\n"
+    "* *agrees*: the model gives the printed number, within the relative tolerance "
+    "beside it.\n"
+    "* *wrong*: the paper's own inputs give another number.\n"
+    "* *open*: the number depends on what the paper does not print.\n"
+    "* *ours*: the paper prints none.\n"
+  ]
+  for paper, group in itertools.groupby(rows, lambda row: row.paper):
+    parts.append(f"\n## {paper}\n\n{numbers(list(group))}")
+  return "".join(parts)
+
+
+def main() -> None:
+  parser = cli.parser(
+    __doc__, quick="the same numbers and plots", output="folder of the files"
+  )
+  options = parser.parse_args()
+  rows = papers.numbers()
+  for paper, group in itertools.groupby(rows, lambda row: row.paper):
+    verdicts = [row.verdict for row in group]
+    counts = [f"{verdicts.count(x)} {x}" for x in ("agrees", "wrong", "open", "ours")]
+    print(f"{paper}: {', '.join(counts)}")
+  for row in rows:
+    if row.verdict == "wrong" or row.missed:
+      said = "MISSED" if row.missed else "wrong"
+      print(
+        f"{said}: {row.paper}, {row.what}, {row.inputs}: {row.ours:.4g}, "
+        f"printed {row.printed:.4g}"
+      )
+  if options.output:
+    entries = [entry(row) for row in rows]
+    cli.write(options.output, "paper_models", entries, page(rows))
+    plots.draw(options.output)
+  sys.exit(any(row.missed for row in rows))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,253 @@
+"""Compares the exchanges that links/speed.py timed with what gradcomp.cost predicts.
+
+  python -m benchmarks.models.fit_links [--links FILE.json] [--speeds FILE.json ...]
+    [--quick] [--output FILE.json]
+
+Links are fitted to the plain f32 mean and to the parts of one two_shot alone. Codecs
+have the speeds that codecs/speed.py measured for one process that has all cores. Hosts
+share them, so that each is slower by their number. All other rows are predicted:
+measured and predicted milliseconds, the error, and at last the median and the largest.
+"""
+
+import functools
+import itertools
+import json
+import math
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import gradcomp
+from benchmarks.common import cli
+from benchmarks.common import shapes as common_shapes
+from benchmarks.links.methods import CASES
+from gradcomp.cost import Cluster, CodecSpeed, Link, crossover_rate, exchange_seconds
+from gradcomp.exchange import Hierarchical
+
+LINKS = cli.RESULTS / "links" / "link_speed.json"
+SPEEDS = (cli.RESULTS / "codecs" / "codec_speed_jax0.10.2_malloc.json",)
+_BASELINE = "plain f32 mean"
+_CROSSES = "qsgd-4 two_shot"
+Run = Mapping[str, Any]
+
+# The names that codecs/speed.py has for the cases of links/methods.py.
+NAMES = {
+  "bf16": "dense-bf16",
+  "f16": "dense-f16",
+  "qsgd-4 fitted": "qsgd-4 nonuniform",
+  "qsgd-2 fitted": "qsgd-2 nonuniform",
+  "terngrad-base3": "terngrad base3",
+  "dynamic-tree": "dynamic_tree",
+  "aps-8": "aps-5-2",
+}
+
+
+class Row(NamedTuple):
+  """Holds a row of links/speed.py, and what is predicted for it, in seconds."""
+
+  hosts: int
+  rate: str
+  name: str
+  measured: float
+  predicted: float
+
+  @property
+  def error(self) -> float:
+    """The relative error of the prediction."""
+    return self.predicted / self.measured - 1
+
+
+def read_runs(path: pathlib.Path) -> list[Run]:
+  """Returns the runs in a file of links/speed.py, but those whose rate was too high."""
+  return [run for run in json.loads(path.read_text())["runs"] if run["steps"]]
+
+
+def fit_links(runs: Sequence[Run]) -> list[Link]:
+  """Fits a link to each run, which has no latency that could be told from the bytes.
+
+  The parts of a two_shot are those of the run, or else of one with as many hosts and
+  the same rate.
+  """
+  links = []
+  for run in runs:
+    n = run["hosts"]
+    parts = _parts(runs, run["rate"], n) or run
+    # An all_to_all of two is a swap, and an all-reduce of more is a ring.
+    reduce = _factor(run, "steps", _BASELINE)
+    factor = {("all_reduce", n): reduce, ("ppermute", n): reduce}
+    for name in ("all_gather", "all_to_all"):
+      factor[name, n] = _factor(parts, "parts", name)
+    pair = _parts(runs, run["rate"], 2)
+    if pair:
+      factor["ppermute", 2] = _factor(pair, "parts", "all_to_all")
+    links.append(Link(latency=0.0, bytes_per_second=_rate(run), factor=factor))
+  return links
+
+
+def _parts(runs: Sequence[Run], rate: str, hosts: int) -> Run | None:
+  """Returns a run at a rate that has parts."""
+  alike = [run for run in runs if run["rate"] == rate and run["hosts"] == hosts]
+  return next((run for run in alike if run["parts"]), None)
+
+
+def _rate(run: Run) -> float:
+  plain = run["steps"][_BASELINE]
+  if run["bits_per_second"]:
+    return run["bits_per_second"] / 8
+  return plain["bytes_wire_report"] / plain["median_seconds"]
+
+
+def _factor(run: Run, kind: str, name: str) -> float:
+  row = run[kind][name]
+  return row["median_seconds"] * _rate(run) / row["bytes_wire_report"]
+
+
+def read_speeds(contents: Sequence[Mapping[str, Any]]) -> dict[str, CodecSpeed]:
+  """Returns the speeds in files of codecs/speed.py, with one process on all cores."""
+  speeds: dict[str, CodecSpeed] = {}
+  for content in contents:
+    for title, row in content.items():
+      name, _, size = title.partition(", ")
+      if size != str(1 << 24):
+        continue
+      seconds = {key: value / (1 << 24) for key, value in row["seconds"].items()}
+      speeds[name] = CodecSpeed(
+        encode=seconds["encode"],
+        decode=seconds["decode"],
+        add=seconds["decode and sum, a worker"],
+        keep=max(0.0, seconds["update and residual"] - seconds["update"]),
+      )
+  return speeds
+
+
+def compare(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> list[Row]:
+  """Predicts every row that has a codec of known speed, but not those of the fit.
+
+  Args:
+    runs: the runs in a file of links/speed.py.
+    speeds: from :func:`read_speeds`.
+  """
+  rows = []
+  for run, link in zip(runs, fit_links(runs), strict=True):
+    cluster = Cluster(workers=run["hosts"], link=link)
+    for name, row in run["steps"].items():
+      codec, _, way = name.rpartition(" ")
+      of = NAMES.get(codec, codec)
+      if codec not in CASES or of not in speeds:
+        continue
+      explanation = _explained(codec, way, run["hosts"], run["leaves"], run["mib"])
+      speed = speeds[of].times(run["hosts"])
+      cost = exchange_seconds(explanation, cluster, speed)
+      measured = row["median_seconds"]
+      rows.append(Row(run["hosts"], run["rate"], name, measured, cost.total))
+  return rows
+
+
+@functools.cache
+def _explained(
+  codec: str, way: Any, hosts: int, leaves: int | str, mib: int
+) -> gradcomp.wire.Explanation:
+  """Returns what a step of a run sends, which no rate changes."""
+  case = CASES[codec]
+  tx = gradcomp.compress(
+    case.codec,
+    axis_name="data",
+    exchange=Hierarchical(group_size=2) if way == "hierarchical" else way,
+    feedback=case.feedback,
+    message_bytes=case.message_bytes,
+  )
+  return gradcomp.explain(tx, _gradient(leaves, mib), workers=hosts)
+
+
+def _gradient(leaves: int | str, mib: int) -> list[jax.ShapeDtypeStruct]:
+  if leaves == "resnet50":
+    shapes = common_shapes.resnet50_shapes()
+  else:
+    count = int(leaves)
+    shapes = [(mib * 2**20 // 4 // count,)] * count
+  return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+def show(rows: Sequence[Row]) -> None:
+  """Prints a line a row, and the median and the largest error."""
+  print(f"hosts {'rate':9}{'':26}{'measured ms':>12}{'predicted':>11}{'error':>8}")
+  for row in rows:
+    print(
+      f"{row.hosts:5} {row.rate:9}{row.name:26}{1e3 * row.measured:12.1f}"
+      f"{1e3 * row.predicted:11.1f}{row.error:8.1%}"
+    )
+  errors = sorted(abs(row.error) for row in rows)
+  far = sum(error > 0.2 for error in errors)
+  print(
+    f"{len(rows)} rows: median error {statistics.median(errors):.1%}, largest "
+    f"{errors[-1]:.1%}, {far} above 20 %"
+  )
+
+
+def show_crossovers(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> None:
+  """Prints the rates above which a plain mean is faster than QSGD with 4 bits."""
+  tx = gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot")
+  for run, link in zip(runs, fit_links(runs), strict=True):
+    like = _gradient(run["leaves"], run["mib"])
+    explanation = gradcomp.explain(tx, like, workers=run["hosts"])
+    cluster = Cluster(workers=run["hosts"], link=link)
+    speed = speeds["qsgd-4"].times(run["hosts"])
+    rate = 8e-9 * crossover_rate(explanation, cluster, speed)
+    print(
+      f"{run['hosts']} hosts, as at {run['rate']}: plain f32 beats {_CROSSES} from "
+      f"{rate:.1f} Gbit/s on"
+    )
+  for hosts in sorted({run["hosts"] for run in runs}):
+    points = measured_gains(runs, hosts)
+    found = crossing(points)
+    text = f"at {8e-9 * found:.1f} Gbit/s" if found else "at none of the rates"
+    gains = ", ".join(f"{8e-9 * rate:.2f}: {gain:.2f}" for rate, gain in points)
+    print(f"{hosts} hosts, measured: {text}; Gbit/s that f32 reaches, gain: {gains}")
+
+
+def measured_gains(runs: Sequence[Run], hosts: int) -> list[tuple[float, float]]:
+  """Returns, by rate, the bytes/s that plain f32 reaches, and QSGD's gain over it."""
+  points = []
+  for run in runs:
+    steps = run["steps"]
+    if run["hosts"] == hosts and run["leaves"] == 1 and _CROSSES in steps:
+      plain = steps[_BASELINE]
+      rate = plain["bytes_wire_report"] / plain["median_seconds"]
+      gain = plain["median_seconds"] / steps[_CROSSES]["median_seconds"]
+      points.append((rate, gain))
+  return sorted(points)
+
+
+def crossing(points: Sequence[tuple[float, float]]) -> float | None:
+  """Returns the rate at which a gain falls to 1, linear between the logarithms."""
+  for (slow, more), (fast, less) in itertools.pairwise(points):
+    if more >= 1 > less:
+      part = math.log(more) / math.log(more / less)
+      return slow * (fast / slow) ** part
+  return None
+
+
+def main() -> None:
+  parser = cli.parser(
+    __doc__, quick="the first run of the file alone", output="JSON file to write"
+  )
+  parser.add_argument("--links", type=pathlib.Path, default=LINKS)
+  parser.add_argument("--speeds", type=pathlib.Path, nargs="+", default=SPEEDS)
+  options = parser.parse_args()
+  runs = read_runs(options.links)
+  runs = runs[:1] if options.quick else runs
+  speeds = read_speeds([json.loads(path.read_text()) for path in options.speeds])
+  rows = compare(runs, speeds)
+  show(rows)
+  show_crossovers(runs, speeds)
+  if options.output:
+    found = [row._asdict() | {"error": row.error} for row in rows]
+    cli.write_json(options.output, found)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,142 @@
+"""Makes the speeds that gradcomp.cost.plan takes where nobody gives it any.
+
+  python -m benchmarks.models.package_speeds [--quick]
+    [--output gradcomp/_src/cost/planner/speeds.json]
+
+It reads a file of codecs/speed.py with one setting of malloc, and the largest arrays in
+it. Each time counts as a multiple of the copy beside it, of 0.34 ns an element. Codecs
+that are in no such file are measured here: 2 bits in buckets of 128, and sparse ones.
+Of these, one payload counts as a 32nd of what 32 more take, because writing a sum takes
+the same time for any number of payloads. That is part of encoding here.
+"""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.common import cli, quiet, timing
+from gradcomp import codecs
+from gradcomp._src.codecs import sums
+from gradcomp._src.codecs.memory import first_memory, leaf_context
+from gradcomp._src.cost.measure_codec import measured_speed, updates
+from gradcomp.codecs import QSGD, TopK
+from gradcomp.cost import CodecSpeed
+
+FILE = "codec_speed_jax0.10.2_malloc.json"
+_COPY = 0.34e-9  # seconds an element, the median of the file
+_FEW, _MANY = 4, 36  # payloads
+
+# Candidates of gradcomp.cost.plan by their names in codecs/speed.py.
+NAMES = {
+  "bfloat16": "dense-bf16",
+  "QSGD-8": "qsgd-8",
+  "QSGD-4": "qsgd-4",
+  "1-bit": "onebit-64",
+  "TernGrad": "terngrad",
+  "APS (5, 2)": "aps-5-2",
+  "APS (4, 3)": "aps-4-3",
+}
+IN_BUCKETS = {
+  "QSGD-2": QSGD(bits=2, bucket_size=128),
+  "QSGD-2 fitted": QSGD(bits=2, bucket_size=128, levels="nonuniform"),
+}
+SPARSE = {
+  "top 1 %": TopK(density=0.01),
+  "top 0.1 %": TopK(density=0.001),
+  "top 0.1 % ASQ": TopK(density=0.001, quantize="asq"),
+}
+
+
+def read() -> Iterator[tuple[str, CodecSpeed]]:
+  """Yields the speeds of the candidates in the file."""
+  rows = json.loads((cli.RESULTS / "codecs" / FILE).read_text())
+  for name, title in NAMES.items():
+    row = rows[f"{title}, {1 << 24}"]
+    scale = _COPY / row["seconds"]["copy"]
+    times = {key: scale * value for key, value in row["seconds"].items()}
+    keep = max(0.0, times["update and residual"] - times["update"])
+    yield (
+      name,
+      CodecSpeed(
+        encode=times["encode"],
+        decode=times["decode"],
+        add=times["decode and sum, a worker"],
+        keep=keep,
+      ),
+    )
+
+
+def in_copies(codec: QSGD, size: int, repeats: int) -> CodecSpeed:
+  """Measures a codec on a matrix of normal numbers, between copies of as many."""
+  copies = []
+  speeds = []
+  for _ in range(3):
+    copies.append(timing.interleaved(timing.copies(size), repeats)["copy"] / size)
+    speeds.append(measured_speed(codec, size, repeats))
+  scale = _COPY / statistics.median(copies)
+  medians = {
+    field.name: scale * statistics.median(getattr(x, field.name) for x in speeds)
+    for field in dataclasses.fields(CodecSpeed)
+  }
+  return CodecSpeed(**medians)
+
+
+def measured(codec: TopK, size: int, repeats: int) -> CodecSpeed:
+  """Measures a sparse codec on a vector of normal numbers."""
+  x = jax.random.normal(jax.random.key(0), (size,))
+  bound: Any = codec.bind(codecs.Leaf(x.shape))
+  context = leaf_context(
+    bound, None, first_memory(bound, codecs.Leaf(x.shape), None), jnp.int32(0)
+  )
+  encode = jax.jit(lambda x: bound.encode(x, context=context).rows)
+  forget, keep = updates(codec, x.shape)
+  rows = encode(x)
+  total = jax.jit(
+    lambda rows: sums.of(bound).gathered(rows, None, 1.0)(0, rows.shape[1])
+  )
+  few, many = (jnp.stack([rows] * count) for count in (_FEW, _MANY))
+  calls: dict[str, Callable[[], Any]] = {
+    "encode": lambda: encode(x),
+    "update": forget,
+    "update and residual": keep,
+    "few": lambda: total(few),
+    "many": lambda: total(many),
+  }
+  seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
+  times = {name: _COPY / seconds["copy"] * value for name, value in seconds.items()}
+  add = max(0.0, times["many"] - times["few"]) / (_MANY - _FEW)
+  written = max(0.0, times["few"] - _FEW * add)
+  return CodecSpeed(
+    encode=times["encode"] + written,
+    decode=written,
+    add=add,
+    keep=max(0.0, times["update and residual"] - times["update"]),
+  )
+
+
+def rounded(speed: CodecSpeed) -> Mapping[str, float]:
+  return {key: float(f"{x:.3g}") for key, x in dataclasses.asdict(speed).items()}
+
+
+def main() -> None:
+  parser = cli.parser(__doc__, quick="small arrays", output="JSON file to write")
+  options = parser.parse_args()
+  size, repeats = (1 << 16, 1) if options.quick else (1 << 24, 9)
+  quiet.keep(unless=options.quick)
+  speeds = {name: rounded(speed) for name, speed in read()}
+  for name, quantizer in IN_BUCKETS.items():
+    speeds[name] = rounded(in_copies(quantizer, size, repeats))
+  for name, codec in SPARSE.items():
+    speeds[name] = rounded(measured(codec, size, repeats))
+  print(json.dumps({"cpu": speeds}, indent=1))
+  if options.output:
+    cli.write_json(options.output, {"cpu": speeds})
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,1 @@
+"""The papers' studies: trainings, times, claims and the verdicts on them."""

@@ -1,0 +1,316 @@
+"""Groups the runs of a study, and computes what figures and findings share.
+
+A codec with another exchange than its own is a codec of its own: ``"qsgd-4 ring"``.
+Trainings that differ in nothing but the codec and the seed are a group. Times that
+differ in nothing but the codec are a cell.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from benchmarks.study import methods, tasks
+from benchmarks.study.records import Record
+from benchmarks.study.settings import Setting
+from gradcomp._src.cost.papers import grubic
+
+ENOUGH = 5  # seeds, from which on a mean counts whatever its interval
+LATE = 0.2  # points of accuracy that a codec may lack to have reached float32's
+# Those of Grubic's line, by bits.
+QSGD = {32: "f32", 16: "qsgd-16", 8: "qsgd-8", 4: "qsgd-4", 2: "qsgd-2"}
+Curve = list[dict[str, float]]
+Times = dict[str, Any]
+
+
+class Spread(NamedTuple):
+  """The mean over seeds, and half of its interval of 95 %; NaN for one seed."""
+
+  mean: float
+  half: float
+  count: int
+
+  def __str__(self) -> str:
+    half = "" if math.isnan(self.half) else f" ± {self.half:.2f}"
+    return f"{self.mean:+.2f}{half}"
+
+  def at_least(self, limit: float) -> bool | None:
+    """Says whether the mean is ``limit`` or more; None if it takes more seeds to say.
+
+    Five seeds are enough. Fewer are where ``limit`` is outside of the interval.
+    """
+    return self.mean >= limit if self._tells(limit) else None
+
+  def at_most(self, limit: float) -> bool | None:
+    """Says whether the mean is ``limit`` or less; None as in ``at_least``."""
+    return self.mean <= limit if self._tells(limit) else None
+
+  def is_below(self, limit: float) -> bool | None:
+    """Says whether the whole interval is below ``limit``; None as in ``at_least``."""
+    return self.mean + self.half < limit if self._tells(limit) else None
+
+  def is_above(self, limit: float) -> bool | None:
+    """Says whether the whole interval is above ``limit``; None as in ``at_least``."""
+    return self.mean - self.half > limit if self._tells(limit) else None
+
+  def _tells(self, limit: float) -> bool:
+    return self.count >= ENOUGH or abs(self.mean - limit) > self.half
+
+
+def spread(values: Sequence[float]) -> Spread:
+  """Returns the mean of some values and half of its interval.
+
+  Example:
+    >>> print(spread([1.0, 2.0, 3.0]))
+    +2.00 ± 2.48
+  """
+  count = len(values)
+  half = math.nan
+  if count > 1:
+    quantile = stats.t.ppf(0.975, count - 1)
+    half = float(quantile * stats.sem(values))
+  return Spread(statistics.fmean(values), half, count)
+
+
+class Group(NamedTuple):
+  """Trainings with the same settings: the records of each codec by its seeds.
+
+  Attributes:
+    setting: that all share, without a codec, an exchange and a seed.
+    runs: by codecs and seeds.
+  """
+
+  setting: Setting
+  runs: dict[str, dict[int, Record]]
+
+  @property
+  def name(self) -> str:
+    """Says what the trainings are of, with all that is not the usual."""
+    x = self.setting
+    return f"{x.network} on {x.dataset}, N = {x.workers}, {self._training}"
+
+  @property
+  def name_for_any_workers(self) -> str:
+    """Says the same without the number of workers."""
+    x = self.setting
+    return f"{x.network} on {x.dataset}, {self._training}"
+
+  @property
+  def _training(self) -> str:
+    x = self.setting
+    usual = tasks.defaults(x.network, x.optimizer)
+    extra = f", {x.way} parallel" if x.way in ("data", "model") else ""
+    if x.optimizer != "sgd":
+      extra += f", {x.optimizer}"
+    if x.learning_rate != usual.learning_rate:
+      extra += f", rate {x.learning_rate:g}"
+    if x.momentum is None and x.optimizer == "sgd":
+      extra += ", no momentum"
+    if x.nesterov:
+      extra += ", Nesterov"
+    if x.clipping != "mean":
+      extra += f", {x.clipping} clipping"
+    if x.weight_decay:
+      extra += f", weight decay {x.weight_decay:g}"
+    if x.dropout is not None:
+      extra += f", dropout {x.dropout:g}"
+    if x.schedule != "cosine":
+      extra += f", {x.schedule}"
+    if x.ema is not None:
+      extra += f", mean by {x.ema:g}"
+    if x.rule != "fixed":
+      extra += f", {x.batch // x.workers} a worker"
+    epochs = x.steps * x.batch / x.epoch
+    return f"batch {x.batch}, {epochs:.3g} epochs{extra}"
+
+  def curves(self, codec: str) -> dict[int, Curve]:
+    return {
+      seed: record.results["points"]
+      for seed, record in sorted(self.runs.get(codec, {}).items())
+    }
+
+  def ends(self, codec: str, number: str = "accuracy") -> pd.Series:
+    """Returns a number at the end, by seed; the accuracy is in percent."""
+    curves = self.curves(codec)
+    return pd.Series({seed: x[-1][number] for seed, x in curves.items()}, dtype=float)
+
+  def ratio(self, codec: str) -> float:
+    """Returns the bytes of a training over float32's, with its dense first steps."""
+    record = next(iter(self.runs[codec].values()))
+    steps = self.setting.steps
+    first = methods.first_steps(record.setting.codec, steps)
+    return (first + (steps - first) * record.results["ratio"]) / steps
+
+  def difference(self, codec: str, against: str = "f32") -> Spread | None:
+    """Returns the points of accuracy by which a codec is better at the end.
+
+    None where fewer than two seeds have both.
+    """
+    return _paired(_less(self.ends(codec), self.ends(against)))
+
+  def perplexity(self, codec: str) -> Spread | None:
+    """Returns the percents by which a codec's perplexity is above float32's at the end.
+
+    None where fewer than two seeds have both. A perplexity beyond 1e300 is that.
+    """
+    more = _less(self.ends(codec, "test_loss"), self.ends("f32", "test_loss"))
+    return _paired(100 * (np.exp(more.clip(upper=690.0)) - 1))
+
+  def early(self, codec: str) -> Spread | None:
+    """Returns the points above float32 in the first half of a training.
+
+    None as in ``difference``, and where curves have one point.
+    """
+    return _paired(_less(self._first_half(codec), self._first_half("f32")))
+
+  def caught_up(self, codec: str) -> Spread | None:
+    """Returns the points by which ``difference`` is above ``early``."""
+    ours, theirs = (
+      _less(self.ends(name), self._first_half(name)) for name in (codec, "f32")
+    )
+    return _paired(_less(ours, theirs))
+
+  def gained(self, codec: str, other: "Group") -> Spread | None:
+    """Returns the points by which ``difference`` is above that of another group."""
+    ours, theirs = (_less(x.ends(codec), x.ends("f32")) for x in (self, other))
+    return _paired(_less(ours, theirs))
+
+  def _first_half(self, codec: str) -> pd.Series:
+    """Returns the mean accuracy of the first half of each curve that has one."""
+    found = {
+      seed: statistics.fmean(x["accuracy"] for x in curve[: len(curve) // 2])
+      for seed, curve in self.curves(codec).items()
+      if len(curve) > 1
+    }
+    return pd.Series(found, dtype=float)
+
+  def steps_to(self, codec: str) -> float | None:
+    """Returns the steps until the mean accuracy is float32's at the end, less 0.2.
+
+    None where it is never so.
+    """
+    ends, curves = self.ends("f32"), self.curves(codec)
+    if ends.empty or not curves:
+      return None
+    goal = ends.mean() - LATE
+    for points in zip(*curves.values(), strict=False):
+      if statistics.fmean(point["accuracy"] for point in points) >= goal:
+        return points[0]["step"]
+    return None
+
+
+def _less(ours: pd.Series, theirs: pd.Series) -> pd.Series:
+  """Subtracts seed by seed, for the seeds that both have."""
+  ours, theirs = ours.align(theirs, join="inner")
+  return (ours - theirs).sort_index()
+
+
+def _paired(differences: pd.Series) -> Spread | None:
+  return spread(differences.tolist()) if len(differences) > 1 else None
+
+
+class Cell(NamedTuple):
+  """Times with the same settings: the results of each codec."""
+
+  setting: Setting
+  times: dict[str, Times]
+
+  @property
+  def link(self) -> str:
+    return self.setting.link or "one machine"
+
+  @property
+  def name(self) -> str:
+    x = self.setting
+    return f"{x.network} on {x.dataset}, N = {x.workers}, batch {x.batch}, {self.link}"
+
+  def speed(self, codec: str) -> float:
+    """Returns samples a second."""
+    return self.setting.batch / self.times[codec]["step"]
+
+  def gain(self, codec: str) -> float:
+    """Returns how many times as fast a step is as float32's."""
+    return self.times["f32"]["step"] / self.times[codec]["step"]
+
+  @property
+  def share(self) -> float:
+    """The share of communication in float32's step."""
+    return self.times["f32"]["communication"] / self.times["f32"]["step"]
+
+  @property
+  def intensity(self) -> float:
+    """Megabytes of parameters for each billion operations of a sample."""
+    found = self.times["f32"]
+    return found["megabytes"] / found["gigaflops"]
+
+  def fit(self) -> grubic.Fit | None:
+    """Fits ``a + c w`` to the seconds of a sample; None below four rows."""
+    speeds = {
+      bits: self.speed(codec) for bits, codec in QSGD.items() if codec in self.times
+    }
+    return grubic.fit(speeds) if len(speeds) > 3 else None
+
+
+class Study(NamedTuple):
+  """All that a folder of records has, and the runs without results."""
+
+  groups: list[Group]
+  cells: list[Cell]
+  failed: Sequence[Record] = ()
+
+  def matching(self, cell: Cell) -> Group | None:
+    """Returns the trainings whose accuracies go with a cell's times.
+
+    They are one group of the network and the data: that with most of the cell's
+    codecs, and of several such one with as many workers.
+    """
+    x = cell.setting
+    found = [
+      group
+      for group in self.groups
+      if (group.setting.network, group.setting.dataset) == (x.network, x.dataset)
+    ]
+
+    def close(group: Group) -> tuple[int, bool]:
+      common = group.runs.keys() & cell.times.keys()
+      return len(common), group.setting.workers == x.workers
+
+    return max(found, key=close, default=None)
+
+
+def grouped(records: Iterable[Record]) -> Study:
+  """Groups the records of a folder, with codecs in the order of ``METHODS``."""
+  groups: dict[Setting, Group] = {}
+  cells: dict[Setting, Cell] = {}
+  failed = []
+  for record in sorted(records, key=lambda x: methods.place(x.setting.codec)):
+    setting = record.setting
+    if record.lacking is not None:
+      failed.append(record)
+      continue
+    codec = setting.name
+    if setting.way == "timed":
+      key = setting._replace(codec="", exchange="", steps=0)
+      cells.setdefault(key, Cell(setting, {})).times[codec] = record.results
+    else:
+      key = setting._replace(codec="", exchange="", seed=0)
+      group = groups.setdefault(key, Group(key, {}))
+      group.runs.setdefault(codec, {})[setting.seed] = record
+  order = lambda x: (x.setting.network, x.setting.workers, x.setting.link)
+  return Study(
+    sorted(groups.values(), key=order), sorted(cells.values(), key=order), failed
+  )
+
+
+def dollars(seconds: float, workers: int, price: float) -> float:
+  """Returns what so many seconds of all workers cost.
+
+  Example:
+    >>> dollars(3600, 4, 0.9)
+    3.6
+  """
+  return seconds / 3600 * workers * price

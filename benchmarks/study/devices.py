@@ -1,0 +1,215 @@
+"""Times steps on devices that exchange, part by part, and trains on them.
+
+A step's parts are differences between three programs, which run in turn:
+
+  compute        the step without any exchange
+  codec          the step that encodes and decodes and exchanges nothing, less compute
+  communication  the step, less both
+
+So communication has the decoding and adding of other workers' payloads in it, and what
+a device waits for others. Where it overlaps with the computation, it may be below the
+time that the bytes need on the wire.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from averaging import averaged
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec as P
+from plateau import observe
+from training import AXIS, Batch, Task, compile_step, init_state
+
+import gradcomp
+from benchmarks.common.trainer import point
+from benchmarks.links import hosts, process
+from benchmarks.study import methods
+from benchmarks.study.curve import ended, finite, mean_of
+from benchmarks.study.emulated import sent_bytes
+from benchmarks.study.settings import Setting, optimizer
+from benchmarks.study.tasks import Source
+
+PARTS = ("compute", "codec", "communication")
+_WARM = 2  # steps of each program that do not count
+
+
+def batches(source: Source, setting: Setting, seed: int) -> Iterator[Batch]:
+  """Yields this process's part of each batch."""
+  return source.batches(
+    setting.batch, seed=seed, part=jax.process_index(), parts=jax.process_count()
+  )
+
+
+def chain(setting: Setting, **changed: Any) -> optax.GradientTransformation:
+  """Makes the exchange and what is behind it.
+
+  Args:
+    setting: of the run.
+    changed: options of ``cluster_codecs.make`` that are not the setting's.
+  """
+  options = {
+    "exchange": setting.exchange,
+    "momentum": setting.momentum,
+    "nesterov": setting.nesterov,
+    "max_norm": setting.max_norm,
+    "clipping": setting.clipping,
+    "steps": setting.steps,
+    "key": setting.seed,
+  }
+  options |= changed
+  name = options.pop("name", setting.codec)
+  exchange, *left = methods.make(name, axis_name=AXIS, **options)
+  return optax.chain(exchange, optimizer(setting, *left))
+
+
+def apart(task: Task, tx: optax.GradientTransformation, batch: Batch) -> Any:
+  """Compiles a step of workers who exchange nothing, and drift apart."""
+
+  def local(params: Any, state: Any, batch: Batch, options: Any) -> Any:
+    loss, grads = jax.value_and_grad(task.loss_fn)(params, batch, **options)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  params = task.init_params(0)
+  state = init_state(task, tx, params)
+  with jax.set_mesh(task.mesh):
+    specs = gradcomp.state_specs(state, axis_name=AXIS)
+  step = jax.shard_map(
+    local,
+    mesh=task.mesh,
+    in_specs=(P(), specs, P(AXIS), P()),
+    out_specs=(P(), specs, P()),
+    check_vma=False,
+  )
+  program = jax.jit(step, donate_argnums=(0, 1))
+  args = params, state, task.place(batch), task.options(0, 0)
+  compiled = program.lower(*args).compile()
+  return lambda *args, **options: compiled(*args, options)
+
+
+def timed(
+  task: Task, source: Source, setting: Setting, interface: str = ""
+) -> dict[str, Any]:
+  """Times ``setting.steps`` steps and their parts.
+
+  Args:
+    task: on a mesh of all workers.
+    source: what to draw batches from.
+    setting: of the run.
+    interface: whose counter of bytes is read; "" reads none.
+
+  Returns:
+    Seconds of the step and its parts, of the slowest process, and bytes of a worker.
+  """
+  drawn = batches(source, setting, 0)
+  first = next(drawn)
+  whole = chain(setting, steady=True)
+  local = chain(setting, steady=True, exchange="local")
+  plain = chain(setting, name="f32", exchange="local")
+  step, wire = compile_step(task, whole, first)
+  programs = {
+    "step": (step, whole),
+    "codec": (apart(task, local, first), local),
+    "compute": (apart(task, plain, first), plain),
+  }
+  held: dict[str, tuple[Any, Any]] = {}
+  for name, (_, tx) in programs.items():
+    params = task.init_params(0)
+    held[name] = params, init_state(task, tx, params)
+  meet = process.meeting(task.mesh)
+  seconds: dict[str, list[float]] = {name: [] for name in programs}
+  sent = []
+  for i in range(_WARM + setting.steps):
+    batch, options = task.place(next(drawn)), task.options(0, i)
+    for name, (program, _) in programs.items():
+      meet()
+      before = hosts.bytes_sent(interface) if interface else 0
+      start = time.perf_counter()
+      *carry, _ = jax.block_until_ready(program(*held[name], batch, **options))
+      spent = time.perf_counter() - start
+      held[name] = carry[0], carry[1]
+      if name == "step" and interface:
+        meet()
+        sent.append(hosts.bytes_sent(interface) - before)
+      if i >= _WARM:
+        seconds[name].append(spent)
+  everyone = multihost_utils.process_allgather(np.array(list(seconds.values())))
+  slowest = everyone.reshape(-1, len(programs), setting.steps).max(axis=0)
+  found = dict(zip(programs, slowest.tolist(), strict=True))
+  return split(found) | {
+    "bytes_a_step": wire.bytes_sent,
+    "ratio": wire.bytes_sent / wire.dense_bytes if wire.dense_bytes else 1.0,
+    "interface_bytes": statistics.median(sent[_WARM:]) if sent else None,
+  }
+
+
+def split(seconds: dict[str, list[float]]) -> dict[str, Any]:
+  """Splits a step into its parts.
+
+  Args:
+    seconds: of each repeat of the three programs, ``step``, ``codec`` and ``compute``.
+
+  Returns:
+    Medians; and the quartiles of the step, which say how far it spreads.
+
+  Example:
+    >>> found = split({"step": [9.0], "codec": [5.0], "compute": [4.0]})
+    >>> found["compute"], found["codec"], found["communication"]
+    (4.0, 1.0, 4.0)
+  """
+  step, codec, compute = (
+    statistics.median(seconds[name]) for name in ("step", "codec", "compute")
+  )
+  low, high = np.quantile(seconds["step"], [0.25, 0.75]).tolist()
+  return {
+    "step": step,
+    "quartiles": [low, high],
+    "compute": compute,
+    "codec": codec - compute,
+    "communication": step - codec,
+  }
+
+
+class Trainer:
+  """Trains a method on a task, with a program that is compiled once for all seeds."""
+
+  def __init__(self, task: Task, source: Source, setting: Setting):
+    self._task, self._source, self._setting = task, source, setting
+    first = next(batches(source, setting, 0))
+    self._step, _ = compile_step(task, chain(setting), first)
+
+  def bytes(self) -> dict[str, Any]:
+    """Returns what a worker sends in a step, and the ratio to float32."""
+    params = jax.eval_shape(lambda: self._task.init_params(0))
+    return sent_bytes(chain(self._setting), params, self._setting.workers)
+
+  def train(
+    self, seed: int, stepped: Callable[[], None] = lambda: None
+  ) -> dict[str, Any]:
+    """Trains from one seed, and returns what an emulated training returns."""
+    setting = self._setting
+    params = self._task.init_params(seed)
+    state = init_state(self._task, chain(setting, key=seed), params)
+    points: list[dict[str, float]] = []
+    losses: list[Any] = []
+    for step, batch in enumerate(batches(self._source, setting, seed), start=1):
+      params, state, metrics = jax.block_until_ready(
+        self._step(
+          params, state, self._task.place(batch), **self._task.options(seed, step)
+        )
+      )
+      losses.append(metrics["loss"])
+      stepped()
+      if step in setting.evaluated:
+        evaluated = self._task.evaluate(averaged(state, params))
+        points.append(point(step, mean_of(losses), evaluated))
+        losses = []
+        state = observe(state, points[-1]["test_loss"])
+      if step == setting.steps or (points and not finite(points[-1])):
+        break
+    return ended(points, params)

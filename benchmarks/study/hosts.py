@@ -1,0 +1,48 @@
+"""Starts a study's hosts as network namespaces on links of known rates."""
+
+from collections.abc import Sequence
+
+from benchmarks.common import cli
+from benchmarks.links import hosts as links_hosts
+from benchmarks.links import launch
+from benchmarks.study.options import Run
+
+_LIMIT = 6 * 3600.0  # seconds, after which hosts have failed
+
+
+def run(args: Run, line: Sequence[str]) -> None:
+  """Runs the same command on each host, for each rate and number of hosts.
+
+  Args:
+    args: the options.
+    line: the command line that they were parsed from.
+  """
+  launch.begin(args.rate != ("loopback",), "--rate loopback does without")
+  for rate in args.rate:
+    speed = None if rate == "loopback" else links_hosts.bits_per_second(rate)
+    for count in args.hosts:
+      with launch.network(count, rate) as hosts:
+        probe = min(launch.probed(hosts, speed))
+        print(f"{count} hosts, {rate}: raw TCP carries {8e-6 * probe:,.0f} Mbit/s")
+        if speed and 8 * probe < launch.REACHED * speed:
+          print("this machine does not reach the rate: it is not measured")
+          continue
+        meeting = f"{hosts[0].address}:{links_hosts.free_ports(1)[0]}"
+        commands = []
+        for rank, host in enumerate(hosts):
+          own = {
+            "coordinator": meeting,
+            "num-processes": count,
+            "process-id": rank,
+            "devices": 1,
+            "link": rate,
+            "probe": probe,
+            "interface": host.interface,
+          }
+          options = [
+            x for name, value in own.items() for x in (f"--{name}", str(value))
+          ]
+          commands.append(cli.module("benchmarks.study.host", *line, *options))
+        links_hosts.run(
+          hosts, commands, cli.path() | launch.ENVIRONMENT, _LIMIT, shown=True
+        )

@@ -1,0 +1,270 @@
+"""Judges what papers say of speed by the times of a study, and by those of links.
+
+Each judge looks at every cell that has what it needs, and a claim holds if it holds in
+all of them. Whole exchanges without a network are those of links/speed.py, which its
+results have.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from benchmarks.common import cli
+from benchmarks.links import results
+from benchmarks.study.analysis import QSGD, Cell, Study
+from benchmarks.study.judges.accuracy import Judge, Seen, Verdict, concluded
+from gradcomp._src.cost.papers import grubic
+
+LINKS = cli.RESULTS / "links" / "link_speed.json"
+_ERROR = 0.08  # of the line through a cell's times
+_LOW = [codec for bits, codec in QSGD.items() if bits < 32]
+_BOUND = 1 / grubic.wire_share(8)  # 3.97: what 8 bits gain without any computation
+_NOISE = 0.05  # the share by which times of one program differ
+_RARELY = 0.25  # the share of all cases in which at most something is so
+_LITTLE = 1.2  # x, above all that 2 bits gain over 4 in Grubic's tables, 1.19
+_FAST = 1.25  # x, the most that few bits gain in his table of NCCL, figure 11
+
+
+def _more(a: float, b: float) -> bool | None:
+  """Says whether ``a`` is more than ``b``; None where noise may be all of it."""
+  return None if abs(a - b) <= _NOISE * b else a > b
+
+
+def line(study: Study) -> Verdict:
+  """Judges whether times follow ``a + c w``."""
+  return concluded(
+    (
+      Seen(
+        found.error <= _ERROR,
+        f"{cell.name}: a = {1e3 * found.computation:.3g} ms a sample, c = "
+        f"{1e3 * found.communication:.3g} ms, error {found.error:.1%}",
+      )
+      for cell in study.cells
+      if cell.setting.workers > 1 and (found := cell.fit())
+    ),
+    "times of f32 and three QSGD codecs or more",
+  )
+
+
+def falls(study: Study) -> Verdict:
+  """Judges whether communication falls with the bits, where it counts."""
+
+  def seen() -> Iterator[Seen]:
+    for cell in study.cells:
+      names = [codec for codec in QSGD.values() if codec in cell.times]
+      if len(names) > 2 and "f32" in names and cell.share >= 0.2:
+        found = [cell.times[name]["communication"] for name in names]
+        pairs = zip(found, found[1:], strict=False)
+        numbers = " > ".join(
+          f"{name} {1e3 * x:.1f} ms" for name, x in zip(names, found, strict=True)
+        )
+        yield Seen(
+          all(b <= a * (1 + _NOISE) for a, b in pairs), f"{cell.name}: {numbers}"
+        )
+
+  return concluded(
+    seen(), "times of f32 and two QSGD codecs where a fifth of a step is communication"
+  )
+
+
+def diminishing(study: Study) -> Verdict:
+  """Judges whether 2 bits rarely bring much over 4."""
+  return concluded(
+    _of_cells(
+      study,
+      ("qsgd-4", "qsgd-2"),
+      lambda cell: cell.speed("qsgd-2") <= _LITTLE * cell.speed("qsgd-4"),
+    ),
+    "times of qsgd-4 and qsgd-2",
+    share=1 - _RARELY,
+  )
+
+
+def slower(codec: str, than: str, network: str = "", share: float = 1.0) -> Judge:
+  """Returns a judge of whether steps with a codec take longer than with another.
+
+  Where both send as many bytes they are one program, and nothing is compared.
+
+  Args:
+    codec, than: what is compared.
+    network: that the claim is about; all by default.
+    share: of the cells, in which it must be so.
+  """
+  needed = f" on {network}" if network else ""
+
+  def judge(study: Study) -> Verdict:
+    seen = _of_cells(
+      study,
+      (codec, than),
+      lambda cell: _more(cell.speed(than), cell.speed(codec)),
+      lambda cell: (
+        network in ("", cell.setting.network)
+        and cell.times[codec]["bytes_a_step"] != cell.times[than]["bytes_a_step"]
+      ),
+    )
+    needs = f"times{needed} of {codec} and {than} that send different bytes"
+    return concluded(seen, needs, share)
+
+  return judge
+
+
+def _of_cells(
+  study: Study,
+  codecs: tuple[str, ...],
+  holds: Callable[[Cell], bool | None],
+  chosen: Callable[[Cell], bool] = lambda cell: True,
+) -> Iterator[Seen]:
+  """Yields what cells say that exchange, have the codecs, and are chosen."""
+  for cell in study.cells:
+    has = cell.setting.workers > 1 and cell.times.keys() >= set(codecs)
+    if has and chosen(cell):
+      speeds = (f"{name} {cell.speed(name):.0f} samples/s" for name in codecs)
+      yield Seen(holds(cell), f"{cell.name}: {', '.join(speeds)}")
+
+
+def _linked(study: Study) -> Iterator[tuple[Cell, Cell]]:
+  """Yields cells that differ in their links alone, the slowest and the fastest."""
+  alike: dict[Any, list[Cell]] = {}
+  for cell in study.cells:
+    if cell.setting.link and "f32" in cell.times:
+      alike.setdefault(cell.setting._replace(link=""), []).append(cell)
+  for cells in alike.values():
+    if len(cells) > 1:
+      cells.sort(key=lambda cell: cell.times["f32"]["step"])
+      yield cells[-1], cells[0]
+
+
+def fast_link(study: Study) -> Verdict:
+  """Judges whether f32 on the fast link beats all codecs on the slow one."""
+
+  def seen() -> Iterator[Seen]:
+    for slow, fast in _linked(study):
+      if low := [name for name in _LOW if name in slow.times]:
+        best = max(low, key=slow.speed)
+        numbers = (
+          f"{fast.name}: f32 {fast.speed('f32'):.0f} samples/s; {slow.link}: {best} "
+          f"{slow.speed(best):.0f}"
+        )
+        yield Seen(_more(fast.speed("f32"), slow.speed(best)), numbers)
+
+  return concluded(seen(), "times of f32 and QSGD on two links")
+
+
+def vanishes(study: Study) -> Verdict:
+  """Judges whether codecs gain less on the fast link, and there at most 1.25 x."""
+
+  def seen() -> Iterator[Seen]:
+    for slow, fast in _linked(study):
+      if low := [name for name in _LOW if name in slow.times and name in fast.times]:
+        gains = [max(map(cell.gain, low)) for cell in (slow, fast)]
+        numbers = f"{slow.name}: {gains[0]:.2f} x; {fast.link}: {gains[1]:.2f} x"
+        yield Seen(gains[0] > gains[1] and gains[1] <= _FAST, numbers)
+
+  return concluded(seen(), "times of f32 and QSGD on two links")
+
+
+def _networks(study: Study, codec: str) -> Iterator[list[Cell]]:
+  """Yields cells that differ in their networks, which communicate ever more."""
+  alike: dict[Any, list[Cell]] = {}
+  for cell in study.cells:
+    x = cell.setting
+    if x.workers > 1 and {"f32", codec} <= cell.times.keys():
+      alike.setdefault((x.link, x.workers), []).append(cell)
+  for cells in alike.values():
+    if len({cell.setting.network for cell in cells}) > 1:
+      yield sorted(cells, key=lambda cell: cell.intensity)
+
+
+def bound_nets(study: Study) -> Verdict:
+  """Judges whether the net that communicates most gains most."""
+
+  def seen() -> Iterator[Seen]:
+    for cells in _networks(study, "qsgd-4"):
+      order = sorted(cells, key=lambda cell: cell.share)
+      gains = [cell.gain("qsgd-4") for cell in order]
+      numbers = ", ".join(
+        f"{cell.setting.network} {cell.share:.0%} of a step: {gain:.2f} x"
+        for cell, gain in zip(order, gains, strict=True)
+      )
+      yield Seen(
+        _more(gains[-1], max(gains[:-1])),
+        f"N = {cells[0].setting.workers}, {cells[0].link}: {numbers}",
+      )
+
+  return concluded(seen(), "times of f32 and qsgd-4 on two networks")
+
+
+def rises(study: Study) -> Verdict:
+  """Judges whether 8 bits gain more with more MB a GFLOP, and 3.97 at most."""
+
+  def seen() -> Iterator[Seen]:
+    for cells in _networks(study, "qsgd-8"):
+      gains = [cell.gain("qsgd-8") for cell in cells]
+      numbers = ", ".join(
+        f"{cell.setting.network} {cell.intensity:.0f} MB/GFLOP: {gain:.2f} x"
+        for cell, gain in zip(cells, gains, strict=True)
+      )
+      low = max(gains) <= _BOUND * (1 + _NOISE)
+      rise = _more(gains[-1], gains[0]) if low else False
+      yield Seen(rise, f"N = {cells[0].setting.workers}, {cells[0].link}: {numbers}")
+
+  return concluded(seen(), "times of f32 and qsgd-8 on two networks")
+
+
+def doubling(study: Study) -> Verdict:
+  """Judges whether twice the workers are rarely twice as fast with the same batch.
+
+  Only workers with processors of their own count: a share of the batch that is half as
+  large takes them at most three quarters of the time.
+  """
+  pays, ratios = 0, []
+  at = {
+    (*cell.setting._replace(workers=0, hosts=0), cell.setting.workers): cell
+    for cell in study.cells
+    if cell.setting.rule == "fixed"
+  }
+  for (*rest, workers), cell in at.items():
+    if twice := at.get((*rest, 2 * workers)):
+      for codec in cell.times.keys() & twice.times.keys():
+        if twice.times[codec]["compute"] <= 0.75 * cell.times[codec]["compute"]:
+          ratios.append(twice.speed(codec) / cell.speed(codec))
+          pays += ratios[-1] >= 2
+  if not ratios:
+    needs = "times with N and with 2 N workers, each on processors of its own, and a"
+    return concluded([], f"{needs} fixed batch")
+  numbers = (
+    f"{pays} of {len(ratios)} pairs are twice as fast or more; the speed is "
+    f"{min(ratios):.2f} to {max(ratios):.2f} times that of half the workers"
+  )
+  return concluded([Seen(pays <= _RARELY * len(ratios), numbers)], "")
+
+
+def of_links(first: str, second: str, shapes: tuple[Any, ...]) -> Judge:
+  """Returns a judge of whether one exchange takes longer than another.
+
+  Args:
+    first, second: steps of links/speed.py.
+    shapes: ``(hosts, rate, leaves, MiB)`` of each run to look at.
+  """
+
+  def judge(study: Study) -> Verdict:
+    del study
+    runs = json.loads(LINKS.read_text())["runs"] if LINKS.exists() else []
+
+    def seen() -> Iterable[Seen]:
+      for hosts, rate, leaves, mib in shapes:
+        try:
+          steps = results.find(runs, hosts, rate, leaves, mib)["steps"]
+        except KeyError:
+          continue
+        if first in steps and second in steps:
+          a, b = (steps[name]["median_seconds"] for name in (first, second))
+          yield Seen(
+            _more(a, b),
+            f"{hosts} hosts, {rate}, {mib:g} MiB: {first} {1e3 * a:.0f} ms, {second} "
+            f"{1e3 * b:.0f} ms",
+          )
+
+    return concluded(seen(), f"{first} and {second} of links/speed.py")
+
+  return judge

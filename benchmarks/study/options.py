@@ -1,0 +1,195 @@
+"""Declares the command line of studies."""
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import data
+import tyro
+
+from benchmarks.study import methods, tasks
+
+_LAUNCHES = Path(__file__).with_name("launches.toml")
+_POSITIVE = (
+  *("seeds", "emulate", "workers", "devices", "num_processes", "probe", "hosts"),
+  *("price", "pixels", "epochs", "steps", "steps_only", "timed_steps", "points"),
+  *("batch_size", "learning_rate"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """Runs what is not there yet.
+
+  Attributes:
+    output: folder of the records.
+    launches: run all launches of this name in launches.toml; beside it, only --idx and
+      --output count.
+    quick: two codecs, two networks and two seeds, with the report: a test of seconds,
+      whose results go only where --output says.
+    networks: those that are trained or timed.
+    codecs: those of methods.py; with :conv, :dense or :body for a part of a network.
+    exchanges: auto is the codec's own.
+    seeds: the number of seeds.
+    first_seed: the first of them.
+    part: I/N for every N-th run, from the I-th.
+    emulate: numbers of workers that one device emulates; accuracy only.
+    workers: numbers of workers of one process; default: all its devices.
+    devices: CPU devices of a process.
+    coordinator: HOST:PORT of process 0.
+    num_processes: processes of the launch.
+    process_id: this one.
+    link: the name of the link between processes.
+    interface: whose bytes are counted, such as eth0.
+    probe: bytes/s of the link, if you know.
+    rate: start hosts on links of these rates, as 1gbit.
+    hosts: numbers of hosts, with --rate.
+    price: dollars an hour of a worker.
+    dataset: of images, as in examples/data.py.
+    data_dir: where they are.
+    idx: folder of images in IDX files; see make data.
+    pixels: reduce images to this width and height.
+    text: the corpus of networks of text.
+    epochs: of a training.
+    steps: in place of epochs.
+    steps_only: time so many steps, and train nothing.
+    timed_steps: those that are timed beside a training.
+    points: of a curve.
+    batch: whether --batch-size is of all workers, or of each.
+    batch_size: samples of a step.
+    optimizer: behind the exchange.
+    learning_rate: at first; default: each network's own.
+    momentum: of sgd and lars, 0 for none; default: each network's own.
+    nesterov: whether the momentum of sgd is Nesterov's.
+    schedule: how the rate falls.
+    weight_decay: of matrices and kernels.
+    dropout: of networks that have any; default: each its own.
+  """
+
+  output: Path | None = None
+  launches: Literal["papers", "digits"] | None = None
+  quick: bool = False
+  networks: tuple[str, ...] = ("lenet",)
+  codecs: tuple[str, ...] = ("f32", "qsgd-4")
+  exchanges: tuple[str, ...] = ("auto",)
+  seeds: int = 1
+  first_seed: int = 0
+  part: str = "0/1"
+  emulate: tuple[int, ...] = ()
+  workers: tuple[int, ...] = ()
+  devices: int = 8
+  coordinator: str | None = None
+  num_processes: int | None = None
+  process_id: int | None = None
+  link: str = ""
+  interface: str = ""
+  probe: float | None = None
+  rate: tuple[str, ...] = ()
+  hosts: tuple[int, ...] = (2,)
+  price: float = 0.9
+  dataset: str = "digits"
+  data_dir: Path = data.FOLDER
+  idx: Path | None = None
+  pixels: int | None = None
+  text: Literal["python", "brown", "brown-words"] = "python"
+  epochs: float = 1.0
+  steps: int | None = None
+  steps_only: int | None = None
+  timed_steps: int = 20
+  points: int = 10
+  batch: Literal["fixed", "per-worker"] = "fixed"
+  batch_size: int = 128
+  optimizer: Literal["sgd", "adam", "lars"] = "sgd"
+  learning_rate: float | None = None
+  momentum: float | None = None
+  nesterov: bool = False
+  schedule: Literal["cosine", "polynomial", "constant"] = "cosine"
+  weight_decay: float = 0.0
+  dropout: float | None = None
+
+  @property
+  def share(self) -> tuple[int, int]:
+    """The first of the runs to take, and the distance to the next."""
+    first, _, count = self.part.partition("/")
+    return int(first), int(count)
+
+  def wrong(self) -> Iterator[str]:
+    """Yields what keeps a launch from running."""
+    for name in _POSITIVE:
+      value = getattr(self, name)
+      for x in value if isinstance(value, tuple) else [value]:
+        if x is not None and not x > 0:
+          yield f"--{name.replace('_', '-')} must be above 0, got {x}"
+    for name in ("momentum", "dropout"):
+      x = getattr(self, name)
+      if x is not None and not 0 <= x < 1:
+        yield f"--{name} must be in [0, 1), got {x}"
+    if self.weight_decay < 0 or self.first_seed < 0:
+      yield "--weight-decay and --first-seed must be 0 or more"
+    for network in self.networks:
+      if network not in tasks.NETWORKS:
+        names = ", ".join(tasks.NETWORKS)
+        yield f"--networks must be some of {names}, got {network!r}"
+    for codec in self.codecs:
+      try:
+        methods.check(codec)
+      except ValueError as error:
+        yield f"--codecs {error}"
+    found = re.fullmatch(r"(\d+)/(\d+)", self.part)
+    if not found or int(found[1]) >= int(found[2]):
+      yield f"--part must be like 0/2 or 1/2, got {self.part!r}"
+    if self.output is None and not self.quick:
+      yield "--output must be the folder of the records"
+    if self.emulate and self.steps_only:
+      yield "--steps-only does not go with --emulate, which has no times"
+    if self.emulate and (self.rate or self.num_processes):
+      yield "--emulate takes one process: leave out --rate and --num-processes"
+    for workers in self.emulate or self.workers:
+      if self.batch == "fixed" and workers > 0 and self.batch_size % workers:
+        yield (
+          f"--batch-size must be a multiple of the workers, {workers}; got "
+          f"{self.batch_size}"
+        )
+    if self.launches == "papers" and self.idx is None:
+      yield "--launches papers needs --idx, the folder of Fashion-MNIST: see make data"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+  """Writes report.html and report.md.
+
+  Attributes:
+    folders: of the records.
+    output: folder of the report; default: the first of the records.
+    price: dollars an hour of a worker; default: what the launches said.
+  """
+
+  folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
+  output: Path | None = None
+  price: float | None = None
+
+
+_Command = (
+  Annotated[Run, tyro.conf.subcommand("run")]
+  | Annotated[Report, tyro.conf.subcommand("report")]
+)
+
+
+def parse(argv: list[str] | None, description: str = "") -> Run | Report:
+  """Parses a command line, this process's where it is None."""
+  flags = (tyro.conf.FlagCreatePairsOff,)
+  return tyro.cli(_Command, args=argv, description=description, config=flags)
+
+
+def launches(name: str, **beside: object) -> list[Run]:
+  """Reads launches of launches.toml.
+
+  Args:
+    name: of the list.
+    beside: options that all of them have.
+  """
+  entries = tomllib.loads(_LAUNCHES.read_text())[name]
+  return [Run(**entry, **beside) for entry in entries]

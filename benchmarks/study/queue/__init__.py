@@ -1,0 +1,1 @@
+"""The queue that trains in the background."""

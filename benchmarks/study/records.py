@@ -1,0 +1,93 @@
+"""Keeps the runs of study/command.py as lines of JSON, and never the same run twice.
+
+Each launch appends to a file of its own in the folder, and all files count. So launches
+with other numbers of workers, on other machines or at the same time join. A line that a
+killed launch left unfinished does not count.
+"""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.study.settings import Setting
+
+
+class Record(NamedTuple):
+  """A run: what it was, and what came out."""
+
+  setting: Setting
+  results: dict[str, Any]
+
+  @property
+  def lacking(self) -> str | None:
+    """Why the run has no results: it failed, or was left; None if it has them."""
+    return self.results.get("failed", self.results.get("left"))
+
+
+def read(*folders: Path) -> list[Record]:
+  """Reads all runs of some folders, the last of those with the same settings.
+
+  Settings that are newer than a record have their defaults there. Records with
+  settings that are newer than this file do not count. One without results does not
+  count beside one that has them.
+  """
+  found: dict[Setting, Record] = {}
+  for path in (x for folder in folders for x in sorted(folder.glob("*.jsonl"))):
+    for line in path.read_text().splitlines():
+      try:
+        results = json.loads(line)
+      except json.JSONDecodeError:
+        continue  # a launch was killed while it wrote
+      run = results.pop("run")
+      if not run.keys() <= set(Setting._fields):
+        continue
+      record = Record(Setting(**run), results)
+      known = found.get(record.setting)
+      if known is None or known.lacking or not record.lacking:
+        found[record.setting] = record
+  return list(found.values())
+
+
+class Records:
+  """The runs of a folder, to which one launch appends."""
+
+  def __init__(self, folder: Path):
+    folder.mkdir(parents=True, exist_ok=True)
+    now = time.strftime("%Y%m%d-%H%M%S")
+    self._folder = folder
+    self._path = folder / f"runs-{now}-{socket.gethostname()}-{os.getpid()}.jsonl"
+
+  def has(self, setting: Setting) -> bool:
+    """Returns whether a run is there; another launch may have appended it just now.
+
+    One that failed runs again.
+    """
+    known = (x for x in read(self._folder) if "failed" not in x.results)
+    return any(record.setting == setting for record in known)
+
+  def append(self, setting: Setting, results: dict[str, Any]) -> None:
+    """Writes a run, so that it is there even if the launch is killed right after."""
+    append(self._path, setting, results)
+
+
+def append(path: Path, setting: Setting, results: dict[str, Any]) -> None:
+  """Writes a run as a line, in one piece; several processes may at the same time.
+
+  Raises:
+    OSError: the disk has no room for the whole line.
+  """
+  line = json.dumps({"run": setting._asdict(), **results}) + "\n"
+  file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+  try:
+    size = os.fstat(file).st_size
+    if size and os.pread(file, 1, size - 1) != b"\n":  # a machine crashed meanwhile
+      line = "\n" + line
+    written = os.write(file, line.encode())
+    if written < len(line):
+      raise OSError(f"no room in {path}: {written} of {len(line)} bytes were written")
+    os.fsync(file)
+  finally:
+    os.close(file)

@@ -1,0 +1,200 @@
+"""Writes the report of a study: one page of HTML, Markdown, and the pictures."""
+
+import base64
+import functools
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+
+from benchmarks.common.tables import table
+from benchmarks.study import records
+from benchmarks.study.analysis import Study, grouped
+from benchmarks.study.figures import accuracy as figures_accuracy
+from benchmarks.study.figures import speed as figures_speed
+from benchmarks.study.figures.style import Rows, Shown
+from benchmarks.study.findings import FINDINGS, Finding
+from benchmarks.study.judges.accuracy import Verdict
+
+_PAGES = jinja2.Environment(
+  loader=jinja2.FileSystemLoader(Path(__file__).parent),
+  autoescape=lambda name: name is not None and ".html" in name,
+  undefined=jinja2.StrictUndefined,
+)
+_PAGES.globals["table"] = table
+_PAGES.filters["base64"] = lambda data: base64.b64encode(data).decode()
+Judged = list[tuple[Finding, Verdict]]
+
+
+class Section(NamedTuple):
+  """A part of the report: pictures, each with its table."""
+
+  title: str
+  text: str
+  shown: list[Shown]
+
+
+def sections(study: Study, price: float | None = None) -> Iterator[Section]:
+  """Yields the parts of the report that have pictures."""
+  accuracy, speed = figures_accuracy, figures_speed
+  parts: tuple[tuple[str, str, Callable[[Study], Iterable[Shown]]], ...] = (
+    (
+      "Accuracy at the end",
+      "Means over seeds of the differences to float32, seed by seed, with intervals of "
+      "95 %. The steps are those until the mean accuracy is float32's at the end less "
+      "0.2 points.",
+      accuracy.losses,
+    ),
+    (
+      "Accuracy by workers",
+      "As Wen's figure 3: trainings that differ in their workers alone.",
+      accuracy.sweeps,
+    ),
+    ("Accuracy by epoch", "As Grubic's figure 5.", accuracy.curves),
+    ("Samples a second", "As Grubic's figures 10 and 11.", speed.speeds),
+    (
+      "Where the time goes",
+      "As Grubic's figures 6 to 9. Compute is a step without any exchange. Codec is "
+      "what encoding and decoding add. Communication is the rest: a difference, which "
+      "has the decoding of other workers' payloads in it. A part below zero is drawn "
+      "as zero.",
+      speed.bars,
+    ),
+    ("Scalability", "As Grubic's figures 12 to 15.", speed.scalings),
+    (
+      "Dollars against accuracy",
+      "As Grubic's figure 16, left. The time is that of the training's steps at the "
+      "measured speed. The accuracy may be that of emulated workers.",
+      functools.partial(speed.prices, price=price),
+    ),
+    (
+      "Speed-up against MB/GFLOP",
+      "As Grubic's figure 16, right. Megabytes of parameters, and billions of "
+      "operations of a training step for one sample, as XLA counts them: those in a "
+      "loop once.",
+      speed.intensities,
+    ),
+  )
+  for title, text, draw in parts:
+    yield Section(title, text, list(draw(study)))
+
+
+def fits(study: Study) -> tuple[list[str], Rows]:
+  """Returns the table of the lines through the times."""
+  header = ["cell", "a, ms a sample", "c, ms a sample", "error", "f32's share of c"]
+  rows = [
+    [
+      cell.name,
+      f"{1e3 * found.computation:.4g}",
+      f"{1e3 * found.communication:.4g}",
+      f"{found.error:.1%}",
+      f"{found.share:.0%}",
+    ]
+    for cell in study.cells
+    if (found := cell.fit())
+  ]
+  return header, rows
+
+
+def runs(study: Study) -> tuple[list[str], Rows]:
+  """Returns the table of what was run."""
+  header = [
+    *("what", "codecs", "seeds", "batch", "steps", "learning rate", "machine"),
+    "versions of the code",
+  ]
+  rows: Rows = []
+  for group in study.groups:
+    x = group.setting
+    seeds = max(map(len, group.runs.values()))
+    kind = f"{x.way}: {group.name}"
+    counts = [str(len(group.runs)), str(seeds), str(x.batch), str(x.steps)]
+    found = [record.results for runs in group.runs.values() for record in runs.values()]
+    versions = len({x.get("code", x.get("gradcomp", "")) for x in found})
+    rows.append([kind, *counts, f"{x.learning_rate:g}", "", str(versions)])
+  for cell in study.cells:
+    first = next(iter(cell.times.values()))
+    machine = f"{first['cpu']}, {first['cores']} cores for all workers on it"
+    if first.get("probe"):
+      machine += f"; the link carries {8e-6 * first['probe']:,.0f} Mbit/s"
+    counts = [str(len(cell.times)), "", str(cell.setting.batch), ""]
+    rows.append([f"timed: {cell.name}", *counts, "", machine, ""])
+  for record in study.failed:
+    x = record.setting
+    what = f"failed: {x.network}, N = {x.workers}: {record.lacking}"
+    rows.append([what, x.name, str(x.seed), str(x.batch), str(x.steps), "", "", ""])
+  return header, rows
+
+
+def write(folders: Sequence[Path], output: Path, price: float | None = None) -> None:
+  """Writes report.html, report.md and figures/*.png.
+
+  Args:
+    folders: of the records, which are joined.
+    output: where to write.
+    price: dollars an hour of a worker; None for what the launches said.
+
+  Raises:
+    ValueError: the folders have no records.
+  """
+  study = grouped(records.read(*folders))
+  if not study.groups and not study.cells:
+    named = ", ".join(map(str, folders))
+    raise ValueError(f"`folders` must have records of runs, *.jsonl; {named} has none.")
+  judged = judge(study)
+  drawn = list(sections(study, price))
+  pictures = {shown.name: _png(shown) for part in drawn for shown in part.shown}
+  (output / "figures").mkdir(parents=True, exist_ok=True)
+  for name, picture in pictures.items():
+    (output / "figures" / f"{name}.png").write_bytes(picture)
+  tables = {
+    "The line a + c w through the times of a sample": fits(study),
+    "What was run": runs(study),
+  }
+  for name in ("report.md", "report.html"):
+    text = _PAGES.get_template(f"{name}.j2").render(
+      summary=summary(judged),
+      judged=judged,
+      claims=claims(judged),
+      sections=drawn,
+      pictures=pictures,
+      tables=tables.items(),
+      nothing="Nothing was run for this.",
+    )
+    (output / name).write_text(f"{text.rstrip()}\n")
+  print(f"wrote {output / 'report.html'} and report.md: {summary(judged)}")
+
+
+def judge(study: Study) -> Judged:
+  """Returns all findings with their verdicts."""
+  return [(finding, finding.judge(study)) for finding in FINDINGS]
+
+
+def _png(shown: Shown) -> bytes:
+  file = io.BytesIO()
+  shown.figure.savefig(file, format="png", dpi=150, metadata={"Software": None})
+  return file.getvalue()
+
+
+def summary(judged: Judged) -> str:
+  """Counts the verdicts."""
+  verdicts = [verdict.verdict for _, verdict in judged]
+  counts = [f"{verdicts.count(x)} {x}" for x in ("holds", "does not", "not tested")]
+  return f"{len(judged)} findings: {', '.join(counts)}"
+
+
+def claims(judged: Judged) -> tuple[list[str], Rows]:
+  """Returns the table of the findings."""
+  header = ["claim", "paper", "it says", "verdict", "our numbers"]
+  rows = [
+    [
+      finding.claim,
+      finding.paper,
+      finding.said,
+      verdict.verdict,
+      "; ".join(verdict.numbers),
+    ]
+    for finding, verdict in judged
+  ]
+  return header, rows

@@ -1,0 +1,117 @@
+"""Says what a run of study/command.py is: all that its results depend on."""
+
+from typing import NamedTuple
+
+import optax
+from averaging import average_params
+from optimizers import make_schedule, weights
+from plateau import scale_by_plateau
+
+
+class Setting(NamedTuple):
+  """The settings of a run.
+
+  Attributes:
+    way: ``"emulated"`` or ``"trained"`` for accuracy, by one device or on devices that
+      exchange; ``"data"`` or ``"model"`` for Dettmers' nets, see study/dettmers.py;
+      ``"timed"`` for the times of a step.
+    network, dataset, codec, exchange: by their names.
+    workers: N.
+    rule: whether the batch is ``"fixed"``, or one ``"per-worker"``.
+    batch: the samples of a step of all workers together.
+    steps: those of the training.
+    epoch: the samples of an epoch.
+    points: those of the curve, at equal distances.
+    seed: of parameters, batches and rounding.
+    optimizer: ``"sgd"``, ``"adam"`` or ``"lars"``; Dettmers' nets have ``"rmsprop"``.
+    learning_rate: at first.
+    momentum: of ``"sgd"``; None for none.
+    max_norm: what gradients are clipped at; None for no clipping.
+    link: between hosts, by its name; "" without hosts.
+    hosts: the processes of a run that was timed.
+    schedule: ``"cosine"``, ``"polynomial"``, ``"plateau"`` or ``"constant"``: see
+      ``optimizers``. On a plateau of the test's loss the rate halves, as Fang's does.
+    weight_decay: of matrices and kernels, with SGD behind the exchange.
+    dropout: of networks that have any; None for each one's own.
+    nesterov: whether the momentum of ``"sgd"`` is Nesterov's.
+    clipping: what is clipped at ``max_norm``. ``"mean"``: the mean of all workers, and
+      with momentum in the exchange each worker's gradient by the rule ``"root"``.
+      ``"own"``, ``"share"`` or ``"root"``: each worker's gradient by that rule of
+      ``gradcomp.wrappers.clip_by_local_norm``, whatever the exchange, float32's too.
+    ema: the decay of the mean of the parameters that is tested in their place; None for
+      no mean.
+  """
+
+  way: str
+  network: str
+  dataset: str
+  codec: str
+  exchange: str
+  workers: int
+  rule: str
+  batch: int
+  steps: int
+  epoch: int
+  points: int
+  seed: int
+  optimizer: str
+  learning_rate: float
+  momentum: float | None
+  max_norm: float | None
+  link: str = ""
+  hosts: int = 1
+  schedule: str = "cosine"
+  weight_decay: float = 0.0
+  dropout: float | None = None
+  nesterov: bool = False
+  clipping: str = "mean"
+  ema: float | None = None
+
+  @property
+  def name(self) -> str:
+    """The codec, with its exchange where that is not the codec's own."""
+    return self.codec if self.exchange == "auto" else f"{self.codec} {self.exchange}"
+
+  @property
+  def evaluated(self) -> set[int]:
+    """The steps behind which there is a point of the curve."""
+    parts = min(self.points, self.steps)
+    return {self.steps * (i + 1) // parts for i in range(parts)}
+
+
+def optimizer(
+  setting: Setting, momentum: float | None, max_norm: float | None
+) -> optax.GradientTransformation:
+  """Makes what is behind the exchange.
+
+  Args:
+    setting: of the run.
+    momentum: None if the exchange has it.
+    max_norm: None if gradients are clipped in front of the exchange, or not at all.
+
+  Raises:
+    ValueError: the setting has another optimizer.
+  """
+  if setting.optimizer not in ("sgd", "adam", "lars"):
+    raise ValueError(
+      f'`optimizer` must be "sgd", "adam" or "lars", got {setting.optimizer!r}.'
+    )
+  rate = make_schedule(setting)
+  chain = []
+  if max_norm is not None:
+    chain.append(optax.clip_by_global_norm(max_norm))
+  if setting.optimizer == "adam":
+    decay = setting.weight_decay
+    chain.append(optax.adamw(rate, weight_decay=decay, mask=weights))
+  elif setting.optimizer == "lars":
+    chain.append(optax.lars(rate, setting.weight_decay, momentum=momentum or 0.0))
+  else:
+    if setting.weight_decay:
+      chain.append(optax.add_decayed_weights(setting.weight_decay, weights))
+    nesterov = setting.nesterov and momentum is not None
+    chain.append(optax.sgd(rate, momentum=momentum, nesterov=nesterov))
+  if setting.schedule == "plateau":
+    chain.append(scale_by_plateau())
+  if setting.ema is not None:
+    chain.append(average_params(setting.ema))
+  return optax.chain(*chain)

@@ -1,0 +1,205 @@
+"""Makes the tasks of study/command.py: a network, what it learns from, and its rate.
+
+The networks and the data are the examples'. A task is on devices or on one device that
+emulates all workers, and draws the same batches in both.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import brown
+import data
+import download
+import idx
+import jax
+import networks
+import numpy as np
+import text
+from training import Batch, Task
+
+LENGTH = 32  # of a sequence of characters or words
+# Symbols of the text to test on, and logits, so that tests take little time.
+_TESTED, _LOGITS = 2**16, 2**28
+
+
+class Defaults(NamedTuple):
+  """Holds what a network is trained with, if the command line says nothing else."""
+
+  learning_rate: float
+  momentum: float | None = 0.9
+  max_norm: float | None = None
+
+
+# The rates are float32's, and no codec has one of its own.
+DEFAULTS = {
+  "lstm": Defaults(1.0, 0.9, 1.0),
+  "gru": Defaults(2.0, 0.9, 1.0),
+  "transformer": Defaults(0.5, 0.9, 1.0),
+}
+_IMAGES = Defaults(0.05)
+_ADAM = 1e-3  # for all networks
+TEXTS = tuple(networks.TEXTS)
+_TEXTS: dict[str, Callable[[], text.Text]] = {
+  "python": text.load,
+  "brown": brown.characters,
+  "brown-words": brown.words,
+}
+NETWORKS = (*networks.IMAGES, *networks.TEXTS)
+KNOWN = 1000  # inputs by whose statistics a batch norm normalises in tests
+
+
+class Source(NamedTuple):
+  """Holds what a network learns from.
+
+  Attributes:
+    name: of the data, with what was done to it.
+    model: makes the network, as ``training.Task`` wants it.
+    arrays: inputs and labels, or a text twice. Batches are entries of them.
+    test: inputs and labels.
+    epoch: the samples of an epoch.
+    draw: yields batches of indices into ``arrays`` without end, from a batch size and
+      a seed.
+    recurrent: whether it reads sequences.
+  """
+
+  name: str
+  model: Any
+  arrays: Batch
+  test: Batch
+  epoch: int
+  draw: Callable[..., Iterator[Batch]]
+  recurrent: bool
+
+  def batches(self, batch_size: int, **options: int) -> Iterator[Batch]:
+    """Yields batches without end, as the examples do; ``part`` of ``parts``, too."""
+    for indices in self.draw(batch_size, **options):
+      yield tuple(x[i] for x, i in zip(self.arrays, indices, strict=True))
+
+
+def defaults(network: str, optimizer: str = "sgd") -> Defaults:
+  """Returns what a network is trained with by ``"sgd"`` or ``"adam"``."""
+  found = DEFAULTS.get(network, _IMAGES)
+  return found if optimizer == "sgd" else found._replace(learning_rate=_ADAM)
+
+
+@functools.cache
+def source(
+  network: str,
+  dataset: str = "digits",
+  data_dir: Path = data.FOLDER,
+  folder: Path | None = None,
+  pixels: int | None = None,
+  corpus: str = "python",
+  dropout: float | None = None,
+) -> Source:
+  """Loads what a network learns from.
+
+  Args:
+    network: one of ``NETWORKS``.
+    dataset: of images, as ``data.load`` names them.
+    data_dir: where the images are.
+    folder: of IDX files, which are taken in place of ``dataset``.
+    pixels: the width and height that images are reduced to; None leaves them.
+    corpus: ``"python"`` or ``"brown"``, byte by byte, or ``"brown-words"``.
+    dropout: of the networks that have any; None for each one's own.
+  """
+  if network in networks.TEXTS:
+    return _language(network, corpus, dropout)
+  name, (train, test, classes) = images(dataset, data_dir, folder, pixels)
+  order = np.arange(len(train.labels), dtype=np.int32)
+  return Source(
+    name=name,
+    model=networks.for_images(network, train.images.shape[1:], classes, dropout),
+    arrays=tuple(train),
+    test=tuple(test),
+    epoch=len(order),
+    draw=functools.partial(data.batches, data.Split(order, order)),
+    recurrent=False,
+  )
+
+
+def images(
+  dataset: str = "digits",
+  data_dir: Path = data.FOLDER,
+  folder: Path | None = None,
+  pixels: int | None = None,
+) -> tuple[str, data.ImageSet]:
+  """Loads images, and names them; it takes what ``source`` takes."""
+  train, test, classes = idx.load(folder) if folder else data.load(dataset, data_dir)
+  name = folder.resolve().name if folder else dataset
+  if pixels is not None and pixels != train.images.shape[1]:
+    train, test = (
+      data.Split(reduced(x.images, pixels), x.labels) for x in (train, test)
+    )
+    name += f"/{pixels}"
+  return name, data.ImageSet(train, test, classes)
+
+
+def named(name: str) -> dict[str, Any]:
+  """Returns the options of ``source`` that give data its name.
+
+  Example:
+    >>> named("mnist/14")["pixels"], named("brown-words")
+    (14, {'corpus': 'brown-words'})
+  """
+  if name in _TEXTS:
+    return {"corpus": name}
+  dataset, _, pixels = name.partition("/")
+  options: dict[str, Any] = {"pixels": int(pixels) if pixels else None}
+  if dataset in data.BUILDERS:
+    return options | {"dataset": dataset}
+  return options | {"folder": download.FOLDER / dataset}
+
+
+def _language(network: str, corpus: str, dropout: float | None) -> Source:
+  found = _TEXTS[corpus]()
+  order = np.arange(len(found.train), dtype=np.int32)
+  tested = min(_TESTED, _LOGITS // found.symbols)
+
+  def draw(batch_size: int, **options: int) -> Iterator[Batch]:
+    return text.batches(order, batch_size, LENGTH, **options)
+
+  return Source(
+    name=corpus,
+    model=networks.for_text(network, found.symbols, dropout),
+    arrays=(found.train, found.train.astype(np.int32)),
+    test=tuple(text.in_order(found.test[:tested], LENGTH)),
+    epoch=len(order) // LENGTH,
+    draw=draw,
+    recurrent=True,
+  )
+
+
+def reduced(images: np.ndarray, pixels: int) -> np.ndarray:
+  """Averages squares of pixels, so that images are ``pixels`` wide and high.
+
+  Raises:
+    ValueError: the images cannot be cut into as many squares.
+
+  Example:
+    >>> reduced(np.uint8([[[[1], [2]], [[3], [5]]]]), 1)
+    array([[[[3]]]], dtype=uint8)
+  """
+  count, height, width, channels = images.shape
+  if height % pixels or width % pixels:
+    raise ValueError(
+      f"`pixels` must divide the width and the height of the images, {width} and "
+      f"{height}, got {pixels}."
+    )
+  shape = (count, pixels, height // pixels, pixels, width // pixels, channels)
+  return np.rint(images.reshape(shape).mean(axis=(2, 4))).astype(np.uint8)
+
+
+def gigaflops(task: Task, test: Batch) -> float:
+  """Returns the billions of operations of a training step for one sample.
+
+  They are those that XLA counts in the gradient of the loss. Operations in a loop count
+  once, so a recurrent network has more.
+  """
+  params = jax.eval_shape(lambda: task.init_params(0))
+  sample = tuple(x[:1] for x in test)
+  gradient = jax.jit(jax.grad(task.loss_fn))
+  cost = gradient.lower(params, sample, **task.options(0, 0)).cost_analysis()
+  return (cost or {}).get("flops", 0.0) / 1e9

@@ -1,0 +1,1 @@
+"""Trainings that compare codecs on small data."""

@@ -1,0 +1,1 @@
+"""Dettmers' trainings in data and in model parallelism."""

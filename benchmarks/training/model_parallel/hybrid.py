@@ -1,0 +1,186 @@
+"""Trains nets in both ways: convolutions by data, and the layers behind them by model.
+
+Each worker convolves its own samples. Their features are gathered by sub-batches, and
+each worker computes its outputs of the other layers for all samples. These layers may
+be updated behind each sub-batch, and convolutions are behind the last.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from sub_batches import sub_batches
+
+import gradcomp
+from benchmarks.common.trainer import own
+from benchmarks.training.model_parallel.convolutions import Net
+from benchmarks.training.model_parallel.trainer import (
+  AXIS,
+  WORKERS,
+  Arm,
+  Images,
+  Trainer,
+  Way,
+  columns,
+  cosine,
+  cut_layers,
+  exchanged,
+  first_kept,
+  of_workers,
+  rmsprop,
+  sent_by_one,
+)
+from gradcomp import parallel
+
+_DROPPED = 0.5
+
+
+def of_net(arm: Arm, net: Net, sets: Any, args: Any) -> Trainer:
+  """Returns what trains a net with one codec for all that workers send."""
+  rule = functools.partial(rmsprop, cosine(args))
+  return Trainer(by_both(arm, net, sets[2], rule), sets, args)
+
+
+def by_both(
+  arm: Arm,
+  net: Net,
+  classes: int,
+  rule: Callable[[int], optax.GradientTransformation],
+) -> Way:
+  """Sends features, activations, all errors, and the gradients of convolutions.
+
+  A step updates the layers that are cut ``net.updates`` times, each time by the mean
+  loss of its sub-batches (Dettmers 2016, section 2.4). It updates the convolutions
+  once, behind all sub-batches, by the mean loss of the batch.
+
+  Args:
+    arm: what is sent.
+    net: the net.
+    classes: the classes.
+    rule: makes the optimizer of layers from how often a step updates them.
+  """
+  exchange = exchanged(arm)
+  of_fronts, of_cuts = rule(1), rule(net.updates)
+  passes = net.passes // net.updates  # of an update
+
+  def start(key: jax.Array) -> Any:
+    first, second = jax.random.split(key)
+    front = net.init_front(first)
+    cut = columns(net.init_layers(second, classes))
+    moments = of_fronts.init(front), of_cuts.init(cut)
+    return (front, cut), first_kept(exchange, front), moments
+
+  def logits(
+    cut: Any,
+    features: jax.Array,
+    passes: int,
+    first: jax.Array | int = 0,
+    own_key: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns ``[passes, B / passes, classes]`` from a worker's own features.
+
+    The first of the passes has the number ``first`` in its batch.
+    """
+
+    def one_pass(batch: jax.Array, number: jax.Array) -> jax.Array:
+      def gather(y: jax.Array, layer: int) -> jax.Array:
+        return parallel.all_gather(
+          y,
+          axis_name=AXIS,
+          codec=arm.codec,
+          axis=y.ndim - 1,
+          own="coded",
+          # All workers have the same errors of the logits, and need not send them.
+          to="invarying" if layer == net.last else "varying",
+        )
+
+      def drop(y: jax.Array, layer: int) -> jax.Array:
+        key = cut_layers.folded(cut_layers.folded(own_key, first + number), layer)
+        return cut_layers.dropped(y, _DROPPED, key)
+
+      return net.apply(cut, batch, gather, drop)[:, :classes]
+
+    return sub_batches(
+      one_pass, features, axis_name=AXIS, passes=passes, codec=arm.codec, own="coded"
+    )
+
+  def loss(
+    cut: Any, features: jax.Array, labels: jax.Array, **options: Any
+  ) -> jax.Array:
+    """Returns the mean loss of an update, with labels ``[passes, B / passes]``."""
+    found = logits(cut, features, passes, **options)
+    return optax.softmax_cross_entropy_with_integer_labels(found, labels).mean()
+
+  def step(state: Any, images: Images, key: jax.Array) -> Any:
+    (front, cut), kept, (front_moments, moments) = state
+    axes, of_moments = own(kept), own(moments)
+    labels = cut_layers.in_passes(images.labels, WORKERS, net.passes)
+    of_updates = labels.reshape(net.updates, passes, -1)
+
+    def worker(
+      cut: Any, kept: Any, moments: Any, x: jax.Array, own_key: jax.Array
+    ) -> Any:
+      def update(carry: Any, given: Any) -> Any:
+        cut, moments = carry
+        features, labels, first = given
+        found, (of_cut, error) = jax.value_and_grad(loss, (0, 1))(
+          cut, features, labels, first=first, own_key=own_key
+        )
+        changes, moments = of_cuts.update(of_cut, moments)
+        return (optax.apply_updates(cut, changes), moments), (found, error)
+
+      features, back = jax.vjp(lambda front: net.features(front, square(x)), front)
+      parts = features.reshape(net.updates, -1, *features.shape[1:])
+      firsts = jnp.arange(net.updates) * passes
+      carry, (losses, errors) = lax.scan(
+        update, (cut, moments), (parts, of_updates, firsts)
+      )
+      (of_front,) = back(errors.reshape(features.shape) / net.updates)
+      # The loss is that of all samples, so the workers' gradients are to be added up.
+      addends = jax.tree.map(lambda g: g * WORKERS, of_front)
+      mean, kept = exchange.update(addends, kept, front)
+      return losses.mean(), mean, kept, *carry
+
+    losses, mean, kept, cut, moments = jax.vmap(
+      worker,
+      in_axes=(0, axes, of_moments, 0, 0),
+      out_axes=(0, None, axes, 0, of_moments),
+      axis_name=AXIS,
+    )(cut, kept, moments, of_workers(images.x), jax.random.split(key, WORKERS))
+    changes, front_moments = of_fronts.update(mean, front_moments)
+    front = optax.apply_updates(front, changes)
+    return ((front, cut), kept, (front_moments, moments)), losses.mean()
+
+  def predict(state: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+    del key
+    front, cut = state[0]
+    filled = jnp.pad(x, ((0, -len(x) % WORKERS), (0, 0)))
+    worker = lambda cut, x: logits(cut, net.features(front, square(x)), 1)
+    found = jax.vmap(worker, axis_name=AXIS)(cut, of_workers(filled))
+    return found[0, 0, : len(x)]
+
+  def sent(images: Images) -> int:
+    front, cut = jax.eval_shape(start, jax.random.key(0))[0]
+    count = images.labels.shape[0] // net.updates
+    features = jax.eval_shape(
+      lambda front, x: of_workers(net.features(front, square(x[:count]))),
+      front,
+      images.x,
+    )
+    of_one = lambda cut, features: loss(
+      cut, features, jnp.zeros((passes, count // passes), jnp.int32)
+    )
+    plan = gradcomp.explain(exchange, front, workers=WORKERS)
+    return plan.bytes_sent + net.updates * sent_by_one(of_one, cut, features)
+
+  return Way(start, step, predict, sent)
+
+
+def square(x: jax.Array) -> jax.Array:
+  """Returns images ``[b, side, side, 1]`` of as many pixels as there are."""
+  side = round(x.shape[1] ** 0.5)
+  return x.reshape(-1, side, side, 1)

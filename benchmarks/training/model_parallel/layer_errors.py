@@ -1,0 +1,132 @@
+"""Measures how far data types round the arrays of each layer, in nets of float32."""
+
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.training.model_parallel.data_types import TYPES, with_offset
+from benchmarks.training.model_parallel.trainer import (
+  BATCH,
+  Arm,
+  Images,
+  cut_layers,
+  loss,
+  of_dense_layers,
+  rounded,
+)
+from gradcomp.codecs import Codec, Dense, EightBit
+
+# Mean relative errors in percent of three layers, from table 2 of the paper.
+PAPER = {
+  "activations": {
+    "dynamic_tree": (0.5, 2, 2),
+    "linear": (1, 2, 3),
+    "mantissa": (1.5, 2, 8),
+    "static_tree": (1, 2, 6),
+  },
+  "gradients": {
+    "dynamic_tree": (3, 4, 5),
+    "linear": (5, 6, 6),
+    "mantissa": (4.5, 4.5, 6),
+    "static_tree": (4, 4, 5),
+  },
+}
+
+
+Net = Callable[..., jax.Array]
+
+
+def relative_errors(sets: Any, args: Any) -> dict[str, dict[str, list[list[float]]]]:
+  """Measures rounding in nets trained in float32.
+
+  Returns:
+    For each kind and type, a list for each seed, with what ``errors_of`` has.
+  """
+  train, _, classes = sets
+  trainer = of_dense_layers(Arm("data", Dense()), "relu", sets, args)
+  net = functools.partial(cut_layers.apply, classes=classes)
+  images = jax.tree.map(lambda x: x[:BATCH], train)
+  found: dict[str, dict[str, list[list[float]]]] = {}
+  for seed in range(args.seeds):
+    _, layers = trainer.train(seed)
+    for kind, types in errors_of(net, layers, images, jax.random.key(seed)).items():
+      for name, row in types.items():
+        found.setdefault(kind, {}).setdefault(name, []).append(row)
+  return found
+
+
+def errors_of(
+  net: Net, layers: cut_layers.Layers, images: Images, key: jax.Array
+) -> dict[str, dict[str, list[float]]]:
+  """Measures rounding in one net, with dropout.
+
+  Args:
+    net: computes logits from whole layers and inputs.
+    layers: trained ones.
+    images: a batch.
+    key: of the dropout.
+
+  Returns:
+    For each kind and type, the mean relative error in percent of each layer. Zeros do
+    not count. Activations begin with the inputs and end with the logits; gradients are
+    those of weights; errors are those of activations. Types that end in ``_paper`` are
+    scaled by 10, as in the paper's table, and the others by the largest element.
+  """
+  codecs = {name: EightBit(dtype=name) for name in TYPES} | with_offset(1)
+  return {
+    kind: {
+      name: [float(_percent(codec, x)) for x in each] for name, codec in codecs.items()
+    }
+    for kind, each in _arrays(net, layers, images, key).items()
+  }
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _arrays(
+  net: Net, layers: cut_layers.Layers, images: Images, key: jax.Array
+) -> dict[str, list[jax.Array]]:
+  """Returns what workers would send of a batch, layer by layer."""
+
+  def with_sums(layers: Any, added: Any) -> Any:
+    seen = []
+
+    def gather(y: jax.Array, layer: int) -> jax.Array:
+      seen.append(y)
+      return y + added[layer]  # its gradient is the error of these activations
+
+    keys = {"key": key, "own_key": key}
+    return loss(layers, net, images, gather=gather, **keys), seen
+
+  zeros = [jnp.zeros((len(images.x), layer["b"].size)) for layer in layers]
+  (grads, errors), seen = jax.grad(with_sums, (0, 1), has_aux=True)(layers, zeros)
+  inputs = cut_layers.dropped(images.x, cut_layers.DROPOUT[0], key)
+  return {
+    "activations": [inputs, *seen],
+    "gradients": [layer["w"] for layer in grads],
+    "errors": errors,
+  }
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _percent(codec: Codec, x: jax.Array) -> jax.Array:
+  distance = jnp.abs(rounded(codec, x) - x)
+  ratio = jnp.where(x == 0, 0.0, distance / jnp.where(x == 0, 1.0, jnp.abs(x)))
+  return 100 * ratio.sum() / (x != 0).sum()
+
+
+def error_lines(kind: str, types: dict[str, list[list[float]]]) -> list[list[str]]:
+  """Returns a line for each type, beside the paper's where it has one."""
+  lines = []
+  for name, rows in types.items():
+    means = [statistics.fmean(x) for x in zip(*rows, strict=True)]
+    paper = PAPER.get(kind, {}).get(name.removesuffix("_paper"), ())
+    pairs = zip(means[-3:], paper, strict=False)
+    worst = [max(ours / his, his / ours) for ours, his in pairs]
+    ours = " / ".join(f"{x:.1f}" for x in means)
+    theirs = " / ".join(f"{x:g}" for x in paper)
+    lines.append([kind, name, ours, theirs, f"{max(worst):.1f}" if worst else ""])
+  return lines

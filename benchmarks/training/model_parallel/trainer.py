@@ -1,0 +1,336 @@
+"""Trains by vmap: a net of dense layers, whole on all workers or cut over them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import cut_layers
+import data
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import gradcomp
+from benchmarks.common.trainer import own
+from gradcomp import parallel
+from gradcomp._src.report.trace_wire import trace_wire
+from gradcomp.codecs import Codec, OneBit
+
+AXIS = "worker"
+WORKERS = 4
+BATCH = 128
+LAST = 2  # the number of the last layer
+
+
+class Images(NamedTuple):
+  """Pixels from 0 to 1, ``float32[count, pixels]``, and labels ``int32[count]``."""
+
+  x: jax.Array
+  labels: jax.Array
+
+
+class Arm(NamedTuple):
+  """Says what is sent, in which codec, and whether residuals are kept."""
+
+  way: Literal["data", "model"]
+  codec: Codec
+  feedback: Literal["error"] | None = None  # of gradients
+  errors: Codec | None = None  # the codec of errors, if it is another
+
+
+def halves(images: data.ImageSet) -> tuple[Images, Images]:
+  """Returns every other image to train on, and the others to test on.
+
+  So there are 898 to test on, where the set's own split has 360.
+  """
+  x = np.concatenate([split.images for split in images[:2]])
+  x = x.reshape(len(x), -1).astype(np.float32) / 255
+  labels = np.concatenate([split.labels for split in images[:2]])
+  train, test = (Images(x[i::2], labels[i::2]) for i in range(2))
+  return jax.tree.map(jnp.asarray, (train, test))
+
+
+def gathered(
+  y: jax.Array, codec: Codec, errors: Codec, key: jax.Array, last: bool
+) -> jax.Array:
+  """Puts the activations of all workers side by side, each rounded by its worker.
+
+  Errors are added up where their inputs were computed. Those of the last layer are the
+  same on all workers, who need not send them.
+  """
+  if isinstance(codec, OneBit):
+    return refused(codec, errors, last, y)
+  return parallel.all_gather(
+    y,
+    axis_name=AXIS,
+    codec=codec,
+    backward=errors,
+    axis=1,
+    own="coded",
+    to="invarying" if last else "varying",
+    key=key,
+  )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def refused(codec: Codec, errors: Codec, last: bool, y: jax.Array) -> jax.Array:
+  """Gathers what a codec leaves of activations, where gradcomp.parallel refuses it."""
+  return lax.all_gather(rounded(codec, y), AXIS, axis=1, tiled=True)
+
+
+def _refused_forward(
+  codec: Codec, errors: Codec, last: bool, y: jax.Array
+) -> tuple[jax.Array, None]:
+  return refused(codec, errors, last, y), None
+
+
+def _refused_backward(
+  codec: Codec, errors: Codec, last: bool, _: None, error: jax.Array
+) -> tuple[jax.Array]:
+  parts = jnp.stack(jnp.split(error, WORKERS, axis=1))
+  if last:
+    return (parts[lax.axis_index(AXIS)],)
+  sent = jax.vmap(functools.partial(rounded, errors))(parts)
+  return (lax.psum_scatter(sent, AXIS),)
+
+
+refused.defvjp(_refused_forward, _refused_backward)
+
+
+def rounded(codec: Codec, x: jax.Array) -> jax.Array:
+  """Returns what a codec that draws nothing leaves of an array."""
+  return codec.decode(codec.encode(x), like=x)
+
+
+def columns(layers: cut_layers.Layers) -> cut_layers.Layers:
+  """Cuts the outputs of all layers, ``[workers, ..., n / workers]``."""
+  return jax.tree.map(lambda x: jnp.stack(jnp.split(x, WORKERS, axis=-1)), layers)
+
+
+def joined(cut: cut_layers.Layers) -> cut_layers.Layers:
+  """Puts the columns of all workers side by side."""
+  return jax.tree.map(lambda x: jnp.concatenate([*x], axis=-1), cut)
+
+
+class Way(NamedTuple):
+  """A way to train, in functions that are traced."""
+
+  start: Callable[[jax.Array], Any]  # from a key to a state, with parameters first
+  step: Callable[[Any, Images, jax.Array], tuple[Any, jax.Array]]  # and the loss
+  predict: Callable[[Any, jax.Array, jax.Array], jax.Array]  # logits
+  sent: Callable[[Images], int]  # bytes of a worker in a step with such images
+
+
+def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -> Way:
+  """Sends gradients: each worker has all layers and its own samples.
+
+  Args:
+    arm: what is sent.
+    net: computes logits from layers and inputs.
+    init: draws the whole layers from a key.
+    rmsprop: the optimizer.
+  """
+  exchange = exchanged(arm)
+
+  def start(key: jax.Array) -> Any:
+    layers = init(key)
+    return layers, first_kept(exchange, layers), rmsprop.init(layers)
+
+  def step(state: Any, images: Images, key: jax.Array) -> Any:
+    layers, kept, moments = state
+    axes = own(kept)
+
+    def worker(kept: Any, images: Images, key: jax.Array) -> Any:
+      found, grads = jax.value_and_grad(loss)(layers, net, images, key=key, own_key=key)
+      return found, *exchange.update(grads, kept, layers)
+
+    losses, mean, kept = jax.vmap(
+      worker, in_axes=(axes, 0, 0), out_axes=(0, None, axes), axis_name=AXIS
+    )(kept, of_workers(images), jax.random.split(key, WORKERS))
+    updates, moments = rmsprop.update(mean, moments)
+    return (optax.apply_updates(layers, updates), kept, moments), losses.mean()
+
+  def sent(images: Images) -> int:
+    del images
+    layers = jax.eval_shape(init, jax.random.key(0))
+    return gradcomp.explain(exchange, layers, workers=WORKERS).bytes_sent
+
+  return Way(start, step, lambda state, x, key: net(state[0], x), sent)
+
+
+def exchanged(arm: Arm) -> Any:
+  """Returns the exchange of gradients of weights that all workers have."""
+  return gradcomp.compress(
+    arm.codec,
+    axis_name=AXIS,
+    exchange="all_gather",
+    feedback=arm.feedback,
+    min_leaf_size=0,
+  )
+
+
+def first_kept(exchange: Any, params: Any) -> Any:
+  """Returns the first state of an exchange, with each worker's part of it."""
+  of_each = functools.partial(jax.vmap, lambda _: exchange.init(params), axis_name=AXIS)
+  each = jnp.arange(WORKERS)
+  return of_each(out_axes=own(jax.eval_shape(of_each(), each)))(each)
+
+
+def of_workers(tree: Any) -> Any:
+  """Gives each worker its part of all samples, ``[workers, n, ...]``."""
+  return jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), tree)
+
+
+def by_model(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -> Way:
+  """Sends activations and errors: each worker has columns of every layer.
+
+  It takes what :func:`by_data` takes.
+  """
+
+  def start(key: jax.Array) -> Any:
+    layers = columns(init(key))
+    return layers, rmsprop.init(layers)
+
+  def gather(y: jax.Array, layer: int, key: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(key, layer)
+    return gathered(y, arm.codec, arm.errors or arm.codec, key, layer == LAST)
+
+  def step(state: Any, images: Images, key: jax.Array) -> Any:
+    layers, moments = state
+
+    def worker(layers: cut_layers.Layers, own_key: jax.Array) -> Any:
+      send = functools.partial(gather, key=jax.random.fold_in(key, WORKERS))
+      return jax.value_and_grad(loss)(
+        layers, net, images, key=key, own_key=own_key, gather=send
+      )
+
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(WORKERS))
+    losses, grads = jax.vmap(worker, axis_name=AXIS)(layers, keys)
+    updates, moments = rmsprop.update(grads, moments)
+    return (optax.apply_updates(layers, updates), moments), losses.mean()
+
+  def predict(state: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+    send = functools.partial(gather, key=key)
+    worker = lambda layers: net(layers, x, gather=send, dropout=())
+    return jax.vmap(worker, axis_name=AXIS)(state[0])[0]
+
+  def sent(images: Images) -> int:
+    def of_one(layers: cut_layers.Layers) -> jax.Array:
+      send = functools.partial(gather, key=jax.random.key(0))
+      return loss(layers, net, zeros(images), gather=send)
+
+    return sent_by_one(of_one, jax.eval_shape(start, jax.random.key(0))[0])
+
+  return Way(start, step, predict, sent)
+
+
+def zeros(shapes: Any) -> Any:
+  """Returns arrays of the given shapes, which all workers share."""
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def sent_by_one(loss: Callable[..., jax.Array], *stacked: Any) -> int:
+  """Returns the bytes that a worker sends for a loss and for its gradient.
+
+  Args:
+    loss: of what a worker has of its own.
+    *stacked: the shapes of that of all workers, ``[workers, ...]``.
+  """
+  of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+  return trace_wire(loss, *of_one, workers={AXIS: WORKERS}).bytes_sent
+
+
+def loss(
+  layers: cut_layers.Layers, net: Callable[..., jax.Array], images: Images, **options
+) -> jax.Array:
+  """Returns the mean loss of a training step."""
+  logits = net(layers, images.x, dropout=cut_layers.DROPOUT, **options)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, images.labels).mean()
+
+
+def dense_layers(
+  arm: Arm,
+  unit: cut_layers.Unit,
+  sizes: Sequence[int],
+  rule: optax.GradientTransformation,
+) -> Way:
+  """Returns how a net of dense layers trains.
+
+  Args:
+    arm: what is sent.
+    unit: of the hidden layers.
+    sizes: the inputs, the units of each hidden layer, and the classes.
+    rule: the optimizer.
+  """
+  *inner, classes = sizes
+  net = functools.partial(cut_layers.apply, classes=classes, unit=unit)
+  whole = (*inner, cut_layers.padded(classes, WORKERS))
+  make = by_data if arm.way == "data" else by_model
+  return make(arm, net, lambda key: cut_layers.init(key, whole, unit), rule)
+
+
+def of_dense_layers(arm: Arm, unit: cut_layers.Unit, sets: Any, args: Any) -> "Trainer":
+  """Returns what trains a net of two hidden layers of ``args.hidden`` units."""
+  train, _, classes = sets
+  sizes = train.x.shape[1], args.hidden, args.hidden, classes
+  return Trainer(dense_layers(arm, unit, sizes, rmsprop(cosine(args))), sets, args)
+
+
+def cosine(args: Any) -> optax.Schedule:
+  """Returns the rate of a step, which falls along a cosine."""
+  return optax.cosine_decay_schedule(args.rate, args.steps)
+
+
+def rmsprop(
+  rate: optax.ScalarOrSchedule, updates: int = 1
+) -> optax.GradientTransformation:
+  """Returns the optimizer of layers that each step updates so many times.
+
+  Args:
+    rate: the rate, or that of a step.
+    updates: those of a step, which have one rate.
+  """
+  return optax.rmsprop(
+    (lambda count: rate(count // updates)) if callable(rate) else rate
+  )
+
+
+class Trainer:
+  """Trains one arm from any seed with a program that is compiled once.
+
+  Args:
+    way: how it trains.
+    sets: the images to train on and to test on, and the number of classes.
+    args: the options, ``steps`` among them.
+  """
+
+  def __init__(self, way: Way, sets: Any, args: Any):
+    train, test, _ = sets
+
+    def run(key: jax.Array, batches: jax.Array) -> Any:
+      def step(carry: Any, given: Any) -> Any:
+        batch, key = given
+        images = Images(train.x[batch], train.labels[batch])
+        return way.step(carry, images, key)[0], None
+
+      drawn, key = jax.random.split(key)
+      state = way.start(drawn)
+      keys = jax.random.split(key, len(batches))
+      state, _ = lax.scan(step, state, (batches, keys))
+      right = way.predict(state, test.x, key).argmax(axis=-1) == test.labels
+      return right.mean(), state[0]
+
+    self._run = jax.jit(run)
+    self._count, self._steps = len(train.labels), args.steps
+
+  def train(self, seed: int) -> tuple[float, Any]:
+    """Returns the accuracy of the test in percent, and the parameters."""
+    rng = np.random.default_rng(seed)
+    each = self._count // BATCH * BATCH  # of an epoch
+    epochs = -(-self._steps * BATCH // each)
+    drawn = np.stack([rng.permutation(self._count)[:each] for _ in range(epochs)])
+    batches = drawn.reshape(-1, BATCH)[: self._steps]
+    right, layers = self._run(jax.random.key(seed), batches)
+    return 100 * float(right), layers

@@ -1,0 +1,216 @@
+"""Trains a transformer whose optimizer, or whose parameters, are cut over workers.
+
+  python -m benchmarks.training.sharded [--arms NAME ...] [--seeds 3] [--quick]
+    [--output FOLDER]
+
+The decoder of the examples, with 410,240 parameters, reads Python's standard library in
+1500 batches of 16 sequences of 64 bytes. All arms have Adam with the same rates, the
+same initialisations and the same batches. Nothing is clipped. The rate is the plain
+mean's best of 0.001, 0.002 and 0.004 with one seed and 2000 steps.
+
+  f32               The plain mean of gradients in float32.
+  two_shot          The same in 4 bits each way, without residuals.
+  ZeRO              Adam runs on a quarter of the parameters. Gradients travel to their
+                    owners in 4 bits, and what changes in the parameters in 4 bits.
+  FSDP              Parameters are cut. They travel in 8 bits, and gradients in 4 bits.
+                    With feedback, workers keep what gradients lose, and send it later.
+
+Four workers are a vmap on one device. Perplexities are those of bytes in the last tenth
+of each file, with the float32 parameters. In each step of ZeRO the workers' parameters
+are compared with each other, bit by bit, and with the owners' master copies. Bits are
+those of the payload that stands for a parameter in a step, in both directions, read
+from the same step compiled for four devices: what a worker sends is (N-1)/N of it.
+
+With --output, writes parallel_study.json there after every run, and parallel_study.md
+at the end. It leaves out the runs that the file has already.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import fsdp
+import jax
+import text
+from jax.sharding import PartitionSpec as P
+from networks import Transformer
+from training import AXIS, REPLICATED, Task, compile_step
+
+import gradcomp
+from benchmarks.common import cli
+from benchmarks.common.tables import spread, table
+from benchmarks.training.sharded_trainer import (
+  POINTS,
+  WORKERS,
+  Arm,
+  Setting,
+  Trainer,
+  adam_of,
+  fsdp_of,
+  optimizer_of,
+)
+from gradcomp.codecs import QSGD
+
+STEPS, RATE, BATCH, LENGTH = 1500, 2e-3, 16, 64
+FOUR, EIGHT = QSGD(bits=4), QSGD(bits=8)
+BASELINE = "f32"
+ARMS = {
+  BASELINE: Arm("data"),
+  "two_shot, 4 + 4 bits": Arm("data", FOUR),
+  "ZeRO, 4 + 4 bits": Arm("zero", FOUR, FOUR),
+  "FSDP, 8 + 4 bits, feedback": Arm("fsdp", FOUR, EIGHT, "error"),
+  "FSDP, 8 + 4 bits": Arm("fsdp", FOUR, EIGHT),
+}
+QUICK = (BASELINE, "ZeRO, 4 + 4 bits", "FSDP, 8 + 4 bits, feedback")
+
+
+def make_setting(quick: bool, devices: int = 1, spec: P = REPLICATED) -> Setting:
+  """Returns the task of all arms, or a tiny one like it, on so many devices."""
+  found = text.load()
+  sizes = {"width": 32, "heads": 2, "layers": 1} if quick else {}
+  length = 8 if quick else LENGTH
+  test = found.test[:1000] if quick else found.test
+  mesh = jax.make_mesh((devices,), (AXIS,), devices=jax.devices()[:devices])
+  model = Transformer(text.CHARACTERS, **sizes)
+  task = Task(model, text.in_order(test, length), mesh, spec)
+  steps = 2 * POINTS if quick else STEPS
+  return Setting(task, found.train, steps, RATE, 4 if quick else BATCH, length)
+
+
+def byte_counts(arm: Arm, quick: bool) -> dict[str, float]:
+  """Reads what a worker sends from the step, compiled for a device a worker."""
+  cut = arm.way == "fsdp"
+  setting = make_setting(quick, WORKERS, P(AXIS) if cut else REPLICATED)
+  task, adam = setting.task, adam_of(setting)
+  batch = next(text.batches(setting.train, setting.batch, setting.length, seed=0))
+  if cut:
+    _, step = fsdp.compile_step(task, fsdp_of(arm, adam, task.loss_fn), batch)
+    report = gradcomp.wire_report(step)
+  else:
+    _, report = compile_step(task, optimizer_of(arm, adam), batch)
+  sent = report.bytes_sent
+  return {
+    "bytes_a_step": sent,
+    "bits": 8 * sent * WORKERS / (WORKERS - 1) / elements(task),
+  }
+
+
+def elements(task: Task) -> int:
+  """Counts the parameters."""
+  return sum(x.size for x in jax.tree.leaves(jax.eval_shape(task.init_params, 0)))
+
+
+def study(found: dict[str, Any], arms: Sequence[str], args: Any, save: Any) -> None:
+  """Trains the runs that are not there yet, and saves after each."""
+  setting = make_setting(args.quick)
+  trainers: dict[str, Trainer] = {}
+  for seed in range(args.seeds):
+    for name in arms:
+      rows = found["rows"]
+      if str(seed) in rows.get(name, {}).get("runs", {}):
+        continue
+      if name not in trainers:
+        trainers[name] = Trainer(setting, ARMS[name])
+      if name not in rows:
+        rows[name] = {**byte_counts(ARMS[name], args.quick), "runs": {}}
+      start = time.perf_counter()
+      run = rows[name]["runs"][str(seed)] = trainers[name].train(seed)
+      save()
+      end, wall = run["points"][-1]["perplexity"], time.perf_counter() - start
+      print(f"{name}, seed {seed}: {end:.4f}, {wall:.0f} s", flush=True)
+
+
+def header(quick: bool) -> dict[str, Any]:
+  """Returns the settings, without results."""
+  setting = make_setting(quick)
+  return {
+    "title": "A quick run, no result" if quick else "A transformer on Python's library",
+    "workers": WORKERS,
+    "elements": elements(setting.task),
+    "steps": setting.steps,
+    "batch": setting.batch,
+    "length": setting.length,
+    "learning_rate": setting.rate,
+    "rows": {},
+  }
+
+
+def markdown(found: dict[str, Any]) -> str:
+  """Writes the table in Markdown."""
+  columns = ("arm", "perplexity", "to f32", "loss to f32", "bits", "bytes a step")
+  dense = found["rows"][BASELINE]["runs"]
+  lines = [line(name, row, dense) for name, row in found["rows"].items()]
+  seeds = len(dense)
+  said = [
+    f"{found['title']}: {found['elements']:,} parameters, {found['workers']} workers, "
+    f"{found['steps']} steps of {found['batch']} sequences of {found['length']} bytes, "
+    f"Adam at {found['learning_rate']} along a cosine. Mean and standard deviation "
+    f"over {seeds} seeds; differences seed by seed, of perplexity and of loss in "
+    "nats. Bits: of the payloads that stand for a parameter, in both directions.",
+    table(columns, lines),
+  ]
+  for name, row in found["rows"].items():
+    checked = [run for run in row["runs"].values() if "always_equal" in run]
+    if checked:
+      said.append(
+        f"{name}: all parameters of all workers were "
+        f"{'equal' if all(x['always_equal'] for x in checked) else 'NOT equal'} to the "
+        "bit after every step. They were at most "
+        f"{max(x['largest_distance'] for x in checked):.2g} from the master copies, "
+        f"and at most {max(x['largest_in_half_steps'] for x in checked):.4f} of half a "
+        "step of the codec."
+      )
+  return "\n\n".join(said) + "\n"
+
+
+def line(name: str, row: Any, dense: Any) -> list[str]:
+  """Returns the cells of a line of the table."""
+  ends = {seed: run["points"][-1] for seed, run in row["runs"].items()}
+  losses = [
+    end["test_loss"] - dense[seed]["points"][-1]["test_loss"]
+    for seed, end in ends.items()
+    if seed in dense
+  ]
+  relative = [100 * (math.exp(x) - 1) for x in losses]
+  baseline = row["runs"] is dense
+  return [
+    name,
+    spread([x["perplexity"] for x in ends.values()], digits=3),
+    "" if baseline else spread(relative, "+") + " %",
+    "" if baseline else spread(losses, "+", 4),
+    f"{row['bits']:.2f}",
+    f"{row['bytes_a_step']:,}",
+  ]
+
+
+def main() -> None:
+  parser = cli.parser(
+    __doc__,
+    quick="two steps a point of three arms with a tiny model",
+    output="folder of the two files",
+  )
+  parser.add_argument("--arms", nargs="+", choices=ARMS, metavar="NAME")
+  parser.add_argument("--seeds", type=int, default=3)
+  args = parser.parse_args()
+  arms = args.arms or [*ARMS]
+  if args.quick:
+    arms, args.seeds = args.arms or QUICK, 1
+    cli.compile_fast()
+  jax.config.update("jax_num_cpu_devices", WORKERS)
+  file = args.output and args.output / "parallel_study.json"
+  found = json.loads(file.read_text()) if file and file.exists() else header(args.quick)
+
+  def save() -> None:
+    if file:
+      cli.write_json(file, found)
+
+  study(found, arms, args, save)
+  print(markdown(found))
+  if file:
+    file.with_suffix(".md").write_text(markdown(found))
+
+
+if __name__ == "__main__":
+  main()
