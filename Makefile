@@ -18,13 +18,13 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
 
 train: $(VENV)/.installed-examples  ## train the example with several codecs and compare
-	$(python) examples/image_classification.py --compare $(ARGS)
+	$(python) -m examples.image_classification --compare $(ARGS)
 
 train-lm: $(VENV)/.installed-examples  ## the same of the language model
-	$(python) examples/language_model.py --compare $(ARGS)
+	$(python) -m examples.language_model --compare $(ARGS)
 
 data:  ## fetch Fashion-MNIST, MNIST and the Brown corpus into datasets/
-	$(PYTHON) examples/download.py $(ARGS)
+	$(PYTHON) examples/lib/data/download.py $(ARGS)
 
 # Exit code 5: of this kind ARGS chooses none.
 test: $(VENV)/.installed-test  ## run the tests and doctests, but for slow ones
@@ -56,14 +56,14 @@ links: $(VENV)/.installed-bench  ## time the exchanges over slow links (as root,
 	$(python) -m benchmarks.links.speed $(ARGS)
 
 evidence: $(VENV)/.installed-bench  ## train in the background what no record has, at low priority
-	@$(PYTHON) examples/download.py
+	@$(PYTHON) examples/lib/data/download.py
 	@$(python) -m benchmarks.study.queue.start $(ARGS)
 
 evidence-status: $(VENV)/.installed-bench  ## say how far these trainings are
 	@$(python) -W ignore -m benchmarks.study.queue.status
 
 evidence-times: $(VENV)/.installed-bench  ## time steps on hosts (as root, an hour or two)
-	@$(PYTHON) examples/download.py
+	@$(PYTHON) examples/lib/data/download.py
 	@$(python) -W ignore -m benchmarks.study.queue.times --records benchmarks/results/study/evidence $(ARGS)
 
 # For a machine with a GPU and no package index: nothing is installed.

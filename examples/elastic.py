@@ -3,7 +3,7 @@
 Start it once on every host, with one folder that all share. HOST is the host's number,
 and ADDRESS is where the others reach it; on one machine, leave it out.
 
-  python examples/elastic.py FOLDER HOST --hosts 4 --address ADDRESS
+  python -m examples.elastic FOLDER HOST --hosts 4 --address ADDRESS
 
 This is the supervisor, which knows nothing of JAX: a process that computes is ended by
 JAX when another one dies. It starts elastic_worker.py, and again for each generation: a
@@ -28,10 +28,10 @@ import subprocess
 import sys
 import time
 
-from elastic_options import supervising
-from shared_folder import parsed, publish, read
+from examples.lib.elastic.options import supervising
+from examples.lib.shared_folder import parsed, publish, read
 
-WORKER = pathlib.Path(__file__).with_name("elastic_worker.py")
+WORKER = ("-m", "examples.lib.elastic.worker")
 TICK = 0.1  # seconds between two looks at the folder
 SAVING = 60.0  # seconds for a worker to save what it has, before it is ended
 ATTEMPTS = 5  # generations that may come no further, before all give up
@@ -252,7 +252,7 @@ class Supervisor:
     if self._host not in plan.hosts:
       self._left = plan.generation
       return
-    command = [sys.executable, WORKER, self._folder, plan.generation, self._host]
+    command = [sys.executable, *WORKER, self._folder, plan.generation, self._host]
     self._worker = subprocess.Popen(
       [*map(str, command), *self._arguments], stdin=subprocess.DEVNULL
     )

@@ -1,6 +1,6 @@
 """Trains a transformer of flax linen with sharded parameters (FSDP).
 
-    python examples/fsdp_linen.py --steps 200
+    python -m examples.fsdp_linen --steps 200
 
 Each worker keeps an Nth of each parameter, and of Adam's state. A block gathers its
 parameters in 8 bits when it needs them, in the forward pass and again in the backward
@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import text
 from flax import linen
-from fsdp_training import arguments, batches, train
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from networks import Block, Transformer
 
+from examples.lib.data import text
+from examples.lib.networks import Block, Transformer
+from examples.lib.sharded.fsdp_training import arguments, batches, train
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, EightBit
 

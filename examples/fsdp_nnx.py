@@ -1,6 +1,6 @@
 """Trains a transformer of flax nnx with sharded parameters (FSDP).
 
-    python examples/fsdp_nnx.py --steps 200
+    python -m examples.fsdp_nnx --steps 200
 
 It does what fsdp_linen.py does, with modules that are objects. ``nnx.split`` takes
 their parameters out, and ``nnx.merge`` puts whole ones into a layer when it is called.
@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import text
 from flax import nnx
-from fsdp_training import LENGTH, arguments, batches, train
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from examples.lib.data import text
+from examples.lib.sharded.fsdp_training import LENGTH, arguments, batches, train
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, EightBit
 

@@ -1,6 +1,6 @@
 """Shards parameters over a host's chips, and compresses gradients between hosts (HSDP).
 
-    python examples/hsdp.py --hosts 2 --chips 4 --steps 200
+    python -m examples.hsdp --hosts 2 --chips 4 --steps 200
 
 Each host has all parameters once, and each of its chips an Nth of them. The links
 inside a host are fast: there a block gathers its parameters in full precision when it
@@ -16,16 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import telemetry
-import text
-from checkpoints import add_arguments, saved_in
 from flax import linen
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from networks import Block, Transformer
-from parsing import positive
 
 import gradcomp
+from examples.lib import telemetry
+from examples.lib.checkpoints import add_arguments, saved_in
+from examples.lib.data import text
+from examples.lib.networks import Block, Transformer
+from examples.lib.parsing import positive
 
 BATCH, LENGTH = 32, 32  # sequences of a step, of all workers, and bytes of a sequence
 BOTH = P(("host", "chip"))  # how a batch is cut

@@ -1,9 +1,9 @@
 """Trains an image classifier on several workers and counts the bytes they exchange.
 
-    python examples/image_classification.py --codec qsgd --bits 4
-    python examples/image_classification.py --compare f32 qsgd-8 onebit-64 --seeds 3
-    python examples/image_classification.py --idx datasets/fashion-mnist --model vgg
-    python examples/image_classification.py --steps 2000 --checkpoint saved
+    python -m examples.image_classification --codec qsgd --bits 4
+    python -m examples.image_classification --compare f32 qsgd-8 onebit-64 --seeds 3
+    python -m examples.image_classification --idx datasets/fashion-mnist --model vgg
+    python -m examples.image_classification --steps 2000 --checkpoint saved
 
 Without accelerators it emulates eight devices on the CPU; with them it uses all of
 them. Under several processes, every process runs the same line with ``--coordinator``,
@@ -17,15 +17,14 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-import command_line
-import data
-import idx
 import jax
-import methods
-import networks
-from comparison import compare, show
 from jax.experimental import multihost_utils
-from training import AXIS, Task
+
+from examples.lib import command_line, methods, networks
+from examples.lib.comparison import compare, show
+from examples.lib.data import idx
+from examples.lib.data import images as data
+from examples.lib.training import AXIS, Task
 
 DEFAULTS = command_line.Defaults(
   codec="qsgd",

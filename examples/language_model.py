@@ -1,11 +1,11 @@
 """Trains a language model on several workers and counts the bytes they exchange.
 
-    python examples/language_model.py --codec redsync-asq --density 0.001 --warmup 100
-    python examples/language_model.py --compare f32 qsgd-4 redsync --seeds 3
-    python examples/language_model.py --text brown-words --model lstm --schedule plateau
-    python examples/language_model.py --local-steps 30 --codec blocktop --optimizer adam
-    python examples/language_model.py --model transformer --parallel zero
-    python examples/language_model.py --model transformer --parallel fsdp --weights 8
+    python -m examples.language_model --codec redsync-asq --density 0.001 --warmup 100
+    python -m examples.language_model --compare f32 qsgd-4 redsync --seeds 3
+    python -m examples.language_model --text brown-words --model lstm --schedule plateau
+    python -m examples.language_model --local-steps 30 --codec blocktop --optimizer adam
+    python -m examples.language_model --model transformer --parallel zero
+    python -m examples.language_model --model transformer --parallel fsdp --weights 8
 
 With ``--parallel zero`` each worker runs the optimizer on its part of the parameters,
 and with ``fsdp`` it keeps no others. Both send numbers in a few bits, by QSGD.
@@ -21,19 +21,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import brown
-import command_line
-import fsdp
-import methods
-import networks
 import optax
-import text
-from comparison import Draw, Prepared, compare, show, train_seeds
 from jax.sharding import PartitionSpec as P
-from optimizers import make_schedule
-from parsing import positive
-from telemetry import Log
-from training import (
+
+import gradcomp
+from examples.lib import command_line, methods, networks
+from examples.lib.comparison import Draw, Prepared, compare, show, train_seeds
+from examples.lib.data import brown, text
+from examples.lib.optimizers import make_schedule
+from examples.lib.parsing import positive
+from examples.lib.sharded import fsdp
+from examples.lib.telemetry import Log
+from examples.lib.training import (
   AXIS,
   REPLICATED,
   Batch,
@@ -43,8 +42,6 @@ from training import (
   compile_step,
   init_state,
 )
-
-import gradcomp
 from gradcomp.codecs import QSGD
 from gradcomp.parallel import zero
 

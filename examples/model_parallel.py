@@ -1,8 +1,8 @@
 """Trains a net with dense layers sharded over workers, which send activations.
 
-    python examples/model_parallel.py --codec linear
-    python examples/model_parallel.py --compare f32 linear qsgd-4 --seeds 3
-    python examples/model_parallel.py --channels 32 --passes 4 --checkpoint saved
+    python -m examples.model_parallel --codec linear
+    python -m examples.model_parallel --compare f32 linear qsgd-4 --seeds 3
+    python -m examples.model_parallel --channels 32 --passes 4 --checkpoint saved
 
 The net is Dettmers' (2016): two hidden layers with dropout, trained by RMSProp. Each
 layer is cut by its outputs. Workers gather activations after the unit, and scatter the
@@ -16,20 +16,19 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-import cut_layers
-import data
 import jax
-import parsing
-import report
-from checkpoints import add_arguments, saved_in
-from comparison import footnote
-from cut_task import AXIS, Task
-from methods import METHODS
-from parsing import natural, positive, positive_float
-from progress import Progress
-from training import Run, train
 
 import gradcomp
+from examples.lib import parsing, report
+from examples.lib.checkpoints import add_arguments, saved_in
+from examples.lib.comparison import footnote
+from examples.lib.data import images as data
+from examples.lib.methods import METHODS
+from examples.lib.parsing import natural, positive, positive_float
+from examples.lib.progress import Progress
+from examples.lib.sharded import cut_layers
+from examples.lib.sharded.cut_task import AXIS, Task
+from examples.lib.training import Run, train
 
 # All codecs but the sparse ones, and those that need error feedback or a memory.
 NAMES = (

@@ -1,4 +1,4 @@
-"""Trains on eight devices with gradients of 4 bits: python examples/quickstart.py."""
+"""Trains on eight devices with gradients of 4 bits: python -m examples.quickstart."""
 
 import jax
 import jax.numpy as jnp

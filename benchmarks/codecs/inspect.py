@@ -22,18 +22,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-import data
 import jax
 import optax
-import text
 from jax.sharding import PartitionSpec as P
-from networks import Transformer, for_images
-from training import AXIS, Task, init_state
 
 import gradcomp
 from benchmarks.common import cli, quiet
 from benchmarks.common.tables import table
 from benchmarks.common.timing import interleaved, machine
+from examples.lib.data import images as data
+from examples.lib.data import text
+from examples.lib.networks import Transformer, for_images
+from examples.lib.training import AXIS, Task, init_state
 from gradcomp.codecs import QSGD, FloatCast, LeafCodec, OneBit, Ternary, TopK
 
 WORKERS = 8

@@ -25,15 +25,15 @@ import pathlib
 import statistics
 from typing import Any, NamedTuple
 
-import data
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from networks import LeNet
-from training import AXIS, Task
 
 from benchmarks.common import cli
+from examples.lib.data import images as data
+from examples.lib.networks import LeNet
+from examples.lib.training import AXIS, Task
 from gradcomp import floats
 
 FORMATS = ((5, 2), (4, 3))

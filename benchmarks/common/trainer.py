@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from training import AXIS, Batch
+
+from examples.lib.training import AXIS, Batch
 
 
 class Plan(NamedTuple):

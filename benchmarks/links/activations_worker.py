@@ -9,9 +9,7 @@ A program's name in the report is a list in JSON: what it is, and its numbers.
 
 import functools
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,12 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.links import process
 from benchmarks.links.steps import Timed, payload_bytes
+from examples.lib.sharded.sub_batches import sub_batches
 from gradcomp import parallel
 from gradcomp.codecs import Codec, Dense, EightBit
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-from sub_batches import sub_batches  # noqa: E402
 
 PLAIN = "lax"  # JAX's own collective, in float32
 CODECS: dict[str, Codec] = {

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import elastic
-
 from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch
+from examples import elastic
 
 _TICK = 0.01  # seconds between two looks at the folder
 MOMENTS = "saved planned met trained".split()
@@ -44,7 +43,7 @@ class Hosts:
     options += f" --address {host.address} --patience {args.patience}"
     options += f" --local-steps {args.every} --save-every {args.every}"
     options += f" --steps {args.steps} --pause {args.pause}"
-    program = [sys.executable, "-W", "ignore", elastic.__file__, *options.split()]
+    program = [sys.executable, "-W", "ignore", "-m", elastic.__name__, *options.split()]
     with open(self._log(number), "a") as log:
       self._running[number] = subprocess.Popen(
         [*host.prefix, *program],

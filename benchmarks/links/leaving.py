@@ -27,8 +27,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import elastic
-import elastic_training
 import numpy as np
 
 from benchmarks.common import cli
@@ -37,6 +35,8 @@ from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch
 from benchmarks.links import results as links_results
 from benchmarks.links.elastic import MOMENTS, started
+from examples import elastic
+from examples.lib.elastic import training as elastic_training
 
 LEAVES = 1  # the first host is JAX's coordinator, without which all others end
 BATCHES = 10  # that nobody trained on, for the loss in the end

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import text
-from networks.transformer import Transformer
 
 import gradcomp
 from benchmarks.links import hosts
 from benchmarks.links.process import joined, meeting, run
+from examples.lib.data import text
+from examples.lib.networks.transformer import Transformer
 from gradcomp.codecs import BlockTop, Dense
 
 AXIS = "data"

@@ -28,10 +28,9 @@ launches.
 
 import sys
 
-import command_line
-
 from benchmarks.study import options
 from benchmarks.study.options import Report, Run
+from examples.lib import command_line
 
 
 def main(argv: list[str] | None = None) -> None:

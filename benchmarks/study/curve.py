@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from checkpoints import Saved
 
 import gradcomp
 from benchmarks.study.settings import Setting
+from examples.lib.checkpoints import Saved
 
 Point = dict[str, Any]
 

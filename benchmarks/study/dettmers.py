@@ -25,9 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from checkpoints import Saved
-from optimizers import make_schedule
-from training import NOWHERE
 
 from benchmarks.common.trainer import point
 from benchmarks.study import curve
@@ -45,6 +42,9 @@ from benchmarks.training.model_parallel.trainer import (
   joined,
   rmsprop,
 )
+from examples.lib.checkpoints import Saved
+from examples.lib.optimizers import make_schedule
+from examples.lib.training import NOWHERE
 
 HIDDEN = 1024  # units of both hidden layers of the dense nets
 UNITS: dict[str, cut_layers.Unit] = {"dense-relu": "relu", "dense-logistic": "logistic"}

@@ -19,11 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from averaging import averaged
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
-from plateau import observe
-from training import AXIS, Batch, Task, compile_step, init_state
 
 import gradcomp
 from benchmarks.common.trainer import point
@@ -33,6 +30,9 @@ from benchmarks.study.curve import ended, finite, mean_of
 from benchmarks.study.emulated import sent_bytes
 from benchmarks.study.settings import Setting, optimizer
 from benchmarks.study.tasks import Source
+from examples.lib.averaging import averaged
+from examples.lib.plateau import observe
+from examples.lib.training import AXIS, Batch, Task, compile_step, init_state
 
 PARTS = ("compute", "codec", "communication")
 _WARM = 2  # steps of each program that do not count

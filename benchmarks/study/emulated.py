@@ -20,16 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from averaging import averaged
-from checkpoints import Saved
-from plateau import observe
-from training import AXIS, NOWHERE, Task
 
 import gradcomp
 from benchmarks.common.trainer import own, point
 from benchmarks.study import curve, methods
 from benchmarks.study.settings import Setting, optimizer
 from benchmarks.study.tasks import Source
+from examples.lib.averaging import averaged
+from examples.lib.checkpoints import Saved
+from examples.lib.plateau import observe
+from examples.lib.training import AXIS, NOWHERE, Task
 
 _TOGETHER = 8  # workers whose gradients are one program
 

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from methods import FORMATS, output_layer
 
 import gradcomp
+from examples.lib.methods import FORMATS, output_layer
 from gradcomp._src.exchange.assign import default_min_leaf_size
 from gradcomp.codecs import OneBit, TopK
 from gradcomp.exchange import Hierarchical, TwoShot

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-import data
 import tyro
 
 from benchmarks.study import methods, tasks
+from examples.lib.data import images as data
 
 _LAUNCHES = Path(__file__).with_name("launches.toml")
 _POSITIVE = (
@@ -48,7 +48,7 @@ class Run:
     rate: start hosts on links of these rates, as 1gbit.
     hosts: numbers of hosts, with --rate.
     price: dollars an hour of a worker.
-    dataset: of images, as in examples/data.py.
+    dataset: of images, as in examples/lib/data/images.py.
     data_dir: where they are.
     idx: folder of images in IDX files; see make data.
     pixels: reduce images to this width and height.

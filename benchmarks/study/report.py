@@ -19,7 +19,7 @@ from benchmarks.study.findings import FINDINGS, Finding
 from benchmarks.study.judges.accuracy import Verdict
 
 _PAGES = jinja2.Environment(
-  loader=jinja2.FileSystemLoader(Path(__file__).parent),
+  loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
   autoescape=lambda name: name is not None and ".html" in name,
   undefined=jinja2.StrictUndefined,
 )

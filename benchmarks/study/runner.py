@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import networks
 from jax.experimental import multihost_utils
-from progress import Progress
-from training import AXIS, Task
 
 import gradcomp
 from benchmarks.common import quiet
@@ -25,6 +22,9 @@ from benchmarks.study.options import Run
 from benchmarks.study.records import Records
 from benchmarks.study.settings import Setting
 from benchmarks.study.tasks import Source
+from examples.lib import networks
+from examples.lib.progress import Progress
+from examples.lib.training import AXIS, Task
 from gradcomp._src.version import WIRE
 
 

@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 import optax
-from averaging import average_params
-from optimizers import make_schedule, weights
-from plateau import scale_by_plateau
+
+from examples.lib.averaging import average_params
+from examples.lib.optimizers import make_schedule, weights
+from examples.lib.plateau import scale_by_plateau
 
 
 class Setting(NamedTuple):

@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import brown
-import data
-import download
-import idx
 import jax
-import networks
 import numpy as np
-import text
-from training import Batch, Task
+
+from examples.lib import networks
+from examples.lib.data import brown, download, idx, text
+from examples.lib.data import images as data
+from examples.lib.training import Batch, Task
 
 LENGTH = 32  # of a sequence of characters or words
 # Symbols of the text to test on, and logits, so that tests take little time.

@@ -27,18 +27,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import data
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from networks import LeNet
-from training import AXIS, Task
 
 import gradcomp
 from benchmarks.common import cli
 from benchmarks.common.tables import table
 from benchmarks.common.trainer import own
+from examples.lib.data import images as data
+from examples.lib.networks import LeNet
+from examples.lib.training import AXIS, Task
 
 SIGMAS = 2.5
 DENSITY = 0.001
@@ -177,7 +177,11 @@ def main() -> None:
   add = parser.add_argument
   add("--workers", type=int, default=16, help="default: 16")
   add("--steps", type=int, default=200, help="of each training; default: 200")
-  add("--dataset", default="digits", help="as in examples/data.py; default: digits")
+  add(
+    "--dataset",
+    default="digits",
+    help="as in examples/lib/data/images.py; default: digits",
+  )
   add("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
   args = parser.parse_args()
   if args.quick:

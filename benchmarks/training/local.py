@@ -43,13 +43,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import text
-from networks import Transformer
 
 import gradcomp
 from benchmarks.common import cli
 from benchmarks.common.tables import spread, table
 from benchmarks.common.trainer import Emulated, Plan
+from examples.lib.data import text
+from examples.lib.networks import Transformer
 from gradcomp.codecs import QSGD, BlockTop, Dense, FloatCast
 
 AXIS = "data"

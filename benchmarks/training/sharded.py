@@ -31,12 +31,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import fsdp
 import jax
-import text
 from jax.sharding import PartitionSpec as P
-from networks import Transformer
-from training import AXIS, REPLICATED, Task, compile_step
 
 import gradcomp
 from benchmarks.common import cli
@@ -51,6 +47,10 @@ from benchmarks.training.sharded_trainer import (
   fsdp_of,
   optimizer_of,
 )
+from examples.lib.data import text
+from examples.lib.networks import Transformer
+from examples.lib.sharded import fsdp
+from examples.lib.training import AXIS, REPLICATED, Task, compile_step
 from gradcomp.codecs import QSGD
 
 STEPS, RATE, BATCH, LENGTH = 1500, 2e-3, 16, 64

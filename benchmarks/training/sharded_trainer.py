@@ -6,13 +6,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-import text
-from fsdp import Fsdp
 from jax import lax
-from training import AXIS, Task
 
 import gradcomp
 from benchmarks.common.trainer import Emulated, Plan, point, with_perplexity
+from examples.lib.data import text
+from examples.lib.sharded.fsdp import Fsdp
+from examples.lib.training import AXIS, Task
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, Codec, Dense
 

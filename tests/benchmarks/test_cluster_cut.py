@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import Saved
 
 from benchmarks.study import dettmers, tasks
 from benchmarks.training.model_parallel import convolutions
@@ -17,6 +16,7 @@ from benchmarks.training.model_parallel.trainer import (
   cut_layers,
   data,
 )
+from examples.lib.checkpoints import Saved
 from gradcomp.codecs import Dense, EightBit
 from tests.support.cases.study import SETTING
 

@@ -123,7 +123,7 @@ def test_every_recipe(name, mode, tmp_path):
 
 def test_the_examples_draw_the_batches_again_that_were_used(tmp_path):
   """And have the notes beside the state; nothing is done where there is no folder."""
-  from checkpoints import Saved
+  from examples.lib.checkpoints import Saved
 
   def resumed(folder):
     batches = iter("abcdef")

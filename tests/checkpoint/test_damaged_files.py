@@ -4,13 +4,13 @@ import copy
 import functools
 import json
 
-import elastic
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import gradcomp
+from examples import elastic
 from gradcomp.codecs import QSGD
 from gradcomp.cost import CodecSpeed, Link
 from gradcomp.parallel import zero

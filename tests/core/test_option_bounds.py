@@ -7,14 +7,12 @@ import argparse
 import functools
 import types
 
-import elastic_options
-import elastic_training
-import fsdp_training
-import hsdp
-import image_classification
-import language_model
 import pytest
 
+from examples import hsdp, image_classification, language_model
+from examples.lib.elastic import options as elastic_options
+from examples.lib.elastic import training as elastic_training
+from examples.lib.sharded import fsdp_training
 from gradcomp import __main__ as plan
 from tests.support import scripts
 

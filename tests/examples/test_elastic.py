@@ -3,25 +3,24 @@
 import contextlib
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
 import sys
 import time
 
-import elastic
-import elastic_training
-import elastic_worker
 import jax
 import numpy as np
 import pytest
-from shared_folder import publish
 
+from examples import elastic
+from examples.lib.elastic import training as elastic_training
+from examples.lib.elastic import worker as elastic_worker
+from examples.lib.shared_folder import publish
 from tests.support import loopback, modes
 from tests.support.hosts import averaging
 
-PROGRAM = pathlib.Path(elastic.__file__)
+PROGRAM = f"-m {elastic.__name__}"
 STEPS, SAVE_EVERY = 80, 10
 # Seconds between steps: a killed process has not saved the step that others have.
 PAUSE = 0.05

@@ -7,13 +7,11 @@ import stat
 import struct
 import tarfile
 
-import brown
-import data
-import download
-import idx
 import numpy as np
 import pytest
 
+from examples.lib.data import brown, download, idx
+from examples.lib.data import images as data
 from tests.support.scripts import EXAMPLES
 
 # Codes of the format's page, and their types in big-endian order.

@@ -4,22 +4,19 @@ import functools
 import itertools
 import types
 
-import command_line
-import comparison
-import image_classification
 import jax
 import jax.numpy as jnp
-import language_model
 import numpy as np
 import optax
-import plateau
 import pytest
-import telemetry
-from averaging import average_params, averaged
-from calling import functions
-from methods import METHODS, Redsync
-from networks import DROPPING, IMAGES, TEXTS, for_images, for_text
-from optimizers import make_optimizer, make_schedule, weights
+
+from examples import image_classification, language_model
+from examples.lib import command_line, comparison, plateau, telemetry
+from examples.lib.averaging import average_params, averaged
+from examples.lib.calling import functions
+from examples.lib.methods import METHODS, Redsync
+from examples.lib.networks import DROPPING, IMAGES, TEXTS, for_images, for_text
+from examples.lib.optimizers import make_optimizer, make_schedule, weights
 
 BOTH = (image_classification, language_model)
 

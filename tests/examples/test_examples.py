@@ -32,7 +32,7 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
   """The embedded set and the folder that it was prepared in."""
-  import data
+  from examples.lib.data import images as data
 
   folder = str(tmp_path_factory.mktemp("datasets"))
   return data.load("digits", folder), folder
@@ -96,7 +96,7 @@ def test_progress_without_a_terminal_is_a_line_a_tenth(comparison):
 
 @pytest.mark.parametrize("steps", [1, 7, 10, 25])
 def test_progress_counts_to_the_end(steps, capsys):
-  from progress import Progress
+  from examples.lib.progress import Progress
 
   with Progress("run", steps) as progress:
     for _ in range(steps):
@@ -110,7 +110,7 @@ def test_progress_counts_to_the_end(steps, capsys):
 
 
 def test_progress_on_a_terminal_is_a_bar(monkeypatch):
-  import progress
+  from examples.lib import progress
 
   class Terminal(io.StringIO):
     def isatty(self):
@@ -125,7 +125,7 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch):
 
 
 def test_data_is_kept_in_a_folder_that_git_ignores():
-  import data
+  from examples.lib.data import images as data
 
   assert EXAMPLES.parent / "results" in data.FOLDER.parents
   ignored = (EXAMPLES.parent / ".gitignore").read_text().splitlines()
@@ -205,7 +205,7 @@ def test_one_bit_ternary_fitted_and_float_codecs_train(digits, tmp_path):
 
 
 def test_wrong_names_are_answered_with_the_choices(capsys):
-  import image_classification
+  from examples import image_classification
 
   for args in (["--codec", "qsgd5"], ["--compare", "f32", "qsgd-9"], ["--steps", "0"]):
     with pytest.raises(SystemExit):
@@ -234,7 +234,7 @@ def test_digits_are_what_the_docstring_says(digits):
 
 
 def test_digits_split_is_fixed(digits, tmp_path):
-  import data
+  from examples.lib.data import images as data
 
   again = data.load("digits", str(tmp_path))
   for split, other in zip(digits[0][:2], again[:2], strict=True):
@@ -243,7 +243,7 @@ def test_digits_split_is_fixed(digits, tmp_path):
 
 
 def test_batches(digits):
-  import data
+  from examples.lib.data import images as data
 
   train = digits[0].train
   split = data.Split(np.arange(len(train.labels)), train.labels)
@@ -367,7 +367,7 @@ def test_transformers_with_cut_parameters_train(name, options, sent):
 
 
 def test_cut_layers_are_the_whole_net():
-  import cut_layers
+  from examples.lib.sharded import cut_layers
 
   def gather(y, layer):
     last = dict(own="coded", to="invarying") if layer == 2 else {}
@@ -394,7 +394,7 @@ def test_cut_layers_are_the_whole_net():
 
 
 def test_sub_batches_have_an_equal_part_of_each_worker():
-  import cut_layers
+  from examples.lib.sharded import cut_layers
 
   assert cut_layers.in_passes(np.arange(8), 2, 2).tolist() == [
     [0, 1, 4, 5],

@@ -21,7 +21,7 @@ LENGTH = 6
 @pytest.fixture
 def batch():
   tokens = np.random.default_rng(0).integers(0, 16, (2 * N, LENGTH + 1))
-  import text
+  from examples.lib.data import text
 
   return text.Tokens(tokens[:, :-1].astype(np.uint8), tokens[:, 1:].astype(np.int32))
 
@@ -46,8 +46,8 @@ def close(got, want):
 
 
 def test_linen_has_the_gradients_of_whole_parameters(batch, monkeypatch):
-  import fsdp_linen
-  from networks import Transformer
+  from examples import fsdp_linen
+  from examples.lib.networks import Transformer
 
   sizes = dict(symbols=16, width=8, heads=2, layers=2)
   monkeypatch.setattr(fsdp_linen, "WEIGHTS", None)
@@ -76,7 +76,7 @@ def test_linen_has_the_gradients_of_whole_parameters(batch, monkeypatch):
 
 
 def test_nnx_has_the_gradients_of_whole_parameters(batch, monkeypatch):
-  import fsdp_nnx
+  from examples import fsdp_nnx
 
   monkeypatch.setattr(fsdp_nnx, "WEIGHTS", None)
   monkeypatch.setattr(fsdp_nnx, "GRADS", None)
@@ -113,7 +113,7 @@ def test_nnx_has_the_gradients_of_whole_parameters(batch, monkeypatch):
 
 def test_what_gathers_lose_is_seen_by_another_exchange(monkeypatch):
   """Of 4 parts one stays as it is: gather loses some 3/4 of the squares seen."""
-  import cut_gradients
+  from examples.lib.sharded import cut_gradients
 
   codec = gradcomp.codecs.QSGD(bits=3, bucket_size=32, rounding="nearest")
   monkeypatch.setattr(cut_gradients, "SMALL", 64)
@@ -158,8 +158,8 @@ SMALL = dict(symbols=16, width=64, heads=2, layers=1)
 
 def hosts_step(exchange, kind, batch):
   """A step of the example over hosts and chips, compiled; its arguments; the model."""
-  import hsdp
-  from networks import Transformer
+  from examples import hsdp
+  from examples.lib.networks import Transformer
 
   plain = Transformer(**SMALL)
   params = jax.jit(plain.init)(jax.random.key(0), batch.inputs)["params"]
@@ -231,7 +231,7 @@ def test_hosts_take_the_step_of_one_whole_model(hosts, batch):
 
 
 def test_a_block_of_another_class_takes_the_place_of_the_transformers():
-  from networks import Block, Transformer
+  from examples.lib.networks import Block, Transformer
 
   class Twice(linen.Module):
     heads: int

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import text
-from fsdp import Fsdp
-from networks import Transformer, attention, turned
 
+from examples.lib.data import text
+from examples.lib.networks import Transformer, attention, turned
+from examples.lib.sharded.fsdp import Fsdp
 from gradcomp.codecs import QSGD, Dense
 
 

@@ -4,13 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import networks
 import numpy as np
 import optax
 import pytest
-from calling import functions
 from flax import linen, nnx
-from training import Task
+
+from examples.lib import networks
+from examples.lib.calling import functions
+from examples.lib.training import Task
 
 MNIST, DIGITS = (28, 28, 1), (8, 8, 1)
 # Of images of MNIST and of digits, and of ASCII. The docstrings say them.

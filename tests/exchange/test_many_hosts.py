@@ -1,12 +1,11 @@
 """Processes have the bits of emulated devices, and a fault ends all of them.
 
-The processes run host.py. All that one number of hosts computes is one test: a fixture
+The processes run tests/support/hosts/averaging.py. All that one number of hosts computes is one test: a fixture
 would start the processes again in every worker of pytest-xdist that takes a test.
 """
 
 import contextlib
 import json
-import pathlib
 import re
 import shutil
 import signal
@@ -23,8 +22,8 @@ from tests.plugins.slow_cases import slow
 from tests.support import loopback
 from tests.support.hosts import averaging, moved
 
-PROGRAM = pathlib.Path(averaging.__file__)
-PAGE = PROGRAM.parent.parent / "docs" / "operate" / "many-hosts.md"
+PROGRAM = ("-m", averaging.__name__)
+PAGE = pages.ROOT / "docs" / "operate" / "many-hosts.md"
 
 # Seconds for processes that meet no fault; far more than they need on a busy machine.
 PATIENCE = 180
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def started(hosts, program, *arguments, folder, collective_timeout=60):
-  """A process a host: ``program *arguments`` with its own ADDRESS, HOSTS and HOST.
+  """A process a host: ``*program *arguments`` with its own ADDRESS, HOSTS and HOST.
 
   No process outlives the context. What they write is in ``folder / "log.HOST"``.
   """
@@ -50,7 +49,7 @@ def started(hosts, program, *arguments, folder, collective_timeout=60):
     try:
       for i in range(hosts):
         own = {"ADDRESS": address, "HOSTS": str(hosts), "HOST": str(i)}
-        command = [own.get(word, str(word)) for word in (program, *arguments)]
+        command = [own.get(word, str(word)) for word in (*program, *arguments)]
         with open(folder / f"log.{i}", "w") as log:
           processes.append(
             subprocess.Popen(
@@ -258,7 +257,7 @@ def test_the_script_of_the_page_trains_and_resumes(tmp_path):
   arguments = ("ADDRESS", "HOSTS", "HOST", "checkpoints")
   endings = []
   for start in (0, 30):
-    with started(2, "train.py", *arguments, folder=tmp_path) as processes:
+    with started(2, ["train.py"], *arguments, folder=tmp_path) as processes:
       assert codes(processes, tmp_path) == [0, 0], said(tmp_path)
     logs = [(tmp_path / f"log.{i}").read_text() for i in range(2)]
     assert all((f"after step {start}" in log) == (start > 0) for log in logs)

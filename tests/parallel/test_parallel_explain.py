@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from sub_batches import sub_batches
 
 import gradcomp
+from examples.lib.sharded.sub_batches import sub_batches
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, EightBit
 from gradcomp.wire import trace_wire

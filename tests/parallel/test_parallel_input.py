@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from sub_batches import sub_batches
 
+from examples.lib.sharded.sub_batches import sub_batches
 from gradcomp import parallel
 from gradcomp.codecs import (
   QSGD,

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sub_batches import sub_batches
 
 import gradcomp
+from examples.lib.sharded.sub_batches import sub_batches
 from gradcomp import parallel
 from gradcomp.codecs import QSGD, Dense, EightBit
 from tests.plugins.slow_cases import slow

@@ -1,24 +1,20 @@
 """Runs the example trainers as their users run them, and reads what they wrote."""
 
 import csv
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 SCRIPT = EXAMPLES / "image_classification.py"
 
 
 def example(name):
-  """The module of an example, also where a benchmark has its name."""
-  spec = importlib.util.spec_from_file_location(
-    f"{name}_example", EXAMPLES / f"{name}.py"
-  )
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  """The module of an example."""
+  return importlib.import_module(f"examples.{name}")
 
 
 def start(*args, script=SCRIPT):
@@ -26,8 +22,10 @@ def start(*args, script=SCRIPT):
 
   It runs for longer than it compiles, so LLVM optimizes it.
   """
+  module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
   return subprocess.Popen(
-    [sys.executable, str(script), *map(str, args)],
+    [sys.executable, "-m", module, *map(str, args)],
+    cwd=ROOT,
     env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from checkpoints import Saved
-from training import AXIS, Task
 
 from benchmarks.common import cli
 from benchmarks.study import dettmers, emulated, records, tasks
@@ -28,6 +26,8 @@ from benchmarks.study.queue.child import Heartbeat
 from benchmarks.study.runner import sized
 from benchmarks.study.settings import Setting
 from benchmarks.study.tasks import Source
+from examples.lib.checkpoints import Saved
+from examples.lib.training import AXIS, Task
 from gradcomp._src.version import WIRE
 
 _LONG = 600.0  # CPU seconds, from which on a training saves its state

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from sub_batches import sub_batches
 
 import gradcomp
 from benchmarks.common.trainer import own
@@ -34,6 +33,7 @@ from benchmarks.training.model_parallel.trainer import (
   rmsprop,
   sent_by_one,
 )
+from examples.lib.sharded.sub_batches import sub_batches
 from gradcomp import parallel
 
 _DROPPED = 0.5

@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-import cut_layers
-import data
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,8 @@ from jax import lax
 
 import gradcomp
 from benchmarks.common.trainer import own
+from examples.lib.data import images as data
+from examples.lib.sharded import cut_layers
 from gradcomp import parallel
 from gradcomp._src.report.trace_wire import trace_wire
 from gradcomp.codecs import Codec, OneBit

@@ -1,6 +1,6 @@
 """Is one host of many: the program that each process of test_many_hosts.py runs.
 
-  python host.py TASK ADDRESS HOSTS HOST FOLDER
+  python -m tests.support.hosts.averaging TASK ADDRESS HOSTS HOST FOLDER
 
 What it computes is in functions that run on emulated devices as well, for the tests to
 compare with. Every host saves its own part of every array in the folder.

@@ -4,8 +4,6 @@ import argparse
 import functools
 from typing import Any
 
-import cut_layers
-import data
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +11,12 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sub_batches import sub_batches
-from training import Batch
 
 import gradcomp
+from examples.lib.data import images as data
+from examples.lib.sharded import cut_layers
+from examples.lib.sharded.sub_batches import sub_batches
+from examples.lib.training import Batch
 from gradcomp import parallel
 from gradcomp.codecs import Codec
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 import optax
-from averaging import average_params
-from methods import Method, Redsync, make_exchange, make_local_steps
-from plateau import scale_by_plateau
-from training import AXIS
 
 import gradcomp
+from examples.lib.averaging import average_params
+from examples.lib.methods import Method, Redsync, make_exchange, make_local_steps
+from examples.lib.plateau import scale_by_plateau
+from examples.lib.training import AXIS
 
 SCHEDULES = ("cosine", "polynomial", "plateau", "constant")
 

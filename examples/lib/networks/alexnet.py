@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from networks.inputs import centred
+from examples.lib.networks.inputs import centred
 
 
 class AlexNet(nnx.Module):

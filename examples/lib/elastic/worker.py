@@ -15,17 +15,17 @@ import traceback
 import zipfile
 from typing import NoReturn
 
-import elastic
-import elastic_training
 import jax
 import numpy as np
-from elastic_options import training
 from jax.experimental.multihost_utils import process_allgather
-from parsing import natural
-from shared_folder import publish, read
-from telemetry import ends_round
 
 import gradcomp
+from examples import elastic
+from examples.lib.elastic import training as elastic_training
+from examples.lib.elastic.options import training
+from examples.lib.parsing import natural
+from examples.lib.shared_folder import publish, read
+from examples.lib.telemetry import ends_round
 
 FAILED = 3  # the exit code of a worker that leaves early; Python's own is 1
 # In seconds. A dead process is noticed at once; these are for one that hangs.

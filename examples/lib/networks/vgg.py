@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from networks.inputs import centred, halved
+from examples.lib.networks.inputs import centred, halved
 
 # A relu halves the mean square of what passes, which this makes up for. Eight layers
 # that are not normalised would else leave 1/256 of it.

@@ -1,6 +1,6 @@
 """Reads image sets that are four IDX files in a folder, as MNIST's are.
 
-    python examples/image_classification.py --idx datasets/fashion-mnist
+    python -m examples.image_classification --idx datasets/fashion-mnist
 
 A file is two bytes of zero, the code of the elements' type, the number of axes, their
 lengths as big-endian 32-bit integers, and the elements. It may be packed by gzip. The
@@ -16,7 +16,8 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from data import ImageSet, Split
+
+from examples.lib.data.images import ImageSet, Split
 
 TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from sklearn.datasets import load_digits
 
-FOLDER = Path(__file__).resolve().parent.parent / "results" / "data"
+FOLDER = Path(__file__).resolve().parents[3] / "results" / "data"
 HELP = f"folder that the images are prepared in and read from; default: {FOLDER}"
 
 

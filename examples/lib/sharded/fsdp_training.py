@@ -4,16 +4,16 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import cut_gradients
 import jax
 import optax
-import telemetry
-import text
-from checkpoints import add_arguments, saved_in
 from jax.sharding import PartitionSpec as P
-from parsing import positive
 
 import gradcomp
+from examples.lib import telemetry
+from examples.lib.checkpoints import add_arguments, saved_in
+from examples.lib.data import text
+from examples.lib.parsing import positive
+from examples.lib.sharded import cut_gradients
 from gradcomp import parallel
 from gradcomp.codecs import Codec
 

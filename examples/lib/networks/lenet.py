@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from networks.inputs import centred, halved
+from examples.lib.networks.inputs import centred, halved
 
 
 class LeNet(nnx.Module):

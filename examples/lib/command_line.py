@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import networks
-from checkpoints import add_arguments
-from methods import EXCHANGES, METHODS, WIDTHS
-from optimizers import SCHEDULES
-from parsing import (
+
+from examples.lib import networks
+from examples.lib.checkpoints import add_arguments
+from examples.lib.methods import EXCHANGES, METHODS, WIDTHS
+from examples.lib.optimizers import SCHEDULES
+from examples.lib.parsing import (
   at_least_0,
   bucket,
   devices,

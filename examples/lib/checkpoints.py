@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import optax
-from parsing import positive
 
 import gradcomp
+from examples.lib.parsing import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,17 +15,17 @@ from typing import Any
 
 from flax import linen
 
-from networks.alexnet import AlexNet as AlexNet
-from networks.lenet import LeNet as LeNet
-from networks.mlp import MLP as MLP
-from networks.recurrent import GRU as GRU
-from networks.recurrent import LSTM as LSTM
-from networks.resnet import ResNet as ResNet
-from networks.transformer import Block as Block
-from networks.transformer import Transformer as Transformer
-from networks.transformer import attention as attention
-from networks.transformer import turned as turned
-from networks.vgg import VGG as VGG
+from examples.lib.networks.alexnet import AlexNet as AlexNet
+from examples.lib.networks.lenet import LeNet as LeNet
+from examples.lib.networks.mlp import MLP as MLP
+from examples.lib.networks.recurrent import GRU as GRU
+from examples.lib.networks.recurrent import LSTM as LSTM
+from examples.lib.networks.resnet import ResNet as ResNet
+from examples.lib.networks.transformer import Block as Block
+from examples.lib.networks.transformer import Transformer as Transformer
+from examples.lib.networks.transformer import attention as attention
+from examples.lib.networks.transformer import turned as turned
+from examples.lib.networks.vgg import VGG as VGG
 
 IMAGES = {
   "lenet": LeNet,

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from parsing import positive
 
+from examples.lib.parsing import positive
 from gradcomp.telemetry import plots
 
 

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from averaging import averaged
-from calling import Model, functions
-from checkpoints import Saved
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from plateau import observe
-from progress import Progress
-from telemetry import Log
 
 import gradcomp
+from examples.lib.averaging import averaged
+from examples.lib.calling import Model, functions
+from examples.lib.checkpoints import Saved
+from examples.lib.plateau import observe
+from examples.lib.progress import Progress
+from examples.lib.telemetry import Log
 
 AXIS = "data"
 Batch = tuple[np.ndarray, np.ndarray]  # inputs and labels: a Split, or Tokens

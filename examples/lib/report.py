@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import plots
-from training import Point, Run
+from examples.lib import plots
+from examples.lib.training import Point, Run
 
 
 def by_codec(runs: Iterable[Run]) -> dict[str, list[Run]]:

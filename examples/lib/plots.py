@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
-from training import Run
+
+from examples.lib.training import Run
 
 
 def curves(runs: Mapping[str, Sequence[Run]], title: str) -> Figure:

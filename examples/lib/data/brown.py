@@ -8,9 +8,10 @@ import collections
 from collections.abc import Iterator
 from pathlib import Path
 
-import download
 import numpy as np
-from text import Text, as_characters
+
+from examples.lib.data import download
+from examples.lib.data.text import Text, as_characters
 
 FOLDER = download.FOLDER / "brown"
 UNKNOWN, END = "<unk>", "<eos>"

@@ -5,14 +5,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cut_gradients
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from training import AXIS, Batch, Task
 
+from examples.lib.sharded import cut_gradients
+from examples.lib.training import AXIS, Batch, Task
 from gradcomp import parallel
 from gradcomp.codecs import Codec
 

