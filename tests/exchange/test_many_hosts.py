@@ -1,7 +1,8 @@
 """Processes have the bits of emulated devices, and a fault ends all of them.
 
-The processes run tests/support/hosts/averaging.py. All that one number of hosts computes is one test: a fixture
-would start the processes again in every worker of pytest-xdist that takes a test.
+The processes run tests/support/hosts/averaging.py. All that one number of hosts computes
+is one test: a fixture would start the processes again in every worker of pytest-xdist
+that takes a test.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 
 from tests.plugins.slow_cases import slow
-from tests.support import loopback
+from tests.support import loopback, pages
 from tests.support.hosts import averaging, moved
 
 PROGRAM = ("-m", averaging.__name__)
