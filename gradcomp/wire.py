@@ -1,8 +1,7 @@
 """Reports of the bytes that a step sends."""
 
 from gradcomp._src import public as _public
-from gradcomp._src.report.explain import Explanation, explain
-from gradcomp._src.report.leaf_plan import LeafPlan
+from gradcomp._src.report.explain import Explanation, LeafPlan, explain
 from gradcomp._src.report.trace_wire import Directions, trace_wire
 from gradcomp._src.report.wire_report import Collective, WireReport, wire_report
 

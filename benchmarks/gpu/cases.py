@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.scaling import bucket_words
+from gradcomp._src.codecs.quantizing import bucket_words
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common.scales import tensor_norm
 from gradcomp.codecs import (

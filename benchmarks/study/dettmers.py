@@ -150,7 +150,7 @@ class Trainer:
       saved: where the training goes on from, and what keeps it.
 
     Returns:
-      What ``cluster_curve.ended`` returns. The first point and the last of a dense net
+      What ``curve.ended`` returns. The first point and the last of a dense net
       that is cut and trains in float32 also have what :meth:`layer_errors` finds:
       gradients become ever smaller beside the largest.
     """

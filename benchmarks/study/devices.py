@@ -50,7 +50,7 @@ def chain(setting: Setting, **changed: Any) -> optax.GradientTransformation:
 
   Args:
     setting: of the run.
-    changed: options of ``cluster_codecs.make`` that are not the setting's.
+    changed: options of ``methods.make`` that are not the setting's.
   """
   options = {
     "exchange": setting.exchange,

@@ -99,7 +99,7 @@ class Trainer:
       saved: where the training goes on from, and what keeps it.
 
     Returns:
-      What ``cluster_curve.ended`` returns. Where a mean of the parameters is tested,
+      What ``curve.ended`` returns. Where a mean of the parameters is tested,
       points also have ``last_accuracy`` and ``last_test_loss``, those of the last
       parameters.
     """

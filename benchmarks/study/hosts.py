@@ -1,10 +1,13 @@
 """Starts a study's hosts as network namespaces on links of known rates."""
 
+import os
+import traceback
 from collections.abc import Sequence
 
 from benchmarks.common import cli
 from benchmarks.links import hosts as links_hosts
 from benchmarks.links import launch
+from benchmarks.study import command, options
 from benchmarks.study.options import Run
 
 _LIMIT = 6 * 3600.0  # seconds, after which hosts have failed
@@ -39,10 +42,21 @@ def run(args: Run, line: Sequence[str]) -> None:
             "probe": probe,
             "interface": host.interface,
           }
-          options = [
-            x for name, value in own.items() for x in (f"--{name}", str(value))
-          ]
-          commands.append(cli.module("benchmarks.study.host", *line, *options))
+          given = [x for name, value in own.items() for x in (f"--{name}", str(value))]
+          commands.append(cli.module("benchmarks.study.hosts", *line, *given))
         links_hosts.run(
           hosts, commands, cli.path() | launch.ENVIRONMENT, _LIMIT, shown=True
         )
+
+
+def main() -> None:
+  """Runs a command line on one host, whose links have the rate already."""
+  try:
+    command.execute(options.parse(None))
+  except BaseException:
+    traceback.print_exc()
+    os._exit(1)  # leaving normally would wait for the others, and they for us
+
+
+if __name__ == "__main__":
+  main()

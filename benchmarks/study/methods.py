@@ -1,4 +1,4 @@
-"""Names what study/command.py compares: each paper's settings, and those that fail.
+"""Names what a study compares: each paper's settings, and those that fail.
 
 A name may end in a part of the network, as in ``qsgd-2:conv``. Then the codec has those
 leaves of that part that it has without a part, and all others travel in float32:
@@ -271,7 +271,7 @@ def make(
     momentum: of the training.
     nesterov: whether it is Nesterov's.
     max_norm: what gradients are clipped at; None for no clipping.
-    clipping: what is clipped: see ``cluster_settings.Setting``.
+    clipping: what is clipped: see ``settings.Setting``.
     key: the seed of the rounding.
     steady: leaves the dense steps at the start out.
 

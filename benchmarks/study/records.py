@@ -1,4 +1,4 @@
-"""Keeps the runs of study/command.py as lines of JSON, and never the same run twice.
+"""Keeps the runs of a study as lines of JSON, and never the same run twice.
 
 Each launch appends to a file of its own in the folder, and all files count. So launches
 with other numbers of workers, on other machines or at the same time join. A line that a

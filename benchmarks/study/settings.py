@@ -1,4 +1,4 @@
-"""Says what a run of study/command.py is: all that its results depend on."""
+"""Says what a run of a study is: all that its results depend on."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Makes the tasks of study/command.py: a network, what it learns from, and its rate.
+"""Makes the tasks of a study: a network, what it learns from, and its rate.
 
 The networks and the data are the examples'. A task is on devices or on one device that
 emulates all workers, and draws the same batches in both.

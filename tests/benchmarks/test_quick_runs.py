@@ -77,7 +77,7 @@ def test_all_scripts_are_run():
     if '__name__ == "__main__"' in path.read_text()
   }
   started = {line.split()[0] for line in quick.RUNS}
-  started_by_others = {"study.host"} | {
+  started_by_others = {"study.hosts"} | {
     f"links.{name}"
     for name in ("delay", "probe", "worker", "local_worker", "activations_worker")
     + ("torch_worker",)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp._src.codecs.stateless import stateless
+from gradcomp._src.codecs.policy import stateless
 from gradcomp.codecs import BlockTop
 from gradcomp.exchange import AllGather
 from tests.oracles import block_top

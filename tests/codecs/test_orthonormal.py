@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradcomp._src.codecs import orthonormal as _orthonormal
+from gradcomp._src.codecs import power_sgd
 
 # Stated in the docstring: the largest product of two rows, and 1 less that of a row.
 BOUND = 2.0**-20
@@ -15,7 +15,7 @@ BOUND = 2.0**-20
 
 @functools.cache
 def compiled():
-  return jax.jit(_orthonormal.orthonormal)
+  return jax.jit(power_sgd.orthonormal)
 
 
 def orthonormal(rows):

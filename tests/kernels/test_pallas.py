@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.gpu.cases import CASES, Case
-from gradcomp._src.codecs import scaling
+from gradcomp._src.codecs import quantizing
 from gradcomp._src.kernels import qsgd
 from gradcomp._src.kernels.common import fixed_point
 from gradcomp._src.kernels.common.fixed_point import exact_quotient, top_multiplier
@@ -53,7 +53,7 @@ def small(monkeypatch):
     case = CASES[name]
     codec = case.codec
     words = 32 if getattr(codec, "bits", 3) < 3 else 64
-    monkeypatch.setattr(scaling, "_TENSOR_ROW", words)
+    monkeypatch.setattr(quantizing, "_TENSOR_ROW", words)
     for size in ("bucket_size", "bucket_size"):
       # Not those that the table itself has in several sizes.
       if getattr(codec, size, None) == 512 and case.operation != "one_bit":

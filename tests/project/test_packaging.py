@@ -17,6 +17,12 @@ from tests.support import installs
 
 ROOT = Path(__file__).parents[2]
 
+# Records are many, and no folder of code.
+FOLDERS = [
+  ROOT / name
+  for name in ("gradcomp", "kernels", "benchmarks", "tests", "examples", "docs")
+]
+
 COLLECTIVES = (
   *("all_gather", "all_to_all", "pbroadcast", "pmax", "pmean", "pmin", "ppermute"),
   *("pshuffle", "psum", "pswapaxes", "ragged_all_to_all", "unreduced_psum"),
@@ -234,6 +240,23 @@ def test_public_modules_hold_no_code_of_their_own():
     if file.startswith("gradcomp/_src/"):
       ours = {name for name in modules if name.split(".")[0] == "gradcomp"}
       assert all(name.startswith("gradcomp._src") for name in ours), file
+
+
+def entries(folder):
+  return [
+    path.name
+    for path in folder.iterdir()
+    if path.name != "__pycache__" and not path.name.startswith(".")
+  ]
+
+
+def test_folders_are_read_at_a_glance():
+  for folder in (ROOT / "gradcomp", ROOT / "gradcomp/_src"):
+    assert len(entries(folder)) <= 20, folder
+  for top in FOLDERS:
+    folders = (top, *(path for path in top.rglob("*") if path.is_dir()))
+    for folder in (path for path in folders if "results" not in path.parts):
+      assert len(entries(folder)) <= 24, (folder, len(entries(folder)))
 
 
 def test_only_kernels_import_pallas():

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradcomp._src.core.sketch import PARTS, sketch
+from gradcomp._src.core.measures import PARTS, sketch
 from tests.support.assertions import assert_same_bits
 
 

@@ -24,7 +24,7 @@ from benchmarks.study.settings import Setting
 
 
 class Item(Protocol):
-  """A training, as ``evidence_items`` has it."""
+  """A training, as ``items`` has it."""
 
   @property
   def launch(self) -> str: ...

@@ -23,7 +23,7 @@ _DATA = {
 
 
 def lines(left: Iterable[Setting]) -> Iterator[tuple[str, str, int, list[str]]]:
-  """Yields the options of study/command.py that time what is left.
+  """Yields the options of a study that time what is left.
 
   They come with the network, the rate and the hosts that they are for.
   """

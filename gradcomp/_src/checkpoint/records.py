@@ -8,17 +8,86 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from gradcomp._src.checkpoint.record_form import check_first_form, check_whole_form
 from gradcomp._src.checkpoint.specs import state_specs
 from gradcomp._src.exchange.assign import leaf_codecs
 from gradcomp._src.exchange.messages import owner_shapes
 from gradcomp._src.exchange.plan import Plan
-from gradcomp._src.mesh.axes import axis_names
-from gradcomp._src.mesh.axis_sizes import WorkerSizes, only_named, sizes_of
-from gradcomp._src.mesh.sentinels import EXPLAINED
+from gradcomp._src.mesh.axes import (
+  EXPLAINED,
+  WorkerSizes,
+  axis_names,
+  only_named,
+  sizes_of,
+)
 from gradcomp._src.mesh.specs import is_spec
 from gradcomp._src.report import tracing
 from gradcomp._src.version import WIRE, __version__
+
+_ALL = object()  # the key that stands for all keys
+_MAY = {"params"}  # keys that a record may lack
+
+# A form is a type, a list with the form of all items, or a dict of keys and forms.
+_OPTION = {"type": str}
+_FIRST = {"format": int, "gradcomp": str}
+_WHOLE = {
+  "workers": [int],
+  "stacked": bool,
+  "transformations": [
+    {
+      "axes": [str],
+      "codecs": [_OPTION],
+      "leaves": {_ALL: {"shape": [int], "codec": int}},
+      "feedback": _OPTION,
+      "owned": [{"exchange": _OPTION, "leaves": [str]}],
+      "params": _OPTION,
+    }
+  ],
+}
+
+
+def check_first_form(name: str, record: Any) -> None:
+  """Raises TypeError unless a record has the number of its format."""
+  _refuse(name, _misfit(record, _FIRST, ""))
+
+
+def check_whole_form(name: str, record: Any) -> None:
+  """Raises TypeError unless a record of this format is complete."""
+  _refuse(name, _misfit(record, _FIRST | _WHOLE, ""))
+  for i, made in enumerate(record["transformations"]):
+    for leaf, kept in made["leaves"].items():
+      if not 0 <= kept["codec"] < len(made["codecs"]):
+        _refuse(
+          name, f"transformation {i} has no codec {kept['codec']}, that of {leaf}"
+        )
+
+
+def _refuse(name: str, wrong: str | None) -> None:
+  if wrong is not None:
+    raise TypeError(
+      f"`{name}` must be what gradcomp.checkpoint.record returned, but {wrong}; save "
+      "it beside the state, or restore the parameters alone and begin with the state "
+      "of optimizer.init."
+    )
+
+
+def _misfit(value: Any, form: Any, where: str) -> str | None:
+  """Describes the first mismatch of a value and a form; None if there is none."""
+  if isinstance(form, dict):
+    if not isinstance(value, Mapping):
+      return f"{where or 'it'} is {value!r}, and no dict"
+    keys = value if _ALL in form else [x for x in form if x in value or x not in _MAY]
+    parts = [
+      (f"{where}[{x!r}]", value.get(x), form.get(x, form.get(_ALL))) for x in keys
+    ]
+  elif isinstance(form, list):
+    if not isinstance(value, list | tuple):
+      return f"{where} is {value!r}, and no list"
+    parts = [(f"{where}[{i}]", x, form[0]) for i, x in enumerate(value)]
+  else:
+    fits = isinstance(value, form) and not (form is int and isinstance(value, bool))
+    return None if fits else f"{where} is {value!r}, and no {form.__name__}"
+  return next((x for at, part, of in parts if (x := _misfit(part, of, at))), None)
+
 
 # The version of states. It grows with every change after which a saved state would not
 # go on with equal bits: of fields, shapes, orders, units, keys or defaults.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gradcomp._src.bibliography import CHEN_2020, SARFI_2025, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_integer
-from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
+from gradcomp._src.codecs.protocol import NOTHING, Context, Payload
 from gradcomp._src.codecs.row_codec import RowCodec
 from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels import block_top

@@ -9,9 +9,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from gradcomp._src.checks import float_dtype, one_of
-from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
-from gradcomp._src.codecs.protocol import Rounding, SameForAll
-from gradcomp._src.codecs.rounding import RoundsAtRandom
+from gradcomp._src.codecs.protocol import (
+  NOTHING,
+  Context,
+  Payload,
+  Rounding,
+  SameForAll,
+)
+from gradcomp._src.codecs.row_codec import RoundsAtRandom
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common import planes

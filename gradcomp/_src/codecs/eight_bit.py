@@ -15,10 +15,15 @@ from gradcomp._src.checks import (
   optional_one_of,
   static_integer,
 )
-from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
-from gradcomp._src.codecs.protocol import Rounding, SameForAll
-from gradcomp._src.codecs.rounding import RoundsAtRandom
-from gradcomp._src.codecs.scaling import bucket_words, leaf_scales, row_scales
+from gradcomp._src.codecs.protocol import (
+  NOTHING,
+  Context,
+  Payload,
+  Rounding,
+  SameForAll,
+)
+from gradcomp._src.codecs.quantizing import bucket_words, leaf_scales, row_scales
+from gradcomp._src.codecs.row_codec import RoundsAtRandom
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
 from gradcomp._src.kernels import eight_bit
 from gradcomp._src.kernels.common.piecewise_linear import Line, lines_between

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.leaf import Context
 from gradcomp._src.codecs.protocol import (
   AddingCodec,
   Codec,
+  Context,
   RemainderCodec,
   SharedCodec,
   is_adding,

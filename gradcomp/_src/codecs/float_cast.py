@@ -7,8 +7,7 @@ import jax
 
 from gradcomp._src.bibliography import HAN_2021, MICIKEVICIUS_2017, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_factor, static_integer
-from gradcomp._src.codecs.leaf import NOTHING, Context, Leaf, Payload
-from gradcomp._src.codecs.protocol import Accumulate
+from gradcomp._src.codecs.protocol import NOTHING, Accumulate, Context, Leaf, Payload
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
 from gradcomp._src.floats.arithmetic import rounded_sum
 from gradcomp._src.floats.sums import kahan_step

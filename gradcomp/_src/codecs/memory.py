@@ -8,8 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp._src.codecs.leaf import NOTHING, Context, Leaf
-from gradcomp._src.codecs.protocol import FittedCodec, LeafCodec, is_fitted
+from gradcomp._src.codecs.protocol import (
+  NOTHING,
+  Context,
+  FittedCodec,
+  Leaf,
+  LeafCodec,
+  is_fitted,
+)
 from gradcomp._src.codecs.sparse import Selected, SelectingCodec
 
 

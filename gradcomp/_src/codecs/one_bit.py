@@ -7,7 +7,7 @@ import jax
 
 from gradcomp._src.bibliography import GRUBIC_2018, SEIDE_2014, Citation
 from gradcomp._src.checks import bucket, flag, optional_one_of, static_integer
-from gradcomp._src.codecs.leaf import NOTHING, Context, Leaf, Payload
+from gradcomp._src.codecs.protocol import NOTHING, Context, Leaf, Payload
 from gradcomp._src.codecs.tiles import as_float32, as_matrix, decode_payload
 from gradcomp._src.kernels import one_bit
 from gradcomp._src.kernels.common import planes

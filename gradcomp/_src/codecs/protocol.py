@@ -1,13 +1,61 @@
-"""The protocols of codecs: the facts and the functions that the exchange relies on."""
+"""The protocols of codecs, and the records that they exchange with the library."""
 
-from typing import Any, Literal, Protocol, Self, TypeGuard, runtime_checkable
+import math
+from typing import (
+  Any,
+  Literal,
+  NamedTuple,
+  Protocol,
+  Self,
+  TypeGuard,
+  runtime_checkable,
+)
 
 import jax
 
-from gradcomp._src.codecs.leaf import NOTHING as NOTHING
-from gradcomp._src.codecs.leaf import Context as Context
-from gradcomp._src.codecs.leaf import Leaf as Leaf
-from gradcomp._src.codecs.leaf import Payload as Payload
+
+class Payload(NamedTuple):
+  """The arrays that cross the wire for one leaf; their bytes are all that is sent."""
+
+  rows: jax.Array  # uint32[rows, row_words], words and scales
+  agreed: jax.Array | None = None  # the statistics that workers agreed on, if any
+
+
+class Context(NamedTuple):
+  """The inputs of an encoding other than the leaf and the key; None where unused.
+
+  Attributes:
+    agreed: the scale, or the byte of the exponent, that all workers agree on.
+    dither: ``uint32[3]``, the random source in place of the key: the key that all
+      workers share, and the worker's mask, see ``common.dithers``.
+    levels: the levels that are fitted to the gradients of all workers.
+    thresholds: ``float32[rows]``, from the worker's last search; 0 for none.
+    turn: ``float32[]``, the sign to send in this step: 1 or -1.
+  """
+
+  agreed: jax.Array | None = None
+  dither: jax.Array | None = None
+  levels: jax.Array | None = None
+  thresholds: jax.Array | None = None
+  turn: jax.Array | None = None
+
+
+NOTHING = Context()
+
+
+class Leaf(NamedTuple):
+  """The facts about a leaf that a codec may depend on before it encodes."""
+
+  shape: tuple[int, ...]
+  addends: int | None = None  # how many workers' numbers are added, if any are
+  ranges: int = 1  # of consecutive elements, each of which a worker owns
+  path: str = ""  # in the tree, like "layer/kernel"
+
+  @property
+  def size(self) -> int:
+    """The number of elements."""
+    return math.prod(self.shape)
+
 
 Rounding = Literal["stochastic", "nearest"]
 Accumulate = Literal["format", "kahan", "float32"]
@@ -287,3 +335,26 @@ def is_fitted(codec: LeafCodec) -> TypeGuard[FittedCodec]:
     True
   """
   return getattr(codec, "fitted", False)
+
+
+@runtime_checkable
+class RangedCodec(Codec, Protocol):
+  """A codec with rows of a smaller range than ``float32``, and without a scale.
+
+  Sums on the way are divided by powers of two.
+  """
+
+  @property
+  def largest(self) -> float | None:
+    """The largest number that a row holds; None for the range of float32."""
+
+
+def is_ranged(codec: LeafCodec) -> TypeGuard[RangedCodec]:
+  """Returns True if the hyperparameters make a codec a :class:`RangedCodec`.
+
+  Example:
+    >>> half, short = (gradcomp.codecs.Dense(dtype=t) for t in ("float16", "bfloat16"))
+    >>> is_ranged(half), is_ranged(short)
+    (True, False)
+  """
+  return getattr(codec, "largest", None) is not None

@@ -8,21 +8,26 @@ import jax.numpy as jnp
 
 from gradcomp._src.bibliography import ALISTARH_2017, GRUBIC_2018, ZHANG_2017, Citation
 from gradcomp._src.checks import flag, one_of, optional_bucket, optional_one_of
-from gradcomp._src.codecs.bucket_scales import BucketScales
-from gradcomp._src.codecs.fitted_levels import FittedLevels
-from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
-from gradcomp._src.codecs.protocol import Rounding, SameForAll
-from gradcomp._src.codecs.qsgd_options import (
+from gradcomp._src.codecs.protocol import (
+  NOTHING,
+  Context,
+  Payload,
+  Rounding,
+  SameForAll,
+)
+from gradcomp._src.codecs.quantizing import (
+  BucketScales,
+  FittedLevels,
   Levels,
+  RotatedTiles,
   ScaleNorm,
+  bucket_words,
   check_levels,
   checked_bits,
   checked_refit_every,
   checked_rotate,
 )
-from gradcomp._src.codecs.rotated_tiles import RotatedTiles
-from gradcomp._src.codecs.rounding import RoundsAtRandom
-from gradcomp._src.codecs.scaling import bucket_words
+from gradcomp._src.codecs.row_codec import RoundsAtRandom
 from gradcomp._src.codecs.tiles import (
   as_float32,
   codec_dither,

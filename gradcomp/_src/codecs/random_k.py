@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._src.bibliography import STICH_2018, Citation
-from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
+from gradcomp._src.codecs.protocol import NOTHING, Context, Payload
 from gradcomp._src.codecs.sparse import (
   SparseRows,
   checked_density,

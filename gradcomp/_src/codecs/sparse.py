@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from gradcomp._src.checks import static_integer, static_number
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.leaf import Context, Leaf, Payload
-from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.protocol import Codec, Context, Leaf, Payload
 from gradcomp._src.codecs.tiles import decode_payload
 from gradcomp._src.kernels.common import sparse
 

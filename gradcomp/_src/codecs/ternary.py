@@ -14,11 +14,20 @@ from gradcomp._src.checks import (
   optional_one_of,
   static_number,
 )
-from gradcomp._src.codecs.leaf import NOTHING, Context, Payload
-from gradcomp._src.codecs.protocol import Rounding, SameForAll
-from gradcomp._src.codecs.rounding import RoundsAtRandom
-from gradcomp._src.codecs.scaling import bucket_words, leaf_scales, row_scales
-from gradcomp._src.codecs.shared_scales import SharedScales
+from gradcomp._src.codecs.protocol import (
+  NOTHING,
+  Context,
+  Payload,
+  Rounding,
+  SameForAll,
+)
+from gradcomp._src.codecs.quantizing import (
+  SharedScales,
+  bucket_words,
+  leaf_scales,
+  row_scales,
+)
+from gradcomp._src.codecs.row_codec import RoundsAtRandom
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
 from gradcomp._src.kernels import ternary
 from gradcomp._src.kernels.common.planes import floats

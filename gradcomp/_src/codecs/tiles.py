@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.leaf import Context, Payload
 from gradcomp._src.codecs.protocol import (
   Codec,
+  Context,
   FilledCodec,
+  Payload,
   RotatingCodec,
   is_adding,
   is_shared,

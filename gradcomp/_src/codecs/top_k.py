@@ -16,12 +16,16 @@ from gradcomp._src.checks import (
   static_number,
   step_count,
 )
-from gradcomp._src.codecs.entry_rows import EntryRow
-from gradcomp._src.codecs.entry_values import Quantize
-from gradcomp._src.codecs.leaf import NOTHING, Context, Leaf, Payload
+from gradcomp._src.codecs.entries import EntryRow, Quantize
 from gradcomp._src.codecs.memory import Memory
-from gradcomp._src.codecs.selecting import encode_leaves, encode_rows
-from gradcomp._src.codecs.selection_methods import Selection, method_of, selected_in
+from gradcomp._src.codecs.protocol import NOTHING, Context, Leaf, Payload
+from gradcomp._src.codecs.selecting import (
+  Selection,
+  encode_leaves,
+  encode_rows,
+  method_of,
+  selected_in,
+)
 from gradcomp._src.codecs.sparse import (
   Selected,
   SparseRows,

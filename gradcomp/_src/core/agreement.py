@@ -24,8 +24,7 @@ import numpy as np
 from jax._src import distributed  # the key-value store has no public name
 from jax.sharding import AbstractMesh, Mesh
 
-from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.sentinels import is_explained, is_followed
+from gradcomp._src.mesh.axes import AxisName, axis_names, is_explained, is_followed
 from gradcomp._src.mesh.types import mesh_of
 from gradcomp._src.version import WIRE, __version__
 

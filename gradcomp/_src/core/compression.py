@@ -34,9 +34,8 @@ from gradcomp._src.exchange.messages import Exchanged, OwnerResiduals, owner_sha
 from gradcomp._src.exchange.notes import Options, note
 from gradcomp._src.exchange.plan import Plan, plan_messages
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh.axes import Axes, AxisName, require_size
+from gradcomp._src.mesh.axes import Axes, AxisName, or_explained, require_size
 from gradcomp._src.mesh.reduction import reduction
-from gradcomp._src.mesh.sentinels import or_explained
 from gradcomp._src.mesh.types import other_axes
 from gradcomp._src.mesh.unsharded_params import check_whole_arrays, check_whole_params
 

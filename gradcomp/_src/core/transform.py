@@ -23,8 +23,7 @@ from gradcomp._src.core.state import CompressState, Watched, seed_words, step_ke
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
 from gradcomp._src.exchange.messages import average_leaves
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.sentinels import or_explained
+from gradcomp._src.mesh.axes import AxisName, axis_names, or_explained
 from gradcomp._src.mesh.shard_maps import per_device
 
 

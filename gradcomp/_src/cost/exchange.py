@@ -16,8 +16,7 @@ from gradcomp._src.cost.rules import at_least_0, instance_of
 
 if TYPE_CHECKING:  # at run time this would import JAX
   from gradcomp._src.report.collectives import Stage
-  from gradcomp._src.report.explain import Explanation
-  from gradcomp._src.report.leaf_plan import LeafPlan
+  from gradcomp._src.report.explain import Explanation, LeafPlan
 
 Speeds = CodecSpeed | Callable[[Any], CodecSpeed]  # of every codec, or for each
 

@@ -48,8 +48,8 @@ def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]
   import jax.numpy as jnp
 
   from gradcomp._src.codecs import sums
-  from gradcomp._src.codecs.leaf import Leaf
   from gradcomp._src.codecs.memory import first_memory, leaf_context
+  from gradcomp._src.codecs.protocol import Leaf
 
   x = jax.random.normal(jax.random.key(0), shape)
   key = jnp.array([1, 2], jnp.uint32)

@@ -15,8 +15,7 @@ from gradcomp._src.codecs.sums.sum import RowDecoder, Sum, Way
 from gradcomp._src.exchange.collectives import Workers, final_stage, gather, join, split
 from gradcomp._src.exchange.contribution import Contribution, Total
 from gradcomp._src.exchange.layout import Layout
-from gradcomp._src.exchange.protocol import WithoutOwners
-from gradcomp._src.exchange.work import Work
+from gradcomp._src.exchange.protocol import WithoutOwners, Work
 from gradcomp._src.kernels.common.fixed_point import divide
 
 Merge = Literal["mean", "senders"]

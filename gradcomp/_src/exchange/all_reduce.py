@@ -7,8 +7,7 @@ from typing import ClassVar, cast
 from gradcomp._src.codecs.sums.sum import ReducibleSum, RowDecoder, Way
 from gradcomp._src.exchange.collectives import Workers, final_stage, pmean, psum, totals
 from gradcomp._src.exchange.contribution import Contribution, Total
-from gradcomp._src.exchange.protocol import WithoutOwners
-from gradcomp._src.exchange.work import Work
+from gradcomp._src.exchange.protocol import WithoutOwners, Work
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,7 @@ import jax
 
 from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.leaf import Leaf
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs.protocol import Codec, Leaf, LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
 
 # Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more

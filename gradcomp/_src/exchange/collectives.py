@@ -9,19 +9,70 @@ are named stages. Under Auto axes each device sends a part of the words: see
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from gradcomp._src.exchange.auto_axes import devices, spread
 from gradcomp._src.exchange.notes import Parts, note
 from gradcomp._src.exchange.permutations import rounds
 from gradcomp._src.floats.dtypes import is_narrow, widened
-from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.axes import AxisName, automatic_axes
 from gradcomp._src.mesh.types import is_typed
+
+
+def devices(axis_name: AxisName) -> int:
+  """Returns the number of devices that share the work of one worker."""
+  return math.prod(automatic_axes(axis_name).values())
+
+
+def spread(
+  function: Callable[[jax.Array], jax.Array],
+  words: jax.Array,
+  axis_name: AxisName,
+  name: str,
+  *,
+  ndim: int | None = None,
+) -> jax.Array:
+  """Runs a collective in which each device sends a part of the last axis.
+
+  Args:
+    function: a collective over ``axis_name`` that treats all places of the last axis
+      equally.
+    words: ``[..., M]``, or a scalar, which every device sends. Zeros fill M up to a
+      multiple of the number of devices.
+    axis_name: the axes of the workers.
+    name: the name of the collective. XLA's own transfers between devices do not get it.
+    ndim: the number of axes of the result, of which the last is again M; by default
+      that of ``words``.
+  """
+  axes = automatic_axes(axis_name)
+  named = jax.named_scope(name)(function)
+  if not axes or not words.ndim:
+    return named(words)
+  length = words.shape[-1]
+  filling = -length % math.prod(axes.values())
+  # The constraint keeps the words whole outside of the map. Without it, XLA would shard
+  # the operands of the words, and the arrays that are computed from them. That takes
+  # many small messages, and whole leaves would come out sharded.
+  words = jax.lax.with_sharding_constraint(words, PartitionSpec())
+  padded = jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, filling)])
+
+  def cut(ndim: int) -> PartitionSpec:
+    return PartitionSpec(*[None] * (ndim - 1), tuple(axes))
+
+  mapped = jax.shard_map(
+    named,
+    in_specs=cut(words.ndim),
+    out_specs=cut(words.ndim if ndim is None else ndim),
+    axis_names=set(axes),
+    check_vma=is_typed(axis_name),
+  )
+  whole = jax.lax.with_sharding_constraint(mapped(padded), PartitionSpec())
+  return whole[..., :length]
 
 
 class Workers(NamedTuple):

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.encoding import Encoded
-from gradcomp._src.codecs.leaf import Context
 from gradcomp._src.codecs.memory import Memory, leaf_context, sum_context
+from gradcomp._src.codecs.protocol import Context
 from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, Sum
 from gradcomp._src.exchange.keys import Keys, StepKey
 from gradcomp._src.exchange.layout import Layout

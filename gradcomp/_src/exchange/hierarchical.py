@@ -25,8 +25,8 @@ from gradcomp._src.exchange.collectives import (
 )
 from gradcomp._src.exchange.contribution import Contribution, Total
 from gradcomp._src.exchange.layout import Layout
+from gradcomp._src.exchange.protocol import Work
 from gradcomp._src.exchange.two_shot import owned_loss, owned_total, place
-from gradcomp._src.exchange.work import Work
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 
 _GROUP_RULE = "a number of workers, 1 or more"

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.encoding import TOGETHER, Encoded, encode_leaves, to_agree
-from gradcomp._src.codecs.leaf import Context, Leaf
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs.protocol import Codec, Context, Leaf, LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.sum import RowDecoder
 from gradcomp._src.codecs.tiles import from_tiles, tile_shape, to_tiles, view_shape

@@ -6,8 +6,7 @@ from typing import ClassVar
 from gradcomp._src.codecs.sums.sum import Way
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.contribution import Contribution, Total
-from gradcomp._src.exchange.protocol import WithoutOwners
-from gradcomp._src.exchange.work import CODED_ONCE, Work
+from gradcomp._src.exchange.protocol import CODED_ONCE, WithoutOwners, Work
 
 
 @dataclasses.dataclass(frozen=True)

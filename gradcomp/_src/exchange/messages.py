@@ -11,8 +11,7 @@ from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.rounds import in_rounds
 from gradcomp._src.codecs.tiles import tile_shape
-from gradcomp._src.exchange.agree import refit
-from gradcomp._src.exchange.average import Outcome, Residuals, average
+from gradcomp._src.exchange.average import Outcome, Residuals, average, refit
 from gradcomp._src.exchange.collectives import Workers, own_rows
 from gradcomp._src.exchange.keys import Keys
 from gradcomp._src.exchange.layout import Slot

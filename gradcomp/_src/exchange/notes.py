@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Primitive
 
-from gradcomp._src.mesh.sentinels import is_explained
+from gradcomp._src.mesh.axes import is_explained
 
 NOTE = Primitive("gradcomp_note")
 NOTE.multiple_results = True

@@ -9,9 +9,8 @@ from jax.tree_util import KeyPath, keystr
 
 from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.dense import working_dtype
-from gradcomp._src.codecs.leaf import Leaf
 from gradcomp._src.codecs.policy import check_leaves, rule_of
-from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.protocol import Leaf, LeafCodec
 from gradcomp._src.codecs.rounds import Round, rounds_of
 from gradcomp._src.exchange.all_reduce import AllReduce
 from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows

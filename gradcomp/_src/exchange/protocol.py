@@ -1,12 +1,32 @@
 """The protocol of exchanges, which the transformation relies on."""
 
-from typing import ClassVar, Protocol, runtime_checkable
+from fractions import Fraction
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from gradcomp._src.codecs.sums.sum import Way
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.contribution import Contribution, Total
-from gradcomp._src.exchange.work import Work
 from gradcomp._src.mesh.axes import AxisName
+
+
+class Work(NamedTuple):
+  """The computation of one worker, as parts of the elements of a message.
+
+  Attributes:
+    encoded: the elements that it encodes.
+    decoded: the elements that it decodes, and writes.
+    added: the elements that it decodes from one worker's rows and adds to a sum.
+    summed: the float32 elements, or numbers of a codec's own format, that it adds
+      without decoding.
+  """
+
+  encoded: Fraction = Fraction(0)
+  decoded: Fraction = Fraction(0)
+  added: Fraction = Fraction(0)
+  summed: Fraction = Fraction(0)
+
+
+CODED_ONCE = Work(encoded=Fraction(1), decoded=Fraction(1))
 
 
 @runtime_checkable

@@ -12,9 +12,8 @@ from jax import lax
 
 from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.codecs.tiles import elements
-from gradcomp._src.exchange.addends import Samples, as_samples
-from gradcomp._src.exchange.agree import agree, refit
 from gradcomp._src.exchange.all_gather import gather_rows
+from gradcomp._src.exchange.average import Samples, agree, as_samples, refit
 from gradcomp._src.exchange.collectives import Workers, shares
 from gradcomp._src.exchange.contribution import Contribution, Leaves, Total
 from gradcomp._src.exchange.keys import Keys

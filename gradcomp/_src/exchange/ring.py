@@ -21,9 +21,8 @@ from gradcomp._src.exchange.collectives import (
   stacked,
 )
 from gradcomp._src.exchange.contribution import Contribution, Total
-from gradcomp._src.exchange.protocol import WithoutOwners
+from gradcomp._src.exchange.protocol import WithoutOwners, Work
 from gradcomp._src.exchange.two_shot import owned_total
-from gradcomp._src.exchange.work import Work
 from gradcomp._src.mesh.types import mark_varying
 
 

@@ -16,7 +16,7 @@ from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
 from gradcomp._src.exchange.all_gather import gather_rows
 from gradcomp._src.exchange.collectives import Workers, join, scatter, shares, split
 from gradcomp._src.exchange.contribution import Contribution, Total
-from gradcomp._src.exchange.work import Work
+from gradcomp._src.exchange.protocol import Work
 from gradcomp._src.mesh.axes import AxisName
 
 

@@ -25,7 +25,6 @@ from gradcomp._src.local_steps.displacement import (
   stored,
   wide,
 )
-from gradcomp._src.local_steps.fragments import Fragment, cut, join, select, sizes_of
 from gradcomp._src.local_steps.options import (
   LocalOptions,
   check_floats,
@@ -34,7 +33,14 @@ from gradcomp._src.local_steps.options import (
   feedback_of,
   up_to,
 )
-from gradcomp._src.local_steps.rounds import Round
+from gradcomp._src.local_steps.rounds import (
+  Fragment,
+  Round,
+  cut,
+  join,
+  select,
+  sizes_of,
+)
 from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
 from gradcomp._src.mesh.reduction import reduction
 from gradcomp._src.mesh.shard_maps import per_device

@@ -8,10 +8,11 @@ from gradcomp._src.mesh.axes import (
   AxisName,
   axis_names,
   bound_size,
+  is_followed,
   manual_axes,
+  or_explained,
   require_size,
 )
-from gradcomp._src.mesh.sentinels import is_followed, or_explained
 from gradcomp._src.mesh.types import (
   is_explicit,
   is_typed,

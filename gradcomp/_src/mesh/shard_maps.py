@@ -12,9 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, manual_axes
+from gradcomp._src.mesh.axes import (
+  AxisName,
+  axis_names,
+  bound_size,
+  is_followed,
+  manual_axes,
+)
 from gradcomp._src.mesh.closures import OF_OPTIMIZER, Bind, with_arrays
-from gradcomp._src.mesh.sentinels import is_followed
 from gradcomp._src.mesh.specs import (
   entries,
   is_spec,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.stateless import stateless
+from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 from gradcomp._src.mesh.types import mark_varying, varying_axes
 from gradcomp._src.parallel.options import (

@@ -10,8 +10,8 @@ from jax import lax
 
 from gradcomp._src.checks import one_of, static_integer
 from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.stateless import stateless
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
 from gradcomp._src.mesh.axes import AxisName, require_size
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from gradcomp._src.codecs.stateless import stateless
+from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
 from gradcomp._src.mesh.specs import names_by_axis, sharded_axes, spec_of
 from gradcomp._src.mesh.types import mesh_of, typed_spec

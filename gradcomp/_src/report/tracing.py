@@ -19,8 +19,12 @@ from gradcomp._src.core.state import is_state
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.notes import FITTING, NOTE, Every, Options, Parts, note
 from gradcomp._src.exchange.plan import Message, Plan
-from gradcomp._src.mesh.axes import UnboundAxisError, abstract_mesh, axis_names
-from gradcomp._src.mesh.sentinels import EXPLAINED
+from gradcomp._src.mesh.axes import (
+  EXPLAINED,
+  UnboundAxisError,
+  abstract_mesh,
+  axis_names,
+)
 from gradcomp._src.report.collectives import Stage, append, members, span
 
 # What one of N workers sends, as a part of its operand's bytes, by JAX's primitives:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from gradcomp._src.core.leaf_measures import Sums
-from gradcomp._src.core.measures import watched
+from gradcomp._src.core.measures import Sums, watched
 from gradcomp._src.core.state import CompressState, Watched, is_state, states_in
 from gradcomp._src.mesh.axes import bound_size, manual_axes
 from gradcomp._src.mesh.specs import sharded_axes

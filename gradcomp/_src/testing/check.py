@@ -13,8 +13,7 @@ import optax
 
 from gradcomp._src.checks import instance_of, static_integer
 from gradcomp._src.codecs import sums
-from gradcomp._src.codecs.leaf import Leaf
-from gradcomp._src.codecs.protocol import LeafCodec, is_codec
+from gradcomp._src.codecs.protocol import Leaf, LeafCodec, is_codec
 from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.auto import ExchangeName, as_exchange

@@ -18,7 +18,7 @@ from gradcomp._src.exchange.plan import Plan, own_axes
 from gradcomp._src.report import tracing
 from gradcomp._src.testing import modes
 from gradcomp._src.testing.broken import BrokenLaw
-from gradcomp._src.testing.trees import Gradients, workers_of, zipped
+from gradcomp._src.testing.leaves import Gradients, workers_of, zipped
 
 # The rounding error of a stored residual, as a part of the largest element.
 _STORING = {"float32": 0.0, "bfloat16": 2.0**-7, "int8": 1 / 63}

@@ -4,8 +4,9 @@ A law raises :class:`gradcomp.testing.BrokenLaw`. Laws share the compiled progra
 codec for leaves of one shape.
 """
 
-from gradcomp._src.testing.apart import elements_draw_apart as elements_draw_apart
 from gradcomp._src.testing.conservation import nothing_is_lost as nothing_is_lost
+from gradcomp._src.testing.leaves import gradients_like as gradients_like
+from gradcomp._src.testing.noise import elements_draw_apart as elements_draw_apart
 from gradcomp._src.testing.noise import (
   errors_of_workers_cancel as errors_of_workers_cancel,
 )
@@ -51,7 +52,6 @@ from gradcomp._src.testing.steps import (
   same_bits_in_every_mode as same_bits_in_every_mode,
 )
 from gradcomp._src.testing.steps import workers_agree as workers_agree
-from gradcomp._src.testing.trees import gradients_like as gradients_like
 from gradcomp._src.testing.values import constants_are_exact as constants_are_exact
 from gradcomp._src.testing.values import (
   non_finite_elements_are_seen as non_finite_elements_are_seen,

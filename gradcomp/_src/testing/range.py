@@ -3,15 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.ranged import is_ranged
+from gradcomp._src.codecs.protocol import LeafCodec, is_ranged
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.auto import ExchangeName, as_exchange
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.testing import modes
 from gradcomp._src.testing.broken import BrokenLaw
-from gradcomp._src.testing.leaves import gaussian, ragged
-from gradcomp._src.testing.trees import near_the_top
+from gradcomp._src.testing.leaves import gaussian, near_the_top, ragged
 from gradcomp._src.testing.trial import trial
 
 _UNIT = 2.0**-24  # the smallest number of float16

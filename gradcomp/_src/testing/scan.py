@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from gradcomp._src.checkpoint.shapes import state_shapes
 from gradcomp._src.checkpoint.specs import state_specs
 from gradcomp._src.testing.broken import BrokenLaw, described
-from gradcomp._src.testing.trees import Gradients, zipped
+from gradcomp._src.testing.leaves import Gradients, zipped
 
 
 def state_is_stable(

@@ -15,7 +15,7 @@ from gradcomp._src.report.explain import explain
 from gradcomp._src.report.wire_report import wire_report
 from gradcomp._src.testing import modes
 from gradcomp._src.testing.broken import BrokenLaw, described, difference
-from gradcomp._src.testing.trees import Gradients, workers_of, zipped
+from gradcomp._src.testing.leaves import Gradients, workers_of, zipped
 
 
 def workers_agree(

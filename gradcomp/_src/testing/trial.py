@@ -9,8 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs import sums
-from gradcomp._src.codecs.leaf import Context, Leaf, Payload
-from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.protocol import Context, Leaf, LeafCodec, Payload
 from gradcomp._src.testing.leaves import KEY, first_context, key_of
 
 

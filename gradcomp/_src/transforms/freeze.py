@@ -8,7 +8,7 @@ import optax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
-from gradcomp._src.mesh.sentinels import FOLLOWED
+from gradcomp._src.mesh.axes import FOLLOWED
 from gradcomp._src.mesh.specs import reduced_spec, sharded_axes
 from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes, varying_axes
 

@@ -7,9 +7,9 @@ from jax.typing import DTypeLike
 
 from gradcomp._src.checks import flag, one_of, share_below_1
 from gradcomp._src.codecs.block_top import BlockTop
-from gradcomp._src.codecs.entry_values import Quantize
+from gradcomp._src.codecs.entries import Quantize
 from gradcomp._src.codecs.random_k import RandomK
-from gradcomp._src.codecs.selection_methods import Selection
+from gradcomp._src.codecs.selecting import Selection
 from gradcomp._src.codecs.top_k import TopK
 from gradcomp._src.core.feedback import ErrorFeedback, MomentumFeedback
 from gradcomp._src.core.transform import compress

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.leaf import Context
-from gradcomp._src.codecs.protocol import SharedCodec
-from gradcomp._src.codecs.sums.order import sum_in_order
+from gradcomp._src.codecs.protocol import Context, SharedCodec
 from gradcomp._src.codecs.sums.sum import (
   Facts,
   LeafRows,
@@ -21,6 +19,7 @@ from gradcomp._src.codecs.sums.sum import (
   Sent,
   Way,
 )
+from gradcomp._src.codecs.sums.tiles import sum_in_order
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.planes import pack_planes, unpack_planes

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.leaf import Context
-from gradcomp._src.codecs.protocol import AddingCodec
-from gradcomp._src.codecs.sums.order import UNROLLED, cutter, in_order
+from gradcomp._src.codecs.protocol import AddingCodec, Context
 from gradcomp._src.codecs.sums.sum import Facts, Partial, RowDecoder, Sent, Way
+from gradcomp._src.codecs.sums.tiles import UNROLLED, cutter, in_order
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.materialize import packed, written
 

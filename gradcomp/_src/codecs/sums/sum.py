@@ -1,11 +1,12 @@
 """The protocols of sums: the facts and the functions that exchanges rely on."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import jax
 
-from gradcomp._src.codecs.leaf import Context
+from gradcomp._src.codecs.protocol import Context
 
 # The way in which the sum of all workers comes about. "gathered": every worker adds all
 # payloads. "owned": owners add. "passed": a partial sum goes from worker to worker.
@@ -287,3 +288,29 @@ class ReducibleSum(Sum, Protocol):
 
     ``leaves`` are the leaves that have the rows, in the order of the rows.
     """
+
+
+@dataclasses.dataclass(frozen=True)
+class Several:
+  """Joins the facts about the sums of several codecs, without adding."""
+
+  parts: tuple[SumFacts, ...]
+
+  @property
+  def refusals(self) -> dict[Way, str]:
+    found: dict[Way, str] = {}
+    for part in reversed(self.parts):
+      found |= part.refusals
+    return found
+
+  @property
+  def drops(self) -> bool:
+    return any(part.drops for part in self.parts)
+
+  @property
+  def mixes(self) -> bool:
+    return all(part.mixes for part in self.parts)
+
+  def check(self, workers: int) -> None:
+    for part in self.parts:
+      part.check(workers)

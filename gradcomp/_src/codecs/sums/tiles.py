@@ -1,18 +1,53 @@
 """Sums of decoded tiles in float32, encoded again before they travel."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gradcomp._src.codecs.leaf import Context
-from gradcomp._src.codecs.protocol import Codec, SummingCodec
-from gradcomp._src.codecs.ranged import is_ranged
-from gradcomp._src.codecs.rounding import to_nearest
-from gradcomp._src.codecs.sums.order import cutter, in_order, sum_in_order
+from gradcomp._src.codecs.protocol import (
+  Codec,
+  Context,
+  RangedCodec,
+  SummingCodec,
+  is_ranged,
+)
+from gradcomp._src.codecs.row_codec import to_nearest
 from gradcomp._src.codecs.sums.sum import Facts, Partial, RowDecoder, Sent, Way
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.materialize import packed
+
+# More payloads than this are added in a loop, which bounds the compile time.
+UNROLLED = 16
+
+
+def in_order(
+  step: Callable[[Any, Any], Any], count: int, first: Any, unrolled: int = UNROLLED
+) -> Any:
+  """Returns ``step(count - 1, ... step(2, step(1, first)))``; a loop if it is long."""
+  if count > unrolled:
+    return jax.lax.fori_loop(1, count, step, first)
+  for k in range(1, count):
+    first = step(k, first)
+  return first
+
+
+def sum_in_order(
+  decode: Callable[[jax.Array], jax.Array], rows: jax.Array
+) -> jax.Array:
+  """Returns ``decode(rows[0]) + decode(rows[1]) + ...``."""
+  # A short sum is written out, so that XLA fuses decoding and adding into one pass.
+  return in_order(
+    lambda k, total: total + decode(rows[k]), rows.shape[0], decode(rows[0])
+  )
+
+
+def cutter(tiles: jax.Array) -> Callable[[int, int], jax.Array]:
+  """Returns a decoder that slices tiles, for tiles that are not encoded."""
+  return lambda start, stop: tiles[start:stop]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,3 +176,56 @@ class Tiles(Facts):
 
   def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
     return cutter(lost)
+
+
+_BIAS = 127  # of the exponents of float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranged(Tiles):
+  """Adds float32 tiles, and divides the rows of partial sums that rows cannot hold.
+
+  A partial sum may be N times as large as the mean. Divided by N on the way, it would
+  lose the smallest numbers, so each row is divided only if it must be. The power of two
+  travels with it, a word a row.
+  """
+
+  codec: RangedCodec
+
+  def hop(
+    self,
+    partial: Partial,
+    key: jax.Array | None,
+    context: Context,
+    *,
+    keep: bool,
+  ) -> Sent:
+    tiles = partial.total
+    exponents = self._exponents(tiles)
+    small = Partial(tiles * _power(-exponents, tiles.ndim))
+    sent = self.send(small, key, context, keep=keep)
+    if sent.lost is not None:
+      sent = sent._replace(lost=sent.lost * _power(exponents, tiles.ndim))
+    return sent._replace(riders=(exponents.astype(jnp.uint32)[:, None],))
+
+  def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
+    (exponents,) = received.riders
+    power = _power(exponents[:, 0].astype(jnp.int32), own.ndim)
+    with jax.named_scope("gradcomp_decode"):
+      tiles = self.codec.decode_rows(received.rows).reshape(own.shape)
+      return Partial(tiles * power + own)
+
+  def _exponents(self, tiles: jax.Array) -> jax.Array:
+    """Returns the powers of two that rows must be divided by, ``int32[rows]``."""
+    finite = jnp.where(jnp.isfinite(tiles), jnp.abs(tiles), 0.0)
+    largest = jnp.max(finite.reshape(tiles.shape[0], -1), axis=1)
+    found = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
+    # Less than the power of two below what rows hold needs no rounding to be seen.
+    most = int(np.float32(self.codec.largest).view(np.int32)) >> 23
+    return jnp.maximum(found - (most - 1), 0)
+
+
+def _power(exponents: jax.Array, ndim: int) -> jax.Array:
+  """Returns ``2**exponents`` of rows, in ``ndim`` axes."""
+  powers = jax.lax.bitcast_convert_type((exponents + _BIAS) << 23, jnp.float32)
+  return powers.reshape(-1, *[1] * (ndim - 1))

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._src.codecs import sums
-from gradcomp._src.codecs.leaf import Leaf
-from gradcomp._src.codecs.protocol import LeafCodec, is_codec
-from gradcomp._src.codecs.rounding import to_nearest
+from gradcomp._src.codecs.protocol import Leaf, LeafCodec, is_codec
 from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.codecs.row_codec import to_nearest
 
 # Large enough that every codec saves bytes on it.
 _PROBE = Leaf((1024, 1024))

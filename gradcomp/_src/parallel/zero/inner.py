@@ -19,9 +19,8 @@ from gradcomp._src.checks import one_tree
 from gradcomp._src.core.extra_args import stand_ins
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.mesh.types import mark_varying, varying_axes
-from gradcomp._src.parallel.zero.equations import ELEMENTWISE, follow
 from gradcomp._src.parallel.zero.trace import Trace, arrays_in, trace
-from gradcomp._src.parallel.zero.treatment import kinds_of
+from gradcomp._src.parallel.zero.treatment import ELEMENTWISE, follow, kinds_of
 
 
 class Inner:

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp._src.core.leaf_measures import Sums
-from gradcomp._src.core.measures import measured
+from gradcomp._src.core.measures import Sums, measured
 from gradcomp._src.core.state import OwnedRows, Watched
 from gradcomp._src.exchange.collectives import STAGE, psum
 from gradcomp._src.exchange.messages import Exchanged

@@ -1,25 +1,28 @@
 """The rows of all parameters: their owners, and the exchange of their updates."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from gradcomp._src.codecs.leaf import Leaf
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
-from gradcomp._src.codecs.rounding import to_nearest
+from gradcomp._src.codecs.protocol import Codec, Leaf, LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.codecs.row_codec import to_nearest
 from gradcomp._src.codecs.tiles import cut, from_tiles, tile_shape, uncut
-from gradcomp._src.core.state import OwnedRows
+from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.exchange.assign import leaf_codecs
 from gradcomp._src.exchange.collectives import Workers, own_rows
 from gradcomp._src.exchange.layout import Layout, Slot
 from gradcomp._src.exchange.plan import Message, Plan, own_axes
 from gradcomp._src.exchange.reduce_scatter import gather_owned, own_share
 from gradcomp._src.mesh.axes import Axes
+from gradcomp._src.mesh.closures import OF_OPTIMIZER, with_arrays
+from gradcomp._src.mesh.specs import sharded_axes, stacked_over
+from gradcomp._src.mesh.types import mark_varying, typed_spec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -246,3 +249,71 @@ def _leaves(message: Message, matrices: Sequence[jax.Array]) -> dict[int, jax.Ar
     )
     for i, slot, like in zip(message.leaves, layout.slots, layout.like, strict=True)
   }
+
+
+Others = Sequence[tuple[str, ...]]
+
+
+def on_mesh(
+  first_rows: Callable[[Any, Others], tuple[OwnedRows, Any]],
+  tree: Any,
+  others: Others,
+  names: tuple[str, ...],
+) -> tuple[OwnedRows, Any]:
+  """Calls ``first_rows(tree, others)`` on all devices of the mesh: global arrays.
+
+  It returns the rows that a worker owns, and the state of its optimizer. ``others`` are
+  each leaf's other axes, over which it varies.
+  """
+  specs = jax.tree.map(typed_spec, tree)
+  cut = frozenset().union(*(sharded_axes(typed_spec(x)) for x in jax.tree.leaves(tree)))
+  inside = cut.union(names)
+
+  def spec(node: Any) -> Any:
+    if not is_rows(node):
+      return PartitionSpec()
+    return OwnedRows(
+      {
+        axes: jax.tree.map(lambda _, axes=axes: stacked_over(axes, inside), own)
+        for axes, own in node.arrays.items()
+      }
+    )
+
+  def enter(bind: Any, closed_over: list[Any]) -> Any:
+    def mapped(function: Any, out_specs: Any) -> Any:
+      return jax.shard_map(
+        lambda tree, closed_over: function(bind(closed_over)(tree, others)),
+        in_specs=(specs, PartitionSpec()),
+        out_specs=out_specs,
+        axis_names=set(inside),
+        check_vma=False,
+      )
+
+    found: list[Any] = []
+
+    def probe(rows: Any) -> jax.Array:
+      found.append(jax.tree.map(shape_of, rows))
+      return jnp.zeros([])
+
+    jax.eval_shape(mapped(probe, PartitionSpec()), tree, closed_over)
+    out = jax.tree.map(spec, found[0], is_leaf=is_rows)
+    return jax.jit(mapped(lambda rows: rows, out))(tree, closed_over)
+
+  return with_arrays(first_rows, enter, OF_OPTIMIZER)
+
+
+def per_worker(tree: Any) -> Any:
+  """Types rows, even zeros, as varying over the workers."""
+
+  def mark(node: Any) -> Any:
+    if not is_rows(node):
+      return node
+    arrays = {axes: mark_varying(own, axes) for axes, own in node.arrays.items()}
+    return OwnedRows(arrays)
+
+  return jax.tree.map(mark, tree, is_leaf=is_rows)
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+  """Returns the shape and the dtype of an array."""
+  return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

@@ -36,11 +36,15 @@ from gradcomp._src.mesh.axes import (
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import other_axes
 from gradcomp._src.parallel.zero.checks import check_codecs
-from gradcomp._src.parallel.zero.first_rows import Others, on_mesh, per_worker
 from gradcomp._src.parallel.zero.inner import Inner
 from gradcomp._src.parallel.zero.measures import Changes, measured_zero
 from gradcomp._src.parallel.zero.owner_step import step_owned, still_lacking
-from gradcomp._src.parallel.zero.shared_rows import share_rows
+from gradcomp._src.parallel.zero.shared_rows import (
+  Others,
+  on_mesh,
+  per_worker,
+  share_rows,
+)
 
 
 class ZeroState(NamedTuple):
