@@ -1,7 +1,7 @@
 """Processes have the bits of emulated devices, and a fault ends all of them.
 
-The processes run tests/support/hosts/averaging.py. All that one number of hosts computes
-is one test: a fixture would start the processes again in every worker of pytest-xdist
+The processes run tests/support/hosts/averaging.py. All that one number of hosts
+computes is one test: a fixture would start them again in every worker of pytest-xdist
 that takes a test.
 """
 
