@@ -240,6 +240,17 @@ def test_tables_of_results_have_a_record_or_say_that_they_have_none(page):
       assert marked or studied or said, f"{name(page)}: {header}"
 
 
+def test_every_record_is_named_by_a_page():
+  """By its file, a file beside it of the same name, or the folder of its lines."""
+  text = "\n".join(page.read_text() for page in PAGES)
+  for file in result_tables.RECORDS.rglob("*.*"):
+    if file.suffix == ".jsonl":
+      name = rf"results/(\w+/)?{file.parent.name}\b"
+    else:
+      name = rf"/{re.escape(file.stem)}\.(md|json|png|csv)\b"
+    assert re.search(name, text), name
+
+
 def test_the_page_of_names_has_all_public_names():
   """``python -m tests.project.api_page`` writes it."""
   assert api_page.PAGE.read_text() == api_page.page()
