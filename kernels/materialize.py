@@ -13,11 +13,11 @@ _MANY = 2**14  # words of a payload, that is 64 KiB
 _SOME = 2**8  # words: fewer are sooner encoded anew for each of their codes
 
 
-def written(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Arrays:
+def materialized(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _Arrays:
   """Returns ``function(rows)``, materialized on a CPU before anything reads it.
 
   Example:
-    >>> written(lambda rows: rows + 1, jnp.zeros((1, 2), jnp.uint32))
+    >>> materialized(lambda rows: rows + 1, jnp.zeros((1, 2), jnp.uint32))
     Array([[1, 1]], dtype=uint32)
   """
   if not rows.size:
@@ -68,7 +68,7 @@ def stored(rows: jax.Array) -> jax.Array:
 
 @jax.custom_batching.custom_vmap
 def _down(rows: jax.Array) -> jax.Array:
-  return written(lambda rows: rows, rows)
+  return materialized(lambda rows: rows, rows)
 
 
 @_down.def_vmap
@@ -81,7 +81,7 @@ def _down_together(
   return _down(rows), True
 
 
-def rewritten(
+def updated_in_place(
   function: Callable[[jax.Array, jax.Array], jax.Array],
   old: jax.Array,
   count: jax.Array,
@@ -102,7 +102,7 @@ def rewritten(
     that an array that both read may be written over, and copy it.
 
   Example:
-    >>> rewritten(lambda old, one: old + one, jnp.zeros(2), jnp.int32(0))[0]
+    >>> updated_in_place(lambda old, one: old + one, jnp.zeros(2), jnp.int32(0))[0]
     Array([1., 1.], dtype=float32)
   """
 

@@ -27,7 +27,7 @@ from benchmarks.common import cli, quiet, shapes, timing
 from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import RemainderCodec, is_fitted
 from gradcomp._src.cost.measure_codec import updates
-from gradcomp._src.exchange.layout import plan
+from gradcomp._src.exchange.layout import plan_rows
 from gradcomp.codecs import (
   QSGD,
   BlockTop,
@@ -109,7 +109,7 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
     agreed = payload.agreed
     if agreed is not None:
       agreed = jnp.broadcast_to(agreed[:1], (share, agreed.shape[1]))
-    return sums.of(codec).gathered(rows, agreed, 1 / _WORKERS)(0, share)
+    return sums.sum_of(codec).gathered(rows, agreed, 1 / _WORKERS)(0, share)
 
   add = jax.jit(mean).lower(received).compile()
   calls = {
@@ -134,14 +134,14 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
 def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]:
   """Times encoding all leaves into the rows of one message, and decoding them."""
   size = sum(leaf.size for leaf in tree)
-  layout = plan(tree, QSGD(bits=4))
+  layout = plan_rows(tree, QSGD(bits=4))
   keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
   rows = lambda tree, keys: layout.encode(tree, keys, [Context()] * len(tree))[0]
   encode = jax.jit(rows).lower(tree, keys).compile()
   matrices = encode(tree, keys)
 
   def leaves(matrices: list[jax.Array]) -> list[jax.Array]:
-    decoder = lambda codec, rows: sums.of(codec).gathered(rows[None], None, 1.0)
+    decoder = lambda codec, rows: sums.sum_of(codec).gathered(rows[None], None, 1.0)
     return layout.decode(list(map(decoder, layout.codecs, matrices)))
 
   decode = jax.jit(leaves).lower(matrices).compile()

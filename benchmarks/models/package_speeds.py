@@ -97,7 +97,7 @@ def measured(codec: TopK, size: int, repeats: int) -> CodecSpeed:
   forget, keep = updates(codec, x.shape)
   rows = encode(x)
   total = jax.jit(
-    lambda rows: sums.of(bound).gathered(rows, None, 1.0)(0, rows.shape[1])
+    lambda rows: sums.sum_of(bound).gathered(rows, None, 1.0)(0, rows.shape[1])
   )
   few, many = (jnp.stack([rows] * count) for count in (_FEW, _MANY))
   calls: dict[str, Callable[[], Any]] = {

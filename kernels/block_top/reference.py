@@ -24,7 +24,7 @@ from gradcomp._src.kernels.common.planes import (
   unpack_planes,
 )
 from gradcomp._src.kernels.common.scales import norms, scales
-from gradcomp._src.kernels.materialize import packed, written
+from gradcomp._src.kernels.materialize import materialized, packed
 
 # A maximum is taken over lanes of at most 16 steps, and then over the lanes. XLA:CPU
 # vectorises such short ones, without writing the integers down first.
@@ -148,7 +148,7 @@ def _entries(rows: jax.Array, form: Form) -> Entries:
   # a division, and take ten times as long.
   unpack = functools.partial(entries_of_rows, form=form)
   odd = form.planes & (form.planes - 1)
-  return written(unpack, rows) if odd and rows.size >= _MANY else unpack(rows)
+  return materialized(unpack, rows) if odd and rows.size >= _MANY else unpack(rows)
 
 
 def entries_of_rows(rows: jax.Array, form: Form) -> Entries:

@@ -17,11 +17,11 @@ T = TypeVar("T")
 COPIED = 1 << 17
 
 
-class Row(NamedTuple):
+class RowView(NamedTuple):
   """One row out of several matrices of the same shape.
 
   Example:
-    >>> x = Row([jnp.array([[1.0, -3.0, 2.0]])], jnp.int32(0))
+    >>> x = RowView([jnp.array([[1.0, -3.0, 2.0]])], jnp.int32(0))
     >>> x.at(jnp.array([1, 3]))
     Array([-3.,  0.], dtype=float32)
   """
@@ -56,14 +56,14 @@ class Row(NamedTuple):
     branches = [functools.partial(of, matrix) for matrix in self.matrices]
     return lax.switch(self.number // count, branches)
 
-  def copied(self) -> "Row":
+  def copied(self) -> "RowView":
     """Returns the same row, copied once, so that no reader is compiled for each matrix.
 
     Example:
-      >>> Row([jnp.zeros((1, 2)), jnp.ones((1, 2))], jnp.int32(1)).copied().matrices
+      >>> RowView([jnp.zeros((1, 2)), jnp.ones((1, 2))], jnp.int32(1)).copied().matrices
       [Array([[1., 1.]], dtype=float32)]
     """
-    return Row([self.read(lambda x: x)[None]], jnp.int32(0))
+    return RowView([self.read(lambda x: x)[None]], jnp.int32(0))
 
   def at(self, positions: jax.Array) -> jax.Array:
     """Returns the elements at positions; positions behind the row's end give 0."""

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src.kernels.common.magnitudes import as_floats, magnitudes
-from gradcomp._src.kernels.common.row_view import Row
+from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.common.thresholds import reaching
 from gradcomp._src.kernels.compaction import count_bits, positions
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 
 
-def largest(x: Row, count: int, sign: jax.Array | None = None) -> jax.Array:
+def largest(x: RowView, count: int, sign: jax.Array | None = None) -> jax.Array:
   """Returns the positions of the ``count`` elements of largest magnitude, in order.
 
   Args:
@@ -27,7 +27,7 @@ def largest(x: Row, count: int, sign: jax.Array | None = None) -> jax.Array:
     ``int32[count]``, ascending; n where there is no such element.
 
   Example:
-    >>> largest(Row([jnp.array([[1.0, -5.0, 0.5, 2.0]])], jnp.int32(0)), 2)
+    >>> largest(RowView([jnp.array([[1.0, -5.0, 0.5, 2.0]])], jnp.int32(0)), 2)
     Array([1, 3], dtype=int32)
   """
   position = x.read(lambda x: lax.top_k(as_floats(magnitudes(x, sign)), count)[1])
@@ -39,7 +39,7 @@ def largest(x: Row, count: int, sign: jax.Array | None = None) -> jax.Array:
 
 
 def at_least(
-  x: Row,
+  x: RowView,
   count: int,
   capacity: int,
   *,
@@ -76,7 +76,7 @@ def at_least(
 
 
 def trimmed(
-  x: Row,
+  x: RowView,
   count: int,
   capacity: int,
   *,

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from gradcomp._src.kernels.common.magnitudes import ABOVE_ALL, magnitudes
-from gradcomp._src.kernels.common.row_view import Row
+from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.compaction import LANES, TILE, count_bits, first_bits
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 from gradcomp._src.kernels.threshold_mask import mark
@@ -37,7 +37,7 @@ _FIRST_STEP = 1 << 19
 
 
 def reaching(
-  x: Row,
+  x: RowView,
   count: int,
   capacity: int,
   sign: jax.Array | None,
@@ -126,7 +126,9 @@ class _Search(NamedTuple):
   before: jax.Array  # the same of the look before; at the end, high's
 
 
-def _sampled(x: Row, count: int, capacity: int, sign: jax.Array | None) -> jax.Array:
+def _sampled(
+  x: RowView, count: int, capacity: int, sign: jax.Array | None
+) -> jax.Array:
   """Returns a threshold that about ``sqrt(count * capacity)`` elements reach.
 
   It bisects the magnitudes of all elements if these are few. Otherwise it takes lines

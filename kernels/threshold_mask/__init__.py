@@ -5,14 +5,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradcomp._src.kernels.common.row_view import Row
+from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.compaction import LANES, TILE, WORD
 from gradcomp._src.kernels.gpu import dispatch, self_check, triton_tiles
 from gradcomp._src.kernels.threshold_mask import pallas, reference
 
 
 def mark(
-  x: Row,
+  x: RowView,
   threshold: jax.Array,
   sign: jax.Array | None = None,
   *,
@@ -38,5 +38,5 @@ def _example(several: bool, signed: bool) -> self_check.Example:
   number: Any = np.int32(several)
   half = np.float32(0.5).view(np.uint32)
   sign = np.float32(-1) if signed else None
-  x = Row([matrix.reshape(1 + several, -1)], number)
+  x = RowView([matrix.reshape(1 + several, -1)], number)
   return self_check.Example((x, half, sign))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src.kernels.common.magnitudes import magnitudes
-from gradcomp._src.kernels.common.row_view import Row
+from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.compaction import LANES, TILE, WORD
 from gradcomp._src.kernels.compaction.pallas import population_count
 from gradcomp._src.kernels.gpu import triton_tiles
@@ -22,7 +22,7 @@ _STEP = 8  # planes in a round of the loop, whose loads are all under way at onc
 
 
 def mark(
-  x: Row,
+  x: RowView,
   threshold: jax.Array,
   sign: jax.Array | None,
   *,
@@ -38,7 +38,7 @@ def mark(
   count = counts.sum(dtype=jnp.int32)
   if tiles < len(words):
     part = x.read(lambda x: x[tiles * TILE :])
-    rest, found = reference.mark(Row([part[None]], jnp.int32(0)), threshold, sign)
+    rest, found = reference.mark(RowView([part[None]], jnp.int32(0)), threshold, sign)
     words = lax.dynamic_update_slice(words, rest.reshape(1, LANES), (tiles, 0))
     count = count + found
   return words.reshape(-1), count

@@ -6,12 +6,12 @@ import numpy as np
 from jax import lax
 
 from gradcomp._src.kernels.common.magnitudes import magnitudes
-from gradcomp._src.kernels.common.row_view import Row
+from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.compaction import LANES, TILE, WORD, count_bits
 
 
 def mark(
-  x: Row, threshold: jax.Array, sign: jax.Array | None
+  x: RowView, threshold: jax.Array, sign: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
   """Marks the elements that reach a threshold by one bit each, and counts them.
 

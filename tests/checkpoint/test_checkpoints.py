@@ -100,7 +100,7 @@ def with_feedback():
   """
   for codec, exchange in exchange_cases.CASES:
     yield from ((codec, exchange, "error", mode) for mode in modes.modes_for(N))
-    if exchange != "hierarchical" or not sums.facts(codec).drops:
+    if exchange != "hierarchical" or not sums.facts_of(codec).drops:
       yield codec, exchange, "momentum", "vmap"
 
 

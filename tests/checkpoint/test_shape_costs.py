@@ -187,7 +187,7 @@ def test_rows_are_traced_once(monkeypatch):
     return rows * 2
 
   rows = jax.ShapeDtypeStruct((4, 4), jnp.uint32)
-  jax.eval_shape(lambda rows: materialize.written(double, rows), rows)
+  jax.eval_shape(lambda rows: materialize.materialized(double, rows), rows)
   assert len(calls) == 1
   codec = QSGD(bits=4, bucket_size=96)
   assert tile_shape(codec) == (8, 96)

@@ -153,7 +153,7 @@ def by_all(total, parts):
 def test_any_number_of_workers_by_arithmetic(codec, workers, numbers):
   """The arithmetic of each exchange, with N too large to be emulated."""
   gradients = numbers(workers)
-  total = sums.of(codec)
+  total = sums.sum_of(codec)
   size = next(c for c in (8, 2, 1) if workers % c == 0)
   rows = jax.vmap(codec.encode_rows)
   ways = {

@@ -72,6 +72,6 @@ def test_blocks_divide_the_last_axis(shape, blocks):
   )
   kept = to_int8(np.ones(shape, np.float32), lanes)
   assert jax.tree.map(jnp.shape, kept) == jax.tree.map(jnp.shape, first)
-  ones = jax.jit(residual_storage.read)(kept)
+  ones = jax.jit(residual_storage.read_residual)(kept)
   assert_same_bits(ones, read(kept))
   assert_same_bits(ones, np.ones(shape, np.float32))

@@ -195,7 +195,7 @@ def test_between_hosts_only_words_of_gradients_travel(hosts, batch):
     codec, axis_name="host", exchange="all_gather", min_leaf_size=1024
   )
   program, _, (_, params) = hosts_step(exchange, hosts, batch)
-  found = hlo.read(program.as_text())
+  found = hlo.parse_program(program.as_text())
   assert found.devices == HOSTS * CHIPS
   crossing, inside = [], []
   for collective in found.instructions:

@@ -11,7 +11,7 @@ import pytest
 import gradcomp
 from gradcomp._src.codecs.sums.codes import sum_dtype
 from gradcomp._src.exchange.auto import as_exchange
-from gradcomp._src.exchange.layout import plan
+from gradcomp._src.exchange.layout import plan_rows
 from gradcomp._src.exchange.plan import plan_messages
 from gradcomp._src.testing.conservation import nothing_is_lost
 from gradcomp._src.testing.steps import same_bits_in_every_mode, workers_agree
@@ -116,7 +116,7 @@ def test_every_mode_has_the_same_bits(codec, exchange, workers, places):
 
 def sent_values(codec, tree, workers, seed):
   """Each worker's values by the oracle alone, in the first step."""
-  layout = plan([leaf[0] for leaf in jax.tree.leaves(tree)], codec)
+  layout = plan_rows([leaf[0] for leaf in jax.tree.leaves(tree)], codec)
   values = []
   for worker in range(workers):
     leaves = []
@@ -314,9 +314,9 @@ def test_sixty_four_emulated_workers():
 
 
 def test_auto_picks_by_facts_workers_and_bytes():
-  small = plan([jax.ShapeDtypeStruct((64, 64), jnp.float32)], QSGD(bits=4))
-  large = plan([jax.ShapeDtypeStruct((1024, 1024), jnp.float32)], QSGD(bits=4))
-  dense = plan([jax.ShapeDtypeStruct((1024, 1024), jnp.float32)], Dense())
+  small = plan_rows([jax.ShapeDtypeStruct((64, 64), jnp.float32)], QSGD(bits=4))
+  large = plan_rows([jax.ShapeDtypeStruct((1024, 1024), jnp.float32)], QSGD(bits=4))
+  dense = plan_rows([jax.ShapeDtypeStruct((1024, 1024), jnp.float32)], Dense())
   assert choose(Auto(), dense, 8).exchange == AllReduce()
   assert choose(Auto(), large, 2).exchange == AllGather()
   assert choose(Auto(), large, 3).exchange == TwoShot()

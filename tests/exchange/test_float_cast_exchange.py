@@ -343,7 +343,7 @@ def test_rings_beside_a_model_axis(accumulate):
 def test_a_cpu_writes_sums_down_before_it_encodes_them():
   """Else XLA fuses what adds the numbers into what packs them, and adds them anew."""
   codec = FloatCast(addends=4)
-  total = sums.of(codec)
+  total = sums.sum_of(codec)
 
   def owner(rows):
     partial = total.fold(rows, 0.25, keep=False)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gradcomp._src.exchange.assign import default_min_leaf_size
-from gradcomp._src.exchange.layout import arrange, plan
+from gradcomp._src.exchange.layout import arrange, plan_rows
 from gradcomp.codecs import NOTHING, QSGD, Dense
 from tests.support import laws
 
@@ -30,7 +30,7 @@ def test_more_than_99_percent_are_above_the_default_size(sizes):
 
 def test_a_resnet_keeps_its_norms_and_biases_dense():
   sizes = [64, 64, 9408, *[36864, 64, 64] * 8, *[2359296, 512, 512] * 6, 2048000, 1000]
-  layout = plan(shapes(*sizes), QSGD(bits=4))
+  layout = plan_rows(shapes(*sizes), QSGD(bits=4))
   for size, slot in zip(sizes, layout.slots, strict=True):
     assert layout.codecs[slot.group] == (Dense() if size < 36864 else QSGD(bits=4))
 
@@ -38,13 +38,13 @@ def test_a_resnet_keeps_its_norms_and_biases_dense():
 def test_a_leaf_is_never_sent_in_more_bytes_than_dense():
   """A tile of 4,096 codes and 8 scales is 2,080 bytes: 520 floats."""
   codec = QSGD(bits=4)
-  layout = plan(shapes(500, 1000), codec, min_leaf_size=0)
+  layout = plan_rows(shapes(500, 1000), codec, min_leaf_size=0)
   assert [layout.codecs[slot.group] for slot in layout.slots] == [Dense(), codec]
 
 
 def test_min_leaf_size_is_in_elements():
   codec = QSGD(bits=4)
-  layout = plan(shapes(4095, 4096), codec, min_leaf_size=4096)
+  layout = plan_rows(shapes(4095, 4096), codec, min_leaf_size=4096)
   assert [layout.codecs[slot.group] for slot in layout.slots] == [Dense(), codec]
 
 
@@ -55,7 +55,7 @@ def test_the_plan_is_what_is_encoded(codec):
     jnp.asarray(laws.gaussian(shape, seed))
     for seed, shape in enumerate(((33, 64), 10, (3, 700), (0, 2)))
   ]
-  layout = plan(leaves, codec)
+  layout = plan_rows(leaves, codec)
   keys = jnp.stack([laws.KEY] * len(leaves))
   matrices, _ = layout.encode(leaves, keys, [NOTHING] * len(leaves))
   assert [matrix.shape for matrix in matrices] == [
@@ -76,7 +76,7 @@ def test_the_plan_is_what_is_encoded(codec):
 
 def test_leaves_that_are_decoded_together_are_cut_apart(monkeypatch):
   """In runs of two and of one, whose first leaf is empty."""
-  monkeypatch.setattr("gradcomp._src.exchange.layout.TOGETHER", 5000)
+  monkeypatch.setattr("gradcomp._src.exchange.layout.JOINT_ENCODING_ELEMENTS", 5000)
   codec = QSGD(bits=4, bucket_size=64)
   leaves = shapes(0, 2000, 2000, 2000, 9000, 10)
   layout = arrange(leaves, [codec] * len(leaves))

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.kernels import compaction, threshold_mask
-from gradcomp._src.kernels.common.row_view import Row
+from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.gpu import self_check
 from gradcomp.codecs import NOTHING, TopK
 from tests.plugins.slow_cases import slow
@@ -43,7 +43,7 @@ def data(size):
 
 
 def row_of(x):
-  return Row([jnp.asarray(x)[None]], jnp.int32(0))
+  return RowView([jnp.asarray(x)[None]], jnp.int32(0))
 
 
 def expected(x, threshold, sign):
@@ -92,7 +92,7 @@ def test_marks_of_one_row_out_of_several_matrices(implementation):
   size = 2 * TILE + 5
   x = np.random.default_rng(0).standard_normal((2, 3, size)).astype(np.float32)
   for number in range(6):
-    row = Row(list(x), jnp.int32(number))
+    row = RowView(list(x), jnp.int32(number))
     words, count = marker(implementation)(row, THRESHOLDS[2], None)
     reached = expected(x.reshape(6, size)[number], THRESHOLDS[2], None)
     np.testing.assert_array_equal(words, packed(reached))
@@ -141,7 +141,7 @@ def test_a_list_that_is_just_full():
 @pytest.mark.parametrize("size", [SIZES[-1], *slow(*SIZES[:-1], 64 * TILE)])
 def test_kernels_lower_for_cuda(size):
   rows = [
-    Row([jax.ShapeDtypeStruct((count, size), jnp.float32)] * matrices, jnp.int32(0))
+    RowView([jax.ShapeDtypeStruct((count, size), jnp.float32)] * matrices, jnp.int32(0))
     for count, matrices in ((1, 1), (3, 2))
   ]
   for row in rows:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mes
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.exchange.layout import plan
+from gradcomp._src.exchange.layout import plan_rows
 from gradcomp.codecs import QSGD, Dense
 from tests.plugins.slow_cases import slow
 from tests.support import collectives, laws, modes
@@ -80,7 +80,7 @@ def test_two_shot_sends_two_stages_of_words(codec, workers, feedback):
   assert {c.dtype for c in exchange} == {"u32"}
   like = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in SHAPES.items()}
   stage = (
-    padded_nbytes(plan(jax.tree.leaves(like), codec), workers)
+    padded_nbytes(plan_rows(jax.tree.leaves(like), codec), workers)
     * (workers - 1)
     // workers
   )
@@ -95,7 +95,9 @@ def test_all_gather_sends_one_message_of_words(workers):
   (gather,) = [c for c in report.collectives if not is_loss(c)]
   assert (gather.kind, gather.dtype) == ("all-gather", "u32")
   like = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in SHAPES.items()}
-  assert gather.bytes_sent == (workers - 1) * plan(jax.tree.leaves(like), codec).nbytes
+  assert (
+    gather.bytes_sent == (workers - 1) * plan_rows(jax.tree.leaves(like), codec).nbytes
+  )
 
 
 def test_report_says_what_a_plain_mean_would_send():

@@ -33,7 +33,7 @@ def test_residuals_of_few_bits_are_read(stored):
   def step(grads):
     state = tx.init(grads)
     _, after, found = gradcomp.telemetry.inspected_update(tx, grads, state)
-    waits = residual_storage.read(after.residual["w"]).astype(jnp.float32)
+    waits = residual_storage.read_residual(after.residual["w"]).astype(jnp.float32)
     return after, tx.update(grads, state)[1], waits, found.leaves["['w']"].residual_norm
 
   rng = np.random.default_rng(0)

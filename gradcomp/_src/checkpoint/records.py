@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from gradcomp._src.checkpoint.specs import state_specs
 from gradcomp._src.exchange.assign import leaf_codecs
 from gradcomp._src.exchange.messages import owner_shapes
-from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh.axes import (
   EXPLAINED,
   WorkerSizes,
@@ -223,7 +223,7 @@ def _stacked(state: Any) -> bool:
   )
 
 
-def _transformation(plan: Plan, made: Mapping[str, Any]) -> dict[str, Any]:
+def _transformation(plan: MessagePlan, made: Mapping[str, Any]) -> dict[str, Any]:
   """Describes the state of a transformation, and its leaves."""
   codecs: list[dict[str, Any]] = []
   leaves = {}

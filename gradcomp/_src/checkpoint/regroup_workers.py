@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.memory import Memory
-from gradcomp._src.core.residual_storage import Int8Residual, read, to_int8
+from gradcomp._src.core.residual_storage import Int8Residual, read_residual, to_int8
 from gradcomp._src.mesh.axes import Axes
 
 
@@ -36,7 +36,9 @@ def regroup_sum(x: np.ndarray, old: int, new: int, factor: float = 1.0) -> np.nd
 def floats_of(stored: Int8Residual, workers: int) -> np.ndarray:
   """Returns the residuals of N workers as floats, stacked on the first axis."""
   parts = zip(*(np.split(np.asarray(x), workers) for x in stored), strict=True)
-  return np.concatenate([np.asarray(read(Int8Residual(*part))) for part in parts])
+  return np.concatenate(
+    [np.asarray(read_residual(Int8Residual(*part))) for part in parts]
+  )
 
 
 def stored_of(x: np.ndarray, workers: int, blocks: int | None = None) -> Int8Residual:

@@ -23,13 +23,13 @@ from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.core.codec_memory import first_stored
 from gradcomp._src.core.residual_storage import is_stored
 from gradcomp._src.core.state import CompressState, OwnedRows, OwnSteps, collects
-from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.mesh.specs import stacked_over
 
 Keep = Literal["sum", "mean", "addends"]
 
-_Plans = Iterator[tuple[Plan | None, Plan | None]]
+_Plans = Iterator[tuple[MessagePlan | None, MessagePlan | None]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Move:
     old: CompressState,
     new: CompressState,
     specs: Any,
-    plans: tuple[Plan | None, Plan | None],
+    plans: tuple[MessagePlan | None, MessagePlan | None],
   ) -> CompressState:
     owned, left = self._owned(node, old, new, plans)
     treedef: Any
@@ -140,7 +140,7 @@ class Move:
     node: CompressState,
     old: CompressState,
     new: CompressState,
-    plans: tuple[Plan | None, Plan | None],
+    plans: tuple[MessagePlan | None, MessagePlan | None],
   ) -> tuple[Any, dict[int, np.ndarray]]:
     """Moves owner residuals; returns by leaf the parts that no owner keeps any more."""
     given = node.server_residual
@@ -162,7 +162,7 @@ class Move:
     node: CompressState,
     old: CompressState,
     new: CompressState,
-    plan: Plan | None,
+    plan: MessagePlan | None,
   ) -> Any:
     """Moves the state of codecs."""
     if new.memory is None or (node.memory is None and old.memory is not None):
@@ -210,7 +210,7 @@ class Move:
     """Returns the number of shares of a worker along other axes."""
     return math.prod(self.new.sizes[axis] for axis in axes if axis not in self.names)
 
-  def _known(self, plan: Plan | None) -> Plan:
+  def _known(self, plan: MessagePlan | None) -> MessagePlan:
     if plan is None:
       raise ValueError(
         "`optimizer.init` must make gradcomp's states itself, and not inside of "

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.tiles import cut, elements, tile_shape, uncut
+from gradcomp._src.codecs.tiles import elements, join_rows, split_rows, tile_shape
 from gradcomp._src.exchange.messages import owned_matrices
-from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh.axes import Axes
 
 # The number of a leaf, and of the round that sends its rows.
@@ -38,7 +38,7 @@ class _Rows(NamedTuple):
 
 def recut_owned(
   owned: Mapping[Axes, Sequence[np.ndarray]],
-  plans: tuple[Plan, Plan],
+  plans: tuple[MessagePlan, MessagePlan],
   places: Mapping[Axes, int],
   factor: float,
 ) -> Recut:
@@ -56,7 +56,7 @@ def recut_owned(
   waiting: dict[_Place, _Rows] = {}
   for axes, matrices in owned_matrices(old).items():
     for matrix, array in zip(matrices, owned[axes], strict=True):
-      rows = joined(array, old.workers, places[axes])
+      rows = concat_rows(array, old.workers, places[axes])
       for leaf, slot, like in matrix.leaves():
         found = _Rows(rows[:, slot.start : slot.stop], matrix.codec, like)
         waiting[leaf, matrix.message.round] = found
@@ -71,7 +71,7 @@ def recut_owned(
         if place in waiting:
           moved = _as_rows_of(waiting.pop(place), matrix.codec)
           rows[:, slot.start : slot.stop] = moved * np.float32(factor)
-      arrays.append(stacked(rows, new.workers))
+      arrays.append(stack_rows(rows, new.workers))
     result[axes] = tuple(arrays)
   return Recut(result, {i: _leaf(found) for (i, _), found in waiting.items()})
 
@@ -84,22 +84,22 @@ def recut_rows(
   ``array`` are the shares of all N owners, ``[N * places * share, ...]``, with
   ``places`` shares of a worker along other axes. Padding is dropped, or added as zeros.
   """
-  rows = joined(array, old, places)
+  rows = concat_rows(array, old, places)
   result = np.zeros((places, size // places, *rows.shape[2:]), array.dtype)
   count = min(rows.shape[1], result.shape[1])
   result[:, :count] = rows[:, :count]
-  return stacked(result, new)
+  return stack_rows(result, new)
 
 
-def joined(array: np.ndarray, workers: int, places: int) -> np.ndarray:
+def concat_rows(array: np.ndarray, workers: int, places: int) -> np.ndarray:
   """Joins shares to rows: ``[N * places * share, ...]`` to ``[places, rows, ...]``."""
   share = array.shape[0] // (workers * places)
   shares = array.reshape(workers, places, share, *array.shape[1:])
   return shares.swapaxes(0, 1).reshape(places, workers * share, *array.shape[1:])
 
 
-def stacked(rows: np.ndarray, workers: int) -> np.ndarray:
-  """Splits rows into shares: the inverse of :func:`joined`."""
+def stack_rows(rows: np.ndarray, workers: int) -> np.ndarray:
+  """Splits rows into shares: the inverse of :func:`concat_rows`."""
   places, count, *tile = rows.shape
   shares = rows.reshape(places, workers, count // workers, *tile)
   return shares.swapaxes(0, 1).reshape(places * count, *tile)
@@ -109,7 +109,7 @@ def _as_rows_of(found: _Rows, codec: Codec) -> np.ndarray:
   """Returns a leaf's rows in the tiles of another codec."""
   if tile_shape(codec) == found.rows.shape[2:]:
     return found.rows
-  tiles = [cut(_whole(found, rows), codec) for rows in found.rows]
+  tiles = [split_rows(_whole(found, rows), codec) for rows in found.rows]
   return np.stack([x.reshape(-1, *tile_shape(codec)) for x in tiles])
 
 
@@ -126,4 +126,4 @@ def _leaf(found: _Rows) -> np.ndarray:
 
 def _whole(found: _Rows, rows: np.ndarray) -> np.ndarray:
   tiles = np.asarray(elements(jnp.asarray(rows), found.codec))
-  return uncut(tiles, found.like, found.codec)
+  return join_rows(tiles, found.like, found.codec)

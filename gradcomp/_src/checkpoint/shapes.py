@@ -22,7 +22,7 @@ from gradcomp._src.checkpoint.specs import state_specs
 from gradcomp._src.checks import static_integer
 from gradcomp._src.core.planned_states import asked, plan_of
 from gradcomp._src.core.state import collects, states_in
-from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh.axes import AxisName, abstract_mesh, axis_names
 from gradcomp._src.mesh.specs import (
   is_spec,
@@ -49,7 +49,7 @@ class FirstState(NamedTuple):
 
   shapes: Any
   specs: Any
-  plans: list[Plan | None]
+  plans: list[MessagePlan | None]
   sizes: dict[str, int]
 
 
@@ -132,7 +132,7 @@ def first_state_of(
     is_leaf=is_spec,
   )
   found: list[Any] = []
-  plans: list[Plan | None] = []
+  plans: list[MessagePlan | None] = []
 
   def look(params: Any) -> jax.Array:
     with asked() as told:
@@ -216,7 +216,7 @@ def _with_workers(
   return abstract_mesh(known, tuple(kinds.get(name, auto) for name in known))
 
 
-def _check_axes(plans: list[Plan | None], names: tuple[str, ...]) -> None:
+def _check_axes(plans: list[MessagePlan | None], names: tuple[str, ...]) -> None:
   """Raises ValueError for a transformation over other axes than these."""
   for plan in plans:
     if plan is not None and plan.axis_name is not None:

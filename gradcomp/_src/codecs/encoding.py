@@ -18,10 +18,10 @@ from gradcomp._src.codecs.protocol import (
 )
 from gradcomp._src.codecs.sparse import SelectingCodec
 
-# Leaves of one shape with at most _SMALL elements are encoded together, in groups of at
-# most TOGETHER elements. A compiler takes a quarter of the time then. Larger leaves
-# would be copied to no avail.
-_SMALL, TOGETHER = 2**17, 2**19
+# Leaves of one shape with at most _SMALL_LEAF_ELEMENTS elements are encoded together,
+# in groups of at most JOINT_ENCODING_ELEMENTS elements. A compiler takes a quarter of
+# the time then. Larger leaves would be copied to no avail.
+_SMALL_LEAF_ELEMENTS, JOINT_ENCODING_ELEMENTS = 2**17, 2**19
 
 # A leaf, its key, and its context.
 _Given = tuple[jax.Array, jax.Array | None, Context]
@@ -99,7 +99,7 @@ def _groups(
     alike.setdefault((codecs[i], leaf.shape, leaf.dtype, context), []).append(i)
   for own in alike.values():
     size = leaves[own[0]].size
-    count = TOGETHER // size if 0 < size <= _SMALL else 1
+    count = JOINT_ENCODING_ELEMENTS // size if 0 < size <= _SMALL_LEAF_ELEMENTS else 1
     yield from (own[at : at + count] for at in range(0, len(own), count))
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._src.codecs.entries import EntryRow
-from gradcomp._src.kernels.common.row_view import COPIED, Row
+from gradcomp._src.kernels.common.row_view import COPIED, RowView
 from gradcomp._src.kernels.common.selection import at_least, largest, trimmed
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 
@@ -34,7 +34,7 @@ def method_of(selection: Selection, size: int) -> Selection:
 
 
 def selected_in(
-  x: Row,
+  x: RowView,
   method: Selection,
   sent: int,
   slots: int,
@@ -64,10 +64,10 @@ def selected_in(
 
 # Selects in a row, given a threshold, a sign, or None. Returns positions,
 # ``int32[slots]``, which are the row's size in slots that are not used.
-Select = Callable[[Row, jax.Array | None], jax.Array]
+Select = Callable[[RowView, jax.Array | None], jax.Array]
 
 
-class Entries(NamedTuple):
+class SelectedEntries(NamedTuple):
   """The entries that one row sends, and the residual that they leave."""
 
   words: jax.Array  # uint32[words]
@@ -108,7 +108,7 @@ def encode_rows(
   given: Sequence[jax.Array | None],
   *,
   copied: bool = False,
-) -> Entries:
+) -> SelectedEntries:
   """Encodes the rows of matrices of one shape, matrix by matrix and row by row.
 
   With ``copied`` each row is copied first, which spares XLA a program a matrix.
@@ -118,12 +118,14 @@ def encode_rows(
   if not total:
     empty = jnp.zeros((0, form.slots))
     words = jnp.zeros((0, form.words), jnp.uint32)
-    return Entries(words, empty.astype(jnp.int32), empty, jnp.zeros((0, form.size)))
+    return SelectedEntries(
+      words, empty.astype(jnp.int32), empty, jnp.zeros((0, form.size))
+    )
   lines = [jnp.broadcast_to(x, (count,)) for x in given if x is not None]
   every = jnp.concatenate(lines) if lines else None
 
-  def encode(number: jax.Array) -> Entries:
-    row = Row(matrices, number)
+  def encode(number: jax.Array) -> SelectedEntries:
+    row = RowView(matrices, number)
     if copied:
       row = row.copied()
     positions = select(row, None if every is None else every[number])
@@ -133,14 +135,14 @@ def encode_rows(
     if copied:
       place = row.matrices[0][0].at[positions]
       rest = place.set(unsent, mode="drop", unique_indices=True)
-    return Entries(words, positions, unsent, rest)
+    return SelectedEntries(words, positions, unsent, rest)
 
   if total == 1:
     return jax.tree.map(lambda x: x[None], encode(jnp.int32(0)))
   return jax.lax.map(encode, jnp.arange(total, dtype=jnp.int32))
 
 
-def _rest(leaf: jax.Array, matrix: jax.Array, own: Entries) -> jax.Array:
+def _rest(leaf: jax.Array, matrix: jax.Array, own: SelectedEntries) -> jax.Array:
   """Returns the residual of a leaf, from the unsent values of its entries."""
   rest = own.rest
   if rest is None:

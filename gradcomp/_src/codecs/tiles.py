@@ -19,7 +19,7 @@ from gradcomp._src.codecs.protocol import (
 )
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import key_words
-from gradcomp._src.kernels.materialize import LARGE, written
+from gradcomp._src.kernels.materialize import LARGE, materialized
 
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 
@@ -57,18 +57,18 @@ def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
   """
   if isinstance(codec, FilledCodec) and not codec.by_column:
     x = codec.filled(x.reshape(-1))
-  tiles = cut(x, codec)
+  tiles = split_rows(x, codec)
   return codec.rotated(tiles) if isinstance(codec, RotatingCodec) else tiles
 
 
-def cut(x: ArrayT, codec: Codec) -> ArrayT:
+def split_rows(x: ArrayT, codec: Codec) -> ArrayT:
   """Cuts a leaf into rows of the elements themselves, ``[rows, tile_size]``.
 
   They lie where :func:`to_tiles` puts them, and zeros fill the last row. NumPy arrays
   stay NumPy arrays.
 
   Example:
-    >>> cut(jnp.ones(300), gradcomp.codecs.OneBit()).sum()
+    >>> split_rows(jnp.ones(300), gradcomp.codecs.OneBit()).sum()
     Array(300., dtype=float32)
   """
   if codec.by_column:
@@ -131,7 +131,7 @@ def from_tiles(
     >>> from_tiles(jnp.ones((3, 1, 128)), jnp.zeros(300), gradcomp.codecs.Dense()).shape
     (300,)
   """
-  return uncut(elements(tiles, codec), like, codec)
+  return join_rows(elements(tiles, codec), like, codec)
 
 
 def elements(tiles: jax.Array, codec: Codec) -> jax.Array:
@@ -146,11 +146,13 @@ def elements(tiles: jax.Array, codec: Codec) -> jax.Array:
   return codec.unrotated(tiles).reshape(tiles.shape)
 
 
-def uncut(rows: ArrayT, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec) -> ArrayT:
-  """Undoes :func:`cut`: rows of elements to the shape of ``like``.
+def join_rows(
+  rows: ArrayT, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
+) -> ArrayT:
+  """Undoes :func:`split_rows`: rows of elements to the shape of ``like``.
 
   Example:
-    >>> uncut(jnp.ones((3, 128)), jnp.zeros(300), gradcomp.codecs.Dense()).shape
+    >>> join_rows(jnp.ones((3, 128)), jnp.zeros(300), gradcomp.codecs.Dense()).shape
     (300,)
   """
   if codec.by_column:
@@ -188,7 +190,7 @@ def decode_payload(
     and view_shape(len(rows), like, codec) != like.shape
     and tile_shape(codec)[0] > 1
   )
-  decoded = written(tiles, rows) if large else tiles(rows)
+  decoded = materialized(tiles, rows) if large else tiles(rows)
   return from_tiles(decoded, like, codec).astype(like.dtype)
 
 

@@ -35,7 +35,7 @@ from gradcomp._src.codecs.sparse import (
 )
 from gradcomp._src.codecs.tiles import as_float32, to_tiles
 from gradcomp._src.floats.dtypes import limit_of
-from gradcomp._src.kernels.common.row_view import Row
+from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 
 _SLACK_RULE = "a number from 1 to 2"
@@ -303,7 +303,7 @@ class TopK(SparseRows):
     """Returns the turn, or the thresholds to try first, or None."""
     return context.turn if self.alternates else context.thresholds
 
-  def _select(self, x: Row, given: jax.Array | None) -> jax.Array:
+  def _select(self, x: RowView, given: jax.Array | None) -> jax.Array:
     """Returns the positions of the elements of a row to send."""
     sign = None
     if self.alternates:

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradcomp._src.codecs.memory import Memory, first_memory, used_entries
 from gradcomp._src.core.state import name_words
-from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.mesh.types import mark_varying
@@ -19,7 +19,7 @@ from gradcomp._src.mesh.types import mark_varying
 Stored = dict[Axes, dict[int, Any]]
 
 
-def first_stored(plan: Plan, key: jax.Array) -> Memory | None:
+def first_stored(plan: MessagePlan, key: jax.Array) -> Memory | None:
   """Creates the codec memories before the first step; None if no codec has any.
 
   ``key`` is ``uint32[2]``, equal on all workers. Each leaf folds its name into it.
@@ -42,7 +42,7 @@ def as_stored(params: Any, memory: Memory) -> Any:
   return memory if any(memory) else None
 
 
-def recall(plan: Plan, stored: Memory | None) -> list[Memory]:
+def recall(plan: MessagePlan, stored: Memory | None) -> list[Memory]:
   """Returns each leaf's codec memory, perhaps empty; ValueError for other shapes."""
   result = []
   for i, needed in enumerate(_shapes(plan)):
@@ -60,7 +60,7 @@ def recall(plan: Plan, stored: Memory | None) -> list[Memory]:
 
 
 def remember(
-  plan: Plan, stored: Memory | None, memory: Sequence[Memory]
+  plan: MessagePlan, stored: Memory | None, memory: Sequence[Memory]
 ) -> Memory | None:
   """Returns the stored memories after a step; unused ones stay as they were."""
   if stored is None:
@@ -80,7 +80,7 @@ def remember(
   return Memory(*map(merged, stored, new))
 
 
-def used_by_leaf(plan: Plan, stored: Memory | None) -> dict[int, float]:
+def used_by_leaf(plan: MessagePlan, stored: Memory | None) -> dict[int, float]:
   """Returns the entries that a worker sent of each leaf, means over the workers.
 
   Inside a transformed function they are unknown, and left out.
@@ -103,14 +103,14 @@ def used_by_leaf(plan: Plan, stored: Memory | None) -> dict[int, float]:
   return result
 
 
-def _shapes(plan: Plan) -> list[Memory]:
+def _shapes(plan: MessagePlan) -> list[Memory]:
   """Returns the shapes of the codec memory of each leaf."""
   key = jax.ShapeDtypeStruct((2,), np.uint32)
   bound = list(zip(plan.codecs, plan.leaves, strict=True))
   return jax.eval_shape(lambda key: [first_memory(*pair, key) for pair in bound], key)
 
 
-def _stored(plan: Plan, memory: Sequence[Memory]) -> Memory | None:
+def _stored(plan: MessagePlan, memory: Sequence[Memory]) -> Memory | None:
   """Returns the memories of all leaves by axes and number; None if all are empty."""
   shared: Stored = {}
   own: Stored = {}
@@ -122,7 +122,7 @@ def _stored(plan: Plan, memory: Sequence[Memory]) -> Memory | None:
   return Memory(shared, own) if shared or own else None
 
 
-def _check(place: str, found: Any, needed: Any, plan: Plan, number: int) -> None:
+def _check(place: str, found: Any, needed: Any, plan: MessagePlan, number: int) -> None:
   shapes = [leaf.shape for leaf in jax.tree.leaves(needed)]
   got = [leaf.shape for leaf in jax.tree.leaves(found)]
   if got != shapes:

@@ -32,7 +32,7 @@ from gradcomp._src.exchange.auto import Auto, check_exchange
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.messages import Exchanged, OwnerResiduals, owner_shapes
 from gradcomp._src.exchange.notes import Options, note
-from gradcomp._src.exchange.plan import Plan, plan_messages
+from gradcomp._src.exchange.plan import MessagePlan, plan_messages
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import Axes, AxisName, or_explained, require_size
 from gradcomp._src.mesh.reduction import reduction
@@ -74,7 +74,7 @@ class Compression:
   def __post_init__(self) -> None:
     one_of("dither", Dither, self.dither)
     check_exchange(self.exchange, self.codec, self.axis_name)
-    drops = sums.facts(self.codec).drops
+    drops = sums.facts_of(self.codec).drops
     if self.feedback.moves and drops and not self.exchange.of_leaves:
       raise ValueError(
         f'`feedback` must not be "momentum" for a sparse codec in a '
@@ -100,7 +100,7 @@ class Compression:
     paths: Sequence[KeyPath],
     across: Across,
     workers: Workers | None,
-  ) -> Plan:
+  ) -> MessagePlan:
     """Plans the messages of a step."""
     return plan_messages(
       leaves,
@@ -193,7 +193,7 @@ class Compression:
       return None
     return Workers(axes, count, 1 if across.is_sum else 1 / count)
 
-  def owned(self, plan: Plan, state: CompressState) -> OwnerResiduals | None:
+  def owned(self, plan: MessagePlan, state: CompressState) -> OwnerResiduals | None:
     """Returns the owner residuals, or None; ValueError if needed ones are missing."""
     if plan.axis_name is None or not owner_shapes(plan):
       return None
@@ -219,7 +219,7 @@ class Compression:
 
   def keep(
     self,
-    plan: Plan,
+    plan: MessagePlan,
     state: CompressState,
     updates: Any,
     corrected: Sequence[jax.Array],

@@ -14,7 +14,7 @@ from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import residual_storage
 from gradcomp._src.core.residual_storage import Storage, Stored
 from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.kernels.materialize import rewritten
+from gradcomp._src.kernels.materialize import updated_in_place
 
 FeedbackName = Literal["auto", "error", "momentum"]
 
@@ -278,7 +278,7 @@ def _kept(
 
   with jax.named_scope("gradcomp_residual"):
     if chosen is None:
-      return rewritten(keep, old, count)[0]
+      return updated_in_place(keep, old, count)[0]
     kept = keep(old, jnp.float32(1.0))
     if chosen.dtype == bool:
       sent = chosen & finite(mean.reshape(-1), unsent.reshape(-1))

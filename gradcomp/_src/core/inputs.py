@@ -12,7 +12,7 @@ from jax import lax
 from gradcomp._src.mesh.shard_maps import map_addends
 
 
-def of_reals(
+def on_real_pairs(
   init_fn: Callable[[Any], Any], update_fn: Callable[..., tuple[Any, Any]]
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps real-valued init and update functions so that they accept complex leaves.
@@ -22,7 +22,8 @@ def of_reals(
   complex floats.
 
   Example:
-    >>> tx = of_reals(lambda params: params, lambda updates, state, _: (updates, state))
+    >>> same = lambda updates, state, _: (updates, state)
+    >>> tx = on_real_pairs(lambda params: params, same)
     >>> x = jnp.array([1 + 2j])
     >>> tx.init(x).tolist(), tx.update(x, ())[0].tolist()
     ([[1.0, 2.0]], [(1+2j)])

@@ -15,12 +15,12 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.tiles import cut, tile_shape
-from gradcomp._src.core.residual_storage import is_stored, read
+from gradcomp._src.codecs.tiles import split_rows, tile_shape
+from gradcomp._src.core.residual_storage import is_stored, read_residual
 from gradcomp._src.core.state import CompressState, Watched
 from gradcomp._src.exchange.collectives import STAGE, Workers, psum
 from gradcomp._src.exchange.messages import Exchanged, OwnerResiduals, owned_leaves
-from gradcomp._src.exchange.plan import Plan, own_axes
+from gradcomp._src.exchange.plan import MessagePlan, own_axes
 from gradcomp._src.mesh.axes import AxisName
 
 # A prime, so that no axis of a leaf falls into step with the parts.
@@ -124,7 +124,7 @@ class WorkerLeaf(NamedTuple):
   mean: jax.Array
 
 
-def worker_sums(plan: Plan, leaves: Mapping[int, WorkerLeaf]) -> list[Sums]:
+def worker_sums(plan: MessagePlan, leaves: Mapping[int, WorkerLeaf]) -> list[Sums]:
   """Measures the leaves of one worker, by their numbers, except owner residuals."""
   codecs = _codecs(plan)
   levels = _levels([_sample(x.sent, codecs[i]) for i, x in leaves.items()])
@@ -184,7 +184,7 @@ def _exponents(x: jax.Array) -> jax.Array:
   return counts * (x.size / max(flat.size, 1))
 
 
-def _codecs(plan: Plan) -> list[Codec | None]:
+def _codecs(plan: MessagePlan) -> list[Codec | None]:
   """Returns the codec of each leaf's rows; None for leaves sent as low-rank factors."""
   result: dict[int, Codec] = {}
   for message in plan.messages:
@@ -199,7 +199,7 @@ def _buckets(x: jax.Array, codec: Codec | None) -> jax.Array:
   """Splits a leaf into its codec's buckets, ``[n, width]``. Zeros fill the last."""
   if codec is None or not x.size:
     return x.reshape(1, -1)
-  return cut(x, codec).reshape(-1, tile_shape(codec)[-1])
+  return split_rows(x, codec).reshape(-1, tile_shape(codec)[-1])
 
 
 def _sample(sent: jax.Array, codec: Codec | None) -> jax.Array:
@@ -235,7 +235,7 @@ def _filled(leaves: int, value: float) -> Sums:
 
 def measured(
   state: Any,
-  plan: Plan,
+  plan: MessagePlan,
   updates: Any,
   corrected: Sequence[jax.Array],
   exchanged: Exchanged,
@@ -252,7 +252,7 @@ def measured(
   factor = 1.0 if workers is None else workers.scale * size
   gradients = jax.tree.leaves(updates)
   nothing = [jnp.zeros(1, jnp.float32)] * len(gradients)
-  residuals = map(read, jax.tree.leaves(state.residual, is_leaf=is_stored))
+  residuals = map(read_residual, jax.tree.leaves(state.residual, is_leaf=is_stored))
   columns = (
     gradients,
     list(residuals) or nothing,
@@ -291,7 +291,7 @@ def _float32(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _over_workers(
-  plan: Plan,
+  plan: MessagePlan,
   own: list[Sums],
   leaves: Sequence[WorkerLeaf],
   workers: Workers | None,
@@ -335,7 +335,7 @@ def _with_true(sums: Sums, across: jax.Array) -> Sums:
 
 
 def _owned(
-  plan: Plan, residuals: OwnerResiduals | None, others: tuple[str, ...]
+  plan: MessagePlan, residuals: OwnerResiduals | None, others: tuple[str, ...]
 ) -> jax.Array:
   """Returns the squares of this worker's owner residuals, ``float32[leaves + 1]``.
 

@@ -11,10 +11,10 @@ from contextvars import ContextVar
 import jax
 
 from gradcomp._src.core.state import CompressState
-from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.exchange.plan import MessagePlan
 
 # Plans, each with the count of the state that was made for it.
-Told = list[tuple[Plan, jax.Array | None]]
+Told = list[tuple[MessagePlan, jax.Array | None]]
 
 _ASKED: ContextVar[Told | None] = ContextVar("asked", default=None)
 
@@ -30,7 +30,7 @@ def asked() -> Iterator[Told]:
     _ASKED.reset(token)
 
 
-def tell(plan: Plan) -> None:
+def tell(plan: MessagePlan) -> None:
   """Records the plan of the state that is made next."""
   told = _ASKED.get()
   if told is not None:
@@ -45,6 +45,6 @@ def tell_of(state: CompressState) -> CompressState:
   return state
 
 
-def plan_of(state: CompressState, told: Told) -> Plan | None:
+def plan_of(state: CompressState, told: Told) -> MessagePlan | None:
   """Returns the plan of a state, by the identity of its count; None if it is gone."""
   return next((plan for plan, count in told if count is state.count), None)

@@ -14,7 +14,7 @@ from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.kernels.common.fixed_point import FRACTION, held
 from gradcomp._src.kernels.common.scales import norms
 from gradcomp._src.kernels.common.threefry import threefry2x32
-from gradcomp._src.kernels.materialize import written
+from gradcomp._src.kernels.materialize import materialized
 
 Storage = Literal["float32", "bfloat16", "int8"]
 
@@ -97,11 +97,11 @@ def zeros(shape: tuple[int, ...], stored: Storage) -> Stored:
   return Int8Residual(jnp.zeros(shape, jnp.int8), scales)
 
 
-def read(residual: Stored) -> jax.Array:
+def read_residual(residual: Stored) -> jax.Array:
   """Returns the residual of a leaf as floats; a product with a scale is exact.
 
   Example:
-    >>> read(Int8Residual(jnp.array([-3, 5], jnp.int8), jnp.array([0.5])))
+    >>> read_residual(Int8Residual(jnp.array([-3, 5], jnp.int8), jnp.array([0.5])))
     Array([-1.5,  2.5], dtype=float32)
   """
   if not isinstance(residual, Int8Residual):
@@ -121,13 +121,13 @@ def lanes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return threefry2x32(key, (jnp.zeros_like(blocks), blocks), _ROUNDS)
 
   # Materialized: XLA would fuse the cipher into each of the four words that read it.
-  a, b = written(draw, key)
+  a, b = materialized(draw, key)
 
   def spread(a: jax.Array) -> jax.Array:
     words = jnp.concatenate([a, b, a ^ b, a ^ ((b << 16) | (b >> 16))])
     return lax.bitcast_convert_type(words, jnp.uint16).reshape(-1)[:size]
 
-  return written(spread, a).reshape(shape)
+  return materialized(spread, a).reshape(shape)
 
 
 def to_bfloat16(x: jax.Array, lane: jax.Array) -> jax.Array:
@@ -157,7 +157,7 @@ def to_int8(x: jax.Array, lane: jax.Array, blocks: int | None = None) -> Int8Res
 
   Example:
     >>> stored = to_int8(jnp.array([1.0, -0.25, 0.1]), jnp.zeros(3, jnp.uint16))
-    >>> read(stored).tolist(), float(stored.scales[0])
+    >>> read_residual(stored).tolist(), float(stored.scales[0])
     ([1.0, -0.25, 0.09375], 0.015625)
   """
   shape = x.shape
@@ -201,7 +201,7 @@ def correct(updates: Any, residual: Any, codec: LeafCodec) -> Any:
     wide = g.astype(working_dtype(codec, g.dtype))
     if residual is None:
       return wide
-    return read(residual).reshape(g.shape).astype(wide.dtype) + wide
+    return read_residual(residual).reshape(g.shape).astype(wide.dtype) + wide
 
   with jax.named_scope("gradcomp_correct"):
     return jax.tree.map(add, updates, *([] if residual is None else [residual]))

@@ -10,11 +10,11 @@ from gradcomp._src.core.residual_storage import (
   Int8Residual,
   Stored,
   lanes,
-  read,
+  read_residual,
   to_bfloat16,
   to_int8,
 )
-from gradcomp._src.kernels.materialize import rewritten
+from gradcomp._src.kernels.materialize import updated_in_place
 
 # Of an old residual, and of a 1.0 that ``materialize.rewritten`` gives.
 _Keep = Callable[[jax.Array, jax.Array], jax.Array]
@@ -54,7 +54,7 @@ def remainder(
       keep = _of_floats(unsent, usable)
     if unsent.shape == old.shape:
       return keep(old, jnp.float32(1.0)), count
-    new, count = rewritten(keep, old.reshape(unsent.shape), count)
+    new, count = updated_in_place(keep, old.reshape(unsent.shape), count)
     return new.reshape(old.shape), count
 
 
@@ -92,10 +92,10 @@ def _of_int8(
   """Computes the new residual in float32, before it is rounded to int8."""
 
   def keep(unsent: jax.Array, one: jax.Array) -> jax.Array:
-    kept = read(old._replace(codes=old.codes * one.astype(jnp.int8)))
+    kept = read_residual(old._replace(codes=old.codes * one.astype(jnp.int8)))
     finite = jnp.isfinite(unsent) & jnp.isfinite(mean * one)
     return jnp.where(finite, unsent, kept)
 
   # In the unsent part's memory on CPU: materialized once for both readers, the scale
   # and the codes.
-  return rewritten(keep, unsent, count)
+  return updated_in_place(keep, unsent, count)

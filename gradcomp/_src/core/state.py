@@ -16,7 +16,7 @@ from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.exchange.keys import Keys, StepKey
 from gradcomp._src.exchange.messages import OwnerResiduals
-from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
 
@@ -200,7 +200,7 @@ def seed_words(key: ArrayLike) -> jax.Array:
   return jnp.array(key_words(key))
 
 
-def step_keys(state: CompressState, plan: Plan, *, shared: bool) -> Keys:
+def step_keys(state: CompressState, plan: MessagePlan, *, shared: bool) -> Keys:
   """Returns the keys of a step: one a leaf, and one a codec for later stages.
 
   Each worker has its own keys, except for codecs that select elements on all workers
@@ -228,13 +228,13 @@ def step_keys(state: CompressState, plan: Plan, *, shared: bool) -> Keys:
     own = jax.vmap(fold_key, (0, None))(common, worker)
     dithers = jax.vmap(dither, (0, None))(common, worker) if shared else None
     for k, i in enumerate(numbers):
-      alike = sums.of(users[i][1]).alike
+      alike = sums.sum_of(users[i][1]).alike
       mine = common[k] if alike else own[k]
       keys[i] = StepKey(mine, None if dithers is None else dithers[k])
   return Keys(keys[: len(plan.names)], keys[len(plan.names) :])
 
 
-def residual_key(state: CompressState, plan: Plan, leaf: int) -> jax.Array:
+def residual_key(state: CompressState, plan: MessagePlan, leaf: int) -> jax.Array:
   """Returns a worker's key for rounding the residual of a leaf, ``uint32[2]``."""
   worker = 0 if plan.axis_name is None else lax.axis_index(plan.axis_name)
   (common,) = _keys(state, [f"residual\n{plan.names[leaf]}"])

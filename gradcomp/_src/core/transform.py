@@ -15,7 +15,7 @@ from gradcomp._src.core.codec_memory import as_stored, recall, remember
 from gradcomp._src.core.compression import Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
 from gradcomp._src.core.first_state import first_state
-from gradcomp._src.core.inputs import not_differentiated, of_reals
+from gradcomp._src.core.inputs import not_differentiated, on_real_pairs
 from gradcomp._src.core.measures import measured
 from gradcomp._src.core.planned_states import tell_of
 from gradcomp._src.core.residual_storage import correct
@@ -170,4 +170,4 @@ def compress(
     unreduced = not parts.exchange.sends
     return per_device(step, updates, state, across.axes, keeps_addends=unreduced)
 
-  return of_reals(init_fn, update_fn)
+  return on_real_pairs(init_fn, update_fn)

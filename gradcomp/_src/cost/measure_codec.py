@@ -68,7 +68,7 @@ def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]
     rows, agreed = payload.rows.shape[0], payload.agreed
     if agreed is not None:
       agreed = jnp.broadcast_to(agreed, (rows, agreed.shape[1]))
-    return sums.of(bound).gathered(received, agreed, 1 / _PAYLOADS)(0, rows)
+    return sums.sum_of(bound).gathered(received, agreed, 1 / _PAYLOADS)(0, rows)
 
   encoded = jax.jit(encode)
   payload = encoded(x)

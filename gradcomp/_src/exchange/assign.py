@@ -43,7 +43,7 @@ def leaf_codecs(
   result = []
   for leaf in leaves:
     bound = codec.bind(leaf)
-    total = sums.of(bound)
+    total = sums.sum_of(bound)
     rounds = rounds_of(bound, leaf.shape)
     words = sum(_words(x.codec, math.prod(x.shape)) for x in rounds)
     dense = _words(Dense(), leaf.size)

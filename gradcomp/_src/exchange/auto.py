@@ -87,7 +87,7 @@ def check_exchange(
   """Raises ValueError if the codec's sums or the axes do not allow the exchange."""
   if isinstance(exchange, Auto):
     return
-  refusal = sums.facts(codec).refusals.get(exchange.way)
+  refusal = sums.facts_of(codec).refusals.get(exchange.way)
   if refusal:
     raise ValueError(f'`exchange` must not be "{exchange.name}" for {refusal}')
   exchange.check_axes(axis_name)
@@ -130,7 +130,7 @@ def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
   """
   if not isinstance(exchange, Auto):
     return Choice(exchange, "asked for")
-  every = [sums.of(codec) for codec in layout.codecs]
+  every = [sums.sum_of(codec) for codec in layout.codecs]
   coded = [total for total in every if not total.plain]
   if not coded:
     return Choice(
@@ -160,6 +160,6 @@ def reencoding(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choic
     return Choice(AllGather(), "up to two workers it sends no more, and encodes once")
   if workers * layout.nbytes <= _TINY_MESSAGE:
     return Choice(AllGather(), "the message is tiny, and a second stage takes longer")
-  if any("owned" in sums.of(codec).refusals for codec in layout.codecs):
+  if any("owned" in sums.sum_of(codec).refusals for codec in layout.codecs):
     return Choice(AllGather(), "a codec of the message allows no second encoding")
   return Choice(TwoShot(feedback=exchange.keeps), "it sends 2/N of all_gather's bytes")

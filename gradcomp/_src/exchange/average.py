@@ -15,7 +15,7 @@ from gradcomp._src.exchange.keys import Keys
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.local import Local
 from gradcomp._src.exchange.notes import FITTING, noted
-from gradcomp._src.exchange.plan import Message, Plan
+from gradcomp._src.exchange.plan import Message, MessagePlan
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.mesh.axes import axis_names, require_size
 
@@ -36,7 +36,7 @@ def as_samples(layout: Layout, leaves: Leaves, workers: Workers | None) -> Sampl
   # An addend is an Nth of a worker's gradient, and may underflow in a type that holds
   # the gradient. With N a power of two the products are exact, so that plain jax.jit
   # has the bits of maps.
-  plain = all(sums.of(codec).plain for codec in layout.codecs)
+  plain = all(sums.sum_of(codec).plain for codec in layout.codecs)
   if workers is None or workers.scale != 1 or plain:
     return Samples(leaves, workers, lambda leaves: leaves)
   count = workers.size
@@ -71,7 +71,7 @@ def agree(
 
 
 def refit(
-  plan: Plan,
+  plan: MessagePlan,
   leaves: Sequence[jax.Array],
   memory: Sequence[Memory],
   step: jax.Array,

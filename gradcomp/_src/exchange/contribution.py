@@ -16,7 +16,7 @@ from gradcomp._src.codecs.protocol import Context
 from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, Sum
 from gradcomp._src.exchange.keys import Keys, StepKey
 from gradcomp._src.exchange.layout import Layout
-from gradcomp._src.kernels.materialize import LARGE, packed, written
+from gradcomp._src.kernels.materialize import LARGE, materialized, packed
 
 Leaves = list[jax.Array]
 
@@ -70,7 +70,7 @@ class Contribution:
   @functools.cached_property
   def sums(self) -> list[Sum]:
     """The sum of each codec."""
-    return [sums.of(codec) for codec in self.layout.codecs]
+    return [sums.sum_of(codec) for codec in self.layout.codecs]
 
   @functools.cached_property
   def agreed_rows(self) -> list[jax.Array | None]:
@@ -179,7 +179,7 @@ class Contribution:
     if not tiled or layout.elements < LARGE:
       return layout.decode(decoders())
     # A residual and every state of an optimizer read them, so a CPU materializes them.
-    return layout.shaped(written(lambda _: layout.viewed(decoders()), received))
+    return layout.shaped(materialized(lambda _: layout.viewed(decoders()), received))
 
   @property
   def nothing(self) -> list[None]:

@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.encoding import TOGETHER, Encoded, encode_leaves, to_agree
+from gradcomp._src.codecs.encoding import (
+  JOINT_ENCODING_ELEMENTS,
+  Encoded,
+  encode_leaves,
+  to_agree,
+)
 from gradcomp._src.codecs.protocol import Codec, Context, Leaf, LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.sum import RowDecoder
@@ -161,7 +166,7 @@ class Layout:
     for i, (slot, like) in enumerate(zip(self.slots, self.like, strict=True)):
       own = runs.setdefault(slot.group, [])
       filled[slot.group] = filled.get(slot.group, 0) + like.size
-      if not own or filled[slot.group] > TOGETHER:
+      if not own or filled[slot.group] > JOINT_ENCODING_ELEMENTS:
         own.append([])
         filled[slot.group] = like.size
       own[-1].append(i)
@@ -180,7 +185,7 @@ class Layout:
     return [jnp.concatenate(rows) for rows in parts]
 
 
-def plan(
+def plan_rows(
   leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
   codec: Codec,
   *,
@@ -191,7 +196,7 @@ def plan(
   Example:
     >>> from gradcomp.codecs import QSGD
     >>> leaves = [jnp.zeros(512), jnp.zeros((512, 512))]
-    >>> layout = plan(leaves, QSGD(bits=4))
+    >>> layout = plan_rows(leaves, QSGD(bits=4))
     >>> [type(codec).__name__ for codec in layout.codecs], layout.rows
     (['Dense', 'QSGD'], [4, 64])
   """

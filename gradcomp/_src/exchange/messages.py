@@ -16,7 +16,7 @@ from gradcomp._src.exchange.collectives import Workers, own_rows
 from gradcomp._src.exchange.keys import Keys
 from gradcomp._src.exchange.layout import Slot
 from gradcomp._src.exchange.notes import note, noted
-from gradcomp._src.exchange.plan import Message, Plan, own_axes
+from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
 from gradcomp._src.mesh.axes import Axes
 
 # Owner residuals by the axes that stack them: ("data",), or ("data", "model") for
@@ -71,7 +71,7 @@ class OwnedMatrix(NamedTuple):
         yield leaf, slot, like
 
 
-def owned_matrices(plan: Plan) -> dict[Axes, list[OwnedMatrix]]:
+def owned_matrices(plan: MessagePlan) -> dict[Axes, list[OwnedMatrix]]:
   """Lists the matrices with an owner residual, by mesh axes, in the state's order."""
   result: dict[Axes, list[OwnedMatrix]] = {}
   for message in plan.messages:
@@ -83,13 +83,13 @@ def owned_matrices(plan: Plan) -> dict[Axes, list[OwnedMatrix]]:
   return result
 
 
-def owner_shapes(plan: Plan) -> dict[Axes, list[tuple[int, ...]]]:
+def owner_shapes(plan: MessagePlan) -> dict[Axes, list[tuple[int, ...]]]:
   """Returns the shapes of a worker's owner residuals, by axes."""
   matrices = owned_matrices(plan)
   return {axes: [x.shape for x in found] for axes, found in matrices.items()}
 
 
-def owned_leaves(plan: Plan, worker: jax.Array) -> dict[Axes, list[jax.Array]]:
+def owned_leaves(plan: MessagePlan, worker: jax.Array) -> dict[Axes, list[jax.Array]]:
   """Returns the leaf number of each row of a worker's owner residuals, by axes.
 
   There is one array for each of :func:`owner_shapes`, ``int32[share]``. Rows that fill
@@ -106,7 +106,7 @@ def owned_leaves(plan: Plan, worker: jax.Array) -> dict[Axes, list[jax.Array]]:
 
 
 def average_leaves(
-  plan: Plan,
+  plan: MessagePlan,
   leaves: Sequence[jax.Array],
   keys: Keys,
   workers: Workers | None,
@@ -220,7 +220,7 @@ def _per_worker(mean: jax.Array, workers: Workers | None) -> jax.Array:
   return mean / workers.size
 
 
-def _shapes(plan: Plan, message: Message) -> list[tuple[int, ...] | None]:
+def _shapes(plan: MessagePlan, message: Message) -> list[tuple[int, ...] | None]:
   """Returns the shape of each codec's owner residual; None for one without."""
   layout = message.layout
   exchange = message.exchange
@@ -230,7 +230,7 @@ def _shapes(plan: Plan, message: Message) -> list[tuple[int, ...] | None]:
   # Owners of exact sums keep none. If a codec rounds sums at random in any case, they
   # keep one only if workers keep residuals, too: else the errors would add up.
   def keeps(codec: Codec) -> bool:
-    total = sums.of(codec)
+    total = sums.sum_of(codec)
     return not total.exact and (plan.feedback or not total.draws)
 
   return [

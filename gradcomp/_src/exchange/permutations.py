@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Round(NamedTuple):
+class Permutation(NamedTuple):
   """The receiver and the part of each of N workers in a round.
 
   Attributes:
@@ -17,7 +17,7 @@ class Round(NamedTuple):
   part: tuple[int, ...]
 
 
-def rounds(size: int) -> tuple[int, list[Round]]:
+def rounds(size: int) -> tuple[int, list[Permutation]]:
   """Returns the number of parts of a line, and the rounds that send all lines.
 
   Two workers that send to each other share a connection, and gloo writes to it and
@@ -32,7 +32,7 @@ def rounds(size: int) -> tuple[int, list[Round]]:
 
   Example:
     >>> rounds(3)
-    (1, [Round(to=(1, 2, 0), part=(0, 0, 0)), Round(to=(2, 0, 1), part=(0, 0, 0))])
+    (1, [Permutation(to=(1, 2, 0), part=(0, 0, 0)), Permutation(to=(2, 0, 1), part=(0, 0, 0))])
     >>> parts, found = rounds(4)
     >>> parts, len(found)
     (2, 6)
@@ -55,12 +55,12 @@ def _around(order: Sequence[int]) -> tuple[int, ...]:
   return tuple(order[(place + 1) % len(order)] for place in places)
 
 
-def _numbered(ways: Sequence[tuple[int, ...]]) -> list[Round]:
+def _numbered(ways: Sequence[tuple[int, ...]]) -> list[Permutation]:
   """Numbers the parts that each worker sends to one receiver."""
   sent: dict[tuple[int, int], int] = {}
   result = []
   for to in ways:
     pairs = list(enumerate(to))
-    result.append(Round(to, tuple(sent.get(pair, 0) for pair in pairs)))
+    result.append(Permutation(to, tuple(sent.get(pair, 0) for pair in pairs)))
     sent |= {pair: sent.get(pair, 0) + 1 for pair in pairs}
   return result

@@ -42,7 +42,7 @@ class Message(NamedTuple):
   keeps: bool = True
 
 
-class Plan(NamedTuple):
+class MessagePlan(NamedTuple):
   """The messages that one transformation sends in a step.
 
   Attributes:
@@ -104,7 +104,7 @@ def plan_messages(
   min_leaf_size: int | None,
   message_bytes: int | None,
   feedback: bool,
-) -> Plan:
+) -> MessagePlan:
   """Splits a list of leaves into messages.
 
   A round has one message, unless one of these rules makes more.
@@ -139,7 +139,7 @@ def plan_messages(
     jax.ShapeDtypeStruct(leaf.shape, working_dtype(codec, leaf.dtype))
     for leaf in leaves
   ]
-  total = sums.facts(codec)
+  total = sums.facts_of(codec)
   total.check(workers)
   addends = workers if exchange.sends else None
   whole = [
@@ -185,7 +185,7 @@ def plan_messages(
           kind.keeps,
         )
       )
-  return Plan(
+  return MessagePlan(
     tuple(map(keystr, paths)),
     tuple(bound),
     tuple(others),
@@ -219,7 +219,7 @@ def _pieces(
   filled: dict[_Kind, int] = {}
   for i, part in parts.items():
     codec = sent[i].codec
-    total = sums.of(codec)
+    total = sums.sum_of(codec)
     keeps = sent[i].of_leaf or total.exact
     wide = part.dtype == np.float64
     kind = _Kind(others[i], apart and total.plain, wide, keeps)

@@ -18,7 +18,7 @@ from gradcomp._src.exchange.collectives import Workers, shares
 from gradcomp._src.exchange.contribution import Contribution, Leaves, Total
 from gradcomp._src.exchange.keys import Keys
 from gradcomp._src.exchange.notes import note, noted
-from gradcomp._src.exchange.plan import Message, Plan
+from gradcomp._src.exchange.plan import Message, MessagePlan
 from gradcomp._src.exchange.two_shot import owned_rows
 
 
@@ -38,7 +38,7 @@ class OwnedMeans(NamedTuple):
 
 
 def average_owned(
-  plan: Plan,
+  plan: MessagePlan,
   leaves: Sequence[jax.Array],
   keys: Keys,
   workers: Workers,

@@ -98,7 +98,7 @@ def exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
     )
   if merge == "mean":
     return exchange
-  if is_codec(codec) and not sums.facts(codec).drops:
+  if is_codec(codec) and not sums.facts_of(codec).drops:
     raise ValueError(
       f'`merge` must be "mean" for a codec of which each worker sends all elements, '
       f'got "senders" and {codec}; use a sparse one like gradcomp.codecs.TopK().'

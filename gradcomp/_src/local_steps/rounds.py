@@ -31,7 +31,7 @@ class Fragment(NamedTuple):
   step: int
 
 
-def cut(sizes: Sequence[int], fragments: int, every: int) -> list[Fragment]:
+def split_fragments(sizes: Sequence[int], fragments: int, every: int) -> list[Fragment]:
   """Splits leaves, in their order, into fragments of similar numbers of elements.
 
   The last of P fragments is exchanged in the last of H steps, and the others H/P steps
@@ -41,7 +41,7 @@ def cut(sizes: Sequence[int], fragments: int, every: int) -> list[Fragment]:
     ValueError: there are fewer leaves than fragments.
 
   Example:
-    >>> cut([4, 4, 8], 2, every=30)
+    >>> split_fragments([4, 4, 8], 2, every=30)
     [Fragment(leaves=range(0, 2), step=15), Fragment(leaves=range(2, 3), step=30)]
   """
   if fragments > max(len(sizes), 1):
@@ -63,12 +63,12 @@ def cut(sizes: Sequence[int], fragments: int, every: int) -> list[Fragment]:
   ]
 
 
-def sizes_of(tree: Any) -> list[int]:
+def fragment_sizes(tree: Any) -> list[int]:
   """Returns the numbers of elements of a tree's leaves."""
   return [math.prod(x.shape) for x in jax.tree.leaves(tree)]
 
 
-def select(tree: Any, fragment: Fragment) -> Any:
+def select_fragment(tree: Any, fragment: Fragment) -> Any:
   """Replaces all leaves outside a fragment by ``optax.MaskedNode``."""
   leaves, treedef = jax.tree.flatten(tree)
   hole = optax.MaskedNode()
@@ -76,14 +76,14 @@ def select(tree: Any, fragment: Fragment) -> Any:
   return jax.tree.unflatten(treedef, kept)
 
 
-def join(trees: Sequence[Any], like: Any) -> Any:
-  """Joins the leaves of all fragments to a tree: the inverse of :func:`select`."""
+def join_fragments(trees: Sequence[Any], like: Any) -> Any:
+  """Joins the leaves of all fragments to a tree; inverts :func:`select_fragment`."""
   leaves = itertools.chain(*map(jax.tree.leaves, trees))
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Round:
+class LocalRound:
   """The optimizers and options of :func:`gradcomp.local.local_steps`."""
 
   inner: optax.GradientTransformationExtraArgs

@@ -35,11 +35,11 @@ from gradcomp._src.local_steps.options import (
 )
 from gradcomp._src.local_steps.rounds import (
   Fragment,
-  Round,
-  cut,
-  join,
-  select,
-  sizes_of,
+  LocalRound,
+  fragment_sizes,
+  join_fragments,
+  select_fragment,
+  split_fragments,
 )
 from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
 from gradcomp._src.mesh.reduction import reduction
@@ -211,7 +211,7 @@ def local_steps(
     check_floats("params", params)
 
     def first(fragment: Fragment) -> FragmentState:
-      leaves = select(params, fragment)
+      leaves = select_fragment(params, fragment)
       zeros = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), leaves)
       exchange = compressed.init(leaves)
       outer_state = outer.init(jax.tree.map(wide, leaves))
@@ -220,7 +220,7 @@ def local_steps(
     return LocalStepsState(
       jnp.zeros([], jnp.int32),
       first_own(params, names, inner.init),
-      tuple(map(first, cut(sizes_of(params), fragments, every))),
+      tuple(map(first, split_fragments(fragment_sizes(params), fragments, every))),
     )
 
   @cites(*papers)
@@ -251,7 +251,7 @@ def local_steps(
 
     def step(grads: Any, given: Any) -> tuple[Any, Any]:
       state, params = given
-      round_ = Round(inner, outer, compressed, axes, every, delay, mixing)
+      round_ = LocalRound(inner, outer, compressed, axes, every, delay, mixing)
       value = extra_args.get("value") if takes_value else None
       whole = lambda tree: jax.tree.map(
         lambda g: g * jnp.asarray(require_size(axes), g.dtype), tree
@@ -263,13 +263,15 @@ def local_steps(
       number = optax.safe_increment(state.count)
       found = []
       for fragment, kept in zip(
-        cut(sizes_of(params), fragments, every), state.fragments, strict=True
+        split_fragments(fragment_sizes(params), fragments, every),
+        state.fragments,
+        strict=True,
       ):
-        away, shared = (select(tree, fragment) for tree in (moved, params))
+        away, shared = (select_fragment(tree, fragment) for tree in (moved, params))
         found.append(round_.shared_step(fragment, number, kept, away, shared, value))
       new, moved, kept = zip(*found, strict=True)
-      own = OwnSteps({names: stored((join(moved, params), inner_state))})
-      return join(new, params), (LocalStepsState(number, own, kept), params)
+      own = OwnSteps({names: stored((join_fragments(moved, params), inner_state))})
+      return join_fragments(new, params), (LocalStepsState(number, own, kept), params)
 
     result, (state, _) = per_device(
       step, updates, (state, params), axes, keeps_addends=False

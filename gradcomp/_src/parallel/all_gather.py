@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from gradcomp._src.checks import one_of
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
-from gradcomp._src.parallel.gather_scatter import gather
+from gradcomp._src.parallel.gather_scatter import gather_shards
 from gradcomp._src.parallel.options import (
   Own,
   checked_axis,
   checked_floats,
   checked_key,
-  of_reals,
+  over_real_parts,
   wire,
 )
 
@@ -91,5 +91,5 @@ def all_gather(
   x = jnp.atleast_1d(checked_floats(x))
   axis = checked_axis("axis", axis, x.ndim)
   x = mark_varying(x, axis_name)
-  send = lambda x: gather(own_wire, axis, to == "invarying", x, key)
-  return of_reals(send, x)
+  send = lambda x: gather_shards(own_wire, axis, to == "invarying", x, key)
+  return over_real_parts(send, x)

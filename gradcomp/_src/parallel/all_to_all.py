@@ -15,10 +15,10 @@ from gradcomp._src.parallel.options import (
   checked_floats,
   checked_key,
   folded,
-  of_reals,
+  over_real_parts,
   wire,
 )
-from gradcomp._src.parallel.transport import cut, exchanged, joined
+from gradcomp._src.parallel.transport import concat, exchange_encoded, split_parts
 
 
 def all_to_all(
@@ -76,15 +76,15 @@ def all_to_all(
   along = checked_axis("concat_axis", concat_axis, x.ndim)
   check_divides("split_axis", x.shape, cut_axis, own_wire.size)
   x = mark_varying(x, axis_name)
-  return of_reals(lambda x: _all_to_all(own_wire, cut_axis, along, x, key), x)
+  return over_real_parts(lambda x: _all_to_all(own_wire, cut_axis, along, x, key), x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _all_to_all(
   wire: Wire, cut_axis: int, along: int, x: jax.Array, key: jax.Array | None
 ) -> jax.Array:
-  parts = exchanged(cut(x, cut_axis, wire.size), wire, key)
-  return joined(parts, along).astype(x.dtype)
+  parts = exchange_encoded(split_parts(x, cut_axis, wire.size), wire, key)
+  return concat(parts, along).astype(x.dtype)
 
 
 def _all_to_all_forward(

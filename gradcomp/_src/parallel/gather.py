@@ -18,15 +18,15 @@ from gradcomp._src.parallel.options import (
   checked_floats,
   checked_key,
   folded,
-  of_reals,
+  over_real_parts,
 )
 from gradcomp._src.parallel.transport import (
-  cut,
-  gathered,
-  joined,
-  lost,
+  concat,
+  gather_encoded,
+  loss_of,
   narrowed_parts,
-  reduced,
+  reduce_encoded,
+  split_parts,
 )
 
 
@@ -133,7 +133,7 @@ def gather(
   x = mark_varying(x, _axes_of(axis_name, residual))
   if residual is not None:
     _check_residual(residual, x, _residual_shape(x, axis, size))
-  whole = of_reals(lambda x: _gather(wire, axis, x, residual, key), x)
+  whole = over_real_parts(lambda x: _gather(wire, axis, x, residual, key), x)
   return whole if shape is None else whole[: math.prod(shape)].reshape(shape)
 
 
@@ -184,7 +184,7 @@ def _gather(
   residual: jax.Array | None,
   key: jax.Array | None,
 ) -> jax.Array:
-  whole = joined(gathered(x, wire, key), axis).astype(x.dtype)
+  whole = concat(gather_encoded(x, wire, key), axis).astype(x.dtype)
   return mark_varying(whole, wire.axis_name)
 
 
@@ -211,13 +211,13 @@ def _gather_backward(
   if residual is not None:
     old = residual.astype(jnp.float32)
     sent = sent + old
-  parts = cut(sent, axis, wire.size)
-  mine = reduced(parts, back, key)
+  parts = split_parts(sent, axis, wire.size)
+  mine = reduce_encoded(parts, back, key)
   if residual is None:
     return mine.astype(cotangent.dtype), None, None
-  unsent = lost(parts, back, key)
+  unsent = loss_of(parts, back, key)
   mine, unsent = narrowed_parts(mine, unsent, cotangent.dtype, back)
-  unsent = joined(unsent, axis)
+  unsent = concat(unsent, axis)
   kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
   return mine, kept, None
 

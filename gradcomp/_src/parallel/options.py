@@ -79,7 +79,9 @@ def checked_floats(x: Any) -> jax.Array:
   return x
 
 
-def of_reals(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def over_real_parts(
+  function: Callable[[jax.Array], jax.Array], x: jax.Array
+) -> jax.Array:
   """Applies a function of real arrays to complex ones as pairs on a last axis."""
   if not jnp.iscomplexobj(x):
     return function(x)

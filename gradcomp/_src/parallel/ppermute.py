@@ -13,10 +13,10 @@ from gradcomp._src.parallel.options import (
   checked_floats,
   checked_key,
   folded,
-  of_reals,
+  over_real_parts,
   wire,
 )
-from gradcomp._src.parallel.transport import sent
+from gradcomp._src.parallel.transport import send_along
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -65,7 +65,7 @@ def ppermute(
   key = checked_key(key, own_wire.codec, own_wire.backward)
   pairs = _checked_pairs(perm, own_wire.size)
   x = mark_varying(checked_floats(x), axis_name)
-  return of_reals(lambda x: _ppermute(own_wire, pairs, x, key), x)
+  return over_real_parts(lambda x: _ppermute(own_wire, pairs, x, key), x)
 
 
 def _checked_pairs(perm: Sequence[tuple[int, int]], workers: int) -> Pairs:
@@ -84,7 +84,7 @@ def _checked_pairs(perm: Sequence[tuple[int, int]], workers: int) -> Pairs:
 def _ppermute(
   wire: Wire, pairs: Pairs, x: jax.Array, key: jax.Array | None
 ) -> jax.Array:
-  return sent(x, wire, pairs, key).astype(x.dtype)
+  return send_along(x, wire, pairs, key).astype(x.dtype)
 
 
 def _ppermute_forward(

@@ -15,10 +15,10 @@ from gradcomp._src.parallel.options import (
   checked_floats,
   checked_key,
   folded,
-  of_reals,
+  over_real_parts,
   wire,
 )
-from gradcomp._src.parallel.transport import gathered, reduced
+from gradcomp._src.parallel.transport import gather_encoded, reduce_encoded
 
 
 def psum(
@@ -68,7 +68,7 @@ def psum(
   own_wire = wire(axis_name, codec, own="coded")
   key = checked_key(key, own_wire.codec)
   x = mark_varying(checked_floats(x), axis_name)
-  return of_reals(lambda x: _psum(own_wire, x, key), x)
+  return over_real_parts(lambda x: _psum(own_wire, x, key), x)
 
 
 def sum_gradients(
@@ -110,14 +110,14 @@ def sum_gradients(
   key = checked_key(key, own_wire.codec)
   x = checked_floats(x)
   varying = tuple(name for name in axis_names(axis_name) if name in varying_axes(x))
-  return of_reals(lambda x: _sum_gradients(own_wire, varying, x, key), x)
+  return over_real_parts(lambda x: _sum_gradients(own_wire, varying, x, key), x)
 
 
 def total(x: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
   """Returns the sum of all workers' arrays, equal on all of them, ``float32``."""
   own = by_owners(x, wire, key)[1]
   name = final_stage(x.size, Workers(wire.axis_name, wire.size, 1.0))
-  every = gathered(own, wire, owner_key(wire, key), name)
+  every = gather_encoded(own, wire, owner_key(wire, key), name)
   return every.reshape(-1)[: x.size].reshape(x.shape)
 
 
@@ -130,7 +130,7 @@ def by_owners(
   """
   flat = x.reshape(-1)
   parts = jnp.pad(flat, (0, -flat.size % wire.size)).reshape(wire.size, -1)
-  return parts, reduced(parts, wire, key, stage=True)
+  return parts, reduce_encoded(parts, wire, key, stage=True)
 
 
 def owner_key(wire: Wire, key: jax.Array | None) -> jax.Array | None:

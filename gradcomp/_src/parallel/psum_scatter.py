@@ -6,14 +6,14 @@ import jax
 
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
-from gradcomp._src.parallel.gather_scatter import scatter
+from gradcomp._src.parallel.gather_scatter import scatter_sums
 from gradcomp._src.parallel.options import (
   Own,
   check_divides,
   checked_axis,
   checked_floats,
   checked_key,
-  of_reals,
+  over_real_parts,
   wire,
 )
 
@@ -70,4 +70,4 @@ def psum_scatter(
   axis = checked_axis("axis", axis, x.ndim)
   check_divides("axis", x.shape, axis, own_wire.size)
   x = mark_varying(x, axis_name)
-  return of_reals(lambda x: scatter(own_wire, axis, x, key), x)
+  return over_real_parts(lambda x: scatter_sums(own_wire, axis, x, key), x)

@@ -17,7 +17,11 @@ from gradcomp._src.parallel.reshard_explicit import (
   check_explicit,
   undifferentiated,
 )
-from gradcomp._src.parallel.reshard_inside import Move, moved, moved_with_residual
+from gradcomp._src.parallel.reshard_inside import (
+  Transfer,
+  moved_with_residual,
+  transfer,
+)
 
 
 def reshard(
@@ -111,7 +115,7 @@ def reshard(
     return undifferentiated(path.with_residual, x, residual, key)
   require_size(move.axis_name)
   if residual is None:
-    return moved(x, move, codec, key)
+    return transfer(x, move, codec, key)
   with_residual = functools.partial(moved_with_residual, move, codec)
   return undifferentiated(with_residual, x, residual, key)
 
@@ -122,19 +126,19 @@ def _without(spec: PartitionSpec, axes: Any, ndim: int) -> PartitionSpec:
   return spec_of([[name for name in names if name not in axes] for names in cut])
 
 
-def _move(source: PartitionSpec, target: PartitionSpec, ndim: int) -> Move:
+def _move(source: PartitionSpec, target: PartitionSpec, ndim: int) -> Transfer:
   """Returns the collective from one spec to another; ValueError if there is none."""
   before, after = names_by_axis(source, ndim), names_by_axis(target, ndim)
   changed = [i for i in range(len(after)) if before[i : i + 1] != after[i : i + 1]]
   addends = frozenset(source.unreduced)
   if addends and not target.unreduced:
     if not changed:
-      return Move("sum", _name(sorted(addends)))
+      return Transfer("sum", _name(sorted(addends)))
     (axis, *more) = changed
     if not more and not before[axis] and set(after[axis]) == addends:
-      return Move("scatter", _name(after[axis]), axis)
+      return Transfer("scatter", _name(after[axis]), axis)
   elif len(changed) == 1 and not addends and not after[changed[0]]:
-    return Move("gather", _name(before[changed[0]]), changed[0])
+    return Transfer("gather", _name(before[changed[0]]), changed[0])
   raise ValueError(
     "`spec` must lead from addends to their sum, replicated or cut along one "
     "array axis over the same mesh axes, or from shards to the whole of one array "

@@ -12,14 +12,18 @@ from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.mesh.axes import axis_names
 from gradcomp._src.mesh.specs import entries, reduced_spec, stack_spec
 from gradcomp._src.parallel.options import folded
-from gradcomp._src.parallel.reshard_inside import Move, moved, moved_with_residual
+from gradcomp._src.parallel.reshard_inside import (
+  Transfer,
+  moved_with_residual,
+  transfer,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Path:
   """A change from one sharding to another, on a mesh with Explicit axes."""
 
-  move: Move
+  move: Transfer
   codec: Codec
   source: PartitionSpec
   target: PartitionSpec
@@ -28,7 +32,7 @@ class Path:
   def run(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
     """Returns the array in the target sharding."""
     result = self._mapped(
-      lambda x, key: moved(x, self.move, self.codec, key),
+      lambda x, key: transfer(x, self.move, self.codec, key),
       (self.source, PartitionSpec()),
       reduced_spec(self.target),
     )(x, key)

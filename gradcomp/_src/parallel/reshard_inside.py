@@ -15,17 +15,17 @@ from gradcomp._src.parallel.options import Wire, checked_key, wire
 from gradcomp._src.parallel.psum import by_owners, owner_key, psum, total
 from gradcomp._src.parallel.psum_scatter import psum_scatter
 from gradcomp._src.parallel.transport import (
-  cut,
-  gathered,
-  joined,
-  lost,
+  concat,
+  gather_encoded,
+  loss_of,
   mine,
   narrowed_parts,
-  reduced,
+  reduce_encoded,
+  split_parts,
 )
 
 
-class Move(NamedTuple):
+class Transfer(NamedTuple):
   """A collective that changes the sharding of an array over some axes.
 
   Attributes:
@@ -40,7 +40,9 @@ class Move(NamedTuple):
   axis: int = 0
 
 
-def moved(x: jax.Array, move: Move, codec: Codec, key: jax.Array | None) -> jax.Array:
+def transfer(
+  x: jax.Array, move: Transfer, codec: Codec, key: jax.Array | None
+) -> jax.Array:
   """Runs a collective on one worker, where a map binds the axes."""
   if move.kind == "sum":
     return psum(x, axis_name=move.axis_name, codec=codec, key=key)
@@ -60,7 +62,7 @@ def moved(x: jax.Array, move: Move, codec: Codec, key: jax.Array | None) -> jax.
 
 
 def moved_with_residual(
-  move: Move,
+  move: Transfer,
   codec: Codec,
   x: jax.Array,
   residual: jax.Array,
@@ -83,14 +85,17 @@ def moved_with_residual(
     result, rest = narrowed(total(corrected, options, words), x.dtype)
     unsent = _lost_in_sum(corrected, options, words) + rest / options.size
   elif move.kind == "scatter":
-    parts = cut(corrected, move.axis, options.size)
-    summed, unsent = reduced(parts, options, words), lost(parts, options, words)
+    parts = split_parts(corrected, move.axis, options.size)
+    summed, unsent = (
+      reduce_encoded(parts, options, words),
+      loss_of(parts, options, words),
+    )
     result, unsent = narrowed_parts(summed, unsent, x.dtype, options)
-    unsent = joined(unsent, move.axis)
+    unsent = concat(unsent, move.axis)
   else:
-    shards, rest = narrowed(gathered(corrected, options, words), x.dtype)
-    result = joined(shards, move.axis)
-    unsent = lost(corrected[None], options, words)[0]
+    shards, rest = narrowed(gather_encoded(corrected, options, words), x.dtype)
+    result = concat(shards, move.axis)
+    unsent = loss_of(corrected[None], options, words)[0]
     unsent = unsent + rest[lax.axis_index(move.axis_name)]
   unsent = unsent.reshape(old.shape)
   kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
@@ -101,8 +106,8 @@ def _lost_in_sum(x: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
   """Returns the rounding errors of this worker's array and of the sum that it owns."""
   worker = lax.axis_index(wire.axis_name)
   parts, own = by_owners(x, wire, key)
-  unsent = lost(parts, wire, key)
-  again = lost(own[None], wire, owner_key(wire, key))[0]
+  unsent = loss_of(parts, wire, key)
+  again = loss_of(own[None], wire, owner_key(wire, key))[0]
   # The owner sends the error of its sum in the next step, like its own.
   unsent = unsent + jnp.where(mine(worker, unsent), again, 0.0)
   return unsent.reshape(-1)[: x.size].reshape(x.shape)

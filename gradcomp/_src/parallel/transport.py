@@ -23,7 +23,7 @@ from gradcomp._src.exchange.collectives import (
 from gradcomp._src.floats.dtypes import narrowed
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import fold_key
-from gradcomp._src.kernels.materialize import written
+from gradcomp._src.kernels.materialize import materialized
 from gradcomp._src.parallel.options import Wire
 
 
@@ -60,7 +60,7 @@ def to_lines(arrays: jax.Array, codec: Codec, drawn: Draws) -> jax.Array:
     )
   # Materialized, however few rows: XLA would compute them anew for every slice or
   # reshape, word by word: ten times slower where one scale serves an array.
-  rows = written(lambda rows: rows, payload.rows)
+  rows = materialized(lambda rows: rows, payload.rows)
   agreed = [] if payload.agreed is None else [_words(payload.agreed)]
   return join([rows, *agreed], arrays.shape[0])
 
@@ -77,12 +77,12 @@ def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Ar
       # Materialized row by row: XLA would compute the row of every element of the
       # result, and its place there, which takes longer than decoding.
       decode = jax.vmap(codec.decode_rows)
-      tiles = decode(rows) if sums.of(codec).plain else written(decode, rows)
+      tiles = decode(rows) if sums.sum_of(codec).plain else materialized(decode, rows)
     else:
       rows, words = split(lines, [form.rows.shape, form.agreed.shape])
       agreed = _from_words(words, form.agreed.dtype)
       each = jax.vmap(lambda rows, agreed: payload_tiles(Payload(rows, agreed), codec))
-      tiles = written(lambda rows: each(rows, agreed), rows)
+      tiles = materialized(lambda rows: each(rows, agreed), rows)
     return jax.vmap(lambda tiles: from_tiles(tiles, like, codec))(tiles)
 
 
@@ -106,7 +106,7 @@ def _from_words(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
   return words.astype(dtype)
 
 
-def gathered(
+def gather_encoded(
   x: jax.Array, wire: Wire, key: jax.Array | None, name: str | None = None
 ) -> jax.Array:
   """Sends an array to all workers; returns all of them, ``float32[N, *x.shape]``.
@@ -123,7 +123,7 @@ def gathered(
   return arrays
 
 
-def exchanged(
+def exchange_encoded(
   parts: jax.Array, wire: Wire, key: jax.Array | None, *, stage: bool = False
 ) -> jax.Array:
   """Sends part d of ``[N, ...]`` to worker d; returns the parts from all, ``float32``.
@@ -140,20 +140,22 @@ def exchanged(
   return arrays
 
 
-def reduced(
+def reduce_encoded(
   parts: jax.Array, wire: Wire, key: jax.Array | None, *, stage: bool = False
 ) -> jax.Array:
   """Adds part d of all workers at worker d, in float32 and in the order of workers.
 
-  The arguments are those of :func:`exchanged`; the sum is ``float32[...]``.
+  The arguments are those of :func:`exchange_encoded`; the sum is ``float32[...]``.
   """
-  return sum_in_order(lambda part: part, exchanged(parts, wire, key, stage=stage))
+  return sum_in_order(
+    lambda part: part, exchange_encoded(parts, wire, key, stage=stage)
+  )
 
 
-def lost(parts: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
+def loss_of(parts: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
   """Returns the rounding errors of sent parts, ``[K, ...]``.
 
-  The arguments are those of :func:`exchanged`, or an array that is gathered, as
+  The arguments are those of :func:`exchange_encoded`, or an array that is gathered, as
   ``[1, ...]``.
   """
   # Encoded as for sending: XLA sees that, and encodes once.
@@ -177,7 +179,7 @@ def narrowed_parts(
   return narrow, unsent + jnp.where(own, rest, 0.0)
 
 
-def sent(
+def send_along(
   x: jax.Array,
   wire: Wire,
   pairs: Sequence[tuple[int, int]],
@@ -193,14 +195,14 @@ def sent(
   return jnp.where(jnp.any(receivers == worker), value, 0.0)
 
 
-def cut(x: jax.Array, axis: int, count: int) -> jax.Array:
+def split_parts(x: jax.Array, axis: int, count: int) -> jax.Array:
   """Splits an array into equal parts along an axis: ``[count, ...]``."""
   shape = (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
   return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
-def joined(parts: jax.Array, axis: int) -> jax.Array:
-  """Concatenates parts ``[count, ...]`` along an axis: the inverse of :func:`cut`."""
+def concat(parts: jax.Array, axis: int) -> jax.Array:
+  """Concatenates parts ``[count, ...]`` along an axis; inverts :func:`split_parts`."""
   count, *shape = parts.shape
   shape[axis] *= count
   return jnp.moveaxis(parts, 0, axis).reshape(shape)

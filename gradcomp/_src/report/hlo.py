@@ -73,7 +73,7 @@ class Program(NamedTuple):
   devices: int
 
 
-def read(text: str) -> Program:
+def parse_program(text: str) -> Program:
   """Returns the collectives of optimized HLO, including called computations.
 
   Raises:

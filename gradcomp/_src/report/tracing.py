@@ -18,7 +18,7 @@ from gradcomp._src.core.extra_args import stand_ins
 from gradcomp._src.core.state import is_state
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.notes import FITTING, NOTE, Every, Options, Parts, note
-from gradcomp._src.exchange.plan import Message, Plan
+from gradcomp._src.exchange.plan import Message, MessagePlan
 from gradcomp._src.mesh.axes import (
   EXPLAINED,
   UnboundAxisError,
@@ -53,7 +53,7 @@ class Found:
     every: n, if it sends in one of n steps.
   """
 
-  plan: Plan
+  plan: MessagePlan
   sizes: tuple[int, ...]
   state: int | None
   by_leaf: list[Fraction]
@@ -71,7 +71,7 @@ class Trace(NamedTuple):
   """
 
   found: list[Found]
-  made: list[tuple[Plan, dict[str, Any]]]
+  made: list[tuple[MessagePlan, dict[str, Any]]]
   state: Any
 
 
@@ -179,7 +179,7 @@ def _read(
       every = about.steps
     else:
       now, parts = about, ()
-      if isinstance(about, Plan):
+      if isinstance(about, MessagePlan):
         nothing = [Fraction(0)] * len(about.names)
         own = _bound(axis_names(about.axis_name or EXPLAINED[0]), sizes)
         of_axes = tuple(sizes[axis] for axis in own)
@@ -187,15 +187,15 @@ def _read(
   return result
 
 
-def _made(jaxpr: Jaxpr) -> list[tuple[Plan, dict[str, Any]]]:
+def _made(jaxpr: Jaxpr) -> list[tuple[MessagePlan, dict[str, Any]]]:
   """Returns the plan and the options of each transformation."""
-  result: list[tuple[Plan, dict[str, Any]]] = []
+  result: list[tuple[MessagePlan, dict[str, Any]]] = []
   options: dict[str, Any] = {}
   for equation, *_ in _told(jaxpr, {}, 1, _all):
     about = equation.params.get("about")
     if isinstance(about, Options):
       options |= about.named
-    elif isinstance(about, Plan):
+    elif isinstance(about, MessagePlan):
       result.append((about, options))
       options = {}
   return result

@@ -245,7 +245,7 @@ def wire_report(
       "`program` must be a jax.stages.Compiled, a jax.stages.Lowered or optimized HLO "
       f"text, got {type(program).__name__}; pass jax.jit(step).lower(...).compile()."
     )
-  found = hlo.read(text)
+  found = hlo.parse_program(text)
   if mesh is not None and mesh.size != found.devices:
     raise ValueError(
       f"`mesh` must be the one that the program was compiled for, with "

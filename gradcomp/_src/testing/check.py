@@ -219,11 +219,11 @@ def codec_laws(
     yield Law(laws.zeros_behind_change_nothing, codec)
   if codec.unbiased:
     yield Law(laws.mean_is_the_leaf, codec, draws=options.draws)
-    if codec.needs_key and not sums.of(first.codec).alike:
+    if codec.needs_key and not sums.sum_of(first.codec).alike:
       yield Law(laws.mean_is_the_leaf, codec, draws=options.draws, workers=workers)
       yield Law(laws.errors_of_workers_cancel, codec, options.most_variance)
   yield Law(laws.bytes_are_the_claim, codec, workers=workers)
-  refused = sums.facts(codec).refusals
+  refused = sums.facts_of(codec).refusals
   if options.keeps_range:
     for partial in (Ring(), Hierarchical(group_size=2)):
       if partial.way not in refused:

@@ -12,9 +12,9 @@ from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.sum import RowDecoder
 from gradcomp._src.core.feedback import Feedback
-from gradcomp._src.core.residual_storage import is_stored, kind, read
+from gradcomp._src.core.residual_storage import is_stored, kind, read_residual
 from gradcomp._src.core.state import CompressState
-from gradcomp._src.exchange.plan import Plan, own_axes
+from gradcomp._src.exchange.plan import MessagePlan, own_axes
 from gradcomp._src.report import tracing
 from gradcomp._src.testing import modes
 from gradcomp._src.testing.broken import BrokenLaw
@@ -28,7 +28,7 @@ def nothing_is_lost(
   transformation: optax.GradientTransformation,
   gradients: Gradients,
   *,
-  plan: Plan | None = None,
+  plan: MessagePlan | None = None,
   axis_name: str = "data",
 ) -> None:
   """Updates, residuals and owner residuals add up to the gradients, with feedback.
@@ -65,7 +65,7 @@ def nothing_is_lost(
       return
   owned = _owned_leaves(plan, gradients[0], state.server_residual)
   stored = jax.tree.leaves(state.residual, is_leaf=is_stored)
-  rest = [np.asarray(read(x), np.float32) for x in stored]
+  rest = [np.asarray(read_residual(x), np.float32) for x in stored]
   for i, (path, *given) in enumerate(zipped(*gradients)):
     means = [np.asarray(jax.tree.leaves(x)[i][0], np.float64) for x in outputs]
     sent = workers * np.sum(means, axis=0)
@@ -99,7 +99,7 @@ def _forgets(feedback: Feedback) -> bool:
   return float(feedback.waits(jnp.float32(1.0))) != 1.0
 
 
-def _owned_leaves(plan: Plan, gradients: Any, owned: Any) -> list[Any]:
+def _owned_leaves(plan: MessagePlan, gradients: Any, owned: Any) -> list[Any]:
   """Returns the owner residuals in the shapes of their leaves."""
   leaves = [np.zeros(x.shape[1:]) for x in jax.tree.leaves(gradients)]
   waiting = {axes: list(arrays) for axes, arrays in (owned or {}).items()}
@@ -107,7 +107,7 @@ def _owned_leaves(plan: Plan, gradients: Any, owned: Any) -> list[Any]:
     arrays = waiting.get(own_axes(plan.axis_name, message.others), [])
     decoders: list[RowDecoder] = []
     for codec in message.layout.codecs:
-      lossy = arrays and not sums.of(codec).exact
+      lossy = arrays and not sums.sum_of(codec).exact
       decoders.append(_decoder(codec, arrays.pop(0) if lossy else None))
     found = message.layout.decode(decoders)
     for i, leaf in zip(message.leaves, found, strict=True):

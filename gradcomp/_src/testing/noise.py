@@ -178,7 +178,7 @@ def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> None:
   """
   leaf = leaf_of(codec, x)
   (part, *_) = rounds_of(codec.bind(Leaf(leaf.shape)), leaf.shape)
-  total = sums.of(part.codec)
+  total = sums.sum_of(part.codec)
   if not total.alike:
     return
 
@@ -224,7 +224,7 @@ def errors_of_workers_cancel(
   """
   leaf = Leaf((size,))
   (part, *_) = rounds_of(codec.bind(leaf), leaf.shape)
-  if not codec.needs_key or not codec.unbiased or sums.of(part.codec).alike:
+  if not codec.needs_key or not codec.unbiased or sums.sum_of(part.codec).alike:
     return
   x = gaussian((workers, size))
   tx = compress(
@@ -288,7 +288,7 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> None:
     return
   size = _ROWS * tile
   bound: Any = codec.bind(Leaf((size,)))
-  if sums.of(bound).alike:
+  if sums.sum_of(bound).alike:
     return
   width = tile_shape(bound)[-1]
   # In the tiles, where a codec rounds: one that rotates has other elements there.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradcomp._src.core.residual_storage import is_stored, read
+from gradcomp._src.core.residual_storage import is_stored, read_residual
 from gradcomp._src.core.state import is_state, states_in
 from gradcomp._src.report.explain import explain
 from gradcomp._src.report.wire_report import wire_report
@@ -190,7 +190,7 @@ def _kept(run: modes.Run) -> Any:
     if not is_state(x):
       return x
     memory = x.memory and x.memory._replace(own=())
-    residual = jax.tree.map(read, x.residual, is_leaf=is_stored)
+    residual = jax.tree.map(read_residual, x.residual, is_leaf=is_stored)
     return x._replace(memory=memory, residual=residual)
 
   return run._replace(state=jax.tree.map(shared, run.state, is_leaf=is_state))

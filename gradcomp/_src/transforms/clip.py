@@ -11,7 +11,7 @@ from jax import lax
 from gradcomp._src.bibliography import LIN_2018, Citation, cites
 from gradcomp._src.checks import one_of, static_number
 from gradcomp._src.core import agreement
-from gradcomp._src.core.inputs import of_reals
+from gradcomp._src.core.inputs import on_real_pairs
 from gradcomp._src.exchange.collectives import largest, psum
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 from gradcomp._src.mesh.reduction import reduction
@@ -118,7 +118,7 @@ def clip_by_local_norm(
 
     return per_device(on_device, updates, state, axes, keeps_addends=True)
 
-  return of_reals(lambda params: optax.EmptyState(), update_fn)
+  return on_real_pairs(lambda params: optax.EmptyState(), update_fn)
 
 
 def _norm(

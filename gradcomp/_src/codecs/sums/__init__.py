@@ -39,29 +39,29 @@ from gradcomp._src.codecs.sums.tiles import Tiles as Tiles
 from gradcomp._src.codecs.sums.tiles import sum_in_order as sum_in_order
 
 
-def facts(codec: LeafCodec) -> SumFacts:
+def facts_of(codec: LeafCodec) -> SumFacts:
   """Returns the facts about a codec's sums; for a policy, about all its codecs' sums.
 
   Example:
-    >>> facts(gradcomp.codecs.Policy([(".", gradcomp.codecs.TopK())])).drops
+    >>> facts_of(gradcomp.codecs.Policy([(".", gradcomp.codecs.TopK())])).drops
     True
   """
   if isinstance(codec, Policy):
-    return Several(tuple(facts(part) for part in codec.codecs))
-  return of(codec)
+    return Several(tuple(facts_of(part) for part in codec.codecs))
+  return sum_of(codec)
 
 
-def of(codec: LeafCodec) -> Sum:
+def sum_of(codec: LeafCodec) -> Sum:
   """Returns the sum of a codec's payloads.
 
   Example:
-    >>> type(of(gradcomp.codecs.Ternary())).__name__  # workers share its scale
+    >>> type(sum_of(gradcomp.codecs.Ternary())).__name__  # workers share its scale
     'Codes'
-    >>> type(of(gradcomp.codecs.OneBit())).__name__
+    >>> type(sum_of(gradcomp.codecs.OneBit())).__name__
     'Tiles'
   """
   if isinstance(codec, RoundsCodec):
-    return of(codec.inner)
+    return sum_of(codec.inner)
   if is_adding(codec):
     return Numbers(codec)
   if is_shared(codec):
@@ -78,7 +78,7 @@ def of(codec: LeafCodec) -> Sum:
   return Floats(rows) if rows == Dense() else Tiles(rows)
 
 
-def every(codec: LeafCodec) -> tuple[Sum, ...]:
+def sums_of(codec: LeafCodec) -> tuple[Sum, ...]:
   """Returns the sum of a codec's payloads; for a policy, the sums of all its codecs."""
   parts = codec.codecs if isinstance(codec, Policy) else (codec,)
-  return tuple(map(of, parts))
+  return tuple(map(sum_of, parts))

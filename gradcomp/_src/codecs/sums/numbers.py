@@ -11,7 +11,7 @@ from gradcomp._src.codecs.protocol import AddingCodec, Context
 from gradcomp._src.codecs.sums.sum import Facts, Partial, RowDecoder, Sent, Way
 from gradcomp._src.codecs.sums.tiles import UNROLLED, cutter, in_order
 from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.kernels.materialize import packed, written
+from gradcomp._src.kernels.materialize import materialized, packed
 
 # An addition that rounds takes 60 operations. So fewer of them are written out, which
 # bounds the compile time.
@@ -99,7 +99,7 @@ class Numbers(Facts):
     return self.send(partial, key, context, keep=keep)
 
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
-    arrays = written(lambda rows: self._fold(rows, keep=keep)[:3], rows)
+    arrays = materialized(lambda rows: self._fold(rows, keep=keep)[:3], rows)
     return Partial(*arrays, scale=scale)
 
   def send(

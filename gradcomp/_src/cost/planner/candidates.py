@@ -276,4 +276,4 @@ def _for(speed: CodecSpeed | None) -> SpeedOf | None:
 
 
 def _or_copied(speed: SpeedOf) -> SpeedOf:
-  return lambda codec: _COPIED if sums.of(codec).plain else speed(codec)
+  return lambda codec: _COPIED if sums.sum_of(codec).plain else speed(codec)

@@ -24,10 +24,10 @@ from gradcomp._src.cost.planner.candidates import (
   speeds_of,
 )
 from gradcomp._src.cost.planner.compare import (
-  Model,
+  CandidateRow,
   Predicted,
   Refusal,
-  Row,
+  SampledModel,
   Setting,
   best,
   model_of,
@@ -100,8 +100,8 @@ class Plan:
     notes: caveats about the numbers.
   """
 
-  chosen: Row
-  rows: tuple[Row, ...]
+  chosen: CandidateRow
+  rows: tuple[CandidateRow, ...]
   refused: tuple[Refusal, ...]
   verdict: str
   notes: tuple[str, ...]
@@ -242,7 +242,7 @@ def plan(
     + ". Accuracy is not measured.",
   ]
   dense = setting.dense()
-  rows: list[Row] = []
+  rows: list[CandidateRow] = []
   chosen, alone = dense, ""
   if errors.workers == 1:
     alone = "one worker sends nothing"
@@ -275,10 +275,10 @@ def _compared(
   candidates: Sequence[Candidate],
   errors: Errors,
   speed_of: Callable[[Candidate], SpeedOf | None],
-  dense: Row,
-) -> tuple[list[Row], list[Refusal]]:
+  dense: CandidateRow,
+) -> tuple[list[CandidateRow], list[Refusal]]:
   """Returns the allowed rows, the best one for the model as it is, and the refusals."""
-  rows: list[Row] = []
+  rows: list[CandidateRow] = []
   refused: list[Refusal] = []
   for candidate in candidates:
     omega = errors.omega(candidate)
@@ -298,8 +298,8 @@ def _compared(
 
 
 def _chosen(
-  rows: Sequence[Row], dense: Row, margin: float, cluster: Cluster
-) -> tuple[Row, str]:
+  rows: Sequence[CandidateRow], dense: CandidateRow, margin: float, cluster: Cluster
+) -> tuple[CandidateRow, str]:
   """Returns the best row, or the plain mean's if it gains too little; and a verdict."""
   row = best(rows)
   if row.predicted.step_seconds <= (1 - margin) * dense.predicted.step_seconds:
@@ -309,7 +309,7 @@ def _chosen(
   return dense, report.refused(row, dense, margin, other, rate)
 
 
-def _rate(row: Row, dense: Row, cluster: Cluster) -> float:
+def _rate(row: CandidateRow, dense: CandidateRow, cluster: Cluster) -> float:
   """Returns the bytes per second below which a row is faster than a plain mean.
 
   It is 0 for one that sends no less, or is slower at every rate.
@@ -320,7 +320,7 @@ def _rate(row: Row, dense: Row, cluster: Cluster) -> float:
   return rate if rate < math.inf else 0.0
 
 
-def _leaves(gradients: Any, model: Model) -> list[np.ndarray]:
+def _leaves(gradients: Any, model: SampledModel) -> list[np.ndarray]:
   """Returns the leaves of gradients; ValueError unless they are like the model's."""
   like = model_of(gradients, "gradients")
   if like.treedef != model.treedef:

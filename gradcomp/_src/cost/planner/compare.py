@@ -35,7 +35,7 @@ _SIZES = (1 << 15, 1 << 20)
 Leaf = jax.ShapeDtypeStruct
 
 
-class Model(NamedTuple):
+class SampledModel(NamedTuple):
   """The shapes of parameters, hashable."""
 
   treedef: Any  # of the parameters
@@ -52,7 +52,7 @@ class Model(NamedTuple):
     """The number of elements of all leaves."""
     return sum(math.prod(leaf.shape) for leaf in self.leaves)
 
-  def joined(self, *, sparse: bool) -> "Model":
+  def joined(self, *, sparse: bool) -> "SampledModel":
     """Returns a model with the same elements in few leaves, to be traced fast.
 
     Tracing hundreds of leaves takes seconds, and there are dozens of candidates. The
@@ -76,7 +76,7 @@ class Model(NamedTuple):
     return model_of(joined)
 
 
-def model_of(params: Any, name: str = "params") -> Model:
+def model_of(params: Any, name: str = "params") -> SampledModel:
   """Returns the model of parameters, or of the tree that the argument ``name`` holds.
 
   Raises:
@@ -92,7 +92,7 @@ def model_of(params: Any, name: str = "params") -> Model:
       )
   like = jax.eval_shape(lambda params: params, params)
   found, treedef = jax.tree_util.tree_flatten_with_path(like)
-  model = Model(
+  model = SampledModel(
     treedef,
     tuple(Leaf(leaf.shape, leaf.dtype) for _, leaf in found),
     tuple(keystr(path, simple=True, separator="/") for path, _ in found),
@@ -124,7 +124,10 @@ def transformation(
 
 @functools.lru_cache(maxsize=1024)
 def explained(
-  candidate: Candidate, exchange: Exchange, model: Model, workers: int | tuple[int, int]
+  candidate: Candidate,
+  exchange: Exchange,
+  model: SampledModel,
+  workers: int | tuple[int, int],
 ) -> Explanation:
   """Explains a candidate: its messages and their bytes.
 
@@ -177,7 +180,7 @@ class Refusal(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class CandidateRow:
   """A candidate with an exchange.
 
   Attributes:
@@ -193,7 +196,7 @@ class Row:
   candidate: Candidate
   exchange: Exchange
   error: float
-  model: Model
+  model: SampledModel
   speed: SpeedOf
   explanation: Explanation
   predicted: Predicted
@@ -208,13 +211,13 @@ class Row:
 class Setting:
   """The model, the workers and the passes that all rows of a plan share."""
 
-  model: Model
+  model: SampledModel
   workers: int | tuple[int, int]  # N, or the sizes of two axes
   cluster: Cluster
   forward: float  # seconds of the pass
   backward: float  # seconds of the pass
 
-  def dense(self) -> Row:
+  def dense(self) -> CandidateRow:
     """Returns the row of a plain mean in float32."""
     row = self._row(DENSE, AllReduce(), 0.0, self.model, _no_speed, None)
     same = row.predicted._replace(speedup=1.0)
@@ -226,8 +229,8 @@ class Setting:
     omega: float,
     errors: Errors,
     speed: SpeedOf,
-    dense: Row,
-  ) -> tuple[list[Row], list[Refusal]]:
+    dense: CandidateRow,
+  ) -> tuple[list[CandidateRow], list[Refusal]]:
     """Returns a candidate's row with every exchange, and the refusals of others.
 
     If the budget allows none of them, there is one refusal for all.
@@ -256,7 +259,7 @@ class Setting:
       refused = [Refusal(candidate.name, "", excess[min(excess)])]
     return rows, refused
 
-  def exact(self, row: Row, dense: Row) -> Row:
+  def exact(self, row: CandidateRow, dense: CandidateRow) -> CandidateRow:
     """Returns a row for the leaves as they are, unjoined."""
     given = row.candidate, row.exchange, row.error
     return self._row(*given, self.model, row.speed, dense)
@@ -266,16 +269,16 @@ class Setting:
     candidate: Candidate,
     exchange: Exchange,
     error: float,
-    model: Model,
+    model: SampledModel,
     speed: SpeedOf,
-    dense: Row | None,
-  ) -> Row:
+    dense: CandidateRow | None,
+  ) -> CandidateRow:
     explanation = explained(candidate, cast(Hashable, exchange), model, self.workers)
     cost = exchange_seconds(explanation, self.cluster, speed)
     step = step_seconds(self.forward, self.backward, [(1.0, cost)], overlap=False)
     plain = dense.predicted.step_seconds if dense else step
     speedup = plain / step if step else 1.0
-    return Row(
+    return CandidateRow(
       candidate=candidate,
       exchange=exchange,
       error=error,
@@ -300,7 +303,7 @@ class Setting:
     )
 
 
-def best(rows: Sequence[Row]) -> Row:
+def best(rows: Sequence[CandidateRow]) -> CandidateRow:
   """Returns the fastest row; of equally fast ones, the most exact and simplest."""
   least = min(row.predicted.step_seconds for row in rows)
   near = [row for row in rows if row.predicted.step_seconds <= _ALIKE * least]

@@ -199,7 +199,7 @@ def mean_error(
     >>> round(mean_error(0.036, codec, TwoShot(), [8], biased=False), 3)
     0.036
   """
-  coded = [total for total in sums.every(codec) if not total.plain]
+  coded = [total for total in sums.sums_of(codec) if not total.plain]
   errors = (_of_sum(omega, total, exchange, sizes, biased) for total in coded)
   return max(errors, default=0.0)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from gradcomp._src.cost.planner.compare import Refusal, Row
+from gradcomp._src.cost.planner.compare import CandidateRow, Refusal
 from gradcomp._src.report.table import aligned
 
 _HEADER = (
@@ -12,7 +12,7 @@ _HEADER = (
 )
 
 
-def chosen(row: Row, dense: Row) -> str:
+def chosen(row: CandidateRow, dense: CandidateRow) -> str:
   """Returns the verdict for a candidate that is faster than a plain mean."""
   return (
     f"{row.candidate.verdict}: {row.name} {_ms(row)}, dense {_ms(dense)}: "
@@ -20,7 +20,13 @@ def chosen(row: Row, dense: Row) -> str:
   )
 
 
-def refused(row: Row, dense: Row, margin: float, other: Row, rate: float) -> str:
+def refused(
+  row: CandidateRow,
+  dense: CandidateRow,
+  margin: float,
+  other: CandidateRow,
+  rate: float,
+) -> str:
   """Returns the verdict where the best candidate gains less than ``margin`` of a step.
 
   ``other`` is the candidate that beats a plain mean up to the highest ``rate``, in
@@ -40,7 +46,7 @@ def refused(row: Row, dense: Row, margin: float, other: Row, rate: float) -> str
   return f"do not: compression loses here: {times}; {below}"
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[CandidateRow]) -> list[str]:
   """Returns the lines of the table, the fastest row first."""
   rows = sorted(rows, key=lambda row: row.predicted.step_seconds)
   return aligned([_HEADER, *map(_cells, rows)], right=range(2, len(_HEADER)))
@@ -55,7 +61,7 @@ def refusals(refused: Sequence[Refusal]) -> list[str]:
   return lines
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: CandidateRow) -> list[str]:
   predicted = row.predicted
   cost = predicted.breakdown
   parts = (cost.encode, cost.wire_seconds, cost.add + cost.decode)
@@ -69,7 +75,7 @@ def _cells(row: Row) -> list[str]:
   ]
 
 
-def _ms(row: Row) -> str:
+def _ms(row: CandidateRow) -> str:
   return f"{_in_ms(row.predicted.step_seconds)} ms"
 
 

@@ -19,7 +19,7 @@ from gradcomp._src.checks import one_tree
 from gradcomp._src.core.extra_args import stand_ins
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.mesh.types import mark_varying, varying_axes
-from gradcomp._src.parallel.zero.trace import Trace, arrays_in, trace
+from gradcomp._src.parallel.zero.trace import OptimizerTrace, arrays_in, trace
 from gradcomp._src.parallel.zero.treatment import ELEMENTWISE, follow, kinds_of
 
 
@@ -124,13 +124,16 @@ def _only(leaf: int | None, x: Any, count: int) -> list[Any]:
   return [x if i == leaf else None for i in range(count)]
 
 
-def _of(trace: Trace, leaf: int, state: Sequence[Any]) -> list[Any]:
+def _of(trace: OptimizerTrace, leaf: int, state: Sequence[Any]) -> list[Any]:
   """Returns the leaves of a state that belong to one parameter."""
   return [x for x, owner in zip(state, trace.owners, strict=True) if owner == leaf]
 
 
 def _stored(
-  trace: Trace, shared: Sequence[Any], found: Sequence[Sequence[Any]], leaves: OwnedRows
+  trace: OptimizerTrace,
+  shared: Sequence[Any],
+  found: Sequence[Sequence[Any]],
+  leaves: OwnedRows,
 ) -> Any:
   """Builds the state from shared leaves and the leaves of each matrix."""
   nodes, treedef = jax.tree.flatten(trace.stored, is_leaf=is_rows)

@@ -15,7 +15,7 @@ from gradcomp._src.core.measures import Sums, measured
 from gradcomp._src.core.state import OwnedRows, Watched
 from gradcomp._src.exchange.collectives import STAGE, psum
 from gradcomp._src.exchange.messages import Exchanged
-from gradcomp._src.exchange.plan import Plan
+from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.exchange.reduce_scatter import OwnedMeans
 from gradcomp._src.mesh.axes import axis_names
 from gradcomp._src.mesh.types import mark_varying
@@ -38,7 +38,7 @@ class Changes(NamedTuple):
 
 def measured_zero(
   state: Watched,
-  plan: Plan,
+  plan: MessagePlan,
   updates: Any,
   corrected: Sequence[jax.Array],
   averaged: OwnedMeans,

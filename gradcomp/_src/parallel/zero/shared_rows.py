@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec
 from gradcomp._src.codecs.protocol import Codec, Leaf, LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.row_codec import to_nearest
-from gradcomp._src.codecs.tiles import cut, from_tiles, tile_shape, uncut
+from gradcomp._src.codecs.tiles import from_tiles, join_rows, split_rows, tile_shape
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.exchange.assign import leaf_codecs
 from gradcomp._src.exchange.collectives import Workers, own_rows
 from gradcomp._src.exchange.layout import Layout, Slot
-from gradcomp._src.exchange.plan import Message, Plan, own_axes
+from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
 from gradcomp._src.exchange.reduce_scatter import gather_owned, own_share
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.mesh.closures import OF_OPTIMIZER, with_arrays
@@ -39,7 +39,7 @@ class SharedRows:
     workers: the workers.
   """
 
-  plan: Plan
+  plan: MessagePlan
   codecs: tuple[tuple[LeafCodec, ...], ...]
   workers: Workers
 
@@ -181,7 +181,7 @@ def _counts(layout: Layout, group: int, row: jax.Array) -> jax.Array:
 
 
 def share_rows(
-  plan: Plan,
+  plan: MessagePlan,
   codec: LeafCodec,
   min_leaf_size: int | None,
   workers: Workers,
@@ -236,7 +236,9 @@ def _matrices(message: Message, leaves: Sequence[jax.Array]) -> list[jax.Array]:
   parts: list[list[jax.Array]] = [[] for _ in layout.codecs]
   for i, slot in zip(message.leaves, layout.slots, strict=True):
     codec = layout.codecs[slot.group]
-    parts[slot.group].append(cut(leaves[i], codec).reshape(-1, *tile_shape(codec)))
+    parts[slot.group].append(
+      split_rows(leaves[i], codec).reshape(-1, *tile_shape(codec))
+    )
   return [jnp.concatenate(rows) for rows in parts]
 
 
@@ -244,7 +246,7 @@ def _leaves(message: Message, matrices: Sequence[jax.Array]) -> dict[int, jax.Ar
   """Joins rows to leaves: the inverse of :func:`_matrices`."""
   layout = message.layout
   return {
-    i: uncut(
+    i: join_rows(
       matrices[slot.group][slot.start : slot.stop], like, layout.codecs[slot.group]
     )
     for i, slot, like in zip(message.leaves, layout.slots, layout.like, strict=True)

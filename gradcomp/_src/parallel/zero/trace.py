@@ -14,7 +14,7 @@ from gradcomp._src.core.state import OwnedRows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Trace:
+class OptimizerTrace:
   """The traced functions of an optimizer, and the structure of its state.
 
   Attributes:
@@ -38,7 +38,7 @@ class Trace:
 
 def trace(
   inner: optax.GradientTransformationExtraArgs, params: Any, extra_args: dict[str, Any]
-) -> Trace:
+) -> OptimizerTrace:
   """Traces an optimizer with shapes of parameters.
 
   ValueError if its state has other arrays than numbers and trees like the parameters.
@@ -57,7 +57,7 @@ def trace(
       f"init, got {made}."
     )
   count = len(jax.tree.leaves(params))
-  return Trace(init, update, count, *_places(state, params))
+  return OptimizerTrace(init, update, count, *_places(state, params))
 
 
 def arrays_in(extra_args: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from gradcomp._src.core import agreement
 from gradcomp._src.core.codec_memory import recall, remember
 from gradcomp._src.core.compression import Across, Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
-from gradcomp._src.core.inputs import not_differentiated, of_reals, pairs, whole
+from gradcomp._src.core.inputs import not_differentiated, on_real_pairs, pairs, whole
 from gradcomp._src.core.residual_storage import correct
 from gradcomp._src.core.state import CompressState, OwnedRows, Watched, step_keys
 from gradcomp._src.core.transform import compress
@@ -307,7 +307,7 @@ def zero(
 
     return rows, rows.by_axes(averaged.means), keep
 
-  reals = of_reals(init_fn, update_fn)
+  reals = on_real_pairs(init_fn, update_fn)
   return optax.GradientTransformationExtraArgs(init_fn, reals.update)
 
 

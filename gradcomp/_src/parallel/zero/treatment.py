@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from gradcomp._src.parallel.zero.trace import Trace
+from gradcomp._src.parallel.zero.trace import OptimizerTrace
 
 # JAX's primitives whose results have each element from one element of each argument.
 ELEMENTWISE = frozenset(
@@ -216,7 +216,7 @@ _CURE = (
 
 
 def kinds_of(
-  trace: Trace, names: Sequence[str], complexes: Sequence[bool] = ()
+  trace: OptimizerTrace, names: Sequence[str], complexes: Sequence[bool] = ()
 ) -> tuple[int, ...]:
   """Returns a number for each leaf, equal for leaves that are treated equally.
 
