@@ -13,10 +13,10 @@ PLAN = ("-m", "gradcomp", "plan", "--params", "1e6", "--workers", "2", "--gbit",
 # A program of a user, whose types are those of the library and of its kernels.
 TYPED = """
 import gradcomp
-from gradcomp.kernels import qsgd
+from gradcomp.kernels import pack_planes
 
 reveal_type(gradcomp.qsgd)
-reveal_type(qsgd.encode_rows)
+reveal_type(pack_planes)
 """
 
 

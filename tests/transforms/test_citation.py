@@ -137,7 +137,12 @@ def test_local_steps_and_zero_have_papers_and_those_of_their_parts():
   options = dict(every=4, codec=codecs.BlockTop(), axis_name="host")
   one, several = (
     gradcomp.citation(
-      gradcomp.local.local_steps(inner, optax.sgd(1.0), fragments=number, **options)
+      gradcomp.local.local_steps(
+        inner,
+        optax.sgd(1.0),
+        options=gradcomp.local.LocalOptions(fragments=number),
+        **options,
+      )
     )
     for number in (1, 2)
   )
