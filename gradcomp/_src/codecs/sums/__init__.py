@@ -13,30 +13,11 @@ from gradcomp._src.codecs.protocol import (
 )
 from gradcomp._src.codecs.rounds import RoundsCodec
 from gradcomp._src.codecs.sparse import DroppingCodec, LinearCodec, SparseCodec
-from gradcomp._src.codecs.sums.codes import Codes as Codes
-from gradcomp._src.codecs.sums.codes import pack_sums as pack_sums
-from gradcomp._src.codecs.sums.codes import packed_shape as packed_shape
-from gradcomp._src.codecs.sums.codes import sum_bits as sum_bits
-from gradcomp._src.codecs.sums.codes import sum_dtype as sum_dtype
-from gradcomp._src.codecs.sums.codes import sum_limit as sum_limit
-from gradcomp._src.codecs.sums.entries import Blocks as Blocks
-from gradcomp._src.codecs.sums.entries import Chosen as Chosen
-from gradcomp._src.codecs.sums.entries import Entries as Entries
-from gradcomp._src.codecs.sums.entries import Floats as Floats
-from gradcomp._src.codecs.sums.numbers import Numbers as Numbers
-from gradcomp._src.codecs.sums.sum import LeafRows as LeafRows
-from gradcomp._src.codecs.sums.sum import Partial as Partial
-from gradcomp._src.codecs.sums.sum import PartialSum as PartialSum
-from gradcomp._src.codecs.sums.sum import ReducibleSum as ReducibleSum
-from gradcomp._src.codecs.sums.sum import RowDecoder as RowDecoder
-from gradcomp._src.codecs.sums.sum import Sent as Sent
-from gradcomp._src.codecs.sums.sum import Several as Several
-from gradcomp._src.codecs.sums.sum import Sum as Sum
-from gradcomp._src.codecs.sums.sum import SumFacts as SumFacts
-from gradcomp._src.codecs.sums.sum import Way as Way
-from gradcomp._src.codecs.sums.tiles import Ranged as Ranged
-from gradcomp._src.codecs.sums.tiles import Tiles as Tiles
-from gradcomp._src.codecs.sums.tiles import sum_in_order as sum_in_order
+from gradcomp._src.codecs.sums.codes import Codes
+from gradcomp._src.codecs.sums.entries import Blocks, Chosen, Entries, Floats
+from gradcomp._src.codecs.sums.numbers import Numbers
+from gradcomp._src.codecs.sums.sum import Several, Sum, SumFacts
+from gradcomp._src.codecs.sums.tiles import Ranged, Tiles
 
 
 def facts_of(codec: LeafCodec) -> SumFacts:
