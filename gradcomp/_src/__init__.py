@@ -1,1 +1,1 @@
-"""The rooms of the library; what is public stands in the modules of gradcomp."""
+"""The rooms of the library; public names stand in the modules of gradcomp."""

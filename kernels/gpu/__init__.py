@@ -1,1 +1,1 @@
-"""Choice of the implementation, and what kernels for GPUs share."""
+"""Choice of the implementation, and common parts of the kernels for GPUs."""
