@@ -70,7 +70,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
   Non-uniform levels are multiples of 1/256 of the norm, the same on both sides of zero.
   Of all such levels they have the least variance of stochastic rounding. They are
   fitted to the gradients of all workers every ``refit_every`` steps, for all leaves
-  together, and travel in every row: see :class:`FittedCodec`.
+  together, and travel in every row.
 
   With ``rotate`` each element is spread over a group of 8 or 32 before it is encoded,
   and gathered after the last sum. Then a few large elements do not spoil the others.

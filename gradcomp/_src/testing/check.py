@@ -85,7 +85,7 @@ def check_codec(
   ``jax_num_cpu_devices``.
 
   It takes some seconds, most of them to compile. Every law is also a function of
-  ``testing.laws``.
+  ``gradcomp.testing.laws``.
 
   Args:
     codec: the codec, as users make it.
