@@ -40,7 +40,6 @@ def remainder(
       written, see ``materialize.updated_in_place``.
     key: makes the key for the rounding to fewer bits, ``uint32[2]``.
   """
-
   with jax.named_scope("gradcomp_residual"):
     if isinstance(old, Int8Residual):
       wide = unsent.astype(jnp.float32).reshape(old.codes.shape)
