@@ -6,7 +6,7 @@ and ADDRESS is where the others reach it; on one machine, leave it out.
   python -m examples.elastic FOLDER HOST --hosts 4 --address ADDRESS
 
 This is the supervisor, which knows nothing of JAX: a process that computes is ended by
-JAX when another one dies. It starts elastic_worker.py, and again for each generation: a
+JAX when another one dies. It starts elastic/worker.py, and again for each generation: a
 fixed list of hosts, which lasts until one of them fails or another one wants to join.
 Supervisors need no server. They know each other by files in the folder.
 

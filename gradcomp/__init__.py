@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 __all__ = [
   "CompressOptions",
-  "TrainOptions",
   "ErrorFeedback",
   "MomentumFeedback",
+  "TrainOptions",
   "__version__",
   "aps",
   "blocktop",
@@ -87,8 +87,8 @@ __all__ = [
   "state_specs",
   "telemetry",
   "terngrad",
-  "topk",
   "testing",
+  "topk",
   "value_and_grad",
   "wire",
   "wire_report",

@@ -3,7 +3,7 @@
   python -m gradcomp plan --params 25M --workers 8 --gbit 10
 
 prints the seconds of each codec and exchange, and a recommendation. --help of it lists
-the options. `gradcomp.plan` does this for the parameters of a program.
+the options. `gradcomp.cost.plan` does this for the parameters of a program.
 """
 
 import argparse

@@ -299,7 +299,7 @@ def main() -> None:
   parser = cli.parser(
     __doc__,
     quick="two cases",
-    output="Markdown file; default: results/gpu/ptx_check.md, if not --quick",
+    output="Markdown; default: benchmarks/results/gpu/ptx_check.md, if not --quick",
   )
   parser.add_argument("--cases", nargs="+", help="by default those that are timed")
   options = parser.parse_args()

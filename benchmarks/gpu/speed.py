@@ -293,7 +293,7 @@ def main(arguments: list[str] | None = None) -> None:
   parser = cli.parser(
     __doc__,
     quick="one size and four cases, two of them where interpreted",
-    output="JSON file; default: results/gpu/gpu_kernels.json, if not --quick",
+    output="JSON; default: benchmarks/results/gpu/gpu_kernels.json, if not --quick",
   )
   timed = [name for name, case in CASES.items() if case.timed]
   parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES)

@@ -1,6 +1,6 @@
 """Forwards frames between the ports of a switch, each after a fixed time.
 
-  python links/delay.py SECONDS PORT PORT...      links/hosts.py starts it
+  python benchmarks/links/delay.py SECONDS PORT PORT...    links/hosts.py starts it
 
 It is for kernels without netem, and stands in the place of a bridge. It learns which
 port each address is behind. A frame is read with its offload header and handed on with

@@ -76,7 +76,7 @@ def draw(times: dict[str, float], path: pathlib.Path) -> None:
 
 def main() -> None:
   parser = cli.parser(
-    __doc__, quick="the same picture", output="default: docs/speed.png"
+    __doc__, quick="the same picture", output="default: docs/results/speed.png"
   )
   default = cli.ROOT / "docs" / "results" / "speed.png"
   options = parser.parse_args()

@@ -85,7 +85,7 @@ def probed(hosts: list[links_hosts.Host], speed: float | None) -> list[float]:
 
 
 def probes(hosts: list[links_hosts.Host], nbytes: int) -> list[dict[str, float]]:
-  """Returns what :func:`link_probe.probe` finds on each host."""
+  """Returns what :func:`probe.probe` finds on each host."""
   job = {"nbytes": nbytes}
   return run_workers(hosts, "probe", job, 120, environment={})
 

@@ -9,7 +9,7 @@
   python -m benchmarks.study run --rate 1gbit loopback --hosts 2 4 --networks
     lenet --codecs f32 qsgd-4 --steps-only 20 --output DIR    (as root)
   python -m benchmarks.study run --launches papers --idx datasets/fashion-mnist
-    --output DIR    (all of docs/results.md but its times, in about a day of one core)
+    --output DIR    (all of docs/results/ but its times, in about a day of one core)
   python -m benchmarks.study run --launches digits --output DIR
   python -m benchmarks.study report DIR [DIR ...]
 

@@ -1,1 +1,1 @@
-"""The rooms of the library; the modules of gradcomp itself hold the public names."""
+"""The rooms of the library; public names stand in the modules of gradcomp."""

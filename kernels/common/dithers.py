@@ -29,7 +29,7 @@ _ROUNDS = 13
 def dither(key: jax.Array, worker: jax.Array | int = 0) -> jax.Array:
   """Returns the dither of one of the workers that share a key: ``uint32[3]``.
 
-  Its last word holds the worker's :func:`mask` twice, once for each half of a word.
+  Its last word holds the worker's mask of 16 bits twice, once for each half of a word.
 
   Args:
     key: ``uint32[2]``, the key that the workers share.

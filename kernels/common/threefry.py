@@ -1,6 +1,6 @@
 """Counter-based random bits, as plain uint32 arithmetic that XLA fuses.
 
-``jax.random`` materialises its bits before they are used, which costs 20 to 38 times a
+``jax.random`` materializes its bits before they are used, which costs 20 to 38 times a
 memory copy for an array of the gradient's size on CPU. The same cipher written as array
 arithmetic fuses into the expression that consumes the bits.
 """

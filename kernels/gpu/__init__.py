@@ -1,1 +1,1 @@
-"""Choice of the implementation, and parts that the kernels for GPUs share."""
+"""Choice of the implementation, and common parts of the kernels for GPUs."""

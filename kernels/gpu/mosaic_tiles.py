@@ -1,7 +1,7 @@
 """Common parts of the encoders that are Mosaic GPU kernels (Hopper and newer).
 
-This is the counterpart of ``blocks``. Each program of the grid is a warpgroup of 128
-threads and encodes one tile. A plane is one bucket. Reductions are only over whole
+This is the counterpart of ``triton_tiles``. Each program of the grid is a warpgroup of
+128 threads and encodes one tile. A plane is one bucket. Reductions are only over whole
 planes, since Mosaic cannot reduce single axes of matrices. The reference encodes the
 last, partial tile.
 
@@ -117,7 +117,7 @@ def encode(
   last: Reference,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes an array tile by tile: see :func:`blocks.encode`.
+  """Encodes an array tile by tile: see :func:`triton_tiles.encode`.
 
   ``body`` is called with a :class:`Tile`. ``interpret`` is a
   ``plgpu.InterpretGPUParams``, which JAX has from 0.11 on, or None.

@@ -1,8 +1,8 @@
 """Every transformation is what optax, flax and JAX expect of a good citizen.
 
-A new transformation is one more line in ``citizen_cases.FACTORIES``. Gradients pass
-through a wrapper as they would without it, bit for bit: whatever compiles the codecs,
-the bits agree.
+A new transformation is one more line in ``FACTORIES`` of cases/citizen.py. Gradients
+pass through a wrapper as they would without it, bit for bit: whatever compiles the
+codecs, the bits agree.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Computes QSGD with clipped levels in plain NumPy, for the library to agree with.
 
 Written from docs/inside/wire-format.md: a leaf is filled with copies, and its scales
-are a multiple of the root mean squares of buckets. All else is that of :mod:`oracle`.
+are a multiple of the root mean squares of buckets. All else is that of :mod:`qsgd`.
 """
 
 import numpy as np
@@ -42,7 +42,7 @@ def encode(x, *, bits, bucket_size, scales, **rule):
     bits: the bits of a code, 1 to 4.
     bucket_size: the elements that share a scale.
     scales: float32[tiles, P], as the library found them.
-    **rule: of :func:`oracle.qsgd_encode`.
+    **rule: of :func:`qsgd.qsgd_encode`.
   """
   return qsgd.qsgd_encode(
     filled(x, bucket_size),

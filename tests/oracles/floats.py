@@ -8,7 +8,7 @@ descriptions of the same rounding, none taken from the library:
 * :func:`round_exactly` rounds one rational number.
 
 Numbers are float32 or float64 arrays; float64 holds every product of two float32
-numbers, and ``oracle_float_sums.odd_sum`` what matters of every sum.
+numbers, and ``float_sums.odd_sum`` what matters of every sum.
 """
 
 from fractions import Fraction
@@ -130,7 +130,7 @@ def encode(x, fmt, rounding="nearest_even", *, draws=None, saturate=False):
   """The codes of numbers, uint32, for every format.
 
   Args:
-    x: float32 or float64; sums by way of ``oracle_float_sums.odd_sum``.
+    x: float32 or float64; sums by way of ``float_sums.odd_sum``.
     fmt: a :class:`Format`.
     rounding: "nearest_even", "toward_zero" or "stochastic", which needs float32.
     draws: the 32-bit integers R of stochastic rounding.

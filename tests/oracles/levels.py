@@ -129,8 +129,8 @@ def levels_encode(
     bits: the bits of a code, 2 to 4.
     bucket_size: the elements that share a scale; None is one scale a tensor.
     rounding: "nearest" or "stochastic".
-    lanes: uint32[tiles, P, B] to use instead of :func:`oracle.random_lanes`.
-    first_row: the index of the first row, for :func:`oracle.random_lanes`.
+    lanes: uint32[tiles, P, B] to use instead of :func:`qsgd.random_lanes`.
+    first_row: the index of the first row, for :func:`qsgd.random_lanes`.
     scale_per_row: by tensor, one scale for each row, as in later stages.
   """
   count = 2 ** (bits - 1)

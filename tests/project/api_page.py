@@ -64,10 +64,10 @@ def namespaces(path="gradcomp", module=gradcomp):
 def page():
   lines = [INTRODUCTION]
   for path, module in namespaces():
-    lines += ["", f"## {path}", "", line(module), ""]
+    lines += ["", f"## {path}", "", line(module)]
     found = {x: y for x, y in names(module).items() if not isinstance(y, ModuleType)}
     if found:
-      lines += ["| name | |", "| --- | --- |"]
+      lines += ["", "| name | |", "| --- | --- |"]
       lines += [f"| `{name}` | {line(value)} |" for name, value in found.items()]
   return "\n".join(lines).rstrip("\n") + "\n"
 

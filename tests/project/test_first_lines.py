@@ -61,7 +61,7 @@ def test_first_lines_name_things_in_the_words_of_the_field() -> None:
     for line, text in documented(ast.parse(path.read_text(encoding="utf-8")))
     if (why := defects(text.split("\n\n")[0]))
   ]
-  assert not broken, f"{len(broken)} first lines:\n" + "\n".join(broken)
+  assert not broken, "\n".join(broken)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Holds the cases of `codec_cases` to the laws of `gradcomp.testing`.
+"""Holds the cases of `cases/codec.py` to the laws of `gradcomp.testing`.
 
 What only a case knows is here: how the page reads a payload, and whose statistics they
 are. And the tests' ways to encode and to decode a leaf.

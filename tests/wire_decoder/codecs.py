@@ -1,7 +1,7 @@
 """Reads payloads of OneBit, Ternary, EightBit, FloatCast, Natural, and fitted QSGD.
 
-Like wire_decoder.py: from docs/inside/wire-format.md alone, with NumPy only, and
-refusing, with ``ValueError``, what no encoder that follows the page could have sent.
+Like words.py: from docs/inside/wire-format.md alone, with NumPy only, and refusing,
+with ``ValueError``, what no encoder that follows the page could have sent.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Rotates tiles back as docs/inside/wire-format.md describes it, with NumPy only.
 
-Like :mod:`wire_decoder`, it is written from that page and from nothing else.
+Like words.py, it is written from that page and from nothing else.
 """
 
 import numpy as np

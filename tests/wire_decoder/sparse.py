@@ -1,7 +1,7 @@
 """Reads payloads of TopK and RandomK.
 
-Like wire_decoder.py: from docs/inside/wire-format.md alone, with NumPy only, and
-refusing, with ``ValueError``, what no encoder that follows the page could have sent.
+Like words.py: from docs/inside/wire-format.md alone, with NumPy only, and refusing,
+with ``ValueError``, what no encoder that follows the page could have sent.
 """
 
 from typing import NamedTuple

@@ -172,29 +172,6 @@ def decode_dense(rows, size, dtype):
   return patterns.view(dtype).astype(np.float32)
 
 
-def split_all_gather(message, matrices):
-  """The matrices of an `all_gather` message.
-
-  Args:
-    message: uint32[M], what one worker sends, or uint32[N, M], what each receives.
-    matrices: a list of (rows, words a row), in the order of the message.
-
-  Returns:
-    A list of uint32[rows, words], or of uint32[N, rows, words].
-  """
-  message = checked_words(message, (1, 2), "message")
-  lines = [rows * words for rows, words in matrices]
-  if message.shape[-1] != sum(lines):
-    raise ValueError(
-      f"the message must have {sum(lines)} words, got {message.shape[-1]}."
-    )
-  parts = np.split(message, np.cumsum(lines)[:-1], axis=-1) if lines else []
-  return [
-    part.reshape(*message.shape[:-1], rows, words)
-    for part, (rows, words) in zip(parts, matrices, strict=True)
-  ]
-
-
 def _top(bits, levels):
   if levels == "uniform":
     return 2**bits - 1

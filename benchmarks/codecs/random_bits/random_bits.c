@@ -1,6 +1,6 @@
 /* Draws random bits as the rounding draws them, for the batteries of TestU01.
 
-     cc -O3 -march=native -DROUNDS=13 ... (random_bits.py has the whole line)
+     cc -O3 -march=native -DROUNDS=13 ... (test.py has the whole line)
      random_bits LANES ALONG KEY BATTERY [TEST...]
      random_bits LANES ALONG KEY write [WORDS]
 
@@ -16,7 +16,7 @@
    from one to the next. Where no TEST is named it runs all, in an order that mixes their
    kinds, so that a part of a battery says something of every kind. After each test it
    prints its p-values, a line each: "p-value", the test's number, the value, the name.
-   "write" writes words to the standard output, WORDS or without end. random_streams.py
+   "write" writes words to the standard output, WORDS or without end. streams.py
    has a model of these streams. */
 
 #include <bbattery.h>

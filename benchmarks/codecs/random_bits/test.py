@@ -24,9 +24,9 @@ ends each of them early, and the verdict then has the words "so far". Those of T
 mix their kinds of tests, so that a part of a battery has some of every kind.
 
 --rounds compares other numbers of rounds. Results on 13 and fewer are in
-results/random_bits.md: SmallCrush fails a pair at 8 rounds and every stream at 7, and
-passes all of them from 9 on. 13 are the fewest of which the cipher's authors know no
-statistical flaw, and so they stay.
+results/codecs/random_bits.md: SmallCrush fails a pair at 8 rounds and every stream at
+7, and passes all of them from 9 on. 13 are the fewest of which the cipher's authors
+know no statistical flaw, and so they stay.
 
 Needs a C compiler and TestU01 (Debian: libtestu01-0-dev in non-free), and dieharder for
 the battery of that name. With --output, random_bits.json and random_bits.md there are

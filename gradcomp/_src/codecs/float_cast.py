@@ -81,8 +81,8 @@ class FloatCast:
       2**23; exchanges set it to N. Default: 1.
     implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
       Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See
-      ``dispatch.run``. Default: None.
+      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md.
+      Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, or there is one exponent bit and no

@@ -51,8 +51,8 @@ class Natural(RoundsAtRandom, RowCodec):
       Default: ``"stochastic"``.
     implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
       Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See
-      ``dispatch.run``. Default: None.
+      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md.
+      Default: None.
 
   Raises:
     ValueError: an attribute is another one, when the codec is made; or ``encode`` has

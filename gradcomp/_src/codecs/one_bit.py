@@ -49,8 +49,8 @@ class OneBit:
       Default: False.
     implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
       Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See
-      ``dispatch.run``. Default: None.
+      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md.
+      Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, when the codec is made.

@@ -27,7 +27,7 @@ class Context(NamedTuple):
   Attributes:
     agreed: the scale, or the byte of the exponent, that all workers agree on.
     dither: ``uint32[3]``, the random source in place of the key: the key that all
-      workers share, and the worker's mask, see ``common.dithers``.
+      workers share, and the worker's mask, see :func:`gradcomp.kernels.dither`.
     levels: the levels that are fitted to the gradients of all workers.
     thresholds: ``float32[rows]``, from the worker's last search; 0 for none.
     turn: ``float32[]``, the sign to send in this step: 1 or -1.

@@ -70,11 +70,10 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
   Non-uniform levels are multiples of 1/256 of the norm, the same on both sides of zero.
   Of all such levels they have the least variance of stochastic rounding. They are
   fitted to the gradients of all workers every ``refit_every`` steps, for all leaves
-  together, and travel in every row: see :class:`FittedCodec`.
+  together, and travel in every row.
 
   With ``rotate`` each element is spread over a group of 8 or 32 before it is encoded,
-  and gathered after the last sum, see ``rotation.rotate``. Then a
-  few large elements do not spoil the others.
+  and gathered after the last sum. Then a few large elements do not spoil the others.
 
   A payload has ``32 / floor(32 / bits)`` bits an element and 32 bits a bucket, 4.0625
   bits at 4 bits and buckets of 512, in whole tiles of ``floor(32 / bits)`` buckets.
@@ -114,8 +113,8 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
       Default: 100.
     implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
       Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See
-      ``dispatch.run``. Default: None.
+      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md.
+      Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``

@@ -88,8 +88,8 @@ class Ternary(RoundsAtRandom, SharedScales, SameForAll):
       round means to nearest if they keep what that loses. Default: ``"stochastic"``.
     implementation: how the encoder runs: ``"xla"``; ``"pallas"``; ``"mosaic"``, for
       Hopper and newer; ``"pallas_interpret"``, slow and for tests; or None, which takes
-      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See
-      ``dispatch.run``. Default: None.
+      ``"pallas"`` on CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md.
+      Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, when the codec is made; or ``encode``

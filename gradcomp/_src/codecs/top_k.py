@@ -104,8 +104,7 @@ class TopK(SparseRows):
     implementation: how elements that reach a threshold are counted and listed, but with
       ``exact``: ``"xla"``; ``"pallas"``; ``"mosaic"``, for Hopper and newer;
       ``"pallas_interpret"``, slow and for tests; or None, which takes ``"pallas"`` on
-      CUDA devices and ``"xla"`` elsewhere. See
-      ``dispatch.run``. Default: None.
+      CUDA devices and ``"xla"`` elsewhere. See docs/inside/kernels.md. Default: None.
 
   Raises:
     ValueError: a hyperparameter is outside these, or a quantizer goes with ``sampled``

@@ -16,7 +16,7 @@ from gradcomp._src.core.residual_storage import (
 )
 from gradcomp._src.kernels.materialize import updated_in_place
 
-# Of an old residual, and of a 1.0 that ``materialize.rewritten`` gives.
+# Of an old residual, and of a 1.0 that ``materialize.updated_in_place`` gives.
 _Keep = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -37,10 +37,9 @@ def remainder(
     mean: the mean of all workers, float32.
     old: the residual of the last step. The new one has its storage format.
     count: the number of the step, ``int32[]``. It is returned for the next array to be
-      written, see ``materialize.rewritten``.
+      written, see ``materialize.updated_in_place``.
     key: makes the key for the rounding to fewer bits, ``uint32[2]``.
   """
-
   with jax.named_scope("gradcomp_residual"):
     if isinstance(old, Int8Residual):
       wide = unsent.astype(jnp.float32).reshape(old.codes.shape)

@@ -33,7 +33,7 @@ CODED_ONCE = Work(encoded=Fraction(1), decoded=Fraction(1))
 class Exchange(Protocol):
   """A schedule of sends and additions of rows, a frozen dataclass with its options.
 
-  It does not know the numbers that are added: a ``sum.Sum`` does.
+  It does not know the numbers that are added: the sum of the codec does.
   """
 
   name: ClassVar[str]

@@ -96,9 +96,10 @@ def all_reduce(
 
 
 def round_off_error(exact: jax.Array, rounded: jax.Array) -> jax.Array:
-  r"""Returns the mean relative error, :math:`\frac{1}{n} \sum |(h_i - l_i) / h_i|`.
+  r"""Returns the mean relative error of the elements of an array.
 
-  Elements whose exact value is zero have no relative error, and are left out.
+  It is :math:`\frac{1}{n} \sum |(h_i - l_i) / h_i|`. Elements whose exact value is zero
+  have no relative error, and are left out.
 
   Args:
     exact: :math:`h`, an array of any shape.

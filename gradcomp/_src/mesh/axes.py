@@ -1,4 +1,4 @@
-"""Names and sizes of axes, and whether an enclosing map binds them.
+"""Names and sizes of axes, the maps that bind them, and axes that mark a trace.
 
 The spellings in this folder are those of JAX 0.10.2 to 0.12. Differences among
 versions, or between pmap, vmap and shard_map, stay in it.

@@ -16,7 +16,6 @@ from gradcomp._src.kernels.common.threefry import fold_key, key_words
 from gradcomp._src.mesh.axes import AxisName, require_size
 
 Own = Literal["exact", "coded"]
-Backward = Codec | Literal["same"] | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``explain``: the bytes of a function's collectives, before it runs."""
+"""``trace_wire``: the bytes of a function's collectives, before it runs."""
 
 import dataclasses
 import math
@@ -63,7 +63,7 @@ def trace_wire(
   collectives are read, both this library's and JAX's own. Bytes are counted as
   :func:`gradcomp.wire_report` counts them in a compiled program. Trips of loops count,
   but for those of ``while``; every branch of a conditional counts. For an optimizer,
-  also :func:`zero`, see :func:`gradcomp.explain`.
+  also :func:`gradcomp.parallel.zero`, see :func:`gradcomp.explain`.
 
   Args:
     function: a function of the arrays that one worker has, which may differ between

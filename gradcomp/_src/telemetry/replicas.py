@@ -1,4 +1,4 @@
-"""``check_replicas``: compares the copies of a tree on all workers."""
+"""``compare_replicas``: compares the copies of a tree on all workers."""
 
 import dataclasses
 import functools

@@ -12,7 +12,7 @@ class BrokenLaw(AssertionError):
   to look.
 
   Attributes:
-    law: the name of the law, a function of ``testing.laws``.
+    law: the name of the law, a function of ``gradcomp.testing.laws``.
 
   Example:
     >>> str(BrokenLaw("a_law", "Codec()", "be even", "7 is odd", "`encode`"))

@@ -75,7 +75,7 @@ def check_codec(
   exchanges: Sequence[ExchangeName | Exchange] = ("all_gather", "two_shot"),
   options: CheckOptions = _DEFAULTS,
 ) -> None:
-  """Tests a codec by every law of this library, by itself and in exchanges.
+  """Holds a codec to every law of this library, by itself and in exchanges.
 
   First the codec by itself: it is a value and pure, shapes and dtypes return, zeros
   stay zeros, NaN is seen, padding leaks nowhere, rows are independent, it is unbiased
@@ -85,7 +85,7 @@ def check_codec(
   ``jax_num_cpu_devices``.
 
   It takes some seconds, most of them to compile. Every law is also a function of
-  ``testing.laws``.
+  ``gradcomp.testing.laws``.
 
   Args:
     codec: the codec, as users make it.

@@ -222,7 +222,7 @@ def zeros_behind_change_nothing(
         f"encode {described(leaf)} as with zeros behind it, to whole tiles of {tile}",
         f"of its payload {told}",
         "what fills the last tile in `encode`; if zeros would count as elements, its "
-        "statistics are of the leaf's own, which own_statistics=True tells check_codec",
+        "statistics are of the leaf's own, as CheckOptions(own_statistics=True) says",
       )
   if told := difference(rows, padded.rows):
     raise BrokenLaw(

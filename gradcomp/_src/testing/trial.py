@@ -67,7 +67,7 @@ def round_trip(codec: LeafCodec, x: jax.Array, key: ArrayLike = KEY) -> jax.Arra
 
 
 def trial(codec: LeafCodec, x: ArrayLike, key: ArrayLike = KEY) -> Trial:
-  """Encodes and decodes a leaf, by a program that is compiled once.
+  """Encodes and decodes a leaf by a program that is compiled once.
 
   Args:
     codec: the codec.

@@ -213,8 +213,9 @@ def _name(codec: LeafCodec) -> str:
 def packaged_speeds(backend: str) -> Mapping[str, CodecSpeed]:
   """Returns the speeds in the package, by the names of candidates.
 
-  They are those of ``benchmarks/results/codec_speed*.json``, scaled to one speed of the
-  memory: see ``benchmarks/models/package_speeds.py``. Two cores worked for one process.
+  They are those of ``codec_speed*.json`` in ``benchmarks/results/codecs``, scaled to
+  one speed of the memory: see ``benchmarks/models/package_speeds.py``. Two cores worked
+  for one process.
 
   Args:
     backend: JAX's name of it, like ``"cpu"``.

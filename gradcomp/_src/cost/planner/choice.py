@@ -54,8 +54,7 @@ class PlanOptions:
       package's for the backend.
     gradients: gradients like the parameters, to measure errors on, which compiles each
       codec; normal numbers by default.
-    candidates: candidates, or codecs; by default
-      ``planner.CANDIDATES``.
+    candidates: candidates, or codecs; by default ``gradcomp.cost.CANDIDATES``.
     margin: the part of a step that compression must gain, from 0 to below 1.
 
   Raises:
@@ -157,12 +156,11 @@ def plan(
 
   A codec loses :math:`\omega = E \lVert Q(g) - g \rVert^2 / \lVert g \rVert^2` of a
   gradient. The error of the mean that workers receive also depends on the exchange and
-  on N: see ``planner.mean_error``. It is relative to a mean of
-  independent gradients. Over N, it is relative to one of equal gradients. A biased
-  codec must keep residuals, and those need :math:`\omega < 1`. A sparse one lets an
-  element wait for ``1 / density`` steps, which may be a tenth of ``steps``. Its means
-  are never encoded by owners, who would drop elements. Of the others these are allowed,
-  with N workers:
+  on N. It is relative to a mean of independent gradients. Over N, it is relative to one
+  of equal gradients. A biased codec must keep residuals, which need :math:`\omega < 1`.
+  A sparse one lets an element wait for ``1 / density`` steps, which may be a tenth of
+  ``steps``. Its means are never encoded by owners, who would drop elements. Of the
+  others these are allowed, with N workers:
 
   ================  ==================================================================
   ``budget``        candidates

@@ -186,7 +186,7 @@ class CandidateRow:
   Attributes:
     candidate: the candidate.
     exchange: the exchange.
-    error: of the mean, see ``planner.mean_error``.
+    error: of the mean, see ``errors.mean_error``.
     model: the leaves of ``explanation``.
     speed: the speeds of its codec.
     explanation: its messages and bytes.

@@ -1,7 +1,0 @@
-"""Methods that are not proven yet.
-
-A method enters with one file, one test that calls ``gradcomp.testing.check_codec`` or
-``check_transformation``, and a docstring that names its paper.
-"""
-
-__all__: list[str] = []
