@@ -5,4 +5,19 @@ A method enters with one file in this folder, one test that calls
 its paper.
 """
 
-__all__: list[str] = []
+import importlib
+import pkgutil
+from types import ModuleType
+
+# The files of this folder, each imported at its first use.
+__all__ = sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def __getattr__(name: str) -> ModuleType:
+  if name in __all__:
+    return importlib.import_module(f"{__name__}.{name}")
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return __all__

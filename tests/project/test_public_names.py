@@ -4,6 +4,8 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import gradcomp
 
 FLAT = {
@@ -50,3 +52,14 @@ def test_every_public_class_and_function_has_a_docstring():
       value = getattr(space, public)
       if inspect.isclass(value) or inspect.isroutine(value):
         assert inspect.getdoc(value), (name, public)
+
+
+def test_a_file_of_contrib_is_found_without_another_change(tmp_path, monkeypatch):
+  (tmp_path / "method.py").write_text("BITS = 3\n")
+  contrib = gradcomp.contrib
+  monkeypatch.setattr(contrib, "__path__", [*contrib.__path__, str(tmp_path)])
+  monkeypatch.setattr(contrib, "__all__", [*contrib.__all__, "method"])
+  assert gradcomp.contrib.method.BITS == 3 and "method" in dir(contrib)
+  with pytest.raises(AttributeError, match="has no attribute 'other'"):
+    contrib.other()
+  del sys.modules["gradcomp.contrib.method"], contrib.method
