@@ -5,9 +5,9 @@
     python -m examples.model_parallel --channels 32 --passes 4 --checkpoint saved
 
 The net is Dettmers' (2016): two hidden layers with dropout, trained by RMSProp. Each
-layer is cut by its outputs. Workers gather activations after the unit, and scatter the
-errors of their inputs, both in the codec. With ``--channels``, a convolution stands in
-front. It is whole on every worker, each convolves its own samples, and its gradients
+layer is sharded by its outputs. Workers gather activations after the unit, and scatter
+the errors of their inputs, both in the codec. With ``--channels``, a convolution stands
+in front. It is whole on every worker, each convolves its own samples, and its gradients
 are averaged in float32. Without accelerators it emulates eight devices on the CPU.
 """
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs += run_codec(name, Task(images, METHODS[name], args, mesh), images, args)
   print(report.table(runs))
   print(footnote(mesh.size).replace("mean", "exchange"))
-  title = f"dense layers cut over {mesh.size} workers, {args.dataset}"
+  title = f"dense layers sharded over {mesh.size} workers, {args.dataset}"
   print("wrote", *report.write(runs, args.output, title=title))
 
 
@@ -85,7 +85,7 @@ def run_codec(
   The optimizer of the convolution has gradcomp's transformation, so a record of it is
   saved beside the state. Sharded leaves keep nothing of gradcomp's: a run of another
   codec has a folder of its own, Orbax refuses arrays of other shapes, and any number of
-  workers that the layers can be cut over takes up the whole arrays.
+  workers that the layers can be sharded over takes up the whole arrays.
   """
   batches = functools.partial(data.batches, images.train, args.batch_size)
   batch = task.place(next(batches(seed=0)))

@@ -1,4 +1,4 @@
-"""The benchmark's nets that are cut over workers take the steps of whole nets."""
+"""The benchmark's nets that are sharded over workers take the steps of whole nets."""
 
 import doctest
 import functools

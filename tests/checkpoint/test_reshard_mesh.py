@@ -187,7 +187,7 @@ def test_parameters_that_are_cut_over_another_axis(manual):
   whole = rng.standard_normal((64, 40)).astype(np.float32)  # what owners keep
 
   def owned(n):
-    """The parts along the model axis, in rows, cut over n workers."""
+    """The parts along the model axis, in rows, sharded over n workers."""
     parts = [whole[:, :20].reshape(-1), whole[:, 20:].reshape(-1)]
     share = -(-parts[0].size // (n * cases.TILE))
     filling = np.zeros(n * share * cases.TILE - parts[0].size, np.float32)

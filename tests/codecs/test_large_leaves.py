@@ -1,6 +1,6 @@
 """A CPU goes through large leaves in the shape of their tiles, with the same bits.
 
-But not through those that JAX may cut over Auto axes.
+But not through those that JAX may sharded over Auto axes.
 """
 
 import re

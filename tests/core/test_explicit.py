@@ -355,7 +355,7 @@ def test_reduced_gradients_are_refused():
   "cut_batch, cut_leaf, message",
   [
     (P(), P(), r"sharded over 'data'.*jax\.device_put\(batch"),
-    (P("data"), P("data"), r"`argnums`.*cut over \['data'\]"),
+    (P("data"), P("data"), r"`argnums`.*sharded over \['data'\]"),
   ],
   ids=["whole_batch", "cut_parameters"],
 )

@@ -1,4 +1,4 @@
-"""The examples whose parameters are cut over workers compute what whole models do."""
+"""The examples of sharded parameters compute the numbers of whole models."""
 
 import jax
 import jax.numpy as jnp

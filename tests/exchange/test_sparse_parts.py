@@ -37,7 +37,7 @@ def test_pieces_send_what_the_whole_sends():
 
 
 def test_parts_of_a_leaf_are_selected_from_apart():
-  """Of a leaf that is cut over a model axis, each device has a part, and its memory."""
+  """Each device has a part of a leaf sharded over a model axis, and its memory."""
   workers, axes = 2, ("data", "model")
   tx = transformation(SAMPLED, "all_gather", 0.9, True)
   rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Weights that are cut over workers are gathered, and their gradients scattered."""
+"""Weights that are sharded over workers are gathered, and their gradients scattered."""
 
 import jax
 import jax.numpy as jnp

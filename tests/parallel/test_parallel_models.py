@@ -1,4 +1,4 @@
-"""Layers cut over workers train as whole ones, and send no more than they should."""
+"""Sharded layers train as whole ones, and send no more than they should."""
 
 import functools
 import re

@@ -156,7 +156,7 @@ def test_a_train_step_refuses_a_leaf_that_nobody_has_averaged(optimizer):
 
 
 def test_a_frozen_leaf_that_another_axis_cuts():
-  """And stays cut over it."""
+  """And stays sharded over it."""
   kinds = (AxisType.Explicit,) * 2
   mesh = jax.make_mesh((2, 2), ("data", "model"), kinds, devices=jax.devices()[:4])
   put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))

@@ -244,7 +244,7 @@ def test_the_state_keeps_its_dtypes_in_double_precision(selection):
   ids=["sampled-two_shot", "auto-all_gather", "RandomK-psum"],
 )
 def test_states_are_stacked_under_a_mesh(codec, exchange, selects):
-  """What a worker has of its own is cut over the axis, all else is replicated."""
+  """What a worker has of its own is sharded over the axis, all else is replicated."""
   tx = gradcomp.compress(
     codec, axis_name="data", exchange=exchange, feedback="momentum", min_leaf_size=64
   )

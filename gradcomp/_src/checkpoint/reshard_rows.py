@@ -118,8 +118,8 @@ def _leaf(found: _Rows) -> np.ndarray:
   if len(found.rows) > 1:
     raise ValueError(
       "`optimizer` must have an exchange whose owners keep residuals, also for the new "
-      "number of workers, where parameters are cut over other axes; give its exchange= "
-      "by name."
+      "number of workers, where parameters are sharded over other axes; give its "
+      "exchange= by name."
     )
   return _whole(found, found.rows[0])
 

@@ -167,8 +167,8 @@ def _parts(
   if len(longer) != 1 or not longer[0][0] or longer[0][1] % longer[0][0]:
     return ""
   return (
-    f" If the gradient is that of a part of the parameter, cut over {axis_name!r}, "
-    f"{GATHER_FIRST}. If it is cut over another axis, make the state by "
+    f" If the gradient is that of a part of the parameter, sharded over {axis_name!r}, "
+    f"{GATHER_FIRST}. If it is sharded over another axis, make the state by "
     "gradcomp.init_state."
   )
 

@@ -57,6 +57,6 @@ def _check(
       got = leaf if is_spec(leaf) else jax.typeof(leaf)
       raise ValueError(
         f"`{name}`{jax.tree_util.keystr(path)} must be whole along {axis_name!r}, "
-        f"which gradients are averaged over, but is cut over {sorted(cut)}, got {got}: "
-        f"{GATHER_FIRST}{more}."
+        f"which gradients are averaged over, but is sharded over {sorted(cut)}, got "
+        f"{got}: {GATHER_FIRST}{more}."
       )

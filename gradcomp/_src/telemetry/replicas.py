@@ -129,7 +129,7 @@ def compare_replicas(
     if cut := sharded_axes(placed_spec(leaf)).intersection(names):
       raise ValueError(
         f"`tree`{jax.tree_util.keystr(path)} must be whole along {axis_name!r}, so "
-        f"that each worker has a copy, but is cut over {sorted(cut)}, got "
+        f"that each worker has a copy, but is sharded over {sorted(cut)}, got "
         f"{jax.typeof(leaf)}; leave it out, or name an axis along which it is whole."
       )
   mesh = _mesh(tree) if mesh is None else mesh

@@ -34,7 +34,7 @@ from gradcomp.codecs import (
 )
 from gradcomp.exchange import Hierarchical
 from tests.support import modes
-from tests.support.hosts.cut import CUT, gradients
+from tests.support.hosts.sharded import CUT, gradients
 from tests.support.hosts.moved import moved
 
 # In seconds: no wait is endless, and none ends early where many processes share a core.

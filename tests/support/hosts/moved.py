@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp.codecs import QSGD
-from tests.support.hosts.cut import gradients
+from tests.support.hosts.sharded import gradients
 
 
 def optimizer():

@@ -26,7 +26,7 @@ FORWARD_BACKWARD = 104.1e-3  # of AlexNet on one GPU, NervanaGPU's estimate
 CONVNET2 = 177e-3  # the same with Krizhevsky's kernels
 MEASURED = 3.66  # Krizhevsky's speed-up on 4 GPUs
 DENSE = 6.5e-3  # of the above, the fully connected layers
-DENSE_PARALLEL = 3.34e-3  # the same, cut over 4 GPUs
+DENSE_PARALLEL = 3.34e-3  # the same, sharded over 4 GPUs
 LAST_CONVOLUTION = 0.05e-3  # table 3: the one gradient that hides under nothing
 PRINTED_PENALTY = {8: 2.55e-3, 32: 6.81e-3}  # whose terms add up to 7.01 for 32 bits
 BYTES_PER_SECOND = 6e9  # InfiniBand
@@ -80,7 +80,7 @@ def single_node_speedup(
   """Returns the speed-up of a node over one GPU (section 5.1.3).
 
   ``G T / (T - F + conv + G f + penalty)``, where F and f are the seconds of the fully
-  connected layers on one GPU and cut over G. There are as many sub-batches as GPUs.
+  connected layers on one GPU and sharded over G. There are as many sub-batches as GPUs.
 
   Args:
     penalty: the seconds of transfers that hide under nothing.

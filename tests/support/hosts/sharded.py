@@ -1,4 +1,4 @@
-"""Computes what hosts do where a model or its optimizer is cut over them.
+"""Computes what hosts do where a model or its optimizer is sharded over them.
 
 And where their copies of a model differ.
 """
@@ -96,5 +96,5 @@ def compared(hosts):
   return found
 
 
-# Of models and optimizers that are cut over the hosts, and of copies that differ.
+# Of models and optimizers that are sharded over the hosts, and of copies that differ.
 CUT = {"moved": moved, "optimized": optimized, "compared": compared}

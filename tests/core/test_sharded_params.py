@@ -1,4 +1,4 @@
-"""Parameters that are cut over the averaged axis are refused wherever that shows.
+"""Parameters that are sharded over the averaged axis are refused wherever that shows.
 
 Their gradients are each worker's own rows, and an exchange would average different rows
 with each other.
