@@ -140,7 +140,7 @@ def _move(source: PartitionSpec, target: PartitionSpec, ndim: int) -> Transfer:
   elif len(changed) == 1 and not addends and not after[changed[0]]:
     return Transfer("gather", _name(before[changed[0]]), changed[0])
   raise ValueError(
-    "`spec` must lead from addends to their sum, replicated or cut along one "
+    "`spec` must lead from addends to their sum, replicated or sharded along one "
     "array axis over the same mesh axes, or from shards to the whole of one array "
     f"axis, got {target} for an array of {source}; jax.reshard does what needs neither."
   )

@@ -260,13 +260,14 @@ def _check_cut(params: Any, arguments: Any, axis_name: AxisName) -> None:
   for leaf in jax.tree.leaves(params):
     if cut := sharded_axes(typed_spec(leaf)).intersection(names):
       raise ValueError(
-        "`argnums` must name arguments that every worker has whole, but one is cut "
-        f"over {sorted(cut)}: {GATHER_FIRST}; or compress over other axes of the batch."
+        "`argnums` must name arguments that every worker has whole, but one is "
+        f"sharded over {sorted(cut)}: {GATHER_FIRST}; or compress over other axes of "
+        "the batch."
       )
   specs = [typed_spec(leaf) for leaf in jax.tree.leaves(arguments)]
   if not all(any(name in sharded_axes(spec) for spec in specs) for name in names):
     raise ValueError(
-      f"`axis_name` must cut an argument, but none is sharded over {axis_name!r}: "
+      f"`axis_name` must shard an argument, but none is sharded over {axis_name!r}: "
       "every worker would compute the same gradient. Put the batch there: "
       "jax.device_put(batch, jax.NamedSharding(mesh, jax.P(axis_name)))."
     )

@@ -34,8 +34,8 @@ from gradcomp.codecs import (
 )
 from gradcomp.exchange import Hierarchical
 from tests.support import modes
-from tests.support.hosts.sharded import CUT, gradients
 from tests.support.hosts.moved import moved
+from tests.support.hosts.sharded import CUT, gradients
 
 # In seconds: no wait is endless, and none ends early where many processes share a core.
 LIMITS = {
