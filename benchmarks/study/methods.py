@@ -30,7 +30,9 @@ import jax.numpy as jnp
 import optax
 
 import gradcomp
+from benchmarks.study.settings import Setting
 from examples.lib.methods import FORMATS, output_layer
+from examples.lib.training import AXIS
 from gradcomp._src.exchange.assign import default_min_leaf_size
 from gradcomp.codecs import OneBit, TopK
 from gradcomp.exchange import Hierarchical, TwoShot
@@ -302,6 +304,16 @@ def make(
     )
     tx, max_norm = optax.chain(clip, tx), None
   return tx, None if found.momentum else momentum, max_norm
+
+
+def of(
+  setting: Setting, **changed: Any
+) -> tuple[Transform, float | None, float | None]:
+  """Makes the exchange of a setting, with other options of ``make`` where given."""
+  names = "exchange", "momentum", "nesterov", "max_norm", "clipping", "steps"
+  options = {name: getattr(setting, name) for name in names} | {"key": setting.seed}
+  options |= changed
+  return make(options.pop("codec", setting.codec), axis_name=AXIS, **options)
 
 
 def first_steps(name: str, steps: int) -> int:

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 
 import gradcomp
 from benchmarks.common import quiet
+from benchmarks.common.trainer import Trainer
 from benchmarks.links import launch
 from benchmarks.study import devices as study_devices
 from benchmarks.study import emulated
@@ -134,7 +135,7 @@ def run(args: Run) -> None:
     print(f"{len(left)} of {len(everything)} runs are left", flush=True)
   clock = Clock([job.setting for job in left])
   tasks: dict[Any, tuple[Task, dict[str, float]]] = {}
-  trainers: dict[Setting, Any] = {}
+  trainers: dict[Setting, Trainer] = {}
   for source, setting in left:
     if _known(records, setting):
       clock.drop(setting)
@@ -193,7 +194,7 @@ def _one(
   task: Task,
   source: Source,
   setting: Setting,
-  trainers: dict[Setting, Any],
+  trainers: dict[Setting, Trainer],
   args: Run,
   stepped: Callable[[], None],
 ) -> tuple[dict[str, Any], str]:
@@ -204,9 +205,8 @@ def _one(
     return found, f"{1e3 * found['step']:.1f} ms a step"
   alike = setting._replace(seed=0)
   if alike not in trainers:
-    emulates = setting.way == "emulated"
-    module = emulated if emulates else study_devices
-    trainers[alike] = module.Trainer(task, source, alike)
+    module = emulated if setting.way == "emulated" else study_devices
+    trainers[alike] = module.trainer(task, source, alike)
   found = trainers[alike].train(setting.seed, stepped)
   said = f"accuracy {found['points'][-1]['accuracy']:.2f} %"
   return found | trainers[alike].bytes(), said

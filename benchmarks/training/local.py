@@ -36,7 +36,6 @@ import functools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -109,61 +108,54 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
 METHODS = tuple(make_methods(1, 1))
 
 
-class Trainer:
-  """Trains by one method, whose round is one program for all seeds."""
+def compiled(
+  tx: Optimizer, every: int, found: text.Text, width: int
+) -> Callable[[int, int], dict[str, Any]]:
+  """Returns what trains a method from a seed for so many rounds: the losses."""
+  model = Transformer(text.CHARACTERS, width=width)
+  inputs, labels = text.in_order(found.test, LENGTH)
 
-  def __init__(self, tx: Optimizer, every: int, found: text.Text, width: int):
-    model = Transformer(text.CHARACTERS, width=width)
-    test = text.in_order(found.test, LENGTH)
-    logits = lambda params, inputs: model.apply({"params": params}, inputs)
-    losses = optax.softmax_cross_entropy_with_integer_labels
+  def loss_fn(params: Any, batch: Any) -> jax.Array:
+    logits = model.apply({"params": params}, batch[0])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
+    return losses.mean()
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-      return losses(logits(params, batch[0]), batch[1]).mean()
+  def step(params: Any, state: Any, batch: Any) -> Any:
+    own = gradcomp.local.local_params(params, state)
+    loss, grads = jax.value_and_grad(loss_fn)(own, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss, {}
 
-    def step(params: Any, state: Any, batch: Any) -> Any:
-      own = gradcomp.local.local_params(params, state)
-      loss, grads = jax.value_and_grad(loss_fn)(own, batch)
-      updates, state = tx.update(grads, state, params)
-      return optax.apply_updates(params, updates), state, loss, {}
+  # The count of steps has no axis of workers: under vmap a branch on numbers that may
+  # differ is both branches, and so an exchange in each step.
+  workers = Emulated(Plan(lambda params: (params, tx.init(params)), step), WORKERS)
+  example = jnp.zeros((1, LENGTH), jnp.uint8)
+  init = jax.jit(lambda key: model.init(key, example)["params"])
+  score = jax.jit(loss_fn)
 
-    init = lambda params: (params, tx.init(params))
-    # The count of steps has no axis of workers: under vmap a branch on numbers that
-    # may differ is both branches, and so an exchange in each step.
-    self._workers = Emulated(Plan(init, step), WORKERS)
-    self._params = jax.jit(
-      lambda key: model.init(key, jnp.zeros((1, LENGTH), jnp.uint8))["params"]
-    )
-    self._score = jax.jit(loss_fn)
-    self._text, self._every, self._test = found.train, every, test
-
-  def train(self, seed: int, rounds: int) -> dict[str, Any]:
-    """Trains from a seed, and returns the losses."""
-    carry = self._workers.start(self._params(jax.random.key(seed)))
-    drawn = text.batches(self._text, WORKERS * BATCH, LENGTH, seed=seed)
-    means = []
-    start = time.perf_counter()
-    for _ in range(rounds):
-      carry, (losses, _) = self._workers.run(carry, drawn, self._every)
-      means.append(float(losses.mean()))
-    seconds = time.perf_counter() - start
-    # All workers have the same: this is the first one's copy.
-    params = jax.tree.map(lambda x: x[0], carry[0])
-    return {
-      "test_loss": self.evaluate(params),
-      "train_losses": means,
-      "seconds": seconds,
-      "compilations": self._workers.compilations,
-    }
-
-  def evaluate(self, params: Any) -> float:
-    """Returns the mean loss on what is held out."""
-    inputs, labels = self._test
+  def evaluate(params: Any) -> float:
     total = 0.0
     for i in range(0, len(labels), 256):
       part = inputs[i : i + 256], labels[i : i + 256]
-      total += float(self._score(params, part)) * len(part[0])
+      total += float(score(params, part)) * len(part[0])
     return total / len(labels)
+
+  def train(seed: int, rounds: int) -> dict[str, Any]:
+    batches = text.batches(found.train, WORKERS * BATCH, LENGTH, seed=seed)
+    means, seconds = [], 0.0
+    for part in workers.parts(init(jax.random.key(seed)), batches, rounds, every):
+      means.append(float(part.losses.mean()))
+      seconds += part.seconds
+    # All workers have the same: this is the first one's copy.
+    params = jax.tree.map(lambda x: x[0], part.carry[0])
+    return {
+      "test_loss": evaluate(params),
+      "train_losses": means,
+      "seconds": seconds,
+      "compilations": workers.compilations,
+    }
+
+  return train
 
 
 def byte_counts(tx: Optimizer, width: int) -> dict[str, float]:
@@ -243,10 +235,9 @@ def main() -> None:
         continue
       entry = held.setdefault(name, {"runs": {}} | byte_counts(make(), args.width))
       seeds = [x for x in range(args.seeds) if str(x) not in entry["runs"]]
-      trainer = Trainer(make(), every, found, args.width) if seeds else None
+      train = compiled(make(), every, found, args.width)
       for seed in seeds:
-        assert trainer is not None
-        run = trainer.train(seed, rounds)
+        run = train(seed, rounds)
         entry["runs"][str(seed)] = run
         told = f"loss {run['test_loss']:.4f}, {run['seconds']:.0f} s"
         print(f"H {every}, {name}, seed {seed}: {told}")

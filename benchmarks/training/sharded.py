@@ -28,7 +28,7 @@ at the end. It leaves out the runs that the file has already.
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,8 +42,8 @@ from benchmarks.training.sharded_trainer import (
   WORKERS,
   Arm,
   Setting,
-  Trainer,
   adam_of,
+  compiled,
   fsdp_of,
   optimizer_of,
 )
@@ -105,18 +105,18 @@ def elements(task: Task) -> int:
 def study(found: dict[str, Any], arms: Sequence[str], args: Any, save: Any) -> None:
   """Trains the runs that are not there yet, and saves after each."""
   setting = make_setting(args.quick)
-  trainers: dict[str, Trainer] = {}
+  trainers: dict[str, Callable[[int], dict[str, Any]]] = {}
   for seed in range(args.seeds):
     for name in arms:
       rows = found["rows"]
       if str(seed) in rows.get(name, {}).get("runs", {}):
         continue
       if name not in trainers:
-        trainers[name] = Trainer(setting, ARMS[name])
+        trainers[name] = compiled(setting, ARMS[name])
       if name not in rows:
         rows[name] = {**byte_counts(ARMS[name], args.quick), "runs": {}}
       start = time.perf_counter()
-      run = rows[name]["runs"][str(seed)] = trainers[name].train(seed)
+      run = rows[name]["runs"][str(seed)] = trainers[name](seed)
       save()
       end, wall = run["points"][-1]["perplexity"], time.perf_counter() - start
       print(f"{name}, seed {seed}: {end:.4f}, {wall:.0f} s", flush=True)

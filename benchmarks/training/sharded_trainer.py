@@ -1,6 +1,7 @@
 """Trains by vmap with parameters that are whole on each worker, or cut over them."""
 
-import time
+import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import optax
 from jax import lax
 
 import gradcomp
-from benchmarks.common.trainer import Emulated, Plan, point, with_perplexity
+from benchmarks.common.trainer import Emulated, Plan, point
 from examples.lib.data import text
 from examples.lib.sharded.fsdp import Fsdp
 from examples.lib.training import AXIS, Task
@@ -149,35 +150,30 @@ def cut(arm: Arm, adam: optax.GradientTransformation, loss_fn: Any) -> Plan:
 
 
 @jax.jit
-def joined(stacked: Any) -> Any:
+def concatenated(stacked: Any) -> Any:
   """Joins the shards of all workers."""
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)
 
 
-class Trainer:
-  """Trains one arm from any seed."""
+def compiled(setting: Setting, arm: Arm) -> Callable[[int], dict[str, Any]]:
+  """Returns what trains an arm from a seed: the curve, and what was checked."""
+  make, joined = (cut, concatenated) if arm.way == "fsdp" else (whole, first)
+  workers = Emulated(make(arm, adam_of(setting), setting.task.loss_fn), WORKERS)
+  steps = setting.steps // POINTS
 
-  def __init__(self, setting: Setting, arm: Arm):
-    make, self._whole = (cut, joined) if arm.way == "fsdp" else (whole, first)
-    plan = make(arm, adam_of(setting), setting.task.loss_fn)
-    self._setting, self._workers = setting, Emulated(plan, WORKERS)
-
-  def train(self, seed: int) -> dict[str, Any]:
-    """Trains from one seed, and returns the curve and what was checked."""
-    setting = self._setting
-    carry = self._workers.start(jax.device_get(setting.task.init_params(seed)))
+  def train(seed: int) -> dict[str, Any]:
+    params = jax.device_get(setting.task.init_params(seed))
     batches = text.batches(setting.train, setting.batch, setting.length, seed=seed)
     points, checked = [], []
-    steps = setting.steps // POINTS
-    for i in range(POINTS):
-      start = time.perf_counter()
-      carry, (losses, found) = self._workers.run(carry, batches, steps)
-      seconds = time.perf_counter() - start
-      checked.append(found)
-      evaluated = setting.task.evaluate(self._whole(carry[0]))
-      reached = point((i + 1) * steps, float(losses.mean()), evaluated)
-      points.append(with_perplexity(reached) | {"step_ms": 1000 * seconds / steps})
+    for part in workers.parts(params, batches, POINTS, steps):
+      checked.append(part.found)
+      evaluated = setting.task.evaluate(joined(part.carry[0]))
+      reached = point(len(checked) * steps, float(part.losses.mean()), evaluated)
+      reached["perplexity"] = math.exp(min(reached["test_loss"], 50.0))
+      points.append(reached | {"step_ms": 1000 * part.seconds / steps})
     return {"points": points, **_summary(checked)}
+
+  return train
 
 
 def _summary(checked: list[dict[str, Any]]) -> dict[str, Any]:

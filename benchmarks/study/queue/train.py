@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from benchmarks.common import cli
+from benchmarks.common.trainer import Trainer
 from benchmarks.study import dettmers, emulated, records, tasks
 from benchmarks.study.queue import items
 from benchmarks.study.queue.child import Heartbeat
@@ -180,18 +181,18 @@ def _check(setting: Setting, name: str, epoch: int) -> None:
     )
 
 
-def trainer_of(setting: Setting) -> tuple[Any, dict[str, Any]]:
+def trainer_of(setting: Setting) -> tuple[Trainer, dict[str, Any]]:
   """Makes what trains, and says how large the network is."""
   alike = setting._replace(seed=0)
   if setting.way != "emulated":
     name, images = tasks.images(**tasks.named(setting.dataset))
     _check(setting, name, len(images.train.labels))
-    return dettmers.Trainer(images, alike), {}
+    return dettmers.trainer(images, alike), {}
   source = source_of(setting)
   known = source.arrays[0][: tasks.KNOWN]
   mesh = jax.make_mesh((1,), (AXIS,), devices=jax.devices()[:1])
   task = Task(source.model, source.test, mesh, known=known)
-  return emulated.Trainer(task, source, alike), sized(task, source)
+  return emulated.trainer(task, source, alike), sized(task, source)
 
 
 def train(

@@ -47,12 +47,12 @@ def relative_errors(sets: Any, args: Any) -> dict[str, dict[str, list[list[float
     For each kind and type, a list for each seed, with what ``errors_of`` has.
   """
   train, _, classes = sets
-  trainer = of_dense_layers(Arm("data", Dense()), "relu", sets, args)
+  runs = of_dense_layers(Arm("data", Dense()), "relu", sets, args)
   net = functools.partial(cut_layers.apply, classes=classes)
   images = jax.tree.map(lambda x: x[:BATCH], train)
   found: dict[str, dict[str, list[list[float]]]] = {}
   for seed in range(args.seeds):
-    _, layers = trainer.train(seed)
+    _, layers = runs(seed)
     for kind, types in errors_of(net, layers, images, jax.random.key(seed)).items():
       for name, row in types.items():
         found.setdefault(kind, {}).setdefault(name, []).append(row)

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 import gradcomp
-from benchmarks.common.trainer import own
+from benchmarks.common.trainer import first_kept, of_workers, own
 from examples.lib.data import images as data
 from examples.lib.sharded import cut_layers
 from gradcomp import parallel
@@ -114,6 +114,10 @@ def joined(cut: cut_layers.Layers) -> cut_layers.Layers:
   return jax.tree.map(lambda x: jnp.concatenate([*x], axis=-1), cut)
 
 
+# From a seed to the accuracy of the test in percent, and the parameters.
+Runs = Callable[[int], tuple[float, Any]]
+
+
 class Way(NamedTuple):
   """A way to train, in functions that are traced."""
 
@@ -136,7 +140,7 @@ def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) ->
 
   def start(key: jax.Array) -> Any:
     layers = init(key)
-    return layers, first_kept(exchange, layers), rmsprop.init(layers)
+    return layers, first_kept(exchange, layers, WORKERS, AXIS), rmsprop.init(layers)
 
   def step(state: Any, images: Images, key: jax.Array) -> Any:
     layers, kept, moments = state
@@ -148,7 +152,7 @@ def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) ->
 
     losses, mean, kept = jax.vmap(
       worker, in_axes=(axes, 0, 0), out_axes=(0, None, axes), axis_name=AXIS
-    )(kept, of_workers(images), jax.random.split(key, WORKERS))
+    )(kept, of_workers(images, WORKERS), jax.random.split(key, WORKERS))
     updates, moments = rmsprop.update(mean, moments)
     return (optax.apply_updates(layers, updates), kept, moments), losses.mean()
 
@@ -169,18 +173,6 @@ def exchanged(arm: Arm) -> Any:
     feedback=arm.feedback,
     min_leaf_size=0,
   )
-
-
-def first_kept(exchange: Any, params: Any) -> Any:
-  """Returns the first state of an exchange, with each worker's part of it."""
-  of_each = functools.partial(jax.vmap, lambda _: exchange.init(params), axis_name=AXIS)
-  each = jnp.arange(WORKERS)
-  return of_each(out_axes=own(jax.eval_shape(of_each(), each)))(each)
-
-
-def of_workers(tree: Any) -> Any:
-  """Gives each worker its part of all samples, ``[workers, n, ...]``."""
-  return jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), tree)
 
 
 def by_model(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -> Way:
@@ -271,11 +263,11 @@ def dense_layers(
   return make(arm, net, lambda key: cut_layers.init(key, whole, unit), rule)
 
 
-def of_dense_layers(arm: Arm, unit: cut_layers.Unit, sets: Any, args: Any) -> "Trainer":
-  """Returns what trains a net of two hidden layers of ``args.hidden`` units."""
+def of_dense_layers(arm: Arm, unit: cut_layers.Unit, sets: Any, args: Any) -> Runs:
+  """Trains a net of two hidden layers of ``args.hidden`` units."""
   train, _, classes = sets
   sizes = train.x.shape[1], args.hidden, args.hidden, classes
-  return Trainer(dense_layers(arm, unit, sizes, rmsprop(cosine(args))), sets, args)
+  return runs(dense_layers(arm, unit, sizes, rmsprop(cosine(args))), sets, args)
 
 
 def cosine(args: Any) -> optax.Schedule:
@@ -297,40 +289,38 @@ def rmsprop(
   )
 
 
-class Trainer:
-  """Trains one arm from any seed with a program that is compiled once.
+def runs(way: Way, sets: Any, args: Any) -> Runs:
+  """Compiles ``args.steps`` steps as one program, and returns what runs it.
 
   Args:
     way: how it trains.
     sets: the images to train on and to test on, and the number of classes.
-    args: the options, ``steps`` among them.
+    args: the options.
   """
+  train, test, _ = sets
+  count = len(train.labels)
 
-  def __init__(self, way: Way, sets: Any, args: Any):
-    train, test, _ = sets
+  @jax.jit
+  def run(key: jax.Array, batches: jax.Array) -> Any:
+    def step(carry: Any, given: Any) -> Any:
+      batch, key = given
+      images = Images(train.x[batch], train.labels[batch])
+      return way.step(carry, images, key)[0], None
 
-    def run(key: jax.Array, batches: jax.Array) -> Any:
-      def step(carry: Any, given: Any) -> Any:
-        batch, key = given
-        images = Images(train.x[batch], train.labels[batch])
-        return way.step(carry, images, key)[0], None
+    drawn, key = jax.random.split(key)
+    state = way.start(drawn)
+    keys = jax.random.split(key, len(batches))
+    state, _ = lax.scan(step, state, (batches, keys))
+    right = way.predict(state, test.x, key).argmax(axis=-1) == test.labels
+    return right.mean(), state[0]
 
-      drawn, key = jax.random.split(key)
-      state = way.start(drawn)
-      keys = jax.random.split(key, len(batches))
-      state, _ = lax.scan(step, state, (batches, keys))
-      right = way.predict(state, test.x, key).argmax(axis=-1) == test.labels
-      return right.mean(), state[0]
-
-    self._run = jax.jit(run)
-    self._count, self._steps = len(train.labels), args.steps
-
-  def train(self, seed: int) -> tuple[float, Any]:
-    """Returns the accuracy of the test in percent, and the parameters."""
+  def of_seed(seed: int) -> tuple[float, Any]:
     rng = np.random.default_rng(seed)
-    each = self._count // BATCH * BATCH  # of an epoch
-    epochs = -(-self._steps * BATCH // each)
-    drawn = np.stack([rng.permutation(self._count)[:each] for _ in range(epochs)])
-    batches = drawn.reshape(-1, BATCH)[: self._steps]
-    right, layers = self._run(jax.random.key(seed), batches)
+    each = count // BATCH * BATCH  # of an epoch
+    epochs = -(-args.steps * BATCH // each)
+    drawn = np.stack([rng.permutation(count)[:each] for _ in range(epochs)])
+    batches = drawn.reshape(-1, BATCH)[: args.steps]
+    right, layers = run(jax.random.key(seed), batches)
     return 100 * float(right), layers
+
+  return of_seed
