@@ -131,17 +131,16 @@ def markdown(found: dict[tuple[str, str], dict[str, float]]) -> str:
 
 
 def main() -> None:
-  parser = cli.parser(
-    __doc__, quick="one method and ten leaves", output="folder of the two files"
+  options = cli.options(
+    __doc__,
+    "one method and ten leaves",
+    "folder of the two files",
+    methods=cli.Option([*METHODS], [QUICK], choices=METHODS),
+    models=cli.Option([*MODELS], ["100 leaves"], choices=MODELS),
   )
-  parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-  parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-  options = parser.parse_args()
   jax.config.update("jax_num_cpu_devices", WORKERS)
   models = {name: MODELS[name] for name in options.models}
-  if options.quick:
-    options.methods, models = [QUICK], {"100 leaves": lambda: apart(10)}
-    cli.compile_fast()
+  models |= {"100 leaves": lambda: apart(10)} if options.quick else {}
   quiet.keep(unless=options.quick)
   found = {}
   for model, make in models.items():

@@ -190,18 +190,16 @@ def _cell(memory: Memory) -> str:
 
 
 def main() -> None:
-  parser = cli.parser(
-    __doc__, quick="one codec and a small leaf", output="folder of the two files"
-  )
-  parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
   names = [name or "none" for name in FEEDBACKS]
-  parser.add_argument("--feedbacks", nargs="+", choices=names, default=names)
-  options = parser.parse_args()
+  options = cli.options(
+    __doc__,
+    "one codec and a small leaf",
+    "folder of the two files",
+    codecs=cli.Option([*CODECS], [QUICK], choices=CODECS),
+    feedbacks=cli.Option(names, choices=names),
+  )
   jax.config.update("jax_num_cpu_devices", WORKERS)
-  shape = SHAPE
-  if options.quick:
-    shape, options.codecs = (64, 64), [QUICK]
-    cli.compile_fast()
+  shape = (64, 64) if options.quick else SHAPE
   found = {}
   for case in cases():
     if case.codec in options.codecs and (case.feedback or "none") in options.feedbacks:

@@ -21,6 +21,7 @@ With --output, writes roundoff.json and roundoff.png there.
 """
 
 import functools
+import itertools
 import pathlib
 import statistics
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.common import cli
+from benchmarks.common import cli, tables
 from examples.lib.data import images as data
 from examples.lib.networks import LeNet
 from examples.lib.training import AXIS, Task
@@ -172,20 +173,17 @@ def mean_of_seeds(found: list[Any]) -> Any:
   return {key: mean_of_seeds([row[key] for row in found]) for key in found[0]}
 
 
-def print_tables(results: dict[str, Any], groups: tuple[int, ...]) -> None:
-  """Prints a line for each measure, with a star at its smallest number."""
-  for fmt, tables in results["formats"].items():
-    for name, table in tables.items():
-      print(f"\n{name}, {fmt}: {table['zeros']:.1f} % of the addends become zero")
-      print(f"{'error in %':22}", *(f"{size:>7}" for size in groups), "   cast")
-      if fmt == "(5, 2)":
-        print(f"{'paper, mean':22}", *(f"{PAPER.get(size, ''):>7}" for size in groups))
-      for method in METHODS:
-        for measure in MEASURES:
-          values = [table[f"{method} {size}"][measure] for size in groups]
-          cells = [f"{v:.2f}{'*' if v == min(values) else ' '}" for v in values]
-          cells.append(f"{table['cast alone'][measure]:.2f}")
-          print(f"{method + ', ' + measure:22}", *(f"{cell:>7}" for cell in cells))
+def show(results: dict[str, Any], groups: tuple[int, ...]) -> None:
+  """Prints errors in percent, by measures and groups."""
+  for fmt, of_format in results["formats"].items():
+    for name, found in of_format.items():
+      print(f"\n{name}, {fmt}: {found['zeros']:.1f} % of the addends become zero")
+      of_paper = {size: PAPER.get(size, np.nan) for size in groups}
+      rows = {"paper, mean": of_paper} if fmt == "(5, 2)" else {}
+      for method, measure in itertools.product(METHODS, MEASURES):
+        row = {size: found[f"{method} {size}"][measure] for size in groups}
+        rows[f"{method}, {measure}"] = row | {"cast": found["cast alone"][measure]}
+      tables.show(rows)
 
 
 def plot(results: dict[str, Any], size: Size, path: pathlib.Path) -> None:
@@ -202,12 +200,12 @@ def plot(results: dict[str, Any], size: Size, path: pathlib.Path) -> None:
   figure, axes = plt.subplots(*shape, sharex=True, sharey="row", **look)
   for measure, row in zip(MEASURES, axes, strict=True):
     for name, axis in zip(names, row, strict=True):
-      for color, (fmt, tables) in zip(("C0", "C1"), formats.items(), strict=True):
+      for color, (fmt, of_format) in zip(("C0", "C1"), formats.items(), strict=True):
         for method, style in zip(METHODS, ("o-", "s--"), strict=True):
-          table, groups = tables[name], size.groups
+          table, groups = of_format[name], size.groups
           values = [table[f"{method} {count}"][measure] for count in groups]
           axis.plot(groups, values, style, color=color, ms=4, label=f"{fmt}, {method}")
-        alone = tables[name]["cast alone"][measure]
+        alone = of_format[name]["cast alone"][measure]
         axis.axhline(alone, color=color, ls=":", label=f"{fmt}, exact sums")
       if measure == "mean":
         axis.plot(list(PAPER), list(PAPER.values()), "k^-", ms=4, label="paper, (5, 2)")
@@ -228,15 +226,14 @@ def plot(results: dict[str, Any], size: Size, path: pathlib.Path) -> None:
 
 
 def main() -> None:
-  parser = cli.parser(
-    __doc__, quick="eight workers, one seed", output="folder of the two files"
+  options = cli.options(
+    __doc__,
+    "eight workers, one seed",
+    "folder of the two files",
+    seeds=cli.Option(3, 1),
+    data_dir=cli.Option(data.FOLDER, help="of the images"),
   )
-  parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--data-dir", default=data.FOLDER, help=data.HELP)
-  options = parser.parse_args()
-  size = Size()
-  if options.quick:
-    size, options.seeds = QUICK, 1
+  size = QUICK if options.quick else Size()
   found: dict[str, list[Any]] = {str(bits): [] for bits in FORMATS}
   for seed in range(options.seeds):
     tables = lenet(seed, size, options.data_dir) | {
@@ -250,7 +247,7 @@ def main() -> None:
     "paper": PAPER,
     "formats": {bits: mean_of_seeds(rows) for bits, rows in found.items()},
   }
-  print_tables(results, size.groups)
+  show(results, size.groups)
   if options.output:
     cli.write_json(options.output / "roundoff.json", results)
     plot(results, size, options.output / "roundoff.png")

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from benchmarks.common import cli, quiet, shapes, timing
+from benchmarks.common import cli, quiet, shapes, tables, timing
 from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import RemainderCodec, is_fitted
 from gradcomp._src.cost.measure_codec import updates
@@ -185,30 +185,26 @@ def _report(
 ) -> dict[str, Any]:
   print(f"{title}: {8 * sent / size:.3f} bits an element", end="; ")
   print(f"encoder's temporaries {temp / _MIB:.1f} MiB, payload {sent / _MIB:.1f} MiB")
-  for name, value in seconds.items():
-    print(
-      f"  {name:26}{1e9 * value / size:7.3f} ns/element"
-      f"{value / seconds['copy']:8.2f} x copy"
-      f"{value / seconds['copy to new']:8.2f} x copy to new"
-    )
+  copies = {f"x {name}": seconds[name] for name in ("copy", "copy to new")}
+  tables.show(
+    {
+      name: {"ns an element": 1e9 * value / size}
+      | {title: value / one for title, one in copies.items()}
+      for name, value in seconds.items()
+    }
+  )
   return {"elements": size, "seconds": seconds, "temp_bytes": temp, "sent_bytes": sent}
 
 
 def main() -> None:
-  parser = cli.parser(
+  options = cli.options(
     __doc__,
-    quick="one small array, a codec of each kind, ten leaves",
-    output="JSON file to write",
+    "one small array, a codec of each kind, ten leaves",
+    "JSON file to write",
+    sizes=cli.Option([2**20, 2**24], [2**16]),
+    repeats=cli.Option(9, 1),
+    codecs=cli.Option([*CODECS], QUICK, choices=CODECS),
   )
-  parser.add_argument("--sizes", type=int, nargs="+", default=[2**20, 2**24])
-  parser.add_argument("--repeats", type=int, default=9)
-  parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
-  options = parser.parse_args()
-  leaves = None
-  if options.quick:
-    options.sizes, options.codecs, options.repeats = [2**16], list(QUICK), 1
-    leaves = 10
-    cli.compile_fast()
   quiet.keep(unless=options.quick)
   print(json.dumps(timing.machine()))
   results: dict[str, Any] = {"machine": timing.machine()}
@@ -216,7 +212,7 @@ def main() -> None:
     for name in options.codecs:
       key = f"{name}, {size}"
       results[key] = codec_rows(name, CODECS[name], size, options.repeats)
-  tree = shapes.resnet50(leaves)
+  tree = shapes.resnet50(10 if options.quick else None)
   results["resnet50"] = message_rows("ResNet-50", tree, options.repeats)
   results["mean"] = mean_rows("ResNet-50's leaves", tree, options.repeats)
   if options.output:

@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).parents[2]  # of the tree that the script belongs to
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,6 +32,47 @@ def parser(doc: str, quick: str = "", output: str = "") -> argparse.ArgumentPars
   if output:
     made.add_argument("--output", type=Path, help=output)
   return made
+
+
+class Option(NamedTuple):
+  """An option of a script: by default, with ``--quick``, and in ``--help``.
+
+  Without a quick value it stays as it is. A list takes several values.
+  """
+
+  default: Any
+  quick: Any = None
+  help: str = ""
+  choices: Iterable[str] | None = None
+  kind: type | None = None  # by default that of the default
+
+  def add(self, name: str, made: argparse.ArgumentParser) -> None:
+    """Adds the option to a parser."""
+    several = isinstance(self.default, list)
+    first = self.default[0] if several else self.default
+    given: dict[str, Any] = {"type": self.kind or type(first), "choices": self.choices}
+    given |= {"nargs": "+"} if several else {}
+    if self.default is False:
+      given = {"action": "store_true"}
+    shown = "all" if several and self.choices else "%(default)s"
+    text = "; ".join(filter(None, [self.help, self.default and f"default: {shown}"]))
+    flag = f"--{name.replace('_', '-')}"
+    made.add_argument(flag, default=self.default, help=text, **given)
+
+
+def options(
+  doc: str, quick: str, output: str, argv: list[str] | None = None, **declared: Option
+) -> argparse.Namespace:
+  """Parses the command line of a script; a quick run compiles fast."""
+  made = parser(doc, quick, output)
+  for name, option in declared.items():
+    option.add(name, made)
+  found = made.parse_args(argv)
+  if found.quick:
+    of_quick = {k: x.quick for k, x in declared.items() if x.quick is not None}
+    vars(found).update(of_quick)
+    compile_fast()
+  return found
 
 
 def compile_fast() -> None:

@@ -235,22 +235,17 @@ def _wire_ms(rate: str, nbytes: int) -> str:
 
 def main() -> None:
   sys.stdout.reconfigure(line_buffering=True)
-  parser = cli.parser(
+  args = cli.options(
     __doc__,
-    quick="2 hosts, small arrays, 1 repeat",
-    output="folder of parallel_links.json and .md",
+    "2 hosts, small arrays, 1 repeat",
+    "folder of parallel_links.json and .md",
+    rates=cli.Option(["1gbit", "100mbit"], ["1gbit"], "in tc's words"),
+    hosts=cli.Option(4, 2),
+    repeats=cli.Option(5, 1, "at most 2 below 500 Mbit/s"),
+    limit=cli.Option(900.0, help="seconds until workers have failed"),
+    loopback=cli.Option(False, help="links that nothing limits"),
   )
-  add = parser.add_argument
-  add("--rates", nargs="+", default=["1gbit", "100mbit"], help="in tc's words")
-  add("--hosts", type=int, default=4)
-  add("--repeats", type=int, default=5, help="at most 2 below 500 Mbit/s")
-  add("--limit", type=float, default=900, help="seconds until workers have failed")
-  add("--loopback", action="store_true", help="links that nothing limits")
-  args = parser.parse_args()
-  sizes = Sizes()
-  if args.quick:
-    args.rates, args.hosts, args.repeats, sizes = ["1gbit"], 2, 1, QUICK
-    cli.compile_fast()
+  sizes = QUICK if args.quick else Sizes()
   if args.loopback:
     args.rates = ["loopback"]
   launch.begin(args.rates != ["loopback"], "--loopback does without", args.quick)

@@ -31,7 +31,7 @@ def show(run: dict[str, Any]) -> None:
     print(f"raw TCP, all hosts sending and receiving: {speed} Mbit/s{of_rate}")
   if not run["steps"]:
     return
-  print(frame(run).to_string(float_format="{:,.3f}".format, na_rep="-"))
+  print(frame(run).to_string(float_format="{:,.4g}".format, na_rep=""))
   for name, how in run["failed"].items():
     print(f"{name:32}{how}")
   if not rate:

@@ -6,7 +6,7 @@
 Links are fitted to the plain f32 mean and to the parts of one two_shot alone. Codecs
 have the speeds that codecs/speed.py measured for one process that has all cores. Hosts
 share them, so that each is slower by their number. All other rows are predicted:
-measured and predicted milliseconds, the error, and at last the median and the largest.
+measured and predicted seconds, the error, and at last the median and the largest.
 """
 
 import functools
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import gradcomp
-from benchmarks.common import cli
+from benchmarks.common import cli, tables
 from benchmarks.common import shapes as common_shapes
 from benchmarks.links.methods import CASES
 from gradcomp.cost import Cluster, CodecSpeed, Link, crossover_rate, exchange_seconds
@@ -173,13 +173,8 @@ def _gradient(leaves: int | str, mib: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def show(rows: Sequence[Row]) -> None:
-  """Prints a line a row, and the median and the largest error."""
-  print(f"hosts {'rate':9}{'':26}{'measured ms':>12}{'predicted':>11}{'error':>8}")
-  for row in rows:
-    print(
-      f"{row.hosts:5} {row.rate:9}{row.name:26}{1e3 * row.measured:12.1f}"
-      f"{1e3 * row.predicted:11.1f}{row.error:8.1%}"
-    )
+  """Prints all rows, and the median and the largest error."""
+  tables.show({i: x._asdict() | {"error": x.error} for i, x in enumerate(rows)})
   errors = sorted(abs(row.error) for row in rows)
   far = sum(error > 0.2 for error in errors)
   print(

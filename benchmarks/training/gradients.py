@@ -24,7 +24,6 @@ import argparse
 import functools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -165,24 +164,15 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-  parser = cli.parser(
+  args = cli.options(
     __doc__,
-    quick="two workers and two steps",
-    output="folder of gradient_facts.json and .md",
+    "two workers and two steps",
+    "folder of gradient_facts.json and .md",
+    workers=cli.Option(16, 2),
+    steps=cli.Option(200, 2, "of each training"),
+    dataset=cli.Option("digits", help="as in examples/lib/data/images.py"),
+    data_dir=cli.Option(data.FOLDER, help="of the images"),
   )
-  add = parser.add_argument
-  add("--workers", type=int, default=16, help="default: 16")
-  add("--steps", type=int, default=200, help="of each training; default: 200")
-  add(
-    "--dataset",
-    default="digits",
-    help="as in examples/lib/data/images.py; default: digits",
-  )
-  add("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
-  args = parser.parse_args()
-  if args.quick:
-    args.workers, args.steps = 2, 2
-    cli.compile_fast()
   found = measure(args)
   print(markdown(found))
   if args.output:

@@ -204,22 +204,16 @@ def markdown(results: dict[str, Any]) -> str:
 
 def main() -> None:
   sys.stdout.reconfigure(line_buffering=True)
-  parser = cli.parser(
+  args = cli.options(
     __doc__,
-    quick="one H of 4 and 8 steps of a narrow transformer",
-    output="folder of local_study.json and .md",
+    "one H of 4 and 8 steps of a narrow transformer",
+    "folder of local_study.json and .md",
+    every=cli.Option([15, 30, 100], [4], "steps of a round"),
+    seeds=cli.Option(3, 1),
+    methods=cli.Option([*METHODS], [BASELINE, "SparseLoCo two_shot"], choices=METHODS),
+    steps=cli.Option(1500, 8),
+    width=cli.Option(128, 16, "of the transformer"),
   )
-  add = parser.add_argument
-  add("--every", type=int, nargs="+", default=[15, 30, 100], help="steps of a round")
-  add("--seeds", type=int, default=3, help="default: 3")
-  add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-  add("--steps", type=int, default=1500, help="default: 1500")
-  add("--width", type=int, default=128, help="of the transformer; default: 128")
-  args = parser.parse_args()
-  if args.quick:
-    args.every, args.seeds, args.steps, args.width = [4], 1, 8, 16
-    args.methods = [BASELINE, "SparseLoCo two_shot"]
-    cli.compile_fast()
   settings = {"steps": args.steps, "width": args.width, "workers": WORKERS}
   results: dict[str, Any] = {"settings": settings, "every": {}}
   if args.output and (path := args.output / "local_study.json").exists():

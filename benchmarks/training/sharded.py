@@ -28,7 +28,7 @@ at the end. It leaves out the runs that the file has already.
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -102,12 +102,12 @@ def elements(task: Task) -> int:
   return sum(x.size for x in jax.tree.leaves(jax.eval_shape(task.init_params, 0)))
 
 
-def study(found: dict[str, Any], arms: Sequence[str], args: Any, save: Any) -> None:
+def study(found: dict[str, Any], args: Any, save: Any) -> None:
   """Trains the runs that are not there yet, and saves after each."""
   setting = make_setting(args.quick)
   trainers: dict[str, Callable[[int], dict[str, Any]]] = {}
   for seed in range(args.seeds):
-    for name in arms:
+    for name in args.arms:
       rows = found["rows"]
       if str(seed) in rows.get(name, {}).get("runs", {}):
         continue
@@ -186,18 +186,13 @@ def line(name: str, row: Any, dense: Any) -> list[str]:
 
 
 def main() -> None:
-  parser = cli.parser(
+  args = cli.options(
     __doc__,
-    quick="two steps a point of three arms with a tiny model",
-    output="folder of the two files",
+    "two steps a point of three arms with a tiny model",
+    "folder of the two files",
+    arms=cli.Option([*ARMS], QUICK, choices=ARMS),
+    seeds=cli.Option(3, 1),
   )
-  parser.add_argument("--arms", nargs="+", choices=ARMS, metavar="NAME")
-  parser.add_argument("--seeds", type=int, default=3)
-  args = parser.parse_args()
-  arms = args.arms or [*ARMS]
-  if args.quick:
-    arms, args.seeds = args.arms or QUICK, 1
-    cli.compile_fast()
   jax.config.update("jax_num_cpu_devices", WORKERS)
   file = args.output and args.output / "parallel_study.json"
   found = json.loads(file.read_text()) if file and file.exists() else header(args.quick)
@@ -206,7 +201,7 @@ def main() -> None:
     if file:
       cli.write_json(file, found)
 
-  study(found, arms, args, save)
+  study(found, args, save)
   print(markdown(found))
   if file:
     file.with_suffix(".md").write_text(markdown(found))

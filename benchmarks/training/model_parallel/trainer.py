@@ -1,5 +1,6 @@
 """Trains by vmap: a net of dense layers, whole on all workers or cut over them."""
 
+import argparse
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -11,6 +12,7 @@ import optax
 from jax import lax
 
 import gradcomp
+from benchmarks.common import cli
 from benchmarks.common.trainer import first_kept, of_workers, own
 from examples.lib.data import images as data
 from examples.lib.sharded import cut_layers
@@ -40,16 +42,40 @@ class Arm(NamedTuple):
   errors: Codec | None = None  # the codec of errors, if it is another
 
 
-def halves(images: data.ImageSet) -> tuple[Images, Images]:
-  """Returns every other image to train on, and the others to test on.
+def options(doc: str, quick: str, **own: cli.Option) -> argparse.Namespace:
+  """Parses the command line of a script that trains nets on digits."""
+  return cli.options(
+    doc,
+    quick,
+    "folder of the two files",
+    seeds=cli.Option(5, 2),
+    steps=cli.Option(300, 2),
+    rate=cli.Option(0.003),
+    data_dir=cli.Option(data.FOLDER, help="of the images"),
+    **own,
+  )
 
-  So there are 898 to test on, where the set's own split has 360.
+
+def digits(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+  """Returns images to train and to test on, and the classes; and what to say of them.
+
+  Every other image is tested, so there are 898, where the set's own split has 360.
   """
+  images = data.load("digits", args.data_dir)
   x = np.concatenate([split.images for split in images[:2]])
   x = x.reshape(len(x), -1).astype(np.float32) / 255
   labels = np.concatenate([split.labels for split in images[:2]])
   train, test = (Images(x[i::2], labels[i::2]) for i in range(2))
-  return jax.tree.map(jnp.asarray, (train, test))
+  about = {
+    "workers": WORKERS,
+    "batch": BATCH,
+    "steps": args.steps,
+    "rate": args.rate,
+    "seeds": args.seeds,
+    "images": len(train.labels),
+    "tested": len(test.labels),
+  }
+  return (*jax.tree.map(jnp.asarray, (train, test)), images.classes), about
 
 
 def gathered(
