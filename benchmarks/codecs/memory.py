@@ -106,11 +106,7 @@ def cases() -> list[Case]:
 
 
 def transformation(case: Case) -> Any:
-  """Builds the transformation of a case.
-
-  Raises:
-    ValueError: the codec does not take the exchange or the feedback.
-  """
+  """Builds a case's transformation; ValueError where its parts do not go together."""
   return gradcomp.compress(
     CODECS[case.codec],
     axis_name="data",

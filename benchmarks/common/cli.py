@@ -16,13 +16,7 @@ SKIPPED = 77  # the exit status of a skipped test for Automake and Meson
 
 
 def parser(doc: str, quick: str = "", output: str = "") -> argparse.ArgumentParser:
-  """Makes the parser of a script.
-
-  Args:
-    doc: the docstring of the script.
-    quick: what is left in a run with ``--quick``; without, there is no such option.
-    output: what ``--output`` names; without, there is no such option.
-  """
+  """Makes a script's parser, with ``--quick`` and ``--output`` where they have help."""
   made = argparse.ArgumentParser(
     description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
   )

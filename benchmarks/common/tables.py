@@ -8,12 +8,7 @@ import pandas as pd
 
 
 def spread(values: Sequence[float], sign: str = "", digits: int = 2) -> str:
-  """Returns the mean of values and their standard deviation, as text.
-
-  Args:
-    values: one or more. One has no deviation.
-    sign: ``"+"`` shows the sign of a mean above 0, too.
-    digits: those behind the point.
+  """Returns the mean of values and, if there are several, their standard deviation.
 
   Example:
     >>> spread([1.0, 2.0, 3.0], "+"), spread([1.5], digits=1)

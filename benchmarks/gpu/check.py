@@ -49,12 +49,7 @@ Arrays = list[tuple[np.ndarray, ...]]
 
 
 def check(name: str, kernels: tuple[Implementation, ...] | None = None) -> list[str]:
-  """Returns a line for each thing that is wrong with one case.
-
-  Args:
-    name: of a case, or of a train step.
-    kernels: instead of those of the case.
-  """
+  """Returns a line for each thing that is wrong with a case, or with a train step."""
   if name in _STEPS:
     return train_step(_STEPS[name])
   case = CASES[name]

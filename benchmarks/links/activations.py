@@ -107,17 +107,10 @@ def programs(sizes: Sizes, hosts: int) -> list[Name]:
 def predicted(
   seconds: dict[str, float], sizes: Sizes, hosts: int, codec: str, passes: int
 ) -> dict[str, float]:
-  """Returns the model's seconds of a step, by the rule for what hides.
+  """Returns the model's seconds of a step from measured ones, by what hides.
 
-  The keys are ``"ahead"``, where the next pass travels under the product; ``"after"``,
-  where it does not; and ``"paper"``, by the paper's own rule.
-
-  Args:
-    seconds: measured, by the names of the programs.
-    sizes: what the hosts compute.
-    hosts: their number.
-    codec: of the activations and the errors.
-    passes: the number of passes.
+  The next pass travels under the product (``"ahead"``) or does not (``"after"``), or
+  ``"paper"``: the paper's own rule.
   """
   there, back, forward, both = (
     seconds[name_of(call)] for call in parts(sizes, hosts, codec, passes)

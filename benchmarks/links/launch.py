@@ -48,15 +48,9 @@ def run_workers(
   python: str = sys.executable,
   environment: Mapping[str, str] = ENVIRONMENT,
 ) -> list[Any]:
-  """Runs a worker's script on each host, and returns the reports.
+  """Runs a worker of this folder on each host, and returns the reports.
 
-  Args:
-    hosts: where to run it.
-    script: a module of this folder.
-    job: what the worker is to do, for JSON. It gets its own place among the hosts, too.
-    limit: the seconds after which the workers have failed.
-    python: the interpreter.
-    environment: variables beside this process's.
+  A job is JSON, to which each host's place is added. ``limit`` is in seconds.
   """
   module = f"benchmarks.links.{script}"
   ports = links_hosts.free_ports(len(hosts) + 1)
@@ -74,12 +68,7 @@ def run_workers(
 
 
 def probed(hosts: list[links_hosts.Host], speed: float | None) -> list[float]:
-  """Returns the bytes a second that each host receives over raw TCP.
-
-  Args:
-    hosts: the hosts.
-    speed: of a link in bits a second; None if nothing limits it.
-  """
+  """Returns the bytes a second that each host receives over raw TCP."""
   found = probes(hosts, int((speed or 8e9) / 8 / 2))
   return [report["bytes_a_second"] for report in found]
 
@@ -103,13 +92,7 @@ def machine() -> dict[str, Any]:
 
 
 def begin(shaped: bool, otherwise: str = "", quick: bool = False) -> None:
-  """Prepares a script that starts hosts, or ends it where it cannot run.
-
-  Args:
-    shaped: whether links are limited.
-    otherwise: how the script does without limits.
-    quick: whether nobody reads the times, so that the machine need not be quiet.
-  """
+  """Prepares a script that starts hosts, or ends it where links cannot be limited."""
   if shaped and (missing := links_hosts.missing()):
     cli.skip(f"limited links need {missing}{otherwise and f'; {otherwise}'}")
   leave_by_signals()

@@ -46,9 +46,7 @@ EVENTS = {"left": "it left", "returned": "it came again"}
 def measure(args: argparse.Namespace, rounds: int) -> dict[str, Any]:
   """Trains once, and returns the seconds, the loss and what happened.
 
-  Args:
-    args: the options.
-    rounds: after which a host leaves; 0 for a training in peace.
+  A host leaves after some rounds, or none at 0.
   """
   events = {}
   with started(args) as hosts:

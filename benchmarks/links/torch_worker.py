@@ -61,13 +61,7 @@ class _Model(torch.nn.Module):
 
 
 def model_of(name: str, grads: list[torch.Tensor]) -> DistributedDataParallel:
-  """Builds a model whose gradients DDP averages with the hook of this name.
-
-  Args:
-    name: ``"ddp f32"``, ``"ddp fp16"``, ``"ddp powersgd-"`` and a rank, or the last and
-      ``" in buckets"``.
-    grads: what the backward pass will give.
-  """
+  """Builds a model whose gradients DDP averages with the hook of this name."""
   _, hook, *buckets = name.split(" ", 2)
   method, _, rank = hook.partition("-")
   whole = 2 * sum(grad.nbytes for grad in grads) // 2**20 + 1
@@ -110,13 +104,8 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
   """Times all programs in turn, after calls that are not timed.
 
-  Args:
-    names: of :func:`model_of`; those of PowerSGD come after the others, in turn with
-      nothing, because they may hang.
-    grads: this host's gradients.
-    repeats: timed calls.
-    interface: whose counter of bytes is read.
-    watch: told before each call what runs, and what is known so far.
+  Those of PowerSGD come last, each alone, because they may hang. ``watch`` is told
+  before each call what runs, and what is known so far.
   """
   results: dict[str, dict[str, Any]] = {}
   plain = [name for name in names if "powersgd" not in name]

@@ -125,12 +125,7 @@ def read_speeds(contents: Sequence[Mapping[str, Any]]) -> dict[str, CodecSpeed]:
 
 
 def compare(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> list[Row]:
-  """Predicts every row that has a codec of known speed, but not those of the fit.
-
-  Args:
-    runs: the runs in a file of links/speed.py.
-    speeds: from :func:`read_speeds`.
-  """
+  """Predicts every row that has a codec of known speed, but not those of the fit."""
   rows = []
   for run, link in zip(runs, fit_links(runs), strict=True):
     cluster = Cluster(workers=run["hosts"], link=link)

@@ -161,17 +161,7 @@ def _way(setting: Setting, codec: str, side: int, classes: int) -> Way:
 def errors_of_layers(
   images: data.ImageSet, setting: Setting, cut: cut_layers.Layers, seed: int
 ) -> dict[str, dict[str, list[float]]]:
-  """Measures how the types round the arrays of a dense net (table 2's bottom).
-
-  Args:
-    images: a batch of them is taken.
-    setting: of the training.
-    cut: the columns of all workers.
-    seed: of the dropout.
-
-  Returns:
-    See ``layer_errors.errors_of``.
-  """
+  """Measures how types round a dense net's arrays of a batch (table 2's bottom)."""
   unit = UNITS[setting.network]
   net = functools.partial(cut_layers.apply, classes=images.classes, unit=unit)
   first = data.Split(*(x[: setting.batch] for x in images.train))

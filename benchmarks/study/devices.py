@@ -78,16 +78,9 @@ def apart(task: Task, tx: optax.GradientTransformation, batch: Batch) -> Any:
 def timed(
   task: Task, source: Source, setting: Setting, interface: str = ""
 ) -> dict[str, Any]:
-  """Times ``setting.steps`` steps and their parts.
+  """Times ``setting.steps`` steps and their parts, in seconds of the slowest process.
 
-  Args:
-    task: on a mesh of all workers.
-    source: what to draw batches from.
-    setting: of the run.
-    interface: whose counter of bytes is read; "" reads none.
-
-  Returns:
-    Seconds of the step and its parts, of the slowest process, and bytes of a worker.
+  An interface's counter gives the bytes of a worker; "" reads none.
   """
   drawn = batches(source, setting, 0)
   first = next(drawn)
@@ -132,13 +125,7 @@ def timed(
 
 
 def split(seconds: dict[str, list[float]]) -> dict[str, Any]:
-  """Splits a step into its parts.
-
-  Args:
-    seconds: of each repeat of the three programs, ``step``, ``codec`` and ``compute``.
-
-  Returns:
-    Medians; and the quartiles of the step, which say how far it spreads.
+  """Splits a step into the medians of its parts, with the quartiles of the step.
 
   Example:
     >>> found = split({"step": [9.0], "codec": [5.0], "compute": [4.0]})

@@ -14,12 +14,7 @@ _LIMIT = 6 * 3600.0  # seconds, after which hosts have failed
 
 
 def run(args: Run, line: Sequence[str]) -> None:
-  """Runs the same command on each host, for each rate and number of hosts.
-
-  Args:
-    args: the options.
-    line: the command line that they were parsed from.
-  """
+  """Runs the same command line on each host, for each rate and number of hosts."""
   launch.begin(args.rate != ("loopback",), "--rate loopback does without")
   for rate in args.rate:
     speed = None if rate == "loopback" else links_hosts.bits_per_second(rate)

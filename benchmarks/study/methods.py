@@ -212,11 +212,7 @@ def place(name: str) -> int:
 
 
 def check(name: str) -> str:
-  """Returns the name of a method, perhaps with a part.
-
-  Raises:
-    ValueError: there is no such method, or no such part of it.
-  """
+  """Returns the name of a method, perhaps with a part, if there are such."""
   method, _, part = name.partition(":")
   if method not in METHODS or (":" in name and part not in PARTS):
     raise ValueError(
@@ -231,13 +227,7 @@ def check(name: str) -> str:
 
 
 def labels(part: str, least: int | None, params: Any) -> Any:
-  """Labels each leaf ``"low"``, if it is of the part and not small, or ``"full"``.
-
-  Args:
-    part: one of ``PARTS``.
-    least: the elements from which a leaf is not small; None for the library's choice.
-    params: of the network.
-  """
+  """Labels each leaf ``"low"``, if it is of the part and not small, or ``"full"``."""
   if least is None:
     least = default_min_leaf_size([x.size for x in jax.tree.leaves(params)])
   if part == "body":
@@ -263,19 +253,9 @@ def make(
   key: int = 0,
   steady: bool = False,
 ) -> tuple[Transform, float | None, float | None]:
-  """Makes the exchange of a name.
+  """Makes the exchange of a method, perhaps with a part: see ``settings.Setting``.
 
-  Args:
-    name: a method, perhaps with a part.
-    axis_name: the axis of the workers.
-    steps: those of the training, of which a share may be dense.
-    exchange: ``"auto"`` for the method's own.
-    momentum: of the training.
-    nesterov: whether it is Nesterov's.
-    max_norm: what gradients are clipped at; None for no clipping.
-    clipping: what is clipped: see ``settings.Setting``.
-    key: the seed of the rounding.
-    steady: leaves the dense steps at the start out.
+  ``steady`` leaves the dense steps at the start out.
 
   Returns:
     The exchange, and the momentum and the clipping that are left for what is behind it.

@@ -83,12 +83,7 @@ class Setting(NamedTuple):
 def optimizer(
   setting: Setting, momentum: float | None, max_norm: float | None
 ) -> optax.GradientTransformation:
-  """Makes what is behind the exchange.
-
-  Args:
-    setting: of the run.
-    momentum: None if the exchange has it.
-    max_norm: None if gradients are clipped in front of the exchange, or not at all.
+  """Makes what is behind the exchange, with what momentum and clipping it leaves.
 
   Raises:
     ValueError: the setting has another optimizer.

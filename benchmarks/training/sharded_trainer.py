@@ -110,11 +110,9 @@ def first(stacked: Any) -> Any:
 
 
 def behind(master: Any, before: Any, after: Any, codec: Codec) -> dict[str, jax.Array]:
-  """Compares what an owner knows of its rows with what all workers have.
+  """Returns how far an owner's rows are from what all workers have, at most.
 
-  Returns:
-    The largest distance, and the largest of those in multiples of half a step of the
-    codec, whose step is that of each bucket in the differences of this step.
+  ``"halves"``: in halves of the codec's step in a bucket's differences of this step.
   """
   distances, halves = [jnp.float32(0)], [jnp.float32(0)]
   for m, p, q in zip(*map(jax.tree.leaves, (master, before, after)), strict=True):

@@ -41,13 +41,7 @@ class Seen(NamedTuple):
 
 
 def concluded(seen: Iterable[Seen], needs: str, share: float = 1.0) -> Verdict:
-  """Concludes from all that was seen, if there was anything.
-
-  Args:
-    seen: of each group or cell.
-    needs: what has to be run, if nothing was seen.
-    share: of those that tell, in which a claim must hold.
-  """
+  """Concludes from all that was seen; a claim must hold in a share of what tells."""
   found = list(seen)
   numbers = tuple(
     x.numbers + (": this does not tell" if x.holds is None else "") for x in found
@@ -117,16 +111,7 @@ def _seen(
   compare: Compared = Group.difference,
   what: str = "",
 ) -> Iterator[tuple[Group, Seen]]:
-  """Yields what each chosen group says of each codec that was run in it.
-
-  Args:
-    study: all groups.
-    codecs: those that the claim is about.
-    chosen: the groups that it is about.
-    decide: whether the claim holds, from what a codec differs by.
-    compare: a codec with another one, in a group.
-    what: follows the name of a codec.
-  """
+  """Yields what each chosen group says of each codec that was run in it."""
   names = list(codecs)
   for group in filter(chosen, study.groups):
     for name in names:

@@ -84,11 +84,6 @@ def slower(codec: str, than: str, network: str = "", share: float = 1.0) -> Judg
   """Returns a judge of whether steps with a codec take longer than with another.
 
   Where both send as many bytes they are one program, and nothing is compared.
-
-  Args:
-    codec, than: what is compared.
-    network: that the claim is about; all by default.
-    share: of the cells, in which it must be so.
   """
   needed = f" on {network}" if network else ""
 
@@ -240,11 +235,9 @@ def doubling(study: Study) -> Verdict:
 
 
 def of_links(first: str, second: str, shapes: tuple[Any, ...]) -> Judge:
-  """Returns a judge of whether one exchange takes longer than another.
+  """Returns a judge of whether an exchange of links/speed.py takes longer than another.
 
-  Args:
-    first, second: steps of links/speed.py.
-    shapes: ``(hosts, rate, leaves, MiB)`` of each run to look at.
+  Shapes are ``(hosts, rate, leaves, MiB)`` of each run to look at.
   """
 
   def judge(study: Study) -> Verdict:

@@ -92,15 +92,7 @@ def row(
   beats: Mapping[str, child.Heartbeat],
   known: Sequence[Cost],
 ) -> Row:
-  """Counts the items of a launch.
-
-  Args:
-    launch: its name.
-    items: of the launch.
-    records: by settings.
-    beats: of what runs, by digests.
-    known: what steps take.
-  """
+  """Counts the items of a launch."""
   own = queued(items)
   found = [records[item.setting] for item in own if item.setting in records]
   ahead = [item for item in own if item.setting not in records]
@@ -127,13 +119,7 @@ def row(
 
 
 def page(items: Sequence[Item], folders: Folders, cores: int) -> str:
-  """Writes the status of all launches, and of what runs.
-
-  Args:
-    items: all.
-    folders: of the queue.
-    cores: by which the hours of CPU time are divided.
-  """
+  """Writes the status of all launches, and of what runs on so many cores."""
   records = {x.setting: x for x in study_records.read(folders.records)}
   queue = locks.holder(folders.lock)
   digests = json.loads(folders.running.read_text()) if folders.running.exists() else []

@@ -135,11 +135,7 @@ class Keeper:
     return step, state, found["notes"]
 
   def save(self, step: int, state: Any, notes: Any) -> None:
-    """Saves if it is time to.
-
-    Raises:
-      SystemExit: the process is to end.
-    """
+    """Saves if it is time to; the process may end then."""
     due = self._heart.cpu - self._last >= _BETWEEN
     if self._long and (due or self._ends):
       self._save(step, state, notes)
@@ -159,11 +155,7 @@ class Keeper:
 
 
 def source_of(setting: Setting) -> Source:
-  """Loads what a setting trains on.
-
-  Raises:
-    ValueError: the data has another size than the setting says.
-  """
+  """Loads what a setting trains on, if that has the size that the setting says."""
   source = tasks.source(
     setting.network,
     **tasks.named(setting.dataset),

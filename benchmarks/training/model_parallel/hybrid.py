@@ -55,12 +55,6 @@ def by_both(
   A step updates the layers that are cut ``net.updates`` times, each time by the mean
   loss of its sub-batches (Dettmers 2016, section 2.4). It updates the convolutions
   once, behind all sub-batches, by the mean loss of the batch.
-
-  Args:
-    arm: what is sent.
-    net: the net.
-    classes: the classes.
-    rule: makes the optimizer of layers from how often a step updates them.
   """
   exchange = exchanged(arm)
   of_fronts, of_cuts = rule(1), rule(net.updates)

@@ -41,11 +41,7 @@ Net = Callable[..., jax.Array]
 
 
 def relative_errors(sets: Any, args: Any) -> dict[str, dict[str, list[list[float]]]]:
-  """Measures rounding in nets trained in float32.
-
-  Returns:
-    For each kind and type, a list for each seed, with what ``errors_of`` has.
-  """
+  """Measures rounding in nets trained in float32, with a list for each seed."""
   train, _, classes = sets
   runs = of_dense_layers(Arm("data", Dense()), "relu", sets, args)
   net = functools.partial(cut_layers.apply, classes=classes)
@@ -62,13 +58,7 @@ def relative_errors(sets: Any, args: Any) -> dict[str, dict[str, list[list[float
 def errors_of(
   net: Net, layers: cut_layers.Layers, images: Images, key: jax.Array
 ) -> dict[str, dict[str, list[float]]]:
-  """Measures rounding in one net, with dropout.
-
-  Args:
-    net: computes logits from whole layers and inputs.
-    layers: trained ones.
-    images: a batch.
-    key: of the dropout.
+  """Measures rounding of a batch in one trained net, with dropout.
 
   Returns:
     For each kind and type, the mean relative error in percent of each layer. Zeros do

@@ -154,14 +154,7 @@ class Way(NamedTuple):
 
 
 def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -> Way:
-  """Sends gradients: each worker has all layers and its own samples.
-
-  Args:
-    arm: what is sent.
-    net: computes logits from layers and inputs.
-    init: draws the whole layers from a key.
-    rmsprop: the optimizer.
-  """
+  """Sends gradients: each worker has all layers and its own samples."""
   exchange = exchanged(arm)
 
   def start(key: jax.Array) -> Any:
@@ -202,10 +195,7 @@ def exchanged(arm: Arm) -> Any:
 
 
 def by_model(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -> Way:
-  """Sends activations and errors: each worker has columns of every layer.
-
-  It takes what :func:`by_data` takes.
-  """
+  """Sends activations and errors: each worker has columns of every layer."""
 
   def start(key: jax.Array) -> Any:
     layers = columns(init(key))
@@ -252,9 +242,7 @@ def zeros(shapes: Any) -> Any:
 def sent_by_one(loss: Callable[..., jax.Array], *stacked: Any) -> int:
   """Returns the bytes that a worker sends for a loss and for its gradient.
 
-  Args:
-    loss: of what a worker has of its own.
-    *stacked: the shapes of that of all workers, ``[workers, ...]``.
+  The loss is of a worker's own part of ``stacked``, ``[workers, ...]``.
   """
   of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
   return trace_wire(loss, *of_one, workers={AXIS: WORKERS}).bytes_sent
@@ -274,14 +262,7 @@ def dense_layers(
   sizes: Sequence[int],
   rule: optax.GradientTransformation,
 ) -> Way:
-  """Returns how a net of dense layers trains.
-
-  Args:
-    arm: what is sent.
-    unit: of the hidden layers.
-    sizes: the inputs, the units of each hidden layer, and the classes.
-    rule: the optimizer.
-  """
+  """Returns how a net of dense layers trains: of inputs, hidden units and classes."""
   *inner, classes = sizes
   net = functools.partial(cut_layers.apply, classes=classes, unit=unit)
   whole = (*inner, cut_layers.padded(classes, WORKERS))
@@ -304,25 +285,14 @@ def cosine(args: Any) -> optax.Schedule:
 def rmsprop(
   rate: optax.ScalarOrSchedule, updates: int = 1
 ) -> optax.GradientTransformation:
-  """Returns the optimizer of layers that each step updates so many times.
-
-  Args:
-    rate: the rate, or that of a step.
-    updates: those of a step, which have one rate.
-  """
+  """Returns the optimizer of layers that a step updates so many times, at one rate."""
   return optax.rmsprop(
     (lambda count: rate(count // updates)) if callable(rate) else rate
   )
 
 
 def runs(way: Way, sets: Any, args: Any) -> Runs:
-  """Compiles ``args.steps`` steps as one program, and returns what runs it.
-
-  Args:
-    way: how it trains.
-    sets: the images to train on and to test on, and the number of classes.
-    args: the options.
-  """
+  """Compiles ``args.steps`` steps as one program, and returns what runs it."""
   train, test, _ = sets
   count = len(train.labels)
 
