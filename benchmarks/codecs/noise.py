@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from matplotlib.figure import Figure
 
 import gradcomp
 from benchmarks.common import cli, tables
@@ -140,21 +141,10 @@ def plot(found: Ratios, counts: tuple[int, ...], path: pathlib.Path) -> None:
 
   With 3 bits and more all codecs look the same.
   """
-  import matplotlib
-
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt
-
   drawn = [codec for codec in found["are independent"]["gradcomp"] if codec in DRAWN]
-  figure, axes = plt.subplots(
-    len(found),
-    len(drawn),
-    figsize=(8.6, 5.2),
-    layout="constrained",
-    sharex=True,
-    sharey=True,
-    squeeze=False,
-  )
+  figure = Figure(figsize=(8.6, 5.2), layout="constrained")
+  shape = len(found), len(drawn)
+  axes = figure.subplots(*shape, sharex=True, sharey=True, squeeze=False)
   numbers = np.arange(len(counts))
   for row, (kind, methods) in zip(axes, found.items(), strict=True):
     row[0].set_ylabel(f"gradients that\n{kind}")
@@ -181,7 +171,6 @@ def plot(found: Ratios, counts: tuple[int, ...], path: pathlib.Path) -> None:
   figure.legend(handles=entries, loc="outside lower center", ncols=3, frameon=False)
   figure.suptitle("Squared error of the workers' mean, over that of independent draws")
   figure.savefig(path, dpi=100, metadata={"Software": None})
-  plt.close(figure)
 
 
 def main() -> None:

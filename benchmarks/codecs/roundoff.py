@@ -17,7 +17,7 @@ all leaves. The others are heavy-tailed numbers (Student's t, 3 degrees of freed
 all workers share, plus each worker's own noise, as large or four times as large.
 
 Han et al., Auto-Precision Scaling for Distributed Deep Learning, 2021, section 4.2.
-With --output, writes roundoff.json and roundoff.png there.
+With --output, writes roundoff.json there.
 """
 
 import functools
@@ -41,7 +41,6 @@ FORMATS = ((5, 2), (4, 3))
 METHODS = ("sequential", "kahan")
 IMAGES = 4  # a worker
 SAMPLE = 16  # one of so many elements of a large leaf is measured
-TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 MEASURES = ("mean", "median", "length")
 # In percent, with (5, 2), of ResNet-50's first convolution on ImageNet.
 PAPER = {4: 55.0, 8: 44.21, 16: 41.83, 32: 49.62, 64: 58.21, 256: 85.22}
@@ -186,50 +185,11 @@ def show(results: dict[str, Any], groups: tuple[int, ...]) -> None:
       tables.show(rows)
 
 
-def plot(results: dict[str, Any], size: Size, path: pathlib.Path) -> None:
-  """Draws a row of panels for each measure, and a column for each table."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt
-
-  formats = results["formats"]
-  names = list(next(iter(formats.values())))
-  look: dict[str, Any] = {"figsize": (12.8, 8.5), "layout": "constrained"}
-  shape = len(MEASURES), len(names)
-  figure, axes = plt.subplots(*shape, sharex=True, sharey="row", **look)
-  for measure, row in zip(MEASURES, axes, strict=True):
-    for name, axis in zip(names, row, strict=True):
-      for color, (fmt, of_format) in zip(("C0", "C1"), formats.items(), strict=True):
-        for method, style in zip(METHODS, ("o-", "s--"), strict=True):
-          table, groups = of_format[name], size.groups
-          values = [table[f"{method} {count}"][measure] for count in groups]
-          axis.plot(groups, values, style, color=color, ms=4, label=f"{fmt}, {method}")
-        alone = of_format[name]["cast alone"][measure]
-        axis.axhline(alone, color=color, ls=":", label=f"{fmt}, exact sums")
-      if measure == "mean":
-        axis.plot(list(PAPER), list(PAPER.values()), "k^-", ms=4, label="paper, (5, 2)")
-        axis.set_title(name, fontsize=10)
-      axis.set(xscale="log", yscale="log")
-      axis.set_xticks(size.groups, size.groups)
-      axis.set_yticks(TICKS, TICKS)
-      axis.minorticks_off()
-      axis.grid(alpha=0.3)
-    row[0].set_ylabel(f"{measure} error (%)")
-  for axis in axes[-1]:
-    axis.set_xlabel(f"workers in a group ({size.workers}: ring)")
-  handles, labels = axes[0, 0].get_legend_handles_labels()
-  figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
-  figure.suptitle(f"Round-off errors of sums of {size.workers} workers, scaled by APS")
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
-
-
 def main() -> None:
   options = cli.options(
     __doc__,
     "eight workers, one seed",
-    "folder of the two files",
+    "folder of the file",
     seeds=cli.Option(3, 1),
     data_dir=cli.Option(data.FOLDER, help="of the images"),
   )
@@ -250,7 +210,6 @@ def main() -> None:
   show(results, size.groups)
   if options.output:
     cli.write_json(options.output / "roundoff.json", results)
-    plot(results, size, options.output / "roundoff.png")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ measured and predicted seconds, the error, and at last the median and the larges
 """
 
 import functools
-import itertools
 import json
-import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
@@ -25,13 +23,12 @@ import gradcomp
 from benchmarks.common import cli, tables
 from benchmarks.common import shapes as common_shapes
 from benchmarks.links.methods import CASES
-from gradcomp.cost import Cluster, CodecSpeed, Link, crossover_rate, exchange_seconds
+from gradcomp.cost import Cluster, CodecSpeed, Link, exchange_seconds
 from gradcomp.exchange import Hierarchical
 
 LINKS = cli.RESULTS / "links" / "link_speed.json"
 SPEEDS = (cli.RESULTS / "codecs" / "codec_speed_jax0.10.2_malloc.json",)
 _BASELINE = "plain f32 mean"
-_CROSSES = "qsgd-4 two_shot"
 Run = Mapping[str, Any]
 
 # The names that codecs/speed.py has for the cases of links/methods.py.
@@ -178,49 +175,6 @@ def show(rows: Sequence[Row]) -> None:
   )
 
 
-def show_crossovers(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> None:
-  """Prints the rates above which a plain mean is faster than QSGD with 4 bits."""
-  tx = gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot")
-  for run, link in zip(runs, fit_links(runs), strict=True):
-    like = _gradient(run["leaves"], run["mib"])
-    explanation = gradcomp.explain(tx, like, workers=run["hosts"])
-    cluster = Cluster(workers=run["hosts"], link=link)
-    speed = speeds["qsgd-4"].times(run["hosts"])
-    rate = 8e-9 * crossover_rate(explanation, cluster, speed)
-    print(
-      f"{run['hosts']} hosts, as at {run['rate']}: plain f32 beats {_CROSSES} from "
-      f"{rate:.1f} Gbit/s on"
-    )
-  for hosts in sorted({run["hosts"] for run in runs}):
-    points = measured_gains(runs, hosts)
-    found = crossing(points)
-    text = f"at {8e-9 * found:.1f} Gbit/s" if found else "at none of the rates"
-    gains = ", ".join(f"{8e-9 * rate:.2f}: {gain:.2f}" for rate, gain in points)
-    print(f"{hosts} hosts, measured: {text}; Gbit/s that f32 reaches, gain: {gains}")
-
-
-def measured_gains(runs: Sequence[Run], hosts: int) -> list[tuple[float, float]]:
-  """Returns, by rate, the bytes/s that plain f32 reaches, and QSGD's gain over it."""
-  points = []
-  for run in runs:
-    steps = run["steps"]
-    if run["hosts"] == hosts and run["leaves"] == 1 and _CROSSES in steps:
-      plain = steps[_BASELINE]
-      rate = plain["bytes_wire_report"] / plain["median_seconds"]
-      gain = plain["median_seconds"] / steps[_CROSSES]["median_seconds"]
-      points.append((rate, gain))
-  return sorted(points)
-
-
-def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-  """Returns the rate at which a gain falls to 1, linear between the logarithms."""
-  for (slow, more), (fast, less) in itertools.pairwise(points):
-    if more >= 1 > less:
-      part = math.log(more) / math.log(more / less)
-      return slow * (fast / slow) ** part
-  return None
-
-
 def main() -> None:
   parser = cli.parser(
     __doc__, quick="the first run of the file alone", output="JSON file to write"
@@ -233,7 +187,6 @@ def main() -> None:
   speeds = read_speeds([json.loads(path.read_text()) for path in options.speeds])
   rows = compare(runs, speeds)
   show(rows)
-  show_crossovers(runs, speeds)
   if options.output:
     found = [row._asdict() | {"error": row.error} for row in rows]
     cli.write_json(options.output, found)
