@@ -124,8 +124,7 @@ def main() -> None:
     }
   show(f"Scaled as in the paper, {options.size:,} numbers", as_paper)
   show("Scaled by the largest number", by_largest)
-  if options.output:
-    cli.write_json(options.output, results)
+  cli.write_json(options.output, results)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,7 @@ def main() -> None:
     fact |= {"seconds": seconds[name], "copies": seconds[name] / fact["bytes"] / copied}
   tables.show(facts)
   results |= {"seconds": seconds, "trees": facts}
-  if options.output:
-    cli.write_json(options.output, results)
+  cli.write_json(options.output, results)
 
 
 if __name__ == "__main__":

@@ -154,8 +154,7 @@ def main() -> None:
       results["cases"].append(measure(net, codec, args))
       print(results["cases"][-1], flush=True)
   print(page(results))
-  if args.output:
-    cli.write(args.output, "inspect_cost", results, page(results))
+  cli.write(args.output, "inspect_cost", results, page(results))
 
 
 if __name__ == "__main__":

@@ -72,8 +72,7 @@ def main() -> None:
     }
   tables.show(rows)
   results |= {"seconds": seconds, "updates": rows}
-  if options.output:
-    cli.write_json(options.output, results)
+  cli.write_json(options.output, results)
 
 
 if __name__ == "__main__":

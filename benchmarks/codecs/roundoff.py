@@ -208,8 +208,7 @@ def main() -> None:
     "formats": {bits: mean_of_seeds(rows) for bits, rows in found.items()},
   }
   show(results, size.groups)
-  if options.output:
-    cli.write_json(options.output / "roundoff.json", results)
+  cli.write_json(options.output and options.output / "roundoff.json", results)
 
 
 if __name__ == "__main__":

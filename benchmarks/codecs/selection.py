@@ -119,8 +119,7 @@ def main() -> None:
         key = f"{kind}, {size}, {density}"
         results[key] = rows(kind, size, density, options.repeats)
   results["load at the end"] = timing.machine()["load"]
-  if options.output:
-    cli.write_json(options.output, results)
+  cli.write_json(options.output, results)
 
 
 if __name__ == "__main__":

@@ -215,8 +215,7 @@ def main() -> None:
   tree = shapes.resnet50(10 if options.quick else None)
   results["resnet50"] = message_rows("ResNet-50", tree, options.repeats)
   results["mean"] = mean_rows("ResNet-50's leaves", tree, options.repeats)
-  if options.output:
-    cli.write_json(options.output, results)
+  cli.write_json(options.output, results)
 
 
 if __name__ == "__main__":

@@ -112,8 +112,10 @@ def code() -> str:
   return hashlib.sha256(found.stdout).hexdigest()[:12]
 
 
-def write_json(path: Path, results: Any) -> None:
-  """Writes results as JSON, and makes the folder that they go to."""
+def write_json(path: Path | None, results: Any) -> None:
+  """Writes results as JSON, in a folder that is made, or nothing without a path."""
+  if path is None:
+    return
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -125,8 +127,10 @@ def replace_json(path: Path, results: Any) -> None:
   new.replace(path)
 
 
-def write(folder: Path, name: str, results: Any, page: str) -> None:
-  """Writes results as JSON, and the page about them as Markdown."""
+def write(folder: Path | None, name: str, results: Any, page: str) -> None:
+  """Writes results as JSON, and the page about them as Markdown, if to anywhere."""
+  if folder is None:
+    return
   write_json(folder / f"{name}.json", results)
   (folder / f"{name}.md").write_text(page)
 

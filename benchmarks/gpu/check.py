@@ -284,8 +284,7 @@ def main() -> None:
       found |= part
   wrong = {name: lines for name, lines in found.items() if lines}
   result = {"jax": jax.__version__, "right": len(found) - len(wrong), "wrong": wrong}
-  if output:
-    cli.write_json(output, result)
+  cli.write_json(output, result)
   for name, lines in wrong.items():
     print(f"WRONG: {name}", *lines, sep="\n  ")
   print(f"gpu_check: {result['right']} of {len(found)} are right")

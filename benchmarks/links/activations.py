@@ -246,8 +246,7 @@ def main() -> None:
   for rate in args.rates:
     results["runs"].append(measure(rate, sizes, args))
     print(markdown(results | {"runs": results["runs"][-1:]}))
-  if args.output:
-    cli.write(args.output, "parallel_links", results, markdown(results))
+  cli.write(args.output, "parallel_links", results, markdown(results))
 
 
 if __name__ == "__main__":

@@ -162,8 +162,7 @@ def main() -> None:
   for rounds in (0, *args.leave):
     results["runs"].append(measure(args, rounds))
     print(results["runs"][-1])
-    if args.output:
-      cli.write(args.output, "local_leaving", results, markdown(results))
+    cli.write(args.output, "local_leaving", results, markdown(results))
   print(markdown(results))
 
 

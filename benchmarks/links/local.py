@@ -183,8 +183,7 @@ def main() -> None:
   for method in args.methods:
     results["methods"][method] = measure(method, args)
     print(method, results["methods"][method])
-    if args.output:
-      cli.write(args.output, file, results, markdown(results))
+    cli.write(args.output, file, results, markdown(results))
   print(markdown(results))
 
 

@@ -17,6 +17,7 @@ import optax
 import gradcomp
 from benchmarks.links import hosts
 from benchmarks.links.process import joined, meeting, run
+from benchmarks.training.local import by_local_steps
 from examples.lib.data import text
 from examples.lib.networks import Transformer
 from examples.lib.training import AXIS, Task, compile_step, init_state
@@ -28,14 +29,7 @@ RATE = 1e-3
 def optimizer(method: str, every: int) -> optax.GradientTransformation:
   """Makes one of the methods that are compared."""
   adam = optax.adamw(RATE)
-  local = lambda outer, codec, **options: gradcomp.local.local_steps(
-    adam,
-    outer,
-    axis_name=AXIS,
-    every=every,
-    codec=codec,
-    options=gradcomp.local.LocalOptions(**options),
-  )
+  local = functools.partial(by_local_steps, every, adam)
   forgetting = gradcomp.ErrorFeedback(residual_decay=0.95)
   sparse = functools.partial(local, codec=BlockTop(), feedback=forgetting)
   methods: dict[str, Callable[[], optax.GradientTransformation]] = {

@@ -162,9 +162,8 @@ def main() -> None:
     print(f"{' '.join(map(str, cell[:3]))}: {time.monotonic() - start:.0f} s")
     differ += [name for name, step in run["steps"].items() if not step["same_bits"]]
     results["runs"] = links_results.merge(results["runs"], run)
-    if options.output:
-      page = tables.markdown(results["runs"])
-      cli.write(options.output, "link_speed", results, page)
+    page = tables.markdown(results["runs"])
+    cli.write(options.output, "link_speed", results, page)
   if differ:
     sys.exit(f"The hosts of a step did not get the same bits: {', '.join(differ)}.")
 

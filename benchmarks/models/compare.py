@@ -90,9 +90,7 @@ def main() -> None:
         f"{said}: {row.paper}, {row.what}, {row.inputs}: {row.ours:.4g}, "
         f"printed {row.printed:.4g}"
       )
-  if options.output:
-    entries = [entry(row) for row in rows]
-    cli.write(options.output, "paper_models", entries, page(rows))
+  cli.write(options.output, "paper_models", [entry(x) for x in rows], page(rows))
   sys.exit(any(row.missed for row in rows))
 
 

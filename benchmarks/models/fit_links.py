@@ -187,9 +187,7 @@ def main() -> None:
   speeds = read_speeds([json.loads(path.read_text()) for path in options.speeds])
   rows = compare(runs, speeds)
   show(rows)
-  if options.output:
-    found = [row._asdict() | {"error": row.error} for row in rows]
-    cli.write_json(options.output, found)
+  cli.write_json(options.output, [x._asdict() | {"error": x.error} for x in rows])
 
 
 if __name__ == "__main__":

@@ -134,8 +134,7 @@ def main() -> None:
   for name, codec in SPARSE.items():
     speeds[name] = rounded(measured(codec, size, repeats))
   print(json.dumps({"cpu": speeds}, indent=1))
-  if options.output:
-    cli.write_json(options.output, {"cpu": speeds})
+  cli.write_json(options.output, {"cpu": speeds})
 
 
 if __name__ == "__main__":

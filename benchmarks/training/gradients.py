@@ -175,8 +175,7 @@ def main() -> None:
   )
   found = measure(args)
   print(markdown(found))
-  if args.output:
-    cli.write(args.output, "gradient_facts", found, markdown(found))
+  cli.write(args.output, "gradient_facts", found, markdown(found))
 
 
 if __name__ == "__main__":

@@ -60,13 +60,11 @@ BASELINE = "DiLoCo"
 Optimizer = optax.GradientTransformation
 
 
-def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
-  """Returns what makes each method's optimizer."""
-  rate = lambda name: optax.cosine_decay_schedule(RATES[name], steps, alpha=0.1)
-  adam = optax.adamw(rate("adam"))
-  muon = optax.contrib.muon(rate("muon"))
-  nesterov = optax.sgd(0.7, 0.9, nesterov=True)
-  local = lambda inner, outer, codec, **options: gradcomp.local.local_steps(
+def by_local_steps(
+  every: int, inner: Any, outer: Any, codec: Any, **options: Any
+) -> Any:
+  """Makes local steps of an inner optimizer, exchanged in a codec for an outer one."""
+  return gradcomp.local.local_steps(
     inner,
     outer,
     axis_name=AXIS,
@@ -74,6 +72,15 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
     codec=codec,
     options=gradcomp.local.LocalOptions(**options),
   )
+
+
+def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
+  """Returns what makes each method's optimizer."""
+  rate = lambda name: optax.cosine_decay_schedule(RATES[name], steps, alpha=0.1)
+  adam = optax.adamw(rate("adam"))
+  muon = optax.contrib.muon(rate("muon"))
+  nesterov = optax.sgd(0.7, 0.9, nesterov=True)
+  local = functools.partial(by_local_steps, every)
   forgetting = gradcomp.ErrorFeedback(residual_decay=0.95)
   sparse = functools.partial(local, feedback=forgetting)
   senders = functools.partial(sparse, outer=optax.sgd(1.0), merge="senders")
@@ -235,8 +242,7 @@ def main() -> None:
         entry["runs"][str(seed)] = run
         told = f"loss {run['test_loss']:.4f}, {run['seconds']:.0f} s"
         print(f"H {every}, {name}, seed {seed}: {told}")
-        if args.output:
-          cli.write(args.output, "local_study", results, markdown(results))
+        cli.write(args.output, "local_study", results, markdown(results))
   print(markdown(results))
 
 

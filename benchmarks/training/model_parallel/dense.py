@@ -154,8 +154,7 @@ def main() -> None:
   found["errors"] = relative_errors(sets, args)
   found["seconds"] = round(time.perf_counter() - start)
   print(markdown(found))
-  if args.output:
-    cli.write(args.output, "model_parallel", found, markdown(found))
+  cli.write(args.output, "model_parallel", found, markdown(found))
 
 
 if __name__ == "__main__":

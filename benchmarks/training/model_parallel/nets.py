@@ -144,8 +144,7 @@ def main() -> None:
     "seconds": round(time.perf_counter() - start),
   }
   print(markdown(found))
-  if args.output:
-    cli.write(args.output, "model_parallel_nets", found, markdown(found))
+  cli.write(args.output, "model_parallel_nets", found, markdown(found))
 
 
 if __name__ == "__main__":
