@@ -14,7 +14,6 @@ of other methods and models stays, unless it was read with another version of JA
 """
 
 import functools
-import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -155,12 +154,8 @@ def main() -> None:
 def write(folder: pathlib.Path, found: dict[tuple[str, str], dict[str, float]]) -> None:
   """Writes both files, with what they had of other methods and models."""
   about = {"jax": jax.__version__, "workers": WORKERS}
-  path = folder / "compile_time.json"
-  if path.exists():
-    report = json.loads(path.read_text())
-    rows = report.pop("rows")
-    if report == about:
-      found = {(x.pop("method"), x.pop("model")): x for x in rows} | found
+  old = cli.rows_of(folder / "compile_time.json", about)
+  found = {(x.pop("method"), x.pop("model")): x for x in old} | found
   rows = [{"method": x, "model": y, **seconds} for (x, y), seconds in found.items()]
   cli.write(folder, "compile_time", {**about, "rows": rows}, markdown(found))
 

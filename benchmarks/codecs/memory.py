@@ -19,7 +19,6 @@ codecs and feedbacks stays, unless it was read for another size or version.
 
 import functools
 import itertools
-import json
 import math
 import pathlib
 from typing import Any, NamedTuple, get_args
@@ -211,16 +210,10 @@ def write(
 ) -> None:
   """Writes both files, with what they had of other cases."""
   about = {"jax": jax.__version__, "workers": WORKERS, "shape": list(shape)}
-  path = folder / "memory.json"
-  if path.exists():
-    report = json.loads(path.read_text())
-    rows = report.pop("rows")
-    if report == about:
-      old = {Case(*(row[name] for name in Case._fields)): row for row in rows}
-      others = {
-        case: Memory(row["payloads"], row["temporary"]) for case, row in old.items()
-      }
-      found = others | found
+  found = {
+    Case(*(row[x] for x in Case._fields)): Memory(row["payloads"], row["temporary"])
+    for row in cli.rows_of(folder / "memory.json", about)
+  } | found
   found = {case: found[case] for case in cases() if case in found}
   rows = [{**case._asdict(), **memory._asdict()} for case, memory in found.items()]
   cli.write(folder, "memory", {**about, "rows": rows}, markdown(found))

@@ -127,6 +127,13 @@ def replace_json(path: Path, results: Any) -> None:
   new.replace(path)
 
 
+def rows_of(path: Path, about: dict[str, Any]) -> list[Any]:
+  """Returns the rows of a file of results, if they are about the same."""
+  found = json.loads(path.read_text()) if path.exists() else {}
+  rows = found.pop("rows", [])
+  return rows if found == about else []
+
+
 def write(folder: Path | None, name: str, results: Any, page: str) -> None:
   """Writes results as JSON, and the page about them as Markdown, if to anywhere."""
   if folder is None:
