@@ -54,6 +54,13 @@ def concluded(seen: Iterable[Seen], needs: str, share: float = 1.0) -> Verdict:
   return Verdict("holds" if sum(told) >= share * len(told) else "does not", numbers)
 
 
+def needing(
+  needs: str, share: float = 1.0
+) -> Callable[[Callable[[Study], Iterable[Seen]]], Judge]:
+  """Makes a judge of what yields all that a study says: see ``concluded``."""
+  return lambda look: lambda study: concluded(look(study), needs, share)
+
+
 def images(group: Group) -> bool:
   """Returns whether a group is of images, SGD, and 64 workers at most."""
   return _of_images(group, "sgd") and group.setting.workers <= 64
@@ -192,14 +199,13 @@ def any_workers(
 def less_dropout(codec: str) -> Judge:
   """Returns a judge of whether a codec loses less where a net drops nothing."""
 
-  def judge(study: Study) -> Verdict:
+  @needing(f"{_seeds([codec])} with --dropout 0 and without")
+  def judge(study: Study) -> Iterator[Seen]:
     groups = {x.setting: x for x in filter(images, study.groups)}
-    seen = []
     for setting, group in groups.items():
       usual = groups.get(setting._replace(dropout=None))
       if setting.dropout == 0 and usual and (more := group.gained(codec, usual)):
-        seen.append(Seen(more.is_above(0.0), f"{group.name}: {more} points better"))
-    return concluded(seen, f"{_seeds([codec])} with --dropout 0 and without")
+        yield Seen(more.is_above(0.0), f"{group.name}: {more} points better")
 
   return judge
 
@@ -207,18 +213,15 @@ def less_dropout(codec: str) -> Judge:
 def later(codec: str) -> Judge:
   """Returns a judge of whether a codec is behind float32 at first, and catches up."""
 
-  def judge(study: Study) -> Verdict:
-    seen = []
+  @needing(f"{_seeds([codec])}, with two points of a curve or more")
+  def judge(study: Study) -> Iterator[Seen]:
     for group in filter(images, study.groups):
       early, gained = group.early(codec), group.caught_up(codec)
       if early and gained:
         told = early.is_below(0.0), gained.is_above(0.0)
         holds = None if None in told else all(told)
-        numbers = (
-          f"{group.name}: {early} in the first half, of which {gained} come back"
-        )
-        seen.append(Seen(holds, numbers))
-    return concluded(seen, f"{_seeds([codec])}, with two points of a curve or more")
+        numbers = f"{early} in the first half, of which {gained} come back"
+        yield Seen(holds, f"{group.name}: {numbers}")
 
   return judge
 
@@ -227,8 +230,8 @@ def alike(codecs: Iterable[str]) -> Judge:
   """Returns a judge of whether codecs and float32 end alike: p above 0.05."""
   names = ["f32", *codecs]
 
-  def judge(study: Study) -> Verdict:
-    seen = []
+  @needing(f"five seeds of {', '.join(names)}")
+  def judge(study: Study) -> Iterator[Seen]:
     for group in filter(images, study.groups):
       ends = [group.ends(name).tolist() for name in names]
       if all(len(values) >= ENOUGH for values in ends):
@@ -238,8 +241,7 @@ def alike(codecs: Iterable[str]) -> Judge:
           for name, values in zip(names, ends, strict=True)
         )
         numbers = f"{group.name}: F = {found['F']:.2f}, p = {found['p']:.2f}; {means}"
-        seen.append(Seen(found["p"] > 0.05, numbers))
-    return concluded(seen, f"five seeds of {', '.join(names)}")
+        yield Seen(found["p"] > 0.05, numbers)
 
   return judge
 
