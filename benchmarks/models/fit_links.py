@@ -29,6 +29,7 @@ from gradcomp.exchange import Hierarchical
 LINKS = cli.RESULTS / "links" / "link_speed.json"
 SPEEDS = (cli.RESULTS / "codecs" / "codec_speed_jax0.10.2_malloc.json",)
 _BASELINE = "plain f32 mean"
+_ELEMENTS = 1 << 24  # of the arrays whose times count
 Run = Mapping[str, Any]
 
 # The names that codecs/speed.py has for the cases of links/methods.py.
@@ -103,22 +104,26 @@ def _factor(run: Run, kind: str, name: str) -> float:
   return row["median_seconds"] * _rate(run) / row["bytes_wire_report"]
 
 
+def codec_speed(seconds: Mapping[str, float], scale: float) -> CodecSpeed:
+  """Makes a speed from times of codecs/speed.py, and seconds an element for each."""
+  times = {key: scale * value for key, value in seconds.items()}
+  return CodecSpeed(
+    encode=times["encode"],
+    decode=times["decode"],
+    add=times["decode and sum, a worker"],
+    keep=max(0.0, times["update and residual"] - times["update"]),
+  )
+
+
 def read_speeds(contents: Sequence[Mapping[str, Any]]) -> dict[str, CodecSpeed]:
   """Returns the speeds in files of codecs/speed.py, with one process on all cores."""
-  speeds: dict[str, CodecSpeed] = {}
-  for content in contents:
-    for title, row in content.items():
-      name, _, size = title.partition(", ")
-      if size != str(1 << 24):
-        continue
-      seconds = {key: value / (1 << 24) for key, value in row["seconds"].items()}
-      speeds[name] = CodecSpeed(
-        encode=seconds["encode"],
-        decode=seconds["decode"],
-        add=seconds["decode and sum, a worker"],
-        keep=max(0.0, seconds["update and residual"] - seconds["update"]),
-      )
-  return speeds
+  return {
+    name: codec_speed(row["seconds"], 1 / _ELEMENTS)
+    for content in contents
+    for title, row in content.items()
+    for name, _, size in [title.partition(", ")]
+    if size == str(_ELEMENTS)
+  }
 
 
 def compare(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> list[Row]:
