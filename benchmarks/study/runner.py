@@ -21,7 +21,7 @@ from benchmarks.study import emulated
 from benchmarks.study import tasks as study_tasks
 from benchmarks.study.options import Run
 from benchmarks.study.records import Records
-from benchmarks.study.settings import Setting
+from benchmarks.study.settings import Setting, step_seconds
 from benchmarks.study.tasks import Source
 from examples.lib import networks
 from examples.lib.progress import Progress
@@ -232,7 +232,7 @@ class Clock:
 
   def __init__(self, left: list[Setting]):
     self._left = list(left)
-    self._done: list[tuple[Setting, float]] = []
+    self._done: list[tuple[Setting, float]] = []  # and seconds a step
 
   def drop(self, setting: Setting) -> None:
     """Takes a run out that another launch has done."""
@@ -241,17 +241,10 @@ class Clock:
   def after(self, setting: Setting, seconds: float) -> str:
     """Says what is left behind a run that took so many seconds."""
     self.drop(setting)
-    self._done.append((setting, seconds))
+    self._done.append((setting, seconds / setting.steps))
     total = sum(map(self._expected, self._left))
     return f"{len(self._left)} left, about {total / 60:.0f} min"
 
   def _expected(self, setting: Setting) -> float:
-    for fields in (("way", "network", "workers", "codec"), ("way", "network"), ()):
-      found = [
-        seconds / done.steps * setting.steps
-        for done, seconds in self._done
-        if all(getattr(done, x) == getattr(setting, x) for x in fields)
-      ]
-      if found:
-        return sum(found) / len(found)
-    return 0.0
+    fields = ("way", "network", "workers", "codec"), ("way", "network"), ()
+    return setting.steps * (step_seconds(self._done, setting, *fields) or 0.0)

@@ -1,5 +1,7 @@
 """Says what a run of a study is: all that its results depend on."""
 
+import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import optax
@@ -78,6 +80,19 @@ class Setting(NamedTuple):
     """The steps behind which there is a point of the curve."""
     parts = min(self.points, self.steps)
     return {self.steps * (i + 1) // parts for i in range(parts)}
+
+
+def step_seconds(
+  known: Sequence[tuple[Setting, float]], setting: Setting, *alike: Sequence[str]
+) -> float | None:
+  """Returns the mean seconds a step of the settings that are alike in most fields."""
+  for fields in alike:
+    same = lambda other, fields=fields: all(
+      getattr(other, x) == getattr(setting, x) for x in fields
+    )
+    if found := [seconds for other, seconds in known if same(other)]:
+      return statistics.fmean(found)
+  return None
 
 
 def optimizer(

@@ -7,7 +7,6 @@ the launch.
 
 import json
 import os
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from benchmarks.study.queue import child
 from benchmarks.study.queue.start import FOLDERS
 from benchmarks.study.queue.supervisor import Folders, Item, queued
 from benchmarks.study.records import Record
-from benchmarks.study.settings import Setting
+from benchmarks.study.settings import Setting, step_seconds
 
 _SIZE = "way", "network", "dataset", "workers", "batch"
 _ALIKE = (*_SIZE, "codec", "exchange"), _SIZE
@@ -46,15 +45,8 @@ def costs(
 
 def expected(item: Item, known: Sequence[Cost]) -> float:
   """Returns the seconds of CPU time that a training will take."""
-  for fields in _ALIKE:
-    alike = [
-      seconds
-      for setting, seconds in known
-      if all(getattr(setting, x) == getattr(item.setting, x) for x in fields)
-    ]
-    if alike:
-      return statistics.fmean(alike) * item.setting.steps
-  return item.cpu
+  found = step_seconds(known, item.setting, *_ALIKE)
+  return item.cpu if found is None else found * item.setting.steps
 
 
 def row(
