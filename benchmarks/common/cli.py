@@ -55,13 +55,13 @@ class Option(NamedTuple):
 
 
 def options(
-  doc: str, quick: str, output: str, argv: list[str] | None = None, **declared: Option
+  doc: str, quick: str, output: str, **declared: Option
 ) -> argparse.Namespace:
   """Parses the command line of a script; a quick run compiles fast."""
   made = parser(doc, quick, output)
   for name, option in declared.items():
     option.add(name, made)
-  found = made.parse_args(argv)
+  found = made.parse_args()
   if found.quick:
     of_quick = {k: x.quick for k, x in declared.items() if x.quick is not None}
     vars(found).update(of_quick)
