@@ -30,7 +30,7 @@ from benchmarks.common.trainer import Trainer, point
 from benchmarks.study.settings import Setting
 from benchmarks.training.model_parallel import convolutions, hybrid, layer_errors
 from benchmarks.training.model_parallel.data_types import ARMS, with_offset
-from benchmarks.training.model_parallel.trainer import (
+from benchmarks.training.model_parallel.ways import (
   WORKERS,
   Arm,
   Images,

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.study import dettmers, tasks
 from benchmarks.training.model_parallel import convolutions
 from benchmarks.training.model_parallel.data_types import ARMS
-from benchmarks.training.model_parallel.trainer import (
+from benchmarks.training.model_parallel.ways import (
   WORKERS,
   columns,
   cut_layers,

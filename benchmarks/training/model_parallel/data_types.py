@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from scipy import stats
 
 from benchmarks.common.tables import spread
-from benchmarks.training.model_parallel.trainer import Runs
+from benchmarks.training.model_parallel.ways import Runs
 from gradcomp.codecs import Codec, Dense, EightBit
 
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")

@@ -33,7 +33,7 @@ from benchmarks.training.model_parallel.data_types import (
   beside,
 )
 from benchmarks.training.model_parallel.layer_errors import error_lines, relative_errors
-from benchmarks.training.model_parallel.trainer import (
+from benchmarks.training.model_parallel.ways import (
   Arm,
   cut_layers,
   digits,

@@ -17,7 +17,7 @@ from jax import lax
 import gradcomp
 from benchmarks.common.trainer import first_kept, of_workers, own
 from benchmarks.training.model_parallel.convolutions import Net
-from benchmarks.training.model_parallel.trainer import (
+from benchmarks.training.model_parallel.ways import (
   AXIS,
   WORKERS,
   Arm,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.training.model_parallel.data_types import TYPES, with_offset
-from benchmarks.training.model_parallel.trainer import (
+from benchmarks.training.model_parallel.ways import (
   BATCH,
   Arm,
   Images,

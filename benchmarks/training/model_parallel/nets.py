@@ -38,7 +38,7 @@ from benchmarks.training.model_parallel.data_types import (
   beside,
 )
 from benchmarks.training.model_parallel.hybrid import of_net
-from benchmarks.training.model_parallel.trainer import Arm, digits, options
+from benchmarks.training.model_parallel.ways import Arm, digits, options
 
 
 def nets(args: argparse.Namespace) -> dict[str, Net]:
