@@ -44,9 +44,9 @@ def batches(source: Source, setting: Setting, seed: int) -> Iterator[Batch]:
   )
 
 
-def chain(setting: Setting, **changed: Any) -> optax.GradientTransformation:
-  """Makes the exchange and what is behind it, see ``methods.of``."""
-  exchange, *left = methods.of(setting, **changed)
+def chain(setting: Setting, steady: bool = False) -> optax.GradientTransformation:
+  """Makes the exchange and what is behind it, see ``methods.make``."""
+  exchange, *left = methods.make(setting, steady=steady)
   return optax.chain(exchange, optimizer(setting, *left))
 
 
@@ -85,8 +85,8 @@ def timed(
   drawn = batches(source, setting, 0)
   first = next(drawn)
   whole = chain(setting, steady=True)
-  local = chain(setting, steady=True, exchange="local")
-  plain = chain(setting, codec="f32", exchange="local")
+  alone = setting._replace(exchange="local")
+  local, plain = chain(alone, steady=True), chain(alone._replace(codec="f32"))
   step, wire = compile_step(task, whole, first)
   programs = {
     "step": (step, whole),
@@ -151,7 +151,7 @@ def trainer(task: Task, source: Source, setting: Setting) -> Trainer:
 
   def start(seed: int) -> Any:
     params = task.init_params(seed)
-    return params, init_state(task, chain(setting, key=seed), params)
+    return params, init_state(task, chain(setting._replace(seed=seed)), params)
 
   def step(seed: int, carry: Any, batch: Batch, number: int) -> Any:
     options = task.options(seed, number)

@@ -39,7 +39,7 @@ def trainer(task: Task, source: Source, setting: Setting) -> Trainer:
   ``last_test_loss``, those of the last parameters.
   """
   workers = setting.workers
-  exchange, *left = methods.of(setting)
+  exchange, *left = methods.make(setting)
   after = optimizer(setting, *left)
   arrays = jax.device_put(source.arrays)
 
@@ -72,7 +72,7 @@ def trainer(task: Task, source: Source, setting: Setting) -> Trainer:
     return (optax.apply_updates(params, updates), kept, state), losses.mean()
 
   def start(seed: int) -> Any:
-    of_seed, *_ = methods.of(setting, key=seed)
+    of_seed, *_ = methods.make(setting._replace(seed=seed))
     first = lambda params: (
       params,
       first_kept(of_seed, params, workers),

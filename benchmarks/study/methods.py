@@ -241,59 +241,36 @@ def labels(part: str, least: int | None, params: Any) -> Any:
 
 
 def make(
-  name: str,
-  *,
-  axis_name: str,
-  steps: int,
-  exchange: str = "auto",
-  momentum: float | None = None,
-  nesterov: bool = False,
-  max_norm: float | None = None,
-  clipping: str = "mean",
-  key: int = 0,
-  steady: bool = False,
+  setting: Setting, *, steady: bool = False
 ) -> tuple[Transform, float | None, float | None]:
-  """Makes the exchange of a method, perhaps with a part: see ``settings.Setting``.
-
-  ``steady`` leaves the dense steps at the start out.
+  """Makes the exchange of a setting; ``steady`` leaves its dense first steps out.
 
   Returns:
     The exchange, and the momentum and the clipping that are left for what is behind it.
   """
-  method, _, part = check(name).partition(":")
-  found = METHODS[method]
-  options: dict[str, Any] = {"axis_name": axis_name, "key": key}
-  if exchange != "auto":
-    options["exchange"] = exchange
+  method, _, part = check(setting.codec).partition(":")
+  found, max_norm = METHODS[method], setting.max_norm
+  options: dict[str, Any] = {"axis_name": AXIS, "key": setting.seed}
+  if setting.exchange != "auto":
+    options["exchange"] = setting.exchange
   if part:
     options["min_leaf_size"] = 0  # for labels leave the small ones out
-  first = 0 if steady else first_steps(name, steps)
-  own = {"momentum": momentum, "nesterov": nesterov} if found.momentum else {}
-  tx = _with_start(found, first, own, options)
+  first = 0 if steady else first_steps(setting.codec, setting.steps)
+  momentum = {"momentum": setting.momentum, "nesterov": setting.nesterov}
+  tx = _with_start(found, first, momentum if found.momentum else {}, options)
   if part:
-    alike = {"exchange": "local"} if exchange == "local" else {}
-    full = gradcomp.dense(axis_name=axis_name, **alike)
+    alike = {"exchange": "local"} if setting.exchange == "local" else {}
+    full = gradcomp.dense(axis_name=AXIS, **alike)
     least = found.make.keywords.get("min_leaf_size")
     parts = functools.partial(labels, part, least)
     tx = optax.partition({"low": tx, "full": full}, parts)
-  local = found.momentum or clipping != "mean"
+  local = found.momentum or setting.clipping != "mean"
   if max_norm is not None and local:
-    rule = "root" if clipping == "mean" else clipping  # that of the study's records
-    clip = gradcomp.wrappers.clip_by_local_norm(
-      max_norm, axis_name=axis_name, rule=rule
-    )
+    # "root" is the rule of the study's records.
+    rule = "root" if setting.clipping == "mean" else setting.clipping
+    clip = gradcomp.wrappers.clip_by_local_norm(max_norm, axis_name=AXIS, rule=rule)
     tx, max_norm = optax.chain(clip, tx), None
-  return tx, None if found.momentum else momentum, max_norm
-
-
-def of(
-  setting: Setting, **changed: Any
-) -> tuple[Transform, float | None, float | None]:
-  """Makes the exchange of a setting, with other options of ``make`` where given."""
-  names = "exchange", "momentum", "nesterov", "max_norm", "clipping", "steps"
-  options = {name: getattr(setting, name) for name in names} | {"key": setting.seed}
-  options |= changed
-  return make(options.pop("codec", setting.codec), axis_name=AXIS, **options)
+  return tx, None if found.momentum else setting.momentum, max_norm
 
 
 def first_steps(name: str, steps: int) -> int:
