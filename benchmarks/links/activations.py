@@ -134,7 +134,7 @@ def predicted(
 
 def measure(rate: str, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
   """Measures all programs on links of one rate."""
-  speed = None if rate == "loopback" else links_hosts.bits_per_second(rate)
+  speed = links_hosts.bits_per_second(rate)
   slow = speed is not None and speed < 5e8
   job = {
     "programs": programs(sizes, args.hosts),
@@ -149,8 +149,8 @@ def measure(rate: str, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]
     "programs": {},
   }
   with launch.network(args.hosts, rate) as hosts:
-    run["probe"] = launch.probed(hosts, speed)
-    if speed and 8 * min(run["probe"]) < launch.REACHED * speed:
+    run["probe"], reached = launch.probed(hosts, speed)
+    if not reached:
       return run
     reports = launch.run_workers(hosts, "activations_worker", job, args.limit)
     shared = hosts[0].interface == "lo"
@@ -221,9 +221,8 @@ def _run_tables(run: dict[str, Any]) -> list[str]:
 
 
 def _wire_ms(rate: str, nbytes: int) -> str:
-  if rate == "loopback":
-    return ""
-  return f"{8e3 * nbytes / links_hosts.bits_per_second(rate):.1f}"
+  speed = links_hosts.bits_per_second(rate)
+  return f"{8e3 * nbytes / speed:.1f}" if speed else ""
 
 
 def main() -> None:

@@ -50,13 +50,15 @@ class Host:
   prefix: tuple[str, ...] = ()
 
 
-def bits_per_second(rate: str) -> float:
-  """Reads a rate in tc's spelling.
+def bits_per_second(rate: str) -> float | None:
+  """Reads a rate in tc's spelling; None for ``"loopback"``, which nothing limits.
 
   Example:
     >>> bits_per_second("2.5gbit")
     2500000000.0
   """
+  if rate == "loopback":
+    return None
   match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
   if not match:
     raise ValueError(f"`rate` must be like 100mbit or 2.5gbit, got {rate!r}.")

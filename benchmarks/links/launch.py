@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.common import cli, quiet
 from benchmarks.links import hosts as links_hosts
 
-REACHED = 0.7  # of the rate, or it is not measured
+_REACHED = 0.7  # of the rate, or it is not measured
 MALLOC = {
   "MALLOC_ARENA_MAX": "1",
   "MALLOC_MMAP_MAX_": "0",
@@ -67,10 +67,16 @@ def run_workers(
     return [json.loads(output.read_text()) for output in outputs]
 
 
-def probed(hosts: list[links_hosts.Host], speed: float | None) -> list[float]:
-  """Returns the bytes a second that each host receives over raw TCP."""
-  found = probes(hosts, int((speed or 8e9) / 8 / 2))
-  return [report["bytes_a_second"] for report in found]
+def probed(
+  hosts: list[links_hosts.Host], speed: float | None
+) -> tuple[list[float], bool]:
+  """Returns the bytes a second that each host receives over raw TCP.
+
+  Beside it is whether links of that speed, in bits a second, may be measured.
+  """
+  reports = probes(hosts, int((speed or 8e9) / 8 / 2))
+  found = [report["bytes_a_second"] for report in reports]
+  return found, not speed or 8 * min(found) >= _REACHED * speed
 
 
 def probes(hosts: list[links_hosts.Host], nbytes: int) -> list[dict[str, float]]:

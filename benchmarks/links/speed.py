@@ -57,7 +57,7 @@ _HANGS = "ddp powersgd-1 in buckets"
 
 def measure(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
   """Measures a cell: what the links carry, our steps, and PyTorch's."""
-  speed = None if cell.rate == "loopback" else links_hosts.bits_per_second(cell.rate)
+  speed = links_hosts.bits_per_second(cell.rate)
   repeats = options.repeats or (2 if speed and speed < 5e8 else 5)
   shapes = cells.shapes_of(cell.leaves, options.mib)
   size = sum(map(np.prod, shapes)) * 4 / 2**20
@@ -76,8 +76,8 @@ def measure(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
   }
   with launch.network(cell.hosts, cell.rate) as hosts:
     if options.probe:
-      run["probe"] = launch.probed(hosts, speed)
-      if speed and 8 * min(run["probe"]) < launch.REACHED * speed:
+      run["probe"], reached = launch.probed(hosts, speed)
+      if not reached:
         return run
     job = {"shapes": shapes, "steps": names, "repeats": repeats}
     if not options.only_ddp:
