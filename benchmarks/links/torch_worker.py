@@ -147,7 +147,7 @@ def main(options: dict[str, Any]) -> None:
 
   def hung(name: str, results: dict[str, Any]) -> None:
     report = {
-      "steps": _complete(results, name),
+      "steps": {x: entry for x, entry in results.items() if x != name},
       "failed": {name: f"hung after {limit:.0f} s"},
     }
     output.write_text(json.dumps(report))
@@ -176,11 +176,6 @@ def main(options: dict[str, Any]) -> None:
   dist.barrier()
   output.write_text(json.dumps({"steps": steps, "failed": {}}))
   os._exit(0)  # the reducers' threads are not waited for
-
-
-def _complete(results: dict[str, Any], name: str) -> dict[str, Any]:
-  """Returns the results but those of the program that hangs."""
-  return {other: entry for other, entry in results.items() if other != name}
 
 
 if __name__ == "__main__":
