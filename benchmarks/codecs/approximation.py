@@ -18,13 +18,13 @@ step, 0.011, and the paper has 0.0004.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.common import cli
+from benchmarks.common import cli, tables
 from gradcomp.codecs import EightBit
 
 # The paper's mean absolute errors and mean relative errors in percent.
@@ -66,8 +66,6 @@ DISTRIBUTIONS: dict[str, tuple[Sample, int]] = {
 }
 BEYOND_THE_PAPER = ("static_tree", "mantissa", "dynamic_map")
 
-HEADER = ("", "absolute", "paper", "relative", "paper", "ours/paper")
-
 
 @functools.cache
 def roundtrip(codec: EightBit) -> Callable[[np.ndarray], jax.Array]:
@@ -100,36 +98,22 @@ def beside_paper(name: str, x: np.ndarray, offset: int) -> dict[str, dict[str, f
   return result
 
 
-def print_table(title: str, results: dict[str, dict[str, dict[str, float]]]) -> None:
+def show(title: str, results: dict[str, dict[str, dict[str, float]]]) -> None:
   """Prints a line for each type on each distribution."""
-  lines: list[Sequence[str]] = [HEADER]
-  for name, types in results.items():
-    lines += [(f"{name}  {data_type}", *cells(row)) for data_type, row in types.items()]
   print(f"\n{title}")
-  for first, *rest in lines:
-    print(f"{first:26}", *(f"{cell:>11}" for cell in rest))
-
-
-def cells(row: dict[str, float]) -> list[str]:
-  ours = [f"{row['absolute']:.3g}", f"{row['relative_percent']:.2f} %"]
-  if "ratio" not in row:
-    return [ours[0], "", ours[1]]
-  paper = f"{row['paper_absolute']:g}", f"{row['paper_relative_percent']} %"
-  return [ours[0], paper[0], ours[1], paper[1], f"{row['ratio']:.3f}"]
+  tables.show(
+    {f"{x}  {y}": row for x, of_x in results.items() for y, row in of_x.items()}
+  )
 
 
 def main() -> None:
-  parser = cli.parser(
-    __doc__, quick="1,000 numbers in a sample", output="JSON file to write"
+  options = cli.options(
+    __doc__,
+    "1,000 numbers in a sample",
+    "JSON file to write",
+    size=cli.Option(25_000_000, 1000, "numbers in a sample"),
+    seed=cli.Option(0),
   )
-  parser.add_argument(
-    "--size", type=int, default=25_000_000, help="numbers in a sample"
-  )
-  parser.add_argument("--seed", type=int, default=0)
-  options = parser.parse_args()
-  if options.quick:
-    options.size = 1000
-    cli.compile_fast()
   results: dict[str, Any] = {"size": options.size, "seed": options.seed}
   as_paper, by_largest = results["as_paper"], results["by_largest"] = {}, {}
   for name, (sample, offset) in DISTRIBUTIONS.items():
@@ -138,10 +122,9 @@ def main() -> None:
     by_largest[name] = {
       data_type: errors(EightBit(dtype=data_type), x) for data_type in BEYOND_THE_PAPER
     }
-  print_table(f"Scaled as in the paper, {options.size:,} numbers", as_paper)
-  print_table("Scaled by the largest number", by_largest)
-  if options.output:
-    cli.write_json(options.output, results)
+  show(f"Scaled as in the paper, {options.size:,} numbers", as_paper)
+  show("Scaled by the largest number", by_largest)
+  cli.write_json(options.output, results)
 
 
 if __name__ == "__main__":

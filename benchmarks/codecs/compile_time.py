@@ -14,7 +14,6 @@ of other methods and models stays, unless it was read with another version of JA
 """
 
 import functools
-import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -131,17 +130,16 @@ def markdown(found: dict[tuple[str, str], dict[str, float]]) -> str:
 
 
 def main() -> None:
-  parser = cli.parser(
-    __doc__, quick="one method and ten leaves", output="folder of the two files"
+  options = cli.options(
+    __doc__,
+    "one method and ten leaves",
+    "folder of the two files",
+    methods=cli.Option([*METHODS], [QUICK], choices=METHODS),
+    models=cli.Option([*MODELS], ["100 leaves"], choices=MODELS),
   )
-  parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-  parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-  options = parser.parse_args()
   jax.config.update("jax_num_cpu_devices", WORKERS)
   models = {name: MODELS[name] for name in options.models}
-  if options.quick:
-    options.methods, models = [QUICK], {"100 leaves": lambda: apart(10)}
-    cli.compile_fast()
+  models |= {"100 leaves": lambda: apart(10)} if options.quick else {}
   quiet.keep(unless=options.quick)
   found = {}
   for model, make in models.items():
@@ -156,12 +154,8 @@ def main() -> None:
 def write(folder: pathlib.Path, found: dict[tuple[str, str], dict[str, float]]) -> None:
   """Writes both files, with what they had of other methods and models."""
   about = {"jax": jax.__version__, "workers": WORKERS}
-  path = folder / "compile_time.json"
-  if path.exists():
-    report = json.loads(path.read_text())
-    rows = report.pop("rows")
-    if report == about:
-      found = {(x.pop("method"), x.pop("model")): x for x in rows} | found
+  old = cli.rows_of(folder / "compile_time.json", about)
+  found = {(x.pop("method"), x.pop("model")): x for x in old} | found
   rows = [{"method": x, "model": y, **seconds} for (x, y), seconds in found.items()]
   cli.write(folder, "compile_time", {**about, "rows": rows}, markdown(found))
 

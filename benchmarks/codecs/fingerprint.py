@@ -3,7 +3,7 @@
   python -m benchmarks.codecs.fingerprint [--elements 16777216] [--quick]
     [--output FILE.json]
 
-Prints a line for each tree: milliseconds, the ratio to a memory copy of as many bytes
+Prints a line for each tree: seconds, the ratio to a memory copy of as many bytes
 (see common/timing.py), the seconds that it takes to trace and compile, and the
 temporary memory of the compiled program. All run in turn. Writes JSON with --output.
 """
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcomp
-from benchmarks.common import cli, quiet, timing
+from benchmarks.common import cli, quiet, tables, timing
 
 _COLUMNS = 1024
 _LEAVES = 300
@@ -37,13 +37,13 @@ def trees(elements: int) -> dict[str, Any]:
 
 
 def main() -> None:
-  parser = cli.parser(__doc__, quick="few elements", output="JSON file to write")
-  parser.add_argument("--elements", type=int, default=2**24)
-  parser.add_argument("--repeats", type=int, default=11)
-  options = parser.parse_args()
-  if options.quick:
-    options.elements, options.repeats = 2**16, 1
-    cli.compile_fast()
+  options = cli.options(
+    __doc__,
+    "few elements",
+    "JSON file to write",
+    elements=cli.Option(2**24, 2**16),
+    repeats=cli.Option(11, 1),
+  )
   quiet.keep(unless=options.quick)
   results: dict[str, Any] = {"machine": timing.machine()}
   print(json.dumps(results["machine"]))
@@ -63,13 +63,9 @@ def main() -> None:
   copied = seconds["copy"] / (4 * options.elements)  # seconds a byte
   for name, fact in facts.items():
     fact |= {"seconds": seconds[name], "copies": seconds[name] / fact["bytes"] / copied}
-    print(
-      f"{name:32}{1e3 * fact['seconds']:9.2f} ms{fact['copies']:7.2f} x copy"
-      f"{fact['compile seconds']:8.2f} s to compile{fact['temporary bytes']:10,} bytes"
-    )
+  tables.show(facts)
   results |= {"seconds": seconds, "trees": facts}
-  if options.output:
-    cli.write_json(options.output, results)
+  cli.write_json(options.output, results)
 
 
 if __name__ == "__main__":

@@ -136,20 +136,16 @@ def page(results: dict[str, Any]) -> str:
   )
 
 
-def main(arguments: list[str] | None = None) -> None:
-  parser = cli.parser(
+def main() -> None:
+  args = cli.options(
     __doc__,
-    quick="one net, one codec and one step of each kind",
-    output="folder of the two files",
+    "one net, one codec and one step of each kind",
+    "folder of the two files",
+    runs=cli.Option(25, 1),
+    nets=cli.Option([*NETS], QUICK_NETS, choices=NETS),
+    codecs=cli.Option([*CODECS], QUICK_CODECS, choices=CODECS),
+    data_dir=cli.Option(data.FOLDER, help="of the images"),
   )
-  parser.add_argument("--runs", type=int, default=25)
-  parser.add_argument("--nets", nargs="+", choices=NETS, default=NETS)
-  parser.add_argument("--codecs", nargs="+", choices=CODECS, default=tuple(CODECS))
-  parser.add_argument("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
-  args = parser.parse_args(arguments)
-  if args.quick:
-    cli.compile_fast()
-    args.nets, args.codecs, args.runs = QUICK_NETS, QUICK_CODECS, 1
   quiet.keep(unless=args.quick)
   jax.config.update("jax_num_cpu_devices", WORKERS)
   results: dict[str, Any] = {"machine": machine(), "runs": args.runs, "cases": []}
@@ -158,8 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
       results["cases"].append(measure(net, codec, args))
       print(results["cases"][-1], flush=True)
   print(page(results))
-  if args.output:
-    cli.write(args.output, "inspect_cost", results, page(results))
+  cli.write(args.output, "inspect_cost", results, page(results))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ codecs and feedbacks stays, unless it was read for another size or version.
 
 import functools
 import itertools
-import json
 import math
 import pathlib
 from typing import Any, NamedTuple, get_args
@@ -106,11 +105,7 @@ def cases() -> list[Case]:
 
 
 def transformation(case: Case) -> Any:
-  """Builds the transformation of a case.
-
-  Raises:
-    ValueError: the codec does not take the exchange or the feedback.
-  """
+  """Builds a case's transformation; ValueError where its parts do not go together."""
   return gradcomp.compress(
     CODECS[case.codec],
     axis_name="data",
@@ -190,18 +185,16 @@ def _cell(memory: Memory) -> str:
 
 
 def main() -> None:
-  parser = cli.parser(
-    __doc__, quick="one codec and a small leaf", output="folder of the two files"
-  )
-  parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
   names = [name or "none" for name in FEEDBACKS]
-  parser.add_argument("--feedbacks", nargs="+", choices=names, default=names)
-  options = parser.parse_args()
+  options = cli.options(
+    __doc__,
+    "one codec and a small leaf",
+    "folder of the two files",
+    codecs=cli.Option([*CODECS], [QUICK], choices=CODECS),
+    feedbacks=cli.Option(names, choices=names),
+  )
   jax.config.update("jax_num_cpu_devices", WORKERS)
-  shape = SHAPE
-  if options.quick:
-    shape, options.codecs = (64, 64), [QUICK]
-    cli.compile_fast()
+  shape = (64, 64) if options.quick else SHAPE
   found = {}
   for case in cases():
     if case.codec in options.codecs and (case.feedback or "none") in options.feedbacks:
@@ -217,16 +210,10 @@ def write(
 ) -> None:
   """Writes both files, with what they had of other cases."""
   about = {"jax": jax.__version__, "workers": WORKERS, "shape": list(shape)}
-  path = folder / "memory.json"
-  if path.exists():
-    report = json.loads(path.read_text())
-    rows = report.pop("rows")
-    if report == about:
-      old = {Case(*(row[name] for name in Case._fields)): row for row in rows}
-      others = {
-        case: Memory(row["payloads"], row["temporary"]) for case, row in old.items()
-      }
-      found = others | found
+  found = {
+    Case(*(row[x] for x in Case._fields)): Memory(row["payloads"], row["temporary"])
+    for row in cli.rows_of(folder / "memory.json", about)
+  } | found
   found = {case: found[case] for case in cases() if case in found}
   rows = [{**case._asdict(), **memory._asdict()} for case, memory in found.items()]
   cli.write(folder, "memory", {**about, "rows": rows}, markdown(found))

@@ -27,9 +27,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from matplotlib.figure import Figure
 
 import gradcomp
-from benchmarks.common import cli
+from benchmarks.common import cli, tables
 from gradcomp.codecs import QSGD
 
 CODECS = {
@@ -121,14 +122,18 @@ def correlated(place: np.ndarray, step: np.ndarray, seed: int) -> np.ndarray:
   return ((np.floor(place + draw) - place) * step).mean(axis=0)
 
 
-def print_tables(found: Ratios, counts: tuple[int, ...]) -> None:
+def show(found: Ratios, counts: tuple[int, ...]) -> None:
   """Prints a line for each codec and method."""
   for name, methods in found.items():
     print(f"\nGradients that {name}:")
-    print(f"{'':20}", *(f"N = {count:<4}" for count in counts))
-    for method, codecs in methods.items():
-      for codec, row in codecs.items():
-        print(f"{method + ', ' + codec:20}", *(f"{ratio:<8.3f}" for ratio in row))
+    numbers = [f"N = {count}" for count in counts]
+    tables.show(
+      {
+        f"{method}, {codec}": dict(zip(numbers, row, strict=True))
+        for method, codecs in methods.items()
+        for codec, row in codecs.items()
+      }
+    )
 
 
 def plot(found: Ratios, counts: tuple[int, ...], path: pathlib.Path) -> None:
@@ -136,21 +141,10 @@ def plot(found: Ratios, counts: tuple[int, ...], path: pathlib.Path) -> None:
 
   With 3 bits and more all codecs look the same.
   """
-  import matplotlib
-
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt
-
   drawn = [codec for codec in found["are independent"]["gradcomp"] if codec in DRAWN]
-  figure, axes = plt.subplots(
-    len(found),
-    len(drawn),
-    figsize=(8.6, 5.2),
-    layout="constrained",
-    sharex=True,
-    sharey=True,
-    squeeze=False,
-  )
+  figure = Figure(figsize=(8.6, 5.2), layout="constrained")
+  shape = len(found), len(drawn)
+  axes = figure.subplots(*shape, sharex=True, sharey=True, squeeze=False)
   numbers = np.arange(len(counts))
   for row, (kind, methods) in zip(axes, found.items(), strict=True):
     row[0].set_ylabel(f"gradients that\n{kind}")
@@ -177,26 +171,21 @@ def plot(found: Ratios, counts: tuple[int, ...], path: pathlib.Path) -> None:
   figure.legend(handles=entries, loc="outside lower center", ncols=3, frameon=False)
   figure.suptitle("Squared error of the workers' mean, over that of independent draws")
   figure.savefig(path, dpi=100, metadata={"Software": None})
-  plt.close(figure)
 
 
 def main() -> None:
-  parser = cli.parser(
+  options = cli.options(
     __doc__,
-    quick="one codec, two and three workers, few elements",
-    output="folder of the two files",
+    "one codec, two and three workers, few elements",
+    "folder of the two files",
+    size=cli.Option(2**18, 2**14, f"elements of a gradient, a multiple of {BUCKET}"),
+    seed=cli.Option(0),
   )
-  parser.add_argument("--size", type=int, default=2**18, help="elements of a gradient")
-  parser.add_argument("--seed", type=int, default=0)
-  options = parser.parse_args()
   codecs, counts = CODECS, WORKERS
   if options.quick:
-    codecs, counts, options.size = {"4 bits": CODECS["4 bits"]}, (2, 3), 2**14
-    cli.compile_fast()
-  if options.size % BUCKET:
-    parser.error(f"--size must be a multiple of {BUCKET}, got {options.size}")
+    codecs, counts = {"4 bits": CODECS["4 bits"]}, (2, 3)
   found = ratios(codecs, counts, options.size, options.seed)
-  print_tables(found, counts)
+  show(found, counts)
   if options.output:
     about = {"size": options.size, "seed": options.seed, "workers": counts}
     cli.write_json(options.output / "noise.json", {**about, "ratios": found})

@@ -4,7 +4,7 @@
     [--output FILE.json]
 
 The update of one square leaf on one device, without an exchange, whose state is
-donated. Prints a line for each codec and storage: milliseconds, the ratio to a memory
+donated. Prints a line for each codec and storage: seconds, the ratio to a memory
 copy of the gradient (see common/timing.py) and to the update with float32 residuals,
 and in gradients what is kept between steps and what the program holds besides arguments
 and results. All run in turn. Writes JSON with --output.
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcomp
-from benchmarks.common import cli, quiet, timing
+from benchmarks.common import cli, quiet, tables, timing
 from gradcomp._src.core.residual_storage import Storage
 from gradcomp.codecs import QSGD, OneBit
 
@@ -44,13 +44,13 @@ def update(codec: Any, stored: str, x: jax.Array) -> tuple[Callable[[], Any], An
 
 
 def main() -> None:
-  parser = cli.parser(__doc__, quick="a small leaf", output="JSON file to write")
-  parser.add_argument("--size", type=int, default=4096)
-  parser.add_argument("--repeats", type=int, default=11)
-  options = parser.parse_args()
-  if options.quick:
-    options.size, options.repeats = 256, 1
-    cli.compile_fast()
+  options = cli.options(
+    __doc__,
+    "a small leaf",
+    "JSON file to write",
+    size=cli.Option(4096, 256),
+    repeats=cli.Option(11, 1),
+  )
   quiet.keep(unless=options.quick)
   results: dict[str, Any] = {"machine": timing.machine()}
   print(json.dumps(results["machine"]))
@@ -70,14 +70,9 @@ def main() -> None:
       "copies": seconds[row] / seconds["copy"],
       "of float32": seconds[row] / plain,
     }
-    print(
-      f"{row:34}{1e3 * facts['seconds']:9.2f} ms{facts['copies']:7.2f} x copy"
-      f"{facts['of float32']:6.2f} x float32{facts['kept']:6.2f} kept"
-      f"{facts['temporary']:6.2f} temporary"
-    )
+  tables.show(rows)
   results |= {"seconds": seconds, "updates": rows}
-  if options.output:
-    cli.write_json(options.output, results)
+  cli.write_json(options.output, results)
 
 
 if __name__ == "__main__":

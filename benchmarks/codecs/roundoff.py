@@ -17,10 +17,11 @@ all leaves. The others are heavy-tailed numbers (Student's t, 3 degrees of freed
 all workers share, plus each worker's own noise, as large or four times as large.
 
 Han et al., Auto-Precision Scaling for Distributed Deep Learning, 2021, section 4.2.
-With --output, writes roundoff.json and roundoff.png there.
+With --output, writes roundoff.json there.
 """
 
 import functools
+import itertools
 import pathlib
 import statistics
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.common import cli
+from benchmarks.common import cli, tables
 from examples.lib.data import images as data
 from examples.lib.networks import LeNet
 from examples.lib.training import AXIS, Task
@@ -40,7 +41,6 @@ FORMATS = ((5, 2), (4, 3))
 METHODS = ("sequential", "kahan")
 IMAGES = 4  # a worker
 SAMPLE = 16  # one of so many elements of a large leaf is measured
-TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 MEASURES = ("mean", "median", "length")
 # In percent, with (5, 2), of ResNet-50's first convolution on ImageNet.
 PAPER = {4: 55.0, 8: 44.21, 16: 41.83, 32: 49.62, 64: 58.21, 256: 85.22}
@@ -172,71 +172,28 @@ def mean_of_seeds(found: list[Any]) -> Any:
   return {key: mean_of_seeds([row[key] for row in found]) for key in found[0]}
 
 
-def print_tables(results: dict[str, Any], groups: tuple[int, ...]) -> None:
-  """Prints a line for each measure, with a star at its smallest number."""
-  for fmt, tables in results["formats"].items():
-    for name, table in tables.items():
-      print(f"\n{name}, {fmt}: {table['zeros']:.1f} % of the addends become zero")
-      print(f"{'error in %':22}", *(f"{size:>7}" for size in groups), "   cast")
-      if fmt == "(5, 2)":
-        print(f"{'paper, mean':22}", *(f"{PAPER.get(size, ''):>7}" for size in groups))
-      for method in METHODS:
-        for measure in MEASURES:
-          values = [table[f"{method} {size}"][measure] for size in groups]
-          cells = [f"{v:.2f}{'*' if v == min(values) else ' '}" for v in values]
-          cells.append(f"{table['cast alone'][measure]:.2f}")
-          print(f"{method + ', ' + measure:22}", *(f"{cell:>7}" for cell in cells))
-
-
-def plot(results: dict[str, Any], size: Size, path: pathlib.Path) -> None:
-  """Draws a row of panels for each measure, and a column for each table."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt
-
-  formats = results["formats"]
-  names = list(next(iter(formats.values())))
-  look: dict[str, Any] = {"figsize": (12.8, 8.5), "layout": "constrained"}
-  shape = len(MEASURES), len(names)
-  figure, axes = plt.subplots(*shape, sharex=True, sharey="row", **look)
-  for measure, row in zip(MEASURES, axes, strict=True):
-    for name, axis in zip(names, row, strict=True):
-      for color, (fmt, tables) in zip(("C0", "C1"), formats.items(), strict=True):
-        for method, style in zip(METHODS, ("o-", "s--"), strict=True):
-          table, groups = tables[name], size.groups
-          values = [table[f"{method} {count}"][measure] for count in groups]
-          axis.plot(groups, values, style, color=color, ms=4, label=f"{fmt}, {method}")
-        alone = tables[name]["cast alone"][measure]
-        axis.axhline(alone, color=color, ls=":", label=f"{fmt}, exact sums")
-      if measure == "mean":
-        axis.plot(list(PAPER), list(PAPER.values()), "k^-", ms=4, label="paper, (5, 2)")
-        axis.set_title(name, fontsize=10)
-      axis.set(xscale="log", yscale="log")
-      axis.set_xticks(size.groups, size.groups)
-      axis.set_yticks(TICKS, TICKS)
-      axis.minorticks_off()
-      axis.grid(alpha=0.3)
-    row[0].set_ylabel(f"{measure} error (%)")
-  for axis in axes[-1]:
-    axis.set_xlabel(f"workers in a group ({size.workers}: ring)")
-  handles, labels = axes[0, 0].get_legend_handles_labels()
-  figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
-  figure.suptitle(f"Round-off errors of sums of {size.workers} workers, scaled by APS")
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
+def show(results: dict[str, Any], groups: tuple[int, ...]) -> None:
+  """Prints errors in percent, by measures and groups."""
+  for fmt, of_format in results["formats"].items():
+    for name, found in of_format.items():
+      print(f"\n{name}, {fmt}: {found['zeros']:.1f} % of the addends become zero")
+      of_paper = {size: PAPER.get(size, np.nan) for size in groups}
+      rows = {"paper, mean": of_paper} if fmt == "(5, 2)" else {}
+      for method, measure in itertools.product(METHODS, MEASURES):
+        row = {size: found[f"{method} {size}"][measure] for size in groups}
+        rows[f"{method}, {measure}"] = row | {"cast": found["cast alone"][measure]}
+      tables.show(rows)
 
 
 def main() -> None:
-  parser = cli.parser(
-    __doc__, quick="eight workers, one seed", output="folder of the two files"
+  options = cli.options(
+    __doc__,
+    "eight workers, one seed",
+    "folder of the file",
+    seeds=cli.Option(3, 1),
+    data_dir=cli.Option(data.FOLDER, help="of the images"),
   )
-  parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--data-dir", default=data.FOLDER, help=data.HELP)
-  options = parser.parse_args()
-  size = Size()
-  if options.quick:
-    size, options.seeds = QUICK, 1
+  size = QUICK if options.quick else Size()
   found: dict[str, list[Any]] = {str(bits): [] for bits in FORMATS}
   for seed in range(options.seeds):
     tables = lenet(seed, size, options.data_dir) | {
@@ -250,10 +207,8 @@ def main() -> None:
     "paper": PAPER,
     "formats": {bits: mean_of_seeds(rows) for bits, rows in found.items()},
   }
-  print_tables(results, size.groups)
-  if options.output:
-    cli.write_json(options.output / "roundoff.json", results)
-    plot(results, size, options.output / "roundoff.png")
+  show(results, size.groups)
+  cli.write_json(options.output and options.output / "roundoff.json", results)
 
 
 if __name__ == "__main__":

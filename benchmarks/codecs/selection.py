@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.common import cli, quiet, timing
+from benchmarks.common import cli, quiet, tables, timing
 from gradcomp._src.codecs.sums.entries import Entries
 from gradcomp.codecs import Context, RandomK, TopK
 
-_MIB = 2**20
 _WORKERS = 4  # whose payloads are added
 _KEY = jnp.array([1, 2], jnp.uint32)
 
@@ -78,14 +77,17 @@ def rows(kind: str, size: int, density: float, repeats: int) -> dict[str, Any]:
       calls["sampled, again"] = _call(reuse, x, codec.thresholds(payload))
   seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)
   print(f"{kind}, {size:,} elements, {density:%}:")
-  for name, value in seconds.items():
-    fact = facts.get(name, {})
-    print(
-      f"  {name:26}{1e3 * value:9.2f} ms{value / seconds['copy']:8.2f} x copy"
-      f"{seconds['lax.top_k'] / value:8.1f} x as fast as top_k"
-      f"{fact.get('temp_bytes', 0) / _MIB:8.1f} MiB",
-      *(f"{key} {fact[key]:.6g}" for key in fact if key != "temp_bytes"),
-    )
+  tables.show(
+    {
+      name: {
+        "ms": 1e3 * value,
+        "x copy": value / seconds["copy"],
+        "x as fast as top_k": seconds["lax.top_k"] / value,
+        **facts.get(name, {}),
+      }
+      for name, value in seconds.items()
+    }
+  )
   return {"seconds": seconds, "facts": facts}
 
 
@@ -99,16 +101,15 @@ def _call(function: Any, *args: jax.Array) -> Any:
 
 
 def main() -> None:
-  parser = cli.parser(__doc__, quick="one small array", output="JSON file to write")
-  parser.add_argument("--sizes", type=int, nargs="+", default=[2**24])
-  parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01])
-  parser.add_argument("--data", nargs="+", default=["normal", "uniform", "heavy"])
-  parser.add_argument("--repeats", type=int, default=7)
-  options = parser.parse_args()
-  if options.quick:
-    options.sizes, options.densities, options.data = [2**14], [0.01], ["normal"]
-    options.repeats = 1
-    cli.compile_fast()
+  options = cli.options(
+    __doc__,
+    "one small array",
+    "JSON file to write",
+    sizes=cli.Option([2**24], [2**14]),
+    densities=cli.Option([0.001, 0.01], [0.01]),
+    data=cli.Option(["normal", "uniform", "heavy"], ["normal"]),
+    repeats=cli.Option(7, 1),
+  )
   quiet.keep(unless=options.quick)
   results: dict[str, Any] = {"machine": timing.machine()}
   print(json.dumps(results["machine"]))
@@ -118,8 +119,7 @@ def main() -> None:
         key = f"{kind}, {size}, {density}"
         results[key] = rows(kind, size, density, options.repeats)
   results["load at the end"] = timing.machine()["load"]
-  if options.output:
-    cli.write_json(options.output, results)
+  cli.write_json(options.output, results)
 
 
 if __name__ == "__main__":

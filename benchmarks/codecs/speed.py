@@ -6,24 +6,21 @@
 Prints nanoseconds an element for each codec and size, the ratio to a copy of as many
 float32 numbers into a buffer in use and into a new one (see common/timing.py), and the
 temporary memory of the compiled encoder. Then it does the same for ResNet-50's 161
-leaves as one message, times their plain mean over two devices, by itself and through
-gradcomp.dense, and prints how long a train step of 300 leaves, of ResNet-50's
-and of a transformer's takes to trace and to compile. Writes JSON with --output.
+leaves as one message, and times their plain mean over two devices, by itself and
+through gradcomp.dense. Writes JSON with --output.
 """
 
 import functools
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from benchmarks.common import cli, quiet, shapes, timing
+from benchmarks.common import cli, quiet, shapes, tables, timing
 from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import RemainderCodec, is_fitted
 from gradcomp._src.cost.measure_codec import updates
@@ -183,63 +180,31 @@ def mean_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, Any]
   return {"elements": size, "seconds": seconds}
 
 
-def compile_rows(
-  model: str, params: Any, loss_fn: Callable[..., Any], batch: Any
-) -> dict[str, Any]:
-  """Times tracing and compiling a train step with a plain mean, and with QSGD-4."""
-  devices = min(2, jax.device_count())
-  mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
-  result = {}
-  for name, mean in (
-    ("plain mean", gradcomp.dense(axis_name="data")),
-    ("qsgd-4", gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot")),
-  ):
-    optimizer = optax.chain(mean, optax.sgd(0.1))
-    with jax.set_mesh(mesh):
-      state = optimizer.init(params)
-      placed = jax.device_put(params, jax.NamedSharding(mesh, P()))
-    step = gradcomp.make_train_step(loss_fn, optimizer, axis_name="data", mesh=mesh)
-    start = time.perf_counter()
-    lowered = step.lower(placed, state, batch)
-    traced = time.perf_counter()
-    lowered.compile()
-    result[name] = {"trace": traced - start, "compile": time.perf_counter() - traced}
-    print(
-      f"train step of {model}, {name}: trace {result[name]['trace']:.1f} s, "
-      f"compile {result[name]['compile']:.1f} s"
-    )
-  return result
-
-
 def _report(
   title: str, seconds: dict[str, float], size: int, temp: int, sent: int
 ) -> dict[str, Any]:
   print(f"{title}: {8 * sent / size:.3f} bits an element", end="; ")
   print(f"encoder's temporaries {temp / _MIB:.1f} MiB, payload {sent / _MIB:.1f} MiB")
-  for name, value in seconds.items():
-    print(
-      f"  {name:26}{1e9 * value / size:7.3f} ns/element"
-      f"{value / seconds['copy']:8.2f} x copy"
-      f"{value / seconds['copy to new']:8.2f} x copy to new"
-    )
+  copies = {f"x {name}": seconds[name] for name in ("copy", "copy to new")}
+  tables.show(
+    {
+      name: {"ns an element": 1e9 * value / size}
+      | {title: value / one for title, one in copies.items()}
+      for name, value in seconds.items()
+    }
+  )
   return {"elements": size, "seconds": seconds, "temp_bytes": temp, "sent_bytes": sent}
 
 
 def main() -> None:
-  parser = cli.parser(
+  options = cli.options(
     __doc__,
-    quick="one small array, a codec of each kind, ten leaves",
-    output="JSON file to write",
+    "one small array, a codec of each kind, ten leaves",
+    "JSON file to write",
+    sizes=cli.Option([2**20, 2**24], [2**16]),
+    repeats=cli.Option(9, 1),
+    codecs=cli.Option([*CODECS], QUICK, choices=CODECS),
   )
-  parser.add_argument("--sizes", type=int, nargs="+", default=[2**20, 2**24])
-  parser.add_argument("--repeats", type=int, default=9)
-  parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
-  options = parser.parse_args()
-  leaves, message = 300, None
-  if options.quick:
-    options.sizes, options.codecs, options.repeats = [2**16], list(QUICK), 1
-    leaves = message = 10
-    cli.compile_fast()
   quiet.keep(unless=options.quick)
   print(json.dumps(timing.machine()))
   results: dict[str, Any] = {"machine": timing.machine()}
@@ -247,17 +212,10 @@ def main() -> None:
     for name in options.codecs:
       key = f"{name}, {size}"
       results[key] = codec_rows(name, CODECS[name], size, options.repeats)
-  tree = shapes.resnet50(message)
+  tree = shapes.resnet50(10 if options.quick else None)
   results["resnet50"] = message_rows("ResNet-50", tree, options.repeats)
   results["mean"] = mean_rows("ResNet-50's leaves", tree, options.repeats)
-  results["compile"] = compile_rows(f"{leaves} leaves", *shapes.deep_mlp(leaves // 2))
-  if not options.quick:
-    models = {"ResNet-50": shapes.resnet50, "12 layers": shapes.transformer}
-    for model, make in models.items():
-      given = make(), shapes.squares, jnp.ones((8, 1))
-      results[f"compile {model}"] = compile_rows(model, *given)
-  if options.output:
-    cli.write_json(options.output, results)
+  cli.write_json(options.output, results)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).parents[2]  # of the tree that the script belongs to
 RESULTS = ROOT / "benchmarks" / "results"
@@ -15,13 +16,7 @@ SKIPPED = 77  # the exit status of a skipped test for Automake and Meson
 
 
 def parser(doc: str, quick: str = "", output: str = "") -> argparse.ArgumentParser:
-  """Makes the parser of a script.
-
-  Args:
-    doc: the docstring of the script.
-    quick: what is left in a run with ``--quick``; without, there is no such option.
-    output: what ``--output`` names; without, there is no such option.
-  """
+  """Makes a script's parser, with ``--quick`` and ``--output`` where they have help."""
   made = argparse.ArgumentParser(
     description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -31,6 +26,47 @@ def parser(doc: str, quick: str = "", output: str = "") -> argparse.ArgumentPars
   if output:
     made.add_argument("--output", type=Path, help=output)
   return made
+
+
+class Option(NamedTuple):
+  """An option of a script: by default, with ``--quick``, and in ``--help``.
+
+  Without a quick value it stays as it is. A list takes several values.
+  """
+
+  default: Any
+  quick: Any = None
+  help: str = ""
+  choices: Iterable[str] | None = None
+  kind: type | None = None  # by default that of the default
+
+  def add(self, name: str, made: argparse.ArgumentParser) -> None:
+    """Adds the option to a parser."""
+    several = isinstance(self.default, list)
+    first = self.default[0] if several else self.default
+    given: dict[str, Any] = {"type": self.kind or type(first), "choices": self.choices}
+    given |= {"nargs": "+"} if several else {}
+    if self.default is False:
+      given = {"action": "store_true"}
+    shown = "all" if several and self.choices else "%(default)s"
+    text = "; ".join(filter(None, [self.help, self.default and f"default: {shown}"]))
+    flag = f"--{name.replace('_', '-')}"
+    made.add_argument(flag, default=self.default, help=text, **given)
+
+
+def options(
+  doc: str, quick: str, output: str, **declared: Option
+) -> argparse.Namespace:
+  """Parses the command line of a script; a quick run compiles fast."""
+  made = parser(doc, quick, output)
+  for name, option in declared.items():
+    option.add(name, made)
+  found = made.parse_args()
+  if found.quick:
+    of_quick = {k: x.quick for k, x in declared.items() if x.quick is not None}
+    vars(found).update(of_quick)
+    compile_fast()
+  return found
 
 
 def compile_fast() -> None:
@@ -76,8 +112,10 @@ def code() -> str:
   return hashlib.sha256(found.stdout).hexdigest()[:12]
 
 
-def write_json(path: Path, results: Any) -> None:
-  """Writes results as JSON, and makes the folder that they go to."""
+def write_json(path: Path | None, results: Any) -> None:
+  """Writes results as JSON, in a folder that is made, or nothing without a path."""
+  if path is None:
+    return
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -89,8 +127,17 @@ def replace_json(path: Path, results: Any) -> None:
   new.replace(path)
 
 
-def write(folder: Path, name: str, results: Any, page: str) -> None:
-  """Writes results as JSON, and the page about them as Markdown."""
+def rows_of(path: Path, about: dict[str, Any]) -> list[Any]:
+  """Returns the rows of a file of results, if they are about the same."""
+  found = json.loads(path.read_text()) if path.exists() else {}
+  rows = found.pop("rows", [])
+  return rows if found == about else []
+
+
+def write(folder: Path | None, name: str, results: Any, page: str) -> None:
+  """Writes results as JSON, and the page about them as Markdown, if to anywhere."""
+  if folder is None:
+    return
   write_json(folder / f"{name}.json", results)
   (folder / f"{name}.md").write_text(page)
 

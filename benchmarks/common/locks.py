@@ -15,17 +15,10 @@ _LOOK = 0.05  # seconds, in which ``holder`` is done
 
 
 def take(path: Path, *, wait: bool = False) -> int | None:
-  """Locks a file until its descriptor is closed or this process ends.
-
-  Args:
-    path: of the file, which is made where it is missing.
-    wait: until another holder lets go.
+  """Locks a file, which is made where it is missing, until this process ends.
 
   Returns:
-    The descriptor, or None if another process holds the lock and we do not wait.
-
-  Raises:
-    OSError: the file cannot be made or opened.
+    Its descriptor; None if another process has the lock and we do not wait.
   """
   with contextlib.suppress(FileExistsError):
     made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)

@@ -27,13 +27,8 @@ def holder() -> str | None:
 def keep(*, unless: bool = False) -> int | None:
   """Waits until the machine is quiet, and keeps it so until this process ends.
 
-  The processes that this one starts, and further calls in it, do not wait.
-
-  Args:
-    unless: True leaves the machine as it is, as for a quick run.
-
-  Returns:
-    A descriptor that lets go when it is closed; None where nothing is locked.
+  The processes that this one starts, and further calls in it, do not wait. Closing
+  the descriptor lets go; it is None where nothing is locked, as in a quick run.
   """
   path = _path()
   if unless or path is None:

@@ -1,10 +1,6 @@
 """Makes gradients with the shapes of real models, without the models."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 
 
 def resnet50(leaves: int | None = None) -> list[jax.Array]:
@@ -27,36 +23,3 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
         shapes += [(1, 1, channels, out), (out,), (out,)]
       channels = out
   return [*shapes, (channels, 1000), (1000,)]
-
-
-def transformer(layers: int = 12, width: int = 512) -> list[jax.Array]:
-  """Makes leaves like those of a decoder with ``layers`` layers, which no scan joins.
-
-  A layer has query, key, value and output, two layers of a network four times as wide,
-  and two normalisations; twelve layers have 196 leaves.
-  """
-  square, line = (width, width), (width,)
-  layer = [square, line] * 4 + [(width, 4 * width), (4 * width,), (4 * width, width)]
-  shapes = [(8192, width), *[*layer, *[line] * 5] * layers, line, line, (width, 8192)]
-  return [jnp.full(shape, 0.01) for shape in shapes]
-
-
-def squares(leaves: list[jax.Array], batch: jax.Array) -> jax.Array:
-  """Returns a loss that depends on every leaf, and takes no time to compile."""
-  return sum(jnp.mean(leaf**2) for leaf in leaves) * jnp.mean(batch)
-
-
-def deep_mlp(layers: int, width: int = 128) -> tuple[Any, Callable[..., Any], Any]:
-  """Makes parameters, loss and batch of a network with two leaves a layer."""
-  params = [
-    {"kernel": jnp.full((width, width), 0.01), "bias": jnp.zeros(width)}
-    for _ in range(layers)
-  ]
-
-  def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
-    x = batch
-    for layer in params:
-      x = x + jnp.tanh(x @ layer["kernel"] + layer["bias"])
-    return jnp.mean(x**2)
-
-  return params, loss_fn, jnp.ones((8, width))

@@ -1,16 +1,14 @@
 """Formats what the tables of results have in common."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
 
 
 def spread(values: Sequence[float], sign: str = "", digits: int = 2) -> str:
-  """Returns the mean of values and their standard deviation, as text.
-
-  Args:
-    values: one or more. One has no deviation.
-    sign: ``"+"`` shows the sign of a mean above 0, too.
-    digits: those behind the point.
+  """Returns the mean of values and, if there are several, their standard deviation.
 
   Example:
     >>> spread([1.0, 2.0, 3.0], "+"), spread([1.5], digits=1)
@@ -18,6 +16,12 @@ def spread(values: Sequence[float], sign: str = "", digits: int = 2) -> str:
   """
   mean = f"{statistics.fmean(values):{sign}.{digits}f}"
   return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def show(rows: Mapping[Any, Mapping[Any, Any]]) -> None:
+  """Prints a line for each row."""
+  found = pd.DataFrame.from_dict(rows, orient="index")
+  print(found.to_string(float_format="{:,.4g}".format, na_rep=""))
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

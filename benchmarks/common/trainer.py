@@ -1,18 +1,100 @@
-"""Trains with workers that ``vmap`` emulates on one device.
+"""Trains from any seed, with programs that are compiled once for all seeds."""
 
-A part of a run is one scan over its steps, so a run takes as long as its arithmetic.
-The mean and the residuals are those of workers on devices of their own.
-"""
-
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from examples.lib.training import AXIS, Batch
+import gradcomp
+from examples.lib.checkpoints import Saved
+from examples.lib.training import AXIS, NOWHERE, Batch
+
+Point = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+  """Trains a method step by step, whatever workers are: devices or a ``vmap``.
+
+  Attributes:
+    steps: of a training.
+    evaluated: the steps behind which it is tested.
+    start: makes the first state of a seed, a tuple that begins with the parameters.
+    batches: yields the batches of a seed from the first on.
+    step: returns the next state and the loss, from a seed, a state, a batch and the
+      number of the step.
+    test: returns a point of the curve, and the state with what it learns from that,
+      from a seed, a state, the step's number and the mean loss since the last point.
+    bytes: returns what a worker sends in a step, and the ratio to float32.
+    recorded: returns what a saved state belongs to.
+  """
+
+  steps: int
+  evaluated: Container[int]
+  start: Callable[[int], Any]
+  batches: Callable[[int], Iterator[Any]]
+  step: Callable[[int, Any, Any, int], tuple[Any, Any]]
+  test: Callable[[int, Any, int, float], tuple[Point, Any]]
+  bytes: Callable[[], dict[str, Any]]
+  recorded: Callable[[], dict[str, Any] | None] = lambda: None
+
+  def train(
+    self,
+    seed: int,
+    stepped: Callable[[], None] = lambda: None,
+    saved: Saved = NOWHERE,
+  ) -> dict[str, Any]:
+    """Trains from one seed, to the end or until the loss is no number any more.
+
+    Args:
+      seed: of parameters, batches and rounding.
+      stepped: called behind each step.
+      saved: where the training goes on from, and what keeps it.
+
+    Returns:
+      The points, and a fingerprint of the last parameters in hexadecimal digits. A
+      training that diverged also says at which step.
+    """
+    batches = self.batches(seed)
+    curve = {"points": [], "losses": []}
+    done, state, curve = saved.restore(self.start(seed), batches, curve)
+    points, losses = curve["points"], curve["losses"]
+    for number in range(done + 1, self.steps + 1):
+      state, loss = self.step(seed, state, next(batches), number)
+      losses.append(float(loss))
+      stepped()
+      if number in self.evaluated or not math.isfinite(losses[-1]):
+        mean = float(np.mean(losses, dtype=np.float64))
+        reached, state = self.test(seed, state, number, mean)
+        points.append(reached)
+        losses = []
+        if not _finite(reached):
+          break
+      saved.save(number, state, {"points": points, "losses": losses})
+    words = np.ravel(gradcomp.telemetry.fingerprint(state[0]))
+    found = {"points": points, "fingerprint": "".join(f"{word:08x}" for word in words)}
+    return found if _finite(points[-1]) else found | {"diverged": points[-1]["step"]}
+
+
+def _finite(reached: Point) -> bool:
+  return math.isfinite(reached["train_loss"]) and math.isfinite(reached["test_loss"])
+
+
+def point(step: int, train_loss: float, evaluated: tuple[float, float]) -> Point:
+  """Makes a point of a curve from the loss and the accuracy on what is held out."""
+  loss, accuracy = evaluated
+  return {
+    "step": step,
+    "train_loss": train_loss,
+    "test_loss": loss,
+    "accuracy": 100 * accuracy,
+  }
 
 
 class Plan(NamedTuple):
@@ -27,12 +109,20 @@ class Plan(NamedTuple):
   step: Callable[[Any, Any, Any], Any]
 
 
-class Emulated:
-  """Trains workers by a program that is compiled once for all seeds.
+class Part(NamedTuple):
+  """What some steps end with: all workers' states, losses and findings of each step."""
 
-  Args:
-    plan: of each worker.
-    workers: N.
+  carry: Any
+  losses: jax.Array
+  found: Any
+  seconds: float
+
+
+class Emulated:
+  """Trains workers that ``vmap`` emulates on one device, by scans over steps.
+
+  A run takes as long as its arithmetic. The mean and the residuals are those of workers
+  on devices of their own.
   """
 
   def __init__(self, plan: Plan, workers: int):
@@ -53,18 +143,16 @@ class Emulated:
     self._init = jax.jit(init)
     self._steps = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
 
-  def start(self, params: Any) -> Any:
-    """Returns the parameters and the states of all workers, stacked."""
-    return self._init(params)
-
-  def run(self, carry: Any, batches: Iterator[Batch], steps: int) -> Any:
-    """Takes steps with the next batches.
-
-    Returns:
-      The parameters and the states; the mean loss of each step, and what is found out.
-    """
-    part = stacked(batches, steps, self._workers)
-    return jax.block_until_ready(self._steps(carry, part))
+  def parts(
+    self, params: Any, batches: Iterator[Batch], count: int, steps: int
+  ) -> Iterator[Part]:
+    """Trains ``count`` times ``steps`` steps from whole parameters."""
+    carry = self._init(params)
+    for _ in range(count):
+      start = time.perf_counter()
+      drawn = _stacked(batches, steps, self._workers)
+      carry, (losses, found) = jax.block_until_ready(self._steps(carry, drawn))
+      yield Part(carry, losses, found, time.perf_counter() - start)
 
   @property
   def compilations(self) -> int:
@@ -72,28 +160,12 @@ class Emulated:
     return self._steps._cache_size()
 
 
-def point(
-  step: int, train_loss: float, evaluated: tuple[float, float]
-) -> dict[str, float]:
-  """Returns a point of a curve.
-
-  Args:
-    step: the number of steps so far.
-    train_loss: the mean since the last point.
-    evaluated: the loss and the accuracy on what is held out.
-  """
-  loss, accuracy = evaluated
-  return {
-    "step": step,
-    "train_loss": train_loss,
-    "test_loss": loss,
-    "accuracy": 100 * accuracy,
-  }
-
-
-def with_perplexity(found: dict[str, float]) -> dict[str, float]:
-  """Adds the perplexity to a point."""
-  return found | {"perplexity": math.exp(min(found["test_loss"], 50.0))}
+def _stacked(batches: Iterator[Batch], steps: int, workers: int) -> Batch:
+  """Stacks the next batches as arrays of ``[steps, workers, ...]``."""
+  drawn = [next(batches) for _ in range(steps)]
+  return jax.tree.map(
+    lambda *x: np.stack(x).reshape(steps, workers, -1, *x[0].shape[1:]), *drawn
+  )
 
 
 def own(state: Any) -> Any:
@@ -108,9 +180,15 @@ def own(state: Any) -> Any:
   return jax.tree.map_with_path(axis, state)
 
 
-def stacked(batches: Iterator[Batch], steps: int, workers: int) -> Batch:
-  """Stacks the next batches as arrays of ``[steps, workers, ...]``."""
-  drawn = [next(batches) for _ in range(steps)]
-  return jax.tree.map(
-    lambda *x: np.stack(x).reshape(steps, workers, -1, *x[0].shape[1:]), *drawn
+def first_kept(exchange: Any, params: Any, workers: int, axis_name: str = AXIS) -> Any:
+  """Returns the first state of an exchange, stacked over the workers of a ``vmap``."""
+  of_each = functools.partial(
+    jax.vmap, lambda _: exchange.init(params), axis_name=axis_name
   )
+  each = jnp.arange(workers)
+  return of_each(out_axes=own(jax.eval_shape(of_each(), each)))(each)
+
+
+def of_workers(tree: Any, workers: int) -> Any:
+  """Gives each worker its part of all samples, ``[workers, n, ...]``."""
+  return jax.tree.map(lambda x: x.reshape(workers, -1, *x.shape[1:]), tree)

@@ -82,7 +82,7 @@ class Case(NamedTuple):
     codec = self.codec
     if self.rounds:
       return self.rounds
-    size = getattr(codec, "bucket_size", getattr(codec, "bucket_size", codec.row_words))
+    size = getattr(codec, "bucket_size", codec.row_words)
     return codec.tile_size // bucket_words(size)
 
   def function(self, implementation: Implementation | None) -> Encode:

@@ -49,12 +49,7 @@ Arrays = list[tuple[np.ndarray, ...]]
 
 
 def check(name: str, kernels: tuple[Implementation, ...] | None = None) -> list[str]:
-  """Returns a line for each thing that is wrong with one case.
-
-  Args:
-    name: of a case, or of a train step.
-    kernels: instead of those of the case.
-  """
+  """Returns a line for each thing that is wrong with a case, or with a train step."""
   if name in _STEPS:
     return train_step(_STEPS[name])
   case = CASES[name]
@@ -289,8 +284,7 @@ def main() -> None:
       found |= part
   wrong = {name: lines for name, lines in found.items() if lines}
   result = {"jax": jax.__version__, "right": len(found) - len(wrong), "wrong": wrong}
-  if output:
-    cli.write_json(output, result)
+  cli.write_json(output, result)
   for name, lines in wrong.items():
     print(f"WRONG: {name}", *lines, sep="\n  ")
   print(f"gpu_check: {result['right']} of {len(found)} are right")

@@ -107,11 +107,9 @@ def prepare(dump: str) -> None:
 def compile_ptx(
   case: Any, implementation: str, size: int, dump: str
 ) -> tuple[list[str], int]:
-  """Compiles a case for an H200.
+  """Compiles a case for an H200: the PTX of its modules, and the blocks of the grid.
 
-  Returns:
-    The PTX of its modules, and the number of blocks in the grid, or 0 where XLA's text
-    does not have it.
+  There are 0 blocks where XLA's text does not say.
   """
   import jax
   import jax.numpy as jnp
@@ -149,13 +147,7 @@ def compile_ptx(
 
 
 def read(ptx: str, elements: float, trips: int) -> dict[str, Program]:
-  """Reads the programs of a module, by name.
-
-  Args:
-    ptx: the module's text.
-    elements: of the gradient, that a block encodes.
-    trips: how often a loop runs.
-  """
+  """Reads the programs of a module, by name; a block encodes ``elements``."""
   report = _assemble(ptx)
   programs = {}
   for entry in re.split(r"(?=^\.visible \.entry )", ptx, flags=re.MULTILINE)[1:]:

@@ -262,31 +262,27 @@ def write(path: pathlib.Path | None, rows: list[Any], missing: list[str]) -> Non
     "missing": missing,
   }
   cli.write_json(path, found)
-  lines = [
-    "# Encoders on a GPU",
-    "",
-    f"`make gpu-check`, {found['device']}, JAX {found['jax']}, {found['date']}. Bytes "
-    "are the fewest there are;",
-    "the share is of the bytes a second of a device copy in the same loop. A star: the "
-    "GPU waits for the host.",
-    "",
+  header = ["case", "elements", "implementation", "time, us", "GB/s", "share of a copy"]
+  cells = [
+    [
+      row["case"],
+      f"{row['elements']:,}",
+      row["implementation"],
+      f"{1e6 * row['seconds']:.1f}",
+      f"{row['bytes_per_second'] / 1e9:.0f}",
+      f"{row['share_of_copy']:.1%}{'*' * row['launch_bound']}",
+    ]
+    for row in sorted(rows, key=lambda row: (row["case"], row["elements"]))
   ]
-  header = ["case", "elements", "implementation", "time, us", "GB/s"]
-  cells = []
-  for row in sorted(rows, key=lambda row: (row["case"], row["elements"])):
-    cells.append(
-      [
-        row["case"],
-        f"{row['elements']:,}",
-        row["implementation"],
-        f"{1e6 * row['seconds']:.1f}",
-        f"{row['bytes_per_second'] / 1e9:.0f}",
-        f"{row['share_of_copy']:.1%}{'*' * row['launch_bound']}",
-      ]
-    )
-  lines += [table([*header, "share of a copy"], cells)]
-  lines += ["", *(f"Not measured: {line}" for line in missing)]
-  path.with_suffix(".md").write_text("\n".join(lines).rstrip() + "\n")
+  paragraphs = [
+    "# Encoders on a GPU",
+    f"`make gpu-check`, {found['device']}, JAX {found['jax']}, {found['date']}. Bytes "
+    "are the fewest there are; the share is of the bytes a second of a device copy in "
+    "the same loop. A star: the GPU waits for the host.",
+    table(header, cells),
+    "\n".join(f"Not measured: {line}" for line in missing),
+  ]
+  path.with_suffix(".md").write_text("\n\n".join(paragraphs).rstrip() + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:

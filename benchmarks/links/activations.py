@@ -107,17 +107,10 @@ def programs(sizes: Sizes, hosts: int) -> list[Name]:
 def predicted(
   seconds: dict[str, float], sizes: Sizes, hosts: int, codec: str, passes: int
 ) -> dict[str, float]:
-  """Returns the model's seconds of a step, by the rule for what hides.
+  """Returns the model's seconds of a step from measured ones, by what hides.
 
-  The keys are ``"ahead"``, where the next pass travels under the product; ``"after"``,
-  where it does not; and ``"paper"``, by the paper's own rule.
-
-  Args:
-    seconds: measured, by the names of the programs.
-    sizes: what the hosts compute.
-    hosts: their number.
-    codec: of the activations and the errors.
-    passes: the number of passes.
+  The next pass travels under the product (``"ahead"``) or does not (``"after"``), or
+  ``"paper"``: the paper's own rule.
   """
   there, back, forward, both = (
     seconds[name_of(call)] for call in parts(sizes, hosts, codec, passes)
@@ -141,7 +134,7 @@ def predicted(
 
 def measure(rate: str, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
   """Measures all programs on links of one rate."""
-  speed = None if rate == "loopback" else links_hosts.bits_per_second(rate)
+  speed = links_hosts.bits_per_second(rate)
   slow = speed is not None and speed < 5e8
   job = {
     "programs": programs(sizes, args.hosts),
@@ -156,8 +149,8 @@ def measure(rate: str, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]
     "programs": {},
   }
   with launch.network(args.hosts, rate) as hosts:
-    run["probe"] = launch.probed(hosts, speed)
-    if speed and 8 * min(run["probe"]) < launch.REACHED * speed:
+    run["probe"], reached = launch.probed(hosts, speed)
+    if not reached:
       return run
     reports = launch.run_workers(hosts, "activations_worker", job, args.limit)
     shared = hosts[0].interface == "lo"
@@ -228,29 +221,23 @@ def _run_tables(run: dict[str, Any]) -> list[str]:
 
 
 def _wire_ms(rate: str, nbytes: int) -> str:
-  if rate == "loopback":
-    return ""
-  return f"{8e3 * nbytes / links_hosts.bits_per_second(rate):.1f}"
+  speed = links_hosts.bits_per_second(rate)
+  return f"{8e3 * nbytes / speed:.1f}" if speed else ""
 
 
 def main() -> None:
   sys.stdout.reconfigure(line_buffering=True)
-  parser = cli.parser(
+  args = cli.options(
     __doc__,
-    quick="2 hosts, small arrays, 1 repeat",
-    output="folder of parallel_links.json and .md",
+    "2 hosts, small arrays, 1 repeat",
+    "folder of parallel_links.json and .md",
+    rates=cli.Option(["1gbit", "100mbit"], ["1gbit"], "in tc's words"),
+    hosts=cli.Option(4, 2),
+    repeats=cli.Option(5, 1, "at most 2 below 500 Mbit/s"),
+    limit=cli.Option(900.0, help="seconds until workers have failed"),
+    loopback=cli.Option(False, help="links that nothing limits"),
   )
-  add = parser.add_argument
-  add("--rates", nargs="+", default=["1gbit", "100mbit"], help="in tc's words")
-  add("--hosts", type=int, default=4)
-  add("--repeats", type=int, default=5, help="at most 2 below 500 Mbit/s")
-  add("--limit", type=float, default=900, help="seconds until workers have failed")
-  add("--loopback", action="store_true", help="links that nothing limits")
-  args = parser.parse_args()
-  sizes = Sizes()
-  if args.quick:
-    args.rates, args.hosts, args.repeats, sizes = ["1gbit"], 2, 1, QUICK
-    cli.compile_fast()
+  sizes = QUICK if args.quick else Sizes()
   if args.loopback:
     args.rates = ["loopback"]
   launch.begin(args.rates != ["loopback"], "--loopback does without", args.quick)
@@ -258,8 +245,7 @@ def main() -> None:
   for rate in args.rates:
     results["runs"].append(measure(rate, sizes, args))
     print(markdown(results | {"runs": results["runs"][-1:]}))
-  if args.output:
-    cli.write(args.output, "parallel_links", results, markdown(results))
+  cli.write(args.output, "parallel_links", results, markdown(results))
 
 
 if __name__ == "__main__":

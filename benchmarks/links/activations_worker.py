@@ -56,13 +56,12 @@ def gather(
   mesh: jax.sharding.Mesh, codec: str, rows: int, columns: int, axis: int
 ) -> Timed:
   """Sends ``[rows, columns]`` of each host to all others, as in a forward pass."""
-  others = mesh.size - 1
+  send: Callable[[jax.Array], jax.Array] = lambda x: parallel.all_gather(
+    x, axis_name="data", axis=axis, codec=CODECS[codec]
+  )
   if codec == PLAIN:
     send = lambda x: lax.all_gather(x, "data", axis=axis, tiled=True)
-    return compiled(mesh, send, (rows, columns), arithmetic=others * rows * columns * 4)
-  options = dict(axis=axis, codec=CODECS[codec])
-  send = lambda x: parallel.all_gather(x, axis_name="data", **options)
-  sent = others * payload_bytes(CODECS[codec], [_floats(rows, columns)], 1)
+  sent = _sent(mesh, codec, rows, columns)
   return compiled(mesh, send, (rows, columns), arithmetic=sent)
 
 
@@ -70,18 +69,20 @@ def scatter(
   mesh: jax.sharding.Mesh, codec: str, rows: int, columns: int, axis: int
 ) -> Timed:
   """Adds at each host the ``[rows, columns]`` of all, as in a backward pass."""
-  others = mesh.size - 1
   shape = (rows * mesh.size, columns) if axis == 0 else (rows, columns * mesh.size)
-  options = dict(scatter_dimension=axis, tiled=True)
-  add: Callable[[jax.Array], jax.Array]
-  if codec == PLAIN:
-    add = lambda x: lax.psum_scatter(x, "data", **options)
-    return compiled(mesh, add, shape, arithmetic=others * rows * columns * 4)
-  add = lambda x: parallel.psum_scatter(
+  add: Callable[[jax.Array], jax.Array] = lambda x: parallel.psum_scatter(
     x, axis_name="data", axis=axis, codec=CODECS[codec]
   )
-  sent = others * payload_bytes(CODECS[codec], [_floats(rows, columns)], 1)
-  return compiled(mesh, add, shape, arithmetic=sent)
+  if codec == PLAIN:
+    add = lambda x: lax.psum_scatter(x, "data", scatter_dimension=axis, tiled=True)
+  return compiled(mesh, add, shape, arithmetic=_sent(mesh, codec, rows, columns))
+
+
+def _sent(mesh: jax.sharding.Mesh, codec: str, *shape: int) -> int:
+  """Counts the bytes of an array that a host sends to all others."""
+  part = _floats(*shape)
+  own = 4 * part.size if codec == PLAIN else payload_bytes(CODECS[codec], [part], 1)
+  return (mesh.size - 1) * own
 
 
 def layer(w: jax.Array, batch: jax.Array) -> jax.Array:
@@ -124,8 +125,7 @@ def step(
     )
     return jnp.sum(sums)
 
-  part = [_floats(samples // passes, inputs)]
-  sent = 2 * passes * (mesh.size - 1) * payload_bytes(CODECS[codec], part, 1)
+  sent = 2 * passes * _sent(mesh, codec, samples // passes, inputs)
   columns = (inputs, outputs // mesh.size)
   both = jax.grad(loss, (0, 1))
   return compiled(mesh, both, columns, (samples, inputs), arithmetic=sent)

@@ -85,9 +85,9 @@ def parse(description: str | None) -> argparse.Namespace:
     "--buckets", action="store_true", help="show that PowerSGD's hook hangs in buckets"
   )
   add("--hang-seconds", type=float, default=60, help="until a step of PyTorch has hung")
-  add("--draw", action="store_true", help="only write table and plots of the results")
+  add("--draw", action="store_true", help="only write the table of the results")
   add("--fresh", action="store_true", help="drop the results that are there")
-  where = "folder of link_speed.json, .md and .png; by default results/links, and "
+  where = "folder of link_speed.json and .md; by default results/links, and "
   add("--output", type=pathlib.Path, help=where + "none with --quick")
   options = parser.parse_args()
   if options.quick:

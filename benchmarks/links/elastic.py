@@ -67,8 +67,7 @@ class Hosts:
     """Returns the time at which it was found.
 
     Raises:
-      RuntimeError: a supervisor has failed, or it took too long. The message ends with
-        what the hosts have printed last.
+      RuntimeError: a supervisor has failed, or it took too long.
     """
     deadline = time.monotonic() + self._args.limit
     while not found():

@@ -10,6 +10,8 @@ measured here: ``python -m benchmarks.links.speed`` does that.
 import json
 import pathlib
 
+from matplotlib.figure import Figure
+
 from benchmarks.common import cli
 from benchmarks.links import results
 
@@ -36,13 +38,9 @@ def milliseconds() -> dict[str, float]:
 
 def draw(times: dict[str, float], path: pathlib.Path) -> None:
   """Draws a bar for each time, with its speed-up over the first."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt
-
   labels, values = list(times), list(times.values())
-  figure, axis = plt.subplots(figsize=(7.6, 3.0))
+  figure = Figure(figsize=(7.6, 3.0))
+  axis = figure.subplots()
   colors = [_GREY, _GREY, *[_BLUE] * (len(values) - 2)]
   axis.barh(labels, values, color=colors, height=0.7)
   for row, value in enumerate(values):
@@ -71,7 +69,6 @@ def draw(times: dict[str, float], path: pathlib.Path) -> None:
   figure.tight_layout(rect=(0, 0, 1, 0.85))
   path.parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, format="png", dpi=150, metadata={"Software": None})
-  plt.close(figure)
 
 
 def main() -> None:

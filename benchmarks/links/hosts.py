@@ -50,13 +50,15 @@ class Host:
   prefix: tuple[str, ...] = ()
 
 
-def bits_per_second(rate: str) -> float:
-  """Reads a rate in tc's spelling.
+def bits_per_second(rate: str) -> float | None:
+  """Reads a rate in tc's spelling; None for ``"loopback"``, which nothing limits.
 
   Example:
     >>> bits_per_second("2.5gbit")
     2500000000.0
   """
+  if rate == "loopback":
+    return None
   match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
   if not match:
     raise ValueError(f"`rate` must be like 100mbit or 2.5gbit, got {rate!r}.")
@@ -86,13 +88,9 @@ def loopback(count: int) -> Iterator[list[Host]]:
 
 @contextlib.contextmanager
 def limited(count: int, rate: str, round_trip: float = 0.0) -> Iterator[list[Host]]:
-  """Yields ``count`` hosts with links of ``rate``, and always removes them.
+  """Yields hosts with links of a rate in tc's spelling, and always removes them.
 
-  Args:
-    count: the number of hosts.
-    rate: of each link and direction, in tc's spelling.
-    round_trip: the seconds from one host to another and back, as ping counts them; 0
-      for those that the kernel takes.
+  ``round_trip`` is in seconds, as ping counts; 0 leaves what the kernel takes.
   """
   prefix = f"gc{os.getpid()}"
   switch, names = f"{prefix}sw", [f"{prefix}h{i}" for i in range(count)]
@@ -190,16 +188,8 @@ def run(
 ) -> None:
   """Runs a command on each host, and leaves none running.
 
-  Args:
-    hosts: where to run them.
-    commands: one for each host.
-    environment: variables beside this process's.
-    limit: the seconds after which they have failed.
-    shown: whether what the first host's command writes is shown while it runs.
-
   Raises:
-    RuntimeError: a command has failed, or is not done after ``limit`` seconds. The
-      message ends with the last lines that each has written.
+    RuntimeError: a command has failed, or is not done after ``limit`` seconds.
   """
   deadline = time.monotonic() + limit
   with contextlib.ExitStack() as stack:

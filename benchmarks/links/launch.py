@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.common import cli, quiet
 from benchmarks.links import hosts as links_hosts
 
-REACHED = 0.7  # of the rate, or it is not measured
+_REACHED = 0.7  # of the rate, or it is not measured
 MALLOC = {
   "MALLOC_ARENA_MAX": "1",
   "MALLOC_MMAP_MAX_": "0",
@@ -48,15 +48,9 @@ def run_workers(
   python: str = sys.executable,
   environment: Mapping[str, str] = ENVIRONMENT,
 ) -> list[Any]:
-  """Runs a worker's script on each host, and returns the reports.
+  """Runs a worker of this folder on each host, and returns the reports.
 
-  Args:
-    hosts: where to run it.
-    script: a module of this folder.
-    job: what the worker is to do, for JSON. It gets its own place among the hosts, too.
-    limit: the seconds after which the workers have failed.
-    python: the interpreter.
-    environment: variables beside this process's.
+  A job is JSON, to which each host's place is added. ``limit`` is in seconds.
   """
   module = f"benchmarks.links.{script}"
   ports = links_hosts.free_ports(len(hosts) + 1)
@@ -73,15 +67,16 @@ def run_workers(
     return [json.loads(output.read_text()) for output in outputs]
 
 
-def probed(hosts: list[links_hosts.Host], speed: float | None) -> list[float]:
+def probed(
+  hosts: list[links_hosts.Host], speed: float | None
+) -> tuple[list[float], bool]:
   """Returns the bytes a second that each host receives over raw TCP.
 
-  Args:
-    hosts: the hosts.
-    speed: of a link in bits a second; None if nothing limits it.
+  Beside it is whether links of that speed, in bits a second, may be measured.
   """
-  found = probes(hosts, int((speed or 8e9) / 8 / 2))
-  return [report["bytes_a_second"] for report in found]
+  reports = probes(hosts, int((speed or 8e9) / 8 / 2))
+  found = [report["bytes_a_second"] for report in reports]
+  return found, not speed or 8 * min(found) >= _REACHED * speed
 
 
 def probes(hosts: list[links_hosts.Host], nbytes: int) -> list[dict[str, float]]:
@@ -103,13 +98,7 @@ def machine() -> dict[str, Any]:
 
 
 def begin(shaped: bool, otherwise: str = "", quick: bool = False) -> None:
-  """Prepares a script that starts hosts, or ends it where it cannot run.
-
-  Args:
-    shaped: whether links are limited.
-    otherwise: how the script does without limits.
-    quick: whether nobody reads the times, so that the machine need not be quiet.
-  """
+  """Prepares a script that starts hosts, or ends it where links cannot be limited."""
   if shaped and (missing := links_hosts.missing()):
     cli.skip(f"limited links need {missing}{otherwise and f'; {otherwise}'}")
   leave_by_signals()

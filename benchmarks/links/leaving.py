@@ -46,9 +46,7 @@ EVENTS = {"left": "it left", "returned": "it came again"}
 def measure(args: argparse.Namespace, rounds: int) -> dict[str, Any]:
   """Trains once, and returns the seconds, the loss and what happened.
 
-  Args:
-    args: the options.
-    rounds: after which a host leaves; 0 for a training in peace.
+  A host leaves after some rounds, or none at 0.
   """
   events = {}
   with started(args) as hosts:
@@ -136,27 +134,21 @@ def markdown(results: dict[str, Any]) -> str:
 
 def main() -> None:
   sys.stdout.reconfigure(line_buffering=True)
-  parser = cli.parser(
+  args = cli.options(
     __doc__,
-    quick="2 hosts, short rounds, and one that leaves",
-    output="folder of local_leaving.json and .md",
+    "2 hosts, short rounds, and one that leaves",
+    "folder of local_leaving.json and .md",
+    rate=cli.Option("100mbit", help="of each link, in tc's words"),
+    round_trip=cli.Option(50.0, 10.0, "milliseconds"),
+    hosts=cli.Option(3, 2),
+    every=cli.Option(30, 5, "steps in a round"),
+    steps=cli.Option(3000, 60, "in all"),
+    pause=cli.Option(0.02, help="seconds after a step"),
+    patience=cli.Option(5.0, 2.0, "seconds of silence"),
+    leave=cli.Option([20, 40, 60], [3], "rounds before a host leaves"),
+    away=cli.Option(20, 2, "rounds without the host"),
+    limit=cli.Option(300.0, help="seconds to wait for anything"),
   )
-  add = parser.add_argument
-  add("--rate", default="100mbit", help="of each link, in tc's words; default: 100mbit")
-  add("--round-trip", type=float, default=50, help="milliseconds; default: 50")
-  add("--hosts", type=int, default=3, help="default: 3")
-  add("--every", type=int, default=30, help="steps in a round; default: 30")
-  add("--steps", type=int, default=3000, help="in all; default: 3000")
-  add("--pause", type=float, default=0.02, help="seconds after a step; default: 0.02")
-  add("--patience", type=float, default=5, help="seconds of silence; default: 5")
-  add("--leave", type=int, nargs="+", default=[20, 40, 60], help="rounds before it")
-  add("--away", type=int, default=20, help="rounds without the host; default: 20")
-  add("--limit", type=float, default=300, help="seconds to wait for anything")
-  args = parser.parse_args()
-  if args.quick:
-    args.round_trip, args.hosts, args.patience = 10, 2, 2.0
-    args.every, args.steps, args.leave, args.away = 5, 60, [3], 2
-    cli.compile_fast()
   launch.begin(True, quick=args.quick)
   names = "rate round_trip hosts every steps pause patience leave away".split()
   with launch.network(args.hosts, args.rate, args.round_trip / 1e3) as hosts:
@@ -170,8 +162,7 @@ def main() -> None:
   for rounds in (0, *args.leave):
     results["runs"].append(measure(args, rounds))
     print(results["runs"][-1])
-    if args.output:
-      cli.write(args.output, "local_leaving", results, markdown(results))
+    cli.write(args.output, "local_leaving", results, markdown(results))
   print(markdown(results))
 
 

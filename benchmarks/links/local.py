@@ -150,31 +150,24 @@ def markdown(results: dict[str, Any]) -> str:
 
 def main() -> None:
   sys.stdout.reconfigure(line_buffering=True)
-  parser = cli.parser(
+  args = cli.options(
     __doc__,
-    quick="2 hosts, a small network, two methods",
-    output="folder of local_links_4.json and .md",
+    "2 hosts, a small network, two methods",
+    "folder of local_links_4.json and .md",
+    methods=cli.Option([*METHODS], [BASELINE, "SparseLoCo two_shot"], choices=METHODS),
+    rate=cli.Option("100mbit", help="of each link, in tc's words"),
+    round_trip=cli.Option(50.0, 10.0, "milliseconds"),
+    hosts=cli.Option(4, 2),
+    every=cli.Option(30, 4, "steps in a round"),
+    rounds=cli.Option(3, 1, "that are measured"),
+    steps=cli.Option(2, help="of those that exchange in each"),
+    width=cli.Option(640, 32, "of the transformer"),
+    layers=cli.Option(4, 1),
+    length=cli.Option(16, help="tokens in a sequence"),
+    batch=cli.Option(1, help="sequences a host and step"),
+    probe=cli.Option(25_000_000, 1_000_000, "bytes of raw TCP"),
+    limit=cli.Option(500.0, help="seconds until workers have failed"),
   )
-  add = parser.add_argument
-  add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-  add("--rate", default="100mbit", help="of each link, in tc's words; default: 100mbit")
-  add("--round-trip", type=float, default=50, help="milliseconds; default: 50")
-  add("--hosts", type=int, default=4, help="default: 4")
-  add("--every", type=int, default=30, help="steps in a round; default: 30")
-  add("--rounds", type=int, default=3, help="that are measured; default: 3")
-  add("--steps", type=int, default=2, help="of those that exchange in each; default: 2")
-  add("--width", type=int, default=640, help="of the transformer; default: 640")
-  add("--layers", type=int, default=4, help="default: 4")
-  add("--length", type=int, default=16, help="tokens in a sequence; default: 16")
-  add("--batch", type=int, default=1, help="sequences a host and step; default: 1")
-  add("--probe", type=int, default=25_000_000, help="bytes of raw TCP; default: 25e6")
-  add("--limit", type=float, default=500, help="seconds until workers have failed")
-  args = parser.parse_args()
-  if args.quick:
-    args.methods, args.hosts = [BASELINE, args.methods[-1]], 2
-    args.every, args.rounds = 4, 1
-    args.width, args.layers, args.probe, args.round_trip = 32, 1, 1_000_000, 10
-    cli.compile_fast()
   launch.begin(True, quick=args.quick)
   names = "hosts rate round_trip every rounds steps width layers length batch".split()
   results: dict[str, Any] = {
@@ -190,8 +183,7 @@ def main() -> None:
   for method in args.methods:
     results["methods"][method] = measure(method, args)
     print(method, results["methods"][method])
-    if args.output:
-      cli.write(args.output, file, results, markdown(results))
+    cli.write(args.output, file, results, markdown(results))
   print(markdown(results))
 
 

@@ -12,31 +12,24 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 import gradcomp
 from benchmarks.links import hosts
 from benchmarks.links.process import joined, meeting, run
+from benchmarks.training.local import by_local_steps
 from examples.lib.data import text
-from examples.lib.networks.transformer import Transformer
+from examples.lib.networks import Transformer
+from examples.lib.training import AXIS, Task, compile_step, init_state
 from gradcomp.codecs import BlockTop, Dense
 
-AXIS = "data"
 RATE = 1e-3
 
 
 def optimizer(method: str, every: int) -> optax.GradientTransformation:
   """Makes one of the methods that are compared."""
   adam = optax.adamw(RATE)
-  local = lambda outer, codec, **options: gradcomp.local.local_steps(
-    adam,
-    outer,
-    axis_name=AXIS,
-    every=every,
-    codec=codec,
-    options=gradcomp.local.LocalOptions(**options),
-  )
+  local = functools.partial(by_local_steps, every, adam)
   forgetting = gradcomp.ErrorFeedback(residual_decay=0.95)
   sparse = functools.partial(local, codec=BlockTop(), feedback=forgetting)
   methods: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -56,61 +49,42 @@ def optimizer(method: str, every: int) -> optax.GradientTransformation:
   return methods[method]()
 
 
-class Trainer:
-  """Compiles a method's step, and takes it."""
+def stepper(
+  mesh: jax.sharding.Mesh, options: dict[str, Any]
+) -> tuple[Callable[[], float], dict[str, int]]:
+  """Compiles a method's step: returns what takes one and times it, and its sizes."""
+  length, found = options["length"], text.load()
+  model = Transformer(text.CHARACTERS, width=options["width"], layers=options["layers"])
+  task = Task(model, text.in_order(found.test[: 2 * length], length), mesh)
+  batches = text.batches(
+    found.train,
+    options["batch"] * mesh.size,
+    length,
+    seed=0,
+    part=options["rank"],
+    parts=mesh.size,
+  )
+  tx = optimizer(options["method"], options["every"])
+  program, wire = compile_step(task, tx, next(batches))
+  params = task.init_params(0)
+  held = [params, init_state(task, tx, params)]
 
-  def __init__(self, mesh: jax.sharding.Mesh, method: str, options: dict[str, Any]):
-    length, batch = options["length"], options["batch"]
-    model = Transformer(
-      text.CHARACTERS, width=options["width"], layers=options["layers"]
-    )
-    tokens = text.batches(
-      text.load().train,
-      batch * mesh.size,
-      length,
-      seed=0,
-      part=options["rank"],
-      parts=mesh.size,
-    )
-    cut = jax.NamedSharding(mesh, jax.P(AXIS))
-
-    def place(given: Any) -> Any:
-      put = lambda x: jax.make_array_from_process_local_data(cut, x)
-      return jax.tree.map(put, given)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-      inputs, labels = batch
-      logits = model.apply({"params": params}, inputs)
-      loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-      return loss.mean()
-
-    tx = optimizer(method, options["every"])
-    example = jnp.zeros((1, length), jnp.uint8)
-    init = lambda key: model.init(key, example)["params"]
-    whole = jax.NamedSharding(mesh, jax.P())
-    self.params = jax.jit(init, out_shardings=whole)(jax.random.key(0, impl="rbg"))
-    with jax.set_mesh(mesh):
-      self.state = tx.init(self.params)
-    step = gradcomp.make_train_step(loss_fn, tx, axis_name=AXIS, mesh=mesh)
-    self._next = lambda: place(next(tokens))
-    lowered = step.lower(self.params, self.state, self._next())
-    self._step = lowered.compile()
-    self.wire = gradcomp.wire_report(self._step)
-    self.size = sum(x.size for x in jax.tree.leaves(self.params))
-
-  def step(self) -> float:
-    """Takes a step, and returns its seconds."""
-    batch = jax.block_until_ready(self._next())
+  def step() -> float:
+    batch = jax.block_until_ready(task.place(next(batches)))
     start = time.perf_counter()
-    self.params, self.state, metrics = jax.block_until_ready(
-      self._step(self.params, self.state, batch)
-    )
-    del metrics
+    held[:] = jax.block_until_ready(program(*held, batch))[:2]
     return time.perf_counter() - start
+
+  size = sum(x.size for x in jax.tree.leaves(params))
+  return step, {"parameters": size, "wire_report": wire.bytes_sent}
 
 
 def measure(
-  trainer: Trainer, steps: int, every: int, meet: Callable[[], Any], interface: str
+  step: Callable[[], float],
+  steps: int,
+  every: int,
+  meet: Callable[[], Any],
+  interface: str,
 ) -> dict[str, Any]:
   """Takes steps one after the other, and returns their seconds and bytes.
 
@@ -121,7 +95,7 @@ def measure(
   meet()
   sent, start = hosts.bytes_sent(interface), time.perf_counter()
   for _ in range(steps):
-    trainer.step()
+    step()
   seconds = time.perf_counter() - start
   meet()
   sent = hosts.bytes_sent(interface) - sent
@@ -130,7 +104,7 @@ def measure(
     for i in range(1, every + 1):
       if i >= every - 1:
         meet()
-      taken = trainer.step()
+      taken = step()
       if i == every - 1:
         alone.append(taken)
     together.append(taken)
@@ -140,15 +114,11 @@ def measure(
 def main(options: dict[str, Any]) -> dict[str, Any]:
   mesh = joined(options)
   meet = meeting(mesh)
-  trainer = Trainer(mesh, options["method"], options)
+  step, sizes = stepper(mesh, options)
   for _ in range(options["first"]):
-    trainer.step()
+    step()
   size = (options["steps"], options["exchanged_every"])
-  return {
-    "parameters": trainer.size,
-    "wire_report": trainer.wire.bytes_sent,
-    **measure(trainer, *size, meet, options["interface"]),
-  }
+  return sizes | measure(step, *size, meet, options["interface"])
 
 
 if __name__ == "__main__":

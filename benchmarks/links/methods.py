@@ -132,12 +132,9 @@ BRIEF_OF_MANY = (
 
 
 def chosen(codecs: list[str] | None, brief: bool, merged: bool) -> list[str]:
-  """Returns the names of the steps to time: codec and exchange.
+  """Returns the names of the steps to time: a codec of ``codecs`` and its exchange.
 
-  Args:
-    codecs: names in ``CASES``, of which all exchanges are timed; None for all codecs.
-    brief: whether None stands for ``BRIEF``, or ``BRIEF_OF_MANY``.
-    merged: whether nothing can be split, because the gradient has one leaf.
+  A gradient with one leaf is ``merged``: nothing in it can be split.
 
   Example:
     >>> chosen(["f16", "f16 in leaves"], brief=True, merged=True)

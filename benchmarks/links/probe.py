@@ -19,16 +19,8 @@ _PASSES = 6
 def probe(rank: int, ends: Sequence[tuple[str, int]], nbytes: int) -> dict[str, Any]:
   """Measures what this host receives from the previous one, and how long links take.
 
-  Each host sends to the next, all at once. Before that a token goes round.
-
-  Args:
-    rank: this host.
-    ends: address and port of each host.
-    nbytes: how much each sends.
-
-  Returns:
-    ``"bytes_a_second"``, and of the first host ``"round_trip"``: the seconds from a
-    host to another and back.
+  Each host sends to the next, all at once. Before that a token goes round, of which
+  the first host knows the seconds to another one and back.
   """
   deadline = time.monotonic() + 60
   with contextlib.ExitStack() as stack:

@@ -20,12 +20,7 @@ def combine(
   """Makes one entry for each program from the entries of all hosts.
 
   The time of a program is the slowest host's. The first program is the baseline of all,
-  in its framework.
-
-  Args:
-    reports: one of each host.
-    kind: ``"steps"`` or ``"parts"``.
-    shared: whether one counter counts the bytes of all hosts.
+  in its framework. ``shared``: one counter counts the bytes of all hosts.
   """
   results: dict[str, dict[str, Any]] = {}
   for name, first in reports[0][kind].items():
@@ -92,11 +87,7 @@ def _key(run: dict[str, Any]) -> tuple[Any, ...]:
 def find(
   runs: list[dict[str, Any]], hosts: int, rate: str, leaves: int | str, mib: float = 64
 ) -> dict[str, Any]:
-  """Returns the run of a cell.
-
-  Raises:
-    KeyError: there is none.
-  """
+  """Returns the run of a cell, or raises KeyError."""
   wanted = (hosts, rate, mib, leaves)
   for run in runs:
     if _key(run) == wanted:
@@ -105,11 +96,7 @@ def find(
 
 
 def read(path: pathlib.Path, machine: dict[str, Any]) -> dict[str, Any]:
-  """Returns the results in a file, to join new ones of this machine to.
-
-  Raises:
-    ValueError: they are another machine's, or another JAX's.
-  """
+  """Returns the results in a file, to join new ones of this machine and JAX to."""
   if not path.exists():
     return {"machine": machine, "runs": []}
   found = json.loads(path.read_text())

@@ -38,7 +38,6 @@ PyTorch has the threads that torchrun would give it, or more: cores by hosts.
 import argparse
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import time
@@ -47,7 +46,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import cli
-from benchmarks.links import cells, launch, methods, picture, tables
+from benchmarks.links import cells, launch, methods, tables
 from benchmarks.links import hosts as links_hosts
 from benchmarks.links import results as links_results
 from benchmarks.links.cells import Cell
@@ -58,7 +57,7 @@ _HANGS = "ddp powersgd-1 in buckets"
 
 def measure(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
   """Measures a cell: what the links carry, our steps, and PyTorch's."""
-  speed = None if cell.rate == "loopback" else links_hosts.bits_per_second(cell.rate)
+  speed = links_hosts.bits_per_second(cell.rate)
   repeats = options.repeats or (2 if speed and speed < 5e8 else 5)
   shapes = cells.shapes_of(cell.leaves, options.mib)
   size = sum(map(np.prod, shapes)) * 4 / 2**20
@@ -77,8 +76,8 @@ def measure(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
   }
   with launch.network(cell.hosts, cell.rate) as hosts:
     if options.probe:
-      run["probe"] = launch.probed(hosts, speed)
-      if speed and 8 * min(run["probe"]) < launch.REACHED * speed:
+      run["probe"], reached = launch.probed(hosts, speed)
+      if not reached:
         return run
     job = {"shapes": shapes, "steps": names, "repeats": repeats}
     if not options.only_ddp:
@@ -139,8 +138,10 @@ def main() -> None:
   if options.output is None and not options.quick:
     options.output = cli.RESULTS / "links"
   if options.draw:
-    path = options.output / "link_speed.json"
-    return _write(json.loads(path.read_text()), options.output)
+    known = json.loads((options.output / "link_speed.json").read_text())
+    return cli.write(
+      options.output, "link_speed", known, tables.markdown(known["runs"])
+    )
   shaped = any(cell.rate != "loopback" for cell in cells.cells(options))
   launch.begin(shaped, "--loopback does without", options.quick)
   if options.torch and not _has_torch(options.torch):
@@ -151,10 +152,8 @@ def main() -> None:
   here = launch.machine()
   print(json.dumps(here))
   results: dict[str, Any] = {"machine": here, "runs": []}
-  if options.output:
-    options.output.mkdir(parents=True, exist_ok=True)
-    if not options.fresh:
-      results = links_results.read(options.output / "link_speed.json", here)
+  if options.output and not options.fresh:
+    results = links_results.read(options.output / "link_speed.json", here)
   differ = []
   for cell in cells.cells(options):
     start = time.monotonic()
@@ -163,19 +162,10 @@ def main() -> None:
     print(f"{' '.join(map(str, cell[:3]))}: {time.monotonic() - start:.0f} s")
     differ += [name for name, step in run["steps"].items() if not step["same_bits"]]
     results["runs"] = links_results.merge(results["runs"], run)
-    if options.output:
-      _write(results, options.output)
+    page = tables.markdown(results["runs"])
+    cli.write(options.output, "link_speed", results, page)
   if differ:
     sys.exit(f"The hosts of a step did not get the same bits: {', '.join(differ)}.")
-
-
-def _write(results: dict[str, Any], folder: pathlib.Path) -> None:
-  runs = results["runs"]
-  (folder / "link_speed.json").write_text(json.dumps(results, indent=1))
-  (folder / "link_speed.md").write_text(tables.markdown(runs))
-  full = [run for run in runs if run["rate"] == "1gbit" and run["steps"]]
-  picture.bars(full or runs, folder / "link_speed.png")
-  picture.rates(runs, folder / "link_rates.png")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,21 @@
 """Prints what was measured on links, and writes it as Markdown."""
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
+import pandas as pd
+
+from benchmarks.common.tables import table
 from benchmarks.links.results import is_theirs, speed_up
 
 _FAR = 1.3  # times the wire bound: too far for a measurement of the link
+_ABOUT = (
+  "Medians in milliseconds, from the gradient to its mean; in brackets, how many times "
+  "as fast that is as f32 of the same framework. *MB* is what a host sends. Rows that "
+  "begin with *ddp* are PyTorch's DistributedDataParallel over gloo, the others ours. "
+  "`python -m benchmarks.links.speed` writes this file."
+)
 
 
 def show(run: dict[str, Any]) -> None:
@@ -20,25 +31,7 @@ def show(run: dict[str, Any]) -> None:
     print(f"raw TCP, all hosts sending and receiving: {speed} Mbit/s{of_rate}")
   if not run["steps"]:
     return
-  print(
-    f"{'':32}{'ms':>7}  {'(min - max)':>15}{'x f32':>7}{'wire ms':>9}{'CPU ms':>8}"
-    f"{'MB sent':>9}{'/ formula':>11}{'/ HLO':>8}{'error':>9}"
-  )
-  for name, row in (run["steps"] | run["parts"]).items():
-    median, seconds = row["median_seconds"], row["seconds"]
-    spread = f"({1e3 * min(seconds):.0f} - {1e3 * max(seconds):.0f})"
-    known = rate and row["bytes_wire_report"]
-    bound = f"{8e3 * row['bytes_wire_report'] / rate:.1f}" if known else ""
-    is_step = name in run["steps"]
-    ratio = f"{speed_up(row):.2f}" if is_step else ""
-    error = f"{row['error']:.4f}" if is_step else ""
-    print(
-      f"{name if is_step else '  part: ' + name:32}{1e3 * median:7.1f}  {spread:>15}"
-      f"{ratio:>7}{bound:>9}{1e3 * row['cpu_seconds_a_host']:8.1f}"
-      f"{row['bytes_sent'] / 1e6:9.3f}{_ratio(row, 'bytes_arithmetic'):>11}"
-      f"{_ratio(row, 'bytes_wire_report'):>8}{error:>9}"
-      f"{'' if row.get('same_bits', True) else '  THE HOSTS DIFFER'}"
-    )
+  print(frame(run).to_string(float_format="{:,.4g}".format, na_rep=""))
   for name, how in run["failed"].items():
     print(f"{name:32}{how}")
   if not rate:
@@ -51,8 +44,26 @@ def show(run: dict[str, Any]) -> None:
     print(f"plain f32 takes {far:.2f} x its wire bound{verdict}.")
 
 
-def _ratio(row: dict[str, Any], key: str) -> str:
-  return f"{row['bytes_sent'] / row[key]:.3f}" if row[key] else "-"
+def frame(run: dict[str, Any]) -> pd.DataFrame:
+  """Compares the steps and the parts of a run with f32 and with what bytes need."""
+  rows = run["steps"] | {f"part: {name}": x for name, x in run["parts"].items()}
+  found = pd.DataFrame.from_dict(rows, orient="index")
+  known = found[["bytes_arithmetic", "bytes_wire_report"]].astype(float)
+  formula, report = (known[name].where(known[name] > 0) for name in known)
+  return pd.DataFrame(
+    {
+      "ms": 1e3 * found["median_seconds"],
+      "least": 1e3 * found["seconds"].map(min),
+      "most": 1e3 * found["seconds"].map(max),
+      "x f32": found["baseline_seconds"] / found["median_seconds"],
+      "wire ms": 8e3 * report / (run["bits_per_second"] or math.nan),
+      "CPU ms": 1e3 * found["cpu_seconds_a_host"],
+      "MB sent": found["bytes_sent"] / 1e6,
+      "/ formula": found["bytes_sent"] / formula,
+      "/ HLO": found["bytes_sent"] / report,
+      "error": found["error"],
+    }
+  )
 
 
 def leaves(run: dict[str, Any]) -> str:
@@ -69,70 +80,43 @@ def leaves(run: dict[str, Any]) -> str:
 
 
 def markdown(runs: list[dict[str, Any]]) -> str:
-  """Writes a table for each gradient and number of hosts, with a column a rate.
-
-  An entry is the median in milliseconds, and how many times as fast that is as f32 of
-  the same framework.
-  """
+  """Writes a table for each gradient and number of hosts, with a column a rate."""
   groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-  for run in runs:
+  for run in sorted(runs, key=lambda run: run["bits_per_second"] or math.inf):
     key = (str(run["leaves"]), run["mib"], run["hosts"])
     groups.setdefault(key, []).append(run)
-  lines = [
-    "# Exchanges over limited links",
-    "",
-    "Medians in milliseconds, from the gradient to its mean; in brackets, how many",
-    "times as fast that is as f32 of the same framework. *MB* is what a host sends.",
-    "Rows that begin with *ddp* are PyTorch's DistributedDataParallel over gloo, the",
-    "others ours.",
-    "`python -m benchmarks.links.speed` writes this file.",
-  ]
-  for key in sorted(groups, key=lambda key: (key[0], key[1], key[2])):
-    lines += ["", *_table(sorted(groups[key], key=_speed))]
-  return "\n".join(lines) + "\n"
+  paragraphs = ["# Exchanges over limited links", _ABOUT]
+  for _, group in sorted(groups.items()):
+    first = group[0]
+    title = f"## {first['hosts']} hosts, {first['mib']} MiB in {leaves(first)}"
+    paragraphs += [title, "\n".join(map(_carried, group)), _by_rates(group)]
+  return "\n\n".join(paragraphs) + "\n"
 
 
-def _speed(run: dict[str, Any]) -> float:
-  return run["bits_per_second"] or float("inf")
-
-
-def _table(runs: list[dict[str, Any]]) -> list[str]:
-  first = runs[0]
-  rows = dict.fromkeys(name for run in runs for name in [*run["steps"], *run["failed"]])
-  parts = dict.fromkeys(name for run in runs for name in run["parts"])
+def _by_rates(runs: list[dict[str, Any]]) -> str:
   measured = [run for run in runs if run["steps"] or run["failed"]]
-  lines = [
-    f"## {first['hosts']} hosts, {first['mib']} MiB in {leaves(first)}",
-    "",
-    *(_carried(run) for run in runs),
-    "",
-    f"| | MB | {' | '.join(run['rate'] for run in measured)} |",
-    f"|---|---|{'---|' * len(measured)}",
-  ]
-  for name in sorted(rows, key=is_theirs):
-    cells = [_entry(run, name) for run in measured]
-    sent = [
-      run["steps"][name]["bytes_sent"] for run in measured if name in run["steps"]
-    ]
-    megabytes = f"{min(sent) / 1e6:.2f}" if sent else ""
-    lines.append(f"| {name} | {megabytes} | {' | '.join(cells)} |")
-  for name in parts:
-    cells = [
-      f"{1e3 * run['parts'][name]['median_seconds']:.1f}"
-      if name in run["parts"]
-      else ""
+  cells = pd.DataFrame({run["rate"]: dict(_cells(run)) for run in measured}).fillna("")
+  sent = pd.DataFrame(
+    {
+      run["rate"]: {name: x["bytes_sent"] / 1e6 for name, x in run["steps"].items()}
       for run in measured
-    ]
-    lines.append(f"| *part:* {name} | | {' | '.join(cells)} |")
-  return lines
+    }
+  ).min(axis=1)
+  lines = []
+  for name in sorted(cells.index, key=lambda x: (x.startswith("*part"), is_theirs(x))):
+    megabytes = f"{sent[name]:.2f}" if name in sent else ""
+    lines.append([name, megabytes, *cells.loc[name]])
+  return table(["", "MB", *cells.columns], lines)
 
 
-def _entry(run: dict[str, Any], name: str) -> str:
-  if step := run["steps"].get(name):
+def _cells(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
+  for name, step in run["steps"].items():
     milliseconds = 1e3 * step["median_seconds"]
     digits = 0 if milliseconds >= 10 else 1
-    return f"{milliseconds:,.{digits}f} ({speed_up(step):.1f})"
-  return run["failed"].get(name, "")
+    yield name, f"{milliseconds:,.{digits}f} ({speed_up(step):.1f})"
+  yield from run["failed"].items()
+  for name, part in run["parts"].items():
+    yield f"*part:* {name}", f"{1e3 * part['median_seconds']:.1f}"
 
 
 def _carried(run: dict[str, Any]) -> str:

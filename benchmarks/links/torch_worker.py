@@ -61,13 +61,7 @@ class _Model(torch.nn.Module):
 
 
 def model_of(name: str, grads: list[torch.Tensor]) -> DistributedDataParallel:
-  """Builds a model whose gradients DDP averages with the hook of this name.
-
-  Args:
-    name: ``"ddp f32"``, ``"ddp fp16"``, ``"ddp powersgd-"`` and a rank, or the last and
-      ``" in buckets"``.
-    grads: what the backward pass will give.
-  """
+  """Builds a model whose gradients DDP averages with the hook of this name."""
   _, hook, *buckets = name.split(" ", 2)
   method, _, rank = hook.partition("-")
   whole = 2 * sum(grad.nbytes for grad in grads) // 2**20 + 1
@@ -110,13 +104,8 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
   """Times all programs in turn, after calls that are not timed.
 
-  Args:
-    names: of :func:`model_of`; those of PowerSGD come after the others, in turn with
-      nothing, because they may hang.
-    grads: this host's gradients.
-    repeats: timed calls.
-    interface: whose counter of bytes is read.
-    watch: told before each call what runs, and what is known so far.
+  Those of PowerSGD come last, each alone, because they may hang. ``watch`` is told
+  before each call what runs, and what is known so far.
   """
   results: dict[str, dict[str, Any]] = {}
   plain = [name for name in names if "powersgd" not in name]
@@ -158,7 +147,7 @@ def main(options: dict[str, Any]) -> None:
 
   def hung(name: str, results: dict[str, Any]) -> None:
     report = {
-      "steps": _complete(results, name),
+      "steps": {x: entry for x, entry in results.items() if x != name},
       "failed": {name: f"hung after {limit:.0f} s"},
     }
     output.write_text(json.dumps(report))
@@ -187,11 +176,6 @@ def main(options: dict[str, Any]) -> None:
   dist.barrier()
   output.write_text(json.dumps({"steps": steps, "failed": {}}))
   os._exit(0)  # the reducers' threads are not waited for
-
-
-def _complete(results: dict[str, Any], name: str) -> dict[str, Any]:
-  """Returns the results but those of the program that hangs."""
-  return {other: entry for other, entry in results.items() if other != name}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ that can be right:
   ours    The paper prints none.
 
 Nothing is measured here. It ends with 1 if a number that must agree does not. With
---output, writes paper_models.json, paper_models.md and a plot for each paper there.
+--output, writes paper_models.json and paper_models.md there.
 """
 
 import itertools
@@ -21,7 +21,6 @@ from typing import Any
 from benchmarks.common import cli
 from benchmarks.common.tables import table
 from benchmarks.models import papers
-from benchmarks.models.papers import plots
 
 COLUMNS = ("what", "inputs", "ours", "paper", "difference", "verdict", "why")
 
@@ -76,7 +75,7 @@ def page(rows: list[papers.Number]) -> str:
 
 def main() -> None:
   parser = cli.parser(
-    __doc__, quick="the same numbers and plots", output="folder of the files"
+    __doc__, quick="the same numbers", output="folder of the two files"
   )
   options = parser.parse_args()
   rows = papers.numbers()
@@ -91,10 +90,7 @@ def main() -> None:
         f"{said}: {row.paper}, {row.what}, {row.inputs}: {row.ours:.4g}, "
         f"printed {row.printed:.4g}"
       )
-  if options.output:
-    entries = [entry(row) for row in rows]
-    cli.write(options.output, "paper_models", entries, page(rows))
-    plots.draw(options.output)
+  cli.write(options.output, "paper_models", [entry(x) for x in rows], page(rows))
   sys.exit(any(row.missed for row in rows))
 
 

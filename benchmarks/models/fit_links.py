@@ -6,13 +6,11 @@
 Links are fitted to the plain f32 mean and to the parts of one two_shot alone. Codecs
 have the speeds that codecs/speed.py measured for one process that has all cores. Hosts
 share them, so that each is slower by their number. All other rows are predicted:
-measured and predicted milliseconds, the error, and at last the median and the largest.
+measured and predicted seconds, the error, and at last the median and the largest.
 """
 
 import functools
-import itertools
 import json
-import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,16 +20,16 @@ import jax
 import jax.numpy as jnp
 
 import gradcomp
-from benchmarks.common import cli
+from benchmarks.common import cli, tables
 from benchmarks.common import shapes as common_shapes
 from benchmarks.links.methods import CASES
-from gradcomp.cost import Cluster, CodecSpeed, Link, crossover_rate, exchange_seconds
+from gradcomp.cost import Cluster, CodecSpeed, Link, exchange_seconds
 from gradcomp.exchange import Hierarchical
 
 LINKS = cli.RESULTS / "links" / "link_speed.json"
 SPEEDS = (cli.RESULTS / "codecs" / "codec_speed_jax0.10.2_malloc.json",)
 _BASELINE = "plain f32 mean"
-_CROSSES = "qsgd-4 two_shot"
+_ELEMENTS = 1 << 24  # of the arrays whose times count
 Run = Mapping[str, Any]
 
 # The names that codecs/speed.py has for the cases of links/methods.py.
@@ -106,31 +104,30 @@ def _factor(run: Run, kind: str, name: str) -> float:
   return row["median_seconds"] * _rate(run) / row["bytes_wire_report"]
 
 
+def codec_speed(seconds: Mapping[str, float], scale: float) -> CodecSpeed:
+  """Makes a speed from times of codecs/speed.py, and seconds an element for each."""
+  times = {key: scale * value for key, value in seconds.items()}
+  return CodecSpeed(
+    encode=times["encode"],
+    decode=times["decode"],
+    add=times["decode and sum, a worker"],
+    keep=max(0.0, times["update and residual"] - times["update"]),
+  )
+
+
 def read_speeds(contents: Sequence[Mapping[str, Any]]) -> dict[str, CodecSpeed]:
   """Returns the speeds in files of codecs/speed.py, with one process on all cores."""
-  speeds: dict[str, CodecSpeed] = {}
-  for content in contents:
-    for title, row in content.items():
-      name, _, size = title.partition(", ")
-      if size != str(1 << 24):
-        continue
-      seconds = {key: value / (1 << 24) for key, value in row["seconds"].items()}
-      speeds[name] = CodecSpeed(
-        encode=seconds["encode"],
-        decode=seconds["decode"],
-        add=seconds["decode and sum, a worker"],
-        keep=max(0.0, seconds["update and residual"] - seconds["update"]),
-      )
-  return speeds
+  return {
+    name: codec_speed(row["seconds"], 1 / _ELEMENTS)
+    for content in contents
+    for title, row in content.items()
+    for name, _, size in [title.partition(", ")]
+    if size == str(_ELEMENTS)
+  }
 
 
 def compare(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> list[Row]:
-  """Predicts every row that has a codec of known speed, but not those of the fit.
-
-  Args:
-    runs: the runs in a file of links/speed.py.
-    speeds: from :func:`read_speeds`.
-  """
+  """Predicts every row that has a codec of known speed, but not those of the fit."""
   rows = []
   for run, link in zip(runs, fit_links(runs), strict=True):
     cluster = Cluster(workers=run["hosts"], link=link)
@@ -173,62 +170,14 @@ def _gradient(leaves: int | str, mib: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def show(rows: Sequence[Row]) -> None:
-  """Prints a line a row, and the median and the largest error."""
-  print(f"hosts {'rate':9}{'':26}{'measured ms':>12}{'predicted':>11}{'error':>8}")
-  for row in rows:
-    print(
-      f"{row.hosts:5} {row.rate:9}{row.name:26}{1e3 * row.measured:12.1f}"
-      f"{1e3 * row.predicted:11.1f}{row.error:8.1%}"
-    )
+  """Prints all rows, and the median and the largest error."""
+  tables.show({i: x._asdict() | {"error": x.error} for i, x in enumerate(rows)})
   errors = sorted(abs(row.error) for row in rows)
   far = sum(error > 0.2 for error in errors)
   print(
     f"{len(rows)} rows: median error {statistics.median(errors):.1%}, largest "
     f"{errors[-1]:.1%}, {far} above 20 %"
   )
-
-
-def show_crossovers(runs: Sequence[Run], speeds: Mapping[str, CodecSpeed]) -> None:
-  """Prints the rates above which a plain mean is faster than QSGD with 4 bits."""
-  tx = gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot")
-  for run, link in zip(runs, fit_links(runs), strict=True):
-    like = _gradient(run["leaves"], run["mib"])
-    explanation = gradcomp.explain(tx, like, workers=run["hosts"])
-    cluster = Cluster(workers=run["hosts"], link=link)
-    speed = speeds["qsgd-4"].times(run["hosts"])
-    rate = 8e-9 * crossover_rate(explanation, cluster, speed)
-    print(
-      f"{run['hosts']} hosts, as at {run['rate']}: plain f32 beats {_CROSSES} from "
-      f"{rate:.1f} Gbit/s on"
-    )
-  for hosts in sorted({run["hosts"] for run in runs}):
-    points = measured_gains(runs, hosts)
-    found = crossing(points)
-    text = f"at {8e-9 * found:.1f} Gbit/s" if found else "at none of the rates"
-    gains = ", ".join(f"{8e-9 * rate:.2f}: {gain:.2f}" for rate, gain in points)
-    print(f"{hosts} hosts, measured: {text}; Gbit/s that f32 reaches, gain: {gains}")
-
-
-def measured_gains(runs: Sequence[Run], hosts: int) -> list[tuple[float, float]]:
-  """Returns, by rate, the bytes/s that plain f32 reaches, and QSGD's gain over it."""
-  points = []
-  for run in runs:
-    steps = run["steps"]
-    if run["hosts"] == hosts and run["leaves"] == 1 and _CROSSES in steps:
-      plain = steps[_BASELINE]
-      rate = plain["bytes_wire_report"] / plain["median_seconds"]
-      gain = plain["median_seconds"] / steps[_CROSSES]["median_seconds"]
-      points.append((rate, gain))
-  return sorted(points)
-
-
-def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-  """Returns the rate at which a gain falls to 1, linear between the logarithms."""
-  for (slow, more), (fast, less) in itertools.pairwise(points):
-    if more >= 1 > less:
-      part = math.log(more) / math.log(more / less)
-      return slow * (fast / slow) ** part
-  return None
 
 
 def main() -> None:
@@ -243,10 +192,7 @@ def main() -> None:
   speeds = read_speeds([json.loads(path.read_text()) for path in options.speeds])
   rows = compare(runs, speeds)
   show(rows)
-  show_crossovers(runs, speeds)
-  if options.output:
-    found = [row._asdict() | {"error": row.error} for row in rows]
-    cli.write_json(options.output, found)
+  cli.write_json(options.output, [x._asdict() | {"error": x.error} for x in rows])
 
 
 if __name__ == "__main__":

@@ -102,8 +102,7 @@ def main() -> None:
   options = parser.parse_args()
   found = accuracies(grouped(records.read(cli.RESULTS / "study" / "papers")))
   print(json.dumps(found, indent=1))
-  if options.output:
-    cli.write_json(options.output, found)
+  cli.write_json(options.output, found)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import cli, quiet, timing
+from benchmarks.models.fit_links import codec_speed
 from gradcomp import codecs
 from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.memory import first_memory, leaf_context
@@ -58,17 +59,7 @@ def read() -> Iterator[tuple[str, CodecSpeed]]:
   for name, title in NAMES.items():
     row = rows[f"{title}, {1 << 24}"]
     scale = _COPY / row["seconds"]["copy"]
-    times = {key: scale * value for key, value in row["seconds"].items()}
-    keep = max(0.0, times["update and residual"] - times["update"])
-    yield (
-      name,
-      CodecSpeed(
-        encode=times["encode"],
-        decode=times["decode"],
-        add=times["decode and sum, a worker"],
-        keep=keep,
-      ),
-    )
+    yield name, codec_speed(row["seconds"], scale)
 
 
 def in_copies(codec: QSGD, size: int, repeats: int) -> CodecSpeed:
@@ -134,8 +125,7 @@ def main() -> None:
   for name, codec in SPARSE.items():
     speeds[name] = rounded(measured(codec, size, repeats))
   print(json.dumps({"cpu": speeds}, indent=1))
-  if options.output:
-    cli.write_json(options.output, {"cpu": speeds})
+  cli.write_json(options.output, {"cpu": speeds})
 
 
 if __name__ == "__main__":

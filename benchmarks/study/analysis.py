@@ -103,29 +103,22 @@ class Group(NamedTuple):
   def _training(self) -> str:
     x = self.setting
     usual = tasks.defaults(x.network, x.optimizer)
-    extra = f", {x.way} parallel" if x.way in ("data", "model") else ""
-    if x.optimizer != "sgd":
-      extra += f", {x.optimizer}"
-    if x.learning_rate != usual.learning_rate:
-      extra += f", rate {x.learning_rate:g}"
-    if x.momentum is None and x.optimizer == "sgd":
-      extra += ", no momentum"
-    if x.nesterov:
-      extra += ", Nesterov"
-    if x.clipping != "mean":
-      extra += f", {x.clipping} clipping"
-    if x.weight_decay:
-      extra += f", weight decay {x.weight_decay:g}"
-    if x.dropout is not None:
-      extra += f", dropout {x.dropout:g}"
-    if x.schedule != "cosine":
-      extra += f", {x.schedule}"
-    if x.ema is not None:
-      extra += f", mean by {x.ema:g}"
-    if x.rule != "fixed":
-      extra += f", {x.batch // x.workers} a worker"
-    epochs = x.steps * x.batch / x.epoch
-    return f"batch {x.batch}, {epochs:.3g} epochs{extra}"
+    parts = [
+      f"batch {x.batch}",
+      f"{x.steps * x.batch / x.epoch:.3g} epochs",
+      x.way in ("data", "model") and f"{x.way} parallel",
+      x.optimizer != "sgd" and x.optimizer,
+      x.learning_rate != usual.learning_rate and f"rate {x.learning_rate:g}",
+      x.momentum is None and x.optimizer == "sgd" and "no momentum",
+      x.nesterov and "Nesterov",
+      x.clipping != "mean" and f"{x.clipping} clipping",
+      x.weight_decay and f"weight decay {x.weight_decay:g}",
+      x.dropout is not None and f"dropout {x.dropout:g}",
+      x.schedule != "cosine" and x.schedule,
+      x.ema is not None and f"mean by {x.ema:g}",
+      x.rule != "fixed" and f"{x.batch // x.workers} a worker",
+    ]
+    return ", ".join(filter(None, parts))
 
   def curves(self, codec: str) -> dict[int, Curve]:
     return {

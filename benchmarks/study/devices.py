@@ -13,7 +13,7 @@ time that the bytes need on the wire.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,10 +23,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from benchmarks.common.trainer import point
+from benchmarks.common.trainer import Trainer, point
 from benchmarks.links import hosts, process
 from benchmarks.study import methods
-from benchmarks.study.curve import ended, finite, mean_of
 from benchmarks.study.emulated import sent_bytes
 from benchmarks.study.settings import Setting, optimizer
 from benchmarks.study.tasks import Source
@@ -45,25 +44,9 @@ def batches(source: Source, setting: Setting, seed: int) -> Iterator[Batch]:
   )
 
 
-def chain(setting: Setting, **changed: Any) -> optax.GradientTransformation:
-  """Makes the exchange and what is behind it.
-
-  Args:
-    setting: of the run.
-    changed: options of ``methods.make`` that are not the setting's.
-  """
-  options = {
-    "exchange": setting.exchange,
-    "momentum": setting.momentum,
-    "nesterov": setting.nesterov,
-    "max_norm": setting.max_norm,
-    "clipping": setting.clipping,
-    "steps": setting.steps,
-    "key": setting.seed,
-  }
-  options |= changed
-  name = options.pop("name", setting.codec)
-  exchange, *left = methods.make(name, axis_name=AXIS, **options)
+def chain(setting: Setting, steady: bool = False) -> optax.GradientTransformation:
+  """Makes the exchange and what is behind it, see ``methods.make``."""
+  exchange, *left = methods.make(setting, steady=steady)
   return optax.chain(exchange, optimizer(setting, *left))
 
 
@@ -95,22 +78,15 @@ def apart(task: Task, tx: optax.GradientTransformation, batch: Batch) -> Any:
 def timed(
   task: Task, source: Source, setting: Setting, interface: str = ""
 ) -> dict[str, Any]:
-  """Times ``setting.steps`` steps and their parts.
+  """Times ``setting.steps`` steps and their parts, in seconds of the slowest process.
 
-  Args:
-    task: on a mesh of all workers.
-    source: what to draw batches from.
-    setting: of the run.
-    interface: whose counter of bytes is read; "" reads none.
-
-  Returns:
-    Seconds of the step and its parts, of the slowest process, and bytes of a worker.
+  An interface's counter gives the bytes of a worker; "" reads none.
   """
   drawn = batches(source, setting, 0)
   first = next(drawn)
   whole = chain(setting, steady=True)
-  local = chain(setting, steady=True, exchange="local")
-  plain = chain(setting, name="f32", exchange="local")
+  alone = setting._replace(exchange="local")
+  local, plain = chain(alone, steady=True), chain(alone._replace(codec="f32"))
   step, wire = compile_step(task, whole, first)
   programs = {
     "step": (step, whole),
@@ -149,13 +125,7 @@ def timed(
 
 
 def split(seconds: dict[str, list[float]]) -> dict[str, Any]:
-  """Splits a step into its parts.
-
-  Args:
-    seconds: of each repeat of the three programs, ``step``, ``codec`` and ``compute``.
-
-  Returns:
-    Medians; and the quartiles of the step, which say how far it spreads.
+  """Splits a step into the medians of its parts, with the quartiles of the step.
 
   Example:
     >>> found = split({"step": [9.0], "codec": [5.0], "compute": [4.0]})
@@ -175,41 +145,34 @@ def split(seconds: dict[str, list[float]]) -> dict[str, Any]:
   }
 
 
-class Trainer:
-  """Trains a method on a task, with a program that is compiled once for all seeds."""
+def trainer(task: Task, source: Source, setting: Setting) -> Trainer:
+  """Makes what trains a method on a task."""
+  program, _ = compile_step(task, chain(setting), next(batches(source, setting, 0)))
 
-  def __init__(self, task: Task, source: Source, setting: Setting):
-    self._task, self._source, self._setting = task, source, setting
-    first = next(batches(source, setting, 0))
-    self._step, _ = compile_step(task, chain(setting), first)
+  def start(seed: int) -> Any:
+    params = task.init_params(seed)
+    return params, init_state(task, chain(setting._replace(seed=seed)), params)
 
-  def bytes(self) -> dict[str, Any]:
-    """Returns what a worker sends in a step, and the ratio to float32."""
-    params = jax.eval_shape(lambda: self._task.init_params(0))
-    return sent_bytes(chain(self._setting), params, self._setting.workers)
+  def step(seed: int, carry: Any, batch: Batch, number: int) -> Any:
+    options = task.options(seed, number)
+    *carry, metrics = program(*carry, task.place(batch), **options)
+    return tuple(carry), metrics["loss"]
 
-  def train(
-    self, seed: int, stepped: Callable[[], None] = lambda: None
-  ) -> dict[str, Any]:
-    """Trains from one seed, and returns what an emulated training returns."""
-    setting = self._setting
-    params = self._task.init_params(seed)
-    state = init_state(self._task, chain(setting, key=seed), params)
-    points: list[dict[str, float]] = []
-    losses: list[Any] = []
-    for step, batch in enumerate(batches(self._source, setting, seed), start=1):
-      params, state, metrics = jax.block_until_ready(
-        self._step(
-          params, state, self._task.place(batch), **self._task.options(seed, step)
-        )
-      )
-      losses.append(metrics["loss"])
-      stepped()
-      if step in setting.evaluated:
-        evaluated = self._task.evaluate(averaged(state, params))
-        points.append(point(step, mean_of(losses), evaluated))
-        losses = []
-        state = observe(state, points[-1]["test_loss"])
-      if step == setting.steps or (points and not finite(points[-1])):
-        break
-    return ended(points, params)
+  def test(seed: int, carry: Any, number: int, loss: float) -> Any:
+    params, state = carry
+    reached = point(number, loss, task.evaluate(averaged(state, params)))
+    return reached, (params, observe(state, reached["test_loss"]))
+
+  def sent() -> dict[str, Any]:
+    params = jax.eval_shape(lambda: task.init_params(0))
+    return sent_bytes(chain(setting), params, setting.workers)
+
+  return Trainer(
+    setting.steps,
+    setting.evaluated,
+    start,
+    lambda seed: batches(source, setting, seed),
+    step,
+    test,
+    sent,
+  )

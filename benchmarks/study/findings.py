@@ -67,12 +67,7 @@ def _made(found: Callable[..., Any], options: dict[str, Any]) -> Any:
 
 
 def _of(record: str, look: Callable[..., Any]) -> Judge:
-  """Returns a judge of a record.
-
-  Args:
-    record: its file in benchmarks/results, without the suffix.
-    look: yields what the JSON of the record says.
-  """
+  """Returns a judge that looks at a record of benchmarks/results."""
 
   def judge(study: Study) -> Verdict:
     del study

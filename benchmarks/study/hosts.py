@@ -14,20 +14,15 @@ _LIMIT = 6 * 3600.0  # seconds, after which hosts have failed
 
 
 def run(args: Run, line: Sequence[str]) -> None:
-  """Runs the same command on each host, for each rate and number of hosts.
-
-  Args:
-    args: the options.
-    line: the command line that they were parsed from.
-  """
+  """Runs the same command line on each host, for each rate and number of hosts."""
   launch.begin(args.rate != ("loopback",), "--rate loopback does without")
   for rate in args.rate:
-    speed = None if rate == "loopback" else links_hosts.bits_per_second(rate)
     for count in args.hosts:
       with launch.network(count, rate) as hosts:
-        probe = min(launch.probed(hosts, speed))
+        found, reached = launch.probed(hosts, links_hosts.bits_per_second(rate))
+        probe = min(found)
         print(f"{count} hosts, {rate}: raw TCP carries {8e-6 * probe:,.0f} Mbit/s")
-        if speed and 8 * probe < launch.REACHED * speed:
+        if not reached:
           print("this machine does not reach the rate: it is not measured")
           continue
         meeting = f"{hosts[0].address}:{links_hosts.free_ports(1)[0]}"

@@ -30,7 +30,9 @@ import jax.numpy as jnp
 import optax
 
 import gradcomp
+from benchmarks.study.settings import Setting
 from examples.lib.methods import FORMATS, output_layer
+from examples.lib.training import AXIS
 from gradcomp._src.exchange.assign import default_min_leaf_size
 from gradcomp.codecs import OneBit, TopK
 from gradcomp.exchange import Hierarchical, TwoShot
@@ -210,11 +212,7 @@ def place(name: str) -> int:
 
 
 def check(name: str) -> str:
-  """Returns the name of a method, perhaps with a part.
-
-  Raises:
-    ValueError: there is no such method, or no such part of it.
-  """
+  """Returns the name of a method, perhaps with a part, if there are such."""
   method, _, part = name.partition(":")
   if method not in METHODS or (":" in name and part not in PARTS):
     raise ValueError(
@@ -229,13 +227,7 @@ def check(name: str) -> str:
 
 
 def labels(part: str, least: int | None, params: Any) -> Any:
-  """Labels each leaf ``"low"``, if it is of the part and not small, or ``"full"``.
-
-  Args:
-    part: one of ``PARTS``.
-    least: the elements from which a leaf is not small; None for the library's choice.
-    params: of the network.
-  """
+  """Labels each leaf ``"low"``, if it is of the part and not small, or ``"full"``."""
   if least is None:
     least = default_min_leaf_size([x.size for x in jax.tree.leaves(params)])
   if part == "body":
@@ -249,59 +241,36 @@ def labels(part: str, least: int | None, params: Any) -> Any:
 
 
 def make(
-  name: str,
-  *,
-  axis_name: str,
-  steps: int,
-  exchange: str = "auto",
-  momentum: float | None = None,
-  nesterov: bool = False,
-  max_norm: float | None = None,
-  clipping: str = "mean",
-  key: int = 0,
-  steady: bool = False,
+  setting: Setting, *, steady: bool = False
 ) -> tuple[Transform, float | None, float | None]:
-  """Makes the exchange of a name.
-
-  Args:
-    name: a method, perhaps with a part.
-    axis_name: the axis of the workers.
-    steps: those of the training, of which a share may be dense.
-    exchange: ``"auto"`` for the method's own.
-    momentum: of the training.
-    nesterov: whether it is Nesterov's.
-    max_norm: what gradients are clipped at; None for no clipping.
-    clipping: what is clipped: see ``settings.Setting``.
-    key: the seed of the rounding.
-    steady: leaves the dense steps at the start out.
+  """Makes the exchange of a setting; ``steady`` leaves its dense first steps out.
 
   Returns:
     The exchange, and the momentum and the clipping that are left for what is behind it.
   """
-  method, _, part = check(name).partition(":")
-  found = METHODS[method]
-  options: dict[str, Any] = {"axis_name": axis_name, "key": key}
-  if exchange != "auto":
-    options["exchange"] = exchange
+  method, _, part = check(setting.codec).partition(":")
+  found, max_norm = METHODS[method], setting.max_norm
+  options: dict[str, Any] = {"axis_name": AXIS, "key": setting.seed}
+  if setting.exchange != "auto":
+    options["exchange"] = setting.exchange
   if part:
     options["min_leaf_size"] = 0  # for labels leave the small ones out
-  first = 0 if steady else first_steps(name, steps)
-  own = {"momentum": momentum, "nesterov": nesterov} if found.momentum else {}
-  tx = _with_start(found, first, own, options)
+  first = 0 if steady else first_steps(setting.codec, setting.steps)
+  momentum = {"momentum": setting.momentum, "nesterov": setting.nesterov}
+  tx = _with_start(found, first, momentum if found.momentum else {}, options)
   if part:
-    alike = {"exchange": "local"} if exchange == "local" else {}
-    full = gradcomp.dense(axis_name=axis_name, **alike)
+    alike = {"exchange": "local"} if setting.exchange == "local" else {}
+    full = gradcomp.dense(axis_name=AXIS, **alike)
     least = found.make.keywords.get("min_leaf_size")
     parts = functools.partial(labels, part, least)
     tx = optax.partition({"low": tx, "full": full}, parts)
-  local = found.momentum or clipping != "mean"
+  local = found.momentum or setting.clipping != "mean"
   if max_norm is not None and local:
-    rule = "root" if clipping == "mean" else clipping  # that of the study's records
-    clip = gradcomp.wrappers.clip_by_local_norm(
-      max_norm, axis_name=axis_name, rule=rule
-    )
+    # "root" is the rule of the study's records.
+    rule = "root" if setting.clipping == "mean" else setting.clipping
+    clip = gradcomp.wrappers.clip_by_local_norm(max_norm, axis_name=AXIS, rule=rule)
     tx, max_norm = optax.chain(clip, tx), None
-  return tx, None if found.momentum else momentum, max_norm
+  return tx, None if found.momentum else setting.momentum, max_norm
 
 
 def first_steps(name: str, steps: int) -> int:

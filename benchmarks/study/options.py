@@ -185,11 +185,6 @@ def parse(argv: list[str] | None, description: str = "") -> Run | Report:
 
 
 def launches(name: str, **beside: object) -> list[Run]:
-  """Reads launches of launches.toml.
-
-  Args:
-    name: of the list.
-    beside: options that all of them have.
-  """
+  """Reads launches of launches.toml, and gives all of them further options."""
   entries = tomllib.loads(_LAUNCHES.read_text())[name]
   return [Run(**entry, **beside) for entry in entries]

@@ -74,11 +74,7 @@ class Records:
 
 
 def append(path: Path, setting: Setting, results: dict[str, Any]) -> None:
-  """Writes a run as a line, in one piece; several processes may at the same time.
-
-  Raises:
-    OSError: the disk has no room for the whole line.
-  """
+  """Writes a run as a line, in one piece; several processes may at the same time."""
   line = json.dumps({"run": setting._asdict(), **results}) + "\n"
   file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
   try:

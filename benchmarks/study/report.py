@@ -128,12 +128,9 @@ def runs(study: Study) -> tuple[list[str], Rows]:
 
 
 def write(folders: Sequence[Path], output: Path, price: float | None = None) -> None:
-  """Writes report.html, report.md and figures/*.png.
+  """Writes report.html, report.md and figures/*.png of the records of some folders.
 
-  Args:
-    folders: of the records, which are joined.
-    output: where to write.
-    price: dollars an hour of a worker; None for what the launches said.
+  ``price``: dollars an hour of a worker; None for what the launches said.
 
   Raises:
     ValueError: the folders have no records.

@@ -14,13 +14,14 @@ from jax.experimental import multihost_utils
 
 import gradcomp
 from benchmarks.common import quiet
+from benchmarks.common.trainer import Trainer
 from benchmarks.links import launch
 from benchmarks.study import devices as study_devices
 from benchmarks.study import emulated
 from benchmarks.study import tasks as study_tasks
 from benchmarks.study.options import Run
 from benchmarks.study.records import Records
-from benchmarks.study.settings import Setting
+from benchmarks.study.settings import Setting, step_seconds
 from benchmarks.study.tasks import Source
 from examples.lib import networks
 from examples.lib.progress import Progress
@@ -134,7 +135,7 @@ def run(args: Run) -> None:
     print(f"{len(left)} of {len(everything)} runs are left", flush=True)
   clock = Clock([job.setting for job in left])
   tasks: dict[Any, tuple[Task, dict[str, float]]] = {}
-  trainers: dict[Setting, Any] = {}
+  trainers: dict[Setting, Trainer] = {}
   for source, setting in left:
     if _known(records, setting):
       clock.drop(setting)
@@ -193,7 +194,7 @@ def _one(
   task: Task,
   source: Source,
   setting: Setting,
-  trainers: dict[Setting, Any],
+  trainers: dict[Setting, Trainer],
   args: Run,
   stepped: Callable[[], None],
 ) -> tuple[dict[str, Any], str]:
@@ -204,9 +205,8 @@ def _one(
     return found, f"{1e3 * found['step']:.1f} ms a step"
   alike = setting._replace(seed=0)
   if alike not in trainers:
-    emulates = setting.way == "emulated"
-    module = emulated if emulates else study_devices
-    trainers[alike] = module.Trainer(task, source, alike)
+    module = emulated if setting.way == "emulated" else study_devices
+    trainers[alike] = module.trainer(task, source, alike)
   found = trainers[alike].train(setting.seed, stepped)
   said = f"accuracy {found['points'][-1]['accuracy']:.2f} %"
   return found | trainers[alike].bytes(), said
@@ -232,7 +232,7 @@ class Clock:
 
   def __init__(self, left: list[Setting]):
     self._left = list(left)
-    self._done: list[tuple[Setting, float]] = []
+    self._done: list[tuple[Setting, float]] = []  # and seconds a step
 
   def drop(self, setting: Setting) -> None:
     """Takes a run out that another launch has done."""
@@ -241,17 +241,10 @@ class Clock:
   def after(self, setting: Setting, seconds: float) -> str:
     """Says what is left behind a run that took so many seconds."""
     self.drop(setting)
-    self._done.append((setting, seconds))
+    self._done.append((setting, seconds / setting.steps))
     total = sum(map(self._expected, self._left))
     return f"{len(self._left)} left, about {total / 60:.0f} min"
 
   def _expected(self, setting: Setting) -> float:
-    for fields in (("way", "network", "workers", "codec"), ("way", "network"), ()):
-      found = [
-        seconds / done.steps * setting.steps
-        for done, seconds in self._done
-        if all(getattr(done, x) == getattr(setting, x) for x in fields)
-      ]
-      if found:
-        return sum(found) / len(found)
-    return 0.0
+    fields = ("way", "network", "workers", "codec"), ("way", "network"), ()
+    return setting.steps * (step_seconds(self._done, setting, *fields) or 0.0)

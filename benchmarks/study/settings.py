@@ -1,5 +1,7 @@
 """Says what a run of a study is: all that its results depend on."""
 
+import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import optax
@@ -80,15 +82,23 @@ class Setting(NamedTuple):
     return {self.steps * (i + 1) // parts for i in range(parts)}
 
 
+def step_seconds(
+  known: Sequence[tuple[Setting, float]], setting: Setting, *alike: Sequence[str]
+) -> float | None:
+  """Returns the mean seconds a step of the settings that are alike in most fields."""
+  for fields in alike:
+    same = lambda other, fields=fields: all(
+      getattr(other, x) == getattr(setting, x) for x in fields
+    )
+    if found := [seconds for other, seconds in known if same(other)]:
+      return statistics.fmean(found)
+  return None
+
+
 def optimizer(
   setting: Setting, momentum: float | None, max_norm: float | None
 ) -> optax.GradientTransformation:
-  """Makes what is behind the exchange.
-
-  Args:
-    setting: of the run.
-    momentum: None if the exchange has it.
-    max_norm: None if gradients are clipped in front of the exchange, or not at all.
+  """Makes what is behind the exchange, with what momentum and clipping it leaves.
 
   Raises:
     ValueError: the setting has another optimizer.

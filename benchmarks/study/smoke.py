@@ -23,9 +23,6 @@ _EMPTY = ("The line", "Accuracy by workers")  # for which it takes more runs
 def run(output: Path | None) -> None:
   """Runs the study, runs it once more, and writes the report.
 
-  Args:
-    output: a folder; None for one that is removed.
-
   Raises:
     RuntimeError: a run or a part of the report is missing, or a run is there twice.
   """
@@ -49,11 +46,7 @@ def run(output: Path | None) -> None:
 
 
 def check(folder: Path) -> None:
-  """Checks that a report has all parts, each with a picture or a table.
-
-  Raises:
-    RuntimeError: it has not.
-  """
+  """Checks that a report has all parts, each with a picture or a table."""
   page = (folder / "report.html").read_text()
   titles = re.findall("<h2>", page)
   if len(titles) != _TITLES:

@@ -92,17 +92,7 @@ def source(
   corpus: str = "python",
   dropout: float | None = None,
 ) -> Source:
-  """Loads what a network learns from.
-
-  Args:
-    network: one of ``NETWORKS``.
-    dataset: of images, as ``data.load`` names them.
-    data_dir: where the images are.
-    folder: of IDX files, which are taken in place of ``dataset``.
-    pixels: the width and height that images are reduced to; None leaves them.
-    corpus: ``"python"`` or ``"brown"``, byte by byte, or ``"brown-words"``.
-    dropout: of the networks that have any; None for each one's own.
-  """
+  """Loads what a network learns from: images, perhaps of IDX files, or a corpus."""
   if network in networks.TEXTS:
     return _language(network, corpus, dropout)
   name, (train, test, classes) = images(dataset, data_dir, folder, pixels)

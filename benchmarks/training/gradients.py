@@ -24,8 +24,7 @@ import argparse
 import functools
 import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ import optax
 import gradcomp
 from benchmarks.common import cli
 from benchmarks.common.tables import table
-from benchmarks.common.trainer import own
+from benchmarks.common.trainer import first_kept, of_workers, own
 from examples.lib.data import images as data
 from examples.lib.networks import LeNet
 from examples.lib.training import AXIS, Task
@@ -73,63 +72,59 @@ def weights(tree: Any) -> Iterator[tuple[str, Any]]:
       yield path[0].key, leaf
 
 
-class Emulated:
-  """Trains LeNet with workers that ``vmap`` emulates."""
+class Workers(NamedTuple):
+  """LeNet, and what so many workers train it on."""
 
-  def __init__(self, workers: int, data_dir: Path, dataset: str):
-    images = data.load(dataset, data_dir)
-    model = functools.partial(LeNet, images.train.images.shape[1:], images.classes)
-    self._task = Task(model, images.test, jax.make_mesh((1,), (AXIS,)))
-    self._images, self._workers = images.train, workers
+  task: Task
+  images: data.Split
+  number: int
+
+  def batches(self, steps: int) -> Iterator[Any]:
+    """Yields the batches of all workers, ``[workers, IMAGES, ...]``."""
+    drawn = data.batches(self.images, IMAGES * self.number, seed=0)
+    return (of_workers(next(drawn), self.number) for _ in range(steps))
 
   def train(
     self, exchange: Optimizer, after: Optimizer, steps: int
   ) -> Iterator[tuple[Any, Any]]:
     """Yields the parameters and all workers' mean, after each step."""
-    params = jax.device_get(self._task.init_params(0))
-    each = functools.partial(jax.vmap, axis_name=AXIS, axis_size=self._workers)
-    init = lambda out_axes: each(exchange.init, in_axes=None, out_axes=out_axes)
-    axes = own(jax.eval_shape(init(0), params))
+    params = jax.device_get(self.task.init_params(0))
+    kept = jax.jit(lambda params: first_kept(exchange, params, self.number))(params)
+    axes, state = own(kept), after.init(params)
 
     @jax.jit
     def step(params: Any, kept: Any, state: Any, batch: Any) -> Any:
       def worker(kept: Any, batch: Any) -> Any:
-        grads = jax.grad(self._task.loss_fn)(params, batch)
+        grads = jax.grad(self.task.loss_fn)(params, batch)
         return exchange.update(grads, kept, params)
 
-      mean, kept = each(worker, in_axes=(axes, 0), out_axes=(None, axes))(kept, batch)
+      mean, kept = jax.vmap(
+        worker, in_axes=(axes, 0), out_axes=(None, axes), axis_name=AXIS
+      )(kept, batch)
       updates, state = after.update(mean, state, params)
       return optax.apply_updates(params, updates), kept, state, mean
 
-    kept, state = jax.jit(init(axes))(params), after.init(params)
     for batch in self.batches(steps):
       params, kept, state, mean = step(params, kept, state, batch)
       yield params, mean
 
-  def batches(self, steps: int) -> Iterator[Any]:
-    drawn = data.batches(self._images, IMAGES * self._workers, seed=0)
-    for _ in range(steps):
-      yield jax.tree.map(
-        lambda x: x.reshape(self._workers, IMAGES, *x.shape[1:]), next(drawn)
-      )
-
-  def gradient(self, params: Any) -> Any:
-    """Returns the gradient of one worker."""
-    batch = jax.tree.map(lambda x: x[0], next(self.batches(1)))
-    return jax.device_get(jax.jit(jax.grad(self._task.loss_fn))(params, batch))
-
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
   """Trains twice, and measures gradients and what is sent."""
-  emulated = Emulated(args.workers, args.data_dir, args.dataset)
+  images = data.load(args.dataset, args.data_dir)
+  model = functools.partial(LeNet, images.train.images.shape[1:], images.classes)
+  task = Task(model, images.test, jax.make_mesh((1,), (AXIS,)))
+  workers = Workers(task, images.train, args.workers)
   dense, momentum = gradcomp.dense(axis_name=AXIS), optax.sgd(RATE, MOMENTUM)
-  *_, (params, _) = emulated.train(dense, momentum, args.steps)
+  *_, (params, _) = workers.train(dense, momentum, args.steps)
+  own_batch = jax.tree.map(lambda x: x[0], next(workers.batches(1)))
+  gradient = jax.device_get(jax.jit(jax.grad(task.loss_fn))(params, own_batch))
   sparse = gradcomp.redsync(
     DENSITY, momentum=MOMENTUM, nesterov=False, axis_name=AXIS, selection="trimmed"
   )
   last = max(1, args.steps // 10)
   sent = total = 0
-  for i, (_, mean) in enumerate(emulated.train(sparse, optax.sgd(RATE), args.steps)):
+  for i, (_, mean) in enumerate(workers.train(sparse, optax.sgd(RATE), args.steps)):
     if i >= args.steps - last:
       for _, x in weights(mean):
         sent, total = sent + int(jnp.count_nonzero(x)), total + x.size
@@ -137,7 +132,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     "workers": args.workers,
     "steps": args.steps,
     "dataset": args.dataset,
-    "weights": {name: of_weight(g) for name, g in weights(emulated.gradient(params))},
+    "weights": {name: of_weight(g) for name, g in weights(gradient)},
     "density": DENSITY,
     "union": sent / total,
   }
@@ -169,28 +164,18 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-  parser = cli.parser(
+  args = cli.options(
     __doc__,
-    quick="two workers and two steps",
-    output="folder of gradient_facts.json and .md",
+    "two workers and two steps",
+    "folder of gradient_facts.json and .md",
+    workers=cli.Option(16, 2),
+    steps=cli.Option(200, 2, "of each training"),
+    dataset=cli.Option("digits", help="as in examples/lib/data/images.py"),
+    data_dir=cli.Option(data.FOLDER, help="of the images"),
   )
-  add = parser.add_argument
-  add("--workers", type=int, default=16, help="default: 16")
-  add("--steps", type=int, default=200, help="of each training; default: 200")
-  add(
-    "--dataset",
-    default="digits",
-    help="as in examples/lib/data/images.py; default: digits",
-  )
-  add("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
-  args = parser.parse_args()
-  if args.quick:
-    args.workers, args.steps = 2, 2
-    cli.compile_fast()
   found = measure(args)
   print(markdown(found))
-  if args.output:
-    cli.write(args.output, "gradient_facts", found, markdown(found))
+  cli.write(args.output, "gradient_facts", found, markdown(found))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ import functools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -61,13 +60,11 @@ BASELINE = "DiLoCo"
 Optimizer = optax.GradientTransformation
 
 
-def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
-  """Returns what makes each method's optimizer."""
-  rate = lambda name: optax.cosine_decay_schedule(RATES[name], steps, alpha=0.1)
-  adam = optax.adamw(rate("adam"))
-  muon = optax.contrib.muon(rate("muon"))
-  nesterov = optax.sgd(0.7, 0.9, nesterov=True)
-  local = lambda inner, outer, codec, **options: gradcomp.local.local_steps(
+def by_local_steps(
+  every: int, inner: Any, outer: Any, codec: Any, **options: Any
+) -> Any:
+  """Makes local steps of an inner optimizer, exchanged in a codec for an outer one."""
+  return gradcomp.local.local_steps(
     inner,
     outer,
     axis_name=AXIS,
@@ -75,6 +72,15 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
     codec=codec,
     options=gradcomp.local.LocalOptions(**options),
   )
+
+
+def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
+  """Returns what makes each method's optimizer."""
+  rate = lambda name: optax.cosine_decay_schedule(RATES[name], steps, alpha=0.1)
+  adam = optax.adamw(rate("adam"))
+  muon = optax.contrib.muon(rate("muon"))
+  nesterov = optax.sgd(0.7, 0.9, nesterov=True)
+  local = functools.partial(by_local_steps, every)
   forgetting = gradcomp.ErrorFeedback(residual_decay=0.95)
   sparse = functools.partial(local, feedback=forgetting)
   senders = functools.partial(sparse, outer=optax.sgd(1.0), merge="senders")
@@ -109,61 +115,54 @@ def make_methods(every: int, steps: int) -> dict[str, Callable[[], Optimizer]]:
 METHODS = tuple(make_methods(1, 1))
 
 
-class Trainer:
-  """Trains by one method, whose round is one program for all seeds."""
+def compiled(
+  tx: Optimizer, every: int, found: text.Text, width: int
+) -> Callable[[int, int], dict[str, Any]]:
+  """Returns what trains a method from a seed for so many rounds: the losses."""
+  model = Transformer(text.CHARACTERS, width=width)
+  inputs, labels = text.in_order(found.test, LENGTH)
 
-  def __init__(self, tx: Optimizer, every: int, found: text.Text, width: int):
-    model = Transformer(text.CHARACTERS, width=width)
-    test = text.in_order(found.test, LENGTH)
-    logits = lambda params, inputs: model.apply({"params": params}, inputs)
-    losses = optax.softmax_cross_entropy_with_integer_labels
+  def loss_fn(params: Any, batch: Any) -> jax.Array:
+    logits = model.apply({"params": params}, batch[0])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
+    return losses.mean()
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-      return losses(logits(params, batch[0]), batch[1]).mean()
+  def step(params: Any, state: Any, batch: Any) -> Any:
+    own = gradcomp.local.local_params(params, state)
+    loss, grads = jax.value_and_grad(loss_fn)(own, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss, {}
 
-    def step(params: Any, state: Any, batch: Any) -> Any:
-      own = gradcomp.local.local_params(params, state)
-      loss, grads = jax.value_and_grad(loss_fn)(own, batch)
-      updates, state = tx.update(grads, state, params)
-      return optax.apply_updates(params, updates), state, loss, {}
+  # The count of steps has no axis of workers: under vmap a branch on numbers that may
+  # differ is both branches, and so an exchange in each step.
+  workers = Emulated(Plan(lambda params: (params, tx.init(params)), step), WORKERS)
+  example = jnp.zeros((1, LENGTH), jnp.uint8)
+  init = jax.jit(lambda key: model.init(key, example)["params"])
+  score = jax.jit(loss_fn)
 
-    init = lambda params: (params, tx.init(params))
-    # The count of steps has no axis of workers: under vmap a branch on numbers that
-    # may differ is both branches, and so an exchange in each step.
-    self._workers = Emulated(Plan(init, step), WORKERS)
-    self._params = jax.jit(
-      lambda key: model.init(key, jnp.zeros((1, LENGTH), jnp.uint8))["params"]
-    )
-    self._score = jax.jit(loss_fn)
-    self._text, self._every, self._test = found.train, every, test
-
-  def train(self, seed: int, rounds: int) -> dict[str, Any]:
-    """Trains from a seed, and returns the losses."""
-    carry = self._workers.start(self._params(jax.random.key(seed)))
-    drawn = text.batches(self._text, WORKERS * BATCH, LENGTH, seed=seed)
-    means = []
-    start = time.perf_counter()
-    for _ in range(rounds):
-      carry, (losses, _) = self._workers.run(carry, drawn, self._every)
-      means.append(float(losses.mean()))
-    seconds = time.perf_counter() - start
-    # All workers have the same: this is the first one's copy.
-    params = jax.tree.map(lambda x: x[0], carry[0])
-    return {
-      "test_loss": self.evaluate(params),
-      "train_losses": means,
-      "seconds": seconds,
-      "compilations": self._workers.compilations,
-    }
-
-  def evaluate(self, params: Any) -> float:
-    """Returns the mean loss on what is held out."""
-    inputs, labels = self._test
+  def evaluate(params: Any) -> float:
     total = 0.0
     for i in range(0, len(labels), 256):
       part = inputs[i : i + 256], labels[i : i + 256]
-      total += float(self._score(params, part)) * len(part[0])
+      total += float(score(params, part)) * len(part[0])
     return total / len(labels)
+
+  def train(seed: int, rounds: int) -> dict[str, Any]:
+    batches = text.batches(found.train, WORKERS * BATCH, LENGTH, seed=seed)
+    means, seconds = [], 0.0
+    for part in workers.parts(init(jax.random.key(seed)), batches, rounds, every):
+      means.append(float(part.losses.mean()))
+      seconds += part.seconds
+    # All workers have the same: this is the first one's copy.
+    params = jax.tree.map(lambda x: x[0], part.carry[0])
+    return {
+      "test_loss": evaluate(params),
+      "train_losses": means,
+      "seconds": seconds,
+      "compilations": workers.compilations,
+    }
+
+  return train
 
 
 def byte_counts(tx: Optimizer, width: int) -> dict[str, float]:
@@ -212,22 +211,16 @@ def markdown(results: dict[str, Any]) -> str:
 
 def main() -> None:
   sys.stdout.reconfigure(line_buffering=True)
-  parser = cli.parser(
+  args = cli.options(
     __doc__,
-    quick="one H of 4 and 8 steps of a narrow transformer",
-    output="folder of local_study.json and .md",
+    "one H of 4 and 8 steps of a narrow transformer",
+    "folder of local_study.json and .md",
+    every=cli.Option([15, 30, 100], [4], "steps of a round"),
+    seeds=cli.Option(3, 1),
+    methods=cli.Option([*METHODS], [BASELINE, "SparseLoCo two_shot"], choices=METHODS),
+    steps=cli.Option(1500, 8),
+    width=cli.Option(128, 16, "of the transformer"),
   )
-  add = parser.add_argument
-  add("--every", type=int, nargs="+", default=[15, 30, 100], help="steps of a round")
-  add("--seeds", type=int, default=3, help="default: 3")
-  add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-  add("--steps", type=int, default=1500, help="default: 1500")
-  add("--width", type=int, default=128, help="of the transformer; default: 128")
-  args = parser.parse_args()
-  if args.quick:
-    args.every, args.seeds, args.steps, args.width = [4], 1, 8, 16
-    args.methods = [BASELINE, "SparseLoCo two_shot"]
-    cli.compile_fast()
   settings = {"steps": args.steps, "width": args.width, "workers": WORKERS}
   results: dict[str, Any] = {"settings": settings, "every": {}}
   if args.output and (path := args.output / "local_study.json").exists():
@@ -243,15 +236,13 @@ def main() -> None:
         continue
       entry = held.setdefault(name, {"runs": {}} | byte_counts(make(), args.width))
       seeds = [x for x in range(args.seeds) if str(x) not in entry["runs"]]
-      trainer = Trainer(make(), every, found, args.width) if seeds else None
+      train = compiled(make(), every, found, args.width)
       for seed in seeds:
-        assert trainer is not None
-        run = trainer.train(seed, rounds)
+        run = train(seed, rounds)
         entry["runs"][str(seed)] = run
         told = f"loss {run['test_loss']:.4f}, {run['seconds']:.0f} s"
         print(f"H {every}, {name}, seed {seed}: {told}")
-        if args.output:
-          cli.write(args.output, "local_study", results, markdown(results))
+        cli.write(args.output, "local_study", results, markdown(results))
   print(markdown(results))
 
 

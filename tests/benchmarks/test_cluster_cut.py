@@ -10,7 +10,7 @@ import pytest
 from benchmarks.study import dettmers, tasks
 from benchmarks.training.model_parallel import convolutions
 from benchmarks.training.model_parallel.data_types import ARMS
-from benchmarks.training.model_parallel.trainer import (
+from benchmarks.training.model_parallel.ways import (
   WORKERS,
   columns,
   cut_layers,
@@ -72,7 +72,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(
 ):
   # Tests are in two parts, the second of which is smaller.
   monkeypatch.setattr(dettmers, "_TESTED", 20)
-  trainer = dettmers.Trainer(drawn(), setting)
+  trainer = dettmers.trainer(drawn(), setting)
   whole = trainer.train(3)
   assert [x["step"] for x in whole["points"]] == [2, 4]
   assert "diverged" not in whole
@@ -95,7 +95,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(
 
 
 def test_a_training_ends_where_the_loss_is_no_number():
-  trainer = dettmers.Trainer(drawn(), CUT._replace(learning_rate=1e38))
+  trainer = dettmers.trainer(drawn(), CUT._replace(learning_rate=1e38))
   points = trainer.train(0)["points"]
   assert [x["step"] for x in points] == [2]
   assert not math.isfinite(points[0]["test_loss"])
@@ -145,7 +145,7 @@ SENT = {
 @pytest.mark.parametrize(("setting", "expected"), [*SENT.values()], ids=[*SENT])
 def test_bytes_are_those_of_all_payloads(setting, expected, codec):
   """Each of N workers sends its payloads to N - 1 others."""
-  found = dettmers.Trainer(drawn(), setting._replace(codec=codec)).bytes()
+  found = dettmers.trainer(drawn(), setting._replace(codec=codec)).bytes()
   sent, plain = (
     (WORKERS - 1) * expected(x) for x in (ARMS[codec.replace("-", "_")], Dense())
   )
@@ -154,9 +154,8 @@ def test_bytes_are_those_of_all_payloads(setting, expected, codec):
 
 def test_rounding_is_that_of_the_whole_net():
   """By NumPy: of the inputs, and of the hidden layers that they give."""
-  trainer = dettmers.Trainer(drawn(), CUT)
   layers = cut_layers.init(jax.random.key(1), (SIDE * SIDE, HIDDEN, HIDDEN, 12))
-  found = trainer.layer_errors(jax.jit(columns)(layers), seed=2)
+  found = dettmers.errors_of_layers(drawn(), CUT, jax.jit(columns)(layers), seed=2)
   counts = {kind: {len(x) for x in types.values()} for kind, types in found.items()}
   assert counts == {"activations": {4}, "gradients": {3}, "errors": {3}}
   key, codec = jax.random.key(2), EightBit(dtype="linear")
@@ -174,10 +173,10 @@ def test_rounding_is_that_of_the_whole_net():
 
 def test_float32_that_is_cut_says_how_types_would_round():
   once = CUT._replace(steps=1, points=1)
-  found = dettmers.Trainer(drawn(), once).train(0)
+  found = dettmers.trainer(drawn(), once).train(0)
   [reached] = found["points"]
   assert reached["layer_errors"].keys() == {"activations", "gradients", "errors"}
-  coded = dettmers.Trainer(drawn(), once._replace(codec="mantissa")).train(0)
+  coded = dettmers.trainer(drawn(), once._replace(codec="mantissa")).train(0)
   assert "layer_errors" not in coded["points"][0]
 
 
@@ -215,12 +214,12 @@ WRONG = {
 @pytest.mark.parametrize(("setting", "message"), [*WRONG.values()], ids=[*WRONG])
 def test_other_settings_are_refused(setting, message):
   with pytest.raises(ValueError, match=message):
-    dettmers.Trainer(drawn(), setting)
+    dettmers.trainer(drawn(), setting)
 
 
 def test_coloured_images_are_refused():
   with pytest.raises(ValueError, match=r"`images` must be square and grey.* 8, 8, 3"):
-    dettmers.Trainer(drawn(channels=3), CUT)
+    dettmers.trainer(drawn(channels=3), CUT)
 
 
 def test_updates_differ_in_nothing_else():

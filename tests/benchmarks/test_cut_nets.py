@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from benchmarks.training.model_parallel import convolutions, data_types, hybrid, nets
-from benchmarks.training.model_parallel.trainer import (
+from benchmarks.training.model_parallel.ways import (
   WORKERS,
   Arm,
   Images,

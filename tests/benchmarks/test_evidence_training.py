@@ -18,6 +18,7 @@ from benchmarks.study.queue import launches, times, train
 from benchmarks.study.queue.train import Heart, Keeper
 from benchmarks.study.records import Record
 from benchmarks.study.tasks import TEXTS, Source
+from examples.lib.training import Task
 from tests.support.cases.study import SETTING
 
 DIGITS = SETTING._replace(workers=2, batch=32, steps=6, epoch=1437, points=2)
@@ -77,14 +78,15 @@ def test_timed_launches_are_those_of_the_study(monkeypatch):
 def steps_of(setting, patch):
   """Trains, and returns the parameters that were tested and the results."""
   trainer, _ = train.trainer_of(setting)
-  tested = []
-  evaluate = trainer._task.evaluate
-  patch.setattr(
-    trainer._task,
-    "evaluate",
-    lambda params: (tested.append(jax.device_get(params)), evaluate(params))[1],
-  )
-  return tested, trainer.train(setting.seed)
+  tested, evaluate = [], Task.evaluate
+
+  def watched(task, params):
+    tested.append(jax.device_get(params))
+    return evaluate(task, params)
+
+  with patch.context() as patched:
+    patched.setattr(Task, "evaluate", watched)
+    return tested, trainer.train(setting.seed)
 
 
 def test_means_of_parameters_are_tested(monkeypatch):
@@ -109,7 +111,7 @@ def test_the_rate_halves_where_the_test_loss_stands_still(monkeypatch):
     network="mlp", dropout=0.0, steps=8, points=8, schedule="plateau", momentum=None
   )
   trainer, _ = train.trainer_of(setting)
-  monkeypatch.setattr(trainer._task, "evaluate", lambda params: (1.0, 0.5))
+  monkeypatch.setattr(Task, "evaluate", lambda task, params: (1.0, 0.5))
   scales = []
 
   class Watching:

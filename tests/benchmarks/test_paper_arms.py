@@ -8,6 +8,7 @@ import pytest
 import gradcomp
 from benchmarks.study import methods
 from gradcomp.codecs import EightBit, Ternary
+from tests.support.cases.study import SETTING
 
 LIKE = {"kernel": np.zeros((64, 32)), "head": {"kernel": np.zeros((32, 20))}}
 WORKERS = 8
@@ -15,7 +16,8 @@ WORKERS = 8
 
 def made(codec, **options):
   """The exchange of a codec, with what is left behind it."""
-  return methods.make(codec, axis_name="data", steps=100, **options)
+  setting = SETTING._replace(codec=codec, steps=100, momentum=None)
+  return methods.make(setting._replace(**options))
 
 
 def exchanged(tx, gradients):

@@ -19,6 +19,7 @@ from benchmarks.study.tasks import TEXTS, Source
 from gradcomp.cost import CANDIDATES
 from tests.benchmarks import study_pages
 from tests.support import pages
+from tests.support.cases.study import SETTING
 
 RESULTS = pages.ROOT / "benchmarks" / "results"
 README = pages.ROOT / "README.md"
@@ -136,8 +137,8 @@ def test_the_front_page_has_the_measured_numbers(lenet, label):
   *_, points, _, sent, times = front(label)
   assert points == str(lenet.difference(codec))
   start = methods.METHODS[codec].start
-  options = dict(axis_name="data", steps=0, momentum=0.9, steady=True)
-  explanation = explained(methods.make(codec, **options)[0])
+  setting = SETTING._replace(codec=codec, momentum=0.9)
+  explanation = explained(methods.make(setting, steady=True)[0])
   ratio = start + (1 - start) * explanation.ratio
   assert float(sent) == pytest.approx(ratio, abs=0.0011)
   if not step:

@@ -276,10 +276,3 @@ def test_redsync_takes_longer_than_is_predicted():
   rows = [x for x in fit_links.compare(runs, speeds) if x.rate != "loopback"]
   ratios = [row.measured / row.predicted for row in rows]
   assert len(rows) > 15 and 1.1 < min(ratios) and max(ratios) < 1.65
-
-
-def test_a_measured_crossing_lies_between_two_rates():
-  """A gain of 2 falls to 1/2 where the rate is four times as high."""
-  points = [(1e8, 4.0), (1e9, 2.0), (4e9, 0.5)]
-  assert fit_links.crossing(points) == pytest.approx(2e9)
-  assert fit_links.crossing(points[:2]) is None

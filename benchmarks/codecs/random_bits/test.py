@@ -110,13 +110,7 @@ def check(program: pathlib.Path, rounds: int) -> None:
 
 
 def crush(command: list[str], tests: list[str], seconds: float) -> Iterator[Found]:
-  """Yields p-values of a battery of TestU01 as they come.
-
-  Args:
-    command: the program, its stream, its key and the battery.
-    tests: titles of tests to run alone; all of them by default.
-    seconds: after which the battery ends.
-  """
+  """Yields p-values as a battery of TestU01 finds them, of some tests or of all."""
   numbers = sorted({title.split()[0] for title in tests}, key=int)
   for line in _lines([*command, *numbers], None, seconds):
     if line.startswith("p-value "):

@@ -8,7 +8,6 @@ CLUSTERS = {  # figure 5: the links, and the rate of a GPU
   "1 Gbit/s Ethernet, GTX 1080": (wen.ETHERNET, wen.GTX_1080),
   "InfiniBand and NVLink, P100": (wen.INFINIBAND, wen.P100),
 }
-MACHINES = (1, 2, 4, 8, 16, 32, 64, 128)
 GPUS = 4  # of a machine
 
 

@@ -41,13 +41,7 @@ class Seen(NamedTuple):
 
 
 def concluded(seen: Iterable[Seen], needs: str, share: float = 1.0) -> Verdict:
-  """Concludes from all that was seen, if there was anything.
-
-  Args:
-    seen: of each group or cell.
-    needs: what has to be run, if nothing was seen.
-    share: of those that tell, in which a claim must hold.
-  """
+  """Concludes from all that was seen; a claim must hold in a share of what tells."""
   found = list(seen)
   numbers = tuple(
     x.numbers + (": this does not tell" if x.holds is None else "") for x in found
@@ -58,6 +52,13 @@ def concluded(seen: Iterable[Seen], needs: str, share: float = 1.0) -> Verdict:
   if any(told) and sum(told) < len(found):
     numbers = (f"It holds in {sum(told)} of {len(found)}", *numbers)
   return Verdict("holds" if sum(told) >= share * len(told) else "does not", numbers)
+
+
+def needing(
+  needs: str, share: float = 1.0
+) -> Callable[[Callable[[Study], Iterable[Seen]]], Judge]:
+  """Makes a judge of what yields all that a study says: see ``concluded``."""
+  return lambda look: lambda study: concluded(look(study), needs, share)
 
 
 def images(group: Group) -> bool:
@@ -117,16 +118,7 @@ def _seen(
   compare: Compared = Group.difference,
   what: str = "",
 ) -> Iterator[tuple[Group, Seen]]:
-  """Yields what each chosen group says of each codec that was run in it.
-
-  Args:
-    study: all groups.
-    codecs: those that the claim is about.
-    chosen: the groups that it is about.
-    decide: whether the claim holds, from what a codec differs by.
-    compare: a codec with another one, in a group.
-    what: follows the name of a codec.
-  """
+  """Yields what each chosen group says of each codec that was run in it."""
   names = list(codecs)
   for group in filter(chosen, study.groups):
     for name in names:
@@ -207,14 +199,13 @@ def any_workers(
 def less_dropout(codec: str) -> Judge:
   """Returns a judge of whether a codec loses less where a net drops nothing."""
 
-  def judge(study: Study) -> Verdict:
+  @needing(f"{_seeds([codec])} with --dropout 0 and without")
+  def judge(study: Study) -> Iterator[Seen]:
     groups = {x.setting: x for x in filter(images, study.groups)}
-    seen = []
     for setting, group in groups.items():
       usual = groups.get(setting._replace(dropout=None))
       if setting.dropout == 0 and usual and (more := group.gained(codec, usual)):
-        seen.append(Seen(more.is_above(0.0), f"{group.name}: {more} points better"))
-    return concluded(seen, f"{_seeds([codec])} with --dropout 0 and without")
+        yield Seen(more.is_above(0.0), f"{group.name}: {more} points better")
 
   return judge
 
@@ -222,18 +213,15 @@ def less_dropout(codec: str) -> Judge:
 def later(codec: str) -> Judge:
   """Returns a judge of whether a codec is behind float32 at first, and catches up."""
 
-  def judge(study: Study) -> Verdict:
-    seen = []
+  @needing(f"{_seeds([codec])}, with two points of a curve or more")
+  def judge(study: Study) -> Iterator[Seen]:
     for group in filter(images, study.groups):
       early, gained = group.early(codec), group.caught_up(codec)
       if early and gained:
         told = early.is_below(0.0), gained.is_above(0.0)
         holds = None if None in told else all(told)
-        numbers = (
-          f"{group.name}: {early} in the first half, of which {gained} come back"
-        )
-        seen.append(Seen(holds, numbers))
-    return concluded(seen, f"{_seeds([codec])}, with two points of a curve or more")
+        numbers = f"{early} in the first half, of which {gained} come back"
+        yield Seen(holds, f"{group.name}: {numbers}")
 
   return judge
 
@@ -242,8 +230,8 @@ def alike(codecs: Iterable[str]) -> Judge:
   """Returns a judge of whether codecs and float32 end alike: p above 0.05."""
   names = ["f32", *codecs]
 
-  def judge(study: Study) -> Verdict:
-    seen = []
+  @needing(f"five seeds of {', '.join(names)}")
+  def judge(study: Study) -> Iterator[Seen]:
     for group in filter(images, study.groups):
       ends = [group.ends(name).tolist() for name in names]
       if all(len(values) >= ENOUGH for values in ends):
@@ -253,8 +241,7 @@ def alike(codecs: Iterable[str]) -> Judge:
           for name, values in zip(names, ends, strict=True)
         )
         numbers = f"{group.name}: F = {found['F']:.2f}, p = {found['p']:.2f}; {means}"
-        seen.append(Seen(found["p"] > 0.05, numbers))
-    return concluded(seen, f"five seeds of {', '.join(names)}")
+        yield Seen(found["p"] > 0.05, numbers)
 
   return judge
 

@@ -31,14 +31,7 @@ def units(record: Any) -> Iterator[Seen]:
 def little_error(
   network: str, types: Iterable[str], points: float, share: float
 ) -> Look:
-  """Returns what yields whether types of 8 bits add little to a test error.
-
-  Args:
-    network: as the record has it.
-    types: those that the claim is about.
-    points: that the error may grow by.
-    share: of the error in float32, that it may grow by, too.
-  """
+  """Yields whether types of 8 bits add at most points and a share to a test error."""
 
   def look(record: Any) -> Iterator[Seen]:
     arms = record["accuracy_percent"][network]
@@ -151,10 +144,7 @@ def _each_weight(
 ) -> Look:
   """Returns what yields whether something holds of each weight's gradient.
 
-  Args:
-    holds: says it of what was measured.
-    text: has the numbers that say it.
-    but: how the names begin of those to leave out.
+  It leaves out the weights whose names begin with one of ``but``.
   """
 
   def look(record: Any) -> Iterator[Seen]:

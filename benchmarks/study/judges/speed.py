@@ -6,13 +6,13 @@ results have.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.common import cli
 from benchmarks.links import results
 from benchmarks.study.analysis import QSGD, Cell, Study
-from benchmarks.study.judges.accuracy import Judge, Seen, Verdict, concluded
+from benchmarks.study.judges.accuracy import Judge, Seen, Verdict, concluded, needing
 from gradcomp._src.cost.papers import grubic
 
 LINKS = cli.RESULTS / "links" / "link_speed.json"
@@ -30,53 +30,41 @@ def _more(a: float, b: float) -> bool | None:
   return None if abs(a - b) <= _NOISE * b else a > b
 
 
-def line(study: Study) -> Verdict:
+@needing("times of f32 and three QSGD codecs or more")
+def line(study: Study) -> Iterator[Seen]:
   """Judges whether times follow ``a + c w``."""
-  return concluded(
-    (
-      Seen(
+  for cell in study.cells:
+    if cell.setting.workers > 1 and (found := cell.fit()):
+      yield Seen(
         found.error <= _ERROR,
         f"{cell.name}: a = {1e3 * found.computation:.3g} ms a sample, c = "
         f"{1e3 * found.communication:.3g} ms, error {found.error:.1%}",
       )
-      for cell in study.cells
-      if cell.setting.workers > 1 and (found := cell.fit())
-    ),
-    "times of f32 and three QSGD codecs or more",
-  )
 
 
-def falls(study: Study) -> Verdict:
+@needing("times of f32 and two QSGD codecs where a fifth of a step is communication")
+def falls(study: Study) -> Iterator[Seen]:
   """Judges whether communication falls with the bits, where it counts."""
-
-  def seen() -> Iterator[Seen]:
-    for cell in study.cells:
-      names = [codec for codec in QSGD.values() if codec in cell.times]
-      if len(names) > 2 and "f32" in names and cell.share >= 0.2:
-        found = [cell.times[name]["communication"] for name in names]
-        pairs = zip(found, found[1:], strict=False)
-        numbers = " > ".join(
-          f"{name} {1e3 * x:.1f} ms" for name, x in zip(names, found, strict=True)
-        )
-        yield Seen(
-          all(b <= a * (1 + _NOISE) for a, b in pairs), f"{cell.name}: {numbers}"
-        )
-
-  return concluded(
-    seen(), "times of f32 and two QSGD codecs where a fifth of a step is communication"
-  )
+  for cell in study.cells:
+    names = [codec for codec in QSGD.values() if codec in cell.times]
+    if len(names) > 2 and "f32" in names and cell.share >= 0.2:
+      found = [cell.times[name]["communication"] for name in names]
+      pairs = zip(found, found[1:], strict=False)
+      numbers = " > ".join(
+        f"{name} {1e3 * x:.1f} ms" for name, x in zip(names, found, strict=True)
+      )
+      yield Seen(
+        all(b <= a * (1 + _NOISE) for a, b in pairs), f"{cell.name}: {numbers}"
+      )
 
 
-def diminishing(study: Study) -> Verdict:
+@needing("times of qsgd-4 and qsgd-2", share=1 - _RARELY)
+def diminishing(study: Study) -> Iterator[Seen]:
   """Judges whether 2 bits rarely bring much over 4."""
-  return concluded(
-    _of_cells(
-      study,
-      ("qsgd-4", "qsgd-2"),
-      lambda cell: cell.speed("qsgd-2") <= _LITTLE * cell.speed("qsgd-4"),
-    ),
-    "times of qsgd-4 and qsgd-2",
-    share=1 - _RARELY,
+  return _of_cells(
+    study,
+    ("qsgd-4", "qsgd-2"),
+    lambda cell: cell.speed("qsgd-2") <= _LITTLE * cell.speed("qsgd-4"),
   )
 
 
@@ -84,16 +72,12 @@ def slower(codec: str, than: str, network: str = "", share: float = 1.0) -> Judg
   """Returns a judge of whether steps with a codec take longer than with another.
 
   Where both send as many bytes they are one program, and nothing is compared.
-
-  Args:
-    codec, than: what is compared.
-    network: that the claim is about; all by default.
-    share: of the cells, in which it must be so.
   """
   needed = f" on {network}" if network else ""
 
-  def judge(study: Study) -> Verdict:
-    seen = _of_cells(
+  @needing(f"times{needed} of {codec} and {than} that send different bytes", share)
+  def judge(study: Study) -> Iterator[Seen]:
+    return _of_cells(
       study,
       (codec, than),
       lambda cell: _more(cell.speed(than), cell.speed(codec)),
@@ -102,8 +86,6 @@ def slower(codec: str, than: str, network: str = "", share: float = 1.0) -> Judg
         and cell.times[codec]["bytes_a_step"] != cell.times[than]["bytes_a_step"]
       ),
     )
-    needs = f"times{needed} of {codec} and {than} that send different bytes"
-    return concluded(seen, needs, share)
 
   return judge
 
@@ -134,33 +116,27 @@ def _linked(study: Study) -> Iterator[tuple[Cell, Cell]]:
       yield cells[-1], cells[0]
 
 
-def fast_link(study: Study) -> Verdict:
+@needing("times of f32 and QSGD on two links")
+def fast_link(study: Study) -> Iterator[Seen]:
   """Judges whether f32 on the fast link beats all codecs on the slow one."""
-
-  def seen() -> Iterator[Seen]:
-    for slow, fast in _linked(study):
-      if low := [name for name in _LOW if name in slow.times]:
-        best = max(low, key=slow.speed)
-        numbers = (
-          f"{fast.name}: f32 {fast.speed('f32'):.0f} samples/s; {slow.link}: {best} "
-          f"{slow.speed(best):.0f}"
-        )
-        yield Seen(_more(fast.speed("f32"), slow.speed(best)), numbers)
-
-  return concluded(seen(), "times of f32 and QSGD on two links")
+  for slow, fast in _linked(study):
+    if low := [name for name in _LOW if name in slow.times]:
+      best = max(low, key=slow.speed)
+      numbers = (
+        f"{fast.name}: f32 {fast.speed('f32'):.0f} samples/s; {slow.link}: {best} "
+        f"{slow.speed(best):.0f}"
+      )
+      yield Seen(_more(fast.speed("f32"), slow.speed(best)), numbers)
 
 
-def vanishes(study: Study) -> Verdict:
+@needing("times of f32 and QSGD on two links")
+def vanishes(study: Study) -> Iterator[Seen]:
   """Judges whether codecs gain less on the fast link, and there at most 1.25 x."""
-
-  def seen() -> Iterator[Seen]:
-    for slow, fast in _linked(study):
-      if low := [name for name in _LOW if name in slow.times and name in fast.times]:
-        gains = [max(map(cell.gain, low)) for cell in (slow, fast)]
-        numbers = f"{slow.name}: {gains[0]:.2f} x; {fast.link}: {gains[1]:.2f} x"
-        yield Seen(gains[0] > gains[1] and gains[1] <= _FAST, numbers)
-
-  return concluded(seen(), "times of f32 and QSGD on two links")
+  for slow, fast in _linked(study):
+    if low := [name for name in _LOW if name in slow.times and name in fast.times]:
+      gains = [max(map(cell.gain, low)) for cell in (slow, fast)]
+      numbers = f"{slow.name}: {gains[0]:.2f} x; {fast.link}: {gains[1]:.2f} x"
+      yield Seen(gains[0] > gains[1] and gains[1] <= _FAST, numbers)
 
 
 def _networks(study: Study, codec: str) -> Iterator[list[Cell]]:
@@ -175,40 +151,34 @@ def _networks(study: Study, codec: str) -> Iterator[list[Cell]]:
       yield sorted(cells, key=lambda cell: cell.intensity)
 
 
-def bound_nets(study: Study) -> Verdict:
+@needing("times of f32 and qsgd-4 on two networks")
+def bound_nets(study: Study) -> Iterator[Seen]:
   """Judges whether the net that communicates most gains most."""
-
-  def seen() -> Iterator[Seen]:
-    for cells in _networks(study, "qsgd-4"):
-      order = sorted(cells, key=lambda cell: cell.share)
-      gains = [cell.gain("qsgd-4") for cell in order]
-      numbers = ", ".join(
-        f"{cell.setting.network} {cell.share:.0%} of a step: {gain:.2f} x"
-        for cell, gain in zip(order, gains, strict=True)
-      )
-      yield Seen(
-        _more(gains[-1], max(gains[:-1])),
-        f"N = {cells[0].setting.workers}, {cells[0].link}: {numbers}",
-      )
-
-  return concluded(seen(), "times of f32 and qsgd-4 on two networks")
+  for cells in _networks(study, "qsgd-4"):
+    order = sorted(cells, key=lambda cell: cell.share)
+    gains = [cell.gain("qsgd-4") for cell in order]
+    numbers = ", ".join(
+      f"{cell.setting.network} {cell.share:.0%} of a step: {gain:.2f} x"
+      for cell, gain in zip(order, gains, strict=True)
+    )
+    yield Seen(
+      _more(gains[-1], max(gains[:-1])),
+      f"N = {cells[0].setting.workers}, {cells[0].link}: {numbers}",
+    )
 
 
-def rises(study: Study) -> Verdict:
+@needing("times of f32 and qsgd-8 on two networks")
+def rises(study: Study) -> Iterator[Seen]:
   """Judges whether 8 bits gain more with more MB a GFLOP, and 3.97 at most."""
-
-  def seen() -> Iterator[Seen]:
-    for cells in _networks(study, "qsgd-8"):
-      gains = [cell.gain("qsgd-8") for cell in cells]
-      numbers = ", ".join(
-        f"{cell.setting.network} {cell.intensity:.0f} MB/GFLOP: {gain:.2f} x"
-        for cell, gain in zip(cells, gains, strict=True)
-      )
-      low = max(gains) <= _BOUND * (1 + _NOISE)
-      rise = _more(gains[-1], gains[0]) if low else False
-      yield Seen(rise, f"N = {cells[0].setting.workers}, {cells[0].link}: {numbers}")
-
-  return concluded(seen(), "times of f32 and qsgd-8 on two networks")
+  for cells in _networks(study, "qsgd-8"):
+    gains = [cell.gain("qsgd-8") for cell in cells]
+    numbers = ", ".join(
+      f"{cell.setting.network} {cell.intensity:.0f} MB/GFLOP: {gain:.2f} x"
+      for cell, gain in zip(cells, gains, strict=True)
+    )
+    low = max(gains) <= _BOUND * (1 + _NOISE)
+    rise = _more(gains[-1], gains[0]) if low else False
+    yield Seen(rise, f"N = {cells[0].setting.workers}, {cells[0].link}: {numbers}")
 
 
 def doubling(study: Study) -> Verdict:
@@ -240,31 +210,26 @@ def doubling(study: Study) -> Verdict:
 
 
 def of_links(first: str, second: str, shapes: tuple[Any, ...]) -> Judge:
-  """Returns a judge of whether one exchange takes longer than another.
+  """Returns a judge of whether an exchange of links/speed.py takes longer than another.
 
-  Args:
-    first, second: steps of links/speed.py.
-    shapes: ``(hosts, rate, leaves, MiB)`` of each run to look at.
+  Shapes are ``(hosts, rate, leaves, MiB)`` of each run to look at.
   """
 
-  def judge(study: Study) -> Verdict:
+  @needing(f"{first} and {second} of links/speed.py")
+  def judge(study: Study) -> Iterator[Seen]:
     del study
     runs = json.loads(LINKS.read_text())["runs"] if LINKS.exists() else []
-
-    def seen() -> Iterable[Seen]:
-      for hosts, rate, leaves, mib in shapes:
-        try:
-          steps = results.find(runs, hosts, rate, leaves, mib)["steps"]
-        except KeyError:
-          continue
-        if first in steps and second in steps:
-          a, b = (steps[name]["median_seconds"] for name in (first, second))
-          yield Seen(
-            _more(a, b),
-            f"{hosts} hosts, {rate}, {mib:g} MiB: {first} {1e3 * a:.0f} ms, {second} "
-            f"{1e3 * b:.0f} ms",
-          )
-
-    return concluded(seen(), f"{first} and {second} of links/speed.py")
+    for hosts, rate, leaves, mib in shapes:
+      try:
+        steps = results.find(runs, hosts, rate, leaves, mib)["steps"]
+      except KeyError:
+        continue
+      if first in steps and second in steps:
+        a, b = (steps[name]["median_seconds"] for name in (first, second))
+        yield Seen(
+          _more(a, b),
+          f"{hosts} hosts, {rate}, {mib:g} MiB: {first} {1e3 * a:.0f} ms, {second} "
+          f"{1e3 * b:.0f} ms",
+        )
 
   return judge

@@ -23,9 +23,6 @@ def move(root: Path, tree: Path) -> str:
   """Makes a worktree of a checkout's HEAD, or moves it there; returns the commit.
 
   Its datasets are the checkout's.
-
-  Raises:
-    subprocess.CalledProcessError: git ended with an error, which it has printed.
   """
 
   def git(folder: Path, *words: str) -> str:

@@ -7,9 +7,10 @@ the launch.
 
 import json
 import os
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
+
+import pandas as pd
 
 from benchmarks.common import locks, quiet
 from benchmarks.study import records as study_records
@@ -17,18 +18,13 @@ from benchmarks.study.queue import child
 from benchmarks.study.queue.start import FOLDERS
 from benchmarks.study.queue.supervisor import Folders, Item, queued
 from benchmarks.study.records import Record
-from benchmarks.study.settings import Setting
+from benchmarks.study.settings import Setting, step_seconds
 
 _SIZE = "way", "network", "dataset", "workers", "batch"
 _ALIKE = (*_SIZE, "codec", "exchange"), _SIZE
-_HEADER = "launch|done|left|runs|to do|timed|seeds|h done|h to do".split("|")
 
 
-class Cost(NamedTuple):
-  """Says what a step of a training took, in seconds of CPU time."""
-
-  setting: Setting
-  seconds: float
+Cost = tuple[Setting, float]  # what a step takes, in seconds of CPU time
 
 
 def costs(
@@ -36,12 +32,12 @@ def costs(
 ) -> list[Cost]:
   """Returns what is known of steps, from records and from what running ones expect."""
   found = [
-    Cost(record.setting, record.results["cpu"] / record.results["points"][-1]["step"])
+    (record.setting, record.results["cpu"] / record.results["points"][-1]["step"])
     for record in records
     if record.lacking is None and "cpu" in record.results
   ]
   return found + [
-    Cost(item.setting, beat.estimate / item.setting.steps)
+    (item.setting, beat.estimate / item.setting.steps)
     for item, beat in running
     if beat.estimate is not None
   ]
@@ -49,57 +45,19 @@ def costs(
 
 def expected(item: Item, known: Sequence[Cost]) -> float:
   """Returns the seconds of CPU time that a training will take."""
-  for fields in _ALIKE:
-    alike = [
-      cost.seconds
-      for cost in known
-      if all(getattr(cost.setting, x) == getattr(item.setting, x) for x in fields)
-    ]
-    if alike:
-      return statistics.fmean(alike) * item.setting.steps
-  return item.cpu
-
-
-class Row(NamedTuple):
-  """A line of the table.
-
-  Attributes:
-    done: trainings with results.
-    left: those that were given up.
-    running: those that run.
-    waiting: those that will.
-    timed: runs that are not the queue's.
-    seeds: those of which nothing is missing, and all.
-    spent: hours of CPU time of what was done, left or runs.
-    ahead: hours of CPU time of what runs and waits.
-  """
-
-  launch: str
-  done: int
-  left: int
-  running: int
-  waiting: int
-  timed: int
-  seeds: tuple[int, int]
-  spent: float
-  ahead: float
+  found = step_seconds(known, item.setting, *_ALIKE)
+  return item.cpu if found is None else found * item.setting.steps
 
 
 def row(
-  launch: str,
   items: Sequence[Item],
   records: Mapping[Setting, Record],
   beats: Mapping[str, child.Heartbeat],
   known: Sequence[Cost],
-) -> Row:
-  """Counts the items of a launch.
+) -> dict[str, Any]:
+  """Counts the items of a launch: done, given up, running, waiting, and not queued.
 
-  Args:
-    launch: its name.
-    items: of the launch.
-    records: by settings.
-    beats: of what runs, by digests.
-    known: what steps take.
+  Seeds are those of which nothing is missing, and all.
   """
   own = queued(items)
   found = [records[item.setting] for item in own if item.setting in records]
@@ -113,27 +71,20 @@ def row(
     max(0.0, expected(item, known) - beats.get(item.digest, nothing).cpu)
     for item in ahead
   ]
-  return Row(
-    launch=launch,
-    done=sum(record.lacking is None for record in found),
-    left=sum(record.lacking is not None for record in found),
-    running=len(running),
-    waiting=len(ahead) - len(running),
-    timed=len(items) - len(own),
-    seeds=(len(seeds - {item.setting.seed for item in ahead}), len(seeds)),
-    spent=sum(spent) / 3600,
-    ahead=sum(rest) / 3600,
-  )
+  return {
+    "done": sum(record.lacking is None for record in found),
+    "left": sum(record.lacking is not None for record in found),
+    "runs": len(running),
+    "to do": len(ahead) - len(running),
+    "timed": len(items) - len(own),
+    "seeds": f"{len(seeds - {x.setting.seed for x in ahead})} of {len(seeds)}",
+    "h done": sum(spent) / 3600,
+    "h to do": sum(rest) / 3600,
+  }
 
 
 def page(items: Sequence[Item], folders: Folders, cores: int) -> str:
-  """Writes the status of all launches, and of what runs.
-
-  Args:
-    items: all.
-    folders: of the queue.
-    cores: by which the hours of CPU time are divided.
-  """
+  """Writes the status of all launches, and of what runs on so many cores."""
   records = {x.setting: x for x in study_records.read(folders.records)}
   queue = locks.holder(folders.lock)
   digests = json.loads(folders.running.read_text()) if folders.running.exists() else []
@@ -144,14 +95,11 @@ def page(items: Sequence[Item], folders: Folders, cores: int) -> str:
   launches: dict[str, list[Item]] = {}
   for item in items:
     launches.setdefault(item.launch, []).append(item)
-  rows = [row(name, own, records, beats, known) for name, own in launches.items()]
-  lines = [_line(*_HEADER)]
-  for x in rows:
-    complete = f"{x.seeds[0]} of {x.seeds[1]}"
-    counts = x.done, x.left, x.running, x.waiting, x.timed
-    lines.append(_line(x.launch, *counts, complete, f"{x.spent:.1f}", f"{x.ahead:.1f}"))
-  ahead = sum(x.ahead for x in rows)
-  lines += [
+  found = {name: row(own, records, beats, known) for name, own in launches.items()}
+  rows = pd.DataFrame.from_dict(found, orient="index")
+  ahead = rows["h to do"].sum()
+  lines = [
+    rows.to_string(float_format="{:.1f}".format),
     "",
     f"{ahead:.1f} h of CPU time to do: {ahead / cores:.1f} h of {cores} cores",
   ]
@@ -167,10 +115,6 @@ def page(items: Sequence[Item], folders: Folders, cores: int) -> str:
     step = f"step {beat.step} of {beat.steps}{share}, {beat.cpu:.0f}{whole} CPU s"
     lines.append(f"  {titles.get(digest, digest)}: {step}")
   return "\n".join(lines)
-
-
-def _line(launch: str, *cells: object) -> str:
-  return f"{launch:24}" + "".join(f"{cell!s:>8}" for cell in cells)
 
 
 def main() -> None:

@@ -273,11 +273,7 @@ class Queue:
 
 
 def main() -> None:
-  """Runs the queue in the tree of a commit, as study/queue/start.py starts it.
-
-  Raises:
-    RuntimeError: the library would be that of another tree.
-  """
+  """Runs the queue in the tree of a commit, as study/queue/start.py starts it."""
   parser = cli.parser(__doc__)
   parser.add_argument("--records", type=Path, required=True, help="folder, in git")
   parser.add_argument("--work", type=Path, required=True, help="folder, not in git")

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from benchmarks.common import cli
+from benchmarks.common.trainer import Trainer
 from benchmarks.study import dettmers, emulated, records, tasks
 from benchmarks.study.queue import items
 from benchmarks.study.queue.child import Heartbeat
@@ -134,11 +135,7 @@ class Keeper:
     return step, state, found["notes"]
 
   def save(self, step: int, state: Any, notes: Any) -> None:
-    """Saves if it is time to.
-
-    Raises:
-      SystemExit: the process is to end.
-    """
+    """Saves if it is time to; the process may end then."""
     due = self._heart.cpu - self._last >= _BETWEEN
     if self._long and (due or self._ends):
       self._save(step, state, notes)
@@ -158,11 +155,7 @@ class Keeper:
 
 
 def source_of(setting: Setting) -> Source:
-  """Loads what a setting trains on.
-
-  Raises:
-    ValueError: the data has another size than the setting says.
-  """
+  """Loads what a setting trains on, if that has the size that the setting says."""
   source = tasks.source(
     setting.network,
     **tasks.named(setting.dataset),
@@ -180,18 +173,18 @@ def _check(setting: Setting, name: str, epoch: int) -> None:
     )
 
 
-def trainer_of(setting: Setting) -> tuple[Any, dict[str, Any]]:
+def trainer_of(setting: Setting) -> tuple[Trainer, dict[str, Any]]:
   """Makes what trains, and says how large the network is."""
   alike = setting._replace(seed=0)
   if setting.way != "emulated":
     name, images = tasks.images(**tasks.named(setting.dataset))
     _check(setting, name, len(images.train.labels))
-    return dettmers.Trainer(images, alike), {}
+    return dettmers.trainer(images, alike), {}
   source = source_of(setting)
   known = source.arrays[0][: tasks.KNOWN]
   mesh = jax.make_mesh((1,), (AXIS,), devices=jax.devices()[:1])
   task = Task(source.model, source.test, mesh, known=known)
-  return emulated.Trainer(task, source, alike), sized(task, source)
+  return emulated.trainer(task, source, alike), sized(task, source)
 
 
 def train(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.training.model_parallel.trainer import WORKERS, cut_layers
+from benchmarks.training.model_parallel.ways import WORKERS, cut_layers
 
 Gather = Callable[[jax.Array, int], jax.Array]
 
@@ -139,10 +139,9 @@ def three_dense(filters: int, hidden: int, side: int = 8, updates: int = 1) -> N
   """Returns a net like AlexNet: convolutions, and three dense layers that are cut.
 
   Dropout of a half follows the first two. A batch is taken in four sub-batches, and
-  updates the dense layers once, or four times: after each sub-batch (section 2.4).
-  There are two convolutions of 3 x 3, each with a pool of 3 x 3 with the stride 2 and a
-  normalization, where AlexNet has five convolutions and three pools. Images have ``side
-  * side`` pixels.
+  updates the dense layers once, or after each (section 2.4). There are two convolutions
+  of 3 x 3, each with a pool of 3 x 3 with the stride 2 and a normalization, where
+  AlexNet has five convolutions and three pools.
   """
   places = -(-side // 4)  # as two pools that round up leave
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from scipy import stats
 
 from benchmarks.common.tables import spread
-from benchmarks.training.model_parallel.trainer import Trainer
+from benchmarks.training.model_parallel.ways import Runs
 from gradcomp.codecs import Codec, Dense, EightBit
 
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")
@@ -28,10 +28,10 @@ def with_offset(exponent: int) -> dict[str, Codec]:
   }
 
 
-def accuracies(title: str, trainer: Trainer, seeds: int) -> list[float]:
+def accuracies(title: str, runs: Runs, seeds: int) -> list[float]:
   """Trains from all seeds, and returns the accuracies of the tests in percent."""
   start = time.perf_counter()
-  found = [trainer.train(seed)[0] for seed in range(seeds)]
+  found = [runs(seed)[0] for seed in range(seeds)]
   seconds = time.perf_counter() - start
   print(f"{title}: {statistics.fmean(found):.2f} %, {seconds:.0f} s", flush=True)
   return found

@@ -22,7 +22,6 @@ writes model_parallel.json and model_parallel.md there.
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.common import cli
@@ -34,14 +33,12 @@ from benchmarks.training.model_parallel.data_types import (
   beside,
 )
 from benchmarks.training.model_parallel.layer_errors import error_lines, relative_errors
-from benchmarks.training.model_parallel.trainer import (
-  BATCH,
-  WORKERS,
+from benchmarks.training.model_parallel.ways import (
   Arm,
   cut_layers,
-  data,
-  halves,
+  digits,
   of_dense_layers,
+  options,
 )
 from gradcomp.codecs import QSGD, Codec, Dense, OneBit, Ternary
 
@@ -83,14 +80,14 @@ def compare_coarse(sets: Any, args: Any) -> dict[str, dict[str, list[float]]]:
 
 def markdown(found: dict[str, Any]) -> str:
   """Writes all tables in Markdown."""
-  options = found["options"]
+  about = found["options"]
   parts = [
-    f"A net of {options['sizes']} on digits: {options['workers']} emulated workers, "
-    f"batches of {options['batch']}, {options['steps']} steps of RMSProp at "
-    f"{options['rate']} along a cosine, dropout of 0.2, 0.3 and 0.3; "
-    f"{options['images']} images to train on and {options['tested']} to test on. Test "
+    f"A net of {about['sizes']} on digits: {about['workers']} emulated workers, "
+    f"batches of {about['batch']}, {about['steps']} steps of RMSProp at "
+    f"{about['rate']} along a cosine, dropout of 0.2, 0.3 and 0.3; "
+    f"{about['images']} images to train on and {about['tested']} to test on. Test "
     "accuracies in percent, mean and standard deviation over "
-    f"{options['seeds']} seeds, and in brackets less f32 seed by seed. p is that "
+    f"{about['seeds']} seeds, and in brackets less f32 seed by seed. p is that "
     f"of a one-way ANOVA over the five arms. All of it took {found['seconds']} s.",
     table(
       ["units", "sent", *found["types"][0]["accuracy_percent"], "F", "p"],
@@ -128,35 +125,16 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-  parser = cli.parser(
+  args = options(
     __doc__,
-    quick="two steps of small nets, with few of the codecs",
-    output="folder of the two files",
+    "two steps of small nets, with few of the codecs",
+    hidden=cli.Option(HIDDEN, 16, "units of a layer"),
   )
-  parser.add_argument("--seeds", type=int, default=5)
-  parser.add_argument("--steps", type=int, default=300)
-  parser.add_argument("--hidden", type=int, default=HIDDEN, help="units of a layer")
-  parser.add_argument("--rate", type=float, default=0.003)
-  parser.add_argument("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
-  args = parser.parse_args()
-  if args.quick:
-    cli.compile_fast()
-    args.seeds, args.steps, args.hidden = 2, 2, 16
-  images = data.load("digits", args.data_dir)
-  train, test = halves(images)
-  sets = train, test, images.classes
+  sets, about = digits(args)
+  sizes = sets[0].x.shape[1], args.hidden, args.hidden, sets[2]
   start = time.perf_counter()
   found: dict[str, Any] = {
-    "options": {
-      "sizes": f"{train.x.shape[1]}-{args.hidden}-{args.hidden}-{images.classes}",
-      "workers": WORKERS,
-      "batch": BATCH,
-      "steps": args.steps,
-      "rate": args.rate,
-      "seeds": args.seeds,
-      "images": len(train.labels),
-      "tested": len(test.labels),
-    },
+    "options": {"sizes": "-".join(map(str, sizes))} | about,
     "types": [],
   }
   for unit in UNITS[: 1 if args.quick else None]:
@@ -176,8 +154,7 @@ def main() -> None:
   found["errors"] = relative_errors(sets, args)
   found["seconds"] = round(time.perf_counter() - start)
   print(markdown(found))
-  if args.output:
-    cli.write(args.output, "model_parallel", found, markdown(found))
+  cli.write(args.output, "model_parallel", found, markdown(found))
 
 
 if __name__ == "__main__":

@@ -15,22 +15,21 @@ import optax
 from jax import lax
 
 import gradcomp
-from benchmarks.common.trainer import own
+from benchmarks.common.trainer import first_kept, of_workers, own
 from benchmarks.training.model_parallel.convolutions import Net
-from benchmarks.training.model_parallel.trainer import (
+from benchmarks.training.model_parallel.ways import (
   AXIS,
   WORKERS,
   Arm,
   Images,
-  Trainer,
+  Runs,
   Way,
   columns,
   cosine,
   cut_layers,
   exchanged,
-  first_kept,
-  of_workers,
   rmsprop,
+  runs,
   sent_by_one,
 )
 from examples.lib.sharded.sub_batches import sub_batches
@@ -39,10 +38,10 @@ from gradcomp import parallel
 _DROPPED = 0.5
 
 
-def of_net(arm: Arm, net: Net, sets: Any, args: Any) -> Trainer:
-  """Returns what trains a net with one codec for all that workers send."""
+def of_net(arm: Arm, net: Net, sets: Any, args: Any) -> Runs:
+  """Trains a net with one codec for all that workers send."""
   rule = functools.partial(rmsprop, cosine(args))
-  return Trainer(by_both(arm, net, sets[2], rule), sets, args)
+  return runs(by_both(arm, net, sets[2], rule), sets, args)
 
 
 def by_both(
@@ -56,12 +55,6 @@ def by_both(
   A step updates the layers that are cut ``net.updates`` times, each time by the mean
   loss of its sub-batches (Dettmers 2016, section 2.4). It updates the convolutions
   once, behind all sub-batches, by the mean loss of the batch.
-
-  Args:
-    arm: what is sent.
-    net: the net.
-    classes: the classes.
-    rule: makes the optimizer of layers from how often a step updates them.
   """
   exchange = exchanged(arm)
   of_fronts, of_cuts = rule(1), rule(net.updates)
@@ -72,7 +65,7 @@ def by_both(
     front = net.init_front(first)
     cut = columns(net.init_layers(second, classes))
     moments = of_fronts.init(front), of_cuts.init(cut)
-    return (front, cut), first_kept(exchange, front), moments
+    return (front, cut), first_kept(exchange, front, WORKERS, AXIS), moments
 
   def logits(
     cut: Any,
@@ -150,7 +143,7 @@ def by_both(
       in_axes=(0, axes, of_moments, 0, 0),
       out_axes=(0, None, axes, 0, of_moments),
       axis_name=AXIS,
-    )(cut, kept, moments, of_workers(images.x), jax.random.split(key, WORKERS))
+    )(cut, kept, moments, of_workers(images.x, WORKERS), jax.random.split(key, WORKERS))
     changes, front_moments = of_fronts.update(mean, front_moments)
     front = optax.apply_updates(front, changes)
     return ((front, cut), kept, (front_moments, moments)), losses.mean()
@@ -160,14 +153,14 @@ def by_both(
     front, cut = state[0]
     filled = jnp.pad(x, ((0, -len(x) % WORKERS), (0, 0)))
     worker = lambda cut, x: logits(cut, net.features(front, square(x)), 1)
-    found = jax.vmap(worker, axis_name=AXIS)(cut, of_workers(filled))
+    found = jax.vmap(worker, axis_name=AXIS)(cut, of_workers(filled, WORKERS))
     return found[0, 0, : len(x)]
 
   def sent(images: Images) -> int:
     front, cut = jax.eval_shape(start, jax.random.key(0))[0]
     count = images.labels.shape[0] // net.updates
     features = jax.eval_shape(
-      lambda front, x: of_workers(net.features(front, square(x[:count]))),
+      lambda front, x: of_workers(net.features(front, square(x[:count])), WORKERS),
       front,
       images.x,
     )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.training.model_parallel.data_types import TYPES, with_offset
-from benchmarks.training.model_parallel.trainer import (
+from benchmarks.training.model_parallel.ways import (
   BATCH,
   Arm,
   Images,
@@ -41,18 +41,14 @@ Net = Callable[..., jax.Array]
 
 
 def relative_errors(sets: Any, args: Any) -> dict[str, dict[str, list[list[float]]]]:
-  """Measures rounding in nets trained in float32.
-
-  Returns:
-    For each kind and type, a list for each seed, with what ``errors_of`` has.
-  """
+  """Measures rounding in nets trained in float32, with a list for each seed."""
   train, _, classes = sets
-  trainer = of_dense_layers(Arm("data", Dense()), "relu", sets, args)
+  runs = of_dense_layers(Arm("data", Dense()), "relu", sets, args)
   net = functools.partial(cut_layers.apply, classes=classes)
   images = jax.tree.map(lambda x: x[:BATCH], train)
   found: dict[str, dict[str, list[list[float]]]] = {}
   for seed in range(args.seeds):
-    _, layers = trainer.train(seed)
+    _, layers = runs(seed)
     for kind, types in errors_of(net, layers, images, jax.random.key(seed)).items():
       for name, row in types.items():
         found.setdefault(kind, {}).setdefault(name, []).append(row)
@@ -62,13 +58,7 @@ def relative_errors(sets: Any, args: Any) -> dict[str, dict[str, list[list[float
 def errors_of(
   net: Net, layers: cut_layers.Layers, images: Images, key: jax.Array
 ) -> dict[str, dict[str, list[float]]]:
-  """Measures rounding in one net, with dropout.
-
-  Args:
-    net: computes logits from whole layers and inputs.
-    layers: trained ones.
-    images: a batch.
-    key: of the dropout.
+  """Measures rounding of a batch in one trained net, with dropout.
 
   Returns:
     For each kind and type, the mean relative error in percent of each layer. Zeros do

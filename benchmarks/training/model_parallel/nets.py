@@ -20,7 +20,6 @@ import argparse
 import math
 import statistics
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from scipy import stats
@@ -39,7 +38,7 @@ from benchmarks.training.model_parallel.data_types import (
   beside,
 )
 from benchmarks.training.model_parallel.hybrid import of_net
-from benchmarks.training.model_parallel.trainer import BATCH, WORKERS, Arm, data, halves
+from benchmarks.training.model_parallel.ways import Arm, digits, options
 
 
 def nets(args: argparse.Namespace) -> dict[str, Net]:
@@ -82,15 +81,15 @@ def change(own: list[float], plain: list[float]) -> Change:
 
 def markdown(found: dict[str, Any]) -> str:
   """Writes the tables in Markdown."""
-  options = found["options"]
-  image = 100 / options["tested"]
+  about = found["options"]
+  image = 100 / about["tested"]
   parts = [
-    f"Nets on digits of 8 x 8 pixels: {options['filters']} filters, "
-    f"{options['hidden']} units of a dense layer, {options['workers']} emulated "
-    f"workers, batches of {options['batch']}, {options['steps']} steps of RMSProp at "
-    f"{options['rate']} along a cosine; {options['images']} images to train on and "
-    f"{options['tested']} to test on. Test accuracies in percent, mean and standard "
-    f"deviation over {options['seeds']} seeds, and in brackets less f32 seed by seed. "
+    f"Nets on digits of 8 x 8 pixels: {about['filters']} filters, "
+    f"{about['hidden']} units of a dense layer, {about['workers']} emulated "
+    f"workers, batches of {about['batch']}, {about['steps']} steps of RMSProp at "
+    f"{about['rate']} along a cosine; {about['images']} images to train on and "
+    f"{about['tested']} to test on. Test accuracies in percent, mean and standard "
+    f"deviation over {about['seeds']} seeds, and in brackets less f32 seed by seed. "
     "p is that of a one-way ANOVA over the five arms. All of it took "
     f"{found['seconds']} s.",
     table(
@@ -122,24 +121,13 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-  parser = cli.parser(
+  args = options(
     __doc__,
-    quick="two steps of small nets, with two of the types",
-    output="folder of the two files",
+    "two steps of small nets, with two of the types",
+    filters=cli.Option(16, 8, "of a convolution"),
+    hidden=cli.Option(128, 16, "units of dense layers"),
   )
-  parser.add_argument("--seeds", type=int, default=5)
-  parser.add_argument("--steps", type=int, default=300)
-  parser.add_argument("--filters", type=int, default=16, help="of a convolution")
-  parser.add_argument("--hidden", type=int, default=128, help="units of dense layers")
-  parser.add_argument("--rate", type=float, default=0.003)
-  parser.add_argument("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
-  args = parser.parse_args()
-  if args.quick:
-    cli.compile_fast()
-    args.seeds, args.steps, args.filters, args.hidden = 2, 2, 8, 16
-  images = data.load("digits", args.data_dir)
-  train, test = halves(images)
-  sets = train, test, images.classes
+  sets, about = digits(args)
   start = time.perf_counter()
   accuracy = {
     title: {
@@ -151,23 +139,12 @@ def main() -> None:
     for title, net in nets(args).items()
   }
   found: dict[str, Any] = {
-    "options": {
-      "filters": args.filters,
-      "hidden": args.hidden,
-      "workers": WORKERS,
-      "batch": BATCH,
-      "steps": args.steps,
-      "rate": args.rate,
-      "seeds": args.seeds,
-      "images": len(train.labels),
-      "tested": len(test.labels),
-    },
+    "options": {"filters": args.filters, "hidden": args.hidden} | about,
     "accuracy_percent": accuracy,
     "seconds": round(time.perf_counter() - start),
   }
   print(markdown(found))
-  if args.output:
-    cli.write(args.output, "model_parallel_nets", found, markdown(found))
+  cli.write(args.output, "model_parallel_nets", found, markdown(found))
 
 
 if __name__ == "__main__":

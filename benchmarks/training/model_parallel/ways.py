@@ -1,5 +1,6 @@
 """Trains by vmap: a net of dense layers, whole on all workers or cut over them."""
 
+import argparse
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -11,7 +12,8 @@ import optax
 from jax import lax
 
 import gradcomp
-from benchmarks.common.trainer import own
+from benchmarks.common import cli
+from benchmarks.common.trainer import first_kept, of_workers, own
 from examples.lib.data import images as data
 from examples.lib.sharded import cut_layers
 from gradcomp import parallel
@@ -40,16 +42,40 @@ class Arm(NamedTuple):
   errors: Codec | None = None  # the codec of errors, if it is another
 
 
-def halves(images: data.ImageSet) -> tuple[Images, Images]:
-  """Returns every other image to train on, and the others to test on.
+def options(doc: str, quick: str, **own: cli.Option) -> argparse.Namespace:
+  """Parses the command line of a script that trains nets on digits."""
+  return cli.options(
+    doc,
+    quick,
+    "folder of the two files",
+    seeds=cli.Option(5, 2),
+    steps=cli.Option(300, 2),
+    rate=cli.Option(0.003),
+    data_dir=cli.Option(data.FOLDER, help="of the images"),
+    **own,
+  )
 
-  So there are 898 to test on, where the set's own split has 360.
+
+def digits(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+  """Returns images to train and to test on, and the classes; and what to say of them.
+
+  Every other image is tested, so there are 898, where the set's own split has 360.
   """
+  images = data.load("digits", args.data_dir)
   x = np.concatenate([split.images for split in images[:2]])
   x = x.reshape(len(x), -1).astype(np.float32) / 255
   labels = np.concatenate([split.labels for split in images[:2]])
   train, test = (Images(x[i::2], labels[i::2]) for i in range(2))
-  return jax.tree.map(jnp.asarray, (train, test))
+  about = {
+    "workers": WORKERS,
+    "batch": BATCH,
+    "steps": args.steps,
+    "rate": args.rate,
+    "seeds": args.seeds,
+    "images": len(train.labels),
+    "tested": len(test.labels),
+  }
+  return (*jax.tree.map(jnp.asarray, (train, test)), images.classes), about
 
 
 def gathered(
@@ -114,6 +140,10 @@ def joined(cut: cut_layers.Layers) -> cut_layers.Layers:
   return jax.tree.map(lambda x: jnp.concatenate([*x], axis=-1), cut)
 
 
+# From a seed to the accuracy of the test in percent, and the parameters.
+Runs = Callable[[int], tuple[float, Any]]
+
+
 class Way(NamedTuple):
   """A way to train, in functions that are traced."""
 
@@ -124,19 +154,12 @@ class Way(NamedTuple):
 
 
 def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -> Way:
-  """Sends gradients: each worker has all layers and its own samples.
-
-  Args:
-    arm: what is sent.
-    net: computes logits from layers and inputs.
-    init: draws the whole layers from a key.
-    rmsprop: the optimizer.
-  """
+  """Sends gradients: each worker has all layers and its own samples."""
   exchange = exchanged(arm)
 
   def start(key: jax.Array) -> Any:
     layers = init(key)
-    return layers, first_kept(exchange, layers), rmsprop.init(layers)
+    return layers, first_kept(exchange, layers, WORKERS, AXIS), rmsprop.init(layers)
 
   def step(state: Any, images: Images, key: jax.Array) -> Any:
     layers, kept, moments = state
@@ -148,7 +171,7 @@ def by_data(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) ->
 
     losses, mean, kept = jax.vmap(
       worker, in_axes=(axes, 0, 0), out_axes=(0, None, axes), axis_name=AXIS
-    )(kept, of_workers(images), jax.random.split(key, WORKERS))
+    )(kept, of_workers(images, WORKERS), jax.random.split(key, WORKERS))
     updates, moments = rmsprop.update(mean, moments)
     return (optax.apply_updates(layers, updates), kept, moments), losses.mean()
 
@@ -171,23 +194,8 @@ def exchanged(arm: Arm) -> Any:
   )
 
 
-def first_kept(exchange: Any, params: Any) -> Any:
-  """Returns the first state of an exchange, with each worker's part of it."""
-  of_each = functools.partial(jax.vmap, lambda _: exchange.init(params), axis_name=AXIS)
-  each = jnp.arange(WORKERS)
-  return of_each(out_axes=own(jax.eval_shape(of_each(), each)))(each)
-
-
-def of_workers(tree: Any) -> Any:
-  """Gives each worker its part of all samples, ``[workers, n, ...]``."""
-  return jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), tree)
-
-
 def by_model(arm: Arm, net: Callable[..., jax.Array], init: Any, rmsprop: Any) -> Way:
-  """Sends activations and errors: each worker has columns of every layer.
-
-  It takes what :func:`by_data` takes.
-  """
+  """Sends activations and errors: each worker has columns of every layer."""
 
   def start(key: jax.Array) -> Any:
     layers = columns(init(key))
@@ -234,9 +242,7 @@ def zeros(shapes: Any) -> Any:
 def sent_by_one(loss: Callable[..., jax.Array], *stacked: Any) -> int:
   """Returns the bytes that a worker sends for a loss and for its gradient.
 
-  Args:
-    loss: of what a worker has of its own.
-    *stacked: the shapes of that of all workers, ``[workers, ...]``.
+  The loss is of a worker's own part of ``stacked``, ``[workers, ...]``.
   """
   of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
   return trace_wire(loss, *of_one, workers={AXIS: WORKERS}).bytes_sent
@@ -256,14 +262,7 @@ def dense_layers(
   sizes: Sequence[int],
   rule: optax.GradientTransformation,
 ) -> Way:
-  """Returns how a net of dense layers trains.
-
-  Args:
-    arm: what is sent.
-    unit: of the hidden layers.
-    sizes: the inputs, the units of each hidden layer, and the classes.
-    rule: the optimizer.
-  """
+  """Returns how a net of dense layers trains: of inputs, hidden units and classes."""
   *inner, classes = sizes
   net = functools.partial(cut_layers.apply, classes=classes, unit=unit)
   whole = (*inner, cut_layers.padded(classes, WORKERS))
@@ -271,11 +270,11 @@ def dense_layers(
   return make(arm, net, lambda key: cut_layers.init(key, whole, unit), rule)
 
 
-def of_dense_layers(arm: Arm, unit: cut_layers.Unit, sets: Any, args: Any) -> "Trainer":
-  """Returns what trains a net of two hidden layers of ``args.hidden`` units."""
+def of_dense_layers(arm: Arm, unit: cut_layers.Unit, sets: Any, args: Any) -> Runs:
+  """Trains a net of two hidden layers of ``args.hidden`` units."""
   train, _, classes = sets
   sizes = train.x.shape[1], args.hidden, args.hidden, classes
-  return Trainer(dense_layers(arm, unit, sizes, rmsprop(cosine(args))), sets, args)
+  return runs(dense_layers(arm, unit, sizes, rmsprop(cosine(args))), sets, args)
 
 
 def cosine(args: Any) -> optax.Schedule:
@@ -286,51 +285,38 @@ def cosine(args: Any) -> optax.Schedule:
 def rmsprop(
   rate: optax.ScalarOrSchedule, updates: int = 1
 ) -> optax.GradientTransformation:
-  """Returns the optimizer of layers that each step updates so many times.
-
-  Args:
-    rate: the rate, or that of a step.
-    updates: those of a step, which have one rate.
-  """
+  """Returns the optimizer of layers that a step updates so many times, at one rate."""
   return optax.rmsprop(
     (lambda count: rate(count // updates)) if callable(rate) else rate
   )
 
 
-class Trainer:
-  """Trains one arm from any seed with a program that is compiled once.
+def runs(way: Way, sets: Any, args: Any) -> Runs:
+  """Compiles ``args.steps`` steps as one program, and returns what runs it."""
+  train, test, _ = sets
+  count = len(train.labels)
 
-  Args:
-    way: how it trains.
-    sets: the images to train on and to test on, and the number of classes.
-    args: the options, ``steps`` among them.
-  """
+  @jax.jit
+  def run(key: jax.Array, batches: jax.Array) -> Any:
+    def step(carry: Any, given: Any) -> Any:
+      batch, key = given
+      images = Images(train.x[batch], train.labels[batch])
+      return way.step(carry, images, key)[0], None
 
-  def __init__(self, way: Way, sets: Any, args: Any):
-    train, test, _ = sets
+    drawn, key = jax.random.split(key)
+    state = way.start(drawn)
+    keys = jax.random.split(key, len(batches))
+    state, _ = lax.scan(step, state, (batches, keys))
+    right = way.predict(state, test.x, key).argmax(axis=-1) == test.labels
+    return right.mean(), state[0]
 
-    def run(key: jax.Array, batches: jax.Array) -> Any:
-      def step(carry: Any, given: Any) -> Any:
-        batch, key = given
-        images = Images(train.x[batch], train.labels[batch])
-        return way.step(carry, images, key)[0], None
-
-      drawn, key = jax.random.split(key)
-      state = way.start(drawn)
-      keys = jax.random.split(key, len(batches))
-      state, _ = lax.scan(step, state, (batches, keys))
-      right = way.predict(state, test.x, key).argmax(axis=-1) == test.labels
-      return right.mean(), state[0]
-
-    self._run = jax.jit(run)
-    self._count, self._steps = len(train.labels), args.steps
-
-  def train(self, seed: int) -> tuple[float, Any]:
-    """Returns the accuracy of the test in percent, and the parameters."""
+  def of_seed(seed: int) -> tuple[float, Any]:
     rng = np.random.default_rng(seed)
-    each = self._count // BATCH * BATCH  # of an epoch
-    epochs = -(-self._steps * BATCH // each)
-    drawn = np.stack([rng.permutation(self._count)[:each] for _ in range(epochs)])
-    batches = drawn.reshape(-1, BATCH)[: self._steps]
-    right, layers = self._run(jax.random.key(seed), batches)
+    each = count // BATCH * BATCH  # of an epoch
+    epochs = -(-args.steps * BATCH // each)
+    drawn = np.stack([rng.permutation(count)[:each] for _ in range(epochs)])
+    batches = drawn.reshape(-1, BATCH)[: args.steps]
+    right, layers = run(jax.random.key(seed), batches)
     return 100 * float(right), layers
+
+  return of_seed
