@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import gradcomp
-from gradcomp._src.cost.planner import packaged_speeds
-from gradcomp._src.cost.planner.candidates import GIVEN
+from gradcomp._src.cost.planner.candidates import GIVEN, packaged_speeds
 from gradcomp._src.cost.planner.errors import checked_budget
 from gradcomp.cost import CodecSpeed, Link, PlanOptions
 

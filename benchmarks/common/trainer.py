@@ -110,7 +110,7 @@ class Plan(NamedTuple):
 
 
 class Part(NamedTuple):
-  """What some steps end with: all workers' states, losses and findings of each step."""
+  """Results of some steps: states of all workers, losses and findings."""
 
   carry: Any
   losses: jax.Array

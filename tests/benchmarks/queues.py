@@ -5,11 +5,10 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).parents[2]
+from tests.support.pages import ROOT
 
 # Settings without optax, which takes seconds to import.
 SETTINGS = f"""

@@ -57,7 +57,7 @@ def test_no_two_comparisons_have_one_name():
 
 
 def test_timed_launches_are_those_of_the_study(monkeypatch):
-  """Of what a host runs on its link, with the sizes of the data and none of it."""
+  """Each host runs these settings on its link, with the sizes of the data alone."""
 
   def source(args, network):
     images = ("fashion-mnist/14", 60_000)

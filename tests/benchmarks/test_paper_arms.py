@@ -21,7 +21,7 @@ def made(codec, **options):
 
 
 def exchanged(tx, gradients):
-  """What each worker gets from one update, stacked; on the host."""
+  """Returns the mean that each worker gets from one update, stacked, on the host."""
 
   def update(grads):
     return tx.update(grads, tx.init(grads), grads)[0]

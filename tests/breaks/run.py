@@ -91,7 +91,7 @@ class Break:
 
 
 def _spans(text: str, definition: str) -> list[tuple[int, int]]:
-  """Where the definitions of a name begin and end; of no name, the whole text."""
+  """Finds where the definitions of a name begin and end; no name is the whole text."""
   if not definition:
     return [(0, len(text))]
   nodes: list[ast.AST] = [ast.parse(text)]

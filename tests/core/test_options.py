@@ -68,7 +68,7 @@ def entries(documented, title):
 
 
 def ending(parameter):
-  """What the entry of an argument or a field ends with."""
+  """Returns the words that the entry of an argument or a field ends with."""
   if parameter.default is parameter.empty:
     return " Required."
   default = parameter.default

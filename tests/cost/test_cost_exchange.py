@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import gradcomp
 from benchmarks.models import fit_links
 from gradcomp import cost
-from gradcomp._src.cost.planner import packaged_speeds
+from gradcomp._src.cost.planner.candidates import packaged_speeds
 from gradcomp.cost import Cluster, Link
 from gradcomp.exchange import Hierarchical
 from tests.support import pages

@@ -6,7 +6,7 @@ import pytest
 
 import gradcomp
 from gradcomp import exchange as exchanges
-from gradcomp._src.cost.planner import mean_error
+from gradcomp._src.cost.planner.errors import mean_error
 from gradcomp.codecs import Dense, FloatCast, Policy, Ternary
 from tests.support.cases.plan import BY_NAME
 

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import cost
-from gradcomp._src.cost import planner
 from gradcomp._src.cost.planner.compare import best, explained
-from gradcomp._src.cost.planner.errors import Errors
+from gradcomp._src.cost.planner.errors import Errors, omega
 from gradcomp.codecs import QSGD, Dense, TopK
 from gradcomp.cost import Link
 from gradcomp.exchange import AllGather, Ring, TwoShot
@@ -208,7 +207,7 @@ def test_a_candidate_that_no_exchange_is_good_enough_for_is_refused_once():
 def test_the_default_is_what_the_study_trained(gbit, name):
   """1-bit SGD, which it found 4 points below and more, was the default at 0.1."""
   link = Link(latency=50e-6, bytes_per_second=gbit * 1e9 / 8)
-  found = plan(LIKE, workers=8, link=link, candidates=planner.CANDIDATES)
+  found = plan(LIKE, workers=8, link=link, candidates=gradcomp.cost.CANDIDATES)
   assert pair(found) == (name, "two_shot")
   assert "ended 17 points below" in str(found)
   names = {x.candidate.name for x in found.rows}
@@ -240,7 +239,7 @@ def test_residuals_of_unbiased_codecs_must_shrink_too():
 @pytest.mark.parametrize("name", ["bfloat16", "QSGD-2 fitted", "1-bit", "APS (5, 2)"])
 def test_errors_in_the_table_are_those_of_normal_numbers(name):
   candidate = BY_NAME[name]
-  assert planner.omega(candidate.codec) == pytest.approx(candidate.omega, rel=0.03)
+  assert omega(candidate.codec) == pytest.approx(candidate.omega, rel=0.03)
 
 
 def test_errors_of_gradients_are_measured():

@@ -12,7 +12,7 @@ import pytest
 
 from examples.lib.data import brown, download, idx
 from examples.lib.data import images as data
-from tests.support.scripts import EXAMPLES
+from tests.support.pages import ROOT
 
 # Codes of the format's page, and their types in big-endian order.
 CODES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -256,8 +256,8 @@ def test_a_set_counts_alike_however_it_was_packed(tmp_path):
 
 
 def test_fetched_sets_are_in_a_folder_that_git_ignores():
-  assert download.FOLDER == EXAMPLES.parent / "datasets"
-  assert "/datasets" in (EXAMPLES.parent / ".gitignore").read_text().splitlines()
+  assert download.FOLDER == ROOT / "datasets"
+  assert "/datasets" in (ROOT / ".gitignore").read_text().splitlines()
   for source in download.SOURCES.values():
     assert source.client in download.CLIENTS
     assert re.fullmatch("[0-9a-f]{64}", source.sha256)

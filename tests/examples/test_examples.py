@@ -12,7 +12,8 @@ import pytest
 
 from gradcomp import parallel
 from gradcomp.codecs import Dense
-from tests.support.scripts import EXAMPLES, finish, read, start
+from tests.support.pages import ROOT
+from tests.support.scripts import finish, read, start
 
 SHORT = ["--steps", 20]
 
@@ -127,8 +128,8 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch):
 def test_data_is_kept_in_a_folder_that_git_ignores():
   from examples.lib.data import images as data
 
-  assert EXAMPLES.parent / "results" in data.FOLDER.parents
-  ignored = (EXAMPLES.parent / ".gitignore").read_text().splitlines()
+  assert ROOT / "results" in data.FOLDER.parents
+  ignored = (ROOT / ".gitignore").read_text().splitlines()
   assert "/results/" in ignored
   assert str(data.FOLDER) in data.HELP
 
@@ -267,7 +268,7 @@ def test_batches(digits):
 def language_model(options, folder):
   """What the language model wrote and printed, of two steps of two workers."""
   short = "--steps 2 --devices 2 --batch-size 4 --length 8"
-  script = EXAMPLES / "language_model.py"
+  script = "language_model"
   args = [*options.split(), *short.split(), "--output", folder]
   out, _ = finish(start(*args, script=script))
   return read(folder / "summary.csv"), out
@@ -337,7 +338,7 @@ def test_an_inspected_run_is_the_same_and_shows_each_leaf(digits, tmp_path):
 
 @pytest.mark.slow
 def test_model_parallel_trains_in_passes_behind_a_convolution(digits, tmp_path):
-  script = EXAMPLES / "model_parallel.py"
+  script = "model_parallel"
   args = ["--codec", "linear", "--steps", 2, "--devices", 2, "--hidden", 256]
   args += ["--channels", 4, "--passes", 2, "--batch-size", 64]
   args += ["--data-dir", digits[1], "--output", tmp_path]
@@ -358,7 +359,7 @@ def test_model_parallel_trains_in_passes_behind_a_convolution(digits, tmp_path):
   ],
 )
 def test_transformers_with_cut_parameters_train(name, options, sent):
-  script = EXAMPLES / f"{name}.py"
+  script = name
   out, _ = finish(start(*options, "--steps", 6, script=script))
   losses = [float(line.split()[-1]) for line in out.splitlines() if "loss" in line]
   assert len(losses) == 6 and losses[-1] < 0.8 * max(losses)

@@ -9,15 +9,13 @@ import types
 
 import pytest
 
-from examples import hsdp, image_classification, language_model
+from examples import hsdp, image_classification, language_model, model_parallel
 from examples.lib.elastic import options as elastic_options
 from examples.lib.elastic import training as elastic_training
 from examples.lib.sharded import fsdp_training
 from gradcomp import __main__ as plan
-from tests.support import scripts
 
 # Beside a benchmark of the same name, which is found first.
-model_parallel = scripts.example("model_parallel")
 
 NEVER = ("-1", "nan", "inf", "-inf", "x", "", "9223372036854775808", "1e30")
 ZERO = {  # that are off at 0, or count from it

@@ -7,7 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from tests.support.scripts import EXAMPLES, finish, read, start
+from tests.support.scripts import finish, read, start
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(name, tmp_path):
   """Also its curve, of which a point is the mean of losses on both sides."""
   run, script, options = RUNS[name]
   saved = tmp_path / "saved"
-  script = EXAMPLES / f"{script}.py"
 
   def train(number):
     out = tmp_path / f"out-{number}"
@@ -93,7 +92,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(name, tmp_path):
 
 
 def test_another_codec_is_refused_by_its_name(tmp_path):
-  script = EXAMPLES / "language_model.py"
+  script = "language_model"
   kept = ["--save-every", 2, "--checkpoint", tmp_path / "saved"]
   kept += TEXT.format(out=tmp_path / "out").split()
   finish(start(*kept, "--steps", 2, script=script))
@@ -104,7 +103,7 @@ def test_another_codec_is_refused_by_its_name(tmp_path):
 
 
 def test_another_net_is_refused_before_its_arrays_are_read(tmp_path):
-  script = EXAMPLES / "model_parallel.py"
+  script = "model_parallel"
   kept = ["--checkpoint", tmp_path, "--output", tmp_path, "--data-dir", tmp_path]
   kept += "--devices 2 --hidden 64 --batch-size 16".split()
   finish(start(*kept, "--steps", 1, script=script))

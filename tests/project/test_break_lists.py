@@ -1,11 +1,9 @@
 """The deliberate breaks still fit the sources, and their tests are still there."""
 
 import ast
-from pathlib import Path
 
 from tests.breaks import run as breaks
-
-ROOT = Path(__file__).parents[2]
+from tests.support.pages import ROOT
 
 
 def test_every_edit_applies_and_every_catcher_exists():

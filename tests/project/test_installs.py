@@ -7,7 +7,8 @@ import zipfile
 import pytest
 
 from tests.support import installs, pages
-from tests.support.installs import ROOT, run
+from tests.support.installs import run
+from tests.support.pages import ROOT
 
 PLAN = ("-m", "gradcomp", "plan", "--params", "1e6", "--workers", "2", "--gbit", "1")
 # A program of a user, whose types are those of the library and of its kernels.

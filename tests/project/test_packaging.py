@@ -14,8 +14,7 @@ import pytest
 import gradcomp
 from gradcomp._src.kernels import qsgd
 from tests.support import installs
-
-ROOT = Path(__file__).parents[2]
+from tests.support.pages import ROOT
 
 # Records are many, and no folder of code. An archive of the source has no kernels/.
 NAMES = ("gradcomp", "kernels", "benchmarks", "tests", "examples", "docs")

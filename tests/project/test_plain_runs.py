@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.plugins import selected
+from tests.support.pages import ROOT
 
 CONFTEST = """
 import jax
@@ -50,7 +50,7 @@ def test_a_run_with_the_plugins(tmp_path):
 
   def run(*options):
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options]
-    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "XLA_FLAGS": ""}
+    path = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     result = subprocess.run(
       command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=300
     )

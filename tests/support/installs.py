@@ -4,9 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.pages import ROOT
+
 OFFLINE = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet")
 
 

@@ -2,7 +2,8 @@
 
 import os
 import socket
-from pathlib import Path
+
+from tests.support.pages import ROOT
 
 # What one of them has compiled serves all.
 _INHERITED = (
@@ -27,7 +28,7 @@ def environment(collective_timeout):
     if not name.startswith(("JAX_", "XLA_", "PYTEST_")) or name in _INHERITED
   }
   result["JAX_PLATFORMS"] = "cpu"
-  result["PYTHONPATH"] = str(Path(__file__).parents[2])
+  result["PYTHONPATH"] = str(ROOT)
   # As optimized as the bits that theirs are compared with: see selected.py.
   limit = f"--xla_cpu_collective_timeout_seconds={collective_timeout}"
   result["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {limit}"

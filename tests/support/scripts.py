@@ -1,30 +1,20 @@
 """Runs the example trainers as their users run them, and reads what they wrote."""
 
 import csv
-import importlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
-SCRIPT = EXAMPLES / "image_classification.py"
+from tests.support.pages import ROOT
 
 
-def example(name):
-  """The module of an example."""
-  return importlib.import_module(f"examples.{name}")
-
-
-def start(*args, script=SCRIPT):
-  """The script on emulated devices, whatever this machine has.
+def start(*args, script="image_classification"):
+  """The script of examples/ on emulated devices, whatever this machine has.
 
   It runs for longer than it compiles, so LLVM optimizes it.
   """
-  module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
   return subprocess.Popen(
-    [sys.executable, "-m", module, *map(str, args)],
+    [sys.executable, "-m", f"examples.{script}", *map(str, args)],
     cwd=ROOT,
     env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
     stdout=subprocess.PIPE,

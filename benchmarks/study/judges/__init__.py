@@ -1,1 +1,1 @@
-"""What decides claims."""
+"""Judges of claims: of accuracy, of speed, and of records outside the study."""

@@ -10,7 +10,7 @@ import gradcomp
 from benchmarks.common import shapes
 from benchmarks.models import fit_links
 from benchmarks.models.package_speeds import NAMES
-from gradcomp._src.cost.planner import packaged_speeds
+from gradcomp._src.cost.planner.candidates import packaged_speeds
 from gradcomp.codecs import QSGD
 from gradcomp.cost import CANDIDATES, Link, PlanOptions
 from tests.support.option_fields import with_options

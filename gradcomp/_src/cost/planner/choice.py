@@ -199,7 +199,7 @@ def plan(
   Example:
     >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
     >>> link = gradcomp.cost.Link(latency=50e-6, bytes_per_second=125e6)
-    >>> codecs = [gradcomp._src.cost.planner.CANDIDATES[2]]  # QSGD-4
+    >>> codecs = [gradcomp.cost.CANDIDATES[2]]  # QSGD-4
     >>> options = PlanOptions(candidates=codecs)
     >>> found = plan(params, workers=4, link=link, options=options)
     >>> print(found.verdict)
