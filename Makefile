@@ -27,42 +27,42 @@ data:  ## fetch Fashion-MNIST, MNIST and the Brown corpus into datasets/
 	$(PYTHON) examples/lib/data/download.py $(ARGS)
 
 # Exit code 5: of this kind ARGS chooses none.
-test: $(VENV)/.installed-test  ## run the tests and doctests, but for slow ones
+test: $(VENV)/.installed-dev  ## run the tests and doctests, but for slow ones
 	@$(pytest) -m "not bits" $(ARGS); plain=$$?; \
 	$(pytest) --dist worksteal -m bits --optimize $(ARGS); bits=$$?; \
 	for status in $$plain $$bits; do [ $$status = 0 -o $$status = 5 ] || exit $$status; done; \
 	[ $$plain = 0 -o $$bits = 0 ]
 
-test-all: $(VENV)/.installed-test  ## run all tests, compiled as users compile
+test-all: $(VENV)/.installed-dev  ## run all tests, compiled as users compile
 	$(pytest) --slow all --optimize $(ARGS)
 
-breaks: $(VENV)/.installed-test  ## break the library on purpose: the tests must see it
+breaks: $(VENV)/.installed-dev  ## break the library on purpose: the tests must see it
 	$(python) -m tests.breaks.run $(ARGS)
 
-lint: $(VENV)/.installed-test  ## check the style with ruff
+lint: $(VENV)/.installed-lint  ## check the style with ruff
 	$(python) -m ruff check
 	$(python) -m ruff format --check
 
-types: $(VENV)/.installed-test  ## check the types with mypy
+types: $(VENV)/.installed-lint  ## check the types with mypy
 	$(python) -m mypy
 
 bench: $(VENV)/.installed-bench  ## time the codecs against a memory copy
 	$(python) -m benchmarks.codecs.speed $(ARGS)
 
-bench-quick: $(VENV)/.installed-bench  ## run every benchmark for some seconds
+bench-quick: $(VENV)/.installed-study  ## run every benchmark for some seconds
 	$(python) -m benchmarks.quick $(ARGS)
 
 links: $(VENV)/.installed-bench  ## time the exchanges over slow links (as root, half an hour)
 	$(python) -m benchmarks.links.speed $(ARGS)
 
-evidence: $(VENV)/.installed-bench  ## train in the background what no record has, at low priority
+evidence: $(VENV)/.installed-study  ## train in the background what no record has, at low priority
 	@$(PYTHON) examples/lib/data/download.py
 	@$(python) -m benchmarks.study.queue.start $(ARGS)
 
-evidence-status: $(VENV)/.installed-bench  ## say how far these trainings are
+evidence-status: $(VENV)/.installed-study  ## say how far these trainings are
 	@$(python) -W ignore -m benchmarks.study.queue.status
 
-evidence-times: $(VENV)/.installed-bench  ## time steps on hosts (as root, an hour or two)
+evidence-times: $(VENV)/.installed-study  ## time steps on hosts (as root, an hour or two)
 	@$(PYTHON) examples/lib/data/download.py
 	@$(python) -W ignore -m benchmarks.study.queue.times --records benchmarks/results/study/evidence $(ARGS)
 
@@ -76,25 +76,19 @@ gpu-check:  ## compare and time the kernels on the GPU of this machine
 	  --checked benchmarks/results/gpu/gpu_check.json $(ARGS) || status=1; \
 	exit $$status
 
-ptx-check: .venv-ptx/.installed  ## compile the kernels for Hopper without a GPU
-	.venv-ptx/bin/python -W ignore -m benchmarks.gpu.ptx $(ARGS)
-
-# JAX with its compilers for CUDA, and none of CUDA's libraries: 143 MB.
-.venv-ptx/.installed:
-	$(PYTHON) -m venv .venv-ptx
-	.venv-ptx/bin/python -m pip install --editable .
-	version=$$(.venv-ptx/bin/python -c 'import jax; print(jax.__version__)') && \
-	.venv-ptx/bin/python -m pip install --no-deps \
-	  jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
-	@touch $@
+# In an environment of its own: where JAX finds these back ends, it tries to start them.
+ptx-check:  ## compile the kernels for Hopper without a GPU
+	@$(MAKE) VENV=.venv-accelerators .venv-accelerators/.installed-accelerators
+	.venv-accelerators/bin/python -W ignore -m benchmarks.gpu.ptx $(ARGS)
 
 clean:  ## remove the virtual environment, builds and caches
-	rm -rf $(VENV) .venv-ptx dist .hypothesis .*_cache
+	rm -rf $(VENV) .venv-accelerators dist .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# The package in place, with one of its extras.
+# The package in place, with one of its dependency groups, which pip knows since 25.1.
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.made-by-$(version)
-	$(python) -m pip install --editable '.[$*]'
+	$(python) -m pip install 'pip>=25.1'
+	$(python) -m pip install --editable . --group $*
 	@touch $@
 
 $(VENV)/.made-by-$(version):

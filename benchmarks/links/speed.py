@@ -146,7 +146,7 @@ def main() -> None:
   launch.begin(shaped, "--loopback does without", options.quick)
   if options.torch and not _has_torch(options.torch):
     print(
-      f"no PyTorch in {options.torch}: DDP is left out (--torch, or the extra torch)"
+      f"no PyTorch in {options.torch}: DDP is left out (--torch, or the group torch)"
     )
     options.torch = ""
   here = launch.machine()
