@@ -117,18 +117,8 @@ class Run:
     return int(first), int(count)
 
   def wrong(self) -> Iterator[str]:
-    """Yields what keeps a launch from running."""
-    for name in _POSITIVE:
-      value = getattr(self, name)
-      for x in value if isinstance(value, tuple) else [value]:
-        if x is not None and not x > 0:
-          yield f"--{name.replace('_', '-')} must be above 0, got {x}"
-    for name in ("momentum", "dropout"):
-      x = getattr(self, name)
-      if x is not None and not 0 <= x < 1:
-        yield f"--{name} must be in [0, 1), got {x}"
-    if self.weight_decay < 0 or self.first_seed < 0:
-      yield "--weight-decay and --first-seed must be 0 or more"
+    """Yields the reasons why a launch cannot run."""
+    yield from self._out_of_range()
     for network in self.networks:
       if network not in tasks.NETWORKS:
         names = ", ".join(tasks.NETWORKS)
@@ -138,9 +128,6 @@ class Run:
         methods.check(codec)
       except ValueError as error:
         yield f"--codecs {error}"
-    found = re.fullmatch(r"(\d+)/(\d+)", self.part)
-    if not found or int(found[1]) >= int(found[2]):
-      yield f"--part must be like 0/2 or 1/2, got {self.part!r}"
     if self.output is None and not self.quick:
       yield "--output must be the folder of the records"
     if self.emulate and self.steps_only:
@@ -155,6 +142,22 @@ class Run:
         )
     if self.launches == "papers" and self.idx is None:
       yield "--launches papers needs --idx, the folder of Fashion-MNIST: see make data"
+
+  def _out_of_range(self) -> Iterator[str]:
+    for name in _POSITIVE:
+      value = getattr(self, name)
+      for x in value if isinstance(value, tuple) else [value]:
+        if x is not None and not x > 0:
+          yield f"--{name.replace('_', '-')} must be above 0, got {x}"
+    for name in ("momentum", "dropout"):
+      x = getattr(self, name)
+      if x is not None and not 0 <= x < 1:
+        yield f"--{name} must be in [0, 1), got {x}"
+    if self.weight_decay < 0 or self.first_seed < 0:
+      yield "--weight-decay and --first-seed must be 0 or more"
+    found = re.fullmatch(r"(\d+)/(\d+)", self.part)
+    if not found or int(found[1]) >= int(found[2]):
+      yield f"--part must be like 0/2 or 1/2, got {self.part!r}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

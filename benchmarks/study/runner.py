@@ -146,7 +146,7 @@ def run(args: Run) -> None:
       known = source.arrays[0][: study_tasks.KNOWN]
       task = Task(source.model, source.test, _mesh(devices), known=known)
       tasks[key] = task, sized(task, source)
-    task, sizes = tasks[key]
+    task, _ = tasks[key]
     title = " ".join(
       [setting.way, setting.network, setting.codec, f"N={setting.workers}"]
       + ([] if setting.way == "timed" else [f"seed {setting.seed}"])

@@ -47,6 +47,7 @@ class Form:
 
   @property
   def code_bits(self) -> int:
+    """The bits of the place and the value of an element."""
     return self.place_bits + (self.value_bits if self.scaled else 0)
 
   @property
@@ -61,6 +62,7 @@ class Form:
 
   @property
   def tile_size(self) -> int:
+    """The number of elements in a tile."""
     return self.blocks * self.block_size
 
   @property
@@ -70,6 +72,7 @@ class Form:
 
   @property
   def row_words(self) -> int:
+    """The number of words in a row: its entries, and its scale."""
     return self.count * self.entry_words + self.scaled
 
 

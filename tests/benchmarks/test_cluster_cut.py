@@ -1,5 +1,6 @@
 """Trainings of Dettmers' nets go on with the same bits, and count what they send."""
 
+import itertools
 import math
 
 import jax
@@ -115,7 +116,7 @@ def gradients(codec, *shapes):
 
 def of_data(codec):
   sizes = SIDE * SIDE, HIDDEN, HIDDEN, 12
-  return gradients(codec, *zip(sizes, sizes[1:], strict=False))
+  return gradients(codec, *itertools.pairwise(sizes))
 
 
 def of_model(codec):

@@ -240,7 +240,7 @@ def test_a_train_step_takes_what_comes(name):
 
 def test_a_donated_state_leaves_the_old_one():
   optimizer, mesh = optimizer_over(), modes.mesh(2)
-  params, state = trained(optimizer, mesh, steps=0)
+  _, state = trained(optimizer, mesh, steps=0)
   same = reshard(state, optimizer, 2, 2, mesh=mesh)
   jax.jit(lambda x: x, donate_argnums=0)(same)
   assert not any(x.is_deleted() for x in jax.tree.leaves(state))

@@ -44,8 +44,11 @@ def drawn(residual, workers):
 
 
 def rounding(dtype, x):
-  """What it changes at most, to nearest: bfloat16 2**-8 of a number, and int8 half of
-  a scale, which is at most 2/127 of the block's largest."""
+  """The largest error of rounding to nearest.
+
+  For bfloat16 it is 2**-8 of a number, and for int8 half of a scale, which is at most
+  2/127 of the block's largest.
+  """
   size = np.abs(x)
   return size * 2.0**-8 if dtype == "bfloat16" else np.full_like(x, size.max() / 127)
 

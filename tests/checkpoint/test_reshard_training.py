@@ -73,10 +73,11 @@ def train(feedback, counts, seed, keep="mean"):
   "feedback, keep", [("error", "sum"), ("error", "mean"), ("momentum", "mean")]
 )
 def test_eight_four_and_six_workers(feedback, keep):
-  """Trainings with 8 workers differ by the bits that they draw alone, for their batches
-  are equal. Those that change the number of workers have no more reason to end
-  elsewhere, but for rounding errors that fewer workers average: the mean of eight
-  losses moves by less than two standard deviations of one.
+  """Trainings with 8 workers differ only by their random bits.
+
+  Those that change the number of workers have no more reason to end elsewhere, but for
+  rounding errors that fewer workers average: the mean of eight losses moves by less
+  than two standard deviations of one.
 
   Momentum is about ten gradients of each worker. Its sum would count twice in the mean
   of half as many workers, and does: then the loss is ten standard deviations away.

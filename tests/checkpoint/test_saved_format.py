@@ -19,8 +19,11 @@ def test_every_format_has_its_file():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_saved_state_goes_on_or_is_refused(path, request):
-  """If this fails, a saved state would go on with other bits: raise records.FORMAT, and
-  write the file of the new format by ``python -m tests.support.saved_format``."""
+  """If this fails, a saved state would go on with other bits.
+
+  Then raise records.FORMAT, and write the file of the new format by ``python -m
+  tests.support.saved_format``.
+  """
   file = saved_format.load(path)
   saved = json.loads(str(file["record"]))
   if saved["format"] == records.FORMAT:

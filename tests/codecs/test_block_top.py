@@ -71,8 +71,10 @@ def test_what_is_sent_and_the_residual_are_the_leaf(codec):
 
 
 def near_roundings(codec):
-  """Tiles of scales from 2**-40 to 2**40. The largest element of a block is a few units
-  of the last place from where it is rounded otherwise.
+  """Tiles of scales from 2**-40 to 2**40.
+
+  The largest element of a block is a few units of the last place from where it is
+  rounded otherwise.
   """
   tiles, size = 9, codec.block_size
   draw = np.random.default_rng(2)

@@ -145,7 +145,7 @@ def test_cut_parameters_train_as_whole_ones_do(plain):
 
 def test_cut_parameters_keep_what_their_gradients_lose(plain):
   weights, grads = (QSGD(bits=bits, bucket_size=128) for bits in (8, 4))
-  losses, residuals, shards = training(True, weights, grads)()
+  losses, residuals, _ = training(True, weights, grads)()
   np.testing.assert_allclose(losses[0], plain[0], rtol=0.02)  # of weights in 8 bits
   for kept, like in zip(
     jax.tree.leaves(residuals),

@@ -178,8 +178,11 @@ def test_the_mean_is_better_than_with_independent_draws(codec, even, three, work
   ids=told,
 )
 def test_errors_of_partial_sums_cancel(codec, exchange, workers, most):
-  """Residuals are what the encodings of these sums lost. Sums of a ring grow, and with
-  them the steps, so that less cancels; `hierarchical` adds those of groups of two."""
+  """Residuals are the errors of the encodings of these sums.
+
+  Sums of a ring grow, and with them the steps, so that less cancels; `hierarchical`
+  adds those of groups of two.
+  """
   _, lost = run(codec, modes.grouped(exchange), gradients(workers), feedback="error")
   assert_ratio(np.asarray(lost, np.float64), most)
 

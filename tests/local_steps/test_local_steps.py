@@ -39,8 +39,9 @@ MODES = ["vmap", "pmap", "shard_map", "shard_map_unchecked", "explicit"]
   ],
 )
 def test_with_one_step_a_round_it_is_data_parallel_training(mode, inner):
-  """Of the mean of the workers' updates, to the bit: either both add in one order, or
-  sums are exact in any.
+  """Of the mean of the workers' updates, to the bit.
+
+  Either both add in one order, or sums are exact in any.
   """
   inner = {"adam": ADAM, "sgd": optax.sgd(0.5)}[inner]
   params, given = tree(0, LEAVES), dyadic(3)

@@ -186,7 +186,7 @@ def round_exactly(x, fmt):
   quantum = Fraction(2) ** (exponent - fmt.m)
   whole, rest = divmod(size, quantum)
   code = int(whole) + (exponent + fmt.bias - 1 << fmt.m)
-  code += 2 * rest > quantum or 2 * rest == quantum and code % 2 == 1
+  code += 2 * rest > quantum or (2 * rest == quantum and code % 2 == 1)
   if code > fmt.max_code:
     code = fmt.infinity_code
   value = float(decode(np.array([code]), fmt)[0])

@@ -5,6 +5,7 @@ rotation as a matrix, of which the page's stages are a factorization.
 """
 
 import functools
+import itertools
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def signs(count):
     [1, 1, 1, -1, 1, 1, -1, 1]
   """
   ones = [bin(number) for number in range(count)]
-  pairs = [sum(a == b == "1" for a, b in zip(x, x[1:], strict=False)) for x in ones]
+  pairs = [sum(a == b == "1" for a, b in itertools.pairwise(x)) for x in ones]
   return np.array([(-1) ** n for n in pairs])
 
 

@@ -1,6 +1,7 @@
 """Sharded layers train as whole ones, and send no more than they should."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -25,7 +26,7 @@ SIZES = (12, 16, 8, 4)
 def weights():
   return [
     numbers(m, n, seed=i) / np.float32(m**0.5)
-    for i, (m, n) in enumerate(zip(SIZES, SIZES[1:], strict=False))
+    for i, (m, n) in enumerate(itertools.pairwise(SIZES))
   ]
 
 

@@ -241,7 +241,7 @@ def test_what_fills_rows_up_is_never_sent():
   codec = QSGD(bits=1, levels="uniform", bucket_size=64)
   options = dict(min_leaf_size=0, dither="independent")
   tx = coded(inner, codec, FOUR_BITS, **options)
-  held, state = last("shard_map", tx, params, given)
+  held, _ = last("shard_map", tx, params, given)
   moved = held["w"][0] - params["w"]
   np.testing.assert_allclose(moved[-1], -1.5e-4, rtol=5e-3)
   assert not moved[:-1].any()

@@ -37,8 +37,10 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name)
 
 
 def run_alone(page, folder, *arguments, then="pass"):
-  """What a page prints, as a program where warnings are errors; ``then`` looks at its
-  ``names``."""
+  """Returns the output of a page, run as a program where warnings are errors.
+
+  ``then`` is code that looks at its ``names``.
+  """
   names = f"names = pages.run(pages.ROOT / {str(page)!r})"
   code = f"from tests.support import pages\n{names}\n{then}\n"
   return run(

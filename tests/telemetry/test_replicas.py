@@ -212,7 +212,7 @@ def test_what_cannot_be_compared():
     gradcomp.make_train_step(
       loss_fn, QSGD, axis_name=None, options=gradcomp.TrainOptions(compare_every=2)
     )
-  step, params, state = training(mesh, QSGD, P(), compare_every=2)
+  _, params, _ = training(mesh, QSGD, P(), compare_every=2)
   with pytest.raises(ValueError, match=says("`optimizer`", "compare_every=2")):
     bare = gradcomp.make_train_step(
       loss_fn, optax.sgd(0.1), **options, options=gradcomp.TrainOptions(compare_every=2)

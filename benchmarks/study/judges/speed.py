@@ -5,6 +5,7 @@ all of them. Whole exchanges without a network are those of links/speed.py, whic
 results have.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,7 +50,7 @@ def falls(study: Study) -> Iterator[Seen]:
     names = [codec for codec in QSGD.values() if codec in cell.times]
     if len(names) > 2 and "f32" in names and cell.share >= 0.2:
       found = [cell.times[name]["communication"] for name in names]
-      pairs = zip(found, found[1:], strict=False)
+      pairs = itertools.pairwise(found)
       numbers = " > ".join(
         f"{name} {1e3 * x:.1f} ms" for name, x in zip(names, found, strict=True)
       )

@@ -8,6 +8,7 @@ has a part of the error of every input, and these are added up where the input w
 computed. Convolutions are whole on all workers, who take samples of their own.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ def init(key: jax.Array, sizes: Sequence[int], unit: Unit = "relu") -> Layers:
   """
   gain = {"relu": 2, "logistic": 16}[unit]
   layers = []
-  for i, (m, n) in enumerate(zip(sizes, sizes[1:], strict=False)):
+  for i, (m, n) in enumerate(itertools.pairwise(sizes)):
     w = jax.random.normal(jax.random.fold_in(key, i), (m, n)) * (gain / m) ** 0.5
     layers.append({"w": w, "b": jnp.zeros(n)})
   return layers

@@ -1,6 +1,7 @@
 """Predicts train steps: overlap, crossovers and scaling."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ def step_seconds(
   """
   compute = at_least_0("forward", forward) + at_least_0("backward", backward)
   shares = [0.0, *(share for share, _ in messages), 1.0]
-  if not all(a <= b for a, b in zip(shares, shares[1:], strict=False)):
+  if not all(a <= b for a, b in itertools.pairwise(shares)):
     raise ValueError(
       f"`messages` must have rising shares from 0 to 1, got {shares[1:-1]}."
     )

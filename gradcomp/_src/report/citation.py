@@ -16,7 +16,7 @@ from gradcomp._src.exchange.protocol import Exchange
 
 
 def citation(optimizer: optax.GradientTransformation) -> str:
-  """Returns BibTeX entries of the papers that the parts of an optimizer are from.
+  r"""Returns BibTeX entries of the papers that the parts of an optimizer are from.
 
   In front of each entry, lines that BibTeX ignores name the codec, the exchange, the
   feedback or the transformation that it is of, and where that departs from the paper.
@@ -47,7 +47,7 @@ def citation(optimizer: optax.GradientTransformation) -> str:
     % Natural. The exponent has 7 bits, and not 8: magnitudes go from 2**-62 to 2**63. A
     % probability of rounding up is a multiple of 2**-16.
     @misc{horvath2019natural,
-      author = {Horv{\\'a}th, Samuel and others},
+      author = {Horv{\'a}th, Samuel and others},
       title = {{Natural Compression for Distributed Deep Learning}},
       year = {2019},
       eprint = {1905.10988},

@@ -148,11 +148,11 @@ def _completed(text: str, names: list[str], codec: type[LeafCodec]) -> str:
 
 
 def _entries(text: str, title: str) -> dict[str, str]:
-  """Returns the entries of a section of a docstring by name, each with its lines.
+  r"""Returns the entries of a section of a docstring by name, each with its lines.
 
   Example:
-    >>> _entries("Does.\\n\\nArgs:\\n  a: one.\\n    More.\\n  b: two.", "Args")
-    {'a': '  a: one.\\n    More.\\n', 'b': '  b: two.\\n'}
+    >>> _entries("Does.\n\nArgs:\n  a: one.\n    More.\n  b: two.", "Args")
+    {'a': '  a: one.\n    More.\n', 'b': '  b: two.\n'}
   """
   _, _, section = f"\n{text}\n".partition(f"\n{title}:\n")
   section = section.partition("\n\n")[0].rstrip("\n") + "\n"

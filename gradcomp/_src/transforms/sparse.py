@@ -24,7 +24,7 @@ from gradcomp._src.transforms.options import (
 
 
 @recipe(TopK)
-def redsync(
+def redsync(  # noqa: PLR0913 - the options of the codec and of the momentum
   density: float = TopK.density,
   momentum: float | None = 0.9,
   *,

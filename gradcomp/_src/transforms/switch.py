@@ -150,7 +150,6 @@ def _check_part(number: int, state: Any, largest: Any) -> None:
 
 def _promised(state: Any) -> set[KeyPath]:
   """Returns the paths of owner residuals in states that also have residuals."""
-
   # Without feedback owners may drop their last rounding error, as workers do.
   return {
     (*path, *place)

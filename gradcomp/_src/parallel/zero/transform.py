@@ -66,7 +66,7 @@ class ZeroState(NamedTuple):
   inner_state: Any  # of the optimizer; trees like the parameters are rows, per worker
 
 
-def zero(
+def zero(  # noqa: PLR0915 - init and update are closures over the options
   inner: optax.GradientTransformation,
   *,
   axis_name: AxisName,
