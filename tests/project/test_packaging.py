@@ -182,15 +182,6 @@ def test_generic_code_asks_for_no_kind():
   assert not asking
 
 
-def test_an_update_reads_as_an_equation():
-  """Of at most 15 statements, those of the function inside it included."""
-  tree = ast.parse(sources()["gradcomp/_src/core/transform.py"].read_text())
-  (update,) = [
-    node for node in ast.walk(tree) if getattr(node, "name", "") == "update_fn"
-  ]
-  assert sum(isinstance(node, ast.stmt) for node in ast.walk(update)) - 1 <= 15
-
-
 def test_no_exchange_is_known_by_its_name():
   """Short forms become objects in one place, which looks them up."""
   named = [
