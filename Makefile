@@ -11,6 +11,11 @@ python := $(VENV)/bin/python
 pytest := $(python) -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder \
   --dist loadfile
 
+# A docstring of the library states its subject in its first line: words that stand for
+# one are refused there.
+no_first_line := '^(?!\s*r?""").*'
+phrases := '(?:(?:so|as) many|of which|th(?:at|ose) of|the same for|for nobody)\b|[\w-]+'
+
 .PHONY: help train train-lm data test test-all breaks lint types bench bench-quick links \
   evidence evidence-status evidence-times gpu-check ptx-check clean
 
@@ -39,9 +44,13 @@ test-all: $(VENV)/.installed-dev  ## run all tests, compiled as users compile
 breaks: $(VENV)/.installed-dev  ## break the library on purpose: the tests must see it
 	$(python) -m tests.breaks.run $(ARGS)
 
-lint: $(VENV)/.installed-lint  ## check the style with ruff
+lint: $(VENV)/.installed-lint  ## check code, pages and words
 	$(python) -m ruff check
 	$(python) -m ruff format --check
+	$(VENV)/bin/rumdl check .
+	$(VENV)/bin/codespell
+	$(VENV)/bin/codespell --dictionary docs/inside/first-lines.txt \
+	  --regex $(phrases) --ignore-regex $(no_first_line) gradcomp kernels
 
 types: $(VENV)/.installed-lint  ## check the types with mypy
 	$(python) -m mypy
