@@ -12,8 +12,8 @@ Supervisors need no server. They know each other by files in the folder.
 
   host-HOST.json          the host lives, while this file keeps changing
   plan-GENERATION.json    who trains, and what they go on from; written once
-  over-GENERATION         its workers shall leave at once, and save what they have
-  stop-GENERATION         they shall leave at the next checkpoint, for somebody joins
+  over-GENERATION         its workers must leave at once, and save what they have
+  stop-GENERATION         they must leave at the next checkpoint, for somebody joins
   left-GENERATION-HOST    this worker has saved what it had
   parts-GENERATION-STEP-HOST.npz   what this worker had after that step
   record-GENERATION.json  what these parts belong to; done.json: the end

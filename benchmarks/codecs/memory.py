@@ -9,7 +9,7 @@ Nothing runs. In multiples of the gradient's bytes:
 
   payloads   What a worker puts into the collectives, and what it gets from them: the
              operands and results that the compiled program has.
-  temporary  What the program holds besides its arguments and results, by XLA's own
+  temporary  What the program holds beyond its arguments and results, by XLA's own
              analysis (`compiled.memory_analysis()`). Payloads are part of it.
   excess     The temporary memory that is no payload. At most 1.5 is the goal.
 

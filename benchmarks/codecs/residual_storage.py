@@ -6,7 +6,7 @@
 The update of one square leaf on one device, without an exchange, whose state is
 donated. Prints a line for each codec and storage: seconds, the ratio to a memory
 copy of the gradient (see common/timing.py) and to the update with float32 residuals,
-and in gradients what is kept between steps and what the program holds besides arguments
+and in gradients what is kept between steps and what the program holds beyond arguments
 and results. All run in turn. Writes JSON with --output.
 """
 

@@ -92,7 +92,7 @@ def ptxas() -> str:
 
 
 def prepare(dump: str) -> None:
-  """Tells the compilers to write PTX to a folder. Call it before JAX is imported."""
+  """Makes the compilers write PTX to a folder. Call it before JAX is imported."""
   cuda = pathlib.Path(ptxas()).resolve().parent.parent
   os.environ |= {
     "JAX_PLATFORMS": "cpu",

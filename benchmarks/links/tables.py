@@ -120,7 +120,7 @@ def _cells(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _carried(run: dict[str, Any]) -> str:
-  """Tells what raw TCP reached on the links of a run."""
+  """States what raw TCP reached on the links of a run."""
   if not run["probe"]:
     return f"* {run['rate']}: not probed."
   least = 8e-6 * min(run["probe"])

@@ -61,7 +61,7 @@ def page(rows: list[papers.Number]) -> str:
   parts = [
     "# What the papers predict, recomputed\n\n"
     "Made by `python -m benchmarks.models.compare`; "
-    "[papers.md](../../../docs/results/papers.md) tells what it means.\n\n"
+    "[papers.md](../../../docs/results/papers.md) says what it means.\n\n"
     "* *agrees*: the model gives the printed number, within the relative tolerance "
     "beside it.\n"
     "* *wrong*: the paper's own inputs give another number.\n"

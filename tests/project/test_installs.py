@@ -22,7 +22,7 @@ reveal_type(pack_planes)
 
 
 def installed(way, folder):
-  """Where a newcomer stands, and where his Python finds the library besides."""
+  """Where a newcomer stands, and where else his Python finds the library."""
   site = folder / "site"
   if way == "editable":  # as the environment of these tests is
     return ROOT, []

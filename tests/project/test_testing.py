@@ -234,7 +234,7 @@ def test_bytes_that_nobody_explained():
   steps = [laws.gradients_like({"w": jnp.zeros(700)}, workers=2)]
   explained = functools.partial(laws.bytes_are_explained, gradients=steps)
   explained(changed())
-  with pytest.raises(BrokenLaw, match=says("bytes a step that gradcomp.explain tells")):
+  with pytest.raises(BrokenLaw, match=says("bytes a step", "explain counts")):
     explained(changed(chatty))
 
 

@@ -1,4 +1,4 @@
-"""wire.trace_wire tells what the compiled programs send, without compiling them."""
+"""wire.trace_wire counts what the compiled programs send, without compiling them."""
 
 import jax
 import jax.numpy as jnp

@@ -13,7 +13,7 @@ from tests.wire_decoder import sparse
 
 @functools.cache
 def encoder(codec):
-  """Rows and what is left, of a leaf and of what the choice depends on besides."""
+  """Rows and what is left, of a leaf and of what else the choice depends on."""
 
   def encode(x, given):
     context = Context(turn=given) if codec.alternates else Context(thresholds=given)

@@ -37,7 +37,7 @@ CASES = [x for x in memory.cases() if x.feedback in (None, "error", "momentum")]
 )
 def test_temporaries_are_the_payloads_and_one_and_a_half_gradients(case):
   excess = memory.measure(case).excess
-  # What no longer exceeds shall leave the list and the page.
+  # What no longer exceeds must leave the list and the page.
   assert (excess > memory.LIMIT) == exceeds(case), excess
 
 

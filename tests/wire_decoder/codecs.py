@@ -290,7 +290,7 @@ def _eight_bit_table(data_type):
   if data_type == "linear":
     table = [m / 127 for m in range(128)]
   elif data_type == "mantissa":
-    # Equal numbers differ in float64 by their last bits: 1e-12 of each other tells.
+    # Equal numbers differ in float64 by their last bits, by less than 1e-12.
     table = [0.0]
     for value in sorted(k / 15 * 10.0**-e for k in range(1, 16) for e in range(8)):
       if value > table[-1] * (1 + 1e-12):

@@ -41,7 +41,7 @@ class Seen(NamedTuple):
 
 
 def concluded(seen: Iterable[Seen], needs: str, share: float = 1.0) -> Verdict:
-  """Concludes from all that was seen; a claim must hold in a share of what tells."""
+  """Concludes from all that was seen; a claim must hold in a share of what decides."""
   found = list(seen)
   numbers = tuple(
     x.numbers + (": this does not tell" if x.holds is None else "") for x in found

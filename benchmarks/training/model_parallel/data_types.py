@@ -1,4 +1,4 @@
-"""The data types that Dettmers compares, and what tells whether nets differ by them."""
+"""The data types that Dettmers compares, and a test of whether nets differ by them."""
 
 import statistics
 import time

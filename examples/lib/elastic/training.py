@@ -118,7 +118,7 @@ class Training:
       for name, x in read_batch(step).items()
     }
     *state, metrics = self._train_step(*state, batch, inspect=inspect)
-    # JAX runs ahead of the devices: the errors of this step shall be raised here.
+    # JAX runs ahead of the devices: the errors of this step must be raised here.
     self.kept.append((step + 1, jax.block_until_ready(tuple(state))))
     return jax.device_get(jax.tree.map(_mean_here, metrics))
 

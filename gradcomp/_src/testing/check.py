@@ -135,7 +135,7 @@ def check_transformation(
 
   All workers get the same bits, in every mode; the state keeps its structure; nothing
   is lost where residuals are kept; a NaN reaches every worker; and a compiled step
-  sends the bytes that :func:`gradcomp.explain` tells.
+  sends the bytes that :func:`gradcomp.explain` counts.
 
   Args:
     transformation: such as ``gradcomp.qsgd(bits=4, axis_name="data")``, also in an
@@ -147,7 +147,7 @@ def check_transformation(
     places: the modes to compare, of :mod:`gradcomp.testing.modes`; by default all for
       which there are devices.
     steps: the number of steps.
-    same_bits: whether all modes shall have the same bits: see :class:`CheckOptions`.
+    same_bits: whether all modes must have the same bits: see :class:`CheckOptions`.
 
   Raises:
     BrokenLaw: a law does not hold: see :func:`check_codec`.

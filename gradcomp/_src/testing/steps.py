@@ -175,7 +175,7 @@ def bytes_are_explained(
     raise BrokenLaw(
       "bytes_are_explained",
       "the transformation",
-      f"send the {told.bytes_sent} bytes a step that gradcomp.explain tells",
+      f"send the {told.bytes_sent} bytes a step that gradcomp.explain counts",
       f"the collectives of a compiled step send {report.bytes_sent}",
       "print(gradcomp.wire_report(compiled))",
     )

@@ -153,7 +153,7 @@ class Training:
 
     batch = {"x": read(16), "y": read(32)}
     *state, _ = self._step(*self.state, batch)
-    # JAX runs ahead of the devices: the errors of this step shall be raised here.
+    # JAX runs ahead of the devices: the errors of this step must be raised here.
     self.state = jax.block_until_ready(tuple(state))
     self.step += 1
 
