@@ -29,7 +29,7 @@ GRADS = QSGD(bits=4, bucket_size=128, rounding="nearest")
 
 
 class Block(nnx.Module):
-  """Attention and two dense layers, each normalised before and added to its input."""
+  """Attention and two dense layers, each normalized before and added to its input."""
 
   def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs):
     self.norm1 = nnx.LayerNorm(width, use_bias=False, rngs=rngs)

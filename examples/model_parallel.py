@@ -181,7 +181,7 @@ def make_parser() -> argparse.ArgumentParser:
     nargs="*",
     choices=NAMES,
     metavar="CODEC",
-    help=f"train several from one initialisation; without names: {' '.join(COMPARED)}",
+    help=f"train several from one initialization; without names: {' '.join(COMPARED)}",
   )
   add("--seeds", type=positive, default=1, help="as many seeds; default: 1")
   add(

@@ -24,7 +24,7 @@ BARS = {
   "QSGD, 4 bits": "qsgd-4 two_shot",
   "QSGD, 2 bits": "qsgd-2 two_shot",
 }
-_GREY, _BLUE = "#9a9a9a", "#2f6db3"
+_GRAY, _BLUE = "#9a9a9a", "#2f6db3"
 
 
 def milliseconds() -> dict[str, float]:
@@ -41,7 +41,7 @@ def draw(times: dict[str, float], path: pathlib.Path) -> None:
   labels, values = list(times), list(times.values())
   figure = Figure(figsize=(7.6, 3.0))
   axis = figure.subplots()
-  colors = [_GREY, _GREY, *[_BLUE] * (len(values) - 2)]
+  colors = [_GRAY, _GRAY, *[_BLUE] * (len(values) - 2)]
   axis.barh(labels, values, color=colors, height=0.7)
   for row, value in enumerate(values):
     speed_up = f"{values[0] / value:.1f} x f32" if row else ""

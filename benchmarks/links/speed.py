@@ -29,7 +29,7 @@ something other than the link takes the time, and compression looks better than 
 
 Three things bias the times. The hosts share this machine's cores: with 4 hosts on 2
 cores, each codec runs on half a core, and speed-ups come out lower than for hosts with
-a core each. The links have no delay, which favours exchanges of many small messages.
+a core each. The links have no delay, which favors exchanges of many small messages.
 They are all alike, and hierarchical is for links that differ. The MALLOC_ settings are
 the same for all, and keep the pages that XLA would otherwise fault in anew each step.
 PyTorch has the threads that torchrun would give it, or more: cores by hosts.

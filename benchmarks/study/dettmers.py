@@ -67,7 +67,7 @@ _TESTED = 1000  # images that are tested at once
 
 
 def trainer(images: data.ImageSet, setting: Setting) -> Trainer:
-  r"""Makes what trains a setting on square grey images.
+  r"""Makes what trains a setting on square gray images.
 
   The first point and the last of a dense net that is cut and trains in float32 also
   have what :func:`errors_of_layers` finds: gradients become ever smaller beside the
@@ -173,7 +173,7 @@ def _check(images: data.ImageSet, setting: Setting) -> None:
   _, height, width, channels = images.train.images.shape
   if height != width or channels != 1:
     raise ValueError(
-      "`images` must be square and grey, [count, side, side, 1], got "
+      "`images` must be square and gray, [count, side, side, 1], got "
       f"{images.train.images.shape}."
     )
   if setting.workers != WORKERS:

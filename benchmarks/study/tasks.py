@@ -45,7 +45,7 @@ _TEXTS: dict[str, Callable[[], text.Text]] = {
   "brown-words": brown.words,
 }
 NETWORKS = (*networks.IMAGES, *networks.TEXTS)
-KNOWN = 1000  # inputs by whose statistics a batch norm normalises in tests
+KNOWN = 1000  # inputs by whose statistics a batch norm normalizes in tests
 
 
 class Source(NamedTuple):

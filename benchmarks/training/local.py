@@ -4,7 +4,7 @@
     [--steps 1500] [--output FOLDER] [--quick]
 
 Eight workers train the transformer of the examples by AdamW on the source code of
-Python's standard library, byte by byte, from the same initialisations and with the same
+Python's standard library, byte by byte, from the same initializations and with the same
 batches for every method. Steps are rounded down to whole rounds. The workers are a vmap
 on one device.
 

@@ -5,7 +5,7 @@
 
 The decoder of the examples, with 410,240 parameters, reads Python's standard library in
 1500 batches of 16 sequences of 64 bytes. All arms have Adam with the same rates, the
-same initialisations and the same batches. Nothing is clipped. The rate is the plain
+same initializations and the same batches. Nothing is clipped. The rate is the plain
 mean's best of 0.001, 0.002 and 0.004 with one seed and 2000 steps.
 
   f32               The plain mean of gradients in float32.

@@ -16,7 +16,7 @@ class Functions(NamedTuple):
 
   init: Callable[..., Any]  # key -> params
   train: Callable[..., jax.Array]  # params, inputs, key for dropout or None -> logits
-  # params, inputs -> what batch norms normalise by; None where there are none.
+  # params, inputs -> what batch norms normalize by; None where there are none.
   statistics: Callable[..., Any] | None
   test: Callable[..., jax.Array]  # params, statistics, inputs -> logits
   drops: bool  # whether there is dropout

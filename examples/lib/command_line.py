@@ -136,7 +136,7 @@ def add_comparison(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
     nargs="*",
     choices=METHODS,
     metavar="CODEC",
-    help="train several from one initialisation; without names: "
+    help="train several from one initialization; without names: "
     + " ".join(defaults.compared),
   )
   add("--seeds", type=positive, default=1, help="repeat from as many; default: 1")

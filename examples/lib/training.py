@@ -56,7 +56,7 @@ class Task:
     test: evaluated whole, on one device of each process.
     mesh: all devices, on the axis ``AXIS``.
     spec: how parameters lie on the mesh; by default all devices have all of them.
-    known: inputs to train on, by whose statistics a batch norm normalises in tests.
+    known: inputs to train on, by whose statistics a batch norm normalizes in tests.
 
   Attributes:
     loss_fn: the mean loss of ``(params, batch)``. Networks with dropout also need
@@ -106,7 +106,7 @@ class Task:
 
   def init_params(self, seed: int) -> Any:
     """Draws parameters on all devices; equal seeds give equal parameters."""
-    # The initialisers compile in a second with this generator, in six with the default.
+    # The initializers compile in a second with this generator, in six with the default.
     return self._init(jax.random.key(seed, impl="rbg"))
 
   def options(self, seed: int, step: int) -> dict[str, jax.Array]:

@@ -27,7 +27,7 @@ from gradcomp._src.kernels.common.scales import norms, scales
 from gradcomp._src.kernels.materialize import materialized, packed
 
 # A maximum is taken over lanes of at most 16 steps, and then over the lanes. XLA:CPU
-# vectorises such short ones, without writing the integers down first.
+# vectorizes such short ones, without writing the integers down first.
 _LANES = 8
 _STEPS = 16
 

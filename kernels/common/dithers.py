@@ -135,7 +135,7 @@ def signed_lane(lane: jax.Array, x: jax.Array) -> jax.Array:
   """Returns the lane that rounds ``|x|`` to the magnitude of ``x`` rounded by ``lane``.
 
   That is the complement of the lane where ``x`` is negative. Rounding then takes the
-  lower neighbour where the lane is small, whatever the sign is, and the errors of
+  lower neighbor where the lane is small, whatever the sign is, and the errors of
   several workers cancel.
 
   Args:

@@ -50,7 +50,7 @@ def first_levels(bits: int) -> jax.Array:
 def histogram(
   x: jax.Array, *, bucket_size: int, scale: jax.Array | None, norm: Norm
 ) -> jax.Array:
-  """Counts the normalised magnitudes of a sample in 256 bins: ``int32[256]``.
+  """Counts the normalized magnitudes of a sample in 256 bins: ``int32[256]``.
 
   The sample is up to 128 whole buckets, evenly spaced, and no more than 2**16 elements.
   An array that is shorter than a bucket counts as one. Elements whose scale is 0 or NaN
@@ -79,11 +79,11 @@ def histogram(
 
 
 def fit(counts: jax.Array, levels: jax.Array) -> jax.Array:
-  r"""Returns the levels that minimise the variance of stochastic rounding.
+  r"""Returns the levels that minimize the variance of stochastic rounding.
 
-  A magnitude :math:`\mu` between neighbouring levels :math:`a \le \mu \le b` has the
+  A magnitude :math:`\mu` between neighboring levels :math:`a \le \mu \le b` has the
   variance :math:`(b - \mu)(\mu - a)`. One below the first level :math:`l` has
-  :math:`l^2 - \mu^2`, since its neighbours are :math:`\pm l`. A dynamic program over
+  :math:`l^2 - \mu^2`, since its neighbors are :math:`\pm l`. A dynamic program over
   the 257 edges of the bins finds the least sum. It takes magnitudes to be in the middle
   of their bins, and rounds counts to one in 7936 of all.
 

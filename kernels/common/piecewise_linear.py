@@ -3,7 +3,7 @@
 The coordinate of a value is the number of the level below it, plus the share of the way
 to the next level. It is piecewise linear in the value, with one line for each run of
 equally spaced levels. Rounding the coordinate therefore rounds the value to the nearest
-level, or to either neighbour with the right probability. No table is searched.
+level, or to either neighbor with the right probability. No table is searched.
 """
 
 from collections.abc import Sequence

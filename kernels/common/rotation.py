@@ -58,7 +58,7 @@ def _butterfly(tiles: jax.Array, size: int) -> jax.Array:
     first, second = jnp.split(x, 2, axis)
     shape = [2 if i == axis else 1 for i in range(x.ndim)]
     x = first + second * np.array([1, -1], np.float32).reshape(shape)
-  # XLA:CPU fuses a reshape to flat into sums, and then neither vectorises them nor
+  # XLA:CPU fuses a reshape to flat into sums, and then neither vectorizes them nor
   # decodes an element once. In front of a concatenation it leaves them alone.
   first, second = jnp.split(x, 2, last)
   return jnp.concatenate([first + second, first - second], last).reshape(tiles.shape)

@@ -22,7 +22,7 @@ _SMALLEST_NORMAL = np.float32(2.0**-126)
 _SMALLEST_SCALE = np.float32(2.0**-96)
 
 _MAX_BLOCK = 512  # elements: a maximum over short rows is faster than over long ones
-# Sums of 128 elements as 16 additions of 8 lanes: XLA:CPU unrolls and vectorises these.
+# Sums of 128 elements as 16 additions of 8 lanes: XLA:CPU unrolls and vectorizes these.
 _LANES = 8
 _STEPS = 16
 _BLOCK = _LANES * _STEPS

@@ -51,7 +51,7 @@ def reaching(
 
   The search bisects the bits of the threshold. It starts from the sample's threshold,
   in steps that double until both sides are known. It counts once if the sample is
-  right, and up to 45 times if not. Where it ends between neighbours, it looks at both
+  right, and up to 45 times if not. Where it ends between neighbors, it looks at both
   once more.
   """
   zero = magnitudes(x.matrices[0][0, 0]) & 0
@@ -121,7 +121,7 @@ class _Search(NamedTuple):
   high: jax.Array  # uint32[]: fewer elements reach it than are wanted
   fewest: jax.Array  # int32[]: the number of elements that is enough
   fits: jax.Array  # bool[]: whether the number of elements is right
-  ends: jax.Array  # int32[]: looks since low and high became neighbours
+  ends: jax.Array  # int32[]: looks since low and high became neighbors
   words: jax.Array  # uint32[n / 32]: bits of this look's elements; at the end, low's
   before: jax.Array  # the same of the look before; at the end, high's
 

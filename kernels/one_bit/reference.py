@@ -30,7 +30,7 @@ from gradcomp._src.kernels.common.scales import sum_by_halves, sum_lanes
 WORD = planes_per_word(1)  # signs in a word, and buckets in a tile
 
 # Sums are taken over chunks, in lanes of at most 16 steps, and then over the lanes.
-# XLA:CPU unrolls and vectorises such short sums; longer ones take it twice as long.
+# XLA:CPU unrolls and vectorizes such short sums; longer ones take it twice as long.
 _CHUNK = 128
 _STEPS = 16
 _LANES = 4  # at least

@@ -218,8 +218,8 @@ def test_other_settings_are_refused(setting, message):
     dettmers.trainer(drawn(), setting)
 
 
-def test_coloured_images_are_refused():
-  with pytest.raises(ValueError, match=r"`images` must be square and grey.* 8, 8, 3"):
+def test_colored_images_are_refused():
+  with pytest.raises(ValueError, match=r"`images` must be square and gray.* 8, 8, 3"):
     dettmers.trainer(drawn(channels=3), CUT)
 
 

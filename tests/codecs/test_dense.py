@@ -1,4 +1,4 @@
-"""Dense rounds 16-bit floats at random to their neighbours, and is unbiased."""
+"""Dense rounds 16-bit floats at random to their neighbors, and is unbiased."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def edges(dtype):
 
 
 @every_dtype
-def test_codes_are_the_neighbours_of_the_definition(dtype):
+def test_codes_are_the_neighbors_of_the_definition(dtype):
   """Exactly, with the same bits: subnormal numbers, overflow and infinities too."""
   x = edges(dtype)
   found = laws.encoder(codec_of(dtype))(jnp.asarray(x), laws.KEY)

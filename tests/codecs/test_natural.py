@@ -70,7 +70,7 @@ def test_unbiased():
   """Over the range, and below it: by the z-test, sharp for each element's own step."""
   x = wide_leaf(500, spread=60)
   x[::10] = np.float32(2.0**-63) * laws.gaussian(50)
-  lower, upper, _ = natural.neighbours(x)
+  lower, upper, _ = natural.neighbors(x)
   mean_is_the_leaf(CODEC, x, draws=1000, step=upper - lower)
 
 

@@ -52,10 +52,10 @@ def test_nothing_is_lost_but_by_rounding(stored, feedback):
       residual = after[name].reshape(tree[name].shape)
       wanted = (momentum[name] + before[name].reshape(residual.shape)).sum(axis=0)
       got = residual.sum(axis=0) + WORKERS * output[name][0]
-      # Each worker rounds to a neighbour, and float32 rounds a few sums of about 10.
+      # Each worker rounds to a neighbor, and float32 rounds a few sums of about 10.
       step = step_of(stored, after[name])
       bound = step.reshape(residual.shape).sum(axis=0) + 1e-5
-      # What is read is a neighbour of what was stored, whose step may be twice as long.
+      # What is read is a neighbor of what was stored, whose step may be twice as long.
       assert np.all(np.abs(got - wanted) <= 2 * bound)
     before = after
 

@@ -61,17 +61,17 @@ def test_a_folder_of_idx_files_is_a_set(tmp_path, packed):
     assert (split.images.dtype, split.labels.dtype) == (np.uint8, np.int32)
 
 
-def test_images_in_colour_and_other_names_are_read(tmp_path):
+def test_images_in_color_and_other_names_are_read(tmp_path):
   files = image_set()
-  colour = np.repeat(files["t10k-images-idx3-ubyte"][..., None], 3, axis=3)
+  color = np.repeat(files["t10k-images-idx3-ubyte"][..., None], 3, axis=3)
   renamed = {
-    "emnist-train-images": np.concatenate([colour, colour]),
+    "emnist-train-images": np.concatenate([color, color]),
     "emnist-train-labels": files["train-labels-idx1-ubyte"],
-    "emnist-test-images": colour,
+    "emnist-test-images": color,
     "emnist-test-labels": files["t10k-labels-idx1-ubyte"],
   }
   found = idx.load(write(tmp_path, renamed))
-  assert np.array_equal(found.test.images, colour)
+  assert np.array_equal(found.test.images, color)
   assert found.train.images.shape == (6, 4, 5, 3)
 
 

@@ -60,7 +60,7 @@ def test_image_networks_have_the_sizes_they_say(name):
     network, images = image_network(name, shape)
     assert sizes_of(network, images) == (count, (4, 10))
     assert network.drops == (name in DROPPING)
-  # Other sizes, and colour.
+  # Other sizes, and color.
   assert sizes_of(*image_network(name, (11, 9, 3)))[1] == (4, 10)
 
 
@@ -176,7 +176,7 @@ def normed():
   return run, images
 
 
-def test_batch_norm_normalises_by_the_batch_while_it_trains(normed):
+def test_batch_norm_normalizes_by_the_batch_while_it_trains(normed):
   run, images = normed
   trained, tested, kept = run(images, images)
   # With the statistics of the very batch, tests are like training, to float32.

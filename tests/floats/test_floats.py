@@ -63,7 +63,7 @@ WIDE = [
 RANDOM = 2**20 // (len(OTHERS) + len(WIDE)) + 1  # 10^6 values together
 
 
-def with_neighbours(x):
+def with_neighbors(x):
   """Each number, the float32 numbers beside it, and all of their negatives."""
   x = np.asarray(x, np.float32)
   with np.errstate(over="ignore"):
@@ -78,7 +78,7 @@ def boundaries(fmt):
     middles = ((table[1:] + table[:-1]) / 2).astype(np.float32)
     table = table.astype(np.float32)
   extremes = [np.inf, 3.4028235e38, 2.0**-126, 2.0**-149, 1e-40, 0]
-  return with_neighbours(np.concatenate([table, middles, np.float32(extremes)]))
+  return with_neighbors(np.concatenate([table, middles, np.float32(extremes)]))
 
 
 def random_values(fmt, count, seed=0):
@@ -143,7 +143,7 @@ def test_wide_formats_by_rational_numbers(fmt):
   edges = [top, top * (1 + 2.0 ** -(fmt.m + 1)), 2.0 ** (1 - fmt.bias - fmt.m)]
   with np.errstate(over="ignore"):
     edges += [2.0 ** (1 - fmt.bias), 1.5 * 2.0 ** (1 - fmt.bias - fmt.m)]
-    x = np.concatenate([with_neighbours(np.float32(edges)), x])
+    x = np.concatenate([with_neighbors(np.float32(edges)), x])
   assert_rounds(fmt, x)
   if fmt.subnormals:
     some = x[np.isfinite(x) & (x != 0)][:300]
@@ -194,7 +194,7 @@ def test_bits_below_subnormal_numbers_decide():
   rng = np.random.default_rng(3)
   x = rng.uniform(-1, 1, 60000) * 2.0 ** rng.integers(-26, -12, 60000)
   halves = (rng.integers(0, 2**11, 20000) + 0.5) * 2.0**-24
-  x = with_neighbours(np.concatenate([x, halves]))
+  x = with_neighbors(np.concatenate([x, halves]))
   expected = x.astype(np.float16).astype(np.float32)
   assert_same_floats(floats.round_to(x, floats.FloatFormat(5, 10)), expected)
 

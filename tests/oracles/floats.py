@@ -120,7 +120,7 @@ def encode_by_table(x, fmt):
     table, codes = table[keep], codes[keep]
   size = np.where(np.isnan(x), 0, np.abs(x)).astype(np.float64)
   above = np.clip(np.searchsorted(table, size, "right"), 1, len(table) - 1)
-  middle = (table[above - 1] + table[above]) / 2  # exact: neighbours
+  middle = (table[above - 1] + table[above]) / 2  # exact: neighbors
   odd = codes[above - 1] % 2 == 1
   up = (size > middle) | (size == middle) & odd
   return _finished(codes[above - 1 + up], x, fmt, to_largest=False)

@@ -61,8 +61,8 @@ def counts_of(x, *, bits, bucket_size):
 def levels_variance(counts, k):
   """The variance of stochastic rounding over all counts, in the middles of their bins.
 
-  Between neighbouring levels a and b it is (b - v) (v - a); below the first level,
-  whose other neighbour is its negative, a^2 - v^2.
+  Between neighboring levels a and b it is (b - v) (v - a); below the first level,
+  whose other neighbor is its negative, a^2 - v^2.
 
   Args:
     counts: int[256].

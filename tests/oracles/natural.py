@@ -12,7 +12,7 @@ SMALLEST, LARGEST = 2.0**-62, 2.0**63
 WORDS = 128  # of a row
 
 
-def neighbours(x):
+def neighbors(x):
   """The numbers around each magnitude, and the chance of the upper one, float64.
 
   They are powers of two; below the smallest one, zero and that one.
@@ -30,7 +30,7 @@ def natural(x, r):
 
   All is exact in binary64: a chance has 24 significant bits, and 16 with `r`.
   """
-  lower, upper, chance = neighbours(x)
+  lower, upper, chance = neighbors(x)
   value = np.where(chance + r / 2.0**16 >= 1, upper, lower)
   seen = ~np.isfinite(x) | (value > LARGEST)
   value = np.where(seen, np.nan, value)
@@ -39,7 +39,7 @@ def natural(x, r):
 
 def nearest(x):
   """The nearest values, float64; of two equally near, the one with the even code."""
-  lower, upper, chance = neighbours(x)
+  lower, upper, chance = neighbors(x)
   even = np.where(upper > SMALLEST, np.frexp(upper)[1] % 2 == 0, False)
   value = np.where((chance > 0.5) | ((chance == 0.5) & even), upper, lower)
   value = np.where(~np.isfinite(x) | (value > LARGEST), np.nan, value)

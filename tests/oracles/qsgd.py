@@ -286,8 +286,8 @@ def qsgd_encode(  # noqa: PLR0913 - the words of the specification
     sign = np.signbit(tiles).astype(np.uint32) << np.uint32(bits - 1)
     codes = (fixed + addend) >> np.uint32(16) | sign
   else:
-    centre = np.uint32(full)
-    position = np.where(negative, centre - fixed, centre + fixed)
+    center = np.uint32(full)
+    position = np.where(negative, center - fixed, center + fixed)
     codes = (position + addend) >> np.uint32(16)
   packed = pack(codes, bits, words)
   if not inline:
@@ -350,7 +350,7 @@ def dense_encode(x, dtype, key=None):
 
 
 def dense_stochastic(x, dtype, draws):
-  """Each number as one of its two neighbours of 16 bits: a table of all is searched.
+  """Each number as one of its two neighbors of 16 bits: a table of all is searched.
 
   Args:
     x: float32[n].

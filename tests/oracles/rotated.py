@@ -13,7 +13,7 @@ PER_TENSOR_WORDS = 512
 
 
 def signs(count):
-  """The Rudin-Shapiro sequence: -1 for each pair of neighbouring ones in a number.
+  """The Rudin-Shapiro sequence: -1 for each pair of neighboring ones in a number.
 
   Example:
     >>> signs(8).tolist()

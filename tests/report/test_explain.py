@@ -108,7 +108,7 @@ def test_each_axis_has_its_own_size():
   got, alone = found.leaves, each[0].leaves + each[1].leaves
   for name in ("path", "bytes_sent", "work"):
     assert [getattr(x, name) for x in got] == [getattr(x, name) for x in alone]
-  # Chips are neighbours. Bytes between hosts cross the whole row of workers.
+  # Chips are neighbors. Bytes between hosts cross the whole row of workers.
   assert [(x.workers, x.span) for x in found.stages] == [(4, 4)] * 2 + [(2, 8)] * 2
   plain = gradcomp.explain(gradcomp.dense(), PARAMS, workers=8)
   assert found.ratio == found.bytes_sent / plain.bytes_sent

@@ -142,7 +142,7 @@ def test_gradients_of_half_precision_add_up_in_float32():
   np.testing.assert_array_equal(grad, [1.0])
 
 
-def centred(params, state, x, scale=1.0):
+def centered(params, state, x, scale=1.0):
   """A loss with statistics, which move by a tenth of a batch's own mean."""
   mean = 0.9 * state["mean"] + 0.1 * jnp.mean(x, axis=0).astype(state["mean"].dtype)
   return loss_fn(params, scale * (x - mean.astype(x.dtype))), {"mean": mean}
@@ -152,7 +152,7 @@ def centred(params, state, x, scale=1.0):
 def test_a_model_state_is_the_mean_of_the_workers(kind):
   _, x = problem()
   state = {"mean": np.zeros(16, np.float32)}
-  _, state, _ = run(centred, dense, state, kind=kind, model_state="mean", steps=2)
+  _, state, _ = run(centered, dense, state, kind=kind, model_state="mean", steps=2)
   assert state["mean"].sharding.is_fully_replicated
   np.testing.assert_allclose(state["mean"], 0.19 * x.mean(0), rtol=1e-5, atol=1e-7)
 
@@ -163,7 +163,7 @@ def test_a_model_state_is_each_workers_own(kind):
   _, x = problem()
   state = {"mean": np.zeros((WORKERS, 16), np.float32)}
   options = {"model_state": "local", "accumulate": 2, "steps": 2, "kind": kind}
-  _, state, metrics = run(centred, dense, state, np.float32(1), **options)
+  _, state, metrics = run(centered, dense, state, np.float32(1), **options)
   own = x.reshape(WORKERS, ROWS, 16).mean(1)
   np.testing.assert_allclose(state["mean"], 0.19 * own, rtol=1e-5, atol=1e-7)
   assert metrics.keys() == {"loss"}
@@ -258,7 +258,7 @@ def test_all_of_it_on_one_device():
 
   def noisy(params, state, x, scale, *, rng):
     x = scale * x + 0.01 * jax.random.normal(rng, x.shape)
-    loss, state = centred(params, state, x)
+    loss, state = centered(params, state, x)
     return loss, (state, jnp.max(x))
 
   step = gradcomp.make_train_step(
@@ -310,7 +310,7 @@ def test_a_scaled_loss_gives_the_same_step():
 )
 def test_bad_options(options, state, error, parts):
   args = () if state is None else (state,)
-  loss = loss_fn if state is None else centred
+  loss = loss_fn if state is None else centered
   with pytest.raises(error, match=says(*parts)):
     run(loss, dense, *args, **options)
 

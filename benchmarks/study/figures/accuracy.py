@@ -9,7 +9,7 @@ from benchmarks.study.figures.style import (
   BLUE,
   Rows,
   Shown,
-  colour,
+  color,
   families,
   height,
   legend,
@@ -79,7 +79,7 @@ def sweeps(study: Study) -> Iterator[Shown]:
         counts, differences = zip(*found, strict=True)
         y, half = [x.mean for x in differences], [x.half for x in differences]
         line = {"marker": "o", "markersize": 4, "capsize": 2}
-        axes.errorbar(counts, y, half, label=codec, color=colour(i, codec), **line)
+        axes.errorbar(counts, y, half, label=codec, color=color(i, codec), **line)
     axes.axhline(0, color="0.3", linewidth=0.8)
     axes.set_xscale("log", base=2)
     counts = [group.setting.workers for group in groups]
@@ -119,7 +119,7 @@ def curves(study: Study) -> Iterator[Shown]:
         count = min(map(len, found))
         y = np.array([[p["accuracy"] for p in curve[:count]] for curve in found])
         epochs = [point["step"] * x.batch / x.epoch for point in found[0][:count]]
-        drawn = colour(i, codec)
+        drawn = color(i, codec)
         axes.plot(epochs, y.mean(axis=0), label=codec, color=drawn, linewidth=1.5)
         axes.fill_between(epochs, y.min(axis=0), y.max(axis=0), color=drawn, alpha=0.1)
         rows.append([codec, *(f"{value:.2f}" for value in y.mean(axis=0))])

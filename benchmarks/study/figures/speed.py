@@ -11,14 +11,14 @@ from benchmarks.study.figures.style import (
   BLUE,
   Rows,
   Shown,
-  colour,
+  color,
   height,
   legend,
   panel,
   slug,
 )
 
-_PART_COLOURS = {"communication": "#c44e52", "codec": "#dd8452", "compute": BLUE}
+_PART_COLORS = {"communication": "#c44e52", "codec": "#dd8452", "compute": BLUE}
 
 
 def speeds(study: Study) -> Iterator[Shown]:
@@ -58,7 +58,7 @@ def bars(study: Study) -> Iterator[Shown]:
     bottom = np.zeros(len(codecs))
     for part in reversed(PARTS):
       value = [1e3 * max(0.0, cell.times[codec][part]) for codec in codecs]
-      axes.bar(codecs, value, bottom=bottom, label=part, color=_PART_COLOURS[part])
+      axes.bar(codecs, value, bottom=bottom, label=part, color=_PART_COLORS[part])
       bottom += value
     axes.set_ylabel("ms a step")
     axes.tick_params(axis="x", labelrotation=90)
@@ -89,7 +89,7 @@ def scalings(study: Study) -> Iterator[Shown]:
     for i, codec in enumerate(first.times):
       has = [cell for cell in cells if codec in cell.times]
       y = [cell.speed(codec) / first.speed("f32") for cell in has]
-      drawn = colour(i, codec)
+      drawn = color(i, codec)
       x = [cell.setting.workers for cell in has]
       axes.plot(x, y, marker="o", markersize=4, label=codec, color=drawn)
       by_count = dict(zip(x, y, strict=True))
@@ -136,7 +136,7 @@ def prices(study: Study, price: float | None) -> Iterator[Shown]:
     figure, axes = panel(cell.name)
     for i, (x, y, codec) in enumerate(sorted(spots)):
       axes.plot(x, y, "o", color="0.1" if codec == "f32" else BLUE)
-      above = (4, -12, 14)[i % 3]  # points, so that names of neighbours stay apart
+      above = (4, -12, 14)[i % 3]  # points, so that names of neighbors stay apart
       axes.annotate(codec, (x, y), (4, above), textcoords="offset points", fontsize=9)
     axes.set(xlabel="dollars of the training", ylabel="test accuracy (%)")
     axes.margins(0.18)
@@ -161,7 +161,7 @@ def intensities(study: Study) -> Iterator[Shown]:
       has = [cell for cell in cells if codec in cell.times]
       x = [cell.intensity for cell in has]
       y = [cell.gain(codec) for cell in has]
-      axes.plot(x, y, marker="o", markersize=4, label=codec, color=colour(i, codec))
+      axes.plot(x, y, marker="o", markersize=4, label=codec, color=color(i, codec))
       for cell, gain in zip(has, y, strict=True):
         name = cell.setting.network
         rows.append([name, f"{cell.intensity:.1f}", codec, f"{gain:.2f}"])

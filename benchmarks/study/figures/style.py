@@ -19,7 +19,7 @@ _FAMILIES = {
 }
 BLUE = "#4c72b0"
 _PAIRS = matplotlib.colormaps["tab20"].colors
-_COLOURS = _PAIRS[::2] + _PAIRS[1::2]  # ten strong ones, and ten pale ones
+_COLORS = _PAIRS[::2] + _PAIRS[1::2]  # ten strong ones, and ten pale ones
 Rows = list[list[str]]
 
 
@@ -85,6 +85,6 @@ def legend(figure: Figure, count: int) -> None:
   figure.legend(**small, loc="outside lower center", ncols=3)
 
 
-def colour(i: int, codec: str) -> object:
-  """Returns the colour of the i-th line; float32's is black."""
-  return "0.1" if codec == "f32" else _COLOURS[i % len(_COLOURS)]
+def color(i: int, codec: str) -> object:
+  """Returns the color of the i-th line; float32's is black."""
+  return "0.1" if codec == "f32" else _COLORS[i % len(_COLORS)]

@@ -4,7 +4,7 @@
     [--hidden 256] [--quick] [--output FOLDER]
 
 Trains a net of two hidden layers on the embedded digits, with dropout of 0.2, 0.3 and
-0.3 and RMSProp at 0.003, as the paper does on MNIST, from the same initialisations and
+0.3 and RMSProp at 0.003, as the paper does on MNIST, from the same initializations and
 with the same batches for every arm. Four workers are a vmap on one device.
 
   data   Each worker has a quarter of the batch, and workers send gradients once,

@@ -11,7 +11,7 @@ Each convolves a quarter of the batch. Features, activations and errors travel i
 data type, rounded on their own worker, too, and so do the gradients of convolutions,
 without feedback. The tests use the same cut net and the same type.
 
-The page compares each type with f32, seed by seed, from the same initialisation and
+The page compares each type with f32, seed by seed, from the same initialization and
 with the same batches. It says what so few images can show. With --output, writes
 model_parallel_nets.json and .md there.
 """

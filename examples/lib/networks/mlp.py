@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from examples.lib.networks.inputs import centred
+from examples.lib.networks.inputs import centered
 
 
 class MLP(nnx.Module):
@@ -32,7 +32,7 @@ class MLP(nnx.Module):
     self.drop = nnx.Dropout(dropout)
 
   def __call__(self, images: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
-    x = centred(images)
+    x = centered(images)
     x = self.drop_pixels(x.reshape(x.shape[0], -1), rngs=rngs)
     x = self.drop(nnx.relu(self.dense1(x)), rngs=rngs)
     x = self.drop(nnx.relu(self.dense2(x)), rngs=rngs)

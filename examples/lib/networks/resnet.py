@@ -1,6 +1,6 @@
 """A small residual net.
 
-Normalisation is over groups of channels, so that images do not depend on each other and
+Normalization is over groups of channels, so that images do not depend on each other and
 no statistics have to be kept.
 """
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from examples.lib.networks.inputs import centred
+from examples.lib.networks.inputs import centered
 
 
 class Block(nnx.Module):
-  """Two 3 x 3 convolutions beside a shortcut, normalised before each."""
+  """Two 3 x 3 convolutions beside a shortcut, normalized before each."""
 
   def __init__(self, inputs: int, outputs: int, stride: int, *, rngs: nnx.Rngs):
     self.norm1 = nnx.GroupNorm(inputs, num_groups=8, rngs=rngs)
@@ -43,6 +43,6 @@ class ResNet(nnx.Module):
     self.head = nnx.Linear(256, classes, rngs=rngs)
 
   def __call__(self, images: jax.Array) -> jax.Array:
-    x = self.stem(centred(images))
+    x = self.stem(centered(images))
     x = self.block3(self.block2(self.block1(x)))
     return self.head(nnx.relu(self.norm(x)).mean(axis=(1, 2)))

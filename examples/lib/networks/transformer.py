@@ -34,7 +34,7 @@ class Transformer(linen.Module):
 
 
 class Block(linen.Module):
-  """Attention and two dense layers, each normalised before and added to its input."""
+  """Attention and two dense layers, each normalized before and added to its input."""
 
   heads: int
   dropout: float = 0.0  # of what is added

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from examples.lib.networks.inputs import centred, halved
+from examples.lib.networks.inputs import centered, halved
 
 # A relu halves the mean square of what passes, which this makes up for. Eight layers
-# that are not normalised would else leave 1/256 of it.
+# that are not normalized would else leave 1/256 of it.
 KEEPING = nnx.initializers.he_normal()
 
 
@@ -41,7 +41,7 @@ class VGG(nnx.Module):
     self.drop = nnx.Dropout(dropout)
 
   def __call__(self, images: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
-    x = centred(images)
+    x = centered(images)
     for i, conv in enumerate(self.convs):
       x = nnx.relu(conv(x))
       if i % 2:

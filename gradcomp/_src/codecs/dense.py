@@ -41,7 +41,7 @@ class Dense(RoundsAtRandom, SameForAll):
   step or more above the largest becomes infinite: in ``float16`` 65520 and above.
 
   16 bits are rounded to nearest even, which is biased: use error feedback. Or they are
-  rounded at random to one of the two neighbours :math:`a \le |v| < b`, which is
+  rounded at random to one of the two neighbors :math:`a \le |v| < b`, which is
   unbiased, and needs no residual:
 
   .. math:: P(|Q(v)| = b) = \frac{|v| - a}{b - a}

@@ -23,7 +23,7 @@ _ROW_WORDS = 128  # rows carry no scale: short rows cost nothing, and waste less
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Natural(RoundsAtRandom, RowCodec):
-  r"""Rounds each element to a neighbouring power of two: natural compression.
+  r"""Rounds each element to a neighboring power of two: natural compression.
 
   An element with :math:`a \le |v| < b`, where a and :math:`b = 2 a` are powers of two,
   becomes one of them at random, with its sign:

@@ -49,7 +49,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
   .. math:: Q_s(v_i) = \lVert v \rVert \, \mathrm{sgn}(v_i) \, \xi_i / s
 
   where :math:`\xi_i` is :math:`s |v_i| / \lVert v \rVert` rounded to one of its two
-  neighbouring integers, up with a probability equal to the fraction.
+  neighboring integers, up with a probability equal to the fraction.
 
   ==================  ================  ==========================================
   ``levels``          ``s``             levels

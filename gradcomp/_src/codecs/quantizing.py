@@ -219,7 +219,7 @@ class FittedLevels:
     return Memory(fitted_levels.first_levels(self.bits)) if self.fitted else Memory()
 
   def measure(self, x: jax.Array) -> jax.Array:
-    """Counts normalised magnitudes in a sample of buckets: ``int32[256]``."""
+    """Counts normalized magnitudes in a sample of buckets: ``int32[256]``."""
     flat = as_float32(x)
     return fitted_levels.histogram(
       flat,

@@ -131,7 +131,7 @@ def lanes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def to_bfloat16(x: jax.Array, lane: jax.Array) -> jax.Array:
-  """Rounds finite ``float32`` to one of its two neighbours in ``bfloat16``, unbiased.
+  """Rounds finite ``float32`` to one of its two neighbors in ``bfloat16``, unbiased.
 
   Numbers beyond the largest finite one become that.
 

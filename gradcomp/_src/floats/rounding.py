@@ -87,10 +87,10 @@ def round_to(
                     754's rule, which without mantissa bits always takes the larger.
                     Numbers from the largest plus half a step on become infinity (only
                     numbers beyond that, if the code of the largest is even)
-  ``stochastic``    one of the two neighbours :math:`l \le x \le u`: :math:`u` with
+  ``stochastic``    one of the two neighbors :math:`l \le x \le u`: :math:`u` with
                     probability :math:`(x - l) / (u - l)`, a multiple of 2**-32, so that
                     the mean is :math:`x`. Unbiased up to the largest number
-  ``toward_zero``   the neighbour nearer to zero, which is never infinity
+  ``toward_zero``   the neighbor nearer to zero, which is never infinity
   ================  ====================================================================
 
   Formats without infinity have NaN in its place, and without NaN the largest number.

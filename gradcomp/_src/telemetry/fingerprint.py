@@ -28,7 +28,7 @@ def fingerprint(tree: Any) -> jax.Array:
   device, and for an array that is sharded as for one that is whole. A change
   of one 32-bit word, or of less, always changes it: :math:`h` is a bijection of it.
   Any other change is missed once in :math:`2^{64}` times, as far as the hash is random.
-  It is no defence against people who look for two trees with one fingerprint.
+  It is no defense against people who look for two trees with one fingerprint.
 
   Bits count, not values: -0.0 is not 0.0, and NaN differ by their payloads. A leaf
   counts with its path, its dtype and its shape. Elements that lie :math:`2^{32}` words
