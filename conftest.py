@@ -1,6 +1,7 @@
 """Eight CPU devices for the tests, and the names that every doctest may use."""
 
 import gc
+import importlib.util
 import os
 import sys
 
@@ -27,6 +28,11 @@ if sys.prefix != sys.base_prefix:
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
+# What draws needs the extra `plots`.
+if importlib.util.find_spec("matplotlib") is None:
+  collect_ignore = ["gradcomp/_src/telemetry/plots.py"]
+
+
 def pytest_report_header() -> str:
   return f"jax {jax.__version__}, numpy {np.__version__}, optax {optax.__version__}"
 
@@ -37,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
   selected.set_flags(config)
-  config.pluginmanager.register(costs.Costs(config), "costs")
+  config.pluginmanager.register(costs.Costs(), "costs")
   config.pluginmanager.register(selected.Selected(config), "selected")
 
 

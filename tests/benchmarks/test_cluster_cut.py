@@ -19,7 +19,7 @@ from benchmarks.training.model_parallel.ways import (
 )
 from examples.lib.checkpoints import Saved
 from gradcomp.codecs import Dense, EightBit
-from tests.support.cases.study import SETTING
+from tests.benchmarks.study_records import SETTING
 
 CLASSES, SIDE, HIDDEN, BATCH = 10, 8, 16, 32
 CUT = SETTING._replace(

@@ -18,7 +18,7 @@ from benchmarks.study import (
 from benchmarks.study import records as study_records
 from benchmarks.study.figures import accuracy, speed
 from benchmarks.study.records import Record, Records
-from tests.support.cases.study import FULL, SETTING, curve, line, timed, trained
+from tests.benchmarks.study_records import FULL, SETTING, curve, line, timed, trained
 
 
 def test_the_interval_is_that_of_student():

@@ -16,7 +16,7 @@ from benchmarks.study.queue.supervisor import Folders
 from benchmarks.study.records import append
 from tests.benchmarks import queues
 from tests.benchmarks.queues import Queue, gone, until
-from tests.support.cases.study import SETTING, TIMED
+from tests.benchmarks.study_records import SETTING, TIMED
 
 SUPERVISOR = "benchmarks/study/queue/supervisor.py"
 HOLD = """

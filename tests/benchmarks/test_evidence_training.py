@@ -19,7 +19,7 @@ from benchmarks.study.queue.train import Heart, Keeper
 from benchmarks.study.records import Record
 from benchmarks.study.tasks import TEXTS, Source
 from examples.lib.training import Task
-from tests.support.cases.study import SETTING
+from tests.benchmarks.study_records import SETTING
 
 DIGITS = SETTING._replace(workers=2, batch=32, steps=6, epoch=1437, points=2)
 

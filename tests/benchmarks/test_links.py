@@ -4,11 +4,13 @@ import argparse
 import doctest
 import json
 import math
+import re
 
 import pytest
 
 from benchmarks.common import shapes as common_shapes
-from benchmarks.links import cells, methods, results, tables
+from benchmarks.links import cells, front_picture, methods, results, tables
+from tests.support import pages
 
 CELL = {
   "hosts": 2,
@@ -180,3 +182,14 @@ def test_steps_are_compared_with_what_their_bytes_need():
   theirs = {"bytes_arithmetic": None, "bytes_wire_report": None}
   alone = run({"ddp f32": step(100) | full | theirs}, rate="loopback")
   assert tables.frame(alone).loc["ddp f32"].isna()[["wire ms", "/ HLO"]].all()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results/speed.md"])
+def test_the_picture_is_of_these_times(page, tmp_path):
+  """Its words for those who do not see it hold the times that the script draws."""
+  times = front_picture.milliseconds()
+  (words,) = re.findall(r"!\[(.*)\]\(.*speed\.png\)", (pages.ROOT / page).read_text())
+  numbers = re.findall(r"(?:f32|bf16|bits) (\d+)", words)
+  assert numbers == [f"{time:.0f}" for time in times.values()]
+  front_picture.draw(times, tmp_path / "speed.png")
+  assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")

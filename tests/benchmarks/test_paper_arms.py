@@ -8,7 +8,7 @@ import pytest
 import gradcomp
 from benchmarks.study import methods
 from gradcomp.codecs import EightBit, Ternary
-from tests.support.cases.study import SETTING
+from tests.benchmarks.study_records import SETTING
 
 LIKE = {"kernel": np.zeros((64, 32)), "head": {"kernel": np.zeros((32, 20))}}
 WORKERS = 8

@@ -18,8 +18,8 @@ from benchmarks.study.options import launches
 from benchmarks.study.tasks import TEXTS, Source
 from gradcomp.cost import CANDIDATES
 from tests.benchmarks import study_pages
+from tests.benchmarks.study_records import SETTING
 from tests.support import pages
-from tests.support.cases.study import SETTING
 
 RESULTS = pages.ROOT / "benchmarks" / "results"
 README = pages.ROOT / "README.md"

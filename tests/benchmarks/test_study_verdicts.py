@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.study import analysis, findings
 from benchmarks.study.judges import speed
-from tests.support.cases.study import CASES, FULL, timed, trained
+from tests.benchmarks.study_records import CASES, FULL, timed, trained
 
 
 def verdict(start, records):

@@ -1,1 +1,1 @@
-"""Plugins of pytest: selection, costs and budgets."""
+"""Plugins of pytest: selection and costs."""

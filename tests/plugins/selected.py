@@ -1,4 +1,4 @@
-"""Chooses which tests run, in which order, and how they compile: a pytest plugin.
+"""Chooses which tests run, and how they compile: a pytest plugin.
 
 Tests compile for longer than they compute. So XLA compiles in the least time, unless
 ``--optimize`` is given, and tests marked ``slow`` are left out unless ``--slow`` is.
@@ -10,8 +10,6 @@ import zlib
 
 import jax
 import pytest
-
-from tests.plugins import budgets
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -60,7 +58,7 @@ def set_flags(config: pytest.Config) -> None:
 
 
 class Selected:
-  """Leaves slow tests out, and orders files."""
+  """Leaves slow tests out."""
 
   def __init__(self, config: pytest.Config) -> None:
     self._share, self._shares = config.getoption("--slow")
@@ -72,10 +70,8 @@ class Selected:
   def pytest_collection_modifyitems(
     self, config: pytest.Config, items: list[pytest.Item]
   ) -> None:
-    """The dearest files first, so that all workers have work to the end."""
-    left_out = [item for item in items if not self._runs(item)]
-    items[:] = sorted((item for item in items if self._runs(item)), key=_order)
-    config.hook.pytest_deselected(items=left_out)
+    config.hook.pytest_deselected(items=[x for x in items if not self._runs(x)])
+    items[:] = [item for item in items if self._runs(item)]
 
   def _runs(self, item: pytest.Item) -> bool:
     if item.get_closest_marker("slow") is None:
@@ -83,8 +79,3 @@ class Selected:
     # By a hash of the name: the same tests are in the same share on every machine.
     number = zlib.crc32(item.nodeid.encode())
     return self._shares > 0 and number % self._shares == self._share
-
-
-def _order(item: pytest.Item) -> tuple[float, str]:
-  path = item.nodeid.partition("::")[0]
-  return -budgets.of(path).seconds, path

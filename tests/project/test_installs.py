@@ -84,6 +84,7 @@ def test_pytest_runs(place):
 
 @pytest.mark.slow
 def test_a_type_checker_resolves_the_kernels(place, tmp_path):
+  pytest.importorskip("mypy")
   program = tmp_path / "program.py"
   program.write_text(TYPED)
   said = run(

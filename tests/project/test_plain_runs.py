@@ -1,4 +1,4 @@
-"""A plain run leaves slow tests out, compiles in the least time, and keeps budgets."""
+"""A plain run leaves slow tests out, compiles in the least time, and is bounded."""
 
 import os
 import subprocess
@@ -11,10 +11,10 @@ from tests.support.pages import ROOT
 
 CONFTEST = """
 import jax
-from tests.plugins import budgets, costs, selected
+from tests.plugins import costs, selected
 
 jax.config.update("jax_platforms", "cpu")
-budgets.OTHERS = budgets.Budget(programs=2, seconds=100)
+costs.PROGRAMS = 2
 
 def pytest_addoption(parser):
   selected.add_options(parser)
@@ -22,7 +22,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
   config.addinivalue_line("markers", "slow: left out")
   selected.set_flags(config)
-  config.pluginmanager.register(costs.Costs(config))
+  config.pluginmanager.register(costs.Costs())
   config.pluginmanager.register(selected.Selected(config))
 """
 
@@ -59,7 +59,7 @@ def test_a_run_with_the_plugins(tmp_path):
   code, out = run("-k", "not compiles", "--optimize")
   assert code == 0 and "1 passed, 24 deselected" in out, out
   code, out = run("--slow", "1/4")
-  assert "FAILED: test_it.py took 4 programs, and its budget is 2" in out, out
+  assert "FAILED: the tests compile 4 programs, and may 2" in out, out
   assert code == 1 and "failed" not in out.splitlines()[-1]
   assert 5 < out.count(" PASSED") < 5 + 20  # a share of the slow ones
 

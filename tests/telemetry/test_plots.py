@@ -13,6 +13,7 @@ from tests.support.assertions import says
 
 @pytest.fixture(scope="module")
 def found():
+  pytest.importorskip("matplotlib")
   tx = gradcomp.qsgd(bits=4, min_leaf_size=0)
   grads = {"b": jnp.full(100, 0.75), "w": jnp.array([0.0, 3.0] * 200)}
   return gradcomp.telemetry.inspect(tx, grads, tx.init(grads))
