@@ -8,16 +8,18 @@ version := $(shell $(PYTHON) -c 'import platform; print(platform.python_version(
 VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(version))
 python := $(VENV)/bin/python
 # A worker a core; the tests of a file stay together, for they share what they compile.
-pytest := $(python) -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder \
-  --dist loadfile
+pytest := $(python) -m pytest -n logical --maxprocesses 4 --dist loadfile
+# The lowest versions that pyproject.toml admits, as constraints for pip.
+lowest := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*(x.replace(">=", "==").split(",")[0] for x in project["dependencies"]), sep="\n")
 
 # A docstring of the library states its subject in its first line: words that stand for
 # one are refused there.
 no_first_line := '^(?!\s*r?""").*'
 phrases := '(?:(?:so|as) many|of which|th(?:at|ose) of|the same for|for nobody)\b|[\w-]+'
 
-.PHONY: help train train-lm data test test-all breaks lint types bench bench-quick links \
-  evidence evidence-status evidence-times gpu-check ptx-check clean
+.PHONY: help train train-lm data test test-core test-lowest test-all breaks lint types \
+  bench bench-quick links evidence evidence-status evidence-times gpu-check ptx-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -32,11 +34,24 @@ data:  ## fetch Fashion-MNIST, MNIST and the Brown corpus into datasets/
 	$(PYTHON) examples/lib/data/download.py $(ARGS)
 
 # Exit code 5: of this kind ARGS chooses none.
+define run-tests
+@$(pytest) -m "not bits" $(ARGS); plain=$$?; \
+$(pytest) --dist worksteal -m bits --optimize $(ARGS); bits=$$?; \
+for status in $$plain $$bits; do [ $$status = 0 -o $$status = 5 ] || exit $$status; done; \
+[ $$plain = 0 -o $$bits = 0 ]
+endef
+
 test: $(VENV)/.installed-dev  ## run the tests and doctests, but for slow ones
-	@$(pytest) -m "not bits" $(ARGS); plain=$$?; \
-	$(pytest) --dist worksteal -m bits --optimize $(ARGS); bits=$$?; \
-	for status in $$plain $$bits; do [ $$status = 0 -o $$status = 5 ] || exit $$status; done; \
-	[ $$plain = 0 -o $$bits = 0 ]
+	$(run-tests)
+
+test-core: pytest += --ignore tests/benchmarks --ignore tests/examples
+test-core: $(VENV)/.installed-test  ## the same of the library alone, which needs few packages
+	$(run-tests)
+
+test-lowest:  ## the same on the lowest versions of JAX, optax and NumPy
+	@$(MAKE) VENV=.venv-lowest .venv-lowest/.made-by-$(version)
+	@$(PYTHON) -c '$(lowest)' > .venv-lowest/constraints.txt
+	@PIP_CONSTRAINT=.venv-lowest/constraints.txt $(MAKE) VENV=.venv-lowest test-core
 
 test-all: $(VENV)/.installed-dev  ## run all tests, compiled as users compile
 	$(pytest) --slow all --optimize $(ARGS)
@@ -91,7 +106,7 @@ ptx-check:  ## compile the kernels for Hopper without a GPU
 	.venv-accelerators/bin/python -W ignore -m benchmarks.gpu.ptx $(ARGS)
 
 clean:  ## remove the virtual environment, builds and caches
-	rm -rf $(VENV) .venv-accelerators dist .hypothesis .*_cache
+	rm -rf $(VENV) .venv-accelerators .venv-lowest dist .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The package in place, with one of its dependency groups, which pip knows since 25.1.

@@ -90,8 +90,8 @@ class Costs:
     for line in self._table():
       terminalreporter.write_line(line)
     if self._programs() > PROGRAMS:
-      line = f"FAILED: the tests compile {self._programs()} programs, and may {PROGRAMS}"
-      terminalreporter.write_line(line, red=True)
+      line = f"the tests compile {self._programs()} programs, and may {PROGRAMS}"
+      terminalreporter.write_line(f"FAILED: {line}", red=True)
 
   def _programs(self) -> int:
     """What a plain run compiles: slow tests are no part of it."""
