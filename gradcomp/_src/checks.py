@@ -9,8 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+_SITE = "https://gradcomp.readthedocs.io/en/stable/"
 _BUCKET_MULTIPLE = 32  # planes stay whole vectors
 _Kind = TypeVar("_Kind")
+
+
+def see(heading: str) -> str:
+  """Returns the last line of an error that the page on troubleshooting explains.
+
+  ``heading`` is the anchor of its heading there, and no other error has it.
+  """
+  return f"\nSee {_SITE}operate/troubleshooting.html#{heading}"
 
 
 def static_integer(

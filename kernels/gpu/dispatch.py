@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 
+from gradcomp._src.checks import see
 from gradcomp._src.kernels.gpu import self_check
 
 Implementation = Literal["xla", "pallas", "pallas_interpret", "mosaic"]
@@ -21,6 +22,7 @@ Kernel = Callable[..., Any] | str
 
 NO_MOSAIC = "there is no such kernel for this operation"
 _HOPPER = 9.0
+_SEE = see("runs-the-reference-instead")
 
 # Whatever the filters of warnings say, each text once in a process.
 _warn_once = functools.cache(warnings.warn)
@@ -68,7 +70,7 @@ def run(
     if isinstance(pallas, str):
       return xla(*operands)
     if wrong := self_check.failure(pallas, xla, example):
-      _warn_once(f"{wrong} XLA runs the reference instead.", RuntimeWarning)
+      _warn_once(f"{wrong} XLA runs the reference instead.{_SEE}", RuntimeWarning)
       return xla(*operands)
     return jax.lax.platform_dependent(*operands, cuda=pallas, default=xla)
   if implementation == "xla":
@@ -87,7 +89,7 @@ def run(
     )
   if implementation == "pallas":
     if wrong := self_check.failure(kernel, xla, example):
-      raise RuntimeError(f'{wrong} Use `implementation` None or "xla".')
+      raise RuntimeError(f'{wrong} Use `implementation` None or "xla".{_SEE}')
   return kernel(*operands)
 
 

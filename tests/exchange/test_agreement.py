@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import gradcomp
+from gradcomp._src.checks import see
 from gradcomp._src.core import agreement
 from gradcomp.codecs import QSGD
 from tests.support.cases.agreement import GRADS, assert_told, mesh, processes, trace
@@ -186,6 +187,7 @@ def test_steps_are_compared_whole(first, second, match, together):
   else:
     assert_told(told[0], match)
     assert_told(told[1], "must be the same in all processes")
+    assert str(told[1]).endswith(see("must-be-the-same-in-all-processes"))
   # Nobody has agreed, and all go on to the next.
   again = lambda: train(compressed(), SGD)
   assert together(again, again) == [None, None]

@@ -8,6 +8,7 @@ import socket
 import jax
 import pytest
 
+from gradcomp._src.checks import see
 from tests.project import api_page, architecture_page, result_tables
 from tests.support import pages
 from tests.support.installs import run
@@ -16,6 +17,7 @@ README = pages.ROOT / "README.md"
 FOLDER = pages.ROOT / "docs"
 MAP = FOLDER / "README.md"
 PAGES = [README, *sorted(FOLDER.rglob("*.md"))]
+ROOMS = pages.ROOT / "gradcomp" / "_src"
 HOSTS = FOLDER / "operate" / "many-hosts.md"
 # How tables of the study begin, which test_study_results.py compares.
 STUDIED = (
@@ -92,9 +94,10 @@ OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, HOSTS)]
 def run_here(tmp_path, monkeypatch):
   """Runs a page in this process, on the eight devices of all tests."""
   monkeypatch.chdir(tmp_path)
-  mesh = jax.sharding.get_mesh()
+  mesh, filtering = jax.sharding.get_mesh(), jax.config.jax_traceback_filtering
   yield pages.run
   jax.set_mesh(mesh)
+  jax.config.update("jax_traceback_filtering", filtering)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +191,25 @@ def test_links_lead_somewhere(page):
   assert not wrong
 
 
+TROUBLES = FOLDER / "operate" / "troubleshooting.md"
+SECTION = re.compile(r"^### (.*?)$(.*?)(?=^##)", re.M | re.S)
+
+
+def test_ten_errors_name_their_sections_of_the_page():
+  """One error a section. The page shows each with its address, and raises it."""
+  errors = TROUBLES.read_text().partition("## Messages of JAX")[0] + "##"
+  tops = (ROOMS, pages.ROOT / "kernels")
+  files = {file.resolve() for top in tops for file in top.rglob("*.py")}
+  code = "\n".join(file.read_text() for file in files)
+  named = re.findall(r"""\bsee\(['"]([\w-]+)['"]\)""", code)
+  identity = lambda x: re.sub(r"[^a-z0-9]+", "-", x.lower()).strip("-")  # docutils'
+  sections = {identity(name): text for name, text in SECTION.findall(errors)}
+  assert sorted(named) == sorted(sections) and len(named) == 10
+  assert set(sections) <= anchors(TROUBLES)
+  for name, text in sections.items():
+    assert re.findall(r"^See http.*$", text, re.M) == [see(name).strip()]
+
+
 def test_every_page_is_on_the_map():
   """It links to every page, and the front page to it."""
   assert "docs/README.md" in {target for target, _ in links(README)}
@@ -241,9 +263,6 @@ def test_the_tree_has_all_folders():
   """``python -m tests.project.architecture_page`` writes it."""
   page = architecture_page.PAGE.read_text()
   assert architecture_page.written(page) == page
-
-
-ROOMS = pages.ROOT / "gradcomp" / "_src"
 
 
 def test_the_way_of_a_gradient_names_what_is_there():

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from gradcomp._src.checkpoint.specs import state_specs
+from gradcomp._src.checks import see
 from gradcomp._src.exchange.assign import leaf_codecs
 from gradcomp._src.exchange.messages import owner_shapes
 from gradcomp._src.exchange.plan import MessagePlan
@@ -179,6 +180,7 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
       with, but the codec of ['w'] was QSGD(bits=4) and is QSGD(bits=8). Make
       the transformation that the state was saved with, or restore the parameters alone
       and begin with the state of optimizer.init.
+    See https://gradcomp.readthedocs.io/en/stable/operate/troubleshooting.html#a-state-that-this-optimizer-can-go-on-with
   """
   check_first_form("saved", saved)
   check_whole_form("record", record)
@@ -197,7 +199,7 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
     raise ValueError(
       "`saved` must be the record of a state that this optimizer can go on with, but "
       f"{told}{more}. {found[0].cure}, or restore the parameters alone and begin with "
-      "the state of optimizer.init."
+      f"the state of optimizer.init.{see('a-state-that-this-optimizer-can-go-on-with')}"
     )
 
 

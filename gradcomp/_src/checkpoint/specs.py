@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gradcomp._src.checks import see
 from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.core.residual_storage import is_stored, shaped
 from gradcomp._src.core.state import (
@@ -90,7 +91,7 @@ def state_specs(  # noqa: C901 - a case for each type of state
         "`opt_state` must not hold an exchange inside of optax.apply_if_finite, where "
         "each worker decides by itself and waits for those that decide otherwise; put "
         "gradcomp.skip_nonfinite(..., axis_name=) around the exchange, or "
-        "optax.apply_if_finite behind it."
+        f"optax.apply_if_finite behind it.{see('must-not-hold-an-exchange-inside-of')}"
       )
     return of_params(lambda spec: spec, node) if like_params(node) else PartitionSpec()
 
@@ -240,7 +241,7 @@ def check_stacked(opt_state: Any, specs: Any, params: Any, workers: int) -> None
         f"`opt_state`{jax.tree_util.keystr(path)} must stack the parts of {workers} "
         f"workers on its first axis, got the shape {leaf.shape}; make the state by "
         "optimizer.init under jax.set_mesh(mesh), or, with optax.MultiSteps around the "
-        "exchange, inside jax.shard_map."
+        f"exchange, inside jax.shard_map.{see('must-stack-the-parts-of')}"
       )
 
 

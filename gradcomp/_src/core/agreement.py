@@ -24,6 +24,7 @@ import numpy as np
 from jax._src import distributed  # the key-value store has no public name
 from jax.sharding import AbstractMesh, Mesh
 
+from gradcomp._src.checks import see
 from gradcomp._src.mesh.axes import AxisName, axis_names, is_explained, is_followed
 from gradcomp._src.mesh.types import mesh_of
 from gradcomp._src.version import WIRE, __version__
@@ -243,6 +244,7 @@ def _difference(
     f"`{name}` must be the same in all processes, which read each other's codes, got "
     f"{mine} in {_named(same[0])} and {those} in {_named(same[1])}, in {place}; start "
     "all processes with the same program, options and version of gradcomp."
+    f"{see('must-be-the-same-in-all-processes')}"
   )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
-from gradcomp._src.checks import one_of
+from gradcomp._src.checks import one_of, see
 from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import agreement
@@ -203,6 +203,7 @@ class Compression:
         f"{plan.axis_name!r}, whose second stage loses something; make the state by "
         "optimizer.init inside the map or under jax.set_mesh(mesh), or pass "
         "exchange=gradcomp.exchange.TwoShot(feedback=False)."
+        f"{see('whose-second-stage-loses-something')}"
       )
     # Without feedback they may be None: the second stage then rounds as the first does.
     return state.server_residual

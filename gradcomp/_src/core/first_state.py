@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gradcomp._src.checks import see
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, bound_size, mesh_size
 from gradcomp._src.mesh.closures import OF_OPTIMIZER, Bind, with_arrays
 from gradcomp._src.mesh.specs import sharded_axes, stack_spec, stacked_over
@@ -127,11 +128,12 @@ def check_own(
     shape = update.shape or (1,)
     if leaf.shape != shape:
       raise ValueError(
-        f"`state.{name}`{jax.tree_util.keystr(path)} must have the gradient's shape "
-        f"{shape} here, got {leaf.shape}{_made_for(leaf.shape, shape, workers)}; "
-        "inside a map, pass the state through with gradcomp.state_specs, and make it "
-        "by optimizer.init inside the map or under jax.set_mesh(mesh)."
-        f"{_parts(shape, leaf.shape, axis_name)}"
+        f"`state.{name}`{jax.tree_util.keystr(path)} must have the shape of its "
+        f"gradient, {shape} here, got {leaf.shape}"
+        f"{_made_for(leaf.shape, shape, workers)}; inside a map, pass the state "
+        "through with gradcomp.state_specs, and make it by optimizer.init inside the "
+        f"map or under jax.set_mesh(mesh).{_parts(shape, leaf.shape, axis_name)}"
+        f"{see('must-have-the-shape-of-its-gradient')}"
       )
 
   if tree is not None:

@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
-from gradcomp._src.checks import static_integer
+from gradcomp._src.checks import see, static_integer
 
 # One axis, or several that are reduced together, as jax.lax.psum takes them.
 AxisName = str | tuple[str, ...]
@@ -88,7 +88,7 @@ def require_size(axis_name: AxisName, mesh: AbstractMesh | None = None) -> int:
     raise UnboundAxisError(
       f"`axis_name` must be an axis of the enclosing jax.shard_map, jax.pmap or "
       f"jax.vmap, and {axis_name!r} is not bound here; {_cure(axis_name, mesh)}or pass "
-      "axis_name=None to compress on one device.",
+      f"axis_name=None to compress on one device.{see('is-not-bound-here')}",
       axis_name,
     )
   return size

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from gradcomp._src.checks import see
 from gradcomp._src.mesh.axes import (
   AxisName,
   axis_names,
@@ -99,7 +100,7 @@ def _already_reduced(path: Any, axis_name: AxisName) -> ValueError:
     "jax.grad with respect to replicated parameters has already all-reduced it in full "
     "precision. Use gradcomp.value_and_grad in place of jax.value_and_grad, or "
     "gradcomp.defer_reduction(params, axis_name=axis_name) before jax.grad; and put "
-    "optax.MultiSteps behind the exchange."
+    f"optax.MultiSteps behind the exchange.{see('says-that-it-is-equal-on-all')}"
   )
 
 

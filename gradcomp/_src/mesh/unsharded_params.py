@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from gradcomp._src.checks import see
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.specs import is_spec, sharded_axes
 from gradcomp._src.mesh.types import placed_spec, typed_spec, varying_axes
@@ -58,5 +59,5 @@ def _check(
       raise ValueError(
         f"`{name}`{jax.tree_util.keystr(path)} must be whole along {axis_name!r}, "
         f"which gradients are averaged over, but is sharded over {sorted(cut)}, got "
-        f"{got}: {GATHER_FIRST}{more}."
+        f"{got}: {GATHER_FIRST}{more}.{see('averaged-over-but-is-sharded-over')}"
       )
