@@ -19,7 +19,8 @@ no_first_line := '^(?!\s*r?""").*'
 phrases := '(?:(?:so|as) many|of which|th(?:at|ose) of|the same for|for nobody)\b|[\w-]+'
 
 .PHONY: help train train-lm data test test-core test-lowest test-all breaks lint types \
-  bench bench-quick links evidence evidence-status evidence-times gpu-check ptx-check clean
+  release-check bench bench-quick links evidence evidence-status evidence-times gpu-check \
+  ptx-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -69,6 +70,9 @@ lint: $(VENV)/.installed-lint  ## check code, pages and words
 
 types: $(VENV)/.installed-lint  ## check the types with mypy
 	$(python) -m mypy
+
+release-check: $(VENV)/.installed-release  ## build both archives, and test them as installed
+	$(python) -m tests.project.release_check
 
 bench: $(VENV)/.installed-bench  ## time the codecs against a memory copy
 	$(python) -m benchmarks.codecs.speed $(ARGS)

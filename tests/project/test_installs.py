@@ -1,7 +1,9 @@
-"""The first minute works in the folder itself, however the library was installed."""
+"""The first minute works in the folder itself, after ``pip install .`` there.
+
+``make release-check`` tests both archives of a release, in environments of their own.
+"""
 
 import re
-import tarfile
 import zipfile
 
 import pytest
@@ -21,38 +23,13 @@ reveal_type(pack_planes)
 """
 
 
-def installed(way, folder):
-  """Where a newcomer stands, and where else his Python finds the library."""
-  site = folder / "site"
-  if way == "editable":  # as the environment of these tests is
-    return ROOT, []
-  if way == "sdist":
-    archive = tarfile.open(installs.source_archive(ROOT, folder / "archives"))
-    archive.extractall(folder, filter="data")
-    (there,) = folder.glob("gradcomp-*")
-    return there, []
-  there = installs.tree(folder / "tree") if way == "plain" else folder / "elsewhere"
-  there.mkdir(exist_ok=True)
-  (folder / "wheels").mkdir()
-  source = there if way == "plain" else ROOT
-  zipfile.ZipFile(installs.wheel(source, folder / "wheels")).extractall(site)
-  return there, [str(site)]
-
-
-@pytest.fixture(
-  scope="module",
-  params=[
-    "plain",
-    *(
-      pytest.param(way, marks=pytest.mark.slow)
-      for way in ("editable", "wheel", "sdist")
-    ),
-  ],
-)
-def place(request, tmp_path_factory):
-  """One of the ways to install, as ``run`` takes it."""
-  there, path = installed(request.param, tmp_path_factory.mktemp(request.param))
-  return {"cwd": there, "PYTHONPATH": ":".join(path)}
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+  """A copy of the tree, whose wheel is installed elsewhere, as ``run`` takes it."""
+  folder = tmp_path_factory.mktemp("plain")
+  there = installs.tree(folder / "tree")
+  zipfile.ZipFile(installs.wheel(there, folder)).extractall(folder / "site")
+  return {"cwd": there, "PYTHONPATH": str(folder / "site")}
 
 
 def test_the_front_page_runs(place):
@@ -68,10 +45,7 @@ def test_the_command_line_runs(place):
 
 @pytest.mark.slow
 def test_pytest_runs(place):
-  """Tests and doctests of what is there, if tests are there."""
-  if not (place["cwd"] / "tests").exists():
-    pytest.skip("a wheel has no tests")
-  # Each finds its own environment, and the wheel of an archive is built of it.
+  """Tests and doctests of what is there."""
   files = (
     "gradcomp/_src/exchange/layout.py",
     "tests/project/test_packaging.py",

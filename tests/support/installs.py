@@ -1,4 +1,4 @@
-"""Copies of the tree, wheels and source archives of it, and programs there."""
+"""Copies of the tree, wheels of it, and programs there."""
 
 import os
 import shutil
@@ -7,13 +7,11 @@ import sys
 
 from tests.support.pages import ROOT
 
-OFFLINE = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet")
 
-
-def run(*args, cwd, **env):
+def run(*args, cwd, python=sys.executable, **env):
   """What a program of Python prints, which must end well."""
   result = subprocess.run(
-    [sys.executable, *map(str, args)],
+    [python, *map(str, args)],
     cwd=cwd,
     env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
     stdin=subprocess.DEVNULL,
@@ -33,16 +31,7 @@ def tree(folder):
 
 
 def wheel(source, folder):
-  """A wheel, as ``pip install .`` builds it."""
-  run("-m", "pip", "wheel", *OFFLINE, "--wheel-dir", folder, source, cwd=folder)
+  """A wheel, as ``pip install .`` builds it, without the index."""
+  run("-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=source)
   (path,) = folder.glob("*.whl")
-  return path
-
-
-def source_archive(source, folder):
-  """The archive of sources that an index would have."""
-  run(
-    "-m", "hatchling", "build", "--target", "sdist", "--directory", folder, cwd=source
-  )
-  (path,) = folder.glob("*.tar.gz")
   return path

@@ -1,0 +1,151 @@
+"""Builds a release, and tests both of its archives in environments of their own.
+
+``make release-check`` runs it. It installs from the package index, as no test does.
+"""
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from readme_renderer import markdown
+
+from tests.support import installs, pages
+from tests.support.pages import ROOT
+
+# What the tests of this environment compiled need not be compiled again.
+CACHE = {"JAX_COMPILATION_CACHE_DIR": f"{sys.prefix}/xla-cache"}
+PYTEST = ("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "-m", "not bits")
+# Addresses of the package page that lead into the repository.
+OURS = re.compile(
+  r"https://(?:github|raw\.githubusercontent)\.com/gradcomp/gradcomp/"
+  r"(?:(?:blob/)?v(?P<version>[^/]+)/(?P<file>[^#]+)|actions/workflows/(?P<run>[^/]+))"
+)
+SITE = re.compile(r"https://gradcomp\.readthedocs\.io/en/stable/([\w/-]*)(?:\.html)?")
+
+
+def git(*args):
+  subprocess.run(["git", *map(str, args)], check=True)
+
+
+def check_versions(folder):
+  """A tag is a version, and so is a commit without or behind one; they grow."""
+  clone = folder / "clone"
+  git("clone", "--quiet", "--no-tags", "--depth", "1", f"file://{ROOT}", clone)
+  version = lambda: installs.run("-m", "hatchling", "version", cwd=clone).strip()
+  assert re.fullmatch(r"0\.1\.dev\d+\+g\w+", version()), version()
+  identity = ("-c", "user.name=release-check", "-c", "user.email=")
+  git("-C", clone, "tag", "v0.2.0")
+  assert version() == "0.2.0", version()
+  git("-C", clone, *identity, "commit", "--quiet", "--allow-empty", "-m", "Go on")
+  assert re.fullmatch(r"0\.2\.1\.dev1\+g\w+", version()), version()
+
+
+def build(folder):
+  """The archive of sources, and the wheel that is built of it."""
+  installs.run(
+    *("-m", "build", "--quiet", "--installer", "uv", "--outdir", folder, ROOT),
+    cwd=ROOT,
+  )
+  (source,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+  installs.run("-m", "twine", "check", "--strict", source, wheel, cwd=folder)
+  return source, wheel
+
+
+def check_page(wheel):
+  """No link of the package page is relative, and ours lead to what is there."""
+  archive = zipfile.ZipFile(wheel)
+  (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+  metadata = email.message_from_bytes(archive.read(name))
+  version = metadata["Version"]
+  page = markdown.render(metadata.get_payload(decode=True).decode())
+  links = set(re.findall(r'(?:href|src)="([^"]+)"', page))
+  links -= {link for link in links if link.startswith("#")}
+  assert any(map(OURS.match, links)) and any(map(SITE.match, links)), links
+  for link in links:
+    assert link.startswith("https://"), f"{link} is relative on the package page"
+    if ours := OURS.fullmatch(link.removesuffix("/badge.svg")):
+      file = ours["file"] or f".github/workflows/{ours['run']}"
+      assert ours["version"] in (version, None), f"{link} is not of {version}"
+      assert (ROOT / file).exists(), f"{link} leads nowhere"
+    elif site := SITE.match(link):
+      sources = ROOT.glob(f"docs/{site[1] or 'README'}.*")
+      assert list(sources), f"{link} leads nowhere"
+  if ".dev" not in version:
+    heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$"
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(heading, changes, re.M), f"CHANGELOG.md has no {version}"
+
+
+def environment(folder, *packages):
+  """The Python of a new environment with some packages of the index."""
+  installs.run("-m", "uv", "venv", "-q", "-p", sys.executable, folder, cwd=ROOT)
+  python = folder / "bin" / "python"
+  installs.run(
+    *("-m", "uv", "pip", "install", "-q", "--python", python, *packages), cwd=ROOT
+  )
+  return python
+
+
+def check_wheel(wheel, folder):
+  """The front page and all doctests run where nothing else is."""
+  packages = (f"{wheel}[plots]", "pytest", "pytest-xdist")
+  here = {"cwd": folder / "elsewhere", "python": environment(folder / "env", *packages)}
+  here["cwd"].mkdir()
+  (block,) = (x for x in pages.read(ROOT / "README.md")[0] if x.language == "python")
+  said = installs.run("-W", "error", "-c", block.text, **here, **CACHE)
+  assert "0.127 x the bytes of a plain f32 mean" in said
+  # What names doctests may use, and how they are compared, the tests say.
+  for name in ("conftest.py", "pyproject.toml"):
+    shutil.copy(ROOT / name, here["cwd"])
+  shutil.copytree(ROOT / "tests" / "plugins", here["cwd"] / "tests" / "plugins")
+  return last(installs.run(*PYTEST, "--pyargs", "gradcomp", **here, **CACHE))
+
+
+def check_source(source, folder):
+  """Tests run from the archive, as distributions of systems run them."""
+  with tarfile.open(source) as archive:
+    archive.extractall(folder, filter="data")
+  (there,) = folder.glob("gradcomp-*")
+  group = f"{there}/pyproject.toml:test"
+  python = environment(folder / "env", source, "--group", group)
+  files = ("tests/project/test_packaging.py", "tests/codecs/test_codecs.py")
+  return last(installs.run(*PYTEST, *files, cwd=there, python=python, **CACHE))
+
+
+def last(said):
+  """The line in which pytest counts, without which no test has run."""
+  return re.findall(r"^\d+ passed.*$", said, re.M)[-1]
+
+
+def main():
+  os.environ.pop("PYTHONPATH", None)  # each environment finds its own library
+  start = time.monotonic()
+
+  def ok(what):
+    nonlocal start
+    print(f"ok: {what}, {time.monotonic() - start:.0f} s", flush=True)
+    start = time.monotonic()
+
+  with tempfile.TemporaryDirectory() as name:
+    folder = Path(name)
+    check_versions(folder)
+    ok("versions come from tags")
+    source, wheel = build(folder / "dist")
+    sizes = [path.stat().st_size >> 10 for path in (source, wheel)]
+    ok("twine takes {}, {} KiB, and its wheel, {} KiB".format(source.name, *sizes))
+    check_page(wheel)
+    ok("links of the package page lead somewhere")
+    ok(f"front page and doctests of the wheel: {check_wheel(wheel, folder / 'wheel')}")
+    ok(f"tests of the sdist: {check_source(source, folder / 'sdist')}")
+
+
+if __name__ == "__main__":
+  main()
