@@ -1,4 +1,4 @@
-"""Builds a release, and tests both of its archives in environments of their own.
+"""Builds a release into dist/, and tests both archives in environments of their own.
 
 ``make release-check`` runs it. It installs from the package index, as no test does.
 """
@@ -50,6 +50,7 @@ def check_versions(folder):
 
 def build(folder):
   """The archive of sources, and the wheel that is built of it."""
+  shutil.rmtree(folder, ignore_errors=True)
   installs.run(
     *("-m", "build", "--quiet", "--installer", "uv", "--outdir", folder, ROOT),
     cwd=ROOT,
@@ -78,10 +79,19 @@ def check_page(wheel):
     elif site := SITE.match(link):
       sources = ROOT.glob(f"docs/{site[1] or 'README'}.*")
       assert list(sources), f"{link} leads nowhere"
-  if ".dev" not in version:
-    heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$"
-    changes = (ROOT / "CHANGELOG.md").read_text()
-    assert re.search(heading, changes, re.M), f"CHANGELOG.md has no {version}"
+  return version
+
+
+def check_release(version):
+  """The files that name a release name this one."""
+  number = re.escape(version)
+  for file, line in (
+    ("CHANGELOG.md", rf"## \[{number}\] - \d{{4}}-\d\d-\d\d"),
+    ("CITATION.cff", f"version: {number}"),
+    (".github/conda/recipe.yaml", f'  version: "{number}"'),
+  ):
+    text = (ROOT / file).read_text()
+    assert re.search(f"^{line}$", text, re.M), f"{file} does not name {version}"
 
 
 def environment(folder, *packages):
@@ -138,11 +148,13 @@ def main():
     folder = Path(name)
     check_versions(folder)
     ok("versions come from tags")
-    source, wheel = build(folder / "dist")
+    source, wheel = build(ROOT / "dist")
     sizes = [path.stat().st_size >> 10 for path in (source, wheel)]
     ok("twine takes {}, {} KiB, and its wheel, {} KiB".format(source.name, *sizes))
-    check_page(wheel)
+    version = check_page(wheel)
     ok("links of the package page lead somewhere")
+    if ".dev" not in version:
+      check_release(version)
     ok(f"front page and doctests of the wheel: {check_wheel(wheel, folder / 'wheel')}")
     ok(f"tests of the sdist: {check_source(source, folder / 'sdist')}")
 

@@ -6,10 +6,13 @@ import importlib
 import inspect
 import re
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
 import gradcomp
 from gradcomp._src.kernels import qsgd
@@ -59,6 +62,18 @@ def test_the_wheel_needs_three_distributions(wheel):
   always = [line for line in required if "extra ==" not in line]
   names = sorted(re.match(r"[\w.-]+", line).group() for line in always)
   assert names == ["jax", "numpy", "optax"]
+
+
+def test_the_conda_recipe_needs_what_the_package_needs():
+  recipe = yaml.safe_load((ROOT / ".github" / "conda" / "recipe.yaml").read_text())
+  declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+  project, build = declared["project"], declared["build-system"]
+  python = f">={recipe['context']['python_min']}"
+  assert python == project["requires-python"]
+  needed = lambda lines: {Requirement(x) for x in lines if not x.startswith("python ")}
+  assert needed(recipe["requirements"]["run"]) == needed(project["dependencies"])
+  built = needed(recipe["requirements"]["host"]) - {Requirement("pip")}
+  assert built == needed(build["requires"])
 
 
 def test_the_wheel_imports_alone(wheel, tmp_path):
