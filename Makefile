@@ -17,6 +17,7 @@ lowest := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["
 # one are refused there.
 no_first_line := '^(?!\s*r?""").*'
 phrases := '(?:(?:so|as) many|of which|th(?:at|ose) of|the same for|for nobody)\b|[\w-]+'
+schema := $(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor
 
 .PHONY: help train train-lm data test test-core test-lowest test-all breaks lint types \
   release-check bench bench-quick links evidence evidence-status evidence-times gpu-check \
@@ -60,13 +61,19 @@ test-all: $(VENV)/.installed-dev  ## run all tests, compiled as users compile
 breaks: $(VENV)/.installed-dev  ## break the library on purpose: the tests must see it
 	$(python) -m tests.breaks.run $(ARGS)
 
-lint: $(VENV)/.installed-lint  ## check code, pages and words
+lint: $(VENV)/.installed-lint  ## check code, pages, words, forms and workflows
 	$(python) -m ruff check
 	$(python) -m ruff format --check
 	$(VENV)/bin/rumdl check .
 	$(VENV)/bin/codespell
 	$(VENV)/bin/codespell --dictionary docs/inside/first-lines.txt \
 	  --regex $(phrases) --ignore-regex $(no_first_line) gradcomp kernels
+	$(schema).github-workflows .github/workflows/*
+	$(schema).github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(schema).github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*))
+	$(schema).dependabot .github/dependabot.yml
+	$(schema).citation-file-format CITATION.cff
+	$(VENV)/bin/zizmor --quiet --offline .github
 
 types: $(VENV)/.installed-lint  ## check the types with mypy
 	$(python) -m mypy
