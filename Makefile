@@ -17,7 +17,7 @@ lowest := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["
 # one are refused there.
 no_first_line := '^(?!\s*r?""").*'
 phrases := '(?:(?:so|as) many|of which|th(?:at|ose) of|the same for|for nobody)\b|[\w-]+'
-schema := $(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor
+schema := $(VENV)/bin/check-jsonschema --builtin-schema vendor
 
 .PHONY: help train train-lm data test test-core test-lowest test-all breaks lint types \
   release-check bench bench-quick links evidence evidence-status evidence-times gpu-check \
