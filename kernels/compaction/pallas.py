@@ -22,6 +22,9 @@ def positions(
   words: jax.Array, capacity: int, size: int, *, interpret: bool = False
 ) -> jax.Array:
   """Lists as :func:`reference.positions` does, for one tile or more."""
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import triton
+
   tiles = words.size // LANES
   rows = min(_TILES, 1 << (tiles.bit_length() - 1))
   block = rows * LANES
@@ -29,11 +32,11 @@ def positions(
 
   def kernel(words_ref: Any, starts_ref: Any, out_ref: Any) -> None:
     # The last block is the last words. The block before lists some of them as well.
-    first = jnp.minimum(triton_tiles.pl.program_id(0) * rows, tiles - rows) * LANES
+    first = jnp.minimum(pl.program_id(0) * rows, tiles - rows) * LANES
     place = first + lax.iota(jnp.int32, block)
     words = words_ref[place]
     counts = population_count(words)
-    slot = starts_ref[triton_tiles.pl.program_id(0)] + jnp.cumsum(counts) - counts
+    slot = starts_ref[pl.program_id(0)] + jnp.cumsum(counts) - counts
     lane = place & (LANES - 1)
     element = (place - lane) * WORD + lane
 
@@ -41,18 +44,18 @@ def positions(
       words, slot = left
       lowest = words & (~words + 1)
       bit = _exponent(lowest)
-      triton_tiles.triton.store(
+      triton.store(
         out_ref.at[slot], element + bit * LANES, mask=(words != 0) & (slot < capacity)
       )
       return words ^ lowest, slot + 1
 
     lax.fori_loop(jnp.int32(0), counts.max(), put, (words, slot))
 
-  found = triton_tiles.pl.pallas_call(
+  found = pl.pallas_call(
     kernel,
     out_shape=triton_tiles.typed(words, (capacity,), jnp.int32),
     grid=(starts.size,),
-    compiler_params=triton_tiles.triton.CompilerParams(num_warps=4),
+    compiler_params=triton.CompilerParams(num_warps=4),
     interpret=interpret,
     name="list_positions",
   )(words, starts)

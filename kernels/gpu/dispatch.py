@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 
 from gradcomp._src.checks import see
-from gradcomp._src.kernels.gpu import self_check
+from gradcomp._src.kernels.gpu import by_platform, self_check
 
 Implementation = Literal["xla", "pallas", "pallas_interpret", "mosaic"]
 
@@ -43,8 +43,7 @@ def run(
       style; ``"pallas_interpret"`` for the same kernel on any backend, slowly, for
       tests; ``"mosaic"`` for the kernel for Hopper and newer; or None. None takes
       ``"pallas"`` on CUDA devices, where there is such a kernel, and ``"xla"``
-      elsewhere. It decides when the program is lowered for a platform. A program that
-      is exported for several platforms at once needs a name.
+      elsewhere. It decides where the program is lowered for a platform.
       In a process with CUDA devices, :func:`self_check.failure` first compares
       ``"pallas"`` with ``"xla"`` on a small input. Where the kernel fails or gives
       other bits, None warns of it once and takes ``"xla"``, and the name raises. The
@@ -72,7 +71,7 @@ def run(
     if wrong := self_check.failure(pallas, xla, example):
       _warn_once(f"{wrong} XLA runs the reference instead.{_SEE}", RuntimeWarning)
       return xla(*operands)
-    return jax.lax.platform_dependent(*operands, cuda=pallas, default=xla)
+    return by_platform.call(*operands, cuda=pallas, default=xla)
   if implementation == "xla":
     return xla(*operands)
   kernel = mosaic if implementation == "mosaic" else pallas

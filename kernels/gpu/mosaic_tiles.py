@@ -21,14 +21,6 @@ from gradcomp._src.kernels.gpu import last_tile
 from gradcomp._src.kernels.gpu.last_tile import Reference, complete
 from gradcomp._src.kernels.gpu.triton_tiles import Index, typed
 
-try:
-  from jax.experimental import pallas as pl
-  from jax.experimental.pallas import mosaic_gpu as plgpu
-except ImportError:
-  _UNAVAILABLE = "this version of JAX has no Mosaic GPU backend for Pallas"
-else:
-  _UNAVAILABLE = ""
-
 _THREADS = 128  # of a warpgroup, which is a program
 _VECTOR = 4  # elements of a load of 16 bytes
 # Larger buckets and tiles would not stay in registers.
@@ -38,8 +30,6 @@ _LARGEST_TILE = 16384
 
 def refusal(size: int, planes: int, bucket_size: int) -> str:
   """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
-  if _UNAVAILABLE:
-    return _UNAVAILABLE
   power = not bucket_size & (bucket_size - 1)
   if not (power and _THREADS <= bucket_size <= _LARGEST_BUCKET):
     return (
@@ -63,6 +53,8 @@ class Tile:
   """
 
   def __init__(self, x_ref, rows_ref, residual_ref, shape, planes):  # type: ignore[no-untyped-def]
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
     self.number = jax.lax.axis_index("tile")
     self.shape = shape
     self._planes = planes
@@ -74,10 +66,14 @@ class Tile:
 
   def iota(self, dtype: Any, shape: tuple[int, ...], axis: int) -> jax.Array:
     """Returns ``jax.lax.broadcasted_iota`` in the layout of a plane."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
     return plgpu.layout_cast(jax.lax.broadcasted_iota(dtype, shape, axis), self._layout)
 
   def plane(self, plane: Index) -> jax.Array:
     """Reads the elements of a plane: ``float32[1, B]``."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
     x = plgpu.layout_cast(self._x[self._elements(plane)], self._flat)
     return x.reshape(self.shape)
 
@@ -88,6 +84,8 @@ class Tile:
 
   def put(self, words: jax.Array) -> None:
     """Writes the codes of the row: ``uint32[1, B]``."""
+    from jax.experimental import pallas as pl
+
     self._rows[self.number, pl.ds(0, self.shape[1])] = words.reshape(self.shape[1:])
 
   def put_scale(self, number: Index, word: jax.Array) -> None:
@@ -100,6 +98,8 @@ class Tile:
       self._residual[self._elements(plane)] = rest.reshape(self.shape[1:])
 
   def _elements(self, plane: Index) -> Any:
+    from jax.experimental import pallas as pl
+
     bucket = self.number * self._planes + plane
     return pl.ds(bucket * self.shape[1], self.shape[1])
 
@@ -122,6 +122,8 @@ def encode(
   ``body`` is called with a :class:`Tile`. ``interpret`` is a
   ``plgpu.InterpretGPUParams``, which JAX has from 0.11 on, or None.
   """
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+
   tile = planes * bucket_size
   tiles = x.size // tile
   given = [operand for operand in operands if operand is not None]

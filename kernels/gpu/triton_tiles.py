@@ -7,6 +7,9 @@ reductions over a bucket. The reference encodes the last, partial tile.
 No load is masked. A mask would make Triton's loads narrower, and some versions of JAX
 do not mask a ragged last block at all. Instead the last program takes the last whole
 tiles, some of which another program encodes as well. Both write the same words.
+
+Pallas is imported where a kernel is traced. With its back ends for GPUs it would take
+a quarter of the time of ``import gradcomp``.
 """
 
 from collections.abc import Callable
@@ -17,14 +20,6 @@ import jax.numpy as jnp
 
 from gradcomp._src.kernels.gpu import last_tile
 from gradcomp._src.kernels.gpu.last_tile import Reference, complete
-
-try:  # deprecated from JAX 0.11 on
-  from jax.experimental import pallas as pl
-  from jax.experimental.pallas import triton
-except ImportError:
-  _UNAVAILABLE = "this version of JAX has no Triton backend for Pallas"
-else:
-  _UNAVAILABLE = ""
 
 _THREADS = 32  # in a warp
 _VECTOR = 4  # elements of a load of 16 bytes
@@ -39,8 +34,6 @@ Index = jax.Array | int
 
 def refusal(size: int, planes: int, bucket_size: int) -> str:
   """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
-  if _UNAVAILABLE:
-    return _UNAVAILABLE
   if bucket_size & (bucket_size - 1) or bucket_size > _LARGEST_BUCKET:
     return (
       f"a kernel's buckets are powers of two up to {_LARGEST_BUCKET}, and this one has "
@@ -58,6 +51,8 @@ class Block:
   """
 
   def __init__(self, x_ref, rows_ref, residual_ref, shape, planes, tiles):  # type: ignore[no-untyped-def]
+    from jax.experimental import pallas as pl
+
     self.shape = shape
     self.first_row = jnp.minimum(pl.program_id(0) * shape[0], tiles - shape[0])
     self._planes = planes
@@ -66,6 +61,8 @@ class Block:
   @property
   def rows(self) -> Any:
     """The indices of the block's rows, for references that have one line a row."""
+    from jax.experimental import pallas as pl
+
     return pl.ds(self.first_row, self.shape[0])
 
   def elements(self, plane: Index, first: int, count: int) -> jax.Array:
@@ -89,6 +86,8 @@ class Block:
 
   def put(self, words: jax.Array, first: int = 0) -> None:
     """Writes words of the block's rows, ``uint32[rows, B]``, from ``first`` on."""
+    from jax.experimental import pallas as pl
+
     self._rows[self.rows, pl.ds(first, words.shape[1])] = words
 
   def put_scale(self, number: Index, words: jax.Array) -> None:
@@ -137,6 +136,9 @@ def encode(  # noqa: PLR0913 - the tile's shape and the launch, which kernels ch
   Returns:
     The rows, ``uint32[rows, row_words]``, and the residual like ``x``, or None.
   """
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import triton
+
   tile = planes * bucket_size
   tiles = x.size // tile
   whole = tiles * tile

@@ -55,6 +55,9 @@ def _mark_tiles(
   interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the words of a row, with room for a partial tile, and counts of tiles."""
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import triton
+
   size = matrix.shape[1]
   tiles = size // TILE
   rows = min(_TILES, 1 << (tiles.bit_length() - 1))
@@ -67,7 +70,7 @@ def _mark_tiles(
     if matrix.shape[0] == 1:  # a known number allows loads of 16 bytes for every size
       number = jnp.int32(0)
     # The last block is the last tiles. The block before marks some of them as well.
-    first = jnp.minimum(triton_tiles.pl.program_id(0) * rows, tiles - rows)
+    first = jnp.minimum(pl.program_id(0) * rows, tiles - rows)
     tile = first + lax.broadcasted_iota(jnp.int32, shape, 0)
     start = tile * TILE + lax.broadcasted_iota(jnp.int32, shape, 1)
 
@@ -81,17 +84,17 @@ def _mark_tiles(
     none = jnp.zeros(shape, jnp.uint32)
     steps = jnp.int32(WORD // _STEP)
     words = lax.fori_loop(jnp.int32(0), steps, add_planes, none)
-    words_ref[triton_tiles.pl.ds(first, rows), :] = words
+    words_ref[pl.ds(first, rows), :] = words
     # These are counts of tiles, not of the block: a tile in two blocks counts once.
     counts = population_count(words).sum(axis=1, dtype=jnp.int32)
-    counts_ref[triton_tiles.pl.ds(first, rows)] = counts
+    counts_ref[pl.ds(first, rows)] = counts
 
   out = [((-(-size // TILE), LANES), jnp.uint32), ((tiles,), jnp.int32)]
-  return triton_tiles.pl.pallas_call(
+  return pl.pallas_call(
     kernel,
     out_shape=[triton_tiles.typed(matrix, shape, dtype) for shape, dtype in out],
     grid=(-(-tiles // rows),),
-    compiler_params=triton_tiles.triton.CompilerParams(num_warps=4),
+    compiler_params=triton.CompilerParams(num_warps=4),
     interpret=interpret,
     name="mark",
   )(matrix, *scalars)

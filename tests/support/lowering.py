@@ -1,5 +1,6 @@
 """Lowers programs for NVIDIA's GPUs on a machine that has none."""
 
+import contextlib
 import warnings
 
 import jax
@@ -10,6 +11,18 @@ TRITON = "__gpu$xla.gpu.triton"  # what a kernel is called by
 _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 
 
+@contextlib.contextmanager
+def cuda(**axes):
+  """Lets a body lower programs for H200s, with a mesh of these axes and their sizes."""
+  types = (AxisType.Auto,) * len(axes)
+  sizes, names = tuple(axes.values()), tuple(axes)
+  mesh = AbstractMesh(sizes, names, types, abstract_device=_H200)
+  with use_abstract_mesh(mesh), warnings.catch_warnings():
+    # From JAX 0.11 on, for every kernel.
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+    yield
+
+
 def lowered_for_cuda(function, *args, **axes):
   """The text of a program for H200s: kernels are in it, encoded.
 
@@ -18,10 +31,5 @@ def lowered_for_cuda(function, *args, **axes):
     *args: arrays, or what says their shapes.
     **axes: sizes of the mesh for jax.shard_map's without one.
   """
-  types = (AxisType.Auto,) * len(axes)
-  sizes, names = tuple(axes.values()), tuple(axes)
-  mesh = AbstractMesh(sizes, names, types, abstract_device=_H200)
-  with use_abstract_mesh(mesh), warnings.catch_warnings():
-    # From JAX 0.11 on, for every kernel.
-    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+  with cuda(**axes):
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
