@@ -134,17 +134,27 @@ def digest(case):
   Arrays of a state count as a set of their bytes, so that fields may change their names
   and places, and what several leaves hold alike counts once.
   """
-  workers = case.workers
-  update = modes.mapped(case.mode, transformation(case), workers)
-  state, hashed = None, hashlib.sha256()
-  for gradient in gradients(workers):
-    params = jax.tree.map(lambda leaf: leaf[0], gradient)
-    output, state = update(gradient, state, params)
-    for leaf in jax.tree.leaves(output):
+  hashed = hashlib.sha256()
+  for outputs, state in steps(case):
+    for leaf in outputs.values():
       hashed.update(_bytes(leaf))
-    for part in sorted({_bytes(leaf) for leaf in _arrays(state, case, params)}):
+    for part in sorted({_bytes(leaf) for leaf in state.values()}):
       hashed.update(hashlib.sha256(part).digest())
   return hashed.hexdigest()[:16]
+
+
+def steps(case):
+  """Yields the outputs and the arrays of the state of each step, by their paths."""
+  update, state = modes.mapped(case.mode, transformation(case), case.workers), None
+  for gradient in gradients(case.workers):
+    params = jax.tree.map(lambda leaf: leaf[0], gradient)
+    output, state = update(gradient, state, params)
+    yield _by_path(output), _arrays(state, case, params)
+
+
+def _by_path(tree):
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def _arrays(state, case, params):
@@ -165,8 +175,9 @@ def _arrays(state, case, params):
       parts = (np.zeros((workers, 0), np.float32), used) if found is None else found
       parts = [np.asarray(part).reshape(workers, -1) for part in parts]
       whole.append([np.pad(x, ((0, 0), (0, rows - x.shape[1]))) for x in parts])
-  rest = jax.tree.leaves(state if not kept else state._replace(memory=None))
-  return rest + [np.concatenate(parts, axis=1) for parts in zip(*whole, strict=True)]
+  rest = _by_path(state if not kept else state._replace(memory=None))
+  joined = [np.concatenate(parts, axis=1) for parts in zip(*whole, strict=True)]
+  return rest | {f".memory.own {k}": array for k, array in enumerate(joined)}
 
 
 def _bytes(leaf):
