@@ -1,9 +1,13 @@
-"""The command line: ``plan`` compares codecs and exchanges for a model and a link.
+"""The command line: ``plan`` for a model and a link, ``kernels`` for a GPU.
 
   python -m gradcomp plan --params 25M --workers 8 --gbit 10
 
 prints the seconds of each codec and exchange, and a recommendation. --help of it lists
 the options. `gradcomp.cost.plan` does this for the parameters of a program.
+
+  python -m gradcomp kernels
+
+compares and times the kernels on the GPU of this machine.
 """
 
 import argparse
@@ -56,17 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     default=1.0,
     help="times that codecs are slower here than on two cores",
   )
+  kernels = commands.add_parser("kernels", help="compare the kernels with XLA's code")
+  kernels.set_defaults(run=lambda options: gradcomp.testing.compare_kernels())
   options = parser.parse_args(arguments)
   if not hasattr(options, "run"):
     parser.print_help()
     return
-  pair = isinstance(options.workers, tuple)
-  if pair != (options.inside_gbit is not None):
-    plan.error(
-      "argument --inside-gbit: must be given with hosts x chips, and only then"
-    )
-  if (options.forward is None) != (options.backward is None):
-    plan.error("argument --forward: must be given with --backward, and only then")
   try:
     print(options.run(options))
   except ValueError as error:
@@ -75,6 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _plan(options: argparse.Namespace) -> gradcomp.cost.Plan:
   pair = isinstance(options.workers, tuple)
+  if pair != (options.inside_gbit is not None):
+    raise ValueError(
+      "argument --inside-gbit: must be given with hosts x chips, and only then"
+    )
+  if (options.forward is None) != (options.backward is None):
+    raise ValueError("argument --forward: must be given with --backward, and only then")
   link = _link(options.latency, options.gbit)
   found = gradcomp.cost.plan(
     jax.ShapeDtypeStruct((options.params,), jnp.float32),

@@ -4,14 +4,22 @@ from gradcomp._src import public as _public
 from gradcomp._src.testing import laws, modes
 from gradcomp._src.testing.broken import BrokenLaw
 from gradcomp._src.testing.check import CheckOptions, check_codec, check_transformation
+from gradcomp._src.testing.kernels import (
+  KernelReport,
+  KernelTrial,
+  compare_kernels,
+)
 from gradcomp._src.testing.trial import Trial, trial
 
 __all__ = [
   "BrokenLaw",
   "CheckOptions",
+  "KernelReport",
+  "KernelTrial",
   "Trial",
   "check_codec",
   "check_transformation",
+  "compare_kernels",
   "laws",
   "modes",
   "trial",

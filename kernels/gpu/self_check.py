@@ -115,7 +115,7 @@ def failure(
     if key not in _known:
       # A thread of its own is in no trace, mesh or other context of the caller.
       with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        compared = thread.submit(_compare, kernel, reference, operands, gpu)
+        compared = thread.submit(compare, kernel, reference, operands, gpu)
         _known[key] = compared.result()
     if _known[key]:
       return f"On {gpu.device_kind}, {_name(kernel)} {_known[key]}."
@@ -145,7 +145,7 @@ def _devices(platform: str) -> list[jax.Device]:
     return []
 
 
-def _compare(
+def compare(
   kernel: Callable[..., Any],
   reference: Callable[..., Any],
   operands: tuple[Any, ...],

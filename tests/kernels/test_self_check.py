@@ -152,7 +152,7 @@ def test_a_kernel_is_tried_once_for_its_options_and_each_kind_of_gpu(gpu, monkey
     return ""
 
   monkeypatch.setattr(self_check, "_gpus", lambda: kinds)
-  monkeypatch.setattr(self_check, "_compare", compare)
+  monkeypatch.setattr(self_check, "compare", compare)
   nearest = dataclasses.replace(CODEC, rounding="nearest")
   uniform = dataclasses.replace(nearest, levels="uniform")
   for codec in (CODEC, nearest, uniform, CODEC):

@@ -74,7 +74,7 @@ def encode_leaves(
     codec = codecs[numbers[0]]
     if len(numbers) == 1:
       (i,) = numbers
-      encoded[i] = Encoded(*_encode(codec, keep, leaves[i], keys[i], contexts[i]))
+      encoded[i] = Encoded(*encode_leaf(codec, keep, leaves[i], keys[i], contexts[i]))
       continue
     given = [(_after(last, leaves[i]), keys[i], contexts[i]) for i in numbers]
     last = _encode_several(codec, given)
@@ -121,7 +121,7 @@ def _encode_several(codec: Codec, given: Sequence[_Given]) -> list[jax.Array]:
   stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *given)
   # Without residuals: they would be one array, and XLA would hold those of all groups
   # before it slices them into leaves.
-  rows, _ = jax.vmap(functools.partial(_encode, codec, False))(*stacked)
+  rows, _ = jax.vmap(functools.partial(encode_leaf, codec, False))(*stacked)
   # Split along the first axis, they are put together again without a copy.
   return jnp.split(rows.reshape(-1, codec.row_words), len(given))
 
@@ -133,7 +133,7 @@ def _agree(codec: SharedCodec | AddingCodec, leaf: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _encode(
+def encode_leaf(
   codec: Codec,
   keep: bool,
   leaf: jax.Array,
