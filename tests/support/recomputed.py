@@ -45,8 +45,7 @@ def git(*command):
 
 
 def difference(case, right):
-  """Names the first array with other bits than the right hash has, the index there,
-  and both bit patterns."""
+  """Names the first array with other bits than the hash, the index, and both words."""
   if next(_explained) >= _MOST:
     return f"{case.name} has other bits, too"
   for commit in _COMMITS:
