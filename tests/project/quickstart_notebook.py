@@ -1,0 +1,93 @@
+"""Writes the quickstart as a notebook: python -m tests.project.quickstart_notebook.
+
+The page is the source. Its blocks are cells of code, also those of consoles and
+doctests, which jupytext would leave as text. A cell in front of them prepares a hosted
+notebook.
+"""
+
+import doctest
+import json
+import re
+import textwrap
+from urllib.parse import urljoin
+
+from tests.support.pages import ROOT
+
+PAGE = ROOT / "docs" / "start" / "quickstart.md"
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+_SITE = "https://gradcomp.readthedocs.io/en/stable/start/"
+
+_FIRST = """\
+# Installs gradcomp where it is missing, as on a hosted notebook.
+import importlib.util, shutil, subprocess, sys
+
+if importlib.util.find_spec("gradcomp") is None:
+  device = "cuda12" if shutil.which("nvidia-smi") else "cpu"
+  %pip install --quiet gradcomp orbax-checkpoint "jax[{device}]"
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")  # which emulates the workers
+%config InteractiveShell.ast_node_interactivity = "all"
+"""
+
+
+def notebook():
+  """The text of the notebook, without outputs."""
+  page = PAGE.read_text()
+  title, *rest = re.split(r"^```(\w+)\n(.*?)^```\n", page, flags=re.M | re.S)
+  cells = [_markdown(title), _code(_FIRST)]
+  for language, code, text in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+    cells.append(_code(_CODE[language](code)))
+    cells += [_markdown(text)] if text.strip() else []
+  for number, cell in enumerate(cells):
+    cell["id"] = f"cell-{number}"
+  kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+  whole = {"cells": cells, "metadata": {"kernelspec": kernel}}
+  return json.dumps(whole | {"nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
+
+
+def _in_a_process(block):
+  """The code that runs a program of Python and prints its output."""
+  program = f"[sys.executable, *{block.strip().removeprefix('python ')!r}.split()]"
+  return f"print(subprocess.check_output({program}, text=True))"
+
+
+def _without_prompts(block):
+  code = ""
+  for example in doctest.DocTestParser().get_examples(block):
+    if example.exc_msg is None:
+      code += example.source
+    else:
+      body = textwrap.indent(example.source, "  ")
+      error = example.exc_msg.partition(":")[0]
+      code += f"try:\n{body}except {error} as error:\n  print(error)\n"
+  return code
+
+
+# From a block of a language to the code of a cell.
+_CODE = {
+  "python": str,
+  "console": _in_a_process,
+  "pycon": _without_prompts,
+}
+
+
+def _markdown(text):
+  """A cell of text, whose links to other pages lead to the site."""
+  link = re.compile(r"\]\((?!\w+:)(\S+?)\.md(#\S+)?\)")
+  to_site = lambda x: f"]({urljoin(_SITE, x[1])}.html{x[2] or ''})"
+  return _cell("markdown", link.sub(to_site, text))
+
+
+def _code(text):
+  return _cell("code", text) | {"execution_count": None, "outputs": []}
+
+
+def _cell(kind, text):
+  lines = text.strip().splitlines(keepends=True)
+  return {"cell_type": kind, "metadata": {}, "source": lines}
+
+
+if __name__ == "__main__":
+  NOTEBOOK.write_text(notebook())
