@@ -91,7 +91,7 @@ class KernelReport:
 def compare_kernels(
   *, elements: int = 1 << 24, interpret: bool = False
 ) -> KernelReport:
-  """Compares each kernel's bits with those of its reference, and times both.
+  """Compares the bits of each kernel with its reference, and times both.
 
   The reference runs on the CPU. A report of another GPU is welcome as an issue.
 
