@@ -32,8 +32,8 @@ train: $(VENV)/.installed-examples  ## train the example with several codecs and
 train-lm: $(VENV)/.installed-examples  ## the same of the language model
 	$(python) -m examples.language_model --compare $(ARGS)
 
-data:  ## fetch Fashion-MNIST, MNIST and the Brown corpus into datasets/
-	$(PYTHON) examples/lib/data/download.py $(ARGS)
+data: $(VENV)/.installed-examples  ## prepare Fashion-MNIST, MNIST and the Brown corpus in datasets/
+	$(python) -W ignore -m benchmarks.study.mirrors.prepare $(ARGS)
 
 # Exit code 5: of this kind ARGS chooses none.
 define run-tests
@@ -91,14 +91,14 @@ links: $(VENV)/.installed-bench  ## time the exchanges over slow links (as root,
 	$(python) -m benchmarks.links.speed $(ARGS)
 
 evidence: $(VENV)/.installed-study  ## train in the background what no record has, at low priority
-	@$(PYTHON) examples/lib/data/download.py
+	@$(python) -W ignore -m benchmarks.study.mirrors.prepare
 	@$(python) -m benchmarks.study.queue.start $(ARGS)
 
 evidence-status: $(VENV)/.installed-study  ## say how far these trainings are
 	@$(python) -W ignore -m benchmarks.study.queue.status
 
 evidence-times: $(VENV)/.installed-study  ## time steps on hosts (as root, an hour or two)
-	@$(PYTHON) examples/lib/data/download.py
+	@$(python) -W ignore -m benchmarks.study.mirrors.prepare
 	@$(python) -W ignore -m benchmarks.study.queue.times --records benchmarks/results/study/evidence $(ARGS)
 
 # For a machine with a GPU and no package index: nothing is installed.

@@ -2,7 +2,7 @@
 
     python -m examples.image_classification --codec qsgd --bits 4
     python -m examples.image_classification --compare f32 qsgd-8 onebit-64 --seeds 3
-    python -m examples.image_classification --idx datasets/fashion-mnist --model vgg
+    python -m examples.image_classification --dataset fashion_mnist --model vgg
     python -m examples.image_classification --steps 2000 --checkpoint saved
 
 Without accelerators it emulates eight devices on the CPU; with them it uses all of
@@ -22,7 +22,6 @@ from jax.experimental import multihost_utils
 
 from examples.lib import command_line, methods, networks
 from examples.lib.comparison import compare, show
-from examples.lib.data import idx
 from examples.lib.data import images as data
 from examples.lib.training import AXIS, Task
 
@@ -47,12 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   chosen = methods.choose(parser, args, DEFAULTS.compared)
   command_line.join_processes(args)
   mesh = command_line.make_mesh(parser, args, AXIS)
-  try:
-    images = load_everywhere(args)
-  except (OSError, ValueError) as error:
-    if not args.idx:
-      raise
-    parser.error(f"argument --idx: {error}")
+  images = load_everywhere(args)
   if args.batch_size > len(images.train.labels):
     parser.error(
       f"--batch-size must be at most the {len(images.train.labels)} images, got "
@@ -63,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     data.batches, images.train, args.batch_size, **command_line.process_part()
   )
   runs = compare(chosen, task, draw, args)
-  on = args.idx.resolve().name if args.idx else args.dataset
-  show(runs, args, title=f"{args.model} on {on}", workers=mesh.size)
+  show(runs, args, title=f"{args.model} on {args.dataset}", workers=mesh.size)
 
 
 def make_task(
@@ -78,8 +71,6 @@ def make_task(
 
 def load_everywhere(args: argparse.Namespace) -> data.ImageSet:
   """Loads the data in every process, after the first process has prepared it."""
-  if args.idx:
-    return idx.load(args.idx)
   first = jax.process_index() == 0
   if first:
     images = data.load(args.dataset, args.data_dir)
@@ -102,18 +93,12 @@ def make_parser() -> argparse.ArgumentParser:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   group = parser.add_argument_group("task")
-  source = group.add_mutually_exclusive_group()
-  source.add_argument(
+  group.add_argument(
     "--dataset",
     choices=("digits", "mnist5k", "mnist", "fashion_mnist", "cifar10"),
     default="digits",
-    help="digits (default) and mnist5k are embedded, the others download once",
-  )
-  source.add_argument(
-    "--idx",
-    type=Path,
-    metavar="FOLDER",
-    help="folder of four IDX files, such as datasets/fashion-mnist of `make data`",
+    help="digits (default) and mnist5k are embedded, `make data` prepares mnist and "
+    "fashion_mnist, and cifar10 downloads once",
   )
   group.add_argument("--data-dir", type=Path, default=data.FOLDER, help=data.HELP)
   command_line.add_training(group, tuple(networks.IMAGES), DEFAULTS)

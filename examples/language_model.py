@@ -174,7 +174,7 @@ def make_parser() -> argparse.ArgumentParser:
     "--text",
     choices=tuple(TEXTS),
     default="python",
-    help="python (default) is on every machine; `make data` fetches brown",
+    help="python (default) is on every machine; `make data` prepares brown",
   )
   group.add_argument(
     "--length",

@@ -8,8 +8,8 @@
     --link 10gbit --output DIR
   python -m benchmarks.study run --rate 1gbit loopback --hosts 2 4 --networks
     lenet --codecs f32 qsgd-4 --steps-only 20 --output DIR    (as root)
-  python -m benchmarks.study run --launches papers --idx datasets/fashion-mnist
-    --output DIR    (all of docs/results/ but its times, in about a day of one core)
+  python -m benchmarks.study run --launches papers --output DIR
+    (all of docs/results/ but its times, in about a day of one core; see make data)
   python -m benchmarks.study run --launches digits --output DIR
   python -m benchmarks.study report DIR [DIR ...]
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
     return smoke.run(args.output)
   if args.launches:
-    for launch in options.launches(args.launches, idx=args.idx, output=args.output):
+    for launch in options.launches(args.launches, output=args.output):
       execute(launch)
     return None
   if args.rate:

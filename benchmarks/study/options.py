@@ -26,8 +26,8 @@ class Run:
 
   Attributes:
     output: folder of the records.
-    launches: run all launches of this name in launches.toml; beside it, only --idx and
-      --output count.
+    launches: run all launches of this name in launches.toml; beside it, only
+      --output counts.
     quick: two codecs, two networks and two seeds, with the report: a test of seconds,
       whose results go only where --output says.
     networks: those that are trained or timed.
@@ -48,9 +48,9 @@ class Run:
     rate: start hosts on links of these rates, as 1gbit.
     hosts: numbers of hosts, with --rate.
     price: dollars an hour of a worker.
-    dataset: of images, as in examples/lib/data/images.py.
+    dataset: of images: fashion-mnist or mnist of make data, or as in
+      examples/lib/data/images.py.
     data_dir: where they are.
-    idx: folder of images in IDX files; see make data.
     pixels: reduce images to this width and height.
     text: the corpus of networks of text.
     epochs: of a training.
@@ -92,7 +92,6 @@ class Run:
   price: float = 0.9
   dataset: str = "digits"
   data_dir: Path = data.FOLDER
-  idx: Path | None = None
   pixels: int | None = None
   text: Literal["python", "brown", "brown-words"] = "python"
   epochs: float = 1.0
@@ -140,8 +139,6 @@ class Run:
           f"--batch-size must be a multiple of the workers, {workers}; got "
           f"{self.batch_size}"
         )
-    if self.launches == "papers" and self.idx is None:
-      yield "--launches papers needs --idx, the folder of Fashion-MNIST: see make data"
 
   def _out_of_range(self) -> Iterator[str]:
     for name in _POSITIVE:

@@ -54,7 +54,6 @@ def _source(args: Run, network: str) -> Source:
     network,
     args.dataset,
     args.data_dir,
-    args.idx,
     args.pixels,
     args.text,
     _dropout(args, network),

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks.study.mirrors.fetch import SOURCES
 from examples.lib import networks
-from examples.lib.data import brown, download, idx, text
+from examples.lib.data import brown, text
 from examples.lib.data import images as data
 from examples.lib.training import Batch, Task
 
@@ -87,15 +88,14 @@ def source(
   network: str,
   dataset: str = "digits",
   data_dir: Path = data.FOLDER,
-  folder: Path | None = None,
   pixels: int | None = None,
   corpus: str = "python",
   dropout: float | None = None,
 ) -> Source:
-  """Loads what a network learns from: images, perhaps of IDX files, or a corpus."""
+  """Loads what a network learns from: images, or a corpus."""
   if network in networks.TEXTS:
     return _language(network, corpus, dropout)
-  name, (train, test, classes) = images(dataset, data_dir, folder, pixels)
+  name, (train, test, classes) = images(dataset, data_dir, pixels)
   order = np.arange(len(train.labels), dtype=np.int32)
   return Source(
     name=name,
@@ -111,12 +111,21 @@ def source(
 def images(
   dataset: str = "digits",
   data_dir: Path = data.FOLDER,
-  folder: Path | None = None,
   pixels: int | None = None,
 ) -> tuple[str, data.ImageSet]:
-  """Loads images, and names them; it takes what ``source`` takes."""
-  train, test, classes = idx.load(folder) if folder else data.load(dataset, data_dir)
-  name = folder.resolve().name if folder else dataset
+  """Loads images, and names them; it takes what ``source`` takes.
+
+  Raises:
+    ValueError: tensorflow-datasets prepared a set of `make data`, and shuffled it.
+  """
+  builder = data.prepare(dataset.replace("-", "_"), data_dir)
+  if dataset in SOURCES and not builder.info.disable_shuffling:
+    raise ValueError(
+      f"{builder.data_path} must have the images in the order of their source, as the "
+      "records are of, got them shuffled. Remove it: `make data` prepares it anew."
+    )
+  train, test, classes = data.read(builder)
+  name = dataset
   if pixels is not None and pixels != train.images.shape[1]:
     train, test = (
       data.Split(reduced(x.images, pixels), x.labels) for x in (train, test)
@@ -135,10 +144,7 @@ def named(name: str) -> dict[str, Any]:
   if name in _TEXTS:
     return {"corpus": name}
   dataset, _, pixels = name.partition("/")
-  options: dict[str, Any] = {"pixels": int(pixels) if pixels else None}
-  if dataset in data.BUILDERS:
-    return options | {"dataset": dataset}
-  return options | {"folder": download.FOLDER / dataset}
+  return {"dataset": dataset, "pixels": int(pixels) if pixels else None}
 
 
 def _language(network: str, corpus: str, dropout: float | None) -> Source:

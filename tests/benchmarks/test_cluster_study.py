@@ -111,7 +111,6 @@ def test_failed_runs_are_shown_and_run_again(tmp_path):
     ("--emulate 8 --steps-only 5", "--steps-only does not go with --emulate"),
     ("--emulate 3 --batch-size 128", "--batch-size must be a multiple"),
     ("--emulate 8 --rate 1gbit", "--emulate takes one process"),
-    ("--launches papers", "--launches papers needs --idx"),
     ("--codecs qsgd-5", "such as qsgd-4 or qsgd-4:conv, got 'qsgd-5'. Methods: f32"),
     ("--codecs qsgd-4:head", "Parts: conv, dense, body"),
     ("--codecs redsync-1:conv", "must have no part where the exchange has"),

@@ -60,7 +60,7 @@ def test_timed_launches_are_those_of_the_study(monkeypatch):
   """Each host runs these settings on its link, with the sizes of the data alone."""
 
   def source(args, network):
-    images = ("fashion-mnist/14", 60_000)
+    images = (f"{args.dataset}/{args.pixels}", 60_000)
     name, epoch = ("brown", 172_221) if network in TEXTS else images
     return Source(name, None, (), (), epoch, None, network in TEXTS)
 

@@ -65,7 +65,7 @@ def test_the_launches_make_the_records_and_no_others(monkeypatch):
   """With the names and sizes of their data, and none of the data."""
 
   def source(args, network):
-    name, epoch = f"fashion-mnist/{args.pixels}", 60_000
+    name, epoch = f"{args.dataset}/{args.pixels}", 60_000
     if network in TEXTS:
       name, epoch = args.text, 172_221
     return Source(name, None, (), (), epoch, None, network in TEXTS)

@@ -197,7 +197,7 @@ def test_both_trainers_have_one_command_line():
     return {x.option_strings[-1]: x for x in actions if x.option_strings}
 
   images, texts = map(names, BOTH)
-  assert images.keys() - texts.keys() == {"--dataset", "--idx", "--data-dir"}
+  assert images.keys() - texts.keys() == {"--dataset", "--data-dir"}
   assert texts.keys() - images.keys() == {
     "--text",
     "--length",
@@ -248,11 +248,6 @@ def test_networks_without_dropout_refuse_its_option(capsys):
   for main, name in zip(BOTH, ("resnet", "gru"), strict=True):
     error = refused(capsys, main, "--model", name, "--dropout", 0.1)
     assert f"--dropout does not go with {name}" in error
-
-
-def test_an_idx_folder_stands_for_the_dataset(capsys):
-  given = ["--dataset", "mnist5k", "--idx", "folder"]
-  assert "not allowed with argument" in refused(capsys, image_classification, *given)
 
 
 @pytest.mark.parametrize(

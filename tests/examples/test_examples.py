@@ -12,7 +12,6 @@ import pytest
 
 from gradcomp import parallel
 from gradcomp.codecs import Dense
-from tests.support.pages import ROOT
 from tests.support.scripts import finish, read, start
 
 SHORT = ["--steps", 20]
@@ -123,15 +122,6 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch):
     shown.step()
   assert "run: 100%" in sys.stderr.getvalue() and "loss=0.5" in sys.stderr.getvalue()
   assert "of 2" not in sys.stderr.getvalue()
-
-
-def test_data_is_kept_in_a_folder_that_git_ignores():
-  from examples.lib.data import images as data
-
-  assert ROOT / "results" in data.FOLDER.parents
-  ignored = (ROOT / ".gitignore").read_text().splitlines()
-  assert "/results/" in ignored
-  assert str(data.FOLDER) in data.HELP
 
 
 @pytest.mark.slow

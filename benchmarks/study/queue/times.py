@@ -18,7 +18,7 @@ from benchmarks.study.tasks import TEXTS
 
 _DATA = {
   True: ("--text", "brown", "--batch-size", "32"),
-  False: ("--pixels", "14", "--idx", "datasets/fashion-mnist"),
+  False: ("--dataset", "fashion-mnist", "--pixels", "14"),
 }
 
 

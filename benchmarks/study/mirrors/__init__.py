@@ -1,0 +1,1 @@
+"""Data sets out of packages on other indexes than Python's."""
