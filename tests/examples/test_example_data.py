@@ -47,7 +47,7 @@ def test_data_is_kept_in_a_folder_that_git_ignores():
 def test_images_that_nobody_prepared_are_not_waited_for(tmp_path, monkeypatch):
   """Nothing is downloaded where it could not be read."""
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(ModuleNotFoundError, match="'mnist', which `make data` prepares"):
+  with pytest.raises(ModuleNotFoundError, match="'mnist', got none. `make data`"):
     data.load("mnist", tmp_path)
   assert not list(tmp_path.iterdir())
 

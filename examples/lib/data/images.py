@@ -135,9 +135,9 @@ def prepare(name: str, data_dir: str | Path = FOLDER) -> tfds.core.DatasetBuilde
     builder = tfds.builder(name, **options)
     if not builder.is_prepared() and importlib.util.find_spec("tensorflow") is None:
       raise ModuleNotFoundError(
-        f"{data_dir} must hold {name!r}, which `make data` prepares if it is mnist or "
-        "fashion_mnist. tensorflow-datasets downloads the others through TensorFlow: "
-        "pip install tensorflow, or use the embedded 'digits'.",
+        f"{data_dir} must hold {name!r}, got none. `make data` prepares mnist and "
+        "fashion_mnist. For other sets, pip install tensorflow, through which "
+        "tensorflow-datasets downloads them, or use the embedded 'digits'.",
         name="tensorflow",
       )
   builder.download_and_prepare()
