@@ -10,6 +10,7 @@ from gradcomp._src.telemetry.inspect import (
   inspected_update,
 )
 from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
+from gradcomp._src.telemetry.scalars import scalars
 
 __all__ = [
   "Inspection",
@@ -20,6 +21,7 @@ __all__ = [
   "inspect",
   "inspected_update",
   "plots",
+  "scalars",
 ]
 
 _public.publish(globals())

@@ -4,6 +4,8 @@ import ast
 import itertools
 import re
 import socket
+import sys
+from unittest import mock
 
 import jax
 import pytest
@@ -85,9 +87,10 @@ def test_the_front_page_survives_a_larger_number(tmp_path):
 
 
 QUICKSTART = FOLDER / "start" / "quickstart.md"
+TELEMETRY = FOLDER / "operate" / "telemetry.md"
 # Pages that compile several train steps.
 TRAINING = {"low-precision", "extending", "recipes"}
-OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, HOSTS)]
+OTHERS = [x for x in PAGES if x not in (README, QUICKSTART, TELEMETRY, HOSTS)]
 
 
 @pytest.fixture
@@ -110,8 +113,6 @@ def run_here(tmp_path, monkeypatch):
 )
 def test_the_blocks_of_a_page_run(page, run_here):
   """One after the other, in one namespace."""
-  if any("telemetry.plots" in block.text for block in pages.read(page)[0]):
-    pytest.importorskip("matplotlib")
   run_here(page)
 
 
@@ -121,6 +122,25 @@ def test_the_quickstart_trains_in_each_way(run_here, capsys):
   last = re.findall(r"^step 19: loss (\S+)$", capsys.readouterr().out, re.M)
   assert max(names["metrics"]["loss"], names["loss"], *map(float, last)) < 0.1
   assert last
+
+
+def test_each_logger_gets_the_scalars_of_the_step(run_here, monkeypatch):
+  """By the call of its package, in whose place something records the calls."""
+  pytest.importorskip("matplotlib")
+  loggers = {name: mock.MagicMock() for name in ("tensorboardX", "wandb", "mlflow")}
+  for module, logger in loggers.items():
+    monkeypatch.setitem(sys.modules, module, logger)
+  names = run_here(TELEMETRY)
+  record, step = names["record"], names["i"]
+  assert all(type(value) is float for value in record.values())
+  entered = lambda context: context.return_value.__enter__.return_value
+  writer = entered(loggers["tensorboardX"].SummaryWriter)
+  assert writer.add_scalar.call_args_list == [
+    mock.call(*x, step) for x in record.items()
+  ]
+  entered(loggers["wandb"].init).log.assert_called_once_with(record, step=step)
+  loggers["mlflow"].start_run.assert_called_once()
+  loggers["mlflow"].log_metrics.assert_called_once_with(record, step=step)
 
 
 def test_the_quickstart_shows_the_example():

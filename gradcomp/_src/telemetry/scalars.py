@@ -1,0 +1,96 @@
+"""``scalars``: metrics as the flat dictionary of floats that any logger takes."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_leaves_with_path
+
+from gradcomp._src.telemetry.inspect import Metrics
+from gradcomp._src.telemetry.replicas import Replicas
+
+# A key in the path of a gradient's leaf, by which an inspection names it.
+_KEY = re.compile(r"\['(.*?)'\]|\[(.*?)\]|\.(\w+)")
+# Neither TensorBoard nor MLflow takes other characters in a name.
+_REFUSED = re.compile(r"[^-/.\w]+")
+
+
+def scalars(metrics: Any) -> dict[str, float]:
+  """Returns metrics as a flat dictionary of floats on the host, for any logger.
+
+  A name is the path of a leaf in the tree, joined by ``/``. The leaves of an
+  :class:`Inspection` have paths of their own, which become part of it:
+  ``leaves["['layer']['w']"].cosine`` is ``leaves/layer/w/cosine``. Characters that
+  TensorBoard or MLflow refuse become ``_``. The names depend on the structure alone.
+
+  All values come from the device by one ``jax.device_get``, which waits for the step
+  that computes them. It is no collective: one process may call it alone, for values
+  that are replicated over the devices of all processes.
+
+  Args:
+    metrics: a tree of real numbers, like those of a train step. Of :class:`Metrics` the
+      histogram ``exponents`` is left out. :class:`Replicas` are one number, ``equal``:
+      1.0 if all workers agree, or else 0.0.
+
+  Returns:
+    The numbers by name, in the order of the tree's leaves.
+
+  Raises:
+    ValueError: a leaf has axes, or two leaves have one name.
+    TypeError: a leaf is no real number.
+
+  Example:
+    >>> optimizer = gradcomp.qsgd(bits=4)
+    >>> grads = {"layer": {"w": jnp.linspace(-1.0, 1.0, 4096)}}
+    >>> found = gradcomp.telemetry.inspect(optimizer, grads, optimizer.init(grads))
+    >>> record = scalars({"loss": jnp.float32(0.5), "inspection": found})
+    >>> record["loss"], record["inspection/leaves/layer/w/levels"]
+    (0.5, 8.0)
+  """
+  is_metrics = lambda x: isinstance(x, Metrics)
+  is_replicas = lambda x: isinstance(x, Replicas)
+  without = lambda x: x._replace(exponents=None) if is_metrics(x) else x
+  numbers = jax.tree.map(without, metrics, is_leaf=is_metrics)
+  leaves = tree_leaves_with_path(numbers, is_leaf=is_replicas)
+  for path, x in leaves:
+    if not is_replicas(x):
+      _check_number(f"`metrics`{keystr(path)}", x)
+  result: dict[str, float] = {}
+  values = jax.device_get([x for _, x in leaves])
+  for (path, _), x in zip(leaves, values, strict=True):
+    if is_replicas(x):
+      path, x = (*path, GetAttrKey("equal")), not x.differing()
+    name = _name(path)
+    if name in result:
+      raise ValueError(
+        f"`metrics`{keystr(path)} must have a name of its own, got {name!r}, which is "
+        "that of another leaf, too; rename a key."
+      )
+    result[name] = float(x)
+  return result
+
+
+def _check_number(leaf: str, x: Any) -> None:
+  """Raises an error for a leaf that is not one real number."""
+  if np.ndim(x):
+    raise ValueError(
+      f"{leaf} must be one number, got the shape {np.shape(x)}; take its mean, or one "
+      "worker's numbers by jax.tree.map(lambda x: x[0], metrics)."
+    )
+  dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+  if not any(jnp.issubdtype(dtype, k) for k in (np.bool, np.integer, np.floating)):
+    raise TypeError(f"{leaf} must be a real number, got {x!r}; leave it out.")
+
+
+def _name(path: KeyPath) -> str:
+  """Returns the name of a leaf.
+
+  Example:
+    >>> _name(tuple(map(jax.tree_util.DictKey, ["leaves", "['a.b'][0].w change"])))
+    'leaves/a.b/0/w_change'
+  """
+  parts = [keystr((key,), simple=True) for key in path]
+  plain = [_KEY.sub(r"/\1\2\3", x).strip("/") if x[:1] in "[." else x for x in parts]
+  return _REFUSED.sub("_", "/".join(plain))
