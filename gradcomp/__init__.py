@@ -27,6 +27,7 @@ from gradcomp._src.report.citation import citation
 from gradcomp._src.report.explain import explain
 from gradcomp._src.report.wire_report import wire_report
 from gradcomp._src.training.gradients import defer_reduction, value_and_grad
+from gradcomp._src.training.protocol import TrainStep
 from gradcomp._src.training.train_step import make_train_step
 from gradcomp._src.training.worker import TrainOptions
 from gradcomp._src.transforms.low_precision import aps, loss_scaling_cast
@@ -53,6 +54,7 @@ __all__ = [
   "ErrorFeedback",
   "MomentumFeedback",
   "TrainOptions",
+  "TrainStep",
   "__version__",
   "aps",
   "blocktop",

@@ -9,7 +9,13 @@ import pytest
 import gradcomp
 
 FLAT = {
-  *("CompressOptions", "ErrorFeedback", "MomentumFeedback", "TrainOptions"),
+  *(
+    "CompressOptions",
+    "ErrorFeedback",
+    "MomentumFeedback",
+    "TrainOptions",
+    "TrainStep",
+  ),
   *("aps", "blocktop", "dense", "eight_bit", "loss_scaling_cast", "natural"),
   *("onebit_sgd", "policy", "powersgd", "qsgd", "randomk", "redsync", "terngrad"),
   *("citation", "compress", "defer_reduction", "explain", "init_state"),

@@ -1,6 +1,6 @@
 """``reshard_state``: moves an optimizer state from N to M workers."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import optax
 from jax.sharding import Mesh
@@ -12,11 +12,13 @@ from gradcomp._src.checkpoint.validate import check_concrete, check_fits
 from gradcomp._src.checks import one_of
 from gradcomp._src.mesh.axes import AxisName, axis_names
 
+State = TypeVar("State")
+
 
 def reshard_state(
   optimizer: optax.GradientTransformation,
   params: Any,
-  opt_state: Any,
+  opt_state: State,
   *,
   axis_name: AxisName,
   old_workers: int,
@@ -24,7 +26,7 @@ def reshard_state(
   keep: Keep = "sum",
   param_specs: Any = None,
   mesh: Mesh | None = None,
-) -> Any:
+) -> State:
   r"""Moves an optimizer state from N workers to M workers.
 
   No residual is lost. With the residuals :math:`e_i` of workers, and :math:`r` of

@@ -1,6 +1,6 @@
 """``local_steps``: several steps of each worker between two exchanges."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +47,11 @@ from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import mesh_of, unreduced_axes
 from gradcomp._src.mesh.unsharded_params import check_whole_params
 
+Params = TypeVar("Params")
 _DEFAULTS = LocalOptions()
 
 
-def local_params(params: Any, opt_state: Any) -> Any:
+def local_params(params: Params, opt_state: Any) -> Params:
   """Returns this worker's local parameters: the shared ones plus its displacement.
 
   Compute gradients at these if :func:`local_steps` is in the optimizer. They differ

@@ -1,15 +1,17 @@
 """``all_gather``: the arrays of all workers, for example before a sharded layer."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp._src.checks import one_of
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.gather_scatter import gather_shards
 from gradcomp._src.parallel.options import (
+  Backward,
   Own,
   checked_axis,
   checked_floats,
@@ -25,8 +27,8 @@ def all_gather(
   x: jax.Array,
   *,
   axis_name: AxisName,
-  codec: Any,
-  backward: Any = "same",
+  codec: LeafCodec,
+  backward: Backward = "same",
   axis: int = 0,
   own: Own = "exact",
   to: To = "varying",

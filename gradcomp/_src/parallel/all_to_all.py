@@ -1,13 +1,14 @@
 """``all_to_all``: exchanges the parts of an array between all pairs of workers."""
 
 import functools
-from typing import Any
 
 import jax
 
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.options import (
+  Backward,
   Own,
   Wire,
   check_divides,
@@ -27,8 +28,8 @@ def all_to_all(
   axis_name: AxisName,
   split_axis: int,
   concat_axis: int,
-  codec: Any,
-  backward: Any = "same",
+  codec: LeafCodec,
+  backward: Backward = "same",
   own: Own = "exact",
   key: jax.Array | None = None,
 ) -> jax.Array:

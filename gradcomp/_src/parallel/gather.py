@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.policy import stateless
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 from gradcomp._src.mesh.types import mark_varying, varying_axes
 from gradcomp._src.parallel.options import (
@@ -34,8 +34,8 @@ def gather(
   w_shard: jax.Array,
   *,
   axis_name: AxisName,
-  params: Any,
-  grads: Any,
+  params: LeafCodec | None,
+  grads: LeafCodec | None,
   residual: jax.Array | None = None,
   axis: int = 0,
   shape: tuple[int, ...] | None = None,

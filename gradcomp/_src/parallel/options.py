@@ -11,11 +11,12 @@ from jax import lax
 from gradcomp._src.checks import one_of, static_integer
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.policy import stateless
-from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
 from gradcomp._src.mesh.axes import AxisName, require_size
 
 Own = Literal["exact", "coded"]
+Backward = LeafCodec | Literal["same"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,10 @@ class Wire:
 
 
 def wire(
-  axis_name: AxisName, codec: Any, backward: Any = "same", own: Any = "exact"
+  axis_name: AxisName,
+  codec: LeafCodec,
+  backward: Backward = "same",
+  own: Own = "exact",
 ) -> Wire:
   """Validates the options of a call."""
   size = require_size(axis_name)

@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.options import (
+  Backward,
   Wire,
   checked_floats,
   checked_key,
@@ -26,8 +27,8 @@ def ppermute(
   *,
   axis_name: AxisName,
   perm: Sequence[tuple[int, int]],
-  codec: Any,
-  backward: Any = "same",
+  codec: LeafCodec,
+  backward: Backward = "same",
   key: jax.Array | None = None,
 ) -> jax.Array:
   """Sends arrays along pairs of workers, as ``lax.ppermute``.

@@ -1,12 +1,12 @@
 """Sums over workers, at the entry and at the end of a sharded layer."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.exchange.collectives import Workers, final_stage
 from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.types import mark_varying, varying_axes
@@ -25,7 +25,7 @@ def psum(
   x: jax.Array,
   *,
   axis_name: AxisName,
-  codec: Any,
+  codec: LeafCodec,
   key: jax.Array | None = None,
 ) -> jax.Array:
   r"""Returns the sum over the workers, with the same bits on all of them.
@@ -75,7 +75,7 @@ def sum_gradients(
   x: jax.Array,
   *,
   axis_name: AxisName,
-  codec: Any,
+  codec: LeafCodec,
   key: jax.Array | None = None,
 ) -> jax.Array:
   """Returns ``x``; its cotangent is the :func:`psum` of the workers' cotangents.

@@ -1,13 +1,13 @@
 """``psum_scatter``: the sum of all workers' arrays, a part for each worker."""
 
-from typing import Any
-
 import jax
 
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.gather_scatter import scatter_sums
 from gradcomp._src.parallel.options import (
+  Backward,
   Own,
   check_divides,
   checked_axis,
@@ -22,8 +22,8 @@ def psum_scatter(
   x: jax.Array,
   *,
   axis_name: AxisName,
-  codec: Any,
-  backward: Any = "same",
+  codec: LeafCodec,
+  backward: Backward = "same",
   axis: int = 0,
   own: Own = "exact",
   key: jax.Array | None = None,

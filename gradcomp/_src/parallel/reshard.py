@@ -1,12 +1,13 @@
 """``reshard``: a compressed ``jax.reshard``."""
 
 import functools
-from typing import Any
+from typing import Any, overload
 
 import jax
 from jax.sharding import PartitionSpec
 
 from gradcomp._src.codecs.policy import stateless
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
 from gradcomp._src.mesh.specs import names_by_axis, sharded_axes, spec_of
 from gradcomp._src.mesh.types import mesh_of, typed_spec
@@ -24,12 +25,38 @@ from gradcomp._src.parallel.reshard_inside import (
 )
 
 
+@overload
 def reshard(
   x: jax.Array,
   spec: PartitionSpec | None = None,
   *,
   axis_name: AxisName | None = None,
-  codec: Any,
+  codec: LeafCodec,
+  key: jax.Array | None = None,
+  residual: None = None,
+  source: PartitionSpec | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def reshard(
+  x: jax.Array,
+  spec: PartitionSpec | None = None,
+  *,
+  axis_name: AxisName | None = None,
+  codec: LeafCodec,
+  key: jax.Array | None = None,
+  residual: jax.Array,
+  source: PartitionSpec | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def reshard(
+  x: jax.Array,
+  spec: PartitionSpec | None = None,
+  *,
+  axis_name: AxisName | None = None,
+  codec: LeafCodec,
   key: jax.Array | None = None,
   residual: jax.Array | None = None,
   source: PartitionSpec | None = None,

@@ -11,7 +11,7 @@ from gradcomp._src.floats.dtypes import narrowed
 from gradcomp._src.mesh.axes import AxisName
 from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.all_gather import all_gather
-from gradcomp._src.parallel.options import Wire, checked_key, wire
+from gradcomp._src.parallel.options import Own, Wire, checked_key, wire
 from gradcomp._src.parallel.psum import by_owners, owner_key, psum, total
 from gradcomp._src.parallel.psum_scatter import psum_scatter
 from gradcomp._src.parallel.transport import (
@@ -76,7 +76,7 @@ def moved_with_residual(
   """
   if jnp.iscomplexobj(x):
     raise TypeError(f"`x` must be real where `residual` is given, got {x.dtype}.")
-  own = "exact" if move.kind == "scatter" else "coded"
+  own: Own = "exact" if move.kind == "scatter" else "coded"
   options = wire(move.axis_name, codec, own=own)
   words = checked_key(key, codec)
   old = mark_varying(residual.astype(jnp.float32), move.axis_name)

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from gradcomp._src.mesh.specs import sharded_axes
 from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes
 from gradcomp._src.report import tracing
 from gradcomp._src.report.table import aligned
+
+Grads = TypeVar("Grads")
+State = TypeVar("State")
 
 
 class Metrics(NamedTuple):
@@ -146,11 +149,11 @@ def inspect(
 
 def inspected_update(
   optimizer: optax.GradientTransformation,
-  grads: Any,
-  opt_state: Any,
+  grads: Grads,
+  opt_state: State,
   params: Any = None,
   **extra_args: Any,
-) -> tuple[Any, Any, Inspection]:
+) -> tuple[Grads, State, Inspection]:
   """Runs ``optimizer.update``, and measures its compression.
 
   It takes some passes over the gradient more than ``update``, and no second exchange.

@@ -1,7 +1,7 @@
 """Gradients of each worker: JAX must not take their mean before the compression."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,12 @@ from gradcomp._src.training.micro_batches import (
 )
 from gradcomp._src.training.weights import over_all_weight, over_own_weight
 
+P = ParamSpec("P")
+Params = TypeVar("Params")
+Value = TypeVar("Value")
 
-def defer_reduction(params: Any, *, axis_name: AxisName) -> Any:
+
+def defer_reduction(params: Params, *, axis_name: AxisName) -> Params:
   """Types the parameters as differing between workers, so that gradients stay local.
 
   Inside ``jax.shard_map`` with its default ``check_vma=True``, JAX all-reduces the
@@ -70,6 +74,32 @@ def defer_reduction(params: Any, *, axis_name: AxisName) -> Any:
     return mark_reduced(params, axis_name)
   require_size(axis_name, mesh_of(params))
   return mark_varying(params, axis_name)
+
+
+@overload
+def value_and_grad(
+  loss_fn: Callable[Concatenate[Params, P], Value],
+  *,
+  axis_name: AxisName | None,
+  argnums: Literal[0] = 0,
+  has_aux: bool = False,
+  has_weight: Literal[False] = False,
+  accumulate: int = 1,
+  batch_argnums: int | tuple[int, ...] = 1,
+) -> Callable[Concatenate[Params, P], tuple[Value, Params]]: ...
+
+
+@overload
+def value_and_grad(
+  loss_fn: Callable[P, Any],
+  *,
+  axis_name: AxisName | None,
+  argnums: int | tuple[int, ...] = 0,
+  has_aux: bool = False,
+  has_weight: bool = False,
+  accumulate: int = 1,
+  batch_argnums: int | tuple[int, ...] = 1,
+) -> Callable[P, tuple[Any, Any]]: ...
 
 
 def value_and_grad(

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from gradcomp._src.mesh.types import typed_spec
 from gradcomp._src.mesh.unsharded_params import check_whole_arrays
 from gradcomp._src.report.explain import explain
 from gradcomp._src.telemetry.inspect import inspected_update
+from gradcomp._src.training.protocol import Params, TrainStep
 from gradcomp._src.training.worker import TrainOptions, WorkerStep, check_model_state
 from gradcomp._src.transforms.freeze import allow_frozen
 
@@ -55,18 +56,20 @@ class Donating:
     return getattr(self._step, name)
 
 
+P = ParamSpec("P")
 _DEFAULTS = TrainOptions()
 
 
 def make_train_step(
-  loss_fn: Callable[..., Any],
+  # With `...` in place of P, mypy refuses a lambda.
+  loss_fn: Callable[Concatenate[Params, P], Any],
   optimizer: optax.GradientTransformation,
   *,
   axis_name: AxisName | None,
   mesh: Mesh | None = None,
   donate: bool = True,
   options: TrainOptions = _DEFAULTS,
-) -> Callable[..., tuple[Any, ...]]:
+) -> TrainStep[Params]:
   """Makes a jitted data-parallel train step: gradients, exchange and update.
 
   Args:
@@ -86,31 +89,9 @@ def make_train_step(
       has: see :class:`TrainOptions`.
 
   Returns:
-    A jitted ``step(params, opt_state, batch, *extra) -> (params, opt_state, metrics)``.
-    With ``model_state`` it is ``step(params, opt_state, model_state, batch, *extra) ->
-    (params, opt_state, model_state, metrics)``.
-    Parameters are replicated over the axis, and so are ``extra`` arguments. Every array
-    of ``batch`` is sharded on its first axis. ``opt_state`` is
-    ``optimizer.init(params)`` under ``jax.set_mesh(mesh)``. Put the parameters on the
-    mesh first, by ``jax.device_put(params, NamedSharding(mesh, P()))``. Parameters on
-    one device work, but then the second step compiles again. ``metrics["loss"]``, and
-    ``metrics["aux"]`` with ``has_aux``, are means over the workers.
-    With :func:`local_steps` in the optimizer, parameters are those that all workers
-    share, and gradients are computed at each worker's own. The loss, ``aux`` and
-    ``"gradient_norm"`` then have a first axis of N, for the workers: a mean would be a
-    message in each step.
-    If the step is called with ``rng=key``, the loss is called with ``rng=`` a key that
-    is made from it, another one for each worker and micro-batch. Give it another key in
-    every step.
-    The optimizer's ``update`` gets more than gradients, as ``optax.polyak_sgd`` or
-    ``optax.lbfgs`` ask for: ``value``, the loss over the whole batch; ``value_fn``, or
-    ``obj_fn``, which computes it for other parameters; and ``grad``, its gradient.
-    These are means over the workers in full precision: where an optimizer uses the
-    gradient or the function, it is sent uncompressed. With :func:`local_steps` they are
-    the worker's own. ``step(..., extra_args={"name": x})`` adds others.
-    If it is called with ``inspect=True``, ``metrics["inspection"]`` is the
-    :class:`Inspection` of the step: see :func:`inspected_update`. That is a program
-    of its own, which is compiled when it is first needed.
+    A jitted :class:`TrainStep`, ``step(params, opt_state, batch, *extra) -> (params,
+    opt_state, metrics)``, with the model state behind the optimizer's if there is one.
+    :class:`TrainStep` says what it takes, and what ``metrics`` has.
 
   Raises:
     ValueError: the mesh does not have an axis, or an option is bad; when called, a
@@ -193,7 +174,9 @@ def make_train_step(
   chosen: Any = step if options.model_state is None else step_with_state
   if not donate:
     return jax.jit(chosen, static_argnames="inspect")
-  return Donating(jax.jit(chosen, donate_argnums=(0, 1), static_argnames="inspect"))
+  jitted = jax.jit(chosen, donate_argnums=(0, 1), static_argnames="inspect")
+  donating: Any = Donating(jitted)  # which has the attributes of ``jitted``, too
+  return donating
 
 
 def _sizes(mesh: Mesh, axis_name: AxisName) -> dict[str, int]:
