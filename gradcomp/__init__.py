@@ -98,10 +98,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-  if name == "testing":  # which a program that trains does not need
-    return importlib.import_module("gradcomp.testing")
-  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker would take it for a promise of every name
+
+  def __getattr__(name: str) -> Any:
+    if name == "testing":  # which a program that trains does not need
+      return importlib.import_module("gradcomp.testing")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -70,12 +70,14 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:
-  if name == "papers":
-    return importlib.import_module("gradcomp._src.cost.papers")
-  if name in _LATER:
-    return getattr(importlib.import_module(_LATER[name]), name)
-  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker would take it for a promise of every name
+
+  def __getattr__(name: str) -> Any:
+    if name == "papers":
+      return importlib.import_module("gradcomp._src.cost.papers")
+    if name in _LATER:
+      return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
