@@ -75,8 +75,9 @@ lint: $(VENV)/.installed-lint  ## check code, pages, words, forms and workflows
 	$(schema).citation-file-format CITATION.cff
 	$(VENV)/bin/zizmor --quiet --offline .github
 
-types: $(VENV)/.installed-lint  ## check the types with mypy
+types: $(VENV)/.installed-lint  ## check types, and those of programs of users
 	$(python) -m mypy
+	$(python) -m pyright --pythonpath $(python)
 
 release-check: $(VENV)/.installed-release  ## build both archives, and test them as installed
 	$(python) -m tests.project.release_check

@@ -13,14 +13,6 @@ from tests.support.installs import run
 from tests.support.pages import ROOT
 
 PLAN = ("-m", "gradcomp", "plan", "--params", "1e6", "--workers", "2", "--gbit", "1")
-# A program of a user, whose types are those of the library and of its kernels.
-TYPED = """
-import gradcomp
-from gradcomp.kernels import pack_planes
-
-reveal_type(gradcomp.qsgd)
-reveal_type(pack_planes)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +46,3 @@ def test_pytest_runs(place):
   said = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, **place)
   assert re.search(r"\d+ passed", said)
   assert "failed" not in said
-
-
-@pytest.mark.slow
-def test_a_type_checker_resolves_the_kernels(place, tmp_path):
-  pytest.importorskip("mypy")
-  program = tmp_path / "program.py"
-  program.write_text(TYPED)
-  said = run(
-    "-m",
-    "mypy",
-    "--cache-dir",
-    tmp_path / "cache",
-    program,
-    **place,
-    MYPYPATH=place["PYTHONPATH"],
-  )
-  assert "Success" in said
-  assert said.count("Revealed type") == 2 and 'type is "Any"' not in said
