@@ -39,6 +39,7 @@ OPTIONS = {
   for name, value in PUBLIC.items()
   if dataclasses.is_dataclass(value) and name.endswith("Options")
 }
+STATES = [getattr(gradcomp.state, name) for name in gradcomp.state.__all__]
 
 
 def section(docstring, title):
@@ -74,3 +75,9 @@ def test_the_axis_is_the_first_keyword(name):
   keywords = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
   if any(x.name == "axis_name" for x in parameters):
     assert keywords[0] == "axis_name"
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_states_explain_their_fields(state):
+  """Where ``help`` would say that each is an alias for a number."""
+  assert entries(inspect.getdoc(state), "Attributes") == [*state._fields]

@@ -30,6 +30,10 @@ class Int8Residual(NamedTuple):
 
   An element is its code times the scale of its block, part of the last axis.
 
+  Attributes:
+    codes: ``int8``, in the shape of the residual.
+    scales: ``float32[..., blocks]``.
+
   Example:
     >>> feedback = gradcomp.ErrorFeedback(residual_dtype="int8")
     >>> tx = gradcomp.qsgd(bits=4, feedback=feedback)
@@ -38,8 +42,8 @@ class Int8Residual(NamedTuple):
     ((4, 512), (4, 2))
   """
 
-  codes: jax.Array  # int8, in the shape of the residual
-  scales: jax.Array  # float32[..., blocks]
+  codes: jax.Array
+  scales: jax.Array
 
 
 Stored = jax.Array | Int8Residual

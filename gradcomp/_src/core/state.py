@@ -24,10 +24,19 @@ from gradcomp._src.kernels.common.threefry import fold_key, key_words
 class CompressState(NamedTuple):
   """The state of :func:`compress`, in plain arrays that any checkpointer saves.
 
-  ``memory`` has the codecs' state of each leaf, like fitted levels, or thresholds and
-  counts of sent entries, by the axes that stack them, and by the numbers of leaves. The
-  fields but ``count`` and ``key`` are None if they are not needed. Arrays of complex
+  Fields but ``count`` and ``key`` are None if they are not needed. Arrays of complex
   parameters have one more axis, of size two, for pairs of reals.
+
+  Attributes:
+    count: steps so far, ``int32[]``, replicated.
+    key: ``uint32[2]``, replicated.
+    residual: arrays like the parameters, but of at least one axis, ``float32`` or as
+      feedback stores them, per worker.
+    server_residual: the rows of the owner residuals that a worker owns, ``float32``, by
+      the axes that stack them.
+    memory: the codecs' state of each leaf, like fitted levels, or thresholds and counts
+      of sent entries, by the axes that stack them, and by the numbers of leaves.
+    velocity: the momentum of each worker, ``float32``, like the residual.
 
   Example:
     >>> state = gradcomp.onebit_sgd(min_leaf_size=0).init({"w": jnp.ones(2048)})
@@ -35,13 +44,12 @@ class CompressState(NamedTuple):
     (0, (2048,), None)
   """
 
-  count: jax.Array  # type: ignore[assignment]  # int32[], steps so far, replicated
-  key: jax.Array  # uint32[2], replicated
-  # As the parameters but at least 1-d, float32 or as feedback stores it, per worker.
+  count: jax.Array  # type: ignore[assignment]
+  key: jax.Array
   residual: Any
-  server_residual: OwnerResiduals | None  # float32, rows that a worker owns; or None
-  memory: Memory | None = None  # codec state, by axes and leaf; or None
-  velocity: Any = None  # float32, like the residual; or None
+  server_residual: OwnerResiduals | None
+  memory: Memory | None = None
+  velocity: Any = None
 
 
 class Watched(NamedTuple):
@@ -64,14 +72,16 @@ class OwnedRows(NamedTuple):
 
   The state of an optimizer inside of it has these, and no trees like the parameters.
 
+  Attributes:
+    arrays: by the axes that stack them, an array for each codec of a message, per
+      worker: ``[rows, ...]``, the elements of a row in one axis or several.
+
   Example:
     >>> rows = OwnedRows({("data",): (jnp.ones((2, 128)),)})
     >>> optax.adam(0.1).init(rows)[0].mu.arrays[("data",)][0].shape
     (2, 128)
   """
 
-  # By the axes that stack them, one array for each codec of a message, per worker:
-  # [rows, ...], the elements of a row in one axis or several.
   arrays: dict[tuple[str, ...], tuple[jax.Array, ...]]
 
 
@@ -104,18 +114,28 @@ class OwnSteps(NamedTuple):
 class FragmentState(NamedTuple):
   """The state of one fragment of :func:`local_steps`.
 
+  Attributes:
+    exchange: the residual and the key of its exchange, and the count of exchanges.
+    outer_state: of the outer optimizer, replicated.
+    arriving: a mean on its way, like the leaves, replicated; None without delay.
+
   Example:
     >>> FragmentState(None, (), None).outer_state
     ()
   """
 
-  exchange: CompressState  # residual, key, count of exchanges
-  outer_state: Any  # of the outer optimizer, replicated
-  arriving: Any  # a mean on its way, like the leaves, replicated; None without delay
+  exchange: CompressState
+  outer_state: Any
+  arriving: Any
 
 
 class LocalStepsState(NamedTuple):
   """The state of :func:`local_steps`, in plain arrays that any checkpointer saves.
+
+  Attributes:
+    count: steps so far, ``int32[]``, replicated.
+    own: the displacement and the inner state of each worker, per worker.
+    fragments: the state of each fragment.
 
   Example:
     >>> codec = gradcomp.codecs.Dense()
@@ -128,8 +148,8 @@ class LocalStepsState(NamedTuple):
     (0, (300,), 1)
   """
 
-  count: jax.Array  # type: ignore[assignment]  # int32[], steps so far, replicated
-  own: OwnSteps  # each worker's displacement and inner state, per worker
+  count: jax.Array  # type: ignore[assignment]
+  own: OwnSteps
   fragments: tuple[FragmentState, ...]
 
 

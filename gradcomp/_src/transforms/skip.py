@@ -21,15 +21,21 @@ from gradcomp._src.mesh.types import other_axes
 class SkipNonfiniteState(NamedTuple):
   """The state of :func:`skip_nonfinite`, with the fields of optax's apply_if_finite.
 
+  Attributes:
+    notfinite_count: steps in a row that were not finite, ``int32[]``, replicated.
+    last_finite: whether the last step was, ``bool[]``, replicated.
+    total_notfinite: all steps that were not finite, ``int32[]``, replicated.
+    inner_state: of the transformation inside.
+
   Example:
     >>> state = gradcomp.skip_nonfinite(optax.sgd(0.1), 5).init(jnp.ones(2))
     >>> int(state.notfinite_count), bool(state.last_finite)
     (0, True)
   """
 
-  notfinite_count: jax.Array  # int32[], steps in a row that were not finite, replicated
-  last_finite: jax.Array  # bool[], replicated
-  total_notfinite: jax.Array  # int32[], replicated
+  notfinite_count: jax.Array
+  last_finite: jax.Array
+  total_notfinite: jax.Array
   inner_state: Any
 
 

@@ -17,6 +17,10 @@ from gradcomp._src.core.state import is_state
 class SwitchState(NamedTuple):
   """The state of :func:`switch`.
 
+  Attributes:
+    count: steps so far, ``int32[]``, replicated.
+    inner: the largest state of a transformation; the others keep a part of it.
+
   Example:
     >>> parts = [optax.scale(1.0), optax.scale(-1.0)]
     >>> state = gradcomp.wrappers.switch([2], parts).init(jnp.ones(()))
@@ -24,8 +28,8 @@ class SwitchState(NamedTuple):
     Array(0, dtype=int32)
   """
 
-  count: jax.Array  # type: ignore[assignment]  # int32[], steps so far, replicated
-  inner: Any  # the largest state of a transformation; the others keep a part of it
+  count: jax.Array  # type: ignore[assignment]
+  inner: Any
 
 
 def switch(

@@ -50,6 +50,11 @@ from gradcomp._src.parallel.zero.shared_rows import (
 class ZeroState(NamedTuple):
   """The state of :func:`zero`, in plain arrays that any checkpointer saves.
 
+  Attributes:
+    gradients: the residual and the key of their exchange, and the count of steps.
+    unsent: a worker's own rows minus the parameters, ``float32``, per worker.
+    inner_state: of the optimizer; trees like the parameters are rows, per worker.
+
   Example:
     >>> codec = gradcomp.codecs.Dense()
     >>> tx = gradcomp.parallel.zero(
@@ -61,9 +66,9 @@ class ZeroState(NamedTuple):
     (3, 1, 128)
   """
 
-  gradients: CompressState  # of their exchange: residual, key, count of steps
-  unsent: OwnedRows  # float32, a worker's own rows minus the parameters, per worker
-  inner_state: Any  # of the optimizer; trees like the parameters are rows, per worker
+  gradients: CompressState
+  unsent: OwnedRows
+  inner_state: Any
 
 
 def zero(  # noqa: PLR0915 - init and update are closures over the options
