@@ -112,13 +112,13 @@ gpu-check:  ## compare and time the kernels on the GPU of this machine
 	  --checked benchmarks/results/gpu/gpu_check.json $(ARGS) || status=1; \
 	exit $$status
 
-# In an environment of its own: where JAX finds these back ends, it tries to start them.
+# In an environment of its own: where JAX finds this back end, it tries to start it.
 ptx-check:  ## compile the kernels for Hopper without a GPU
-	@$(MAKE) VENV=.venv-accelerators .venv-accelerators/.installed-accelerators
-	.venv-accelerators/bin/python -W ignore -m benchmarks.gpu.ptx $(ARGS)
+	@$(MAKE) VENV=.venv-cuda .venv-cuda/.installed-cuda
+	.venv-cuda/bin/python -W ignore -m benchmarks.gpu.ptx $(ARGS)
 
 clean:  ## remove the virtual environment, builds and caches
-	rm -rf $(VENV) .venv-accelerators .venv-lowest dist .hypothesis .*_cache
+	rm -rf $(VENV) .venv-cuda .venv-lowest dist .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The package in place, with one of its dependency groups, which pip knows since 25.1.
