@@ -1,6 +1,6 @@
 """Names and sizes of axes, the maps that bind them, and axes that mark a trace.
 
-The spellings in this folder are those of JAX 0.10.0 to 0.12. Differences among
+The spellings in this folder are those of JAX 0.10.2 to 0.12. Differences among
 versions, or between pmap, vmap and shard_map, stay in it.
 """
 

@@ -149,7 +149,7 @@ def is_pure(codec: LeafCodec, x: ArrayLike | None = None) -> None:
 
 
 def _printed(program: ClosedJaxpr) -> str:
-  """Returns a program without addresses, which JAX 0.10.0 prints of functions."""
+  """Returns a program without the addresses of kernels, which are parameters."""
   return re.sub(r" at 0x[0-9a-f]+", "", str(program.jaxpr))
 
 
