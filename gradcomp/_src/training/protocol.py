@@ -1,4 +1,4 @@
-"""``TrainStep``: what ``make_train_step`` returns, for type checkers and readers."""
+"""``TrainStep``: the type of the train steps that ``make_train_step`` returns."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, overload
