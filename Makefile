@@ -19,8 +19,11 @@ no_first_line := '^(?!\s*r?""").*'
 phrases := '(?:(?:so|as) many|of which|th(?:at|ose) of|the same for|for nobody)\b|[\w-]+'
 schema := $(VENV)/bin/check-jsonschema --builtin-schema vendor
 
+# Warnings are errors, and so are references that lead nowhere.
+sphinx := JAX_PLATFORMS=cpu $(python) -m sphinx -qWn --keep-going -d docs/_build/doctrees
+
 .PHONY: help train train-lm data test test-core test-lowest test-all breaks lint types \
-  release-check bench bench-quick links evidence evidence-status evidence-times gpu-check \
+  docs release-check bench bench-quick links evidence evidence-status evidence-times gpu-check \
   ptx-check clean
 
 help:  ## this list
@@ -81,6 +84,13 @@ types: $(VENV)/.installed-lint  ## check types, and those of programs of users
 
 release-check: $(VENV)/.installed-release  ## build both archives, and test them as installed
 	$(python) -m tests.project.release_check
+
+# What Sphinx wrote before is not needed, and may be of names that are gone.
+docs: $(VENV)/.installed-docs  ## build the site; a public name without a page is an error
+	@rm -rf docs/_build docs/api/generated
+	$(sphinx) -b html docs docs/_build/html
+	$(sphinx) -b coverage docs docs/_build/coverage
+	@echo "The pages: $(CURDIR)/docs/_build/html/index.html"
 
 bench: $(VENV)/.installed-bench  ## time the codecs against a memory copy
 	$(python) -m benchmarks.codecs.speed $(ARGS)

@@ -15,6 +15,12 @@ from gradcomp._src.telemetry.inspect import Inspection
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
+__all__ = [
+  "curves",
+  "errors",
+  "exponents",
+]
+
 _BIAS = 127  # of float32's exponents
 
 

@@ -17,6 +17,15 @@ from gradcomp._src.core.state import CompressState, is_state
 from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh.shard_maps import unreduce
 
+__all__ = [
+  "Run",
+  "lowered",
+  "mapped",
+  "mesh",
+  "modes_for",
+  "run",
+]
+
 # Maps, in which the mean of the workers' gradients is taken.
 MODES = ("shard_map", "shard_map_unchecked", "pmap", "vmap")
 

@@ -17,6 +17,20 @@ from gradcomp._src.cost.papers.dettmers_tables import ROWS as ROWS
 from gradcomp._src.cost.papers.dettmers_tables import TRANSFERS as TRANSFERS
 from gradcomp._src.cost.rules import above_0, at_least_0, count
 
+__all__ = [
+  "Pass",
+  "cluster_pass",
+  "cluster_speedup",
+  "dense_latency_seconds",
+  "dense_penalty_seconds",
+  "exposed_seconds",
+  "gradient_sync_seconds",
+  "latency_seconds",
+  "message_bytes",
+  "naive_sync_seconds",
+  "single_node_speedup",
+]
+
 Bits = Literal[8, 32]
 Sizes = Literal["table", "derived"]
 Penalty = Literal["nodes", "passes"]

@@ -17,6 +17,17 @@ from gradcomp._src.cost.collectives import all_gather_seconds, all_reduce_second
 from gradcomp._src.cost.link import Link
 from gradcomp._src.cost.rules import above_0, at_least_0, count, instance_of
 
+__all__ = [
+  "Model",
+  "Speeds",
+  "bandwidth_ratio",
+  "crossover_density",
+  "crossover_workers",
+  "dense_seconds",
+  "sparse_seconds",
+  "union_density",
+]
+
 # Bytes of an entry.
 INDEX_AND_VALUE = 8  # the paper's RGC
 INDEX_ALONE = 4  # the paper's ASQ, whose values are all equal

@@ -22,6 +22,17 @@ from gradcomp._src.cost.papers.grubic_tables import ONE_GPU as ONE_GPU
 from gradcomp._src.cost.papers.grubic_tables import Speeds as Speeds
 from gradcomp._src.cost.rules import above_0, at_least_0
 
+__all__ = [
+  "Fit",
+  "cheapest",
+  "column",
+  "dollars",
+  "fit",
+  "sixteen_over_eight",
+  "size_gain",
+  "wire_share",
+]
+
 BUCKETS = {16: 8192, 8: 512, 4: 512, 2: 128}  # elements with one scale of 32 bits
 EPOCHS = {  # figure 3
   "AlexNet": 112,

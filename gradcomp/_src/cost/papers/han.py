@@ -17,6 +17,16 @@ from gradcomp._src.cost.collectives import all_reduce_seconds, ppermute_seconds
 from gradcomp._src.cost.link import Link
 from gradcomp._src.cost.rules import above_0, at_least_0, count
 
+__all__ = [
+  "aps_seconds",
+  "best_group_sizes",
+  "half_seconds",
+  "implied_latency_bytes",
+  "ring_steps",
+  "three_step_seconds",
+  "three_step_steps",
+]
+
 RES5C = (2048 * 512, 512 * 512 * 3 * 3, 512 * 2048)  # figure 11's leaves, in elements
 RES5C_WORKERS = 32
 RES5C_SPEEDUP = 1.33  # of merged 8 bits over half precision

@@ -17,6 +17,21 @@ from gradcomp._src.cost.collectives import tree_seconds
 from gradcomp._src.cost.link import Link
 from gradcomp._src.cost.rules import above_0, at_least_0, count
 
+__all__ = [
+  "Cluster",
+  "Model",
+  "base_3_ratio",
+  "estimated_profile",
+  "exchange_seconds",
+  "gain",
+  "implied_profile",
+  "mixed_ratio",
+  "pull_bits",
+  "pull_ratio",
+  "strong_scaling_seconds",
+  "weak_scaling_seconds",
+]
+
 
 class Cluster(NamedTuple):
   """The links of machines with several GPUs."""
