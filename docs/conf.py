@@ -1,17 +1,17 @@
 """The site: ``make docs`` builds it from the pages and the docstrings, offline."""
 
 import pathlib
+import re
 import sys
+import types
 
 from docutils import nodes
 from docutils.utils.math import latex2mathml
-from sphinx import addnodes
-from sphinx.transforms import SphinxTransform
 
 import gradcomp
-import gradcomp.testing
+from gradcomp._src.public import publish
 
-ROOT = pathlib.Path(__file__).parents[1]
+PAGES = pathlib.Path(__file__).parent
 REPOSITORY = "https://github.com/gradcomp/gradcomp"
 
 project = "gradcomp"
@@ -27,62 +27,78 @@ extensions = [
   "sphinx.ext.coverage",
   "sphinx.ext.napoleon",
 ]
-exclude_patterns = ["_build", "README.md"]  # index.rst includes it
+exclude_patterns = ["_build", "README.md"]  # index.rst includes the latter
 templates_path = ["_templates"]
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
 
-myst_heading_anchors = 4
-myst_links_external_new_tab = False
+myst_heading_anchors = 4  # of ##, ### and ####, as GitHub makes them
 nb_execution_mode = "off"  # the tests run the code of the pages
 
-autosummary_ignore_module_all = False
+autosummary_ignore_module_all = False  # the names of ``__all__``, and no others
 autosummary_imported_members = True
-# Each page's name differs from all others also where case does not count.
-autosummary_filename_map = {
-  "gradcomp.cost.Plan": "gradcomp.cost.Plan-class",
-  "gradcomp.testing.Trial": "gradcomp.testing.Trial-class",
-}
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 88
 napoleon_use_ivar = True
-add_module_names = False
+toc_object_entries_show_parents = "hide"
 
-coverage_modules = ["gradcomp"]
-coverage_ignore_modules = [r"gradcomp\._src"]
-coverage_show_missing_items = True
-coverage_statistics_to_stdout = True
+nitpick_ignore_regex = [
+  # Pages of other packages: the inventories of their names would have to be fetched.
+  (
+    "py:.*",
+    r"(abc|collections|fractions|jax|jaxlib|matplotlib|numpy|optax|os|typing)\..*",
+  ),
+  ("py:class", "Figure|Mesh"),  # as annotations in quotes name matplotlib's and JAX's
+  # Types in signatures that users get and pass on, and do not name.
+  ("py:class", r"gradcomp\._src\..*"),
+]
+
+# Methods without a docstring have it in their protocol, where autodoc does not look;
+# a test holds that public names have one.
+coverage_skip_undoc_in_source = True
+coverage_show_missing_items = True  # a warning each, and warnings are errors
 
 html_theme = "sphinx_book_theme"
-html_theme_options = {
-  "repository_url": REPOSITORY,
-  "use_repository_button": True,
-  "show_toc_level": 2,
-}
+html_theme_options = {"repository_url": REPOSITORY, "use_repository_button": True}
+html_sidebars = {"**": ["navbar-logo.html", "sbt-sidebar-nav.html"]}
 html_math_renderer = "mathml"
 
-# Some namespaces lie in others and are no modules of their own; autodoc imports each.
-for name in ("cost.papers", "telemetry.plots", "testing.laws", "testing.modes"):
-  space, inner = name.split(".")
-  sys.modules[f"gradcomp.{name}"] = getattr(getattr(gradcomp, space), inner)
-for name in gradcomp.cost.papers.__all__:
-  sys.modules[f"gradcomp.cost.papers.{name}"] = getattr(gradcomp.cost.papers, name)
+
+def namespaces(path, space):
+  """Yields the paths of the public modules in a module, and the modules."""
+  for name in space.__all__:
+    if isinstance(inner := getattr(space, name), types.ModuleType):
+      yield f"{path}.{name}", inner
+      yield from namespaces(f"{path}.{name}", inner)
 
 
-class LinksToTheRepository(SphinxTransform):
-  """Leads links of pages to files outside of docs/ to the repository."""
+NAMESPACES = dict(namespaces("gradcomp", gradcomp))
+autosummary_context = {"namespaces": list(NAMESPACES)}
+for name, space in NAMESPACES.items():
+  sys.modules[name] = space  # autodoc imports it by its path, which may be an attribute
+  publish(vars(space) | {"__name__": name})  # coverage counts what is at home there
 
-  default_priority = 5
 
-  def apply(self) -> None:
-    page = pathlib.Path(self.env.doc2path(self.env.docname))
-    for kind in (addnodes.download_reference, addnodes.pending_xref):
-      for link in list(self.document.findall(kind)):
-        target = (page.parent / link["reftarget"]).resolve()
-        if link.get("reftype") == "myst" and target.exists() and ".." in link["reftarget"]:
-          path = target.relative_to(ROOT)
-          if path.parts[0] != "docs":
-            view = "tree" if target.is_dir() else "blob"
-            uri = f"{REPOSITORY}/{view}/main/{path}"
-            link.replace_self(nodes.reference("", "", *link.children, refuri=uri))
+def lead_out(app, page, *arguments):
+  """Leads the links of a page to files outside of docs/ to the repository."""
+  source = arguments[-1]  # a list of one text, to be replaced
+
+  def link(found):
+    path = (PAGES / page).parent.joinpath(found[1]).resolve()
+    if path.is_relative_to(PAGES) or path.suffix == ".png":
+      return found[0]
+    view = "tree" if path.is_dir() else "blob"
+    return f"]({REPOSITORY}/{view}/main/{path.relative_to(PAGES.parent)}"
+
+  source[0] = re.sub(r"\]\((\.\./[^)#\s]*)", link, source[0])
+
+
+def names_together(app, what, name, value, options, lines):
+  """Keeps the names of an entry ``a, b:`` together: Sphinx takes ``a,`` for a type."""
+  for number, line in enumerate(lines):
+    if field := re.match(r":(param|ivar) (.*?):", line):
+      lines[number] = field[0].replace(", ", r",\ ") + line[field.end() :]
 
 
 def inline_formula(translator, node):
@@ -92,12 +108,14 @@ def inline_formula(translator, node):
 
 
 def formula(translator, node):
-  """Writes a formula of its own line."""
+  """Writes a formula that has a line of its own."""
   mathml = latex2mathml.tex2mathml(node.astext(), as_block=True)
-  translator.body.append(f'<div class="math">{mathml}</div>')
+  translator.body.append(f'<div class="formula">{mathml}</div>')
   raise nodes.SkipNode
 
 
 def setup(app):
-  app.add_transform(LinksToTheRepository)
+  app.connect("source-read", lead_out)
+  app.connect("include-read", lead_out)
+  app.connect("autodoc-process-docstring", names_together, priority=600)
   app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))

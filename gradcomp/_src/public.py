@@ -1,18 +1,19 @@
-"""The public module of each public class."""
+"""The public module of each public class and function."""
 
 import inspect
 from typing import Any
 
 
 def publish(names: dict[str, Any]) -> None:
-  """Sets ``__module__`` of the classes that a public module hands out first.
+  """Sets ``__module__`` of the classes and functions that no public module has yet.
 
-  So pickles and messages name ``gradcomp.codecs.QSGD``, wherever its file lies.
+  So pickles, messages and pages name ``gradcomp.codecs.QSGD``, wherever its file lies.
 
   Args:
     names: the ``globals()`` of the public module.
   """
   for name in names["__all__"]:
     value = names.get(name)
-    if inspect.isclass(value) and value.__module__.startswith("gradcomp._src."):
+    public = inspect.isclass(value) or inspect.isfunction(value)
+    if public and value.__module__.startswith("gradcomp._src."):
       value.__module__ = names["__name__"]

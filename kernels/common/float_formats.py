@@ -103,7 +103,7 @@ class FloatFormat:
 
   @property
   def bits(self) -> int:
-    """The bits of a code: ``1 + exponent_bits + mantissa_bits``."""
+    """The bits of a code, ``1 + exponent_bits + mantissa_bits``."""
     return 1 + self.exponent_bits + self.mantissa_bits
 
   @property
@@ -132,7 +132,7 @@ class FloatFormat:
 
   @property
   def smallest_normal(self) -> float:
-    """The smallest normal number: ``2**(1 - bias)``."""
+    """The smallest normal number, ``2**(1 - bias)``."""
     return 2.0 ** (1 - self.exponent_bias)
 
   @property

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from gradcomp._src.checks import see
-from tests.project import api_page, architecture_page, result_tables
+from tests.project import architecture_page, result_tables
 from tests.support import pages
 from tests.support.installs import run
 
@@ -272,11 +272,6 @@ def test_every_record_is_named_by_a_page():
     else:
       name = rf"/{re.escape(file.stem)}\.(md|json|png|csv)\b"
     assert re.search(name, text), name
-
-
-def test_the_page_of_names_has_all_public_names():
-  """``python -m tests.project.api_page`` writes it."""
-  assert api_page.PAGE.read_text() == api_page.page()
 
 
 def test_the_tree_has_all_folders():

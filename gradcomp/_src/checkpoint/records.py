@@ -116,7 +116,8 @@ def record(
     optimizer: an optax transformation with gradcomp's in it.
     params: the parameters, or their ``jax.ShapeDtypeStruct``, whole.
     workers: the number of workers that share the axis; ``(hosts, chips)`` for
-      ``"hierarchical"`` over two axes; or sizes by name, as for :func:`explain`.
+      ``"hierarchical"`` over two axes; or sizes by name, as for
+      :func:`gradcomp.explain`.
 
   Returns:
     Dicts, lists, strings and numbers, for ``json.dump`` or Orbax's ``JsonSave``.

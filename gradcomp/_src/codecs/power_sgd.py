@@ -212,7 +212,7 @@ class PowerSGD:
 
   @property
   def rounds(self) -> tuple[Round, Round]:
-    """The left factor and the right one, transposed: their columns are rows here."""
+    """The left factor and the right one, transposed, so that columns are rows."""
     m, n = self._shape
     return Round((self.rank, m), self.inner), Round((self.rank, n), self.inner)
 

@@ -72,7 +72,7 @@ class SameForAll:
 
 @runtime_checkable
 class LeafCodec(Protocol):
-  """A codec as users choose it, before :meth:`bind` fits it to a leaf."""
+  """A codec as users choose it, before its ``bind`` fits it to a leaf."""
 
   @property
   def unbiased(self) -> bool:
@@ -112,11 +112,11 @@ class Codec(LeafCodec, Protocol):
 
   @property
   def fitted(self) -> bool:
-    """True if the codec has a memory: see :class:`FittedCodec`."""
+    """Whether the codec has a memory, as a ``FittedCodec`` has."""
 
   @property
   def adds(self) -> bool:
-    """True if sums are numbers of the codec's format: see :class:`AddingCodec`."""
+    """Whether sums are numbers of the codec's format, as of an ``AddingCodec``."""
 
   def bind(self, leaf: Leaf) -> "Codec":
     """Returns the codec for a leaf, with a definite ``tile_size``."""

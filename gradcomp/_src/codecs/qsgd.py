@@ -51,16 +51,16 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
   where :math:`\xi_i` is :math:`s |v_i| / \lVert v \rVert` rounded to one of its two
   neighboring integers, up with a probability equal to the fraction.
 
-  ==================  ================  ==========================================
-  ``levels``          ``s``             levels
-  ==================  ================  ==========================================
+  ==================  =================  =========================================
+  ``levels``          ``s``              levels
+  ==================  =================  =========================================
   ``sign_magnitude``  ``2**(bits-1)-1``  a sign bit, magnitudes 0, 1, ..., s; needs
                                          bits >= 2; zeros stay zeros
   ``uniform``         ``2**bits-1``      s equal intervals of [-norm, norm]; zero is
                                          not a level, zero buckets stay zeros
   ``nonuniform``      ``2**bits-1``      s intervals of [-norm, norm] that are small
                                          where many elements are; 2, 3 or 4 bits
-  ==================  ================  ==========================================
+  ==================  =================  =========================================
 
   With ``norm="rms"`` the norm is a multiple of a bucket's root mean square: ``uniform``
   levels are 1.596, 0.996, 0.586 or 0.335 of these apart at 1 to 4 bits, which loses

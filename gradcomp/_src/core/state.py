@@ -22,7 +22,7 @@ from gradcomp._src.kernels.common.threefry import fold_key, key_words
 
 
 class CompressState(NamedTuple):
-  """The state of :func:`compress`, in plain arrays that any checkpointer saves.
+  """The state of :func:`gradcomp.compress`: plain arrays, which any checkpointer saves.
 
   Fields but ``count`` and ``key`` are None if they are not needed. Arrays of complex
   parameters have one more axis, of size two, for pairs of reals.
@@ -53,7 +53,7 @@ class CompressState(NamedTuple):
 
 
 class Watched(NamedTuple):
-  """A :class:`CompressState` that brings measures back from a step.
+  """A :class:`gradcomp.state.CompressState` that brings measures back from a step.
 
   Only :func:`gradcomp.telemetry.inspect` makes it, and takes it apart again.
   """
@@ -112,7 +112,7 @@ class OwnSteps(NamedTuple):
 
 
 class FragmentState(NamedTuple):
-  """The state of one fragment of :func:`local_steps`.
+  """The state of one fragment of :func:`gradcomp.local.local_steps`.
 
   Attributes:
     exchange: the residual and the key of its exchange, and the count of exchanges.
@@ -130,7 +130,7 @@ class FragmentState(NamedTuple):
 
 
 class LocalStepsState(NamedTuple):
-  """The state of :func:`local_steps`, in plain arrays that any checkpointer saves.
+  """The state of :func:`gradcomp.local.local_steps`: arrays, for any checkpointer.
 
   Attributes:
     count: steps so far, ``int32[]``, replicated.
@@ -159,7 +159,7 @@ def states_in(opt_state: Any) -> list[CompressState]:
 
 
 def is_state(node: Any) -> bool:
-  """Returns True for :class:`CompressState`; it is meant for ``is_leaf``."""
+  """Returns True for a ``CompressState``; it is meant for ``is_leaf``."""
   return isinstance(node, CompressState)
 
 

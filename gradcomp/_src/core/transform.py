@@ -71,10 +71,10 @@ def compress(
       options, which all recipes take, too: see :class:`gradcomp.CompressOptions`.
 
   Returns:
-    A gradient transformation; its state is a :class:`CompressState`. Inside the map,
-    ``init`` makes the worker's own state. Outside, under ``jax.set_mesh(mesh)`` with
-    the axis in the mesh, it makes the global one, with residuals stacked on their first
-    axis. See :func:`gradcomp.state_specs`.
+    A gradient transformation; its state is a :class:`gradcomp.state.CompressState`.
+    Inside the map, ``init`` makes the worker's own state. Outside, under
+    ``jax.set_mesh(mesh)`` with the axis in the mesh, it makes the global one, with
+    residuals stacked on their first axis. See :func:`gradcomp.state_specs`.
 
   Raises:
     ValueError: ``exchange`` or ``feedback`` is unknown; the codec or the axes do not

@@ -54,9 +54,9 @@ _DEFAULTS = LocalOptions()
 def local_params(params: Params, opt_state: Any) -> Params:
   """Returns this worker's local parameters: the shared ones plus its displacement.
 
-  Compute gradients at these if :func:`local_steps` is in the optimizer. They differ
-  between workers, and are typed so. Without it they are ``params``. With local steps
-  inside of others, both displacements are added.
+  Compute gradients at these if :func:`gradcomp.local.local_steps` is in the optimizer.
+  They differ between workers, and are typed so. Without it they are ``params``. With
+  local steps inside of others, both displacements are added.
 
   Args:
     params: the parameters that all workers share.
@@ -150,8 +150,9 @@ def local_steps(
     options: of the exchange, its feedback, fragments and delay.
 
   Returns:
-    A gradient transformation; its state is a :class:`LocalStepsState`. Call ``init``
-    inside the map, or under ``jax.set_mesh(mesh)``, as for :func:`gradcomp.compress`.
+    A gradient transformation; its state is a :class:`gradcomp.state.LocalStepsState`.
+    Call ``init`` inside the map, or under ``jax.set_mesh(mesh)``, as for
+    :func:`gradcomp.compress`.
 
   Raises:
     ValueError: an option is bad, or the codec does not allow it; in ``init``, the

@@ -36,7 +36,7 @@ def all_gather(
 ) -> jax.Array:
   r"""Concatenates the arrays of all workers, as ``lax.all_gather(tiled=True)``.
 
-  .. math:: y = [Q(x_0), Q(x_1), \dots, Q(x_{N-1})]
+  .. math:: y = [Q(x_0), Q(x_1), \ldots, Q(x_{N-1})]
 
   Each worker sends the payload of its array to all others, ``(N-1) c`` bytes if c is
   the bytes of a payload. The gradient is :func:`psum_scatter` of the cotangent.

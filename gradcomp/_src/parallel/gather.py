@@ -45,7 +45,7 @@ def gather(
 
   Worker d has the shard :math:`w_d`. All workers get the same bits of
 
-  .. math:: w = [Q_w(w_0), Q_w(w_1), \dots, Q_w(w_{N-1})]
+  .. math:: w = [Q_w(w_0), Q_w(w_1), \ldots, Q_w(w_{N-1})]
 
   In the backward pass, worker i has the cotangent :math:`g_i` of the whole weight, and
   the residual :math:`e_i`. It sends part d of their sum to worker d, which decodes and

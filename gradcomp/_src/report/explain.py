@@ -67,7 +67,7 @@ class LeafPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-  """The result of :func:`explain`; ``str(explanation)`` is a table.
+  """The result of :func:`gradcomp.explain`; ``str(explanation)`` is a table.
 
   Attributes:
     leaves: one plan a leaf and transformation.
@@ -111,7 +111,7 @@ class Explanation:
 
   @property
   def bytes_received(self) -> int:
-    """The bytes that each worker receives: ``bytes_sent``, in every exchange."""
+    """The bytes that each worker receives, ``bytes_sent`` in every exchange."""
     return self.bytes_sent
 
   @property
@@ -267,10 +267,10 @@ def explain(
       knows whether owners keep residuals.
 
   Returns:
-    An :class:`Explanation`. ``print`` shows for each leaf the codec, its real bits an
-    element on the wire, the exchange (see :func:`gradcomp.exchange.choose`), the bytes
-    that a worker sends in a step, and these against plain means in float32 and in 16
-    bits.
+    An :class:`gradcomp.wire.Explanation`. ``print`` shows for each leaf the codec, its
+    real bits an element on the wire, the exchange (see
+    :func:`gradcomp.exchange.choose`), the bytes that a worker sends in a step, and
+    these against plain means in float32 and in 16 bits.
 
   Raises:
     ValueError: ``workers`` is no number of workers, lacks an axis, does not fit the

@@ -217,7 +217,7 @@ def wire_report(
       text does not have.
 
   Returns:
-    A :class:`WireReport`; ``print`` shows a table of its collectives, and
+    A :class:`gradcomp.wire.WireReport`; ``print`` shows a table of its collectives, and
     ``report.by_axis["host"]`` is the report of the collectives over one axis.
 
   Raises:

@@ -105,8 +105,8 @@ def inspect(
   plain ``jax.jit``. It runs ``update`` from this state, with the same random bits, up
   to the exchange, and drops the result. So a call takes about as long as an exchange,
   and sends up to 5 KB a leaf more. In a step that needs the result,
-  :func:`inspected_update` saves the second exchange; :func:`make_train_step` uses
-  it if its step is called with ``inspect=True``.
+  :func:`gradcomp.telemetry.inspected_update` saves the second exchange;
+  :func:`gradcomp.make_train_step` uses it if its step is called with ``inspect=True``.
 
   All transformations of gradcomp that run in this step are measured, wherever they are
   in the optimizer. One that another step runs (under ``optax.MultiSteps``, in
@@ -129,8 +129,9 @@ def inspect(
     **extra_args: further arguments of ``update``.
 
   Returns:
-    An :class:`Inspection`, the same on all workers: ``float32`` scalars, and a
-    histogram, in total and for each leaf by its path. ``print`` shows it as a table.
+    An :class:`gradcomp.telemetry.Inspection`, the same on all workers: ``float32``
+    scalars, and a histogram, in total and for each leaf by its path. ``print`` shows it
+    as a table.
 
   Raises:
     TypeError: ``optimizer`` is no gradient transformation.
@@ -164,7 +165,7 @@ def inspected_update(
 
   Returns:
     The updates and the new state, with the bits that ``update`` returns, and an
-    :class:`Inspection`.
+    :class:`gradcomp.telemetry.Inspection`.
 
   Example:
     >>> optimizer = gradcomp.qsgd(bits=4)

@@ -41,7 +41,7 @@ class Replicas:
 
   @property
   def equal(self) -> jax.Array:
-    """True if all workers have equal leaves: ``bool[]``, also in a program."""
+    """Whether all workers have equal leaves, as ``bool[]``, also in a program."""
     return jnp.all(self.words == self.words[:1])
 
   def differing(self) -> dict[str, list[int]]:
@@ -95,7 +95,7 @@ def compare_replicas(
 
   Call it inside of ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``, or outside, in
   plain ``jax.jit`` too, for arrays of a mesh. It is a collective: all workers must call
-  it in the same steps. :func:`make_train_step` calls it in some steps, with
+  it in the same steps. :func:`gradcomp.make_train_step` calls it in some steps, with
   ``compare_every=``.
 
   Args:

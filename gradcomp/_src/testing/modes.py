@@ -106,7 +106,7 @@ def run(
     axis_name: the name of the axis.
 
   Returns:
-    What each worker has: outputs and the last state.
+    The outputs and the last state of each worker.
 
   Raises:
     ValueError: ``mode`` is unknown, or there are too few devices for it.

@@ -130,7 +130,7 @@ def value_and_grad(
   :math:`S_{ij}` of the weighted losses in micro-batch j of worker i, and the sum
   :math:`W_{ij}` of their weights. Then the loss and the gradient are those of
 
-  .. math:: \sum_{ij} S_{ij} \Big/ \sum_{ij} W_{ij}
+  .. math:: \frac{\sum_{ij} S_{ij}}{\sum_{ij} W_{ij}}
 
   over all micro-batches of all workers, as on one device. A worker's gradient is
   :math:`N \sum_j \nabla S_{ij} / \sum_{ij} W_{ij}`; the mean of these over the workers

@@ -78,7 +78,8 @@ def make_train_step(
       *extra)``, and returns ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
       It may close over arrays of the mesh, see :func:`value_and_grad`.
     optimizer: an optax transformation with gradcomp's in it, over the same axis. It may
-      freeze parameters by ``optax.set_to_zero``, see :func:`allow_frozen`.
+      freeze parameters by ``optax.set_to_zero``, see
+      :func:`gradcomp.wrappers.allow_frozen`.
     axis_name: the mesh axis that shards batches, or a tuple of axes; None for one
       device.
     mesh: the devices; by default the mesh of ``jax.set_mesh``. Its other axes stay as

@@ -75,7 +75,7 @@ class TrainOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerStep:
-  """The step of one worker; :func:`make_train_step` documents the options."""
+  """The step of one worker; :func:`gradcomp.make_train_step` documents the options."""
 
   axis_name: AxisName | None
   options: TrainOptions
@@ -99,7 +99,8 @@ class WorkerStep:
 
     Args:
       functions: the loss, and the optimizer's ``update``, without and with inspection.
-      params, opt_state, model_state: as in the step of :func:`make_train_step`.
+      params, opt_state, model_state: as in the step of
+        :func:`gradcomp.make_train_step`.
       batch: the worker's part of the batch.
       extra: further arguments of the loss.
       rng: a key that all workers share, or None.

@@ -19,7 +19,7 @@ from gradcomp._src.mesh.types import other_axes
 
 
 class SkipNonfiniteState(NamedTuple):
-  """The state of :func:`skip_nonfinite`, with the fields of optax's apply_if_finite.
+  """The state of :func:`gradcomp.skip_nonfinite`: fields of optax.apply_if_finite.
 
   Attributes:
     notfinite_count: steps in a row that were not finite, ``int32[]``, replicated.
@@ -67,7 +67,8 @@ def skip_nonfinite(
       ``inner``; None for one device, or for the axes that gradients are unreduced over.
 
   Returns:
-    A gradient transformation; its state is a :class:`SkipNonfiniteState`.
+    A gradient transformation; its state is a
+    :class:`gradcomp.state.SkipNonfiniteState`.
 
   Raises:
     ValueError: ``max_consecutive_errors`` is no number of steps, or ``axis_name`` names

@@ -15,7 +15,7 @@ from gradcomp._src.core.state import is_state
 
 
 class SwitchState(NamedTuple):
-  """The state of :func:`switch`.
+  """The state of :func:`gradcomp.wrappers.switch`.
 
   Attributes:
     count: steps so far, ``int32[]``, replicated.
@@ -65,7 +65,7 @@ def switch(
     transformations: transformations of optax, or gradcomp's.
 
   Returns:
-    A gradient transformation; its state is a :class:`SwitchState`.
+    A gradient transformation; its state is a :class:`gradcomp.state.SwitchState`.
 
   Raises:
     ValueError: boundaries are not ascending steps, or too few or many; in ``init``, the

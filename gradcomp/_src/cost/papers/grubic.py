@@ -127,8 +127,8 @@ def column(table: Speeds, counts: tuple[int, ...], gpus: int) -> dict[int, float
   Numbers that the text lost are left out.
 
   Args:
-    table: a network of :data:`MPI` or :data:`NCCL`.
-    counts: :data:`MPI_GPUS` or :data:`NCCL_GPUS`.
+    table: a network of ``MPI`` or ``NCCL``.
+    counts: ``MPI_GPUS`` or ``NCCL_GPUS``.
     gpus: one of ``counts``.
 
   Returns:
@@ -204,7 +204,7 @@ def cheapest(network: str) -> tuple[int, float]:
   its speed is that in ``float32``.
 
   Args:
-    network: a name in :data:`NCCL`.
+    network: a name in ``NCCL``.
 
   Returns:
     The number of GPUs, and the dollars.
@@ -231,7 +231,7 @@ def sixteen_over_eight(network: str, bits: int | str) -> float:
   Below 2, an image costs more on 16.
 
   Args:
-    network: a name in :data:`MPI`.
+    network: a name in ``MPI``.
     bits: the bits of an element, or the name of 1-bit SGD there.
 
   Returns:

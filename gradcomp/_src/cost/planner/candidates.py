@@ -47,7 +47,7 @@ class Candidate:
     codec: the codec of the leaves.
     biased: whether the gradient is not the mean of decoded payloads.
     feedback: whether workers keep a residual.
-    omega: E|Q(g) - g|^2 / |g|^2 for Gaussian numbers; None to measure it.
+    omega: ``E|Q(g) - g|^2 / |g|^2`` for Gaussian numbers; None to measure it.
     density: the share of the elements that a sparse codec sends; None for all.
     points: the points of accuracy by which it ended above float32 in the worst of the
       study's trainings; None if none of them went to its end.

@@ -48,7 +48,7 @@ from gradcomp._src.parallel.zero.shared_rows import (
 
 
 class ZeroState(NamedTuple):
-  """The state of :func:`zero`, in plain arrays that any checkpointer saves.
+  """The state of :func:`gradcomp.parallel.zero`: plain arrays, for any checkpointer.
 
   Attributes:
     gradients: the residual and the key of their exchange, and the count of steps.
@@ -141,8 +141,9 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
     key, dither: options of the gradients' exchange, too.
 
   Returns:
-    A gradient transformation; its state is a :class:`ZeroState`. Call ``init`` inside
-    the map, or under ``jax.set_mesh(mesh)``, as for :func:`gradcomp.compress`.
+    A gradient transformation; its state is a :class:`gradcomp.state.ZeroState`. Call
+    ``init`` inside the map, or under ``jax.set_mesh(mesh)``, as for
+    :func:`gradcomp.compress`.
 
   Raises:
     TypeError: ``grads`` or ``params`` is no codec; in ``update``, a gradient leaf is
