@@ -101,6 +101,11 @@ def names_together(app, what, name, value, options, lines):
       lines[number] = field[0].replace(", ", r",\ ") + line[field.end() :]
 
 
+def skip_numbers(app, what, name, value, skip, options):
+  """Skips fields of named tuples: the signature and the docstring explain them."""
+  return skip or str(value.__doc__).startswith("Alias for field number")
+
+
 def inline_formula(translator, node):
   """Writes a formula as MathML, which browsers show without scripts and fonts."""
   translator.body.append(latex2mathml.tex2mathml(node.astext()))
@@ -118,4 +123,5 @@ def setup(app):
   app.connect("source-read", lead_out)
   app.connect("include-read", lead_out)
   app.connect("autodoc-process-docstring", names_together, priority=600)
+  app.connect("autodoc-skip-member", skip_numbers)
   app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))
