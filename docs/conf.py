@@ -40,6 +40,7 @@ autosummary_ignore_module_all = False  # the names of ``__all__``, and no others
 autosummary_imported_members = True
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 88
+napoleon_attr_annotations = False  # the signature has the types
 napoleon_use_ivar = True
 toc_object_entries_show_parents = "hide"
 
