@@ -50,7 +50,7 @@ nitpick_ignore_regex = [
     "py:.*",
     r"(abc|collections|fractions|jax|jaxlib|matplotlib|numpy|optax|os|typing)\..*",
   ),
-  ("py:class", "Figure|Mesh"),  # as annotations in quotes name matplotlib's and JAX's
+  ("py:class", "Figure|Mesh|P"),  # as annotations in quotes name matplotlib's and JAX's
   # Types in signatures that users get and pass on, and do not name.
   ("py:class", r"gradcomp\._src\..*"),
 ]

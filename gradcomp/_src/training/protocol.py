@@ -23,7 +23,7 @@ class TrainStep(jax.stages.Wrapped, Protocol[Params]):
   but then the second step compiles again.
 
   ``metrics["loss"]``, and ``metrics["aux"]`` with ``has_aux``, are means over the
-  workers. With :func:`local_steps` in the optimizer, parameters are those that all
+  workers. With local steps in the optimizer, parameters are those that all
   workers share, and gradients are computed at each worker's own. The loss, ``aux`` and
   ``"gradient_norm"`` then have a first axis of N, for the workers: a mean would be a
   message in each step.
@@ -32,7 +32,7 @@ class TrainStep(jax.stages.Wrapped, Protocol[Params]):
   ``optax.lbfgs`` ask for: ``value``, the loss over the whole batch; ``value_fn``, or
   ``obj_fn``, which computes it for other parameters; and ``grad``, its gradient. These
   are means over the workers in full precision: where an optimizer uses the gradient or
-  the function, it is sent uncompressed. With :func:`local_steps` they are the worker's
+  the function, it is sent uncompressed. With local steps they are the worker's
   own.
 
   Args:
@@ -42,9 +42,9 @@ class TrainStep(jax.stages.Wrapped, Protocol[Params]):
     rng: a key. The loss is called with ``rng=`` a key that is made from it, another one
       for each worker and micro-batch. Give it another key in every step.
     extra_args: further arguments of the optimizer's ``update``, by name.
-    inspect: whether ``metrics["inspection"]`` is the :class:`Inspection` of the step:
-      see :func:`inspected_update`. That is a program of its own, which is compiled when
-      it is first needed.
+    inspect: whether ``metrics["inspection"]`` is the inspection of the step:
+      see :func:`gradcomp.telemetry.inspect`. That is a program of its own, which is
+      compiled when it is first needed.
   """
 
   @overload
