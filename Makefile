@@ -19,8 +19,8 @@ no_first_line := '^(?!\s*r?""").*'
 phrases := '(?:(?:so|as) many|of which|th(?:at|ose) of|the same for|for nobody)\b|[\w-]+'
 schema := $(VENV)/bin/check-jsonschema --builtin-schema vendor
 
-# Warnings are errors, and so are references that lead nowhere.
-sphinx := JAX_PLATFORMS=cpu $(python) -m sphinx -qWn --keep-going -d docs/_build/doctrees
+# Warnings are errors.
+sphinx := JAX_PLATFORMS=cpu $(python) -m sphinx -qW --keep-going -d docs/_build/doctrees
 
 .PHONY: help train train-lm data test test-core test-lowest test-all breaks lint types \
   docs release-check bench bench-quick links evidence evidence-status evidence-times gpu-check \
@@ -127,8 +127,8 @@ ptx-check:  ## compile the kernels for Hopper without a GPU
 	@$(MAKE) VENV=.venv-cuda .venv-cuda/.installed-cuda
 	.venv-cuda/bin/python -W ignore -m benchmarks.gpu.ptx $(ARGS)
 
-clean:  ## remove the virtual environment, builds and caches
-	rm -rf $(VENV) .venv-cuda .venv-lowest dist .hypothesis .*_cache
+clean:  ## remove virtual environments, builds and caches
+	rm -rf .venv .venv-* dist docs/_build docs/api/generated .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The package in place, with one of its dependency groups, which pip knows since 25.1.

@@ -17,6 +17,7 @@ REPOSITORY = "https://github.com/gradcomp/gradcomp"
 project = "gradcomp"
 author = copyright = "the authors of gradcomp"
 version = release = gradcomp.__version__
+COMMIT = "main" if "dev" in version else f"v{version}"  # that links lead to
 html_title = "gradcomp"
 html_baseurl = "https://gradcomp.readthedocs.io/en/stable/"
 
@@ -44,6 +45,7 @@ napoleon_attr_annotations = False  # the signature has the types
 napoleon_use_ivar = True
 toc_object_entries_show_parents = "hide"
 
+nitpicky = True  # a reference that leads nowhere is a warning
 nitpick_ignore_regex = [
   # Pages of other packages: the inventories of their names would have to be fetched.
   (
@@ -75,6 +77,10 @@ def namespaces(path, space):
 
 
 NAMESPACES = dict(namespaces("gradcomp", gradcomp))
+if missing := {"gradcomp", *NAMESPACES}.difference(
+  (PAGES / "api" / "index.rst").read_text().split()
+):
+  raise ValueError(f"docs/api/index.rst must have a page of {sorted(missing)}.")
 autosummary_context = {"namespaces": list(NAMESPACES)}
 for name, space in NAMESPACES.items():
   sys.modules[name] = space  # autodoc imports it by its path, which may be an attribute
@@ -90,7 +96,7 @@ def lead_out(app, page, *arguments):
     if path.is_relative_to(PAGES) or path.suffix == ".png":
       return found[0]
     view = "tree" if path.is_dir() else "blob"
-    return f"]({REPOSITORY}/{view}/main/{path.relative_to(PAGES.parent)}"
+    return f"]({REPOSITORY}/{view}/{COMMIT}/{path.relative_to(PAGES.parent)}"
 
   source[0] = re.sub(r"\]\((\.\./[^)#\s]*)", link, source[0])
 

@@ -13,6 +13,7 @@ compares and times the kernels on the GPU of this machine.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     help="compare codecs and exchanges for a model and a link",
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
   )
-  plan.set_defaults(run=_plan)
+  plan.set_defaults(run=functools.partial(_plan, plan))
   add = plan.add_argument
   add("--params", type=_params, required=True, help="parameters: 25M, 7B or 25e6")
   add("--workers", type=_workers, required=True, help="8, or 4x2 for hosts x chips")
@@ -66,22 +67,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
   if not hasattr(options, "run"):
     parser.print_help()
     return
-  try:
-    print(options.run(options))
-  except ValueError as error:
-    plan.error(str(error))
+  print(options.run(options))
 
 
-def _plan(options: argparse.Namespace) -> gradcomp.cost.Plan:
+def _plan(
+  parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> gradcomp.cost.Plan:
   pair = isinstance(options.workers, tuple)
   if pair != (options.inside_gbit is not None):
-    raise ValueError(
+    parser.error(
       "argument --inside-gbit: must be given with hosts x chips, and only then"
     )
   if (options.forward is None) != (options.backward is None):
-    raise ValueError("argument --forward: must be given with --backward, and only then")
+    parser.error("argument --forward: must be given with --backward, and only then")
+  try:
+    found = _found(options, pair)
+  except ValueError as error:
+    parser.error(str(error))
+  slower = "" if options.slower == 1 else f", times {options.slower:g}"
+  own = f"Codec speeds are packaged ones of two cores{slower}."
+  notes = tuple(own if note == GIVEN else note for note in found.notes)
+  return dataclasses.replace(found, notes=notes)
+
+
+def _found(options: argparse.Namespace, pair: bool) -> gradcomp.cost.Plan:
   link = _link(options.latency, options.gbit)
-  found = gradcomp.cost.plan(
+  return gradcomp.cost.plan(
     jax.ShapeDtypeStruct((options.params,), jnp.float32),
     workers=options.workers,
     link=(link, _link(options.latency, options.inside_gbit)) if pair else link,
@@ -93,10 +104,6 @@ def _plan(options: argparse.Namespace) -> gradcomp.cost.Plan:
       speeds=_speeds(options.slower),
     ),
   )
-  slower = "" if options.slower == 1 else f", times {options.slower:g}"
-  own = f"Codec speeds are packaged ones of two cores{slower}."
-  notes = tuple(own if note == GIVEN else note for note in found.notes)
-  return dataclasses.replace(found, notes=notes)
 
 
 def _link(latency: float, gbit: float) -> Link:

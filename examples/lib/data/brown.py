@@ -49,6 +49,7 @@ def _texts(data_dir: Path) -> list[str]:
     )
   except tfds.core.DatasetNotFoundError as error:
     raise FileNotFoundError(
-      f"{data_dir} must hold the Brown corpus, got none. `make data` prepares it."
+      f"{data_dir} must hold the Brown corpus, got none. `make data` prepares it in "
+      "datasets/."
     ) from error
   return ["".join(x["text"].decode() for x in source) for source in sources]
