@@ -232,6 +232,6 @@ def test_the_example_of_marks_passes_its_check(several, signed):
   interpreted = functools.partial(threshold_mask.pallas.mark, interpret=True)
   device = jax.devices()[0]
   assert (
-    self_check._compare(interpreted, threshold_mask.reference.mark, operands, device)
+    self_check.compare(interpreted, threshold_mask.reference.mark, operands, device)
     == ""
   )
