@@ -10,17 +10,11 @@ from gradcomp._src.codecs.natural import Natural
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.policy import Policy
 from gradcomp._src.codecs.power_sgd import PowerSGD
-from gradcomp._src.codecs.protocol import (
-  NOTHING,
-  Codec,
-  Context,
-  Leaf,
-  LeafCodec,
-  Payload,
-)
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.random_k import RandomK
 from gradcomp._src.codecs.row_codec import RowCodec
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Payload
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 

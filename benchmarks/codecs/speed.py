@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.common import cli, quiet, shapes, tables, timing
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import RemainderCodec, is_fitted
 from gradcomp._src.cost.measure_codec import updates
 from gradcomp._src.exchange.layout import plan_rows
@@ -106,7 +105,7 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
     agreed = payload.agreed
     if agreed is not None:
       agreed = jnp.broadcast_to(agreed[:1], (share, agreed.shape[1]))
-    return sums.sum_of(codec).gathered(rows, agreed, 1 / _WORKERS)(0, share)
+    return codec.sums.gathered(rows, agreed, 1 / _WORKERS)(0, share)
 
   add = jax.jit(mean).lower(received).compile()
   calls = {
@@ -138,7 +137,7 @@ def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, A
   matrices = encode(tree, keys)
 
   def leaves(matrices: list[jax.Array]) -> list[jax.Array]:
-    decoder = lambda codec, rows: sums.sum_of(codec).gathered(rows[None], None, 1.0)
+    decoder = lambda codec, rows: codec.sums.gathered(rows[None], None, 1.0)
     return layout.decode(list(map(decoder, layout.codecs, matrices)))
 
   decode = jax.jit(leaves).lower(matrices).compile()

@@ -128,7 +128,7 @@ def _qsgd(
   inside = codec._scales_inside
 
   def operands(codec: QSGD, x: jax.Array) -> tuple[jax.Array, ...]:
-    return (() if inside else (codec.agree(x),)) + _dither(codec, x)
+    return (() if inside else (codec.leaf_statistics(x),)) + _dither(codec, x)
 
   def encode(codec: QSGD, x: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
     scale = None if inside else given[0]

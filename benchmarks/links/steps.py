@@ -74,7 +74,9 @@ def _arithmetic(
   """
   codec = case.codec
   alike = len({leaf.shape for leaf in like}) == 1
-  if not isinstance(codec, Codec) or codec.agrees or codec.fitted or not alike:
+  if not isinstance(codec, Codec) or codec.fitted or not alike:
+    return None
+  if jax.eval_shape(codec.agree, like[0]) is not None:
     return None
   if not codec.tile_size:  # sparse payloads have no tiles
     return None

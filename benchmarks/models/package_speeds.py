@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from benchmarks.common import cli, quiet, timing
 from benchmarks.models.fit_links import codec_speed
 from gradcomp import codecs
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.memory import first_memory, leaf_context
 from gradcomp._src.cost.measure_codec import measured_speed, updates
 from gradcomp.codecs import QSGD, TopK
@@ -87,9 +86,7 @@ def measured(codec: TopK, size: int, repeats: int) -> CodecSpeed:
   encode = jax.jit(lambda x: bound.encode(x, context=context).rows)
   forget, keep = updates(codec, x.shape)
   rows = encode(x)
-  total = jax.jit(
-    lambda rows: sums.sum_of(bound).gathered(rows, None, 1.0)(0, rows.shape[1])
-  )
+  total = jax.jit(lambda rows: bound.sums.gathered(rows, None, 1.0)(0, rows.shape[1]))
   few, many = (jnp.stack([rows] * count) for count in (_FEW, _MANY))
   calls: dict[str, Callable[[], Any]] = {
     "encode": lambda: encode(x),

@@ -53,7 +53,7 @@ def test_what_the_codec_says_of_itself():
   for rounding in ("nearest", "stochastic"):
     codec = EightBit(rounding=rounding)
     assert codec.unbiased == codec.needs_key == (rounding == "stochastic")
-    assert not codec.agrees and not codec.summable
+    assert codec.agree(jnp.ones(3)) is None
     assert not codec.by_column and not codec.fitted
 
 

@@ -55,7 +55,7 @@ def test_what_the_codec_says_of_itself():
   codec = nonuniform(3)
   assert codec.fitted and codec.refit_every == 100
   assert codec.unbiased and codec.needs_key
-  assert not codec.agrees and not codec.summable and not codec.by_column
+  assert codec.agree(jnp.ones(3)) is None and not codec.by_column
   assert not QSGD(bits=3).fitted
   assert not nonuniform(3, rounding="nearest").needs_key
 

@@ -287,8 +287,7 @@ def test_random_k_chooses_all_elements_alike():
 
 def test_what_the_codecs_say_of_themselves():
   for codec in (TopK(), RandomK()):
-    assert not codec.unbiased and not codec.agrees and not codec.summable
-    assert not codec.by_column and not codec.fitted and not codec.adds
+    assert not codec.unbiased and not codec.by_column and not codec.fitted
     assert codec.ranged(5000, ranges=3).range_size == 1667
     assert codec.ranged(5000).ranged(10) == codec.ranged(5000)
   assert RandomK().needs_key and not TopK().needs_key

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import floats
-from gradcomp._src.codecs import sums
 from gradcomp._src.exchange.plan import plan_messages
 from gradcomp.codecs import Context, FloatCast, Leaf
 from gradcomp.exchange import TwoShot
@@ -343,7 +342,7 @@ def test_rings_beside_a_model_axis(accumulate):
 def test_a_cpu_writes_sums_down_before_it_encodes_them():
   """Else XLA fuses what adds the numbers into what packs them, and adds them anew."""
   codec = FloatCast(addends=4)
-  total = sums.sum_of(codec)
+  total = codec.sums
 
   def owner(rows):
     partial = total.fold(rows, 0.25, keep=False)

@@ -180,8 +180,8 @@ def test_only_the_exchange_calls_collectives():
 
 # What asks for the kind of a codec, or compares the name of an exchange.
 KIND = re.compile(
-  r"isinstance\(\w*codec, (?!LeafCodec\)|type\))|is_(shared|adding|fitted)\("
-  r"|[!=]= Dense\(|\.(adds|fitted|by_column|summable|agrees|reuses|alternates)\b"
+  r"isinstance\(\w*codec, (?!LeafCodec\)|type\))|is_fitted\("
+  r"|[!=]= Dense\(|\.(fitted|by_column|reuses|alternates)\b"
 )
 NAME = re.compile(r"(exchange|schedule)(\.name)? [!=]= |\.name [!=]= \"")
 

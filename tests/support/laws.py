@@ -125,5 +125,5 @@ def nothing_behind_a_leaf_counts(case, x):
     case.own(x, found.payload.rows, found.value)
     return
   by_bucket = isinstance(case.spoils, int) or case.spoils == "itself"
-  scaled = codec.agrees or getattr(codec, "scale", 1) != 1
+  scaled = codec.agree(x) is not None or getattr(codec, "scale", 1) != 1
   laws.zeros_behind_change_nothing(codec, x, by_row=by_bucket and not scaled)

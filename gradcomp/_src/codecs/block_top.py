@@ -8,8 +8,10 @@ import jax.numpy as jnp
 
 from gradcomp._src.bibliography import CHEN_2020, SARFI_2025, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_integer
-from gradcomp._src.codecs.protocol import NOTHING, Context, Payload
 from gradcomp._src.codecs.row_codec import RowCodec
+from gradcomp._src.codecs.sums.entries import Blocks
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload
+from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels import block_top
 from gradcomp._src.kernels.gpu.dispatch import Implementation
@@ -130,6 +132,10 @@ class BlockTop(RowCodec):
   @property
   def _form(self) -> block_top.Form:
     return block_top.Form(self.block_size, self.count, self.bits)
+
+  @property
+  def sums(self) -> Sum:
+    return Blocks(self)
 
   @property
   def tile_size(self) -> int:

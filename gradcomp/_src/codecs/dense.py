@@ -1,7 +1,7 @@
 """Dense: the codec that sends all elements as floats of 32 or 16 bits."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from gradcomp._src.checks import float_dtype, one_of
-from gradcomp._src.codecs.protocol import (
-  NOTHING,
-  Context,
-  Payload,
-  Rounding,
-  SameForAll,
-)
-from gradcomp._src.codecs.row_codec import RoundsAtRandom
+from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
+from gradcomp._src.codecs.sums.floats import Floats
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload, Rounding
+from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common import planes
@@ -28,7 +24,7 @@ _ROW_SIZE = 128  # words in a row: few, because small leaves fill rows badly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dense(RoundsAtRandom, SameForAll):
+class Dense(RoundsAtRandom, RowCodec):
   r"""Sends all elements as floats, bitcast to words: the baseline.
 
   .. math:: Q(v_i) = \mathrm{cast}(v_i)
@@ -76,11 +72,6 @@ class Dense(RoundsAtRandom, SameForAll):
   dtype: DTypeLike = jnp.float32
   rounding: Rounding = "nearest"
 
-  agrees: ClassVar[bool] = False
-  by_column: ClassVar[bool] = False
-  fitted: ClassVar[bool] = False
-  adds: ClassVar[bool] = False
-
   def __post_init__(self) -> None:
     object.__setattr__(self, "dtype", float_dtype("dtype", self.dtype))
     one_of("rounding", Rounding, self.rounding)
@@ -95,12 +86,12 @@ class Dense(RoundsAtRandom, SameForAll):
     return self._bits == 32 or super().unbiased
 
   @property
-  def summable(self) -> bool:
-    return self._bits == 32
-
-  @property
   def largest(self) -> float | None:
     return limit_of(self.dtype)
+
+  @property
+  def sums(self) -> Sum:
+    return Floats(self) if self == Dense() else super().sums
 
   @property
   def tile_size(self) -> int:

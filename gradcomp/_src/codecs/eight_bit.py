@@ -15,15 +15,9 @@ from gradcomp._src.checks import (
   optional_one_of,
   static_integer,
 )
-from gradcomp._src.codecs.protocol import (
-  NOTHING,
-  Context,
-  Payload,
-  Rounding,
-  SameForAll,
-)
 from gradcomp._src.codecs.quantizing import bucket_words, leaf_scales, row_scales
-from gradcomp._src.codecs.row_codec import RoundsAtRandom
+from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
 from gradcomp._src.kernels import eight_bit
 from gradcomp._src.kernels.common.piecewise_linear import Line, lines_between
@@ -90,7 +84,7 @@ def _lines(dtype: DataType) -> tuple[Line, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EightBit(RoundsAtRandom, SameForAll):
+class EightBit(RoundsAtRandom, RowCodec):
   r"""Replaces each element by a level of an 8-bit type, times the largest element.
 
   .. math:: Q(v_i) = \lVert v \rVert_\infty \, \mathrm{sgn}(v_i) \, T[m_i]
@@ -185,12 +179,6 @@ class EightBit(RoundsAtRandom, SameForAll):
       "0.55, as in its text. The static tree has a zero. The paper keeps no residual.",
     ),
   )
-
-  agrees: ClassVar[bool] = False
-  summable: ClassVar[bool] = False
-  by_column: ClassVar[bool] = False
-  fitted: ClassVar[bool] = False
-  adds: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     one_of("dtype", DataType, self.dtype)

@@ -8,15 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._src.codecs.protocol import (
-  AddingCodec,
   Codec,
-  Context,
   RemainderCodec,
-  SharedCodec,
-  is_adding,
-  is_shared,
 )
 from gradcomp._src.codecs.sparse import SelectingCodec
+from gradcomp._src.codecs.sums.records import Context
 
 # Leaves of one shape with at most _SMALL_LEAF_ELEMENTS elements are encoded together,
 # in groups of at most JOINT_ENCODING_ELEMENTS elements. A compiler takes a quarter of
@@ -42,9 +38,6 @@ def to_agree(codec: Codec, leaf: jax.Array) -> jax.Array | None:
     >>> to_agree(gradcomp.codecs.Ternary(clip_sigmas=None), jnp.array([1.0, -3.0]))
     Array([[3.]], dtype=float32)
   """
-  if not codec.agrees:
-    return None
-  assert is_shared(codec) or is_adding(codec)
   return _agree(codec, leaf)
 
 
@@ -127,7 +120,7 @@ def _encode_several(codec: Codec, given: Sequence[_Given]) -> list[jax.Array]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _agree(codec: SharedCodec | AddingCodec, leaf: jax.Array) -> jax.Array:
+def _agree(codec: Codec, leaf: jax.Array) -> jax.Array | None:
   """Computes a leaf's statistics; jitted, so that each shape is traced once."""
   return codec.agree(leaf)
 

@@ -7,7 +7,16 @@ import jax
 
 from gradcomp._src.bibliography import HAN_2021, MICIKEVICIUS_2017, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_factor, static_integer
-from gradcomp._src.codecs.protocol import NOTHING, Accumulate, Context, Leaf, Payload
+from gradcomp._src.codecs.row_codec import RowCodec
+from gradcomp._src.codecs.sums.numbers import Numbers
+from gradcomp._src.codecs.sums.records import (
+  NOTHING,
+  Accumulate,
+  Context,
+  Leaf,
+  Payload,
+)
+from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
 from gradcomp._src.floats.arithmetic import rounded_sum
 from gradcomp._src.floats.sums import kahan_step
@@ -26,7 +35,7 @@ _ADDENDS_RULE = "a number of addends, 1 or more"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FloatCast:
+class FloatCast(RowCodec):
   r"""Casts to an IEEE float of few bits, scaled so that sums just fit: APS.
 
   With ``scale="auto"``, Auto Precision Scaling, a leaf is multiplied by the largest
@@ -111,12 +120,6 @@ class FloatCast:
   addends: int = 1
   implementation: Implementation | None = None
 
-  unbiased: ClassVar[bool] = False
-  summable: ClassVar[bool] = False
-  by_column: ClassVar[bool] = False
-  fitted: ClassVar[bool] = False
-  adds: ClassVar[bool] = True
-
   row_words: ClassVar[int] = _ROW_WORDS
 
   def __post_init__(self) -> None:
@@ -140,7 +143,7 @@ class FloatCast:
       raise ValueError(f"`addends` must be {_ADDENDS_RULE}, got {addends}.")
     object.__setattr__(self, "addends", addends)
     room = 2.0**self.format.max_exponent / addends
-    if self.agrees and room <= self.format.smallest / 2:
+    if self.scale == "auto" and room <= self.format.smallest / 2:
       raise ValueError(
         "`exponent_bits` must leave room for the sum of all workers' numbers, got "
         f"{self.exponent_bits}, with {self.mantissa_bits} mantissa bits and {addends} "
@@ -173,12 +176,12 @@ class FloatCast:
     return FloatFormat(self.exponent_bits, self.mantissa_bits)
 
   @property
-  def needs_key(self) -> bool:
-    return self.rounding == "stochastic"
+  def sums(self) -> Sum:
+    return Numbers(self)
 
   @property
-  def agrees(self) -> bool:
-    return self.scale == "auto"
+  def needs_key(self) -> bool:
+    return self.rounding == "stochastic"
 
   @property
   def tile_size(self) -> int:
@@ -190,11 +193,13 @@ class FloatCast:
       return self
     return dataclasses.replace(self, addends=leaf.addends)
 
-  def agree(self, x: jax.Array) -> jax.Array:
-    """Returns the sum's exponent as a byte: ``uint8[1, 1]``.
+  def agree(self, x: jax.Array) -> jax.Array | None:
+    """Returns the sum's exponent as a byte, ``uint8[1, 1]``; None for a fixed scale.
 
     It is 0 for zeros, and 255 for NaN and infinity.
     """
+    if self.scale != "auto":
+      return None
     largest = tensor_norm(as_float32(x), "max").reshape(1, 1)
     return float_cast.exponent_byte(largest, self.addends)
 
@@ -210,6 +215,7 @@ class FloatCast:
     if self.scale != "auto":
       return Payload(self._encode(scaled(flat, self.scale), None, dither))
     byte = self.agree(x) if context.agreed is None else context.agreed
+    assert byte is not None
     exponent = float_cast.shift(byte[0, 0], self.format, self.addends)
     return Payload(self._encode(flat, exponent, dither), byte)
 
@@ -229,6 +235,10 @@ class FloatCast:
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     return float_cast.decode_rows(rows, self.format)
 
+  def payload_tiles(self, payload: Payload) -> jax.Array:
+    """Decodes a payload to tiles, divided by the scale."""
+    return self.unscaled(self.decode_rows(payload.rows), payload.agreed)
+
   def encode_sums(self, tiles: jax.Array) -> jax.Array:
     """Encodes scaled sums, rounded to nearest even."""
     nearest = dataclasses.replace(self, rounding="nearest_even")
@@ -243,13 +253,13 @@ class FloatCast:
 
   def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
     """Adds two numbers of the format, and rounds the sum to it."""
-    return rounded_sum(total, x, self.format, saturate=self.agrees)
+    return rounded_sum(total, x, self.format, saturate=self.scale == "auto")
 
   def add_compensated(
     self, total: jax.Array, compensation: jax.Array, x: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """Returns the next sum and compensation of Kahan's algorithm, in the format."""
-    saturate = self.agrees
+    saturate = self.scale == "auto"
     return kahan_step(total, compensation, x, self.format, saturate=saturate)
 
   def _encode(
@@ -261,7 +271,7 @@ class FloatCast:
       dither,
       fmt=self.format,
       rounding=self.rounding,
-      saturate=self.agrees,
+      saturate=self.scale == "auto",
       row_words=_ROW_WORDS,
       implementation=self.implementation,
     )

@@ -8,15 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp._src.codecs.protocol import (
-  NOTHING,
-  Context,
-  FittedCodec,
-  Leaf,
-  LeafCodec,
-  is_fitted,
-)
+from gradcomp._src.codecs.protocol import FittedCodec, LeafCodec, is_fitted
 from gradcomp._src.codecs.sparse import Selected, SelectingCodec
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf
 
 
 class Memory(NamedTuple):

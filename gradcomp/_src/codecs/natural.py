@@ -7,8 +7,8 @@ import jax
 
 from gradcomp._src.bibliography import HORVATH_2019, Citation
 from gradcomp._src.checks import one_of, optional_one_of
-from gradcomp._src.codecs.protocol import NOTHING, Context, Payload, Rounding
 from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common.float_formats import FloatFormat

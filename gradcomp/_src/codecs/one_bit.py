@@ -7,7 +7,8 @@ import jax
 
 from gradcomp._src.bibliography import GRUBIC_2018, SEIDE_2014, Citation
 from gradcomp._src.checks import bucket, flag, optional_one_of, static_integer
-from gradcomp._src.codecs.protocol import NOTHING, Context, Leaf, Payload
+from gradcomp._src.codecs.row_codec import RowCodec
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Payload
 from gradcomp._src.codecs.tiles import as_float32, as_matrix, decode_payload
 from gradcomp._src.kernels import one_bit
 from gradcomp._src.kernels.common import planes
@@ -15,7 +16,7 @@ from gradcomp._src.kernels.gpu.dispatch import Implementation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OneBit:
+class OneBit(RowCodec):
   r"""Replaces each element by the mean of the elements of its sign in its bucket.
 
   .. math:: Q(v_i) = \mathrm{avg}_+ \text{ if } v_i \ge 0, \quad
@@ -87,12 +88,6 @@ class OneBit:
       "own elements.",
     ),
   )
-  unbiased: ClassVar[bool] = False
-  needs_key: ClassVar[bool] = False
-  agrees: ClassVar[bool] = False
-  summable: ClassVar[bool] = False
-  fitted: ClassVar[bool] = False
-  adds: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     flag("per_column", self.per_column)

@@ -7,9 +7,11 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.one_bit import OneBit
-from gradcomp._src.codecs.protocol import Codec, Leaf, LeafCodec, is_fitted
+from gradcomp._src.codecs.protocol import Codec, LeafCodec, is_fitted
 from gradcomp._src.codecs.rounds import RoundsCodec
 from gradcomp._src.codecs.sparse import DroppingCodec
+from gradcomp._src.codecs.sums.records import Leaf
+from gradcomp._src.codecs.sums.sum import Several, SumFacts
 
 _RULE = "a sequence of pairs (regular expression, codec)"
 
@@ -76,6 +78,10 @@ class Policy:
   @property
   def needs_key(self) -> bool:
     return any(codec.needs_key for codec in self.codecs)
+
+  @property
+  def sums(self) -> SumFacts:
+    return Several(tuple(codec.sums for codec in self.codecs))
 
   def bind(self, leaf: Leaf) -> LeafCodec:
     """Returns the codec of a leaf, bound to it."""

@@ -1,73 +1,17 @@
-"""The protocols of codecs, and the records that they exchange with the library."""
+"""The protocols of codecs."""
 
-import math
-from typing import (
-  Any,
-  Literal,
-  NamedTuple,
-  Protocol,
-  Self,
-  TypeGuard,
-  runtime_checkable,
-)
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import jax
 
-
-class Payload(NamedTuple):
-  """The arrays that cross the wire for one leaf; their bytes are all that is sent."""
-
-  rows: jax.Array  # uint32[rows, row_words], words and scales
-  agreed: jax.Array | None = None  # the statistics that workers agreed on, if any
-
-
-class Context(NamedTuple):
-  """The inputs of an encoding other than the leaf and the key; None where unused.
-
-  Attributes:
-    agreed: the scale, or the byte of the exponent, that all workers agree on.
-    dither: ``uint32[3]``, the random source in place of the key: the key that all
-      workers share, and the worker's mask, see :func:`gradcomp.kernels.dither`.
-    levels: the levels that are fitted to the gradients of all workers.
-    thresholds: ``float32[rows]``, from the worker's last search; 0 for none.
-    turn: ``float32[]``, the sign to send in this step: 1 or -1.
-  """
-
-  agreed: jax.Array | None = None
-  dither: jax.Array | None = None
-  levels: jax.Array | None = None
-  thresholds: jax.Array | None = None
-  turn: jax.Array | None = None
-
-
-NOTHING = Context()
-
-
-class Leaf(NamedTuple):
-  """The facts about a leaf that a codec may depend on before it encodes."""
-
-  shape: tuple[int, ...]
-  addends: int | None = None  # how many workers' numbers are added, if any are
-  ranges: int = 1  # of consecutive elements, each of which a worker owns
-  path: str = ""  # in the tree, like "layer/kernel"
-
-  @property
-  def size(self) -> int:
-    """The number of elements."""
-    return math.prod(self.shape)
-
-
-Rounding = Literal["stochastic", "nearest"]
-Accumulate = Literal["format", "kahan", "float32"]
-
-
-class SameForAll:
-  """A base of codecs that depend on no leaf."""
-
-  def bind(self, leaf: Leaf) -> Self:
-    """Returns the codec itself."""
-    del leaf
-    return self
+from gradcomp._src.codecs.sums.records import (
+  NOTHING,
+  Accumulate,
+  Context,
+  Leaf,
+  Payload,
+)
+from gradcomp._src.codecs.sums.sum import Sum, SumFacts
 
 
 @runtime_checkable
@@ -81,6 +25,10 @@ class LeafCodec(Protocol):
   @property
   def needs_key(self) -> bool:
     """True if ``encode`` needs a key."""
+
+  @property
+  def sums(self) -> SumFacts:
+    """How payloads are added; of an unbound codec, the facts about it."""
 
   def bind(self, leaf: Leaf) -> "LeafCodec":
     """Returns the codec for a leaf of this shape and path."""
@@ -99,14 +47,6 @@ class Codec(LeafCodec, Protocol):
   """
 
   @property
-  def agrees(self) -> bool:
-    """True if workers agree on a scale before they encode."""
-
-  @property
-  def summable(self) -> bool:
-    """True if codes of several workers can be added as integers."""
-
-  @property
   def by_column(self) -> bool:
     """True if a row is a column of a leaf's matrix."""
 
@@ -115,8 +55,29 @@ class Codec(LeafCodec, Protocol):
     """Whether the codec has a memory, as a ``FittedCodec`` has."""
 
   @property
-  def adds(self) -> bool:
-    """Whether sums are numbers of the codec's format, as of an ``AddingCodec``."""
+  def sums(self) -> Sum:
+    """How payloads are added, and how their sums travel."""
+
+  def to_nearest(self) -> "Codec":
+    """Returns the codec that rounds to nearest, with rows of the same format."""
+
+  def agree(self, x: jax.Array) -> jax.Array | None:
+    """Returns a leaf's statistics, of which all workers take the largest; or None."""
+
+  def filled(self, flat: jax.Array) -> jax.Array:
+    """Fills the last bucket of a flat leaf, where the zeros of padding would count."""
+
+  def rotated(self, tiles: jax.Array) -> jax.Array:
+    """Rotates the tiles of a leaf, ``float32[rows, tile_size]``, before encoding."""
+
+  def unrotated(self, tiles: jax.Array) -> jax.Array:
+    """Undoes :meth:`rotated` for tiles, or sums of tiles, of one or two axes each."""
+
+  def sum_rows(self, rows: jax.Array) -> jax.Array:
+    """Decodes ``uint32[K, rows, words]``, and adds K payloads in their order."""
+
+  def payload_tiles(self, payload: Payload) -> jax.Array:
+    """Decodes a payload to tiles, by the statistics in it if workers share them."""
 
   def bind(self, leaf: Leaf) -> "Codec":
     """Returns the codec for a leaf, with a definite ``tile_size``."""
@@ -182,12 +143,6 @@ class SharedCodec(Codec, Protocol):
   def max_code(self) -> int:
     """The largest magnitude of a code."""
 
-  def agree(self, x: jax.Array) -> jax.Array:
-    """Returns a leaf's statistics: zero or more, or NaN.
-
-    They are ``float32[rows, k]``, or ``float32[1, 1]`` for all rows.
-    """
-
   def codes(self, rows: jax.Array) -> jax.Array:
     """Unpacks ``uint32[..., rows, words]`` to codes, ``int32[..., rows, P, B]``."""
 
@@ -231,9 +186,6 @@ class AddingCodec(Codec, Protocol):
   def accumulate(self) -> Accumulate:
     """The way in which numbers are added one by one."""
 
-  def agree(self, x: jax.Array) -> jax.Array:
-    """Returns the byte that determines a leaf's scale: ``uint8[1, 1]``."""
-
   def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
     """Adds two numbers of the format, and rounds the sum to it."""
 
@@ -263,60 +215,6 @@ class RemainderCodec(Codec, Protocol):
     """Returns ``encode(x)``, and ``x - decode(encode(x))`` in ``float32``."""
 
 
-@runtime_checkable
-class SummingCodec(Codec, Protocol):
-  """A codec that adds payloads itself, because decoding all at once takes memory."""
-
-  def sum_rows(self, rows: jax.Array) -> jax.Array:
-    """Decodes ``uint32[K, rows, words]``, and adds K payloads in their order.
-
-    Returns:
-      ``float32[rows, P, B]``, with the bits of a sum of decoded payloads.
-    """
-
-
-@runtime_checkable
-class FilledCodec(Codec, Protocol):
-  """A codec that fills the last bucket itself, because zeros would change its means."""
-
-  def filled(self, flat: jax.Array) -> jax.Array:
-    """Fills the last bucket of a flat leaf with values that keep the bucket's means."""
-
-
-@runtime_checkable
-class RotatingCodec(Codec, Protocol):
-  """A codec that rotates tiles before it encodes them, and back after the last sum.
-
-  Rotated tiles add up as leaves do.
-  """
-
-  def rotated(self, tiles: jax.Array) -> jax.Array:
-    """Rotates the tiles of a leaf: ``float32[rows, tile_size]``."""
-
-  def unrotated(self, tiles: jax.Array) -> jax.Array:
-    """Undoes :meth:`rotated` for tiles, or sums of tiles, of one or two axes each."""
-
-
-def is_shared(codec: LeafCodec) -> TypeGuard[SharedCodec]:
-  """Returns True if the hyperparameters make a codec a :class:`SharedCodec`.
-
-  Example:
-    >>> is_shared(gradcomp.codecs.Ternary()), is_shared(gradcomp.codecs.OneBit())
-    (True, False)
-  """
-  return getattr(codec, "agrees", False) and getattr(codec, "summable", False)
-
-
-def is_adding(codec: LeafCodec) -> TypeGuard[AddingCodec]:
-  """Returns True for an :class:`AddingCodec`.
-
-  Example:
-    >>> is_adding(gradcomp.codecs.FloatCast()), is_adding(gradcomp.codecs.OneBit())
-    (True, False)
-  """
-  return getattr(codec, "adds", False)
-
-
 def is_codec(value: Any) -> TypeGuard[LeafCodec]:
   """Returns True for an instance of a codec, and False for a codec's class.
 
@@ -335,26 +233,3 @@ def is_fitted(codec: LeafCodec) -> TypeGuard[FittedCodec]:
     True
   """
   return getattr(codec, "fitted", False)
-
-
-@runtime_checkable
-class RangedCodec(Codec, Protocol):
-  """A codec with rows of a smaller range than ``float32``, and without a scale.
-
-  Sums on the way are divided by powers of two.
-  """
-
-  @property
-  def largest(self) -> float | None:
-    """The largest number that a row holds; None for the range of float32."""
-
-
-def is_ranged(codec: LeafCodec) -> TypeGuard[RangedCodec]:
-  """Returns True if the hyperparameters make a codec a :class:`RangedCodec`.
-
-  Example:
-    >>> half, short = (gradcomp.codecs.Dense(dtype=t) for t in ("float16", "bfloat16"))
-    >>> is_ranged(half), is_ranged(short)
-    (True, False)
-  """
-  return getattr(codec, "largest", None) is not None

@@ -1,20 +1,12 @@
 """QSGD: the codec of few levels, stochastic rounding, and a scale for each bucket."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp._src.bibliography import ALISTARH_2017, GRUBIC_2018, ZHANG_2017, Citation
 from gradcomp._src.checks import flag, one_of, optional_bucket, optional_one_of
-from gradcomp._src.codecs.protocol import (
-  NOTHING,
-  Context,
-  Payload,
-  Rounding,
-  SameForAll,
-)
 from gradcomp._src.codecs.quantizing import (
   BucketScales,
   FittedLevels,
@@ -27,7 +19,8 @@ from gradcomp._src.codecs.quantizing import (
   checked_refit_every,
   checked_rotate,
 )
-from gradcomp._src.codecs.row_codec import RoundsAtRandom
+from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload, Rounding
 from gradcomp._src.codecs.tiles import (
   as_float32,
   codec_dither,
@@ -41,7 +34,7 @@ from gradcomp._src.kernels.gpu.dispatch import Implementation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll):
+class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, RowCodec):
   r"""Quantizes each element to one of a few levels of its bucket's norm.
 
   With :math:`s` intervals and the scale :math:`\lVert v \rVert` of a bucket,
@@ -147,9 +140,6 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
   refit_every: int = 100
   implementation: Implementation | None = None
 
-  by_column: ClassVar[bool] = False
-  adds: ClassVar[bool] = False
-
   def __post_init__(self) -> None:
     one_of("norm", ScaleNorm, self.norm)
     one_of("levels", Levels, self.levels)
@@ -217,7 +207,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, SameForAll)
   def max_code(self) -> int:
     return qsgd.intervals(self.bits, self._equal_levels)
 
-  def agree(self, x: jax.Array) -> jax.Array:
+  def leaf_statistics(self, x: jax.Array) -> jax.Array:
     """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
     return self.flat_scales(self._prepared(x))
 

@@ -1,5 +1,6 @@
 """Scales, levels and checked options that quantizing codecs share."""
 
+import abc
 import math
 from collections.abc import Callable
 from typing import ClassVar, Literal
@@ -9,7 +10,11 @@ import numpy as np
 
 from gradcomp._src.checks import static_integer, step_count
 from gradcomp._src.codecs.memory import Memory
-from gradcomp._src.codecs.protocol import Leaf
+from gradcomp._src.codecs.row_codec import RowCodec
+from gradcomp._src.codecs.sums.codes import Codes
+from gradcomp._src.codecs.sums.records import Leaf, Payload
+from gradcomp._src.codecs.sums.sum import Sum
+from gradcomp._src.codecs.sums.tiles import Tiles
 from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels.common import fitted_levels, planes, rotation
 from gradcomp._src.kernels.common.planes import planes_per_word
@@ -47,18 +52,48 @@ def row_scales(
   return bucket_norms(tiles.reshape(-1), planes, bucket_size, norm)
 
 
-class SharedScales:
-  """A base of codecs with codes that add up as integers once scales are shared."""
+class SharedScales(RowCodec):
+  """A base of codecs with codes that add up as integers once scales are shared.
+
+  Before anyone encodes, the exchange takes the largest result of :meth:`agree` over all
+  workers. Rows then hold only codes.
+  """
 
   share_scale: bool
 
   @property
-  def agrees(self) -> bool:
-    return self.share_scale
+  def sums(self) -> Sum:
+    return Codes(self) if self.share_scale else Tiles(self)
 
   @property
-  def summable(self) -> bool:
-    return self.share_scale
+  @abc.abstractmethod
+  def max_code(self) -> int:
+    """The largest magnitude of a code."""
+
+  @abc.abstractmethod
+  def leaf_statistics(self, x: jax.Array) -> jax.Array:
+    """Returns a leaf's statistics: zero or more, or NaN.
+
+    They are ``float32[rows, k]``, or ``float32[1, 1]`` for all rows.
+    """
+
+  def agree(self, x: jax.Array) -> jax.Array | None:
+    """Returns a leaf's statistics if workers share them."""
+    return self.leaf_statistics(x) if self.share_scale else None
+
+  @abc.abstractmethod
+  def codes(self, rows: jax.Array) -> jax.Array:
+    """Unpacks ``uint32[..., rows, words]`` to codes, ``int32[..., rows, P, B]``."""
+
+  @abc.abstractmethod
+  def from_codes(self, codes: jax.Array, agreed: jax.Array) -> jax.Array:
+    """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
+
+  def payload_tiles(self, payload: Payload) -> jax.Array:
+    """Decodes a payload to tiles, by the statistics in it if workers share them."""
+    if payload.agreed is None:
+      return self.decode_rows(payload.rows)
+    return self.from_codes(self.codes(payload.rows), payload.agreed)
 
 
 ScaleNorm = Literal["max", "l2", "rms"]

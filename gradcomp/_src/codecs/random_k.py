@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._src.bibliography import STICH_2018, Citation
-from gradcomp._src.codecs.protocol import NOTHING, Context, Payload
 from gradcomp._src.codecs.sparse import (
   SparseRows,
   checked_density,
   checked_range,
   sent_of,
 )
+from gradcomp._src.codecs.sums.entries import Chosen
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload
+from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import as_float32, codec_key, from_tiles, to_tiles
 from gradcomp._src.kernels.common.threefry import threefry2x32
 
@@ -81,6 +83,10 @@ class RandomK(SparseRows):
   def __post_init__(self) -> None:
     object.__setattr__(self, "density", checked_density(self.density))
     object.__setattr__(self, "range_size", checked_range(self.range_size))
+
+  @property
+  def sums(self) -> Sum:
+    return Chosen(self)
 
   @property
   def row_words(self) -> int:

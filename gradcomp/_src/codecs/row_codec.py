@@ -1,31 +1,16 @@
-"""``RowCodec``, the base of codecs of your own, and rounding to nearest."""
+"""``RowCodec``, the base of all codecs of rows, and rounding at random."""
 
 import abc
 import dataclasses
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import Self
 
 import jax
 
-from gradcomp._src.codecs.protocol import (
-  NOTHING,
-  Codec,
-  Context,
-  Payload,
-  Rounding,
-  SameForAll,
-)
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Payload, Rounding
+from gradcomp._src.codecs.sums.sum import Sum
+from gradcomp._src.codecs.sums.tiles import Ranged, Tiles, sum_in_order
 from gradcomp._src.codecs.tiles import as_float32, codec_key, decode_payload, to_tiles
-
-
-@runtime_checkable
-class RoundingCodec(Codec, Protocol):
-  """A codec that rounds at random, and has a form that rounds to nearest."""
-
-  def to_nearest(self) -> Codec:
-    """Returns the codec that rounds to nearest, with rows of the same format.
-
-    It encodes sums with an owner residual: it loses less, and needs no random bits.
-    """
 
 
 class RoundsAtRandom:
@@ -46,20 +31,8 @@ class RoundsAtRandom:
     return dataclasses.replace(self, rounding="nearest")  # type: ignore[type-var]
 
 
-def to_nearest(codec: Codec) -> Codec:
-  """Returns the form of a codec that rounds to nearest, or the codec if it has none.
-
-  Example:
-    >>> to_nearest(gradcomp.codecs.QSGD(bits=4)).rounding
-    'nearest'
-    >>> to_nearest(gradcomp.codecs.OneBit()) == gradcomp.codecs.OneBit()
-    True
-  """
-  return codec.to_nearest() if isinstance(codec, RoundingCodec) else codec
-
-
-class RowCodec(SameForAll, abc.ABC):
-  """A base class for codecs of one's own, which then need four members.
+class RowCodec(abc.ABC):
+  """The base class of codecs, which then need four members.
 
   These are ``tile_size``, ``row_words``, ``encode_rows`` and ``decode_rows``. A codec
   that is unbiased, or that needs a key, says so as well. Workers share no statistics,
@@ -82,12 +55,6 @@ class RowCodec(SameForAll, abc.ABC):
     Array([ 1. , -2.5,  3. ], dtype=float32)
   """
 
-  agrees: ClassVar[bool] = False
-  summable: ClassVar[bool] = False
-  by_column: ClassVar[bool] = False
-  fitted: ClassVar[bool] = False
-  adds: ClassVar[bool] = False
-
   @property
   def unbiased(self) -> bool:
     return False
@@ -95,6 +62,65 @@ class RowCodec(SameForAll, abc.ABC):
   @property
   def needs_key(self) -> bool:
     return False
+
+  @property
+  def by_column(self) -> bool:
+    return False
+
+  @property
+  def fitted(self) -> bool:
+    return False
+
+  @property
+  def largest(self) -> float | None:
+    """The largest number that a row without a scale holds; None for float32's range."""
+    return None
+
+  @property
+  def sums(self) -> Sum:
+    """How payloads are added: as decoded tiles, in float32."""
+    return Tiles(self) if self.largest is None else Ranged(self, self.largest)
+
+  def bind(self, leaf: Leaf) -> Codec:
+    """Returns the codec of a leaf: itself, for it depends on no leaf."""
+    del leaf
+    return self
+
+  def to_nearest(self) -> Self:
+    """Returns the codec that rounds to nearest, with rows of the same format.
+
+    It encodes sums with an owner residual: it loses less, and needs no random bits. A
+    codec that never rounds at random is its own.
+    """
+    return self
+
+  def agree(self, x: jax.Array) -> jax.Array | None:
+    """Returns a leaf's statistics, of which all workers take the largest; or None."""
+    del x
+    return None
+
+  def filled(self, flat: jax.Array) -> jax.Array:
+    """Fills the last bucket of a flat leaf, where the zeros of padding would count."""
+    return flat
+
+  def rotated(self, tiles: jax.Array) -> jax.Array:
+    """Rotates the tiles of a leaf, ``float32[rows, tile_size]``, before encoding.
+
+    Rotated tiles add up as leaves do.
+    """
+    return tiles
+
+  def unrotated(self, tiles: jax.Array) -> jax.Array:
+    """Undoes :meth:`rotated` for tiles, or sums of tiles, of one or two axes each."""
+    return tiles
+
+  def sum_rows(self, rows: jax.Array) -> jax.Array:
+    """Decodes ``uint32[K, rows, words]``, and adds K payloads in their order."""
+    return sum_in_order(self.decode_rows, rows)
+
+  def payload_tiles(self, payload: Payload) -> jax.Array:
+    """Decodes a payload to tiles, by the statistics in it if workers share them."""
+    return self.decode_rows(payload.rows)
 
   @property
   @abc.abstractmethod

@@ -3,14 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp._src.checks import static_integer, static_number
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.protocol import Codec, Context, Leaf, Payload
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.row_codec import RowCodec
+from gradcomp._src.codecs.sums.records import Context, Leaf, Payload
 from gradcomp._src.codecs.tiles import decode_payload
 from gradcomp._src.kernels.common import sparse
 
@@ -114,17 +116,11 @@ class LinearCodec(SparseCodec, Protocol):
     """Returns the headers of a key's rows: ``uint32[rows, header_words]``."""
 
 
-class SparseRows:
+class SparseRows(RowCodec):
   """A base of sparse codecs: a dataclass with a ``density`` and a ``range_size``."""
 
   density: float
   range_size: int | None
-
-  agrees: ClassVar[bool] = False
-  summable: ClassVar[bool] = False
-  by_column: ClassVar[bool] = False
-  fitted: ClassVar[bool] = False
-  adds: ClassVar[bool] = False
 
   @property
   def tile_size(self) -> int:

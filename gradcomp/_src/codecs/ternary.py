@@ -14,20 +14,14 @@ from gradcomp._src.checks import (
   optional_one_of,
   static_number,
 )
-from gradcomp._src.codecs.protocol import (
-  NOTHING,
-  Context,
-  Payload,
-  Rounding,
-  SameForAll,
-)
 from gradcomp._src.codecs.quantizing import (
   SharedScales,
   bucket_words,
   leaf_scales,
   row_scales,
 )
-from gradcomp._src.codecs.row_codec import RoundsAtRandom
+from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
 from gradcomp._src.kernels import ternary
 from gradcomp._src.kernels.common.planes import floats
@@ -41,7 +35,7 @@ _SIGMAS_RULE = "a number of standard deviations above 0, or None to clip nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ternary(RoundsAtRandom, SharedScales, SameForAll):
+class Ternary(RoundsAtRandom, SharedScales, RowCodec):
   r"""Rounds each element to :math:`-s`, 0 or :math:`s`, the largest magnitude.
 
   Elements are clipped first, layer by layer, to :math:`c` standard deviations:
@@ -125,9 +119,6 @@ class Ternary(RoundsAtRandom, SharedScales, SameForAll):
       "two_shot sends sums in as few bits as hold them.",
     ),
   )
-  by_column: ClassVar[bool] = False
-  fitted: ClassVar[bool] = False
-  adds: ClassVar[bool] = False
 
   max_code: ClassVar[int] = 1
 
@@ -159,7 +150,7 @@ class Ternary(RoundsAtRandom, SharedScales, SameForAll):
       return words
     return words + (1 if self.bucket_size is None else ternary.planes(self.packing))
 
-  def agree(self, x: jax.Array) -> jax.Array:
+  def leaf_statistics(self, x: jax.Array) -> jax.Array:
     """Returns the scales of clipped values: ``float32[1, 1]``, or ``[rows, P]``."""
     return self._scales(as_float32(x))[0]
 

@@ -10,13 +10,8 @@ import numpy as np
 
 from gradcomp._src.codecs.protocol import (
   Codec,
-  Context,
-  FilledCodec,
-  Payload,
-  RotatingCodec,
-  is_adding,
-  is_shared,
 )
+from gradcomp._src.codecs.sums.records import Context, Payload
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import key_words
 from gradcomp._src.kernels.materialize import LARGE, materialized
@@ -47,18 +42,16 @@ def as_matrix(x: ArrayT) -> ArrayT:
 def to_tiles(x: jax.Array, codec: Codec) -> jax.Array:
   """Cuts a leaf into tiles, ``float32[rows, tile_size]``, filled with zeros.
 
-  A :class:`FilledCodec` first fills the last bucket, and a :class:`RotatingCodec` then
-  rotates the tiles. The tiles of a codec that is ``by_column`` are columns: a leaf's
-  first dimension is the row.
+  A codec may first fill the last bucket, and then rotate the tiles. The tiles of a
+  codec that is ``by_column`` are columns: a leaf's first dimension is the row.
 
   Example:
     >>> to_tiles(jnp.ones(300), gradcomp.codecs.Dense()).shape
     (3, 128)
   """
-  if isinstance(codec, FilledCodec) and not codec.by_column:
+  if not codec.by_column:
     x = codec.filled(x.reshape(-1))
-  tiles = split_rows(x, codec)
-  return codec.rotated(tiles) if isinstance(codec, RotatingCodec) else tiles
+  return codec.rotated(split_rows(x, codec))
 
 
 def split_rows(x: ArrayT, codec: Codec) -> ArrayT:
@@ -97,8 +90,7 @@ def tile_shape(codec: Codec) -> tuple[int, ...]:
 @functools.cache  # an equal codec has the same rows, and tracing them takes long
 def _tile_shape(codec: Codec) -> tuple[int, ...]:
   row = jax.ShapeDtypeStruct((1, codec.row_words), jnp.uint32)
-  decode = codec.codes if is_shared(codec) else codec.decode_rows
-  return jax.eval_shape(decode, row).shape[1:]
+  return jax.eval_shape(codec.sums.unpacked, row).shape[1:]
 
 
 def view_shape(
@@ -141,8 +133,6 @@ def elements(tiles: jax.Array, codec: Codec) -> jax.Array:
     >>> elements(jnp.ones((1, 4)), gradcomp.codecs.Dense())
     Array([[1., 1., 1., 1.]], dtype=float32)
   """
-  if not isinstance(codec, RotatingCodec):
-    return tiles
   return codec.unrotated(tiles).reshape(tiles.shape)
 
 
@@ -160,28 +150,12 @@ def join_rows(
   return rows.reshape(-1)[: like.size].reshape(like.shape)
 
 
-def payload_tiles(payload: Payload, codec: Codec) -> jax.Array:
-  """Decodes a payload to tiles, with the statistics in it if workers share them.
-
-  Example:
-    >>> codec = gradcomp.codecs.Dense()
-    >>> payload_tiles(codec.encode(jnp.ones(128)), codec).shape
-    (1, 1, 128)
-  """
-  if is_adding(codec):
-    return codec.unscaled(codec.decode_rows(payload.rows), payload.agreed)
-  if payload.agreed is None:
-    return codec.decode_rows(payload.rows)
-  assert is_shared(codec)
-  return codec.from_codes(codec.codes(payload.rows), payload.agreed)
-
-
 def decode_payload(
   payload: Payload, like: jax.Array | jax.ShapeDtypeStruct, codec: Codec
 ) -> jax.Array:
   """Decodes a payload to the shape and dtype of ``like``, materialized on a CPU."""
   rows = payload.rows
-  tiles = lambda rows: payload_tiles(payload._replace(rows=rows), codec)
+  tiles = lambda rows: codec.payload_tiles(payload._replace(rows=rows))
   # XLA for CPU is several times as fast in the shape of tiles, if words are unpacked to
   # several planes: see tile_shape.
   large = (
@@ -205,7 +179,7 @@ def unsent(x: jax.Array, payload: Payload, codec: Codec) -> jax.Array:
     >>> unsent(x, codec.encode(x), codec)
     Array([ 0.  , -0.25], dtype=float32)
   """
-  return x - from_tiles(payload_tiles(payload, codec), x, codec)
+  return x - from_tiles(codec.payload_tiles(payload), x, codec)
 
 
 def _is_cut(x: jax.Array) -> bool:

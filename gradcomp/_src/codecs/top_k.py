@@ -18,7 +18,6 @@ from gradcomp._src.checks import (
 )
 from gradcomp._src.codecs.entries import EntryRow, Quantize
 from gradcomp._src.codecs.memory import Memory
-from gradcomp._src.codecs.protocol import NOTHING, Context, Leaf, Payload
 from gradcomp._src.codecs.selecting import (
   Selection,
   encode_leaves,
@@ -33,6 +32,9 @@ from gradcomp._src.codecs.sparse import (
   checked_range,
   sent_of,
 )
+from gradcomp._src.codecs.sums.entries import Entries
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Payload
+from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import as_float32, to_tiles
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common.row_view import RowView
@@ -167,6 +169,10 @@ class TopK(SparseRows):
       self, "search_every", step_count("search_every", self.search_every)
     )
     optional_one_of("implementation", Implementation, self.implementation)
+
+  @property
+  def sums(self) -> Sum:
+    return Entries(self)
 
   @property
   def row_words(self) -> int:

@@ -11,7 +11,6 @@ from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from gradcomp._src.checks import one_of, see
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import agreement
 from gradcomp._src.core.codec_memory import first_stored
@@ -74,7 +73,7 @@ class Compression:
   def __post_init__(self) -> None:
     one_of("dither", Dither, self.dither)
     check_exchange(self.exchange, self.codec, self.axis_name)
-    drops = sums.facts_of(self.codec).drops
+    drops = self.codec.sums.drops
     if self.feedback.moves and drops and not self.exchange.of_leaves:
       raise ValueError(
         f'`feedback` must not be "momentum" for a sparse codec in a '

@@ -11,7 +11,6 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.exchange.keys import Keys, StepKey
@@ -248,7 +247,7 @@ def step_keys(state: CompressState, plan: MessagePlan, *, shared: bool) -> Keys:
     own = jax.vmap(fold_key, (0, None))(common, worker)
     dithers = jax.vmap(dither, (0, None))(common, worker) if shared else None
     for k, i in enumerate(numbers):
-      alike = sums.sum_of(users[i][1]).alike
+      alike = users[i][1].sums.alike
       mine = common[k] if alike else own[k]
       keys[i] = StepKey(mine, None if dithers is None else dithers[k])
   return Keys(keys[: len(plan.names)], keys[len(plan.names) :])

@@ -47,9 +47,8 @@ def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]
   import jax
   import jax.numpy as jnp
 
-  from gradcomp._src.codecs import sums
   from gradcomp._src.codecs.memory import first_memory, leaf_context
-  from gradcomp._src.codecs.protocol import Leaf
+  from gradcomp._src.codecs.sums.records import Leaf
 
   x = jax.random.normal(jax.random.key(0), shape)
   key = jnp.array([1, 2], jnp.uint32)
@@ -68,7 +67,7 @@ def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]
     rows, agreed = payload.rows.shape[0], payload.agreed
     if agreed is not None:
       agreed = jnp.broadcast_to(agreed, (rows, agreed.shape[1]))
-    return sums.sum_of(bound).gathered(received, agreed, 1 / _PAYLOADS)(0, rows)
+    return bound.sums.gathered(received, agreed, 1 / _PAYLOADS)(0, rows)
 
   encoded = jax.jit(encode)
   payload = encoded(x)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import jax
 
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.protocol import Codec, Leaf, LeafCodec
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.codecs.sums.records import Leaf
 
 # Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more
 # than 99 % of all parameters are quantized. Half of that 1 % is taken here, because 1 %
@@ -43,7 +43,7 @@ def leaf_codecs(
   result = []
   for leaf in leaves:
     bound = codec.bind(leaf)
-    total = sums.sum_of(bound)
+    (total,) = bound.sums.parts
     rounds = rounds_of(bound, leaf.shape)
     words = sum(_words(x.codec, math.prod(x.shape)) for x in rounds)
     dense = _words(Dense(), leaf.size)

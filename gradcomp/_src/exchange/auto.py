@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 from gradcomp._src.bibliography import Citation
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.sum import ReducibleSum
 from gradcomp._src.exchange.all_gather import AllGather
@@ -87,7 +86,7 @@ def check_exchange(
   """Raises ValueError if the codec's sums or the axes do not allow the exchange."""
   if isinstance(exchange, Auto):
     return
-  refusal = sums.facts_of(codec).refusals.get(exchange.way)
+  refusal = codec.sums.refusals.get(exchange.way)
   if refusal:
     raise ValueError(f'`exchange` must not be "{exchange.name}" for {refusal}')
   exchange.check_axes(axis_name)
@@ -130,7 +129,7 @@ def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
   """
   if not isinstance(exchange, Auto):
     return Choice(exchange, "asked for")
-  every = [sums.sum_of(codec) for codec in layout.codecs]
+  every = [codec.sums for codec in layout.codecs]
   coded = [total for total in every if not total.plain]
   if not coded:
     return Choice(
@@ -160,6 +159,6 @@ def reencoding(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choic
     return Choice(AllGather(), "up to two workers it sends no more, and encodes once")
   if workers * layout.nbytes <= _TINY_MESSAGE:
     return Choice(AllGather(), "the message is tiny, and a second stage takes longer")
-  if any("owned" in sums.sum_of(codec).refusals for codec in layout.codecs):
+  if any("owned" in codec.sums.refusals for codec in layout.codecs):
     return Choice(AllGather(), "a codec of the message allows no second encoding")
   return Choice(TwoShot(feedback=exchange.keeps), "it sends 2/N of all_gather's bytes")

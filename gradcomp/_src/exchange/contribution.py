@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.encoding import Encoded
 from gradcomp._src.codecs.memory import Memory, leaf_context, sum_context
-from gradcomp._src.codecs.protocol import Context
+from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, Sum
 from gradcomp._src.exchange.keys import Keys, StepKey
 from gradcomp._src.exchange.layout import Layout
@@ -70,7 +69,7 @@ class Contribution:
   @functools.cached_property
   def sums(self) -> list[Sum]:
     """The sum of each codec."""
-    return [sums.sum_of(codec) for codec in self.layout.codecs]
+    return [codec.sums for codec in self.layout.codecs]
 
   @functools.cached_property
   def agreed_rows(self) -> list[jax.Array | None]:

@@ -15,8 +15,9 @@ from gradcomp._src.codecs.encoding import (
   encode_leaves,
   to_agree,
 )
-from gradcomp._src.codecs.protocol import Codec, Context, Leaf, LeafCodec
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.codecs.sums.records import Context, Leaf
 from gradcomp._src.codecs.sums.sum import RowDecoder
 from gradcomp._src.codecs.tiles import from_tiles, tile_shape, to_tiles, view_shape
 from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.rounds import in_rounds
@@ -230,7 +229,7 @@ def _shapes(plan: MessagePlan, message: Message) -> list[tuple[int, ...] | None]
   # Owners of exact sums keep none. If a codec rounds sums at random in any case, they
   # keep one only if workers keep residuals, too: else the errors would add up.
   def keeps(codec: Codec) -> bool:
-    total = sums.sum_of(codec)
+    total = codec.sums
     return not total.exact and (plan.feedback or not total.draws)
 
   return [

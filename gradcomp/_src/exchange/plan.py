@@ -7,11 +7,11 @@ import jax
 import numpy as np
 from jax.tree_util import KeyPath, keystr
 
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.dense import working_dtype
 from gradcomp._src.codecs.policy import check_leaves, rule_of
-from gradcomp._src.codecs.protocol import Leaf, LeafCodec
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.rounds import Round, rounds_of
+from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.exchange.all_reduce import AllReduce
 from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
 from gradcomp._src.exchange.auto import Auto, Choice, choose, reencoding
@@ -139,7 +139,7 @@ def plan_messages(
     jax.ShapeDtypeStruct(leaf.shape, working_dtype(codec, leaf.dtype))
     for leaf in leaves
   ]
-  total = sums.facts_of(codec)
+  total = codec.sums
   total.check(workers)
   addends = workers if exchange.sends else None
   whole = [
@@ -219,7 +219,7 @@ def _pieces(
   filled: dict[_Kind, int] = {}
   for i, part in parts.items():
     codec = sent[i].codec
-    total = sums.sum_of(codec)
+    total = codec.sums
     keeps = sent[i].of_leaf or total.exact
     wide = part.dtype == np.float64
     kind = _Kind(others[i], apart and total.plain, wide, keeps)

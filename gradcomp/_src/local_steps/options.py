@@ -9,7 +9,6 @@ import optax
 from jax.typing import ArrayLike
 
 from gradcomp._src.checks import one_of, share_above_0, static_integer
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import is_codec
 from gradcomp._src.core.compression import Dither
 from gradcomp._src.core.feedback import ErrorFeedback, Feedback, FeedbackName
@@ -98,7 +97,7 @@ def exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
     )
   if merge == "mean":
     return exchange
-  if is_codec(codec) and not sums.facts_of(codec).drops:
+  if is_codec(codec) and not codec.sums.drops:
     raise ValueError(
       f'`merge` must be "mean" for a codec of which each worker sends all elements, '
       f'got "senders" and {codec}; use a sparse one like gradcomp.codecs.TopK().'

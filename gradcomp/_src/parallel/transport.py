@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from gradcomp._src.codecs import sums
-from gradcomp._src.codecs.protocol import Codec, Context, Payload
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.sums.records import Context, Payload
 from gradcomp._src.codecs.sums.tiles import sum_in_order
-from gradcomp._src.codecs.tiles import from_tiles, payload_tiles
+from gradcomp._src.codecs.tiles import from_tiles
 from gradcomp._src.exchange.collectives import (
   as_floats,
   gather,
@@ -77,11 +77,11 @@ def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Ar
       # Materialized row by row: XLA would compute the row of every element of the
       # result, and its place there, which takes longer than decoding.
       decode = jax.vmap(codec.decode_rows)
-      tiles = decode(rows) if sums.sum_of(codec).plain else materialized(decode, rows)
+      tiles = decode(rows) if codec.sums.plain else materialized(decode, rows)
     else:
       rows, words = split(lines, [form.rows.shape, form.agreed.shape])
       agreed = _from_words(words, form.agreed.dtype)
-      each = jax.vmap(lambda rows, agreed: payload_tiles(Payload(rows, agreed), codec))
+      each = jax.vmap(lambda rows, agreed: codec.payload_tiles(Payload(rows, agreed)))
       tiles = materialized(lambda rows: each(rows, agreed), rows)
     return jax.vmap(lambda tiles: from_tiles(tiles, like, codec))(tiles)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import optax
 
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core.codec_memory import used_by_leaf
 from gradcomp._src.core.state import states_in
@@ -233,7 +232,7 @@ def _work(
 ) -> Work:
   """Returns the work for a leaf of a message."""
   # A codec that averages other arrays in place of a leaf: only the leaf is coded.
-  plain = all(sums.sum_of(codec).plain for codec in message.layout.codecs)
+  plain = all(codec.sums.plain for codec in message.layout.codecs)
   return message.exchange.work(sizes, plain=plain) if sent == codec else CODED_ONCE
 
 
@@ -327,7 +326,7 @@ def explain(
           bytes_sent=found.by_leaf[i],
           reason=message.reason,
           rule=plan.rules[i],
-          slots=sums.sum_of(codec).slots(slot.stop - slot.start),
+          slots=codec.sums.slots(slot.stop - slot.start),
           used=used.get(i),
           work=_work(message, codec, plan.codecs[i], found.sizes),
           keeps=plan.feedback,

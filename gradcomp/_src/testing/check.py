@@ -12,9 +12,9 @@ import numpy as np
 import optax
 
 from gradcomp._src.checks import instance_of, static_integer
-from gradcomp._src.codecs import sums
-from gradcomp._src.codecs.protocol import Leaf, LeafCodec, is_codec
+from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.auto import ExchangeName, as_exchange
 from gradcomp._src.exchange.hierarchical import Hierarchical
@@ -219,11 +219,11 @@ def codec_laws(
     yield Law(laws.zeros_behind_change_nothing, codec)
   if codec.unbiased:
     yield Law(laws.mean_is_the_leaf, codec, draws=options.draws)
-    if codec.needs_key and not sums.sum_of(first.codec).alike:
+    if codec.needs_key and not first.codec.sums.alike:
       yield Law(laws.mean_is_the_leaf, codec, draws=options.draws, workers=workers)
       yield Law(laws.errors_of_workers_cancel, codec, options.most_variance)
   yield Law(laws.bytes_are_the_claim, codec, workers=workers)
-  refused = sums.facts_of(codec).refusals
+  refused = codec.sums.refusals
   if options.keeps_range:
     for partial in (Ring(), Hierarchical(group_size=2)):
       if partial.way not in refused:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.sum import RowDecoder
@@ -107,7 +106,7 @@ def _owned_leaves(plan: MessagePlan, gradients: Any, owned: Any) -> list[Any]:
     arrays = waiting.get(own_axes(plan.axis_name, message.others), [])
     decoders: list[RowDecoder] = []
     for codec in message.layout.codecs:
-      lossy = arrays and not sums.sum_of(codec).exact
+      lossy = arrays and not codec.sums.exact
       decoders.append(_decoder(codec, arrays.pop(0) if lossy else None))
     found = message.layout.decode(decoders)
     for i, leaf in zip(message.leaves, found, strict=True):

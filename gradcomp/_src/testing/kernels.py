@@ -16,8 +16,8 @@ from gradcomp._src.codecs.encoding import encode_leaf
 from gradcomp._src.codecs.float_cast import FloatCast
 from gradcomp._src.codecs.natural import Natural
 from gradcomp._src.codecs.one_bit import OneBit
-from gradcomp._src.codecs.protocol import NOTHING
 from gradcomp._src.codecs.qsgd import QSGD
+from gradcomp._src.codecs.sums.records import NOTHING
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 from gradcomp._src.kernels.gpu import self_check

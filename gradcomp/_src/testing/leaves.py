@@ -9,8 +9,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from gradcomp._src.codecs.memory import first_memory, leaf_context
-from gradcomp._src.codecs.protocol import Context, Leaf, LeafCodec
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.codecs.sums.records import Context, Leaf
 from gradcomp._src.floats.dtypes import has_smaller_range
 
 # Words of the golden ratio and of a hash, because no bit of them is special.

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from gradcomp._src.codecs import sums
-from gradcomp._src.codecs.protocol import Context, Leaf, LeafCodec
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
-from gradcomp._src.codecs.tiles import from_tiles, payload_tiles, tile_shape
+from gradcomp._src.codecs.sums.records import Context, Leaf
+from gradcomp._src.codecs.tiles import from_tiles, tile_shape
 from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.testing.broken import BrokenLaw, difference
@@ -178,7 +178,7 @@ def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> None:
   """
   leaf = leaf_of(codec, x)
   (part, *_) = rounds_of(codec.bind(Leaf(leaf.shape)), leaf.shape)
-  total = sums.sum_of(part.codec)
+  total = part.codec.sums
   if not total.alike:
     return
 
@@ -224,7 +224,7 @@ def errors_of_workers_cancel(
   """
   leaf = Leaf((size,))
   (part, *_) = rounds_of(codec.bind(leaf), leaf.shape)
-  if not codec.needs_key or not codec.unbiased or sums.sum_of(part.codec).alike:
+  if not codec.needs_key or not codec.unbiased or part.codec.sums.alike:
     return
   x = gaussian((workers, size))
   tx = compress(
@@ -288,7 +288,7 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> None:
     return
   size = _ROWS * tile
   bound: Any = codec.bind(Leaf((size,)))
-  if sums.sum_of(bound).alike:
+  if bound.sums.alike:
     return
   width = tile_shape(bound)[-1]
   # In the tiles, where a codec rounds: one that rotates has other elements there.
@@ -299,7 +299,7 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> None:
 
   @jax.jit
   def sent(x: jax.Array, keys: jax.Array) -> jax.Array:
-    return jax.lax.map(lambda key: payload_tiles(encode(codec, x, key), bound), keys)
+    return jax.lax.map(lambda key: bound.payload_tiles(encode(codec, x, key)), keys)
 
   found = np.asarray(sent(x, jnp.asarray(keys)), np.float64)
   errors = (found - found.mean(axis=0)).reshape(draws, -1, width)

@@ -8,8 +8,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.encoding import to_agree
-from gradcomp._src.codecs.protocol import Leaf, LeafCodec, Payload
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.codecs.sums.records import Leaf, Payload
 from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.core.transform import compress
 from gradcomp._src.report.explain import explain

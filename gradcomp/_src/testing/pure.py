@@ -11,8 +11,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.typing import ArrayLike
 
-from gradcomp._src.codecs.protocol import Leaf, LeafCodec
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.testing.broken import BrokenLaw, difference
 from gradcomp._src.testing.leaves import KEY, leaf_of
 from gradcomp._src.testing.trial import batch, decode, encode, trial

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from gradcomp._src.codecs import sums
-from gradcomp._src.codecs.protocol import Context, Leaf, LeafCodec, Payload
+from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.sums.records import Context, Leaf, Payload
 from gradcomp._src.testing.leaves import KEY, first_context, key_of
 
 
@@ -104,7 +104,7 @@ def _trial(codec: LeafCodec, x: jax.Array, key: jax.Array) -> Trial:
   lines = None
   if stats is not None:
     lines = jnp.broadcast_to(stats, (rows.shape[0], stats.shape[1]))
-  total = sums.sum_of(codec.bind(Leaf(x.shape)))
+  (total,) = codec.bind(Leaf(x.shape)).sums.parts
 
   def tiles(row: jax.Array, line: jax.Array | None) -> jax.Array:
     return total.gathered(row[None], line, 1.0)(0, row.shape[0])

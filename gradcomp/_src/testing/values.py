@@ -4,8 +4,9 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from gradcomp._src.codecs.protocol import Leaf, LeafCodec
+from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.testing.broken import BrokenLaw, described, difference
 from gradcomp._src.testing.leaves import gaussian, leaf_of, tile_of
 from gradcomp._src.testing.trial import returned, round_trip, trial

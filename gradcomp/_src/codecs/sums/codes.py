@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.protocol import Context, SharedCodec
+from gradcomp._src.codecs.protocol import SharedCodec
+from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import (
   Facts,
   LeafRows,
@@ -45,6 +46,9 @@ class Codes(Facts):
 
   def check(self, workers: int) -> None:
     sum_limit(self.codec, workers)
+
+  def unpacked(self, rows: jax.Array) -> jax.Array:
+    return self.codec.codes(rows)
 
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float

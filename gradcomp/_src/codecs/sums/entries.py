@@ -1,4 +1,4 @@
-"""Sums of sparse payloads, of blocks, and of plain values."""
+"""Sums of sparse payloads, and of blocks."""
 
 import dataclasses
 import functools
@@ -97,34 +97,6 @@ class Entries(Blocks):
       return sum_entries(self.codec, *parts, 1.0)
 
     return decode
-
-
-@dataclasses.dataclass(frozen=True)
-class Floats(Tiles):
-  """Adds dense leaves; their elements travel as they are."""
-
-  plain = True
-  exact = True
-
-  @property
-  def refusals(self) -> dict[Way, str]:
-    return {}
-
-  def reduces_shorter(self, rows: int, workers: int) -> bool:
-    return True
-
-  def terms(self, rows: jax.Array, workers: int) -> jax.Array:
-    return jax.lax.bitcast_convert_type(rows, jnp.float32)
-
-  def reduced(
-    self,
-    total: jax.Array,
-    leaves: Sequence[LeafRows],
-    agreed: jax.Array | None,
-    scale: float,
-  ) -> RowDecoder:
-    words = jax.lax.bitcast_convert_type(total, jnp.uint32)
-    return self.gathered(words[None], agreed, scale)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.protocol import AddingCodec, Context
+from gradcomp._src.codecs.protocol import AddingCodec
+from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import Facts, Partial, RowDecoder, Sent, Way
 from gradcomp._src.codecs.sums.tiles import UNROLLED, cutter, in_order
 from gradcomp._src.kernels.common.fixed_point import scaled
@@ -54,6 +55,9 @@ class Numbers(Facts):
   @property
   def _compensates(self) -> bool:
     return self.codec.accumulate == "kahan"
+
+  def unpacked(self, rows: jax.Array) -> jax.Array:
+    return self.codec.decode_rows(rows)
 
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float

@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
-from gradcomp._src.codecs.protocol import Context
+from gradcomp._src.codecs.sums.records import Context
 
 # The way in which the sum of all workers comes about. "gathered": every worker adds all
 # payloads. "owned": owners add. "passed": a partial sum goes from worker to worker.
@@ -70,6 +70,10 @@ class SumFacts(Protocol):
   def mixes(self) -> bool:
     """True if plain leaves can share a message with the codec in every exchange."""
 
+  @property
+  def parts(self) -> "tuple[Sum, ...]":
+    """The sums of all codecs of a policy; of others their only one."""
+
   def check(self, workers: int) -> None:
     """Raises ValueError if the sum cannot hold the numbers of ``workers`` workers."""
 
@@ -117,6 +121,9 @@ class Sum(SumFacts, Protocol):
   @property
   def of_rows(self) -> bool:
     """True if partial sums add encoded rows, and not the tiles of the leaves."""
+
+  def unpacked(self, rows: jax.Array) -> jax.Array:
+    """Returns what is added, in the shape of tiles, of ``uint32[rows, words]``."""
 
   def slots(self, rows: int) -> int | None:
     """Returns the number of slots in ``rows`` rows; None if they send all elements."""
@@ -207,6 +214,10 @@ class Facts:
   def draws(self) -> bool:
     return False
 
+  @property
+  def parts(self) -> tuple[Any, ...]:
+    return (self,)
+
   def check(self, workers: int) -> None:
     """Accepts any number of workers."""
 
@@ -294,23 +305,27 @@ class ReducibleSum(Sum, Protocol):
 class Several:
   """Joins the facts about the sums of several codecs, without adding."""
 
-  parts: tuple[SumFacts, ...]
+  facts: tuple[SumFacts, ...]
+
+  @property
+  def parts(self) -> tuple[Sum, ...]:
+    return tuple(part for facts in self.facts for part in facts.parts)
 
   @property
   def refusals(self) -> dict[Way, str]:
     found: dict[Way, str] = {}
-    for part in reversed(self.parts):
+    for part in reversed(self.facts):
       found |= part.refusals
     return found
 
   @property
   def drops(self) -> bool:
-    return any(part.drops for part in self.parts)
+    return any(part.drops for part in self.facts)
 
   @property
   def mixes(self) -> bool:
-    return all(part.mixes for part in self.parts)
+    return all(part.mixes for part in self.facts)
 
   def check(self, workers: int) -> None:
-    for part in self.parts:
+    for part in self.facts:
       part.check(workers)

@@ -8,14 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.protocol import (
-  Codec,
-  Context,
-  RangedCodec,
-  SummingCodec,
-  is_ranged,
-)
-from gradcomp._src.codecs.row_codec import to_nearest
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import Facts, Partial, RowDecoder, Sent, Way
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.materialize import packed
@@ -61,7 +55,7 @@ class Tiles(Facts):
 
   @property
   def draws(self) -> bool:
-    return to_nearest(self.codec).needs_key
+    return self.codec.to_nearest().needs_key
 
   @property
   def refusals(self) -> dict[Way, str]:
@@ -73,9 +67,10 @@ class Tiles(Facts):
 
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     """Decodes K payloads, ``uint32[K, rows, words]``, and returns their scaled sum."""
-    if isinstance(self.codec, SummingCodec):
-      return scaled(self.codec.sum_rows(rows), scale)
-    return scaled(sum_in_order(self.codec.decode_rows, rows), scale)
+    return scaled(self.codec.sum_rows(rows), scale)
+
+  def unpacked(self, rows: jax.Array) -> jax.Array:
+    return self.codec.decode_rows(rows)
 
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
@@ -102,10 +97,7 @@ class Tiles(Facts):
     return Partial(in_order(add, own.shape[0], own[0], own.shape[0]))
 
   def like_one(self, partial: Partial, count: int) -> Partial:
-    if not is_ranged(self.codec):
-      return partial
-    power = 2.0 ** (count - 1).bit_length()
-    return Partial(scaled(partial.total, 1 / power), scale=partial.scale * power)
+    return partial
 
   def hop(
     self,
@@ -155,7 +147,7 @@ class Tiles(Facts):
     if residual is None:
       return self.send(partial, key, context, keep=False)
     mean = partial.total.reshape(residual.shape)
-    nearest = dataclasses.replace(self, codec=to_nearest(self.codec))
+    nearest = dataclasses.replace(self, codec=self.codec.to_nearest())
     sent = nearest.send(Partial(mean + residual), key, context, keep=True)
     assert sent.lost is not None
     kept = jnp.where(jnp.isfinite(sent.lost), sent.lost, residual)
@@ -190,7 +182,12 @@ class Ranged(Tiles):
   travels with it, a word a row.
   """
 
-  codec: RangedCodec
+  codec: Codec
+  largest: float  # number that a row holds
+
+  def like_one(self, partial: Partial, count: int) -> Partial:
+    power = 2.0 ** (count - 1).bit_length()
+    return Partial(scaled(partial.total, 1 / power), scale=partial.scale * power)
 
   def hop(
     self,
@@ -221,7 +218,7 @@ class Ranged(Tiles):
     largest = jnp.max(finite.reshape(tiles.shape[0], -1), axis=1)
     found = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
     # Less than the power of two below what rows hold needs no rounding to be seen.
-    most = int(np.float32(self.codec.largest).view(np.int32)) >> 23
+    most = int(np.float32(self.largest).view(np.int32)) >> 23
     return jnp.maximum(found - (most - 1), 0)
 
 

@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.float_cast import FloatCast
 from gradcomp._src.codecs.one_bit import OneBit
@@ -277,4 +276,6 @@ def _for(speed: CodecSpeed | None) -> SpeedOf | None:
 
 
 def _or_copied(speed: SpeedOf) -> SpeedOf:
-  return lambda codec: _COPIED if sums.sum_of(codec).plain else speed(codec)
+  return lambda codec: (
+    _COPIED if all(x.plain for x in codec.sums.parts) else speed(codec)
+  )

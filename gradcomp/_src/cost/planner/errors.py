@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs import sums
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.core.transform import compress
@@ -199,7 +198,7 @@ def mean_error(
     >>> round(mean_error(0.036, codec, TwoShot(), [8], biased=False), 3)
     0.036
   """
-  coded = [total for total in sums.sums_of(codec) if not total.plain]
+  coded = [total for total in codec.sums.parts if not total.plain]
   errors = (_of_sum(omega, total, exchange, sizes, biased) for total in coded)
   return max(errors, default=0.0)
 

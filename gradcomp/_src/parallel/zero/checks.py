@@ -5,10 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs import sums
-from gradcomp._src.codecs.protocol import Leaf, LeafCodec, is_codec
+from gradcomp._src.codecs.protocol import LeafCodec, is_codec
 from gradcomp._src.codecs.rounds import rounds_of
-from gradcomp._src.codecs.row_codec import to_nearest
+from gradcomp._src.codecs.sums.records import Leaf
 
 # Large enough that every codec saves bytes on it.
 _PROBE = Leaf((1024, 1024))
@@ -19,13 +18,13 @@ def check_codecs(grads: Any, params: Any) -> None:
   for name, given in {"grads": grads, "params": params}.items():
     if not is_codec(given):
       raise TypeError(f"`{name}` must be an instance of a codec, got {given!r}.")
-    if sums.facts_of(given).drops:
+    if given.sums.drops:
       raise ValueError(
         f"`{name}` must send all elements, got the sparse codec {given}; use a "
         "quantizer like gradcomp.codecs.QSGD(bits=4)."
       )
     check_of_leaf(name, given, _PROBE)
-  refusal = sums.facts_of(grads).refusals.get("owned")
+  refusal = grads.sums.refusals.get("owned")
   if refusal:
     raise ValueError(
       f"`grads` must be a codec that owners of rows can add, not {refusal}"
@@ -45,7 +44,7 @@ def check_of_leaf(name: str, codec: LeafCodec, leaf: Leaf) -> None:
 
 def check_alone(codec: LeafCodec, leaf: Leaf) -> None:
   """Raises ValueError for a parameter codec that needs a key or agreed statistics."""
-  last = to_nearest(rounds_of(codec.bind(leaf), leaf.shape)[-1].codec)
+  last = rounds_of(codec.bind(leaf), leaf.shape)[-1].codec.to_nearest()
   if last.needs_key:
     raise ValueError(
       f"`params` must be a codec that rounds to nearest, for owners keep what it "

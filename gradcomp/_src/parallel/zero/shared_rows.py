@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from gradcomp._src.codecs.protocol import Codec, Leaf, LeafCodec
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
-from gradcomp._src.codecs.row_codec import to_nearest
+from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.tiles import from_tiles, join_rows, split_rows, tile_shape
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.exchange.assign import leaf_codecs
@@ -221,7 +221,7 @@ def _paired(
 
 def _bound(codec: LeafCodec, size: int) -> Codec:
   """Binds a codec to a worker's rows as one flat leaf, rounding to nearest."""
-  return to_nearest(rounds_of(codec.bind(Leaf((size,))), (size,))[-1].codec)
+  return rounds_of(codec.bind(Leaf((size,))), (size,))[-1].codec.to_nearest()
 
 
 def _decoded(codec: Codec, words: jax.Array, like: jax.Array) -> jax.Array:
