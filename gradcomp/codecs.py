@@ -5,7 +5,6 @@ from gradcomp._src.codecs.block_top import BlockTop
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.eight_bit import EightBit
 from gradcomp._src.codecs.float_cast import FloatCast
-from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.codecs.natural import Natural
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.policy import Policy
@@ -14,7 +13,7 @@ from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.random_k import RandomK
 from gradcomp._src.codecs.row_codec import RowCodec
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Payload
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Memory, Payload
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.common import cli, quiet, tables, timing
+from gradcomp._src.codecs.sparse import Selected
 from gradcomp._src.codecs.sums.entries import Entries
-from gradcomp.codecs import Context, RandomK, TopK
+from gradcomp.codecs import Context, Memory, RandomK, TopK
 
 _WORKERS = 4  # whose payloads are added
 _KEY = jnp.array([1, 2], jnp.uint32)
@@ -72,7 +73,9 @@ def rows(kind: str, size: int, density: float, repeats: int) -> dict[str, Any]:
       calls[f"add {_WORKERS} payloads"] = _call(add, jnp.stack([payload] * _WORKERS))
       again = TopK(density=density, selection="sampled").ranged(size)
       reuse = lambda x, t, codec=again: (
-        codec.encode(x, context=Context(thresholds=t)).rows
+        codec.encode(
+          x, context=Context(memory=Memory(own=Selected(t, None)), step=jnp.int32(1))
+        ).rows
       )
       calls["sampled, again"] = _call(reuse, x, codec.thresholds(payload))
   seconds = timing.interleaved({**timing.copies(size), **calls}, repeats)

@@ -91,7 +91,7 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
   x = jax.random.normal(jax.random.key(0), (size,))
   key = jnp.array([1, 2], jnp.uint32)
   # Levels are fitted in one step of a hundred.
-  context = Context(levels=codec.init().shared) if is_fitted(codec) else Context()
+  context = Context(memory=codec.init()) if is_fitted(codec) else Context()
   start = time.perf_counter()
   rows = jax.jit(lambda x, key: codec.encode(x, key=key, context=context))
   encode = rows.lower(x, key).compile()

@@ -48,9 +48,7 @@ def test_leaves_have_the_bits_that_each_has_alone(codec, keep, monkeypatch):
   codecs = [codec.bind(Leaf(leaf.shape)) for leaf in leaves]
   keys = [laws.KEY + i if codec.needs_key else None for i in range(len(leaves))]
   contexts = [
-    Context(
-      agreed=to_agree(own, leaf), levels=own.init().shared if own.fitted else None
-    )
+    Context(agreed=to_agree(own, leaf), memory=own.init() if own.fitted else None)
     if to_agree(codec, leaves[0]) is not None or codec.fitted
     else NOTHING
     for own, leaf in zip(codecs, leaves, strict=True)

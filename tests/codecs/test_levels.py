@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gradcomp._src.testing.noise import mean_is_the_leaf
-from gradcomp.codecs import QSGD, Context
+from gradcomp.codecs import QSGD, Context, Memory
 from tests.oracles import levels as oracle_levels
 from tests.oracles import qsgd
 from tests.plugins.slow_cases import slow
@@ -179,7 +179,9 @@ def test_payload_is_the_oracles(bits, bucket_size, rounding):
   x[3], x[40], x[64:96] = 0.0, -0.0, 0.0
   encode = jax.jit(
     lambda x, levels: codec.encode(
-      x, key=laws.KEY if codec.needs_key else None, context=Context(levels=levels)
+      x,
+      key=laws.KEY if codec.needs_key else None,
+      context=Context(memory=Memory(levels)),
     )
   )
   for k in (fitted_to(x, bits), [0, *range(250, 249 + 2 ** (bits - 1) - 1), 256]):
@@ -199,7 +201,9 @@ def test_without_levels_a_leaf_is_encoded_with_its_own():
   codec, x = nonuniform(3), laws.gaussian(2000)
   levels = fitter(3)(jax.jit(codec.measure)(x), codec.init().shared)
   encode = jax.jit(
-    lambda x, levels=None: codec.encode(x, key=laws.KEY, context=Context(levels=levels))
+    lambda x, levels=(): codec.encode(
+      x, key=laws.KEY, context=Context(memory=Memory(levels))
+    )
   )
   np.testing.assert_array_equal(encode(x).rows, encode(x, levels).rows)
 
@@ -214,7 +218,7 @@ def test_stochastic_rounding_is_unbiased(bits):
   edges = np.concatenate([[-k[0]], k]) / 256
   above = np.searchsorted(edges, np.abs(x) / scales).clip(1, len(k))
   step = (edges[above] - edges[above - 1]) * scales
-  context = Context(levels=np.float32(k) / 256)
+  context = Context(memory=Memory(np.float32(k) / 256))
   mean_is_the_leaf(codec, x, step=step, context=context)
 
 
@@ -234,7 +238,7 @@ def test_fitted_levels_lose_less_than_equal_ones(bits):
   ]:
     run = jax.jit(
       lambda x, c=codec, levels=levels: c.decode(
-        c.encode(x, key=laws.KEY, context=Context(levels=levels)), like=x
+        c.encode(x, key=laws.KEY, context=Context(memory=Memory(levels))), like=x
       )
     )
     squares.append(np.square(np.asarray(run(x), np.float64) - x).sum())

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.codecs import Context
+from gradcomp.codecs import Context, Memory
 from gradcomp.testing import laws, trial
 from tests.support.cases.codec import CASES
 
@@ -44,7 +44,7 @@ def encode(codec, x, key, levels=None):
   if codec.fitted and levels is None:
     levels = codec.init().shared
   return codec.encode(
-    x, key=key if codec.needs_key else None, context=Context(levels=levels)
+    x, key=key if codec.needs_key else None, context=Context(memory=Memory(levels))
   )
 
 

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.codecs import Context
+from gradcomp._src.codecs.sparse import Selected
+from gradcomp.codecs import Context, Memory
 from tests.oracles import top_k
 from tests.wire_decoder import sparse
 
@@ -16,7 +17,11 @@ def encoder(codec):
   """Rows and what is left, of a leaf and of what else the choice depends on."""
 
   def encode(x, given):
-    context = Context(turn=given) if codec.alternates else Context(thresholds=given)
+    context = Context()
+    if given is not None and codec.alternates:
+      context = Context(step=jnp.where(given > 0, 0, 1))
+    elif given is not None:
+      context = Context(memory=Memory(own=Selected(given, None)), step=jnp.int32(1))
     payload, rest = codec.encode_with_residual(x, context=context)
     return payload.rows, rest
 

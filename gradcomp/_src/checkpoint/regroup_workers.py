@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.memory import Memory
+from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core.residual_storage import Int8Residual, read_residual, to_int8
 from gradcomp._src.mesh.axes import Axes
 

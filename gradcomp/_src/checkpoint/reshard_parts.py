@@ -19,7 +19,7 @@ from gradcomp._src.checkpoint.regroup_workers import (
 )
 from gradcomp._src.checkpoint.reshard_rows import recut_owned, recut_rows
 from gradcomp._src.checkpoint.shapes import FirstState
-from gradcomp._src.codecs.memory import Memory
+from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core.codec_memory import first_stored
 from gradcomp._src.core.residual_storage import is_stored
 from gradcomp._src.core.state import CompressState, OwnedRows, OwnSteps, collects

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradcomp._src.checks import see
-from gradcomp._src.codecs.memory import Memory
+from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core.residual_storage import is_stored, shaped
 from gradcomp._src.core.state import (
   CompressState,

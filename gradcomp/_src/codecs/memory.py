@@ -1,4 +1,4 @@
-"""Codec state of a leaf: its type, its refits, and the encoder's context from it."""
+"""Codec state of a leaf: the first one, and its refits."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -9,20 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src.codecs.protocol import FittedCodec, LeafCodec, is_fitted
-from gradcomp._src.codecs.sparse import Selected, SelectingCodec
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf
-
-
-class Memory(NamedTuple):
-  """The state that a codec keeps for one leaf from step to step.
-
-  Attributes:
-    shared: a tree of arrays that are equal on all workers.
-    own: a tree of arrays that each worker has for itself.
-  """
-
-  shared: Any = ()
-  own: Any = ()
+from gradcomp._src.codecs.sparse import Selected
+from gradcomp._src.codecs.sums.records import Leaf, Memory
 
 
 @runtime_checkable
@@ -103,36 +91,6 @@ def refitted(
     for i in own:
       result[i] = fitted[kinds[i]]
   return result
-
-
-def leaf_context(
-  codec: LeafCodec, agreed: jax.Array | None, memory: Memory, step: jax.Array
-) -> Context:
-  """Returns the context that a leaf is encoded with, from statistics and codec state.
-
-  Raises:
-    ValueError: the codec uses thresholds again, and there are none.
-  """
-  context = sum_context(codec, memory, step)._replace(agreed=agreed)
-  if isinstance(codec, SelectingCodec) and codec.reuses:
-    if not memory.own:
-      raise ValueError(
-        f"`memory` must hold the thresholds that {codec} uses again, got none; make "
-        "the state by optimizer.init."
-      )
-    # Zeros have a threshold searched anew.
-    old = jnp.where(step % codec.search_every != 0, memory.own.threshold, 0.0)
-    context = context._replace(thresholds=old)
-  return context
-
-
-def sum_context(codec: LeafCodec, memory: Memory, step: jax.Array) -> Context:
-  """Returns the context that sums are encoded with, which is equal on all workers."""
-  if isinstance(codec, SelectingCodec) and codec.alternates:
-    return Context(turn=codec.turn(step))
-  if is_fitted(codec) and len(memory.shared):
-    return Context(levels=memory.shared)
-  return NOTHING
 
 
 def used_entries(memory: Memory) -> jax.Array | None:

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from gradcomp._src.bibliography import VOGELS_2019, Citation
 from gradcomp._src.checks import one_of, static_integer, static_number
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.rounds import Round
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Payload
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Memory, Payload
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels.common.threefry import threefry2x32

@@ -229,7 +229,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, RowCodec):
     if scale is None and not self._scales_inside:
       scale = self.flat_scales(flat)
     dither = codec_dither(key, self, context)
-    words, _ = self._encode(flat, scale, dither, context.levels)
+    words, _ = self._encode(flat, scale, dither, self.fitted_in(context))
     return Payload(words, scale if self.share_scale else None)
 
   def encode_with_residual(
@@ -262,7 +262,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, RowCodec):
   ) -> jax.Array:
     scale = None if self._scales_inside else self.tile_scales(tiles)
     dither = codec_dither(key, self, context)
-    return self._encode(tiles.reshape(-1), scale, dither, context.levels)[0]
+    return self._encode(tiles.reshape(-1), scale, dither, self.fitted_in(context))[0]
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     words = bucket_words(self.bucket_size)

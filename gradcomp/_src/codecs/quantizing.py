@@ -9,10 +9,9 @@ import jax
 import numpy as np
 
 from gradcomp._src.checks import static_integer, step_count
-from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.codecs.row_codec import RowCodec
 from gradcomp._src.codecs.sums.codes import Codes
-from gradcomp._src.codecs.sums.records import Leaf, Payload
+from gradcomp._src.codecs.sums.records import Context, Leaf, Memory, Payload
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Tiles
 from gradcomp._src.codecs.tiles import as_float32
@@ -252,6 +251,12 @@ class FittedLevels:
     """Returns equally spaced levels above zero, or no state if none are fitted."""
     del leaf, key
     return Memory(fitted_levels.first_levels(self.bits)) if self.fitted else Memory()
+
+  def fitted_in(self, context: Context) -> jax.Array | None:
+    """Returns the levels of a context's codec state; None without."""
+    if not self.fitted or context.memory is None or not len(context.memory.shared):
+      return None
+    return context.memory.shared
 
   def measure(self, x: jax.Array) -> jax.Array:
     """Counts normalized magnitudes in a sample of buckets: ``int32[256]``."""

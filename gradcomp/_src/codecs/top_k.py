@@ -17,7 +17,6 @@ from gradcomp._src.checks import (
   step_count,
 )
 from gradcomp._src.codecs.entries import EntryRow, Quantize
-from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.codecs.selecting import (
   Selection,
   encode_leaves,
@@ -33,7 +32,7 @@ from gradcomp._src.codecs.sparse import (
   sent_of,
 )
 from gradcomp._src.codecs.sums.entries import Entries
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Payload
+from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Memory, Payload
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import as_float32, to_tiles
 from gradcomp._src.floats.dtypes import limit_of
@@ -306,7 +305,18 @@ class TopK(SparseRows):
 
   def _given(self, context: Context) -> jax.Array | None:
     """Returns the turn, or the thresholds to try first, or None."""
-    return context.turn if self.alternates else context.thresholds
+    step, memory = context.step, context.memory
+    if self.alternates:
+      return None if step is None else self.turn(step)
+    if not self.reuses or step is None or memory is None or memory.own is None:
+      return None
+    if not memory.own:
+      raise ValueError(
+        f"`memory` must hold the thresholds that {self} uses again, got none; make the "
+        "state by optimizer.init."
+      )
+    # Zeros have a threshold searched anew.
+    return jnp.where(step % self.search_every != 0, memory.own.threshold, 0.0)
 
   def _select(self, x: RowView, given: jax.Array | None) -> jax.Array:
     """Returns the positions of the elements of a row to send."""

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.memory import Memory, first_memory, used_entries
+from gradcomp._src.codecs.memory import first_memory, used_entries
+from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core.state import name_words
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.kernels.common.threefry import fold_key

@@ -11,8 +11,8 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.exchange.keys import Keys, StepKey
 from gradcomp._src.exchange.messages import OwnerResiduals
 from gradcomp._src.exchange.plan import MessagePlan

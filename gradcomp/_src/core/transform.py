@@ -9,8 +9,8 @@ import optax
 from jax.typing import ArrayLike
 
 from gradcomp._src.checks import optional_size
-from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
+from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core.codec_memory import as_stored, recall, remember
 from gradcomp._src.core.compression import Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback

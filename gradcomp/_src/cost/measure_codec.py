@@ -47,15 +47,15 @@ def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]
   import jax
   import jax.numpy as jnp
 
-  from gradcomp._src.codecs.memory import first_memory, leaf_context
-  from gradcomp._src.codecs.sums.records import Leaf
+  from gradcomp._src.codecs.memory import first_memory
+  from gradcomp._src.codecs.sums.records import Context, Leaf
 
   x = jax.random.normal(jax.random.key(0), shape)
   key = jnp.array([1, 2], jnp.uint32)
   leaf = Leaf(shape, addends=_PAYLOADS)
   bound: Any = codec.bind(leaf)
   memory = first_memory(bound, leaf, key)
-  context = leaf_context(bound, None, memory, jnp.int32(0))
+  context = Context(memory=memory, step=jnp.int32(0))
 
   def encode(x: jax.Array) -> Any:
     return bound.encode(x, key=key, context=context)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.memory import Adding, Memory, refitted
+from gradcomp._src.codecs.memory import Adding, refitted
+from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.exchange.collectives import STAGE, Workers, largest, split, totals
 from gradcomp._src.exchange.contribution import Contribution, Leaves
 from gradcomp._src.exchange.keys import Keys

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._src.codecs.encoding import Encoded
-from gradcomp._src.codecs.memory import Memory, leaf_context, sum_context
-from gradcomp._src.codecs.sums.records import Context
+from gradcomp._src.codecs.sums.records import Context, Memory
 from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, Sum
 from gradcomp._src.exchange.keys import Keys, StepKey
 from gradcomp._src.exchange.layout import Layout
@@ -78,12 +77,11 @@ class Contribution:
 
   @functools.cached_property
   def _encoded(self) -> tuple[Leaves, list[Encoded]]:
-    codecs = [self.layout.codecs[slot.group] for slot in self.layout.slots]
     keys = [_own(key) for key in self.keys.leaves]
     contexts = [
-      leaf_context(codec, agreed, memory, self.step)._replace(dither=_shared(key))
-      for codec, agreed, memory, key in zip(
-        codecs, self.agreed, self.memory, self.keys.leaves, strict=True
+      Context(agreed, _shared(key), memory, self.step)
+      for agreed, memory, key in zip(
+        self.agreed, self.memory, self.keys.leaves, strict=True
       )
     ]
     with jax.named_scope("gradcomp_encode"):
@@ -145,7 +143,8 @@ class Contribution:
 
   def _sum_context(self, group: int) -> Context:
     first = next(i for i, x in enumerate(self.layout.slots) if x.group == group)
-    return sum_context(self.layout.codecs[group], self.memory[first], self.step)
+    shared = self.memory[first]._replace(own=None)
+    return Context(memory=shared, step=self.step)
 
   def leaf_rows(self, group: int) -> list[LeafRows]:
     """Returns the key and the number of rows of each leaf of a codec."""

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.memory import Memory
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.rounds import in_rounds
+from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.codecs.tiles import tile_shape
 from gradcomp._src.exchange.average import Outcome, Residuals, average, refit
 from gradcomp._src.exchange.collectives import Workers, own_rows

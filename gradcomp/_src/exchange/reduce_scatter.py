@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from gradcomp._src.codecs.memory import Memory
+from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.codecs.tiles import elements
 from gradcomp._src.exchange.all_gather import gather_rows
 from gradcomp._src.exchange.average import Samples, agree, as_samples, refit

@@ -1,7 +1,7 @@
 """The records that codecs exchange with the library."""
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -13,23 +13,34 @@ class Payload(NamedTuple):
   agreed: jax.Array | None = None  # the statistics that workers agreed on, if any
 
 
-class Context(NamedTuple):
-  """The inputs of an encoding other than the leaf and the key; None where unused.
+class Memory(NamedTuple):
+  """The state that a codec keeps for one leaf from step to step.
 
   Attributes:
-    agreed: the scale, or the byte of the exponent, that all workers agree on.
+    shared: a tree of arrays that are equal on all workers.
+    own: a tree of arrays that each worker has for itself.
+  """
+
+  shared: Any = ()
+  own: Any = ()
+
+
+class Context(NamedTuple):
+  """The inputs of an encoding other than the leaf and the key; None where unknown.
+
+  Attributes:
+    agreed: the statistics that all workers agree on.
     dither: ``uint32[3]``, the random source in place of the key: the key that all
       workers share, and the worker's mask, see :func:`gradcomp.kernels.dither`.
-    levels: the levels that are fitted to the gradients of all workers.
-    thresholds: ``float32[rows]``, from the worker's last search; 0 for none.
-    turn: ``float32[]``, the sign to send in this step: 1 or -1.
+    memory: the codec state of the leaf. Its ``own`` is None where a sum of several
+      workers' gradients is encoded.
+    step: the number of the step, ``int32[]``.
   """
 
   agreed: jax.Array | None = None
   dither: jax.Array | None = None
-  levels: jax.Array | None = None
-  thresholds: jax.Array | None = None
-  turn: jax.Array | None = None
+  memory: Memory | None = None
+  step: jax.Array | None = None
 
 
 NOTHING = Context()
