@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from benchmarks.common import cli, quiet, timing
 from benchmarks.models.fit_links import codec_speed
 from gradcomp import codecs
-from gradcomp._src.codecs.memory import first_memory
 from gradcomp._src.cost.measure_codec import measured_speed, updates
 from gradcomp.codecs import QSGD, TopK
 from gradcomp.cost import CodecSpeed
@@ -80,7 +79,7 @@ def measured(codec: TopK, size: int, repeats: int) -> CodecSpeed:
   """Measures a sparse codec on a vector of normal numbers."""
   x = jax.random.normal(jax.random.key(0), (size,))
   bound: Any = codec.bind(codecs.Leaf(x.shape))
-  memory = first_memory(bound, codecs.Leaf(x.shape), None)
+  memory = bound.init(codecs.Leaf(x.shape), None)
   context = codecs.Context(memory=memory, step=jnp.int32(0))
   encode = jax.jit(lambda x: bound.encode(x, context=context).rows)
   forget, keep = updates(codec, x.shape)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from gradcomp._src.codecs.protocol import (
   Codec,
-  RemainderCodec,
 )
 from gradcomp._src.codecs.sparse import SelectingCodec
 from gradcomp._src.codecs.sums.records import Context
@@ -134,7 +133,7 @@ def encode_leaf(
   context: Context,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Encodes a leaf, with the residual if asked; jitted as :func:`_agree` is."""
-  if keep and isinstance(codec, RemainderCodec):
+  if keep:
     payload, rest = codec.encode_with_residual(leaf, key=key, context=context)
     return payload.rows, rest
   return codec.encode(leaf, key=key, context=context).rows, None

@@ -1,8 +1,8 @@
-"""Codec state of a leaf: the first one, and its refits."""
+"""Refits of codec state, and what it counts."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +10,7 @@ from jax import lax
 
 from gradcomp._src.codecs.protocol import FittedCodec, LeafCodec, is_fitted
 from gradcomp._src.codecs.sparse import Selected
-from gradcomp._src.codecs.sums.records import Leaf, Memory
-
-
-@runtime_checkable
-class RememberingCodec(LeafCodec, Protocol):
-  """A codec that may keep state for each leaf."""
-
-  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
-    """Returns the memory of a leaf before the first step.
-
-    Args:
-      leaf: the leaf that the codec is bound to.
-      key: ``uint32[2]``, the same on all workers, and another one for each leaf.
-    """
+from gradcomp._src.codecs.sums.records import Memory
 
 
 class Adding(NamedTuple):
@@ -31,22 +18,6 @@ class Adding(NamedTuple):
 
   add: Callable[[jax.Array], jax.Array]
   workers: int
-
-
-def first_memory(codec: LeafCodec, leaf: Leaf, key: jax.Array) -> Memory:
-  """Returns a leaf's codec state before the first step; empty for most codecs.
-
-  Example:
-    >>> key, leaf = jnp.zeros(2, jnp.uint32), gradcomp.codecs.Leaf((64, 64))
-    >>> codec = gradcomp.codecs.QSGD(bits=2, levels="nonuniform")
-    >>> first_memory(codec, leaf, key).shared.shape
-    (2,)
-    >>> first_memory(gradcomp.codecs.OneBit(), leaf, key)
-    Memory(shared=(), own=())
-  """
-  if isinstance(codec, RememberingCodec):
-    return codec.init(leaf, key)
-  return Memory()
 
 
 def refitted(

@@ -3,28 +3,19 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
+
+import jax
 
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.protocol import Codec, LeafCodec, is_fitted
 from gradcomp._src.codecs.rounds import RoundsCodec
 from gradcomp._src.codecs.sparse import DroppingCodec
-from gradcomp._src.codecs.sums.records import Leaf
+from gradcomp._src.codecs.sums.records import Leaf, Memory
 from gradcomp._src.codecs.sums.sum import Several, SumFacts
 
 _RULE = "a sequence of pairs (regular expression, codec)"
-
-
-@runtime_checkable
-class TreeCodec(LeafCodec, Protocol):
-  """A codec that sees all leaves before it is bound to each."""
-
-  def check_leaves(self, leaves: Sequence[Leaf]) -> None:
-    """Raises ValueError if the codec does not suit these leaves."""
-
-  def rule(self, leaf: Leaf) -> str:
-    """Returns the reason for a leaf's codec, in a few characters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +79,10 @@ class Policy:
     number = self._first(leaf)
     return Dense() if number is None else self.codecs[number].bind(leaf)
 
+  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
+    """Returns the codec state of a leaf: that of its codec."""
+    return self.bind(leaf).init(leaf, key)
+
   def check_leaves(self, leaves: Sequence[Leaf]) -> None:
     """Raises ValueError for a rule that matches no leaf."""
     paths = [leaf.path for leaf in leaves]
@@ -109,26 +104,6 @@ class Policy:
       if re.search(text, leaf.path):
         return number
     return None
-
-
-def check_leaves(codec: LeafCodec, leaves: Sequence[Leaf]) -> None:
-  """Raises ValueError if a codec does not suit these leaves.
-
-  Example:
-    >>> check_leaves(gradcomp.codecs.Dense(), [Leaf((3,), path="b")])  # is for all
-  """
-  if isinstance(codec, TreeCodec):
-    codec.check_leaves(leaves)
-
-
-def rule_of(codec: LeafCodec, leaf: Leaf) -> str:
-  """Returns the reason for a leaf's codec; "" for a codec of all leaves.
-
-  Example:
-    >>> rule_of(gradcomp.codecs.Dense(), Leaf((3,)))
-    ''
-  """
-  return codec.rule(leaf) if isinstance(codec, TreeCodec) else ""
 
 
 def _check_rule(text: object, codec: object) -> None:

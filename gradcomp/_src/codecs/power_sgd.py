@@ -13,6 +13,7 @@ from gradcomp._src.checks import one_of, static_integer, static_number
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.rounds import Round
+from gradcomp._src.codecs.row_codec import OneRule
 from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Memory, Payload
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import as_float32
@@ -109,7 +110,7 @@ _MATRIX_RULE = "None, or a pair of the rows and columns, 1 or more each"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PowerSGD:
+class PowerSGD(OneRule):
   r"""Sends the mean of all workers' matrices as a product of rank ``rank``: PowerSGD.
 
   A leaf is read as a matrix :math:`M_i` of m by n, worker :math:`i`'s own. With the

@@ -1,5 +1,6 @@
 """The protocols of codecs."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import jax
@@ -9,6 +10,7 @@ from gradcomp._src.codecs.sums.records import (
   Accumulate,
   Context,
   Leaf,
+  Memory,
   Payload,
 )
 from gradcomp._src.codecs.sums.sum import Sum, SumFacts
@@ -29,6 +31,20 @@ class LeafCodec(Protocol):
   @property
   def sums(self) -> SumFacts:
     """How payloads are added; of an unbound codec, the facts about it."""
+
+  def check_leaves(self, leaves: Sequence[Leaf]) -> None:
+    """Raises ValueError if the codec does not suit these leaves of a tree."""
+
+  def rule(self, leaf: Leaf) -> str:
+    """Returns the reason for a leaf's codec, in a few characters; "" for none."""
+
+  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
+    """Returns the codec state of a leaf before the first step.
+
+    Args:
+      leaf: the leaf that the codec is bound to.
+      key: ``uint32[2]``, the same on all workers, and another one for each leaf.
+    """
 
   def bind(self, leaf: Leaf) -> "LeafCodec":
     """Returns the codec for a leaf of this shape and path."""
@@ -107,6 +123,18 @@ class Codec(LeafCodec, Protocol):
     Raises:
       ValueError: ``key`` is missing, and the codec needs one.
       TypeError: ``x`` is not real floating point.
+    """
+
+  def encode_with_residual(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> tuple[Payload, jax.Array | None]:
+    """Returns ``encode(x)``, and ``x - decode(encode(x))`` in ``float32``.
+
+    The residual is None where encoding does not know it.
     """
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
@@ -199,20 +227,6 @@ class AddingCodec(Codec, Protocol):
 
   def unscaled(self, tiles: jax.Array, agreed: jax.Array | None) -> jax.Array:
     """Divides ``float32[rows, P, B]`` by the scales of rows, from ``agreed``."""
-
-
-@runtime_checkable
-class RemainderCodec(Codec, Protocol):
-  """A codec that returns the residual together with the payload."""
-
-  def encode_with_residual(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> tuple[Payload, jax.Array]:
-    """Returns ``encode(x)``, and ``x - decode(encode(x))`` in ``float32``."""
 
 
 def is_codec(value: Any) -> TypeGuard[LeafCodec]:

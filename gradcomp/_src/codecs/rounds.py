@@ -20,7 +20,7 @@ class Round(NamedTuple):
 class RoundsCodec(LeafCodec, Protocol):
   """A codec that averages other arrays in a leaf's place, one after the other.
 
-  Its codec state is shared by all workers: see :class:`RememberingCodec`. A worker's
+  Its codec state is shared by all workers. A worker's
   residual is its own leaf less the mean of all.
   """
 

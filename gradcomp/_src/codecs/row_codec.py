@@ -2,12 +2,20 @@
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Self
 
 import jax
 
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Payload, Rounding
+from gradcomp._src.codecs.sums.records import (
+  NOTHING,
+  Context,
+  Leaf,
+  Memory,
+  Payload,
+  Rounding,
+)
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Ranged, Tiles, sum_in_order
 from gradcomp._src.codecs.tiles import as_float32, codec_key, decode_payload, to_tiles
@@ -31,7 +39,19 @@ class RoundsAtRandom:
     return dataclasses.replace(self, rounding="nearest")  # type: ignore[type-var]
 
 
-class RowCodec(abc.ABC):
+class OneRule:
+  """A base of codecs that are the same for all leaves of a tree."""
+
+  def check_leaves(self, leaves: Sequence[Leaf]) -> None:
+    """Accepts any leaves."""
+
+  def rule(self, leaf: Leaf) -> str:
+    """Returns the reason for a leaf's codec: none."""
+    del leaf
+    return ""
+
+
+class RowCodec(OneRule, abc.ABC):
   """The base class of codecs, which then need four members.
 
   These are ``tile_size``, ``row_words``, ``encode_rows`` and ``decode_rows``. A codec
@@ -85,6 +105,11 @@ class RowCodec(abc.ABC):
     """Returns the codec of a leaf: itself, for it depends on no leaf."""
     del leaf
     return self
+
+  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
+    """Returns the codec state of a leaf before the first step: none."""
+    del leaf, key
+    return Memory()
 
   def to_nearest(self) -> Self:
     """Returns the codec that rounds to nearest, with rows of the same format.
@@ -177,6 +202,16 @@ class RowCodec(abc.ABC):
     tiles = to_tiles(as_float32(x), self)
     words = codec_key(key, self)
     return Payload(self.encode_rows(tiles, key=words, context=context))
+
+  def encode_with_residual(
+    self,
+    x: jax.Array,
+    *,
+    key: jax.Array | None = None,
+    context: Context = NOTHING,
+  ) -> tuple[Payload, jax.Array | None]:
+    """Returns the payload of an array, and the residual where encoding knows it."""
+    return self.encode(x, key=key, context=context), None
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to an array with the shape and dtype of ``like``."""

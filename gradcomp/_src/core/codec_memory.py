@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.memory import first_memory, used_entries
+from gradcomp._src.codecs.memory import used_entries
 from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core.state import name_words
 from gradcomp._src.exchange.plan import MessagePlan
@@ -30,7 +30,7 @@ def first_stored(plan: MessagePlan, key: jax.Array) -> Memory | None:
   words = jnp.array([name_words(name) for name in plan.names], jnp.uint32)
   keys = jax.vmap(lambda own: fold_key(fold_key(key, own[0]), own[1]))(words)
   bound = zip(plan.codecs, plan.leaves, keys, strict=True)
-  return _stored(plan, [first_memory(codec, leaf, own) for codec, leaf, own in bound])
+  return _stored(plan, [codec.init(leaf, own) for codec, leaf, own in bound])
 
 
 def as_stored(params: Any, memory: Memory) -> Any:
@@ -108,7 +108,9 @@ def _shapes(plan: MessagePlan) -> list[Memory]:
   """Returns the shapes of the codec memory of each leaf."""
   key = jax.ShapeDtypeStruct((2,), np.uint32)
   bound = list(zip(plan.codecs, plan.leaves, strict=True))
-  return jax.eval_shape(lambda key: [first_memory(*pair, key) for pair in bound], key)
+  return jax.eval_shape(
+    lambda key: [codec.init(leaf, key) for codec, leaf in bound], key
+  )
 
 
 def _stored(plan: MessagePlan, memory: Sequence[Memory]) -> Memory | None:

@@ -47,14 +47,13 @@ def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]
   import jax
   import jax.numpy as jnp
 
-  from gradcomp._src.codecs.memory import first_memory
   from gradcomp._src.codecs.sums.records import Context, Leaf
 
   x = jax.random.normal(jax.random.key(0), shape)
   key = jnp.array([1, 2], jnp.uint32)
   leaf = Leaf(shape, addends=_PAYLOADS)
   bound: Any = codec.bind(leaf)
-  memory = first_memory(bound, leaf, key)
+  memory = bound.init(leaf, key)
   context = Context(memory=memory, step=jnp.int32(0))
 
   def encode(x: jax.Array) -> Any:

@@ -8,7 +8,6 @@ import numpy as np
 from jax.tree_util import KeyPath, keystr
 
 from gradcomp._src.codecs.dense import working_dtype
-from gradcomp._src.codecs.policy import check_leaves, rule_of
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.rounds import Round, rounds_of
 from gradcomp._src.codecs.sums.records import Leaf
@@ -146,7 +145,7 @@ def plan_messages(
     Leaf(leaf.shape, path=keystr(path, simple=True, separator="/"))
     for leaf, path in zip(leaves, paths, strict=True)
   ]
-  check_leaves(codec, whole)
+  codec.check_leaves(whole)
   decided = None
   if total.drops:  # one exchange for all, before leaves are split into ranges
     codecs = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
@@ -190,7 +189,7 @@ def plan_messages(
     tuple(bound),
     tuple(others),
     tuple(codecs),
-    tuple(rule_of(codec, leaf) for leaf in whole),
+    tuple(codec.rule(leaf) for leaf in whole),
     tuple(messages),
     axis_name,
     workers,

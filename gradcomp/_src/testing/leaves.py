@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from gradcomp._src.codecs.memory import first_memory
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.records import Context, Leaf
@@ -62,7 +61,7 @@ def leaf_of(codec: LeafCodec, x: ArrayLike | None) -> np.ndarray:
 
 def first_context(codec: LeafCodec, leaf: Leaf) -> Context:
   """Returns the context of a bound codec in the first step of a worker."""
-  memory = first_memory(codec, leaf, jnp.zeros(2, jnp.uint32))
+  memory = codec.init(leaf, jnp.zeros(2, jnp.uint32))
   return Context(memory=memory, step=jnp.zeros([], jnp.int32))
 
 
