@@ -19,7 +19,7 @@ from jax import lax
 from benchmarks.common import cli, quiet, tables, timing
 from gradcomp._src.codecs.sparse import Selected
 from gradcomp._src.codecs.sums.entries import Entries
-from gradcomp.codecs import Context, Memory, RandomK, TopK
+from gradcomp.codecs import NOTHING, Context, Memory, RandomK, TopK
 
 _WORKERS = 4  # whose payloads are added
 _KEY = jnp.array([1, 2], jnp.uint32)
@@ -67,14 +67,16 @@ def rows(kind: str, size: int, density: float, repeats: int) -> dict[str, Any]:
     if not isinstance(codec, TopK):
       continue
     facts[name]["used"] = int(codec.used(payload)[0])
-    calls[f"{name}, with residual"] = _call(codec.encode_with_residual, x)
+    calls[f"{name}, with residual"] = _call(
+      lambda x, codec=codec: codec.encode_leaf(x, NOTHING, keep=True), x
+    )
     if name == "threshold":
       add = lambda rows, codec=codec: Entries(codec).mean(rows, 1 / _WORKERS)
       calls[f"add {_WORKERS} payloads"] = _call(add, jnp.stack([payload] * _WORKERS))
       again = TopK(density=density, selection="sampled").ranged(size)
       reuse = lambda x, t, codec=again: (
-        codec.encode(
-          x, context=Context(memory=Memory(own=Selected(t, None)), step=jnp.int32(1))
+        codec.encode_leaf(
+          x, Context(memory=Memory(own=Selected(t, None)), step=jnp.int32(1))
         ).rows
       )
       calls["sampled, again"] = _call(reuse, x, codec.thresholds(payload))

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.common import cli, quiet, shapes, tables, timing
-from gradcomp._src.codecs.protocol import is_fitted
+from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.cost.measure_codec import updates
 from gradcomp._src.exchange.layout import plan_rows
 from gradcomp.codecs import (
@@ -32,6 +32,7 @@ from gradcomp.codecs import (
   Dense,
   EightBit,
   FloatCast,
+  Leaf,
   Natural,
   OneBit,
   Ternary,
@@ -91,9 +92,11 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
   x = jax.random.normal(jax.random.key(0), (size,))
   key = jnp.array([1, 2], jnp.uint32)
   # Levels are fitted in one step of a hundred.
-  context = Context(memory=codec.init()) if is_fitted(codec) else Context()
+  leaf = Leaf(x.shape)
+  memory = codec.init(leaf, key)
   start = time.perf_counter()
-  rows = jax.jit(lambda x, key: codec.encode(x, key=key, context=context))
+  context = lambda key: Context(key, memory=memory)
+  rows = jax.jit(lambda x, key: payload_of(codec, x, context(key)))
   encode = rows.lower(x, key).compile()
   compile_seconds = time.perf_counter() - start
   payload = encode(x, key)
@@ -113,8 +116,11 @@ def codec_rows(name: str, codec: Codec, size: int, repeats: int) -> dict[str, An
     "decode": lambda: decode(payload),
     "decode and sum, a worker": lambda: add(received),
   }
-  both = jax.jit(lambda x, key: codec.encode_with_residual(x, key=key, context=context))
-  if jax.eval_shape(both, x, key)[1] is not None:
+  agreed = payload.agreed
+  both = jax.jit(
+    lambda x, key: codec.encode_leaf(x, context(key)._replace(agreed=agreed), keep=True)
+  )
+  if jax.eval_shape(both, x, key).unsent is not None:
     both = both.lower(x, key).compile()
     calls["encode and residual"] = lambda: both(x, key)
   forget, keep = updates(codec, (size,))
@@ -130,7 +136,7 @@ def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, A
   size = sum(leaf.size for leaf in tree)
   layout = plan_rows(tree, QSGD(bits=4))
   keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
-  rows = lambda tree, keys: layout.encode(tree, keys, [Context()] * len(tree))[0]
+  rows = lambda tree, keys: layout.encode(tree, list(map(Context, keys)))[0]
   encode = jax.jit(rows).lower(tree, keys).compile()
   matrices = encode(tree, keys)
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from benchmarks.links import methods
 from gradcomp._src.exchange.collectives import scatter
-from gradcomp.codecs import Codec, Payload
+from gradcomp.codecs import Codec, Context, Payload
 from gradcomp.exchange import Hierarchical
 
 BASELINE = "plain f32 mean"
@@ -150,7 +150,7 @@ def parts(
     total = codec.decode_rows(received[0])
     for share in received[1:]:
       total = total + codec.decode_rows(share)
-    return codec.encode_rows(total * jnp.float32(1 / hosts), key=key)
+    return codec.encode_rows(total * jnp.float32(1 / hosts), Context(key))
 
   def all_gather(own: jax.Array) -> jax.Array:
     return lax.all_gather(own, "data", tiled=True)

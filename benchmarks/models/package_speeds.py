@@ -81,7 +81,7 @@ def measured(codec: TopK, size: int, repeats: int) -> CodecSpeed:
   bound: Any = codec.bind(codecs.Leaf(x.shape))
   memory = bound.init(codecs.Leaf(x.shape), None)
   context = codecs.Context(memory=memory, step=jnp.int32(0))
-  encode = jax.jit(lambda x: bound.encode(x, context=context).rows)
+  encode = jax.jit(lambda x: bound.encode_leaf(x, context).rows)
   forget, keep = updates(codec, x.shape)
   rows = encode(x)
   total = jax.jit(lambda rows: bound.sums.gathered(rows, None, 1.0)(0, rows.shape[1]))

@@ -16,10 +16,11 @@ from gradcomp._src.codecs import sparse as _sparse
 from gradcomp._src.codecs.tiles import tile_shape
 from gradcomp._src.kernels import materialize
 from gradcomp._src.kernels.common import sparse
-from gradcomp.codecs import QSGD, BlockTop, OneBit, RandomK, TopK
+from gradcomp._src.kernels.common.threefry import key_words
+from gradcomp.codecs import QSGD, BlockTop, Context, OneBit, RandomK, TopK
 from gradcomp.parallel import zero
 from tests.plugins.slow_cases import slow
-from tests.support import sparse_steps
+from tests.support import laws, sparse_steps
 from tests.support.assertions import assert_same_bits
 from tests.wire_decoder import sparse as wire_decoder_sparse
 
@@ -148,13 +149,14 @@ def test_a_cut_leaf_is_that_of_ranges_by_name(codec, monkeypatch):
   x = jax.random.normal(jax.random.key(1), (1001,))
   key = jax.random.key(0)
   named = type(codec)(density=0.1, range_size=251)
-  expected, rest = named.encode_with_residual(x, key=key)
+  context = Context(key_words(key))
+  expected, rest, _ = laws.encoded(named, x, context)
   monkeypatch.setattr(_sparse, "_MOST_ELEMENTS", 300)
   assert codec.ranged(1001).range_size == 251
-  payload, unsent = codec.encode_with_residual(x, key=key)
-  assert_same_bits(payload.rows, expected.rows)
+  rows, unsent, _ = laws.encoded(codec, x, context)
+  assert_same_bits(rows, expected)
   assert_same_bits(unsent, rest)
-  assert_same_bits(codec.decode(payload, like=x), named.decode(expected, like=x))
+  assert_same_bits(codec.roundtrip(x, key=key), named.roundtrip(x, key=key))
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_later_stages_have_a_scale_a_row():
   tiles = np.float32([[1], [100]]) * laws.gaussian((2, codec.tile_size))
   scales = eight_bit.eight_bit_scales(tiles, scale_per_row=True, **options(codec))
   np.testing.assert_array_equal(
-    jax.jit(codec.encode_rows)(jnp.asarray(tiles)),
+    laws.encoded_rows(codec, tiles),
     eight_bit.eight_bit_encode(tiles, scales=scales, **options(codec)),
   )
 

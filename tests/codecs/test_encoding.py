@@ -6,7 +6,6 @@ import pytest
 
 from gradcomp._src.codecs.encoding import encode_leaves, to_agree
 from gradcomp.codecs import (
-  NOTHING,
   QSGD,
   Context,
   Dense,
@@ -48,18 +47,16 @@ def test_leaves_have_the_bits_that_each_has_alone(codec, keep, monkeypatch):
   codecs = [codec.bind(Leaf(leaf.shape)) for leaf in leaves]
   keys = [laws.KEY + i if codec.needs_key else None for i in range(len(leaves))]
   contexts = [
-    Context(agreed=to_agree(own, leaf), memory=own.init() if own.fitted else None)
-    if to_agree(codec, leaves[0]) is not None or codec.fitted
-    else NOTHING
-    for own, leaf in zip(codecs, leaves, strict=True)
+    Context(key, None, to_agree(own, leaf), own.init(Leaf(leaf.shape), laws.KEY))
+    for own, leaf, key in zip(codecs, leaves, keys, strict=True)
   ]
 
   @jax.jit
   def both(leaves):
-    together = encode_leaves(codecs, leaves, keys, contexts, keep=keep)
+    together = encode_leaves(codecs, leaves, contexts, keep=keep)
     alone = [
-      encode_leaves([c], [x], [k], [context], keep=keep)[0]
-      for c, x, k, context in zip(codecs, leaves, keys, contexts, strict=True)
+      encode_leaves([c], [x], [context], keep=keep)[0]
+      for c, x, context in zip(codecs, leaves, contexts, strict=True)
     ]
     return together, alone
 
@@ -76,8 +73,8 @@ def test_one_group_follows_another():
   leaves = [jax.ShapeDtypeStruct((65536,), jnp.float32)] * count
 
   def rows(leaves):
-    keys, contexts = [laws.KEY] * count, [NOTHING] * count
-    encoded = encode_leaves([codec] * count, leaves, keys, contexts, keep=False)
+    contexts = [Context(laws.KEY)] * count
+    encoded = encode_leaves([codec] * count, leaves, contexts, keep=False)
     return [leaf.rows for leaf in encoded]
 
   found = jax.jit(rows).lower(leaves).compile().memory_analysis()
@@ -91,8 +88,8 @@ def test_small_leaves_of_a_shape_share_a_program():
 
   def ciphers(count):
     def rows(leaves, key):
-      keys, contexts = [key] * count, [NOTHING] * count
-      encoded = encode_leaves([codec] * count, leaves, keys, contexts, keep=True)
+      contexts = [Context(key)] * count
+      encoded = encode_leaves([codec] * count, leaves, contexts, keep=True)
       return [leaf.rows for leaf in encoded]
 
     leaves = [jax.ShapeDtypeStruct((8192,), jnp.float32)] * count

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import QSGD, Context, Memory
 from tests.oracles import levels as oracle_levels
@@ -178,11 +179,7 @@ def test_payload_is_the_oracles(bits, bucket_size, rounding):
   x = laws.gaussian(codec.tile_size + 3 * 64 + 13)
   x[3], x[40], x[64:96] = 0.0, -0.0, 0.0
   encode = jax.jit(
-    lambda x, levels: codec.encode(
-      x,
-      key=laws.KEY if codec.needs_key else None,
-      context=Context(memory=Memory(levels)),
-    )
+    lambda x, levels: payload_of(codec, x, Context(laws.KEY, memory=Memory(levels)))
   )
   for k in (fitted_to(x, bits), [0, *range(250, 249 + 2 ** (bits - 1) - 1), 256]):
     rows = encode(x, np.float32(k) / 256).rows
@@ -201,9 +198,7 @@ def test_without_levels_a_leaf_is_encoded_with_its_own():
   codec, x = nonuniform(3), laws.gaussian(2000)
   levels = fitter(3)(jax.jit(codec.measure)(x), codec.init().shared)
   encode = jax.jit(
-    lambda x, levels=(): codec.encode(
-      x, key=laws.KEY, context=Context(memory=Memory(levels))
-    )
+    lambda x, levels=(): payload_of(codec, x, Context(laws.KEY, memory=Memory(levels)))
   )
   np.testing.assert_array_equal(encode(x).rows, encode(x, levels).rows)
 
@@ -238,7 +233,7 @@ def test_fitted_levels_lose_less_than_equal_ones(bits):
   ]:
     run = jax.jit(
       lambda x, c=codec, levels=levels: c.decode(
-        c.encode(x, key=laws.KEY, context=Context(memory=Memory(levels))), like=x
+        payload_of(c, x, Context(laws.KEY, memory=Memory(levels))), like=x
       )
     )
     squares.append(np.square(np.asarray(run(x), np.float64) - x).sum())

@@ -59,7 +59,7 @@ def test_the_pages_example():
   x = jnp.array([1, -1.5, 0, 3e30], jnp.float32)
   key = jnp.zeros(2, jnp.uint32)
   rows = [
-    laws.here(CODEC).encode(x, context=Context(dither=dither(key, i))).rows
+    laws.encoded(laws.here(CODEC), x, Context(dither=dither(key, i))).rows
     for i in range(2)
   ]
   assert rows[0][0, :4].tolist() == [0x3F, 0xBF, 0x00, 0x7F]

@@ -45,7 +45,7 @@ def test_a_matrix_is_the_squarest_cut_or_dense(shape, matrix):
   else:
     assert codec == PowerSGD(rank=4, matrix=matrix)
     m, n = matrix
-    assert [wanted.shape for wanted in codec.rounds] == [(4, m), (4, n)]
+    assert [wanted.shape for wanted in codec.rounds(shape)] == [(4, m), (4, n)]
 
 
 @pytest.mark.parametrize("codec", [PowerSGD(rank=2), QUANTIZED], ids=["f32", "8bit"])
@@ -58,7 +58,7 @@ def test_the_page_reads_the_payload(codec, shape):
   if own == Dense():
     assert_same_bits((rows, value), jax.device_get(coded(own, x)))
     return
-  tiles = [-(-np.prod(r.shape) // r.codec.tile_size) for r in own.rounds]
+  tiles = [-(-np.prod(r.shape) // r.codec.tile_size) for r in own.rounds(shape)]
   chex.assert_shape(rows, (sum(tiles), own.inner.row_words))
   read = low_rank.decode_power_sgd(rows, shape, rank=2, bits=codec.bits)
   # One sum of two products, and rows whose length is rounded.
@@ -69,8 +69,9 @@ def test_the_pages_example():
   x = np.zeros((8, 8), np.float32)
   x[:2, 0] = 3, 4
   rows, value = coded(PowerSGD(rank=1), x)
-  words = [0x4020B002, 0x40564002, 0, 0x40A00000, 0]
-  assert [*rows[0, :3].tolist(), *rows[1, :2].tolist()] == words
+  assert rows[0, :3].tolist() == [0x4020B002, 0x40564002, 0]
+  right = np.asarray(rows[1, :2]).view(np.float32)
+  np.testing.assert_allclose(right, [5, 0], rtol=2.0**-22)
   np.testing.assert_allclose(value, x, rtol=1e-6)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.testing.noise import mean_is_the_leaf
 from gradcomp.codecs import Context, Ternary
 from tests.oracles import qsgd, ternary
@@ -208,7 +209,7 @@ def test_a_larger_shared_scale_leaves_the_own_limit(bucket_size):
   own = jax.jit(codec.agree)(x)
   shared = np.asarray(4 * own)
   run = jax.jit(
-    lambda x, agreed: codec.encode(x, key=laws.KEY, context=Context(agreed=agreed))
+    lambda x, agreed: payload_of(codec, x, Context(laws.KEY, agreed=agreed))
   )
   payload = run(x, shared)
   np.testing.assert_array_equal(payload.agreed, shared)
@@ -232,7 +233,7 @@ def test_codes_of_workers_add_up():
   codec = Ternary(packing="base3")
   x = laws.gaussian(2000)
   agreed = jax.jit(codec.agree)(x)
-  run = jax.jit(lambda x, key: codec.encode(x, key=key, context=Context(agreed=agreed)))
+  run = jax.jit(lambda x, key: payload_of(codec, x, Context(key, agreed=agreed)))
   payloads = [run(x, laws.KEY + np.uint32(worker)) for worker in range(3)]
   add = jax.jit(lambda rows: codec.from_codes(sum(map(codec.codes, rows)), agreed))
   added = np.asarray(add([payload.rows for payload in payloads])).ravel()[: x.size]
@@ -245,7 +246,7 @@ def test_codes_of_workers_add_up():
 def test_later_stages_have_no_limit(scaler):
   codec = Ternary(share_scale=False, scaler=scaler)
   tiles = laws.gaussian((2, codec.tile_size))
-  rows = np.asarray(jax.jit(codec.encode_rows)(tiles, key=laws.KEY))
+  rows = np.asarray(laws.encoded_rows(codec, tiles))
   scales = ternary.ternary_scales(tiles, scale_per_row=True, **options(codec))
   np.testing.assert_array_equal(
     rows,

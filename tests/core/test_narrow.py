@@ -109,15 +109,15 @@ def parts_of(codec, gradients):
 def around_a_ring(total, parts):
   """The mean that a ring of N workers has, by the arithmetic of its hops alone."""
   count = len(parts)
-  first = total.start(parts[0], None, NOTHING, keep=True)
+  first = total.start(parts[0], NOTHING, keep=True)
 
   def hop(k, message):
     partial = total.add(Sent(*message), parts[k], keep=True)
-    return total.hop(partial, None, NOTHING, keep=True)[:2]
+    return total.hop(partial, NOTHING, keep=True)[:2]
 
   message = jax.lax.fori_loop(1, count - 1, hop, first[:2])
   whole = total.like_one(total.add(Sent(*message), parts[-1], keep=True), count)
-  last = total.send(whole, None, NOTHING, keep=True)
+  last = total.send(whole, NOTHING, keep=True)
   return total.gathered(last.rows[None], None, last.scale / count)(0, len(last.rows))
 
 
@@ -127,7 +127,7 @@ def in_groups(total, parts, size):
 
   def inside(own):
     partial = total.like_one(total.add_all(own, keep=False), size)
-    return total.send(partial, None, NOTHING, keep=False).rows
+    return total.send(partial, NOTHING, keep=False).rows
 
   scale = total.like_one(Partial(parts[0]), size).scale / len(parts)
   return from_owner(total, jax.lax.map(inside, groups), scale)
@@ -136,13 +136,17 @@ def in_groups(total, parts, size):
 def from_owner(total, rows, scale):
   """The mean of encoded rows ``[K, ...]`` that an owner sends on."""
   whole = total.fold(rows, scale, keep=False)
-  sent = total.finish(whole, None, NOTHING, None, len(rows), keep=False)
+  sent = total.finish(whole, NOTHING, None, len(rows), keep=False)
   return total.gathered(sent.rows[None], None, sent.scale)(0, len(sent.rows))
+
+
+def encoder(codec):
+  return jax.vmap(lambda parts: codec.encode_rows(parts, NOTHING))
 
 
 def by_all(total, parts):
   """The mean that every worker has that adds all rows."""
-  rows = jax.vmap(total.codec.encode_rows)(parts)
+  rows = encoder(total.codec)(parts)
   return total.gathered(rows, None, 1 / len(parts))(0, rows.shape[1])
 
 
@@ -154,7 +158,7 @@ def test_any_number_of_workers_by_arithmetic(codec, workers, numbers):
   gradients = numbers(workers)
   total = codec.sums
   size = next(c for c in (8, 2, 1) if workers % c == 0)
-  rows = jax.vmap(codec.encode_rows)
+  rows = encoder(codec)
   ways = {
     "ring": around_a_ring,
     "hierarchical": functools.partial(in_groups, size=size),

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.codecs.sums.codes import pack_sums
 from gradcomp._src.exchange.collectives import largest
 from gradcomp.codecs import QSGD, Context
@@ -287,7 +288,7 @@ def test_a_shared_codec_alone_and_among_others(bits, bucket_size, levels):
   codec, plain = QSGD(share_scale=True, **shape), QSGD(**shape)
   x = laws.gaussian(2 * codec.tile_size + 45)
   encoder = jax.jit(
-    lambda x, agreed: codec.encode(x, key=laws.KEY, context=Context(agreed=agreed))
+    lambda x, agreed: payload_of(codec, x, Context(laws.KEY, agreed=agreed))
   )
   payload = laws.encoder(codec)(jnp.asarray(x), laws.KEY)
   stats = jax.jit(codec.agree)(jnp.asarray(x))

@@ -9,7 +9,7 @@ import pytest
 
 from gradcomp._src.exchange.assign import default_min_leaf_size
 from gradcomp._src.exchange.layout import arrange, plan_rows
-from gradcomp.codecs import NOTHING, QSGD, Dense
+from gradcomp.codecs import QSGD, Context, Dense
 from tests.support import laws
 
 
@@ -56,8 +56,7 @@ def test_the_plan_is_what_is_encoded(codec):
     for seed, shape in enumerate(((33, 64), 10, (3, 700), (0, 2)))
   ]
   layout = plan_rows(leaves, codec)
-  keys = jnp.stack([laws.KEY] * len(leaves))
-  matrices, _ = layout.encode(leaves, keys, [NOTHING] * len(leaves))
+  matrices, _ = layout.encode(leaves, [Context(laws.KEY)] * len(leaves))
   assert [matrix.shape for matrix in matrices] == [
     (rows, codec.row_words)
     for rows, codec in zip(layout.rows, layout.codecs, strict=True)

@@ -31,7 +31,7 @@ class Integers(RowCodec):
   tile_size, row_words = 1024, 128
   needs_key = True
 
-  def encode_rows(self, tiles, *, key=None, context):
+  def encode_rows(self, tiles, context):
     planes = tiles.reshape(-1, 8, 128).swapaxes(0, 1)
     lanes = random_lanes(context.dither, planes.shape[1:], 8)
     codes = jnp.floor(planes + jnp.stack(lanes) * 2.0**-16 + 8)

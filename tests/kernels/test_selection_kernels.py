@@ -16,7 +16,7 @@ from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.gpu import self_check
 from gradcomp.codecs import NOTHING, TopK
 from tests.plugins.slow_cases import slow
-from tests.support import modes
+from tests.support import laws, modes
 from tests.support.assertions import assert_same_bits
 from tests.support.lowering import TRITON, lowered_for_cuda
 
@@ -184,7 +184,7 @@ def test_a_codec_sends_the_same_with_kernels(codec):
 @pytest.mark.slow
 def test_selections_call_kernels_on_cuda_wherever_they_are():
   """In loops, conditionals, batches and typed shard_map, as on this machine."""
-  encode = CODECS["threshold"].encode_with_residual
+  encode = functools.partial(laws.encoded, CODECS["threshold"])
   x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2 * TILE)), jnp.float32)
   each = lambda x: lax.map(encode, x)
   placed = {

@@ -42,7 +42,7 @@ BROKEN = [
   (
     broken.WrongResidual(),
     "sent_and_unsent_are_the_leaf",
-    ("return x - decode(encode(x))", "`encode_with_residual`"),
+    ("return x - decode(encode(x))", "`encode_leaf`"),
   ),
   (
     broken.Leaking(),

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.codecs import NOTHING, Dense, Payload, RandomK, RowCodec
-from gradcomp.kernels import dither, pack_planes, random_lanes, unpack_planes
+from gradcomp._src.codecs.sums.records import Encoded
+from gradcomp.codecs import Dense, Payload, RandomK, RowCodec
+from gradcomp.kernels import pack_planes, random_lanes, unpack_planes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,8 @@ class Honest(RowCodec):
     largest = jnp.abs(planes).max(axis=-1, keepdims=True)
     return jnp.where(largest < 2.0**-100, 0.0, largest)
 
-  def drawn(self, key, context):
-    return dither(key) if context.dither is None else context.dither
+  def drawn(self, context):
+    return context.drawn
 
   def lanes(self, drawn, rows):
     return jnp.stack(random_lanes(drawn, (rows, self.bucket_size), 4), axis=1)
@@ -42,10 +43,10 @@ class Honest(RowCodec):
   def rounded(self, steps, lanes):
     return jnp.floor(steps + lanes * 2.0**-16)
 
-  def encode_rows(self, tiles, *, key=None, context=NOTHING):
+  def encode_rows(self, tiles, context):
     planes = tiles.reshape(-1, 4, self.bucket_size)
     scales = self.scales(planes)
-    lanes = self.lanes(self.drawn(key, context), planes.shape[0])
+    lanes = self.lanes(self.drawn(context), planes.shape[0])
     steps = jnp.where(scales > 0, planes / scales, 0.0) * 64
     steps = jnp.where(jnp.isfinite(steps), steps, 0.0)
     codes = (self.rounded(steps, lanes.astype(jnp.float32)) + 128).astype(jnp.uint32)
@@ -108,10 +109,9 @@ class LosingSigns(Honest):
 class Leaking(Honest):
   """Fills the last tile with ones, which count in its scale."""
 
-  def encode(self, x, *, key=None, context=NOTHING):
-    flat = x.astype(jnp.float32).reshape(-1)
-    flat = jnp.pad(flat, (0, -flat.size % self.tile_size), constant_values=1.0)
-    return super().encode(flat, key=key, context=context)
+  def encode_leaf(self, x, context, *, keep=False):
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % self.tile_size), constant_values=1.0)
+    return super().encode_leaf(flat, context)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class MeanOfAll(Honest):
 
   unbiased = needs_key = False
 
-  def encode_rows(self, tiles, *, key=None, context=NOTHING):
+  def encode_rows(self, tiles, context):
     planes = tiles.reshape(-1, 4, self.bucket_size)
     codes = (jnp.sign(planes) + 1).astype(jnp.uint32)
     means = jnp.abs(planes).sum(axis=-1) / self.bucket_size
@@ -135,9 +135,9 @@ class MeanOfAll(Honest):
 class HidingNan(Honest):
   """Takes zero for what is not finite."""
 
-  def encode_rows(self, tiles, *, key=None, context=NOTHING):
+  def encode_rows(self, tiles, context):
     tiles = jnp.where(jnp.isfinite(tiles), tiles, 0.0)
-    return super().encode_rows(tiles, key=key, context=context)
+    return super().encode_rows(tiles, context)
 
 
 class ZerosNotZeros(Honest):
@@ -168,9 +168,9 @@ class WrongDtype(Honest):
 class WrongResidual(Honest):
   """Forgets a tenth of what it does not send."""
 
-  def encode_with_residual(self, x, *, key=None, context=NOTHING):
-    payload = self.encode(x, key=key, context=context)
-    return payload, 0.9 * (x - self.decode(payload, like=x))
+  def encode_leaf(self, x, context, *, keep=False):
+    rows = super().encode_leaf(x, context).rows
+    return Encoded(rows, 0.9 * (x - self.decode(Payload(rows), like=x)))
 
 
 class MixedRows(Honest):
@@ -187,8 +187,8 @@ class MixedRows(Honest):
 class WithoutMask(Honest):
   """Draws what all workers draw, so that their errors add up."""
 
-  def drawn(self, key, context):
-    shared = super().drawn(key, context)
+  def drawn(self, context):
+    shared = super().drawn(context)
     return shared.at[2].set(0)
 
 
@@ -240,10 +240,10 @@ class Thawed:
 class OwnElements(RandomK):
   """Lets each worker choose its own elements, whose values are added by place."""
 
-  def encode(self, x, *, key=None, context=NOTHING):
+  def encode_leaf(self, x, context, *, keep=False):
     if context.dither is not None:
-      key = key ^ context.dither[2]
-    return super().encode(x, key=key, context=context)
+      context = context._replace(key=context.key ^ context.dither[2])
+    return super().encode_leaf(x, context, keep=keep)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,26 +258,26 @@ class OfAnyRange(Dense):
 class HalvingLarge(Honest):
   """Halves a leaf that has a large number."""
 
-  def encode_rows(self, tiles, **given):
+  def encode_rows(self, tiles, context):
     largest = jnp.max(jnp.abs(jnp.where(jnp.isfinite(tiles), tiles, 0)), initial=0)
     tiles = jnp.where(largest > 100, tiles * 0.5, tiles)
-    return super().encode_rows(tiles, **given)
+    return super().encode_rows(tiles, context)
 
 
 class Saturating(Honest):
   """Cuts numbers to 2^20."""
 
-  def encode_rows(self, tiles, **given):
+  def encode_rows(self, tiles, context):
     cut = jnp.clip(tiles, -(2.0**20), 2.0**20)
-    return super().encode_rows(jnp.where(jnp.isfinite(tiles), cut, tiles), **given)
+    return super().encode_rows(jnp.where(jnp.isfinite(tiles), cut, tiles), context)
 
 
 class FloatRows(Honest):
   """Sends floats, which XLA may send as others."""
 
-  def encode(self, x, *, key=None, context=NOTHING):
-    rows = super().encode(x, key=key, context=context).rows
-    return Payload(jax.lax.bitcast_convert_type(rows, jnp.float32))
+  def encode_leaf(self, x, context, *, keep=False):
+    rows = super().encode_leaf(x, context).rows
+    return Encoded(jax.lax.bitcast_convert_type(rows, jnp.float32))
 
   def decode(self, payload, *, like):
     words = jax.lax.bitcast_convert_type(payload.rows, jnp.uint32)

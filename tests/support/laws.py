@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp.codecs import Context, Memory
+from gradcomp._src.codecs.rounds import payload_of
+from gradcomp.codecs import NOTHING, Context, Leaf, Memory
 from gradcomp.testing import laws, trial
 from tests.support.cases.codec import CASES
 
@@ -43,9 +44,19 @@ def encode(codec, x, key, levels=None):
   """The payload of a leaf; under the first levels where levels are fitted."""
   if codec.fitted and levels is None:
     levels = codec.init().shared
-  return codec.encode(
-    x, key=key if codec.needs_key else None, context=Context(memory=Memory(levels))
-  )
+  bound = codec.bind(Leaf(x.shape))
+  return payload_of(bound, x, Context(key, memory=Memory(levels)))
+
+
+def encoded(codec, x, context=NOTHING):
+  """The rows and the residual of a leaf, if its encoder computes one."""
+  bound = codec.bind(Leaf(x.shape))
+  return bound.encode_leaf(x.astype(jnp.float32), context, keep=True)
+
+
+def encoded_rows(codec, tiles):
+  """The rows of tiles, as of a mean."""
+  return jax.jit(codec.encode_rows)(tiles, Context(KEY))
 
 
 def here(codec):

@@ -48,7 +48,7 @@ def _together(codec):
     own = [list(parts) for parts in zip(*leaves, strict=True)]
     workers = [codec.in_rounds(parts, memory) for parts in own]
     asked = [next(worker) for worker in workers]
-    for wanted in codec.rounds:
+    for wanted in codec.rounds(leaves[0][0].shape):
       assert all(x.shape == wanted.shape for parts in asked for x in parts)
       means = [sum(parts) / len(workers) for parts in zip(*asked, strict=True)]
       asked = [_answer(worker, means) for worker in workers]

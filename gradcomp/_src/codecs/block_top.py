@@ -10,7 +10,7 @@ from gradcomp._src.bibliography import CHEN_2020, SARFI_2025, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_integer
 from gradcomp._src.codecs.row_codec import RowCodec
 from gradcomp._src.codecs.sums.entries import Blocks
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload
+from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels import block_top
@@ -85,11 +85,8 @@ class BlockTop(RowCodec):
   Example:
     >>> codec = BlockTop(block_size=8, bits=32)
     >>> x = jnp.array([1., -5., 0.5, 2., 0., 0., 0., 0., 3.])
-    >>> payload, residual = codec.encode_with_residual(x)
-    >>> codec.decode(payload, like=x)
+    >>> codec.roundtrip(x)
     Array([ 0., -5.,  0.,  0.,  0.,  0.,  0.,  0.,  3.], dtype=float32)
-    >>> residual
-    Array([1. , 0. , 0.5, 2. , 0. , 0. , 0. , 0. , 0. ], dtype=float32)
 
   References:
     Chen et al., `ScaleCom: Scalable Sparsified Gradient Compression
@@ -155,39 +152,22 @@ class BlockTop(RowCodec):
     """The number of entries of a row."""
     return self.count * self._form.blocks
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array: ``uint32[rows, row_words]``."""
-    del key, context
-    return Payload(self._encode(as_float32(x), keep=False)[0])
+  def encode_leaf(
+    self, x: jax.Array, context: Context, *, keep: bool = False
+  ) -> Encoded:
+    """Encodes a leaf, and its residual if asked, without filling its last tile."""
+    del context
+    return Encoded(
+      *block_top.encode_rows(
+        as_float32(x).reshape(x.shape),
+        form=self._form,
+        keep=keep,
+        implementation=self.implementation,
+      )
+    )
 
-  def encode_with_residual(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> tuple[Payload, jax.Array]:
-    """Encodes an array, and returns the payload and the ``float32`` residual."""
-    del key, context
-    rows, rest = self._encode(as_float32(x).reshape(x.shape), keep=True)
-    assert rest is not None
-    return Payload(rows), rest
-
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
-    del key, context
-    return self._encode(tiles.reshape(-1), keep=False)[0]
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+    return self.encode_leaf(tiles.reshape(-1), context).rows
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     """Decodes ``uint32[..., rows, words]`` to ``float32[..., rows, blocks, B]``."""
@@ -201,9 +181,4 @@ class BlockTop(RowCodec):
     return (
       jnp.concatenate(places, axis=-1),
       jnp.concatenate([value for _, value in found], axis=-1),
-    )
-
-  def _encode(self, x: jax.Array, keep: bool) -> tuple[jax.Array, jax.Array | None]:
-    return block_top.encode_rows(
-      x, form=self._form, keep=keep, implementation=self.implementation
     )

@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from gradcomp._src.checks import float_dtype, one_of
 from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
 from gradcomp._src.codecs.sums.floats import Floats
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload, Rounding
+from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.sums.sum import Sum
-from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
+from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.common.dithers import random_lanes, signed_lane
@@ -105,28 +105,15 @@ class Dense(RoundsAtRandom, RowCodec):
   def _bits(self) -> int:
     return 8 * np.dtype(self.dtype).itemsize
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array: ``uint32[rows, 128]``."""
-    return Payload(self._encode(as_float32(x), codec_dither(key, self, context)))
+  def encode_leaf(
+    self, x: jax.Array, context: Context, *, keep: bool = False
+  ) -> Encoded:
+    """Encodes a leaf without filling its last tile first."""
+    del keep
+    return Encoded(self.encode_rows(as_float32(x), context))
 
-  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    """Decodes a payload to the shape and dtype of ``like``."""
-    return decode_payload(payload, like, self)
-
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
-    return self._encode(tiles.reshape(-1), codec_dither(key, self, context))
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+    return self._encode(tiles.reshape(-1), codec_dither(self, context))
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     codes = planes.unpack_planes(rows, self._bits)

@@ -17,8 +17,8 @@ from gradcomp._src.checks import (
 )
 from gradcomp._src.codecs.quantizing import bucket_words, leaf_scales, row_scales
 from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload, Rounding
-from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
+from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
+from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.kernels import eight_bit
 from gradcomp._src.kernels.common.piecewise_linear import Line, lines_between
 from gradcomp._src.kernels.common.scales import scales
@@ -211,35 +211,22 @@ class EightBit(RoundsAtRandom, RowCodec):
     count = 1 if self.bucket_size is None else eight_bit.PLANES
     return bucket_words(self.bucket_size) + count
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array: ``uint32[rows, B + 4]`` with buckets, else ``[rows, 513]``."""
+  def encode_leaf(
+    self, x: jax.Array, context: Context, *, keep: bool = False
+  ) -> Encoded:
+    """Encodes a leaf without filling its last tile first."""
+    del keep
     flat = as_float32(x)
     scale = None
     if not self._scales_inside:
       scale = self._scale(leaf_scales(flat, eight_bit.PLANES, self.bucket_size))
-    return Payload(self._encode(flat, scale, codec_dither(key, self, context)))
+    return Encoded(self._encode(flat, scale, codec_dither(self, context)))
 
-  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    """Decodes a payload to the shape and dtype of ``like``."""
-    return decode_payload(payload, like, self)
-
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
     scale = None
     if not self._scales_inside:
       scale = self._scale(row_scales(tiles, eight_bit.PLANES, self.bucket_size))
-    dither = codec_dither(key, self, context)
+    dither = codec_dither(self, context)
     return self._encode(tiles.reshape(-1), scale, dither)
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:

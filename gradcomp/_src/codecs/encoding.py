@@ -2,32 +2,19 @@
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.protocol import (
-  Codec,
-)
+from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sparse import SelectingCodec
-from gradcomp._src.codecs.sums.records import Context
+from gradcomp._src.codecs.sums.records import Context, Encoded
 
 # Leaves of one shape with at most _SMALL_LEAF_ELEMENTS elements are encoded together,
 # in groups of at most JOINT_ENCODING_ELEMENTS elements. A compiler takes a quarter of
 # the time then. Larger leaves would be copied to no avail.
 _SMALL_LEAF_ELEMENTS, JOINT_ENCODING_ELEMENTS = 2**17, 2**19
-
-# A leaf, its key, and its context.
-_Given = tuple[jax.Array, jax.Array | None, Context]
-
-
-class Encoded(NamedTuple):
-  """The result of encoding one leaf."""
-
-  rows: jax.Array  # uint32[rows, row_words]
-  unsent: jax.Array | None  # the residual, if encoding computes it
-  own: Any = ()  # the worker's own codec state, or ()
 
 
 def to_agree(codec: Codec, leaf: jax.Array) -> jax.Array | None:
@@ -43,15 +30,14 @@ def to_agree(codec: Codec, leaf: jax.Array) -> jax.Array | None:
 def encode_leaves(
   codecs: Sequence[Codec],
   leaves: Sequence[jax.Array],
-  keys: Sequence[jax.Array | None],
   contexts: Sequence[Context],
   *,
   keep: bool,
 ) -> list[Encoded]:
   """Encodes each leaf by its codec; small leaves of one shape share a program.
 
-  Keys are ``uint32[2]``, or None where a codec needs none. With ``keep``, leaves that
-  are encoded one by one come with the residual, if the codec computes it.
+  With ``keep``, leaves that are encoded one by one come with the residual, if the codec
+  computes it.
   """
   encoded: dict[int, Encoded] = {}
   alike: dict[tuple[SelectingCodec, int], list[int]] = {}
@@ -66,15 +52,15 @@ def encode_leaves(
     codec = codecs[numbers[0]]
     if len(numbers) == 1:
       (i,) = numbers
-      encoded[i] = Encoded(*encode_leaf(codec, keep, leaves[i], keys[i], contexts[i]))
+      encoded[i] = encode_leaf(codec, keep, leaves[i], contexts[i])
       continue
-    given = [(_after(last, leaves[i]), keys[i], contexts[i]) for i in numbers]
+    given = [(_after(last, leaves[i]), contexts[i]) for i in numbers]
     last = _encode_several(codec, given)
-    encoded |= {i: Encoded(rows, None) for i, rows in zip(numbers, last, strict=True)}
+    encoded |= {i: Encoded(rows) for i, rows in zip(numbers, last, strict=True)}
   for (selecting, _), numbers in alike.items():
     own = [leaves[i] for i in numbers], [contexts[i] for i in numbers]
     for i, found in zip(numbers, selecting.encode_leaves(*own), strict=True):
-      encoded[i] = Encoded(*found)
+      encoded[i] = found
   return [encoded[i] for i in range(len(leaves))]
 
 
@@ -108,12 +94,14 @@ def _after(last: Sequence[jax.Array] | None, leaf: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _encode_several(codec: Codec, given: Sequence[_Given]) -> list[jax.Array]:
+def _encode_several(
+  codec: Codec, given: Sequence[tuple[jax.Array, Context]]
+) -> list[jax.Array]:
   """Returns the rows of leaves of one shape, encoded by one vmapped program."""
   stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *given)
   # Without residuals: they would be one array, and XLA would hold those of all groups
   # before it slices them into leaves.
-  rows, _ = jax.vmap(functools.partial(encode_leaf, codec, False))(*stacked)
+  rows = jax.vmap(functools.partial(encode_leaf, codec, False))(*stacked).rows
   # Split along the first axis, they are put together again without a copy.
   return jnp.split(rows.reshape(-1, codec.row_words), len(given))
 
@@ -125,15 +113,6 @@ def _agree(codec: Codec, leaf: jax.Array) -> jax.Array | None:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def encode_leaf(
-  codec: Codec,
-  keep: bool,
-  leaf: jax.Array,
-  key: jax.Array | None,
-  context: Context,
-) -> tuple[jax.Array, jax.Array | None]:
+def encode_leaf(codec: Codec, keep: bool, leaf: jax.Array, context: Context) -> Encoded:
   """Encodes a leaf, with the residual if asked; jitted as :func:`_agree` is."""
-  if keep:
-    payload, rest = codec.encode_with_residual(leaf, key=key, context=context)
-    return payload.rows, rest
-  return codec.encode(leaf, key=key, context=context).rows, None
+  return codec.encode_leaf(leaf, context, keep=keep)

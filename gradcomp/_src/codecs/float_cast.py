@@ -13,11 +13,12 @@ from gradcomp._src.codecs.sums.records import (
   NOTHING,
   Accumulate,
   Context,
+  Encoded,
   Leaf,
   Payload,
 )
 from gradcomp._src.codecs.sums.sum import Sum
-from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
+from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.floats.arithmetic import rounded_sum
 from gradcomp._src.floats.sums import kahan_step
 from gradcomp._src.kernels import float_cast
@@ -203,34 +204,20 @@ class FloatCast(RowCodec):
     largest = tensor_norm(as_float32(x), "max").reshape(1, 1)
     return float_cast.exponent_byte(largest, self.addends)
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array: ``uint32[rows, 128]``, and the byte with ``scale="auto"``."""
-    flat, dither = as_float32(x), codec_dither(key, self, context)
+  def encode_leaf(
+    self, x: jax.Array, context: Context, *, keep: bool = False
+  ) -> Encoded:
+    """Encodes a scaled leaf without filling its last tile first."""
+    del keep
+    flat, dither = as_float32(x), codec_dither(self, context)
     if self.scale != "auto":
-      return Payload(self._encode(scaled(flat, self.scale), None, dither))
-    byte = self.agree(x) if context.agreed is None else context.agreed
-    assert byte is not None
-    exponent = float_cast.shift(byte[0, 0], self.format, self.addends)
-    return Payload(self._encode(flat, exponent, dither), byte)
+      return Encoded(self._encode(scaled(flat, self.scale), None, dither))
+    assert context.agreed is not None
+    exponent = float_cast.shift(context.agreed[0, 0], self.format, self.addends)
+    return Encoded(self._encode(flat, exponent, dither))
 
-  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    """Decodes a payload to the shape and dtype of ``like``."""
-    return decode_payload(payload, like, self)
-
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
-    return self._encode(tiles.reshape(-1), None, codec_dither(key, self, context))
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+    return self._encode(tiles.reshape(-1), None, codec_dither(self, context))
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     return float_cast.decode_rows(rows, self.format)
@@ -242,7 +229,7 @@ class FloatCast(RowCodec):
   def encode_sums(self, tiles: jax.Array) -> jax.Array:
     """Encodes scaled sums, rounded to nearest even."""
     nearest = dataclasses.replace(self, rounding="nearest_even")
-    return nearest.encode_rows(tiles)
+    return nearest.encode_rows(tiles, NOTHING)
 
   def unscaled(self, tiles: jax.Array, agreed: jax.Array | None) -> jax.Array:
     """Divides decoded numbers by the scale: ``float32[rows, P, B]``."""

@@ -8,7 +8,7 @@ import jax
 from gradcomp._src.bibliography import HORVATH_2019, Citation
 from gradcomp._src.checks import one_of, optional_one_of
 from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload, Rounding
+from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common.float_formats import FloatFormat
@@ -88,36 +88,24 @@ class Natural(RoundsAtRandom, RowCodec):
     one_of("rounding", Rounding, self.rounding)
     optional_one_of("implementation", Implementation, self.implementation)
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array: ``uint32[rows, 128]``."""
-    return Payload(self._encode(as_float32(x), codec_dither(key, self, context)))
+  def encode_leaf(
+    self, x: jax.Array, context: Context, *, keep: bool = False
+  ) -> Encoded:
+    """Encodes a leaf without filling its last tile first."""
+    del keep
+    return Encoded(self.encode_rows(as_float32(x), context))
 
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
-    return self._encode(tiles.reshape(-1), codec_dither(key, self, context))
-
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
-    return float_cast.decode_rows(rows, _FORMAT)
-
-  def _encode(self, flat: jax.Array, dither: jax.Array | None) -> jax.Array:
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
     return float_cast.encode_rows(
-      flat,
+      tiles.reshape(-1),
       None,
-      dither,
+      codec_dither(self, context),
       fmt=_FORMAT,
       rounding="stochastic" if self.needs_key else "nearest_even",
       saturate=False,
       row_words=_ROW_WORDS,
       implementation=self.implementation,
     )
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    return float_cast.decode_rows(rows, _FORMAT)

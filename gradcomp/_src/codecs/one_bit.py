@@ -8,8 +8,8 @@ import jax
 from gradcomp._src.bibliography import GRUBIC_2018, SEIDE_2014, Citation
 from gradcomp._src.checks import bucket, flag, optional_one_of, static_integer
 from gradcomp._src.codecs.row_codec import RowCodec
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Payload
-from gradcomp._src.codecs.tiles import as_float32, as_matrix, decode_payload
+from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf
+from gradcomp._src.codecs.tiles import as_float32, as_matrix
 from gradcomp._src.kernels import one_bit
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.gpu.dispatch import Implementation
@@ -60,11 +60,8 @@ class OneBit(RowCodec):
   Example:
     >>> codec = OneBit()
     >>> x = jnp.array([-3., -1., 2., 4.])
-    >>> payload, residual = codec.encode_with_residual(x)
-    >>> codec.decode(payload, like=x)
+    >>> codec.roundtrip(x)
     Array([-2., -2.,  3.,  3.], dtype=float32)
-    >>> residual
-    Array([-1.,  1., -1.,  1.], dtype=float32)
 
   References:
     Seide et al., `1-bit stochastic gradient descent
@@ -121,61 +118,29 @@ class OneBit(RowCodec):
     """Fills the last bucket of a flat leaf by repeating the bucket's elements."""
     return planes.filled(flat, self.bucket_size)
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array: ``uint32[rows, B + 64]``; ``[columns, words]`` by column."""
-    del key, context
-    return Payload(self._encode(x, keep=False)[0])
-
-  def encode_with_residual(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> tuple[Payload, jax.Array]:
-    """Encodes an array, and returns the payload and the ``float32`` residual."""
-    del key, context
-    rows, rest = self._encode(x, keep=True)
-    assert rest is not None
-    return Payload(rows), rest
-
-  def _encode(self, x: jax.Array, keep: bool) -> tuple[jax.Array, jax.Array | None]:
+  def encode_leaf(
+    self, x: jax.Array, context: Context, *, keep: bool = False
+  ) -> Encoded:
+    """Encodes a leaf, and its residual if asked, without filling its last tile."""
+    del context
     wide = as_float32(x).reshape(x.shape)
     if self.per_column:
       rows, rest = one_bit.encode_columns(as_matrix(wide))
-      return rows, rest.reshape(x.shape)
-    return one_bit.encode_rows(
-      wide,
-      bucket_size=self.bucket_size,
-      keep=keep,
-      implementation=self.implementation,
+      return Encoded(rows, rest.reshape(x.shape))
+    return Encoded(
+      *one_bit.encode_rows(
+        wide,
+        bucket_size=self.bucket_size,
+        keep=keep,
+        implementation=self.implementation,
+      )
     )
 
-  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    """Decodes a payload to the shape and dtype of ``like``."""
-    codec = self
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+    flat = tiles.reshape(-1)
     if self.per_column:
-      codec = self.bind(Leaf(like.shape))
-    return decode_payload(payload, like, codec)
-
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
-    if self.per_column:
-      tiles = tiles.reshape(tiles.shape[0], -1).T
-    else:
-      tiles = tiles.reshape(-1)
-    return self.encode(tiles, key=key, context=context).rows
+      flat = tiles.reshape(tiles.shape[0], -1).T
+    return self.encode_leaf(flat, context).rows
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     if self.per_column:

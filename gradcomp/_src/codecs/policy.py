@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
+import numpy as np
 
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.one_bit import OneBit
-from gradcomp._src.codecs.protocol import Codec, LeafCodec, is_fitted
-from gradcomp._src.codecs.rounds import RoundsCodec
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sparse import DroppingCodec
-from gradcomp._src.codecs.sums.records import Leaf, Memory
+from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import Several, SumFacts
 
 _RULE = "a sequence of pairs (regular expression, codec)"
@@ -74,14 +74,10 @@ class Policy:
   def sums(self) -> SumFacts:
     return Several(tuple(codec.sums for codec in self.codecs))
 
-  def bind(self, leaf: Leaf) -> LeafCodec:
+  def bind(self, leaf: Leaf) -> Codec:
     """Returns the codec of a leaf, bound to it."""
     number = self._first(leaf)
     return Dense() if number is None else self.codecs[number].bind(leaf)
-
-  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
-    """Returns the codec state of a leaf: that of its codec."""
-    return self.bind(leaf).init(leaf, key)
 
   def check_leaves(self, leaves: Sequence[Leaf]) -> None:
     """Raises ValueError for a rule that matches no leaf."""
@@ -142,9 +138,7 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
     Traceback (most recent call last):
     ValueError: `codec` must send every element, because ..., got TopK(...
   """
-  if isinstance(codec, RoundsCodec):
-    rule = "be without a memory, which nothing here carries from call to call"
-  elif isinstance(codec, Policy):
+  if isinstance(codec, Policy):
     rule = "be the codec of one array, not of a tree's leaves by their paths"
   elif not isinstance(codec, LeafCodec) or not isinstance(codec, Codec):
     raise TypeError(
@@ -157,7 +151,7 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
     rule = "work without error feedback, which nothing here keeps for it"
     if corrected is not None:
       rule = "work without error feedback where `residual` is None"
-  elif is_fitted(codec):
+  elif _remembers(codec):
     rule = "be without a memory, which nothing here carries from call to call"
   else:
     return cast(Codec, codec)
@@ -166,3 +160,14 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
     "Ternary or Dense. Gradients of weights go through gradcomp.compress, which has "
     "residuals and memories."
   )
+
+
+# Large enough that no codec leaves it dense.
+_PROBE = Leaf((1024, 1024))
+
+
+def _remembers(codec: Codec) -> bool:
+  """Returns True if a codec keeps a state from step to step."""
+  key = jax.ShapeDtypeStruct((2,), np.uint32)
+  bound = codec.bind(_PROBE)
+  return bool(jax.tree.leaves(jax.eval_shape(lambda key: bound.init(_PROBE, key), key)))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from gradcomp._src.bibliography import VOGELS_2019, Citation
 from gradcomp._src.checks import one_of, static_integer, static_number
 from gradcomp._src.codecs.dense import Dense
+from gradcomp._src.codecs.protocol import Round, Talk
 from gradcomp._src.codecs.qsgd import QSGD
-from gradcomp._src.codecs.rounds import Round
-from gradcomp._src.codecs.row_codec import OneRule
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Memory, Payload
+from gradcomp._src.codecs.row_codec import RowCodec
+from gradcomp._src.codecs.sums.records import Context, Leaf, Memory
 from gradcomp._src.codecs.sums.sum import Sum
-from gradcomp._src.codecs.tiles import as_float32
 from gradcomp._src.kernels.common.threefry import threefry2x32
 
 # The rest of a dependent row is rounding. Measured on float32 products of random
@@ -110,7 +109,7 @@ _MATRIX_RULE = "None, or a pair of the rows and columns, 1 or more each"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PowerSGD(OneRule):
+class PowerSGD(RowCodec):
   r"""Sends the mean of all workers' matrices as a product of rank ``rank``: PowerSGD.
 
   A leaf is read as a matrix :math:`M_i` of m by n, worker :math:`i`'s own. With the
@@ -216,8 +215,22 @@ class PowerSGD(OneRule):
     return self.inner.sums
 
   @property
-  def rounds(self) -> tuple[Round, Round]:
-    """The left factor and the right one, transposed, so that columns are rows."""
+  def tile_size(self) -> int:
+    return self.inner.tile_size
+
+  @property
+  def row_words(self) -> int:
+    return self.inner.row_words
+
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+    return self.inner.encode_rows(tiles, context)
+
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    return self.inner.decode_rows(rows)
+
+  def rounds(self, shape: tuple[int, ...]) -> tuple[Round, ...]:
+    """Returns the left factor and the right one, whose columns are rows here."""
+    del shape
     m, n = self._shape
     return Round((self.rank, m), self.inner), Round((self.rank, n), self.inner)
 
@@ -233,11 +246,7 @@ class PowerSGD(OneRule):
     del leaf
     return Memory(shared=_random_rows(key, self.rank, self._shape[1]))
 
-  def in_rounds(
-    self, leaves: Sequence[jax.Array], memory: Sequence[Any]
-  ) -> Generator[
-    list[jax.Array], list[jax.Array], tuple[list[jax.Array], list[jax.Array]]
-  ]:
+  def in_rounds(self, leaves: Sequence[jax.Array], memory: Sequence[Any]) -> Talk:
     """Computes the mean of leaves of one codec, while others average the factors.
 
     Args:
@@ -261,42 +270,6 @@ class PowerSGD(OneRule):
     ]
     return means, list(self._remembered(jnp.stack(memory), jnp.stack(factors)))
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array as a single worker sends it, in two rounds.
-
-    Neither ``key`` nor ``context`` is needed: the right factor starts from fixed random
-    numbers.
-
-    Returns:
-      Rows of :attr:`inner`: first the left factor's, and then the right one's.
-    """
-    del key, context
-    leaf = as_float32(x)
-    codec = self.bind(Leaf(x.shape))
-    if isinstance(codec, Dense):
-      return codec.encode(leaf)
-    matrix = leaf.reshape(codec._shape)
-    left = codec.inner.encode(_left(matrix, codec._restart))
-    right = codec.inner.encode(_right(matrix, codec._basis(left.rows)))
-    return Payload(jnp.concatenate([left.rows, right.rows]))
-
-  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    """Decodes a payload to the shape and dtype of ``like``."""
-    codec = self.bind(Leaf(like.shape))
-    if isinstance(codec, Dense):
-      return codec.decode(payload, like=like)
-    size = math.prod(codec.rounds[0].shape)
-    left_rows = -(-size // codec.inner.tile_size)
-    right = codec._factor(1, payload.rows[left_rows:])
-    value = _matrix(codec._basis(payload.rows[:left_rows]), right)
-    return value.reshape(like.shape).astype(like.dtype)
-
   @property
   def _shape(self) -> tuple[int, int]:
     return self.matrix or (0, 0)  # until bind knows the leaf
@@ -305,14 +278,6 @@ class PowerSGD(OneRule):
   def _restart(self) -> jax.Array:
     """The fixed random rows from which a row that has become zero starts again."""
     return _random_rows(jnp.zeros(2, jnp.uint32), self.rank, self._shape[1])
-
-  def _basis(self, rows: jax.Array) -> jax.Array:
-    """Returns the orthonormal left factor from its encoded rows."""
-    return orthonormal(self._factor(0, rows))[0]
-
-  def _factor(self, number: int, rows: jax.Array) -> jax.Array:
-    like = jnp.zeros(self.rounds[number].shape, jnp.float32)
-    return self.inner.decode(Payload(rows), like=like)
 
   def _remembered(self, old: jax.Array, right: jax.Array) -> jax.Array:
     """Returns the right factors to start the next step from, with rows of length 1.

@@ -1,19 +1,30 @@
 """The protocols of codecs."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import jax
 
 from gradcomp._src.codecs.sums.records import (
-  NOTHING,
   Accumulate,
   Context,
+  Encoded,
   Leaf,
   Memory,
   Payload,
 )
 from gradcomp._src.codecs.sums.sum import Sum, SumFacts
+
+# Yields the arrays of each round, gets their means, and returns means and memories.
+Talk = Generator[list[jax.Array], list[jax.Array], tuple[list[jax.Array], list[Any]]]
+
+
+class Round(NamedTuple):
+  """An array that all workers average."""
+
+  shape: tuple[int, ...]
+  codec: "Codec"  # of its rows
+  of_leaf: bool = False  # whether it is the leaf itself
 
 
 @runtime_checkable
@@ -38,15 +49,7 @@ class LeafCodec(Protocol):
   def rule(self, leaf: Leaf) -> str:
     """Returns the reason for a leaf's codec, in a few characters; "" for none."""
 
-  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
-    """Returns the codec state of a leaf before the first step.
-
-    Args:
-      leaf: the leaf that the codec is bound to.
-      key: ``uint32[2]``, the same on all workers, and another one for each leaf.
-    """
-
-  def bind(self, leaf: Leaf) -> "LeafCodec":
+  def bind(self, leaf: Leaf) -> "Codec":
     """Returns the codec for a leaf of this shape and path."""
 
 
@@ -57,10 +60,18 @@ class Codec(LeafCodec, Protocol):
   Codecs are frozen dataclasses: hashable, printable, without state. They are not
   callable, because ``optax.inject_hyperparams`` takes callables for schedules.
 
-  ``encode`` and ``decode`` are the public pair. The exchange works on rows. Each row of
-  a payload can be decoded without the others, so that workers can own ranges of rows.
-  ``encode_rows`` encodes a mean of decoded rows again.
+  ``encode`` and ``decode`` are the pair for people. The exchange works on rows: those
+  of ``encode_leaf``. Each can be decoded without the others, so that workers can own
+  ranges of rows. ``encode_rows`` encodes a mean of decoded rows again.
   """
+
+  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
+    """Returns the codec state of a leaf before the first step.
+
+    Args:
+      leaf: the leaf that the codec is bound to.
+      key: ``uint32[2]``, the same on all workers, and another one for each leaf.
+    """
 
   @property
   def by_column(self) -> bool:
@@ -106,47 +117,45 @@ class Codec(LeafCodec, Protocol):
   def row_words(self) -> int:
     """The number of words in a row, scales included."""
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array of any shape and float dtype.
+  def rounds(self, shape: tuple[int, ...]) -> "tuple[Round, ...]":
+    """Returns the arrays that workers average for a leaf, one after the other."""
+
+  def in_rounds(self, leaves: Sequence[jax.Array], memory: Sequence[Any]) -> Talk:
+    """Computes the means of leaves of one shape, while others average their arrays.
+
+    Args:
+      leaves: this worker's, ``float32``.
+      memory: the shared codec state of each leaf.
+
+    Yields:
+      For each leaf the array of the next round. The means of all workers come back.
+
+    Returns:
+      The means of the leaves, and the new shared codec state of each.
+    """
+
+  def encode(self, x: jax.Array, *, key: jax.Array | None = None) -> Payload:
+    """Encodes an array of any shape and float dtype, as a single worker does.
 
     Args:
       x: the array.
       key: one threefry key, which stochastic rounding needs.
-      context: agreed statistics and codec state. By default it is made of only ``x``.
 
     Raises:
       ValueError: ``key`` is missing, and the codec needs one.
       TypeError: ``x`` is not real floating point.
     """
 
-  def encode_with_residual(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> tuple[Payload, jax.Array | None]:
-    """Returns ``encode(x)``, and ``x - decode(encode(x))`` in ``float32``.
-
-    The residual is None where encoding does not know it.
-    """
-
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to an array with the shape and dtype of ``like``."""
 
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
+  def roundtrip(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+    """Returns the array that arrives: ``decode(encode(x, key=key), like=x)``."""
+
+  def encode_leaf(self, x: jax.Array, context: Context, *, keep: bool) -> Encoded:
+    """Encodes a ``float32`` leaf of any shape; with ``keep`` perhaps its residual."""
+
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
     """Encodes ``float32[rows, ...]`` tiles: ``uint32[rows, row_words]``."""
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:

@@ -20,13 +20,11 @@ from gradcomp._src.codecs.quantizing import (
   checked_rotate,
 )
 from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload, Rounding
+from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import (
   as_float32,
   codec_dither,
-  decode_payload,
   to_tiles,
-  unsent,
 )
 from gradcomp._src.kernels import qsgd
 from gradcomp._src.kernels.common import fitted_levels, planes
@@ -216,52 +214,23 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, RowCodec):
     flat = as_float32(x)
     return self.filled(flat) if not self.rotate else to_tiles(flat, self).reshape(-1)
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array: ``uint32[rows, row_words]``; shared scales come beside them."""
+  def encode_leaf(
+    self, x: jax.Array, context: Context, *, keep: bool = False
+  ) -> Encoded:
+    """Encodes a leaf without filling its last tile first."""
+    dither = codec_dither(self, context)
+    if keep and self._scales_inside and not self.rotate:
+      leaf = as_float32(x).reshape(x.shape)
+      return Encoded(*self._encode(leaf, None, dither, None, keep=True))
     flat = self._prepared(x)
-    scale = context.agreed if self.share_scale else None
+    scale = context.agreed
     if scale is None and not self._scales_inside:
       scale = self.flat_scales(flat)
-    dither = codec_dither(key, self, context)
-    words, _ = self._encode(flat, scale, dither, self.fitted_in(context))
-    return Payload(words, scale if self.share_scale else None)
+    return Encoded(self._encode(flat, scale, dither, self.fitted_in(context))[0])
 
-  def encode_with_residual(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> tuple[Payload, jax.Array]:
-    """Encodes an array, and returns the payload and the ``float32`` residual."""
-    wide = as_float32(x).reshape(x.shape)
-    if self.rotate or not self._scales_inside:
-      payload = self.encode(x, key=key, context=context)
-      return payload, unsent(wide, payload, self)
-    dither = codec_dither(key, self, context)
-    words, rest = self._encode(wide, None, dither, None, keep=True)
-    assert rest is not None
-    return Payload(words), rest
-
-  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    """Decodes a payload to the shape and dtype of ``like``."""
-    return decode_payload(payload, like, self)
-
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
     scale = None if self._scales_inside else self.tile_scales(tiles)
-    dither = codec_dither(key, self, context)
+    dither = codec_dither(self, context)
     return self._encode(tiles.reshape(-1), scale, dither, self.fitted_in(context))[0]
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:

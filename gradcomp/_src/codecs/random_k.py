@@ -14,9 +14,9 @@ from gradcomp._src.codecs.sparse import (
   sent_of,
 )
 from gradcomp._src.codecs.sums.entries import Chosen
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload
+from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
-from gradcomp._src.codecs.tiles import as_float32, codec_key, from_tiles, to_tiles
+from gradcomp._src.codecs.tiles import from_tiles, to_tiles
 from gradcomp._src.kernels.common.threefry import threefry2x32
 
 _KEY_WORDS = 2
@@ -101,47 +101,23 @@ class RandomK(SparseRows):
   def _stride(self) -> int:
     return -(-self.tile_size // sent_of(self.density, self.tile_size)) or 1
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array: ``uint32[rows, 2 + slots]``, a key and the values."""
-    del context
-    codec = self.ranged(x.size)
-    return Payload(codec.encode_rows(to_tiles(as_float32(x), codec), key=key))
-
-  def encode_with_residual(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> tuple[Payload, jax.Array]:
-    """Encodes an array, and returns the payload and the ``float32`` residual."""
-    del context
-    codec = self.ranged(x.size)
-    tiles = to_tiles(as_float32(x), codec)
-    payload = Payload(codec.encode_rows(tiles, key=key))
-    positions, values = codec.entries(payload.rows)
+  def encode_leaf(
+    self, x: jax.Array, context: Context, *, keep: bool = False
+  ) -> Encoded:
+    """Encodes a leaf, and its residual, which has zeros in the chosen places."""
+    tiles = to_tiles(x, self)
+    rows = self.encode_rows(tiles, context)
+    if not keep:
+      return Encoded(rows)
+    positions, values = self.entries(rows)
     row = jnp.arange(tiles.shape[0])[:, None]
     rest = tiles.at[row, positions].add(-values, mode="drop", unique_indices=True)
-    return payload, from_tiles(rest, x, codec)
+    return Encoded(rows, from_tiles(rest, x, self))
 
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
-    del context
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
     tiles = tiles.reshape(-1, self.tile_size)
-    words = codec_key(key, self)
-    assert words is not None  # it needs one
-    keys = self.header(words, tiles.shape[0])
+    assert context.key is not None  # it needs one
+    keys = self.header(context.key, tiles.shape[0])
     positions = self._positions(keys)
     # A NaN that is not drawn must be seen, too: all values of its row are NaN.
     finite = jnp.isfinite(tiles).all(axis=1, keepdims=True)

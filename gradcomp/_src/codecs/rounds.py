@@ -1,72 +1,20 @@
 """Rounds: averages leaves, or other arrays in their place, one after the other."""
 
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
-
-
-class Round(NamedTuple):
-  """An array that all workers average."""
-
-  shape: tuple[int, ...]
-  codec: Codec  # of its rows
-  of_leaf: bool = False  # whether it is the leaf itself
-
-
-@runtime_checkable
-class RoundsCodec(LeafCodec, Protocol):
-  """A codec that averages other arrays in a leaf's place, one after the other.
-
-  Its codec state is shared by all workers. A worker's
-  residual is its own leaf less the mean of all.
-  """
-
-  @property
-  def rounds(self) -> tuple[Round, ...]:
-    """The arrays, in their order."""
-
-  @property
-  def inner(self) -> Codec:
-    """The codec of the arrays, before it is bound to one."""
-
-  def in_rounds(
-    self, leaves: Sequence[jax.Array], memory: Sequence[Any]
-  ) -> Generator[list[jax.Array], list[jax.Array], tuple[list[jax.Array], list[Any]]]:
-    """Averages leaves of one shape.
-
-    Args:
-      leaves: this worker's, ``float32``.
-      memory: the shared codec state of each leaf.
-
-    Yields:
-      For each leaf the array of the next round. The means of all workers come back.
-
-    Returns:
-      The means of the leaves, and the new state of each.
-    """
-
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.sums.records import Context, Leaf, Payload
+from gradcomp._src.codecs.tiles import decode_payload
 
 Arrays = dict[int, jax.Array]  # by the numbers of leaves
 
 
-def rounds_of(codec: LeafCodec, shape: tuple[int, ...]) -> tuple[Round, ...]:
-  """Returns the rounds of a leaf: for most codecs one, the leaf itself.
-
-  Example:
-    >>> rounds_of(gradcomp.codecs.Dense(), (3, 4))[0].shape
-    (3, 4)
-  """
-  if isinstance(codec, RoundsCodec):
-    return codec.rounds
-  rows = cast(Codec, codec)  # as compress has made sure
-  return (Round(shape, rows, of_leaf=True),)
-
-
 def in_rounds(
-  codecs: Sequence[LeafCodec], leaves: Sequence[jax.Array], shared: Sequence[Any]
+  codecs: Sequence[Codec], leaves: Sequence[jax.Array], shared: Sequence[Any]
 ) -> Generator[Arrays, Mapping[int, jax.Array], tuple[Arrays, list[Any]]]:
   """Averages all leaves, round by round, until the codec with the most rounds is done.
 
@@ -79,13 +27,16 @@ def in_rounds(
     The means of leaves that are averaged by other arrays, and the shared codec state of
     each leaf.
   """
-  alike: dict[RoundsCodec, list[int]] = {}
+  alike: dict[Codec, list[int]] = {}
+  counts: dict[Codec, int] = {}
   plain = dict(enumerate(leaves))
-  for i, codec in enumerate(codecs):
-    if isinstance(codec, RoundsCodec):
+  for i, (codec, leaf) in enumerate(zip(codecs, leaves, strict=True)):
+    rounds = codec.rounds(leaf.shape)
+    if not rounds[-1].of_leaf:
       alike.setdefault(codec, []).append(i)
+      counts[codec] = len(rounds)
       del plain[i]
-  last = max((len(codec.rounds) for codec in alike), default=1)
+  last = max(counts.values(), default=1)
   means: Arrays = {}
   memory = list(shared)
   talks = {
@@ -96,7 +47,7 @@ def in_rounds(
   for number in range(last + 1):
     arrays = dict(plain) if number == last - 1 else {}
     for codec, own in alike.items():
-      first = last - len(codec.rounds)
+      first = last - counts[codec]
       if number < first:
         continue
       try:
@@ -112,3 +63,62 @@ def in_rounds(
     if number < last:
       received = yield arrays
   return means, memory
+
+
+def encoded_alone(codec: Codec, x: jax.Array, context: Context) -> Payload:
+  """Encodes a leaf by its bound codec as a single worker does.
+
+  The rows of several rounds follow one another.
+  """
+  rounds = codec.rounds(x.shape)
+  if rounds[-1].of_leaf:
+    return payload_of(rounds[-1].codec, x, context)
+  rows = []
+
+  def send(codec: Codec, array: jax.Array) -> jax.Array:
+    payload = payload_of(codec, array, context)
+    rows.append(payload.rows)
+    return decode_payload(payload, array, codec)
+
+  _mean(codec, x, context, send)
+  return Payload(jnp.concatenate(rows))
+
+
+def decoded_alone(codec: Codec, payload: Payload, like: jax.Array) -> jax.Array:
+  """Decodes the payload of :func:`encoded_alone` to the shape and dtype of ``like``."""
+  rounds = codec.rounds(like.shape)
+  if rounds[-1].of_leaf:
+    return decode_payload(payload, like, rounds[-1].codec)
+  start = 0
+
+  def receive(codec: Codec, array: jax.Array) -> jax.Array:
+    nonlocal start
+    first, start = start, start + -(-array.size // codec.tile_size)
+    return decode_payload(Payload(payload.rows[first:start]), array, codec)
+
+  return _mean(codec, jnp.zeros(like.shape), Context(), receive).astype(like.dtype)
+
+
+def payload_of(codec: Codec, x: jax.Array, context: Context) -> Payload:
+  """Encodes a leaf by its bound codec of one round, with statistics of its own."""
+  agreed = codec.agree(x) if context.agreed is None else context.agreed
+  encoded = codec.encode_leaf(x, context._replace(agreed=agreed), keep=False)
+  return Payload(encoded.rows, agreed)
+
+
+def _mean(
+  codec: Codec,
+  x: jax.Array,
+  context: Context,
+  average: Callable[[Codec, jax.Array], jax.Array],
+) -> jax.Array:
+  """Returns the mean of a leaf whose rounds are averaged by ``average``."""
+  memory = context.memory or codec.init(Leaf(x.shape), jnp.zeros(2, jnp.uint32))
+  talk = codec.in_rounds([x], [memory.shared])
+  arrays = next(talk)
+  for part in codec.rounds(x.shape):
+    try:
+      arrays = talk.send([average(part.codec, arrays[0])])
+    except StopIteration as end:
+      arrays, _ = end.value
+  return arrays[0]

@@ -3,14 +3,15 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import jax
 
-from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.protocol import Codec, Round, Talk
+from gradcomp._src.codecs.rounds import decoded_alone, encoded_alone
 from gradcomp._src.codecs.sums.records import (
-  NOTHING,
   Context,
+  Encoded,
   Leaf,
   Memory,
   Payload,
@@ -18,7 +19,7 @@ from gradcomp._src.codecs.sums.records import (
 )
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Ranged, Tiles, sum_in_order
-from gradcomp._src.codecs.tiles import as_float32, codec_key, decode_payload, to_tiles
+from gradcomp._src.codecs.tiles import as_float32, codec_key, to_tiles
 
 
 class RoundsAtRandom:
@@ -39,19 +40,7 @@ class RoundsAtRandom:
     return dataclasses.replace(self, rounding="nearest")  # type: ignore[type-var]
 
 
-class OneRule:
-  """A base of codecs that are the same for all leaves of a tree."""
-
-  def check_leaves(self, leaves: Sequence[Leaf]) -> None:
-    """Accepts any leaves."""
-
-  def rule(self, leaf: Leaf) -> str:
-    """Returns the reason for a leaf's codec: none."""
-    del leaf
-    return ""
-
-
-class RowCodec(OneRule, abc.ABC):
+class RowCodec(abc.ABC):
   """The base class of codecs, which then need four members.
 
   These are ``tile_size``, ``row_words``, ``encode_rows`` and ``decode_rows``. A codec
@@ -64,14 +53,14 @@ class RowCodec(OneRule, abc.ABC):
     >>> @dataclasses.dataclass(frozen=True)
     ... class UpperHalf(gradcomp.codecs.RowCodec):
     ...   tile_size, row_words = 64, 32
-    ...   def encode_rows(self, tiles, *, key=None, context=None):
+    ...   def encode_rows(self, tiles, context):
     ...     words = jax.lax.bitcast_convert_type(tiles, jnp.uint32).reshape(-1, 2, 32)
     ...     return words[:, 0] >> 16 | words[:, 1] >> 16 << 16
     ...   def decode_rows(self, rows):
     ...     words = jnp.stack([rows << 16, rows >> 16 << 16], axis=-2)
     ...     return jax.lax.bitcast_convert_type(words, jnp.float32)
     >>> x = jnp.array([1.0, -2.5, 3.0])
-    >>> UpperHalf().decode(UpperHalf().encode(x), like=x)
+    >>> UpperHalf().roundtrip(x)
     Array([ 1. , -2.5,  3. ], dtype=float32)
   """
 
@@ -82,6 +71,20 @@ class RowCodec(OneRule, abc.ABC):
   @property
   def needs_key(self) -> bool:
     return False
+
+  def check_leaves(self, leaves: Sequence[Leaf]) -> None:
+    """Accepts any leaves."""
+    del leaves
+
+  def rule(self, leaf: Leaf) -> str:
+    """Returns the reason for a leaf's codec: none."""
+    del leaf
+    return ""
+
+  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
+    """Returns the codec state of a leaf before the first step: none."""
+    del leaf, key
+    return Memory()
 
   @property
   def by_column(self) -> bool:
@@ -106,10 +109,14 @@ class RowCodec(OneRule, abc.ABC):
     del leaf
     return self
 
-  def init(self, leaf: Leaf, key: jax.Array) -> Memory:
-    """Returns the codec state of a leaf before the first step: none."""
-    del leaf, key
-    return Memory()
+  def rounds(self, shape: tuple[int, ...]) -> tuple[Round, ...]:
+    """Returns the only round of a leaf, in which workers average the leaf itself."""
+    return (Round(shape, self, of_leaf=True),)
+
+  def in_rounds(self, leaves: Sequence[jax.Array], memory: Sequence[Any]) -> Talk:
+    """Computes the means of leaves: those of their only round."""
+    means = yield list(leaves)
+    return means, list(memory)
 
   def to_nearest(self) -> Self:
     """Returns the codec that rounds to nearest, with rows of the same format.
@@ -158,22 +165,16 @@ class RowCodec(OneRule, abc.ABC):
     """The number of words in a row, scales included."""
 
   @abc.abstractmethod
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
     """Encodes ``float32[rows, ...]`` to ``uint32[rows, row_words]``.
 
     Args:
       tiles: ``tile_size`` elements in each row, in one axis or several. The last tile
         of a leaf is filled with zeros.
-      key: ``uint32[2]`` if the codec needs one, another one for each worker.
-      context: holds ``dither``, ``uint32[3]`` or None, if the codec needs a key. That
-        is a key which all workers share, and the worker's mask: with random numbers
-        from it, the errors of the workers cancel. See docs/inside/extending.md.
+      context: if the codec needs a key, it has ``key``, ``uint32[2]``, another one for
+        each worker, or ``dither``, ``uint32[3]``: a key which all workers share, and
+        the worker's mask. With random numbers from it, the errors of the workers
+        cancel. ``drawn`` is a dither in both cases. See docs/inside/extending.md.
     """
 
   @abc.abstractmethod
@@ -186,33 +187,45 @@ class RowCodec(OneRule, abc.ABC):
     come, and decodes to something.
     """
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array of any shape and float dtype.
+  def encode_leaf(
+    self, x: jax.Array, context: Context, *, keep: bool = False
+  ) -> Encoded:
+    """Encodes a ``float32`` leaf of any shape: by default its tiles.
+
+    Args:
+      x: the leaf.
+      context: see :meth:`encode_rows`. ``agreed`` is what all workers agree on.
+      keep: whether the residual is asked for. A codec may leave it to the caller, who
+        subtracts what the rows decode to.
+    """
+    del keep
+    return Encoded(self.encode_rows(to_tiles(as_float32(x), self), context))
+
+  def encode(self, x: jax.Array, *, key: jax.Array | None = None) -> Payload:
+    """Encodes an array of any shape and float dtype, as a single worker does.
+
+    Args:
+      x: the array.
+      key: one threefry key, which a codec with random numbers needs.
+
+    Returns:
+      The payload: rows, and statistics beside them if workers agree on some.
 
     Raises:
       ValueError: ``key`` is missing, and the codec needs one.
       TypeError: ``x`` is not real floating point.
     """
-    tiles = to_tiles(as_float32(x), self)
-    words = codec_key(key, self)
-    return Payload(self.encode_rows(tiles, key=words, context=context))
-
-  def encode_with_residual(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> tuple[Payload, jax.Array | None]:
-    """Returns the payload of an array, and the residual where encoding knows it."""
-    return self.encode(x, key=key, context=context), None
+    codec = self.bind(Leaf(x.shape))
+    context = Context(codec_key(key, codec))
+    return encoded_alone(codec, as_float32(x).reshape(x.shape), context)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to an array with the shape and dtype of ``like``."""
-    return decode_payload(payload, like, self)
+    return decoded_alone(self.bind(Leaf(like.shape)), payload, like)
+
+  def roundtrip(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+    """Returns the array that arrives: ``decode(encode(x, key=key), like=x)``.
+
+    The arguments and errors are those of :meth:`encode`.
+    """
+    return self.decode(self.encode(x, key=key), like=x)

@@ -12,8 +12,7 @@ from gradcomp._src.checks import static_integer, static_number
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.row_codec import RowCodec
-from gradcomp._src.codecs.sums.records import Context, Leaf, Payload
-from gradcomp._src.codecs.tiles import decode_payload
+from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf
 from gradcomp._src.kernels.common import sparse
 
 _MOST_ELEMENTS = 1 << 30  # of a row: int32 counts twice as many
@@ -89,12 +88,8 @@ class SelectingCodec(SparseCodec, Protocol):
 
   def encode_leaves(
     self, leaves: Sequence[jax.Array], contexts: Sequence[Context]
-  ) -> list[tuple[jax.Array, jax.Array, Selected]]:
-    """Encodes leaves of one size as ``encode_with_residual`` does, by one program.
-
-    Returns:
-      For each leaf its rows, ``uint32[rows, words]``, its residual, and its state.
-    """
+  ) -> list[Encoded]:
+    """Encodes leaves of one size as ``encode_leaf`` does, by one program."""
 
   def turn(self, step: jax.Array) -> jax.Array:
     """Returns the sign to send in a step, 1 or -1: ``float32[]``."""
@@ -137,10 +132,6 @@ class SparseRows(RowCodec):
     if self.range_size is not None:
       return self
     return dataclasses.replace(self, range_size=range_of(size, ranges))  # type: ignore[type-var]
-
-  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    """Decodes a payload to the shape and dtype of ``like``."""
-    return decode_payload(payload, like, cast(Codec, self.ranged(like.size)))
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     return decode_sparse_rows(cast(SparseCodec, self), rows)

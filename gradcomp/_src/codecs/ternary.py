@@ -21,8 +21,8 @@ from gradcomp._src.codecs.quantizing import (
   row_scales,
 )
 from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Payload, Rounding
-from gradcomp._src.codecs.tiles import as_float32, codec_dither, decode_payload
+from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
+from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.kernels import ternary
 from gradcomp._src.kernels.common.planes import floats
 from gradcomp._src.kernels.common.scales import deviation, norms, scales
@@ -167,36 +167,22 @@ class Ternary(RoundsAtRandom, SharedScales, RowCodec):
     beyond = largest > limit if self.scaler == "clipped" else largest < jnp.inf
     return scales(jnp.where(beyond & jnp.isfinite(limit), limit, largest)), limit
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array: ``uint32[rows, row_words]``; shared scales come beside them."""
+  def encode_leaf(
+    self, x: jax.Array, context: Context, *, keep: bool = False
+  ) -> Encoded:
+    """Encodes a clipped leaf without filling its last tile first."""
+    del keep
     flat = as_float32(x)
     scale, limit = self._scales(flat)
-    if self.share_scale and context.agreed is not None:
+    if context.agreed is not None:
       scale = context.agreed
-    rows = self._encode(flat, scale, limit, codec_dither(key, self, context))
-    return Payload(rows, scale if self.share_scale else None)
+    return Encoded(self._encode(flat, scale, limit, codec_dither(self, context)))
 
-  def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
-    """Decodes a payload to the shape and dtype of ``like``."""
-    return decode_payload(payload, like, self)
-
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
     """Encodes the tiles of a mean, without clipping them again."""
     planes = ternary.planes(self.packing)
     scale = scales(row_scales(tiles, planes, self.bucket_size))
-    dither = codec_dither(key, self, context)
+    dither = codec_dither(self, context)
     return self._encode(tiles.reshape(-1), scale, jnp.float32(jnp.inf), dither)
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:

@@ -8,11 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.protocol import (
-  Codec,
-)
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import Context, Payload
-from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import key_words
 from gradcomp._src.kernels.materialize import LARGE, materialized
 
@@ -187,7 +184,7 @@ def _is_cut(x: jax.Array) -> bool:
   return any(axis is not None for axis in jax.typeof(x).sharding.spec)
 
 
-def codec_key(key: jax.Array | None, codec: Codec) -> jax.Array | None:
+def codec_key(key: jax.Array | None, codec: LeafCodec) -> jax.Array | None:
   """Returns the ``uint32[2]`` that a codec's rounding needs; None if it needs none.
 
   Raises ValueError if the codec needs a key, and there is none.
@@ -203,14 +200,6 @@ def codec_key(key: jax.Array | None, codec: Codec) -> jax.Array | None:
   return key_words(key)
 
 
-def codec_dither(
-  key: jax.Array | None, codec: Codec, context: Context
-) -> jax.Array | None:
-  """Returns the ``uint32[3]`` that a codec rounds with; None if it needs none.
-
-  It comes from the context, or else from the key. Raises ValueError without either.
-  """
-  if codec.needs_key and context.dither is not None:
-    return context.dither
-  words = codec_key(key, codec)
-  return None if words is None else dither(words)
+def codec_dither(codec: LeafCodec, context: Context) -> jax.Array | None:
+  """Returns the ``uint32[3]`` that a codec rounds with; None if it needs none."""
+  return context.drawn if codec.needs_key else None

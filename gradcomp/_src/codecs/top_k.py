@@ -32,9 +32,9 @@ from gradcomp._src.codecs.sparse import (
   sent_of,
 )
 from gradcomp._src.codecs.sums.entries import Entries
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Memory, Payload
+from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Memory
 from gradcomp._src.codecs.sums.sum import Sum
-from gradcomp._src.codecs.tiles import as_float32, to_tiles
+from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.gpu.dispatch import Implementation
@@ -115,11 +115,8 @@ class TopK(SparseRows):
   Example:
     >>> codec = TopK(density=0.25)
     >>> x = jnp.array([1.0, -5.0, 0.5, 2.0])
-    >>> payload, residual = codec.encode_with_residual(x)
-    >>> codec.decode(payload, like=x)
+    >>> codec.roundtrip(x)
     Array([ 0., -5.,  0.,  0.], dtype=float32)
-    >>> residual
-    Array([1. , 0. , 0.5, 2. ], dtype=float32)
 
   References:
     Fang et al., `RedSync: Reducing Synchronization Bandwidth for Distributed Deep
@@ -221,28 +218,12 @@ class TopK(SparseRows):
     """Returns the sign to send: 1 in even steps, -1 in odd ones."""
     return jnp.where(step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
 
-  def encode(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> Payload:
-    """Encodes an array: ``uint32[rows, row_words]``, one row a range."""
-    return self.encode_with_residual(x, key=key, context=context)[0]
-
-  def encode_with_residual(
-    self,
-    x: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> tuple[Payload, jax.Array]:
-    """Encodes an array, and returns the payload and the ``float32`` residual."""
-    del key
-    leaf = as_float32(x).reshape(x.shape)
-    ((rows, rest, _),) = self.ranged(x.size).encode_leaves([leaf], [context])
-    return Payload(rows), rest
+  def encode_leaf(
+    self, x: jax.Array, context: Context, *, keep: bool = False
+  ) -> Encoded:
+    """Encodes a leaf, one row a range, and its residual."""
+    del keep
+    return self.encode_leaves([x], [context])[0]
 
   def init(self, leaf: Leaf, key: jax.Array) -> Memory:
     """Returns the first codec state: thresholds and counts of zero for each row."""
@@ -253,7 +234,7 @@ class TopK(SparseRows):
 
   def encode_leaves(
     self, leaves: Sequence[jax.Array], contexts: Sequence[Context]
-  ) -> list[tuple[jax.Array, jax.Array, Selected]]:
+  ) -> list[Encoded]:
     matrices = [to_tiles(leaf, self) for leaf in leaves]
     given = [self._given(context) for context in contexts]
     words, rests = encode_leaves(self._row, self._select, leaves, matrices, given)
@@ -265,17 +246,10 @@ class TopK(SparseRows):
       own, kept = jax.tree.map(lambda x, i=i: x[i * rows :][:rows], (words, every))
       if self.reuses and old is not None:
         kept = kept._replace(threshold=jnp.where(old > 0, old, kept.threshold))
-      result.append((own, rest, kept))
+      result.append(Encoded(own, rest, kept))
     return result
 
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
-    del key
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
     matrix = tiles.reshape(-1, self.tile_size)
     return encode_rows(self._row, self._select, [matrix], [self._given(context)]).words
 

@@ -47,6 +47,7 @@ def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]
   import jax
   import jax.numpy as jnp
 
+  from gradcomp._src.codecs.rounds import encoded_alone
   from gradcomp._src.codecs.sums.records import Context, Leaf
 
   x = jax.random.normal(jax.random.key(0), shape)
@@ -54,10 +55,10 @@ def _calls(codec: "LeafCodec", shape: tuple[int, int]) -> list[Callable[[], Any]
   leaf = Leaf(shape, addends=_PAYLOADS)
   bound: Any = codec.bind(leaf)
   memory = bound.init(leaf, key)
-  context = Context(memory=memory, step=jnp.int32(0))
+  context = Context(key, memory=memory, step=jnp.int32(0))
 
   def encode(x: jax.Array) -> Any:
-    return bound.encode(x, key=key, context=context)
+    return encoded_alone(bound, x, context)
 
   def decode(payload: Any) -> jax.Array:
     return bound.decode(payload, like=x)

@@ -7,7 +7,6 @@ import jax
 
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
-from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.records import Leaf
 
 # Grubic 2018, section 3.2.2: small matrices stay in full precision, as long as more
@@ -19,7 +18,7 @@ _DENSE_SHARE_OF_SPARSE = 0.0001
 
 def leaf_codecs(
   leaves: Sequence[Leaf], codec: LeafCodec, *, min_leaf_size: int | None = None
-) -> list[LeafCodec]:
+) -> list[Codec]:
   """Binds a codec to each leaf. Small leaves get ``Dense(float32)``.
 
   A leaf is small if it has fewer than ``min_leaf_size`` elements. By default, the small
@@ -44,7 +43,7 @@ def leaf_codecs(
   for leaf in leaves:
     bound = codec.bind(leaf)
     (total,) = bound.sums.parts
-    rounds = rounds_of(bound, leaf.shape)
+    rounds = bound.rounds(leaf.shape)
     words = sum(_words(x.codec, math.prod(x.shape)) for x in rounds)
     dense = _words(Dense(), leaf.size)
     saves = words < dense or (words == dense and total.even_at_par)

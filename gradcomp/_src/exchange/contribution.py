@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.encoding import Encoded
-from gradcomp._src.codecs.sums.records import Context, Memory
+from gradcomp._src.codecs.sums.records import Context, Encoded, Memory
 from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, Sum
 from gradcomp._src.exchange.keys import Keys, StepKey
 from gradcomp._src.exchange.layout import Layout
@@ -77,15 +76,14 @@ class Contribution:
 
   @functools.cached_property
   def _encoded(self) -> tuple[Leaves, list[Encoded]]:
-    keys = [_own(key) for key in self.keys.leaves]
     contexts = [
-      Context(agreed, _shared(key), memory, self.step)
+      Context(_own(key), _shared(key), agreed, memory, self.step)
       for agreed, memory, key in zip(
         self.agreed, self.memory, self.keys.leaves, strict=True
       )
     ]
     with jax.named_scope("gradcomp_encode"):
-      return self.layout.encode(self.leaves, keys, contexts, keep=self.keep)
+      return self.layout.encode(self.leaves, contexts, keep=self.keep)
 
   @property
   def plain(self) -> bool:
@@ -128,23 +126,21 @@ class Contribution:
     size = self.layout.like[number].size
     return self.sums[group].sent_at(self.rows[group][start:stop], size)
 
-  def of_whole(self, group: int) -> tuple[jax.Array | None, Context]:
-    """Returns the key and the context for encoding the whole sums of a codec."""
+  def of_whole(self, group: int) -> Context:
+    """Returns the context for encoding the whole sums of a codec."""
     # Only one worker encodes the sum of a share, so that it draws its own bits.
-    return _own(self.keys.stages[group]), self._sum_context(group)
+    return self._sum_context(group, _own(self.keys.stages[group]))
 
-  def of_partial(
-    self, group: int, part: jax.Array, number: jax.Array | int
-  ) -> tuple[jax.Array | None, Context]:
-    """Returns the key and the context for encoding a partial sum in flight."""
+  def of_partial(self, group: int, part: jax.Array, number: jax.Array | int) -> Context:
+    """Returns the context for encoding a partial sum in flight."""
     stage = self.keys.stages[group]
     key = None if stage is None else stage.at(part, number)
-    return _own(key), self._sum_context(group)._replace(dither=_shared(key))
+    return self._sum_context(group, _own(key))._replace(dither=_shared(key))
 
-  def _sum_context(self, group: int) -> Context:
+  def _sum_context(self, group: int, key: jax.Array | None) -> Context:
     first = next(i for i, x in enumerate(self.layout.slots) if x.group == group)
     shared = self.memory[first]._replace(own=None)
-    return Context(memory=shared, step=self.step)
+    return Context(key, memory=shared, step=self.step)
 
   def leaf_rows(self, group: int) -> list[LeafRows]:
     """Returns the key and the number of rows of each leaf of a codec."""

@@ -160,8 +160,8 @@ def _reduce_inside(
   ):
     addends = jax.lax.bitcast_convert_type(words, parts[i].dtype)
     partial = total.like_one(total.add_all(addends, keep=own.keep), size)
-    randomness = own.of_partial(i, number % size, number // size)
-    sent.append(total.send(partial, *randomness, keep=own.keep))
+    context = own.of_partial(i, number % size, number // size)
+    sent.append(total.send(partial, context, keep=own.keep))
   return sent
 
 
@@ -178,7 +178,7 @@ def _reduce_between(
     partial = total.fold(rows, workers.scale * inside[i].scale, keep=own.keep)
     finished = total.finish(
       partial,
-      *own.of_whole(i),
+      own.of_whole(i),
       own.residuals[i],
       workers.size,
       keep=own.keep,

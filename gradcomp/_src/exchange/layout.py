@@ -11,13 +11,11 @@ import numpy as np
 
 from gradcomp._src.codecs.encoding import (
   JOINT_ENCODING_ELEMENTS,
-  Encoded,
   encode_leaves,
   to_agree,
 )
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
-from gradcomp._src.codecs.rounds import rounds_of
-from gradcomp._src.codecs.sums.records import Context, Leaf
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf
 from gradcomp._src.codecs.sums.sum import RowDecoder
 from gradcomp._src.codecs.tiles import from_tiles, tile_shape, to_tiles, view_shape
 from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
@@ -81,20 +79,18 @@ class Layout:
   def encode(
     self,
     leaves: Sequence[jax.Array],
-    keys: Sequence[jax.Array | None],
     contexts: Sequence[Context],
     *,
     keep: bool = False,
   ) -> tuple[list[jax.Array], list[Encoded]]:
     """Encodes leaves to one matrix, ``uint32[rows, row_words]``, for each codec.
 
-    Keys are ``uint32[2]``, or None for a codec without random numbers. The encoded form
-    of each leaf is returned too, with its unsent part if ``keep``.
+    The encoded form of each leaf is returned too, with its unsent part if ``keep``.
     """
     codecs = [self.codecs[slot.group] for slot in self.slots]
     # Every leaf is encoded by itself, and then the rows are stacked. Flattening the
     # gradient in float32 first would cost five times as much.
-    encoded = encode_leaves(codecs, leaves, keys, contexts, keep=keep)
+    encoded = encode_leaves(codecs, leaves, contexts, keep=keep)
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
     for slot, leaf in zip(self.slots, encoded, strict=True):
       parts[slot.group].append(leaf.rows)
@@ -207,10 +203,10 @@ def plan_rows(
 
 
 def arrange_last(
-  leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], codecs: Sequence[LeafCodec]
+  leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], codecs: Sequence[Codec]
 ) -> Layout:
   """Lays out leaves for the codecs of the last round of each leaf."""
-  rounds = [rounds_of(x, leaf.shape) for x, leaf in zip(codecs, leaves, strict=True)]
+  rounds = [x.rounds(leaf.shape) for x, leaf in zip(codecs, leaves, strict=True)]
   return arrange(leaves, [x[-1].codec for x in rounds])
 
 

@@ -8,8 +8,7 @@ import numpy as np
 from jax.tree_util import KeyPath, keystr
 
 from gradcomp._src.codecs.dense import working_dtype
-from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.rounds import Round, rounds_of
+from gradcomp._src.codecs.protocol import Codec, LeafCodec, Round
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.exchange.all_reduce import AllReduce
 from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
@@ -59,7 +58,7 @@ class MessagePlan(NamedTuple):
   names: tuple[str, ...]
   leaves: tuple[Leaf, ...]
   others: tuple[tuple[str, ...], ...]
-  codecs: tuple[LeafCodec, ...]
+  codecs: tuple[Codec, ...]
   rules: tuple[str, ...]
   messages: tuple[Message, ...]
   axis_name: AxisName | None
@@ -155,7 +154,7 @@ def plan_messages(
   ranges = workers if exchange.owners else 1
   bound = [leaf._replace(addends=addends, ranges=ranges) for leaf in whole]
   codecs = leaf_codecs(bound, codec, min_leaf_size=min_leaf_size)
-  rounds = [rounds_of(c, x.shape) for c, x in zip(codecs, like, strict=True)]
+  rounds = [c.rounds(x.shape) for c, x in zip(codecs, like, strict=True)]
   count = max(map(len, rounds), default=1)
   apart = not total.mixes and isinstance(exchange, AllReduce | Auto)
   messages = []

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src.bibliography import HAN_2021, Citation
+from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import Partial, PartialSum, Sent, Way
 from gradcomp._src.exchange.all_gather import gather_rows
 from gradcomp._src.exchange.collectives import (
@@ -101,8 +102,8 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
   def addend(group: int, share: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(parts[group], share, keepdims=False)
 
-  def randomness(group: int, hop: jax.Array | int) -> tuple:
-    """Returns the key and the context of a hop; the last two are a pair."""
+  def context(group: int, hop: jax.Array | int) -> Context:
+    """Returns the context of a hop; the last two are a pair."""
     return own.of_partial(group, (index - 1 - hop) % n, n - 1 - hop)
 
   def noted(lost: list[jax.Array], sent: list[Sent], share: jax.Array) -> list:
@@ -130,7 +131,7 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
   def step(hop: jax.Array, passing: tuple) -> tuple:
     partials, lost = passing
     sent = [
-      total.hop(Partial(*x), *randomness(i, hop), keep=own.keep)
+      total.hop(Partial(*x), context(i, hop), keep=own.keep)
       for i, (total, x) in enumerate(zip(sums, partials, strict=True))
     ]
     return receive(sent, hop), noted(lost, sent, (index - 1 - hop) % n)
@@ -138,7 +139,7 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
   def finish(partials: list[_Sums]) -> list[Sent]:
     """Encodes whole sums in the row format of means."""
     return [
-      total.send(total.like_one(Partial(*x), n), *randomness(i, n - 1), keep=own.keep)
+      total.send(total.like_one(Partial(*x), n), context(i, n - 1), keep=own.keep)
       for i, (total, x) in enumerate(zip(sums, partials, strict=True))
     ]
 
@@ -149,7 +150,7 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
     )
   else:
     sent = [
-      total.start(addend(i, first), *randomness(i, 0), keep=own.keep)
+      total.start(addend(i, first), context(i, 0), keep=own.keep)
       for i, total in enumerate(sums)
     ]
   # The zeros have the type of the addends, which may differ over other axes, too.

@@ -90,7 +90,7 @@ def reduce(own: Contribution, workers: Workers) -> list[Sent]:
   for i, (total, rows) in enumerate(zip(own.sums, owned, strict=True)):
     partial = total.fold(rows, workers.scale, keep=own.keep)
     finished = total.finish(
-      partial, *own.of_whole(i), own.residuals[i], workers.size, keep=own.keep
+      partial, own.of_whole(i), own.residuals[i], workers.size, keep=own.keep
     )
     sent.append(finished)
   return sent

@@ -9,6 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.codecs.sums.records import Context, Payload
 from gradcomp._src.codecs.sums.tiles import sum_in_order
 from gradcomp._src.codecs.tiles import from_tiles
@@ -89,8 +90,7 @@ def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Ar
 def _encode(
   codec: Codec, x: jax.Array, own: jax.Array | None, shared: jax.Array | None
 ) -> Payload:
-  wide = x.astype(jnp.float32)
-  return codec.encode(wide, key=own, context=Context(dither=shared))
+  return payload_of(codec, x.astype(jnp.float32), Context(own, shared))
 
 
 def _words(agreed: jax.Array) -> jax.Array:

@@ -13,7 +13,6 @@ import optax
 
 from gradcomp._src.checks import instance_of, static_integer
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
-from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.core.transform import compress
 from gradcomp._src.exchange.auto import ExchangeName, as_exchange
@@ -189,7 +188,7 @@ def codec_laws(
 ) -> Iterator[Law]:
   """Yields the laws of a codec, each bound to its arguments."""
   shape = ragged(codec)
-  first = rounds_of(codec.bind(Leaf(shape)), shape)[0]
+  first = codec.bind(Leaf(shape)).rounds(shape)[0]
   for law in (
     laws.is_a_value,
     laws.facts_are_plain,

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.sum import RowDecoder
 from gradcomp._src.core.feedback import Feedback
 from gradcomp._src.core.residual_storage import is_stored, kind, read_residual
@@ -110,7 +109,7 @@ def _owned_leaves(plan: MessagePlan, gradients: Any, owned: Any) -> list[Any]:
       decoders.append(_decoder(codec, arrays.pop(0) if lossy else None))
     found = message.layout.decode(decoders)
     for i, leaf in zip(message.leaves, found, strict=True):
-      (first, *_) = rounds_of(plan.codecs[i], plan.leaves[i].shape)
+      (first, *_) = plan.codecs[i].rounds(plan.leaves[i].shape)
       if first.of_leaf:  # else owner residuals are of low-rank factors
         leaves[i] = np.asarray(leaf)
   return leaves

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.rounds import rounds_of
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import Context, Leaf
 from gradcomp._src.floats.dtypes import has_smaller_range
 
@@ -36,7 +35,7 @@ def tile_of(codec: LeafCodec) -> int | None:
   """
   found = set()
   for shape in ((6, 13), (45, 46)):
-    parts = rounds_of(codec.bind(Leaf(shape)), shape)
+    parts = codec.bind(Leaf(shape)).rounds(shape)
     found |= {part.codec.tile_size if part.of_leaf else None for part in parts}
   return found.pop() if len(found) == 1 else None
 
@@ -59,7 +58,7 @@ def leaf_of(codec: LeafCodec, x: ArrayLike | None) -> np.ndarray:
   return gaussian(ragged(codec)) if x is None else np.asarray(x)
 
 
-def first_context(codec: LeafCodec, leaf: Leaf) -> Context:
+def first_context(codec: Codec, leaf: Leaf) -> Context:
   """Returns the context of a bound codec in the first step of a worker."""
   memory = codec.init(leaf, jnp.zeros(2, jnp.uint32))
   return Context(memory=memory, step=jnp.zeros([], jnp.int32))

@@ -8,7 +8,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.records import Context, Leaf
 from gradcomp._src.codecs.tiles import from_tiles, tile_shape
 from gradcomp._src.core.transform import compress
@@ -177,7 +176,7 @@ def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> None:
     >>> laws.workers_choose_alike(gradcomp.codecs.RandomK(density=0.1))
   """
   leaf = leaf_of(codec, x)
-  (part, *_) = rounds_of(codec.bind(Leaf(leaf.shape)), leaf.shape)
+  (part, *_) = codec.bind(Leaf(leaf.shape)).rounds(leaf.shape)
   total = part.codec.sums
   if not total.alike:
     return
@@ -223,7 +222,7 @@ def errors_of_workers_cancel(
     >>> laws.errors_of_workers_cancel(gradcomp.codecs.QSGD(bits=4), most=0.51)
   """
   leaf = Leaf((size,))
-  (part, *_) = rounds_of(codec.bind(leaf), leaf.shape)
+  (part, *_) = codec.bind(leaf).rounds(leaf.shape)
   if not codec.needs_key or not codec.unbiased or part.codec.sums.alike:
     return
   x = gaussian((workers, size))

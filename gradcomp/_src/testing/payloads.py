@@ -9,7 +9,6 @@ from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.encoding import to_agree
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.records import Leaf, Payload
 from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.core.transform import compress
@@ -124,7 +123,7 @@ def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> No
   leaf = leaf_of(codec, x)
   payload = trial(codec, leaf).payload
   _check_types(law, codec, payload)
-  parts = rounds_of(codec.bind(Leaf(leaf.shape)), leaf.shape)
+  parts = codec.bind(Leaf(leaf.shape)).rounds(leaf.shape)
   rows = sum(-(-math.prod(part.shape) // part.codec.tile_size) for part in parts)
   claimed = (rows, parts[0].codec.row_words)
   if payload.rows.shape != claimed:
@@ -200,7 +199,7 @@ def zeros_behind_change_nothing(
   law = "zeros_behind_change_nothing"
   leaf = leaf_of(codec, x)
   bound = codec.bind(Leaf(leaf.shape))
-  ((_, rows_codec, _),) = rounds_of(bound, leaf.shape)
+  ((_, rows_codec, _),) = bound.rounds(leaf.shape)
 
   @jax.jit
   def run(padded: jax.Array) -> tuple[Payload, jax.Array]:
@@ -209,7 +208,7 @@ def zeros_behind_change_nothing(
       return payload, payload.rows
     tiles = to_tiles(padded, rows_codec).reshape(-1, rows_codec.tile_size // 32, 32)
     context = first_context(bound, Leaf(padded.shape))
-    rows = rows_codec.encode_rows(tiles, key=key_of(bound, KEY), context=context)
+    rows = rows_codec.encode_rows(tiles, context._replace(key=key_of(bound, KEY)))
     return payload, rows
 
   tile = rows_codec.tile_size
@@ -255,7 +254,7 @@ def bytes_are_the_claim(
   """
   law = "bytes_are_the_claim"
   leaf = leaf_of(codec, x)
-  parts = rounds_of(codec.bind(Leaf(leaf.shape)), leaf.shape)
+  parts = codec.bind(Leaf(leaf.shape)).rounds(leaf.shape)
   agreed = jax.eval_shape(lambda x: to_agree(parts[0].codec, x), leaf)
   rows = trial(codec, leaf).payload.rows
   sent = (workers - 1) * rows.nbytes

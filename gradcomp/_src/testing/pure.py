@@ -12,7 +12,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.testing.broken import BrokenLaw, difference
 from gradcomp._src.testing.leaves import KEY, leaf_of
@@ -77,7 +76,7 @@ def facts_are_plain(codec: LeafCodec) -> None:
     (f"`{name}`", getattr(codec, name), bool) for name in ("unbiased", "needs_key")
   ]
   shape = leaf_of(codec, None).shape
-  for part in rounds_of(codec.bind(Leaf(shape)), shape):
+  for part in codec.bind(Leaf(shape)).rounds(shape):
     for name in ("tile_size", "row_words"):
       facts.append((f"`{name}`", getattr(part.codec, name), int))
   for name, value, kind in facts:
@@ -248,7 +247,7 @@ def sent_and_unsent_are_the_leaf(codec: LeafCodec, x: ArrayLike | None = None) -
         codec,
         "return x - decode(encode(x)) as the residual",
         told,
-        "`encode_with_residual`",
+        "`encode_leaf`",
       )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.rounds import encoded_alone
 from gradcomp._src.codecs.sums.records import Context, Leaf, Payload
 from gradcomp._src.testing.leaves import KEY, first_context, key_of
 
@@ -53,12 +54,14 @@ def encode(
   bound = codec.bind(leaf)
   if context is None:
     context = first_context(bound, leaf)
-  return bound.encode(x, key=key_of(bound, key), context=context)  # type: ignore[attr-defined]
+  return encoded_alone(
+    bound, x.astype(jnp.float32), context._replace(key=key_of(bound, key))
+  )
 
 
 def decode(codec: LeafCodec, payload: Payload, like: jax.Array) -> jax.Array:
   """Decodes a payload by the codec, bound to the leaf."""
-  return codec.bind(Leaf(like.shape)).decode(payload, like=like)  # type: ignore[attr-defined]
+  return codec.bind(Leaf(like.shape)).decode(payload, like=like)
 
 
 def round_trip(codec: LeafCodec, x: jax.Array, key: ArrayLike = KEY) -> jax.Array:
@@ -120,14 +123,13 @@ def _trial(codec: LeafCodec, x: jax.Array, key: jax.Array) -> Trial:
 def _batch(codec: LeafCodec, x: jax.Array, keys: jax.Array) -> Batch:
   leaf = Leaf(x.shape[1:])
   bound = codec.bind(leaf)
-  both = getattr(bound, "encode_with_residual", None)
+  if not bound.rounds(leaf.shape)[-1].of_leaf:  # its residual is not of its own payload
+    return Batch(jax.vmap(lambda *own: _encoded(codec, *own).rows)(x, keys), None)
 
   def one(x: jax.Array, key: jax.Array) -> Batch:
-    if both is None:
-      return Batch(_encoded(codec, x, key).rows, None)
-    payload, unsent = both(
-      x, key=key_of(bound, key), context=first_context(bound, leaf)
-    )
-    return Batch(payload.rows, unsent)
+    context = first_context(bound, leaf)
+    given = context._replace(key=key_of(bound, key), agreed=bound.agree(x))
+    encoded = bound.encode_leaf(x.astype(jnp.float32), given, keep=True)
+    return Batch(encoded.rows, encoded.unsent)
 
   return jax.vmap(one)(x, keys)

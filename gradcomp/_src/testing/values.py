@@ -5,7 +5,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.testing.broken import BrokenLaw, described, difference
 from gradcomp._src.testing.leaves import gaussian, leaf_of, tile_of
@@ -168,7 +167,7 @@ def _spoiled(
     return number % columns == position % columns
   if isinstance(spoils, int):
     return number // spoils == position // spoils
-  (first, *_) = rounds_of(codec.bind(Leaf(shape)), shape)
+  (first, *_) = codec.bind(Leaf(shape)).rounds(shape)
   # Rows of a round are none of the leaf, which is spoiled as a whole then.
   tile = first.codec.tile_size if first.of_leaf else number.size
   return number // tile == position // tile

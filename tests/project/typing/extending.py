@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 import gradcomp
-from gradcomp.codecs import NOTHING, Context, RowCodec
+from gradcomp.codecs import Context, RowCodec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,7 @@ class Halves(RowCodec):
   def row_words(self) -> int:
     return self.bucket_size
 
-  def encode_rows(
-    self,
-    tiles: jax.Array,
-    *,
-    key: jax.Array | None = None,
-    context: Context = NOTHING,
-  ) -> jax.Array:
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
     words = jax.lax.bitcast_convert_type(tiles, jnp.uint32) >> 16
     halves = words.reshape(-1, 2, self.bucket_size)
     return gradcomp.kernels.pack_planes([halves[:, 0], halves[:, 1]], 16)

@@ -66,7 +66,6 @@ class Codes(Facts):
   def finish(
     self,
     partial: Partial,
-    key: jax.Array | None,
     context: Context,
     residual: jax.Array | None,
     workers: int,

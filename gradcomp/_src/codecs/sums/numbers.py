@@ -75,9 +75,7 @@ class Numbers(Facts):
 
     return self._unscaled(lost, agreed, 1.0)
 
-  def start(
-    self, own: jax.Array, key: jax.Array | None, context: Context, *, keep: bool
-  ) -> Sent:
+  def start(self, own: jax.Array, context: Context, *, keep: bool) -> Sent:
     return Sent(own, (jnp.zeros_like(own),) if self._compensates else ())
 
   def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
@@ -95,12 +93,11 @@ class Numbers(Facts):
   def hop(
     self,
     partial: Partial,
-    key: jax.Array | None,
     context: Context,
     *,
     keep: bool,
   ) -> Sent:
-    return self.send(partial, key, context, keep=keep)
+    return self.send(partial, context, keep=keep)
 
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
     arrays = materialized(lambda rows: self._fold(rows, keep=keep)[:3], rows)
@@ -109,7 +106,6 @@ class Numbers(Facts):
   def send(
     self,
     partial: Partial,
-    key: jax.Array | None,
     context: Context,
     *,
     keep: bool,
@@ -127,14 +123,13 @@ class Numbers(Facts):
   def finish(
     self,
     partial: Partial,
-    key: jax.Array | None,
     context: Context,
     residual: jax.Array | None,
     workers: int,
     *,
     keep: bool,
   ) -> Sent:
-    return self.send(partial, key, context, keep=keep)
+    return self.send(partial, context, keep=keep)
 
   def value(
     self,

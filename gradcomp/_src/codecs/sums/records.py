@@ -5,6 +5,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from gradcomp._src.kernels.common.dithers import dither
+
 
 class Payload(NamedTuple):
   """The arrays that cross the wire for one leaf; their bytes are all that is sent."""
@@ -25,22 +27,40 @@ class Memory(NamedTuple):
   own: Any = ()
 
 
+class Encoded(NamedTuple):
+  """The result of encoding one leaf."""
+
+  rows: jax.Array  # uint32[rows, row_words]
+  unsent: jax.Array | None = None  # float32, the residual, if encoding knows it
+  own: Any = ()  # this worker's own codec state after the step
+
+
 class Context(NamedTuple):
-  """The inputs of an encoding other than the leaf and the key; None where unknown.
+  """The inputs of an encoding other than the leaf; None where unknown.
 
   Attributes:
-    agreed: the statistics that all workers agree on.
+    key: ``uint32[2]``, the worker's own; for codecs that draw random numbers.
     dither: ``uint32[3]``, the random source in place of the key: the key that all
       workers share, and the worker's mask, see :func:`gradcomp.kernels.dither`.
+    agreed: the statistics that all workers agree on.
     memory: the codec state of the leaf. Its ``own`` is None where a sum of several
       workers' gradients is encoded.
     step: the number of the step, ``int32[]``.
   """
 
-  agreed: jax.Array | None = None
+  key: jax.Array | None = None
   dither: jax.Array | None = None
+  agreed: jax.Array | None = None
   memory: Memory | None = None
   step: jax.Array | None = None
+
+  @property
+  def drawn(self) -> jax.Array:
+    """The dither; where there is none, one from the key, without a mask."""
+    if self.dither is not None:
+      return self.dither
+    assert self.key is not None  # the codec needs one
+    return dither(self.key)
 
 
 NOTHING = Context()

@@ -153,7 +153,6 @@ class Sum(SumFacts, Protocol):
   def finish(
     self,
     partial: Partial,
-    key: jax.Array | None,
     context: Context,
     residual: jax.Array | None,
     workers: int,
@@ -234,9 +233,7 @@ class Facts:
 class PartialSum(Sum, Protocol):
   """A sum that can travel before it is whole, from worker to worker, as in ``ring``."""
 
-  def start(
-    self, own: jax.Array, key: jax.Array | None, context: Context, *, keep: bool
-  ) -> Sent:
+  def start(self, own: jax.Array, context: Context, *, keep: bool) -> Sent:
     """Encodes the first worker's part, to be sent to the worker that adds next.
 
     ``own`` is ``uint32[rows, words]`` if the sum is ``of_rows``, and otherwise
@@ -258,7 +255,6 @@ class PartialSum(Sum, Protocol):
   def hop(
     self,
     partial: Partial,
-    key: jax.Array | None,
     context: Context,
     *,
     keep: bool,
@@ -268,7 +264,6 @@ class PartialSum(Sum, Protocol):
   def send(
     self,
     partial: Partial,
-    key: jax.Array | None,
     context: Context,
     *,
     keep: bool,

@@ -83,10 +83,8 @@ class Tiles(Facts):
   ) -> None:
     return None  # float32 additions count as exact
 
-  def start(
-    self, own: jax.Array, key: jax.Array | None, context: Context, *, keep: bool
-  ) -> Sent:
-    return self.hop(Partial(own), key, context, keep=keep)
+  def start(self, own: jax.Array, context: Context, *, keep: bool) -> Sent:
+    return self.hop(Partial(own), context, keep=keep)
 
   def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
     with jax.named_scope("gradcomp_decode"):
@@ -102,12 +100,11 @@ class Tiles(Facts):
   def hop(
     self,
     partial: Partial,
-    key: jax.Array | None,
     context: Context,
     *,
     keep: bool,
   ) -> Sent:
-    return self.send(partial, key, context, keep=keep)
+    return self.send(partial, context, keep=keep)
 
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
     with jax.named_scope("gradcomp_decode"):
@@ -116,14 +113,13 @@ class Tiles(Facts):
   def send(
     self,
     partial: Partial,
-    key: jax.Array | None,
     context: Context,
     *,
     keep: bool,
   ) -> Sent:
     tiles = partial.total
     with jax.named_scope("gradcomp_encode"):
-      rows = packed(self.codec.encode_rows(tiles, key=key, context=context))
+      rows = packed(self.codec.encode_rows(tiles, context))
       if not keep:
         return Sent(rows, scale=partial.scale)
       lost = tiles - self.codec.decode_rows(rows).reshape(tiles.shape)
@@ -132,7 +128,6 @@ class Tiles(Facts):
   def finish(
     self,
     partial: Partial,
-    key: jax.Array | None,
     context: Context,
     residual: jax.Array | None,
     workers: int,
@@ -145,10 +140,10 @@ class Tiles(Facts):
     loss is not finite, the old residual stays.
     """
     if residual is None:
-      return self.send(partial, key, context, keep=False)
+      return self.send(partial, context, keep=False)
     mean = partial.total.reshape(residual.shape)
     nearest = dataclasses.replace(self, codec=self.codec.to_nearest())
-    sent = nearest.send(Partial(mean + residual), key, context, keep=True)
+    sent = nearest.send(Partial(mean + residual), context, keep=True)
     assert sent.lost is not None
     kept = jnp.where(jnp.isfinite(sent.lost), sent.lost, residual)
     return Sent(sent.rows, residual=kept)
@@ -192,7 +187,6 @@ class Ranged(Tiles):
   def hop(
     self,
     partial: Partial,
-    key: jax.Array | None,
     context: Context,
     *,
     keep: bool,
@@ -200,7 +194,7 @@ class Ranged(Tiles):
     tiles = partial.total
     exponents = self._exponents(tiles)
     small = Partial(tiles * _power(-exponents, tiles.ndim))
-    sent = self.send(small, key, context, keep=keep)
+    sent = self.send(small, context, keep=keep)
     if sent.lost is not None:
       sent = sent._replace(lost=sent.lost * _power(exponents, tiles.ndim))
     return sent._replace(riders=(exponents.astype(jnp.uint32)[:, None],))

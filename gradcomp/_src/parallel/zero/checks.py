@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
-from gradcomp._src.codecs.rounds import rounds_of
 from gradcomp._src.codecs.sums.records import Leaf
 
 # Large enough that every codec saves bytes on it.
@@ -34,7 +33,7 @@ def check_codecs(grads: Any, params: Any) -> None:
 
 def check_of_leaf(name: str, codec: LeafCodec, leaf: Leaf) -> None:
   """Raises ValueError for a codec that sends other arrays in a leaf's place."""
-  if not all(part.of_leaf for part in rounds_of(codec.bind(leaf), leaf.shape)):
+  if not all(part.of_leaf for part in codec.bind(leaf).rounds(leaf.shape)):
     raise ValueError(
       f"`{name}` must encode the elements of a leaf, of which each worker owns some, "
       f"got {codec}, which sends other arrays in the place of a leaf of the shape "
@@ -44,14 +43,14 @@ def check_of_leaf(name: str, codec: LeafCodec, leaf: Leaf) -> None:
 
 def check_alone(codec: LeafCodec, leaf: Leaf) -> None:
   """Raises ValueError for a parameter codec that needs a key or agreed statistics."""
-  last = rounds_of(codec.bind(leaf), leaf.shape)[-1].codec.to_nearest()
+  last = codec.bind(leaf).rounds(leaf.shape)[-1].codec.to_nearest()
   if last.needs_key:
     raise ValueError(
       f"`params` must be a codec that rounds to nearest, for owners keep what it "
       f"loses, got {codec}, which always draws; use 2 bits or more."
     )
   like = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
-  if jax.eval_shape(last.encode, like).agreed is not None:
+  if jax.eval_shape(last.agree, like) is not None:
     raise ValueError(
       f"`params` must be a codec whose rows can be decoded alone, got {codec}, whose "
       "workers agree on a scale; give it scales of its own (share_scale=False)."

@@ -10,8 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
-from gradcomp._src.codecs.rounds import rounds_of
-from gradcomp._src.codecs.sums.records import Leaf
+from gradcomp._src.codecs.sums.records import NOTHING, Leaf
 from gradcomp._src.codecs.tiles import from_tiles, join_rows, split_rows, tile_shape
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.exchange.assign import leaf_codecs
@@ -126,7 +125,8 @@ class SharedRows:
       flat = [x.reshape(-1) for x in own]
       bound = [_bound(codec, x.size) for codec, x in zip(codecs, flat, strict=True)]
       with jax.named_scope("gradcomp_encode"):
-        encoded = [x.encode(y).rows for x, y in zip(bound, flat, strict=True)]
+        pairs = zip(bound, flat, strict=True)
+        encoded = [x.encode_leaf(y, NOTHING, keep=False).rows for x, y in pairs]
       gathered = gather_owned(message, encoded, self.workers)
       with jax.named_scope("gradcomp_decode"):
         matrices = [
@@ -221,7 +221,7 @@ def _paired(
 
 def _bound(codec: LeafCodec, size: int) -> Codec:
   """Binds a codec to a worker's rows as one flat leaf, rounding to nearest."""
-  return rounds_of(codec.bind(Leaf((size,))), (size,))[-1].codec.to_nearest()
+  return codec.bind(Leaf((size,))).rounds((size,))[-1].codec.to_nearest()
 
 
 def _decoded(codec: Codec, words: jax.Array, like: jax.Array) -> jax.Array:
