@@ -27,6 +27,7 @@ def materialized(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _
   # XLA drops an optimization barrier before it fuses, but not a condition of which it
   # does not know that it never holds: no word has more than 32 bits.
   function = jax.jit(function)  # traced once for all of its three uses
+  like = jax.eval_shape(function, rows)
 
   def condition(rows: jax.Array) -> _Arrays:
     first = rows[(0,) * rows.ndim]
@@ -34,7 +35,6 @@ def materialized(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _
 
     def nothing(rows: jax.Array) -> _Arrays:
       zero = first ^ first  # of the type of the words, which differ between workers
-      like = jax.eval_shape(function, rows)
       blank = lambda x: jnp.broadcast_to(zero.astype(x.dtype), x.shape)
       return jax.tree.map(blank, like)
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from benchmarks.common import cli, quiet, shapes, tables, timing
+from gradcomp._src.codecs.encoding import encode_leaves
 from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.cost.measure_codec import updates
 from gradcomp._src.exchange.layout import plan_rows
@@ -136,13 +137,18 @@ def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, A
   size = sum(leaf.size for leaf in tree)
   layout = plan_rows(tree, QSGD(bits=4))
   keys = jnp.arange(2 * len(tree), dtype=jnp.uint32).reshape(-1, 2)
-  rows = lambda tree, keys: layout.encode(tree, list(map(Context, keys)))[0]
+  codecs = [layout.codec_of(i) for i in range(len(tree))]
+
+  def rows(tree: list[jax.Array], keys: jax.Array) -> dict[int, jax.Array]:
+    encoded = encode_leaves(codecs, tree, list(map(Context, keys)), keep=False)
+    return layout.stack({i: x.rows for i, x in enumerate(encoded)})
+
   encode = jax.jit(rows).lower(tree, keys).compile()
   matrices = encode(tree, keys)
 
-  def leaves(matrices: list[jax.Array]) -> list[jax.Array]:
-    decoder = lambda codec, rows: codec.sums.gathered(rows[None], None, 1.0)
-    return layout.decode(list(map(decoder, layout.codecs, matrices)))
+  def leaves(matrices: dict[int, jax.Array]) -> list[jax.Array]:
+    decoder = lambda i, rows: layout.sums[i].gathered(rows[None], None, 1.0)
+    return layout.decode({i: decoder(i, rows) for i, rows in matrices.items()})
 
   decode = jax.jit(leaves).lower(matrices).compile()
   seconds = timing.interleaved(
@@ -154,7 +160,7 @@ def message_rows(title: str, tree: list[jax.Array], repeats: int) -> dict[str, A
     repeats,
   )
   temp = encode.memory_analysis().temp_size_in_bytes
-  sent = sum(matrix.nbytes for matrix in matrices)
+  sent = sum(matrix.nbytes for matrix in matrices.values())
   return _report(f"{title}, qsgd-4", seconds, size, temp, sent)
 
 

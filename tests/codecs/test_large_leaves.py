@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from gradcomp import ErrorFeedback, MomentumFeedback
 from gradcomp._src.codecs import tiles
-from gradcomp._src.exchange import contribution
+from gradcomp._src.exchange import layout
 from gradcomp._src.kernels import materialize
 from gradcomp._src.kernels.materialize import LARGE
 from gradcomp.codecs import QSGD, EightBit, FloatCast, Natural, OneBit, Ternary
@@ -52,7 +52,7 @@ def run(codec, exchange, feedback):
 @pytest.mark.parametrize(("codec", "exchange", "feedback"), CASES, ids=str)
 def test_they_have_the_bits_of_small_leaves(codec, exchange, feedback, monkeypatch):
   large = run(codec, exchange, feedback)
-  for module in (contribution, materialize):
+  for module in (layout, materialize):
     monkeypatch.setattr(module, "LARGE", 2 * LARGE)
   small = run(codec, exchange, feedback)
   jax.tree.map(np.testing.assert_array_equal, large, small)

@@ -12,7 +12,7 @@ import gradcomp
 from gradcomp._src.codecs.sums.codes import sum_dtype
 from gradcomp._src.exchange.auto import as_exchange
 from gradcomp._src.exchange.layout import plan_rows
-from gradcomp._src.exchange.plan import plan_messages
+from gradcomp._src.exchange.plan import PlanOptions, plan_messages
 from gradcomp._src.testing.conservation import nothing_is_lost
 from gradcomp._src.testing.steps import same_bits_in_every_mode, workers_agree
 from gradcomp.codecs import QSGD, Dense
@@ -60,13 +60,9 @@ def test_nothing_is_lost_and_all_workers_have_the_same_bits(codec, exchange, wor
     [leaf[0] for leaf in jax.tree.leaves(steps[0])],
     [()] * len(steps[0]),
     [()] * len(steps[0]),
-    codec,
+    PlanOptions(codec, as_exchange(exchange), feedback=True),
     axis_name="data",
-    exchange=as_exchange(exchange),
     workers=workers,
-    min_leaf_size=None,
-    message_bytes=None,
-    feedback=True,
   )
   workers_agree(tx, steps)
   nothing_is_lost(tx, steps, plan=sent)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp import floats
-from gradcomp._src.exchange.plan import plan_messages
+from gradcomp._src.exchange.plan import PlanOptions, plan_messages
 from gradcomp.codecs import Context, FloatCast, Leaf
 from gradcomp.exchange import TwoShot
 from tests.oracles import float_cast, qsgd
@@ -162,9 +162,9 @@ def test_leaves_of_all_kinds_in_one_message_and_in_many():
   for message_bytes, count in ((None, 1), (1400, len(tree))):
     like = [jax.ShapeDtypeStruct((size,), jnp.float32)] * len(tree)
     none = [()] * len(tree)
-    options = hyper | {"axis_name": "data", "message_bytes": message_bytes}
-    options["feedback"] = True
-    planned = plan_messages(like, none, none, workers=workers, **options)
+    options = PlanOptions(message_bytes=message_bytes, feedback=True, **hyper)
+    on = dict(axis_name="data", workers=workers)
+    planned = plan_messages(like, none, none, options, **on)
     assert len(planned.messages) == count
     tx = gradcomp.compress(
       axis_name="data", message_bytes=message_bytes, feedback="error", **hyper

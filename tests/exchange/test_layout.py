@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gradcomp._src.codecs.encoding import encode_leaves
 from gradcomp._src.exchange.assign import default_min_leaf_size
 from gradcomp._src.exchange.layout import arrange, plan_rows
 from gradcomp.codecs import QSGD, Context, Dense
@@ -56,17 +57,21 @@ def test_the_plan_is_what_is_encoded(codec):
     for seed, shape in enumerate(((33, 64), 10, (3, 700), (0, 2)))
   ]
   layout = plan_rows(leaves, codec)
-  matrices, _ = layout.encode(leaves, [Context(laws.KEY)] * len(leaves))
+  contexts = [Context(laws.KEY)] * len(leaves)
+  codecs = [layout.codec_of(i) for i in range(len(leaves))]
+  encoded = encode_leaves(codecs, leaves, contexts, keep=False)
+  stacked = layout.stack({i: x.rows for i, x in enumerate(encoded)})
+  matrices = [stacked[i] for i in range(len(layout.codecs))]
   assert [matrix.shape for matrix in matrices] == [
     (rows, codec.row_words)
     for rows, codec in zip(layout.rows, layout.codecs, strict=True)
   ]
   assert sum(matrix.nbytes for matrix in matrices) == layout.nbytes
   back = layout.decode(
-    [
-      lambda start, stop, codec=codec, rows=rows: codec.decode_rows(rows[start:stop])
-      for codec, rows in zip(layout.codecs, matrices, strict=True)
-    ]
+    {
+      i: lambda start, stop, codec=codec, i=i: codec.decode_rows(stacked[i][start:stop])
+      for i, codec in enumerate(layout.codecs)
+    }
   )
   for leaf, slot, got in zip(leaves, layout.slots, back, strict=True):
     alone = laws.round_trip(layout.codecs[slot.group], leaf)
@@ -87,7 +92,7 @@ def test_leaves_that_are_decoded_together_are_cut_apart(monkeypatch):
     asked.append((start, stop))
     return tiles[start:stop]
 
-  found = layout.decode([decoder])
+  found = layout.decode({0: decoder})
   slots = layout.slots
   runs = [(0, 2), (3, 3), (4, 4), (5, 5)]
   assert asked == [(slots[a].start, slots[b].stop) for a, b in runs]

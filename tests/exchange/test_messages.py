@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.exchange.plan import plan_messages
+from gradcomp._src.exchange.plan import PlanOptions, plan_messages
 from gradcomp.codecs import QSGD, Dense
 from gradcomp.exchange import AllGather, AllReduce, TwoShot
 from tests.plugins.slow_cases import slow
@@ -35,8 +35,9 @@ def plan(sizes, codec=CODEC, others=None, **options):
   options = dict(feedback=True) | options
   others = [()] * len(sizes) if others is None else others
   paths = [()] * len(sizes)
+  options = PlanOptions(codec, **options)
   plan = plan_messages(
-    leaves, paths, others, codec, axis_name="data", workers=WORKERS, **options
+    leaves, paths, others, options, axis_name="data", workers=WORKERS
   )
   return plan.messages
 

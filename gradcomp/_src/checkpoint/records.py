@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from gradcomp._src.checkpoint.specs import state_specs
 from gradcomp._src.checks import see
 from gradcomp._src.exchange.assign import leaf_codecs
-from gradcomp._src.exchange.messages import owner_shapes
+from gradcomp._src.exchange.owners import owner_shapes
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh.axes import (
   EXPLAINED,

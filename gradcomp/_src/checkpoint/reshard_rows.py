@@ -13,7 +13,7 @@ import numpy as np
 
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.tiles import elements, join_rows, split_rows, tile_shape
-from gradcomp._src.exchange.messages import owned_matrices
+from gradcomp._src.exchange.owners import owned_matrices
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh.axes import Axes
 

@@ -1,6 +1,7 @@
 """The validated options of a transformation, and the parts of its steps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -12,27 +13,32 @@ from jax.typing import ArrayLike
 
 from gradcomp._src.checks import one_of, see
 from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core import agreement
-from gradcomp._src.core.codec_memory import first_stored
+from gradcomp._src.core.codec_memory import as_stored, first_stored, recall
 from gradcomp._src.core.feedback import Feedback
-from gradcomp._src.core.first_state import check_own, check_residual_types
-from gradcomp._src.core.planned_states import tell
-from gradcomp._src.core.residual_storage import check_kind, is_stored, shaped
-from gradcomp._src.core.residual_update import remainder
+from gradcomp._src.core.first_state import (
+  check_own,
+  check_residual_types,
+  first_state,
+)
+from gradcomp._src.core.planned_states import tell, tell_of
+from gradcomp._src.core.residual_storage import check_kind, shaped
 from gradcomp._src.core.state import (
   CompressState,
   Watched,
   check_state,
-  residual_key,
   seed_words,
+  step_keys,
 )
-from gradcomp._src.core.updates import as_updates, update_dtypes
 from gradcomp._src.exchange.auto import Auto, check_exchange
 from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.messages import Exchanged, OwnerResiduals, owner_shapes
 from gradcomp._src.exchange.notes import Options, note
-from gradcomp._src.exchange.plan import MessagePlan, plan_messages
+from gradcomp._src.exchange.owners import OwnerResiduals, owner_shapes
+from gradcomp._src.exchange.plan import MessagePlan, PlanOptions, plan_messages
 from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.exchange.step import Step
+from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh.axes import Axes, AxisName, or_explained, require_size
 from gradcomp._src.mesh.reduction import reduction
 from gradcomp._src.mesh.types import other_axes
@@ -83,7 +89,7 @@ class Compression:
       )
 
   @property
-  def first(self) -> list[Callable[[tuple[int, ...]], Any]]:
+  def _firsts(self) -> list[Callable[[tuple[int, ...]], Any]]:
     """Functions that make a leaf's first residual and momentum, if they are kept."""
     residual = [self.feedback.first] if self.feedback.keeps else []
     zeros = lambda shape: jnp.zeros(shape, jnp.float32)
@@ -101,25 +107,36 @@ class Compression:
     workers: Workers | None,
   ) -> MessagePlan:
     """Plans the messages of a step."""
-    return plan_messages(
-      leaves,
-      paths,
-      across.others,
+    options = PlanOptions(
       self.codec,
-      axis_name=across.axes,
-      exchange=self.exchange,
-      workers=1 if workers is None else workers.size,
-      min_leaf_size=self.min_leaf_size,
-      message_bytes=self.message_bytes,
-      feedback=self.feedback.keeps,
+      self.exchange,
+      self.min_leaf_size,
+      self.message_bytes,
+      self.feedback.keeps,
     )
+    count = 1 if workers is None else workers.size
+    others, axes = across.others, across.axes
+    return plan_messages(leaves, paths, others, options, axis_name=axes, workers=count)
 
-  def check_init(self, params: Any) -> None:
-    """Raises ValueError if values of parameters show that they are sharded."""
+  def init(self, params: Any) -> CompressState:
+    """Creates the state; ValueError if parameters are sharded over the workers."""
     if self._averaged:
       check_whole_arrays("params", params, self._averaged)
+    own = functools.partial(self._own_arrays, paths=paths_of(params))
+    trees, kept = first_state(params, or_explained(self.axis_name), self._firsts, own)
+    residual, velocity, *_ = (*trees, None, None)
+    owned, *memory = ({at: x[i] for at, x in kept.items() if x[i]} for i in range(3))
+    state = CompressState(
+      jnp.zeros([], jnp.int32),
+      seed_words(self.key),
+      residual,
+      owned or None,
+      as_stored(params, Memory(*memory)),
+      velocity,
+    )
+    return tell_of(state)
 
-  def own_arrays(
+  def _own_arrays(
     self,
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
@@ -192,7 +209,33 @@ class Compression:
       return None
     return Workers(axes, count, 1 if across.is_sum else 1 / count)
 
-  def owned(self, plan: MessagePlan, state: CompressState) -> OwnerResiduals | None:
+  def step(
+    self, plan: MessagePlan, workers: Workers | None, state: CompressState
+  ) -> Step:
+    """Returns the facts of a step; ValueError if the state does not have its arrays."""
+    return Step(
+      plan,
+      workers,
+      step_keys(state, plan, shared=self.dither == "shared"),
+      recall(plan, state.memory),
+      self._owned(plan, state),
+      state.count,
+      keep=self.feedback.keeps or isinstance(state, Watched),
+      mark=self.feedback.moves,
+      watch=isinstance(state, Watched),
+    )
+
+  def error_share(self, across: Across, workers: Workers | None) -> float | None:
+    """Returns the part that a worker keeps of the errors of casting means to updates.
+
+    It is 1, or 1/N of a sum; None if workers keep no residuals.
+    """
+    if not self.feedback.keeps:
+      return None
+    sums = across.is_sum and self.exchange.sends
+    return 1 / workers.size if workers is not None and sums else 1.0
+
+  def _owned(self, plan: MessagePlan, state: CompressState) -> OwnerResiduals | None:
     """Returns the owner residuals, or None; ValueError if needed ones are missing."""
     if plan.axis_name is None or not owner_shapes(plan):
       return None
@@ -207,49 +250,6 @@ class Compression:
     # Without feedback they may be None: the second stage then rounds as the first does.
     return state.server_residual
 
-  def as_updates(
-    self, treedef: Any, exchanged: Exchanged, across: Across, workers: Workers | None
-  ) -> tuple[Any, Exchanged]:
-    """Casts the means to updates, and adds the rounding errors to the unsent parts."""
-    sums = across.is_sum and self.exchange.sends
-    share = 1 / workers.size if workers is not None and sums else 1.0
-    keeps = self.feedback.keeps
-    leaves, waits = as_updates(exchanged, across.dtypes, keeps=keeps, share=share)
-    return jax.tree.unflatten(treedef, leaves), waits
-
-  def keep(
-    self,
-    plan: MessagePlan,
-    state: CompressState,
-    updates: Any,
-    corrected: Sequence[jax.Array],
-    mean: Any,
-    exchanged: Exchanged,
-  ) -> CompressState:
-    """Returns the state after the step, with the new residuals."""
-    unsent, means = exchanged.unsent, jax.tree.leaves(mean)
-    counts = [state.count] * len(means)
-    if state.residual is not None:
-      # A residual that an earlier transformation left, see switch, is sent once.
-      waits = self.feedback.waits if self.feedback.keeps else jnp.zeros_like
-      lost = map(waits, unsent if self.feedback.keeps else corrected)
-      old, treedef = jax.tree.flatten(state.residual, is_leaf=is_stored)
-      key = lambda i: lambda: residual_key(state, plan, i)
-      keys = map(key, range(len(means)))
-      leaves = zip(lost, means, old, counts, keys, strict=True)
-      written = [remainder(*leaf) for leaf in leaves]
-      new, counts = [x for x, _ in written], [count for _, count in written]
-      state = state._replace(residual=jax.tree.unflatten(treedef, new))
-    if self.feedback.moves:
-      velocity = self.feedback.keep(
-        updates, state.velocity, means, unsent, exchanged.chosen, counts
-      )
-      state = state._replace(velocity=velocity)
-    # Owners' residuals that only an earlier transformation kept stay: see switch.
-    if exchanged.owned is not None:
-      state = state._replace(server_residual=exchanged.owned)
-    return state
-
   def _told(self) -> dict[str, Any]:
     """Returns the options that are not traced values."""
     names = [field.name for field in dataclasses.fields(self)]
@@ -260,3 +260,27 @@ class Compression:
 def paths_of(tree: Any) -> list[KeyPath]:
   """Returns the paths of a tree's leaves."""
   return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def update_dtypes(updates: Any, params: Any) -> list[np.dtype]:
+  """Returns the dtype of each leaf's update: its gradient's, or its parameter's.
+
+  It is the parameter's where gradients are addends of a sum, and wider, because the
+  parameter's dtype does not hold 1/N of a gradient.
+
+  Args:
+    updates: the gradients.
+    params: the parameters; None if they are not known, or gradients are no addends.
+
+  Example:
+    >>> update_dtypes(jnp.ones(2), jnp.ones(2, jnp.float16))
+    [dtype('float16')]
+  """
+
+  def of(gradient: jax.Array, param: Any) -> np.dtype:
+    narrow = jnp.result_type(param)
+    return narrow if gradient.dtype == addend_dtype(narrow) else gradient.dtype
+
+  if params is None:
+    return [gradient.dtype for gradient in jax.tree.leaves(updates)]
+  return jax.tree.leaves(jax.tree.map(of, updates, params))

@@ -19,8 +19,9 @@ from gradcomp._src.codecs.tiles import split_rows, tile_shape
 from gradcomp._src.core.residual_storage import is_stored, read_residual
 from gradcomp._src.core.state import CompressState, Watched
 from gradcomp._src.exchange.collectives import STAGE, Workers, psum
-from gradcomp._src.exchange.messages import Exchanged, OwnerResiduals, owned_leaves
+from gradcomp._src.exchange.owners import OwnerResiduals, owned_leaves
 from gradcomp._src.exchange.plan import MessagePlan, own_axes
+from gradcomp._src.exchange.step import Reduced, Step
 from gradcomp._src.mesh.axes import AxisName
 
 # A prime, so that no axis of a leaf falls into step with the parts.
@@ -234,12 +235,7 @@ def _filled(leaves: int, value: float) -> Sums:
 
 
 def measured(
-  state: Any,
-  plan: MessagePlan,
-  updates: Any,
-  corrected: Sequence[jax.Array],
-  exchanged: Exchanged,
-  workers: Workers | None,
+  state: Any, step: Step, updates: Any, corrected: Sequence[jax.Array], reduced: Reduced
 ) -> Any:
   """Returns the state after a step, with its sums if it is :class:`Watched`.
 
@@ -247,6 +243,7 @@ def measured(
   """
   if not isinstance(state, Watched):
     return state
+  plan, workers = step.plan, step.workers
   # Under Explicit axes gradients are addends, an Nth of a worker's gradient elsewhere.
   size = 1 if workers is None else workers.size
   factor = 1.0 if workers is None else workers.scale * size
@@ -257,9 +254,9 @@ def measured(
     gradients,
     list(residuals) or nothing,
     corrected,
-    exchanged.unsent,
-    exchanged.sent(),
-    exchanged.mean,
+    reduced.unsent,
+    reduced.sent,
+    reduced.mean,
   )
   leaves = [WorkerLeaf(*_float32(leaf)) for leaf in zip(*columns, strict=True)]
   leaves = [

@@ -198,7 +198,7 @@ def _cut(shape: tuple[int, ...], blocks: int) -> tuple[int, ...]:
   return (*lead, blocks, last // blocks if blocks else 1)
 
 
-def correct(updates: Any, residual: Any, codec: LeafCodec) -> Any:
+def add_residual(updates: Any, residual: Any, codec: LeafCodec) -> Any:
   """Returns the gradient plus the residual, in the dtype that an exchange adds."""
 
   def add(g: jax.Array, residual: Stored | None = None) -> jax.Array:

@@ -12,9 +12,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.sums.records import Memory
-from gradcomp._src.exchange.keys import Keys, StepKey
-from gradcomp._src.exchange.messages import OwnerResiduals
+from gradcomp._src.codecs.sums.records import Context, Memory
+from gradcomp._src.exchange.keys import Keys
+from gradcomp._src.exchange.owners import OwnerResiduals
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
@@ -240,7 +240,7 @@ def step_keys(state: CompressState, plan: MessagePlan, *, shared: bool) -> Keys:
     stages += zip(texts, codecs, strict=True)
   users = [(name, leaves[i]) for i, name in enumerate(plan.names)] + stages
   numbers = [i for i, (_, codec) in enumerate(users) if codec.needs_key]
-  keys: list[StepKey | None] = [None] * len(users)
+  contexts = [Context()] * len(users)
   if numbers:
     worker = 0 if plan.axis_name is None else lax.axis_index(plan.axis_name)
     common = _keys(state, [users[i][0] for i in numbers])
@@ -249,8 +249,10 @@ def step_keys(state: CompressState, plan: MessagePlan, *, shared: bool) -> Keys:
     for k, i in enumerate(numbers):
       alike = users[i][1].sums.alike
       mine = common[k] if alike else own[k]
-      keys[i] = StepKey(mine, None if dithers is None else dithers[k])
-  return Keys(keys[: len(plan.names)], keys[len(plan.names) :])
+      contexts[i] = Context(mine, None if dithers is None else dithers[k])
+  rest = iter(contexts[len(plan.names) :])
+  of_stages = [[next(rest) for _ in x.layout.codecs] for x in plan.messages]
+  return Keys(contexts[: len(plan.names)], of_stages)
 
 
 def residual_key(state: CompressState, plan: MessagePlan, leaf: int) -> jax.Array:

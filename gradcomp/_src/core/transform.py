@@ -4,26 +4,19 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
 from gradcomp._src.checks import optional_size
 from gradcomp._src.codecs.protocol import LeafCodec, is_codec
-from gradcomp._src.codecs.sums.records import Memory
-from gradcomp._src.core.codec_memory import as_stored, recall, remember
 from gradcomp._src.core.compression import Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
-from gradcomp._src.core.first_state import first_state
 from gradcomp._src.core.inputs import not_differentiated, on_real_pairs
-from gradcomp._src.core.measures import measured
-from gradcomp._src.core.planned_states import tell_of
-from gradcomp._src.core.residual_storage import correct
-from gradcomp._src.core.state import CompressState, Watched, seed_words, step_keys
+from gradcomp._src.core.state import CompressState
+from gradcomp._src.core.step import as_updates, take_step
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
-from gradcomp._src.exchange.messages import average_leaves
 from gradcomp._src.exchange.protocol import Exchange
-from gradcomp._src.mesh.axes import AxisName, axis_names, or_explained
+from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.shard_maps import per_device
 
 
@@ -117,24 +110,6 @@ def compress(
     key,
     dither,
   )
-  keeper = parts.feedback
-
-  def init_fn(params: Any) -> CompressState:
-    parts.check_init(params)
-    own = functools.partial(parts.own_arrays, paths=paths_of(params))
-    trees, kept = first_state(params, or_explained(axis_name), parts.first, own)
-    residual, velocity, *_ = (*trees, None, None)
-    owned, *memory = ({at: x[i] for at, x in kept.items() if x[i]} for i in range(3))
-    return tell_of(
-      CompressState(
-        jnp.zeros([], jnp.int32),
-        seed_words(key),
-        residual,
-        owned or None,
-        as_stored(params, Memory(*memory)),
-        velocity,
-      )
-    )
 
   def update_fn(
     updates: Any, state: CompressState, params: Any = None, **extra_args: Any
@@ -145,29 +120,14 @@ def compress(
 
     def step(updates: Any, state: CompressState) -> tuple[Any, CompressState]:
       workers = parts.workers(across, updates, state)
-      given = keeper.sent(updates, state.velocity)
-      corrected, treedef = jax.tree.flatten(correct(given, state.residual, codec))
-      plan = parts.plan(corrected, paths_of(updates), across, workers)
-      exchanged = average_leaves(
-        plan,
-        corrected,
-        step_keys(state, plan, shared=parts.dither == "shared"),
-        workers,
-        owned=parts.owned(plan, state),
-        memory=recall(plan, state.memory),
-        step=state.count,
-        keep=keeper.keeps or isinstance(state, Watched),
-        mark=keeper.moves,
-      )
-      mean, waits = parts.as_updates(treedef, exchanged, across, workers)
-      kept = parts.keep(plan, state, updates, corrected, mean, waits)
-      seen = measured(kept, plan, updates, corrected, exchanged, workers)
-      return mean, seen._replace(
-        count=optax.safe_increment(state.count),
-        memory=remember(plan, state.memory, exchanged.memory),
-      )
+      plan = parts.plan(jax.tree.leaves(updates), paths_of(updates), across, workers)
+      share = parts.error_share(across, workers)
+      finish = functools.partial(as_updates, updates, across.dtypes, share)
+      facts = parts.step(plan, workers, state)
+      update, state = take_step(parts, facts, updates, state, finish)
+      return update.updates, state
 
     unreduced = not parts.exchange.sends
     return per_device(step, updates, state, across.axes, keeps_addends=unreduced)
 
-  return on_real_pairs(init_fn, update_fn)
+  return on_real_pairs(parts.init, update_fn)

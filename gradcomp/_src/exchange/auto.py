@@ -7,11 +7,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 from gradcomp._src.bibliography import Citation
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.sum import ReducibleSum
-from gradcomp._src.exchange.all_gather import AllGather
-from gradcomp._src.exchange.all_reduce import AllReduce
 from gradcomp._src.exchange.hierarchical import Hierarchical
 from gradcomp._src.exchange.layout import Layout
-from gradcomp._src.exchange.local import Local
+from gradcomp._src.exchange.one_stage import AllGather, AllReduce, Local
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.ring import Ring
 from gradcomp._src.exchange.two_shot import TwoShot

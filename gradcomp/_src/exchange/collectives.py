@@ -102,7 +102,7 @@ def as_floats(elements: int, axis_name: AxisName) -> str:
 
 def pmean(tree: Any, axis_name: AxisName) -> Any:
   """Returns the plain mean over the axis, in the arrays' own dtype."""
-  note(_parts(jax.tree.leaves(tree)))
+  note_parts(jax.tree.leaves(tree))
   # In float32 no sum of narrower floats overflows.
   means = lax.pmean(jax.tree.map(widened, tree), axis_name)
   back = lambda mean, x: mean.astype(x.dtype) if is_narrow(x) else mean
@@ -111,7 +111,7 @@ def pmean(tree: Any, axis_name: AxisName) -> Any:
 
 def psum(tree: Any, axis_name: AxisName) -> Any:
   """Returns the plain sum over the axis, in the arrays' own dtype."""
-  note(_parts(jax.tree.leaves(tree)))
+  note_parts(jax.tree.leaves(tree))
   return lax.psum(tree, axis_name)
 
 
@@ -239,40 +239,6 @@ def permute(
   return spread(move, message, axis_name, name)
 
 
-def split(lines: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-  """Splits ``[lines, M]`` to arrays ``[lines, *shape]``: undoes :func:`join`."""
-  result = []
-  start = 0
-  for shape in shapes:
-    stop = start + math.prod(shape)
-    result.append(lines[:, start:stop].reshape(lines.shape[0], *shape))
-    start = stop
-  return result
-
-
-def shares(rows: jax.Array, workers: Workers) -> jax.Array:
-  """Splits rows into N shares, ``[N, share, ...]``, with zeros behind the last."""
-  share = -(-rows.shape[0] // workers.size)
-  padding = workers.size * share - rows.shape[0]
-  padded = jnp.pad(rows, [(0, padding)] + [(0, 0)] * (rows.ndim - 1))
-  return padded.reshape(workers.size, share, *rows.shape[1:])
-
-
-def own_rows(share: int, worker: jax.Array) -> jax.Array:
-  """Returns the numbers of the rows in a worker's share, ``int32[share]``."""
-  return worker * share + lax.iota(jnp.int32, share)
-
-
-def stacked(x: jax.Array) -> jax.Array:
-  """Joins shares to rows, with their padding: ``[N * share, ...]``."""
-  return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-
-def join(parts: Sequence[jax.Array], lines: int) -> jax.Array:
-  """Concatenates arrays ``[lines, ...]`` to ``[lines, M]``."""
-  note(_parts(parts))
-  return jnp.concatenate([x.reshape(lines, x.size // lines) for x in parts], axis=1)
-
-
-def _parts(arrays: Sequence[jax.Array]) -> Parts:
-  return Parts(tuple(jnp.size(x) for x in arrays))
+def note_parts(arrays: Sequence[jax.Array]) -> None:
+  """Notes the sizes of the arrays in the next message."""
+  note(Parts(tuple(jnp.size(x) for x in arrays)))

@@ -17,16 +17,20 @@ from gradcomp._src.exchange.collectives import (
   Workers,
   final_stage,
   gather,
-  join,
   scatter,
   scatter_within,
+)
+from gradcomp._src.exchange.layout import Layout
+from gradcomp._src.exchange.protocol import Outgoing, Received, Work
+from gradcomp._src.exchange.shares import (
+  Owned,
+  join,
+  owned_loss,
+  owned_total,
+  place,
   shares,
   split,
 )
-from gradcomp._src.exchange.contribution import Contribution, Total
-from gradcomp._src.exchange.layout import Layout
-from gradcomp._src.exchange.protocol import Work
-from gradcomp._src.exchange.two_shot import owned_loss, owned_total, place
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
 
 _GROUP_RULE = "a number of workers, 1 or more"
@@ -98,7 +102,7 @@ class Hierarchical:
         f"group_size={self.group_size}."
       )
 
-  def run(self, own: Contribution, workers: Workers) -> Total:
+  def run(self, own: Outgoing, workers: Workers) -> Received:
     groups, size = self.shape(workers)
     first = _reduce_inside(own, workers, groups, size)
     second = _reduce_between(own, first, workers, groups, size)
@@ -108,7 +112,7 @@ class Hierarchical:
     lost = [
       _lost(*pair, workers, groups, size) for pair in zip(first, second, strict=True)
     ]
-    return owned_total(own, rows, second, lost, workers)._replace(encoded=False)
+    return owned_total(own, Owned(second, lost, rows), workers)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     count = math.prod(sizes)
@@ -143,16 +147,16 @@ class Hierarchical:
 
 
 def _reduce_inside(
-  own: Contribution, workers: Workers, groups: int, size: int
+  own: Outgoing, workers: Workers, groups: int, size: int
 ) -> list[Sent]:
   """Adds, over this worker's group, the rows of the H shares of its place."""
   parts = [
     shares(x, workers).reshape(groups, size, -1, *x.shape[1:]).swapaxes(0, 1)
-    for x in own.addends
+    for x in own.parts
   ]
   lines = [_words(x.reshape(size, -1, *x.shape[3:])) for x in parts]
   received = regroup(join(lines, size), workers, groups, size, inside=True)
-  sums = cast(list[PartialSum], own.sums)  # check_exchange makes sure of that
+  sums = cast(list[PartialSum], own.layout.sums)  # check_exchange makes sure of that
   number = jax.lax.axis_index(workers.axis_name)
   sent = []
   for i, (total, words) in enumerate(
@@ -160,26 +164,26 @@ def _reduce_inside(
   ):
     addends = jax.lax.bitcast_convert_type(words, parts[i].dtype)
     partial = total.like_one(total.add_all(addends, keep=own.keep), size)
-    context = own.of_partial(i, number % size, number // size)
+    context = own.stages[i].partial(number % size, number // size)
     sent.append(total.send(partial, context, keep=own.keep))
   return sent
 
 
 def _reduce_between(
-  own: Contribution, inside: Sequence[Sent], workers: Workers, groups: int, size: int
+  own: Outgoing, inside: Sequence[Sent], workers: Workers, groups: int, size: int
 ) -> list[Sent]:
   """Adds the sums of all groups, for the rows of the share that this worker owns."""
   lines = [x.rows.reshape(groups, -1, x.rows.shape[1]) for x in inside]
   received = regroup(join(lines, groups), workers, groups, size, inside=False)
   sent = []
   for i, (total, rows) in enumerate(
-    zip(own.sums, split(received, [x.shape[1:] for x in lines]), strict=True)
+    zip(own.layout.sums, split(received, [x.shape[1:] for x in lines]), strict=True)
   ):
     partial = total.fold(rows, workers.scale * inside[i].scale, keep=own.keep)
     finished = total.finish(
       partial,
-      own.of_whole(i),
-      own.residuals[i],
+      own.stages[i].whole,
+      own.stages[i].residual,
       workers.size,
       keep=own.keep,
     )

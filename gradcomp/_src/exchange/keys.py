@@ -6,45 +6,53 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.kernels.common import dithers
 from gradcomp._src.kernels.common.threefry import fold_key
 
 
-class StepKey(NamedTuple):
-  """The random key and dither of a leaf, or of its sum, in a step.
+class Keys(NamedTuple):
+  """The contexts of one worker and step, which have a key and a dither at most."""
+
+  leaves: Sequence[Context]
+  stages: Sequence[Sequence[Context]]  # for each codec of each message
+
+
+def in_round(context: Context, number: int) -> Context:
+  """Returns the context for a round of messages, unchanged for round 0."""
+  if not number or context.key is None:
+    return context
+  key, shared = fold_key(context.key, number), context.dither
+  if shared is not None:
+    shared = jnp.append(fold_key(shared[:2], number), shared[2])
+  return context._replace(key=key, dither=shared)
+
+
+class Stage(NamedTuple):
+  """The later encodings of one codec, which encode sums.
 
   Attributes:
-    own: ``uint32[2]``, this worker's key; or a key of all workers, where they must
-      select the same elements.
-    dither: ``uint32[3]``, the key that all workers share, and this worker's mask, see
-      ``common.dithers``; None to draw independently.
+    context: the context of this worker and codec.
+    residual: the owner residual from the last step, or None.
   """
 
-  own: jax.Array
-  dither: jax.Array | None
+  context: Context
+  residual: jax.Array | None
 
-  def in_round(self, number: int) -> "StepKey":
-    """Returns the key of a round of messages, unchanged for round 0."""
-    if not number:
-      return self
-    own, shared = fold_key(self.own, number), self.dither
-    if shared is not None:
-      shared = jnp.append(fold_key(shared[:2], number), shared[2])
-    return StepKey(own, shared)
+  @property
+  def whole(self) -> Context:
+    """The context for encoding whole sums."""
+    # Only one worker encodes the sum of a share, so that it draws its own bits.
+    return self.context._replace(dither=None)
 
-  def at(self, part: jax.Array, number: jax.Array | int) -> "StepKey":
-    """Returns the key of partial sum ``number`` of the rows ``part``.
+  def partial(self, part: jax.Array, number: jax.Array | int) -> Context:
+    """Returns the context for encoding partial sum ``number`` of the rows ``part``.
 
     Other rows draw other bits. The mask is that of the worker with this number.
     """
-    own, shared = fold_key(self.own, number), self.dither
+    key, shared = self.context.key, self.context.dither
+    if key is None:
+      return self.context
     if shared is not None:
       shared = dithers.dither(fold_key(shared[:2], part), number)
-    return StepKey(own, shared)
-
-
-class Keys(NamedTuple):
-  """The keys of one worker and step, None for codecs without random numbers."""
-
-  leaves: Sequence[StepKey | None]
-  stages: Sequence[StepKey | None]  # one for each codec, for its later encodings
+    return self.context._replace(key=fold_key(key, number), dither=shared)

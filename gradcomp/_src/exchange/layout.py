@@ -2,24 +2,26 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.encoding import (
-  JOINT_ENCODING_ELEMENTS,
-  encode_leaves,
-  to_agree,
-)
+from gradcomp._src.codecs.encoding import JOINT_ENCODING_ELEMENTS
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf
-from gradcomp._src.codecs.sums.sum import RowDecoder
-from gradcomp._src.codecs.tiles import from_tiles, tile_shape, to_tiles, view_shape
+from gradcomp._src.codecs.sums.records import Leaf
+from gradcomp._src.codecs.sums.sum import RowDecoder, Sum
+from gradcomp._src.codecs.tiles import (
+  elements,
+  from_tiles,
+  tile_shape,
+  to_tiles,
+  view_shape,
+)
 from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
-from gradcomp._src.kernels.materialize import LARGE
+from gradcomp._src.kernels.materialize import LARGE, materialized
 from gradcomp._src.mesh.axes import automatic_axes
 
 
@@ -62,74 +64,92 @@ class Layout:
     words = [codec.row_words for codec in self.codecs]
     return 4 * sum(r * w for r, w in zip(self.rows, words, strict=True))
 
-  def to_agree(self, leaves: Sequence[jax.Array]) -> list[jax.Array | None]:
-    """Returns each leaf's statistics for all workers to agree on; None without any."""
-    codecs = [self.codecs[slot.group] for slot in self.slots]
-    return list(map(to_agree, codecs, leaves))
+  @property
+  def sums(self) -> list[Sum]:
+    """The sum of each codec."""
+    return [codec.sums for codec in self.codecs]
 
-  def agreed_rows(self, agreed: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-    """Returns the statistics of each matrix, a line a row; None without any."""
-    parts: list[list[jax.Array]] = [[] for _ in self.codecs]
-    for stat, slot in zip(agreed, self.slots, strict=True):
-      if stat is not None:
-        shape = (slot.stop - slot.start, stat.shape[1])
-        parts[slot.group].append(jnp.broadcast_to(stat, shape))
-    return [jnp.concatenate(lines) if lines else None for lines in parts]
+  @property
+  def plain(self) -> bool:
+    """True if all leaves can be added as they are."""
+    return all(total.plain for total in self.sums)
 
-  def encode(
-    self,
-    leaves: Sequence[jax.Array],
-    contexts: Sequence[Context],
-    *,
-    keep: bool = False,
-  ) -> tuple[list[jax.Array], list[Encoded]]:
-    """Encodes leaves to one matrix, ``uint32[rows, row_words]``, for each codec.
+  def codec_of(self, number: int) -> Codec:
+    """Returns the codec of a leaf."""
+    return self.codecs[self.slots[number].group]
 
-    The encoded form of each leaf is returned too, with its unsent part if ``keep``.
+  def stack(self, rows: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+    """Concatenates the rows of leaves, by their numbers, to matrices, by theirs."""
+    parts: dict[int, list[jax.Array]] = {}
+    for i in sorted(rows):
+      parts.setdefault(self.slots[i].group, []).append(rows[i])
+    return {group: jnp.concatenate(own) for group, own in parts.items()}
+
+  def tiles(self, number: int, leaf: jax.Array) -> jax.Array:
+    """Splits a leaf into tiles, ``float32[rows, *tile_shape]``, filled with zeros."""
+    codec = self.codec_of(number)
+    return to_tiles(leaf, codec).reshape(-1, *tile_shape(codec))
+
+  def means(
+    self, decoders: Callable[[], Mapping[int, RowDecoder]], received: jax.Array
+  ) -> list[jax.Array]:
+    """Decodes the leaves, in float32, from all workers' ``received`` words."""
+
+    def decode(_: jax.Array) -> dict[int, jax.Array]:
+      return self._decode(self._runs(), decoders())
+
+    tiled = any(self.view(i) != x.shape for i, x in enumerate(self.like))
+    # A residual and every state of an optimizer read large leaves, so a CPU
+    # materializes them.
+    large = tiled and self.elements >= LARGE
+    found = materialized(decode, received) if large else decode(received)
+    return self._shaped(found)
+
+  def decode(self, decoders: Mapping[int, RowDecoder]) -> list[jax.Array]:
+    """Decodes all leaves, in float32, from the decoder of each matrix."""
+    return self._shaped(self.viewed(decoders))
+
+  def _shaped(self, leaves: Mapping[int, jax.Array]) -> list[jax.Array]:
+    return [leaves[i].reshape(like.shape) for i, like in enumerate(self.like)]
+
+  def viewed(self, decoders: Mapping[int, RowDecoder]) -> dict[int, jax.Array]:
+    """Decodes the leaves of some matrices, in float32, in the shapes of :meth:`view`.
+
+    ``decoders`` and the leaves are by their numbers.
     """
-    codecs = [self.codecs[slot.group] for slot in self.slots]
-    # Every leaf is encoded by itself, and then the rows are stacked. Flattening the
-    # gradient in float32 first would cost five times as much.
-    encoded = encode_leaves(codecs, leaves, contexts, keep=keep)
-    parts: list[list[jax.Array]] = [[] for _ in self.codecs]
-    for slot, leaf in zip(self.slots, encoded, strict=True):
-      parts[slot.group].append(leaf.rows)
-    return [jnp.concatenate(rows) for rows in parts], encoded
-
-  def decode(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
-    """Returns the leaves, in float32, from the decoder of each matrix."""
-    return self.shaped(self.viewed(decoders))
-
-  def shaped(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Reshapes leaves from :meth:`viewed` to their own shapes."""
-    return [x.reshape(y.shape) for x, y in zip(leaves, self.like, strict=True)]
-
-  def viewed(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
-    """Decodes the leaves, in float32, in the shapes of :meth:`view`."""
-    leaves: dict[int, jax.Array] = {}
-    for numbers in self._runs():
-      leaves |= self._decode_run(numbers, decoders)
-    return [leaves[i] for i in range(len(self.like))]
+    runs = [x for x in self._runs() if self.slots[x[0]].group in decoders]
+    return self._decode(runs, decoders)
 
   def decode_leaf(self, number: int, decoders: Mapping[int, RowDecoder]) -> jax.Array:
     """Returns the leaf of this number, in float32, from the decoder of its matrix."""
-    return self._decode_run([number], decoders)[number]
+    return self._decode([[number]], decoders)[number]
 
-  def _decode_run(
-    self,
-    numbers: Sequence[int],
-    decoders: Sequence[RowDecoder] | Mapping[int, RowDecoder],
-  ) -> dict[int, jax.Array]:
-    group, first, _ = self.slots[numbers[0]]
+  def shares(
+    self, decoders: Mapping[int, RowDecoder], rows: Sequence[jax.Array]
+  ) -> list[jax.Array]:
+    """Decodes this worker's own rows of each matrix, ``float32[share, *tile_shape]``.
+
+    ``rows`` are the words of all workers, ``uint32[N, share, words]``.
+    """
     with jax.named_scope("gradcomp_decode"):
-      tiles = decoders[group](first, self.slots[numbers[-1]].stop)
-      leaves = {}
-      for i in numbers:
-        _, start, stop = self.slots[i]
-        own = tiles[start - first : stop - first]
-        like = jax.ShapeDtypeStruct(self.view(i), jnp.float32)
-        leaves[i] = from_tiles(own, like, self.codecs[group])
-      return leaves
+      tiles = [decoders[i](0, x.shape[1]) for i, x in enumerate(rows)]
+      return list(map(elements, tiles, self.codecs))
+
+  def _decode(
+    self, runs: Sequence[Sequence[int]], decoders: Mapping[int, RowDecoder]
+  ) -> dict[int, jax.Array]:
+    """Decodes runs of leaves with adjacent rows, each run at once."""
+    leaves = {}
+    with jax.named_scope("gradcomp_decode"):
+      for numbers in runs:
+        group, first, _ = self.slots[numbers[0]]
+        tiles = decoders[group](first, self.slots[numbers[-1]].stop)
+        for i in numbers:
+          _, start, stop = self.slots[i]
+          own = tiles[start - first : stop - first]
+          like = jax.ShapeDtypeStruct(self.view(i), jnp.float32)
+          leaves[i] = from_tiles(own, like, self.codecs[group])
+    return leaves
 
   def view(self, number: int) -> tuple[int, ...]:
     """Returns the shape in which a CPU traverses a large leaf fastest; else its own."""
@@ -168,18 +188,6 @@ class Layout:
         filled[slot.group] = like.size
       own[-1].append(i)
     return list(itertools.chain.from_iterable(runs.values()))
-
-  def tiles(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Splits leaves into tiles, ``float32[rows, *tile_shape]`` for each codec.
-
-    Zeros fill the last tile of a leaf.
-    """
-    parts: list[list[jax.Array]] = [[] for _ in self.codecs]
-    for leaf, slot in zip(leaves, self.slots, strict=True):
-      codec = self.codecs[slot.group]
-      tiles = to_tiles(leaf, codec)
-      parts[slot.group].append(tiles.reshape(-1, *tile_shape(codec)))
-    return [jnp.concatenate(rows) for rows in parts]
 
 
 def plan_rows(

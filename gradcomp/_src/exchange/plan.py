@@ -10,10 +10,10 @@ from jax.tree_util import KeyPath, keystr
 from gradcomp._src.codecs.dense import working_dtype
 from gradcomp._src.codecs.protocol import Codec, LeafCodec, Round
 from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.exchange.all_reduce import AllReduce
 from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
 from gradcomp._src.exchange.auto import Auto, Choice, choose, reencoding
 from gradcomp._src.exchange.layout import Layout, arrange, arrange_last
+from gradcomp._src.exchange.one_stage import AllReduce
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
 
@@ -90,18 +90,32 @@ def own_axes(axis_name: AxisName | None, others: tuple[str, ...]) -> Axes:
   return (*(() if axis_name is None else axis_names(axis_name)), *others)
 
 
+class PlanOptions(NamedTuple):
+  """The options of a transformation that decide its messages.
+
+  Attributes:
+    codec: the codec of the large leaves.
+    exchange: the exchange that was asked for.
+    min_leaf_size: the smallest size of a large leaf, or None for the default.
+    message_bytes: the limit in bytes, or None for no limit.
+    feedback: whether workers keep residuals.
+  """
+
+  codec: LeafCodec
+  exchange: Auto | Exchange
+  min_leaf_size: int | None = None
+  message_bytes: int | None = None
+  feedback: bool = False
+
+
 def plan_messages(
   leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
   paths: Sequence[KeyPath],
   others: Sequence[tuple[str, ...]],
-  codec: LeafCodec,
+  options: PlanOptions,
   *,
   axis_name: AxisName | None,
-  exchange: Auto | Exchange,
   workers: int,
-  min_leaf_size: int | None,
-  message_bytes: int | None,
-  feedback: bool,
 ) -> MessagePlan:
   """Splits a list of leaves into messages.
 
@@ -121,18 +135,15 @@ def plan_messages(
     leaves: the leaves of the flattened tree.
     paths: the path of each leaf.
     others: for each leaf, its other axes, over which it varies.
-    codec: the codec of the large leaves.
+    options: the options.
     axis_name: the axes of the workers, or None.
-    exchange: the exchange that was asked for.
     workers: the number of workers N.
-    min_leaf_size: the smallest size of a large leaf, or None for the default.
-    message_bytes: the limit in bytes, or None for no limit.
-    feedback: whether workers keep residuals.
 
   Raises:
     ValueError: sums of N workers' codes do not fit in 32 bits, or a rule of a policy
       matches no leaf.
   """
+  codec, exchange, min_leaf_size, message_bytes, feedback = options
   like = [
     jax.ShapeDtypeStruct(leaf.shape, working_dtype(codec, leaf.dtype))
     for leaf in leaves

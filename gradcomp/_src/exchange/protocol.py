@@ -1,12 +1,77 @@
-"""The protocol of exchanges, which the transformation relies on."""
+"""The protocol of exchanges, and the records that they take and return."""
 
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from gradcomp._src.codecs.sums.sum import Way
+import jax
+
+from gradcomp._src.codecs.sums.records import Context, Encoded
+from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, Way
 from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.contribution import Contribution, Total
+from gradcomp._src.exchange.keys import Stage
+from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.mesh.axes import AxisName
+
+
+class Outgoing(NamedTuple):
+  """One worker's part of a message, in the form in which an exchange adds it.
+
+  Attributes:
+    layout: the place of each leaf in the message.
+    parts: for each codec, the encoded rows, ``uint32[rows, words]``. Where the exchange
+      adds before it encodes, they are tiles, ``float32[rows, *tile_shape]``. The
+      leaves themselves, if they are plain and an exchange adds them as they are.
+    encoded: the leaves that are encoded, by their numbers.
+    agreed: the agreed statistics of each codec, one line for each row; or None.
+    contexts: the contexts of the leaves.
+    stages: the later encodings of each codec, with their owner residuals.
+    keep: whether to return rounding errors.
+  """
+
+  layout: Layout
+  parts: list[jax.Array]
+  encoded: Mapping[int, Encoded]
+  agreed: list[jax.Array | None]
+  contexts: Sequence[Context]
+  stages: Sequence[Stage]
+  keep: bool
+
+  def leaf_rows(self, group: int) -> list[LeafRows]:
+    """Returns the key and the number of rows of each leaf of a codec."""
+    return [
+      LeafRows(context.key, slot.stop - slot.start)
+      for context, slot in zip(self.contexts, self.layout.slots, strict=True)
+      if slot.group == group
+    ]
+
+  def decoders(self) -> dict[int, RowDecoder]:
+    """Returns the decoder of this worker's own rows, for each codec with any."""
+    sums, parts, agreed = self.layout.sums, self.parts, self.agreed
+    coded = sorted({self.layout.slots[i].group for i in self.encoded})
+    return {i: sums[i].gathered(parts[i][None], agreed[i], 1.0) for i in coded}
+
+
+class Received(NamedTuple):
+  """The sums that an exchange has brought to a worker, still to be decoded.
+
+  Attributes:
+    words: the words, or numbers, for each codec. The means of the leaves, if these were
+      added as they are.
+    decoders: returns the decoders of the means, or the sums, of each codec, with the
+      same bits on every worker; None if leaves were added as they are.
+    to_all: whether every worker has received all rows, and not only its own share.
+    lost: the decoders of the rounding errors of sums that this worker keeps in its
+      residual, by the numbers of codecs, where there are any.
+    residuals: the new owner residual of each codec, or None; nothing without owners.
+  """
+
+  words: Sequence[jax.Array]
+  decoders: Callable[[], Mapping[int, RowDecoder]] | None = None
+  to_all: bool = True
+  lost: Mapping[int, RowDecoder] = MappingProxyType({})
+  residuals: Sequence[jax.Array | None] = ()
 
 
 class Work(NamedTuple):
@@ -58,8 +123,8 @@ class Exchange(Protocol):
   def check_axes(self, axis_name: AxisName | None) -> None:
     """Raises ValueError if the exchange cannot run over the axes."""
 
-  def run(self, own: Contribution, workers: Workers) -> Total:
-    """Returns the mean, or the sum, of all workers' leaves."""
+  def run(self, own: Outgoing, workers: Workers) -> Received:
+    """Sends this worker's part, and returns the sum over all workers."""
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     """Returns a worker's computation, for :mod:`gradcomp.cost`.

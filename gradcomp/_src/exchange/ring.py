@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from fractions import Fraction
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,32 +12,18 @@ from jax import lax
 from gradcomp._src.bibliography import HAN_2021, Citation
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import Partial, PartialSum, Sent, Way
-from gradcomp._src.exchange.all_gather import gather_rows
-from gradcomp._src.exchange.collectives import (
-  Workers,
+from gradcomp._src.exchange.collectives import Workers, pass_on
+from gradcomp._src.exchange.protocol import Outgoing, Received, WithoutOwners, Work
+from gradcomp._src.exchange.shares import (
+  Owned,
+  gather_rows,
   join,
-  pass_on,
+  owned_total,
   shares,
   split,
   stacked,
 )
-from gradcomp._src.exchange.contribution import Contribution, Total
-from gradcomp._src.exchange.protocol import WithoutOwners, Work
-from gradcomp._src.exchange.two_shot import owned_total
 from gradcomp._src.mesh.types import mark_varying
-
-
-class _Owned(NamedTuple):
-  """The whole sums of the rows that a worker owns, and all its rounding errors.
-
-  They are ``uint32[share, words]`` with a factor still to be applied, and
-  ``float32[rows, *tile_shape]``, one a codec; without ``keep`` there are no errors.
-  """
-
-  rows: list[jax.Array]
-  scales: list[float]
-  lost: list[jax.Array]
-
 
 # The arrays of a Partial.
 _Sums = tuple[jax.Array, jax.Array | None, jax.Array | None]
@@ -75,28 +61,27 @@ class Ring(WithoutOwners):
   way: ClassVar[Way] = "passed"
   of_leaves: ClassVar[bool] = False
 
-  def run(self, own: Contribution, workers: Workers) -> Total:
-    owned = reduce(own, workers)
-    gathered = gather_rows(own.layout, owned.rows, workers)
-    lost = owned.lost if own.keep else own.nothing
-    sent = [
-      Sent(rows, residual=residual, scale=workers.scale * scale)
-      for rows, residual, scale in zip(
-        owned.rows, own.residuals, owned.scales, strict=True
-      )
-    ]
-    return owned_total(own, gathered, sent, lost, workers)._replace(encoded=False)
+  def run(self, own: Outgoing, workers: Workers) -> Received:
+    sent, lost = reduce(own, workers)
+    gathered = gather_rows(own.layout, [x.rows for x in sent], workers)
+    # Scales are applied to whole sums; no owner keeps a residual.
+    sent = [Sent(x.rows, scale=workers.scale * x.scale) for x in sent]
+    return owned_total(own, Owned(sent, lost or [None] * len(sent), gathered), workers)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     hops = Fraction(math.prod(sizes) - 1, math.prod(sizes))
     return Work(encoded=Fraction(1), decoded=hops + 1, summed=hops)
 
 
-def reduce(own: Contribution, workers: Workers) -> _Owned:
-  """Adds up this worker's share; returns its whole sums and all rounding errors."""
-  sums = cast(list[PartialSum], own.sums)  # check_exchange makes sure of that
+def reduce(own: Outgoing, workers: Workers) -> tuple[list[Sent], list[jax.Array]]:
+  """Adds up this worker's share; returns its whole sums and all rounding errors.
+
+  Errors are ``float32[rows, *tile_shape]``, one a codec; without ``keep`` there are
+  none.
+  """
+  sums = cast(list[PartialSum], own.layout.sums)  # check_exchange makes sure of that
   n = workers.size
-  parts = [shares(addend, workers) for addend in own.addends]
+  parts = [shares(addend, workers) for addend in own.parts]
   index = lax.axis_index(workers.axis_name)
 
   def addend(group: int, share: jax.Array) -> jax.Array:
@@ -104,7 +89,7 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
 
   def context(group: int, hop: jax.Array | int) -> Context:
     """Returns the context of a hop; the last two are a pair."""
-    return own.of_partial(group, (index - 1 - hop) % n, n - 1 - hop)
+    return own.stages[group].partial((index - 1 - hop) % n, n - 1 - hop)
 
   def noted(lost: list[jax.Array], sent: list[Sent], share: jax.Array) -> list:
     """Writes the rounding errors of a share into the array of all rows' errors."""
@@ -166,4 +151,4 @@ def reduce(own: Contribution, workers: Workers) -> _Owned:
     passing = lax.fori_loop(1, n - 1, step, (receive(sent, 0), lost))
     sent = finish(passing[0])
     lost = noted(passing[1], sent, index)
-  return _Owned([x.rows for x in sent], [x.scale for x in sent], lost)
+  return sent, lost

@@ -2,21 +2,22 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import ClassVar
-
-import jax
-import jax.numpy as jnp
-from jax import lax
 
 from gradcomp._src.bibliography import GRUBIC_2018, Citation
 from gradcomp._src.checks import flag
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
-from gradcomp._src.exchange.all_gather import gather_rows
-from gradcomp._src.exchange.collectives import Workers, join, scatter, shares, split
-from gradcomp._src.exchange.contribution import Contribution, Total
-from gradcomp._src.exchange.protocol import Work
+from gradcomp._src.exchange.collectives import Workers
+from gradcomp._src.exchange.protocol import Outgoing, Received, Work
+from gradcomp._src.exchange.shares import (
+  Owned,
+  gather_rows,
+  own_share,
+  owned_loss,
+  owned_total,
+  scatter_rows,
+)
 from gradcomp._src.mesh.axes import AxisName
 
 
@@ -75,90 +76,42 @@ class TwoShot:
   def check_axes(self, axis_name: AxisName | None) -> None:
     """Accepts any axes."""
 
-  def run(self, own: Contribution, workers: Workers) -> Total:
-    return broadcast(own, reduce(own, workers), workers)
+  def run(self, own: Outgoing, workers: Workers) -> Received:
+    sent = reduce(own, workers)
+    gathered = gather_rows(own.layout, [x.rows for x in sent], workers)
+    lost = [owned_loss(x, workers) for x in sent]
+    return owned_total(own, Owned(sent, lost, gathered), workers)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     share = Fraction(1, math.prod(sizes))
     return Work(encoded=1 + share, decoded=Fraction(1), added=Fraction(1))
 
 
-def reduce(own: Contribution, workers: Workers) -> list[Sent]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReduceScatter(TwoShot):
+  """The first half of :class:`TwoShot`, for ZeRO: means stay with their owners."""
+
+  feedback: bool = False
+
+  def run(self, own: Outgoing, workers: Workers) -> Received:
+    owned = scatter_rows(own, workers)
+
+    def decoders() -> dict[int, RowDecoder]:
+      shared = [None if x is None else own_share(x, workers) for x in own.agreed]
+      parts = enumerate(zip(own.layout.sums, owned, shared, strict=True))
+      return {i: x.gathered(rows, y, workers.scale) for i, (x, rows, y) in parts}
+
+    return Received(owned, decoders, to_all=False)
+
+
+def reduce(own: Outgoing, workers: Workers) -> list[Sent]:
   """Adds the rows that this worker owns, and encodes the sum of each codec for all."""
   sent = []
-  owned = owned_rows(own, workers)
-  for i, (total, rows) in enumerate(zip(own.sums, owned, strict=True)):
+  owned = scatter_rows(own, workers)
+  for total, rows, stage in zip(own.layout.sums, owned, own.stages, strict=True):
     partial = total.fold(rows, workers.scale, keep=own.keep)
     finished = total.finish(
-      partial, own.of_whole(i), own.residuals[i], workers.size, keep=own.keep
+      partial, stage.whole, stage.residual, workers.size, keep=own.keep
     )
     sent.append(finished)
   return sent
-
-
-def owned_rows(own: Contribution, workers: Workers) -> list[jax.Array]:
-  """Receives this worker's share of all workers' rows, ``uint32[N, share, words]``."""
-  lines = [shares(rows, workers) for rows in own.rows]
-  received = scatter(join(lines, workers.size), workers.axis_name)
-  return split(received, [line.shape[1:] for line in lines])
-
-
-def broadcast(own: Contribution, sent: Sequence[Sent], workers: Workers) -> Total:
-  """Sends the encoded sums of all owners to every worker, and decodes them."""
-  gathered = gather_rows(own.layout, [x.rows for x in sent], workers)
-  lost = [owned_loss(x, workers) for x in sent]
-  return owned_total(own, gathered, sent, lost, workers)
-
-
-def owned_total(
-  own: Contribution,
-  gathered: Sequence[jax.Array],
-  sent: Sequence[Sent],
-  lost: Sequence[jax.Array | None],
-  workers: Workers,
-) -> Total:
-  """Decodes the sums of N owners.
-
-  Args:
-    own: the leaves of this worker.
-    gathered: the shares of all owners, ``uint32[N, rows, words]`` for each codec.
-    sent: this worker's encoded sum of each codec.
-    lost: the rounding errors for this worker's residual, ``float32[rows, *tile_shape]``
-      for each codec, or None.
-    workers: the workers that exchange.
-  """
-  agreed_rows = own.agreed_rows
-
-  def decoders() -> list[RowDecoder]:
-    shares = [-(-rows // workers.size) for rows in own.layout.rows]
-    return [
-      total.value(rows, agreed, one.scale, share, workers.size)
-      for total, rows, agreed, one, share in zip(
-        own.sums, gathered, agreed_rows, sent, shares, strict=True
-      )
-    ]
-
-  losses = [
-    None if gone is None else total.loss(gone, agreed)
-    for total, gone, agreed in zip(own.sums, lost, agreed_rows, strict=True)
-  ]
-  means = own.means(decoders, gathered[0])
-  return Total(means, losses, [x.residual for x in sent])
-
-
-def owned_loss(sent: Sent, workers: Workers) -> jax.Array | None:
-  """Returns the rounding errors of this worker's share, with zeros in other rows."""
-  return None if sent.lost is None else place(sent.lost[None], workers, workers.size)
-
-
-def place(lost: jax.Array, workers: Workers, size: int) -> jax.Array:
-  """Places the errors of shares ``(*, c)``, c this worker's place, among zeros.
-
-  ``lost`` is ``float32[groups, share, ...]``, and the result ``float32[groups * size *
-  share, ...]``, with ``size`` workers in a group.
-  """
-  groups, share, *tile = lost.shape
-  own = lax.axis_index(workers.axis_name) % size
-  mine = jnp.arange(size) == own
-  placed = jnp.where(mine.reshape(-1, *[1] * (1 + len(tile))), lost[:, None], 0.0)
-  return placed.reshape(groups * size * share, *tile)

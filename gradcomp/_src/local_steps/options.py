@@ -12,8 +12,8 @@ from gradcomp._src.checks import one_of, share_above_0, static_integer
 from gradcomp._src.codecs.protocol import is_codec
 from gradcomp._src.core.compression import Dither
 from gradcomp._src.core.feedback import ErrorFeedback, Feedback, FeedbackName
-from gradcomp._src.exchange.all_gather import AllGather, Merge
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
+from gradcomp._src.exchange.one_stage import AllGather, Merge
 from gradcomp._src.exchange.protocol import Exchange
 
 

@@ -13,14 +13,8 @@ from gradcomp._src.codecs.rounds import payload_of
 from gradcomp._src.codecs.sums.records import Context, Payload
 from gradcomp._src.codecs.sums.tiles import sum_in_order
 from gradcomp._src.codecs.tiles import from_tiles
-from gradcomp._src.exchange.collectives import (
-  as_floats,
-  gather,
-  join,
-  permute,
-  scatter,
-  split,
-)
+from gradcomp._src.exchange.collectives import as_floats, gather, permute, scatter
+from gradcomp._src.exchange.shares import join, split
 from gradcomp._src.floats.dtypes import narrowed
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import fold_key

@@ -11,7 +11,7 @@ from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core.codec_memory import used_by_leaf
 from gradcomp._src.core.state import states_in
 from gradcomp._src.exchange.hierarchical import Hierarchical
-from gradcomp._src.exchange.messages import owner_shapes
+from gradcomp._src.exchange.owners import owner_shapes
 from gradcomp._src.exchange.plan import Message
 from gradcomp._src.exchange.protocol import CODED_ONCE, Work
 from gradcomp._src.mesh.axes import WorkerSizes, check_both, only_named, sizes_of

@@ -103,10 +103,10 @@ def _owned_leaves(plan: MessagePlan, gradients: Any, owned: Any) -> list[Any]:
   waiting = {axes: list(arrays) for axes, arrays in (owned or {}).items()}
   for message in plan.messages:
     arrays = waiting.get(own_axes(plan.axis_name, message.others), [])
-    decoders: list[RowDecoder] = []
-    for codec in message.layout.codecs:
+    decoders: dict[int, RowDecoder] = {}
+    for group, codec in enumerate(message.layout.codecs):
       lossy = arrays and not codec.sums.exact
-      decoders.append(_decoder(codec, arrays.pop(0) if lossy else None))
+      decoders[group] = _decoder(codec, arrays.pop(0) if lossy else None)
     found = message.layout.decode(decoders)
     for i, leaf in zip(message.leaves, found, strict=True):
       (first, *_) = plan.codecs[i].rounds(plan.leaves[i].shape)

@@ -18,9 +18,8 @@ from gradcomp._src.cost.exchange import Breakdown, exchange_seconds
 from gradcomp._src.cost.planner.candidates import DENSE, Candidate, SpeedOf, is_last
 from gradcomp._src.cost.planner.errors import Errors
 from gradcomp._src.cost.step import step_seconds
-from gradcomp._src.exchange.all_gather import AllGather
-from gradcomp._src.exchange.all_reduce import AllReduce
 from gradcomp._src.exchange.hierarchical import Hierarchical
+from gradcomp._src.exchange.one_stage import AllGather, AllReduce
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.ring import Ring
 from gradcomp._src.exchange.two_shot import TwoShot

@@ -4,19 +4,16 @@ No worker has the mean of a leaf: each owner has some of its rows. So measures o
 mean are NaN. Owners measure the updates that they send, row by row.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcomp._src.core.measures import Sums, measured
+from gradcomp._src.core.measures import Sums
 from gradcomp._src.core.state import OwnedRows, Watched
 from gradcomp._src.exchange.collectives import STAGE, psum
-from gradcomp._src.exchange.messages import Exchanged
 from gradcomp._src.exchange.plan import MessagePlan
-from gradcomp._src.exchange.reduce_scatter import OwnedMeans
 from gradcomp._src.mesh.axes import axis_names
 from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.zero.shared_rows import SharedRows
@@ -36,29 +33,24 @@ class Changes(NamedTuple):
   after: OwnedRows
 
 
-def measured_zero(
-  state: Watched,
-  plan: MessagePlan,
-  updates: Any,
-  corrected: Sequence[jax.Array],
-  averaged: OwnedMeans,
-  rows: SharedRows,
-  changes: Changes,
-) -> Watched:
-  """Returns the watched state of the gradients, with sums.
+def unknown_means(plan: MessagePlan) -> list[jax.Array]:
+  """Returns NaN in place of the mean of each leaf."""
+  # Typed as a mean is, which is equal on all workers.
+  return [
+    _typed(jnp.full(leaf.shape, jnp.nan, jnp.float32), others)
+    for leaf, others in zip(plan.leaves, plan.others, strict=True)
+  ]
+
+
+def measured_zero(state: Any, rows: SharedRows, changes: Changes) -> Any:
+  """Returns the state of the gradients, with sums of both directions if watched.
 
   There are twice as many as leaves: those of gradients, and behind them those of the
-  updates of parameters. ``corrected`` are the gradients plus residuals, and
-  ``averaged`` the owned means and the unsent parts.
+  updates of parameters.
   """
-  # Typed as a mean is, which is equal on all workers.
-  unknown = [
-    _typed(jnp.full(x.shape, jnp.nan, jnp.float32), others)
-    for x, others in zip(corrected, plan.others, strict=True)
-  ]
-  exchanged = Exchanged(unknown, averaged.unsent, [], None, [], averaged.sent)
-  found = measured(state, plan, updates, corrected, exchanged, rows.workers).sums
-  back = _sums(rows, changes)
+  if not isinstance(state, Watched):
+    return state
+  found, back = state.sums, _sums(rows, changes)
   nan = jnp.full_like(found.union, jnp.nan)
   gradients = found._replace(owned=back.owned, union=nan)
   both = jax.tree.map(lambda *x: jnp.concatenate(x), gradients, back)

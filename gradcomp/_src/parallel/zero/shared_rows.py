@@ -14,10 +14,12 @@ from gradcomp._src.codecs.sums.records import NOTHING, Leaf
 from gradcomp._src.codecs.tiles import from_tiles, join_rows, split_rows, tile_shape
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.exchange.assign import leaf_codecs
-from gradcomp._src.exchange.collectives import Workers, own_rows
+from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.layout import Layout, Slot
+from gradcomp._src.exchange.notes import noted
 from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
-from gradcomp._src.exchange.reduce_scatter import gather_owned, own_share
+from gradcomp._src.exchange.shares import gather_rows, own_rows, own_share
+from gradcomp._src.exchange.two_shot import ReduceScatter
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.mesh.closures import OF_OPTIMIZER, with_arrays
 from gradcomp._src.mesh.specs import sharded_axes, stacked_over
@@ -127,7 +129,8 @@ class SharedRows:
       with jax.named_scope("gradcomp_encode"):
         pairs = zip(bound, flat, strict=True)
         encoded = [x.encode_leaf(y, NOTHING, keep=False).rows for x, y in pairs]
-      gathered = gather_owned(message, encoded, self.workers)
+      with jax.named_scope("gradcomp_all_gather"), noted(message):
+        gathered = gather_rows(message.layout, encoded, self.workers)
       with jax.named_scope("gradcomp_decode"):
         matrices = [
           _decoded(codec, words, like)
@@ -196,7 +199,7 @@ def share_rows(
   chosen = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
   pairs = [_paired(message, chosen, kinds) for message in plan.messages]
   messages = tuple(
-    message._replace(layout=layout)
+    message._replace(layout=layout, exchange=ReduceScatter())
     for message, (layout, _) in zip(plan.messages, pairs, strict=True)
   )
   codecs = tuple(codecs for _, codecs in pairs)
@@ -232,14 +235,12 @@ def _decoded(codec: Codec, words: jax.Array, like: jax.Array) -> jax.Array:
 
 def _matrices(message: Message, leaves: Sequence[jax.Array]) -> list[jax.Array]:
   """Splits leaves into rows, ``float32[rows, *tile_shape]`` for each codec."""
-  layout = message.layout
-  parts: list[list[jax.Array]] = [[] for _ in layout.codecs]
-  for i, slot in zip(message.leaves, layout.slots, strict=True):
-    codec = layout.codecs[slot.group]
-    parts[slot.group].append(
-      split_rows(leaves[i], codec).reshape(-1, *tile_shape(codec))
-    )
-  return [jnp.concatenate(rows) for rows in parts]
+  layout, rows = message.layout, {}
+  for place, i in enumerate(message.leaves):
+    codec = layout.codec_of(place)
+    rows[place] = split_rows(leaves[i], codec).reshape(-1, *tile_shape(codec))
+  found = layout.stack(rows)
+  return [found[group] for group in range(len(layout.codecs))]
 
 
 def _leaves(message: Message, matrices: Sequence[jax.Array]) -> dict[int, jax.Array]:

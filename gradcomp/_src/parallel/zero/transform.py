@@ -1,7 +1,7 @@
 """``zero``: each worker runs the optimizer on an Nth of the parameters (ZeRO)."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,17 +13,14 @@ from gradcomp._src.bibliography import JIA_2024, RAJBHANDARI_2020, Citation, cit
 from gradcomp._src.checks import optional_size
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.core import agreement
-from gradcomp._src.core.codec_memory import recall, remember
 from gradcomp._src.core.compression import Across, Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
 from gradcomp._src.core.inputs import not_differentiated, on_real_pairs, pairs, whole
-from gradcomp._src.core.residual_storage import correct
-from gradcomp._src.core.state import CompressState, OwnedRows, Watched, step_keys
-from gradcomp._src.core.transform import compress
+from gradcomp._src.core.state import CompressState, OwnedRows
+from gradcomp._src.core.step import Update, take_step
 from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.messages import Exchanged
 from gradcomp._src.exchange.notes import Options, note
-from gradcomp._src.exchange.reduce_scatter import average_owned
+from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.exchange.two_shot import TwoShot
 from gradcomp._src.floats.dtypes import narrowed
 from gradcomp._src.mesh.axes import (
@@ -37,7 +34,7 @@ from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import other_axes
 from gradcomp._src.parallel.zero.checks import check_codecs
 from gradcomp._src.parallel.zero.inner import Inner
-from gradcomp._src.parallel.zero.measures import Changes, measured_zero
+from gradcomp._src.parallel.zero.measures import Changes, measured_zero, unknown_means
 from gradcomp._src.parallel.zero.owner_step import step_owned, still_lacking
 from gradcomp._src.parallel.zero.shared_rows import (
   Others,
@@ -177,17 +174,8 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
     "min_leaf_size": optional_size("min_leaf_size", "elements", min_leaf_size),
     "message_bytes": optional_size("message_bytes", "bytes", message_bytes),
   }
-  compressed = compress(
-    grads,
-    axis_name=axes,
-    exchange=exchange,
-    feedback=feedback,
-    key=key,
-    dither=dither,
-    **limits,
-  )
   keeper = as_feedback(feedback, grads)
-  limit = limits["min_leaf_size"]
+  limit, of_updates = limits["min_leaf_size"], params
   parts = Compression(grads, axes, exchange, keeper, key=key, dither=dither, **limits)
   inner = optax.with_extra_args_support(inner)
 
@@ -200,15 +188,15 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
     workers = Workers(axes, count, 1 / count)
     plan = parts.plan(leaves, paths_of(tree), Across(axes, False, others), workers)
     seen = Inner(inner, whole(tree, complexes))
-    rows = share_rows(plan, params, limit, workers, seen.kinds)
+    rows = share_rows(plan, of_updates, limit, workers, seen.kinds)
     master = rows.owned(leaves)
     state = seen.first(master, rows.first_leaves())
     return per_worker((jax.tree.map(jnp.zeros_like, master), state))
 
   def init_fn(tree: Any) -> ZeroState:
-    gradients = compressed.init(tree)
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(tree)]
     tree = jax.tree.map(pairs, tree)
+    gradients = parts.init(tree)
     first = functools.partial(first_rows, complexes)
     if not complexes:
       return ZeroState(gradients, OwnedRows({}), inner.init(tree))
@@ -243,23 +231,37 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
 
     def step(updates: Any, given: Any) -> tuple[Any, Any]:
       state, params = given
+      workers = parts.workers(across, updates, state.gradients)
+      assert workers is not None
+      wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+      paths, leaves = paths_of(updates), jax.tree.leaves(params)
+      plan = parts.plan(jax.tree.leaves(wide), paths, across, workers)
       seen = Inner(inner, whole(params, complexes), extra_args)
-      rows, means, keep = _reduced(across, updates, state.gradients, seen.kinds)
+      rows = share_rows(plan, of_updates, limit, workers, seen.kinds)
       rows.check("unsent", state.unsent)
-      before = rows.owned(jax.tree.leaves(params))
-      moved = step_owned(
-        seen, means, state.inner_state, rows, before, state.unsent, extra_args
-      )
-      leaves, own = rows.to_all(moved.lacking)
-      treedef = jax.tree.structure(updates)
-      decoded = jax.tree.unflatten(treedef, leaves)
-      casts = zip(leaves, across.dtypes, strict=True)
-      sent = jax.tree.unflatten(treedef, [narrowed(*cast)[0] for cast in casts])
-      both = zip(*map(jax.tree.leaves, (params, sent)), strict=True)
-      dtypes = [(p.dtype, u.dtype) for p, u in both]
-      unsent = still_lacking(moved.master, before, own, state.unsent, rows, dtypes)
-      kept = keep(decoded, lambda: Changes(moved.lacking, own, unsent))
-      return sent, (ZeroState(kept, unsent, moved.inner_state), params)
+      facts = parts.step(rows.plan, workers, state.gradients)
+
+      def finish(reduced: Reduced) -> Update:
+        """Runs the optimizer on the means that this worker owns; sends what changes."""
+        before, means = rows.owned(leaves), rows.by_axes(reduced.shares)
+        moved = step_owned(
+          seen, means, state.inner_state, rows, before, state.unsent, extra_args
+        )
+        lacks, own = rows.to_all(moved.lacking)
+        casts = zip(lacks, across.dtypes, strict=True)
+        sent = [narrowed(*cast)[0] for cast in casts]
+        dtypes = [(p.dtype, u.dtype) for p, u in zip(leaves, sent, strict=True)]
+        unsent = still_lacking(moved.master, before, own, state.unsent, rows, dtypes)
+        changes = Changes(moved.lacking, own, unsent)
+        # No worker has the mean of a leaf. Where that is not finite, nor is the update.
+        updates = jax.tree.unflatten(jax.tree.structure(wide), sent)
+        known = reduced._replace(mean=unknown_means(plan)) if facts.watch else reduced
+        return Update(updates, known, reduced.unsent, (moved.inner_state, changes))
+
+      update, kept = take_step(parts, facts, wide, state.gradients, finish)
+      inner_state, changes = update.rest
+      kept = measured_zero(kept, rows, changes)
+      return update.updates, (ZeroState(kept, changes.after, inner_state), params)
 
     params = jax.tree.map(pairs, params)
     result, (state, _) = per_device(
@@ -271,47 +273,12 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
     """Raises ValueError if another process has another codec or optimizer."""
     agreement.require_agreement(
       "gradcomp.parallel.zero",
-      {"params": params},
+      {"params": of_updates},
       updates,
       axes,
       inner_state=inner_state,
     )
-    note(Options((("params", params),)))
-
-  def _reduced(
-    across: Any, updates: Any, state: CompressState, kinds: Sequence[int]
-  ) -> Any:
-    """Reduce-scatters gradients; returns rows, owned means, and the new state."""
-    workers = parts.workers(across, updates, state)
-    assert workers is not None
-    wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
-    given = keeper.sent(wide, state.velocity)
-    corrected = jax.tree.leaves(correct(given, state.residual, grads))
-    plan = parts.plan(corrected, paths_of(updates), across, workers)
-    rows = share_rows(plan, params, limit, workers, kinds)
-    averaged = average_owned(
-      rows.plan,
-      corrected,
-      step_keys(state, rows.plan, shared=dither == "shared"),
-      workers,
-      memory=recall(plan, state.memory),
-      step=state.count,
-      keep=keeper.keeps or isinstance(state, Watched),
-    )
-
-    def keep(decoded: Any, changes: Callable[[], Changes]) -> CompressState:
-      # No worker has the mean of a leaf. Where that is not finite, nor is the update.
-      nothing: list[Any] = [None] * len(corrected)
-      exchanged = Exchanged([], averaged.unsent, nothing, None, averaged.memory)
-      kept = parts.keep(plan, state, wide, corrected, decoded, exchanged)
-      if isinstance(state, Watched):
-        kept = measured_zero(kept, plan, updates, corrected, averaged, rows, changes())
-      return kept._replace(
-        count=optax.safe_increment(state.count),
-        memory=remember(plan, state.memory, averaged.memory),
-      )
-
-    return rows, rows.by_axes(averaged.means), keep
+    note(Options((("params", of_updates),)))
 
   reals = on_real_pairs(init_fn, update_fn)
   return optax.GradientTransformationExtraArgs(init_fn, reals.update)

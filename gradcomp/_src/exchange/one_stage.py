@@ -1,0 +1,144 @@
+"""Exchanges of at most one stage: ``all_gather``, ``psum`` and ``local``."""
+
+import dataclasses
+import math
+from fractions import Fraction
+from typing import ClassVar, Literal, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp._src.checks import one_of
+from gradcomp._src.codecs.sums.sum import ReducibleSum, RowDecoder, Sum, Way
+from gradcomp._src.exchange.collectives import Workers, final_stage, pmean, psum, totals
+from gradcomp._src.exchange.protocol import (
+  CODED_ONCE,
+  Outgoing,
+  Received,
+  WithoutOwners,
+  Work,
+)
+from gradcomp._src.exchange.shares import gather_rows
+from gradcomp._src.kernels.common.fixed_point import divide
+
+Merge = Literal["mean", "senders"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllGather(WithoutOwners):
+  """Sends every payload to every worker, which decodes all of them and adds.
+
+  An addition may lose a part of the numbers that it adds. The worker whose numbers were
+  added keeps that part. A worker sends ``(N-1) c`` bytes, where c is the bytes of a
+  payload.
+
+  Attributes:
+    merge: ``"mean"``, or ``"senders"``: of a sparse codec, the sum of an element is
+      divided by the number of workers that sent it, and not by N.
+
+  Raises:
+    ValueError: ``merge`` is neither.
+  """
+
+  merge: Merge = "mean"
+
+  name: ClassVar[str] = "all_gather"
+  way: ClassVar[Way] = "gathered"
+  of_leaves: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    one_of("merge", Merge, self.merge)
+
+  def run(self, own: Outgoing, workers: Workers) -> Received:
+    gathered = gather_rows(own.layout, own.parts, workers)
+    parts = list(zip(own.layout.sums, gathered, own.agreed, strict=True))
+    number = lax.axis_index(workers.axis_name) if own.keep else None
+
+    def decoders() -> dict[int, RowDecoder]:
+      return {i: self._decoder(*part, workers) for i, part in enumerate(parts)}
+
+    losses = {
+      i: None if number is None else total.gathered_loss(rows, agreed, number)
+      for i, (total, rows, agreed) in enumerate(parts)
+    }
+    return Received(
+      gathered,
+      decoders,
+      lost={i: lost for i, lost in losses.items() if lost is not None},
+    )
+
+  def _decoder(
+    self, total: Sum, rows: jax.Array, agreed: jax.Array | None, workers: Workers
+  ) -> RowDecoder:
+    """Returns the decoder of the mean, over all workers or over senders."""
+    senders = total.senders(rows) if self.merge == "senders" else None
+    if senders is None:
+      return total.gathered(rows, agreed, workers.scale)
+    added = total.gathered(rows, agreed, workers.scale * workers.size)
+
+    def decode(start: int, stop: int) -> jax.Array:
+      number = senders(start, stop)
+      return divide(added(start, stop), jnp.maximum(number, 1.0))
+
+    return decode
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    return Work(encoded=Fraction(1), added=Fraction(math.prod(sizes)))
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduce(WithoutOwners):
+  """Lets the backend add the numbers that all workers send.
+
+  The numbers are codes, in integers that hold their sums, or plain values. If all
+  leaves are plain, the backend adds the leaves themselves, in their own dtype.
+  """
+
+  name: ClassVar[str] = "psum"
+  way: ClassVar[Way] = "reduced"
+  of_leaves: ClassVar[bool] = True
+
+  def run(self, own: Outgoing, workers: Workers) -> Received:
+    layout = own.layout
+    if layout.plain:
+      reduce = psum if workers.scale == 1 else pmean
+      return Received(reduce(own.parts, workers.axis_name))
+    sums = cast(list[ReducibleSum], layout.sums)  # check_exchange makes sure
+    terms = [
+      total.terms(rows, workers.size)
+      for total, rows in zip(sums, own.parts, strict=True)
+    ]
+    name = final_stage(layout.elements, workers)
+    results = totals(terms, workers.axis_name, name)
+
+    def decoders() -> dict[int, RowDecoder]:
+      return {
+        i: total.reduced(result, own.leaf_rows(i), own.agreed[i], workers.scale)
+        for i, (total, result) in enumerate(zip(sums, results, strict=True))
+      }
+
+    return Received(results, decoders)
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    # Rows are unpacked to the codes that are added, and their sums decoded.
+    return Work() if plain else Work(encoded=Fraction(1), decoded=Fraction(2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Local(WithoutOwners):
+  """Decodes each worker's own payload: only the codec's noise is added.
+
+  Outputs differ between workers, and under Explicit axes they stay unreduced.
+  """
+
+  name: ClassVar[str] = "local"
+  way: ClassVar[Way] = "gathered"
+  of_leaves: ClassVar[bool] = True
+  sends: ClassVar[bool] = False
+
+  def run(self, own: Outgoing, workers: Workers | None = None) -> Received:
+    return Received(own.parts, None if own.layout.plain else own.decoders)
+
+  def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
+    return Work() if plain else CODED_ONCE
