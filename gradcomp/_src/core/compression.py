@@ -216,7 +216,7 @@ class Compression:
     return Step(
       plan,
       workers,
-      step_keys(state, plan, shared=self.dither == "shared"),
+      *step_keys(state, plan, shared=self.dither == "shared"),
       recall(plan, state.memory),
       self._owned(plan, state),
       state.count,

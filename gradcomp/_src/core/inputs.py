@@ -1,4 +1,4 @@
-"""Validates gradient leaves at a transformation's entry."""
+"""Validates gradient leaves at a transformation's entry, and makes extra arguments."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.tree_util import Partial
 
 from gradcomp._src.mesh.shard_maps import map_addends
 
@@ -113,3 +114,34 @@ def _refuse(primals: Any, tangents: Any) -> Any:
     "derivative; call update outside of jax.grad, or give it "
     "jax.lax.stop_gradient(updates)."
   )
+
+
+def extra_args(
+  value: Any, grad: Any, value_fn: Callable[[Any], jax.Array]
+) -> dict[str, Any]:
+  """Returns extra arguments of ``update`` by optax's names for them.
+
+  Args:
+    value: the loss, for ``reduce_on_plateau``, ``polyak_sgd`` and ``momo``.
+    grad: its gradient, for line searches, which take all three.
+    value_fn: the loss as a function of the parameters; ``sophia`` names it ``obj_fn``.
+  """
+
+  def of_params(params: Any, obj_fn: Any = None) -> jax.Array:
+    # A line search hands all that it does not know to the function, by its name.
+    del obj_fn
+    return value_fn(params)
+
+  # Partial functions are trees, which jax.jit takes as arguments.
+  functions = {"value_fn": Partial(of_params), "obj_fn": Partial(value_fn)}
+  return {"value": value, "grad": grad, **functions}
+
+
+def stand_ins(params: Any) -> dict[str, Any]:
+  """Returns stand-ins for the extra arguments, for a trace that nothing runs."""
+
+  def value_fn(params: Any) -> jax.Array:
+    sums = [jnp.sum(jnp.abs(x), dtype=jnp.float32) for x in jax.tree.leaves(params)]
+    return sum(sums, jnp.float32(0))
+
+  return extra_args(jnp.float32(0), params, value_fn)

@@ -23,6 +23,7 @@ from gradcomp._src.exchange.owners import OwnerResiduals, owned_leaves
 from gradcomp._src.exchange.plan import MessagePlan, own_axes
 from gradcomp._src.exchange.step import Reduced, Step
 from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.types import mark_varying
 
 # A prime, so that no axis of a leaf falls into step with the parts.
 PARTS = 1021
@@ -256,7 +257,7 @@ def measured(
     corrected,
     reduced.unsent,
     reduced.sent,
-    reduced.mean,
+    reduced.mean or _unknown(plan),
   )
   leaves = [WorkerLeaf(*_float32(leaf)) for leaf in zip(*columns, strict=True)]
   leaves = [
@@ -281,6 +282,14 @@ def measured(
     return state._replace(sums=_filled(0, 0.0))
   ordered = [rows[i] for i in range(len(leaves))]
   return state._replace(sums=jax.tree.map(lambda *x: jnp.stack(x), *ordered))
+
+
+def _unknown(plan: MessagePlan) -> list[jax.Array]:
+  """Returns NaN in place of means that stay with their owners."""
+  # Typed as a mean is, which is equal on all workers.
+  nan = [jnp.full(leaf.shape, jnp.nan, jnp.float32) for leaf in plan.leaves]
+  typed = lambda x, axes: mark_varying(x, axes) if axes else x
+  return list(map(typed, nan, plan.others))
 
 
 def _float32(arrays: Sequence[jax.Array]) -> list[jax.Array]:

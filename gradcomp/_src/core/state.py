@@ -13,7 +13,6 @@ from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context, Memory
-from gradcomp._src.exchange.keys import Keys
 from gradcomp._src.exchange.owners import OwnerResiduals
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.kernels.common.dithers import dither
@@ -219,8 +218,10 @@ def seed_words(key: ArrayLike) -> jax.Array:
   return jnp.array(key_words(key))
 
 
-def step_keys(state: CompressState, plan: MessagePlan, *, shared: bool) -> Keys:
-  """Returns the keys of a step: one a leaf, and one a codec for later stages.
+def step_keys(
+  state: CompressState, plan: MessagePlan, *, shared: bool
+) -> tuple[list[Context], list[list[Context]]]:
+  """Returns the keys of a step: of each leaf, and of each codec of each message.
 
   Each worker has its own keys, except for codecs that select elements on all workers
   equally, and for dithers, returned if ``shared``, which derive from keys of all
@@ -251,8 +252,8 @@ def step_keys(state: CompressState, plan: MessagePlan, *, shared: bool) -> Keys:
       mine = common[k] if alike else own[k]
       contexts[i] = Context(mine, None if dithers is None else dithers[k])
   rest = iter(contexts[len(plan.names) :])
-  of_stages = [[next(rest) for _ in x.layout.codecs] for x in plan.messages]
-  return Keys(contexts[: len(plan.names)], of_stages)
+  later = [[next(rest) for _ in x.layout.codecs] for x in plan.messages]
+  return contexts[: len(plan.names)], later
 
 
 def residual_key(state: CompressState, plan: MessagePlan, leaf: int) -> jax.Array:

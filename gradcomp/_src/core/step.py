@@ -1,7 +1,7 @@
 """The step of a transformation: correct, agree, encode, exchange, decode, keep."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,37 +28,22 @@ from gradcomp._src.floats.dtypes import narrowed
 from gradcomp._src.kernels.common.fixed_point import scaled
 
 
-class Update(NamedTuple):
-  """The result of the second half of a step: what becomes of the means.
-
-  Attributes:
-    updates: the tree of updates.
-    reduced: the result of the exchange.
-    unsent: its unsent parts, plus the rounding errors of the updates.
-    rest: further results.
-  """
-
-  updates: Any
-  reduced: Reduced
-  unsent: Sequence[jax.Array]
-  rest: Any = None
-
-
 def take_step(
   options: Compression,
   step: Step,
   updates: Any,
   state: CompressState,
-  finish: Callable[[Reduced], Update],
-) -> tuple[Update, CompressState]:
-  """Takes a step on one worker; returns its updates, and its next state.
+  finish: Callable[[Reduced], tuple[Reduced, Any]],
+) -> tuple[Any, CompressState, Any]:
+  """Takes a step on one worker; returns its updates, its next state, and the rest.
 
   Args:
     options: the options of the transformation.
     step: the facts of the step.
     updates: the worker's gradients.
     state: the state before the step.
-    finish: the second half of the step, which makes updates of the means.
+    finish: the second half. It returns the result with updates in place of means, whose
+      rounding errors join the unsent parts, and further results.
   """
   corrected = correct(options, updates, state)
   averaging = Averaging(step, corrected)
@@ -68,9 +53,11 @@ def take_step(
       encoded = encode(message, agreed)
       received = exchange(message, encoded)
       averaging.add(message, decode(message, encoded, received))
-  update = finish(averaging.result())
-  kept = keep(options, step.plan, updates, corrected, state, update)
-  return update, measured(kept, step, updates, corrected, update.reduced)
+  reduced = averaging.result()
+  finished, rest = finish(reduced)
+  kept = keep(options, step.plan, updates, corrected, state, finished)
+  new = jax.tree.unflatten(jax.tree.structure(updates), finished.mean)
+  return new, measured(kept, step, updates, corrected, reduced), rest
 
 
 def correct(options: Compression, updates: Any, state: CompressState) -> list[Any]:
@@ -80,28 +67,21 @@ def correct(options: Compression, updates: Any, state: CompressState) -> list[An
 
 
 def as_updates(
-  like: Any, dtypes: Sequence[np.dtype], share: float | None, reduced: Reduced
-) -> Update:
+  dtypes: Sequence[np.dtype], share: float | None, reduced: Reduced
+) -> tuple[Reduced, None]:
   """Casts the means, and adds the rounding errors of the cast to the unsent parts.
 
-  Every worker keeps the same error, so the mean of all is the error of the mean.
-
-  Args:
-    like: a tree of the structure of the updates.
-    dtypes: the dtype of each update.
-    share: the part of each error that a worker keeps: 1, or 1/N of a sum. None if
-      workers keep no residuals; then a mean that is too large becomes infinite.
-    reduced: the result of an exchange.
+  Every worker keeps the same error, so the mean of all is the error of the mean. It
+  keeps the part ``share``: 1, or 1/N of a sum. It is None if workers keep no residuals;
+  then a mean that is too large becomes infinite.
   """
-  means = list(reduced.mean)
-  unsent = list(reduced.unsent)
+  means, unsent = list(reduced.mean), list(reduced.unsent)
   for i, dtype in enumerate(dtypes):
     if share is not None and jnp.finfo(dtype).bits < jnp.finfo(means[i].dtype).bits:
       means[i], lost = narrowed(means[i], dtype)
       unsent[i] = unsent[i] + scaled(lost, share).reshape(unsent[i].shape)
   casts = [mean.astype(dtype) for mean, dtype in zip(means, dtypes, strict=True)]
-  updates = jax.tree.unflatten(jax.tree.structure(like), casts)
-  return Update(updates, reduced, unsent)
+  return reduced._replace(mean=casts, unsent=unsent), None
 
 
 def keep(
@@ -110,17 +90,16 @@ def keep(
   updates: Any,
   corrected: Sequence[jax.Array],
   state: CompressState,
-  update: Update,
+  finished: Reduced,
 ) -> CompressState:
   """Returns the state after a step, with the new residuals.
 
   Where an update is not finite, residuals and momentum keep their old values.
   """
-  reduced, means = update.reduced, jax.tree.leaves(update.updates)
-  feedback, unsent = options.feedback, update.unsent
+  means, unsent, feedback = finished.mean, finished.unsent, options.feedback
   counts = [state.count] * len(means)
   new: dict[str, Any] = {"count": optax.safe_increment(state.count)}
-  new["memory"] = remember(plan, state.memory, reduced.memory)
+  new["memory"] = remember(plan, state.memory, finished.memory)
   if state.residual is not None:
     # A residual that an earlier transformation left, see switch, is sent once.
     waits = feedback.waits if feedback.keeps else jnp.zeros_like
@@ -132,10 +111,9 @@ def keep(
     new["residual"] = jax.tree.unflatten(treedef, [x for x, _ in written])
     counts = [count for _, count in written]
   if feedback.moves:
-    chosen = reduced.chosen
-    args = updates, state.velocity, means, unsent, chosen, counts
-    new["velocity"] = feedback.keep(*args)
+    given = updates, state.velocity, means, unsent, finished.chosen, counts
+    new["velocity"] = feedback.keep(*given)
   # Owners' residuals that only an earlier transformation kept stay: see switch.
-  if reduced.owned is not None:
-    new["server_residual"] = reduced.owned
+  if finished.owned is not None:
+    new["server_residual"] = finished.owned
   return state._replace(**new)

@@ -122,10 +122,9 @@ def compress(
       workers = parts.workers(across, updates, state)
       plan = parts.plan(jax.tree.leaves(updates), paths_of(updates), across, workers)
       share = parts.error_share(across, workers)
-      finish = functools.partial(as_updates, updates, across.dtypes, share)
+      finish = functools.partial(as_updates, across.dtypes, share)
       facts = parts.step(plan, workers, state)
-      update, state = take_step(parts, facts, updates, state, finish)
-      return update.updates, state
+      return take_step(parts, facts, updates, state, finish)[:2]
 
     unreduced = not parts.exchange.sends
     return per_device(step, updates, state, across.axes, keeps_addends=unreduced)

@@ -23,7 +23,6 @@ from gradcomp._src.exchange.collectives import (
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.protocol import Outgoing, Received, Work
 from gradcomp._src.exchange.shares import (
-  Owned,
   join,
   owned_loss,
   owned_total,
@@ -112,7 +111,7 @@ class Hierarchical:
     lost = [
       _lost(*pair, workers, groups, size) for pair in zip(first, second, strict=True)
     ]
-    return owned_total(own, Owned(second, lost, rows), workers)
+    return owned_total(own, second, lost, rows, workers)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     count = math.prod(sizes)

@@ -10,9 +10,40 @@ import jax
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, Way
 from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.keys import Stage
 from gradcomp._src.exchange.layout import Layout
+from gradcomp._src.kernels.common import dithers
+from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.mesh.axes import AxisName
+
+
+class Stage(NamedTuple):
+  """The later encodings of one codec, which encode sums.
+
+  Attributes:
+    context: the context of this worker and codec.
+    residual: the owner residual from the last step, or None.
+  """
+
+  context: Context
+  residual: jax.Array | None
+
+  @property
+  def whole(self) -> Context:
+    """The context for encoding whole sums."""
+    # Only one worker encodes the sum of a share, so that it draws its own bits.
+    return self.context._replace(dither=None)
+
+  def partial(self, part: jax.Array, number: jax.Array | int) -> Context:
+    """Returns the context for encoding partial sum ``number`` of the rows ``part``.
+
+    Other rows draw other bits. The mask is that of the worker with this number.
+    """
+    key, shared = self.context.key, self.context.dither
+    if key is None:
+      return self.context
+    if shared is not None:
+      shared = dithers.dither(fold_key(shared[:2], part), number)
+    return self.context._replace(key=fold_key(key, number), dither=shared)
 
 
 class Outgoing(NamedTuple):

@@ -15,7 +15,6 @@ from gradcomp._src.codecs.sums.sum import Partial, PartialSum, Sent, Way
 from gradcomp._src.exchange.collectives import Workers, pass_on
 from gradcomp._src.exchange.protocol import Outgoing, Received, WithoutOwners, Work
 from gradcomp._src.exchange.shares import (
-  Owned,
   gather_rows,
   join,
   owned_total,
@@ -66,7 +65,7 @@ class Ring(WithoutOwners):
     gathered = gather_rows(own.layout, [x.rows for x in sent], workers)
     # Scales are applied to whole sums; no owner keeps a residual.
     sent = [Sent(x.rows, scale=workers.scale * x.scale) for x in sent]
-    return owned_total(own, Owned(sent, lost or [None] * len(sent), gathered), workers)
+    return owned_total(own, sent, lost or [None] * len(sent), gathered, workers)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     hops = Fraction(math.prod(sizes) - 1, math.prod(sizes))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +17,6 @@ from gradcomp._src.exchange.collectives import (
 )
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.protocol import Outgoing, Received
-
-
-class Owned(NamedTuple):
-  """The sums of N owners: what a worker has sent, lost and received of each codec."""
-
-  sent: Sequence[Sent]
-  lost: Sequence[jax.Array | None]  # float32[rows, *tile_shape], for its residual
-  gathered: Sequence[jax.Array]  # uint32[N, rows, words]
 
 
 def shares(rows: jax.Array, workers: Workers) -> jax.Array:
@@ -107,30 +98,36 @@ def gather_rows(
   return split(received, [matrix.shape for matrix in matrices])
 
 
-def owned_total(own: Outgoing, owned: Owned, workers: Workers) -> Received:
-  """Returns the sums of N owners, to be decoded, and the errors that a worker keeps."""
-  sums, agreed_rows = own.layout.sums, own.agreed
+def owned_total(
+  own: Outgoing,
+  sent: Sequence[Sent],
+  lost: Sequence[jax.Array | None],
+  gathered: Sequence[jax.Array],
+  workers: Workers,
+) -> Received:
+  """Returns the sums of N owners, to be decoded, and the errors that a worker keeps.
+
+  Args:
+    own: the part of this worker.
+    sent: its encoded sum of each codec.
+    lost: the rounding errors for its residual, ``float32[rows, *tile_shape]`` for each
+      codec, or None.
+    gathered: the sums of all owners, ``uint32[N, rows, words]`` for each codec.
+    workers: the workers that exchange.
+  """
+  sums, agreed = own.layout.sums, own.agreed
+  n = workers.size
+  owned = [-(-rows // n) for rows in own.layout.rows]
 
   def decoders() -> dict[int, RowDecoder]:
-    rows = own.layout.rows
     return {
-      i: total.value(
-        owned.gathered[i],
-        agreed_rows[i],
-        owned.sent[i].scale,
-        -(-rows[i] // workers.size),
-        workers.size,
-      )
+      i: total.value(gathered[i], agreed[i], sent[i].scale, owned[i], n)
       for i, total in enumerate(sums)
     }
 
   return Received(
-    owned.gathered,
+    gathered,
     decoders,
-    lost={
-      i: sums[i].loss(gone, agreed_rows[i])
-      for i, gone in enumerate(owned.lost)
-      if gone is not None
-    },
-    residuals=[x.residual for x in owned.sent],
+    lost={i: sums[i].loss(x, agreed[i]) for i, x in enumerate(lost) if x is not None},
+    residuals=[x.residual for x in sent],
   )

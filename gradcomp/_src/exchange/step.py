@@ -15,14 +15,14 @@ from gradcomp._src.codecs.memory import Adding, refitted
 from gradcomp._src.codecs.rounds import in_rounds
 from gradcomp._src.codecs.sums.records import Context, Memory
 from gradcomp._src.exchange.collectives import STAGE, Workers, largest, totals
-from gradcomp._src.exchange.keys import Keys, Stage, in_round
 from gradcomp._src.exchange.notes import FITTING, note, noted
 from gradcomp._src.exchange.one_stage import Local
 from gradcomp._src.exchange.owners import OwnerResiduals, owner_residuals
 from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
-from gradcomp._src.exchange.protocol import Exchange, Outgoing, Received
+from gradcomp._src.exchange.protocol import Exchange, Outgoing, Received, Stage
 from gradcomp._src.exchange.shares import split
 from gradcomp._src.kernels.common.fixed_point import scaled
+from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.kernels.materialize import packed
 from gradcomp._src.mesh.axes import axis_names, require_size
 
@@ -35,7 +35,8 @@ class Step(NamedTuple):
   Attributes:
     plan: the messages.
     workers: the workers that exchange; None to exchange nothing.
-    keys: the random keys.
+    keys: the context of each leaf, of which only key and dither are known.
+    later: the same for each codec of each message, for its later encodings.
     memory: the codec state of each leaf.
     owned: the owner residuals, or None.
     number: the number of the step, ``int32[]``.
@@ -46,7 +47,8 @@ class Step(NamedTuple):
 
   plan: MessagePlan
   workers: Workers | None
-  keys: Keys
+  keys: Sequence[Context]
+  later: Sequence[Sequence[Context]]
   memory: Sequence[Memory]
   owned: OwnerResiduals | None
   number: jax.Array
@@ -265,7 +267,7 @@ class Averaging:
     step = self._step
     number, arrays = 0, next(self._rounds)
     residuals = owner_residuals(step.plan, step.owned)
-    parts = zip(step.plan.messages, step.keys.stages, residuals, strict=True)
+    parts = zip(step.plan.messages, step.later, residuals, strict=True)
     for message, keys, owned in parts:
       if message.round > number:
         number, arrays = message.round, self._rounds.send(self._means)
@@ -343,7 +345,7 @@ def _sending(
     Stage(key._replace(memory=Memory(first[i], None), step=step.number), residual)
     for i, (key, residual) in enumerate(zip(keys, owned, strict=True))
   ]
-  own = [in_round(step.keys.leaves[i], message.round) for i in message.leaves]
+  own = [_in_round(step.keys[i], message.round) for i in message.leaves]
   contexts = [
     context._replace(memory=x, step=step.number)
     for context, x in zip(own, memory, strict=True)
@@ -357,6 +359,16 @@ def _sending(
     stages,
     factor,
   )
+
+
+def _in_round(context: Context, number: int) -> Context:
+  """Returns the context for a round of messages, unchanged for round 0."""
+  if not number or context.key is None:
+    return context
+  key, shared = fold_key(context.key, number), context.dither
+  if shared is not None:
+    shared = jnp.append(fold_key(shared[:2], number), shared[2])
+  return context._replace(key=key, dither=shared)
 
 
 def _times(leaves: Leaves, factor: float) -> Leaves:

@@ -11,7 +11,6 @@ from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.protocol import Outgoing, Received, Work
 from gradcomp._src.exchange.shares import (
-  Owned,
   gather_rows,
   own_share,
   owned_loss,
@@ -80,7 +79,7 @@ class TwoShot:
     sent = reduce(own, workers)
     gathered = gather_rows(own.layout, [x.rows for x in sent], workers)
     lost = [owned_loss(x, workers) for x in sent]
-    return owned_total(own, Owned(sent, lost, gathered), workers)
+    return owned_total(own, sent, lost, gathered, workers)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     share = Fraction(1, math.prod(sizes))

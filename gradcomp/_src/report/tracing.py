@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from gradcomp._src.core.extra_args import stand_ins
+from gradcomp._src.core.inputs import stand_ins
 from gradcomp._src.core.state import is_state
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.notes import FITTING, NOTE, Every, Options, Parts, note

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from gradcomp._src.checks import flag, optional_one_of, step_count
-from gradcomp._src.core.extra_args import extra_args
+from gradcomp._src.core.inputs import extra_args
 from gradcomp._src.core.state import states_in, steps_alone
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import widened

@@ -16,7 +16,7 @@ from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from gradcomp._src.checks import one_tree
-from gradcomp._src.core.extra_args import stand_ins
+from gradcomp._src.core.inputs import stand_ins
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.mesh.types import mark_varying, varying_axes
 from gradcomp._src.parallel.zero.trace import OptimizerTrace, arrays_in, trace

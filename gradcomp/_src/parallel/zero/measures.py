@@ -13,9 +13,7 @@ from jax import lax
 from gradcomp._src.core.measures import Sums
 from gradcomp._src.core.state import OwnedRows, Watched
 from gradcomp._src.exchange.collectives import STAGE, psum
-from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh.axes import axis_names
-from gradcomp._src.mesh.types import mark_varying
 from gradcomp._src.parallel.zero.shared_rows import SharedRows
 
 
@@ -33,15 +31,6 @@ class Changes(NamedTuple):
   after: OwnedRows
 
 
-def unknown_means(plan: MessagePlan) -> list[jax.Array]:
-  """Returns NaN in place of the mean of each leaf."""
-  # Typed as a mean is, which is equal on all workers.
-  return [
-    _typed(jnp.full(leaf.shape, jnp.nan, jnp.float32), others)
-    for leaf, others in zip(plan.leaves, plan.others, strict=True)
-  ]
-
-
 def measured_zero(state: Any, rows: SharedRows, changes: Changes) -> Any:
   """Returns the state of the gradients, with sums of both directions if watched.
 
@@ -55,10 +44,6 @@ def measured_zero(state: Any, rows: SharedRows, changes: Changes) -> Any:
   gradients = found._replace(owned=back.owned, union=nan)
   both = jax.tree.map(lambda *x: jnp.concatenate(x), gradients, back)
   return state._replace(sums=both)
-
-
-def _typed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  return mark_varying(x, axes) if axes else x
 
 
 def _sums(rows: SharedRows, changes: Changes) -> Sums:

@@ -17,7 +17,7 @@ from gradcomp._src.core.compression import Across, Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
 from gradcomp._src.core.inputs import not_differentiated, on_real_pairs, pairs, whole
 from gradcomp._src.core.state import CompressState, OwnedRows
-from gradcomp._src.core.step import Update, take_step
+from gradcomp._src.core.step import take_step
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.notes import Options, note
 from gradcomp._src.exchange.step import Reduced
@@ -34,7 +34,7 @@ from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import other_axes
 from gradcomp._src.parallel.zero.checks import check_codecs
 from gradcomp._src.parallel.zero.inner import Inner
-from gradcomp._src.parallel.zero.measures import Changes, measured_zero, unknown_means
+from gradcomp._src.parallel.zero.measures import Changes, measured_zero
 from gradcomp._src.parallel.zero.owner_step import step_owned, still_lacking
 from gradcomp._src.parallel.zero.shared_rows import (
   Others,
@@ -241,7 +241,7 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
       rows.check("unsent", state.unsent)
       facts = parts.step(rows.plan, workers, state.gradients)
 
-      def finish(reduced: Reduced) -> Update:
+      def finish(reduced: Reduced) -> tuple[Reduced, Any]:
         """Runs the optimizer on the means that this worker owns; sends what changes."""
         before, means = rows.owned(leaves), rows.by_axes(reduced.shares)
         moved = step_owned(
@@ -254,14 +254,12 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
         unsent = still_lacking(moved.master, before, own, state.unsent, rows, dtypes)
         changes = Changes(moved.lacking, own, unsent)
         # No worker has the mean of a leaf. Where that is not finite, nor is the update.
-        updates = jax.tree.unflatten(jax.tree.structure(wide), sent)
-        known = reduced._replace(mean=unknown_means(plan)) if facts.watch else reduced
-        return Update(updates, known, reduced.unsent, (moved.inner_state, changes))
+        return reduced._replace(mean=sent), (moved.inner_state, changes)
 
-      update, kept = take_step(parts, facts, wide, state.gradients, finish)
-      inner_state, changes = update.rest
+      sent, kept, rest = take_step(parts, facts, wide, state.gradients, finish)
+      inner_state, changes = rest
       kept = measured_zero(kept, rows, changes)
-      return update.updates, (ZeroState(kept, changes.after, inner_state), params)
+      return sent, (ZeroState(kept, changes.after, inner_state), params)
 
     params = jax.tree.map(pairs, params)
     result, (state, _) = per_device(
