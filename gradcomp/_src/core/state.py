@@ -184,21 +184,29 @@ def steps_alone(opt_state: Any) -> bool:
   return any(map(is_own_steps, jax.tree.leaves(opt_state, is_leaf=is_own_steps)))
 
 
+_CURE = "make the state with this transformation"
+
+
 def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
   """Raises an error for the state of another transformation, or one without a field.
 
   ``needs`` are fields, and whether they must be kept; ``reason`` are the
   hyperparameters that need them.
   """
-  cure = "make the state with this transformation"
-  if not isinstance(state, CompressState | Watched):
-    raise TypeError(
-      f"`state` must be a gradcomp.state.CompressState, got {type(state).__name__}; "
-      f"{cure}, and take the one of its place from the state of an optax.chain."
-    )
+  if not isinstance(state, Watched):
+    check_type(state, CompressState)
   for name, needed in needs.items():
     if needed and getattr(state, name) is None:
-      raise ValueError(f"`state.{name}` must be kept with {reason}; {cure}.")
+      raise ValueError(f"`state.{name}` must be kept with {reason}; {_CURE}.")
+
+
+def check_type(state: Any, kind: type) -> None:
+  """Raises TypeError for the state of another transformation."""
+  if not isinstance(state, kind):
+    raise TypeError(
+      f"`state` must be a gradcomp.state.{kind.__name__}, got {type(state).__name__}; "
+      f"{_CURE}, and take the one of its place from the state of an optax.chain."
+    )
 
 
 def seed_words(key: ArrayLike) -> jax.Array:

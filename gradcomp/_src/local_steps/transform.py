@@ -15,6 +15,7 @@ from gradcomp._src.core.state import (
   FragmentState,
   LocalStepsState,
   OwnSteps,
+  check_type,
   is_own_steps,
 )
 from gradcomp._src.core.transform import compress
@@ -285,12 +286,7 @@ def local_steps(
 
 def _check_given(state: Any, params: Any, fragments: int) -> None:
   """Raises an error for missing parameters, or another transformation's state."""
-  if not isinstance(state, LocalStepsState):
-    raise TypeError(
-      f"`state` must be a gradcomp.state.LocalStepsState, got {type(state).__name__}; "
-      "make the state with this transformation, and take the one of its place from the "
-      "state of an optax.chain."
-    )
+  check_type(state, LocalStepsState)
   if len(state.fragments) != fragments:
     raise ValueError(
       f"`state` must be made for {fragments} fragments, got {len(state.fragments)}; "

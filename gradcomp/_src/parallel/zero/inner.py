@@ -43,6 +43,7 @@ class Inner:
     typed = lambda dtype, x: jax.ShapeDtypeStruct(x.shape, dtype)
     reals = jax.tree.map(lambda x: typed(jnp.float32, x), params)
     given = stand_ins(reals) if extra_args is None else extra_args
+    self._extra = jax.tree.leaves(arrays_in(given))
     self._trace = trace(inner, reals, given)
     self.kinds = kinds_of(self._trace, names)
     if any(complexes):
@@ -68,7 +69,6 @@ class Inner:
     state: Any,
     master: OwnedRows,
     leaves: OwnedRows,
-    extra_args: dict[str, Any],
   ) -> tuple[OwnedRows, OwnedRows, Any]:
     """Takes a step with rows of gradients, ``means``, and of parameters, ``master``.
 
@@ -85,10 +85,9 @@ class Inner:
       )
     held: list[Any] = jax.tree.leaves(state, is_leaf=is_rows)
     rest = [iter(jax.tree.leaves(x)) if is_rows(x) else x for x in held]
-    extra = jax.tree.leaves(arrays_in(extra_args))
 
     def run(old: Sequence[Any], leaf: int | None, mean: Any, rows: Any) -> list[Any]:
-      given = [*_only(leaf, mean, count), *old, *_only(leaf, rows, count), *extra]
+      given = [*_only(leaf, mean, count), *old, *_only(leaf, rows, count), *self._extra]
       return follow(trace.update, given, _OnRows())
 
     places = list(zip(trace.owners, trace.nodes, strict=True))

@@ -36,7 +36,6 @@ def step_owned(
   rows: SharedRows,
   seen: OwnedRows,
   unsent: OwnedRows,
-  extra_args: dict[str, Any],
 ) -> Moved:
   """Runs the inner optimizer on this worker's shard; returns rows and unsent updates.
 
@@ -47,12 +46,11 @@ def step_owned(
     rows: the rows that this worker owns.
     seen: the parameters that all workers have.
     unsent: the master minus these.
-    extra_args: further arguments of the optimizer.
   """
   with jax.named_scope("gradcomp_inner"):
     master = jax.tree.map(jnp.add, seen, unsent)
     leaves = rows.first_leaves()
-    moved, finite, state = inner.step(means, old, master, leaves, extra_args)
+    moved, finite, state = inner.step(means, old, master, leaves)
 
     def lacking(
       here: jax.Array, ok: jax.Array, m: jax.Array, p: jax.Array

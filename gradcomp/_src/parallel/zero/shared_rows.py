@@ -63,16 +63,11 @@ class SharedRows:
   def first_leaves(self) -> OwnedRows:
     """Returns the number of the first leaf in each matrix."""
 
-    def of_group(message: Message, group: int) -> Any:
+    def first(message: Message, group: int) -> Any:
       pairs = zip(message.leaves, message.layout.slots, strict=True)
       return next(i for i, slot in pairs if slot.group == group)
 
-    return self.by_axes(
-      [
-        [of_group(message, group) for group in range(len(message.layout.codecs))]
-        for message in self.plan.messages
-      ]
-    )
+    return self._of_matrices(first)
 
   def elements(self) -> OwnedRows:
     """Masks the places of this worker's rows that hold elements, not padding.
@@ -80,19 +75,14 @@ class SharedRows:
     Arrays are ``bool``, and broadcast against the rows.
     """
 
-    def used(layout: Layout, group: int) -> jax.Array:
-      codec = layout.codecs[group]
+    def used(message: Message, group: int) -> jax.Array:
+      codec = message.layout.codecs[group]
       shape = tile_shape(codec)
       places = jnp.arange(codec.tile_size).reshape(shape)
-      counts = _counts(layout, group, self._own_rows(layout, group))
+      counts = _counts(message.layout, group, self._own_rows(message.layout, group))
       return places < counts.reshape(-1, *[1] * len(shape))
 
-    return self.by_axes(
-      [
-        [used(message.layout, group) for group in range(len(message.layout.codecs))]
-        for message in self.plan.messages
-      ]
-    )
+    return self._of_matrices(used)
 
   def numbers(self) -> OwnedRows:
     """Returns the leaf number of each of this worker's rows, ``int32``.
@@ -100,17 +90,12 @@ class SharedRows:
     Rows that only fill up the last share have the number of leaves.
     """
 
-    def of_group(message: Message, group: int) -> jax.Array:
+    def of_rows(message: Message, group: int) -> jax.Array:
       rows = self._own_rows(message.layout, group)
       numbers = jnp.asarray([*message.leaves, len(self.plan.names)], jnp.int32)
       return numbers[message.layout.leaf_of_row(group, rows)]
 
-    return self.by_axes(
-      [
-        [of_group(message, group) for group in range(len(message.layout.codecs))]
-        for message in self.plan.messages
-      ]
-    )
+    return self._of_matrices(of_rows)
 
   def to_all(self, rows: OwnedRows) -> tuple[list[jax.Array], OwnedRows]:
     """All-gathers the rows of each worker.
@@ -158,6 +143,15 @@ class SharedRows:
         "inside the map or under jax.set_mesh(mesh), and pass it through with "
         "gradcomp.state_specs."
       )
+
+  def _of_matrices(self, function: Callable[[Message, int], Any]) -> OwnedRows:
+    """Calls a function for each matrix of each message, by its number."""
+    return self.by_axes(
+      [
+        [function(message, group) for group in range(len(message.layout.codecs))]
+        for message in self.plan.messages
+      ]
+    )
 
   def _own_rows(self, layout: Layout, group: int) -> jax.Array:
     """Returns the numbers of this worker's rows of a matrix."""

@@ -16,7 +16,7 @@ from gradcomp._src.core import agreement
 from gradcomp._src.core.compression import Across, Compression, Dither, paths_of
 from gradcomp._src.core.feedback import Feedback, FeedbackName, as_feedback
 from gradcomp._src.core.inputs import not_differentiated, on_real_pairs, pairs, whole
-from gradcomp._src.core.state import CompressState, OwnedRows
+from gradcomp._src.core.state import CompressState, OwnedRows, check_type
 from gradcomp._src.core.step import take_step
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.notes import Options, note
@@ -244,9 +244,7 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
       def finish(reduced: Reduced) -> tuple[Reduced, Any]:
         """Runs the optimizer on the means that this worker owns; sends what changes."""
         before, means = rows.owned(leaves), rows.by_axes(reduced.shares)
-        moved = step_owned(
-          seen, means, state.inner_state, rows, before, state.unsent, extra_args
-        )
+        moved = step_owned(seen, means, state.inner_state, rows, before, state.unsent)
         lacks, own = rows.to_all(moved.lacking)
         casts = zip(lacks, across.dtypes, strict=True)
         sent = [narrowed(*cast)[0] for cast in casts]
@@ -284,12 +282,7 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
 
 def _check_given(state: Any, params: Any) -> None:
   """Raises an error for missing parameters, or another transformation's state."""
-  if not isinstance(state, ZeroState):
-    raise TypeError(
-      f"`state` must be a gradcomp.state.ZeroState, got {type(state).__name__}; "
-      "make the state with this transformation, and take the one of its place from the "
-      "state of an optax.chain."
-    )
+  check_type(state, ZeroState)
   if params is None:
     raise ValueError(
       "`params` must be given to update, because zero sends what they lack of "
