@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar, cast
+from typing import ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,9 @@ from gradcomp._src.exchange.collectives import (
   scatter,
   scatter_within,
 )
-from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.protocol import Outgoing, Received, Work
 from gradcomp._src.exchange.shares import (
+  finish_shares,
   join,
   owned_loss,
   owned_total,
@@ -102,16 +102,17 @@ class Hierarchical:
       )
 
   def run(self, own: Outgoing, workers: Workers) -> Received:
-    groups, size = self.shape(workers)
-    first = _reduce_inside(own, workers, groups, size)
-    second = _reduce_between(own, first, workers, groups, size)
-    message = join([x.rows for x in second], 1)[0]
-    gathered = gather_groups(own.layout, message, workers, self.group_size)
-    rows = split(gathered, [x.rows.shape for x in second])
-    lost = [
-      _lost(*pair, workers, groups, size) for pair in zip(first, second, strict=True)
-    ]
-    return owned_total(own, second, lost, rows, workers)
+    groups = self.groups(workers)
+    inside = _reduce_inside(own, groups)
+    lines = [x.rows.reshape(groups.number, -1, x.rows.shape[1]) for x in inside]
+    rows = groups.exchange(lines, inside=False)
+    scales = [workers.scale * x.scale for x in inside]
+    between = finish_shares(own, rows, scales, workers)
+    message = join([x.rows for x in between], 1)[0]
+    gathered = groups.gather(message, final_stage(own.layout.elements, workers))
+    shapes = [x.rows.shape for x in between]
+    lost = [_lost(*pair, groups) for pair in zip(inside, between, strict=True)]
+    return owned_total(own, between, lost, split(gathered, shapes), workers)
 
   def work(self, sizes: tuple[int, ...], *, plain: bool) -> Work:
     count = math.prod(sizes)
@@ -123,12 +124,8 @@ class Hierarchical:
       summed=Fraction(size - 1, size),
     )
 
-  def shape(self, workers: Workers) -> tuple[int, int]:
-    """Returns the number of groups H, and of workers in a group C.
-
-    Raises:
-      ValueError: C does not divide the number of workers, or there are not two axes.
-    """
+  def groups(self, workers: Workers) -> "Groups":
+    """Returns the groups; ValueError if the workers cannot be split into them."""
     if self.group_size is None:
       if len(axis_names(workers.axis_name)) != 2:
         raise ValueError(
@@ -136,101 +133,78 @@ class Hierarchical:
           f"without a group_size, got {workers.axis_name!r}."
         )
       outer, inner = axis_names(workers.axis_name)
-      return require_size(outer), require_size(inner)
+      return Groups(workers, require_size(outer), require_size(inner))
     if workers.size % self.group_size:
       raise ValueError(
         f"`group_size` must divide the {workers.size} workers of "
         f"{workers.axis_name!r}, got {self.group_size}."
       )
-    return workers.size // self.group_size, self.group_size
+    return Groups(workers, workers.size // self.group_size, self.group_size)
 
 
-def _reduce_inside(
-  own: Outgoing, workers: Workers, groups: int, size: int
-) -> list[Sent]:
+class Groups(NamedTuple):
+  """H groups (``number``) of C workers (``size``), by two axes or along one."""
+
+  workers: Workers
+  number: int
+  size: int
+
+  def exchange(self, parts: Sequence[jax.Array], *, inside: bool) -> list[jax.Array]:
+    """Sends ``[K, ...]`` inside groups, or to the workers of the same place in others.
+
+    K is C or H. The results are like ``parts``, a line from each worker.
+    """
+    axes, count, size = self.workers.axis_name, self.number, self.size
+    lines = join(parts, size if inside else count)
+    if isinstance(axes, tuple):
+      received = scatter(lines, axes[1 if inside else 0])
+    elif inside:
+      members = [range(g * size, (g + 1) * size) for g in range(count)]
+      received = scatter_within(lines, axes, members)
+    else:
+      members = [range(c, count * size, size) for c in range(size)]
+      received = scatter_within(lines, axes, members)
+    return split(received, [x.shape[1:] for x in parts])
+
+  def gather(self, message: jax.Array, name: str) -> jax.Array:
+    """Gathers each worker's message at every worker: ``[M]`` to ``[N, M]``."""
+    axes = self.workers.axis_name
+    if not isinstance(axes, tuple):
+      return gather(message, axes, name)
+    # First between groups, then inside: each message goes to another group once.
+    between = gather(message, axes[0], STAGE)
+    inside = gather(between, axes[1], name)  # [C, H, M]
+    return inside.swapaxes(0, 1).reshape(self.workers.size, -1)
+
+
+def _reduce_inside(own: Outgoing, groups: Groups) -> list[Sent]:
   """Adds, over this worker's group, the rows of the H shares of its place."""
-  parts = [
-    shares(x, workers).reshape(groups, size, -1, *x.shape[1:]).swapaxes(0, 1)
-    for x in own.parts
-  ]
-  lines = [_words(x.reshape(size, -1, *x.shape[3:])) for x in parts]
-  received = regroup(join(lines, size), workers, groups, size, inside=True)
+  workers, count, size = groups
+  words = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32)
+  lines = []
+  for x in own.parts:
+    part = shares(x, workers).reshape(count, size, -1, *x.shape[1:]).swapaxes(0, 1)
+    lines.append(words(part.reshape(size, -1, *x.shape[1:])))
+  received = groups.exchange(lines, inside=True)
   sums = cast(list[PartialSum], own.layout.sums)  # check_exchange makes sure of that
   number = jax.lax.axis_index(workers.axis_name)
   sent = []
-  for i, (total, words) in enumerate(
-    zip(sums, split(received, [x.shape[1:] for x in lines]), strict=True)
-  ):
-    addends = jax.lax.bitcast_convert_type(words, parts[i].dtype)
+  for i, (total, rows) in enumerate(zip(sums, received, strict=True)):
+    addends = jax.lax.bitcast_convert_type(rows, own.parts[i].dtype)
     partial = total.like_one(total.add_all(addends, keep=own.keep), size)
     context = own.stages[i].partial(number % size, number // size)
     sent.append(total.send(partial, context, keep=own.keep))
   return sent
 
 
-def _reduce_between(
-  own: Outgoing, inside: Sequence[Sent], workers: Workers, groups: int, size: int
-) -> list[Sent]:
-  """Adds the sums of all groups, for the rows of the share that this worker owns."""
-  lines = [x.rows.reshape(groups, -1, x.rows.shape[1]) for x in inside]
-  received = regroup(join(lines, groups), workers, groups, size, inside=False)
-  sent = []
-  for i, (total, rows) in enumerate(
-    zip(own.layout.sums, split(received, [x.shape[1:] for x in lines]), strict=True)
-  ):
-    partial = total.fold(rows, workers.scale * inside[i].scale, keep=own.keep)
-    finished = total.finish(
-      partial,
-      own.stages[i].whole,
-      own.stages[i].residual,
-      workers.size,
-      keep=own.keep,
-    )
-    sent.append(finished)
-  return sent
-
-
-def _lost(
-  inside: Sent, between: Sent, workers: Workers, groups: int, size: int
-) -> jax.Array | None:
+def _lost(inside: Sent, between: Sent, groups: Groups) -> jax.Array | None:
   """Returns the rounding errors of this worker's sums, ``float32[rows, *tile_shape]``.
 
   These are the sums of its group, and the sum of its share.
   """
   if inside.lost is None:
     return None
-  lost = inside.lost.reshape(groups, -1, *inside.lost.shape[1:])
-  of_group = place(lost, workers, size)
-  of_share = owned_loss(between, workers)
+  lost = inside.lost.reshape(groups.number, -1, *inside.lost.shape[1:])
+  of_group = place(lost, groups.workers, groups.size)
+  of_share = owned_loss(between, groups.workers)
   return of_group if of_share is None else of_group + of_share
-
-
-def _words(x: jax.Array) -> jax.Array:
-  return jax.lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def regroup(
-  lines: jax.Array, workers: Workers, groups: int, size: int, *, inside: bool
-) -> jax.Array:
-  """Sends lines inside groups, or between groups to the workers of the same place."""
-  if isinstance(workers.axis_name, tuple):
-    return scatter(lines, workers.axis_name[1 if inside else 0])
-  if inside:
-    members = [range(g * size, (g + 1) * size) for g in range(groups)]
-  else:
-    members = [range(c, groups * size, size) for c in range(size)]
-  return scatter_within(lines, workers.axis_name, members)
-
-
-def gather_groups(
-  layout: Layout, message: jax.Array, workers: Workers, group_size: int | None
-) -> jax.Array:
-  """Gathers each worker's message at every worker: ``[M]`` to ``[N, M]``."""
-  name = final_stage(layout.elements, workers)
-  if group_size is not None:
-    return gather(message, workers.axis_name, name)
-  # First between groups, then inside: each message goes to another group once.
-  outer, inner = axis_names(workers.axis_name)
-  between = gather(message, outer, STAGE)
-  inside = gather(between, inner, name)  # [C, H, M]
-  return inside.swapaxes(0, 1).reshape(workers.size, -1)

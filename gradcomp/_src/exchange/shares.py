@@ -85,6 +85,25 @@ def scatter_rows(own: Outgoing, workers: Workers) -> list[jax.Array]:
   return split(received, [line.shape[1:] for line in lines])
 
 
+def finish_shares(
+  own: Outgoing,
+  rows: Sequence[jax.Array],
+  scales: Sequence[float],
+  workers: Workers,
+) -> list[Sent]:
+  """Adds the rows that this worker owns, and encodes the sum of each codec for all.
+
+  ``rows`` are those of K payloads, ``uint32[K, share, words]``.
+  """
+  sent = []
+  for i, total in enumerate(own.layout.sums):
+    partial = total.fold(rows[i], scales[i], keep=own.keep)
+    stage = own.stages[i]
+    given = partial, stage.whole, stage.residual, workers.size
+    sent.append(total.finish(*given, keep=own.keep))
+  return sent
+
+
 def gather_rows(
   layout: Layout, matrices: Sequence[jax.Array], workers: Workers
 ) -> list[jax.Array]:

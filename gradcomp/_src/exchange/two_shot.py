@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from gradcomp._src.bibliography import GRUBIC_2018, Citation
 from gradcomp._src.checks import flag
-from gradcomp._src.codecs.sums.sum import RowDecoder, Sent, Way
+from gradcomp._src.codecs.sums.sum import RowDecoder, Way
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.protocol import Outgoing, Received, Work
 from gradcomp._src.exchange.shares import (
+  finish_shares,
   gather_rows,
   own_share,
   owned_loss,
@@ -76,7 +77,8 @@ class TwoShot:
     """Accepts any axes."""
 
   def run(self, own: Outgoing, workers: Workers) -> Received:
-    sent = reduce(own, workers)
+    scales = [workers.scale] * len(own.parts)
+    sent = finish_shares(own, scatter_rows(own, workers), scales, workers)
     gathered = gather_rows(own.layout, [x.rows for x in sent], workers)
     lost = [owned_loss(x, workers) for x in sent]
     return owned_total(own, sent, lost, gathered, workers)
@@ -101,16 +103,3 @@ class ReduceScatter(TwoShot):
       return {i: x.gathered(rows, y, workers.scale) for i, (x, rows, y) in parts}
 
     return Received(owned, decoders, to_all=False)
-
-
-def reduce(own: Outgoing, workers: Workers) -> list[Sent]:
-  """Adds the rows that this worker owns, and encodes the sum of each codec for all."""
-  sent = []
-  owned = scatter_rows(own, workers)
-  for total, rows, stage in zip(own.layout.sums, owned, own.stages, strict=True):
-    partial = total.fold(rows, workers.scale, keep=own.keep)
-    finished = total.finish(
-      partial, stage.whole, stage.residual, workers.size, keep=own.keep
-    )
-    sent.append(finished)
-  return sent
