@@ -266,11 +266,8 @@ def update_dtypes(updates: Any, params: Any) -> list[np.dtype]:
   """Returns the dtype of each leaf's update: its gradient's, or its parameter's.
 
   It is the parameter's where gradients are addends of a sum, and wider, because the
-  parameter's dtype does not hold 1/N of a gradient.
-
-  Args:
-    updates: the gradients.
-    params: the parameters; None if they are not known, or gradients are no addends.
+  parameter's dtype does not hold 1/N of a gradient. ``params`` are None if they are not
+  known, or gradients are no addends.
 
   Example:
     >>> update_dtypes(jnp.ones(2), jnp.ones(2, jnp.float16))

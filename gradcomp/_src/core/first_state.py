@@ -47,14 +47,9 @@ def first_state(
 
   Inside the map, or without any, arrays are the worker's own, shaped like the leaf.
   Outside it, under a mesh that has the axis, they are the global ones: the workers'
-  stacked on their first axis, and sharded over it.
-
-  Args:
-    params: the leaves.
-    axis_name: the axes of the workers.
-    firsts: for each tree like the leaves, a function from a leaf's shape, of at least
-      one axis, to its array, or to several with as many axes and equal sharding.
-    own_arrays: returns a maker of the other arrays, by the axes that stack them.
+  stacked on their first axis, and sharded over it. ``firsts`` has for each tree like
+  the leaves a function from a leaf's shape, of at least one axis, to its array, or to
+  several with as many axes and equal sharding.
   """
   leaves, treedef = jax.tree.flatten(params)
   names = () if axis_name is None else axis_names(axis_name)

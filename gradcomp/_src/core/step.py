@@ -37,13 +37,9 @@ def take_step(
 ) -> tuple[Any, CompressState, Any]:
   """Takes a step on one worker; returns its updates, its next state, and the rest.
 
-  Args:
-    options: the options of the transformation.
-    step: the facts of the step.
-    updates: the worker's gradients.
-    state: the state before the step.
-    finish: the second half. It returns the result with updates in place of means, whose
-      rounding errors join the unsent parts, and further results.
+  ``updates`` are the worker's gradients. ``finish`` is the second half: it returns the
+  result with updates in place of means, whose rounding errors join the unsent parts,
+  and further results, the rest.
   """
   corrected = correct(options, updates, state)
   averaging = Averaging(step, corrected)

@@ -39,15 +39,10 @@ def spread(
 ) -> jax.Array:
   """Runs a collective in which each device sends a part of the last axis.
 
-  Args:
-    function: a collective over ``axis_name`` that treats all places of the last axis
-      equally.
-    words: ``[..., M]``, or a scalar, which every device sends. Zeros fill M up to a
-      multiple of the number of devices.
-    axis_name: the axes of the workers.
-    name: the name of the collective. XLA's own transfers between devices do not get it.
-    ndim: the number of axes of the result, of which the last is again M; by default
-      that of ``words``.
+  ``function`` treats all places of the last axis of ``words``, ``[..., M]``, equally.
+  Zeros fill M up to a multiple of the number of devices; every device sends a scalar.
+  XLA's own transfers between devices do not get the name. The result has ``ndim`` axes,
+  of which the last is again M; by default those of ``words``.
   """
   axes = automatic_axes(axis_name)
   named = jax.named_scope(name)(function)
@@ -190,13 +185,9 @@ def scatter_within(
   members: Sequence[Sequence[int]],
   elements: int | None = None,
 ) -> jax.Array:
-  """Sends a line to each member of the worker's group, like :func:`scatter`.
+  """Sends line k of ``[K, M]`` to member k of the worker's group: see :func:`scatter`.
 
-  Args:
-    lines: ``[K, M]``, a line for each member of the worker's group; so is the result.
-    axis_name: the axis.
-    members: the workers of each group, K a group. Every worker is in one group.
-    elements: as in :func:`scatter`; it is in the name of the last permutation.
+  ``members`` are the workers of each group, K a group. Every worker is in one group.
   """
   # By permutations, because jax.vmap has no rule for grouped collectives.
   place = {worker: i for group in members for i, worker in enumerate(group)}

@@ -131,17 +131,9 @@ def plan_messages(
     in a leaf's place.
   - Leaves of float64 are only added plainly.
 
-  Args:
-    leaves: the leaves of the flattened tree.
-    paths: the path of each leaf.
-    others: for each leaf, its other axes, over which it varies.
-    options: the options.
-    axis_name: the axes of the workers, or None.
-    workers: the number of workers N.
-
-  Raises:
-    ValueError: sums of N workers' codes do not fit in 32 bits, or a rule of a policy
-      matches no leaf.
+  ``paths`` are those of the leaves, and ``others`` the other axes of each, over which
+  it varies. ValueError if sums of N workers' codes do not fit in 32 bits, or a rule of
+  a policy matches no leaf.
   """
   codec, exchange, min_leaf_size, message_bytes, feedback = options
   like = [

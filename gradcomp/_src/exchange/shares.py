@@ -124,15 +124,10 @@ def owned_total(
   gathered: Sequence[jax.Array],
   workers: Workers,
 ) -> Received:
-  """Returns the sums of N owners, to be decoded, and the errors that a worker keeps.
+  """Returns the sums of N owners, ``gathered``, and the errors that a worker keeps.
 
-  Args:
-    own: the part of this worker.
-    sent: its encoded sum of each codec.
-    lost: the rounding errors for its residual, ``float32[rows, *tile_shape]`` for each
-      codec, or None.
-    gathered: the sums of all owners, ``uint32[N, rows, words]`` for each codec.
-    workers: the workers that exchange.
+  For each codec, ``sent`` is this worker's encoded sum, ``gathered`` those of all,
+  ``uint32[N, rows, words]``, and ``lost`` ``float32[rows, *tile_shape]``, or None.
   """
   sums, agreed = own.layout.sums, own.agreed
   n = workers.size

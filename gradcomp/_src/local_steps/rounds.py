@@ -120,16 +120,9 @@ class LocalRound:
   ) -> tuple[Any, Any, FragmentState]:
     """Exchanges a fragment and updates the shared parameters, if this is its step.
 
-    Args:
-      fragment: the leaves, and their step of a round.
-      number: the number of this step, from 1 on.
-      state: the state of the fragment.
-      moved: the worker's displacement from ``params``.
-      params: the parameters that all workers share.
-      value: the worker's loss, or None. ``outer`` takes the mean of all.
-
-    Returns:
-      The updates of ``params``, the displacement from the updated ones, and the state.
+    ``number`` is that of this step, from 1 on, ``moved`` the worker's displacement from
+    ``params``, and ``value`` its loss, or None; ``outer`` takes the mean of all. It
+    returns the updates, the displacement from the updated ones, and the state.
     """
 
     def is_at(step: int) -> jax.Array:

@@ -39,13 +39,8 @@ def step_owned(
 ) -> Moved:
   """Runs the inner optimizer on this worker's shard; returns rows and unsent updates.
 
-  Args:
-    inner: the optimizer.
-    means: the gradients.
-    old: the state of ``inner``.
-    rows: the rows that this worker owns.
-    seen: the parameters that all workers have.
-    unsent: the master minus these.
+  ``means`` are the gradients, ``old`` the state of ``inner``, ``seen`` the parameters
+  that all workers have, and ``unsent`` the master minus these.
   """
   with jax.named_scope("gradcomp_inner"):
     master = jax.tree.map(jnp.add, seen, unsent)
@@ -71,13 +66,9 @@ def still_lacking(
 ) -> OwnedRows:
   """Returns the master minus the parameters after ``optax.apply_updates``.
 
-  Args:
-    master: the rows that this worker owns.
-    seen: the parameters that all workers had.
-    sent: the decoded updates, which all workers add.
-    old: the difference before the step, which stays where no finite update is sent.
-    rows: the rows that this worker owns.
-    dtypes: the dtypes of each leaf's parameter and update.
+  All workers had the parameters ``seen``, and add the decoded updates ``sent``. ``old``
+  is the difference before the step, which stays where no finite update is sent.
+  ``dtypes`` are those of each leaf's parameter and update.
   """
   if not dtypes:
     return old
