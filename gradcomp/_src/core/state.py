@@ -247,7 +247,7 @@ def step_keys(state: CompressState, plan: MessagePlan, *, shared: bool) -> Keys:
     own = jax.vmap(fold_key, (0, None))(common, worker)
     dithers = jax.vmap(dither, (0, None))(common, worker) if shared else None
     for k, i in enumerate(numbers):
-      alike = users[i][1].sums.alike
+      alike = users[i][1].facts.same_draws
       mine = common[k] if alike else own[k]
       keys[i] = StepKey(mine, None if dithers is None else dithers[k])
   return Keys(keys[: len(plan.names)], keys[len(plan.names) :])

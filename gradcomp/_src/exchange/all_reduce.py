@@ -2,9 +2,9 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import ClassVar, cast
+from typing import ClassVar
 
-from gradcomp._src.codecs.sums.sum import ReducibleSum, RowDecoder, Way
+from gradcomp._src.codecs.sums.sum import RowDecoder, Way
 from gradcomp._src.exchange.collectives import Workers, final_stage, pmean, psum, totals
 from gradcomp._src.exchange.contribution import Contribution, Total
 from gradcomp._src.exchange.protocol import WithoutOwners, Work
@@ -27,10 +27,9 @@ class AllReduce(WithoutOwners):
       reduce = psum if workers.scale == 1 else pmean
       mean = reduce(own.leaves, workers.axis_name)
       return Total(mean, own.nothing, own.residuals, encoded=False)
-    sums = cast(list[ReducibleSum], own.sums)  # check_exchange makes sure
     terms = [
       total.terms(rows, workers.size)
-      for total, rows in zip(sums, own.rows, strict=True)
+      for total, rows in zip(own.sums, own.rows, strict=True)
     ]
     name = final_stage(own.layout.elements, workers)
     results = totals(terms, workers.axis_name, name)
@@ -39,7 +38,7 @@ class AllReduce(WithoutOwners):
     def decoders() -> list[RowDecoder]:
       return [
         total.reduced(result, own.leaf_rows(i), agreed[i], workers.scale)
-        for i, (total, result) in enumerate(zip(sums, results, strict=True))
+        for i, (total, result) in enumerate(zip(own.sums, results, strict=True))
       ]
 
     return Total(own.means(decoders, results[0]), own.nothing, own.residuals)

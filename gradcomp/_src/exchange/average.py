@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.memory import Adding, refitted
+from gradcomp._src.codecs.encoding import Adding, refitted
 from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.exchange.collectives import STAGE, Workers, largest, split, totals
 from gradcomp._src.exchange.contribution import Contribution, Leaves
@@ -36,7 +36,7 @@ def as_samples(layout: Layout, leaves: Leaves, workers: Workers | None) -> Sampl
   # An addend is an Nth of a worker's gradient, and may underflow in a type that holds
   # the gradient. With N a power of two the products are exact, so that plain jax.jit
   # has the bits of maps.
-  plain = all(codec.sums.plain for codec in layout.codecs)
+  plain = all(codec.facts.plain for codec in layout.codecs)
   if workers is None or workers.scale != 1 or plain:
     return Samples(leaves, workers, lambda leaves: leaves)
   count = workers.size

@@ -88,7 +88,7 @@ class Contribution:
   @property
   def plain(self) -> bool:
     """True if all leaves can be added as they are."""
-    return all(total.plain for total in self.sums)
+    return all(total.facts.plain for total in self.sums)
 
   @functools.cached_property
   def rows(self) -> Leaves:
@@ -111,7 +111,7 @@ class Contribution:
   def addends(self) -> Leaves:
     """The rows or the tiles that this worker adds to the partial sums of each codec."""
     return [
-      self.rows[i] if total.of_rows else self.tiles[i]
+      self.rows[i] if total.facts.of_rows else self.tiles[i]
       for i, total in enumerate(self.sums)
     ]
 
@@ -192,7 +192,7 @@ class Contribution:
 
   def _encodes(self, number: int, total: Total) -> bool:
     """Returns True if this worker encoded the leaf by itself."""
-    return total.encoded or self.sums[self.layout.slots[number].group].of_rows
+    return total.encoded or self.sums[self.layout.slots[number].group].facts.of_rows
 
   def unsent(self, total: Total) -> Leaves:
     """Returns the unsent part of each leaf, in its units.

@@ -4,14 +4,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp._src.bibliography import HAN_2021, Citation
 from gradcomp._src.checks import flag, static_integer
-from gradcomp._src.codecs.sums.sum import PartialSum, Sent, Way
+from gradcomp._src.codecs.sums.sum import Sent, Way
 from gradcomp._src.exchange.collectives import (
   STAGE,
   Workers,
@@ -152,11 +152,10 @@ def _reduce_inside(
   ]
   lines = [_words(x.reshape(size, -1, *x.shape[3:])) for x in parts]
   received = regroup(join(lines, size), workers, groups, size, inside=True)
-  sums = cast(list[PartialSum], own.sums)  # check_exchange makes sure of that
   number = jax.lax.axis_index(workers.axis_name)
   sent = []
   for i, (total, words) in enumerate(
-    zip(sums, split(received, [x.shape[1:] for x in lines]), strict=True)
+    zip(own.sums, split(received, [x.shape[1:] for x in lines]), strict=True)
   ):
     addends = jax.lax.bitcast_convert_type(words, parts[i].dtype)
     partial = total.like_one(total.add_all(addends, keep=own.keep), size)

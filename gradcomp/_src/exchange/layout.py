@@ -9,15 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.encoding import (
-  JOINT_ENCODING_ELEMENTS,
-  encode_leaves,
-  to_agree,
-)
+from gradcomp._src.codecs.encoding import encode_leaves
+from gradcomp._src.codecs.joint import JOINT_ENCODING_ELEMENTS
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf
 from gradcomp._src.codecs.sums.sum import RowDecoder
-from gradcomp._src.codecs.tiles import from_tiles, tile_shape, to_tiles, view_shape
+from gradcomp._src.codecs.tiles import from_tiles, tile_shape, to_tiles
 from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
 from gradcomp._src.kernels.materialize import LARGE
 from gradcomp._src.mesh.axes import automatic_axes
@@ -65,7 +62,7 @@ class Layout:
   def to_agree(self, leaves: Sequence[jax.Array]) -> list[jax.Array | None]:
     """Returns each leaf's statistics for all workers to agree on; None without any."""
     codecs = [self.codecs[slot.group] for slot in self.slots]
-    return list(map(to_agree, codecs, leaves))
+    return [codec.agree(x) for codec, x in zip(codecs, leaves, strict=True)]
 
   def agreed_rows(self, agreed: Sequence[jax.Array | None]) -> list[jax.Array | None]:
     """Returns the statistics of each matrix, a line a row; None without any."""
@@ -139,7 +136,7 @@ class Layout:
     # residuals would leave a step in another sharding.
     if like.size < LARGE or automatic_axes():
       return like.shape
-    return view_shape(stop - start, like, self.codecs[group])
+    return self.codecs[group].view_shape(stop - start, like)
 
   def leaf_of_row(self, group: int, row: jax.Array) -> jax.Array:
     """Returns the leaf number of rows of a matrix, ``int32``, in the shape of ``row``.

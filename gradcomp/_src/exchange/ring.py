@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from fractions import Fraction
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import lax
 
 from gradcomp._src.bibliography import HAN_2021, Citation
 from gradcomp._src.codecs.sums.records import Context
-from gradcomp._src.codecs.sums.sum import Partial, PartialSum, Sent, Way
+from gradcomp._src.codecs.sums.sum import Partial, Sent, Way
 from gradcomp._src.exchange.all_gather import gather_rows
 from gradcomp._src.exchange.collectives import (
   Workers,
@@ -94,7 +94,7 @@ class Ring(WithoutOwners):
 
 def reduce(own: Contribution, workers: Workers) -> _Owned:
   """Adds up this worker's share; returns its whole sums and all rounding errors."""
-  sums = cast(list[PartialSum], own.sums)  # check_exchange makes sure of that
+  sums = own.sums
   n = workers.size
   parts = [shares(addend, workers) for addend in own.addends]
   index = lax.axis_index(workers.axis_name)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import NOTHING, Leaf
-from gradcomp._src.codecs.tiles import from_tiles, join_rows, split_rows, tile_shape
+from gradcomp._src.codecs.tiles import from_tiles, tile_shape
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.exchange.assign import leaf_codecs
 from gradcomp._src.exchange.collectives import Workers, own_rows
@@ -236,9 +236,7 @@ def _matrices(message: Message, leaves: Sequence[jax.Array]) -> list[jax.Array]:
   parts: list[list[jax.Array]] = [[] for _ in layout.codecs]
   for i, slot in zip(message.leaves, layout.slots, strict=True):
     codec = layout.codecs[slot.group]
-    parts[slot.group].append(
-      split_rows(leaves[i], codec).reshape(-1, *tile_shape(codec))
-    )
+    parts[slot.group].append(codec.split(leaves[i]).reshape(-1, *tile_shape(codec)))
   return [jnp.concatenate(rows) for rows in parts]
 
 
@@ -246,8 +244,8 @@ def _leaves(message: Message, matrices: Sequence[jax.Array]) -> dict[int, jax.Ar
   """Joins rows to leaves: the inverse of :func:`_matrices`."""
   layout = message.layout
   return {
-    i: join_rows(
-      matrices[slot.group][slot.start : slot.stop], like, layout.codecs[slot.group]
+    i: layout.codecs[slot.group].join(
+      matrices[slot.group][slot.start : slot.stop], like
     )
     for i, slot, like in zip(message.leaves, layout.slots, layout.like, strict=True)
   }
