@@ -12,8 +12,16 @@ from gradcomp._src.codecs.power_sgd import PowerSGD
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.qsgd import QSGD
 from gradcomp._src.codecs.random_k import RandomK
-from gradcomp._src.codecs.row_codec import RowCodec
-from gradcomp._src.codecs.sums.records import NOTHING, Context, Leaf, Memory, Payload
+from gradcomp._src.codecs.sums.records import (
+  NOTHING,
+  Context,
+  Encoded,
+  Leaf,
+  Memory,
+  Payload,
+)
+from gradcomp._src.codecs.sums.sum import Partial, Sent, Sum, SumFacts
+from gradcomp._src.codecs.sums.tiles import Tiles
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 
@@ -23,6 +31,7 @@ __all__ = [
   "Context",
   "Dense",
   "EightBit",
+  "Encoded",
   "FloatCast",
   "Leaf",
   "LeafCodec",
@@ -30,13 +39,17 @@ __all__ = [
   "NOTHING",
   "Natural",
   "OneBit",
+  "Partial",
   "Payload",
   "Policy",
   "PowerSGD",
   "QSGD",
   "RandomK",
-  "RowCodec",
+  "Sent",
+  "Sum",
+  "SumFacts",
   "Ternary",
+  "Tiles",
   "TopK",
 ]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.common import cli, quiet, tables, timing
-from gradcomp._src.codecs.sparse import Selected
+from gradcomp._src.codecs.selecting import Selected
 from gradcomp._src.codecs.sums.entries import Entries
 from gradcomp.codecs import NOTHING, Context, Memory, RandomK, TopK
 

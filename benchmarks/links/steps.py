@@ -74,9 +74,11 @@ def _arithmetic(
   """
   codec = case.codec
   alike = len({leaf.shape for leaf in like}) == 1
-  if not isinstance(codec, Codec) or codec.fitted or not alike:
+  if not isinstance(codec, Codec) or codec.fits or not alike:
     return None
   if jax.eval_shape(codec.agree, like[0]) is not None:
+    return None
+  if not codec.rounds(like[0].shape)[-1].of_leaf:  # other arrays than the leaves
     return None
   if not codec.tile_size:  # sparse payloads have no tiles
     return None

@@ -99,7 +99,7 @@ def with_feedback():
   """
   for codec, exchange in exchange_cases.CASES:
     yield from ((codec, exchange, "error", mode) for mode in modes.modes_for(N))
-    if exchange != "hierarchical" or not codec.sums.drops:
+    if exchange != "hierarchical" or not codec.facts.drops:
       yield codec, exchange, "momentum", "vmap"
 
 

@@ -54,7 +54,6 @@ def test_what_the_codec_says_of_itself():
     codec = EightBit(rounding=rounding)
     assert codec.unbiased == codec.needs_key == (rounding == "stochastic")
     assert codec.agree(jnp.ones(3)) is None
-    assert not codec.by_column and not codec.fitted
 
 
 @every_type

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gradcomp._src.codecs.encoding import encode_leaves, to_agree
+from gradcomp._src.codecs.encoding import encode_leaves
 from gradcomp.codecs import (
   QSGD,
   Context,
@@ -38,7 +38,7 @@ SMALL = (64, 45)
 def test_leaves_have_the_bits_that_each_has_alone(codec, keep, monkeypatch):
   """Five of one shape in groups of two, among leaves of other shapes and dtypes."""
   monkeypatch.setattr(
-    "gradcomp._src.codecs.encoding.JOINT_ENCODING_ELEMENTS", 2 * 64 * 45 + 7
+    "gradcomp._src.codecs.joint.JOINT_ENCODING_ELEMENTS", 2 * 64 * 45 + 7
   )
   shapes = [SMALL, (7,), SMALL, (0, 3), SMALL, SMALL, (0, 3), SMALL]
   leaves = [jnp.asarray(laws.gaussian(x, seed)) for seed, x in enumerate(shapes)]
@@ -47,7 +47,7 @@ def test_leaves_have_the_bits_that_each_has_alone(codec, keep, monkeypatch):
   codecs = [codec.bind(Leaf(leaf.shape)) for leaf in leaves]
   keys = [laws.KEY + i if codec.needs_key else None for i in range(len(leaves))]
   contexts = [
-    Context(key, None, to_agree(own, leaf), own.init(Leaf(leaf.shape), laws.KEY))
+    Context(key, None, own.agree(leaf), own.init(Leaf(leaf.shape), laws.KEY))
     for own, leaf, key in zip(codecs, leaves, keys, strict=True)
   ]
 

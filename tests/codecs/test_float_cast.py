@@ -269,7 +269,6 @@ def test_facts():
   for codec in (codec_of((5, 2)), codec_of((5, 2), "stochastic", 1.0)):
     assert (codec.agree(jnp.ones(3)) is not None) == (codec.scale == "auto")
     assert codec.needs_key == (codec.rounding == "stochastic")
-    assert not codec.by_column and not codec.fitted
     assert hash(codec) == hash(eval(repr(codec)))
 
 

@@ -25,7 +25,7 @@ def nonuniform(bits, bucket_size=64, **options):
 
 @functools.cache
 def fitter(bits):
-  return jax.jit(nonuniform(bits).fit)
+  return jax.jit(nonuniform(bits).fits.fit)
 
 
 def histogram(magnitudes):
@@ -54,10 +54,10 @@ def fitted_to(x, bits, bucket_size=64):
 
 def test_what_the_codec_says_of_itself():
   codec = nonuniform(3)
-  assert codec.fitted and codec.refit_every == 100
+  assert codec.fits.every == codec.refit_every == 100
   assert codec.unbiased and codec.needs_key
-  assert codec.agree(jnp.ones(3)) is None and not codec.by_column
-  assert not QSGD(bits=3).fitted
+  assert codec.agree(jnp.ones(3)) is None
+  assert QSGD(bits=3).fits is None
   assert not nonuniform(3, rounding="nearest").needs_key
 
 

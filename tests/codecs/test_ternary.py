@@ -60,7 +60,6 @@ def test_what_the_codec_says_of_itself():
     codec = Ternary(share_scale=share)
     assert (codec.agree(jnp.ones(3)) is not None) == share
     assert codec.unbiased and codec.needs_key and codec.max_code == 1
-    assert not codec.by_column and not codec.fitted
 
 
 @pytest.mark.parametrize(

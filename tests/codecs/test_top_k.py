@@ -173,7 +173,7 @@ def test_leaves_of_one_size_share_a_program(monkeypatch, copied):
     monkeypatch.setattr(module, "COPIED", 4 * 300 if copied else 0)
   xs = [data(1000)[name] for name in ("normal", "half zero", "heavy")]
   codec = TopK(density=0.05, selection="threshold", range_size=300)
-  found = jax.jit(lambda xs: codec.encode_leaves(xs, [NOTHING] * 3))(xs)
+  found = jax.jit(lambda xs: codec.encode_several(xs, [NOTHING] * 3, None))(xs)
   rows = jnp.concatenate([own for own, *_ in found])
   decode = _entries.Entries(codec).gathered(jnp.stack([rows, rows]), None, 0.5)
   for i, (x, (own, rest, _)) in enumerate(zip(xs, found, strict=True)):

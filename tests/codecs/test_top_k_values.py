@@ -79,7 +79,6 @@ def test_asq_takes_turns_and_sends_all_in_the_end():
     assert state.memory.own[()][0].used == 10
   codec = TopK(density=0.01, quantize="asq")
   assert_same_bits(encode(codec, x)[0], encode(codec, x, 1)[0])
-  assert [float(codec.turn(jnp.int32(i))) for i in range(3)] == [1, -1, 1]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +286,7 @@ def test_random_k_chooses_all_elements_alike():
 
 def test_what_the_codecs_say_of_themselves():
   for codec in (TopK(), RandomK()):
-    assert not codec.unbiased and not codec.by_column and not codec.fitted
+    assert not codec.unbiased
     assert codec.ranged(5000, ranges=3).range_size == 1667
     assert codec.ranged(5000).ranged(10) == codec.ranged(5000)
   assert RandomK().needs_key and not TopK().needs_key

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
-from gradcomp._src.codecs import tiles
 from gradcomp._src.kernels.materialize import LARGE
 from gradcomp._src.kernels.qsgd import reference
 from tests.support import modes
@@ -30,7 +29,6 @@ def each_call(report):
 
   # What earlier tests have traced would be taken from JAX's caches, without a call.
   jax.clear_caches()
-  tiles._tile_shape.cache_clear()
   sys.setprofile(look)
   try:
     yield

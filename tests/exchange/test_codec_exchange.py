@@ -120,8 +120,10 @@ def test_levels_are_fitted_to_all_workers_every_few_steps():
   fitted = []
   for step in (steps[0], steps[3]):
     counts = sum(np.asarray(codec.measure(jnp.asarray(leaf))) for leaf in step["w"])
-    fitted.append(np.asarray(codec.fit(jnp.asarray(counts), codec.init().shared)))
-  alone = codec.fit(codec.measure(jnp.asarray(steps[0]["w"][1])), codec.init().shared)
+    fitted.append(np.asarray(codec.fits.fit(jnp.asarray(counts), codec.init().shared)))
+  alone = codec.fits.fit(
+    codec.measure(jnp.asarray(steps[0]["w"][1])), codec.init().shared
+  )
   assert (fitted[0] != fitted[1]).any() and (fitted[0] != np.asarray(alone)).any()
   for mode in ("vmap", "shard_map"):
     for number, memory in enumerate(states_of(mode, tx, steps)):
@@ -190,5 +192,5 @@ def test_alone_a_worker_fits_its_own_levels():
   grads = {"w": jnp.asarray(laws.gaussian(512 * 64))}
   codec = QSGD(bits=3, levels="nonuniform")
   _, state = jax.jit(tx.update)(grads, tx.init(grads))
-  expected = codec.fit(codec.measure(grads["w"]), codec.init().shared)
+  expected = codec.fits.fit(codec.measure(grads["w"]), codec.init().shared)
   np.testing.assert_array_equal(state.memory.shared[()][0], expected)

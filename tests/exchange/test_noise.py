@@ -15,7 +15,7 @@ import gradcomp
 from gradcomp._src.kernels.common.dithers import random_lanes
 from gradcomp._src.kernels.common.planes import pack_planes, unpack_planes
 from gradcomp._src.testing.noise import mean_is_the_leaf
-from gradcomp.codecs import QSGD, Dense, EightBit, FloatCast, Natural, RowCodec, Ternary
+from gradcomp.codecs import QSGD, Codec, Dense, EightBit, FloatCast, Natural, Ternary
 from tests.oracles import qsgd
 from tests.plugins.slow_cases import slow
 from tests.support import laws, modes
@@ -25,7 +25,7 @@ Z = 5.0  # standard deviations; of 3 million right ratios one is above that
 
 
 @dataclasses.dataclass(frozen=True)
-class Integers(RowCodec):
+class Integers(Codec):
   """A codec of one's own, which rounds to integers from -8 to 7."""
 
   tile_size, row_words = 1024, 128

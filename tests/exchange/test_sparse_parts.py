@@ -64,7 +64,7 @@ def test_leaves_below_a_hundredth_of_a_percent_are_dense(codec):
   """Of a million elements, those of leaves that together hold less than a hundred."""
   sizes = [40, 50, 60, 5000, 994_850]
   assert sum(sizes) == 10**6
-  assert default_min_leaf_size(sizes, drops=codec.sums.drops) == 60
+  assert default_min_leaf_size(sizes, drops=codec.facts.drops) == 60
   assert default_min_leaf_size(sizes) == 5000
   assert default_min_leaf_size([99, 999_901], drops=True) == 999_901
   assert default_min_leaf_size([100, 999_900], drops=True) == 100

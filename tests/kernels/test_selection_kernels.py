@@ -166,7 +166,7 @@ def encoder(codec):
   @jax.jit
   def encode(leaves):
     whole = codec.ranged(leaves[0].size)
-    return whole.encode_leaves(leaves, [NOTHING] * len(leaves))
+    return whole.encode_several(leaves, [NOTHING] * len(leaves), None)
 
   return encode
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.sums.records import Encoded
-from gradcomp.codecs import Dense, Payload, RandomK, RowCodec
+from gradcomp.codecs import Codec, Dense, Payload, RandomK
 from gradcomp.kernels import pack_planes, random_lanes, unpack_planes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Honest(RowCodec):
+class Honest(Codec):
   """Rounds at random to 128 steps of the largest element of each bucket: a byte each.
 
   Products are with powers of two, and exact: no compiler can change them.

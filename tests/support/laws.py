@@ -42,8 +42,8 @@ def _told(value, field):
 
 def encode(codec, x, key, levels=None):
   """The payload of a leaf; under the first levels where levels are fitted."""
-  if codec.fitted and levels is None:
-    levels = codec.init().shared
+  if levels is None:
+    levels = codec.init(Leaf(x.shape), KEY).shared
   bound = codec.bind(Leaf(x.shape))
   return payload_of(bound, x, Context(key, memory=Memory(levels)))
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.sparse import Selected
+from gradcomp._src.codecs.selecting import Selected
 from gradcomp.codecs import Context, Memory
 from tests.oracles import top_k
 from tests.support import laws
@@ -19,7 +19,7 @@ def encoder(codec):
 
   def encode(x, given):
     context = Context()
-    if given is not None and codec.alternates:
+    if given is not None and codec.quantize == "asq":
       context = Context(step=jnp.where(given > 0, 0, 1))
     elif given is not None:
       context = Context(memory=Memory(own=Selected(given, None)), step=jnp.int32(1))

@@ -160,7 +160,7 @@ def test_clipping_has_its_paper():
   assert told(text)["lin2018dgc"].startswith("% clip_by_local_norm. ")
 
 
-class Halves(codecs.RowCodec):
+class Halves(codecs.Codec):
   """A stranger's codec, which has no paper."""
 
   unbiased, needs_key, tile_size, row_words = False, False, 256, 128

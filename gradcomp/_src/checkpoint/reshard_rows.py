@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.tiles import elements, join_rows, split_rows, tile_shape
+from gradcomp._src.codecs.tiles import elements, tile_shape
 from gradcomp._src.exchange.owners import owned_matrices
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh.axes import Axes
@@ -109,7 +109,7 @@ def _as_rows_of(found: _Rows, codec: Codec) -> np.ndarray:
   """Returns a leaf's rows in the tiles of another codec."""
   if tile_shape(codec) == found.rows.shape[2:]:
     return found.rows
-  tiles = [split_rows(_whole(found, rows), codec) for rows in found.rows]
+  tiles = [codec.split(_whole(found, rows)) for rows in found.rows]
   return np.stack([x.reshape(-1, *tile_shape(codec)) for x in tiles])
 
 
@@ -126,4 +126,4 @@ def _leaf(found: _Rows) -> np.ndarray:
 
 def _whole(found: _Rows, rows: np.ndarray) -> np.ndarray:
   tiles = np.asarray(elements(jnp.asarray(rows), found.codec))
-  return join_rows(tiles, found.like, found.codec)
+  return found.codec.join(tiles, found.like)

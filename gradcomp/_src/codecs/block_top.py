@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gradcomp._src.bibliography import CHEN_2020, SARFI_2025, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_integer
-from gradcomp._src.codecs.row_codec import RowCodec
+from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.entries import Blocks
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import Sum
@@ -23,7 +23,7 @@ _COUNT_RULE = "a number of elements from 1 to 4"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockTop(RowCodec):
+class BlockTop(Codec):
   r"""Sends the ``count`` largest of every ``block_size`` consecutive elements.
 
   .. math:: Q(v)_i = q(v_i) \text{ if } |v_i| \text{ is among the largest of its block},

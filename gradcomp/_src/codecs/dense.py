@@ -1,7 +1,6 @@
 """Dense: the codec that sends all elements as floats of 32 or 16 bits."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +8,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from gradcomp._src.checks import float_dtype, one_of
-from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
-from gradcomp._src.codecs.sums.floats import Floats
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.quantizing import RoundsAtRandom
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.sums.sum import Sum
+from gradcomp._src.codecs.sums.tiles import Floats
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common import planes
@@ -24,7 +24,7 @@ _ROW_SIZE = 128  # words in a row: few, because small leaves fill rows badly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dense(RoundsAtRandom, RowCodec):
+class Dense(RoundsAtRandom, Codec):
   r"""Sends all elements as floats, bitcast to words: the baseline.
 
   .. math:: Q(v_i) = \mathrm{cast}(v_i)
@@ -149,16 +149,3 @@ class Dense(RoundsAtRandom, RowCodec):
     given = jnp.where(jnp.abs(plane) >= halfway, infinity, plane)
     draw = signed_lane(lane, plane) << 16
     return to_codes(given, fmt, rounding="stochastic", draw=draw, saturate=True)
-
-
-def working_dtype(codec: Any, dtype: DTypeLike) -> np.dtype:
-  """Returns the dtype in which an exchange adds gradients of ``dtype``.
-
-  It is float32. With ``Dense()``, which loses nothing, float64 stays float64.
-
-  Example:
-    >>> working_dtype(Dense(), jnp.float16), working_dtype(Dense(), jnp.float64)
-    (dtype('float32'), dtype('float64'))
-  """
-  wide = dtype == jnp.float64 and codec == Dense()
-  return np.dtype(np.float64 if wide else np.float32)

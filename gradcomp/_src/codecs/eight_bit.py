@@ -15,8 +15,13 @@ from gradcomp._src.checks import (
   optional_one_of,
   static_integer,
 )
-from gradcomp._src.codecs.quantizing import bucket_words, leaf_scales, row_scales
-from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.quantizing import (
+  RoundsAtRandom,
+  bucket_words,
+  leaf_scales,
+  row_scales,
+)
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.kernels import eight_bit
@@ -84,7 +89,7 @@ def _lines(dtype: DataType) -> tuple[Line, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EightBit(RoundsAtRandom, RowCodec):
+class EightBit(RoundsAtRandom, Codec):
   r"""Replaces each element by a level of an 8-bit type, times the largest element.
 
   .. math:: Q(v_i) = \lVert v \rVert_\infty \, \mathrm{sgn}(v_i) \, T[m_i]

@@ -1,13 +1,14 @@
 """FloatCast: the codec of floats of few bits, scaled by leaf or by a constant."""
 
 import dataclasses
+import functools
 from typing import ClassVar, Literal
 
 import jax
 
 from gradcomp._src.bibliography import HAN_2021, MICIKEVICIUS_2017, Citation
 from gradcomp._src.checks import one_of, optional_one_of, static_factor, static_integer
-from gradcomp._src.codecs.row_codec import RowCodec
+from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.numbers import Numbers
 from gradcomp._src.codecs.sums.records import (
   NOTHING,
@@ -36,7 +37,7 @@ _ADDENDS_RULE = "a number of addends, 1 or more"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FloatCast(RowCodec):
+class FloatCast(Codec):
   r"""Casts to an IEEE float of few bits, scaled so that sums just fit: APS.
 
   With ``scale="auto"``, Auto Precision Scaling, a leaf is multiplied by the largest
@@ -199,10 +200,7 @@ class FloatCast(RowCodec):
 
     It is 0 for zeros, and 255 for NaN and infinity.
     """
-    if self.scale != "auto":
-      return None
-    largest = tensor_norm(as_float32(x), "max").reshape(1, 1)
-    return float_cast.exponent_byte(largest, self.addends)
+    return _exponent(self, x) if self.scale == "auto" else None
 
   def encode_leaf(
     self, x: jax.Array, context: Context, *, keep: bool = False
@@ -262,3 +260,10 @@ class FloatCast(RowCodec):
       row_words=_ROW_WORDS,
       implementation=self.implementation,
     )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _exponent(codec: FloatCast, x: jax.Array) -> jax.Array:
+  """Computes the byte of a leaf; jitted, so that each shape is traced once."""
+  largest = tensor_norm(as_float32(x), "max").reshape(1, 1)
+  return float_cast.exponent_byte(largest, codec.addends)

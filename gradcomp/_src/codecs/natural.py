@@ -7,7 +7,8 @@ import jax
 
 from gradcomp._src.bibliography import HORVATH_2019, Citation
 from gradcomp._src.checks import one_of, optional_one_of
-from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.quantizing import RoundsAtRandom
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.kernels import float_cast
@@ -22,7 +23,7 @@ _ROW_WORDS = 128  # rows carry no scale: short rows cost nothing, and waste less
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Natural(RoundsAtRandom, RowCodec):
+class Natural(RoundsAtRandom, Codec):
   r"""Rounds each element to a neighboring power of two: natural compression.
 
   An element with :math:`a \le |v| < b`, where a and :math:`b = 2 a` are powers of two,

@@ -7,8 +7,16 @@ import jax
 
 from gradcomp._src.bibliography import GRUBIC_2018, SEIDE_2014, Citation
 from gradcomp._src.checks import bucket, flag, optional_one_of, static_integer
-from gradcomp._src.codecs.row_codec import RowCodec
-from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf
+from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.sums.records import (
+  ArrayLike,
+  ArrayT,
+  Context,
+  Encoded,
+  Leaf,
+)
+from gradcomp._src.codecs.sums.sum import Sum
+from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles
 from gradcomp._src.codecs.tiles import as_float32, as_matrix
 from gradcomp._src.kernels import one_bit
 from gradcomp._src.kernels.common import planes
@@ -16,7 +24,7 @@ from gradcomp._src.kernels.gpu.dispatch import Implementation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OneBit(RowCodec):
+class OneBit(Codec):
   r"""Replaces each element by the mean of the elements of its sign in its bucket.
 
   .. math:: Q(v_i) = \mathrm{avg}_+ \text{ if } v_i \ge 0, \quad
@@ -95,8 +103,8 @@ class OneBit(RowCodec):
       object.__setattr__(self, "bucket_size", bucket("bucket_size", self.bucket_size))
 
   @property
-  def by_column(self) -> bool:
-    return self.per_column
+  def sums(self) -> Sum:
+    return Tiles(self, facts=dataclasses.replace(OF_TILES, needs_feedback=True))
 
   @property
   def tile_size(self) -> int:
@@ -114,9 +122,21 @@ class OneBit(RowCodec):
       return self
     return dataclasses.replace(self, bucket_size=leaf.shape[0] if leaf.shape else 1)
 
-  def filled(self, flat: jax.Array) -> jax.Array:
-    """Fills the last bucket of a flat leaf by repeating the bucket's elements."""
-    return planes.filled(flat, self.bucket_size)
+  def filled(self, x: jax.Array) -> jax.Array:
+    """Fills the last bucket of a leaf by repeating the bucket's elements."""
+    return x if self.per_column else planes.filled(x.reshape(-1), self.bucket_size)
+
+  def split(self, x: ArrayT) -> ArrayT:
+    """Cuts a leaf into rows; with ``per_column`` a column is one."""
+    return as_matrix(x).T if self.per_column else super().split(x)
+
+  def join(self, rows: ArrayT, like: ArrayLike) -> ArrayT:
+    """Undoes :meth:`split`: rows of elements to the shape of ``like``."""
+    return rows.T.reshape(like.shape) if self.per_column else super().join(rows, like)
+
+  def view_shape(self, rows: int, like: ArrayLike) -> tuple[int, ...]:
+    """Returns the shape in which a CPU goes through a leaf fastest, in its order."""
+    return like.shape if self.per_column else super().view_shape(rows, like)
 
   def encode_leaf(
     self, x: jax.Array, context: Context, *, keep: bool = False

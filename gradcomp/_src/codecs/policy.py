@@ -9,11 +9,9 @@ import jax
 import numpy as np
 
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.one_bit import OneBit
-from gradcomp._src.codecs.protocol import Codec, LeafCodec
-from gradcomp._src.codecs.sparse import DroppingCodec
+from gradcomp._src.codecs.protocol import Codec, LeafCodec, is_codec
 from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.codecs.sums.sum import Several, SumFacts
+from gradcomp._src.codecs.sums.sum import SumFacts, joined
 
 _RULE = "a sequence of pairs (regular expression, codec)"
 
@@ -71,8 +69,8 @@ class Policy:
     return any(codec.needs_key for codec in self.codecs)
 
   @property
-  def sums(self) -> SumFacts:
-    return Several(tuple(codec.sums for codec in self.codecs))
+  def facts(self) -> SumFacts:
+    return joined([codec.facts.naming(codec) for codec in self.codecs])
 
   def bind(self, leaf: Leaf) -> Codec:
     """Returns the codec of a leaf, bound to it."""
@@ -110,7 +108,7 @@ def _check_rule(text: object, codec: object) -> None:
     re.compile(text)
   except re.error as error:
     raise ValueError(f"`rules` must be {_RULE}, got {text!r}: {error}.") from error
-  if isinstance(codec, type) or not isinstance(codec, LeafCodec):
+  if not is_codec(codec):
     raise ValueError(
       f"`rules` must be {_RULE}, got {codec!r} for {text!r}; take a codec of "
       "gradcomp.codecs, not a transformation."
@@ -138,16 +136,16 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
     Traceback (most recent call last):
     ValueError: `codec` must send every element, because ..., got TopK(...
   """
-  if isinstance(codec, Policy):
-    rule = "be the codec of one array, not of a tree's leaves by their paths"
-  elif not isinstance(codec, LeafCodec) or not isinstance(codec, Codec):
+  if not is_codec(codec):
     raise TypeError(
       f"`{name}` must be a codec of gradcomp.codecs, got {codec!r}; "
       "gradcomp.codecs.Dense() sends float32."
     )
-  elif isinstance(codec, DroppingCodec):
+  if codec.facts.parts:
+    rule = "be the codec of one array, not of a tree's leaves by their paths"
+  elif codec.facts.drops:
     rule = "send every element, because what is left out is never sent later"
-  elif isinstance(codec, OneBit) and not corrected:
+  elif codec.facts.needs_feedback and not corrected:
     rule = "work without error feedback, which nothing here keeps for it"
     if corrected is not None:
       rule = "work without error feedback where `residual` is None"
@@ -166,7 +164,7 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
 _PROBE = Leaf((1024, 1024))
 
 
-def _remembers(codec: Codec) -> bool:
+def _remembers(codec: LeafCodec) -> bool:
   """Returns True if a codec keeps a state from step to step."""
   key = jax.ShapeDtypeStruct((2,), np.uint32)
   bound = codec.bind(_PROBE)

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from gradcomp._src.bibliography import VOGELS_2019, Citation
 from gradcomp._src.checks import one_of, static_integer, static_number
 from gradcomp._src.codecs.dense import Dense
-from gradcomp._src.codecs.protocol import Round, Talk
+from gradcomp._src.codecs.protocol import Codec, Round, Talk
 from gradcomp._src.codecs.qsgd import QSGD
-from gradcomp._src.codecs.row_codec import RowCodec
 from gradcomp._src.codecs.sums.records import Context, Leaf, Memory
-from gradcomp._src.codecs.sums.sum import Sum
+from gradcomp._src.codecs.sums.sum import Sum, SumFacts
 from gradcomp._src.kernels.common.threefry import threefry2x32
 
 # The rest of a dependent row is rounding. Measured on float32 products of random
@@ -109,7 +108,7 @@ _MATRIX_RULE = "None, or a pair of the rows and columns, 1 or more each"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PowerSGD(RowCodec):
+class PowerSGD(Codec):
   r"""Sends the mean of all workers' matrices as a product of rank ``rank``: PowerSGD.
 
   A leaf is read as a matrix :math:`M_i` of m by n, worker :math:`i`'s own. With the
@@ -213,6 +212,12 @@ class PowerSGD(RowCodec):
   @property
   def sums(self) -> Sum:
     return self.inner.sums
+
+  @property
+  def facts(self) -> SumFacts:
+    """What is known about the sums of factors, which are float32."""
+    inner = self.inner
+    return dataclasses.replace(inner.facts.naming(inner), keeps_float64=False)
 
   @property
   def tile_size(self) -> int:

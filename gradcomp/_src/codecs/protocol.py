@@ -1,19 +1,29 @@
-"""The protocols of codecs."""
+"""``LeafCodec``, the protocol of what users give, and ``Codec``, the base of codecs."""
 
-from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
+import abc
+import math
+from collections.abc import Generator, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from gradcomp._src.codecs.joint import joint_leaves, vmapped
+from gradcomp._src.codecs.rounds import decoded_alone, encoded_alone
 from gradcomp._src.codecs.sums.records import (
-  Accumulate,
+  ArrayLike,
+  ArrayT,
   Context,
   Encoded,
+  Fit,
   Leaf,
   Memory,
   Payload,
 )
 from gradcomp._src.codecs.sums.sum import Sum, SumFacts
+from gradcomp._src.codecs.sums.tiles import Ranged, Tiles, sum_in_order
+from gradcomp._src.codecs.tiles import as_float32, codec_key, tile_shape, to_tiles
 
 # Yields the arrays of each round, gets their means, and returns means and memories.
 Talk = Generator[list[jax.Array], list[jax.Array], tuple[list[jax.Array], list[Any]]]
@@ -40,8 +50,8 @@ class LeafCodec(Protocol):
     """True if ``encode`` needs a key."""
 
   @property
-  def sums(self) -> SumFacts:
-    """How payloads are added; of an unbound codec, the facts about it."""
+  def facts(self) -> SumFacts:
+    """What is known about the sums of payloads before the leaves are."""
 
   def check_leaves(self, leaves: Sequence[Leaf]) -> None:
     """Raises ValueError if the codec does not suit these leaves of a tree."""
@@ -53,75 +63,86 @@ class LeafCodec(Protocol):
     """Returns the codec for a leaf of this shape and path."""
 
 
-@runtime_checkable
-class Codec(LeafCodec, Protocol):
-  """A pair of pure functions between an array and a :class:`Payload`.
+class Codec(abc.ABC):
+  """The base class of codecs, each of which needs four members.
 
-  Codecs are frozen dataclasses: hashable, printable, without state. They are not
-  callable, because ``optax.inject_hyperparams`` takes callables for schedules.
+  These are ``tile_size``, ``row_words``, ``encode_rows`` and ``decode_rows``. A codec
+  that is unbiased, or that needs a key, says so as well. Workers share no statistics,
+  and nothing is remembered from step to step. A class that derives from this one is a
+  frozen dataclass, so that it is hashable. It is not callable, because
+  ``optax.inject_hyperparams`` takes callables for schedules.
 
-  ``encode`` and ``decode`` are the pair for people. The exchange works on rows: those
-  of ``encode_leaf``. Each can be decoded without the others, so that workers can own
-  ranges of rows. ``encode_rows`` encodes a mean of decoded rows again.
+  Example:
+    >>> import dataclasses
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class UpperHalf(gradcomp.codecs.Codec):
+    ...   tile_size, row_words = 64, 32
+    ...   def encode_rows(self, tiles, context):
+    ...     words = jax.lax.bitcast_convert_type(tiles, jnp.uint32).reshape(-1, 2, 32)
+    ...     return words[:, 0] >> 16 | words[:, 1] >> 16 << 16
+    ...   def decode_rows(self, rows):
+    ...     words = jnp.stack([rows << 16, rows >> 16 << 16], axis=-2)
+    ...     return jax.lax.bitcast_convert_type(words, jnp.float32)
+    >>> x = jnp.array([1.0, -2.5, 3.0])
+    >>> UpperHalf().roundtrip(x)
+    Array([ 1. , -2.5,  3. ], dtype=float32)
   """
 
+  @property
+  def unbiased(self) -> bool:
+    return False
+
+  @property
+  def needs_key(self) -> bool:
+    return False
+
+  def check_leaves(self, leaves: Sequence[Leaf]) -> None:
+    """Accepts any leaves."""
+    del leaves
+
+  def rule(self, leaf: Leaf) -> str:
+    """Returns the reason for a leaf's codec: none."""
+    del leaf
+    return ""
+
   def init(self, leaf: Leaf, key: jax.Array) -> Memory:
-    """Returns the codec state of a leaf before the first step.
+    """Returns the codec state of a leaf before the first step: none.
 
     Args:
       leaf: the leaf that the codec is bound to.
       key: ``uint32[2]``, the same on all workers, and another one for each leaf.
     """
+    del leaf, key
+    return Memory()
 
   @property
-  def by_column(self) -> bool:
-    """True if a row is a column of a leaf's matrix."""
-
-  @property
-  def fitted(self) -> bool:
-    """Whether the codec has a memory, as a ``FittedCodec`` has."""
+  def largest(self) -> float | None:
+    """The largest number that a row without a scale holds; None for float32's range."""
+    return None
 
   @property
   def sums(self) -> Sum:
-    """How payloads are added, and how their sums travel."""
+    """How payloads are added: as decoded tiles, in float32."""
+    return Tiles(self) if self.largest is None else Ranged(self, self.largest)
 
-  def to_nearest(self) -> "Codec":
-    """Returns the codec that rounds to nearest, with rows of the same format."""
-
-  def agree(self, x: jax.Array) -> jax.Array | None:
-    """Returns a leaf's statistics, of which all workers take the largest; or None."""
-
-  def filled(self, flat: jax.Array) -> jax.Array:
-    """Fills the last bucket of a flat leaf, where the zeros of padding would count."""
-
-  def rotated(self, tiles: jax.Array) -> jax.Array:
-    """Rotates the tiles of a leaf, ``float32[rows, tile_size]``, before encoding."""
-
-  def unrotated(self, tiles: jax.Array) -> jax.Array:
-    """Undoes :meth:`rotated` for tiles, or sums of tiles, of one or two axes each."""
-
-  def sum_rows(self, rows: jax.Array) -> jax.Array:
-    """Decodes ``uint32[K, rows, words]``, and adds K payloads in their order."""
-
-  def payload_tiles(self, payload: Payload) -> jax.Array:
-    """Decodes a payload to tiles, by the statistics in it if workers share them."""
+  @property
+  def facts(self) -> SumFacts:
+    """What is known about the sums of payloads before the leaves are."""
+    return self.sums.facts
 
   def bind(self, leaf: Leaf) -> "Codec":
-    """Returns the codec for a leaf, with a definite ``tile_size``."""
+    """Returns the codec of a leaf: itself, for it depends on no leaf."""
+    del leaf
+    return self
 
-  @property
-  def tile_size(self) -> int:
-    """The number of elements in a row."""
-
-  @property
-  def row_words(self) -> int:
-    """The number of words in a row, scales included."""
-
-  def rounds(self, shape: tuple[int, ...]) -> "tuple[Round, ...]":
-    """Returns the arrays that workers average for a leaf, one after the other."""
+  def rounds(self, shape: tuple[int, ...]) -> tuple[Round, ...]:
+    """Returns the only round of a leaf, in which workers average the leaf itself."""
+    return (Round(shape, self, of_leaf=True),)
 
   def in_rounds(self, leaves: Sequence[jax.Array], memory: Sequence[Any]) -> Talk:
     """Computes the means of leaves of one shape, while others average their arrays.
+
+    By default they are those of their only round.
 
     Args:
       leaves: this worker's, ``float32``.
@@ -133,109 +154,190 @@ class Codec(LeafCodec, Protocol):
     Returns:
       The means of the leaves, and the new shared codec state of each.
     """
+    means = yield list(leaves)
+    return means, list(memory)
+
+  def to_nearest(self) -> Self:
+    """Returns the codec that rounds to nearest, with rows of the same format.
+
+    It encodes sums with an owner residual: it loses less, and needs no random bits. A
+    codec that never rounds at random is its own.
+    """
+    return self
+
+  def agree(self, x: jax.Array) -> jax.Array | None:
+    """Returns a leaf's statistics, of which all workers take the largest; or None."""
+    del x
+    return None
+
+  @property
+  def fits(self) -> Fit | None:
+    """The fits of the shared codec state to the counts of all workers: none."""
+    return None
+
+  def used_entries(self, memory: Memory) -> jax.Array | None:
+    """Returns the entries that each row sent, if the codec state counts them: None."""
+    del memory
+    return None
+
+  def split(self, x: ArrayT) -> ArrayT:
+    """Cuts a leaf into rows of the elements themselves, ``[rows, tile_size]``.
+
+    Zeros fill the last row. NumPy arrays stay NumPy arrays.
+
+    Example:
+      >>> gradcomp.codecs.OneBit().split(jnp.ones(300)).sum()
+      Array(300., dtype=float32)
+    """
+    flat = x.reshape(-1)
+    pad: Any = np.pad if isinstance(flat, np.ndarray) else jnp.pad
+    padded = pad(flat, (0, -flat.size % self.tile_size))
+    return padded.reshape(-1, self.tile_size)
+
+  def join(self, rows: ArrayT, like: ArrayLike) -> ArrayT:
+    """Undoes :meth:`split`: rows of elements to the shape of ``like``.
+
+    Example:
+      >>> gradcomp.codecs.Dense().join(jnp.ones((3, 128)), jnp.zeros(300)).shape
+      (300,)
+    """
+    return rows.reshape(-1)[: like.size].reshape(like.shape)
+
+  def view_shape(self, rows: int, like: ArrayLike) -> tuple[int, ...]:
+    """Returns the shape in which a CPU goes through a leaf fastest.
+
+    It has the leaf's elements in their order. If the leaf fills its rows, it is the
+    shape of their tiles, and else its own.
+
+    Example:
+      >>> codec = gradcomp.codecs.QSGD(bits=4, bucket_size=512)
+      >>> codec.view_shape(2, jnp.zeros((128, 64)))
+      (2, 8, 512)
+    """
+    shape = (rows, *tile_shape(self))
+    return shape if math.prod(shape) == like.size else like.shape
+
+  def filled(self, x: jax.Array) -> jax.Array:
+    """Fills the last bucket of a leaf, where the zeros of padding would count."""
+    return x
+
+  def rotated(self, tiles: jax.Array) -> jax.Array:
+    """Rotates the tiles of a leaf, ``float32[rows, tile_size]``, before encoding.
+
+    Rotated tiles add up as leaves do.
+    """
+    return tiles
+
+  def unrotated(self, tiles: jax.Array) -> jax.Array:
+    """Undoes :meth:`rotated` for tiles, or sums of tiles, of one or two axes each."""
+    return tiles
+
+  def sum_rows(self, rows: jax.Array) -> jax.Array:
+    """Decodes ``uint32[K, rows, words]``, and adds K payloads in their order."""
+    return sum_in_order(self.decode_rows, rows)
+
+  def payload_tiles(self, payload: Payload) -> jax.Array:
+    """Decodes a payload to tiles, by the statistics in it if workers share them."""
+    return self.decode_rows(payload.rows)
+
+  @property
+  @abc.abstractmethod
+  def tile_size(self) -> int:
+    """The number of elements in a row."""
+
+  @property
+  @abc.abstractmethod
+  def row_words(self) -> int:
+    """The number of words in a row, scales included."""
+
+  @abc.abstractmethod
+  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
+    """Encodes ``float32[rows, ...]`` to ``uint32[rows, row_words]``.
+
+    Args:
+      tiles: ``tile_size`` elements in each row, in one axis or several. The last tile
+        of a leaf is filled with zeros.
+      context: if the codec needs a key, it has ``key``, ``uint32[2]``, another one for
+        each worker, or ``dither``, ``uint32[3]``: a key which all workers share, and
+        the worker's mask. With random numbers from it, the errors of the workers
+        cancel. ``drawn`` is a dither in both cases. See docs/inside/extending.md.
+    """
+
+  @abc.abstractmethod
+  def decode_rows(self, rows: jax.Array) -> jax.Array:
+    """Decodes ``uint32[rows, row_words]`` to ``float32[rows, ...]``.
+
+    A row becomes its ``tile_size`` elements, in one axis or several, and each row is
+    decoded by itself. Zeros come back as zeros. Of an element that was not finite, NaN
+    or an infinity comes back, and its whole bucket may become NaN. Any ``uint32`` may
+    come, and decodes to something.
+    """
+
+  def encode_leaf(
+    self, x: jax.Array, context: Context, *, keep: bool = False
+  ) -> Encoded:
+    """Encodes a ``float32`` leaf of any shape: by default its tiles.
+
+    Args:
+      x: the leaf.
+      context: see :meth:`encode_rows`. ``agreed`` is what all workers agree on.
+      keep: whether the residual is asked for. A codec may leave it to the caller, who
+        subtracts what the rows decode to.
+    """
+    del keep
+    return Encoded(self.encode_rows(to_tiles(as_float32(x), self), context))
+
+  def joins(self, shape: tuple[int, ...]) -> tuple[Hashable, int]:
+    """Returns what leaves share that one program encodes, and their largest number.
+
+    By default only small leaves of one shape are encoded together.
+    """
+    return shape, joint_leaves(math.prod(shape))
+
+  def encode_several(
+    self,
+    leaves: Sequence[jax.Array],
+    contexts: Sequence[Context],
+    after: jax.Array | None,
+  ) -> list[Encoded]:
+    """Encodes leaves that :meth:`joins` puts together, by default without residuals.
+
+    Args:
+      leaves: ``float32``.
+      contexts: the context of each.
+      after: rows of other leaves. A program that copies its leaves must not read them
+        before these are encoded.
+    """
+    return vmapped(self, leaves, contexts, after)
 
   def encode(self, x: jax.Array, *, key: jax.Array | None = None) -> Payload:
     """Encodes an array of any shape and float dtype, as a single worker does.
 
     Args:
       x: the array.
-      key: one threefry key, which stochastic rounding needs.
+      key: one threefry key, which a codec with random numbers needs.
+
+    Returns:
+      The payload: rows, and statistics beside them if workers agree on some.
 
     Raises:
       ValueError: ``key`` is missing, and the codec needs one.
       TypeError: ``x`` is not real floating point.
     """
+    codec = self.bind(Leaf(x.shape))
+    context = Context(codec_key(key, codec))
+    return encoded_alone(codec, as_float32(x).reshape(x.shape), context)
 
   def decode(self, payload: Payload, *, like: jax.Array) -> jax.Array:
     """Decodes a payload to an array with the shape and dtype of ``like``."""
+    return decoded_alone(self.bind(Leaf(like.shape)), payload, like)
 
   def roundtrip(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-    """Returns the array that arrives: ``decode(encode(x, key=key), like=x)``."""
+    """Returns the array that arrives: ``decode(encode(x, key=key), like=x)``.
 
-  def encode_leaf(self, x: jax.Array, context: Context, *, keep: bool) -> Encoded:
-    """Encodes a ``float32`` leaf of any shape; with ``keep`` perhaps its residual."""
-
-  def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
-    """Encodes ``float32[rows, ...]`` tiles: ``uint32[rows, row_words]``."""
-
-  def decode_rows(self, rows: jax.Array) -> jax.Array:
-    """Decodes ``uint32[rows, row_words]`` to ``float32[rows, ...]``.
-
-    The exchange calls it with two axes, and maps it by ``jax.vmap`` over others. A row
-    becomes its ``tile_size`` elements, in one axis or several. Each row is decoded by
-    itself. Zeros come back as zeros, and other than finite numbers as NaN or infinity.
+    The arguments and errors are those of :meth:`encode`.
     """
-
-
-@runtime_checkable
-class SharedCodec(Codec, Protocol):
-  """A codec that makes all workers encode with the same statistics.
-
-  It is ``summable`` and ``agrees``. Before anyone encodes, the exchange takes the
-  largest result of ``agree`` over all workers. Rows then hold only codes, and the codes
-  of several workers add up as integers.
-  """
-
-  @property
-  def max_code(self) -> int:
-    """The largest magnitude of a code."""
-
-  def codes(self, rows: jax.Array) -> jax.Array:
-    """Unpacks ``uint32[..., rows, words]`` to codes, ``int32[..., rows, P, B]``."""
-
-  def from_codes(self, codes: jax.Array, agreed: jax.Array) -> jax.Array:
-    """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
-
-
-@runtime_checkable
-class FittedCodec(Codec, Protocol):
-  """A codec that is fitted to the gradients of all workers every few steps.
-
-  All leaves share one array, which is their memory. ``encode`` and ``encode_rows`` take
-  it as ``levels`` of the context. Rows can be decoded without it.
-  """
-
-  @property
-  def refit_every(self) -> int:
-    """The number of steps from one fit to the next."""
-
-  @property
-  def most_counted(self) -> int:
-    """The largest sum of one leaf's counts."""
-
-  def measure(self, x: jax.Array) -> jax.Array:
-    """Counts a leaf's elements, ``int32[k]``, to be added over leaves and workers."""
-
-  def fit(self, counts: jax.Array, memory: jax.Array) -> jax.Array:
-    """Returns the memory that fits the counts; the old one if nothing was counted."""
-
-
-@runtime_checkable
-class AddingCodec(Codec, Protocol):
-  """A codec with ``adds``: sums of its numbers are rounded to its own format.
-
-  Its rows stand for scaled numbers, which ``encode_rows`` takes and ``decode_rows``
-  gives. The scale leaves room for the sum of all workers' numbers. With
-  ``agrees`` the workers share it, by the largest of their bytes.
-  """
-
-  @property
-  def accumulate(self) -> Accumulate:
-    """The way in which numbers are added one by one."""
-
-  def add(self, total: jax.Array, x: jax.Array) -> jax.Array:
-    """Adds two numbers of the format, and rounds the sum to it."""
-
-  def add_compensated(
-    self, total: jax.Array, compensation: jax.Array, x: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """Returns the next sum and compensation of Kahan's algorithm, all in the format."""
-
-  def encode_sums(self, tiles: jax.Array) -> jax.Array:
-    """Encodes scaled sums, rounded to nearest: exact for numbers of the format."""
-
-  def unscaled(self, tiles: jax.Array, agreed: jax.Array | None) -> jax.Array:
-    """Divides ``float32[rows, P, B]`` by the scales of rows, from ``agreed``."""
+    return self.decode(self.encode(x, key=key), like=x)
 
 
 def is_codec(value: Any) -> TypeGuard[LeafCodec]:
@@ -246,13 +348,3 @@ def is_codec(value: Any) -> TypeGuard[LeafCodec]:
     (True, False)
   """
   return not isinstance(value, type) and isinstance(value, LeafCodec)
-
-
-def is_fitted(codec: LeafCodec) -> TypeGuard[FittedCodec]:
-  """Returns True if the hyperparameters make a codec a :class:`FittedCodec`.
-
-  Example:
-    >>> is_fitted(gradcomp.codecs.QSGD(levels="nonuniform"))
-    True
-  """
-  return getattr(codec, "fitted", False)

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 from gradcomp._src.bibliography import ALISTARH_2017, GRUBIC_2018, ZHANG_2017, Citation
 from gradcomp._src.checks import flag, one_of, optional_bucket, optional_one_of
 from gradcomp._src.codecs.quantizing import (
-  BucketScales,
-  FittedLevels,
+  BucketCodec,
   Levels,
-  RotatedTiles,
   ScaleNorm,
   bucket_words,
   check_levels,
@@ -19,7 +17,6 @@ from gradcomp._src.codecs.quantizing import (
   checked_refit_every,
   checked_rotate,
 )
-from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import (
   as_float32,
@@ -32,7 +29,7 @@ from gradcomp._src.kernels.gpu.dispatch import Implementation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, RowCodec):
+class QSGD(BucketCodec):
   r"""Quantizes each element to one of a few levels of its bucket's norm.
 
   With :math:`s` intervals and the scale :math:`\lVert v \rVert` of a bucket,
@@ -167,7 +164,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, RowCodec):
       "Levels are multiples of 1/256 of the norm, the same on both sides of zero and "
       "for all leaves. They are fitted again every few steps.",
     )
-    return (*papers, levels) if self.fitted else papers
+    return (*papers, levels) if self.fits else papers
 
   @property
   def unbiased(self) -> bool:
@@ -181,10 +178,6 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, RowCodec):
     return self if self.bits == 1 and self.norm != "rms" else super().to_nearest()
 
   @property
-  def fitted(self) -> bool:
-    return self.levels == "nonuniform"
-
-  @property
   def tile_size(self) -> int:
     return planes.planes_per_word(self.bits) * bucket_words(self.bucket_size)
 
@@ -194,7 +187,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, RowCodec):
     if self.share_scale:
       return words
     scales = 1 if self.bucket_size is None else planes.planes_per_word(self.bits)
-    return words + scales + (2 ** (self.bits - 1) if self.fitted else 0)
+    return words + scales + (2 ** (self.bits - 1) if self.fits else 0)
 
   @property
   def _equal_levels(self) -> qsgd.Levels:
@@ -226,12 +219,13 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, RowCodec):
     scale = context.agreed
     if scale is None and not self._scales_inside:
       scale = self.flat_scales(flat)
-    return Encoded(self._encode(flat, scale, dither, self.fitted_in(context))[0])
+    return Encoded(self._encode(flat, scale, dither, self.levels_for(flat, context))[0])
 
   def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
     scale = None if self._scales_inside else self.tile_scales(tiles)
     dither = codec_dither(self, context)
-    return self._encode(tiles.reshape(-1), scale, dither, self.fitted_in(context))[0]
+    flat = tiles.reshape(-1)
+    return self._encode(flat, scale, dither, self.levels_for(flat, context))[0]
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     words = bucket_words(self.bucket_size)
@@ -254,7 +248,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, RowCodec):
   def _scales_inside(self) -> bool:
     """True if the encoder computes the scales, so that a kernel reads elements once."""
     bucketed = self.bucket_size is not None and self.norm == "max"
-    return bucketed and not self.share_scale and not self.fitted
+    return bucketed and not self.share_scale and not self.fits
 
   def _encode(
     self,
@@ -269,9 +263,7 @@ class QSGD(BucketScales, FittedLevels, RotatedTiles, RoundsAtRandom, RowCodec):
       scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
     words = bucket_words(self.bucket_size)
     if self.levels == "nonuniform":
-      assert scale is not None
-      if levels is None:
-        levels = self.fit(self.measure(flat), self.init().shared)
+      assert scale is not None and levels is not None
       found = fitted_levels.encode_rows(
         flat, scale, levels, bits=self.bits, bucket_size=words, dither=dither
       )

@@ -1,17 +1,26 @@
 """Scales, levels and checked options that quantizing codecs share."""
 
 import abc
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import jax
 import numpy as np
 
 from gradcomp._src.checks import static_integer, step_count
-from gradcomp._src.codecs.row_codec import RowCodec
+from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.codes import Codes
-from gradcomp._src.codecs.sums.records import Context, Leaf, Memory, Payload
+from gradcomp._src.codecs.sums.records import (
+  Context,
+  Fit,
+  Leaf,
+  Memory,
+  Payload,
+  Rounding,
+)
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import Tiles
 from gradcomp._src.codecs.tiles import as_float32
@@ -51,7 +60,25 @@ def row_scales(
   return bucket_norms(tiles.reshape(-1), planes, bucket_size, norm)
 
 
-class SharedScales(RowCodec):
+class RoundsAtRandom:
+  """A base of codecs that are unbiased unless they round to nearest."""
+
+  rounding: Rounding
+
+  @property
+  def unbiased(self) -> bool:
+    return self.rounding == "stochastic"
+
+  @property
+  def needs_key(self) -> bool:
+    return self.rounding == "stochastic"
+
+  def to_nearest(self) -> Self:
+    """Returns the codec that rounds to nearest."""
+    return dataclasses.replace(self, rounding="nearest")  # type: ignore[type-var]
+
+
+class SharedScales(Codec):
   """A base of codecs with codes that add up as integers once scales are shared.
 
   Before anyone encodes, the exchange takes the largest result of :meth:`agree` over all
@@ -78,7 +105,7 @@ class SharedScales(RowCodec):
 
   def agree(self, x: jax.Array) -> jax.Array | None:
     """Returns a leaf's statistics if workers share them."""
-    return self.leaf_statistics(x) if self.share_scale else None
+    return _statistics(self, x) if self.share_scale else None
 
   @abc.abstractmethod
   def codes(self, rows: jax.Array) -> jax.Array:
@@ -93,6 +120,12 @@ class SharedScales(RowCodec):
     if payload.agreed is None:
       return self.decode_rows(payload.rows)
     return self.from_codes(self.codes(payload.rows), payload.agreed)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _statistics(codec: SharedScales, x: jax.Array) -> jax.Array:
+  """Computes a leaf's statistics; jitted, so that each shape is traced once."""
+  return codec.leaf_statistics(x)
 
 
 ScaleNorm = Literal["max", "l2", "rms"]
@@ -204,18 +237,56 @@ def reach(bits: int, bucket_size: int) -> np.float32:
   return np.float32((2**bits - 1) / 2 * _STEPS[bits] / math.sqrt(bucket_size))
 
 
-class BucketScales(SharedScales):
-  """A base of codecs with a scale for each bucket, or for each tensor."""
+class BucketCodec(RoundsAtRandom, SharedScales):
+  """A base of codecs of few levels, with a scale for each bucket or tensor.
+
+  Levels may be fitted to the gradients of all workers, and tiles may be rotated.
+  """
 
   bits: int
   bucket_size: int | None
   norm: ScaleNorm
+  levels: Levels
+  rotate: int | None
+  refit_every: int
 
-  def filled(self, flat: jax.Array) -> jax.Array:
+  most_counted: ClassVar[int] = fitted_levels.MOST_COUNTED
+
+  @property
+  def fits(self) -> Fit | None:
+    """The fits of levels, if they are ``"nonuniform"``."""
+    if self.levels != "nonuniform":
+      return None
+    return Fit(self.refit_every, self.most_counted, self.measure, fitted_levels.fit)
+
+  def init(self, leaf: Leaf | None = None, key: jax.Array | None = None) -> Memory:
+    """Returns equally spaced levels above zero, or no state if none are fitted."""
+    del leaf, key
+    return Memory(fitted_levels.first_levels(self.bits)) if self.fits else Memory()
+
+  def measure(self, x: jax.Array) -> jax.Array:
+    """Counts normalized magnitudes in a sample of buckets: ``int32[256]``."""
+    flat = as_float32(x)
+    return fitted_levels.histogram(
+      flat,
+      bucket_size=bucket_words(self.bucket_size),
+      scale=None if self.bucket_size else scales(tensor_norm(flat, "max")),
+      norm="max",
+    )
+
+  def levels_for(self, flat: jax.Array, context: Context) -> jax.Array | None:
+    """Returns the levels of the codec state; without one those for a flat leaf."""
+    if not self.fits:
+      return None
+    if context.memory is not None and len(context.memory.shared):
+      return context.memory.shared
+    return fitted_levels.fit(self.measure(flat), self.init().shared)
+
+  def filled(self, x: jax.Array) -> jax.Array:
     """For ``norm="rms"``, fills the last bucket with copies of its elements."""
     if self.norm != "rms" or self.bucket_size is None:
-      return flat
-    return planes.filled(flat, self.bucket_size)
+      return x
+    return planes.filled(x.reshape(-1), self.bucket_size)
 
   def flat_scales(self, flat: jax.Array) -> jax.Array:
     """Returns the scales of a flat leaf: ``float32[rows, P]``, or ``[1, 1]``."""
@@ -232,53 +303,6 @@ class BucketScales(SharedScales):
     assert self.bucket_size is not None
     lengths = measure(x, count, self.bucket_size, "l2")
     return scales(lengths * reach(self.bits, self.bucket_size))
-
-
-class FittedLevels:
-  """A base of codecs that may fit their levels: see :class:`FittedCodec`."""
-
-  bits: int
-  bucket_size: int | None
-
-  most_counted: ClassVar[int] = fitted_levels.MOST_COUNTED
-
-  @property
-  def fitted(self) -> bool:
-    """True if levels are fitted."""
-    raise NotImplementedError
-
-  def init(self, leaf: Leaf | None = None, key: jax.Array | None = None) -> Memory:
-    """Returns equally spaced levels above zero, or no state if none are fitted."""
-    del leaf, key
-    return Memory(fitted_levels.first_levels(self.bits)) if self.fitted else Memory()
-
-  def fitted_in(self, context: Context) -> jax.Array | None:
-    """Returns the levels of a context's codec state; None without."""
-    if not self.fitted or context.memory is None or not len(context.memory.shared):
-      return None
-    return context.memory.shared
-
-  def measure(self, x: jax.Array) -> jax.Array:
-    """Counts normalized magnitudes in a sample of buckets: ``int32[256]``."""
-    flat = as_float32(x)
-    return fitted_levels.histogram(
-      flat,
-      bucket_size=bucket_words(self.bucket_size),
-      scale=None if self.bucket_size else scales(tensor_norm(flat, "max")),
-      norm="max",
-    )
-
-  def fit(self, counts: jax.Array, memory: jax.Array) -> jax.Array:
-    """Returns the levels with the least variance; ``memory`` if nothing was counted."""
-    return fitted_levels.fit(counts, memory)
-
-
-class RotatedTiles:
-  """A base of codecs that may rotate their tiles: see :class:`RotatingCodec`."""
-
-  bits: int
-  bucket_size: int | None
-  rotate: int | None
 
   def rotated(self, tiles: jax.Array) -> jax.Array:
     """Rotates tiles, ``float32[rows, tile_size]``, if ``rotate`` is a number."""

@@ -1,20 +1,22 @@
 """Rounds: averages leaves, or other arrays in their place, one after the other."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context, Leaf, Payload
 from gradcomp._src.codecs.tiles import decode_payload
+
+if TYPE_CHECKING:
+  from gradcomp._src.codecs.protocol import Codec
 
 Arrays = dict[int, jax.Array]  # by the numbers of leaves
 
 
 def in_rounds(
-  codecs: Sequence[Codec], leaves: Sequence[jax.Array], shared: Sequence[Any]
+  codecs: Sequence["Codec"], leaves: Sequence[jax.Array], shared: Sequence[Any]
 ) -> Generator[Arrays, Mapping[int, jax.Array], tuple[Arrays, list[Any]]]:
   """Averages all leaves, round by round, until the codec with the most rounds is done.
 
@@ -65,7 +67,7 @@ def in_rounds(
   return means, memory
 
 
-def encoded_alone(codec: Codec, x: jax.Array, context: Context) -> Payload:
+def encoded_alone(codec: "Codec", x: jax.Array, context: Context) -> Payload:
   """Encodes a leaf by its bound codec as a single worker does.
 
   The rows of several rounds follow one another.
@@ -75,7 +77,7 @@ def encoded_alone(codec: Codec, x: jax.Array, context: Context) -> Payload:
     return payload_of(rounds[-1].codec, x, context)
   rows = []
 
-  def send(codec: Codec, array: jax.Array) -> jax.Array:
+  def send(codec: "Codec", array: jax.Array) -> jax.Array:
     payload = payload_of(codec, array, context)
     rows.append(payload.rows)
     return decode_payload(payload, array, codec)
@@ -84,14 +86,14 @@ def encoded_alone(codec: Codec, x: jax.Array, context: Context) -> Payload:
   return Payload(jnp.concatenate(rows))
 
 
-def decoded_alone(codec: Codec, payload: Payload, like: jax.Array) -> jax.Array:
+def decoded_alone(codec: "Codec", payload: Payload, like: jax.Array) -> jax.Array:
   """Decodes the payload of :func:`encoded_alone` to the shape and dtype of ``like``."""
   rounds = codec.rounds(like.shape)
   if rounds[-1].of_leaf:
     return decode_payload(payload, like, rounds[-1].codec)
   start = 0
 
-  def receive(codec: Codec, array: jax.Array) -> jax.Array:
+  def receive(codec: "Codec", array: jax.Array) -> jax.Array:
     nonlocal start
     first, start = start, start + -(-array.size // codec.tile_size)
     return decode_payload(Payload(payload.rows[first:start]), array, codec)
@@ -99,7 +101,7 @@ def decoded_alone(codec: Codec, payload: Payload, like: jax.Array) -> jax.Array:
   return _mean(codec, jnp.zeros(like.shape), Context(), receive).astype(like.dtype)
 
 
-def payload_of(codec: Codec, x: jax.Array, context: Context) -> Payload:
+def payload_of(codec: "Codec", x: jax.Array, context: Context) -> Payload:
   """Encodes a leaf by its bound codec of one round, with statistics of its own."""
   agreed = codec.agree(x) if context.agreed is None else context.agreed
   encoded = codec.encode_leaf(x, context._replace(agreed=agreed), keep=False)
@@ -107,10 +109,10 @@ def payload_of(codec: Codec, x: jax.Array, context: Context) -> Payload:
 
 
 def _mean(
-  codec: Codec,
+  codec: "Codec",
   x: jax.Array,
   context: Context,
-  average: Callable[[Codec, jax.Array], jax.Array],
+  average: Callable[["Codec", jax.Array], jax.Array],
 ) -> jax.Array:
   """Returns the mean of a leaf whose rounds are averaged by ``average``."""
   memory = context.memory or codec.init(Leaf(x.shape), jnp.zeros(2, jnp.uint32))

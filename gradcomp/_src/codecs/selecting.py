@@ -19,6 +19,13 @@ _SMALL = 1 << 15
 _LARGE = 1 << 20
 
 
+class Selected(NamedTuple):
+  """The codec state of a selection: a threshold and a count for each row."""
+
+  threshold: jax.Array  # float32[rows], the smallest magnitude of the last search
+  used: jax.Array  # int32[rows], the entries sent in this step
+
+
 def method_of(selection: Selection, size: int) -> Selection:
   """Returns the selection for a row of ``size`` elements, with ``"auto"`` resolved.
 

@@ -15,12 +15,12 @@ from gradcomp._src.checks import (
   static_number,
 )
 from gradcomp._src.codecs.quantizing import (
+  RoundsAtRandom,
   SharedScales,
   bucket_words,
   leaf_scales,
   row_scales,
 )
-from gradcomp._src.codecs.row_codec import RoundsAtRandom, RowCodec
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
 from gradcomp._src.kernels import ternary
@@ -35,7 +35,7 @@ _SIGMAS_RULE = "a number of standard deviations above 0, or None to clip nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ternary(RoundsAtRandom, SharedScales, RowCodec):
+class Ternary(RoundsAtRandom, SharedScales):
   r"""Rounds each element to :math:`-s`, 0 or :math:`s`, the largest magnitude.
 
   Elements are clipped first, layer by layer, to :math:`c` standard deviations:

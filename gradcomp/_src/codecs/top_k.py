@@ -1,7 +1,9 @@
 """Top-k: sends the elements of largest magnitude, with positions of 16 bits."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
 import jax
@@ -18,6 +20,7 @@ from gradcomp._src.checks import (
 )
 from gradcomp._src.codecs.entries import EntryRow, Quantize
 from gradcomp._src.codecs.selecting import (
+  Selected,
   Selection,
   encode_leaves,
   encode_rows,
@@ -25,13 +28,12 @@ from gradcomp._src.codecs.selecting import (
   selected_in,
 )
 from gradcomp._src.codecs.sparse import (
-  Selected,
   SparseRows,
   checked_density,
   checked_range,
   sent_of,
 )
-from gradcomp._src.codecs.sums.entries import Entries
+from gradcomp._src.codecs.sums.entries import OF_BLOCKS, Entries
 from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf, Memory
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import to_tiles
@@ -168,7 +170,13 @@ class TopK(SparseRows):
 
   @property
   def sums(self) -> Sum:
-    return Entries(self)
+    if self.selection != "sampled":
+      return Entries(self)
+    again = (
+      "a codec that uses thresholds again, got {codec}: what is encoded there are sums "
+      'of groups; use selection="auto".'
+    )
+    return Entries(self, facts=OF_BLOCKS.refusing({"grouped": again}))
 
   @property
   def row_words(self) -> int:
@@ -206,24 +214,12 @@ class TopK(SparseRows):
     """The selection of a row of this size, which is never ``"auto"``."""
     return method_of(self.selection, self.tile_size)
 
-  @property
-  def reuses(self) -> bool:
-    return self.selection == "sampled"
-
-  @property
-  def alternates(self) -> bool:
-    return self.quantize == "asq"
-
-  def turn(self, step: jax.Array) -> jax.Array:
-    """Returns the sign to send: 1 in even steps, -1 in odd ones."""
-    return jnp.where(step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
-
   def encode_leaf(
     self, x: jax.Array, context: Context, *, keep: bool = False
   ) -> Encoded:
     """Encodes a leaf, one row a range, and its residual."""
     del keep
-    return self.encode_leaves([x], [context])[0]
+    return self.encode_several([x], [context], None)[0]
 
   def init(self, leaf: Leaf, key: jax.Array) -> Memory:
     """Returns the first codec state: thresholds and counts of zero for each row."""
@@ -232,9 +228,22 @@ class TopK(SparseRows):
     none = jnp.zeros(rows, jnp.float32)
     return Memory(own=Selected(none, jnp.zeros(rows, jnp.int32)))
 
-  def encode_leaves(
-    self, leaves: Sequence[jax.Array], contexts: Sequence[Context]
+  def used_entries(self, memory: Memory) -> jax.Array | None:
+    """Returns the number of entries that each row sent: ``int32[rows]``."""
+    return memory.own.used if memory.own else None
+
+  def joins(self, shape: tuple[int, ...]) -> tuple[Hashable, int]:
+    """Lets one program encode all leaves of a size, where they lie."""
+    return math.prod(shape), sys.maxsize
+
+  def encode_several(
+    self,
+    leaves: Sequence[jax.Array],
+    contexts: Sequence[Context],
+    after: jax.Array | None,
   ) -> list[Encoded]:
+    """Encodes leaves of one size by one program, which copies none that is large."""
+    del after
     matrices = [to_tiles(leaf, self) for leaf in leaves]
     given = [self._given(context) for context in contexts]
     words, rests = encode_leaves(self._row, self._select, leaves, matrices, given)
@@ -244,7 +253,7 @@ class TopK(SparseRows):
     result = []
     for i, (old, rest) in enumerate(zip(given, rests, strict=True)):
       own, kept = jax.tree.map(lambda x, i=i: x[i * rows :][:rows], (words, every))
-      if self.reuses and old is not None:
+      if self.selection == "sampled" and old is not None:
         kept = kept._replace(threshold=jnp.where(old > 0, old, kept.threshold))
       result.append(Encoded(own, rest, kept))
     return result
@@ -278,11 +287,17 @@ class TopK(SparseRows):
     return EntryRow(self.tile_size, self.slots, self.quantize, self.dtype)
 
   def _given(self, context: Context) -> jax.Array | None:
-    """Returns the turn, or the thresholds to try first, or None."""
+    """Returns the thresholds to try first, the sign whose turn it is, or None.
+
+    Positive elements are sent in even steps, and negative ones in odd steps.
+    """
     step, memory = context.step, context.memory
-    if self.alternates:
-      return None if step is None else self.turn(step)
-    if not self.reuses or step is None or memory is None or memory.own is None:
+    if self.quantize == "asq":
+      if step is None:
+        return None
+      return jnp.where(step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
+    sampled = self.selection == "sampled"
+    if not sampled or step is None or memory is None or memory.own is None:
       return None
     if not memory.own:
       raise ValueError(
@@ -295,7 +310,7 @@ class TopK(SparseRows):
   def _select(self, x: RowView, given: jax.Array | None) -> jax.Array:
     """Returns the positions of the elements of a row to send."""
     sign = None
-    if self.alternates:
+    if self.quantize == "asq":
       sign = jnp.float32(1) if given is None else given
     return selected_in(
       x,
@@ -303,6 +318,6 @@ class TopK(SparseRows):
       sent_of(self.density, x.size),
       self.slots,
       sign=sign,
-      first=given if self.reuses else None,
+      first=given if self.selection == "sampled" else None,
       implementation=self.implementation,
     )

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.memory import used_entries
 from gradcomp._src.codecs.sums.records import Memory
 from gradcomp._src.core.state import name_words
 from gradcomp._src.exchange.plan import MessagePlan
@@ -91,10 +90,11 @@ def used_by_leaf(plan: MessagePlan, stored: Memory | None) -> dict[int, float]:
   for i, needed in enumerate(_shapes(plan)):
     kept: Stored = {} if stored is None else stored.own
     tree = kept.get(plan.own_axes(i), {}).get(i, ())
-    used = used_entries(Memory(own=tree))
+    codec = plan.codecs[i]
+    used = codec.used_entries(Memory(own=tree))
     if used is None or isinstance(used, jax.core.Tracer):
       continue
-    rows = sum(x.size for x in [used_entries(needed)] if x is not None)
+    rows = sum(x.size for x in [codec.used_entries(needed)] if x is not None)
     if used.size != workers * rows:
       raise ValueError(
         f"`opt_state` must be that of {workers} workers with {rows} rows of "

@@ -79,7 +79,7 @@ class Compression:
   def __post_init__(self) -> None:
     one_of("dither", Dither, self.dither)
     check_exchange(self.exchange, self.codec, self.axis_name)
-    drops = self.codec.sums.drops
+    drops = self.codec.facts.drops
     if self.feedback.moves and drops and not self.exchange.of_leaves:
       raise ValueError(
         f'`feedback` must not be "momentum" for a sparse codec in a '

@@ -15,7 +15,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.tiles import split_rows, tile_shape
+from gradcomp._src.codecs.tiles import tile_shape
 from gradcomp._src.core.residual_storage import is_stored, read_residual
 from gradcomp._src.core.state import CompressState, Watched
 from gradcomp._src.exchange.collectives import STAGE, Workers, psum
@@ -201,7 +201,7 @@ def _buckets(x: jax.Array, codec: Codec | None) -> jax.Array:
   """Splits a leaf into its codec's buckets, ``[n, width]``. Zeros fill the last."""
   if codec is None or not x.size:
     return x.reshape(1, -1)
-  return split_rows(x, codec).reshape(-1, tile_shape(codec)[-1])
+  return codec.split(x).reshape(-1, tile_shape(codec)[-1])
 
 
 def _sample(sent: jax.Array, codec: Codec | None) -> jax.Array:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradcomp._src.codecs.dense import working_dtype
 from gradcomp._src.codecs.protocol import LeafCodec
+from gradcomp._src.codecs.tiles import working_dtype
 from gradcomp._src.kernels.common.fixed_point import FRACTION, held
 from gradcomp._src.kernels.common.scales import norms
 from gradcomp._src.kernels.common.threefry import threefry2x32

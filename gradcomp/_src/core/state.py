@@ -256,7 +256,7 @@ def step_keys(
     own = jax.vmap(fold_key, (0, None))(common, worker)
     dithers = jax.vmap(dither, (0, None))(common, worker) if shared else None
     for k, i in enumerate(numbers):
-      alike = users[i][1].sums.alike
+      alike = users[i][1].facts.same_draws
       mine = common[k] if alike else own[k]
       contexts[i] = Context(mine, None if dithers is None else dithers[k])
   rest = iter(contexts[len(plan.names) :])

@@ -42,12 +42,12 @@ def leaf_codecs(
   result = []
   for leaf in leaves:
     bound = codec.bind(leaf)
-    (total,) = bound.sums.parts
+    facts = bound.facts
     rounds = bound.rounds(leaf.shape)
     words = sum(_words(x.codec, math.prod(x.shape)) for x in rounds)
     dense = _words(Dense(), leaf.size)
-    saves = words < dense or (words == dense and total.even_at_par)
-    large = leaf.size >= least[total.drops]
+    saves = words < dense or (words == dense and facts.in_format)
+    large = leaf.size >= least[facts.drops]
     result.append(bound if large and saves else Dense())
   return result
 

@@ -2,11 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from gradcomp._src.bibliography import Citation
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.sums.sum import ReducibleSum
 from gradcomp._src.exchange.hierarchical import Hierarchical
 from gradcomp._src.exchange.layout import Layout
 from gradcomp._src.exchange.one_stage import AllGather, AllReduce, Local
@@ -84,7 +83,7 @@ def check_exchange(
   """Raises ValueError if the codec's sums or the axes do not allow the exchange."""
   if isinstance(exchange, Auto):
     return
-  refusal = codec.sums.refusals.get(exchange.way)
+  refusal = codec.facts.naming(codec).refusals.get(exchange.way)
   if refusal:
     raise ValueError(f'`exchange` must not be "{exchange.name}" for {refusal}')
   exchange.check_axes(axis_name)
@@ -127,25 +126,24 @@ def choose(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choice:
   """
   if not isinstance(exchange, Auto):
     return Choice(exchange, "asked for")
-  every = [codec.sums for codec in layout.codecs]
-  coded = [total for total in every if not total.plain]
+  coded = [codec.facts for codec in layout.codecs if not codec.facts.plain]
   if not coded:
     return Choice(
       AllReduce(), "all that is sent is plain float32, which is added as it is"
     )
-  if not any("reduced" in total.refusals for total in coded):
-    if not all(total.exact for total in coded):
+  if not any("reduced" in facts.refusals for facts in coded):
+    if not all(facts.exact for facts in coded):
       return Choice(
         AllReduce(), "all workers send the same elements, whose values are added"
       )
-    pairs = zip(cast(list[ReducibleSum], every), layout.rows, strict=True)
-    if all(total.reduces_shorter(rows, workers) for total, rows in pairs):
+    pairs = zip(layout.codecs, layout.rows, strict=True)
+    if all(codec.sums.reduces_shorter(rows, workers) for codec, rows in pairs):
       return Choice(AllReduce(), "sums of codes are exact, and integers send less")
     return Choice(
       TwoShot(feedback=exchange.feedback),
       "sums of codes are exact, and packed they send less",
     )
-  if any(total.drops for total in coded):
+  if any(facts.drops for facts in coded):
     if workers * layout.nbytes < 8 * layout.elements:
       return Choice(AllGather(), "it adds up what all workers chose, in one encoding")
   return reencoding(exchange, layout, workers)
@@ -157,6 +155,6 @@ def reencoding(exchange: Auto | Exchange, layout: Layout, workers: int) -> Choic
     return Choice(AllGather(), "up to two workers it sends no more, and encodes once")
   if workers * layout.nbytes <= _TINY_MESSAGE:
     return Choice(AllGather(), "the message is tiny, and a second stage takes longer")
-  if any("owned" in codec.sums.refusals for codec in layout.codecs):
+  if any("owned" in codec.facts.refusals for codec in layout.codecs):
     return Choice(AllGather(), "a codec of the message allows no second encoding")
   return Choice(TwoShot(feedback=exchange.keeps), "it sends 2/N of all_gather's bytes")

@@ -4,14 +4,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gradcomp._src.bibliography import HAN_2021, Citation
 from gradcomp._src.checks import flag, static_integer
-from gradcomp._src.codecs.sums.sum import PartialSum, Sent, Way
+from gradcomp._src.codecs.sums.sum import Sent, Way
 from gradcomp._src.exchange.collectives import (
   STAGE,
   Workers,
@@ -186,10 +186,9 @@ def _reduce_inside(own: Outgoing, groups: Groups) -> list[Sent]:
     part = shares(x, workers).reshape(count, size, -1, *x.shape[1:]).swapaxes(0, 1)
     lines.append(words(part.reshape(size, -1, *x.shape[1:])))
   received = groups.exchange(lines, inside=True)
-  sums = cast(list[PartialSum], own.layout.sums)  # check_exchange makes sure of that
   number = jax.lax.axis_index(workers.axis_name)
   sent = []
-  for i, (total, rows) in enumerate(zip(sums, received, strict=True)):
+  for i, (total, rows) in enumerate(zip(own.layout.sums, received, strict=True)):
     addends = jax.lax.bitcast_convert_type(rows, own.parts[i].dtype)
     partial = total.like_one(total.add_all(addends, keep=own.keep), size)
     context = own.stages[i].partial(number % size, number // size)

@@ -9,17 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.encoding import JOINT_ENCODING_ELEMENTS
+from gradcomp._src.codecs.joint import JOINT_ENCODING_ELEMENTS
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sum
-from gradcomp._src.codecs.tiles import (
-  elements,
-  from_tiles,
-  tile_shape,
-  to_tiles,
-  view_shape,
-)
+from gradcomp._src.codecs.tiles import elements, from_tiles, tile_shape, to_tiles
 from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
 from gradcomp._src.kernels.materialize import LARGE, materialized
 from gradcomp._src.mesh.axes import automatic_axes
@@ -72,7 +66,7 @@ class Layout:
   @property
   def plain(self) -> bool:
     """True if all leaves can be added as they are."""
-    return all(total.plain for total in self.sums)
+    return all(codec.facts.plain for codec in self.codecs)
 
   def codec_of(self, number: int) -> Codec:
     """Returns the codec of a leaf."""
@@ -159,7 +153,7 @@ class Layout:
     # residuals would leave a step in another sharding.
     if like.size < LARGE or automatic_axes():
       return like.shape
-    return view_shape(stop - start, like, self.codecs[group])
+    return self.codecs[group].view_shape(stop - start, like)
 
   def leaf_of_row(self, group: int, row: jax.Array) -> jax.Array:
     """Returns the leaf number of rows of a matrix, ``int32``, in the shape of ``row``.

@@ -3,14 +3,14 @@
 import dataclasses
 import math
 from fractions import Fraction
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src.checks import one_of
-from gradcomp._src.codecs.sums.sum import ReducibleSum, RowDecoder, Sum, Way
+from gradcomp._src.codecs.sums.sum import RowDecoder, Sum, Way
 from gradcomp._src.exchange.collectives import Workers, final_stage, pmean, psum, totals
 from gradcomp._src.exchange.protocol import (
   CODED_ONCE,
@@ -104,18 +104,15 @@ class AllReduce(WithoutOwners):
     if layout.plain:
       reduce = psum if workers.scale == 1 else pmean
       return Received(reduce(own.parts, workers.axis_name))
-    sums = cast(list[ReducibleSum], layout.sums)  # check_exchange makes sure
-    terms = [
-      total.terms(rows, workers.size)
-      for total, rows in zip(sums, own.parts, strict=True)
-    ]
+    pairs = zip(layout.sums, own.parts, strict=True)
+    terms = [total.terms(rows, workers.size) for total, rows in pairs]
     name = final_stage(layout.elements, workers)
     results = totals(terms, workers.axis_name, name)
 
     def decoders() -> dict[int, RowDecoder]:
       return {
         i: total.reduced(result, own.leaf_rows(i), own.agreed[i], workers.scale)
-        for i, (total, result) in enumerate(zip(sums, results, strict=True))
+        for i, (total, result) in enumerate(zip(layout.sums, results, strict=True))
       }
 
     return Received(results, decoders)

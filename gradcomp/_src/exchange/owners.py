@@ -111,8 +111,8 @@ def _shapes(plan: MessagePlan, message: Message) -> list[tuple[int, ...] | None]
   # Owners of exact sums keep none. If a codec rounds sums at random in any case, they
   # keep one only if workers keep residuals, too: else the errors would add up.
   def keeps(codec: Codec) -> bool:
-    total = codec.sums
-    return not total.exact and (plan.feedback or not total.draws)
+    draws = codec.to_nearest().needs_key
+    return not codec.facts.exact and (plan.feedback or not draws)
 
   return [
     (-(-rows // plan.workers), *tile_shape(codec)) if rows and keeps(codec) else None

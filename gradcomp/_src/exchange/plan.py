@@ -7,9 +7,10 @@ import jax
 import numpy as np
 from jax.tree_util import KeyPath, keystr
 
-from gradcomp._src.codecs.dense import working_dtype
 from gradcomp._src.codecs.protocol import Codec, LeafCodec, Round
 from gradcomp._src.codecs.sums.records import Leaf
+from gradcomp._src.codecs.sums.sum import sum_limit
+from gradcomp._src.codecs.tiles import working_dtype
 from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
 from gradcomp._src.exchange.auto import Auto, Choice, choose, reencoding
 from gradcomp._src.exchange.layout import Layout, arrange, arrange_last
@@ -140,8 +141,8 @@ def plan_messages(
     jax.ShapeDtypeStruct(leaf.shape, working_dtype(codec, leaf.dtype))
     for leaf in leaves
   ]
-  total = codec.sums
-  total.check(workers)
+  facts = codec.facts
+  sum_limit(facts.max_code, workers, codec)
   addends = workers if exchange.sends else None
   whole = [
     Leaf(leaf.shape, path=keystr(path, simple=True, separator="/"))
@@ -149,7 +150,7 @@ def plan_messages(
   ]
   codec.check_leaves(whole)
   decided = None
-  if total.drops:  # one exchange for all, before leaves are split into ranges
+  if facts.drops:  # one exchange for all, before leaves are split into ranges
     codecs = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
     decided = choose(exchange, arrange_last(like, codecs), workers)
     exchange = decided.exchange
@@ -159,7 +160,7 @@ def plan_messages(
   codecs = leaf_codecs(bound, codec, min_leaf_size=min_leaf_size)
   rounds = [c.rounds(x.shape) for c, x in zip(codecs, like, strict=True)]
   count = max(map(len, rounds), default=1)
-  apart = not total.mixes and isinstance(exchange, AllReduce | Auto)
+  apart = facts.max_code > 0 and isinstance(exchange, AllReduce | Auto)
   messages = []
   for number in range(count):
     sent = {
@@ -220,10 +221,10 @@ def _pieces(
   filled: dict[_Kind, int] = {}
   for i, part in parts.items():
     codec = sent[i].codec
-    total = codec.sums
-    keeps = sent[i].of_leaf or total.exact
+    facts = codec.facts
+    keeps = sent[i].of_leaf or facts.exact
     wide = part.dtype == np.float64
-    kind = _Kind(others[i], apart and total.plain, wide, keeps)
+    kind = _Kind(others[i], apart and facts.plain, wide, keeps)
     nbytes = part.dtype.itemsize * leaf_rows(codec, part) * codec.row_words
     pieces = groups.setdefault(kind, [[]])
     size = filled.get(kind, 0)

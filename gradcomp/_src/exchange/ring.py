@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from fractions import Fraction
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import lax
 
 from gradcomp._src.bibliography import HAN_2021, Citation
 from gradcomp._src.codecs.sums.records import Context
-from gradcomp._src.codecs.sums.sum import Partial, PartialSum, Sent, Way
+from gradcomp._src.codecs.sums.sum import Partial, Sent, Way
 from gradcomp._src.exchange.collectives import Workers, pass_on
 from gradcomp._src.exchange.protocol import Outgoing, Received, WithoutOwners, Work
 from gradcomp._src.exchange.shares import (
@@ -78,7 +78,7 @@ def reduce(own: Outgoing, workers: Workers) -> tuple[list[Sent], list[jax.Array]
   Errors are ``float32[rows, *tile_shape]``, one a codec; without ``keep`` there are
   none.
   """
-  sums = cast(list[PartialSum], own.layout.sums)  # check_exchange makes sure of that
+  sums = own.layout.sums
   n = workers.size
   parts = [shares(addend, workers) for addend in own.parts]
   index = lax.axis_index(workers.axis_name)

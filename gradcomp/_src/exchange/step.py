@@ -10,8 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.encoding import encode_leaves, to_agree
-from gradcomp._src.codecs.memory import Adding, refitted
+from gradcomp._src.codecs.encoding import Adding, encode_leaves, refitted
 from gradcomp._src.codecs.rounds import in_rounds
 from gradcomp._src.codecs.sums.records import Context, Memory
 from gradcomp._src.exchange.collectives import STAGE, Workers, largest, totals
@@ -125,7 +124,7 @@ def agree(sending: Sending) -> list[jax.Array | None]:
   A leaf whose codec has no statistics has None.
   """
   codec_of = sending.message.layout.codec_of
-  wanted = [to_agree(codec_of(i), leaf) for i, leaf in enumerate(sending.leaves)]
+  wanted = [codec_of(i).agree(leaf) for i, leaf in enumerate(sending.leaves)]
   own = [x for x in wanted if x is not None]
   if not own or sending.workers is None:
     return wanted
@@ -147,8 +146,8 @@ def encode(sending: Sending, agreed: Sequence[jax.Array | None]) -> Outgoing:
   whole = layout.plain and (exchange.way == "reduced" or not exchange.sends)
   coded = {
     group
-    for group, total in enumerate(layout.sums)
-    if not whole and (exchange.of_leaves or total.of_rows)
+    for group, codec in enumerate(layout.codecs)
+    if not whole and (exchange.of_leaves or codec.facts.of_rows)
   }
   numbers = [i for i, slot in enumerate(slots) if slot.group in coded]
   contexts = [

@@ -79,7 +79,7 @@ def feedback_of(feedback: Any, codec: Any) -> Any:
   if feedback != "error":
     return feedback
   # A codec that is unbiased without random numbers is exact.
-  exact = getattr(codec, "unbiased", False) and not codec.needs_key
+  exact = is_codec(codec) and codec.unbiased and not codec.needs_key
   return None if exact else ErrorFeedback()
 
 
@@ -97,7 +97,7 @@ def exchange_of_rounds(exchange: Any, merge: Any, codec: Any) -> Any:
     )
   if merge == "mean":
     return exchange
-  if is_codec(codec) and not codec.sums.drops:
+  if is_codec(codec) and not codec.facts.drops:
     raise ValueError(
       f'`merge` must be "mean" for a codec of which each worker sends all elements, '
       f'got "senders" and {codec}; use a sparse one like gradcomp.codecs.TopK().'

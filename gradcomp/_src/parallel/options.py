@@ -12,6 +12,7 @@ from gradcomp._src.checks import one_of, static_integer
 from gradcomp._src.codecs.dense import Dense
 from gradcomp._src.codecs.policy import stateless
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
+from gradcomp._src.codecs.tiles import without_key
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
 from gradcomp._src.mesh.axes import AxisName, require_size
 
@@ -59,10 +60,10 @@ def checked_key(key: jax.Array | None, *codecs: Codec) -> jax.Array | None:
   """Returns ``uint32[2]``, or None if no codec needs one; ValueError if missing."""
   for codec in codecs:
     if codec.needs_key and key is None:
-      cure = ', or choose rounding="nearest"' if hasattr(codec, "rounding") else ""
       raise ValueError(
         f"`key` must be given for {codec}, which draws random numbers: pass a "
-        f"jax.random.key that all workers share, another one for each call{cure}."
+        f"jax.random.key that all workers share, another one for each "
+        f"call{without_key(codec)}."
       )
   if not any(codec.needs_key for codec in codecs):
     return None

@@ -72,7 +72,7 @@ def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Ar
       # Materialized row by row: XLA would compute the row of every element of the
       # result, and its place there, which takes longer than decoding.
       decode = jax.vmap(codec.decode_rows)
-      tiles = decode(rows) if codec.sums.plain else materialized(decode, rows)
+      tiles = decode(rows) if codec.facts.plain else materialized(decode, rows)
     else:
       rows, words = split(lines, [form.rows.shape, form.agreed.shape])
       agreed = _from_words(words, form.agreed.dtype)

@@ -232,7 +232,7 @@ def _work(
 ) -> Work:
   """Returns the work for a leaf of a message."""
   # A codec that averages other arrays in place of a leaf: only the leaf is coded.
-  plain = all(codec.sums.plain for codec in message.layout.codecs)
+  plain = all(codec.facts.plain for codec in message.layout.codecs)
   return message.exchange.work(sizes, plain=plain) if sent == codec else CODED_ONCE
 
 

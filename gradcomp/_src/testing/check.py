@@ -110,7 +110,7 @@ def check_codec(
       f"`codec` must be an instance of a codec, got {codec!r}; a codec has the members "
       "of gradcomp.codecs.LeafCodec."
     )
-  if not (hasattr(codec, "encode") and hasattr(codec, "decode")):
+  if codec.facts.parts:
     raise TypeError(
       f"`codec` must encode and decode a leaf, got {codec}; check each codec of a "
       "policy, and the policy by check_transformation(gradcomp.compress(policy))."
@@ -218,11 +218,11 @@ def codec_laws(
     yield Law(laws.zeros_behind_change_nothing, codec)
   if codec.unbiased:
     yield Law(laws.mean_is_the_leaf, codec, draws=options.draws)
-    if codec.needs_key and not first.codec.sums.alike:
+    if codec.needs_key and not first.codec.facts.same_draws:
       yield Law(laws.mean_is_the_leaf, codec, draws=options.draws, workers=workers)
       yield Law(laws.errors_of_workers_cancel, codec, options.most_variance)
   yield Law(laws.bytes_are_the_claim, codec, workers=workers)
-  refused = codec.sums.refusals
+  refused = codec.facts.refusals
   if options.keeps_range:
     for partial in (Ring(), Hierarchical(group_size=2)):
       if partial.way not in refused:

@@ -105,7 +105,7 @@ def _owned_leaves(plan: MessagePlan, gradients: Any, owned: Any) -> list[Any]:
     arrays = waiting.get(own_axes(plan.axis_name, message.others), [])
     decoders: dict[int, RowDecoder] = {}
     for group, codec in enumerate(message.layout.codecs):
-      lossy = arrays and not codec.sums.exact
+      lossy = arrays and not codec.facts.exact
       decoders[group] = _decoder(codec, arrays.pop(0) if lossy else None)
     found = message.layout.decode(decoders)
     for i, leaf in zip(message.leaves, found, strict=True):

@@ -164,8 +164,8 @@ def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> None:
 def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> None:
   """Where payloads add up entry by entry, all workers send the same elements.
 
-  This holds for a codec with an ``alike`` sum, such as ``RandomK``: a key of all
-  workers chooses the elements, for any values and masks of a worker.
+  This holds for a codec whose sums have ``same_draws``, such as ``RandomK``: a key of
+  all workers chooses the elements, for any values and masks of a worker.
 
   Args:
     codec: the codec.
@@ -178,7 +178,7 @@ def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> None:
   leaf = leaf_of(codec, x)
   (part, *_) = codec.bind(Leaf(leaf.shape)).rounds(leaf.shape)
   total = part.codec.sums
-  if not total.alike:
+  if not total.facts.same_draws:
     return
 
   @jax.jit
@@ -223,7 +223,7 @@ def errors_of_workers_cancel(
   """
   leaf = Leaf((size,))
   (part, *_) = codec.bind(leaf).rounds(leaf.shape)
-  if not codec.needs_key or not codec.unbiased or part.codec.sums.alike:
+  if not codec.needs_key or not codec.unbiased or part.codec.facts.same_draws:
     return
   x = gaussian((workers, size))
   tx = compress(
@@ -287,7 +287,7 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> None:
     return
   size = _ROWS * tile
   bound: Any = codec.bind(Leaf((size,)))
-  if bound.sums.alike:
+  if bound.facts.same_draws:
     return
   width = tile_shape(bound)[-1]
   # In the tiles, where a codec rounds: one that rotates has other elements there.

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from gradcomp._src.codecs.encoding import to_agree
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.records import Leaf, Payload
 from gradcomp._src.codecs.tiles import to_tiles
@@ -136,7 +135,7 @@ def payload_is_rows_of_words(codec: LeafCodec, x: ArrayLike | None = None) -> No
       f"place of {4 * math.prod(claimed)}",
       "`row_words`, or what `encode` stacks",
     )
-  shared = jax.eval_shape(lambda x: to_agree(parts[0].codec, x), leaf)
+  shared = jax.eval_shape(parts[0].codec.agree, leaf)
   if (shared is None) != (payload.agreed is None):
     raise BrokenLaw(
       law,
@@ -255,7 +254,7 @@ def bytes_are_the_claim(
   law = "bytes_are_the_claim"
   leaf = leaf_of(codec, x)
   parts = codec.bind(Leaf(leaf.shape)).rounds(leaf.shape)
-  agreed = jax.eval_shape(lambda x: to_agree(parts[0].codec, x), leaf)
+  agreed = jax.eval_shape(parts[0].codec.agree, leaf)
   rows = trial(codec, leaf).payload.rows
   sent = (workers - 1) * rows.nbytes
   if agreed is not None:

@@ -107,7 +107,7 @@ def _trial(codec: LeafCodec, x: jax.Array, key: jax.Array) -> Trial:
   lines = None
   if stats is not None:
     lines = jnp.broadcast_to(stats, (rows.shape[0], stats.shape[1]))
-  (total,) = codec.bind(Leaf(x.shape)).sums.parts
+  total = codec.bind(Leaf(x.shape)).sums
 
   def tiles(row: jax.Array, line: jax.Array | None) -> jax.Array:
     return total.gathered(row[None], line, 1.0)(0, row.shape[0])

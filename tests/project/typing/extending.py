@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import optax
 
 import gradcomp
-from gradcomp.codecs import Context, RowCodec
+from gradcomp.codecs import Codec, Context
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Halves(RowCodec):
+class Halves(Codec):
   """Sends the upper half of each number's bits."""
 
   bucket_size: int = 128

@@ -1,24 +1,25 @@
 """Exact sums of integer codes, packed into as few bits as hold them.
 
-Codes of a ``protocol.SharedCodec`` lie in ``[-m, m]``, so sums over N
+Codes of codecs with shared scales lie in ``[-m, m]``, so sums over N
 workers lie in ``[-N m, N m]``, whatever the gradients are. Nothing here rounds.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.protocol import SharedCodec
 from gradcomp._src.codecs.sums.records import Context
 from gradcomp._src.codecs.sums.sum import (
-  Facts,
   LeafRows,
   Partial,
   RowDecoder,
   Sent,
-  Way,
+  Sum,
+  SumFacts,
+  sum_limit,
 )
 from gradcomp._src.codecs.sums.tiles import sum_in_order
 from gradcomp._src.kernels.common import planes
@@ -26,26 +27,26 @@ from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.planes import pack_planes, unpack_planes
 from gradcomp._src.kernels.materialize import packed, stored
 
+if TYPE_CHECKING:
+  from gradcomp._src.codecs.quantizing import SharedScales
+
+
+_AGAIN = (
+  "a codec that shares its scale, because partial sums are encoded again with scales "
+  'of their own, got {codec}; use "psum", whose sums are exact, or share_scale=False.'
+)
+_FACTS = SumFacts(refusals={"passed": _AGAIN, "grouped": _AGAIN})
+
 
 @dataclasses.dataclass(frozen=True)
-class Codes(Facts):
+class Codes(Sum):
   """Adds codes, ``int32[rows, P, B]``. Owners pack the sums into as few bits as fit."""
 
-  codec: SharedCodec  # encodes rows with the statistics of all workers
-
-  mixes = False
+  codec: "SharedScales"  # encodes rows with the statistics of all workers
 
   @property
-  def refusals(self) -> dict[Way, str]:
-    again = (
-      "a codec that shares its scale, because partial sums are encoded again with "
-      f'scales of their own, got {self.codec}; use "psum", whose sums are exact, or '
-      "share_scale=False."
-    )
-    return {"passed": again, "grouped": again}
-
-  def check(self, workers: int) -> None:
-    sum_limit(self.codec, workers)
+  def facts(self) -> SumFacts:
+    return dataclasses.replace(_FACTS, max_code=self.codec.max_code)
 
   def unpacked(self, rows: jax.Array) -> jax.Array:
     return self.codec.codes(rows)
@@ -54,11 +55,6 @@ class Codes(Facts):
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
     return self._decoder(sum_in_order(self.codec.codes, rows), agreed, scale)
-
-  def gathered_loss(
-    self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
-  ) -> None:
-    return None
 
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
     return Partial(sum_in_order(self.codec.codes, stored(rows)), scale=scale)
@@ -86,9 +82,6 @@ class Codes(Facts):
     unpack = lambda words: unpack_sums(self.codec, words, share, workers)
     sums = jax.vmap(unpack)(rows)
     return self._decoder(sums.reshape(-1, *sums.shape[2:]), agreed, scale)
-
-  def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
-    raise AssertionError("sums of integers lose nothing")
 
   def reduces_shorter(self, rows: int, workers: int) -> bool:
     # Both ways send (N-1)/N of the bytes that are counted here.
@@ -119,33 +112,17 @@ class Codes(Facts):
     )
 
 
-def sum_limit(codec: SharedCodec, workers: int) -> int:
-  """Returns the largest magnitude of a sum, ``N m``; ValueError from 2**31 on.
-
-  Example:
-    >>> sum_limit(gradcomp.codecs.QSGD(bits=4, share_scale=True), 8)
-    56
-  """
-  limit = workers * codec.max_code
-  if limit >= 2**31:
-    raise ValueError(
-      f"`codec` must have sums of {workers} workers below 2**31, got sums up to "
-      f"{limit} with {codec}; use fewer bits."
-    )
-  return limit
-
-
-def sum_bits(codec: SharedCodec, workers: int) -> int:
+def sum_bits(codec: "SharedScales", workers: int) -> int:
   """Returns the number of bits that hold every sum: ``ceil(log2(2 N m + 1))``.
 
   Example:
     >>> sum_bits(gradcomp.codecs.QSGD(bits=4, share_scale=True), 8)
     7
   """
-  return (2 * sum_limit(codec, workers)).bit_length()
+  return (2 * sum_limit(codec.max_code, workers, codec)).bit_length()
 
 
-def sum_dtype(codec: SharedCodec, workers: int) -> jnp.dtype:
+def sum_dtype(codec: "SharedScales", workers: int) -> jnp.dtype:
   """Returns the narrowest integer type that no sum of N workers can overflow.
 
   Example:
@@ -153,7 +130,7 @@ def sum_dtype(codec: SharedCodec, workers: int) -> jnp.dtype:
     >>> [str(sum_dtype(codec, n)) for n in (18, 19, 4681, 4682)]
     ['int8', 'int16', 'int16', 'int32']
   """
-  limit = sum_limit(codec, workers)
+  limit = sum_limit(codec.max_code, workers, codec)
   return next(
     jnp.dtype(dtype)
     for dtype in (jnp.int8, jnp.int16, jnp.int32)
@@ -161,14 +138,14 @@ def sum_dtype(codec: SharedCodec, workers: int) -> jnp.dtype:
   )
 
 
-def packed_shape(codec: SharedCodec, workers: int, rows: int) -> tuple[int, int]:
+def packed_shape(codec: "SharedScales", workers: int, rows: int) -> tuple[int, int]:
   """Returns the numbers of rows and words that the sums of ``rows`` rows pack into."""
   per_word = planes.planes_per_word(sum_bits(codec, workers))
   buckets = rows * codec.tile_size // codec.row_words
   return -(-buckets // per_word), codec.row_words
 
 
-def pack_sums(codec: SharedCodec, sums: jax.Array, workers: int) -> jax.Array:
+def pack_sums(codec: "SharedScales", sums: jax.Array, workers: int) -> jax.Array:
   """Packs sums, ``int32[rows, P, B]``, into words.
 
   A word holds the sums of one element in each of P' buckets. Code ``k`` of word ``w``
@@ -177,16 +154,17 @@ def pack_sums(codec: SharedCodec, sums: jax.Array, workers: int) -> jax.Array:
   bits = sum_bits(codec, workers)
   per_word = planes.planes_per_word(bits)
   rows, words = packed_shape(codec, workers, sums.shape[0])
-  buckets = (sums + sum_limit(codec, workers)).astype(jnp.uint32).reshape(-1, words)
+  codes = (sums + sum_limit(codec.max_code, workers, codec)).astype(jnp.uint32)
+  buckets = codes.reshape(-1, words)
   padded = jnp.pad(buckets, ((0, rows * per_word - buckets.shape[0]), (0, 0)))
   return pack_planes([padded[k::per_word] for k in range(per_word)], bits)
 
 
 def unpack_sums(
-  codec: SharedCodec, words: jax.Array, rows: int, workers: int
+  codec: "SharedScales", words: jax.Array, rows: int, workers: int
 ) -> jax.Array:
   """Unpacks the words of :func:`pack_sums` to sums, ``int32[rows, P, B]``."""
   codes = unpack_planes(words, sum_bits(codec, workers)).astype(jnp.int32)
   count = codec.tile_size // codec.row_words
   buckets = codes.reshape(-1, codec.row_words)[: rows * count]
-  return buckets.reshape(rows, count, -1) - sum_limit(codec, workers)
+  return buckets.reshape(rows, count, -1) - sum_limit(codec.max_code, workers, codec)

@@ -3,39 +3,49 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from gradcomp._src.codecs.sparse import (
-  DroppingCodec,
-  LinearCodec,
-  SelectingCodec,
-  SparseCodec,
-  sent_positions,
-  sum_entries,
-)
-from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, Way
-from gradcomp._src.codecs.sums.tiles import Tiles, sum_in_order
+from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, SumFacts
+from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles, sum_in_order
 from gradcomp._src.kernels.common import sparse
 from gradcomp._src.kernels.common.row_view import COPIED
+
+if TYPE_CHECKING:
+  from gradcomp._src.codecs.block_top import BlockTop
+  from gradcomp._src.codecs.random_k import RandomK
+  from gradcomp._src.codecs.sparse import SparseRows
+
+
+OF_BLOCKS = dataclasses.replace(OF_TILES, drops=True).refusing(
+  {
+    "passed": "a sparse codec, which would choose anew among the elements of every "
+    'partial sum, got {codec}; use "two_shot", whose owners choose once.'
+  }
+)
+_AGAIN = (
+  "a codec that sends the same elements from all workers, got {codec}: their sums need "
+  'no second encoding; use "psum".'
+)
+_OF_CHOSEN = dataclasses.replace(
+  OF_BLOCKS,
+  same_draws=True,
+  refusals={
+    "passed": OF_BLOCKS.refusals["passed"],
+    "owned": _AGAIN,
+    "grouped": _AGAIN,
+  },
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks(Tiles):
   """Adds float32 tiles of a codec that sends some of their elements."""
 
-  codec: DroppingCodec
-
-  drops = True
-
-  @property
-  def refusals(self) -> dict[Way, str]:
-    return {
-      **super().refusals,
-      "passed": "a sparse codec, which would choose anew among the elements of every "
-      f'partial sum, got {self.codec}; use "two_shot", whose owners choose once.',
-    }
+  codec: "BlockTop | SparseRows"
+  facts: SumFacts = dataclasses.field(default=OF_BLOCKS, kw_only=True)
 
   def senders(self, rows: jax.Array) -> RowDecoder:
     def sent(rows: jax.Array) -> jax.Array:
@@ -47,27 +57,24 @@ class Blocks(Tiles):
     return rows * self.codec.slots
 
   def sent_at(self, rows: jax.Array, size: int) -> jax.Array:
-    return sent_positions(self.codec, rows, size)
+    positions, values = self.codec.entries(rows)
+    tile = self.codec.tile_size
+    used = (positions < tile) & (values != 0)
+    if size >= sparse.COUNTED:  # positions do not fit in 32 bits
+      parts = positions[None], used[None].astype(jnp.float32)
+      return sum_entries(tile, *parts, 1.0).reshape(-1)[:size] > 0
+    start = tile * jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.where(used, start + positions, size).reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entries(Blocks):
   """Adds entries at their positions. Each value is scaled before it is added."""
 
-  codec: SparseCodec
-
-  @property
-  def refusals(self) -> dict[Way, str]:
-    found = super().refusals
-    if isinstance(self.codec, SelectingCodec) and self.codec.reuses:
-      found["grouped"] = (
-        f"a codec that uses thresholds again, got {self.codec}: what is encoded there "
-        'are sums of groups; use selection="auto".'
-      )
-    return found
+  codec: "SparseRows"
 
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
-    return sum_entries(self.codec, *self.codec.entries(rows), scale)
+    return sum_entries(self.codec.tile_size, *self.codec.entries(rows), scale)
 
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
@@ -75,16 +82,16 @@ class Entries(Blocks):
     """Returns the decoder of the sum of all payloads, ``uint32[K, rows, words]``."""
     # The entries of all rows are unpacked at once. There may be many small leaves, so
     # the entries of these are added at once, too.
-    codec = self.codec
-    positions, values = codec.entries(rows)
-    together = rows.shape[1] * codec.tile_size < sparse.COUNTED
-    every = functools.cache(lambda: sum_entries(codec, positions, values, scale))
+    positions, values = self.codec.entries(rows)
+    size = self.codec.tile_size
+    together = rows.shape[1] * size < sparse.COUNTED
+    every = functools.cache(lambda: sum_entries(size, positions, values, scale))
 
     def decode(start: int, stop: int) -> jax.Array:
-      few = (stop - start) * codec.tile_size <= COPIED
+      few = (stop - start) * size <= COPIED
       if few and together and stop - start < rows.shape[1]:
         return every()[start:stop]
-      return sum_entries(codec, positions[:, start:stop], values[:, start:stop], scale)
+      return sum_entries(size, positions[:, start:stop], values[:, start:stop], scale)
 
     return decode
 
@@ -94,7 +101,7 @@ class Entries(Blocks):
 
     def decode(start: int, stop: int) -> jax.Array:
       parts = positions[:, start:stop], used[:, start:stop]
-      return sum_entries(self.codec, *parts, 1.0)
+      return sum_entries(self.codec.tile_size, *parts, 1.0)
 
     return decode
 
@@ -103,21 +110,8 @@ class Entries(Blocks):
 class Chosen(Entries):
   """Adds the values of elements that all workers choose by one key, as headers show."""
 
-  codec: LinearCodec
-
-  alike = True
-
-  @property
-  def refusals(self) -> dict[Way, str]:
-    again = (
-      f"a codec that sends the same elements from all workers, got {self.codec}: their "
-      'sums need no second encoding; use "psum".'
-    )
-    return {
-      "passed": super().refusals["passed"],
-      "owned": again,
-      "grouped": again,
-    }
+  codec: "RandomK"
+  facts: SumFacts = _OF_CHOSEN
 
   def reduces_shorter(self, rows: int, workers: int) -> bool:
     return True
@@ -140,3 +134,17 @@ class Chosen(Entries):
     words = jax.lax.bitcast_convert_type(total, jnp.uint32)
     rows = jnp.concatenate([jnp.concatenate(headers), words], axis=1)
     return self.gathered(rows[None], agreed, scale)
+
+
+def sum_entries(
+  size: int, positions: jax.Array, values: jax.Array, scale: float
+) -> jax.Array:
+  """Adds the entries of K payloads, ``[K, rows, slots]``: ``float32[rows, 1, size]``.
+
+  Example:
+    >>> positions = jnp.array([[[1, 2]], [[1, 3]]])
+    >>> sum_entries(4, positions, jnp.ones((2, 1, 2)), 0.5)
+    Array([[[0. , 1. , 0.5, 0.5]]], dtype=float32)
+  """
+  shape = (positions.shape[1], size)
+  return sparse.add_entries(shape, positions, values, scale)[:, None]

@@ -2,25 +2,37 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.protocol import AddingCodec
 from gradcomp._src.codecs.sums.records import Context
-from gradcomp._src.codecs.sums.sum import Facts, Partial, RowDecoder, Sent, Way
+from gradcomp._src.codecs.sums.sum import Partial, RowDecoder, Sent, Sum, SumFacts
 from gradcomp._src.codecs.sums.tiles import UNROLLED, cutter, in_order
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.materialize import materialized, packed
+
+if TYPE_CHECKING:
+  from gradcomp._src.codecs.float_cast import FloatCast
 
 # An addition that rounds takes 60 operations. So fewer of them are written out, which
 # bounds the compile time.
 _UNROLLED = 4
 
 
+_FACTS = SumFacts(
+  in_format=True,
+  refusals={
+    "reduced": "a codec that adds in its own format, which no backend does, got "
+    '{codec}; use exchange="auto", "two_shot" or "ring".'
+  },
+)
+
+
 @dataclasses.dataclass(frozen=True)
-class Numbers(Facts):
+class Numbers(Sum):
   """Adds scaled numbers, ``float32[rows, P, B]``, and rounds sums to their format.
 
   Codes of the format cross the wire in every stage. One worker does an addition, and
@@ -32,21 +44,11 @@ class Numbers(Facts):
     <https://arxiv.org/abs/1911.08907>`_, 2021, sections 4.2 and 5.1
   """
 
-  codec: AddingCodec
-
-  even_at_par = True
-  in_format = True
+  codec: "FloatCast"
 
   @property
-  def rounds(self) -> bool:
-    return self.codec.accumulate == "format"
-
-  @property
-  def refusals(self) -> dict[Way, str]:
-    return {
-      "reduced": "a codec that adds in its own format, which no backend does, got "
-      f'{self.codec}; use exchange="auto", "two_shot" or "ring".'
-    }
+  def facts(self) -> SumFacts:
+    return dataclasses.replace(_FACTS, rounds=self.codec.accumulate == "format")
 
   @property
   def _rounds(self) -> bool:
@@ -86,18 +88,6 @@ class Numbers(Facts):
 
   def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
     return self._fold(own, keep=keep)
-
-  def like_one(self, partial: Partial, count: int) -> Partial:
-    return partial  # the codec's scale leaves room for the sum
-
-  def hop(
-    self,
-    partial: Partial,
-    context: Context,
-    *,
-    keep: bool,
-  ) -> Sent:
-    return self.send(partial, context, keep=keep)
 
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
     arrays = materialized(lambda rows: self._fold(rows, keep=keep)[:3], rows)

@@ -1,11 +1,17 @@
 """The records that codecs exchange with the library."""
 
+import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
 from gradcomp._src.kernels.common.dithers import dither
+
+ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
+ArrayLike = jax.Array | jax.ShapeDtypeStruct  # a shape and a dtype
 
 
 class Payload(NamedTuple):
@@ -64,6 +70,25 @@ class Context(NamedTuple):
 
 
 NOTHING = Context()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+  """A codec state that all workers fit to the sum of their counts, every few steps.
+
+  The leaves of one codec count together, and share one state.
+
+  Attributes:
+    every: the number of steps from one fit to the next.
+    most: the largest sum of one leaf's counts.
+    count: counts a leaf's elements, ``int32[k]``.
+    fit: returns the shared codec state for counts, given the old one.
+  """
+
+  every: int
+  most: int
+  count: Callable[[jax.Array], jax.Array]
+  fit: Callable[[jax.Array, Any], Any]
 
 
 class Leaf(NamedTuple):

@@ -1,8 +1,9 @@
-"""The protocols of sums: the facts and the functions that exchanges rely on."""
+"""``Sum``, the base of all sums, and the facts about sums that exchanges rely on."""
 
+import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -52,34 +53,60 @@ class Sent(NamedTuple):
   scale: float = 1.0
 
 
-class SumFacts(Protocol):
-  """Facts about a codec's sums that are known before the leaves are."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SumFacts:
+  """Facts about the sums of a codec that are known before the leaves are.
+
+  Attributes:
+    refusals: the ways to add that the sum refuses, each with the reason and the cure.
+      The texts continue an error message that begins with ``must not be ... for``, and
+      hold ``{codec}`` in the place of the codec.
+    plain: whether leaves can be added as they are.
+    keeps_float64: whether gradients of float64 are added as such.
+    exact: whether an owner's encoding loses nothing that an owner residual would keep.
+    drops: whether an owner's encoding of a mean leaves out some of its elements.
+    in_format: whether sums are numbers of the codec's own format. Leaves are encoded
+      then even if their payload is as large as the leaf.
+    rounds: whether each addition rounds the sum, without compensation.
+    same_draws: whether all workers draw the same random numbers.
+    of_rows: whether partial sums add encoded rows, and not the tiles of the leaves.
+    max_code: the largest magnitude of a code that is added as an integer; 0 for none.
+      Plain leaves cannot share a message with integers in every exchange.
+    needs_feedback: whether a payload is of no use without a residual.
+    parts: the facts of all codecs of a policy; of others none.
+  """
+
+  refusals: dict[Way, str] = dataclasses.field(default_factory=dict)
+  plain: bool = False
+  keeps_float64: bool = False
+  exact: bool = True
+  drops: bool = False
+  in_format: bool = False
+  rounds: bool = False
+  same_draws: bool = False
+  of_rows: bool = True
+  max_code: int = 0
+  needs_feedback: bool = False
+  parts: "tuple[SumFacts, ...]" = ()
 
   @property
-  def refusals(self) -> Mapping[Way, str]:
-    """The ways to add that the sum refuses, each with the reason and the cure.
+  def each(self) -> "tuple[SumFacts, ...]":
+    """The facts of all codecs of a policy; of others their only ones."""
+    return self.parts or (self,)
 
-    The texts continue an error message that begins with ``must not be ... for``.
-    """
+  def refusing(self, refusals: dict[Way, str]) -> "SumFacts":
+    """Returns the facts with more refusals, or with other reasons for the same."""
+    return dataclasses.replace(self, refusals=self.refusals | refusals)
 
-  @property
-  def drops(self) -> bool:
-    """True if an owner's encoding of a mean leaves out some of its elements."""
-
-  @property
-  def mixes(self) -> bool:
-    """True if plain leaves can share a message with the codec in every exchange."""
-
-  @property
-  def parts(self) -> "tuple[Sum, ...]":
-    """The sums of all codecs of a policy; of others their only one."""
-
-  def check(self, workers: int) -> None:
-    """Raises ValueError if the sum cannot hold the numbers of ``workers`` workers."""
+  def naming(self, codec: object) -> "SumFacts":
+    """Returns the facts with refusals that name a codec."""
+    texts = self.refusals.items()
+    named = {way: text.replace("{codec}", str(codec)) for way, text in texts}
+    return dataclasses.replace(self, refusals=named)
 
 
-class Sum(SumFacts, Protocol):
-  """Adds the payloads of one codec.
+class Sum(abc.ABC):
+  """A base of sums, each of which adds the payloads of one codec.
 
   An exchange decides who adds which rows, and when. A sum decides which numbers are
   added, and how they travel. Its methods share these arguments:
@@ -88,68 +115,32 @@ class Sum(SumFacts, Protocol):
     None;
   - ``scale`` is the factor of the sum, 1/N for a mean;
   - ``keep`` says whether to return the losses.
+
+  The exchanges "ring" and "hierarchical" also call ``start``, ``add``, ``add_all`` and
+  ``send``, and "psum" calls ``reduces_shorter``, ``terms`` and ``reduced``. A sum whose
+  facts refuse these ways lacks the methods.
   """
 
   @property
-  def plain(self) -> bool:
-    """True if leaves can be added as they are."""
+  @abc.abstractmethod
+  def facts(self) -> SumFacts:
+    """What is known about the sum before the leaves are."""
 
-  @property
-  def exact(self) -> bool:
-    """True if the owner's encoding loses nothing that an owner residual would keep."""
-
-  @property
-  def in_format(self) -> bool:
-    """True if a sum is a number of the codec's own format."""
-
-  @property
-  def rounds(self) -> bool:
-    """True if each addition rounds the sum, without compensation."""
-
-  @property
-  def draws(self) -> bool:
-    """True if an owner draws random bits even with an owner residual."""
-
-  @property
-  def even_at_par(self) -> bool:
-    """True if leaves are encoded even if their payload is as large as the leaf."""
-
-  @property
-  def alike(self) -> bool:
-    """True if all workers draw the same random numbers."""
-
-  @property
-  def of_rows(self) -> bool:
-    """True if partial sums add encoded rows, and not the tiles of the leaves."""
-
+  @abc.abstractmethod
   def unpacked(self, rows: jax.Array) -> jax.Array:
     """Returns what is added, in the shape of tiles, of ``uint32[rows, words]``."""
 
-  def slots(self, rows: int) -> int | None:
-    """Returns the number of slots in ``rows`` rows; None if they send all elements."""
-
+  @abc.abstractmethod
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
     """Returns the decoder of the sum of all payloads, ``uint32[K, rows, words]``."""
 
-  def senders(self, rows: jax.Array) -> RowDecoder | None:
-    """Returns the decoder of the number of workers that send an element.
-
-    An element that is sent as zero does not count. None means that all send all.
-    """
-
-  def gathered_loss(
-    self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
-  ) -> RowDecoder | None:
-    """Returns the decoder of the loss in adding worker ``own``'s payload, or None.
-
-    None means that additions lose nothing.
-    """
-
+  @abc.abstractmethod
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
     """Returns the sum of K workers' ``uint32[K, rows, words]``, in their order."""
 
+  @abc.abstractmethod
   def finish(
     self,
     partial: Partial,
@@ -164,6 +155,7 @@ class Sum(SumFacts, Protocol):
     ``residual`` is the owner residual of the last step, or None.
     """
 
+  @abc.abstractmethod
   def value(
     self,
     rows: jax.Array,
@@ -182,8 +174,18 @@ class Sum(SumFacts, Protocol):
       workers: the number of workers N.
     """
 
-  def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
-    """Returns the decoder of losses, in the units of the leaves."""
+  def slots(self, rows: int) -> int | None:
+    """Returns the number of slots in ``rows`` rows; None if they send all elements."""
+    del rows
+    return None
+
+  def senders(self, rows: jax.Array) -> RowDecoder | None:
+    """Returns the decoder of the number of workers that send an element.
+
+    An element that is sent as zero does not count. None means that all send all.
+    """
+    del rows
+    return None
 
   def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
     """Returns the positions in a flat leaf of the nonzero elements that rows send.
@@ -191,75 +193,39 @@ class Sum(SumFacts, Protocol):
     They are ``int32[entries]``, and ``size`` for unused entries. None means that the
     rows send all elements.
     """
-
-
-class Facts:
-  """A base of sums with the facts that most of them share."""
-
-  plain = False
-  exact = True
-  in_format = False
-  drops = False
-  even_at_par = False
-  mixes = True
-  alike = False
-  of_rows = True
-
-  @property
-  def rounds(self) -> bool:
-    return False
-
-  @property
-  def draws(self) -> bool:
-    return False
-
-  @property
-  def parts(self) -> tuple[Any, ...]:
-    return (self,)
-
-  def check(self, workers: int) -> None:
-    """Accepts any number of workers."""
-
-  def slots(self, rows: int) -> int | None:
+    del rows, size
     return None
 
-  def senders(self, rows: jax.Array) -> RowDecoder | None:
+  def gathered_loss(
+    self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
+  ) -> RowDecoder | None:
+    """Returns the decoder of the loss in adding worker ``own``'s payload, or None.
+
+    None means that additions lose nothing.
+    """
+    del rows, agreed, own
     return None
 
-  def sent_at(self, rows: jax.Array, size: int) -> jax.Array | None:
-    return None
-
-
-class PartialSum(Sum, Protocol):
-  """A sum that can travel before it is whole, from worker to worker, as in ``ring``."""
+  def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
+    """Returns the decoder of losses, in the units of the leaves."""
+    del agreed
+    return lambda start, stop: lost[start:stop]
 
   def start(self, own: jax.Array, context: Context, *, keep: bool) -> Sent:
     """Encodes the first worker's part, to be sent to the worker that adds next.
 
-    ``own`` is ``uint32[rows, words]`` if the sum is ``of_rows``, and otherwise
+    ``own`` is ``uint32[rows, words]`` if its facts are ``of_rows``, and otherwise
     ``float32[rows, *tile_shape]``.
     """
+    raise self._refusal
 
   def add(self, received: Sent, own: jax.Array, *, keep: bool) -> Partial:
     """Adds this worker's part to the sum that it received."""
+    raise self._refusal
 
   def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
     """Returns the sum of K workers' parts, ``own[K, rows, ...]``, in their order."""
-
-  def like_one(self, partial: Partial, count: int) -> Partial:
-    """Scales a sum of ``count`` parts so that rows hold it if they hold one part.
-
-    The divisor goes into its ``scale``.
-    """
-
-  def hop(
-    self,
-    partial: Partial,
-    context: Context,
-    *,
-    keep: bool,
-  ) -> Sent:
-    """Encodes a partial sum, with the riders that the next worker needs to add."""
+    raise self._refusal
 
   def send(
     self,
@@ -269,19 +235,37 @@ class PartialSum(Sum, Protocol):
     keep: bool,
   ) -> Sent:
     """Encodes a sum into rows, without riders."""
+    raise self._refusal
+
+  def like_one(self, partial: Partial, count: int) -> Partial:
+    """Scales a sum of ``count`` parts so that rows hold it if they hold one part.
+
+    The divisor goes into its ``scale``.
+    """
+    del count
+    return partial
+
+  def hop(
+    self,
+    partial: Partial,
+    context: Context,
+    *,
+    keep: bool,
+  ) -> Sent:
+    """Encodes a partial sum, with the riders that the next worker needs to add."""
+    return self.send(partial, context, keep=keep)
 
   def read(self, own: jax.Array) -> jax.Array:
     """Returns the part of a worker as tiles, ``float32[..., *tile_shape]``."""
-
-
-class ReducibleSum(Sum, Protocol):
-  """Adds integers or plain floats, which the backend's all-reduce can add, too."""
+    return own
 
   def reduces_shorter(self, rows: int, workers: int) -> bool:
     """Returns True if an all-reduce of ``rows`` rows sends no more than owners do."""
+    raise self._refusal
 
   def terms(self, rows: jax.Array, workers: int) -> jax.Array:
     """Returns the numbers that an all-reduce over N workers adds."""
+    raise self._refusal
 
   def reduced(
     self,
@@ -294,33 +278,41 @@ class ReducibleSum(Sum, Protocol):
 
     ``leaves`` are the leaves that have the rows, in the order of the rows.
     """
-
-
-@dataclasses.dataclass(frozen=True)
-class Several:
-  """Joins the facts about the sums of several codecs, without adding."""
-
-  facts: tuple[SumFacts, ...]
+    raise self._refusal
 
   @property
-  def parts(self) -> tuple[Sum, ...]:
-    return tuple(part for facts in self.facts for part in facts.parts)
+  def _refusal(self) -> NotImplementedError:
+    return NotImplementedError(f"Sums of {type(self).__name__} do not travel this way.")
 
-  @property
-  def refusals(self) -> dict[Way, str]:
-    found: dict[Way, str] = {}
-    for part in reversed(self.facts):
-      found |= part.refusals
-    return found
 
-  @property
-  def drops(self) -> bool:
-    return any(part.drops for part in self.facts)
+def joined(facts: Sequence[SumFacts]) -> SumFacts:
+  """Returns the facts about a policy, from those of its codecs.
 
-  @property
-  def mixes(self) -> bool:
-    return all(part.mixes for part in self.facts)
+  Of several refusals of a way the first counts.
+  """
+  refusals: dict[Way, str] = {}
+  for part in reversed(facts):
+    refusals |= part.refusals
+  return SumFacts(
+    refusals=refusals,
+    drops=any(part.drops for part in facts),
+    max_code=max(part.max_code for part in facts),
+    parts=tuple(facts),
+  )
 
-  def check(self, workers: int) -> None:
-    for part in self.facts:
-      part.check(workers)
+
+def sum_limit(max_code: int, workers: int, codec: Any) -> int:
+  """Returns the largest magnitude of a sum of codes; ValueError from 2**31 on.
+
+  Example:
+    >>> codec = gradcomp.codecs.QSGD(bits=4, share_scale=True)
+    >>> sum_limit(codec.max_code, 8, codec)
+    56
+  """
+  limit = workers * max_code
+  if limit >= 2**31:
+    raise ValueError(
+      f"`codec` must have sums of {workers} workers below 2**31, got sums up to "
+      f"{limit} with {codec}; use fewer bits."
+    )
+  return limit

@@ -1,18 +1,27 @@
-"""Sums of decoded tiles in float32, encoded again before they travel."""
+"""Sums of tiles in float32: decoded ones, encoded again, and plain leaves."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.sums.records import Context
-from gradcomp._src.codecs.sums.sum import Facts, Partial, RowDecoder, Sent, Way
+from gradcomp._src.codecs.sums.sum import (
+  LeafRows,
+  Partial,
+  RowDecoder,
+  Sent,
+  Sum,
+  SumFacts,
+)
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.materialize import packed
+
+if TYPE_CHECKING:
+  from gradcomp._src.codecs.protocol import Codec
 
 # More payloads than this are added in a loop, which bounds the compile time.
 UNROLLED = 16
@@ -44,26 +53,23 @@ def cutter(tiles: jax.Array) -> Callable[[int, int], jax.Array]:
   return lambda start, stop: tiles[start:stop]
 
 
+OF_TILES = SumFacts(
+  exact=False,
+  of_rows=False,
+  refusals={
+    "reduced": "a codec whose codes cannot be added, got {codec}; use "
+    'exchange="auto", a codec that shares its scale (share_scale=True), or '
+    "gradcomp.dense() for the plain mean."
+  },
+)
+
+
 @dataclasses.dataclass(frozen=True)
-class Tiles(Facts):
+class Tiles(Sum):
   """Adds float32 tiles, decoded and encoded by ``codec``."""
 
-  codec: Codec
-
-  exact = False
-  of_rows = False
-
-  @property
-  def draws(self) -> bool:
-    return self.codec.to_nearest().needs_key
-
-  @property
-  def refusals(self) -> dict[Way, str]:
-    return {
-      "reduced": f"a codec whose codes cannot be added, got {self.codec}; use "
-      'exchange="auto", a codec that shares its scale (share_scale=True), or '
-      "gradcomp.dense() for the plain mean."
-    }
+  codec: "Codec"
+  facts: SumFacts = dataclasses.field(default=OF_TILES, kw_only=True)
 
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     """Decodes K payloads, ``uint32[K, rows, words]``, and returns their scaled sum."""
@@ -78,11 +84,6 @@ class Tiles(Facts):
     del agreed
     return lambda start, stop: self.mean(rows[:, start:stop], scale)
 
-  def gathered_loss(
-    self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
-  ) -> None:
-    return None  # float32 additions count as exact
-
   def start(self, own: jax.Array, context: Context, *, keep: bool) -> Sent:
     return self.hop(Partial(own), context, keep=keep)
 
@@ -93,18 +94,6 @@ class Tiles(Facts):
   def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
     add = lambda k, total: total + own[k]
     return Partial(in_order(add, own.shape[0], own[0], own.shape[0]))
-
-  def like_one(self, partial: Partial, count: int) -> Partial:
-    return partial
-
-  def hop(
-    self,
-    partial: Partial,
-    context: Context,
-    *,
-    keep: bool,
-  ) -> Sent:
-    return self.send(partial, context, keep=keep)
 
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
     with jax.named_scope("gradcomp_decode"):
@@ -158,11 +147,28 @@ class Tiles(Facts):
   ) -> RowDecoder:
     return self.gathered(rows.reshape(1, -1, rows.shape[-1]), agreed, scale)
 
-  def read(self, own: jax.Array) -> jax.Array:
-    return own
 
-  def loss(self, lost: jax.Array, agreed: jax.Array | None) -> RowDecoder:
-    return cutter(lost)
+@dataclasses.dataclass(frozen=True)
+class Floats(Tiles):
+  """Adds dense leaves; their elements travel as they are."""
+
+  facts: SumFacts = SumFacts(plain=True, keeps_float64=True, of_rows=False)
+
+  def reduces_shorter(self, rows: int, workers: int) -> bool:
+    return True
+
+  def terms(self, rows: jax.Array, workers: int) -> jax.Array:
+    return jax.lax.bitcast_convert_type(rows, jnp.float32)
+
+  def reduced(
+    self,
+    total: jax.Array,
+    leaves: Sequence[LeafRows],
+    agreed: jax.Array | None,
+    scale: float,
+  ) -> RowDecoder:
+    words = jax.lax.bitcast_convert_type(total, jnp.uint32)
+    return self.gathered(words[None], agreed, scale)
 
 
 _BIAS = 127  # of the exponents of float32
@@ -177,7 +183,7 @@ class Ranged(Tiles):
   travels with it, a word a row.
   """
 
-  codec: Codec
+  codec: "Codec"
   largest: float  # number that a row holds
 
   def like_one(self, partial: Partial, count: int) -> Partial:

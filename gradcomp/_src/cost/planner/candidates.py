@@ -277,5 +277,5 @@ def _for(speed: CodecSpeed | None) -> SpeedOf | None:
 
 def _or_copied(speed: SpeedOf) -> SpeedOf:
   return lambda codec: (
-    _COPIED if all(x.plain for x in codec.sums.parts) else speed(codec)
+    _COPIED if all(x.plain for x in codec.facts.each) else speed(codec)
   )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.protocol import LeafCodec
-from gradcomp._src.codecs.sums.sum import Sum
+from gradcomp._src.codecs.sums.sum import SumFacts
 from gradcomp._src.core.transform import compress
 from gradcomp._src.cost.planner.candidates import Candidate
 from gradcomp._src.cost.rules import above_0
@@ -198,22 +198,22 @@ def mean_error(
     >>> round(mean_error(0.036, codec, TwoShot(), [8], biased=False), 3)
     0.036
   """
-  coded = [total for total in codec.sums.parts if not total.plain]
-  errors = (_of_sum(omega, total, exchange, sizes, biased) for total in coded)
+  coded = [facts for facts in codec.facts.each if not facts.plain]
+  errors = (_of_sum(omega, facts, exchange, sizes, biased) for facts in coded)
   return max(errors, default=0.0)
 
 
 def _of_sum(
-  omega: float, total: Sum, exchange: Exchange, sizes: Sequence[int], biased: bool
+  omega: float, facts: SumFacts, exchange: Exchange, sizes: Sequence[int], biased: bool
 ) -> float:
   """Returns the error of the mean of one codec's sums."""
   workers = math.prod(sizes)
   inside = sizes[-1] if exchange.way == "grouped" else 1
   groups = workers // inside
-  if total.rounds:
+  if facts.rounds:
     return omega * (1 + _added(inside) + _added(groups))
   leaves = omega if biased else omega * (groups // 2 + groups % 2) / groups
-  exact = total.exact and not total.in_format
+  exact = facts.exact and not facts.in_format
   if exact or groups == 1 or exchange.way in ("gathered", "reduced"):
     return leaves
   if exchange.way == "passed":

@@ -17,13 +17,13 @@ def check_codecs(grads: Any, params: Any) -> None:
   for name, given in {"grads": grads, "params": params}.items():
     if not is_codec(given):
       raise TypeError(f"`{name}` must be an instance of a codec, got {given!r}.")
-    if given.sums.drops:
+    if given.facts.drops:
       raise ValueError(
         f"`{name}` must send all elements, got the sparse codec {given}; use a "
         "quantizer like gradcomp.codecs.QSGD(bits=4)."
       )
     check_of_leaf(name, given, _PROBE)
-  refusal = grads.sums.refusals.get("owned")
+  refusal = grads.facts.naming(grads).refusals.get("owned")
   if refusal:
     raise ValueError(
       f"`grads` must be a codec that owners of rows can add, not {refusal}"

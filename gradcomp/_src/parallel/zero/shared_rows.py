@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import NOTHING, Leaf
-from gradcomp._src.codecs.tiles import from_tiles, join_rows, split_rows, tile_shape
+from gradcomp._src.codecs.tiles import from_tiles, tile_shape
 from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.exchange.assign import leaf_codecs
 from gradcomp._src.exchange.collectives import Workers
@@ -232,7 +232,7 @@ def _matrices(message: Message, leaves: Sequence[jax.Array]) -> list[jax.Array]:
   layout, rows = message.layout, {}
   for place, i in enumerate(message.leaves):
     codec = layout.codec_of(place)
-    rows[place] = split_rows(leaves[i], codec).reshape(-1, *tile_shape(codec))
+    rows[place] = codec.split(leaves[i]).reshape(-1, *tile_shape(codec))
   found = layout.stack(rows)
   return [found[group] for group in range(len(layout.codecs))]
 
@@ -241,8 +241,8 @@ def _leaves(message: Message, matrices: Sequence[jax.Array]) -> dict[int, jax.Ar
   """Joins rows to leaves: the inverse of :func:`_matrices`."""
   layout = message.layout
   return {
-    i: join_rows(
-      matrices[slot.group][slot.start : slot.stop], like, layout.codecs[slot.group]
+    i: layout.codecs[slot.group].join(
+      matrices[slot.group][slot.start : slot.stop], like
     )
     for i, slot, like in zip(message.leaves, layout.slots, layout.like, strict=True)
   }
