@@ -122,7 +122,7 @@ class Compression:
     """Creates the state; ValueError if parameters are sharded over the workers."""
     if self._averaged:
       check_whole_arrays("params", params, self._averaged)
-    own = functools.partial(self._own_arrays, paths=paths_of(params))
+    own = functools.partial(self._own_arrays, paths_of(params))
     trees, kept = first_state(params, or_explained(self.axis_name), self._firsts, own)
     residual, velocity, *_ = (*trees, None, None)
     owned, *memory = ({at: x[i] for at, x in kept.items() if x[i]} for i in range(3))
@@ -138,11 +138,10 @@ class Compression:
 
   def _own_arrays(
     self,
+    paths: Sequence[KeyPath],
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
     workers: int | None,
-    *,
-    paths: Sequence[KeyPath],
   ) -> Callable[[], dict[Axes, Any]]:
     """Returns a function that makes owner residuals and memories, by axes.
 

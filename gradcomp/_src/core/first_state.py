@@ -1,7 +1,7 @@
 """Creation and checks of the parts of a state that differ between workers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +23,12 @@ from gradcomp._src.mesh.unsharded_params import GATHER_FIRST
 Own = dict[Axes, Any]  # arrays by the axes that stack them
 
 
-class OwnArrays(Protocol):
-  """A function that returns a maker of a worker's arrays that are not like leaves.
-
-  The maker returns them by the axes that stack them.
-  """
-
-  def __call__(
-    self,
-    leaves: Sequence[jax.ShapeDtypeStruct],
-    others: Sequence[tuple[str, ...]],
-    workers: int | None,
-  ) -> Callable[[], Own]: ...
+# Of the shapes of leaves, the other axes of each, and the number of workers: a function
+# that makes a worker's arrays that are not like leaves.
+OwnArrays = Callable[
+  [Sequence[jax.ShapeDtypeStruct], Sequence[tuple[str, ...]], int | None],
+  Callable[[], Own],
+]
 
 
 def first_state(

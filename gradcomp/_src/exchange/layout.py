@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.joint import JOINT_ENCODING_ELEMENTS
-from gradcomp._src.codecs.protocol import Codec
+from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.sums.records import Leaf
 from gradcomp._src.codecs.sums.sum import RowDecoder, Sum
 from gradcomp._src.codecs.tiles import elements, from_tiles, tile_shape, to_tiles
@@ -186,11 +186,14 @@ class Layout:
 
 def plan_rows(
   leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
-  codec: Codec,
+  codec: LeafCodec,
   *,
   min_leaf_size: int | None = None,
+  places: Sequence[Leaf] | None = None,
 ) -> Layout:
-  """Lays out leaves for one codec. Small leaves stay dense: see :func:`leaf_codecs`.
+  """Lays out leaves for the last rounds of a codec. Small leaves stay dense.
+
+  ``places`` are their shapes and paths, where the codec of a leaf depends on its path.
 
   Example:
     >>> from gradcomp.codecs import QSGD
@@ -199,15 +202,8 @@ def plan_rows(
     >>> [type(codec).__name__ for codec in layout.codecs], layout.rows
     (['Dense', 'QSGD'], [4, 64])
   """
-  places = [Leaf(leaf.shape) for leaf in leaves]
+  places = places or [Leaf(leaf.shape) for leaf in leaves]
   codecs = leaf_codecs(places, codec, min_leaf_size=min_leaf_size)
-  return arrange_last(leaves, codecs)
-
-
-def arrange_last(
-  leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], codecs: Sequence[Codec]
-) -> Layout:
-  """Lays out leaves for the codecs of the last round of each leaf."""
   rounds = [x.rounds(leaf.shape) for x, leaf in zip(codecs, leaves, strict=True)]
   return arrange(leaves, [x[-1].codec for x in rounds])
 

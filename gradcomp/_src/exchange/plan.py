@@ -13,7 +13,7 @@ from gradcomp._src.codecs.sums.sum import sum_limit
 from gradcomp._src.codecs.tiles import working_dtype
 from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
 from gradcomp._src.exchange.auto import Auto, Choice, choose, reencoding
-from gradcomp._src.exchange.layout import Layout, arrange, arrange_last
+from gradcomp._src.exchange.layout import Layout, arrange, plan_rows
 from gradcomp._src.exchange.one_stage import AllReduce
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names
@@ -151,8 +151,8 @@ def plan_messages(
   codec.check_leaves(whole)
   decided = None
   if facts.drops:  # one exchange for all, before leaves are split into ranges
-    codecs = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
-    decided = choose(exchange, arrange_last(like, codecs), workers)
+    layout = plan_rows(like, codec, min_leaf_size=min_leaf_size, places=whole)
+    decided = choose(exchange, layout, workers)
     exchange = decided.exchange
   # If workers own shares, every leaf of a sparse codec has a range for each worker.
   ranges = workers if exchange.owners else 1
