@@ -34,7 +34,6 @@ from benchmarks.common.tables import table
 from gradcomp import ErrorFeedback, MomentumFeedback
 from gradcomp._src.core.feedback import Feedback
 from gradcomp._src.exchange.auto import ExchangeName
-from gradcomp._src.report import hlo
 from gradcomp.codecs import (
   QSGD,
   Codec,
@@ -159,9 +158,8 @@ def measure(case: Case, shape: tuple[int, ...] = SHAPE) -> Memory:
   program = compiled(case, shape)
   payloads = 0
   for one in gradcomp.wire_report(program).collectives:
-    operands = sum(hlo.SIZES[dtype] * math.prod(size) for dtype, size in one.operands)
     results = one.workers if one.kind == "all-gather" else 1
-    payloads += (1 + results) * operands
+    payloads += (1 + results) * one.bytes_in
   gradient = 4 * math.prod(shape)
   temporary = program.memory_analysis().temp_size_in_bytes
   return Memory(payloads / gradient, temporary / gradient)

@@ -198,9 +198,9 @@ def test_between_hosts_only_words_of_gradients_travel(hosts, batch):
   found = hlo.parse_program(program.as_text())
   assert found.devices == HOSTS * CHIPS
   crossing, inside = [], []
-  for collective in found.instructions:
-    assert collective.groups.members is not None and collective.times == 1
-    between = any(len({i // CHIPS for i in x}) > 1 for x in collective.groups.members)
+  for collective, groups in found.collectives:
+    assert groups.members is not None and collective.times == 1
+    between = any(len({i // CHIPS for i in x}) > 1 for x in groups.members)
     (crossing if between else inside).append(collective)
   for collective in crossing:
     # A chip talks to those that own the same part.

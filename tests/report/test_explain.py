@@ -3,6 +3,7 @@
 test_wire_proof.py compares them with the optimized HLO.
 """
 
+import dataclasses
 import functools
 import itertools
 from fractions import Fraction
@@ -109,7 +110,7 @@ def test_each_axis_has_its_own_size():
   for name in ("path", "bytes_sent", "work"):
     assert [getattr(x, name) for x in got] == [getattr(x, name) for x in alone]
   # Chips are neighbors. Bytes between hosts cross the whole row of workers.
-  assert [(x.workers, x.span) for x in found.stages] == [(4, 4)] * 2 + [(2, 8)] * 2
+  assert [(x.workers, x.span) for x in found.collectives] == [(4, 4)] * 2 + [(2, 8)] * 2
   plain = gradcomp.explain(gradcomp.dense(), PARAMS, workers=8)
   assert found.ratio == found.bytes_sent / plain.bytes_sent
 
@@ -137,8 +138,8 @@ def test_permutations_between_hosts_cross_the_row_of_workers():
   ring = functools.partial(gradcomp.qsgd, exchange="ring")
   spans = lambda tx: {
     x.span
-    for x in gradcomp.explain(tx, PARAMS, workers={"host": 2, "chip": 4}).stages
-    if x.primitive == "ppermute"
+    for x in gradcomp.explain(tx, PARAMS, workers={"host": 2, "chip": 4}).collectives
+    if x.kind == "collective-permute"
   }
   assert spans(ring(axis_name="host")) == {8}
   assert spans(ring(axis_name="chip")) == {4}
@@ -182,7 +183,12 @@ def test_of_branches_the_last_that_sends_something_is_shown():
   dense, last = gradcomp.dense(axis_name="data"), gradcomp.qsgd(axis_name="data")
   switched = gradcomp.wrappers.switch([10], [dense, last])
   alone = gradcomp.explain(last, PARAMS, workers=4)
-  assert gradcomp.explain(switched, PARAMS, workers=4) == alone
+  found = gradcomp.explain(switched, PARAMS, workers=4)
+  assert found.leaves == alone.leaves
+  assert all(x.in_branch for x in found.collectives)
+  assert alone.collectives == tuple(
+    dataclasses.replace(x, in_branch=False) for x in found.collectives
+  )
 
 
 def test_slots_that_were_used_are_found_behind_branches():

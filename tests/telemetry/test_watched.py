@@ -1,13 +1,13 @@
-"""A state that brings measures back is a state, however its residuals are stored."""
+"""Measures come back in the state, whose type stays, however residuals are stored."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gradcomp
 from gradcomp._src.core import residual_storage
-from gradcomp._src.core.state import Watched
 from gradcomp.state import CompressState
 from tests.plugins.slow_cases import slow
 from tests.support.assertions import assert_same_bits
@@ -15,9 +15,22 @@ from tests.support.assertions import assert_same_bits
 WORKERS = 2
 
 
-def test_it_has_all_that_a_state_has():
-  """In its order, and behind it what is measured."""
-  assert Watched._fields == (*CompressState._fields, "sums")
+def test_update_takes_and_returns_states_of_their_own_type():
+  """An optimizer may look at the type, and what a step keeps has no measures."""
+  tx = gradcomp.qsgd(bits=4)
+  seen = []
+
+  def update(updates, state, params=None):
+    seen.append(type(state))
+    return tx.update(updates, state, params)
+
+  grads = {"w": jnp.ones(4096)}
+  optimizer = optax.GradientTransformation(tx.init, update)
+  before = tx.init(grads)
+  _, state, found = gradcomp.telemetry.inspected_update(optimizer, grads, before)
+  assert set(seen) == {CompressState} and type(state) is CompressState
+  assert found.total.levels == 1
+  assert jax.tree.structure(state) == jax.tree.structure(before)
 
 
 @pytest.mark.parametrize("stored", ["int8", *slow("bfloat16")])

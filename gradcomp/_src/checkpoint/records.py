@@ -14,10 +14,8 @@ from gradcomp._src.exchange.assign import leaf_codecs
 from gradcomp._src.exchange.owners import owner_shapes
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh.axes import (
-  EXPLAINED,
   WorkerSizes,
   axis_names,
-  only_named,
   sizes_of,
 )
 from gradcomp._src.mesh.specs import is_spec
@@ -110,7 +108,7 @@ def record(
   same shapes, and mean something else. For each gradcomp transformation in the
   optimizer, the record has the leaves with their shapes and codecs, the feedback, and
   the owner residuals with their leaves and exchange. It is read from a trace of
-  ``update``, as :func:`gradcomp.explain` reads its table, and takes that time.
+  ``update``, the same that :func:`gradcomp.explain` reads its table from.
 
   Args:
     optimizer: an optax transformation with gradcomp's in it.
@@ -134,9 +132,8 @@ def record(
     >>> transformation["leaves"], transformation["feedback"]
     ({"['w']": {'shape': [256, 256], 'codec': 0}}, {'type': 'NoFeedback'})
   """
-  sizes, by_name = sizes_of(workers)
-  known = only_named(by_name)
-  trace = tracing.traced(optimizer, params, sizes, bound=by_name, known=known)
+  sizes, _ = sizes_of(workers)
+  trace = tracing.study(optimizer, params, workers)
   return {
     "format": FORMAT,
     "gradcomp": __version__,
@@ -221,7 +218,7 @@ def _stacked(state: Any) -> bool:
   """Returns True if workers have arrays of their own, over axes that have names."""
   specs = state_specs(state, axis_name="workers")
   return any(
-    spec != PartitionSpec() and EXPLAINED[0] not in jax.tree_util.keystr(path)
+    spec != PartitionSpec() and tracing.UNNAMED[0] not in jax.tree_util.keystr(path)
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
   )
 
@@ -238,7 +235,7 @@ def _transformation(plan: MessagePlan, made: Mapping[str, Any]) -> dict[str, Any
       codecs.append(codec)
     leaves[name] = {"shape": list(leaf.shape), "codec": codecs.index(codec)}
   axes = () if plan.axis_name is None else axis_names(plan.axis_name)
-  named = axes[:1] != EXPLAINED[:1]  # else init cannot know the number of owners
+  named = axes[:1] != tracing.UNNAMED[:1]  # else init cannot know the number of owners
   cut = "params" in made  # zero, whose owners keep the rows of every message
   owned = [
     {

@@ -20,7 +20,6 @@ from jax.tree_util import KeyPath, keystr
 
 from gradcomp._src.checkpoint.specs import state_specs
 from gradcomp._src.checks import static_integer
-from gradcomp._src.core.planned_states import asked, plan_of
 from gradcomp._src.core.state import collects, states_in
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.mesh.axes import AxisName, abstract_mesh, axis_names
@@ -32,6 +31,7 @@ from gradcomp._src.mesh.specs import (
   spec_of,
 )
 from gradcomp._src.mesh.types import mesh_of, typed_spec
+from gradcomp._src.report.tracing import first_plans
 
 WORKERS_RULE = "a number of workers, 1 or more"
 
@@ -43,7 +43,7 @@ class FirstState(NamedTuple):
     shapes: the shape and dtype of each global array, in the structure of the state.
     specs: the ``PartitionSpec`` of each.
     plans: the plan of each :class:`gradcomp.state.CompressState` in it, in order; None
-      if it is unknown, because ``init`` is transformed.
+      if it is unknown, because no trace of ``init`` shows it.
     sizes: the sizes of the axes of the mesh.
   """
 
@@ -132,14 +132,11 @@ def first_state_of(
     is_leaf=is_spec,
   )
   found: list[Any] = []
-  plans: list[MessagePlan | None] = []
 
-  def look(params: Any) -> jax.Array:
-    with asked() as told:
-      state = optimizer.init(params)
-    plans[:] = [plan_of(node, told) for node in states_in(state)]
+  def look(params: Any) -> list[jax.Array]:
+    state = optimizer.init(params)
     found[:] = [jax.tree.map(jax.typeof, state)]
-    return jnp.zeros([])
+    return [node.count for node in states_in(state)]
 
   if param_specs is not None:
     look = jax.shard_map(
@@ -147,7 +144,7 @@ def first_state_of(
     )
   # The mesh of jax.set_mesh has other workers.
   with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(abstract):
-    jax.eval_shape(look, like)
+    plans = first_plans(look, like)
   _check_axes(plans, names)
   specs = state_specs(found[0], axis_name=axis_name, param_specs=param_specs)
   whole = functools.partial(_whole, sizes)

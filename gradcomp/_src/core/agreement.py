@@ -25,7 +25,8 @@ from jax._src import distributed  # the key-value store has no public name
 from jax.sharding import AbstractMesh, Mesh
 
 from gradcomp._src.checks import see
-from gradcomp._src.mesh.axes import AxisName, axis_names, is_explained, is_followed
+from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.study import is_study
 from gradcomp._src.mesh.types import mesh_of
 from gradcomp._src.version import WIRE, __version__
 
@@ -56,12 +57,8 @@ def require_agreement(
   :func:`one_record` it adds to the record. Elsewhere its transformation is a record of
   its own, if the mesh has all devices of the run: only then are all processes known.
 
-  Args:
-    what: the public name of the transformation.
-    options: the options that decide when and how it sends.
-    leaves: the gradients, or another tree that is sent.
-    axes: the axes that it exchanges over, if it exchanges something itself.
-    **trees: further trees, by their names.
+  ``what`` is the public name of the transformation, and ``options`` decide when and how
+  it sends. It exchanges ``leaves`` over ``axes``, if it exchanges something itself.
   """
   if _is_alone():
     return
@@ -102,7 +99,7 @@ def one_record(
 def _is_alone() -> bool:
   """Returns True in a run of one process, and in a trace that nothing runs."""
   alone = distributed.global_state.client is None or jax.process_count() == 1
-  return alone or is_explained() or is_followed()
+  return alone or is_study()
 
 
 def _processes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:

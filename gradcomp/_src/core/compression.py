@@ -22,25 +22,23 @@ from gradcomp._src.core.first_state import (
   check_residual_types,
   first_state,
 )
-from gradcomp._src.core.planned_states import tell, tell_of
 from gradcomp._src.core.residual_storage import check_kind, shaped
 from gradcomp._src.core.state import (
   CompressState,
-  Watched,
   check_state,
   seed_words,
   step_keys,
 )
 from gradcomp._src.exchange.auto import Auto, check_exchange
 from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.notes import Options, note
 from gradcomp._src.exchange.owners import OwnerResiduals, owner_shapes
 from gradcomp._src.exchange.plan import MessagePlan, PlanOptions, plan_messages
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.step import Step
 from gradcomp._src.floats.dtypes import addend_dtype
-from gradcomp._src.mesh.axes import Axes, AxisName, or_explained, require_size
+from gradcomp._src.mesh.axes import Axes, AxisName, require_size
 from gradcomp._src.mesh.reduction import reduction
+from gradcomp._src.mesh.study import FIRST, Options, Planned, note, studied_axes
 from gradcomp._src.mesh.types import other_axes
 from gradcomp._src.mesh.unsharded_params import check_whole_arrays, check_whole_params
 
@@ -123,18 +121,18 @@ class Compression:
     if self._averaged:
       check_whole_arrays("params", params, self._averaged)
     own = functools.partial(self._own_arrays, paths_of(params))
-    trees, kept = first_state(params, or_explained(self.axis_name), self._firsts, own)
+    trees, kept = first_state(params, studied_axes(self.axis_name), self._firsts, own)
     residual, velocity, *_ = (*trees, None, None)
     owned, *memory = ({at: x[i] for at, x in kept.items() if x[i]} for i in range(3))
-    state = CompressState(
-      jnp.zeros([], jnp.int32),
+    (count,) = note(FIRST, jnp.zeros([], jnp.int32))
+    return CompressState(
+      count,
       seed_words(self.key),
       residual,
       owned or None,
       as_stored(params, Memory(*memory)),
       velocity,
     )
-    return tell_of(state)
 
   def _own_arrays(
     self,
@@ -148,12 +146,12 @@ class Compression:
     If the number of workers is unknown, it makes shared memories only. ``update``
     raises an error if it needs more.
     """
-    axes = or_explained(self.axis_name)
+    axes = studied_axes(self.axis_name)
     known = 1 if axes is None else workers
     across = Across(axes, False, others)
     several = None if axes is None else Workers(axes, known or 1, 1 / (known or 1))
     plan = self.plan(leaves, paths, across, several)
-    tell(plan)
+    note(Planned(plan))
     shapes = {} if known is None or axes is None else owner_shapes(plan)
     key = self.key  # in a closure, where a map finds it if it is an array
 
@@ -186,7 +184,7 @@ class Compression:
     if is_sum:
       check_residual_types(state.residual, updates, axes)
     if axes is not None and self.exchange.sends:
-      told = self._told() | {"inspected": isinstance(state, Watched)}
+      told = self._told() | {"inspected": state.sums is not None}
       agreement.require_agreement("gradcomp.compress", told, updates, axes)
     made = ("codec", "feedback", "min_leaf_size")
     note(Options(tuple((name, getattr(self, name)) for name in made)))
@@ -219,9 +217,9 @@ class Compression:
       recall(plan, state.memory),
       self._owned(plan, state),
       state.count,
-      keep=self.feedback.keeps or isinstance(state, Watched),
+      keep=self.feedback.keeps or state.sums is not None,
       mark=self.feedback.moves,
-      watch=isinstance(state, Watched),
+      watch=state.sums is not None,
     )
 
   def error_share(self, across: Across, workers: Workers | None) -> float | None:

@@ -17,7 +17,7 @@ from jax.flatten_util import ravel_pytree
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.tiles import tile_shape
 from gradcomp._src.core.residual_storage import is_stored, read_residual
-from gradcomp._src.core.state import CompressState, Watched
+from gradcomp._src.core.state import CompressState
 from gradcomp._src.exchange.collectives import STAGE, Workers, psum
 from gradcomp._src.exchange.owners import OwnerResiduals, owned_leaves
 from gradcomp._src.exchange.plan import MessagePlan, own_axes
@@ -36,12 +36,6 @@ def sketch(x: jax.Array) -> jax.Array:
   norm is an unbiased estimate of the array's. Its standard deviation is
   :math:`\sqrt{2 / 1021}`, or 4.4 % of it, if the elements are spread over the parts.
   An array of at most 1021 elements is its own sketch.
-
-  Args:
-    x: ``float32`` of any shape.
-
-  Returns:
-    ``float32[min(size, 1021)]``.
 
   Example:
     >>> x = jnp.sin(jnp.arange(10_000.0))
@@ -78,41 +72,23 @@ _RUNS = 128  # of these in a leaf's sample
 
 
 class Sums(NamedTuple):
-  """Sums over a leaf's elements, ``float32[leaves]``: means over the workers.
+  """Sums over a leaf's elements, ``float32[leaves]``: means over the workers."""
 
-  Attributes:
-    size: the number of elements.
-    gradient: the squares of the gradient.
-    residual: the squares of the residual after the step.
-    owned: the squares of its owner residuals. It is a sum over the workers.
-    corrected: the squares of gradient plus residual.
-    unsent: the squares of its unsent part.
-    mean: the squares of the result.
-    true: the squares of the mean of all workers' gradients.
-    product: the products of result and gradient.
-    zeros: the zeros in the sent part.
-    top: the elements of the sent part that are the largest of their bucket.
-    levels: the number of different values in a bucket, times the size.
-    spread: the largest magnitude of the gradient times the sum of magnitudes.
-    union: the elements of the result that are not zero.
-    exponents: the elements with each biased exponent, ``float32[leaves, 256]``.
-  """
-
-  size: jax.Array
-  gradient: jax.Array
-  residual: jax.Array
-  owned: jax.Array
-  corrected: jax.Array
-  unsent: jax.Array
-  mean: jax.Array
-  true: jax.Array
-  product: jax.Array
-  zeros: jax.Array
-  top: jax.Array
-  levels: jax.Array
-  spread: jax.Array
-  union: jax.Array
-  exponents: jax.Array
+  size: jax.Array  # elements
+  gradient: jax.Array  # squares of the gradient
+  residual: jax.Array  # squares of the residual after the step
+  owned: jax.Array  # squares of the owner residuals, added over the workers
+  corrected: jax.Array  # squares of gradient plus residual
+  unsent: jax.Array  # squares of the unsent part
+  mean: jax.Array  # squares of the result
+  true: jax.Array  # squares of the mean of all workers' gradients
+  product: jax.Array  # products of result and gradient
+  zeros: jax.Array  # zeros in the sent part
+  top: jax.Array  # elements of the sent part that are the largest of their bucket
+  levels: jax.Array  # different values in a bucket, times the size
+  spread: jax.Array  # the largest magnitude of the gradient times all magnitudes
+  union: jax.Array  # elements of the result that are not zero
+  exponents: jax.Array  # elements with each biased exponent, float32[leaves, 256]
 
 
 class WorkerLeaf(NamedTuple):
@@ -224,9 +200,9 @@ def _levels(samples: Sequence[jax.Array]) -> list[jax.Array]:
   return [result[i] for i in range(len(samples))]
 
 
-def watched(state: CompressState, leaves: int) -> Watched:
+def watched(state: CompressState, leaves: int) -> CompressState:
   """Returns a state with sums for ``leaves`` leaves, NaN until a step measures."""
-  return Watched(*state, _filled(leaves, jnp.nan))
+  return state._replace(sums=_filled(leaves, jnp.nan))
 
 
 def _filled(leaves: int, value: float) -> Sums:
@@ -236,13 +212,17 @@ def _filled(leaves: int, value: float) -> Sums:
 
 
 def measured(
-  state: Any, step: Step, updates: Any, corrected: Sequence[jax.Array], reduced: Reduced
-) -> Any:
-  """Returns the state after a step, with its sums if it is :class:`Watched`.
+  state: CompressState,
+  step: Step,
+  updates: Any,
+  corrected: Sequence[jax.Array],
+  reduced: Reduced,
+) -> CompressState:
+  """Returns the state after a step, with the sums of the step if it has sums.
 
   ``updates`` are the gradients, and ``corrected`` the gradients plus residuals.
   """
-  if not isinstance(state, Watched):
+  if state.sums is None:
     return state
   plan, workers = step.plan, step.workers
   # Under Explicit axes gradients are addends, an Nth of a worker's gradient elsewhere.

@@ -35,6 +35,7 @@ class CompressState(NamedTuple):
     memory: the codecs' state of each leaf, like fitted levels, or thresholds and counts
       of sent entries, by the axes that stack them, and by the numbers of leaves.
     velocity: the momentum of each worker, ``float32``, like the residual.
+    sums: measures of a step, only inside :func:`gradcomp.telemetry.inspect`.
 
   Example:
     >>> state = gradcomp.onebit_sgd(min_leaf_size=0).init({"w": jnp.ones(2048)})
@@ -48,21 +49,7 @@ class CompressState(NamedTuple):
   server_residual: OwnerResiduals | None
   memory: Memory | None = None
   velocity: Any = None
-
-
-class Watched(NamedTuple):
-  """A :class:`gradcomp.state.CompressState` that brings measures back from a step.
-
-  Only :func:`gradcomp.telemetry.inspect` makes it, and takes it apart again.
-  """
-
-  count: jax.Array  # type: ignore[assignment]
-  key: jax.Array
-  residual: Any
-  server_residual: OwnerResiduals | None
-  memory: Memory | None
-  velocity: Any
-  sums: Any  # float32, replicated
+  sums: Any = None
 
 
 class OwnedRows(NamedTuple):
@@ -193,8 +180,7 @@ def check_state(state: Any, needs: Mapping[str, bool], reason: str) -> None:
   ``needs`` are fields, and whether they must be kept; ``reason`` are the
   hyperparameters that need them.
   """
-  if not isinstance(state, Watched):
-    check_type(state, CompressState)
+  check_type(state, CompressState)
   for name, needed in needs.items():
     if needed and getattr(state, name) is None:
       raise ValueError(f"`state.{name}` must be kept with {reason}; {_CURE}.")

@@ -1,4 +1,4 @@
-"""The seconds of an exchange, predicted from the stages in an explanation of it."""
+"""The seconds of an exchange, predicted from the collectives in its explanation."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from gradcomp._src.cost.link import Link
 from gradcomp._src.cost.rules import at_least_0, instance_of
 
 if TYPE_CHECKING:  # at run time this would import JAX
-  from gradcomp._src.report.collectives import Stage
+  from gradcomp._src.report.collectives import Collective
   from gradcomp._src.report.explain import Explanation, LeafPlan
 
 Speeds = CodecSpeed | Callable[[Any], CodecSpeed]  # of every codec, or for each
@@ -94,7 +94,7 @@ def exchange_seconds(
     '0.0084 + 0.0008 + 0.0034, 0.1151'
   """
   _check_workers(explanation, cluster)
-  return _seconds(explanation.leaves, explanation.stages, cluster, speeds)
+  return _seconds(explanation.leaves, explanation.collectives, cluster, speeds)
 
 
 def message_seconds(
@@ -116,16 +116,16 @@ def message_seconds(
     ValueError: the numbers of workers differ.
   """
   _check_workers(explanation, cluster)
-  leaves, stages = explanation.leaves, explanation.stages
-  numbers = sorted({x.message for x in leaves} | {x.message for x in stages})
+  leaves, collectives = explanation.leaves, explanation.collectives
+  numbers = {x.message for x in leaves} | {x.message for x in collectives}
   return tuple(
     _seconds(
       [leaf for leaf in leaves if leaf.message == number],
-      [stage for stage in stages if stage.message == number],
+      [x for x in collectives if x.message == number],
       cluster,
       speeds,
     )
-    for number in numbers
+    for number in sorted(numbers)
   )
 
 
@@ -163,7 +163,7 @@ def _check_workers(explanation: "Explanation", cluster: Cluster) -> None:
 
 def _seconds(
   leaves: Iterable["LeafPlan"],
-  stages: Iterable["Stage"],
+  collectives: Iterable["Collective"],
   cluster: Cluster,
   speeds: Speeds,
 ) -> Breakdown:
@@ -178,18 +178,34 @@ def _seconds(
     decode += size * float(work.decoded) * speed.decode
     add += size * (float(work.added) * speed.add + float(work.summed) * cluster.add)
   wire = []
-  for stage in stages:
-    link = cluster.link_within(stage.span)
-    seconds = stage.times * _COLLECTIVES[stage.kind](stage, link, cluster.add)
-    wire.append((stage.kind, float(stage.times * stage.bytes_sent), seconds))
+  for x in collectives:
+    name, seconds = _COLLECTIVES[x.kind]
+    link = cluster.link_within(x.span)
+    sent = float(x.times * x.exact_bytes_sent)
+    wire.append((name, sent, x.times * seconds(x, link, cluster.add)))
   return Breakdown(encode=encode, wire=tuple(wire), add=add, decode=decode)
 
 
-_COLLECTIVES: dict[str, Callable[["Stage", Link, float], float]] = {
-  "all_gather": lambda x, link, _: all_gather_seconds(x.bytes_in, x.workers, link),
-  "all_reduce": lambda x, link, add: all_reduce_seconds(
-    x.bytes_in, x.workers, link, add=add * x.elements
+_Seconds = Callable[["Collective", Link, float], float]
+
+# The names of links' factors, and the seconds, by the kinds of collectives.
+_COLLECTIVES: dict[str, tuple[str, _Seconds]] = {
+  "all-gather": (
+    "all_gather",
+    lambda x, link, _: all_gather_seconds(x.bytes_in, x.workers, link),
   ),
-  "all_to_all": lambda x, link, _: all_to_all_seconds(x.bytes_in, x.workers, link),
-  "ppermute": lambda x, link, _: ppermute_seconds(x.bytes_in, x.workers, link),
+  "all-reduce": (
+    "all_reduce",
+    lambda x, link, add: all_reduce_seconds(
+      x.bytes_in, x.workers, link, add=add * x.elements
+    ),
+  ),
+  "all-to-all": (
+    "all_to_all",
+    lambda x, link, _: all_to_all_seconds(x.bytes_in, x.workers, link),
+  ),
+  "collective-permute": (
+    "ppermute",
+    lambda x, link, _: ppermute_seconds(x.bytes_in, x.workers, link),
+  ),
 }

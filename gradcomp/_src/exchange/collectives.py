@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from gradcomp._src.exchange.notes import Parts, note
 from gradcomp._src.exchange.permutations import rounds
 from gradcomp._src.floats.dtypes import is_narrow, widened
 from gradcomp._src.mesh.axes import AxisName, automatic_axes
+from gradcomp._src.mesh.study import Parts, note
 from gradcomp._src.mesh.types import is_typed
 
 

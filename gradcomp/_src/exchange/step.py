@@ -14,7 +14,6 @@ from gradcomp._src.codecs.encoding import Adding, encode_leaves, refitted
 from gradcomp._src.codecs.rounds import in_rounds
 from gradcomp._src.codecs.sums.records import Context, Memory
 from gradcomp._src.exchange.collectives import STAGE, Workers, largest, totals
-from gradcomp._src.exchange.notes import FITTING, note, noted
 from gradcomp._src.exchange.one_stage import Local
 from gradcomp._src.exchange.owners import OwnerResiduals, owner_residuals
 from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
@@ -24,6 +23,7 @@ from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.threefry import fold_key
 from gradcomp._src.kernels.materialize import packed
 from gradcomp._src.mesh.axes import axis_names, require_size
+from gradcomp._src.mesh.study import FITTING, note, noted
 
 Leaves = list[jax.Array]
 

@@ -13,7 +13,6 @@ from jax import lax
 
 from gradcomp._src.core.state import FragmentState, OwnSteps
 from gradcomp._src.exchange.collectives import pmean
-from gradcomp._src.exchange.notes import Every, Options, note
 from gradcomp._src.local_steps.displacement import (
   own_params,
   rounded_product,
@@ -21,6 +20,7 @@ from gradcomp._src.local_steps.displacement import (
   wide,
 )
 from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.study import Every, Options, note
 from gradcomp._src.mesh.types import mark_varying, other_axes
 
 

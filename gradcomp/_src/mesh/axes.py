@@ -1,4 +1,4 @@
-"""Names and sizes of axes, the maps that bind them, and axes that mark a trace.
+"""Names and sizes of axes, and the maps that bind them.
 
 The spellings in this folder are those of JAX 0.10.2 to 0.12. Differences among
 versions, or between pmap, vmap and shard_map, stay in it.
@@ -169,28 +169,3 @@ def check_both(axis_name: AxisName | None, workers: WorkerSizes) -> None:
       "`workers` must be the sizes of both axes, (between, inside), for "
       f'exchange="hierarchical" over two axes, got {workers}.'
     )
-
-
-# Where explain traces update, these are bound: (between, inside), or only the first.
-# They replace the axes that a transformation takes from the types of gradients.
-EXPLAINED = ("gradcomp_between", "gradcomp_inside")
-
-# Bound where allow_frozen finds the gradients that an optimizer reads.
-FOLLOWED = "gradcomp_followed"
-
-
-def is_explained() -> bool:
-  """Returns True in a trace of explain."""
-  return bound_size(EXPLAINED[0]) is not None
-
-
-def is_followed() -> bool:
-  """Returns True in a trace of allow_frozen: transformations return their inputs."""
-  return bound_size(FOLLOWED) is not None
-
-
-def or_explained(axis_name: AxisName | None) -> AxisName | None:
-  """Returns the axes; in a trace of explain, its axes if none are named."""
-  if axis_name is not None or not is_explained():
-    return axis_name
-  return EXPLAINED if bound_size(EXPLAINED) else EXPLAINED[0]

@@ -9,11 +9,10 @@ from gradcomp._src.mesh.axes import (
   AxisName,
   axis_names,
   bound_size,
-  is_followed,
   manual_axes,
-  or_explained,
   require_size,
 )
+from gradcomp._src.mesh.study import is_followed, studied_axes
 from gradcomp._src.mesh.types import (
   is_explicit,
   is_typed,
@@ -42,7 +41,7 @@ def reduction(updates: Any, axis_name: AxisName | None, *, local: bool) -> Reduc
   """
   if is_followed():
     return Reduction(None, is_sum=False)
-  axis_name = or_explained(axis_name)
+  axis_name = studied_axes(axis_name)
   paths = jax.tree_util.tree_leaves_with_path(updates)
   addends = [unreduced_axes(leaf) for _, leaf in paths]
   found = frozenset().union(*addends)

@@ -16,7 +16,6 @@ from gradcomp._src.mesh.axes import (
   AxisName,
   axis_names,
   bound_size,
-  is_followed,
   manual_axes,
 )
 from gradcomp._src.mesh.closures import OF_OPTIMIZER, Bind, with_arrays
@@ -27,6 +26,7 @@ from gradcomp._src.mesh.specs import (
   reduced_spec,
   sharded_axes,
 )
+from gradcomp._src.mesh.study import is_followed
 from gradcomp._src.mesh.types import mesh_of, typed_spec, varying_axes
 
 
@@ -40,14 +40,9 @@ def per_device(
 ) -> tuple[Any, Any]:
   """Calls ``function(updates, state)`` on each device's shards, in a map if needed.
 
-  ``jax.vmap`` around it goes into that map.
-
-  Args:
-    function: returns ``(updates, state)`` like its arguments.
-    updates: gradients, perhaps unreduced or sharded over Explicit axes.
-    state: arrays.
-    axis_name: the axes to reduce over, which the map binds if no other does; or None.
-    keeps_addends: whether the results of ``function`` are as unreduced as ``updates``.
+  ``jax.vmap`` around it goes into that map. Gradients may be unreduced, or sharded over
+  Explicit axes. The map binds ``axis_name``, the axes to reduce over, if no other does.
+  With ``keeps_addends`` results are as unreduced as ``updates``.
   """
   if is_followed():
     return updates, state

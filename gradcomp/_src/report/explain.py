@@ -1,6 +1,7 @@
 """``explain``: the codec, exchange and bytes of each leaf, before a step runs."""
 
 import dataclasses
+import itertools
 import math
 from fractions import Fraction
 from typing import Any
@@ -14,9 +15,9 @@ from gradcomp._src.exchange.hierarchical import Hierarchical
 from gradcomp._src.exchange.owners import owner_shapes
 from gradcomp._src.exchange.plan import Message
 from gradcomp._src.exchange.protocol import CODED_ONCE, Work
-from gradcomp._src.mesh.axes import WorkerSizes, check_both, only_named, sizes_of
+from gradcomp._src.mesh.axes import WorkerSizes, check_both, sizes_of
 from gradcomp._src.report import tracing
-from gradcomp._src.report.collectives import Stage
+from gradcomp._src.report.collectives import Collective
 from gradcomp._src.report.table import aligned
 
 
@@ -77,8 +78,8 @@ class Explanation:
     bytes_kept: the memory of an owner's residual, of the rounding of means.
     forgets: whether owners keep no residual, because the state was made without the
       number of workers. They round means at random then.
-    stages: the collectives of a step, from which :mod:`gradcomp.cost` predicts seconds.
-      Those that fit a codec are not among them.
+    collectives: those of a step, from which :mod:`gradcomp.cost` predicts seconds.
+      Those that fit a codec are not among them. Consecutive sums are one, as in XLA.
   """
 
   leaves: tuple[LeafPlan, ...]
@@ -87,7 +88,7 @@ class Explanation:
   bytes_fitting: Fraction
   bytes_kept: int = 0
   forgets: bool = False
-  stages: tuple[Stage, ...] = ()
+  collectives: tuple[Collective, ...] = ()
 
   @property
   def bytes_sent(self) -> int:
@@ -134,24 +135,38 @@ class Explanation:
   def _ratio(self, bits: int) -> float:
     return _ratio(Fraction(self.bytes_sent), self._elements, self.workers, bits)
 
+  def _ratios(self, bits: int) -> list[str]:
+    """Returns the ratio of each leaf, and of all, in the table."""
+    each = [_ratio(x.bytes_sent, x.elements, self.workers, bits) for x in self.leaves]
+    return [f"{ratio:.4g}" for ratio in (*each, self._ratio(bits))]
+
   def __str__(self) -> str:
-    header = "leaf,shape,codec,bits,exchange,message,sent,/f32,/bf16"
-    rows = [header.split(","), *map(self._row, self.leaves)]
-    total = f"{self.bytes_sent:,}"
-    ratios = [f"{self._ratio(bits):.4g}" for bits in (32, 16)]
-    rows.append(["total", "", "", "", "", "", total, *ratios])
-    if any(leaf.slots is not None for leaf in self.leaves):
-      columns = [["slots", "used"], *map(_slots, self.leaves), ["", ""]]
-      rows = [row + column for row, column in zip(rows, columns, strict=True)]
+    leaves = self.leaves
+    columns = {
+      "leaf": [*(x.path for x in leaves), "total"],
+      "shape": [str(list(x.shape)) for x in leaves],
+      "codec": [type(x.codec).__name__ for x in leaves],
+      "bits": [f"{float(x.bits):.4g}" for x in leaves],
+      "exchange": [x.exchange for x in leaves],
+      "message": [str(x.message) for x in leaves],
+      "sent": [
+        *(f"{math.ceil(x.bytes_sent):,}" for x in leaves),
+        f"{self.bytes_sent:,}",
+      ],
+      "/f32": self._ratios(32),
+      "/bf16": self._ratios(16),
+    }
+    if any(x.slots is not None for x in leaves):
+      known = [(x.slots, None if x.slots is None else x.used) for x in leaves]
+      columns["slots"] = ["" if slots is None else f"{slots:,}" for slots, _ in known]
+      columns["used"] = ["" if used is None else f"{used:,.0f}" for _, used in known]
     if len(self._rounds) > 1:
-      every = ["every", *(str(leaf.every) for leaf in self.leaves), ""]
-      rows = [[*row, number] for row, number in zip(rows, every, strict=True)]
-    if any(leaf.rule for leaf in self.leaves):
-      rules = ["rule", *(leaf.rule for leaf in self.leaves), ""]
-      rows = [[*row, rule] for row, rule in zip(rows, rules, strict=True)]
-    numbers = {"bits", "message", "sent", "/f32", "/bf16", "slots", "used", "every"}
-    right = [i for i, name in enumerate(rows[0]) if name in numbers]
-    lines = aligned(rows, right=right)
+      columns["every"] = [str(x.every) for x in leaves]
+    if any(x.rule for x in leaves):
+      columns["rule"] = [x.rule for x in leaves]
+    rows = [[*columns], *itertools.zip_longest(*columns.values(), fillvalue="")]
+    left = ("leaf", "shape", "codec", "exchange", "rule")
+    lines = aligned(rows, right=[i for i, x in enumerate(columns) if x not in left])
     lines += self._when()
     reasons = dict.fromkeys((leaf.exchange, leaf.reason) for leaf in self.leaves)
     lines += [f"{exchange}: {reason}." for exchange, reason in reasons]
@@ -198,26 +213,6 @@ class Explanation:
       lines.append(f"That is {bits:.3g} bits a parameter and step.")
     return lines
 
-  def _row(self, leaf: LeafPlan) -> list[str]:
-    ratios = [
-      _ratio(leaf.bytes_sent, leaf.elements, self.workers, bits) for bits in (32, 16)
-    ]
-    return [
-      leaf.path,
-      str(list(leaf.shape)),
-      type(leaf.codec).__name__,
-      f"{float(leaf.bits):.4g}",
-      leaf.exchange,
-      str(leaf.message),
-      f"{math.ceil(leaf.bytes_sent):,}",
-      *(f"{ratio:.4g}" for ratio in ratios),
-    ]
-
-
-def _slots(leaf: LeafPlan) -> list[str]:
-  used = "" if leaf.slots is None or leaf.used is None else f"{leaf.used:,.0f}"
-  return ["" if leaf.slots is None else f"{leaf.slots:,}", used]
-
 
 def _ratio(sent: Fraction, elements: int, workers: int, bits: int) -> float:
   """Returns the ratio of bytes; 1 if both are 0, as in a WireReport."""
@@ -247,9 +242,10 @@ def explain(
 
   Nothing is computed, and no axis or device is needed: ``update`` is traced with
   shapes, as a map over the workers would trace it, and its collectives are read. That
-  takes the time of tracing a step. A leaf shares the bytes of its message by the rows
-  that it has there. A leaf that no gradcomp transformation sees is not in the table.
-  One that two see is there twice, and ratios count it once. For
+  takes the time of tracing a step, once for an optimizer, the shapes and the workers:
+  the result is kept as long as the optimizer. A leaf shares the bytes of its message by
+  the rows that it has there. A leaf that no gradcomp transformation sees is not in the
+  table. One that two see is there twice, and ratios count it once. For
   :func:`gradcomp.wrappers.switch`, and wherever else a step takes one of several
   branches, the table shows the last that sends something. Without ``axis_name``, the
   table shows an exchange over the axes that gradients are unreduced over.
@@ -273,9 +269,8 @@ def explain(
 
   Raises:
     ValueError: ``workers`` is no number of workers, lacks an axis, does not fit the
-      groups of ``"hierarchical"``, is not that of ``opt_state``, or is above 46,340,
-      the most that JAX counts on two axes, one with a name and one without. Or a leaf
-      has more rows than 32 bits count.
+      groups of ``"hierarchical"``, is not that of ``opt_state``, or is ``2**31`` or
+      more. Or a leaf has more rows than 32 bits count.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))
@@ -290,12 +285,10 @@ def explain(
     An owner keeps what encoding a mean loses, 65,536 bytes, if optimizer.init knows the
       workers.
   """
-  sizes, by_name = sizes_of(workers)
-  known = only_named(by_name)
-  trace = tracing.traced(optimizer, params, sizes, bound=by_name, known=known)
-  states, transformations = states_in(opt_state), trace.found
+  states = states_in(opt_state)
+  transformations = tracing.study(optimizer, params, workers).found
   leaves: list[LeafPlan] = []
-  stages: list[Stage] = []
+  collectives: list[Collective] = []
   number = kept = 0
   forgets = False
   for found in transformations:
@@ -307,7 +300,9 @@ def explain(
       forgets |= bool(owned) and states[found.state].server_residual is None
     used = used_by_leaf(plan, memory)
     own: dict[int, LeafPlan] = {}
-    stages += [dataclasses.replace(x, message=number + x.message) for x in found.stages]
+    collectives += [
+      dataclasses.replace(x, message=number + x.message) for x in found.collectives
+    ]
     for message in plan.messages:
       if isinstance(message.exchange, Hierarchical):
         check_both(plan.axis_name, workers)
@@ -336,10 +331,10 @@ def explain(
     leaves += [own[i] for i in sorted(own)]
   return Explanation(
     leaves=tuple(leaves),
-    workers=math.prod(sizes),
+    workers=math.prod(sizes_of(workers)[0]),
     bytes_inside=math.ceil(sum(x.inside for x in transformations)),
     bytes_fitting=sum((x.fitting for x in transformations), Fraction(0)),
     bytes_kept=0 if forgets else kept,
     forgets=forgets,
-    stages=tuple(stages),
+    collectives=tuple(collectives),
   )

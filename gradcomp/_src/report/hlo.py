@@ -7,25 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-KINDS = (
-  "all-reduce",
-  "reduce-scatter",
-  "all-to-all",
-  "all-gather",
-  "ragged-all-to-all",
-  "collective-permute",
-  "collective-broadcast",
+from gradcomp._src.report.collectives import (
+  SHARE_SENT,
+  SIZES,
+  Collective,
+  Shapes,
+  connected,
 )
-
-_DTYPES = {
-  1: "pred s1 u1 s2 u2 s4 u4 s8 u8 f4e2m1fn f8e3m4 f8e4m3 f8e4m3fn f8e4m3b11fnuz "
-  "f8e4m3fnuz f8e5m2 f8e5m2fnuz f8e8m0fnu",
-  2: "s16 u16 f16 bf16",
-  4: "s32 u32 f32",
-  8: "s64 u64 f64 c64",
-  16: "c128",
-}
-SIZES = {dtype: size for size, names in _DTYPES.items() for dtype in names.split()}
 
 # "ENTRY %main (x: f32[8]) -> f32[8] {" or in short "ENTRY main {".
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -40,8 +28,6 @@ _NAME = re.compile(r"[\w.\-]+")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")  # f32[8,128]; <=8 is a bound
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each array
-
 
 class Groups(NamedTuple):
   """The groups of devices that exchange with each other.
@@ -54,22 +40,10 @@ class Groups(NamedTuple):
   members: tuple[tuple[int, ...], ...] | None
 
 
-class Instruction(NamedTuple):
-  """One collective: see :class:`gradcomp.wire.Collective`."""
-
-  kind: str
-  operands: Shapes
-  groups: Groups
-  times: int
-  in_loop: bool
-  in_branch: bool
-  scope: str
-
-
 class Program(NamedTuple):
-  """The collectives of a program, in its order, and the number of its devices."""
+  """The collectives of a program with their groups, and the number of its devices."""
 
-  instructions: tuple[Instruction, ...]
+  collectives: tuple[tuple[Collective, Groups], ...]
   devices: int
 
 
@@ -81,24 +55,28 @@ def parse_program(text: str) -> Program:
   """
   computations, entry, devices = _parse(text)
 
-  def walk(name: str, times: int, loop: bool, branch: bool) -> Iterator[Instruction]:
+  def walk(
+    name: str, times: int, loop: bool, branch: bool
+  ) -> Iterator[tuple[Collective, Groups]]:
     if name not in computations:
       raise _unreadable("every computation that it calls", name)
     types = {name: type_ for name, type_, _, _ in computations[name]}
     for _, _, opcode, rest in computations[name]:
       kind = opcode.removesuffix("-start")
       plain = _STRING.sub("", rest)
-      if kind in KINDS:
+      if kind in SHARE_SENT:
         op_name = re.search(rf"op_name=({_STRING.pattern})", rest)
-        yield Instruction(
+        groups = _groups(kind, plain, devices)
+        collective = Collective(
           kind=kind,
           operands=_operands(kind, plain, types),
-          groups=_groups(kind, plain, devices),
+          workers=groups.workers,
           times=times,
           in_loop=loop,
           in_branch=branch,
           scope=op_name[1][1:-1] if op_name else "",
         )
+        yield collective, groups
       elif not opcode.endswith(("-update", "-done")):  # these repeat a -start's calls
         trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
         inner_loop = loop or (opcode == "while" and not trips)
@@ -150,7 +128,7 @@ def _groups(kind: str, rest: str, devices: int) -> Groups:
   match = re.search(r"source_target_pairs=\{([{},\d]*)\}", rest)
   if kind == "collective-permute" and match:
     pairs = re.findall(r"(\d+),(\d+)", match[1])
-    return _listed(_connected([(int(a), int(b)) for a, b in pairs]))
+    return _listed(connected([(int(a), int(b)) for a, b in pairs]))
   if "replica_groups=" not in rest or "replica_groups={}" in rest:
     return _listed([range(devices)])
   if match := re.search(r"replica_groups=\{([{},\d]*)\}", rest):  # {{0,1},{2,3}}
@@ -216,15 +194,6 @@ def _listed(groups: Iterable[Iterable[int]]) -> Groups:
   """Returns groups from an iterable of the devices of each."""
   members = tuple(tuple(group) for group in groups)
   return Groups(max(map(len, members), default=1), members)
-
-
-def _connected(pairs: list[tuple[int, int]]) -> list[set[int]]:
-  """Returns the devices that pairs connect, each set once."""
-  groups: dict[int, set[int]] = {}
-  for a, b in pairs:
-    joined = groups.get(a, {a}) | groups.get(b, {b})
-    groups |= dict.fromkeys(joined, joined)
-  return list({id(group): group for group in groups.values()}.values())
 
 
 def _unreadable(rule: str, got: str) -> ValueError:

@@ -1,34 +1,22 @@
 """``trace_wire``: the bytes of a function's collectives, before it runs."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, PartitionSpec, use_abstract_mesh
 
 from gradcomp._src.checks import static_integer
 from gradcomp._src.mesh.axes import abstract_mesh
 from gradcomp._src.mesh.types import mark_varying
-from gradcomp._src.report.wire_report import Collective, WireReport
+from gradcomp._src.report.collectives import Collective
+from gradcomp._src.report.reader import collective_of, events
+from gradcomp._src.report.wire_report import WireReport
 
 _AXES_RULE = "the axes of the workers with their sizes, like {'model': 4}"
 _SIZE_RULE = "sizes of axes, 1 or more"
-
-# The HLO opcodes of JAX's primitives, whose names in typed maps end in _invariant.
-_KINDS = {
-  "all_gather": "all-gather",
-  "all_to_all": "all-to-all",
-  "pmax": "all-reduce",
-  "pmin": "all-reduce",
-  "ppermute": "collective-permute",
-  "psum": "all-reduce",
-  "psum_scatter": "reduce-scatter",
-  "reduce_scatter": "reduce-scatter",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +98,7 @@ def trace_wire(
     with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
       mapped = jax.shard_map(local, in_specs=spec, out_specs=spec)
       trace = jax.make_jaxpr(mapped)(*args)
-    return tuple(_collectives(trace.jaxpr, workers, "", 1))
+    return tuple(collective_of(x, workers) for x in events(trace.jaxpr))
 
   there = traced(forward)
   both = traced(backward)
@@ -128,74 +116,3 @@ def _checked(workers: Any) -> dict[str, int]:
   if not sizes or min(sizes) < 1:
     raise ValueError(f"`workers` must be {_AXES_RULE}, got {dict(workers)}.")
   return dict(zip(workers, sizes, strict=True))
-
-
-def _collectives(
-  jaxpr: Jaxpr, axes: Mapping[str, int], scope: str, times: int, **inside: bool
-) -> Iterator[Collective]:
-  """Yields the collectives of a function, and of those that it calls, in their order.
-
-  ``scope`` are the names of the scopes around it, and ``times`` the number of its runs.
-  ``inside`` are ``in_loop``, for an unknown number of trips, and ``in_branch``.
-  """
-  for equation in jaxpr.eqns:
-    name = equation.primitive.name.removesuffix("_invariant")
-    own = f"{scope}/{equation.source_info.name_stack}".strip("/")
-    if name in _KINDS:
-      yield _collective(equation, _KINDS[name], axes, own, times, inside)
-      continue
-    there = inside | {x: True for x in _where(name)}
-    again = times * equation.params.get("length", 1) if name == "scan" else times
-    for part in jax.tree.leaves(tuple(equation.params.values())):
-      part = part.jaxpr if isinstance(part, ClosedJaxpr) else part
-      if isinstance(part, Jaxpr):
-        yield from _collectives(part, axes, own, again, **there)
-
-
-def _where(name: str) -> tuple[str, ...]:
-  """Returns the flags of the functions inside a primitive."""
-  return {"while": ("in_loop",), "cond": ("in_branch",)}.get(name, ())
-
-
-def _collective(
-  equation: JaxprEqn,
-  kind: str,
-  axes: Mapping[str, int],
-  scope: str,
-  times: int,
-  inside: Mapping[str, bool],
-) -> Collective:
-  params = equation.params
-  names = params.get("axis_name", params.get("axes"))
-  names = names if isinstance(names, tuple) else (names,)
-  groups = params.get("axis_index_groups")
-  workers = len(groups[0]) if groups else math.prod(axes[x] for x in names)
-  if all(a == b for a, b in params.get("perm", ((0, 1),))):
-    workers = 1  # each sends to itself
-  return Collective(
-    kind=kind,
-    operands=tuple(_operand(x.aval) for x in equation.invars),
-    workers=workers,
-    times=times,
-    in_loop=inside.get("in_loop", False),
-    in_branch=inside.get("in_branch", False),
-    scope=scope,
-    axis=",".join(names) if workers > 1 else "",
-  )
-
-
-def _operand(x: Any) -> tuple[str, tuple[int, ...]]:
-  return _spelled(x.dtype), x.shape
-
-
-def _spelled(dtype: Any) -> str:
-  """Returns a dtype in HLO's spelling.
-
-  Example:
-    >>> [_spelled(jnp.dtype(x)) for x in ("uint32", "bfloat16", "bool", "int8")]
-    ['u32', 'bf16', 'pred', 's8']
-  """
-  name = "pred" if dtype == jnp.bool_ else dtype.name
-  for long, short in {"uint": "u", "int": "s", "float": "f", "complex": "c"}.items():
-    name = name.replace(long, short)
-  return name.replace("_", "")

@@ -1,41 +1,61 @@
-"""Traces an update over an abstract mesh, and reads the bytes of its messages."""
+"""Studies of an update: the bytes of its messages, from a trace over abstract axes.
+
+The result of a study is kept while the optimizer lives, one a tree of shapes and set of
+axes. So ``explain``, ``record``, ``inspect`` and the report of a train step trace an
+update once between them.
+"""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from gradcomp._src.core.inputs import stand_ins
 from gradcomp._src.core.state import is_state
 from gradcomp._src.exchange.layout import Layout
-from gradcomp._src.exchange.notes import FITTING, NOTE, Every, Options, Parts, note
 from gradcomp._src.exchange.plan import Message, MessagePlan
 from gradcomp._src.mesh.axes import (
-  EXPLAINED,
   UnboundAxisError,
+  WorkerSizes,
   abstract_mesh,
   axis_names,
+  only_named,
+  sizes_of,
 )
-from gradcomp._src.report.collectives import Stage, append, members, span
+from gradcomp._src.mesh.study import (
+  FIRST,
+  FITTING,
+  NOTE,
+  STUDY,
+  Every,
+  Options,
+  Parts,
+  Planned,
+  Study,
+  note,
+)
+from gradcomp._src.report.collectives import Collective, span
+from gradcomp._src.report.reader import (
+  Event,
+  axes_of,
+  bound_axes,
+  collective_of,
+  events,
+  functions,
+)
 
-# What one of N workers sends, as a part of its operand's bytes, by JAX's primitives:
-# the best algorithms for a ring, which wire_report counts by as well.
-_SENT: dict[str, Callable[[int], Fraction]] = {
-  "all_gather": lambda n: Fraction(n - 1),
-  "all_to_all": lambda n: Fraction(n - 1, n),
-  "pmax": lambda n: Fraction(2 * (n - 1), n),
-  "ppermute": lambda n: Fraction(min(n - 1, 1)),
-  "psum": lambda n: Fraction(2 * (n - 1), n),
-}
+# The axes, (between, inside) or the first, of a transformation that names none.
+UNNAMED = ("gradcomp_between", "gradcomp_inside")
 
 
 @dataclasses.dataclass
@@ -45,12 +65,14 @@ class Found:
   Attributes:
     plan: its messages.
     sizes: the sizes of the axes that it exchanges over.
-    state: the number of its state, see :func:`states`; None if the trace hides it.
+    state: the number of its state among those of the optimizer; None if the trace hides
+      it.
     by_leaf: the bytes of each leaf.
     inside: the part of these that stays inside the groups of two axes' second.
     fitting: the bytes that fit the codec, on top of these.
-    stages: the collectives of the messages, by the messages' numbers in the plan.
+    collectives: those of its messages, by the messages' numbers in the plan.
     every: n, if it sends in one of n steps.
+    ends_in_sum: whether the last of its collectives is a sum.
   """
 
   plan: MessagePlan
@@ -59,8 +81,9 @@ class Found:
   by_leaf: list[Fraction]
   inside: Fraction = Fraction(0)
   fitting: Fraction = Fraction(0)
-  stages: list[Stage] = dataclasses.field(default_factory=list)
+  collectives: list[Collective] = dataclasses.field(default_factory=list)
   every: int = 1
+  ends_in_sum: bool = False
 
 
 class Trace(NamedTuple):
@@ -75,28 +98,79 @@ class Trace(NamedTuple):
   state: Any
 
 
-def traced(
+# Of the functions update and init of an optimizer: the results by shapes and axes.
+_kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def study(
+  optimizer: optax.GradientTransformation, params: Any, workers: WorkerSizes
+) -> Trace:
+  """Returns the transformations in an update of parameters, or of their shapes."""
+  sizes, by_name = sizes_of(workers)
+  return study_in(optimizer, params, sizes, by_name, only_named(by_name))
+
+
+def study_in(
   optimizer: optax.GradientTransformation,
   params: Any,
   sizes: tuple[int, ...],
-  *,
-  bound: Mapping[str, int] | None = None,
-  known: Callable[[str], int | None] = lambda name: None,
+  bound: Mapping[str, int],
+  known: Callable[[str], int | None],
 ) -> Trace:
   """Traces an update, and binds each axis that it asks for, until none is missing.
 
-  Args:
-    optimizer: an optax transformation with gradcomp's in it.
-    params: arrays, or their shapes and dtypes.
-    sizes: the sizes of a transformation's axes, if their number is equal; else all
-      workers are on its first axis.
-    bound: the axes that are bound from the start, in the order of the workers, and
-      their sizes.
-    known: returns the size of an axis that does not take its size from ``sizes``.
+  ``sizes`` are those of a transformation's axes, if their number is equal; else all
+  workers are on its first axis. ``bound`` are bound from the start, in the order of the
+  workers. ``known`` returns the size of an axis that has one of its own.
   """
-  like = jax.eval_shape(lambda params: params, params)
-  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-  kept: list[Any] = []
+  leaves, treedef = jax.tree.flatten(jax.eval_shape(_same, params))
+  like = tuple((x.shape, x.dtype) for x in leaves)
+  order = tuple(bound)
+  axes = UNNAMED[: len(sizes)] if len(sizes) <= len(UNNAMED) else UNNAMED[:1]
+  now = dict(bound)
+  kept = _kept_of(optimizer)
+  while True:
+    # A study depends on this, and on nothing else that a caller can change.
+    key = treedef, like, tuple(now.items()), order, axes, jnp.result_type(float)
+    found = kept.get(key)
+    if found is None:
+      tree = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*x) for x in like])
+      try:
+        found = _trace(optimizer, tree, now, order, axes)
+      except UnboundAxisError as unbound:
+        found = axis_names(unbound.axis_name)
+      kept[key] = found
+    if isinstance(found, Trace):
+      return found
+    ones = (1,) * (len(found) - 1)
+    fit = sizes if len(sizes) == len(found) else (math.prod(sizes), *ones)
+    unnamed = dict(zip(axes, fit, strict=True)) if found == axes else {}
+    own = [known(x) or size for x, size in zip(found, fit, strict=True) if not unnamed]
+    now |= unnamed or zip(found, own, strict=True)
+
+
+def _same(tree: Any) -> Any:
+  return tree
+
+
+def _kept_of(optimizer: optax.GradientTransformation) -> dict[Any, Any]:
+  """Returns what is kept for an optimizer; nothing for one that cannot be a key."""
+  try:
+    of_update = _kept.setdefault(optimizer.update, weakref.WeakKeyDictionary())
+    return of_update.setdefault(optimizer.init, {})
+  except TypeError:
+    return {}
+
+
+def _trace(
+  optimizer: optax.GradientTransformation,
+  like: Any,
+  sizes: Mapping[str, int],
+  order: tuple[str, ...],
+  unnamed: tuple[str, ...],
+) -> Trace:
+  """Traces an update in a map over axes of these sizes; UnboundAxisError for others."""
+  types: list[Any] = []
   update_of = optax.with_extra_args_support(optimizer).update
 
   def update(params: Any) -> Any:
@@ -106,127 +180,102 @@ def traced(
       return x._replace(count=note(next(numbers), x.count)[0]) if is_state(x) else x
 
     state = jax.tree.map(numbered, optimizer.init(params), is_leaf=is_state)
-    kept[:] = [jax.tree.map(jax.typeof, state)]
+    types.append(jax.tree.map(jax.typeof, state))
     return update_of(params, state, params, **stand_ins(params))[0]
 
-  order = tuple(bound or {})
-  unnamed = sizes if len(sizes) <= len(EXPLAINED) else (math.prod(sizes),)
-  bound = dict(zip(EXPLAINED, unnamed, strict=False)) | dict(bound or {})
-  while True:
-    try:
-      mesh = abstract_mesh(bound)
-      with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
-        trace = jax.make_jaxpr(
-          jax.shard_map(update, in_specs=P(), out_specs=P(), check_vma=False)
-        )(like)
-      return Trace(_read(trace.jaxpr, bound, order), _made(trace.jaxpr), *kept)
-    except OverflowError as error:  # of the number of a leaf's rows
-      most = max(math.prod(x.shape) for x in jax.tree.leaves(like))
-      raise ValueError(
-        "`params` must have leaves of fewer elements, of which codecs count the rows "
-        f"in 32 bits, got {most:.4g} in one; cut it."
-      ) from error
-    except UnboundAxisError as unbound:
-      names = axis_names(unbound.axis_name)
-      ones = (1,) * (len(names) - 1)
-      fit = sizes if len(sizes) == len(names) else (math.prod(sizes), *ones)
-      own = [known(name) or size for name, size in zip(names, fit, strict=True)]
-      bound |= zip(names, own, strict=True)
+  mesh = abstract_mesh(sizes)
+  kind = Study(unnamed if len(unnamed) > 1 else unnamed[0], frozenset(sizes))
+  mapped = jax.shard_map(update, in_specs=P(), out_specs=P(), check_vma=False)
+  outside = use_abstract_mesh(AbstractMesh((), ()))
+  try:
+    with STUDY(kind), outside, use_abstract_mesh(mesh):
+      jaxpr = jax.make_jaxpr(mapped if sizes else update)(like).jaxpr
+  except OverflowError as error:  # of the number of a leaf's rows
+    most = max(math.prod(x.shape) for x in jax.tree.leaves(like))
+    raise ValueError(
+      "`params` must have leaves of fewer elements, of which codecs count the rows "
+      f"in 32 bits, got {most:.4g} in one; cut it."
+    ) from error
+  return Trace(*_read(jaxpr, sizes, order), types[0])
 
 
 def _read(
   jaxpr: Jaxpr, sizes: Mapping[str, int], order: tuple[str, ...]
-) -> list[Found]:
-  """Returns the bytes of each transformation in a traced update, inside notes only.
+) -> tuple[list[Found], list[tuple[MessagePlan, dict[str, Any]]]]:
+  """Returns the bytes, and the plans and options, of transformations in a study.
 
   ``order`` are the axes in the order of the workers, as far as it is known.
   """
   result: list[Found] = []
+  made: list[tuple[MessagePlan, dict[str, Any]]] = []
+  options: dict[str, Any] = {}
   now: object = None
   parts: tuple[int, ...] = ()
   every = 1
-  for equation, state, times in _told(jaxpr, {}, 1, _last):
-    if equation.primitive is not NOTE:
-      axes = _axes(equation, sizes)
-      nbytes = _sent(equation, axes, sizes)
-      if now == FITTING:
-        result[-1].fitting += times * nbytes
-      elif isinstance(now, Message):
-        found = result[-1]
-        for i, share in zip(now.leaves, _shares(now.layout, parts), strict=True):
-          found.by_leaf[i] += times * nbytes * share
-        data = axis_names(found.plan.axis_name or EXPLAINED)
-        ordered = order if set(order) >= set(axes) else data
-        number = found.plan.messages.index(now)
-        permutation = equation.params.get("perm", ())
-        x = _operand(equation)
-        stage = Stage(
-          message=number,
-          primitive=equation.primitive.name,
-          workers=members(axes, sizes, permutation),
-          span=span(axes, ordered, sizes, permutation),
-          elements=x.size,
-          bytes_in=x.size * x.dtype.itemsize,
-          bytes_sent=nbytes,
-          times=times,
-        )
-        append(found.stages, stage)
-        if axes == data[1:]:
-          found.inside += times * nbytes
-    elif isinstance(about := equation.params["about"], Parts):
-      parts = about.sizes
-    elif isinstance(about, Every):
-      every = about.steps
-    else:
-      now, parts = about, ()
-      if isinstance(about, MessagePlan):
-        nothing = [Fraction(0)] * len(about.names)
-        own = _bound(axis_names(about.axis_name or EXPLAINED[0]), sizes)
-        of_axes = tuple(sizes[axis] for axis in own)
-        result.append(Found(about, of_axes, state, nothing, every=every))
-  return result
-
-
-def _made(jaxpr: Jaxpr) -> list[tuple[MessagePlan, dict[str, Any]]]:
-  """Returns the plan and the options of each transformation."""
-  result: list[tuple[MessagePlan, dict[str, Any]]] = []
-  options: dict[str, Any] = {}
-  for equation, *_ in _told(jaxpr, {}, 1, _all):
-    about = equation.params.get("about")
+  for event in events(jaxpr):
+    about = event.equation.params.get("about")
     if isinstance(about, Options):
       options |= about.named
     elif isinstance(about, MessagePlan):
-      result.append((about, options))
+      made.append((about, options))
       options = {}
-  return result
+    if not event.shown:
+      continue
+    if event.equation.primitive is not NOTE:
+      if now == FITTING or isinstance(now, Message):
+        _add(result[-1], now, parts, event, sizes, order)
+    elif isinstance(about, Parts):
+      parts = about.sizes
+    elif isinstance(about, Every):
+      every = about.steps
+    elif not isinstance(about, Options | Planned):
+      now, parts = about, ()
+      if isinstance(about, MessagePlan):
+        of_axes = tuple(sizes[axis] for axis in bound_axes(_data_axes(about), sizes))
+        nothing = [Fraction(0)] * len(about.names)
+        result.append(Found(about, of_axes, event.state, nothing, every=every))
+  return result, made
 
 
-def _axes(equation: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
-  """Returns the axes of a collective."""
-  axes = equation.params.get("axis_name", equation.params.get("axes"))
-  return _bound(axes if isinstance(axes, tuple) else (axes,), sizes)
+def _add(
+  found: Found,
+  about: object,
+  parts: tuple[int, ...],
+  event: Event,
+  sizes: Mapping[str, int],
+  order: tuple[str, ...],
+) -> None:
+  """Adds a collective of a message, or of the fit of codecs, to a transformation."""
+  collective = collective_of(event, sizes)
+  sent = event.place.times * collective.exact_bytes_sent
+  if not isinstance(about, Message):
+    found.fitting += sent
+    return
+  for i, share in zip(about.leaves, _shares(about.layout, parts), strict=True):
+    found.by_leaf[i] += sent * share
+  data, axes = _data_axes(found.plan), axes_of(event.equation)
+  if axes == data[1:]:
+    found.inside += sent
+  ranks = order if set(order) >= set(axes) else data
+  one = dataclasses.replace(
+    collective,
+    message=found.plan.messages.index(about),
+    span=span(axes, ranks, sizes, event.equation.params.get("perm", ())),
+  )
+  is_sum = str(event.equation.primitive) == "psum"
+  last = found.collectives[-1] if is_sum and found.ends_in_sum else one
+  joined = (last.message, last.workers, last.span, last.times)
+  if last is not one and joined == (one.message, one.workers, one.span, one.times):
+    # XLA joins consecutive sums to one.
+    operands = last.operands + one.operands
+    found.collectives[-1] = dataclasses.replace(last, operands=operands)
+  else:
+    found.collectives.append(one)
+  found.ends_in_sum = is_sum
 
 
-def _bound(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-  """Returns the axes; UnboundAxisError if one is bound outside explain."""
-  if not sizes.keys() >= set(axes):
-    raise UnboundAxisError(f"{axes} must be bound, got {sizes}.", axes)
-  return axes
-
-
-def _operand(equation: JaxprEqn) -> ShapedArray:
-  (x,) = equation.invars
-  assert isinstance(x.aval, ShapedArray)
-  return x.aval
-
-
-def _sent(
-  equation: JaxprEqn, axes: tuple[str, ...], sizes: Mapping[str, int]
-) -> Fraction:
-  """Returns the bytes that a worker sends by a collective."""
-  x = _operand(equation)
-  workers = math.prod(sizes[axis] for axis in axes)
-  return x.size * x.dtype.itemsize * _SENT[equation.primitive.name](workers)
+def _data_axes(plan: MessagePlan) -> tuple[str, ...]:
+  return () if plan.axis_name is None else axis_names(plan.axis_name)
 
 
 def _shares(layout: Layout, parts: tuple[int, ...]) -> list[Fraction]:
@@ -247,51 +296,32 @@ def _shares(layout: Layout, parts: tuple[int, ...]) -> list[Fraction]:
   return [weight / total for weight in weights]
 
 
-_Told = tuple[JaxprEqn, int | None, int]
+def first_plans(
+  init: Callable[[Any], list[jax.Array]], like: Any
+) -> list[MessagePlan | None]:
+  """Traces a function that makes first states and returns the counts of these.
 
-
-def _all(branches: list[list[_Told]]) -> list[list[_Told]]:
-  return branches
-
-
-def _last(branches: list[list[_Told]]) -> list[list[_Told]]:
-  return list(filter(None, branches))[-1:]
-
-
-def _told(
-  jaxpr: Jaxpr,
-  states: dict[Var, int],
-  times: int,
-  taken: Callable[[list[list[_Told]]], list[list[_Told]]],
-) -> Iterator[_Told]:
-  """Yields notes and collectives with the number of their state and of their runs.
-
-  Args:
-    jaxpr: a function, perhaps inside another one.
-    states: the variables that are counts of states, with the numbers of these.
-    times: the number of runs of the function.
-    taken: picks branches: all, or the last that has notes or collectives.
+  Returns the plan that each state was made for; None where the trace does not show it.
   """
+  with STUDY(Study()):
+    jaxpr = jax.make_jaxpr(init)(like).jaxpr
+  plans = _planned(jaxpr)
+  return [None if isinstance(x, Literal) else plans.get(x) for x in jaxpr.outvars]
+
+
+def _planned(jaxpr: Jaxpr) -> dict[Var, MessagePlan]:
+  """Returns the plans of the first states in a trace, by the counts of these."""
+  result: dict[Var, MessagePlan] = {}
+  plan: Any = None
   for equation in jaxpr.eqns:
-    name, params = equation.primitive.name, equation.params
-    known = [None if isinstance(x, Literal) else states.get(x) for x in equation.invars]
-    if equation.primitive is NOTE and isinstance(params["about"], int):
-      states[equation.outvars[0]] = params["about"]
-    elif equation.primitive is NOTE or name in _SENT:
-      yield equation, known[0] if known else None, times
-    else:
-      found = []
-      for part in _inside(params):
-        pairs = zip(reversed(part.invars), reversed(known), strict=False)
-        inner = {x: number for x, number in pairs if number is not None}
-        again = times * params.get("length", 1)  # of a loop
-        found.append(list(_told(part, inner, again, taken)))
-      yield from itertools.chain(*(taken(found) if name == "cond" else found))
-
-
-def _inside(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
-  """Yields the functions that an equation calls, which take its last arguments."""
-  for part in jax.tree.leaves(tuple(params.values())):
-    part = part.jaxpr if isinstance(part, ClosedJaxpr) else part
-    if isinstance(part, Jaxpr):
-      yield part
+    about = equation.params.get("about")
+    if equation.primitive is not NOTE:
+      for part in functions(equation):
+        inner = _planned(part)
+        pairs = zip(part.outvars, equation.outvars, strict=False)
+        result |= {x: inner[y] for y, x in pairs if y in inner}
+    elif isinstance(about, Planned):
+      plan = about.plan
+    elif about == FIRST:
+      result[equation.outvars[0]] = plan
+  return result

@@ -7,113 +7,14 @@ are dtype times shape of the operands in it, and nothing else.
 import collections
 import dataclasses
 import math
-import re
-from collections.abc import Callable
-from fractions import Fraction
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gradcomp._src.report import hlo
+from gradcomp._src.report.collectives import Collective
 from gradcomp._src.report.table import aligned
-
-# The bytes that one of n workers sends for each byte of its operands.
-_SHARE_SENT: dict[str, Callable[[int], Fraction]] = {
-  "all-reduce": lambda n: Fraction(2 * (n - 1), n),
-  "reduce-scatter": lambda n: Fraction(n - 1, n),
-  "all-to-all": lambda n: Fraction(n - 1, n),
-  "all-gather": lambda n: Fraction(n - 1),
-  "ragged-all-to-all": lambda n: Fraction(n > 1),
-  "collective-permute": lambda n: Fraction(n > 1),
-  "collective-broadcast": lambda n: Fraction(n > 1),
-}
-
-# The scopes that gradcomp.exchange puts around the collective that completes a mean,
-# and around the stages before it.
-_MEAN = re.compile(r"gradcomp_mean_(\d+)_over_(\d+)")
-_STAGE = "gradcomp_stage"
-
-# The scope of a collective of gradcomp.parallel, with the number of floats that the
-# uncompressed one would send.
-_FLOATS = re.compile(r"gradcomp_float32_(\d+)")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Collective:
-  """One collective of a program; :func:`wire_report` documents its counts.
-
-  Attributes:
-    kind: the HLO opcode, ``"all-reduce"`` for ``all-reduce-start`` too.
-    operands: dtype, in HLO's spelling, and shape of each array that a worker puts in.
-    workers: the number of workers that exchange with each other, the largest group's if
-      groups differ.
-    times: the number of its runs in one execution of the program.
-    in_loop: whether it is inside a loop of unknown trip count, which ``times`` counts
-      once.
-    in_branch: whether it is inside a branch of a conditional, which ``times`` counts as
-      taken.
-    scope: the ``op_name`` of the instruction, with the names of ``jax.named_scope``.
-    axis: the mesh axes along which these workers lie, joined by commas. It is empty if
-      the mesh is unknown, or if no two workers exchange.
-  """
-
-  kind: str
-  operands: tuple[tuple[str, tuple[int, ...]], ...]
-  workers: int
-  times: int
-  in_loop: bool
-  in_branch: bool
-  scope: str
-  axis: str = ""
-
-  @property
-  def dtype(self) -> str:
-    """The dtype of the operands; several different ones are joined by ``"+"``."""
-    return "+".join(dict.fromkeys(dtype for dtype, _ in self.operands))
-
-  @property
-  def shapes(self) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the operands."""
-    return tuple(shape for _, shape in self.operands)
-
-  @property
-  def bytes_sent(self) -> int:
-    """The bytes that a worker sends each time, rounded up."""
-    operand_bytes = sum(
-      hlo.SIZES[dtype] * math.prod(shape) for dtype, shape in self.operands
-    )
-    return math.ceil(_SHARE_SENT[self.kind](self.workers) * operand_bytes)
-
-  @property
-  def dense_bytes(self) -> int:
-    """The bytes that a worker would send each time by a plain f32 all-reduce.
-
-    The collective that completes a mean of gradcomp counts for the whole mean, and the
-    stages before it count 0. A collective of :mod:`gradcomp.parallel` counts for the
-    same one of ``float32``. Other collectives count their ``bytes_sent``.
-    """
-    if match := _MEAN.search(self.scope):
-      elements, workers = map(int, match.groups())
-      return math.ceil(_SHARE_SENT["all-reduce"](workers) * 4 * elements)
-    if match := _FLOATS.search(self.scope):
-      return math.ceil(_SHARE_SENT[self.kind](self.workers) * 4 * int(match[1]))
-    return 0 if _STAGE in self.scope else self.bytes_sent
-
-  def _row(self) -> list[str]:
-    counts = collections.Counter(self.shapes).items()
-    arrays = [f"{n} x " * (n > 1) + str(list(shape)) for shape, n in counts]
-    return [
-      self.kind,
-      self.dtype,
-      " ".join(arrays) if len(arrays) <= 3 else f"{len(self.shapes)} arrays",
-      self.axis,
-      f"{self.workers:,}",
-      "loop " * self.in_loop + "branch " * self.in_branch + f"{self.times:,}",
-      f"{self.times * self.bytes_sent:,}",
-      f"{self.times * self.dense_bytes:,}",
-      "/".join(self.scope.split("/")[-2:]),
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +64,7 @@ class WireReport:
     if not self.collectives:
       return "The program has no collectives: it sends nothing."
     header = "collective,dtype,operands,axis,workers,times,bytes sent,as f32 mean,scope"
-    rows = [header.split(","), *(c._row() for c in self.collectives)]
+    rows = [header.split(","), *map(_row, self.collectives)]
     named = {axis: part for axis, part in self.by_axis.items() if axis}
     several = named if len(named) > 1 else {}
     for axis, part in [*several.items(), ("", self)]:
@@ -182,6 +83,23 @@ class WireReport:
     if any(c.in_branch for c in self.collectives):
       lines.append("branch: of a conditional; every branch counts, an upper bound.")
     return "\n".join(lines)
+
+
+def _row(x: Collective) -> list[str]:
+  """Returns the line of a collective in the table of a report."""
+  counts = collections.Counter(x.shapes).items()
+  arrays = [f"{n} x " * (n > 1) + str(list(shape)) for shape, n in counts]
+  return [
+    x.kind,
+    x.dtype,
+    " ".join(arrays) if len(arrays) <= 3 else f"{len(x.shapes)} arrays",
+    x.axis,
+    f"{x.workers:,}",
+    "loop " * x.in_loop + "branch " * x.in_branch + f"{x.times:,}",
+    f"{x.times * x.bytes_sent:,}",
+    f"{x.times * x.dense_bytes:,}",
+    "/".join(x.scope.split("/")[-2:]),
+  ]
 
 
 def wire_report(
@@ -257,17 +175,8 @@ def wire_report(
   shape = {} if mesh is None else dict(mesh.shape)
   return WireReport(
     tuple(
-      Collective(
-        kind=x.kind,
-        operands=x.operands,
-        workers=x.groups.workers,
-        times=x.times,
-        in_loop=x.in_loop,
-        in_branch=x.in_branch,
-        scope=x.scope,
-        axis=",".join(_axes_of(x.groups, shape)),
-      )
-      for x in found.instructions
+      dataclasses.replace(x, axis=",".join(_axes_of(groups, shape)))
+      for x, groups in found.collectives
     )
   )
 

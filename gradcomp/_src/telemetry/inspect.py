@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from gradcomp._src.core.measures import Sums, watched
-from gradcomp._src.core.state import CompressState, Watched, is_state, states_in
+from gradcomp._src.core.state import is_state, states_in
 from gradcomp._src.mesh.axes import bound_size, manual_axes
 from gradcomp._src.mesh.specs import sharded_axes
 from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes
@@ -203,18 +203,10 @@ def inspected_update(
   state = jax.tree.map(watch, opt_state, is_leaf=is_state)
   update = optax.with_extra_args_support(optimizer).update
   updates, state = update(grads, state, params, **extra_args)
-  nodes = filter(_is_watched, jax.tree.leaves(state, is_leaf=_is_watched))
-  sums = [node.sums for node in nodes]
-  state = jax.tree.map(
-    lambda x: CompressState(*x[:-1]) if _is_watched(x) else x,
-    state,
-    is_leaf=_is_watched,
-  )
+  sums = [x.sums for x in states_in(state) if x.sums is not None]
+  without = lambda x: x._replace(sums=None) if is_state(x) else x
+  state = jax.tree.map(without, state, is_leaf=is_state)
   return updates, state, _inspection([by_state[i] for i in sorted(by_state)], sums)
-
-
-def _is_watched(x: Any) -> bool:
-  return isinstance(x, Watched)
 
 
 def _inspection(found: Sequence[tracing.Found], sums: Sequence[Sums]) -> Inspection:
@@ -255,8 +247,7 @@ def _found(optimizer: optax.GradientTransformation, grads: Any) -> list[tracing.
     return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
   like = jax.tree.map(on_device, grads)
-  sizes = sizes or (1,)
-  return tracing.traced(optimizer, like, sizes, bound=bound, known=known).found
+  return tracing.study_in(optimizer, like, sizes or (1,), bound, known).found
 
 
 def _metrics(bytes_sent: Fraction, sums: Sums) -> Metrics:

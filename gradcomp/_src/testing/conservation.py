@@ -58,7 +58,7 @@ def nothing_is_lost(
     return
   if plan is None:
     params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
-    ((plan, options),) = tracing.traced(transformation, params, (workers,)).made
+    ((plan, options),) = tracing.study(transformation, params, workers).made
     if _forgets(options["feedback"]):
       return
   owned = _owned_leaves(plan, gradients[0], state.server_residual)

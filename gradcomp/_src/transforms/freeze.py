@@ -8,8 +8,8 @@ import optax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
-from gradcomp._src.mesh.axes import FOLLOWED
 from gradcomp._src.mesh.specs import reduced_spec, sharded_axes
+from gradcomp._src.mesh.study import STUDY, Study
 from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes, varying_axes
 
 
@@ -110,8 +110,9 @@ def _reads(
 
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
   # Traced with shapes, so that nothing is exchanged.
-  with jax.disable_jit():  # a jit that reads one argument does not read all
-    jaxpr = jax.make_jaxpr(update, axis_env=[(FOLLOWED, 1)])(*shapes).jaxpr
+  with STUDY(Study(follows=True)), jax.disable_jit():
+    # Without disable_jit, a jit that reads one argument would read all.
+    jaxpr = jax.make_jaxpr(update)(*shapes).jaxpr
   alive = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
   for equation in reversed(jaxpr.eqns):
     if equation.effects or alive.intersection(equation.outvars):

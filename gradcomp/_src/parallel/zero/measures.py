@@ -4,14 +4,14 @@ No worker has the mean of a leaf: each owner has some of its rows. So measures o
 mean are NaN. Owners measure the updates that they send, row by row.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src.core.measures import Sums
-from gradcomp._src.core.state import OwnedRows, Watched
+from gradcomp._src.core.state import CompressState, OwnedRows
 from gradcomp._src.exchange.collectives import STAGE, psum
 from gradcomp._src.mesh.axes import axis_names
 from gradcomp._src.parallel.zero.shared_rows import SharedRows
@@ -31,13 +31,15 @@ class Changes(NamedTuple):
   after: OwnedRows
 
 
-def measured_zero(state: Any, rows: SharedRows, changes: Changes) -> Any:
-  """Returns the state of the gradients, with sums of both directions if watched.
+def measured_zero(
+  state: CompressState, rows: SharedRows, changes: Changes
+) -> CompressState:
+  """Returns the state of the gradients, with sums of both directions if it has sums.
 
   There are twice as many as leaves: those of gradients, and behind them those of the
   updates of parameters.
   """
-  if not isinstance(state, Watched):
+  if state.sums is None:
     return state
   found, back = state.sums, _sums(rows, changes)
   nan = jnp.full_like(found.union, jnp.nan)

@@ -16,13 +16,13 @@ from gradcomp._src.core.state import OwnedRows, is_rows
 from gradcomp._src.exchange.assign import leaf_codecs
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.layout import Layout, Slot
-from gradcomp._src.exchange.notes import noted
 from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
 from gradcomp._src.exchange.shares import gather_rows, own_rows, own_share
 from gradcomp._src.exchange.two_shot import ReduceScatter
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.mesh.closures import OF_OPTIMIZER, with_arrays
 from gradcomp._src.mesh.specs import sharded_axes, stacked_over
+from gradcomp._src.mesh.study import noted
 from gradcomp._src.mesh.types import mark_varying, typed_spec
 
 

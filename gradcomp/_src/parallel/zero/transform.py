@@ -19,7 +19,6 @@ from gradcomp._src.core.inputs import not_differentiated, on_real_pairs, pairs, 
 from gradcomp._src.core.state import CompressState, OwnedRows, check_type
 from gradcomp._src.core.step import take_step
 from gradcomp._src.exchange.collectives import Workers
-from gradcomp._src.exchange.notes import Options, note
 from gradcomp._src.exchange.step import Reduced
 from gradcomp._src.exchange.two_shot import TwoShot
 from gradcomp._src.floats.dtypes import narrowed
@@ -31,6 +30,7 @@ from gradcomp._src.mesh.axes import (
   mesh_size,
 )
 from gradcomp._src.mesh.shard_maps import per_device
+from gradcomp._src.mesh.study import Options, note
 from gradcomp._src.mesh.types import other_axes
 from gradcomp._src.parallel.zero.checks import check_codecs
 from gradcomp._src.parallel.zero.inner import Inner

@@ -1,0 +1,115 @@
+"""Studies: traces with shapes that a reader takes facts from, and nothing runs.
+
+``explain``, records, abstract first states and ``allow_frozen`` each trace a
+transformation in a study. One value says so, and it is all that a trace can ask for.
+It is a context of ``jax.make_user_context``: local to a thread, and a part of the keys
+of JAX's caches. So a program never takes what an inner ``jax.jit`` has cached in a
+study, nor a study what it has cached in a program. The values of two studies of a kind
+are equal, so that the second one takes all inner functions from the caches.
+
+Facts are equations of the trace, which compute nothing. JAX treats a note like every
+other equation: it stays in its branch, loop or map, and in the traces that are cached.
+A list that Python fills while it traces would lack what was cached, and would not know
+how often a fact holds.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Primitive
+
+from gradcomp._src.mesh.axes import AxisName, UnboundAxisError, axis_names
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """A kind of study.
+
+  Attributes:
+    axes: the axes of transformations that take their axes from the types of gradients;
+      None if axes are as in a program.
+    bound: the axes that the study binds, if it has ``axes``.
+    follows: whether transformations return their inputs, so that the trace shows which
+      gradients reach a result.
+  """
+
+  axes: AxisName | None = None
+  bound: frozenset[str] = frozenset()
+  follows: bool = False
+
+
+# ``with STUDY(kind):`` begins a study in this thread.
+STUDY: Any = jax.make_user_context(None)
+
+
+def is_study() -> bool:
+  """Returns True in a study of any kind."""
+  return STUDY.value is not None
+
+
+def is_followed() -> bool:
+  """Returns True in a study in which transformations return their inputs."""
+  return is_study() and STUDY.value.follows
+
+
+def studied_axes(axis_name: AxisName | None) -> AxisName | None:
+  """Returns the axes of a transformation, in a study those that the study gives.
+
+  UnboundAxisError if it does not bind these. A map around the study may have an axis of
+  the same name, and of another size.
+  """
+  if not is_study() or STUDY.value.axes is None:
+    return axis_name
+  axes = axis_name or STUDY.value.axes
+  if not STUDY.value.bound.issuperset(axis_names(axes)):
+    raise UnboundAxisError(f"{axes} must be bound.", axes)
+  return axes
+
+
+NOTE = Primitive("gradcomp_note")
+NOTE.multiple_results = True
+NOTE.def_abstract_eval(lambda *operands, about: list(operands))
+
+FITTING = "fitting"  # about collectives that fit codecs to the gradients
+FIRST = "first state"  # about the count of a state that init makes
+
+
+class Parts(NamedTuple):
+  """The sizes of arrays in one message, one for each codec or leaf."""
+
+  sizes: tuple[int, ...]
+
+
+class Options(NamedTuple):
+  """The options of a transformation, with their names."""
+
+  named: tuple[tuple[str, Any], ...]
+
+
+class Every(NamedTuple):
+  """The period of the next collectives, which one of ``steps`` steps sends."""
+
+  steps: int
+
+
+class Planned(NamedTuple):
+  """The message plan of the next state that init makes."""
+
+  plan: Any
+
+
+def note(about: object, *arrays: jax.Array) -> Sequence[jax.Array]:
+  """Adds a note to the trace of a study, and returns the arrays that it is about."""
+  # The arrays pass through the note, so that the trace shows which ones it is about.
+  return NOTE.bind(*arrays, about=about) if is_study() else arrays
+
+
+@contextlib.contextmanager
+def noted(about: object) -> Iterator[None]:
+  """Adds a note about the collectives in the body of a ``with``."""
+  note(about)
+  yield
+  note(None)

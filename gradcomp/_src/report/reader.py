@@ -1,0 +1,147 @@
+"""Reader of traces: the collectives of a function, and the notes of a study in it."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from gradcomp._src.mesh.axes import UnboundAxisError
+from gradcomp._src.mesh.study import NOTE
+from gradcomp._src.report.collectives import KINDS, Collective, connected
+
+
+class Place(NamedTuple):
+  """The place of an equation: the names of scopes around it, and its runs.
+
+  ``in_loop`` says whether it is in a loop of an unknown number of trips, which
+  ``times`` counts as one, and ``in_branch`` whether it is in a branch.
+  """
+
+  scope: str = ""
+  times: int = 1
+  in_loop: bool = False
+  in_branch: bool = False
+
+
+class Event(NamedTuple):
+  """A note or a collective in a trace.
+
+  Attributes:
+    equation: its equation.
+    place: the place of the equation.
+    state: the number of the state that a note is about; None if the trace hides it.
+    shown: whether the branches that it is in are the last that have events.
+  """
+
+  equation: JaxprEqn
+  place: Place
+  state: int | None
+  shown: bool = True
+
+
+def events(jaxpr: Jaxpr) -> list[Event]:
+  """Returns the notes and collectives of a function, and of those that it calls."""
+  return _events(jaxpr, {}, Place(), set())
+
+
+def _events(
+  jaxpr: Jaxpr, states: dict[Var, int], around: Place, quiet: set[int]
+) -> list[Event]:
+  """Returns the events of a function at a place.
+
+  ``states`` are the variables that are counts of states, with the numbers of these, and
+  ``quiet`` the functions without events, by their addresses.
+  """
+  result: list[Event] = []
+  for equation in jaxpr.eqns:
+    name, params = equation.primitive.name.removesuffix("_invariant"), equation.params
+    is_event = equation.primitive is NOTE or name in KINDS
+    inside = [] if is_event else [x for x in functions(equation) if id(x) not in quiet]
+    if not is_event and not inside:
+      continue
+    known = [None if isinstance(x, Literal) else states.get(x) for x in equation.invars]
+    scope = f"{around.scope}/{equation.source_info.name_stack}".strip("/")
+    if is_event and isinstance(params.get("about"), int):
+      states[equation.outvars[0]] = params["about"]
+    elif is_event:
+      here = around._replace(scope=scope)
+      result.append(Event(equation, here, known[0] if known else None))
+    here = Place(
+      scope,
+      around.times * params.get("length", 1),  # of a loop
+      around.in_loop or name == "while",
+      around.in_branch or name == "cond",
+    )
+    found: list[list[Event]] = []
+    for part in inside:
+      # A function takes the last arguments of its equation.
+      pairs = zip(reversed(part.invars), reversed(known), strict=False)
+      inner = {x: number for x, number in pairs if number is not None}
+      found.append(_events(part, inner, here, quiet))
+      if not found[-1]:
+        quiet.add(id(part))
+    if name == "cond":
+      *others, last = list(filter(None, found)) or [[]]
+      found = [*([x._replace(shown=False) for x in other] for other in others), last]
+    result += itertools.chain(*found)
+  return result
+
+
+def functions(equation: JaxprEqn) -> Iterator[Jaxpr]:
+  """Yields the functions that an equation calls."""
+  for value in equation.params.values():
+    for part in value if isinstance(value, tuple | list) else (value,):
+      part = part.jaxpr if isinstance(part, ClosedJaxpr) else part
+      if isinstance(part, Jaxpr):
+        yield part
+
+
+def collective_of(event: Event, sizes: Mapping[str, int]) -> Collective:
+  """Returns the record of a collective in a map over axes of these sizes."""
+  params = event.equation.params
+  axes = bound_axes(axes_of(event.equation), sizes)
+  groups = params.get("axis_index_groups")
+  if "perm" in params:
+    workers = max(map(len, connected(params["perm"])), default=1)
+  else:
+    workers = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
+  types: list[Any] = [x.aval for x in event.equation.invars]
+  return Collective(
+    kind=KINDS[event.equation.primitive.name.removesuffix("_invariant")],
+    operands=tuple((_spelled(x.dtype), x.shape) for x in types),
+    workers=workers,
+    times=event.place.times,
+    in_loop=event.place.in_loop,
+    in_branch=event.place.in_branch,
+    scope=event.place.scope,
+    axis=",".join(axes) if workers > 1 else "",
+  )
+
+
+def axes_of(equation: JaxprEqn) -> tuple[str, ...]:
+  """Returns the axes of a collective."""
+  axes = equation.params.get("axis_name", equation.params.get("axes"))
+  return axes if isinstance(axes, tuple) else (axes,)
+
+
+def bound_axes(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+  """Returns the axes; UnboundAxisError if one is bound outside of the trace."""
+  if not sizes.keys() >= set(axes):
+    raise UnboundAxisError(f"{axes} must be bound, got {sizes}.", axes)
+  return axes
+
+
+def _spelled(dtype: Any) -> str:
+  """Returns a dtype in HLO's spelling.
+
+  Example:
+    >>> [_spelled(jnp.dtype(x)) for x in ("uint32", "bfloat16", "bool", "int8")]
+    ['u32', 'bf16', 'pred', 's8']
+  """
+  name = "pred" if dtype == jnp.bool_ else dtype.name
+  for long, short in {"uint": "u", "int": "s", "float": "f", "complex": "c"}.items():
+    name = name.replace(long, short)
+  return name.replace("_", "")
