@@ -319,7 +319,7 @@ def _planned(jaxpr: Jaxpr) -> dict[Var, MessagePlan]:
       for part in functions(equation):
         inner = _planned(part)
         pairs = zip(part.outvars, equation.outvars, strict=False)
-        result |= {x: inner[y] for y, x in pairs if y in inner}
+        result |= {x: inner[y] for y, x in pairs if isinstance(y, Var) and y in inner}
     elif isinstance(about, Planned):
       plan = about.plan
     elif about == FIRST:
