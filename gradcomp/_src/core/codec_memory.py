@@ -80,7 +80,7 @@ def remember(
   return Memory(*map(merged, stored, new))
 
 
-def used_by_leaf(plan: MessagePlan, stored: Memory | None) -> dict[int, float]:
+def used_by_leaf(plan: MessagePlan, stored: Memory) -> dict[int, float]:
   """Returns the entries that a worker sent of each leaf, means over the workers.
 
   Inside a transformed function they are unknown, and left out.
@@ -88,8 +88,7 @@ def used_by_leaf(plan: MessagePlan, stored: Memory | None) -> dict[int, float]:
   result = {}
   workers = 1 if plan.axis_name is None else plan.workers
   for i, needed in enumerate(_shapes(plan)):
-    kept: Stored = {} if stored is None else stored.own
-    tree = kept.get(plan.own_axes(i), {}).get(i, ())
+    tree = stored.own.get(plan.own_axes(i), {}).get(i, ())
     codec = plan.codecs[i]
     used = codec.used_entries(Memory(own=tree))
     if used is None or isinstance(used, jax.core.Tracer):

@@ -298,7 +298,7 @@ def explain(
     if states and found.state is not None:
       memory = states[found.state].memory
       forgets |= bool(owned) and states[found.state].server_residual is None
-    used = used_by_leaf(plan, memory)
+    used = {} if memory is None else used_by_leaf(plan, memory)
     own: dict[int, LeafPlan] = {}
     collectives += [
       dataclasses.replace(x, message=number + x.message) for x in found.collectives
