@@ -20,7 +20,7 @@ from gradcomp._src.local_steps.displacement import (
   wide,
 )
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.study import Every, Options, note
+from gradcomp._src.mesh.study import Options, note
 from gradcomp._src.mesh.types import mark_varying, other_axes
 
 
@@ -132,11 +132,9 @@ class LocalRound:
       return jax.tree.map(jnp.zeros_like, params), moved, state
 
     def send(state: FragmentState) -> tuple[Any, FragmentState]:
-      note(Every(self.every))
-      note(Options((("delay", self.delay),)))
+      note(Options((("every", self.every), ("delay", self.delay))))
       difference = jax.tree.map(jnp.negative, moved)
       mean, exchange = self.compressed.update(difference, state.exchange)
-      note(Every(1))
       return mean, state._replace(exchange=exchange)
 
     def arrive(mean: Any, state: FragmentState) -> tuple[Any, Any, FragmentState]:
@@ -161,10 +159,7 @@ class LocalRound:
 
   def _mean(self, value: Any) -> jax.Array:
     """Returns the mean of the workers' losses, in the steps that exchange anyway."""
-    note(Every(self.every))
-    mean = pmean(mark_varying(jnp.float32(value), self.axes), self.axes)
-    note(Every(1))
-    return mean
+    return pmean(mark_varying(jnp.float32(value), self.axes), self.axes)
 
   def _left(self, moved: jax.Array, update: jax.Array, x: jax.Array) -> jax.Array:
     """Returns the displacement from the updated parameters, after mixing."""

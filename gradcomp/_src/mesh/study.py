@@ -26,18 +26,14 @@ from gradcomp._src.mesh.axes import AxisName, UnboundAxisError, axis_names
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """A kind of study.
+  """A kind of study."""
 
-  Attributes:
-    axes: the axes of transformations that take their axes from the types of gradients;
-      None if axes are as in a program.
-    bound: the axes that the study binds, if it has ``axes``.
-    follows: whether transformations return their inputs, so that the trace shows which
-      gradients reach a result.
-  """
-
+  # Of transformations that take their axes from the types of gradients; None if axes
+  # are as in a program.
   axes: AxisName | None = None
-  bound: frozenset[str] = frozenset()
+  bound: frozenset[str] = frozenset()  # the axes that it binds, if it has axes
+  # Whether transformations return their inputs, so that the trace shows which gradients
+  # reach a result.
   follows: bool = False
 
 
@@ -84,15 +80,9 @@ class Parts(NamedTuple):
 
 
 class Options(NamedTuple):
-  """The options of a transformation, with their names."""
+  """The options of the next message plan, with their names."""
 
   named: tuple[tuple[str, Any], ...]
-
-
-class Every(NamedTuple):
-  """The period of the next collectives, which one of ``steps`` steps sends."""
-
-  steps: int
 
 
 class Planned(NamedTuple):

@@ -14,32 +14,21 @@ from gradcomp._src.report.collectives import KINDS, Collective, connected
 
 
 class Place(NamedTuple):
-  """The place of an equation: the names of scopes around it, and its runs.
+  """The place of an equation."""
 
-  ``in_loop`` says whether it is in a loop of an unknown number of trips, which
-  ``times`` counts as one, and ``in_branch`` whether it is in a branch.
-  """
-
-  scope: str = ""
-  times: int = 1
-  in_loop: bool = False
+  scope: str = ""  # the names of the scopes around it
+  times: int = 1  # the number of its runs
+  in_loop: bool = False  # whether in a loop of an unknown number of trips
   in_branch: bool = False
 
 
 class Event(NamedTuple):
-  """A note or a collective in a trace.
-
-  Attributes:
-    equation: its equation.
-    place: the place of the equation.
-    state: the number of the state that a note is about; None if the trace hides it.
-    shown: whether the branches that it is in are the last that have events.
-  """
+  """A note or a collective in a trace."""
 
   equation: JaxprEqn
   place: Place
-  state: int | None
-  shown: bool = True
+  state: int | None  # the number of the state that a note is about, if it is known
+  shown: bool = True  # whether its branches are the last ones that have events
 
 
 def events(jaxpr: Jaxpr) -> list[Event]:

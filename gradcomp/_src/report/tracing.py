@@ -37,7 +37,6 @@ from gradcomp._src.mesh.study import (
   FITTING,
   NOTE,
   STUDY,
-  Every,
   Options,
   Parts,
   Planned,
@@ -60,41 +59,24 @@ UNNAMED = ("gradcomp_between", "gradcomp_inside")
 
 @dataclasses.dataclass
 class Found:
-  """The bytes that one worker sends for one transformation.
-
-  Attributes:
-    plan: its messages.
-    sizes: the sizes of the axes that it exchanges over.
-    state: the number of its state among those of the optimizer; None if the trace hides
-      it.
-    by_leaf: the bytes of each leaf.
-    inside: the part of these that stays inside the groups of two axes' second.
-    fitting: the bytes that fit the codec, on top of these.
-    collectives: those of its messages, by the messages' numbers in the plan.
-    every: n, if it sends in one of n steps.
-    ends_in_sum: whether the last of its collectives is a sum.
-  """
+  """The bytes that one worker sends for one transformation."""
 
   plan: MessagePlan
-  sizes: tuple[int, ...]
-  state: int | None
+  sizes: tuple[int, ...]  # of the axes that it exchanges over
+  state: int | None  # its number in the optimizer; None if the trace hides it
   by_leaf: list[Fraction]
-  inside: Fraction = Fraction(0)
-  fitting: Fraction = Fraction(0)
+  every: int  # n, if it sends in one of n steps
+  inside: Fraction = Fraction(0)  # the part inside the groups of two axes' second
+  fitting: Fraction = Fraction(0)  # to fit the codec, on top of these
   collectives: list[Collective] = dataclasses.field(default_factory=list)
-  every: int = 1
-  ends_in_sum: bool = False
+  ends_in_sum: bool = False  # whether the last of these is a sum
 
 
 class Trace(NamedTuple):
-  """The transformations in an update, and the types of a worker's state.
+  """The transformations in an update, and the types of a worker's state."""
 
-  ``found`` are their bytes, in their order; of branches, the last ones. ``made`` are
-  the plan and the options of each transformation, in all branches.
-  """
-
-  found: list[Found]
-  made: list[tuple[MessagePlan, dict[str, Any]]]
+  found: list[Found]  # of branches, the last ones
+  made: list[tuple[MessagePlan, dict[str, Any]]]  # plans and options, of all branches
   state: Any
 
 
@@ -211,29 +193,24 @@ def _read(
   options: dict[str, Any] = {}
   now: object = None
   parts: tuple[int, ...] = ()
-  every = 1
   for event in events(jaxpr):
     about = event.equation.params.get("about")
     if isinstance(about, Options):
       options |= about.named
     elif isinstance(about, MessagePlan):
       made.append((about, options))
-      options = {}
-    if not event.shown:
-      continue
-    if event.equation.primitive is not NOTE:
-      if now == FITTING or isinstance(now, Message):
-        _add(result[-1], now, parts, event, sizes, order)
-    elif isinstance(about, Parts):
-      parts = about.sizes
-    elif isinstance(about, Every):
-      every = about.steps
-    elif not isinstance(about, Options | Planned):
-      now, parts = about, ()
-      if isinstance(about, MessagePlan):
+      if event.shown:
+        now, parts, nothing = about, (), [Fraction(0)] * len(about.names)
         of_axes = tuple(sizes[axis] for axis in bound_axes(_data_axes(about), sizes))
-        nothing = [Fraction(0)] * len(about.names)
-        result.append(Found(about, of_axes, event.state, nothing, every=every))
+        every = options.get("every", 1)
+        result.append(Found(about, of_axes, event.state, nothing, every))
+      options = {}
+    elif event.shown and isinstance(about, Parts):
+      parts = about.sizes
+    elif event.shown and event.equation.primitive is NOTE:
+      now, parts = about, ()
+    elif event.shown and (now == FITTING or isinstance(now, Message)):
+      _add(result[-1], now, parts, event, sizes, order)
   return result, made
 
 
