@@ -82,6 +82,17 @@ class Sending(NamedTuple):
     """The exchange of the message; ``Local()`` where there is nothing to send."""
     return Local() if self.workers is None else self.message.exchange
 
+  @property
+  def adds_leaves(self) -> bool:
+    """True if the exchange adds plain leaves as they are."""
+    adds = self.exchange.way == "reduced" or not self.exchange.sends
+    return adds and self.message.layout.plain
+
+  def encodes(self, number: int) -> bool:
+    """Returns True if a leaf is encoded before anything is added."""
+    rows = self.message.layout.codec_of(number).facts.of_rows
+    return not self.adds_leaves and (self.exchange.of_leaves or rows)
+
   @contextlib.contextmanager
   def scope(self) -> Iterator[None]:
     """Names the operations of the message in profiles and traces."""
@@ -136,54 +147,41 @@ def agree(sending: Sending) -> list[jax.Array | None]:
 
 def encode(sending: Sending, agreed: Sequence[jax.Array | None]) -> Outgoing:
   """Encodes leaves to rows, or cuts them into the tiles that the exchange adds."""
-  layout, exchange = sending.message.layout, sending.exchange
-  slots, count = layout.slots, range(len(layout.codecs))
-  lines = {
-    i: jnp.broadcast_to(x, (slots[i].stop - slots[i].start, x.shape[1]))
-    for i, x in enumerate(agreed)
-    if x is not None
-  }
-  whole = layout.plain and (exchange.way == "reduced" or not exchange.sends)
-  coded = {
-    group
-    for group, codec in enumerate(layout.codecs)
-    if not whole and (exchange.of_leaves or codec.facts.of_rows)
-  }
-  numbers = [i for i, slot in enumerate(slots) if slot.group in coded]
-  contexts = [
-    context._replace(agreed=stat)
-    for context, stat in zip(sending.contexts, agreed, strict=True)
-  ]
+  layout, leaves, keep = sending.message.layout, sending.leaves, sending.step.keep
+  pairs = zip(sending.contexts, agreed, strict=True)
+  contexts = [context._replace(agreed=stat) for context, stat in pairs]
+  coded = [i for i in range(len(leaves)) if sending.encodes(i)]
   # Every leaf is encoded by itself, and then the rows are stacked. Flattening the
   # gradient in float32 first would cost five times as much.
   with jax.named_scope("gradcomp_encode"):
-    found = encode_leaves(
-      [layout.codec_of(i) for i in numbers],
-      [sending.leaves[i] for i in numbers],
-      [contexts[i] for i in numbers],
-      keep=sending.step.keep,
-    )
-    encoded = dict(zip(numbers, found, strict=True))
-    rows = layout.stack({i: x.rows for i, x in encoded.items()})
+    codecs = [layout.codec_of(i) for i in coded]
+    own = [leaves[i] for i in coded], [contexts[i] for i in coded]
+    encoded = dict(zip(coded, encode_leaves(codecs, *own, keep=keep), strict=True))
+    parts = layout.stack({i: x.rows for i, x in encoded.items()})
   # A matrix of several leaves is concatenated before it is sent, and so materialized.
   # A matrix of one large leaf is materialized here, but not with a residual, because
   # both would be held.
-  leaves = collections.Counter(slot.group for slot in slots)
-  sends = sending.workers is not None
-  down = lambda i: not (sends and (sending.step.keep or leaves[i] > 1))
-  parts = {i: packed(x) if down(i) else x for i, x in rows.items()}
-  if not whole:
-    others = [i for i in range(len(slots)) if i not in encoded]
-    parts |= layout.stack({i: layout.tiles(i, sending.leaves[i]) for i in others})
-  stacked = layout.stack(lines)
+  counts = collections.Counter(slot.group for slot in layout.slots)
+  for i, rows in parts.items():
+    if sending.workers is None or not (keep or counts[i] > 1):
+      parts[i] = packed(rows)
+  if not sending.adds_leaves:
+    others = [i for i in range(len(leaves)) if i not in encoded]
+    parts |= layout.stack({i: layout.tiles(i, leaves[i]) for i in others})
+  lines = {
+    i: jnp.broadcast_to(stat, (slot.stop - slot.start, stat.shape[1]))
+    for i, (slot, stat) in enumerate(zip(layout.slots, agreed, strict=True))
+    if stat is not None
+  }
+  stats, groups = layout.stack(lines), range(len(layout.codecs))
   return Outgoing(
     layout,
-    sending.leaves if whole else [parts[i] for i in count],
+    leaves if sending.adds_leaves else [parts[i] for i in groups],
     encoded,
-    [stacked.get(i) for i in count],
+    [stats.get(i) for i in groups],
     contexts,
     sending.stages,
-    sending.step.keep,
+    keep,
   )
 
 
