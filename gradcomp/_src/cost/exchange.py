@@ -13,9 +13,9 @@ from gradcomp._src.cost.collectives import (
 )
 from gradcomp._src.cost.link import Link
 from gradcomp._src.cost.rules import at_least_0, instance_of
+from gradcomp._src.report.collectives import SHARE_SENT, Collective
 
 if TYPE_CHECKING:  # at run time this would import JAX
-  from gradcomp._src.report.collectives import Collective
   from gradcomp._src.report.explain import Explanation, LeafPlan
 
 Speeds = CodecSpeed | Callable[[Any], CodecSpeed]  # of every codec, or for each
@@ -148,8 +148,8 @@ def dense_seconds(elements: float, cluster: Cluster) -> Breakdown:
   seconds = all_reduce_seconds(
     nbytes, workers, cluster.link, add=elements * cluster.add
   )
-  sent = 2 * (workers - 1) / workers * nbytes
-  return Breakdown(wire=(("all_reduce", sent, seconds),))
+  sent = SHARE_SENT["all-reduce"](workers) * nbytes
+  return Breakdown(wire=(("all_reduce", float(sent), seconds),))
 
 
 def _check_workers(explanation: "Explanation", cluster: Cluster) -> None:
@@ -163,7 +163,7 @@ def _check_workers(explanation: "Explanation", cluster: Cluster) -> None:
 
 def _seconds(
   leaves: Iterable["LeafPlan"],
-  collectives: Iterable["Collective"],
+  collectives: Iterable[Collective],
   cluster: Cluster,
   speeds: Speeds,
 ) -> Breakdown:
@@ -186,7 +186,7 @@ def _seconds(
   return Breakdown(encode=encode, wire=tuple(wire), add=add, decode=decode)
 
 
-_Seconds = Callable[["Collective", Link, float], float]
+_Seconds = Callable[[Collective, Link, float], float]
 
 # The names of links' factors, and the seconds, by the kinds of collectives.
 _COLLECTIVES: dict[str, tuple[str, _Seconds]] = {

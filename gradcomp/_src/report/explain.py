@@ -17,7 +17,7 @@ from gradcomp._src.exchange.plan import Message
 from gradcomp._src.exchange.protocol import CODED_ONCE, Work
 from gradcomp._src.mesh.axes import WorkerSizes, check_both, sizes_of
 from gradcomp._src.report import tracing
-from gradcomp._src.report.collectives import Collective
+from gradcomp._src.report.collectives import SHARE_SENT, Collective
 from gradcomp._src.report.table import aligned
 
 
@@ -216,7 +216,7 @@ class Explanation:
 
 def _ratio(sent: Fraction, elements: int, workers: int, bits: int) -> float:
   """Returns the ratio of bytes; 1 if both are 0, as in a WireReport."""
-  plain = Fraction(2 * (workers - 1), workers) * elements * bits / 8
+  plain = SHARE_SENT["all-reduce"](workers) * elements * bits / 8
   if plain:
     return float(sent / plain)
   return math.inf if sent else 1.0
