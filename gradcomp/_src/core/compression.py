@@ -24,7 +24,6 @@ from gradcomp._src.core.state import (
   Watched,
   check_state,
   residual_key,
-  seed_words,
 )
 from gradcomp._src.core.updates import as_updates, update_dtypes
 from gradcomp._src.exchange.auto import Auto, check_exchange
@@ -126,8 +125,8 @@ class Compression:
     workers: int | None,
     *,
     paths: Sequence[KeyPath],
-  ) -> Callable[[], dict[Axes, Any]]:
-    """Returns a function that makes owner residuals and memories, by axes.
+  ) -> Callable[[jax.Array], dict[Axes, Any]]:
+    """Returns a function of the seed that makes owner residuals and memories, by axes.
 
     If the number of workers is unknown, it makes shared memories only. ``update``
     raises an error if it needs more.
@@ -139,10 +138,9 @@ class Compression:
     plan = self.plan(leaves, paths, across, several)
     tell(plan)
     shapes = {} if known is None or axes is None else owner_shapes(plan)
-    key = self.key  # in a closure, where a map finds it if it is an array
 
-    def make() -> dict[Axes, Any]:
-      shared, own = first_stored(plan, seed_words(key)) or ({}, {})
+    def make(seed: jax.Array) -> dict[Axes, Any]:
+      shared, own = first_stored(plan, seed) or ({}, {})
       owned = {
         at: tuple(jnp.zeros(shape, jnp.float32) for shape in found)
         for at, found in shapes.items()

@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradcomp._src.checks import see
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, bound_size, mesh_size
-from gradcomp._src.mesh.closures import OF_OPTIMIZER, Bind, with_arrays
 from gradcomp._src.mesh.specs import sharded_axes, stack_spec, stacked_over
 from gradcomp._src.mesh.types import (
   mark_varying,
@@ -26,7 +25,7 @@ Own = dict[Axes, Any]  # arrays by the axes that stack them
 class OwnArrays(Protocol):
   """A function that returns a maker of a worker's arrays that are not like leaves.
 
-  The maker returns them by the axes that stack them.
+  The maker takes the seed, and returns them by the axes that stack them.
   """
 
   def __call__(
@@ -34,7 +33,7 @@ class OwnArrays(Protocol):
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
     workers: int | None,
-  ) -> Callable[[], Own]: ...
+  ) -> Callable[[jax.Array], Own]: ...
 
 
 def first_state(
@@ -42,6 +41,7 @@ def first_state(
   axis_name: AxisName | None,
   firsts: Sequence[Callable[[tuple[int, ...]], Any]],
   own_arrays: OwnArrays,
+  seed: jax.Array,
 ) -> tuple[list[Any], Own]:
   """Creates the trees like leaves, and other arrays, that differ between workers.
 
@@ -55,6 +55,7 @@ def first_state(
     firsts: for each tree like the leaves, a function from a leaf's shape, of at least
       one axis, to its array, or to several with as many axes and equal sharding.
     own_arrays: returns a maker of the other arrays, by the axes that stack them.
+    seed: the seed of these, ``uint32[2]``.
   """
   leaves, treedef = jax.tree.flatten(params)
   names = () if axis_name is None else axis_names(axis_name)
@@ -69,7 +70,7 @@ def first_state(
   make = own_arrays(seen, others, bound or on_mesh)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
 
-  def local(make: Callable[[], Own]) -> tuple[list[list[Any]], Own]:
+  def local(seed: jax.Array) -> tuple[list[list[Any]], Own]:
     like = [
       [
         _typed(first(part.shape or (1,)), (*names, *axes))
@@ -77,28 +78,24 @@ def first_state(
       ]
       for first in firsts
     ]
-    return like, {axes: _typed(tree, axes) for axes, tree in make().items()}
+    return like, {axes: _typed(tree, axes) for axes, tree in make(seed).items()}
 
   cut = frozenset().union(*map(sharded_axes, specs))
   if not on_mesh and not cut:
-    like, own = local(make)
+    like, own = local(seed)
     return [jax.tree.unflatten(treedef, tree) for tree in like], own
   if on_mesh:
     specs = [stack_spec(names, spec) for spec in specs]
   inside = frozenset(mesh.axis_names) if on_mesh else cut
-  own_specs = {axes: stacked_over(axes, inside) for axes in jax.eval_shape(make)}
-
-  def enter(bind: Bind, closed_over: list[Any]) -> tuple[list[list[Any]], Own]:
-    mapped = jax.shard_map(
-      lambda closed_over: local(bind(closed_over)),
-      in_specs=PartitionSpec(),
-      out_specs=([specs] * len(firsts), own_specs),
-      axis_names=set(inside),
-      check_vma=not on_mesh,
-    )
-    return jax.jit(mapped)(closed_over)
-
-  like, own = with_arrays(make, enter, OF_OPTIMIZER)
+  own_specs = {axes: stacked_over(axes, inside) for axes in jax.eval_shape(make, seed)}
+  mapped = jax.shard_map(
+    local,
+    in_specs=PartitionSpec(),
+    out_specs=([specs] * len(firsts), own_specs),
+    axis_names=set(inside),
+    check_vma=not on_mesh,
+  )
+  like, own = jax.jit(mapped)(seed)
   return [jax.tree.unflatten(treedef, tree) for tree in like], own
 
 

@@ -122,13 +122,15 @@ def compress(
   def init_fn(params: Any) -> CompressState:
     parts.check_init(params)
     own = functools.partial(parts.own_arrays, paths=paths_of(params))
-    trees, kept = first_state(params, or_explained(axis_name), parts.first, own)
+    seed = seed_words(key)
+    axes = or_explained(axis_name)
+    trees, kept = first_state(params, axes, parts.first, own, seed)
     residual, velocity, *_ = (*trees, None, None)
     owned, *memory = ({at: x[i] for at, x in kept.items() if x[i]} for i in range(3))
     return tell_of(
       CompressState(
         jnp.zeros([], jnp.int32),
-        seed_words(key),
+        seed,
         residual,
         owned or None,
         as_stored(params, Memory(*memory)),

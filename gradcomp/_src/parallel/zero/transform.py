@@ -33,6 +33,7 @@ from gradcomp._src.mesh.axes import (
   bound_size,
   mesh_size,
 )
+from gradcomp._src.mesh.closures import optimizer_with_note
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.types import other_axes
 from gradcomp._src.parallel.zero.checks import check_codecs
@@ -189,7 +190,7 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
   keeper = as_feedback(feedback, grads)
   limit = limits["min_leaf_size"]
   parts = Compression(grads, axes, exchange, keeper, key=key, dither=dither, **limits)
-  inner = optax.with_extra_args_support(inner)
+  inner = optimizer_with_note(inner)
 
   def first_rows(
     complexes: Sequence[bool], tree: Any, others: Others
@@ -241,8 +242,7 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
 
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
 
-    def step(updates: Any, given: Any) -> tuple[Any, Any]:
-      state, params = given
+    def step(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
       seen = Inner(inner, whole(params, complexes), extra_args)
       rows, means, keep = _reduced(across, updates, state.gradients, seen.kinds)
       rows.check("unsent", state.unsent)
@@ -259,13 +259,13 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
       dtypes = [(p.dtype, u.dtype) for p, u in both]
       unsent = still_lacking(moved.master, before, own, state.unsent, rows, dtypes)
       kept = keep(decoded, lambda: Changes(moved.lacking, own, unsent))
-      return sent, (ZeroState(kept, unsent, moved.inner_state), params)
+      return sent, ZeroState(kept, unsent, moved.inner_state)
 
     params = jax.tree.map(pairs, params)
-    result, (state, _) = per_device(
-      step, updates, (state, params), across.axes, keeps_addends=False
+    given = params, extra_args
+    return per_device(
+      step, updates, state, across.axes, keeps_addends=False, given=given
     )
-    return result, state
 
   def _require_agreement(axes: AxisName | None, updates: Any, inner_state: Any) -> None:
     """Raises ValueError if another process has another codec or optimizer."""
