@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import xla_bridge  # whether JAX has looked for devices has no public name
+
+from gradcomp._src.kernels.gpu.backends import has_devices
 
 SWITCH = "GRADCOMP_CHECK_KERNELS"
 
@@ -131,9 +132,7 @@ def _is_on() -> bool:
 
 def _gpus() -> list[jax.Device]:
   """Returns one CUDA device of each kind, without making JAX look for devices."""
-  # To look for devices takes memory of GPUs, and comes too early for what must be
-  # called before, such as jax.distributed.initialize.
-  if not xla_bridge.backends_are_initialized():
+  if not has_devices():
     return []
   return list({gpu.device_kind: gpu for gpu in _devices("cuda")}.values())
 

@@ -264,32 +264,46 @@ def of_rate(make):
   return optax.inject_hyperparams(make)(rate=0.1)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+options = dict(bits=8, min_leaf_size=0, axis_name="data", key=3)
+plain_key = gradcomp.qsgd(**options)
+injected_key = optax.inject_hyperparams(gradcomp.qsgd, static_args=STATIC)(**options)
+
+
+# Around zero and local steps, numbers of an Explicit mesh would be in closures, which
+# JAX refuses: see tests/training/test_closures.py.
 @pytest.mark.parametrize(
-  "tx, expected",
+  "kind, tx, expected",
   [
+    *((kind, injected_key, plain_key) for kind in (AxisType.Explicit, AxisType.Auto)),
     (
-      optax.inject_hyperparams(gradcomp.qsgd, static_args=STATIC)(
-        bits=8, min_leaf_size=0, axis_name="data", key=3
-      ),
-      gradcomp.qsgd(bits=8, min_leaf_size=0, axis_name="data", key=3),
+      AxisType.Auto,
+      of_rate(lambda rate: zeroed(optax.adam(rate))),
+      zeroed(optax.adam(0.1)),
     ),
-    (of_rate(lambda rate: zeroed(optax.adam(rate))), zeroed(optax.adam(0.1))),
     *slow(
       (
+        AxisType.Auto,
         of_rate(lambda rate: local(optax.adam(rate), every=1)),
         local(optax.adam(0.1), every=1),
       ),
       (
+        AxisType.Auto,
         of_rate(lambda rate: local(optax.sgd(0.1), optax.sgd(rate), every=1)),
         local(optax.sgd(0.1), optax.sgd(0.1), every=1),
       ),
-      (of_rate(lambda rate: skipped(optax.sgd(rate))), skipped(optax.sgd(0.1))),
+      *(
+        (
+          kind,
+          of_rate(lambda rate: skipped(optax.sgd(rate))),
+          skipped(optax.sgd(0.1)),
+        )
+        for kind in (AxisType.Explicit, AxisType.Auto)
+      ),
     ),
   ],
-  ids=["qsgd", "zero", "local", "outer", "skip"],
+  ids=["qsgd", "qsgd_auto", "zero", "local", "outer", "skip", "skip_auto"],
 )
-def test_numbers_are_injected_around_an_exchange(tx, expected, kind):
+def test_numbers_are_injected_around_an_exchange(kind, tx, expected):
   """The state is made under the mesh, where each number is an array of it."""
   params, state, _ = started(tx, kind)
   _, plain, _ = started(expected, kind)

@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax._src.lib import _jax
 
 import gradcomp
 from gradcomp._src.checks import see
 from gradcomp._src.core import agreement
+from gradcomp._src.mesh.run_store import run_store
 from gradcomp.codecs import QSGD
+from tests.support.assertions import vanish
 from tests.support.cases.agreement import GRADS, assert_told, mesh, processes, trace
 from tests.support.option_fields import with_options
 
@@ -118,7 +121,17 @@ def test_nothing_is_compared_where_no_other_process_takes_part(together):
     jax.eval_shape(jax.vmap(step, axis_name="data"), rows)
 
   assert together(run, lambda: None) == [None, None]
-  assert not agreement.distributed.global_state.client.values
+  assert not run_store().values
+
+
+def test_nothing_is_compared_where_jax_has_moved_its_store(together, monkeypatch):
+  """Which it says, once a process."""
+  assert run_store() is not None  # JAX's name is still there
+  for name in ("key_value_set", "key_value_dir_get", "blocking_key_value_get"):
+    assert hasattr(_jax.DistributedRuntimeClient, name)
+  vanish(monkeypatch, "jax._src.distributed")
+  with pytest.warns(RuntimeWarning, match="has moved its key-value store"):
+    assert run_store() is None
 
 
 def test_addresses_do_not_differ():

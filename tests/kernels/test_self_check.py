@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import xla_bridge
 
 import gradcomp
 from gradcomp._src.checks import see
 from gradcomp._src.kernels import qsgd
 from gradcomp._src.kernels.gpu import dispatch, self_check
+from gradcomp._src.kernels.gpu.backends import has_devices
 from gradcomp.codecs import QSGD
 from tests.plugins.slow_cases import slow
 from tests.support import modes
-from tests.support.assertions import assert_same_bits
+from tests.support.assertions import assert_same_bits, vanish
 from tests.support.lowering import TRITON, lowered_for_cuda
 
 CODEC = QSGD(bits=4, bucket_size=64)
@@ -180,5 +180,14 @@ def test_nothing_is_tried_where_no_gpu_was_met(monkeypatch):
   assert TRITON in lowered_for_cuda(encoder(), X)
   # Nor does tracing make JAX look for devices.
   monkeypatch.setattr(self_check, "_devices", None)
-  monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+  monkeypatch.setattr(self_check, "has_devices", lambda: False)
   jax.eval_shape(encoder(), X)
+
+
+def test_devices_are_looked_for_where_jax_has_moved_its_answer(monkeypatch):
+  from jax._src import xla_bridge
+
+  monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+  assert not has_devices()  # JAX's name is still there
+  vanish(monkeypatch, "jax._src.xla_bridge")
+  assert has_devices()

@@ -1,6 +1,8 @@
 """Compares trees and floats bit by bit, ranks bits, and matches messages of errors."""
 
+import importlib
 import re
+import sys
 
 import chex
 import jax
@@ -10,6 +12,13 @@ import numpy as np
 def says(*parts):
   """A pattern for all parts, in this order."""
   return "(?s)" + ".*".join(re.escape(part) for part in parts)
+
+
+def vanish(monkeypatch, name):
+  """Makes imports of a module fail."""
+  package, _, module = name.rpartition(".")
+  monkeypatch.delattr(importlib.import_module(package), module)
+  monkeypatch.setitem(sys.modules, name, None)
 
 
 def bits_of(x):

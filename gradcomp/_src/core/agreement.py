@@ -21,11 +21,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # the key-value store has no public name
 from jax.sharding import AbstractMesh, Mesh
 
 from gradcomp._src.checks import see
 from gradcomp._src.mesh.axes import AxisName, axis_names
+from gradcomp._src.mesh.run_store import run_store
 from gradcomp._src.mesh.study import is_study
 from gradcomp._src.mesh.types import mesh_of
 from gradcomp._src.version import WIRE, __version__
@@ -98,7 +98,7 @@ def one_record(
 
 def _is_alone() -> bool:
   """Returns True in a run of one process, and in a trace that nothing runs."""
-  alone = distributed.global_state.client is None or jax.process_count() == 1
+  alone = run_store() is None or jax.process_count() == 1
   return alone or is_study()
 
 
@@ -146,7 +146,7 @@ def _compare(record: Sequence[Part], processes: tuple[int, ...]) -> None:
   digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:32]
   if digest in agreed:  # traced before
     return
-  client: Any = distributed.global_state.client
+  client = run_store()
   folder = _folder(processes)
   _write(folder, digest, record)
   limit = _patience()
@@ -196,7 +196,7 @@ def _folder(processes: tuple[int, ...]) -> str:
 
 def _write(folder: str, digest: str, record: Sequence[Part]) -> None:
   """Publishes a record and its digest; others read the record if digests differ."""
-  client: Any = distributed.global_state.client
+  client = run_store()
   text = base64.b64encode(zlib.compress(json.dumps(record).encode())).decode()
   # Again after an error, or after a process has been started again.
   for name, value in (("text", text), ("digest", digest)):

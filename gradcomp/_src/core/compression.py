@@ -121,13 +121,14 @@ class Compression:
     if self._averaged:
       check_whole_arrays("params", params, self._averaged)
     own = functools.partial(self._own_arrays, paths_of(params))
-    trees, kept = first_state(params, studied_axes(self.axis_name), self._firsts, own)
+    seed, axes = seed_words(self.key), studied_axes(self.axis_name)
+    trees, kept = first_state(params, axes, self._firsts, own, seed)
     residual, velocity, *_ = (*trees, None, None)
     owned, *memory = ({at: x[i] for at, x in kept.items() if x[i]} for i in range(3))
     (count,) = note(FIRST, jnp.zeros([], jnp.int32))
     return CompressState(
       count,
-      seed_words(self.key),
+      seed,
       residual,
       owned or None,
       as_stored(params, Memory(*memory)),
@@ -140,8 +141,8 @@ class Compression:
     leaves: Sequence[jax.ShapeDtypeStruct],
     others: Sequence[tuple[str, ...]],
     workers: int | None,
-  ) -> Callable[[], dict[Axes, Any]]:
-    """Returns a function that makes owner residuals and memories, by axes.
+  ) -> Callable[[jax.Array], dict[Axes, Any]]:
+    """Returns a function of the seed that makes owner residuals and memories, by axes.
 
     If the number of workers is unknown, it makes shared memories only. ``update``
     raises an error if it needs more.
@@ -153,10 +154,9 @@ class Compression:
     plan = self.plan(leaves, paths, across, several)
     note(Planned(plan))
     shapes = {} if known is None or axes is None else owner_shapes(plan)
-    key = self.key  # in a closure, where a map finds it if it is an array
 
-    def make() -> dict[Axes, Any]:
-      shared, own = first_stored(plan, seed_words(key)) or ({}, {})
+    def make(seed: jax.Array) -> dict[Axes, Any]:
+      shared, own = first_stored(plan, seed) or ({}, {})
       owned = {
         at: tuple(jnp.zeros(shape, jnp.float32) for shape in found)
         for at, found in shapes.items()

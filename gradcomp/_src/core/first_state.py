@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradcomp._src.checks import see
 from gradcomp._src.mesh.axes import Axes, AxisName, axis_names, bound_size, mesh_size
-from gradcomp._src.mesh.closures import OF_OPTIMIZER, Bind, with_arrays
 from gradcomp._src.mesh.specs import sharded_axes, stack_spec, stacked_over
 from gradcomp._src.mesh.types import (
   mark_varying,
@@ -24,10 +23,10 @@ Own = dict[Axes, Any]  # arrays by the axes that stack them
 
 
 # Of the shapes of leaves, the other axes of each, and the number of workers: a function
-# that makes a worker's arrays that are not like leaves.
+# of the seed, ``uint32[2]``, that makes a worker's arrays that are not like leaves.
 OwnArrays = Callable[
   [Sequence[jax.ShapeDtypeStruct], Sequence[tuple[str, ...]], int | None],
-  Callable[[], Own],
+  Callable[[jax.Array], Own],
 ]
 
 
@@ -36,6 +35,7 @@ def first_state(
   axis_name: AxisName | None,
   firsts: Sequence[Callable[[tuple[int, ...]], Any]],
   own_arrays: OwnArrays,
+  seed: jax.Array,
 ) -> tuple[list[Any], Own]:
   """Creates the trees like leaves, and other arrays, that differ between workers.
 
@@ -58,7 +58,7 @@ def first_state(
   make = own_arrays(seen, others, bound or on_mesh)
   parts = [_part(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
 
-  def local(make: Callable[[], Own]) -> tuple[list[list[Any]], Own]:
+  def local(seed: jax.Array) -> tuple[list[list[Any]], Own]:
     like = [
       [
         _typed(first(part.shape or (1,)), (*names, *axes))
@@ -66,28 +66,24 @@ def first_state(
       ]
       for first in firsts
     ]
-    return like, {axes: _typed(tree, axes) for axes, tree in make().items()}
+    return like, {axes: _typed(tree, axes) for axes, tree in make(seed).items()}
 
   cut = frozenset().union(*map(sharded_axes, specs))
   if not on_mesh and not cut:
-    like, own = local(make)
+    like, own = local(seed)
     return [jax.tree.unflatten(treedef, tree) for tree in like], own
   if on_mesh:
     specs = [stack_spec(names, spec) for spec in specs]
   inside = frozenset(mesh.axis_names) if on_mesh else cut
-  own_specs = {axes: stacked_over(axes, inside) for axes in jax.eval_shape(make)}
-
-  def enter(bind: Bind, closed_over: list[Any]) -> tuple[list[list[Any]], Own]:
-    mapped = jax.shard_map(
-      lambda closed_over: local(bind(closed_over)),
-      in_specs=PartitionSpec(),
-      out_specs=([specs] * len(firsts), own_specs),
-      axis_names=set(inside),
-      check_vma=not on_mesh,
-    )
-    return jax.jit(mapped)(closed_over)
-
-  like, own = with_arrays(make, enter, OF_OPTIMIZER)
+  own_specs = {axes: stacked_over(axes, inside) for axes in jax.eval_shape(make, seed)}
+  mapped = jax.shard_map(
+    local,
+    in_specs=PartitionSpec(),
+    out_specs=([specs] * len(firsts), own_specs),
+    axis_names=set(inside),
+    check_vma=not on_mesh,
+  )
+  like, own = jax.jit(mapped)(seed)
   return [jax.tree.unflatten(treedef, tree) for tree in like], own
 
 

@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from gradcomp._src.core.state import OwnSteps, is_own_steps
 from gradcomp._src.kernels.common.fixed_point import sign_bit, signed
 from gradcomp._src.mesh.axes import UnboundAxisError, bound_size, mesh_size
-from gradcomp._src.mesh.closures import OF_OPTIMIZER, with_arrays
 from gradcomp._src.mesh.specs import stack_spec
 from gradcomp._src.mesh.types import is_explicit, mark_varying
 
@@ -45,17 +44,14 @@ def first_own(
       names,
     )
 
-  def enter(bind: Any, closed_over: list[Any]) -> Any:
-    mapped = jax.shard_map(
-      lambda params, closed_over: bind(closed_over)(params),
-      in_specs=PartitionSpec(),
-      out_specs=stack_spec(names, PartitionSpec()),
-      axis_names=set(names),
-      check_vma=False,
-    )
-    return jax.jit(mapped)(params, closed_over)
-
-  return OwnSteps({names: with_arrays(make, enter, OF_OPTIMIZER)})
+  mapped = jax.shard_map(
+    make,
+    in_specs=PartitionSpec(),
+    out_specs=stack_spec(names, PartitionSpec()),
+    axis_names=set(names),
+    check_vma=False,
+  )
+  return OwnSteps({names: jax.jit(mapped)(params)})
 
 
 def shaped_like(tree: Any, like: Any) -> Any:

@@ -15,6 +15,7 @@ from gradcomp._src.core.feedback import ErrorFeedback, Feedback, FeedbackName
 from gradcomp._src.exchange.auto import Auto, ExchangeName, as_exchange
 from gradcomp._src.exchange.one_stage import AllGather, Merge
 from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.mesh.closures import optimizer_with_note
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ def checked_optimizer(name: str, tx: Any) -> optax.GradientTransformationExtraAr
       f"`{name}` must be an optax.GradientTransformation, like optax.sgd(0.1), got "
       f"{tx!r}."
     )
-  return optax.with_extra_args_support(tx)
+  return optimizer_with_note(tx)
 
 
 def feedback_of(feedback: Any, codec: Any) -> Any:

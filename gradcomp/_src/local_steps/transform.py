@@ -252,8 +252,7 @@ def local_steps(
       if any(map(unreduced_axes, jax.tree.leaves(x)))
     ]
 
-    def step(grads: Any, given: Any) -> tuple[Any, Any]:
-      state, params = given
+    def step(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
       round_ = LocalRound(inner, outer, compressed, axes, every, delay, mixing)
       value = extra_args.get("value") if takes_value else None
       whole = lambda tree: jax.tree.map(
@@ -274,12 +273,10 @@ def local_steps(
         found.append(round_.shared_step(fragment, number, kept, away, shared, value))
       new, moved, kept = zip(*found, strict=True)
       own = OwnSteps({names: stored((join_fragments(moved, params), inner_state))})
-      return join_fragments(new, params), (LocalStepsState(number, own, kept), params)
+      return join_fragments(new, params), LocalStepsState(number, own, kept)
 
-    result, (state, _) = per_device(
-      step, updates, (state, params), axes, keeps_addends=False
-    )
-    return result, state
+    given = params, extra_args
+    return per_device(step, updates, state, axes, keeps_addends=False, given=given)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

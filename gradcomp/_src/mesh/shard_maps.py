@@ -6,7 +6,7 @@ typed as sharded, or unreduced, over Explicit axes.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from gradcomp._src.mesh.axes import (
   bound_size,
   manual_axes,
 )
-from gradcomp._src.mesh.closures import OF_OPTIMIZER, Bind, with_arrays
+from gradcomp._src.mesh.closures import arrays_of
 from gradcomp._src.mesh.specs import (
   entries,
   is_spec,
@@ -31,83 +31,94 @@ from gradcomp._src.mesh.types import mesh_of, typed_spec, varying_axes
 
 
 def per_device(
-  function: Callable[[Any, Any], Any],
+  function: Callable[..., tuple[Any, Any]],
   updates: Any,
   state: Any,
   axis_name: AxisName | None,
   *,
   keeps_addends: bool,
+  given: tuple[Any, ...] = (),
 ) -> tuple[Any, Any]:
-  """Calls ``function(updates, state)`` on each device's shards, in a map if needed.
+  """Calls ``function(updates, state, *given)`` on each device's shards.
 
   ``jax.vmap`` around it goes into that map. Gradients may be unreduced, or sharded over
   Explicit axes. The map binds ``axis_name``, the axes to reduce over, if no other does.
-  With ``keeps_addends`` results are as unreduced as ``updates``.
+  With ``keeps_addends`` results are as unreduced as ``updates``. ``given`` are trees,
+  of arrays and of others, that are only read.
   """
   if is_followed():
     return updates, state
   cut = frozenset().union(*map(sharded_axes, map(typed_spec, jax.tree.leaves(updates))))
   addends = axis_name is not None and bound_size(axis_name) is None
   if not addends and not cut:
-    return function(updates, state)
+    return function(updates, state, *given)
+  arrays, with_arrays = arrays_of(given)
+  over = _Over(axis_name, cut, addends, keeps_addends)
 
-  def whole(updates: Any, state: Any) -> tuple[Any, Any]:
-    return _mapped(function, updates, state, axis_name, cut, addends, keeps_addends)
+  def on_device(updates: Any, state: Any, arrays: list[Any]) -> tuple[Any, Any]:
+    return function(updates, state, *with_arrays(arrays))
+
+  def whole(updates: Any, state: Any, arrays: list[Any]) -> tuple[Any, Any]:
+    return _mapped(on_device, updates, state, arrays, over)
 
   if not addends:
-    return whole(updates, state)
+    return whole(updates, state, arrays)
 
-  def of_each(size: int, is_batched: Any, updates: Any, state: Any) -> Any:
+  def of_each(size: int, is_batched: Any, *args: Any) -> Any:
     ahead = lambda x, known: x if known else _ahead(x, size)
-    updates, state = jax.tree.map(ahead, (updates, state), tuple(is_batched))
-    each = jax.vmap(function)
-    result = per_device(each, updates, state, axis_name, keeps_addends=keeps_addends)
+    updates, state, arrays = jax.tree.map(ahead, args, tuple(is_batched))
+    result = per_device(
+      jax.vmap(on_device),
+      updates,
+      state,
+      axis_name,
+      keeps_addends=keeps_addends,
+      given=(arrays,),
+    )
     return result, jax.tree.map(lambda _: True, result)
 
-  return _with_rule(whole, of_each)(updates, state)
+  return _with_rule(whole, of_each)(updates, state, arrays)
+
+
+class _Over(NamedTuple):
+  """The axes of a map: those of workers, the others of the shards, and its addends."""
+
+  axis_name: AxisName | None
+  cut: frozenset[str]
+  addends: bool
+  keeps_addends: bool
 
 
 def _mapped(
-  function: Callable[[Any, Any], Any],
+  function: Callable[..., tuple[Any, Any]],
   updates: Any,
   state: Any,
-  axis_name: AxisName | None,
-  cut: frozenset[str],
-  addends: bool,
-  keeps_addends: bool,
+  arrays: list[Any],
+  over: _Over,
 ) -> tuple[Any, Any]:
-  """Calls ``function(updates, state)`` in a map over the axes of the types."""
-  specs = jax.tree.map(typed_spec, updates)
-  state_specs = jax.tree.map(typed_spec, state)
-  out = specs if keeps_addends else _map_specs(reduced_spec, specs)
+  """Calls ``function(updates, state, arrays)`` in a map over the axes of the types."""
+  specs, state_specs, array_specs = jax.tree.map(typed_spec, (updates, state, arrays))
+  out = specs if over.keeps_addends else _map_specs(reduced_spec, specs)
   mesh = mesh_of(updates)
   outside = not manual_axes()
   # JAX 0.10 takes unreduced arrays only if all axes are manual.
-  manual = set(mesh.axis_names) if addends else set(cut)
-  if axis_name is not None and addends and mesh.auto_axes and not keeps_addends:
+  manual = set(mesh.axis_names) if over.addends else set(over.cut)
+  name = over.axis_name
+  if name is not None and over.addends and mesh.auto_axes and not over.keeps_addends:
     # But then all devices along an Auto axis would compute and send equal arrays.
     manual -= set(mesh.auto_axes)
-    updates = _stack(updates, mesh, specs, axis_name)
-    specs = _map_specs(lambda spec: on_top(axis_name, spec), specs)
+    updates = _stack(updates, mesh, specs, name)
+    specs = _map_specs(lambda spec: on_top(name, spec), specs)
     function = _of_rows(function)
-  checks = not outside and _checks_types(updates)
-
-  def enter(bind: Bind, closed_over: list[Any]) -> tuple[Any, Any]:
-    def on_device(updates: Any, state: Any, closed_over: list[Any]) -> tuple[Any, Any]:
-      return bind(closed_over)(updates, state)
-
-    mapped = jax.shard_map(
-      on_device,
-      mesh=mesh if outside else None,
-      in_specs=(specs, state_specs, [typed_spec(x) for x in closed_over]),
-      out_specs=(out, state_specs),
-      axis_names=manual,
-      # JAX allows an unreduced argument only if types are not checked.
-      check_vma=checks,
-    )
-    return mapped(updates, state, closed_over)
-
-  return with_arrays(function, enter, OF_OPTIMIZER)
+  return jax.shard_map(
+    function,
+    mesh=mesh if outside else None,
+    in_specs=(specs, state_specs, array_specs),
+    out_specs=(out, state_specs),
+    axis_names=manual,
+    # JAX allows an unreduced argument only if types are not checked.
+    check_vma=not outside and _checks_types(updates),
+  )(updates, state, arrays)
 
 
 def map_addends(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -197,9 +208,9 @@ def _stack(tree: Any, mesh: AbstractMesh, specs: Any, axis_name: AxisName) -> An
   )(tree)
 
 
-def _of_rows(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _of_rows(function: Callable[..., Any]) -> Callable[..., Any]:
   """Wraps a function to take each device's one row of stacked updates."""
-  return lambda rows, state: function(jax.tree.map(lambda x: x[0], rows), state)
+  return lambda rows, *args: function(jax.tree.map(lambda x: x[0], rows), *args)
 
 
 def _map_specs(function: Callable[[PartitionSpec], Any], specs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Gradients of each worker: JAX must not take their mean before the compression."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
@@ -11,7 +11,7 @@ from gradcomp._src.checks import flag, positions
 from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_size
-from gradcomp._src.mesh.closures import with_arrays
+from gradcomp._src.mesh.closures import arrays_of, loss_with_note
 from gradcomp._src.mesh.shard_maps import unreduce
 from gradcomp._src.mesh.specs import restrict_spec, sharded_axes
 from gradcomp._src.mesh.types import (
@@ -22,12 +22,7 @@ from gradcomp._src.mesh.types import (
   typed_spec,
 )
 from gradcomp._src.mesh.unsharded_params import GATHER_FIRST
-from gradcomp._src.training.micro_batches import (
-  check_accumulate,
-  over_micro_batches,
-  over_weighed_micro_batches,
-)
-from gradcomp._src.training.weights import over_all_weight, over_own_weight
+from gradcomp._src.training.loss_form import LossForm, check_accumulate
 
 P = ParamSpec("P")
 Params = TypeVar("Params")
@@ -121,9 +116,10 @@ def value_and_grad(
   because float16 does not hold 1/N of its smallest numbers. ``update`` returns float16
   again, if it is given the parameters.
 
-  Arrays of the mesh that the loss closes over become arguments there by themselves: it
-  may read them from a closure, a global variable, a partial application, or an
-  attribute of an object. It is traced a second time for that.
+  There the loss must not close over arrays of the mesh, which JAX does not let it read
+  in a map. Make them arguments, or hold them in a ``jax.tree_util.Partial``, or in
+  another callable that is a tree: its arrays become arguments. As of an argument, a
+  worker has its part of an array that is sharded over the axis.
 
   A mean of means is no mean where some parts have fewer tokens that count: padding, a
   mask, weights of examples. With ``has_weight=True`` the loss returns the sum
@@ -160,8 +156,9 @@ def value_and_grad(
   Raises:
     ValueError: ``accumulate`` is no number of micro-batches; when called, the axis is
       not bound, or the micro-batches would not be equal; or under Explicit axes, no
-      argument is sharded over the axis, a differentiated one is, or the loss closes
-      over an array in a way that is not searched.
+      argument is sharded over the axis, or a differentiated one is.
+    NotImplementedError: when called under Explicit axes, the loss closes over an array
+      of the mesh. JAX raises it, and a note has the cure.
     TypeError: when called, a leaf to differentiate is no real or complex float, or the
       loss returns no weight with ``has_weight``.
 
@@ -182,41 +179,32 @@ def value_and_grad(
     (Array([3., 3.], dtype=float32), Array([2., 4.], dtype=float32))
   """
   flag("has_weight", has_weight)
-  accumulate = check_accumulate(accumulate)
-  argnums = positions("argnums", argnums)
-  batch_argnums = positions("batch_argnums", batch_argnums)
-  differentiated = (argnums,) if isinstance(argnums, int) else argnums
-  cut = (batch_argnums,) if isinstance(batch_argnums, int) else batch_argnums
-
-  def gradients_of(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    parts = argnums, accumulate, cut
-    if has_weight and accumulate > 1:
-      own = over_own_weight(loss_fn, has_aux=has_aux)
-      grad_fn = jax.value_and_grad(own, argnums=argnums, has_aux=True)
-      return over_weighed_micro_batches(grad_fn, *parts, axis_name, has_aux=has_aux)
-    if has_weight:
-      loss_fn = over_all_weight(loss_fn, axis_name, has_aux=has_aux)
-    grad_fn = jax.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
-    return grad_fn if accumulate == 1 else over_micro_batches(grad_fn, *parts)
-
+  form = LossForm(
+    argnums=positions("argnums", argnums),
+    has_aux=has_aux,
+    has_weight=has_weight,
+    accumulate=check_accumulate(accumulate),
+    cut=_several(positions("batch_argnums", batch_argnums)),
+  )
   if axis_name is None:
-    return gradients_of(loss_fn)
+    return form.value_and_grad(loss_fn, None)
 
   def local_value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    differentiated = _several(form.argnums)
     if not all(-len(args) <= i < len(args) for i in differentiated):
       raise ValueError(
         f"`argnums` must be among the {len(args)} arguments given by position, got "
-        f"{argnums}."
+        f"{form.argnums}."
       )
     for i in differentiated:
       _check_floats(i, args[i])
     if _in_explicit_jit((args, kwargs), axis_name):
       _check_cut([args[i] for i in differentiated], (args, kwargs), axis_name)
-      return _addends(loss_fn, gradients_of, axis_name, *args, **kwargs)
+      return _addends(form, loss_fn, axis_name, args, kwargs)
     marked = list(args)
     for i in differentiated:
       marked[i] = defer_reduction(marked[i], axis_name=axis_name)
-    value, grads = gradients_of(loss_fn)(*marked, **kwargs)
+    value, grads = form.value_and_grad(loss_fn, axis_name)(*marked, **kwargs)
     if has_aux:
       return (pmean(value[0], axis_name), value[1]), grads
     return pmean(value, axis_name), grads
@@ -224,45 +212,42 @@ def value_and_grad(
   return local_value_and_grad
 
 
-def _addends(
-  loss_fn: Callable[..., Any],
-  gradients_of: Callable[..., Callable[..., tuple[Any, Any]]],
-  axis_name: AxisName,
-  *args: Any,
-  **kwargs: Any,
-) -> tuple[Any, Any]:
-  """Runs ``gradients_of(loss_fn)(*args, **kwargs)`` on each worker's arguments.
+def _several(numbers: int | tuple[int, ...]) -> tuple[int, ...]:
+  return (numbers,) if isinstance(numbers, int) else numbers
 
-  Arrays of the mesh that the loss closes over become arguments. The mean of the values
-  is returned, and the gradients divided by N, unreduced over the axes.
+
+def _addends(
+  form: LossForm,
+  loss_fn: Callable[..., Any],
+  axis_name: AxisName,
+  args: Any,
+  kwargs: Any,
+) -> tuple[Any, Any]:
+  """Returns the mean value, and gradients divided by N, unreduced over the axes.
+
+  Each worker has its parts of the arrays of all arguments, and of the loss, if that is
+  a tree.
   """
-  leaves, treedef = jax.tree.flatten((args, kwargs))
-  given = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+  arrays, with_arrays = arrays_of((loss_fn, args, kwargs))
   names = axis_names(axis_name)
 
-  def enter(bind: Callable[[Sequence[Any]], Any], closed_over: list[Any]) -> Any:
-    arrays = [*given, *closed_over]
+  def local(*arrays: jax.Array) -> tuple[Any, Any]:
+    loss_fn, args, kwargs = with_arrays(arrays)
+    grad_fn = form.value_and_grad(loss_with_note(loss_fn), axis_name)
+    value, grads = grad_fn(*args, **kwargs)
+    share = 1 / require_size(axis_name)
+    wide = lambda g: g.astype(addend_dtype(g.dtype))
+    grads = jax.tree.map(lambda g: (wide(g) * share)[None], grads)
+    return pmean(value, axis_name), grads
 
-    def local(*arrays: jax.Array) -> tuple[Any, Any]:
-      parts = iter(arrays)
-      own = [next(parts) if isinstance(x, jax.Array) else x for x in leaves]
-      args, kwargs = jax.tree.unflatten(treedef, own)
-      value, grads = gradients_of(bind(tuple(parts)))(*args, **kwargs)
-      share = 1 / require_size(axis_name)
-      wide = lambda g: g.astype(addend_dtype(g.dtype))
-      grads = jax.tree.map(lambda g: (wide(g) * share)[None], grads)
-      return pmean(value, axis_name), grads
-
-    return jax.shard_map(
-      local,
-      mesh=mesh_of(arrays),
-      in_specs=tuple(restrict_spec(typed_spec(x), names) for x in arrays),
-      out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
-      axis_names=set(names),
-      check_vma=False,
-    )(*arrays)
-
-  value, stack = with_arrays(loss_fn, enter)
+  value, stack = jax.shard_map(
+    local,
+    mesh=mesh_of(arrays),
+    in_specs=tuple(restrict_spec(typed_spec(x), names) for x in arrays),
+    out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
+    axis_names=set(names),
+    check_vma=False,
+  )(*arrays)
   return value, unreduce(stack, axis_name)
 
 

@@ -1,6 +1,5 @@
 """``make_train_step``: a data-parallel train step without plumbing."""
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec
@@ -16,14 +15,23 @@ from gradcomp._src.core import agreement
 from gradcomp._src.core.state import steps_alone
 from gradcomp._src.local_steps.displacement import numbers_of_all
 from gradcomp._src.mesh.axes import AxisName, axis_names
-from gradcomp._src.mesh.closures import with_arrays
+from gradcomp._src.mesh.closures import (
+  arrays_of,
+  loss_with_note,
+  optimizer_with_note,
+)
 from gradcomp._src.mesh.specs import restrict_spec
-from gradcomp._src.mesh.types import typed_spec
+from gradcomp._src.mesh.types import is_explicit, typed_spec
 from gradcomp._src.mesh.unsharded_params import check_whole_arrays
 from gradcomp._src.report.explain import explain
-from gradcomp._src.telemetry.inspect import inspected_update
 from gradcomp._src.training.protocol import Params, TrainStep
-from gradcomp._src.training.worker import TrainOptions, WorkerStep, check_model_state
+from gradcomp._src.training.worker import (
+  Given,
+  Stepped,
+  TrainOptions,
+  WorkerStep,
+  check_model_state,
+)
 from gradcomp._src.transforms.freeze import allow_frozen
 
 
@@ -76,7 +84,8 @@ def make_train_step(
     loss_fn: ``loss_fn(params, batch, *extra)`` returns the mean loss over ``batch``, or
       ``(loss, aux)``. With ``model_state`` it is ``loss_fn(params, model_state, batch,
       *extra)``, and returns ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
-      It may close over arrays of the mesh, see :func:`value_and_grad`.
+      Under Explicit axes it must not close over arrays of the mesh, see
+      :func:`value_and_grad`.
     optimizer: an optax transformation with gradcomp's in it, over the same axis. It may
       freeze parameters by ``optax.set_to_zero``, see
       :func:`gradcomp.wrappers.allow_frozen`.
@@ -116,61 +125,50 @@ def make_train_step(
     Array(16., dtype=float32)
   """
   options = instance_of("options", TrainOptions, options)
-  one_worker = WorkerStep(axis_name=axis_name, options=options)
-  frozen = allow_frozen(optimizer)
-  functions = loss_fn, frozen.update, functools.partial(inspected_update, frozen)
+  frozen = optimizer_with_note(allow_frozen(optimizer))
+  one_worker = WorkerStep(optimizer=frozen, axis_name=axis_name, options=options)
   workers: Any = 1
-
-  def alone(*args: Any, inspect: bool) -> Any:
-    check_model_state(args[2], options.model_state, options.accumulate, 1)
-    return one_worker(functions, *args, inspect=inspect)
-
-  run = alone
-  if axis_name is None and options.compare_every is not None:
+  if axis_name is not None:
+    mesh = jax.sharding.get_mesh() if mesh is None else mesh
+    workers = _sizes(mesh, axis_name)
+  elif options.compare_every is not None:
     raise ValueError(
       "`compare_every` must be None with axis_name=None, where one device has nothing "
       f"to compare itself with, got {options.compare_every}."
     )
-  if axis_name is not None:
-    mesh = jax.sharding.get_mesh() if mesh is None else mesh
-    workers = _sizes(mesh, axis_name)
-    run = _mapped(one_worker, functions, mesh)
 
-  def whole_step(params: Any, *args: Any, inspect: bool) -> tuple[Any, ...]:
-    flag("inspect", inspect)
-    *result, metrics, own = run(params, *args, inspect=inspect)
-    metrics |= own
-    if options.report:
-      shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-      sent = explain(optimizer, shapes, workers=workers).bytes_per_step
-      metrics["bytes_sent"] = jnp.float32(sent)
-    return *result, metrics
-
-  def step(
-    params: Any,
-    opt_state: Any,
-    batch: Any,
-    *extra: Any,
-    rng: Any = None,
-    extra_args: Mapping[str, Any] | None = None,
-    inspect: bool = False,
-  ) -> tuple[Any, Any, Any]:
-    given = params, opt_state, None, batch, extra, rng, dict(extra_args or {})
-    params, opt_state, _, metrics = whole_step(*given, inspect=inspect)
-    return params, opt_state, metrics
-
-  def step_with_state(
-    params: Any,
-    opt_state: Any,
-    state: Any,
-    batch: Any,
-    *extra: Any,
+  def whole_step(
+    given: Given,
     rng: Any = None,
     extra_args: Mapping[str, Any] | None = None,
     inspect: bool = False,
   ) -> tuple[Any, ...]:
-    given = params, opt_state, state, batch, extra, rng, dict(extra_args or {})
-    return whole_step(*given, inspect=inspect)
+    flag("inspect", inspect)
+    given = given._replace(rng=rng, more_args=dict(extra_args or {}))
+    if axis_name is None:
+      check_model_state(given.model_state, options.model_state, options.accumulate, 1)
+      *result, metrics, own = one_worker(loss_fn, given, inspect=inspect)
+    else:
+      *result, metrics, own = _on_mesh(
+        one_worker, loss_fn, mesh, given, inspect=inspect
+      )
+    metrics |= own
+    if options.report:
+      like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+      shapes = jax.tree.map(like, given.params)
+      sent = explain(optimizer, shapes, workers=workers).bytes_per_step
+      metrics["bytes_sent"] = jnp.float32(sent)
+    return *result, metrics
+
+  def step(params: Any, opt_state: Any, batch: Any, *extra: Any, **options: Any) -> Any:
+    result = whole_step(Given(params, opt_state, None, batch, extra), **options)
+    params, opt_state, _, metrics = result
+    return params, opt_state, metrics
+
+  def step_with_state(
+    params: Any, opt_state: Any, state: Any, batch: Any, *extra: Any, **options: Any
+  ) -> Any:
+    return whole_step(Given(params, opt_state, state, batch, extra), **options)
 
   chosen: Any = step if options.model_state is None else step_with_state
   if not donate:
@@ -191,80 +189,69 @@ def _sizes(mesh: Mesh, axis_name: AxisName) -> dict[str, int]:
   return {name: mesh.shape[name] for name in names}
 
 
-def _mapped(one_worker: WorkerStep, functions: Any, mesh: Mesh) -> Callable[..., Any]:
-  """Returns ``one_worker`` with these functions, mapped over its axis of the mesh."""
-  axis_name = one_worker.axis_name
+def _on_mesh(
+  one_worker: WorkerStep, loss_fn: Any, mesh: Any, given: Given, *, inspect: bool
+) -> Stepped:
+  """Takes a step on all workers, in a map over the mesh."""
+  axis_name, options = one_worker.axis_name, one_worker.options
   assert axis_name is not None
   names = axis_names(axis_name)
   workers = math.prod(_sizes(mesh, axis_name).values())
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  is_explicit = all(kinds[name] == AxisType.Explicit for name in names)
   cut, whole = PartitionSpec(axis_name), PartitionSpec()
-  options = one_worker.options
   kept = cut if options.model_state == "local" else whole
+  for path, leaf in jax.tree_util.tree_leaves_with_path(given.batch):
+    if not leaf.shape or leaf.shape[0] % workers:
+      raise ValueError(
+        f"`batch`{jax.tree_util.keystr(path)} must have a first axis that {workers} "
+        f"workers can share equally, got the shape {leaf.shape}."
+      )
+  check_model_state(given.model_state, options.model_state, options.accumulate, workers)
+  check_whole_arrays("params", given.params, axis_name)
+  if is_explicit(mesh, axis_name):
+    given = given._replace(
+      batch=jax.reshard(given.batch, NamedSharding(mesh, cut)),
+      model_state=jax.reshard(given.model_state, NamedSharding(mesh, kept)),
+    )
+  given = given._replace(opt_state=numbers_of_all(given.opt_state, mesh))
+  specs = state_specs(given.opt_state, axis_name=axis_name)
+  check_stacked(given.opt_state, specs, given.params, workers)
+  arrays, with_arrays = arrays_of(loss_fn)
 
-  def run(
-    params: Any,
-    opt_state: Any,
-    model_state: Any,
-    batch: Any,
-    extra: Any,
-    rng: Any,
-    more_args: Any,
-    *,
-    inspect: bool,
-  ) -> Any:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-      if not leaf.shape or leaf.shape[0] % workers:
-        raise ValueError(
-          f"`batch`{jax.tree_util.keystr(path)} must have a first axis that {workers} "
-          f"workers can share equally, got the shape {leaf.shape}."
-        )
-    check_model_state(model_state, options.model_state, options.accumulate, workers)
-    check_whole_arrays("params", params, axis_name)
-    if is_explicit:
-      batch = jax.reshard(batch, NamedSharding(mesh, cut))
-      model_state = jax.reshard(model_state, NamedSharding(mesh, kept))
-    opt_state = numbers_of_all(opt_state, mesh)
-    specs = state_specs(opt_state, axis_name=axis_name)
-    check_stacked(opt_state, specs, params, workers)
+  def local(arrays: list[Any], given: Given) -> Stepped:
+    own_loss = with_arrays(arrays)
+    if AxisType.Explicit in mesh.axis_types:
+      own_loss = loss_with_note(own_loss)
+    return one_worker(own_loss, given, inspect=inspect)
 
-    def enter(bind: Callable[[Any], Any], closed_over: list[Any]) -> Any:
-      def local(closed_over: list[Any], *args: Any) -> Any:
-        return one_worker(bind(closed_over), *args, inspect=inspect)
+  def mapped(check_vma: bool) -> Stepped:
+    return jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(
+        [restrict_spec(typed_spec(x), names) for x in arrays],
+        Given(whole, specs, kept, cut, whole, whole, whole),  # type: ignore[arg-type]
+      ),
+      out_specs=Stepped(whole, specs, kept, whole, cut),  # type: ignore[arg-type]
+      axis_names=set(names),
+      check_vma=check_vma,
+    )(arrays, given)
 
-      spec = [restrict_spec(typed_spec(x), names) for x in closed_over]
-
-      def mapped(check_vma: bool) -> Any:
-        return jax.shard_map(
-          local,
-          mesh=mesh,
-          in_specs=(spec, whole, specs, kept, cut, whole, whole, whole),
-          out_specs=(whole, specs, kept, whole, cut),
-          axis_names=set(names),
-          check_vma=check_vma,
-        )(closed_over, params, opt_state, model_state, batch, extra, rng, more_args)
-
-      try:
-        return mapped(True)
-      except TypeError as error:
-        # An optimizer of a worker's own may have branches of which one returns a
-        # constant, as optax's reduce_on_plateau has. JAX takes them only unchecked.
-        if "manual axis types" not in str(error) or not steps_alone(opt_state):
-          raise
-        return mapped(False)
-
-    # What decides what is sent; how many micro-batches there are does not.
-    names_sent = ("has_aux", "model_state", "report", "compare_every")
-    told = {name: getattr(options, name) for name in names_sent}
-    with agreement.one_record(
-      mesh,
-      "gradcomp.make_train_step",
-      {"axis_name": axis_name} | told | {"inspect": inspect},
-      params=params,
-      opt_state=opt_state,
-      model_state=model_state,
-    ):
-      return with_arrays(functions, enter)
-
-  return run
+  # What decides what is sent; how many micro-batches there are does not.
+  names_sent = ("has_aux", "model_state", "report", "compare_every")
+  told = {name: getattr(options, name) for name in names_sent}
+  with agreement.one_record(
+    mesh,
+    "gradcomp.make_train_step",
+    {"axis_name": axis_name} | told | {"inspect": inspect},
+    params=given.params,
+    opt_state=given.opt_state,
+    model_state=given.model_state,
+  ):
+    try:
+      return mapped(True)
+    except TypeError:
+      # An optimizer of a worker's own may have branches of which one returns a
+      # constant, as optax's reduce_on_plateau has. JAX takes them only unchecked.
+      if not steps_alone(given.opt_state):
+        raise
+      return mapped(False)

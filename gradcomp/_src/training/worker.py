@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import widened
 from gradcomp._src.local_steps.transform import local_params
 from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.telemetry.inspect import inspected_update
 from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
 from gradcomp._src.training.gradients import defer_reduction, value_and_grad
-from gradcomp._src.training.micro_batches import check_accumulate, loss_alone
+from gradcomp._src.training.loss_form import LossForm, check_accumulate
 from gradcomp._src.transforms.freeze import unaveraged
 
 ModelState = Literal["mean", "local"]
@@ -73,94 +74,87 @@ class TrainOptions:
       object.__setattr__(self, "compare_every", steps)
 
 
+class Given(NamedTuple):
+  """The arguments of a step. ``more_args`` are further ones of ``update``, by name."""
+
+  params: Any
+  opt_state: Any
+  model_state: Any
+  batch: Any
+  extra: tuple[Any, ...]
+  rng: jax.Array | None = None
+  more_args: dict[str, Any] | None = None
+
+
+class Stepped(NamedTuple):
+  """The results of a step.
+
+  ``own`` are metrics of each worker, ``[1, ...]``, where these take local steps.
+  """
+
+  params: Any
+  opt_state: Any
+  model_state: Any
+  metrics: dict[str, Any]
+  own: dict[str, Any]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerStep:
   """The step of one worker; :func:`gradcomp.make_train_step` documents the options."""
 
+  optimizer: optax.GradientTransformationExtraArgs
   axis_name: AxisName | None
   options: TrainOptions
 
   def __call__(
-    self,
-    functions: tuple[Callable[..., Any], ...],
-    params: Any,
-    opt_state: Any,
-    model_state: Any,
-    batch: Any,
-    extra: tuple[Any, ...],
-    rng: jax.Array | None,
-    more_args: dict[str, Any],
-    *,
-    inspect: bool,
-  ) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
-    """Returns new parameters, optimizer state, model state and two dicts of metrics.
-
-    The second has each worker's own metrics, ``[1, ...]``, if workers take local steps.
-
-    Args:
-      functions: the loss, and the optimizer's ``update``, without and with inspection.
-      params, opt_state, model_state: as in the step of
-        :func:`gradcomp.make_train_step`.
-      batch: the worker's part of the batch.
-      extra: further arguments of the loss.
-      rng: a key that all workers share, or None.
-      more_args: further arguments of ``update``.
-      inspect: whether to inspect the update.
-    """
-    loss_fn, update, inspected_update = functions
-    alone = steps_alone(opt_state)
+    self, loss_fn: Callable[..., Any], given: Given, *, inspect: bool
+  ) -> Stepped:
+    """Takes a step with the worker's part of the batch, and inspects it if asked."""
+    alone = steps_alone(given.opt_state)
     if alone and self.options.model_state == "mean":
       raise ValueError(
         '`model_state` must be "local" or None where workers take steps alone, for a '
         'mean in each step would be sent in each step, got "mean".'
       )
     together = None if alone else self.axis_name
-    uniform = self._uniform(loss_fn)
-    grad_fn = value_and_grad(
-      uniform,
-      axis_name=together,
-      has_aux=True,
-      has_weight=self.options.has_weight,
-      accumulate=self.options.accumulate,
-    )
-    loss_only = loss_alone(
-      uniform,
-      self.options.accumulate,
-      (1,),
-      together,
-      has_weight=self.options.has_weight,
-    )
+    form: dict[str, Any] = {
+      "has_aux": True,
+      "has_weight": self.options.has_weight,
+      "accumulate": self.options.accumulate,
+    }
+    loss_fn = self._uniform(loss_fn)
+    rows, before = (given.batch, self._keys(given.rng)), given.model_state
     if self.options.model_state == "local":
-      model_state = jax.tree.map(lambda x: x[0], model_state)
-    rows, state_before = (batch, self._keys(rng)), model_state
-    at = local_params(params, opt_state)
+      before = jax.tree.map(lambda x: x[0], before)
+    at = local_params(given.params, given.opt_state)
     if alone and self.axis_name is not None:
       at = defer_reduction(at, axis_name=self.axis_name)
-    value, grads = grad_fn(at, rows, model_state, extra)
-    loss, (model_state, aux) = value
+    grad_fn = value_and_grad(loss_fn, axis_name=together, **form)
+    (loss, (model_state, aux)), grads = grad_fn(at, rows, before, given.extra)
     metrics, own = {"loss": loss}, {"aux": aux} if self.options.has_aux else {}
     if self.options.model_state == "local":
       model_state = jax.tree.map(lambda x: x[None], model_state)
     if self.options.model_state == "mean":
       model_state = self._mean_of_any(model_state)
     if self.options.compare_every is not None:
-      metrics["replicas"] = self._replicas(
-        params, opt_state, self.options.compare_every
-      )
+      metrics["replicas"] = self._replicas(given, self.options.compare_every)
 
     def value_fn(params: Any) -> jax.Array:
-      own = loss_only(params, rows, state_before, extra)
+      own = LossForm(**form).value(loss_fn, together)(params, rows, before, given.extra)
       return own if alone else self._mean(own)
 
     # Where no optimizer asks for it, JAX drops the mean of the gradients.
     grad = grads if alone else self._mean_of_any(grads)
-    given = extra_args(loss, grad, value_fn) | more_args
+    more_args = extra_args(loss, grad, value_fn) | (given.more_args or {})
+    args = grads, given.opt_state, given.params
     if inspect:
-      updates, opt_state, found = inspected_update(grads, opt_state, params, **given)
-      metrics["inspection"] = found
+      updates, opt_state, metrics["inspection"] = inspected_update(
+        self.optimizer, *args, **more_args
+      )
     else:
-      updates, opt_state = update(grads, opt_state, params, **given)
-    self._check_equal(updates, params)
+      updates, opt_state = self.optimizer.update(*args, **more_args)
+    self._check_equal(updates, given.params)
     if self.options.report:
       own["gradient_norm"] = optax.tree.norm(jax.tree.map(widened, grads), squared=True)
     if alone:
@@ -171,8 +165,8 @@ class WorkerStep:
       norms = own if alone else metrics
       norms["gradient_norm"] = jnp.sqrt(norms["gradient_norm"])
       metrics["update_norm"] = optax.tree.norm(jax.tree.map(widened, updates))
-    params = optax.apply_updates(params, updates)
-    return params, opt_state, model_state, metrics, own
+    params = optax.apply_updates(given.params, updates)
+    return Stepped(params, opt_state, model_state, metrics, own)
 
   def _uniform(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a loss with the same arguments and results for all options."""
@@ -223,27 +217,27 @@ class WorkerStep:
     worker = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
     return jax.random.split(jax.random.fold_in(rng, worker), self.options.accumulate)
 
-  def _replicas(self, params: Any, opt_state: Any, steps: int) -> Replicas:
+  def _replicas(self, given: Given, steps: int) -> Replicas:
     """Compares the parameters of all workers in one of ``steps`` steps; else zeros."""
-    states = states_in(opt_state)
+    states = states_in(given.opt_state)
     if not states:
       raise ValueError(
         "`optimizer` must hold a gradcomp transformation, whose state counts the steps "
         f"for compare_every={steps}, got the state "
-        f"{jax.tree.structure(opt_state)}."
+        f"{jax.tree.structure(given.opt_state)}."
       )
 
     def compare(params: Any) -> Replicas:
       assert self.axis_name is not None
       return compare_replicas(params, axis_name=self.axis_name)
 
-    like = jax.eval_shape(compare, params)
+    like = jax.eval_shape(compare, given.params)
     # The count is equal on all workers, so that all of them are in the same branch.
     return lax.cond(
       states[0].count % steps == 0,
       compare,
       lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like),
-      params,
+      given.params,
     )
 
   def _mean(self, tree: Any) -> Any:
@@ -251,7 +245,9 @@ class WorkerStep:
 
   def _mean_of_any(self, tree: Any) -> Any:
     """Returns the mean over the workers, computed in float32 or wider."""
-    wide = jax.tree.map(lambda x: x.astype(_wide(x)), tree)
+    wide = jax.tree.map(
+      lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree
+    )
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), self._mean(wide), tree)
 
   def _check_equal(self, updates: Any, params: Any) -> None:
@@ -283,7 +279,3 @@ def check_model_state(
         f"shape {leaf.shape}; begin with jax.tree.map(lambda x: jnp.broadcast_to(x, "
         f"({workers}, *x.shape)), model_state)."
       )
-
-
-def _wide(x: jax.Array) -> Any:
-  return jnp.promote_types(x.dtype, jnp.float32)

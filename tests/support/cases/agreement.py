@@ -8,6 +8,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src import distributed
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -40,7 +41,7 @@ def processes(monkeypatch):
   """Returns what runs functions, a process each, and returns what each was told."""
   jax.devices()  # before there is a store, which JAX would give to gloo
   own = threading.local()
-  monkeypatch.setattr(agreement.distributed.global_state, "client", Store())
+  monkeypatch.setattr(distributed.global_state, "client", Store())
   monkeypatch.setattr(agreement, "_agreed", {})
   monkeypatch.setattr(jax, "process_index", lambda: own.number)
   monkeypatch.setenv("GRADCOMP_PATIENCE_SECONDS", "30")

@@ -20,7 +20,6 @@ from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
 from gradcomp._src.exchange.shares import gather_rows, own_rows, own_share
 from gradcomp._src.exchange.two_shot import ReduceScatter
 from gradcomp._src.mesh.axes import Axes
-from gradcomp._src.mesh.closures import OF_OPTIMIZER, with_arrays
 from gradcomp._src.mesh.specs import sharded_axes, stacked_over
 from gradcomp._src.mesh.study import noted
 from gradcomp._src.mesh.types import mark_varying, typed_spec
@@ -276,27 +275,24 @@ def on_mesh(
       }
     )
 
-  def enter(bind: Any, closed_over: list[Any]) -> Any:
-    def mapped(function: Any, out_specs: Any) -> Any:
-      return jax.shard_map(
-        lambda tree, closed_over: function(bind(closed_over)(tree, others)),
-        in_specs=(specs, PartitionSpec()),
-        out_specs=out_specs,
-        axis_names=set(inside),
-        check_vma=False,
-      )
+  def mapped(function: Any, out_specs: Any) -> Any:
+    return jax.shard_map(
+      lambda tree: function(first_rows(tree, others)),
+      in_specs=(specs,),
+      out_specs=out_specs,
+      axis_names=set(inside),
+      check_vma=False,
+    )
 
-    found: list[Any] = []
+  found: list[Any] = []
 
-    def probe(rows: Any) -> jax.Array:
-      found.append(jax.tree.map(shape_of, rows))
-      return jnp.zeros([])
+  def probe(rows: Any) -> jax.Array:
+    found.append(jax.tree.map(shape_of, rows))
+    return jnp.zeros([])
 
-    jax.eval_shape(mapped(probe, PartitionSpec()), tree, closed_over)
-    out = jax.tree.map(spec, found[0], is_leaf=is_rows)
-    return jax.jit(mapped(lambda rows: rows, out))(tree, closed_over)
-
-  return with_arrays(first_rows, enter, OF_OPTIMIZER)
+  jax.eval_shape(mapped(probe, PartitionSpec()), tree)
+  out = jax.tree.map(spec, found[0], is_leaf=is_rows)
+  return jax.jit(mapped(lambda rows: rows, out))(tree)
 
 
 def per_worker(tree: Any) -> Any:

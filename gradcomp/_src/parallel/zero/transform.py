@@ -29,6 +29,7 @@ from gradcomp._src.mesh.axes import (
   bound_size,
   mesh_size,
 )
+from gradcomp._src.mesh.closures import optimizer_with_note
 from gradcomp._src.mesh.shard_maps import per_device
 from gradcomp._src.mesh.study import Options, note
 from gradcomp._src.mesh.types import other_axes
@@ -177,7 +178,7 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
   keeper = as_feedback(feedback, grads)
   limit, of_updates = limits["min_leaf_size"], params
   parts = Compression(grads, axes, exchange, keeper, key=key, dither=dither, **limits)
-  inner = optax.with_extra_args_support(inner)
+  inner = optimizer_with_note(inner)
 
   def first_rows(
     complexes: Sequence[bool], tree: Any, others: Others
@@ -229,8 +230,7 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
 
     complexes = [jnp.iscomplexobj(x) for x in jax.tree.leaves(params)]
 
-    def step(updates: Any, given: Any) -> tuple[Any, Any]:
-      state, params = given
+    def step(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
       workers = parts.workers(across, updates, state.gradients)
       assert workers is not None
       wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
@@ -257,13 +257,13 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
       sent, kept, rest = take_step(parts, facts, wide, state.gradients, finish)
       inner_state, changes = rest
       kept = measured_zero(kept, rows, changes)
-      return sent, (ZeroState(kept, changes.after, inner_state), params)
+      return sent, ZeroState(kept, changes.after, inner_state)
 
     params = jax.tree.map(pairs, params)
-    result, (state, _) = per_device(
-      step, updates, (state, params), across.axes, keeps_addends=False
+    given = params, extra_args
+    return per_device(
+      step, updates, state, across.axes, keeps_addends=False, given=given
     )
-    return result, state
 
   def _require_agreement(axes: AxisName | None, updates: Any, inner_state: Any) -> None:
     """Raises ValueError if another process has another codec or optimizer."""

@@ -1,0 +1,183 @@
+"""Losses and their gradients over micro-batches, as plain or weighted means."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradcomp._src.checks import static_integer
+from gradcomp._src.exchange.collectives import pmean
+from gradcomp._src.mesh.axes import AxisName
+from gradcomp._src.mesh.types import mark_varying
+
+
+def check_accumulate(value: Any) -> int:
+  """Returns the number of micro-batches; ValueError otherwise."""
+  rule = "a number of micro-batches, 1 or more"
+  return static_integer("accumulate", rule, value, least=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossForm:
+  """The form of a loss, with the options of :func:`gradcomp.value_and_grad`.
+
+  Attributes:
+    argnums: the arguments to differentiate.
+    has_aux: whether the loss returns ``(loss, aux)``.
+    has_weight: whether it returns ``(total, weight)`` in place of the loss.
+    accumulate: the number of micro-batches.
+    cut: the arguments that are split into these.
+  """
+
+  argnums: int | tuple[int, ...] = 0
+  has_aux: bool
+  has_weight: bool
+  accumulate: int
+  cut: tuple[int, ...] = (1,)
+
+  def value_and_grad(
+    self, loss_fn: Callable[..., Any], axis_name: AxisName | None
+  ) -> Callable[..., tuple[Any, Any]]:
+    """Returns a function with a loss, or ``(loss, aux)``, and its gradients.
+
+    With weights these are a worker's parts of the weighted means over ``axis_name``.
+    """
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+      total, weight, aux = self._weighed(loss_fn(*args, **kwargs))
+      value = total / _mean_weight(weight, axis_name)
+      return (value, aux) if self.has_aux else value
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+      # Gradients of half precision are those of a mean, which fits into their range.
+      total, weight, aux = self._weighed(loss_fn(*args, **kwargs))
+      return total / _mean_weight(weight, None), (weight, aux)
+
+    if self.accumulate == 1:
+      one = whole if self.has_weight else loss_fn
+      return jax.value_and_grad(one, self.argnums, self.has_aux)
+    part = own if self.has_weight else loss_fn
+    grad_fn = jax.value_and_grad(part, self.argnums, self.has_aux or self.has_weight)
+    return self._accumulated(grad_fn, axis_name)
+
+  def value(
+    self, loss_fn: Callable[..., Any], axis_name: AxisName | None
+  ) -> Callable[..., jax.Array]:
+    """Returns the loss of all micro-batches without aux and gradients.
+
+    Without weights all micro-batches weigh the same.
+    """
+
+    def value(*args: Any) -> jax.Array:
+      def part(micro_batch: Any) -> tuple[jax.Array, jax.Array]:
+        result = loss_fn(*self._put(args, micro_batch))
+        if self.has_weight:
+          return self._weighed(result)[:2]
+        loss = result[0] if self.has_aux else result
+        return loss, jnp.ones_like(loss)
+
+      if self.accumulate == 1:
+        total, weight = part([args[i] for i in self.cut])
+      else:
+        total, weight = jax.tree.map(jnp.sum, lax.map(part, self._split(args)))
+      return total / _mean_weight(weight, axis_name if self.has_weight else None)
+
+    return value
+
+  def _accumulated(
+    self, grad_fn: Callable[..., tuple[Any, Any]], axis_name: AxisName | None
+  ) -> Callable[..., tuple[Any, Any]]:
+    """Returns a function with the means of ``grad_fn`` over micro-batches."""
+    mean = lambda tree: jax.tree.map(lambda x: jnp.mean(x, axis=0), tree)
+
+    def averaged(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+      def add(total: Any, micro_batch: Any) -> tuple[Any, Any]:
+        value, grads = grad_fn(*self._put(args, micro_batch), **kwargs)
+        part = lambda t, g: g.astype(t.dtype)
+        if self.has_weight:
+          loss, (weight, aux) = value
+          own = _mean_weight(weight, None)
+          value = loss * own, weight, aux
+          part = lambda t, g: g.astype(t.dtype) * own.astype(t.dtype)
+        return jax.tree.map(lambda t, g: t + part(t, g), total, grads), value
+
+      n = self.argnums
+      params = args[n] if isinstance(n, int) else tuple(args[i] for i in n)
+      totals, value = lax.scan(add, jax.tree.map(_zeros, params), self._split(args))
+      share: Any = self.accumulate
+      if self.has_weight:
+        losses, weights, aux = value
+        share = _mean_weight(jnp.sum(weights), axis_name)
+        loss = jnp.sum(losses) / share
+        value = (loss, mean(aux)) if self.has_aux else loss
+      else:
+        value = mean(value)
+      divide = lambda t, x: (t / jnp.asarray(share, t.dtype)).astype(x.dtype)
+      return value, jax.tree.map(divide, totals, params)
+
+    return averaged
+
+  def _split(self, args: Any) -> tuple[Any, ...]:
+    """Returns the split arguments with a new first axis of micro-batches."""
+
+    def part(path: Any, x: Any) -> Any:
+      if not jnp.shape(x) or jnp.shape(x)[0] % self.accumulate:
+        raise ValueError(
+          "`accumulate` must divide the first axis of a worker's part of the batch, "
+          f"got {self.accumulate} and the shape {jnp.shape(x)} at "
+          f"{jax.tree_util.keystr(path)}."
+        )
+      rows = x.shape[0] // self.accumulate
+      return jnp.reshape(x, (self.accumulate, rows, *x.shape[1:]))
+
+    return tuple(jax.tree_util.tree_map_with_path(part, args[i]) for i in self.cut)
+
+  def _put(self, args: Any, micro_batch: Any) -> list[Any]:
+    """Returns the arguments of one micro-batch."""
+    own = list(args)
+    for i, x in zip(self.cut, micro_batch, strict=True):
+      own[i] = x
+    return own
+
+  def _weighed(self, result: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns total and weight, in float32 or wider, and aux, of a loss with a weight.
+
+    TypeError for a result of another form, or numbers that are not scalars.
+    """
+    match result:
+      case ((total, weight), aux) if self.has_aux:
+        pass
+      case (total, weight) if not self.has_aux:
+        aux = None
+      case _:
+        total = weight = aux = None
+    if not _is_number(total, jnp.floating) or not _is_number(weight, jnp.number):
+      form = "((total, weight), aux)" if self.has_aux else "(total, weight)"
+      raise TypeError(
+        f"`loss_fn` must return {form} with has_weight=True and has_aux={self.has_aux},"
+        " where total is a real float, the sum of weighted losses, and weight a number,"
+        f" the sum of their weights, got {jax.tree.map(jnp.shape, result)}."
+      )
+    wide = jnp.promote_types(jnp.result_type(total), jnp.float32)
+    weight = lax.stop_gradient(jnp.asarray(weight)).astype(wide)
+    return jnp.asarray(total).astype(wide), weight, aux
+
+
+def _mean_weight(weight: jax.Array, axis_name: AxisName | None) -> jax.Array:
+  """Returns the mean of the workers' weights; 1 if it is zero."""
+  if axis_name is not None:
+    weight = pmean(mark_varying(weight, axis_name), axis_name)
+  return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+
+def _is_number(x: Any, kind: Any) -> bool:
+  if x is None or not jax.tree_util.all_leaves([x]) or jnp.shape(x):
+    return False
+  return bool(jnp.issubdtype(jnp.result_type(x), kind))
+
+
+def _zeros(x: Any) -> jax.Array:
+  return jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
