@@ -1,6 +1,7 @@
 """Protocols of sparse codecs, which send some of the elements, and their helpers."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
@@ -197,6 +198,7 @@ def sent_of(density: float, size: int) -> int:
   return max(1, min(size, math.ceil(density * size * (1 - 2.0**-40))))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))  # leaves of a shape: traced once
 def sum_entries(
   codec: DroppingCodec, positions: jax.Array, values: jax.Array, scale: float
 ) -> jax.Array:
@@ -212,6 +214,7 @@ def sum_entries(
   return sparse.add_entries(shape, positions, values, scale)[:, None]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def sent_positions(codec: DroppingCodec, rows: jax.Array, size: int) -> jax.Array:
   """Returns the positions in a flat leaf of its nonzero entries: ``int32[entries]``.
 

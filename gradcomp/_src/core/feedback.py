@@ -1,6 +1,7 @@
 """Error feedback and momentum: the unsent part of a gradient joins the next one."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
@@ -249,6 +250,7 @@ def _add(updates: Any, tree: Any, factor: float) -> Any:
   )
 
 
+@functools.partial(jax.jit, static_argnums=0)  # leaves of a shape: traced once
 def _kept(
   decay: float,
   gradient: jax.Array,

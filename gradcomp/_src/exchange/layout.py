@@ -130,7 +130,7 @@ class Layout:
       leaves = {}
       for i in numbers:
         _, start, stop = self.slots[i]
-        own = tiles[start - first : stop - first]
+        own = jax.lax.slice_in_dim(tiles, start - first, stop - first)
         like = jax.ShapeDtypeStruct(self.view(i), jnp.float32)
         leaves[i] = from_tiles(own, like, self.codecs[group])
       return leaves

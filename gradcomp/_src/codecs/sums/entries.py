@@ -66,6 +66,7 @@ class Entries(Blocks):
       )
     return found
 
+  @functools.partial(jax.jit, static_argnums=(0, 2))
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     return sum_entries(self.codec, *self.codec.entries(rows), scale)
 
@@ -84,7 +85,10 @@ class Entries(Blocks):
       few = (stop - start) * codec.tile_size <= COPIED
       if few and together and stop - start < rows.shape[1]:
         return every()[start:stop]
-      return sum_entries(codec, positions[:, start:stop], values[:, start:stop], scale)
+      parts = (
+        jax.lax.slice_in_dim(x, start, stop, axis=1) for x in (positions, values)
+      )
+      return sum_entries(codec, *parts, scale)
 
     return decode
 

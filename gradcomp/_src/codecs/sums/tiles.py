@@ -1,6 +1,7 @@
 """Sums of decoded tiles in float32, encoded again before they travel."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ def sum_in_order(
 
 def cutter(tiles: jax.Array) -> Callable[[int, int], jax.Array]:
   """Returns a decoder that slices tiles, for tiles that are not encoded."""
-  return lambda start, stop: tiles[start:stop]
+  return lambda start, stop: jax.lax.slice_in_dim(tiles, start, stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Tiles(Facts):
       "gradcomp.dense() for the plain mean."
     }
 
+  @functools.partial(jax.jit, static_argnums=(0, 2))  # leaves of a shape: traced once
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     """Decodes K payloads, ``uint32[K, rows, words]``, and returns their scaled sum."""
     return scaled(self.codec.sum_rows(rows), scale)
@@ -76,7 +78,9 @@ class Tiles(Facts):
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
     del agreed
-    return lambda start, stop: self.mean(rows[:, start:stop], scale)
+    return lambda start, stop: self.mean(
+      jax.lax.slice_in_dim(rows, start, stop, axis=1), scale
+    )
 
   def gathered_loss(
     self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
