@@ -17,6 +17,7 @@ from gradcomp._src.kernels.common.dithers import (
   random_lanes,
   signed_lane,
 )
+from gradcomp._src.kernels.gpu import by_platform
 
 FRACTION = 16  # bits behind the point
 _HALF = 1 << (FRACTION - 1)
@@ -132,8 +133,7 @@ def exact_divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
   return jnp.where(jnp.abs(x) < jnp.inf, quotient, x)
 
 
-# Jitted like the cipher: the branch for GPUs is traced elsewhere too, so once a shape.
-@functools.partial(jax.jit, inline=True)
+@functools.partial(jax.jit, inline=True)  # like the cipher: once a shape
 def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """Returns ``x / divisor``, correctly rounded on every device."""
 
@@ -144,7 +144,7 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
     # last place, so that `exact_divide` takes its place there. Others divide correctly.
     return jax.lax.optimization_barrier(exact_divide(x, divisor))
 
-  return jax.lax.platform_dependent(x, divisor, cuda=exactly, default=jnp.divide)
+  return by_platform.call(x, divisor, cuda=exactly, default=jnp.divide)
 
 
 def inverse(top: float, scale: jax.Array, divide: Divide = divide) -> jax.Array:

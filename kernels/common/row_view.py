@@ -53,6 +53,7 @@ class RowView(NamedTuple):
 
     if len(self.matrices) == 1:
       return of(self.matrices[0])
+    function = jax.jit(function)  # traced once for all matrices
     branches = [functools.partial(of, matrix) for matrix in self.matrices]
     return lax.switch(self.number // count, branches)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -28,7 +28,7 @@ _MAY = {"params"}  # keys that a record may lack
 # A form is a type, a list with the form of all items, or a dict of keys and forms.
 _OPTION = {"type": str}
 _FIRST = {"format": int, "gradcomp": str}
-_WHOLE = {
+_WHOLE: dict[str, Any] = _FIRST | {
   "workers": [int],
   "stacked": bool,
   "transformations": [
@@ -44,23 +44,14 @@ _WHOLE = {
 }
 
 
-def check_first_form(name: str, record: Any) -> None:
-  """Raises TypeError unless a record has the number of its format."""
-  _refuse(name, _misfit(record, _FIRST, ""))
-
-
-def check_whole_form(name: str, record: Any) -> None:
-  """Raises TypeError unless a record of this format is complete."""
-  _refuse(name, _misfit(record, _FIRST | _WHOLE, ""))
-  for i, made in enumerate(record["transformations"]):
-    for leaf, kept in made["leaves"].items():
-      if not 0 <= kept["codec"] < len(made["codecs"]):
-        _refuse(
-          name, f"transformation {i} has no codec {kept['codec']}, that of {leaf}"
-        )
-
-
-def _refuse(name: str, wrong: str | None) -> None:
+def _check_form(name: str, value: Any, form: Any) -> None:
+  """Raises TypeError unless a record has a form, and the codecs that leaves number."""
+  wrong = _misfit(value, form, "")
+  if wrong is None and form is _WHOLE:
+    for i, made in enumerate(value["transformations"]):
+      for leaf, kept in made["leaves"].items():
+        if not 0 <= kept["codec"] < len(made["codecs"]):
+          wrong = f"transformation {i} has no codec {kept['codec']}, that of {leaf}"
   if wrong is not None:
     raise TypeError(
       f"`{name}` must be what gradcomp.checkpoint.record returned, but {wrong}; save "
@@ -180,8 +171,8 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
       and begin with the state of optimizer.init.
     See https://gradcomp.readthedocs.io/en/stable/operate/troubleshooting.html#a-state-that-this-optimizer-can-go-on-with
   """
-  check_first_form("saved", saved)
-  check_whole_form("record", record)
+  _check_form("saved", saved, _FIRST)
+  _check_form("record", record, _WHOLE)
   if saved["format"] != record["format"]:
     raise ValueError(
       f"`saved` must be of the format {record['format']}, which gradcomp "
@@ -189,29 +180,22 @@ def check_record(saved: Any, record: Mapping[str, Any]) -> None:
       f"{saved['gradcomp']}; go on with that version, or restore the parameters alone "
       "and begin with the state of optimizer.init."
     )
-  check_whole_form("saved", saved)
+  _check_form("saved", saved, _WHOLE)
   found = list(_differences(saved, record))
   if found:
-    told = ", ".join(f"{x.what} was {x.old} and is {x.new}" for x in found[:3])
+    told = ", ".join(f"{what} was {old} and is {new}" for what, old, new in found[:3])
+    cure = _RESHARD if found[0][0] == _WORKERS else _SAME
     more = f", and {len(found) - 3} more" if found[3:] else ""
     raise ValueError(
       "`saved` must be the record of a state that this optimizer can go on with, but "
-      f"{told}{more}. {found[0].cure}, or restore the parameters alone and begin with "
+      f"{told}{more}. {cure}, or restore the parameters alone and begin with "
       f"the state of optimizer.init.{see('a-state-that-this-optimizer-can-go-on-with')}"
     )
 
 
-_SAME = "Make the transformation that the state was saved with"
+_WORKERS = "the number of workers"
 _RESHARD = "Restore the state for as many workers, and take gradcomp.reshard_state"
-
-
-class _Difference(NamedTuple):
-  """A difference in words, with both values and the cure."""
-
-  what: str
-  old: Any
-  new: Any
-  cure: str = _SAME
+_SAME = "Make the transformation that the state was saved with"
 
 
 def _stacked(state: Any) -> bool:
@@ -280,70 +264,67 @@ def _plain(value: Any) -> Any:
 
 def _differences(
   saved: Mapping[str, Any], record: Mapping[str, Any]
-) -> Iterator[_Difference]:
-  """Yields differences; the first is the cause of the others."""
+) -> Iterator[tuple[str, Any, Any]]:
+  """Yields differences, with both values; the first is the cause of the others."""
   stacked = saved["stacked"] or record["stacked"]
   if stacked and saved["workers"] != record["workers"]:
     was, now = (" x ".join(map(str, x["workers"])) for x in (saved, record))
-    yield _Difference("the number of workers", was, now, _RESHARD)
+    yield _WORKERS, was, now
   old, new = saved["transformations"], record["transformations"]
   if len(old) != len(new):
-    yield _Difference("the number of gradcomp transformations", len(old), len(new))
+    yield "the number of gradcomp transformations", len(old), len(new)
     return
   for number, pair in enumerate(zip(old, new, strict=True)):
     where = f" of transformation {number}" if len(old) > 1 else ""
-    for found in _of_transformation(*pair, stacked):
-      yield found._replace(what=found.what + where)
+    lacking = zip(pair, pair[::-1], strict=True)
+    lists = [[x for x in a["leaves"] if x not in b["leaves"]] for a, b in lacking]
+    if any(lists):
+      was, now = (f"one with {_listed(x)}" if x else "one without" for x in lists)
+      yield "the list of leaves" + where, was, now
+    facts, others = (_facts(made, stacked) for made in pair)
+    for what, was in facts.items():
+      now = others.get(what, was)
+      if isinstance(was, dict):
+        was, now = _in_common(was, now)
+      if was != now:
+        yield what + where, _text(was), _text(now)
 
 
-def _of_transformation(
-  old: Mapping[str, Any], new: Mapping[str, Any], stacked: bool
-) -> Iterator[_Difference]:
-  """Yields the differences of one transformation."""
-  names = [name for name in old["leaves"] if name in new["leaves"]]
-  if len(names) < max(len(old["leaves"]), len(new["leaves"])):
-    lists = [[x for x in part["leaves"] if x not in names] for part in (old, new)]
-    texts = (f"one with {_listed(x)}" if x else "one without" for x in lists)
-    yield _Difference("the list of leaves", *texts)
-  for name in names:
-    shapes = [part["leaves"][name]["shape"] for part in (old, new)]
-    if shapes[0] != shapes[1]:
-      yield _Difference(f"the shape of {name}", *shapes)
-  for name in names:
-    codecs = (part["codecs"][part["leaves"][name]["codec"]] for part in (old, new))
-    yield from _option(f"the codec of {name}", *codecs)
-  yield from _option("the feedback", old["feedback"], new["feedback"])
-  none = {"type": "none"}
-  yield from _option(
-    "the codec of parameters", old.get("params", none), new.get("params", none)
-  )
-  delays = [part.get("delay", 0) for part in (old, new)]
-  if delays[0] != delays[1]:
-    yield _Difference("the delay", *delays)
-  if stacked and old["axes"] != new["axes"]:
-    yield _Difference("the axis of workers", old["axes"], new["axes"])
-  parts = [[x["leaves"] for x in part["owned"]] for part in (old, new)]
-  if parts[0] != parts[1]:
-    texts = ("; ".join(map(_listed, part)) or "nothing" for part in parts)
-    yield _Difference("what the owners of messages keep a part of", *texts)
-  else:
-    for a, b in zip(old["owned"], new["owned"], strict=True):
-      what = f"the exchange of {_listed(a['leaves'])}"
-      yield from _option(what, a["exchange"], b["exchange"])
+def _facts(made: Mapping[str, Any], stacked: bool) -> dict[str, Any]:
+  """Names the facts that give the arrays of a transformation their meaning."""
+  leaves, codecs, owned = made["leaves"], made["codecs"], made["owned"]
+  facts: dict[str, Any] = {
+    **{f"the shape of {x}": str([*kept["shape"]]) for x, kept in leaves.items()},
+    **{f"the codec of {x}": codecs[kept["codec"]] for x, kept in leaves.items()},
+    "the feedback": made["feedback"],
+    "the codec of parameters": made.get("params", {"type": "none"}),
+    "the delay": made.get("delay", 0),
+    "what the owners of messages keep a part of": [x["leaves"] for x in owned],
+  }
+  if stacked:
+    facts["the axis of workers"] = str([*made["axes"]])
+  for i, message in enumerate(owned):
+    what = f"the exchange of message {i}, of {_listed(message['leaves'])}"
+    facts[what] = message["exchange"]
+  return facts
 
 
-def _option(
-  what: str, old: Mapping[str, Any], new: Mapping[str, Any]
-) -> Iterator[_Difference]:
-  """Yields a difference of two options, in the fields that both have."""
+def _text(value: Any) -> str:
+  """Returns a value for an error, with the first of many leaves of messages."""
+  if not isinstance(value, list):
+    return str(value)
+  return "; ".join(map(_listed, value)) or "nothing"
+
+
+def _in_common(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
+  """Returns the texts of two options, of fields that both have and that differ."""
   # A field that only one version has must have a default that changes nothing.
   differ = [x for x in old if x in new and old[x] != new[x]]
   if "type" in differ:
-    yield _Difference(what, old["type"], new["type"])
-  elif differ:
-    fields = (", ".join(f"{x}={y[x]!r}" for x in differ) for y in (old, new))
-    texts = (f"{old['type']}({text})" for text in fields)
-    yield _Difference(what, *texts)
+    return old["type"], new["type"]
+  fields = (", ".join(f"{x}={y[x]!r}" for x in differ) for y in (old, new))
+  was, now = (f"{old['type']}({text})" for text in fields)
+  return was, now
 
 
 def _listed(names: list[str]) -> str:

@@ -52,10 +52,8 @@ def stored_of(x: np.ndarray, workers: int, blocks: int | None = None) -> Int8Res
     array([ 0.5,  1. , -2. ,  3. ], dtype=float32)
   """
   half = lambda part: jnp.full(part.shape, 1 << 15, jnp.uint16)
-  parts = [
-    to_int8(jnp.asarray(part), half(part), blocks) for part in np.split(x, workers)
-  ]
-  whole: Any = map(np.concatenate, zip(*parts, strict=True))
+  own = [to_int8(jnp.asarray(y), half(y), blocks) for y in np.split(x, workers)]
+  whole: Any = map(np.concatenate, zip(*own, strict=True))
   return Int8Residual(*whole)
 
 
@@ -65,14 +63,9 @@ def regroup_memory(
   """Regroups codec states for M workers, by axes and leaf.
 
   Shared state stays. A worker that stays keeps its own state, and others get the first
-  one. All do if shapes differ.
-
-  Args:
-    kept: the state of N workers, which may lack each worker's own part.
-    was: the shapes that ``init`` gives it for N workers.
-    like: the shapes for M workers.
-    first: the first state of one worker.
-    workers: N and M.
+  one. All do if shapes differ. ``kept`` may lack each worker's own part. ``was`` and
+  ``like`` are the shapes of ``init`` for N and for M ``workers``, and ``first`` is the
+  first state of one worker.
   """
   old, new = workers
   own: dict[Axes, dict[int, Any]] = {}

@@ -1,11 +1,12 @@
 """``reshard_state``: moves an optimizer state from N to M workers."""
 
+import functools
 from typing import Any, TypeVar
 
 import optax
 from jax.sharding import Mesh
 
-from gradcomp._src.checkpoint.placement import Placing
+from gradcomp._src.checkpoint.placement import mesh_to_go_on, placed
 from gradcomp._src.checkpoint.reshard_parts import Keep, Move
 from gradcomp._src.checkpoint.shapes import first_state_of, number_of_workers
 from gradcomp._src.checkpoint.validate import check_concrete, check_fits
@@ -103,7 +104,8 @@ def reshard_state(
   check_concrete(opt_state)
   old_workers = number_of_workers("old_workers", old_workers)
   workers = number_of_workers("workers", workers)
-  placing = Placing.on(mesh, axis_names(axis_name), workers)
+  names = axis_names(axis_name)
+  mesh = mesh_to_go_on(mesh, names, workers)
   old, new = (
     first_state_of(
       optimizer,
@@ -111,10 +113,10 @@ def reshard_state(
       workers=count,
       axis_name=axis_name,
       param_specs=param_specs,
-      mesh=placing.mesh,
+      mesh=mesh,
     )
     for count in (old_workers, workers)
   )
   check_fits(opt_state, old.shapes, old_workers)
-  move = Move(old_workers, workers, axis_names(axis_name), keep, old, new, placing)
-  return move.state(opt_state)
+  place = functools.partial(placed, mesh)
+  return Move(old_workers, workers, names, keep, old, new, place).state(opt_state)

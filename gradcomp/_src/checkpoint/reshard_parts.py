@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradcomp._src.checkpoint.placement import Placing, host_array
+from gradcomp._src.checkpoint.placement import host_array
 from gradcomp._src.checkpoint.regroup_workers import (
   floats_of,
   regroup_memory,
@@ -36,8 +36,8 @@ _Plans = Iterator[tuple[MessagePlan | None, MessagePlan | None]]
 class Move:
   """A move of a state from N to M workers, with the first states of both.
 
-  ``names`` are the axes of the workers; see :func:`gradcomp.reshard_state` for
-  ``keep``.
+  ``names`` are the axes of the workers, and ``place(x, spec, like)`` puts an array on
+  the devices; see :func:`gradcomp.reshard_state` for ``keep``.
   """
 
   old_workers: int
@@ -46,7 +46,7 @@ class Move:
   keep: Keep
   old: FirstState
   new: FirstState
-  placing: Placing
+  place: Callable[..., Any]
 
   def state(self, opt_state: Any) -> Any:
     """Moves a whole state."""
@@ -54,11 +54,7 @@ class Move:
     return self._tree(opt_state, like, zip(self.old.plans, self.new.plans, strict=True))
 
   def _tree(self, state: Any, like: tuple[Any, Any, Any], plans: _Plans) -> Any:
-    """Moves a tree of states.
-
-    ``like`` are its shapes for N workers, its shapes for M workers, and its specs for
-    these. ``plans`` are those of the states in it, for N and for M workers.
-    """
+    """Moves a tree of states; ``like`` are its shapes, old and new, and its specs."""
 
     def moved(node: Any, old: Any, new: Any, specs: Any) -> Any:
       if isinstance(node, CompressState):
@@ -70,13 +66,13 @@ class Move:
       if collects(node):
         inner = tuple(x.inner_opt_state for x in (old, new, specs))
         return optax.MultiStepsState(
-          mini_step=self.placing(node.mini_step, specs.mini_step),
-          gradient_step=self.placing(node.gradient_step, specs.gradient_step),
+          mini_step=self.place(node.mini_step, specs.mini_step),
+          gradient_step=self.place(node.gradient_step, specs.gradient_step),
           inner_opt_state=self._tree(node.inner_opt_state, inner, plans),
           acc_grads=jax.tree.map(self._addends, node.acc_grads, specs.acc_grads),
-          skip_state=jax.tree.map(self.placing, node.skip_state, specs.skip_state),
+          skip_state=jax.tree.map(self.place, node.skip_state, specs.skip_state),
         )
-      return self.placing(node, specs)
+      return self.place(node, specs)
 
     return jax.tree.map(moved, state, *like, is_leaf=_is_ours)
 
@@ -98,8 +94,8 @@ class Move:
     ]
     memory = self._memory(node, old, new, plans[1])
     return CompressState(
-      count=self.placing(node.count, specs.count),
-      key=self.placing(node.key, specs.key),
+      count=self.place(node.count, specs.count),
+      key=self.place(node.key, specs.key),
       residual=jax.tree.unflatten(treedef, residual),
       server_residual=owned and self._stacked(owned),
       memory=memory and Memory(*map(self._stacked, memory)),
@@ -111,7 +107,7 @@ class Move:
     result = {}
     for axes, own in arrays.items():
       spec = stacked_over(axes, axes)
-      result[axes] = jax.tree.map(lambda x, spec=spec: self.placing(x, spec), own)
+      result[axes] = jax.tree.map(lambda x, spec=spec: self.place(x, spec), own)
     return result
 
   def _residual(self, x: Any, spec: Any, more: np.ndarray | None) -> Any:
@@ -121,11 +117,11 @@ class Move:
     wide = floats_of(jax.tree.map(host_array, x), self.old_workers)
     blocks = x.scales.shape[-1] // (self.old_workers if x.scales.ndim == 1 else 1)
     stored = stored_of(self._regrouped(wide, more), self.workers, blocks)
-    return jax.tree.map(self.placing, stored, spec)
+    return jax.tree.map(self.place, stored, spec)
 
   def _addends(self, x: Any, spec: Any, more: np.ndarray | None = None) -> Any:
     """Moves an array that workers sum; each also gets ``more``."""
-    return self.placing(self._regrouped(host_array(x), more), spec, x)
+    return self.place(self._regrouped(host_array(x), more), spec, x)
 
   def _regrouped(self, x: np.ndarray, more: np.ndarray | None) -> np.ndarray:
     factor = self.workers / self.old_workers if self.keep == "mean" else 1.0
@@ -143,19 +139,17 @@ class Move:
     plans: tuple[MessagePlan | None, MessagePlan | None],
   ) -> tuple[Any, dict[int, np.ndarray]]:
     """Moves owner residuals; returns by leaf the parts that no owner keeps any more."""
-    given = node.server_residual
-    if given is None and old.server_residual is not None:
-      return None, {}  # made without the number of workers
-    if given is None and new.server_residual is None:
+    given, was, now = (x.server_residual for x in (node, old, new))
+    # There are none, or the state was made without the number of workers.
+    if given is None and (was is not None or now is None):
       return None, {}
     known = self._known(plans[0]), self._known(plans[1])
     factor = self.old_workers / self.workers if self.keep == "sum" else 1.0
     arrays = {axes: [*map(host_array, own)] for axes, own in (given or {}).items()}
-    shapes = [new.server_residual or {}, old.server_residual or {}]
-    places = {axes: self._places(axes) for found in shapes for axes in found}
-    moved = recut_owned(arrays, known, places, factor)
+    places = {axes: self._places(axes) for axes in {**(was or {}), **(now or {})}}
+    moved, left = recut_owned(arrays, known, places, factor)
     each = np.float32(1 / self.workers if self.keep == "addends" else factor)
-    return moved.owned or None, {i: x * each for i, x in moved.left.items()}
+    return moved or None, {i: x * each for i, x in left.items()}
 
   def _memory(
     self,
@@ -202,7 +196,7 @@ class Move:
     def moved(x: Any, spec: Any) -> Any:
       parts = np.split(host_array(x), self.old_workers)
       own = [parts[i % self.old_workers] for i in range(self.workers)]
-      return self.placing(np.concatenate(own), spec, x)
+      return self.place(np.concatenate(own), spec, x)
 
     return jax.tree.map(moved, node, specs)
 

@@ -21,13 +21,6 @@ from gradcomp._src.mesh.axes import Axes
 _Place = tuple[int, int]
 
 
-class Recut(NamedTuple):
-  """The owner residuals of M workers, by axes, and those without an owner, by leaf."""
-
-  owned: dict[Axes, tuple[np.ndarray, ...]]
-  left: dict[int, np.ndarray]
-
-
 class _Rows(NamedTuple):
   """The rows of a leaf: ``[places, rows, *tile_shape]``."""
 
@@ -41,16 +34,12 @@ def recut_owned(
   plans: tuple[MessagePlan, MessagePlan],
   places: Mapping[Axes, int],
   factor: float,
-) -> Recut:
-  """Moves owner residuals to other owners, and multiplies them by ``factor``.
+) -> tuple[dict[Axes, tuple[np.ndarray, ...]], dict[int, np.ndarray]]:
+  """Moves owner residuals of N workers to M, and multiplies them by ``factor``.
 
   A leaf may have other rows for M workers: a sparse codec has a range for each worker.
-
-  Args:
-    owned: the arrays of all N workers, by the axes that stack them.
-    plans: the messages of N and of M workers.
-    places: by axes, the number of a worker's shares along other axes.
-    factor: the factor of residuals.
+  ``places`` has, by axes, the number of a worker's shares along other axes. Returns the
+  arrays by axes, and by leaf the residuals that no worker owns any more.
   """
   old, new = plans
   waiting: dict[_Place, _Rows] = {}
@@ -73,7 +62,7 @@ def recut_owned(
           rows[:, slot.start : slot.stop] = moved * np.float32(factor)
       arrays.append(stack_rows(rows, new.workers))
     result[axes] = tuple(arrays)
-  return Recut(result, {i: _leaf(found) for (i, _), found in waiting.items()})
+  return result, {i: _leaf(found) for (i, _), found in waiting.items()}
 
 
 def recut_rows(

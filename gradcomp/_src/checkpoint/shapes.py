@@ -37,20 +37,12 @@ WORKERS_RULE = "a number of workers, 1 or more"
 
 
 class FirstState(NamedTuple):
-  """The shapes, specs and plans of the global state before the first step.
+  """The shapes, specs and plans of the global state before the first step."""
 
-  Attributes:
-    shapes: the shape and dtype of each global array, in the structure of the state.
-    specs: the ``PartitionSpec`` of each.
-    plans: the plan of each :class:`gradcomp.state.CompressState` in it, in order; None
-      if it is unknown, because no trace of ``init`` shows it.
-    sizes: the sizes of the axes of the mesh.
-  """
-
-  shapes: Any
-  specs: Any
-  plans: list[MessagePlan | None]
-  sizes: dict[str, int]
+  shapes: Any  # of each global array, in the structure of the state
+  specs: Any  # the ``PartitionSpec`` of each
+  plans: list[MessagePlan | None]  # of each CompressState; None if no trace shows it
+  sizes: dict[str, int]  # of the axes of the mesh
 
 
 def state_shapes(
@@ -113,12 +105,12 @@ def first_state_of(
 ) -> FirstState:
   """Traces ``optimizer.init`` in a map over N abstract workers, and reads the state.
 
-  ``param_specs`` are the specs of the parameters if the map makes all axes manual, or
-  None. ``mesh`` may have other axes that shard the parameters; by default it is the
-  mesh in their types.
+  ``param_specs`` are those of a map that makes all axes manual, or None. ``mesh`` may
+  have other axes that shard the parameters; by default it is the mesh in their types.
   """
   names = axis_names(axis_name)
-  abstract = _with_workers(mesh or mesh_of(params), names, workers)
+  around = mesh_of(params) if mesh is None or mesh.empty else mesh
+  abstract = _with_workers(around, names, workers)
   sizes = dict(abstract.shape)
   specs = jax.tree.map(lambda x: restrict_spec(typed_spec(x), sizes), params)
   if param_specs is not None:

@@ -1,6 +1,7 @@
 """PowerSGD: sends a leaf's matrix as a product of two thin ones, in two rounds."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
@@ -327,6 +328,7 @@ def _matrix(left: jax.Array, right: jax.Array) -> jax.Array:
 _orthonormal = jax.jit(jax.vmap(orthonormal))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))  # leaves of a shape: traced once
 def _random_rows(key: jax.Array, rows: int, columns: int) -> jax.Array:
   """Draws ``float32[rows, columns]``, multiples of 2**-23 from -1 to 1."""
   row = jnp.arange(rows, dtype=jnp.uint32)[:, None]

@@ -103,8 +103,8 @@ def encode_leaves(
   count = matrices[0].shape[0]
   result = []
   for i, (leaf, matrix) in enumerate(zip(leaves, matrices, strict=True)):
-    own = jax.tree.map(lambda x, i=i: x[i * count : (i + 1) * count], entries)
-    result.append(_rest(leaf, matrix, own))
+    cut = lambda x, i=i: jax.lax.slice_in_dim(x, i * count, (i + 1) * count)
+    result.append(_rest(leaf, matrix, jax.tree.map(cut, entries)))
   return entries.words, result
 
 
@@ -149,6 +149,7 @@ def encode_rows(
   return jax.lax.map(encode, jnp.arange(total, dtype=jnp.int32))
 
 
+@jax.jit  # leaves of a shape: traced once
 def _rest(leaf: jax.Array, matrix: jax.Array, own: SelectedEntries) -> jax.Array:
   """Returns the residual of a leaf, from the unsent values of its entries."""
   rest = own.rest

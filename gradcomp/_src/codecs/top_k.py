@@ -252,7 +252,8 @@ class TopK(SparseRows):
     rows = len(matrices[0])
     result = []
     for i, (old, rest) in enumerate(zip(given, rests, strict=True)):
-      own, kept = jax.tree.map(lambda x, i=i: x[i * rows :][:rows], (words, every))
+      cut = lambda x, i=i: jax.lax.slice_in_dim(x, i * rows, (i + 1) * rows)
+      own, kept = jax.tree.map(cut, (words, every))
       if self.selection == "sampled" and old is not None:
         kept = kept._replace(threshold=jnp.where(old > 0, old, kept.threshold))
       result.append(Encoded(own, rest, kept))

@@ -1,6 +1,7 @@
 """Error feedback and momentum: the unsent part of a gradient joins the next one."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
@@ -194,8 +195,9 @@ class MomentumFeedback(ErrorFeedback):
 
   def sent(self, updates: Any, momentum: Any) -> Any:
     with jax.named_scope("gradcomp_correct"):
-      accumulated = _add(updates, momentum, self.decay)
-      return _add(updates, accumulated, self.decay) if self.nesterov else accumulated
+      add = lambda g, x: _add(g, x, self.decay)
+      accumulated = jax.tree.map(add, updates, momentum)
+      return jax.tree.map(add, updates, accumulated) if self.nesterov else accumulated
 
   def keep(
     self,
@@ -239,16 +241,14 @@ def as_feedback(given: Any, codec: LeafCodec) -> Feedback:
   return given
 
 
-def _add(updates: Any, tree: Any, factor: float) -> Any:
-  """Returns ``factor * tree + updates``, float32."""
+@functools.partial(jax.jit, static_argnums=2)  # leaves of a shape: traced once
+def _add(g: jax.Array, x: jax.Array, factor: float) -> jax.Array:
+  """Returns ``factor * x + g``, float32."""
   # Product and sum are each rounded, so that all modes have the same bits.
-  return jax.tree.map(
-    lambda g, x: scaled(x.reshape(g.shape), factor) + g.astype(jnp.float32),
-    updates,
-    tree,
-  )
+  return scaled(x.reshape(g.shape), factor) + g.astype(jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnums=0)  # leaves of a shape: traced once
 def _kept(
   decay: float,
   gradient: jax.Array,

@@ -1,6 +1,7 @@
 """The next residual, computed from the unsent part in the memory of the old one."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +41,27 @@ def remainder(
       written, see ``materialize.updated_in_place``.
     key: makes the key for the rounding to fewer bits, ``uint32[2]``.
   """
+  draws = isinstance(old, Int8Residual) or old.dtype == jnp.bfloat16
+  return _remainder(unsent, mean, old, count, key() if draws else None)
+
+
+@jax.jit  # leaves of a shape: traced once
+def _remainder(
+  unsent: jax.Array,
+  mean: jax.Array,
+  old: Stored,
+  count: jax.Array,
+  key: Any,  # uint32[2], or None where nothing is rounded
+) -> tuple[Stored, jax.Array]:
   with jax.named_scope("gradcomp_residual"):
     if isinstance(old, Int8Residual):
       wide = unsent.astype(jnp.float32).reshape(old.codes.shape)
       new, count = _of_int8(wide, mean.reshape(wide.shape), old, count)
       blocks = old.scales.shape[-1]
-      return to_int8(new, lanes(key(), new.shape), blocks), count
+      return to_int8(new, lanes(key, new.shape), blocks), count
     usable = mean.reshape(unsent.shape)
     if old.dtype == jnp.bfloat16:
-      keep = _of_bfloat16(unsent, usable, lanes(key(), unsent.shape))
+      keep = _of_bfloat16(unsent, usable, lanes(key, unsent.shape))
     else:
       keep = _of_floats(unsent, usable)
     if unsent.shape == old.shape:

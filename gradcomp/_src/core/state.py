@@ -238,9 +238,13 @@ def step_keys(
   contexts = [Context()] * len(users)
   if numbers:
     worker = 0 if plan.axis_name is None else lax.axis_index(plan.axis_name)
-    common = _keys(state, [users[i][0] for i in numbers])
-    own = jax.vmap(fold_key, (0, None))(common, worker)
-    dithers = jax.vmap(dither, (0, None))(common, worker) if shared else None
+    stacked = _keys(state, [users[i][0] for i in numbers])
+    # Each is cut in one equation: to index key by key takes long to trace.
+    common = jnp.unstack(stacked)
+    own = jnp.unstack(jax.vmap(fold_key, (0, None))(stacked, worker))
+    dithers = (
+      jnp.unstack(jax.vmap(dither, (0, None))(stacked, worker)) if shared else None
+    )
     for k, i in enumerate(numbers):
       alike = users[i][1].facts.same_draws
       mine = common[k] if alike else own[k]

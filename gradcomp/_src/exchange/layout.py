@@ -140,7 +140,7 @@ class Layout:
         tiles = decoders[group](first, self.slots[numbers[-1]].stop)
         for i in numbers:
           _, start, stop = self.slots[i]
-          own = tiles[start - first : stop - first]
+          own = jax.lax.slice_in_dim(tiles, start - first, stop - first)
           like = jax.ShapeDtypeStruct(self.view(i), jnp.float32)
           leaves[i] = from_tiles(own, like, self.codecs[group])
     return leaves

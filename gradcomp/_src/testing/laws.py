@@ -1,7 +1,16 @@
 """The laws, one function each; :func:`gradcomp.testing.check_codec` tries them all.
 
-A law raises :class:`gradcomp.testing.BrokenLaw`. Laws share the compiled programs of a
-codec for leaves of one shape.
+A law raises :class:`gradcomp.testing.BrokenLaw`, or returns. These are its arguments:
+
+* ``codec``: the codec, as users make it.
+* ``x``: the leaf to try, or a leaf of the shape to try. By default it is Gaussian, of
+  two rows and a part of a third.
+* ``transformation``: an optax transformation with one of gradcomp's in it, over the
+  axis ``axis_name``.
+* ``gradients``: trees with leaves ``[N, ...]``, of N workers, one tree a step.
+* ``workers``: N.
+
+Laws share the compiled programs of a codec for leaves of one shape.
 """
 
 from gradcomp._src.testing.conservation import nothing_is_lost
@@ -29,19 +38,17 @@ from gradcomp._src.testing.pure import (
   same_bits_without_jit,
   sent_and_unsent_are_the_leaf,
 )
-from gradcomp._src.testing.range import (
-  half_precision_keeps_its_range,
-  large_numbers_keep_their_size,
-)
-from gradcomp._src.testing.scan import state_is_stable
 from gradcomp._src.testing.steps import (
   bytes_are_explained,
   non_finite_gradients_are_seen,
   same_bits_in_every_mode,
+  state_is_stable,
   workers_agree,
 )
 from gradcomp._src.testing.values import (
   constants_are_exact,
+  half_precision_keeps_its_range,
+  large_numbers_keep_their_size,
   non_finite_elements_are_seen,
   odd_sizes_work,
   padding_never_leaks,

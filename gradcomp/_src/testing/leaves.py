@@ -15,15 +15,17 @@ from gradcomp._src.floats.dtypes import has_smaller_range
 # Words of the golden ratio and of a hash, because no bit of them is special.
 KEY = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
 
+Gradients = Sequence[Any]  # trees with leaves [N, ...], one tree a step
+
 
 def gaussian(shape: int | tuple[int, ...], seed: int = 0) -> np.ndarray:
-  """Returns Gaussian numbers, ``float32``, equal for equal seeds.
-
-  Example:
-    >>> gaussian(3).shape, bool((gaussian(3) == gaussian(3)).all())
-    ((3,), True)
-  """
+  """Returns Gaussian numbers, ``float32``, equal for equal seeds."""
   return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def parts_of(codec: LeafCodec, shape: tuple[int, ...]) -> Sequence[Any]:
+  """Returns the rounds of a codec for a leaf of a shape."""
+  return codec.bind(Leaf(shape)).rounds(shape)
 
 
 def tile_of(codec: LeafCodec) -> int | None:
@@ -33,17 +35,13 @@ def tile_of(codec: LeafCodec) -> int | None:
     >>> tile_of(gradcomp.codecs.QSGD(bits=4)), tile_of(gradcomp.codecs.TopK())
     (4096, None)
   """
-  found = set()
-  for shape in ((6, 13), (45, 46)):
-    parts = codec.bind(Leaf(shape)).rounds(shape)
-    found |= {part.codec.tile_size if part.of_leaf else None for part in parts}
+  parts = [part for shape in ((6, 13), (45, 46)) for part in parts_of(codec, shape)]
+  found = {part.codec.tile_size if part.of_leaf else None for part in parts}
   return found.pop() if len(found) == 1 else None
 
 
 def ragged(codec: LeafCodec) -> tuple[int, ...]:
-  """Returns the shape of a leaf of two rows and a part of a third.
-
-  If rows depend on the leaf, it is a matrix.
+  """Returns a shape of two rows and a part of a third; or of a matrix, without rows.
 
   Example:
     >>> ragged(gradcomp.codecs.QSGD(bits=4)), ragged(gradcomp.codecs.PowerSGD())
@@ -69,13 +67,8 @@ def key_of(codec: LeafCodec, key: ArrayLike) -> jax.Array | None:
   return jnp.asarray(key) if codec.needs_key else None
 
 
-Gradients = Sequence[Any]  # trees with leaves [N, ...], one tree a step
-
-
 def near_the_top(shape: tuple[int, ...], dtype: DTypeLike, seed: int = 0) -> np.ndarray:
-  """Returns gradients ``[N, ...]``; a sum of three overflows the dtype.
-
-  All workers agree on the signs.
+  """Returns gradients ``[N, ...]`` of equal signs; a sum of three overflows the dtype.
 
   Example:
     >>> bool(abs(near_the_top((3, 2), jnp.float16).sum(0)).min() > 65504)

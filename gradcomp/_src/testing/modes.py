@@ -17,14 +17,7 @@ from gradcomp._src.core.state import CompressState, is_state
 from gradcomp._src.floats.dtypes import addend_dtype
 from gradcomp._src.mesh.shard_maps import unreduce
 
-__all__ = [
-  "Run",
-  "lowered",
-  "mapped",
-  "mesh",
-  "modes_for",
-  "run",
-]
+__all__ = ["Run", "modes_for", "run"]
 
 # Maps, in which the mean of the workers' gradients is taken.
 MODES = ("shard_map", "shard_map_unchecked", "pmap", "vmap")
@@ -68,19 +61,7 @@ def modes_for(workers: int) -> tuple[str, ...]:
 def mesh(
   workers: int, kind: AxisType = AxisType.Auto, *, axis_name: str = "data"
 ) -> Mesh:
-  """Returns a mesh of the first N devices.
-
-  Args:
-    workers: the number of devices.
-    kind: the type of the axis.
-    axis_name: its name.
-
-  Returns:
-    The mesh.
-
-  Raises:
-    ValueError: there are fewer.
-  """
+  """Returns a mesh of the first N devices."""
   devices = jax.devices()[:workers]
   if len(devices) < workers:
     raise ValueError(
@@ -128,9 +109,8 @@ def run(
     unstacked = functools.partial(_unstacked, workers=workers, axis_name=axis_name)
     state = jax.tree.map(unstacked, state, specs)
   if mode == EXPLICIT:
-    state = jax.tree.map(
-      lambda x: _of_sums(x, workers) if is_state(x) else x, state, is_leaf=is_state
-    )
+    scaled = lambda x: _of_sums(x, workers) if is_state(x) else x
+    state = jax.tree.map(scaled, state, is_leaf=is_state)
   return Run(outputs, state)
 
 
@@ -141,20 +121,7 @@ def lowered(
   axis_name: str = "data",
   workers: int,
 ) -> jax.stages.Lowered:
-  """Lowers a step with its ``init`` in ``shard_map``, for ``wire_report``.
-
-  Args:
-    transformation: the transformation over the axis.
-    params: the parameters, or their shapes, whole.
-    axis_name: the name of the axis.
-    workers: the number of workers.
-
-  Returns:
-    The lowered program.
-
-  Raises:
-    ValueError: there are fewer devices than workers.
-  """
+  """Lowers a step with its ``init`` in ``shard_map``, for ``wire_report``."""
 
   def local(gradient: Any) -> Any:
     gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
@@ -182,20 +149,7 @@ def mapped(
   *,
   axis_name: str = "data",
 ) -> Mapped:
-  """Returns ``update`` of all workers, cached with its compiled programs.
-
-  Args:
-    mode: one of ``modes_for(workers)``.
-    transformation: over the axis.
-    workers: the number of workers.
-    axis_name: the name of the axis.
-
-  Returns:
-    ``update(gradients, state or None, params)``, of arrays with a first axis of N.
-
-  Raises:
-    ValueError: ``mode`` is unknown.
-  """
+  """Returns ``update`` of all workers, cached with its compiled programs."""
   if mode not in _MAPS:
     raise ValueError(f"`mode` must be one of {tuple(_MAPS)}, got {mode!r}.")
   return _MAPS[mode](transformation, workers, axis_name)
@@ -229,13 +183,31 @@ def _replicated_map(
   workers: int,
   axis_name: str,
 ) -> Mapped:
+  """Maps ``init`` too, for the second stage counts the workers."""
   update = transform(transformation.update, axis_name=axis_name)
   init = transform(transformation.init, axis_name=axis_name)
 
   def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    if state is None:  # inside the map, for the second stage counts the workers
+    if state is None:
       state = init(jax.tree.map(lambda leaf: jnp.stack([leaf] * workers), params))
     return update(gradient, state)
+
+  return mapped
+
+
+def _on_devices(
+  devices: Mesh,
+  transformation: optax.GradientTransformation,
+  axis_name: str,
+  update: Callable[[Any, Any, Any], tuple[Any, Any]],
+) -> Mapped:
+  """Calls ``init`` in the mesh, and ``update`` with one gradient on each device."""
+
+  def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    with jax.set_mesh(devices):
+      state = transformation.init(params) if state is None else state
+    gradient = jax.device_put(gradient, NamedSharding(devices, P(axis_name)))
+    return update(gradient, state, params)
 
   return mapped
 
@@ -243,22 +215,18 @@ def _replicated_map(
 def _explicit(
   transformation: optax.GradientTransformation, workers: int, axis_name: str
 ) -> Mapped:
-  devices = mesh(workers, AxisType.Explicit, axis_name=axis_name)
-
   @jax.jit
-  def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+  def step(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
     wide = lambda leaf: leaf.astype(addend_dtype(leaf.dtype))
     addends = jax.tree.map(lambda leaf: wide(leaf) * (1 / workers), gradient)
     return transformation.update(unreduce(addends, axis_name), state, params)
 
-  def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    with jax.set_mesh(devices):
-      state = transformation.init(params) if state is None else state
-    gradient = jax.device_put(gradient, NamedSharding(devices, P(axis_name)))
-    output, state = update(gradient, state, params)
+  def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    output, state = step(gradient, state, params)
     return jax.tree.map(lambda leaf: np.stack([leaf] * workers), output), state
 
-  return mapped
+  devices = mesh(workers, AxisType.Explicit, axis_name=axis_name)
+  return _on_devices(devices, transformation, axis_name, update)
 
 
 def _sharded_map(
@@ -269,36 +237,31 @@ def _sharded_map(
 ) -> Mapped:
   devices = mesh(workers, axis_name=axis_name)
 
+  def local(gradient: Any, state: Any) -> tuple[Any, Any]:
+    gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
+    output, state = transformation.update(gradient, state)
+    return jax.tree.map(lambda leaf: leaf[None], output), state
+
   @jax.jit
-  def update(gradient: Any, state: Any) -> tuple[Any, Any]:
+  def step(gradient: Any, state: Any) -> tuple[Any, Any]:
     specs = state_specs(state, axis_name=axis_name)
-
-    def local(gradient: Any, state: Any) -> tuple[Any, Any]:
-      gradient = jax.tree.map(lambda leaf: leaf[0], gradient)
-      output, state = transformation.update(gradient, state)
-      return jax.tree.map(lambda leaf: leaf[None], output), state
-
     # Unchecked, the outputs are sharded like the gradients, so that each worker's own
     # copy comes back; checked, P() is accepted only because they are proved equal.
-    out = P() if check_vma else P(axis_name)
     return jax.shard_map(
       local,
       mesh=devices,
       in_specs=(P(axis_name), specs),
-      out_specs=(out, specs),
+      out_specs=(P() if check_vma else P(axis_name), specs),
       check_vma=check_vma,
     )(gradient, state)
 
-  def mapped(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    with jax.set_mesh(devices):
-      state = transformation.init(params) if state is None else state
-    gradient = jax.device_put(gradient, NamedSharding(devices, P(axis_name)))
-    output, state = update(gradient, state)
+  def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    output, state = step(gradient, state)
     if check_vma:
       output = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * workers), output)
     return output, state
 
-  return mapped
+  return _on_devices(devices, transformation, axis_name, update)
 
 
 def _vmap(function: Callable[..., Any], axis_name: str) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Laws of random rounding: no bias, keys that decide, and errors that cancel."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,27 +13,34 @@ from gradcomp._src.codecs.sums.records import Context, Leaf
 from gradcomp._src.codecs.tiles import from_tiles, tile_shape
 from gradcomp._src.core.transform import compress
 from gradcomp._src.kernels.common.dithers import dither
-from gradcomp._src.testing.broken import BrokenLaw, difference
-from gradcomp._src.testing.leaves import KEY, first_context, gaussian, leaf_of, tile_of
+from gradcomp._src.testing.broken import Findings, difference, law
+from gradcomp._src.testing.leaves import (
+  KEY,
+  first_context,
+  gaussian,
+  leaf_of,
+  parts_of,
+  tile_of,
+)
 from gradcomp._src.testing.trial import decode, encode, trial
 
 
+@law(look="how `encode_rows` rounds, or the fact `unbiased`")
 def mean_is_the_leaf(
   codec: LeafCodec,
   x: ArrayLike | None = None,
   draws: int = 1000,
-  z: float = 5.0,
   *,
   mean: ArrayLike | None = None,
   step: ArrayLike | None = None,
   context: Context | None = None,
   workers: int = 0,
-) -> None:
+) -> Findings:
   """The mean of many encodings is the leaf: a z-test of an unbiased codec.
 
-  For every element, ``|mean - x| <= z sigma / sqrt(draws)``; and more sharply for the
-  mean error of all elements, and of their magnitudes, because errors of elements are
-  independent. With z = 5 and at most 10^4 elements a right codec fails with
+  For every element, ``|mean - x| <= z sigma / sqrt(draws)``, with ``z = 5``; and more
+  sharply for the mean error of all elements, and of their magnitudes, because errors of
+  elements are independent. With at most 10^4 elements a right codec fails with
   probability 6e-3. The keys are fixed, so it does so always or never. An element
   between two levels that are a step apart has sigma <= step / 2; the fixed-point grid
   of 16-bit dithers adds 2^-16 of a step.
@@ -42,7 +50,6 @@ def mean_is_the_leaf(
     x: a leaf; by default 500 Gaussian numbers, of which the last are the first ones
       negated, so that most places of a bucket have both signs.
     draws: the number of keys.
-    z: standard deviations.
     mean: the expected mean of a codec that clips, in place of the leaf.
     step: the steps between levels, of all elements or of each; by default twice the
       largest error.
@@ -56,21 +63,18 @@ def mean_is_the_leaf(
   """
   half = gaussian(256)
   leaf = np.concatenate([half, -half])[:500] if x is None else np.asarray(x)
-  target = leaf if mean is None else np.asarray(mean)
-  masks = None if not workers else jnp.arange(workers)
 
   def error(x: jax.Array, target: jax.Array, key: jax.Array) -> jax.Array:
     def one(number: jax.Array | None) -> jax.Array:
       own = context
       if number is not None:
-        drawn = dither(key, number)
         bound = Leaf(x.shape)
         own = context or first_context(codec.bind(bound), bound)
-        own = own._replace(dither=drawn)
+        own = own._replace(dither=dither(key, number))
       value = decode(codec, encode(codec, x, key, own), x)
       return value.astype(jnp.float32) - target
 
-    return one(None)[None] if masks is None else jax.vmap(one)(masks)
+    return jax.vmap(one)(jnp.arange(workers)) if workers else one(None)[None]
 
   @jax.jit
   def total(x: jax.Array, target: jax.Array, keys: jax.Array) -> list[jax.Array]:
@@ -83,101 +87,79 @@ def mean_is_the_leaf(
     zeros = jnp.zeros((max(workers, 1), *x.shape), jnp.float32)
     return jax.lax.scan(add, [zeros] * 3, keys)[0]
 
-  keys = np.stack([np.full(draws, KEY[0]), np.arange(draws, dtype=np.uint32)], axis=1)
-  found = total(jnp.asarray(leaf), jnp.asarray(target), jnp.asarray(keys))
-  first, second, most = (np.asarray(part, np.float64) for part in found)
+  target = leaf if mean is None else np.asarray(mean)
+  sums = total(jnp.asarray(leaf), jnp.asarray(target), _keys(draws))
+  first, second, most = (np.asarray(part, np.float64) for part in sums)
   first, second = first / draws, second / draws
   size = 2 * most.max(initial=0.0) if step is None else np.asarray(step)
   # An element that rounds up with a probability below about 1 / draws may never do so:
   # its sample sigma is then too small; one more draw of a step covers it.
-  slack = (z * z / draws + 2.0**-16) * size
-  bound = z * np.sqrt(np.maximum(second, 0) / draws) + slack
-  pooled = z * np.sqrt(second.sum() / draws) / first.size + 2.0**-16 * np.max(size)
-  _check_bias(codec, first, bound, pooled, leaf, draws)
+  slack = (_Z * _Z / draws + 2.0**-16) * size
+  bound = _Z * np.sqrt(np.maximum(second, 0) / draws) + slack
+  pooled = _Z * np.sqrt(second.sum() / draws) / first.size + 2.0**-16 * np.max(size)
+  for found in _biases(first, np.broadcast_to(bound, first.shape), pooled, leaf):
+    yield codec, f"be unbiased: its mean over {draws} keys is to be the leaf", found
 
 
-def _check_bias(
-  codec: LeafCodec,
-  first: np.ndarray,
-  bound: np.ndarray,
-  pooled: float,
-  leaf: np.ndarray,
-  draws: int,
-) -> None:
-  """Raises BrokenLaw for mean errors, ``[masks, elements]``, beyond their bounds."""
-  at = first.size and int(np.argmax(np.abs(first) - bound))
-  told = None
+_Z = 5.0  # standard deviations
+
+
+def _keys(draws: int) -> jax.Array:
+  words = np.arange(draws, dtype=np.uint32)
+  return jnp.asarray(np.stack([np.full_like(words, KEY[0]), words], axis=1))
+
+
+def _biases(
+  first: np.ndarray, bound: np.ndarray, pooled: float, leaf: np.ndarray
+) -> Iterator[str]:
+  """Yields the mean errors, ``[masks, *leaf]``, that are beyond their bounds."""
   if not np.isfinite(first).all():
-    told = "some are not finite"
-  elif not (np.abs(first) <= bound).all():
-    flat, where = first.ravel(), at % max(leaf.size, 1)
-    told = (
-      f"that of element {where}, {leaf.flat[where]}, is off by {flat[at]:.3g}, where "
-      f"chance gives at most {np.broadcast_to(bound, first.shape).ravel()[at]:.3g}"
+    yield "some are not finite"
+  at = np.unravel_index(np.argmax(np.abs(first) - bound), first.shape)
+  if not np.abs(first[at]) <= bound[at]:
+    yield (
+      f"that of element {np.ravel_multi_index(at[1:], leaf.shape)}, {leaf[at[1:]]}, is "
+      f"off by {first[at]:.3g}, where chance gives at most {bound[at]:.3g}"
     )
-  else:
-    shrunk = first * np.sign(leaf)
-    for name, mean in (("all errors", first.mean()), ("magnitudes", shrunk.mean())):
-      if abs(mean) > pooled:
-        told = (
-          f"the mean of {name} is off by {mean:.3g}, where chance gives at most "
-          f"{pooled:.3g}"
-        )
-  if told:
-    raise BrokenLaw(
-      "mean_is_the_leaf",
-      codec,
-      f"be unbiased: its mean over {draws} keys is to be the leaf",
-      told,
-      "how `encode_rows` rounds, or the fact `unbiased`",
-    )
+  shrunk = first * np.sign(leaf)
+  for name, mean in (("all errors", first.mean()), ("magnitudes", shrunk.mean())):
+    if abs(mean) > pooled:
+      yield (
+        f"the mean of {name} is off by {mean:.3g}, where chance gives at most "
+        f"{pooled:.3g}"
+      )
 
 
-def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> None:
+@law(look="`encode`")
+def key_decides_the_bits(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """Equal keys give equal rows, and other keys give others.
 
-  Args:
-    codec: the codec.
-    x: a leaf; by default one that ends within a tile.
-
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.key_decides_the_bits(gradcomp.codecs.QSGD(bits=4))
+    >>> gradcomp.testing.laws.key_decides_the_bits(gradcomp.codecs.QSGD(bits=4))
   """
   leaf = leaf_of(codec, x)
   rows = [trial(codec, leaf, key).payload.rows for key in (KEY, KEY, KEY + 1)]
+  yield codec, "encode alike by one key", difference(rows[1], rows[0])
   differ = difference(rows[0], rows[2]) is not None
-  if told := difference(rows[1], rows[0]):
-    raise BrokenLaw(
-      "key_decides_the_bits", codec, "encode alike by one key", told, "`encode`"
-    )
   if differ != codec.needs_key:
-    raise BrokenLaw(
-      "key_decides_the_bits",
-      codec,
-      "draw by its key" if codec.needs_key else "draw nothing",
-      "another key gives " + ("other rows" if differ else "the same rows"),
-      "the fact `needs_key`",
-    )
+    expected = "draw by its key" if codec.needs_key else "draw nothing"
+    found = f"another key gives {'other rows' if differ else 'the same rows'}"
+    yield codec, expected, found, "the fact `needs_key`"
 
 
-def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> None:
+@law(look="`encode`, which may choose by `key` alone, not by values or by the mask")
+def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """Where payloads add up entry by entry, all workers send the same elements.
 
   This holds for a codec whose sums have ``same_draws``, such as ``RandomK``: a key of
   all workers chooses the elements, for any values and masks of a worker.
 
-  Args:
-    codec: the codec.
-    x: a leaf; by default one that ends within a tile.
-
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.workers_choose_alike(gradcomp.codecs.RandomK(density=0.1))
+    >>> codec = gradcomp.codecs.RandomK(density=0.1)
+    >>> gradcomp.testing.laws.workers_choose_alike(codec)
   """
   leaf = leaf_of(codec, x)
-  (part, *_) = codec.bind(Leaf(leaf.shape)).rounds(leaf.shape)
-  total = part.codec.sums
+  total = parts_of(codec, leaf.shape)[0].codec.sums
   if not total.facts.same_draws:
     return
 
@@ -191,19 +173,18 @@ def workers_choose_alike(codec: LeafCodec, x: ArrayLike | None = None) -> None:
   first, second = (positions(y, i) for i, y in enumerate((leaf, 1 - 2 * leaf)))
   if first is None or second is None:
     return
-  if told := difference(np.sort(second), np.sort(first)):
-    raise BrokenLaw(
-      "workers_choose_alike",
-      codec,
-      "send the same elements from all workers, whose values are added by place",
-      f"of the positions of worker 1 {told}",
-      "`encode`, which may choose by `key` alone, not by values or by the mask",
-    )
+  told = difference(np.sort(second), np.sort(first))
+  expected = "send the same elements from all workers, whose values are added by place"
+  yield codec, expected, told and f"of the positions of worker 1 {told}"
 
 
+@law(
+  look="`context.dither`, whose third word is the worker's mask, to be XORed with what "
+  "is drawn; magnitudes need signed_lane"
+)
 def errors_of_workers_cancel(
   codec: LeafCodec, most: float = 1.0, *, workers: int = 8, size: int = 2**14
-) -> None:
+) -> Findings:
   """With shared dithers the error of the mean has at most the variance without.
 
   The law compares the squared error of the workers' sum with the sum of their squared
@@ -212,7 +193,7 @@ def errors_of_workers_cancel(
   apply their masks. The standard deviation follows from elements being uncorrelated.
 
   Args:
-    codec: an unbiased codec that needs a key.
+    codec: an unbiased codec that needs a key; others pass.
     most: the largest ratio; five standard deviations more are allowed.
     workers: N.
     size: the elements of the Gaussian leaves.
@@ -221,9 +202,8 @@ def errors_of_workers_cancel(
     >>> from gradcomp.testing import laws
     >>> laws.errors_of_workers_cancel(gradcomp.codecs.QSGD(bits=4), most=0.51)
   """
-  leaf = Leaf((size,))
-  (part, *_) = codec.bind(leaf).rounds(leaf.shape)
-  if not codec.needs_key or not codec.unbiased or part.codec.facts.same_draws:
+  facts = parts_of(codec, (size,))[0].codec.facts
+  if not codec.needs_key or not codec.unbiased or facts.same_draws:
     return
   x = gaussian((workers, size))
   tx = compress(
@@ -232,23 +212,19 @@ def errors_of_workers_cancel(
   update = lambda x: tx.update(x, tx.init(x))[0]
   sent = jax.jit(jax.vmap(update, axis_name="data"))(x)
   ratio, spread = variance_of_sums(np.asarray(sent, np.float64) - x, axis=0)
-  if ratio > most + 5 * spread:
-    raise BrokenLaw(
-      "errors_of_workers_cancel",
+  if ratio > most + _Z * spread:
+    yield (
       codec,
       f"have errors whose sum over {workers} workers has at most {most} of the "
       "variance of independent ones",
       f"it has {ratio:.3f}, give or take {spread:.3f}",
-      "`context.dither`, whose third word is the worker's mask, to be XORed with what "
-      "is drawn; magnitudes need signed_lane",
     )
 
 
 def variance_of_sums(errors: np.ndarray, axis: int) -> tuple[float, float]:
   """Returns the variance of sums along an axis, relative to independent errors.
 
-  Returns:
-    The mean square of a sum over the sum of mean squares, and its standard deviation.
+  The mean square of a sum over the sum of mean squares, and its standard deviation.
 
   Example:
     >>> variance_of_sums(np.ones((3, 10)), axis=0)[0]
@@ -263,24 +239,24 @@ def variance_of_sums(errors: np.ndarray, axis: int) -> tuple[float, float]:
 _ROWS = 4  # the last is cut short
 
 
-def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> None:
+@law(
+  look="the shape that `encode_rows` draws for, which is that of all rows, and "
+  "which of `random_lanes` each plane takes"
+)
+def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> Findings:
   """No two elements round by the same random bits, in any row or plane.
 
   A codec may be unbiased nevertheless. But the errors of elements that share their bits
   add up, as in the mean over a layer.
 
-  The law sends positive numbers, the same ones in every bucket. It adds up the errors
-  of all buckets at one place, and of all elements of a bucket. If errors are
-  independent, the variance of a sum is the sum of variances. If all rows have the same
-  bits, it is larger by the number of rows. Five standard deviations are allowed.
-
-  Args:
-    codec: a codec that needs a key, with the same rows for all leaves.
-    draws: the number of keys.
+  The law sends positive numbers, the same ones in every bucket, by ``draws`` keys. It
+  adds up the errors of all buckets at one place, and of all elements of a bucket. If
+  errors are independent, the variance of a sum is the sum of variances. If all rows
+  have the same bits, it is larger by the number of rows. Five standard deviations are
+  allowed. A codec that needs no key passes, and one whose rows depend on the leaf.
 
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.elements_draw_apart(gradcomp.codecs.QSGD(bits=4))
+    >>> gradcomp.testing.laws.elements_draw_apart(gradcomp.codecs.QSGD(bits=4))
   """
   tile = tile_of(codec)
   if not codec.needs_key or tile is None:
@@ -294,23 +270,19 @@ def elements_draw_apart(codec: LeafCodec, draws: int = 32) -> None:
   tiles = np.resize(np.abs(gaussian(width)), (_ROWS, *tile_shape(bound)))
   like = jax.ShapeDtypeStruct((size - width // 2,), jnp.float32)
   x = from_tiles(jnp.asarray(tiles), like, bound)
-  keys = np.stack([np.full(draws, KEY[0]), np.arange(draws, dtype=np.uint32)], axis=1)
 
   @jax.jit
   def sent(x: jax.Array, keys: jax.Array) -> jax.Array:
     return jax.lax.map(lambda key: bound.payload_tiles(encode(codec, x, key)), keys)
 
-  found = np.asarray(sent(x, jnp.asarray(keys)), np.float64)
+  found = np.asarray(sent(x, _keys(draws)), np.float64)
   errors = (found - found.mean(axis=0)).reshape(draws, -1, width)
   for axis, these in ((1, "at one place of all buckets"), (2, "of a bucket")):
     ratio, spread = variance_of_sums(errors, axis)
-    if ratio > 1 + 5 * spread:
-      raise BrokenLaw(
-        "elements_draw_apart",
+    if ratio > 1 + _Z * spread:
+      yield (
         codec,
         "draw for each element anew, so that errors are independent",
         f"the errors {these} have a sum with {ratio:.3f} times the variance of "
         f"independent ones, give or take {spread:.3f}",
-        "the shape that `encode_rows` draws for, which is that of all rows, and "
-        "which of `random_lanes` each plane takes",
       )

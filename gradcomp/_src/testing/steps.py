@@ -1,4 +1,4 @@
-"""Laws of transformations: updates, states and bytes of workers, step by step."""
+"""Laws of transformations: updates, states, residuals and bytes of workers' steps."""
 
 import math
 from collections.abc import Sequence
@@ -8,28 +8,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
+from gradcomp._src.checkpoint.shapes import state_shapes
+from gradcomp._src.checkpoint.specs import state_specs
 from gradcomp._src.core.residual_storage import is_stored, read_residual
 from gradcomp._src.core.state import is_state, states_in
 from gradcomp._src.report.explain import explain
 from gradcomp._src.report.wire_report import wire_report
 from gradcomp._src.testing import modes
-from gradcomp._src.testing.broken import BrokenLaw, described, difference
+from gradcomp._src.testing.broken import Findings, described, difference, law
 from gradcomp._src.testing.leaves import Gradients, workers_of, zipped
 
+_SUBJECT = "the transformation"
 
+
+@law(look="what workers decode: it must be the same bytes")
 def workers_agree(
   transformation: optax.GradientTransformation,
   gradients: Gradients,
   *,
   axis_name: str = "data",
-) -> None:
+) -> Findings:
   """Every worker gets the same bits, with the shapes and dtypes of the gradients.
-
-  Args:
-    transformation: over the axis.
-    gradients: trees with leaves ``[N, ...]``, one tree a step.
-    axis_name: the name of the axis.
 
   Example:
     >>> from gradcomp.testing import laws
@@ -42,30 +45,25 @@ def workers_agree(
       told = difference(got, np.broadcast_to(np.asarray(got)[:1], got.shape), bits=True)
       if (got.shape, got.dtype) != (like.shape, like.dtype):
         told = f"it is {described(got)} in place of {described(like)}"
-      if told:
-        raise BrokenLaw(
-          "workers_agree",
-          "the transformation",
-          "return the same updates on all workers, like the gradients",
-          f"in step {step} of {path}, [worker, ...], {told}",
-          "what workers decode: it must be the same bytes",
-        )
+      found = told and f"in step {step} of {path}, [worker, ...], {told}"
+      yield (
+        _SUBJECT,
+        "return the same updates on all workers, like the gradients",
+        found,
+      )
 
 
+@law(look="products that a compiler adds without rounding them first, and keys")
 def same_bits_in_every_mode(
   transformation: optax.GradientTransformation,
   gradients: Gradients,
   places: Sequence[str] | None = None,
   *,
   axis_name: str = "data",
-) -> None:
+) -> Findings:
   """All modes have the bits of emulated workers, in updates and states.
 
-  Args:
-    transformation: over the axis.
-    gradients: trees with leaves ``[N, ...]``, one tree a step.
-    places: the modes; by default all of ``modes.modes_for``.
-    axis_name: the name of the axis.
+  ``places`` are the modes, by default all of ``modes.modes_for``.
 
   Example:
     >>> from gradcomp.testing import laws
@@ -73,112 +71,16 @@ def same_bits_in_every_mode(
     >>> steps = [{"w": jax.random.normal(jax.random.key(0), (2, 600))}]
     >>> laws.same_bits_in_every_mode(tx, steps, ["shard_map"])
   """
-  workers = workers_of(gradients)
+  every = modes.modes_for(workers_of(gradients)) if places is None else places
   expected = modes.run("vmap", transformation, gradients, axis_name=axis_name)
-  for mode in modes.modes_for(workers) if places is None else places:
+  for mode in every:
     if mode == "vmap":
       continue
     found = modes.run(mode, transformation, gradients, axis_name=axis_name)
     for path, got, own in zipped(_kept(found), _kept(expected)):
-      if told := difference(got, own, bits=True):
-        raise BrokenLaw(
-          "same_bits_in_every_mode",
-          "the transformation",
-          f"have the bits in {mode} that it has in jax.vmap",
-          f"of {path}, [worker, ...], {told}",
-          "products that a compiler adds without rounding them first, and keys",
-        )
-
-
-def non_finite_gradients_are_seen(
-  transformation: optax.GradientTransformation,
-  gradients: Gradients,
-  bad: float = math.nan,
-  *,
-  axis_name: str = "data",
-) -> None:
-  """A NaN of one worker reaches every worker's update, and no residual.
-
-  So a guard behind the exchange, like ``optax.apply_if_finite``, sees it everywhere.
-  An optimizer's own state is not tested.
-
-  Args:
-    transformation: over the axis.
-    gradients: trees with leaves ``[N, ...]``, one tree a step. An element of the last
-      one's largest leaf becomes ``bad``.
-    bad: NaN or an infinity.
-    axis_name: the name of the axis.
-
-  Example:
-    >>> from gradcomp.testing import laws
-    >>> tx = gradcomp.qsgd(bits=4, axis_name="data", exchange="all_gather")
-    >>> laws.non_finite_gradients_are_seen(tx, [{"w": jnp.ones((2, 600))}])
-  """
-  leaves, treedef = jax.tree.flatten(gradients[-1])
-  number = max(range(len(leaves)), key=lambda i: leaves[i].size)
-  flat = leaves[number].reshape(leaves[number].shape[0], -1)
-  position = flat.shape[1] // 2
-  flat = flat.at[-1, position].set(bad)
-  leaves[number] = flat.reshape(leaves[number].shape)
-  dirty = [*gradients[:-1], jax.tree.unflatten(treedef, leaves)]
-  outputs, state = modes.run("vmap", transformation, dirty, axis_name=axis_name)
-  got = np.asarray(jax.tree.leaves(outputs[-1])[number], np.float32)
-  finite = np.isfinite(got.reshape(got.shape[0], -1))
-  told = None
-  if finite.all(axis=1).any():
-    told = f"worker {int(np.argmax(finite.all(axis=1)))} gets finite updates alone"
-  kept = states_in(state)
-  for path, leaf in jax.tree_util.tree_leaves_with_path(kept):
-    floats = jnp.issubdtype(leaf.dtype, jnp.floating)
-    if floats and not np.isfinite(np.asarray(leaf, np.float32)).all():
-      told = f"of gradcomp's states{jax.tree_util.keystr(path)} is no longer finite"
-  if told:
-    raise BrokenLaw(
-      "non_finite_gradients_are_seen",
-      "the transformation",
-      f"bring a {bad} of one worker to all workers' updates, and to no residual",
-      told,
-      "`decode_rows`, and what is kept of elements that are not finite",
-    )
-
-
-def bytes_are_explained(
-  transformation: optax.GradientTransformation,
-  gradients: Gradients,
-  *,
-  axis_name: str = "data",
-) -> None:
-  """A compiled step sends the bytes of :func:`gradcomp.explain`.
-
-  It passes if there are fewer devices than workers.
-
-  Args:
-    transformation: over the axis.
-    gradients: trees with leaves ``[N, ...]``, of which one is enough.
-    axis_name: the name of the axis.
-
-  Example:
-    >>> from gradcomp.testing import laws
-    >>> tx = gradcomp.dense(axis_name="data")
-    >>> laws.bytes_are_explained(tx, [{"w": jnp.ones((2, 600))}])
-  """
-  workers = workers_of(gradients)
-  if len(jax.devices()) < workers:
-    return
-  params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
-  told = explain(transformation, params, workers=workers)
-  report = wire_report(
-    modes.lowered(transformation, params, axis_name=axis_name, workers=workers)
-  )
-  # Each collective's bytes are rounded up.
-  if abs(report.bytes_sent - told.bytes_sent) > len(report.collectives):
-    raise BrokenLaw(
-      "bytes_are_explained",
-      "the transformation",
-      f"send the {told.bytes_sent} bytes a step that gradcomp.explain counts",
-      f"the collectives of a compiled step send {report.bytes_sent}",
-      "print(gradcomp.wire_report(compiled))",
-    )
+      told = difference(got, own, bits=True)
+      found_there = told and f"of {path}, [worker, ...], {told}"
+      yield _SUBJECT, f"have the bits in {mode} that it has in jax.vmap", found_there
 
 
 def _kept(run: modes.Run) -> Any:
@@ -194,3 +96,162 @@ def _kept(run: modes.Run) -> Any:
     return x._replace(memory=memory, residual=residual)
 
   return run._replace(state=jax.tree.map(shared, run.state, is_leaf=is_state))
+
+
+@law(look="`decode_rows`, and what is kept of elements that are not finite")
+def non_finite_gradients_are_seen(
+  transformation: optax.GradientTransformation,
+  gradients: Gradients,
+  bad: float = math.nan,
+  *,
+  axis_name: str = "data",
+) -> Findings:
+  """A NaN of one worker reaches every worker's update, and no residual.
+
+  So a guard behind the exchange, like ``optax.apply_if_finite``, sees it everywhere.
+  An optimizer's own state is not tested. An element of the last gradients' largest leaf
+  becomes ``bad``, NaN or an infinity.
+
+  Example:
+    >>> from gradcomp.testing import laws
+    >>> tx = gradcomp.qsgd(bits=4, axis_name="data", exchange="all_gather")
+    >>> laws.non_finite_gradients_are_seen(tx, [{"w": jnp.ones((2, 600))}])
+  """
+  leaves, treedef = jax.tree.flatten(gradients[-1])
+  number = max(range(len(leaves)), key=lambda i: leaves[i].size)
+  flat = leaves[number].reshape(leaves[number].shape[0], -1)
+  flat = flat.at[-1, flat.shape[1] // 2].set(bad)
+  leaves[number] = flat.reshape(leaves[number].shape)
+  dirty = [*gradients[:-1], jax.tree.unflatten(treedef, leaves)]
+  outputs, state = modes.run("vmap", transformation, dirty, axis_name=axis_name)
+  expected = f"bring a {bad} of one worker to all workers' updates, and to no residual"
+  got = np.asarray(jax.tree.leaves(outputs[-1])[number], np.float32)
+  hidden = np.isfinite(got.reshape(got.shape[0], -1)).all(axis=1)
+  if hidden.any():
+    yield _SUBJECT, expected, f"worker {np.argmax(hidden)} gets finite updates alone"
+  for path, leaf in zipped(states_in(state)):
+    floats = jnp.issubdtype(leaf.dtype, jnp.floating)
+    if floats and not np.isfinite(np.asarray(leaf, np.float32)).all():
+      yield _SUBJECT, expected, f"of gradcomp's states{path} is no longer finite"
+
+
+@law(look="print(gradcomp.wire_report(compiled))")
+def bytes_are_explained(
+  transformation: optax.GradientTransformation,
+  gradients: Gradients,
+  *,
+  axis_name: str = "data",
+) -> Findings:
+  """A compiled step sends the bytes of :func:`gradcomp.explain`.
+
+  One tree of gradients is enough. It passes if there are fewer devices than workers.
+
+  Example:
+    >>> from gradcomp.testing import laws
+    >>> tx = gradcomp.dense(axis_name="data")
+    >>> laws.bytes_are_explained(tx, [{"w": jnp.ones((2, 600))}])
+  """
+  workers = workers_of(gradients)
+  params = jax.tree.map(lambda leaf: leaf[0], gradients[0])
+  told = explain(transformation, params, workers=workers).bytes_sent
+  yield (
+    _SUBJECT,
+    f"send the {told} bytes a step that gradcomp.explain counts",
+    sent_otherwise(told, transformation, params, workers=workers, axis_name=axis_name),
+  )
+
+
+def sent_otherwise(
+  told: int,
+  transformation: optax.GradientTransformation,
+  params: Any,
+  *,
+  workers: int,
+  axis_name: str = "data",
+) -> str | None:
+  """Describes the bytes of a compiled step, if they are not those told."""
+  if len(jax.devices()) < workers:
+    return None
+  report = wire_report(
+    modes.lowered(transformation, params, axis_name=axis_name, workers=workers)
+  )
+  # Each collective's bytes are rounded up.
+  same = abs(report.bytes_sent - told) <= len(report.collectives)
+  return None if same else f"its collectives send {report.bytes_sent}"
+
+
+@law(look="what `update` puts into the state")
+def state_is_stable(
+  transformation: optax.GradientTransformation,
+  gradients: Gradients,
+  *,
+  axis_name: str = "data",
+) -> Findings:
+  """A step returns a state like its own, with which ``lax.scan`` runs all steps.
+
+  Structure, shapes and dtypes are compared first. Then the steps are traced in a scan
+  inside a checked ``jax.shard_map``, which types arrays as varying, and run in a scan
+  inside ``jax.vmap``.
+
+  Example:
+    >>> from gradcomp.testing import laws
+    >>> tx = gradcomp.onebit_sgd(axis_name="data")
+    >>> laws.state_is_stable(tx, [{"w": jnp.ones((2, 600))}])
+  """
+  expected = "return a state of the structure and the types that it was given"
+
+  def step(gradient: Any) -> tuple[Any, Any]:
+    state = transformation.init(gradient)
+    return state, transformation.update(gradient, state, gradient)[1]
+
+  states = jax.eval_shape(jax.vmap(step, axis_name=axis_name), gradients[0])
+  trees: list[Any] = [jax.tree.structure(state) for state in states]
+  if trees[0] != trees[1]:
+    yield _SUBJECT, expected, f"{trees[0]} becomes {trees[1]}"
+  for path, old, new in zipped(*states):
+    weak = " (weak)" if old.weak_type != new.weak_type else ""
+    same = not weak and (old.shape, old.dtype) == (new.shape, new.dtype)
+    told = f"{path}, [worker, ...], {described(old)} becomes {described(new)}{weak}"
+    yield _SUBJECT, expected, None if same else told
+  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
+
+  def scanned(state: Any, gradients: Any, params: Any) -> Any:
+    step = lambda state, x: (transformation.update(x, state, params)[1], None)
+    return lax.scan(step, state, gradients)[0]
+
+  try:
+    _trace_in_a_map(transformation, scanned, stacked, axis_name)
+  except TypeError as error:  # of lax.scan, for the update itself has been traced
+    yield _SUBJECT, expected, " ".join(str(error).split()).partition(". ")[0]
+
+  def emulated(gradients: Any) -> Any:
+    params = jax.tree.map(lambda x: jnp.zeros_like(x[0]), gradients)
+    return scanned(transformation.init(params), gradients, params)
+
+  mapped = jax.vmap(emulated, in_axes=1, axis_name=axis_name)
+  jax.block_until_ready(jax.jit(mapped)(stacked))
+
+
+def _trace_in_a_map(
+  transformation: optax.GradientTransformation,
+  scanned: Any,
+  stacked: Any,
+  axis_name: str,
+) -> None:
+  """Traces a scan of steps inside a checked map, over an abstract mesh."""
+  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), stacked)
+  workers = jax.tree.leaves(stacked)[0].shape[1]
+  state = state_shapes(transformation, params, workers=workers, axis_name=axis_name)
+  specs = state_specs(state, axis_name=axis_name)
+
+  def local(state: Any, gradients: Any, params: Any) -> Any:
+    return scanned(state, jax.tree.map(lambda x: x[:, 0], gradients), params)
+
+  mapped = jax.shard_map(
+    local,
+    mesh=AbstractMesh((workers,), (axis_name,), (AxisType.Auto,)),
+    in_specs=(specs, P(None, axis_name), P()),
+    out_specs=specs,
+    check_vma=True,
+  )
+  jax.eval_shape(mapped, state, stacked, params)

@@ -31,25 +31,16 @@ class Trial(NamedTuple):
 
 
 class Batch(NamedTuple):
-  """The encodings of several leaves of one shape, in one call.
+  """The encodings of several leaves of one shape, in one call."""
 
-  Attributes:
-    rows: the rows of each payload, ``uint32[leaves, rows, words]``.
-    unsent: the unsent part of each leaf, if encoding returns it; else None.
-  """
-
-  rows: Any
-  unsent: Any
+  rows: Any  # uint32[leaves, rows, words]
+  unsent: Any  # the unsent part of each leaf, if encoding returns it; else None
 
 
 def encode(
   codec: LeafCodec, x: jax.Array, key: ArrayLike, context: Context | None = None
 ) -> Payload:
-  """Encodes a leaf with ``codec``, bound to it, as in the first step of a worker.
-
-  ``key`` is ``uint32[2]``, for codecs that need one. ``context`` is by default that of
-  the first step.
-  """
+  """Encodes a leaf, by default with the context of a worker's first step."""
   leaf = Leaf(x.shape)
   bound = codec.bind(leaf)
   if context is None:

@@ -1,99 +1,86 @@
-"""Laws of decoded values: zeros, constants, tiny numbers, NaN, odd sizes, padding."""
+"""Laws of decoded values: zeros, constants, NaN, odd sizes, padding, ranges."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.sums.records import Leaf
-from gradcomp._src.testing.broken import BrokenLaw, described, difference
-from gradcomp._src.testing.leaves import gaussian, leaf_of, tile_of
+from gradcomp._src.core.transform import compress
+from gradcomp._src.exchange.auto import ExchangeName, as_exchange
+from gradcomp._src.exchange.protocol import Exchange
+from gradcomp._src.testing import modes
+from gradcomp._src.testing.broken import (
+  Findings,
+  described,
+  difference,
+  first_wrong,
+  law,
+)
+from gradcomp._src.testing.leaves import (
+  gaussian,
+  leaf_of,
+  near_the_top,
+  parts_of,
+  ragged,
+  tile_of,
+)
 from gradcomp._src.testing.trial import returned, round_trip, trial
 
 _TINY = np.array(
   [1e-45, -1e-41, 1.1754942e-38, -(2.0**-126), 2.0**-120, 0, -0.0], np.float32
 )
+_UNIT = 2.0**-24  # the smallest number of float16
+_TOP = float(jnp.finfo(jnp.float16).max)
 
 
-def zeros_decode_to_zeros(codec: LeafCodec, x: ArrayLike | None = None) -> None:
+@law(look="`encode_rows` and `decode_rows` for a bucket whose scale is 0")
+def zeros_decode_to_zeros(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """A leaf of zeros decodes to zeros, which fill up rows.
 
-  Args:
-    codec: the codec.
-    x: a leaf of the shape to try; by default one that ends within a tile.
-
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.zeros_decode_to_zeros(gradcomp.codecs.OneBit())
+    >>> gradcomp.testing.laws.zeros_decode_to_zeros(gradcomp.codecs.OneBit())
   """
   zeros = np.zeros_like(leaf_of(codec, x))
-  if told := difference(trial(codec, zeros).value, zeros):
-    raise BrokenLaw(
-      "zeros_decode_to_zeros",
-      codec,
-      "decode a leaf of zeros to zeros",
-      told,
-      "`encode_rows` and `decode_rows` for a bucket whose scale is 0",
-    )
+  found = difference(trial(codec, zeros).value, zeros)
+  yield codec, "decode a leaf of zeros to zeros", found
 
 
+@law(look="the largest level of a bucket, and its scale")
 def constants_are_exact(
   codec: LeafCodec, values: tuple[float, ...], x: ArrayLike | None = None
-) -> None:
-  """A leaf of one value decodes exactly, for values that the format can represent.
-
-  Args:
-    codec: the codec.
-    values: the values that a codec claims to be exact for.
-    x: a leaf of the shape to try; by default one that ends within a tile.
+) -> Findings:
+  """A leaf of one value decodes exactly, for ``values`` that a codec is exact for.
 
   Example:
     >>> from gradcomp.testing import laws
     >>> laws.constants_are_exact(gradcomp.codecs.QSGD(bits=4), (1.0, -0.1, 3e38))
   """
-  leaf = leaf_of(codec, x)
   for value in values:
-    constant = np.full(leaf.shape, value, np.float32)
-    if told := difference(trial(codec, constant).value, constant):
-      raise BrokenLaw(
-        "constants_are_exact",
-        codec,
-        f"decode a leaf of {value} alone to {value}",
-        told,
-        "the largest level of a bucket, and its scale",
-      )
+    constant = np.full(leaf_of(codec, x).shape, value, np.float32)
+    found = difference(trial(codec, constant).value, constant)
+    yield codec, f"decode a leaf of {value} alone to {value}", found
 
 
-def tiny_numbers_stay_finite(codec: LeafCodec, x: ArrayLike | None = None) -> None:
+@law(look="the division by a scale")
+def tiny_numbers_stay_finite(codec: LeafCodec, x: ArrayLike | None = None) -> Findings:
   """Subnormal numbers decode to finite ones of at most 1, never to NaN.
 
   A scale that underflows, or its reciprocal that overflows, would spoil a bucket.
 
-  Args:
-    codec: the codec.
-    x: a leaf of the shape to try; by default one that ends within a tile.
-
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.tiny_numbers_stay_finite(gradcomp.codecs.EightBit())
+    >>> gradcomp.testing.laws.tiny_numbers_stay_finite(gradcomp.codecs.EightBit())
   """
   shape = leaf_of(codec, x).shape
-  tiny = np.resize(_TINY, shape)
-  for leaf in (tiny, np.full(shape, np.float32(1e-40))):
+  for leaf in (np.resize(_TINY, shape), np.full(shape, np.float32(1e-40))):
     value = trial(codec, leaf).value
     # NaN is not at most 1 either.
-    wrong = np.flatnonzero(~(np.abs(value.ravel()) <= 1))
-    if wrong.size:
-      raise BrokenLaw(
-        "tiny_numbers_stay_finite",
-        codec,
-        "decode subnormal numbers to finite ones of at most 1",
-        f"{leaf.ravel()[wrong[0]]} at {wrong[0]} became {value.ravel()[wrong[0]]} "
-        f"({wrong.size} of {leaf.size} are wrong)",
-        "the division by a scale",
-      )
+    found = first_wrong(~(np.abs(value) <= 1), value, leaf)
+    yield codec, "decode subnormal numbers to finite ones of at most 1", found
 
 
+@law(look="what `encode_rows` makes of elements that are not finite")
 def non_finite_elements_are_seen(
   codec: LeafCodec,
   x: ArrayLike | None = None,
@@ -101,12 +88,12 @@ def non_finite_elements_are_seen(
   *,
   spoils: int | str | None = "any",
   unclipped: LeafCodec | None = None,
-) -> None:
+) -> Findings:
   """A NaN or an infinity decodes to one, never to a number; the rest stays.
 
   Args:
     codec: the codec.
-    x: a finite leaf; by default one of three rows.
+    x: a finite leaf.
     bad: the new value of one of its elements: NaN or an infinity.
     spoils: the elements that are not finite then. ``"any"``: some in the element's row,
       and any others. The number of consecutive elements that all become NaN, None for
@@ -125,15 +112,13 @@ def non_finite_elements_are_seen(
   dirty = leaf.copy()
   dirty.flat[position] = bad
   found = trial(codec, dirty).value.ravel()
-  clean = trial(codec, leaf).value
+  clean = trial(codec, leaf).value.ravel()
   if unclipped is not None:
-    clean = np.asarray(returned(unclipped, leaf))
+    clean = np.asarray(returned(unclipped, leaf)).ravel()
   spoiled = _spoiled(codec, leaf.shape, position, spoils)
-  look = "what `encode_rows` makes of elements that are not finite"
-  law = "non_finite_elements_are_seen"
-  if told := _unseen(found, spoiled, position, bad, spoils):
-    raise BrokenLaw(law, codec, f"never replace {bad} by a number", told, look)
-  kept = (found == clean.ravel()) | ((found != found) & (clean != clean).ravel())
+  unseen = _unseen(found, spoiled, position, bad, spoils)
+  yield codec, f"never replace {bad} by a number", unseen
+  kept = (found == clean) | ((found != found) & (clean != clean))
   if spoils == "any":
     spoiled = spoiled | ~np.isfinite(found)
   elif spoils == "sent":
@@ -141,16 +126,8 @@ def non_finite_elements_are_seen(
     near = np.abs(found - leaf.ravel()) <= 2.0**-8 * np.abs(leaf.ravel())
     kept |= spoiled & (near | (found == 0))
     spoiled = np.arange(leaf.size) == position
-  wrong = np.flatnonzero(~kept & ~spoiled)
-  if wrong.size:
-    at = wrong[0]
-    raise BrokenLaw(
-      law,
-      codec,
-      f"leave what {bad} at {position} does not spoil as it is",
-      f"element {at} became {found[at]} in place of {clean.flat[at]}",
-      look,
-    )
+  changed = first_wrong(~kept & ~spoiled, found, clean)
+  yield codec, f"leave what {bad} at {position} does not spoil as it is", changed
 
 
 def _spoiled(
@@ -165,12 +142,11 @@ def _spoiled(
   if spoils == "column":
     columns = number.size // shape[0]
     return number % columns == position % columns
-  if isinstance(spoils, int):
-    return number // spoils == position // spoils
-  (first, *_) = codec.bind(Leaf(shape)).rounds(shape)
+  (first, *_) = parts_of(codec, shape)
   # Rows of a round are none of the leaf, which is spoiled as a whole then.
-  tile = first.codec.tile_size if first.of_leaf else number.size
-  return number // tile == position // tile
+  row = first.codec.tile_size if first.of_leaf else number.size
+  size = spoils if isinstance(spoils, int) else row
+  return number // size == position // size
 
 
 def _unseen(
@@ -184,46 +160,34 @@ def _unseen(
   if spoils in ("any", "row"):
     seen = not np.isfinite(found[spoiled]).all()
     return None if seen else f"element {position} became {at}, and its row is finite"
-  wrong = np.flatnonzero(spoiled & ~np.isnan(found))
-  if not wrong.size:
-    return None
-  return f"element {wrong[0]}, which it spoils, became {found[wrong[0]]} and not NaN"
+  hidden = first_wrong(spoiled & ~np.isnan(found), found, np.full_like(found, np.nan))
+  return hidden and f"of what it spoils {hidden}"
 
 
+@law(look="the last row of a leaf, which the leaf does not fill")
 def odd_sizes_work(
   codec: LeafCodec, sizes: tuple[int, ...] = (0, 1, 2, 3, 31, 33, 127, 200)
-) -> None:
+) -> Findings:
   """Leaves of any size decode to finite numbers in their shape; zeros to zeros.
 
-  Args:
-    codec: the codec.
-    sizes: the sizes to try, all by one program.
-
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.odd_sizes_work(gradcomp.codecs.OneBit(), sizes=(0, 1, 33))
+    >>> gradcomp.testing.laws.odd_sizes_work(gradcomp.codecs.OneBit(), sizes=(0, 33))
   """
-  law = "odd_sizes_work"
   leaves = [gaussian(size, seed=size) for size in sizes]
   zeros = [np.zeros_like(leaf) for leaf in leaves]
   run = jax.jit(lambda leaves: [round_trip(codec, x) for x in leaves])
   for leaf, value, zero in zip(leaves, run(leaves), run(zeros), strict=True):
-    told = None if np.isfinite(value).all() else f"it becomes {value}"
+    expected = f"decode a leaf of {leaf.size} elements to as many finite ones"
     if value.shape != leaf.shape:
-      told = f"it becomes {described(value)}"
-    if told is None and (rest := difference(zero, np.zeros_like(leaf))):
-      told = f"of as many zeros {rest}"
-    if told:
-      raise BrokenLaw(
-        law,
-        codec,
-        f"decode a leaf of {leaf.size} elements to as many finite ones",
-        told,
-        "the last row of a leaf, which the leaf does not fill",
-      )
+      yield codec, expected, f"it becomes {described(value)}"
+    if not np.isfinite(value).all():
+      yield codec, expected, f"it becomes {value}"
+    rest = difference(zero, np.zeros_like(leaf))
+    yield codec, expected, rest and f"of as many zeros {rest}"
 
 
-def padding_never_leaks(codec: LeafCodec) -> None:
+@law(look="what fills the last row in `encode`, and which of its elements count")
+def padding_never_leaks(codec: LeafCodec) -> Findings:
   """A leaf that ends within a row has no larger error for it.
 
   Leaves of one magnitude show it. If a codec is exact for them where they fill rows,
@@ -231,8 +195,7 @@ def padding_never_leaks(codec: LeafCodec) -> None:
   of the row counts in no scale and no mean.
 
   Example:
-    >>> from gradcomp.testing import laws
-    >>> laws.padding_never_leaks(gradcomp.codecs.OneBit())
+    >>> gradcomp.testing.laws.padding_never_leaks(gradcomp.codecs.OneBit())
   """
   tile = tile_of(codec)
   if tile is None:  # rows are as long as the leaf
@@ -245,16 +208,13 @@ def padding_never_leaks(codec: LeafCodec) -> None:
     if difference(returned(codec, whole), whole):
       continue
     found = np.asarray(returned(codec, short))
-    told = difference(found, short)
-    if told and not _mixes_zeros(codec, short, found, whole.size):
-      raise BrokenLaw(
-        "padding_never_leaks",
-        codec,
-        f"decode {short.size} elements of one magnitude as exactly as {whole.size}, "
-        f"which fill rows of {tile}",
-        told,
-        "what fills the last row in `encode`, and which of its elements count",
-      )
+    wrong = difference(found, short)
+    yield (
+      codec,
+      f"decode {short.size} elements of one magnitude as exactly as {whole.size}, "
+      f"which fill rows of {tile}",
+      None if wrong and _mixes_zeros(codec, short, found, whole.size) else wrong,
+    )
 
 
 def _mixes_zeros(
@@ -269,3 +229,66 @@ def _mixes_zeros(
     return False
   wrong = found != short
   return bool(abs(np.mean(found[wrong] / short[wrong]) - 1) <= 0.25)
+
+
+@law(look="`largest`, which says what a row holds, and bounds that numbers are cut to")
+def large_numbers_keep_their_size(codec: LeafCodec) -> Findings:
+  """A leaf times a power of two decodes to that power of two times the decoded leaf.
+
+  This holds to a hundredth of the largest number. The powers are 2^12, and 2^40 for
+  codecs with float32 numbers in rows. The random bits are the same.
+
+  Example:
+    >>> from gradcomp.testing import laws
+    >>> laws.large_numbers_keep_their_size(gradcomp.codecs.QSGD(bits=4))
+  """
+  x = gaussian(ragged(codec))
+  expected = np.asarray(trial(codec, x).value, np.float64)
+  for power in (12,) if codec.bind(Leaf(x.shape)).largest else (12, 40):
+    scale = np.float32(2.0**power)
+    found = np.asarray(trial(codec, x * scale).value, np.float64) / scale
+    wrong = ~(np.abs(found - expected) <= 0.01 * np.abs(x).max())
+    told = first_wrong(wrong, found, expected, of=f", over 2^{power},")
+    yield codec, f"send 2^{power} x as 2^{power} times what it sends of x", told
+
+
+@law(look="`largest`, which says what a row holds, and casts without a scale")
+def half_precision_keeps_its_range(
+  codec: LeafCodec, exchange: ExchangeName | Exchange = "ring", *, workers: int = 4
+) -> Findings:
+  """A mean of float16 gradients is right near the largest number, and the smallest.
+
+  The mean lies in the range of its addends, but a sum of N of them does not, and an Nth
+  of one may underflow. Gradients are multiplied by a power of two, and so must the mean
+  be: to a hundredth of the largest, plus the smallest number of float16. All N workers
+  are emulated.
+
+  Example:
+    >>> from gradcomp.testing import laws
+    >>> laws.half_precision_keeps_its_range(gradcomp.codecs.Dense(), "two_shot")
+  """
+  transformation = compress(
+    codec, axis_name="data", exchange=exchange, feedback=None, min_leaf_size=0
+  )
+  shape = (workers, *ragged(codec))
+
+  def mean(gradients: np.ndarray) -> np.ndarray:
+    half = jnp.asarray(gradients, jnp.float16)
+    found = modes.run("vmap", transformation, [half]).outputs[0]
+    return np.asarray(found, np.float64)[0]
+
+  top = near_the_top(shape, jnp.float16)
+  # The workers agree, so that no rounding on the way changes what a codec selects.
+  units = np.random.default_rng(0).integers(-8, 9, shape[1:]) * _UNIT
+  units = np.broadcast_to(units, shape)
+  for given, power, place in ((top, 2.0**-8, "top"), (units, 2.0**18, "smallest")):
+    expected, found = mean(given * power) / power, mean(given)
+    bound = 0.01 * np.abs(given).max() + _UNIT
+    # What a codec makes too large for float16 may be infinite, or the largest number.
+    wrong = ~(np.abs(found - expected) <= bound) & (abs(expected) <= _TOP)
+    yield (
+      codec,
+      f"send float16 gradients near the {place} number as it sends others, over "
+      f"{as_exchange(exchange).name} with {workers} workers",
+      first_wrong(wrong, found, expected, of=" of the mean"),
+    )

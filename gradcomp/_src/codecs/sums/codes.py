@@ -5,6 +5,7 @@ workers lie in ``[-N m, N m]``, whatever the gradients are. Nothing here rounds.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from gradcomp._src.codecs.sums.sum import (
   SumFacts,
   sum_limit,
 )
-from gradcomp._src.codecs.sums.tiles import sum_in_order
+from gradcomp._src.codecs.sums.tiles import cutter, sum_in_order
 from gradcomp._src.kernels.common import planes
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.planes import pack_planes, unpack_planes
@@ -107,9 +108,12 @@ class Codes(Sum):
     self, sums: jax.Array, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
     assert agreed is not None
-    return lambda start, stop: scaled(
-      self.codec.from_codes(sums[start:stop], agreed[start:stop]), scale
-    )
+    cut, lines = cutter(sums), cutter(agreed)
+    return lambda start, stop: self._values(cut(start, stop), lines(start, stop), scale)
+
+  @functools.partial(jax.jit, static_argnums=(0, 3))  # leaves of a shape: traced once
+  def _values(self, sums: jax.Array, agreed: jax.Array, scale: float) -> jax.Array:
+    return scaled(self.codec.from_codes(sums, agreed), scale)
 
 
 def sum_bits(codec: "SharedScales", workers: int) -> int:

@@ -56,6 +56,7 @@ class Blocks(Tiles):
   def slots(self, rows: int) -> int:
     return rows * self.codec.slots
 
+  @functools.partial(jax.jit, static_argnums=(0, 2))  # leaves of a shape: traced once
   def sent_at(self, rows: jax.Array, size: int) -> jax.Array:
     positions, values = self.codec.entries(rows)
     tile = self.codec.tile_size
@@ -73,6 +74,7 @@ class Entries(Blocks):
 
   codec: "SparseRows"
 
+  @functools.partial(jax.jit, static_argnums=(0, 2))
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     return sum_entries(self.codec.tile_size, *self.codec.entries(rows), scale)
 
@@ -91,7 +93,10 @@ class Entries(Blocks):
       few = (stop - start) * size <= COPIED
       if few and together and stop - start < rows.shape[1]:
         return every()[start:stop]
-      return sum_entries(size, positions[:, start:stop], values[:, start:stop], scale)
+      parts = (
+        jax.lax.slice_in_dim(x, start, stop, axis=1) for x in (positions, values)
+      )
+      return sum_entries(size, *parts, scale)
 
     return decode
 
@@ -136,6 +141,7 @@ class Chosen(Entries):
     return self.gathered(rows[None], agreed, scale)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))  # leaves of a shape: traced once
 def sum_entries(
   size: int, positions: jax.Array, values: jax.Array, scale: float
 ) -> jax.Array:

@@ -1,7 +1,7 @@
 """Sums in a codec's own number format, rounded to it at each addition (Han et al.)."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -64,14 +64,14 @@ class Numbers(Sum):
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
-    total = lambda first, stop: self._fold(rows[:, first:stop], keep=False).total
+    total = lambda first, stop: self._fold(_cut(rows, first, stop), False).total
     return self._unscaled(total, agreed, scale)
 
   def gathered_loss(
     self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
   ) -> RowDecoder:
     def lost(first: int, stop: int) -> jax.Array:
-      kept = self._fold(rows[:, first:stop], keep=True, counts=lambda k: k == own).lost
+      kept = self._fold(_cut(rows, first, stop), True, own).lost
       assert kept is not None
       return kept
 
@@ -87,11 +87,11 @@ class Numbers(Sum):
     return self._plus(partial, self.codec.decode_rows(own))
 
   def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
-    return self._fold(own, keep=keep)
+    return self._fold(own, keep)
 
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
-    arrays = materialized(lambda rows: self._fold(rows, keep=keep)[:3], rows)
-    return Partial(*arrays, scale=scale)
+    added = materialized(lambda rows: self._fold(rows, keep)[:3], rows)
+    return Partial(*added)._replace(scale=scale)
 
   def send(
     self,
@@ -129,9 +129,7 @@ class Numbers(Sum):
     share: int,
     workers: int,
   ) -> RowDecoder:
-    every = rows.reshape(-1, rows.shape[-1])
-    decode = lambda first, stop: self.codec.decode_rows(every[first:stop])
-    return self._unscaled(decode, agreed, scale)
+    return self.gathered(rows.reshape(1, -1, rows.shape[-1]), agreed, scale)
 
   def read(self, own: jax.Array) -> jax.Array:
     return self.codec.decode_rows(own)
@@ -163,29 +161,23 @@ class Numbers(Sum):
       lost = lost + jnp.where(counts, exact - total, 0.0)
     return partial._replace(total=total, compensation=compensation, lost=lost)
 
-  def _fold(
-    self,
-    rows: jax.Array,
-    *,
-    keep: bool,
-    counts: Callable[[jax.Array | int], jax.Array | bool] | None = None,
-  ) -> Partial:
+  @functools.partial(jax.jit, static_argnums=(0, 2))  # leaves of a shape: traced once
+  def _fold(self, rows: jax.Array, keep: bool, own: jax.Array | None = None) -> Partial:
     """Adds K payloads, ``uint32[K, rows, words]``, in their order.
 
-    ``counts`` maps the number of a payload to whether this worker keeps the loss of
-    adding it. By default it keeps all losses.
+    With ``own``, only the loss of adding the payload of this number is kept.
     """
 
     def step(k: jax.Array | int, arrays: tuple) -> tuple:
-      kept = True if counts is None else counts(k)
+      kept = True if own is None else k == own
       added = self._plus(Partial(*arrays), self.codec.decode_rows(rows[k]), kept)
       return added[:3]
 
     first = self._first(self.codec.decode_rows(rows[0]), keep=keep)
     lost = first.lost
-    if lost is not None and counts is not None:
+    if lost is not None and own is not None:
       # Workers keep different losses, and a loop needs that in their type at the start.
-      lost = jnp.where(counts(0), lost, lost)
+      lost = jnp.where(own == 0, lost, lost)
     arrays = (first.total, first.compensation, lost)
     unrolled = _UNROLLED if self._rounds else UNROLLED
     return Partial(*in_order(step, rows.shape[0], arrays, unrolled))
@@ -194,12 +186,20 @@ class Numbers(Sum):
     self, decode: RowDecoder, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
     """Returns a decoder that also divides the numbers by their scale."""
+    lines = (lambda start, stop: None) if agreed is None else cutter(agreed)
+    return lambda start, stop: self._values(
+      decode(start, stop), lines(start, stop), scale
+    )
 
-    def values(start: int, stop: int) -> jax.Array:
-      tiles = scaled(decode(start, stop), scale)
-      planes = self.codec.tile_size // self.codec.row_words
-      tiles = tiles.reshape(stop - start, planes, self.codec.row_words)
-      lines = None if agreed is None else agreed[start:stop]
-      return self.codec.unscaled(tiles, lines)
+  @functools.partial(jax.jit, static_argnums=(0, 3))
+  def _values(
+    self, numbers: jax.Array, agreed: jax.Array | None, scale: float
+  ) -> jax.Array:
+    tiles = scaled(numbers, scale)
+    planes = self.codec.tile_size // self.codec.row_words
+    tiles = tiles.reshape(len(tiles), planes, self.codec.row_words)
+    return self.codec.unscaled(tiles, agreed)
 
-    return values
+
+def _cut(rows: jax.Array, start: int, stop: int) -> jax.Array:
+  return jax.lax.slice_in_dim(rows, start, stop, axis=1)

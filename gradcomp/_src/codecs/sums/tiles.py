@@ -1,6 +1,7 @@
 """Sums of tiles in float32: decoded ones, encoded again, and plain leaves."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ def sum_in_order(
 
 def cutter(tiles: jax.Array) -> Callable[[int, int], jax.Array]:
   """Returns a decoder that slices tiles, for tiles that are not encoded."""
-  return lambda start, stop: tiles[start:stop]
+  return lambda start, stop: jax.lax.slice_in_dim(tiles, start, stop)
 
 
 OF_TILES = SumFacts(
@@ -71,6 +72,7 @@ class Tiles(Sum):
   codec: "Codec"
   facts: SumFacts = dataclasses.field(default=OF_TILES, kw_only=True)
 
+  @functools.partial(jax.jit, static_argnums=(0, 2))  # leaves of a shape: traced once
   def mean(self, rows: jax.Array, scale: float) -> jax.Array:
     """Decodes K payloads, ``uint32[K, rows, words]``, and returns their scaled sum."""
     return scaled(self.codec.sum_rows(rows), scale)
@@ -82,7 +84,9 @@ class Tiles(Sum):
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
     del agreed
-    return lambda start, stop: self.mean(rows[:, start:stop], scale)
+    return lambda start, stop: self.mean(
+      jax.lax.slice_in_dim(rows, start, stop, axis=1), scale
+    )
 
   def start(self, own: jax.Array, context: Context, *, keep: bool) -> Sent:
     return self.hop(Partial(own), context, keep=keep)
