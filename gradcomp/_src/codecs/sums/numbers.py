@@ -93,13 +93,7 @@ class Numbers(Sum):
     arrays = materialized(lambda rows: self._fold(rows, keep=keep)[:3], rows)
     return Partial(*arrays, scale=scale)
 
-  def send(
-    self,
-    partial: Partial,
-    context: Context,
-    *,
-    keep: bool,
-  ) -> Sent:
+  def send(self, partial: Partial, context: Context, *, keep: bool) -> Sent:
     rows = packed(self.codec.encode_sums(partial.total))
     lost = partial.lost
     if lost is not None:
