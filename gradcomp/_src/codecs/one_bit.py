@@ -8,13 +8,7 @@ import jax
 from gradcomp._src.bibliography import GRUBIC_2018, SEIDE_2014, Citation
 from gradcomp._src.checks import bucket, flag, optional_one_of, static_integer
 from gradcomp._src.codecs.protocol import Codec
-from gradcomp._src.codecs.sums.records import (
-  ArrayLike,
-  ArrayT,
-  Context,
-  Encoded,
-  Leaf,
-)
+from gradcomp._src.codecs.sums.records import ArrayLike, ArrayT, Context, Encoded, Leaf
 from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles
 from gradcomp._src.codecs.tiles import as_float32, as_matrix

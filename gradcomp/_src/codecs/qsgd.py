@@ -18,11 +18,7 @@ from gradcomp._src.codecs.quantizing import (
   checked_rotate,
 )
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
-from gradcomp._src.codecs.tiles import (
-  as_float32,
-  codec_dither,
-  to_tiles,
-)
+from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
 from gradcomp._src.kernels import qsgd
 from gradcomp._src.kernels.common import fitted_levels, planes
 from gradcomp._src.kernels.gpu.dispatch import Implementation

@@ -199,11 +199,7 @@ class Ternary(RoundsAtRandom, SharedScales):
     return from_signed_codes(codes, agreed, self.max_code)
 
   def _encode(
-    self,
-    flat: jax.Array,
-    scale: jax.Array,
-    limit: jax.Array,
-    dither: jax.Array | None,
+    self, flat: jax.Array, scale: jax.Array, limit: jax.Array, dither: jax.Array | None
   ) -> jax.Array:
     rows = -(-flat.size // self.tile_size)
     return ternary.encode_rows(
