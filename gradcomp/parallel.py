@@ -1,12 +1,10 @@
 """Compressed collectives of sharded models."""
 
 from gradcomp._src import public as _public
-from gradcomp._src.parallel.all_gather import all_gather
-from gradcomp._src.parallel.all_to_all import all_to_all
 from gradcomp._src.parallel.gather import gather, gather_residual
-from gradcomp._src.parallel.ppermute import ppermute
+from gradcomp._src.parallel.gather_scatter import all_gather, psum_scatter
+from gradcomp._src.parallel.permutations import all_to_all, ppermute
 from gradcomp._src.parallel.psum import psum, sum_gradients
-from gradcomp._src.parallel.psum_scatter import psum_scatter
 from gradcomp._src.parallel.reshard import reshard
 from gradcomp._src.parallel.zero.transform import zero
 

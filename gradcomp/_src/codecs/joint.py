@@ -19,12 +19,7 @@ _SMALL_LEAF_ELEMENTS, JOINT_ENCODING_ELEMENTS = 2**17, 2**19
 
 
 def joint_leaves(size: int) -> int:
-  """Returns the number of leaves of ``size`` elements that are encoded together.
-
-  Example:
-    >>> joint_leaves(2**16), joint_leaves(2**18)
-    (8, 1)
-  """
+  """Returns the number of leaves of ``size`` elements that are encoded together."""
   return JOINT_ENCODING_ELEMENTS // size if 0 < size <= _SMALL_LEAF_ELEMENTS else 1
 
 

@@ -24,12 +24,7 @@ _DEPENDENT = 2.0**-16
 
 
 def product(spec: str, *factors: jax.Array) -> jax.Array:
-  """Multiplies as ``jnp.einsum`` does, with factors of full precision.
-
-  Example:
-    >>> product("m,m->", jnp.ones(3), jnp.ones(3))
-    Array(3., dtype=float32)
-  """
+  """Multiplies as ``jnp.einsum`` does, with factors of full precision."""
   # GPUs and TPUs round factors to 10 or 7 bits by default. Rows would then be
   # orthogonal to 1e-3 or worse, and the common part of two rows would count twice.
   return jnp.einsum(spec, *factors, precision=jax.lax.Precision.HIGHEST)

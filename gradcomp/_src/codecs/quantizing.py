@@ -174,11 +174,7 @@ def checked_rotate(value: int | None, bits: int, levels: Levels) -> int | None:
 
 
 def check_levels(
-  bits: int,
-  norm: ScaleNorm,
-  levels: Levels,
-  bucket_size: int | None,
-  share_scale: bool,
+  bits: int, norm: ScaleNorm, levels: Levels, bucket_size: int | None, share_scale: bool
 ) -> None:
   """Raises ValueError for hyperparameters that do not go together."""
   if levels == "nonuniform":

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 
 from gradcomp._src.codecs.entries import EntryRow
 from gradcomp._src.kernels.common.row_view import COPIED, RowView
-from gradcomp._src.kernels.common.selection import at_least, largest, trimmed
-from gradcomp._src.kernels.gpu.dispatch import Implementation
 
 Selection = Literal["auto", "exact", "trimmed", "threshold", "sampled"]
 
@@ -38,35 +36,6 @@ def method_of(selection: Selection, size: int) -> Selection:
   if size < _SMALL:
     return "exact"
   return "trimmed" if size < _LARGE else "threshold"
-
-
-def selected_in(
-  x: RowView,
-  method: Selection,
-  sent: int,
-  slots: int,
-  *,
-  sign: jax.Array | None,
-  first: jax.Array | None,
-  implementation: Implementation | None,
-) -> jax.Array:
-  """Returns the positions of the elements of a row to send, ``int32[slots]``.
-
-  Args:
-    x: the row.
-    method: a selection other than ``"auto"``.
-    sent: the number of elements to send.
-    slots: the most elements that may be sent.
-    sign: the sign to send, 1 or -1; None to send both.
-    first: the threshold to try first; 0 or None for none.
-    implementation: the implementation that counts and lists elements.
-  """
-  if method == "exact":
-    return largest(x, sent, sign)
-  if method == "trimmed":
-    most = min(x.size, 2 * sent)
-    return trimmed(x, sent, most, sign=sign, implementation=implementation)
-  return at_least(x, sent, slots, sign=sign, first=first, implementation=implementation)
 
 
 # Selects in a row, given a threshold, a sign, or None. Returns positions,

@@ -27,10 +27,6 @@ def as_matrix(x: ArrayT) -> ArrayT:
   """Reshapes an array to a matrix: its first axis by all others.
 
   A scalar becomes 1 by 1.
-
-  Example:
-    >>> as_matrix(jnp.zeros((3, 3, 64))).shape, as_matrix(jnp.zeros(())).shape
-    ((3, 192), (1, 1))
   """
   rows = x.shape[0] if x.ndim else 1
   return x.reshape(rows, x.size // rows if rows else 0)
@@ -40,10 +36,6 @@ def to_tiles(x: jax.Array, codec: "Codec") -> jax.Array:
   """Cuts a leaf into tiles, ``float32[rows, tile_size]``, filled with zeros.
 
   A codec may first fill the last bucket, and then rotate the tiles.
-
-  Example:
-    >>> to_tiles(jnp.ones(300), gradcomp.codecs.Dense()).shape
-    (3, 128)
   """
   return codec.rotated(codec.split(codec.filled(x)))
 
@@ -68,21 +60,12 @@ def from_tiles(tiles: jax.Array, like: ArrayLike, codec: "Codec") -> jax.Array:
   """Undoes :func:`to_tiles`: ``float32[rows, P, B]`` to the shape of ``like``.
 
   The filling of the tiles is dropped.
-
-  Example:
-    >>> from_tiles(jnp.ones((3, 1, 128)), jnp.zeros(300), gradcomp.codecs.Dense()).shape
-    (300,)
   """
   return codec.join(elements(tiles, codec), like)
 
 
 def elements(tiles: jax.Array, codec: "Codec") -> jax.Array:
-  """Returns the elements that decoded tiles stand for, in the shape of the tiles.
-
-  Example:
-    >>> elements(jnp.ones((1, 4)), gradcomp.codecs.Dense())
-    Array([[1., 1., 1., 1.]], dtype=float32)
-  """
+  """Returns the elements that decoded tiles stand for, in the shape of the tiles."""
   return codec.unrotated(tiles).reshape(tiles.shape)
 
 

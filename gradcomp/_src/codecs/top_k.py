@@ -25,7 +25,6 @@ from gradcomp._src.codecs.selecting import (
   encode_leaves,
   encode_rows,
   method_of,
-  selected_in,
 )
 from gradcomp._src.codecs.sparse import (
   SparseRows,
@@ -39,6 +38,7 @@ from gradcomp._src.codecs.sums.sum import Sum
 from gradcomp._src.codecs.tiles import to_tiles
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common.row_view import RowView
+from gradcomp._src.kernels.common.selection import at_least, largest, trimmed
 from gradcomp._src.kernels.gpu.dispatch import Implementation
 
 _SLACK_RULE = "a number from 1 to 2"
@@ -310,15 +310,13 @@ class TopK(SparseRows):
 
   def _select(self, x: RowView, given: jax.Array | None) -> jax.Array:
     """Returns the positions of the elements of a row to send."""
-    sign = None
+    sign, sent = None, sent_of(self.density, x.size)
     if self.quantize == "asq":
       sign = jnp.float32(1) if given is None else given
-    return selected_in(
-      x,
-      self.method,
-      sent_of(self.density, x.size),
-      self.slots,
-      sign=sign,
-      first=given if self.selection == "sampled" else None,
-      implementation=self.implementation,
-    )
+    if self.method == "exact":
+      return largest(x, sent, sign)
+    by = self.implementation
+    if self.method == "trimmed":
+      return trimmed(x, sent, min(x.size, 2 * sent), sign=sign, implementation=by)
+    first = given if self.selection == "sampled" else None
+    return at_least(x, sent, self.slots, sign=sign, first=first, implementation=by)

@@ -102,14 +102,13 @@ class WorkerLeaf(NamedTuple):
   mean: jax.Array
 
 
-def worker_sums(plan: MessagePlan, leaves: Mapping[int, WorkerLeaf]) -> list[Sums]:
+def worker_sums(plan: MessagePlan, leaves: Mapping[int, WorkerLeaf]) -> Sums:
   """Measures the leaves of one worker, by their numbers, except owner residuals."""
   codecs = _codecs(plan)
-  levels = _levels([_sample(x.sent, codecs[i]) for i, x in leaves.items()])
   found = [_leaf(codecs[i], x) for i, x in leaves.items()]
-  return [
-    x._replace(levels=count * x.size) for x, count in zip(found, levels, strict=True)
-  ]
+  own = jax.tree.map(lambda *x: jnp.stack(x), *found)
+  levels = _levels([_sample(x.sent, codecs[i]) for i, x in leaves.items()])
+  return own._replace(levels=jnp.stack(levels) * own.size)
 
 
 # Jitted, so that leaves of equal shapes and codecs share a trace.
@@ -228,40 +227,34 @@ def measured(
   # Under Explicit axes gradients are addends, an Nth of a worker's gradient elsewhere.
   size = 1 if workers is None else workers.size
   factor = 1.0 if workers is None else workers.scale * size
-  gradients = jax.tree.leaves(updates)
-  nothing = [jnp.zeros(1, jnp.float32)] * len(gradients)
   residuals = map(read_residual, jax.tree.leaves(state.residual, is_leaf=is_stored))
   columns = (
-    gradients,
-    list(residuals) or nothing,
+    jax.tree.leaves(updates),
+    list(residuals) or [jnp.zeros(1, jnp.float32)] * len(corrected),
     corrected,
     reduced.unsent,
     reduced.sent,
     reduced.mean or _unknown(plan),
   )
-  leaves = [WorkerLeaf(*_float32(leaf)) for leaf in zip(*columns, strict=True)]
-  leaves = [
-    x._replace(gradient=factor * x.gradient, residual=factor * x.residual)
-    for x in leaves
-  ]
+  leaves = []
+  for column in zip(*columns, strict=True):
+    leaf = WorkerLeaf(*(x.astype(jnp.float32) for x in column))
+    gradient, residual = factor * leaf.gradient, factor * leaf.residual
+    leaves.append(leaf._replace(gradient=gradient, residual=residual))
   # Types tell leaves apart that differ over other axes, so they share no array.
   groups: dict[tuple[str, ...], list[int]] = {}
   for i, others in enumerate(plan.others):
     groups.setdefault(others, []).append(i)
-  rows: dict[int, Sums] = {}
+  found = [_filled(0, 0.0)]
   for others, numbers in groups.items():
-    of_group = {i: leaves[i] for i in numbers}
-    owned = _owned(plan, state.server_residual, others)
-    own = [
-      x._replace(owned=size * owned[i])
-      for i, x in zip(numbers, worker_sums(plan, of_group), strict=True)
-    ]
-    found = _over_workers(plan, own, list(of_group.values()), workers, others)
-    rows |= zip(numbers, found, strict=True)
-  if not rows:
-    return state._replace(sums=_filled(0, 0.0))
-  ordered = [rows[i] for i in range(len(leaves))]
-  return state._replace(sums=jax.tree.map(lambda *x: jnp.stack(x), *ordered))
+    own = worker_sums(plan, {i: leaves[i] for i in numbers})
+    owned = _owned(plan, state.server_residual, others)[np.array(numbers)]
+    own = own._replace(owned=size * owned)
+    of_group = [leaves[i] for i in numbers]
+    found.append(_over_workers(plan, own, of_group, workers, others))
+  order = np.argsort([i for numbers in groups.values() for i in numbers])
+  in_order = lambda *x: jnp.concatenate(x)[order]
+  return state._replace(sums=jax.tree.map(in_order, *found))
 
 
 def _unknown(plan: MessagePlan) -> list[jax.Array]:
@@ -272,28 +265,27 @@ def _unknown(plan: MessagePlan) -> list[jax.Array]:
   return list(map(typed, nan, plan.others))
 
 
-def _float32(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-  return [x.astype(jnp.float32) for x in arrays]
-
-
 def _over_workers(
   plan: MessagePlan,
-  own: list[Sums],
+  own: Sums,
   leaves: Sequence[WorkerLeaf],
   workers: Workers | None,
   others: tuple[str, ...],
-) -> list[Sums]:
+) -> Sums:
   """Averages sums over the workers, and estimates the square norm of the true mean."""
   # No worker has the true mean of a leaf. It is a m + r, where m is the result and r is
   # at right angles to m. So is each worker's gradient, and the means of the workers' a
   # and r are the a and r of the true mean. Workers know a from scalar products, and
   # estimate the length of the mean r from sketches.
   if workers is not None:
-    sketches = list(map(_across, own, leaves)) if plan.sends else []
+    a, sketches = _along(own), []
+    if plan.sends:
+      sketches = [sketch(x.gradient - a[i] * x.mean) for i, x in enumerate(leaves)]
     flat, restore = ravel_pytree((own, sketches))
     own, sketches = restore(_sum(flat, workers.axis_name) / workers.size)
     if sketches:
-      own = list(map(_with_true, own, sketches))
+      across = jnp.stack(list(map(squares, sketches)))
+      own = own._replace(true=_along(own) * own.product + across)
   if others:
     flat, restore = ravel_pytree(own)
     own = restore(_sum(flat, others))
@@ -308,16 +300,6 @@ def _sum(x: jax.Array, axis_name: AxisName) -> jax.Array:
 def _along(sums: Sums) -> jax.Array:
   """Returns a: a gradient's projection on the result, as a multiple of the result."""
   return sums.product / jnp.where(sums.mean > 0, sums.mean, 1.0)
-
-
-def _across(sums: Sums, leaf: WorkerLeaf) -> jax.Array:
-  """Sketches r: the component of a worker's gradient at right angles to the result."""
-  return sketch(leaf.gradient - _along(sums) * leaf.mean)
-
-
-def _with_true(sums: Sums, across: jax.Array) -> Sums:
-  """Adds the squares of the true mean of a leaf, from the sketch of its r."""
-  return sums._replace(true=_along(sums) * sums.product + squares(across))
 
 
 def _owned(

@@ -1,1 +1,1 @@
-"""Axes, specs, types and maps of the mesh that the workers are on."""
+"""Axes, specs, types and maps of the mesh of the workers, and studies of a trace."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from gradcomp._src.mesh.axes import (
   AxisName,
@@ -107,9 +107,13 @@ def _mapped(
   if name is not None and over.addends and mesh.auto_axes and not over.keeps_addends:
     # But then all devices along an Auto axis would compute and send equal arrays.
     manual -= set(mesh.auto_axes)
-    updates = _stack(updates, mesh, specs, name)
-    specs = _map_specs(lambda spec: on_top(name, spec), specs)
-    function = _of_rows(function)
+    stacked = _map_specs(lambda spec: on_top(name, spec), specs)
+    add_axis = lambda tree: jax.tree.map(lambda x: x[None], tree)
+    updates = jax.shard_map(
+      add_axis, mesh=mesh, in_specs=(specs,), out_specs=stacked, check_vma=False
+    )(updates)
+    specs, of_worker = stacked, function
+    function = lambda rows, *args: of_worker(jax.tree.map(lambda x: x[0], rows), *args)
   return jax.shard_map(
     function,
     mesh=mesh if outside else None,
@@ -117,7 +121,7 @@ def _mapped(
     out_specs=(out, state_specs),
     axis_names=manual,
     # JAX allows an unreduced argument only if types are not checked.
-    check_vma=not outside and _checks_types(updates),
+    check_vma=not outside and any(map(varying_axes, jax.tree.leaves(updates))),
   )(updates, state, arrays)
 
 
@@ -197,26 +201,5 @@ def _ahead(x: jax.Array, size: int) -> jax.Array:
   )(x)
 
 
-def _stack(tree: Any, mesh: AbstractMesh, specs: Any, axis_name: AxisName) -> Any:
-  """Returns unreduced arrays as their addends, stacked ``[N, ...]`` over the axis."""
-  return jax.shard_map(
-    lambda tree: jax.tree.map(lambda x: x[None], tree),
-    mesh=mesh,
-    in_specs=(specs,),
-    out_specs=_map_specs(lambda spec: on_top(axis_name, spec), specs),
-    check_vma=False,
-  )(tree)
-
-
-def _of_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Wraps a function to take each device's one row of stacked updates."""
-  return lambda rows, *args: function(jax.tree.map(lambda x: x[0], rows), *args)
-
-
 def _map_specs(function: Callable[[PartitionSpec], Any], specs: Any) -> Any:
   return jax.tree.map(function, specs, is_leaf=is_spec)
-
-
-def _checks_types(tree: Any) -> bool:
-  """Returns True if the enclosing map types arrays as varying."""
-  return any(varying_axes(leaf) for leaf in jax.tree.leaves(tree))

@@ -1,8 +1,8 @@
 """``gather``: a whole weight from its shards, as FSDP needs before each layer."""
 
 import dataclasses
-import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from gradcomp._src.parallel.options import (
   checked_key,
   folded,
   over_real_parts,
+  transposed,
 )
 from gradcomp._src.parallel.transport import (
   concat,
@@ -176,7 +177,6 @@ def gather_residual(
   return mark_varying(zeros, _axes_of(axis_name, x))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(
   wire: Wire,
   axis: int,
@@ -184,45 +184,31 @@ def _gather(
   residual: jax.Array | None,
   key: jax.Array | None,
 ) -> jax.Array:
-  whole = concat(gather_encoded(x, wire, key), axis).astype(x.dtype)
-  return mark_varying(whole, wire.axis_name)
+  """Returns the whole weight. The cotangent of the residual is the new one."""
 
+  def gather(x: jax.Array, residual: Any, key: jax.Array | None) -> jax.Array:
+    whole = concat(gather_encoded(x, wire, key), axis).astype(x.dtype)
+    return mark_varying(whole, wire.axis_name)
 
-def _gather_forward(
-  wire: Wire,
-  axis: int,
-  x: jax.Array,
-  residual: jax.Array | None,
-  key: jax.Array | None,
-) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array | None]]:
-  return _gather(wire, axis, x, residual, key), (residual, key)
-
-
-def _gather_backward(
-  wire: Wire,
-  axis: int,
-  saved: tuple[jax.Array | None, jax.Array | None],
-  cotangent: jax.Array,
-) -> tuple[jax.Array, jax.Array | None, None]:
-  residual, key = saved
-  back = dataclasses.replace(wire.reversed, own="exact")
-  key = folded(key, 1)
-  sent = cotangent.astype(jnp.float32)
-  if residual is not None:
+  def scatter(
+    cotangent: jax.Array, residual: jax.Array | None, key: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array | None, None]:
+    back = dataclasses.replace(wire.reversed, own="exact")
+    key = folded(key, 1)
+    sent = cotangent.astype(jnp.float32)
+    if residual is None:
+      mine = reduce_encoded(split_parts(sent, axis, wire.size), back, key)
+      return mine.astype(cotangent.dtype), None, None
     old = residual.astype(jnp.float32)
-    sent = sent + old
-  parts = split_parts(sent, axis, wire.size)
-  mine = reduce_encoded(parts, back, key)
-  if residual is None:
-    return mine.astype(cotangent.dtype), None, None
-  unsent = loss_of(parts, back, key)
-  mine, unsent = narrowed_parts(mine, unsent, cotangent.dtype, back)
-  unsent = concat(unsent, axis)
-  kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
-  return mine, kept, None
+    parts = split_parts(sent + old, axis, wire.size)
+    mine = reduce_encoded(parts, back, key)
+    unsent = loss_of(parts, back, key)
+    mine, unsent = narrowed_parts(mine, unsent, cotangent.dtype, back)
+    unsent = concat(unsent, axis)
+    kept = jnp.where(jnp.isfinite(unsent), unsent, old).astype(residual.dtype)
+    return mine, kept, None
 
-
-_gather.defvjp(_gather_forward, _gather_backward)
+  return transposed(gather, scatter, x, residual, key)
 
 
 def _axes_of(axis_name: AxisName, x: jax.Array | None) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from gradcomp._src.codecs.protocol import Codec, LeafCodec
 from gradcomp._src.codecs.tiles import without_key
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
 from gradcomp._src.mesh.axes import AxisName, require_size
+from gradcomp._src.mesh.types import mark_varying
 
 Own = Literal["exact", "coded"]
 Backward = LeafCodec | Literal["same"] | None
@@ -68,6 +69,33 @@ def checked_key(key: jax.Array | None, *codecs: Codec) -> jax.Array | None:
   if not any(codec.needs_key for codec in codecs):
     return None
   return None if key is None else key_words(key)
+
+
+def inputs(
+  x: Any, wire: Wire, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns an array of floats, typed as varying over the workers, and its key."""
+  key = checked_key(key, wire.codec, wire.backward)
+  return mark_varying(checked_floats(x), wire.axis_name), key
+
+
+def transposed(
+  forward: Callable[..., jax.Array],
+  backward: Callable[..., tuple[Any, ...]],
+  x: jax.Array,
+  *saved: Any,
+) -> jax.Array:
+  """Returns ``forward(x, *saved)``, with another gradient than JAX would take.
+
+  ``backward(cotangent, *saved)`` returns the cotangents of ``x`` and of ``saved``. The
+  two functions must close over no array.
+  """
+  function = jax.custom_vjp(forward)
+  function.defvjp(
+    lambda x, *saved: (forward(x, *saved), saved),
+    lambda saved, cotangent: backward(cotangent, *saved),
+  )
+  return function(x, *saved)
 
 
 def folded(key: jax.Array | None, number: jax.Array | int) -> jax.Array | None:

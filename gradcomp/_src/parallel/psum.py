@@ -1,6 +1,6 @@
 """Sums over workers, at the entry and at the end of a sharded layer."""
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from gradcomp._src.parallel.options import (
   checked_floats,
   checked_key,
   folded,
+  inputs,
   over_real_parts,
+  transposed,
   wire,
 )
 from gradcomp._src.parallel.transport import gather_encoded, reduce_encoded
@@ -66,9 +68,15 @@ def psum(
     Communication <https://doi.org/10.3929/ethz-b-000319485>`_, 2018, section 2.4.1
   """
   own_wire = wire(axis_name, codec, own="coded")
-  key = checked_key(key, own_wire.codec)
-  x = mark_varying(checked_floats(x), axis_name)
-  return over_real_parts(lambda x: _psum(own_wire, x, key), x)
+  x, key = inputs(x, own_wire, key)
+
+  def add(x: jax.Array, key: jax.Array | None) -> jax.Array:
+    return total(x, own_wire, key).astype(x.dtype)
+
+  def back(cotangent: jax.Array, _: Any) -> tuple[jax.Array, None]:
+    return mark_varying(cotangent, axis_name), None
+
+  return over_real_parts(lambda x: transposed(add, back, x, key), x)
 
 
 def sum_gradients(
@@ -110,7 +118,16 @@ def sum_gradients(
   key = checked_key(key, own_wire.codec)
   x = checked_floats(x)
   varying = tuple(name for name in axis_names(axis_name) if name in varying_axes(x))
-  return over_real_parts(lambda x: _sum_gradients(own_wire, varying, x, key), x)
+
+  def keep(x: jax.Array, _: Any) -> jax.Array:
+    return mark_varying(x, axis_name)
+
+  def back(cotangent: jax.Array, key: jax.Array | None) -> tuple[jax.Array, None]:
+    summed = total(cotangent, own_wire, folded(key, 1)).astype(cotangent.dtype)
+    # The cotangent has the type of x.
+    return mark_varying(summed, varying) if varying else summed, None
+
+  return over_real_parts(lambda x: transposed(keep, back, x, key), x)
 
 
 def total(x: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
@@ -136,45 +153,3 @@ def by_owners(
 def owner_key(wire: Wire, key: jax.Array | None) -> jax.Array | None:
   """Returns an owner's key for rounding its sum, different on each worker."""
   return folded(folded(key, 2), lax.axis_index(wire.axis_name))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _psum(wire: Wire, x: jax.Array, key: jax.Array | None) -> jax.Array:
-  return total(x, wire, key).astype(x.dtype)
-
-
-def _psum_forward(
-  wire: Wire, x: jax.Array, key: jax.Array | None
-) -> tuple[jax.Array, None]:
-  return _psum(wire, x, key), None
-
-
-def _psum_backward(wire: Wire, _: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-  return mark_varying(cotangent, wire.axis_name), None
-
-
-_psum.defvjp(_psum_forward, _psum_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sum_gradients(
-  wire: Wire, varying: tuple[str, ...], x: jax.Array, key: jax.Array | None
-) -> jax.Array:
-  return mark_varying(x, wire.axis_name)
-
-
-def _sum_gradients_forward(
-  wire: Wire, varying: tuple[str, ...], x: jax.Array, key: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
-  return _sum_gradients(wire, varying, x, key), key
-
-
-def _sum_gradients_backward(
-  wire: Wire, varying: tuple[str, ...], key: jax.Array | None, cotangent: jax.Array
-) -> tuple[jax.Array, None]:
-  summed = total(cotangent, wire, folded(key, 1)).astype(cotangent.dtype)
-  # The cotangent has the type of x.
-  return mark_varying(summed, varying) if varying else summed, None
-
-
-_sum_gradients.defvjp(_sum_gradients_forward, _sum_gradients_backward)

@@ -12,16 +12,14 @@ from gradcomp._src.mesh.axes import AxisName, axis_names, bound_size, require_si
 from gradcomp._src.mesh.specs import names_by_axis, sharded_axes, spec_of
 from gradcomp._src.mesh.types import mesh_of, typed_spec
 from gradcomp._src.parallel.options import checked_floats, checked_key
-from gradcomp._src.parallel.reshard_explicit import (
+from gradcomp._src.parallel.transfer import (
   Path,
+  Transfer,
   along,
   check_explicit,
-  undifferentiated,
-)
-from gradcomp._src.parallel.reshard_inside import (
-  Transfer,
   moved_with_residual,
   transfer,
+  undifferentiated,
 )
 
 

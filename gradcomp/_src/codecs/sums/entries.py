@@ -32,11 +32,7 @@ _AGAIN = (
 _OF_CHOSEN = dataclasses.replace(
   OF_BLOCKS,
   same_draws=True,
-  refusals={
-    "passed": OF_BLOCKS.refusals["passed"],
-    "owned": _AGAIN,
-    "grouped": _AGAIN,
-  },
+  refusals={"passed": OF_BLOCKS.refusals["passed"], "owned": _AGAIN, "grouped": _AGAIN},
 )
 
 

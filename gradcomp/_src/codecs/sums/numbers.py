@@ -93,13 +93,7 @@ class Numbers(Sum):
     added = materialized(lambda rows: self._fold(rows, keep)[:3], rows)
     return Partial(*added)._replace(scale=scale)
 
-  def send(
-    self,
-    partial: Partial,
-    context: Context,
-    *,
-    keep: bool,
-  ) -> Sent:
+  def send(self, partial: Partial, context: Context, *, keep: bool) -> Sent:
     rows = packed(self.codec.encode_sums(partial.total))
     lost = partial.lost
     if lost is not None:

@@ -227,13 +227,7 @@ class Sum(abc.ABC):
     """Returns the sum of K workers' parts, ``own[K, rows, ...]``, in their order."""
     raise self._refusal
 
-  def send(
-    self,
-    partial: Partial,
-    context: Context,
-    *,
-    keep: bool,
-  ) -> Sent:
+  def send(self, partial: Partial, context: Context, *, keep: bool) -> Sent:
     """Encodes a sum into rows, without riders."""
     raise self._refusal
 
@@ -245,13 +239,7 @@ class Sum(abc.ABC):
     del count
     return partial
 
-  def hop(
-    self,
-    partial: Partial,
-    context: Context,
-    *,
-    keep: bool,
-  ) -> Sent:
+  def hop(self, partial: Partial, context: Context, *, keep: bool) -> Sent:
     """Encodes a partial sum, with the riders that the next worker needs to add."""
     return self.send(partial, context, keep=keep)
 

@@ -103,13 +103,7 @@ class Tiles(Sum):
     with jax.named_scope("gradcomp_decode"):
       return Partial(self.mean(rows, scale))
 
-  def send(
-    self,
-    partial: Partial,
-    context: Context,
-    *,
-    keep: bool,
-  ) -> Sent:
+  def send(self, partial: Partial, context: Context, *, keep: bool) -> Sent:
     tiles = partial.total
     with jax.named_scope("gradcomp_encode"):
       rows = packed(self.codec.encode_rows(tiles, context))
@@ -194,13 +188,7 @@ class Ranged(Tiles):
     power = 2.0 ** (count - 1).bit_length()
     return Partial(scaled(partial.total, 1 / power), scale=partial.scale * power)
 
-  def hop(
-    self,
-    partial: Partial,
-    context: Context,
-    *,
-    keep: bool,
-  ) -> Sent:
+  def hop(self, partial: Partial, context: Context, *, keep: bool) -> Sent:
     tiles = partial.total
     exponents = self._exponents(tiles)
     small = Partial(tiles * _power(-exponents, tiles.ndim))
