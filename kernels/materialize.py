@@ -88,18 +88,12 @@ def updated_in_place(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns ``function(old, one)``, written into the memory of ``old`` on a CPU.
 
-  It is for an array that the caller gives up, and that has another shape there.
-
-  Args:
-    function: returns an array of the shape and dtype of ``old``. XLA moves the parts
-      that depend only on other arrays out of the loop, and materializes them, but not a
-      part that is multiplied by ``one``: it does not know that this is 1.0.
-    old: an array of any shape.
-    count: ``int32[]``, not negative, which XLA does not know.
-
-  Returns:
-    The array, and another count, for the next array to write. Else XLA would not know
-    that an array that both read may be written over, and copy it.
+  It is for an array that the caller gives up, and that has another shape there. XLA
+  moves the parts of ``function`` that depend only on other arrays out of the loop, and
+  materializes them, but not a part that is multiplied by ``one``: it does not know that
+  this is 1.0, nor that ``count``, ``int32[]``, is not negative. The next array to write
+  takes the count that this one returns. Else XLA would not know that an array that both
+  read may be written over, and copy it.
 
   Example:
     >>> updated_in_place(lambda old, one: old + one, jnp.zeros(2), jnp.int32(0))[0]

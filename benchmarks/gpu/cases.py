@@ -7,7 +7,6 @@ A new kernel is one more line in CASES, or one more implementation in a line.
 """
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -141,7 +140,7 @@ def _qsgd(
     encode,
     operands,
     timed=timed,
-    implementations=("pallas", *_mosaic("qsgd", codec.bucket_size)),
+    implementations=("pallas", *_mosaic(codec.bucket_size)),
     **_shared(codec),
   )
 
@@ -155,7 +154,7 @@ def _one_bit(bucket_size: int, *, keep: bool = False) -> Case:
     # CPUs flush subnormal numbers: there they are not below zero.
     strange=_STRANGE,
     timed=True,
-    implementations=("pallas", *_mosaic("one_bit", bucket_size)),
+    implementations=("pallas", *_mosaic(bucket_size)),
     # As many roundings are on an element's way into a mean.
     near={"mosaic": (bucket_size / 128 + 40) * 2**-24},
   )
@@ -264,10 +263,9 @@ def _natural() -> Case:
   )
 
 
-def _mosaic(operation: str, bucket_size: int | None) -> tuple[Implementation, ...]:
+def _mosaic(bucket_size: int | None) -> tuple[Implementation, ...]:
   """Returns ("mosaic",) if there is such a kernel, whose planes are buckets of 512."""
-  there = importlib.util.find_spec(f"gradcomp._src.kernels.{operation}.mosaic")
-  return ("mosaic",) if there and bucket_size == 512 else ()
+  return ("mosaic",) if bucket_size == 512 else ()
 
 
 def _given(bits: int) -> Case:

@@ -232,8 +232,8 @@ def sweep(names: list[str], size: int, rounds: int, end: float) -> list[Any]:
     for elements, warps in _SWEEP:
       if time.monotonic() > end:
         return rows
-      other = lambda *args, e=elements, w=warps, **options: original(
-        *args, **options | {"elements": e, "warps": w}
+      other = lambda *args, e=elements, w=warps: original(
+        *args[:-1], args[-1]._replace(elements=e, warps=w)
       )
       try:
         with mock.patch.object(triton_tiles, "encode", other):

@@ -10,21 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.kernels.common.fixed_point import (
-  FRACTION,
   Divide,
   divide,
   sign_bit,
   signed,
-  top_multiplier,
 )
 from gradcomp._src.kernels.common.planes import floats, planes_per_word
-from gradcomp._src.kernels.qsgd.reference import code as level_code
-from gradcomp._src.kernels.qsgd.reference import value as level_value
+from gradcomp._src.kernels.quantize import qsgd
 
 WORDS = 32  # of codes in a row, for each entry of a block
 SMALL = 0.375  # the smaller magnitude of a 2-bit value, in scales
 _LIMITS = np.float32(SMALL / 2), np.float32((1 + SMALL) / 2)
-_TOP = 127  # the largest level of an 8-bit value
+_LEVELS = qsgd.Form(bits=8, bucket_size=WORDS)  # of an 8-bit value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +31,7 @@ class Form:
   block_size: int  # elements a block, B, a power of two
   count: int  # entries a block
   value_bits: int  # 2, 8 or 32
+  keep: bool = False  # whether the encoder returns the residual
 
   @property
   def place_bits(self) -> int:
@@ -59,6 +57,11 @@ class Form:
   def blocks(self) -> int:
     """The number of blocks in a tile."""
     return self.planes * WORDS
+
+  @property
+  def bucket_size(self) -> int:
+    """The number of elements of a plane of a tile."""
+    return WORDS * self.block_size
 
   @property
   def tile_size(self) -> int:
@@ -112,9 +115,9 @@ def code(
   There the nearest of zero and the larger magnitude is sent.
   """
   if form.value_bits == 8:
-    multiplier = top_multiplier(_TOP << FRACTION, scale, divide)
-    level = level_code(value, multiplier, None, 8, "sign_magnitude")
-    return jnp.where((scale > 0) & (level & _TOP > 0), (behind << 8) | level, 0)
+    level = _LEVELS.code(value, _LEVELS.factor(scale, divide), None)
+    some = level & _LEVELS.intervals > 0
+    return jnp.where((scale > 0) & some, (behind << 8) | level, 0)
   magnitude, negative = jnp.abs(value), sign_bit(value) >> 31
   nothing = (behind | negative) == 0
   low, high = (scale * limit for limit in _LIMITS)
@@ -126,7 +129,7 @@ def code(
 def values(codes: jax.Array, scale: jax.Array, form: Form) -> jax.Array:
   """Returns the values of codes under their scales; NaN under a scale of NaN."""
   if form.value_bits == 8:
-    return level_value(codes & np.uint32(0xFF), scale, 8, "sign_magnitude")
+    return _LEVELS.value(codes & np.uint32(0xFF), scale)
   small = scale * np.float32(SMALL)
   magnitude = jnp.where(codes & 1 == 1, scale, small)
   value = signed(magnitude, (codes >> 1) << 31)

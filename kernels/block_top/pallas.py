@@ -26,6 +26,7 @@ from gradcomp._src.kernels.common.fixed_point import exact_quotient
 from gradcomp._src.kernels.common.planes import float_words, floats, pack_planes
 from gradcomp._src.kernels.common.scales import scales_of_bits
 from gradcomp._src.kernels.gpu import triton_tiles
+from gradcomp._src.kernels.gpu.triton_tiles import Launch
 
 _ELEMENTS = 2048  # of a plane in a program, at least
 _HIGHEST = 1 << 31
@@ -33,11 +34,10 @@ _HIGHEST = 1 << 31
 Entry = tuple[jax.Array, jax.Array]
 
 
-# Traced once for all leaves of a shape; inlined, so that it is one call all the same.
-@functools.partial(jax.jit, static_argnames=("form", "keep", "interpret"), inline=True)
+@triton_tiles.completed(reference.encode_rows)
 def encode_rows(
-  x: jax.Array, *, form: Form, keep: bool, interpret: bool = False
-) -> tuple[jax.Array, jax.Array | None]:
+  x: jax.Array, *, form: Form, interpret: bool = False
+) -> triton_tiles.Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
 
   def body(block: triton_tiles.Block) -> None:
@@ -59,28 +59,15 @@ def encode_rows(
         for k in planes:
           words = float_words(sent[k][number][1]).reshape(-1, WORDS)
           block.put(words, at + (k + 1) * WORDS)
-    if keep:
+    if form.keep:
       for k in planes:
         rest = blocks_of(k) - _decoded(sent[k], scale, form)
         block.put_residual(k, rest.reshape(block.shape))
 
-  def last(rest: jax.Array, row: int) -> tuple[jax.Array, jax.Array | None]:
-    del row  # nothing is random
-    return reference.encode_rows(rest, form=form, keep=keep)
-
-  return triton_tiles.encode(
-    body,
-    "block_top_encode",
-    x,
-    (),
-    planes=form.planes,
-    bucket_size=WORDS * form.block_size,
-    row_words=form.row_words,
-    keep=keep,
-    last=last,
-    elements=_ELEMENTS,
-    interpret=interpret,
+  launch = Launch(
+    "block_top_encode", form.row_words, form.keep, _ELEMENTS, interpret=interpret
   )
+  return triton_tiles.encode(body, x, (), form, launch)
 
 
 def _select(x: jax.Array, form: Form) -> list[Entry]:

@@ -38,16 +38,13 @@ Entries = tuple[list[tuple[jax.Array, jax.Array]], jax.Array]
 
 
 def encode_rows(
-  x: jax.Array, *, form: Form, keep: bool
+  x: jax.Array, *, form: Form, first_row: int = 0
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes ``float32`` of any shape; with ``keep`` it also returns the residual.
-
-  Returns:
-    ``uint32[rows, row_words]``, and the residual in the shape of ``x``, or None.
-  """
+  """Encodes ``float32`` of any shape: ``uint32[rows, row_words]``, and the residual."""
+  del first_row  # nothing is random
   flat = x.reshape(-1)
   if not flat.size:
-    return jnp.zeros((0, form.row_words), jnp.uint32), x if keep else None
+    return jnp.zeros((0, form.row_words), jnp.uint32), x if form.keep else None
   entries = select(flat, form)
   parts = []
   if form.scaled:
@@ -62,10 +59,10 @@ def encode_rows(
       parts.append(packed_codes(jnp.where(some, behind, np.uint32(0)), form))
       parts.append(jnp.where(some, words, np.uint32(0)))
   rows = packed(jnp.concatenate(parts, axis=1))
-  return rows, remainder(x, rows, form=form) if keep else None
+  return rows, remainder(x, rows, form) if form.keep else None
 
 
-def remainder(x: jax.Array, rows: jax.Array, *, form: Form) -> jax.Array:
+def remainder(x: jax.Array, rows: jax.Array, form: Form) -> jax.Array:
   """Returns the residual of an array, in its shape: the array less its decoded rows."""
   entries, others = _entries(rows, form)
   if x.size % form.block_size:
@@ -176,7 +173,7 @@ def entries_of_rows(rows: jax.Array, form: Form) -> Entries:
   return list(zip(places, sent, strict=True)), jnp.where(finite, 0.0, np.nan)
 
 
-def decode_rows(rows: jax.Array, *, form: Form) -> jax.Array:
+def decode_rows(rows: jax.Array, form: Form) -> jax.Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, R, B]``."""
   return spread(*_entries(rows, form), form)
 

@@ -48,9 +48,8 @@ def dither(key: jax.Array, worker: jax.Array | int = 0) -> jax.Array:
 def mask(worker: jax.Array | int) -> jax.Array | np.uint32:
   """Returns the mask of a worker: ``bitreverse16(i >> 1) ^ (0xFFFF if i is odd)``.
 
-  It is ``uint32`` below 2**16. The two workers of a pair round with complements, so
-  that the part of their errors that the dither makes cancels. The pairs are spread
-  evenly over the 16-bit integers. Only 17 bits of the worker's number ``i`` count.
+  The two workers of a pair round with complements, so that the part of their errors
+  that the dither makes cancels. The pairs are spread evenly over the 16-bit integers.
 
   Example:
     >>> [hex(mask(i)) for i in range(6)]
@@ -105,10 +104,9 @@ def lane_stream(
   first_row: jax.Array | int,
   iota: Iota = jax.lax.broadcasted_iota,
 ) -> Iterator[jax.Array]:
-  """Yields the arrays of :func:`random_lanes` one by one, each computed when it is due.
+  """Yields the arrays of :func:`random_lanes`, for kernels with few registers.
 
-  It is for kernels with too few registers for all arrays. ``iota`` is for kernels that
-  lay out their arrays themselves.
+  ``iota`` is for kernels that lay out their arrays themselves.
   """
   rows = iota(jnp.uint32, shape, 0) + jnp.uint32(first_row)
   columns = iota(jnp.uint32, shape, 1)

@@ -18,12 +18,12 @@ from gradcomp._src.kernels.common.fixed_point import (
 )
 from gradcomp._src.kernels.common.piecewise_linear import Line, coordinate, to_units
 from gradcomp._src.kernels.common.planes import (
-  Segment,
   float_words,
   floats,
   pack_planes,
   planes_per_word,
-  stack_rows,
+  stacked,
+  tile_segments,
   unpack_planes,
 )
 from gradcomp._src.kernels.common.scales import Norm, norms, scales
@@ -134,41 +134,32 @@ def encode_rows(
   x: jax.Array,
   scale: jax.Array,
   levels: jax.Array,
+  dither: jax.Array | None,
   *,
   bits: int,
   bucket_size: int,
-  dither: jax.Array | None,
 ) -> jax.Array:
-  """Encodes a flat array as rows of words, scales and levels.
+  """Encodes a flat array as rows of words, scales and ``L = 2**(bits - 1)`` levels.
 
-  Args:
-    x: ``float32[n]``.
-    scale: ``float32[rows, 1]`` or ``float32[rows, P]``.
-    levels: ``float32[L]``, where ``L`` is ``2**(bits - 1)``.
-    bits: the width of a code.
-    bucket_size: elements a bucket, ``B``.
-    dither: ``uint32[3]`` for stochastic rounding, None for nearest.
-
-  Returns:
-    ``uint32[rows, B + scales + L]``.
+  Scales are ``float32[rows, 1]`` or ``float32[rows, P]``, the dither is ``uint32[3]``
+  or None to round to nearest, and the rows ``uint32[rows, B + scales + L]``.
   """
   planes = planes_per_word(bits)
   lines = _lines(levels)
-
-  def encode(segment: Segment) -> list[jax.Array]:
-    rows = segment.shape[0]
-    row_scale = segment.rows_of(scale)
-    factor = jnp.broadcast_to(to_units(row_scale), (rows, planes))
-    lanes = rounding_lanes(dither, segment.shape, planes, first_row=segment.first_row)
+  rows = []
+  for tiles in tile_segments(x, planes, bucket_size):
+    count = tiles.shape[0]
+    own = tiles.rows_of(scale)
+    factor = jnp.broadcast_to(to_units(own), (count, planes))
+    lanes = rounding_lanes(dither, tiles.shape, planes, first_row=tiles.first_row)
     codes = [
       _round(plane, factor[:, k : k + 1], lanes[k], lines)
-      for k, plane in enumerate(segment.planes)
+      for k, plane in enumerate(tiles.planes)
     ]
-    row_levels = jnp.broadcast_to(levels, (rows, levels.size))
-    return [pack_planes(codes, bits), float_words(row_scale), float_words(row_levels)]
-
-  row_words = bucket_size + scale.shape[1] + levels.size
-  return stack_rows(x, planes, bucket_size, row_words, encode)
+    words = pack_planes(codes, bits)
+    row_levels = jnp.broadcast_to(levels, (count, levels.size))
+    rows.append([words, float_words(own), float_words(row_levels)])
+  return stacked(rows, bucket_size + scale.shape[1] + levels.size)
 
 
 def _round(x: jax.Array, factor: jax.Array, lane: Lane, lines: list[Line]) -> jax.Array:

@@ -46,9 +46,8 @@ def rounding_lanes(
 ) -> Sequence[Lane]:
   """Returns the addend of each plane, to add before ``FRACTION`` bits are dropped.
 
-  With a dither these are random 16-bit integers, ``uint32[rows, columns]``, so that a
-  fraction rounds up with a probability equal to it. Without one they are None for a
-  half, which rounds to nearest. Random numbers depend on the number of the first row.
+  With a dither these are random 16-bit integers, ``uint32[rows, columns]``, and else
+  None for a half, which rounds to nearest.
   """
   if dither is None:
     return [None] * planes
@@ -90,14 +89,10 @@ def rounded_with_sign(
 def exact_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
   """Returns ``x / divisor``, correctly rounded, if the quotient is a normal number.
 
-  A reciprocal estimates it. Integers correct the estimate, and round it to nearest. The
-  quotient by NaN is NaN.
-
-  Args:
-    x: float32, a normal number above 0, or 0; subnormal ones count as 0.
-    divisor: float32, a normal number above 0, or NaN. For others the result means
-      nothing.
+  Both are 0 or more, and the divisor is normal or NaN, which makes a NaN. A subnormal
+  ``x`` counts as 0.
   """
+  # A reciprocal estimates the quotient. Integers correct the estimate, and round it.
   x_bits, bits = (jax.lax.bitcast_convert_type(a, jnp.uint32) for a in (x, divisor))
   over, by = ((a & np.uint32(_MANTISSA)) | np.uint32(_HIDDEN) for a in (x_bits, bits))
   # The quotient of the significands has the exponent of 1, or of 1/2 if `below` is 1.
@@ -148,13 +143,7 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
 
 
 def inverse(top: float, scale: jax.Array, divide: Divide = divide) -> jax.Array:
-  """Returns ``top / scale``, and 0 for a scale of 0.
-
-  Args:
-    top: a float32 above 0.
-    scale: 0, a float of 2**-96 or more, or NaN.
-    divide: the division; kernels pass :func:`exact_quotient`.
-  """
+  """Returns ``top / scale``, and 0 for a scale of 0; kernels pass `exact_quotient`."""
   return jnp.where(scale == 0, 0.0, divide(jnp.full_like(scale, top), scale))
 
 
@@ -174,15 +163,11 @@ def top_multiplier(top: int, scale: jax.Array, divide: Divide = divide) -> jax.A
 
 
 def signed(value: jax.Array, sign: jax.Array) -> jax.Array:
-  """Gives ``value``, which has no sign, the sign bit of ``sign``.
+  """Gives ``value``, which has no sign, the highest bit of ``sign``, the only one set.
 
   Decoders set the sign last, by this bit operation. No compiler can then contract their
   product with a following addition, and sums of decoded values have the same bits
   everywhere.
-
-  Args:
-    value: float32, zero or more, or NaN.
-    sign: uint32, of which only the highest bit is set.
 
   Example:
     >>> signed(jnp.float32(2.5), jnp.uint32(1 << 31))

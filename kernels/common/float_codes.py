@@ -33,30 +33,25 @@ def to_codes(
   x: jax.Array,
   fmt: FloatFormat,
   *,
-  rounding: FloatRounding = "nearest_even",
-  draw: jax.Array | None = None,
+  rounding: FloatRounding | jax.Array = "nearest_even",
   exponent: jax.Array | None = None,
   lost: jax.Array | None = None,
   saturate: bool = False,
 ) -> jax.Array:
-  """Returns the codes of ``x``, or of ``x * 2**exponent``, rounded once.
+  """Returns the codes of ``x``, or of ``x * 2**exponent``, rounded once: ``uint32``.
 
   Args:
     x: float32.
     fmt: the format.
-    rounding: ``"nearest_even"`` (of two equally near numbers the one with the even
-      code), ``"stochastic"`` or ``"toward_zero"``, which never overflows.
-    draw: uint32 like ``x``, uniform; stochastic rounding needs it.
+    rounding: ``"nearest_even"``; ``"toward_zero"``, which never overflows; or, for
+      stochastic rounding, uniform random bits, uint32 like ``x``.
     exponent: int32 that broadcasts to ``x``, from -512 to 512. With it, numbers below
       2**-126 count as zero, before and after the product. The codes mean nothing where
       the product is not finite, or not below ``2**(fmt.max_exponent + 1)``.
-    lost: float32 like ``x``, the error of an exact result rounded to ``x``, at most
-      half a unit in its last place. ``x + lost`` is rounded, exactly.
+    lost: float32 like ``x``, at most half a unit in its last place: ``x + lost`` is
+      rounded, exactly.
     saturate: whether finite numbers that are too large become the largest one, even if
       the format has another code for them.
-
-  Returns:
-    uint32, below ``2**fmt.bits``.
 
   Example:
     >>> codes = to_codes(jnp.array([1.0, -1.125, 1e9]), FloatFormat(5, 2))
@@ -96,19 +91,20 @@ def to_codes(
   if exponent is None:
     base = jnp.minimum(base, 1 << fmt.exponent_bits)
   base = base.astype(jnp.uint32) << m
-  if rounding == "stochastic":
+  draw = None if isinstance(rounding, str) else rounding
+  cut = draw is None and rounding == "toward_zero"
+  if draw is not None:
     significand = significand >> jnp.clip(drop - 31, 0, 31).astype(jnp.uint32)
   drop = jnp.minimum(drop, 31).astype(jnp.uint32)
-  if rounding == "stochastic":
-    assert draw is not None
+  if draw is not None:
     significand = significand + ((draw >> 1) >> (31 - drop))
-  elif rounding == "nearest_even":  # add a half, or just less where the code is even
+  elif not cut:  # add a half, or just less where the code is even
     last = (significand >> drop) + (0 if m else base)
     significand = significand + (_BELOW_HALF >> (32 - drop)) + (last & 1)
   code = ((significand >> drop) << unit) + base
 
   has_more = fmt.specials != "none"  # infinity, or the NaN of formats without one
-  to_highest = saturate or rounding == "toward_zero" or not has_more
+  to_highest = saturate or cut or not has_more
   code = jnp.minimum(code, jnp.uint32(fmt.max_code + (not to_highest)))
   if exponent is None:
     infinite = jnp.uint32(fmt.max_code + has_more)
@@ -122,9 +118,7 @@ def to_codes(
 
 
 def from_codes(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
-  """Returns the numbers of codes, ``uint32`` below ``2**fmt.bits``, in float32.
-
-  A code that is both infinity and NaN decodes to infinity.
+  """Returns the ``float32`` numbers of codes; infinity for one that is NaN as well.
 
   Example:
     >>> from_codes(jnp.array([0x3C, 0xBC, 0x01, 0x7C], jnp.uint32), FloatFormat(5, 2))
@@ -160,14 +154,10 @@ def from_codes(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
 
 
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
-  """Returns ``x * 2**exponent``, which is exact if it is a normal number.
+  """Returns ``x * 2**exponent``, for exponents from -512 to 512, exact if normal.
 
   A product that is too large becomes the largest number of ``float32``. One below
   2**-126 becomes zero, and so does a subnormal ``x``. Infinities and NaN stay the same.
-
-  Args:
-    x: float32.
-    exponent: int32 that broadcasts to ``x``, from -512 to 512.
 
   Example:
     >>> times_power_of_two(jnp.array([3.0, -jnp.inf, 1e-30]), jnp.int32(-60))

@@ -139,23 +139,9 @@ def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
   return codes if bits == 32 else codes & jnp.uint32(2**bits - 1)
 
 
-def stack_rows(
-  x: jax.Array,
-  planes: int,
-  bucket_size: int,
-  row_words: int,
-  encode: Callable[[Segment], Sequence[jax.Array]],
-  fill: Callable[[jax.Array], jax.Array] = lambda rest: rest,
-) -> jax.Array:
-  """Encodes a flat array segment by segment: ``uint32[rows, row_words]``.
-
-  ``encode`` returns the parts of a segment's rows, ``uint32[rows, words]`` each, which
-  have ``row_words`` words together. For ``fill`` see :func:`tile_segments`.
-  """
-  rows = [
-    jnp.concatenate(encode(segment), axis=1)
-    for segment in tile_segments(x, planes, bucket_size, fill)
-  ]
+def stacked(segments: Sequence[Sequence[jax.Array]], row_words: int) -> jax.Array:
+  """Joins the parts of rows, ``uint32[rows, words]``, of each segment, and segments."""
+  rows = [jnp.concatenate(parts, axis=1) for parts in segments]
   if not rows:
     return jnp.zeros((0, row_words), jnp.uint32)
   return rows[0] if len(rows) == 1 else jnp.concatenate(rows)

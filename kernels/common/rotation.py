@@ -22,12 +22,8 @@ def rotate(tiles: jax.Array, size: int) -> jax.Array:
 
   .. math:: y_k = \frac{1}{n} \sum_i H_{ki} s_i x_i
 
-  A few large elements become many small ones of about one size.
-
-  Args:
-    tiles: ``float32[rows, P, B]``, with P a multiple of 8, and B one of 4 for groups of
-      32.
-    size: the elements of a group, ``n``: 8 or 32.
+  Tiles are ``float32[rows, P, B]``, with P a multiple of 8, and B one of 4 for groups
+  of 32; ``size`` is n, 8 or 32.
 
   Example:
     >>> one = jnp.zeros((1, 8, 32)).at[0, 3, 5].set(8.0)
@@ -41,10 +37,7 @@ def rotate(tiles: jax.Array, size: int) -> jax.Array:
 
 
 def unrotate(tiles: jax.Array, size: int) -> jax.Array:
-  """Undoes :func:`rotate`, but for the rounding of sums.
-
-  It is linear, so that a sum of rotated tiles gives the sum of the tiles.
-  """
+  """Undoes :func:`rotate`, of sums of tiles, too, but for the rounding of sums."""
   return _signed(_butterfly(tiles, size))
 
 

@@ -17,14 +17,8 @@ from gradcomp._src.kernels.gpu.dispatch import Implementation
 def largest(x: RowView, count: int, sign: jax.Array | None = None) -> jax.Array:
   """Returns the positions of the ``count`` elements of largest magnitude, in order.
 
-  Args:
-    x: a row of n elements.
-    count: at most n.
-    sign: ``float32[]``, to choose only among elements of its sign, of which there may
-      be fewer.
-
-  Returns:
-    ``int32[count]``, ascending; n where there is no such element.
+  They are ``int32[count]``, ascending. With ``sign``, ``float32[]``, only elements of
+  its sign count; the size of the row stands where there are fewer.
 
   Example:
     >>> largest(RowView([jnp.array([[1.0, -5.0, 0.5, 2.0]])], jnp.int32(0)), 2)

@@ -1,7 +1,5 @@
 """Lists the positions of set bits, one bit for each element."""
 
-import functools
-
 import jax
 import numpy as np
 
@@ -25,14 +23,10 @@ def positions(
   implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
   """Runs :func:`reference.positions` or a kernel, as :func:`dispatch.run` chooses."""
-  no = triton_tiles.refusal(words.size * WORD, WORD, LANES)
-  return dispatch.run(
-    implementation,
-    words,
-    xla=functools.partial(reference.positions, capacity=capacity, size=size),
-    pallas=no or functools.partial(pallas.positions, capacity=capacity, size=size),
-    example=_example,
-  )
+  no = triton_tiles.refusal_of_tiles(words.size * WORD, TILE)
+  operation = dispatch.Operation(reference.positions, no or pallas.positions)
+  options = {"capacity": capacity, "size": size}
+  return dispatch.run(operation, implementation, (words,), options, _example)
 
 
 def _example() -> self_check.Example:

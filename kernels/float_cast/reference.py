@@ -3,6 +3,9 @@
 See docs/inside/wire-format.md for the rule.
 """
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -16,11 +19,11 @@ from gradcomp._src.kernels.common.float_codes import (
 )
 from gradcomp._src.kernels.common.float_formats import FloatFormat
 from gradcomp._src.kernels.common.planes import (
-  Segment,
   float_words,
   pack_planes,
   planes_per_word,
-  stack_rows,
+  stacked,
+  tile_segments,
   unpack_planes,
 )
 
@@ -86,61 +89,59 @@ def unshifted(
   return jnp.where(byte[..., None] == _NOT_FINITE, jnp.nan, value)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+  """The static options of the encoder."""
+
+  fmt: FloatFormat
+  rounding: FloatRounding
+  saturate: bool  # whether what is too large becomes the largest number, not infinity
+  bucket_size: int  # words in a row, B
+
+  @property
+  def planes(self) -> int:
+    """The number of codes in a word."""
+    return planes_per_word(width(self.fmt))
+
+  @functools.partial(jax.jit, static_argnums=0, inline=True)
+  def code(self, x: jax.Array, lane: Lane, exponent: jax.Array | None) -> jax.Array:
+    """Returns the codes of one plane, see :func:`to_codes`; 16 random bits round."""
+    rounding = self.rounding if lane is None else signed_lane(lane, x) << 16
+    return to_codes(
+      x, self.fmt, rounding=rounding, exponent=exponent, saturate=self.saturate
+    )
+
+
 def encode_rows(
   x: jax.Array,
   exponent: jax.Array | None,
   dither: jax.Array | None,
   *,
-  fmt: FloatFormat,
-  rounding: FloatRounding,
-  saturate: bool,
-  row_words: int,
+  form: Form,
   first_row: int = 0,
-) -> jax.Array:
-  """Casts a flat array, or ``x * 2**exponent``, and packs the codes.
+) -> tuple[jax.Array, None]:
+  """Casts an array, or ``x * 2**exponent``, and packs the codes.
 
   Args:
-    x: ``float32[n]``.
+    x: ``float32`` of any shape.
     exponent: ``int32[]`` or None.
     dither: ``uint32[3]`` for stochastic rounding, else None.
-    fmt: the format.
-    rounding: how numbers are rounded to the format.
-    saturate: whether numbers that are too large become the largest number, not
-      infinity.
-    row_words: words in a row, ``B``.
+    form: the options.
     first_row: the number of the first row, which the random numbers depend on.
 
   Returns:
-    ``uint32[rows, row_words]``.
+    ``uint32[rows, B]``, and no residual.
   """
-  planes = planes_per_word(width(fmt))
-
-  def encode(segment: Segment) -> list[jax.Array]:
-    row = first_row + segment.first_row
-    lanes = rounding_lanes(dither, segment.shape, planes, first_row=row)
+  rows = []
+  for tiles in tile_segments(x.reshape(-1), form.planes, form.bucket_size):
+    row = first_row + tiles.first_row
+    lanes = rounding_lanes(dither, tiles.shape, form.planes, first_row=row)
     codes = [
-      code(plane, lane, exponent, fmt=fmt, rounding=rounding, saturate=saturate)
-      for plane, lane in zip(segment.planes, lanes, strict=True)
+      form.code(plane, lane, exponent)
+      for plane, lane in zip(tiles.planes, lanes, strict=True)
     ]
-    return [pack_planes(codes, width(fmt))]
-
-  return stack_rows(x, planes, row_words, row_words, encode)
-
-
-def code(
-  x: jax.Array,
-  lane: Lane,
-  exponent: jax.Array | None,
-  *,
-  fmt: FloatFormat,
-  rounding: FloatRounding,
-  saturate: bool,
-) -> jax.Array:
-  """Returns the codes of one plane, see :func:`to_codes`; 16 random bits round."""
-  draw = None if lane is None else signed_lane(lane, x) << 16
-  return to_codes(
-    x, fmt, rounding=rounding, draw=draw, exponent=exponent, saturate=saturate
-  )
+    rows.append([pack_planes(codes, width(form.fmt))])
+  return stacked(rows, form.bucket_size), None
 
 
 def decode_rows(rows: jax.Array, fmt: FloatFormat) -> jax.Array:

@@ -1,57 +1,95 @@
 """Dispatch: chooses the implementation of each operation; no other file does.
 
-An operation is a folder of this package. Its ``reference`` is jnp code, the fast path
-on CPU and TPU. ``pallas`` and, in some folders, ``mosaic`` are kernels for GPUs. All
-give the same bits, unless the file ``mosaic`` says otherwise.
+An operation has a ``reference``, which is jnp code and the fast path on CPU and TPU.
+``pallas`` and, for some, ``mosaic`` are kernels for GPUs. All give the same bits,
+unless the file ``mosaic`` says otherwise.
+
+``jax.lax.platform_dependent`` traces both, and so would import Pallas, with its back
+ends for GPUs, wherever an encoder is traced. The primitive of this file traces the
+kernel where a program is lowered for CUDA.
 """
 
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
 
 from gradcomp._src.checks import see
-from gradcomp._src.kernels.gpu import by_platform, self_check
+from gradcomp._src.kernels.gpu import mosaic_tiles, self_check, triton_tiles
 
 Implementation = Literal["xla", "pallas", "pallas_interpret", "mosaic"]
 
-# The kernel, or a sentence that says why there is none for these arguments.
-Kernel = Callable[..., Any] | str
-
-NO_MOSAIC = "there is no such kernel for this operation"
 _HOPPER = 9.0
 _SEE = see("runs-the-reference-instead")
 
 # Whatever the filters of warnings say, each text once in a process.
 _warn_once = functools.cache(warnings.warn)
 
+_Function = Callable[..., Any]
+
+
+class Operation(NamedTuple):
+  """The functions of an operation; a kernel may be why there is none, a sentence."""
+
+  xla: _Function
+  pallas: _Function | str
+  mosaic: _Function | str = "there is no such kernel for this operation"
+
+
+def encoder(reference: Any, pallas: Any, mosaic: Any = None) -> _Function:
+  """Returns the encoder of modules that each have an ``encode_rows``.
+
+  It takes an array, the other operands, ``form`` and ``implementation``, and returns
+  the rows and the residual or None, as ``reference.encode_rows`` does.
+  """
+
+  def encode_rows(
+    x: jax.Array,
+    *operands: jax.Array | None,
+    form: triton_tiles.Form,
+    implementation: Implementation | None = None,
+  ) -> tuple[jax.Array, jax.Array | None]:
+    functions = Operation(
+      reference.encode_rows,
+      triton_tiles.refusal(x.size, form) or pallas.encode_rows,
+    )
+    if mosaic is not None:
+      no = mosaic_tiles.refusal(x.size, form)
+      functions = functions._replace(mosaic=no or mosaic.encode_rows)
+    tile = form.planes * form.bucket_size
+    example = lambda: self_check.few_tiles(tile, *operands)
+    return run(functions, implementation, (x, *operands), {"form": form}, example)
+
+  return encode_rows
+
 
 def run(
+  operation: Operation,
   implementation: Implementation | None,
-  *operands: Any,
-  xla: Callable[..., Any],
-  pallas: Kernel,
-  mosaic: Kernel = NO_MOSAIC,
+  operands: tuple[Any, ...],
+  options: dict[str, Any],
   example: Callable[[], self_check.Example],
 ) -> Any:
   """Calls one implementation with the operands, and returns its result.
 
+  In a process with CUDA devices, :func:`self_check.failure` first compares ``"pallas"``
+  with ``"xla"`` on a small input. Where the kernel fails or gives other bits, None
+  warns of it once and takes ``"xla"``, and the name raises. The environment variable
+  ``GRADCOMP_CHECK_KERNELS=0`` turns the check off.
+
   Args:
+    operation: its functions; kernels in Triton style also take ``interpret``.
     implementation: ``"xla"`` for the reference; ``"pallas"`` for the kernel in Triton
       style; ``"pallas_interpret"`` for the same kernel on any backend, slowly, for
       tests; ``"mosaic"`` for the kernel for Hopper and newer; or None. None takes
       ``"pallas"`` on CUDA devices, where there is such a kernel, and ``"xla"``
       elsewhere. It decides where the program is lowered for a platform.
-      In a process with CUDA devices, :func:`self_check.failure` first compares
-      ``"pallas"`` with ``"xla"`` on a small input. Where the kernel fails or gives
-      other bits, None warns of it once and takes ``"xla"``, and the name raises. The
-      environment variable ``GRADCOMP_CHECK_KERNELS=0`` turns the check off.
-    *operands: arrays, or None.
-    xla: the reference.
-    pallas: the kernel, which also takes ``interpret``; or why there is none.
-    mosaic: the kernel; or why there is none.
+    operands: trees of arrays, or None.
+    options: static, and hashable.
     example: returns the small input. It is called only where there is a CUDA device.
 
   Raises:
@@ -60,25 +98,28 @@ def run(
     RuntimeError: ``"pallas"`` was named, and its kernel fails or gives other bits.
 
   Example:
-    >>> functions = {"xla": jnp.sqrt, "pallas": "there is none"}
+    >>> operation = Operation(jnp.sqrt, "there is none")
     >>> example = lambda: self_check.Example((np.ones(8, np.float32),))
-    >>> float(run(None, jnp.float32(4.0), **functions, example=example))
+    >>> float(run(operation, None, (jnp.float32(4.0),), {}, example))
     2.0
   """
-  if implementation is None:
-    if isinstance(pallas, str):
-      return xla(*operands)
-    if wrong := self_check.failure(pallas, xla, example):
-      _warn_once(f"{wrong} XLA runs the reference instead.{_SEE}", RuntimeWarning)
-      return xla(*operands)
-    return by_platform.call(*operands, cuda=pallas, default=xla)
+  xla = functools.partial(operation.xla, **options)
   if implementation == "xla":
     return xla(*operands)
-  kernel = mosaic if implementation == "mosaic" else pallas
-  if isinstance(kernel, str):
+  found = operation.mosaic if implementation == "mosaic" else operation.pallas
+  if isinstance(found, str):
+    if implementation is None:
+      return xla(*operands)
     raise ValueError(
-      f'`implementation` must be None or "xla" here, got {implementation!r}: {kernel}.'
+      f'`implementation` must be None or "xla" here, got {implementation!r}: {found}.'
     )
+  kernel = functools.partial(found, **options)
+  if implementation is None:
+    if not (wrong := self_check.failure(kernel, xla, example)):
+      reference = _jitted(operation.xla, **options).trace(*operands)
+      return _by_platform(operands, kernel, reference)
+    _warn_once(f"{wrong} XLA runs the reference instead.{_SEE}", RuntimeWarning)
+    return xla(*operands)
   if implementation == "pallas_interpret":
     return kernel(*operands, interpret=True)
   if missing := _missing(implementation):
@@ -102,3 +143,56 @@ def _missing(implementation: Implementation) -> str | None:
     if float(capability) < _HOPPER:
       return f"compute capability {_HOPPER} or more, and this GPU has {capability}"
   return None
+
+
+@functools.cache
+def _jitted(function: _Function, **options: Any) -> Any:
+  """Returns one jitted function for equal options, which JAX traces once a shape."""
+  return jax.jit(functools.partial(function, **options))
+
+
+_CALL = Primitive("gradcomp_kernel")
+_CALL.multiple_results = True
+
+
+def _by_platform(operands: Any, kernel: _Function, traced: Any) -> Any:
+  """Calls ``kernel`` where a program is lowered for CUDA, else what was traced."""
+  leaves, structure = jax.tree.flatten(operands)
+
+  def flat(*leaves: Any) -> list[Any]:
+    return jax.tree.leaves(kernel(*jax.tree.unflatten(structure, leaves)))
+
+  found = _CALL.bind(*leaves, kernel=flat, reference=traced.jaxpr)
+  return jax.tree.unflatten(jax.tree.structure(traced.out_info), found)
+
+
+@_CALL.def_abstract_eval
+def _types(*_: Any, kernel: _Function, reference: ClosedJaxpr) -> list[Any]:
+  return reference.out_avals
+
+
+@_CALL.def_impl
+def _run(*leaves: Any, kernel: _Function, reference: ClosedJaxpr) -> Any:
+  is_cuda = jax.lax.platform_dependent(cuda=lambda: True, default=lambda: False)
+  return (kernel if is_cuda else jaxpr_as_fun(reference))(*leaves)
+
+
+def _batched(
+  leaves: Any, axes: Any, *, kernel: _Function, reference: ClosedJaxpr
+) -> tuple[Any, list[int]]:
+  traced = jax.jit(jax.vmap(jaxpr_as_fun(reference), axes)).trace(*leaves)
+  found = _by_platform(leaves, jax.vmap(kernel, axes), traced)
+  return found, [0] * len(found)
+
+
+def _lower(ctx: Any, *leaves: Any, kernel: _Function, reference: ClosedJaxpr) -> Any:
+  return mlir.lower_fun(jaxpr_as_fun(reference))(ctx, *leaves)
+
+
+def _lower_kernel(ctx: Any, *leaves: Any, kernel: _Function, reference: Any) -> Any:
+  return mlir.lower_fun(kernel)(ctx, *leaves)
+
+
+batching.primitive_batchers[_CALL] = _batched
+mlir.register_lowering(_CALL, _lower)
+mlir.register_lowering(_CALL, _lower_kernel, platform="cuda")

@@ -15,11 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from gradcomp._src.kernels.gpu import last_tile
-from gradcomp._src.kernels.gpu.last_tile import Reference, complete
-from gradcomp._src.kernels.gpu.triton_tiles import Index, typed
+from gradcomp._src.kernels.gpu.triton_tiles import (
+  Encoded,
+  Form,
+  Index,
+  Launch,
+  arguments,
+  refusal_of_tiles,
+)
 
 _THREADS = 128  # of a warpgroup, which is a program
 _VECTOR = 4  # elements of a load of 16 bytes
@@ -28,8 +32,9 @@ _LARGEST_BUCKET = 2048
 _LARGEST_TILE = 16384
 
 
-def refusal(size: int, planes: int, bucket_size: int) -> str:
+def refusal(size: int, form: Form) -> str:
   """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
+  planes, bucket_size = form.planes, form.bucket_size
   power = not bucket_size & (bucket_size - 1)
   if not (power and _THREADS <= bucket_size <= _LARGEST_BUCKET):
     return (
@@ -41,7 +46,7 @@ def refusal(size: int, planes: int, bucket_size: int) -> str:
       f"a Mosaic kernel's tiles have at most {_LARGEST_TILE} elements, and {planes} "
       f"buckets of {bucket_size} have more"
     )
-  return last_tile.refusal(size, planes * bucket_size)
+  return refusal_of_tiles(size, planes * bucket_size)
 
 
 class Tile:
@@ -106,47 +111,38 @@ class Tile:
 
 def encode(
   body: Callable[..., None],
-  name: str,
   x: jax.Array,
   operands: tuple[jax.Array | None, ...],
-  *,
-  planes: int,
-  bucket_size: int,
-  row_words: int,
-  keep: bool,
-  last: Reference,
-  interpret: Any = None,
-) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes an array tile by tile: see :func:`triton_tiles.encode`.
+  form: Form,
+  launch: Launch,
+) -> Encoded:
+  """Encodes the whole tiles of an array: see :func:`triton_tiles.encode`.
 
   ``body`` is called with a :class:`Tile`. ``interpret`` is a
-  ``plgpu.InterpretGPUParams``, which JAX has from 0.11 on, or None.
+  ``plgpu.InterpretGPUParams``, which JAX has from 0.11 on, or False.
   """
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
-  tile = planes * bucket_size
-  tiles = x.size // tile
-  given = [operand for operand in operands if operand is not None]
+  shape = 1, form.bucket_size
+  given, outputs = arguments(x, operands, form, launch)
 
   def kernel(x_ref: Any, *refs: Any) -> None:
-    inputs, outputs = iter(refs[: len(given)]), refs[len(given) :]
-    residual_ref = outputs[1] if keep else None
-    block = Tile(x_ref, outputs[0], residual_ref, (1, bucket_size), planes)
+    inputs, out = iter(refs[: len(given)]), [*refs[len(given) :], None]
+    block = Tile(x_ref, out[0], out[1], shape, form.planes)
     body(block, *(None if operand is None else next(inputs) for operand in operands))
 
-  kernel.__name__ = name
-  out = [((-(-x.size // tile), row_words), jnp.uint32)] + keep * [((x.size,), x.dtype)]
+  kernel.__name__ = launch.name
   found = plgpu.kernel(
     kernel,
-    out_type=[typed(x, shape, dtype) for shape, dtype in out],
-    grid=(tiles,),
+    out_type=outputs,
+    grid=(x.size // (form.planes * form.bucket_size),),
     grid_names=("tile",),
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Lane
     ),
-    interpret=interpret,
+    interpret=launch.interpret or None,
   )(x.reshape(-1), *given)
   # Without the barrier, XLA of JAX 0.11.2 fuses the call with the update of its last
   # row, and then refuses the fusion.
   found = jax.lax.optimization_barrier(found)
-  return complete(found, x, tiles, tiles * tile, last)
+  return found[0], found[1] if launch.keep else None

@@ -12,14 +12,12 @@ Pallas is imported where a kernel is traced. With its back ends for GPUs it woul
 a quarter of the time of ``import gradcomp``.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-
-from gradcomp._src.kernels.gpu import last_tile
-from gradcomp._src.kernels.gpu.last_tile import Reference, complete
 
 _THREADS = 32  # in a warp
 _VECTOR = 4  # elements of a load of 16 bytes
@@ -32,14 +30,54 @@ _MAGNITUDE, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 Index = jax.Array | int
 
 
-def refusal(size: int, planes: int, bucket_size: int) -> str:
+# Rows, and the residual or None.
+Encoded = tuple[jax.Array, jax.Array | None]
+
+
+class Form(Protocol):
+  """The static options of an encoder; each operation has more of them."""
+
+  @property
+  def planes(self) -> int:
+    """The buckets of a tile, ``P``."""
+
+  @property
+  def bucket_size(self) -> int:
+    """The elements of a bucket, ``B``."""
+
+
+class Launch(NamedTuple):
+  """The launch of a kernel."""
+
+  name: str
+  row_words: int
+  keep: bool = False  # whether it writes the residual
+  # The elements of a plane in a block, at least those of one bucket; by default 16
+  # bytes for each thread of four warps.
+  elements: int = 4 * _THREADS * _VECTOR
+  warps: int | None = None  # of a block; None for as few as hold its planes
+  interpret: Any = False  # for any backend, slowly
+
+
+def refusal(size: int, form: Form) -> str:
   """Returns the reason why no kernel can encode ``size`` elements; "" if one can."""
+  bucket_size = form.bucket_size
   if bucket_size & (bucket_size - 1) or bucket_size > _LARGEST_BUCKET:
     return (
       f"a kernel's buckets are powers of two up to {_LARGEST_BUCKET}, and this one has "
       f"{bucket_size} elements"
     )
-  return last_tile.refusal(size, planes * bucket_size)
+  return refusal_of_tiles(size, form.planes * bucket_size)
+
+
+def refusal_of_tiles(size: int, tile: int) -> str:
+  """Returns the reason why ``size`` elements are too few or too many; "" if not."""
+  if tile <= size < 2**31:
+    return ""
+  return (
+    f"a kernel's array has at least one tile, {tile} elements here, and less than "
+    f"2**31, and this one has {size}"
+  )
 
 
 class Block:
@@ -100,75 +138,86 @@ class Block:
       self._residual[self.elements(plane, 0, self.shape[1])] = rest
 
 
-def encode(  # noqa: PLR0913 - the tile's shape and the launch, which kernels choose
+def encode(
   body: Callable[..., None],
-  name: str,
   x: jax.Array,
   operands: tuple[jax.Array | None, ...],
-  *,
-  planes: int,
-  bucket_size: int,
-  row_words: int,
-  keep: bool,
-  last: Reference,
-  elements: int = 4 * _THREADS * _VECTOR,
-  warps: int | None = None,
-  interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes an array tile by tile.
+  form: Form,
+  launch: Launch,
+) -> Encoded:
+  """Encodes the whole tiles of an array; :func:`completed` adds a partial one.
 
-  Args:
-    body: encodes one block. It is called with a :class:`Block` and, for each operand,
-      with its reference, or None for None.
-    name: the name of the kernel.
-    x: ``float32`` of any shape, with one whole tile or more.
-    operands: the other arrays that the kernel reads, or None.
-    planes: buckets a tile, ``P``.
-    bucket_size: elements a bucket, ``B``.
-    row_words: words in a row.
-    keep: whether to write the residual.
-    last: encodes the elements of a last, partial tile, given its row number.
-    elements: the elements of a plane in a block, at least those of one bucket; by
-      default 16 bytes for each thread of four warps.
-    warps: the warps of a block; by default as few as hold its planes in registers.
-    interpret: whether to interpret the kernel, which any backend can do, slowly.
-
-  Returns:
-    The rows, ``uint32[rows, row_words]``, and the residual like ``x``, or None.
+  ``body`` encodes one block. It is called with a :class:`Block` and, for each operand,
+  with its reference, or None for None. The rows are ``uint32[rows, row_words]``, and
+  the residual is ``float32[n]``.
   """
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton
 
-  tile = planes * bucket_size
-  tiles = x.size // tile
-  whole = tiles * tile
-  rows = min(max(elements // bucket_size, 1), 1 << (tiles.bit_length() - 1))
-  given = [operand for operand in operands if operand is not None]
+  planes, bucket_size = form.planes, form.bucket_size
+  tiles = x.size // (planes * bucket_size)
+  most = 1 << (tiles.bit_length() - 1)
+  shape = min(max(launch.elements // bucket_size, 1), most), bucket_size
+  given, outputs = arguments(x, operands, form, launch)
 
   def kernel(x_ref: Any, *refs: Any) -> None:
-    inputs, outputs = iter(refs[: len(given)]), refs[len(given) :]
-    block = Block(
-      x_ref,
-      outputs[0],
-      outputs[1] if keep else None,
-      (rows, bucket_size),
-      planes,
-      tiles,
-    )
+    inputs, out = iter(refs[: len(given)]), [*refs[len(given) :], None]
+    block = Block(x_ref, out[0], out[1], shape, planes, tiles)
     body(block, *(None if operand is None else next(inputs) for operand in operands))
 
-  out = [((-(-x.size // tile), row_words), jnp.uint32)] + keep * [((x.size,), x.dtype)]
   found = pl.pallas_call(
     kernel,
-    out_shape=[typed(x, shape, dtype) for shape, dtype in out],
-    grid=(-(-tiles // rows),),
+    out_shape=outputs,
+    grid=(-(-tiles // shape[0]),),
     compiler_params=triton.CompilerParams(
-      num_warps=warps or _warps(rows * bucket_size, planes)
+      num_warps=launch.warps or _warps(shape[0] * bucket_size, planes)
     ),
-    interpret=interpret,
-    name=name,
+    interpret=launch.interpret,
+    name=launch.name,
   )(x.reshape(-1), *given)
-  return complete(found, x, tiles, whole, last)
+  return found[0], found[1] if launch.keep else None
+
+
+def arguments(
+  x: jax.Array, operands: tuple[jax.Array | None, ...], form: Form, launch: Launch
+) -> tuple[list[jax.Array], list[jax.ShapeDtypeStruct]]:
+  """Returns the operands that a kernel reads, and the types of its outputs."""
+  rows = -(-x.size // (form.planes * form.bucket_size))
+  out = [typed(x, (rows, launch.row_words), jnp.uint32)]
+  out += launch.keep * [typed(x, (x.size,), x.dtype)]
+  return [operand for operand in operands if operand is not None], out
+
+
+def completed(
+  reference: Callable[..., Encoded],
+) -> Callable[[Callable[..., Encoded]], Callable[..., Encoded]]:
+  """Decorates a kernel of whole tiles; the reference encodes a last, partial one.
+
+  An operand of two axes has a line a row. The result is traced once for all leaves of a
+  shape, and inlined, so that it is one call all the same.
+  """
+
+  def decorate(kernel: Callable[..., Encoded]) -> Callable[..., Encoded]:
+    @functools.partial(jax.jit, static_argnames=("form", "interpret"), inline=True)
+    @functools.wraps(kernel)
+    def encode_rows(
+      x: jax.Array, *operands: jax.Array | None, form: Form, interpret: Any = False
+    ) -> Encoded:
+      rows, residual = kernel(x, *operands, form=form, interpret=interpret)
+      tiles, rest = divmod(x.size, form.planes * form.bucket_size)
+      if rest:
+        start = x.size - rest
+        own = [a if a is None or a.ndim < 2 else a[tiles:] for a in operands]
+        last = x.reshape(-1)[start:]
+        words, unsent = reference(last, *own, form=form, first_row=tiles)
+        rows = jax.lax.dynamic_update_slice(rows, words, (tiles, 0))
+        if residual is not None and unsent is not None:
+          residual = jax.lax.dynamic_update_slice(residual, unsent, (start,))
+      return rows, None if residual is None else residual.reshape(x.shape)
+
+    return encode_rows
+
+  return decorate
 
 
 def typed(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

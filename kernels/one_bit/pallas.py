@@ -5,27 +5,29 @@ each a load of its own, and the lanes by halves. The signs read the block once m
 of the cache.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from gradcomp._src.kernels.common.fixed_point import exact_divide, held
 from gradcomp._src.kernels.common.planes import float_words
 from gradcomp._src.kernels.gpu import triton_tiles
+from gradcomp._src.kernels.gpu.triton_tiles import Launch
 from gradcomp._src.kernels.one_bit import reference
-from gradcomp._src.kernels.one_bit.reference import WORD, chunks, means_of_sums, sides
+from gradcomp._src.kernels.one_bit.reference import (
+  WORD,
+  Form,
+  chunks,
+  means_of_sums,
+  sides,
+)
 
 _ELEMENTS = 2048  # of a plane in a block: a lane or more for each thread of four warps
 
 
-# Traced once for all leaves of a shape; inlined, so that it is one call all the same.
-@functools.partial(
-  jax.jit, static_argnames=("bucket_size", "keep", "interpret"), inline=True
-)
+@triton_tiles.completed(reference.encode_rows)
 def encode_rows(
-  x: jax.Array, *, bucket_size: int, keep: bool, interpret: bool = False
-) -> tuple[jax.Array, jax.Array | None]:
+  x: jax.Array, *, form: Form, interpret: bool = False
+) -> triton_tiles.Encoded:
   """Encodes as :func:`reference.encode_rows` does, to the same bits."""
 
   def body(block: triton_tiles.Block) -> None:
@@ -35,7 +37,7 @@ def encode_rows(
       block.put_scale(k + WORD, float_words(negative))
       x = block.plane(k)
       below = x < 0
-      if keep:
+      if form.keep:
         sent = jnp.where(below, negative[:, None], positive[:, None])
         block.put_residual(k, x - sent)
       return words | (below.astype(jnp.uint32) << k.astype(jnp.uint32))
@@ -43,23 +45,10 @@ def encode_rows(
     none = jnp.zeros(block.shape, jnp.uint32)
     block.put(jax.lax.fori_loop(jnp.int32(0), jnp.int32(WORD), add_plane, none))
 
-  def last(rest: jax.Array, row: int) -> tuple[jax.Array, jax.Array | None]:
-    del row  # nothing is random
-    return reference.encode_rows(rest, bucket_size=bucket_size, keep=keep)
-
-  return triton_tiles.encode(
-    body,
-    "one_bit_encode",
-    x,
-    (),
-    planes=WORD,
-    bucket_size=bucket_size,
-    row_words=bucket_size + 2 * WORD,
-    keep=keep,
-    last=last,
-    elements=_ELEMENTS,
-    interpret=interpret,
+  launch = Launch(
+    "one_bit_encode", form.row_words, form.keep, _ELEMENTS, interpret=interpret
   )
+  return triton_tiles.encode(body, x, (), form, launch)
 
 
 def _means(block: triton_tiles.Block, plane: jax.Array) -> tuple[jax.Array, jax.Array]:

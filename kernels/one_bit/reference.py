@@ -4,9 +4,11 @@ See docs/inside/wire-format.md for the rule. A side of a bucket that has no elem
 the mean zero. Where one mean is not finite, both are NaN.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +17,12 @@ import numpy as np
 from gradcomp._src.kernels.common.fixed_point import Divide
 from gradcomp._src.kernels.common.fixed_point import divide as divide_anywhere
 from gradcomp._src.kernels.common.planes import (
-  Segment,
   filled,
   float_words,
   floats,
   pack_planes,
   planes_per_word,
-  stack_rows,
+  stacked,
   tile_segments,
   unpack_planes,
 )
@@ -131,31 +132,41 @@ def _power_of_two(size: int) -> int:
   return 1 << (size - 1).bit_length()
 
 
-def encode_rows(
-  x: jax.Array, *, bucket_size: int, keep: bool
-) -> tuple[jax.Array, jax.Array | None]:
-  """Encodes ``float32`` of any shape; with ``keep`` it also returns the residual.
+@dataclasses.dataclass(frozen=True)
+class Form:
+  """The static options of the encoder."""
 
-  Returns:
-    ``uint32[rows, B + 64]``, and the residual in the shape of ``x``, or None.
-  """
+  bucket_size: int  # elements a bucket, B
+  keep: bool = False  # whether to return the residual
+
+  planes: ClassVar[int] = WORD
+
+  @property
+  def row_words(self) -> int:
+    """The words of a row: signs, and two means a bucket."""
+    return self.bucket_size + 2 * WORD
+
+
+def encode_rows(
+  x: jax.Array, *, form: Form, first_row: int = 0
+) -> tuple[jax.Array, jax.Array | None]:
+  """Encodes ``float32`` of any shape: ``uint32[rows, B + 64]``, and the residual."""
+  del first_row  # nothing is random
   # The barrier makes the means once, for rows and residual. Fused with the residual
   # they take twice as long.
   flat = x.reshape(-1)
-  pairs = jax.lax.optimization_barrier(means(flat, bucket_size))
-
-  def encode(segment: Segment) -> list[jax.Array]:
-    signs = [(plane < 0).astype(jnp.uint32) for plane in segment.planes]
-    scales = segment.rows_of(pairs).reshape(-1, 2 * WORD)
-    return [pack_planes(signs, 1), float_words(scales)]
-
-  fill = functools.partial(filled, bucket_size=bucket_size)
-  row_words = bucket_size + 2 * WORD
-  rows = stack_rows(flat, WORD, bucket_size, row_words, encode, fill=fill)
-  return rows, remainder(x, pairs, bucket_size=bucket_size) if keep else None
+  pairs = jax.lax.optimization_barrier(means(flat, form.bucket_size))
+  fill = functools.partial(filled, bucket_size=form.bucket_size)
+  rows = []
+  for tiles in tile_segments(flat, WORD, form.bucket_size, fill):
+    signs = [(plane < 0).astype(jnp.uint32) for plane in tiles.planes]
+    scales = tiles.rows_of(pairs).reshape(-1, 2 * WORD)
+    rows.append([pack_planes(signs, 1), float_words(scales)])
+  words = stacked(rows, form.row_words)
+  return words, remainder(x, pairs, form.bucket_size) if form.keep else None
 
 
-def remainder(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Array:
+def remainder(x: jax.Array, pairs: jax.Array, bucket_size: int) -> jax.Array:
   """Returns the residual of an array: ``x`` less the mean of its side."""
   tiles = (pairs.shape[0], WORD, bucket_size)
   shape = tiles if x.size == math.prod(tiles) else x.shape  # see planes.less
@@ -170,8 +181,37 @@ def remainder(x: jax.Array, pairs: jax.Array, *, bucket_size: int) -> jax.Array:
   return rest.reshape(x.shape)
 
 
-def decode_rows(rows: jax.Array, *, bucket_size: int) -> jax.Array:
+def decode_rows(rows: jax.Array, bucket_size: int) -> jax.Array:
   """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, 32, B]``."""
   negative = unpack_planes(rows[..., :bucket_size], 1) == 1
   scales = floats(rows[..., bucket_size:])[..., None]
   return jnp.where(negative, scales[..., WORD:, :], scales[..., :WORD, :])
+
+
+def encode_columns(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Encodes the columns of ``float32[d, n]``, as CNTK does: each is a bucket.
+
+  Returns rows, ``uint32[n, ceil(d / 32) + 2]``, and the residual.
+  """
+  size, count = matrix.shape
+  present = jnp.full(count, size)
+  first = matrix[0] if size else jnp.zeros(count, jnp.float32)
+  # This sums over the first axis, with a column in each lane.
+  sums = sum_lanes(sides(matrix, first, size))
+  pair = means_of_sums(sums, first, present, size)
+  signs = jnp.pad((matrix < 0).astype(jnp.uint32), ((0, -size % WORD), (0, 0)))
+  place = np.arange(WORD, dtype=np.uint32)[:, None]
+  signs = signs.reshape(-(-size // WORD), WORD, count)
+  words = jnp.sum(signs << place, axis=1, dtype=jnp.uint32)
+  rows = jnp.concatenate([words.T, float_words(jnp.stack(pair, axis=1))], axis=1)
+  return rows, matrix - jnp.where(matrix < 0, pair[1], pair[0])
+
+
+def decode_columns(rows: jax.Array, size: int) -> jax.Array:
+  """Decodes ``uint32[..., n, words]`` to columns, ``float32[..., n, d]``."""
+  place = jax.lax.broadcasted_iota(jnp.uint32, (WORD,), 0)
+  bits = (rows[..., :-2, None] >> place) & jnp.uint32(1)
+  words = rows.shape[-1] - 2
+  negative = bits.reshape(*rows.shape[:-1], words * WORD)[..., :size] == 1
+  pair = floats(rows[..., -2:])
+  return jnp.where(negative, pair[..., 1:], pair[..., :1])

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from gradcomp._src.kernels.common.row_view import RowView
-from gradcomp._src.kernels.compaction import LANES, TILE, WORD
+from gradcomp._src.kernels.compaction import TILE
 from gradcomp._src.kernels.gpu import dispatch, self_check, triton_tiles
 from gradcomp._src.kernels.threshold_mask import pallas, reference
 
@@ -19,17 +19,11 @@ def mark(
   implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Runs :func:`reference.mark` or a kernel, as :func:`dispatch.run` chooses."""
-  sizes = x.size, x.matrices[0].size
-  no = next(filter(None, (triton_tiles.refusal(n, WORD, LANES) for n in sizes)), "")
-  return dispatch.run(
-    implementation,
-    x,
-    threshold,
-    sign,
-    xla=reference.mark,
-    pallas=no or pallas.mark,
-    example=lambda: _example(x.matrices[0].shape[0] > 1, sign is not None),
-  )
+  refusal = triton_tiles.refusal_of_tiles
+  no = refusal(x.size, TILE) or refusal(x.matrices[0].size, TILE)
+  operation = dispatch.Operation(reference.mark, no or pallas.mark)
+  example = lambda: _example(x.matrices[0].shape[0] > 1, sign is not None)
+  return dispatch.run(operation, implementation, (x, threshold, sign), {}, example)
 
 
 def _example(several: bool, signed: bool) -> self_check.Example:

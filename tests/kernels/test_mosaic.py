@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradcomp._src.kernels import one_bit, qsgd
+from gradcomp._src.kernels import one_bit
 from gradcomp._src.kernels.common import dithers, planes
+from gradcomp._src.kernels.quantize import mosaic, qsgd, reference
 from tests.plugins.slow_cases import slow
 from tests.support import laws
 
@@ -65,14 +66,8 @@ def test_qsgd_lowers_for_cuda(bits, levels, columns):
   keep = (bits + each) % 2 == 0
   dither = dithers.dither(laws.KEY, 3)
   for drawn in (None, dither) if bits == 4 else (dither if keep else None,):
-    encode = functools.partial(
-      qsgd.mosaic.encode_rows,
-      bits=bits,
-      bucket_size=512,
-      levels=levels,
-      inline=True,
-      keep=keep,
-    )
+    form = qsgd.Form(bits=bits, bucket_size=512, levels=levels, keep=keep)
+    encode = functools.partial(mosaic.encode_rows, form=form)
     assert "mosaic_gpu" in lowered(encode, x, scale, drawn)
 
 
@@ -85,9 +80,8 @@ def test_qsgd_lowers_for_cuda(bits, levels, columns):
 )
 def test_one_bit_lowers_for_cuda(bucket_size, keep):
   x = jax.ShapeDtypeStruct((65 * bucket_size,), jnp.float32)
-  encode = functools.partial(
-    one_bit.mosaic.encode_rows, bucket_size=bucket_size, keep=keep
-  )
+  form = one_bit.Form(bucket_size, keep)
+  encode = functools.partial(one_bit.mosaic.encode_rows, form=form)
   assert "mosaic_gpu" in lowered(encode, x)
 
 
@@ -106,30 +100,24 @@ def test_qsgd_gives_the_bits_of_the_reference(bits, levels, columns):
   if columns != "inside":
     scale = jnp.abs(values(3 * count, 2)).reshape(3, count)
     scale = scale[:, :1] if columns == "one" else scale
-  options = {
-    "bits": bits,
-    "bucket_size": bucket_size,
-    "levels": levels,
-    "inline": True,
-    "keep": True,
-  }
+  form = qsgd.Form(bits=bits, bucket_size=bucket_size, levels=levels, keep=True)
   drawn = None if columns == "one" else dithers.dither(laws.KEY, 3)
   interpret = plgpu.InterpretGPUParams()
-  kernel = functools.partial(qsgd.mosaic.encode_rows, interpret=interpret, **options)
-  reference = functools.partial(qsgd.reference.encode_rows, **options)
+  kernel = functools.partial(mosaic.encode_rows, interpret=interpret, form=form)
   found = jax.jit(kernel)(x, scale, drawn)
-  assert_same(found, jax.jit(reference)(x, scale, drawn))
+  expected = functools.partial(reference.encode_rows, form=form)
+  assert_same(found, jax.jit(expected)(x, scale, drawn))
 
 
 @needs_interpreter
 def test_one_bit_gives_the_signs_of_the_reference_and_nearly_its_means():
   bucket_size = 128
   x = values(33 * bucket_size + 77, bucket_size)
-  options = {"bucket_size": bucket_size, "keep": True}
+  form = one_bit.Form(bucket_size, keep=True)
   interpret = plgpu.InterpretGPUParams()
-  kernel = functools.partial(one_bit.mosaic.encode_rows, interpret=interpret, **options)
+  kernel = functools.partial(one_bit.mosaic.encode_rows, interpret=interpret, form=form)
   rows, residual = jax.jit(kernel)(x)
-  want, _ = jax.jit(functools.partial(one_bit.reference.encode_rows, **options))(x)
+  want, _ = jax.jit(functools.partial(one_bit.reference.encode_rows, form=form))(x)
   words, means = np.split(np.asarray(rows), [bucket_size], axis=1)
   want_words, want_means = np.split(np.asarray(want), [bucket_size], axis=1)
   np.testing.assert_array_equal(words, want_words)
@@ -137,7 +125,7 @@ def test_one_bit_gives_the_signs_of_the_reference_and_nearly_its_means():
   np.testing.assert_allclose(
     means.view(np.float32), want_means.view(np.float32), rtol=bound, atol=0
   )
-  sent = one_bit.decode_rows(rows, bucket_size=bucket_size).reshape(-1)[: x.size]
+  sent = one_bit.decode_rows(rows, bucket_size).reshape(-1)[: x.size]
   np.testing.assert_array_equal(np.asarray(residual), np.asarray(x - sent))
 
 
@@ -153,20 +141,12 @@ REFUSED = [
 @pytest.mark.parametrize("size, bucket_size, rule", REFUSED)
 def test_sizes_without_a_kernel_are_refused(size, bucket_size, rule):
   with pytest.raises(ValueError, match=rule):
-    one_bit.encode_rows(
-      jnp.zeros(size), bucket_size=bucket_size, implementation="mosaic"
-    )
+    form = one_bit.Form(bucket_size)
+    one_bit.encode_rows(jnp.zeros(size), form=form, implementation="mosaic")
   with pytest.raises(ValueError, match=rule):
-    qsgd.encode_rows(
-      jnp.zeros(size),
-      None,
-      None,
-      bits=1,
-      bucket_size=bucket_size,
-      levels="uniform",
-      inline=True,
-      implementation="mosaic",
-    )
+    form = qsgd.Form(bits=1, bucket_size=bucket_size, levels="uniform")
+    x = jnp.zeros(size)
+    qsgd.encode_rows(x, None, None, form=form, implementation="mosaic")
 
 
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
@@ -180,10 +160,10 @@ def test_only_its_name_selects_it_and_only_where_it_runs(implementation, monkeyp
   monkeypatch.setattr(one_bit.mosaic, "encode_rows", encode)
   x = jnp.zeros(4096)
   if implementation is None:
-    jax.eval_shape(functools.partial(one_bit.encode_rows, bucket_size=128), x)
+    jax.eval_shape(functools.partial(one_bit.encode_rows, form=one_bit.Form(128)), x)
   elif jax.default_backend() != "gpu":
     with pytest.raises(ValueError, match="needs a GPU"):
-      one_bit.encode_rows(x, bucket_size=128, implementation="mosaic")
+      one_bit.encode_rows(x, form=one_bit.Form(128), implementation="mosaic")
   assert not called
 
 
@@ -191,7 +171,8 @@ def test_types_of_shard_map_pass_through():
   auto = (jax.sharding.AxisType.Auto,)
   mesh = jax.make_mesh((2,), ("data",), auto, devices=jax.devices("cpu")[:2])
   spec = jax.sharding.PartitionSpec("data")
-  encode = functools.partial(one_bit.mosaic.encode_rows, bucket_size=128, keep=True)
+  form = one_bit.Form(128, keep=True)
+  encode = functools.partial(one_bit.mosaic.encode_rows, form=form)
   f = jax.shard_map(encode, mesh=mesh, in_specs=spec, out_specs=(spec, spec))
   rows, residual = jax.eval_shape(f, jnp.zeros(2 * 4096))
   assert rows.shape == (2, 128 + 64) and residual.shape == (2 * 4096,)

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 import gradcomp
 from benchmarks.gpu.cases import CASES, Case
 from gradcomp._src.codecs import quantizing
-from gradcomp._src.kernels import qsgd
 from gradcomp._src.kernels.common import fixed_point
 from gradcomp._src.kernels.common.fixed_point import exact_quotient, top_multiplier
 from gradcomp._src.kernels.common.scales import scales
 from gradcomp._src.kernels.gpu import self_check
+from gradcomp._src.kernels.quantize import qsgd
 from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import modes
@@ -155,9 +155,8 @@ def test_a_kernel_lowers_for_cuda(name, small):
 
 @pytest.mark.parametrize("tiles", [1, 3, *slow(2, 8)])
 def test_few_tiles_are_whole_blocks(tiles):
-  encode = functools.partial(
-    qsgd.encode_rows, bits=8, bucket_size=64, levels="uniform", inline=True
-  )
+  form = qsgd.Form(bits=8, bucket_size=64, levels="uniform")
+  encode = functools.partial(qsgd.encode_rows, form=form)
   x = gradient(max(tiles, 2) * 256, 256)[-tiles * 256 :]
   expected, _ = encode(x, None, DITHER, implementation="xla")
   found, _ = encode(x, None, DITHER, implementation="pallas_interpret")

@@ -64,6 +64,6 @@ assert jax.devices()[0].platform == "cpu"
 print(*sys.modules)
 """
   loaded = installs.run("-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)).split()
-  assert "gradcomp._src.kernels.qsgd.pallas" in loaded
+  assert "gradcomp._src.kernels.quantize.pallas" in loaded
   back_ends = ("jax.experimental.pallas", "jax.experimental.mosaic")
   assert not [module for module in loaded if module.startswith(back_ends)]

@@ -14,9 +14,9 @@ import pytest
 
 import gradcomp
 from gradcomp._src.checks import see
-from gradcomp._src.kernels import qsgd
 from gradcomp._src.kernels.gpu import dispatch, self_check
 from gradcomp._src.kernels.gpu.backends import has_devices
+from gradcomp._src.kernels.quantize import pallas, reference
 from gradcomp.codecs import QSGD
 from tests.plugins.slow_cases import slow
 from tests.support import modes
@@ -27,7 +27,7 @@ CODEC = QSGD(bits=4, bucket_size=64)
 KEY = np.array([123, 456], np.uint32)
 X = np.random.default_rng(0).standard_normal(1500).astype(np.float32)
 
-kernel = qsgd.pallas.encode_rows
+kernel = pallas.encode_rows
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def replace_kernel(monkeypatch, function):
       default=functools.partial(function, **options),
     )
 
-  monkeypatch.setattr(qsgd.pallas, "encode_rows", encode_rows)
+  monkeypatch.setattr(pallas, "encode_rows", encode_rows)
 
 
 def right(*operands, **options):
@@ -59,7 +59,7 @@ def right(*operands, **options):
 
 
 def lying(*operands, **options):
-  rows, residual = qsgd.reference.encode_rows(*operands, **options)
+  rows, residual = reference.encode_rows(*operands, **options)
   return rows.at[1, 7].set(rows[1, 7] ^ 8), residual
 
 
@@ -71,7 +71,7 @@ def crashing(*operands, **options):
   def crash():
     raise ArithmeticError("at run time")
 
-  rows, residual = qsgd.reference.encode_rows(*operands, **options)
+  rows, residual = reference.encode_rows(*operands, **options)
   return jax.pure_callback(crash, rows), residual
 
 
@@ -108,7 +108,7 @@ def test_the_reference_takes_the_place_of_a_wrong_kernel(function, gpu, monkeypa
   (warning,) = caught
   says = str(warning.message)
   assert says.startswith(
-    "On cpu, the kernel gradcomp._src.kernels.qsgd.pallas.encode_rows("
+    "On cpu, the kernel gradcomp._src.kernels.quantize.pallas.encode_rows("
   )
   address = see("runs-the-reference-instead")
   assert says.endswith(f"XLA runs the reference instead.{address}")
@@ -148,7 +148,7 @@ def test_a_kernel_is_tried_once_for_its_options_and_each_kind_of_gpu(gpu, monkey
   tried = []
 
   def compare(kernel, reference, operands, gpu):
-    tried.append((gpu.device_kind, kernel.keywords["levels"], operands[2] is None))
+    tried.append((gpu.device_kind, kernel.keywords["form"].levels, operands[2] is None))
     return ""
 
   monkeypatch.setattr(self_check, "_gpus", lambda: kinds)

@@ -15,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import gradcomp
-from gradcomp._src.kernels import qsgd
+from gradcomp._src.kernels.quantize import qsgd
 from tests.support import installs
 from tests.support.pages import ROOT
 
@@ -92,10 +92,10 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 import gradcomp
-from gradcomp._src.kernels import qsgd
+from gradcomp._src.kernels.quantize import qsgd
 assert "gradcomp.testing" not in sys.modules
 modules = [info.name for info in pkgutil.walk_packages(gradcomp.__path__, "gradcomp.")]
-assert "gradcomp._src.kernels.qsgd" in modules
+assert "gradcomp._src.kernels.quantize.qsgd" in modules
 for name in modules:
   assert importlib.import_module(name).__file__.startswith({str(target)!r}), name
 

@@ -157,13 +157,11 @@ class BlockTop(Codec):
   ) -> Encoded:
     """Encodes a leaf, and its residual if asked, without filling its last tile."""
     del context
+    form = dataclasses.replace(self._form, keep=keep)
+    wide = as_float32(x).reshape(x.shape)
+    implementation = self.implementation
     return Encoded(
-      *block_top.encode_rows(
-        as_float32(x).reshape(x.shape),
-        form=self._form,
-        keep=keep,
-        implementation=self.implementation,
-      )
+      *block_top.encode_rows(wide, form=form, implementation=implementation)
     )
 
   def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
@@ -171,7 +169,7 @@ class BlockTop(Codec):
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     """Decodes ``uint32[..., rows, words]`` to ``float32[..., rows, blocks, B]``."""
-    return block_top.decode_rows(rows, form=self._form)
+    return block_top.decode_rows(rows, self._form)
 
   def entries(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns positions and values of rows: ``int32`` and ``float32[..., slots]``."""

@@ -123,17 +123,15 @@ class Dense(RoundsAtRandom, Codec):
 
   def _encode(self, flat: jax.Array, dither: jax.Array | None) -> jax.Array:
     count = planes.planes_per_word(self._bits)
-
-    def encode(segment: planes.Segment) -> list[jax.Array]:
+    rows = []
+    for tiles in planes.tile_segments(flat, count, _ROW_SIZE):
       if dither is None:
-        codes = [self._nearest(plane) for plane in segment.planes]
+        codes = [self._nearest(plane) for plane in tiles.planes]
       else:
-        first = segment.first_row
-        lanes = random_lanes(dither, segment.shape, count, first_row=first)
-        codes = list(map(self._stochastic, segment.planes, lanes))
-      return [planes.pack_planes(codes, self._bits)]
-
-    return planes.stack_rows(flat, count, _ROW_SIZE, _ROW_SIZE, encode)
+        lanes = random_lanes(dither, tiles.shape, count, first_row=tiles.first_row)
+        codes = list(map(self._stochastic, tiles.planes, lanes))
+      rows.append([planes.pack_planes(codes, self._bits)])
+    return planes.stacked(rows, _ROW_SIZE)
 
   def _nearest(self, plane: jax.Array) -> jax.Array:
     unsigned = jnp.uint32 if self._bits == 32 else jnp.uint16
@@ -148,4 +146,4 @@ class Dense(RoundsAtRandom, Codec):
     infinity = jnp.copysign(jnp.float32(jnp.inf), plane)
     given = jnp.where(jnp.abs(plane) >= halfway, infinity, plane)
     draw = signed_lane(lane, plane) << 16
-    return to_codes(given, fmt, rounding="stochastic", draw=draw, saturate=True)
+    return to_codes(given, fmt, rounding=draw, saturate=True)

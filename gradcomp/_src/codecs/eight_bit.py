@@ -24,10 +24,10 @@ from gradcomp._src.codecs.quantizing import (
 )
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
-from gradcomp._src.kernels import eight_bit
 from gradcomp._src.kernels.common.piecewise_linear import Line, lines_between
 from gradcomp._src.kernels.common.scales import scales
 from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.quantize import eight_bit
 
 DataType = Literal["dynamic_tree", "dynamic_map", "static_tree", "linear", "mantissa"]
 
@@ -235,13 +235,8 @@ class EightBit(RoundsAtRandom, Codec):
     return self._encode(tiles.reshape(-1), scale, dither)
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
-    words = bucket_words(self.bucket_size)
-    return eight_bit.decode_rows(
-      rows,
-      table=_table(self.dtype),
-      last=float(self.dtype == "dynamic_map"),
-      bucket_size=words,
-    )
+    last = float(self.dtype == "dynamic_map")
+    return eight_bit.decode_rows(rows, _table(self.dtype), last, self._form)
 
   def sum_rows(self, rows: jax.Array) -> jax.Array:
     """Adds K decoded payloads, ``uint32[K, rows, words]``, in order."""
@@ -260,15 +255,17 @@ class EightBit(RoundsAtRandom, Codec):
     return self.bucket_size is not None and self.exponent_offset is None
 
   @property
-  def _up(self) -> float:
-    """The factor from the largest element to the value of a level of 1.
-
-    With stochastic rounding the largest element becomes the largest level that both
-    signs have.
-    """
-    if self.rounding == "nearest":
-      return 1.0
-    return 1 / levels(self.dtype)[-1]
+  def _form(self) -> eight_bit.Form:
+    top = levels(self.dtype).size - 1
+    # With stochastic rounding the largest element becomes the largest level that both
+    # signs have.
+    nearest = self.rounding == "nearest"
+    return eight_bit.Form(
+      bucket_size=bucket_words(self.bucket_size),
+      lines=_lines(self.dtype),
+      tops=(top + (self.dtype == "dynamic_map"), top),
+      up=1.0 if nearest else 1 / levels(self.dtype)[-1],
+    )
 
   def _scale(self, largest: jax.Array) -> jax.Array:
     """Returns the value of a level of 1, given the largest elements."""
@@ -276,7 +273,7 @@ class EightBit(RoundsAtRandom, Codec):
       unit = 1.5 if self.dtype == "mantissa" else 1.0
       fixed = jnp.float32(unit * 10.0**self.exponent_offset)
       return jnp.where(jnp.isnan(largest), jnp.nan, fixed)
-    return eight_bit.enlarged(scales(largest), self._up)
+    return self._form.unit(scales(largest))
 
   def _encode(
     self, flat: jax.Array, scale: jax.Array | None, dither: jax.Array | None
@@ -284,14 +281,6 @@ class EightBit(RoundsAtRandom, Codec):
     if scale is not None:
       rows = -(-flat.size // self.tile_size)
       scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
-    top = levels(self.dtype).size - 1
     return eight_bit.encode_rows(
-      flat,
-      scale,
-      dither,
-      lines=_lines(self.dtype),
-      tops=(top + (self.dtype == "dynamic_map"), top),
-      bucket_size=bucket_words(self.bucket_size),
-      up=self._up,
-      implementation=self.implementation,
-    )
+      flat, scale, dither, form=self._form, implementation=self.implementation
+    )[0]

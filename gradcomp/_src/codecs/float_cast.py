@@ -250,16 +250,15 @@ class FloatCast(Codec):
   def _encode(
     self, flat: jax.Array, exponent: jax.Array | None, dither: jax.Array | None
   ) -> jax.Array:
-    return float_cast.encode_rows(
-      flat,
-      exponent,
-      dither,
+    form = float_cast.Form(
       fmt=self.format,
       rounding=self.rounding,
       saturate=self.scale == "auto",
-      row_words=_ROW_WORDS,
-      implementation=self.implementation,
+      bucket_size=_ROW_WORDS,
     )
+    return float_cast.encode_rows(
+      flat, exponent, dither, form=form, implementation=self.implementation
+    )[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)

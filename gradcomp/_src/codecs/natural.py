@@ -97,16 +97,16 @@ class Natural(RoundsAtRandom, Codec):
     return Encoded(self.encode_rows(as_float32(x), context))
 
   def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
-    return float_cast.encode_rows(
-      tiles.reshape(-1),
-      None,
-      codec_dither(self, context),
+    form = float_cast.Form(
       fmt=_FORMAT,
       rounding="stochastic" if self.needs_key else "nearest_even",
       saturate=False,
-      row_words=_ROW_WORDS,
-      implementation=self.implementation,
+      bucket_size=_ROW_WORDS,
     )
+    flat, dither = tiles.reshape(-1), codec_dither(self, context)
+    return float_cast.encode_rows(
+      flat, None, dither, form=form, implementation=self.implementation
+    )[0]
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     return float_cast.decode_rows(rows, _FORMAT)

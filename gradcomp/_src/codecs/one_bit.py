@@ -141,14 +141,9 @@ class OneBit(Codec):
     if self.per_column:
       rows, rest = one_bit.encode_columns(as_matrix(wide))
       return Encoded(rows, rest.reshape(x.shape))
-    return Encoded(
-      *one_bit.encode_rows(
-        wide,
-        bucket_size=self.bucket_size,
-        keep=keep,
-        implementation=self.implementation,
-      )
-    )
+    form = one_bit.Form(self.bucket_size, keep)
+    implementation = self.implementation
+    return Encoded(*one_bit.encode_rows(wide, form=form, implementation=implementation))
 
   def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
     flat = tiles.reshape(-1)
@@ -158,5 +153,5 @@ class OneBit(Codec):
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
     if self.per_column:
-      return one_bit.decode_columns(rows, size=self.bucket_size)
-    return one_bit.decode_rows(rows, bucket_size=self.bucket_size)
+      return one_bit.decode_columns(rows, self.bucket_size)
+    return one_bit.decode_rows(rows, self.bucket_size)

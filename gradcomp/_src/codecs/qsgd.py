@@ -19,9 +19,9 @@ from gradcomp._src.codecs.quantizing import (
 )
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither, to_tiles
-from gradcomp._src.kernels import qsgd
 from gradcomp._src.kernels.common import fitted_levels, planes
 from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.quantize import qsgd, reference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,13 +186,18 @@ class QSGD(BucketCodec):
     return words + scales + (2 ** (self.bits - 1) if self.fits else 0)
 
   @property
-  def _equal_levels(self) -> qsgd.Levels:
+  def _form(self) -> qsgd.Form:
     assert self.levels != "nonuniform"
-    return self.levels
+    return qsgd.Form(
+      bits=self.bits,
+      bucket_size=bucket_words(self.bucket_size),
+      levels=self.levels,
+      inline=not self.share_scale,
+    )
 
   @property
   def max_code(self) -> int:
-    return qsgd.intervals(self.bits, self._equal_levels)
+    return self._form.intervals
 
   def leaf_statistics(self, x: jax.Array) -> jax.Array:
     """Returns the scales: ``float32[1, 1]``, or ``float32[rows, P]`` of buckets."""
@@ -224,17 +229,14 @@ class QSGD(BucketCodec):
     return self._encode(flat, scale, dither, self.levels_for(flat, context))[0]
 
   def decode_rows(self, rows: jax.Array) -> jax.Array:
-    words = bucket_words(self.bucket_size)
-    if self.levels == "nonuniform":
+    if self.fits:
+      words = bucket_words(self.bucket_size)
       return fitted_levels.decode_rows(rows, bits=self.bits, bucket_size=words)
-    return qsgd.decode_rows(rows, bits=self.bits, bucket_size=words, levels=self.levels)
+    return reference.decode_rows(rows, self._form)
 
   def codes(self, rows: jax.Array) -> jax.Array:
     """Unpacks rows to integers from ``-s`` to ``s``: ``int32[..., rows, P, B]``."""
-    words = bucket_words(self.bucket_size)
-    return qsgd.signed_codes(
-      rows, bits=self.bits, bucket_size=words, levels=self._equal_levels
-    )
+    return qsgd.signed_codes(rows, self._form)
 
   def from_codes(self, codes: jax.Array, agreed: jax.Array) -> jax.Array:
     """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
@@ -257,21 +259,14 @@ class QSGD(BucketCodec):
     if scale is not None:
       rows = -(-flat.size // self.tile_size)
       scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
-    words = bucket_words(self.bucket_size)
-    if self.levels == "nonuniform":
+    if self.fits:
       assert scale is not None and levels is not None
+      words = bucket_words(self.bucket_size)
       found = fitted_levels.encode_rows(
-        flat, scale, levels, bits=self.bits, bucket_size=words, dither=dither
+        flat, scale, levels, dither, bits=self.bits, bucket_size=words
       )
       return found, None
+    form = dataclasses.replace(self._form, keep=keep)
     return qsgd.encode_rows(
-      flat,
-      scale,
-      dither,
-      bits=self.bits,
-      bucket_size=words,
-      levels=self.levels,
-      inline=not self.share_scale,
-      keep=keep,
-      implementation=self.implementation,
+      flat, scale, dither, form=form, implementation=self.implementation
     )

@@ -23,11 +23,11 @@ from gradcomp._src.codecs.quantizing import (
 )
 from gradcomp._src.codecs.sums.records import Context, Encoded, Rounding
 from gradcomp._src.codecs.tiles import as_float32, codec_dither
-from gradcomp._src.kernels import ternary
 from gradcomp._src.kernels.common.planes import floats
 from gradcomp._src.kernels.common.scales import deviation, norms, scales
 from gradcomp._src.kernels.gpu.dispatch import Implementation
-from gradcomp._src.kernels.qsgd import from_signed_codes
+from gradcomp._src.kernels.quantize import ternary
+from gradcomp._src.kernels.quantize.qsgd import from_signed_codes
 
 Scaler = Literal["clipped", "sigma"]
 
@@ -140,15 +140,23 @@ class Ternary(RoundsAtRandom, SharedScales):
       )
 
   @property
+  def _form(self) -> ternary.Form:
+    return ternary.Form(
+      bucket_size=bucket_words(self.bucket_size),
+      packing=self.packing,
+      inline=not self.share_scale,
+    )
+
+  @property
   def tile_size(self) -> int:
-    return ternary.planes(self.packing) * bucket_words(self.bucket_size)
+    return self._form.planes * self._form.bucket_size
 
   @property
   def row_words(self) -> int:
     words = bucket_words(self.bucket_size)
     if self.share_scale:
       return words
-    return words + (1 if self.bucket_size is None else ternary.planes(self.packing))
+    return words + (1 if self.bucket_size is None else self._form.planes)
 
   def leaf_statistics(self, x: jax.Array) -> jax.Array:
     """Returns the scales of clipped values: ``float32[1, 1]``, or ``[rows, P]``."""
@@ -156,8 +164,7 @@ class Ternary(RoundsAtRandom, SharedScales):
 
   def _scales(self, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the scales, and the magnitude to clip to; infinity clips nothing."""
-    planes = ternary.planes(self.packing)
-    largest = leaf_scales(flat, planes, self.bucket_size)
+    largest = leaf_scales(flat, self._form.planes, self.bucket_size)
     if self.clip_sigmas is None:
       return scales(largest), jnp.float32(jnp.inf)
     sigma = deviation(flat, norms(largest.reshape(-1), "max"))
@@ -180,8 +187,7 @@ class Ternary(RoundsAtRandom, SharedScales):
 
   def encode_rows(self, tiles: jax.Array, context: Context) -> jax.Array:
     """Encodes the tiles of a mean, without clipping them again."""
-    planes = ternary.planes(self.packing)
-    scale = scales(row_scales(tiles, planes, self.bucket_size))
+    scale = scales(row_scales(tiles, self._form.planes, self.bucket_size))
     dither = codec_dither(self, context)
     return self._encode(tiles.reshape(-1), scale, jnp.float32(jnp.inf), dither)
 
@@ -191,8 +197,7 @@ class Ternary(RoundsAtRandom, SharedScales):
 
   def codes(self, rows: jax.Array) -> jax.Array:
     """Unpacks rows to -1, 0 and 1: ``int32[..., rows, P, B]``."""
-    words = bucket_words(self.bucket_size)
-    return ternary.codes(rows, packing=self.packing, bucket_size=words)
+    return ternary.codes(rows, self._form)
 
   def from_codes(self, codes: jax.Array, agreed: jax.Array) -> jax.Array:
     """Returns the values of codes, or of sums of codes: ``float32[rows, P, B]``."""
@@ -202,13 +207,8 @@ class Ternary(RoundsAtRandom, SharedScales):
     self, flat: jax.Array, scale: jax.Array, limit: jax.Array, dither: jax.Array | None
   ) -> jax.Array:
     rows = -(-flat.size // self.tile_size)
+    scale = jnp.broadcast_to(scale, (rows, scale.shape[1]))
+    implementation = self.implementation
     return ternary.encode_rows(
-      flat,
-      jnp.broadcast_to(scale, (rows, scale.shape[1])),
-      limit,
-      dither,
-      packing=self.packing,
-      bucket_size=bucket_words(self.bucket_size),
-      inline=not self.share_scale,
-      implementation=self.implementation,
-    )
+      flat, scale, dither, limit, form=self._form, implementation=implementation
+    )[0]

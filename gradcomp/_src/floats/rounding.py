@@ -169,7 +169,7 @@ def _checked(
 def _to_code(
   x: jax.Array, fmt: FloatFormat, rounding: FloatRounding, draw: jax.Array | None
 ) -> jax.Array:
-  return float_codes.to_codes(x, fmt, rounding=rounding, draw=draw)
+  return float_codes.to_codes(x, fmt, rounding=rounding if draw is None else draw)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -183,5 +183,5 @@ def _round(
   x: jax.Array, fmt: FloatFormat, rounding: FloatRounding, draw: jax.Array | None
 ) -> jax.Array:
   """Rounds by way of codes, and keeps NaN, which not every format has."""
-  codes = float_codes.to_codes(x, fmt, rounding=rounding, draw=draw)
+  codes = float_codes.to_codes(x, fmt, rounding=rounding if draw is None else draw)
   return jnp.where(jnp.isnan(x), x, float_codes.from_codes(codes, fmt))

@@ -1,0 +1,92 @@
+"""The rule of 8-bit types for a plane: a sign and a level of a table.
+
+See docs/inside/wire-format.md for the rule.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcomp._src.kernels.common.fixed_point import (
+  FRACTION,
+  Divide,
+  Lane,
+  divide,
+  rounded,
+  signed,
+)
+from gradcomp._src.kernels.common.piecewise_linear import Line, coordinate, to_units
+from gradcomp._src.kernels.common.planes import floats, planes_per_word, unpack_planes
+from gradcomp._src.kernels.gpu import dispatch
+from gradcomp._src.kernels.quantize import pallas, reference
+from gradcomp._src.kernels.quantize.form import ScaledForm
+
+_SIGN = 1 << 7
+_LARGEST = np.finfo(np.float32).max
+PLANES = planes_per_word(8)
+
+
+encode_rows = dispatch.encoder(reference, pallas)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form(ScaledForm):
+  """The options of 8-bit types."""
+
+  bits: int = 8
+  lines: tuple[Line, ...]  # between the levels, see common.piecewise_linear
+  tops: tuple[int, int]  # the largest magnitude of a positive and of a negative code
+  up: float = 1.0  # the value of a level of 1, in largest magnitudes
+
+  name: ClassVar[str] = "eight_bit"
+
+  def unit(self, scale: jax.Array) -> jax.Array:
+    """Returns ``scale * up``, the value of a level of 1, at most the largest float.
+
+    The largest element is then the level ``1 / up``. NaN stays NaN; it is not cut by a
+    minimum, because minima drop NaN on GPUs.
+    """
+    large = scale * np.float32(self.up)
+    return jnp.where(large > _LARGEST, _LARGEST, large)
+
+  def factor(self, scale: jax.Array, divide: Divide = divide) -> jax.Array:
+    """Returns :func:`to_units`."""
+    return to_units(scale, divide)
+
+  @functools.partial(jax.jit, static_argnums=0, inline=True)
+  def code(
+    self, x: jax.Array, factor: jax.Array, lane: Lane, limit: jax.Array | None = None
+  ) -> jax.Array:
+    """Returns the codes of one plane: a sign bit above seven bits of magnitude.
+
+    No element becomes minus zero. Its code, 128, is the magnitude of the largest level
+    in a type that has 256 levels.
+    """
+    del limit
+    positive, negative = (jnp.uint32(top << FRACTION) for top in self.tops)
+    same = self.tops[0] == self.tops[1]
+    top = positive if same else jnp.where(x < 0, negative, positive)
+    fixed = jnp.minimum(coordinate(jnp.abs(x) * factor, self.lines), top)
+    magnitude = rounded(fixed, lane, x)
+    negative = (x < 0) & (magnitude > 0)
+    return jnp.where(negative, magnitude | jnp.uint32(_SIGN), magnitude)
+
+
+def decode_rows(
+  rows: jax.Array, table: np.ndarray, last: float, form: Form
+) -> jax.Array:
+  """Decodes ``uint32[..., rows, words]`` to values, ``float32[..., rows, 4, B]``.
+
+  ``table`` holds the values of 128 magnitudes, ``float32[128]``, and ``last`` is the
+  value of the code 128, minus zero.
+  """
+  codes = unpack_planes(rows[..., : form.bucket_size], 8).astype(jnp.int32)
+  level = jnp.asarray(table)[codes & (_SIGN - 1)]
+  level = jnp.where(codes == _SIGN, np.float32(last), level)
+  scale = floats(rows[..., form.bucket_size :])[..., None]
+  sign = jnp.where(codes > _SIGN, jnp.uint32(1 << 31), jnp.uint32(0))
+  return signed(level * scale, sign)
