@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcomp
 from gradcomp._src.kernels.materialize import LARGE
-from gradcomp._src.kernels.qsgd import reference
+from gradcomp._src.kernels.quantize import reference
 from tests.support import modes
 
 LIBRARY = str(Path(gradcomp.__file__).parent)  # with a link to the kernels in it
