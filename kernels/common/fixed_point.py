@@ -17,7 +17,7 @@ from gradcomp._src.kernels.common.dithers import (
   random_lanes,
   signed_lane,
 )
-from gradcomp._src.kernels.gpu import by_platform
+from gradcomp._src.kernels.gpu.dispatch import by_platform
 
 FRACTION = 16  # bits behind the point
 _HALF = 1 << (FRACTION - 1)
@@ -139,7 +139,8 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
     # last place, so that `exact_divide` takes its place there. Others divide correctly.
     return jax.lax.optimization_barrier(exact_divide(x, divisor))
 
-  return by_platform.call(x, divisor, cuda=exactly, default=jnp.divide)
+  default = jax.jit(jnp.divide).trace(x, divisor)
+  return by_platform((x, divisor), exactly, default)
 
 
 def inverse(top: float, scale: jax.Array, divide: Divide = divide) -> jax.Array:

@@ -117,7 +117,7 @@ def run(
   if implementation is None:
     if not (wrong := self_check.failure(kernel, xla, example)):
       reference = _jitted(operation.xla, **options).trace(*operands)
-      return _by_platform(operands, kernel, reference)
+      return by_platform(operands, kernel, reference)
     _warn_once(f"{wrong} XLA runs the reference instead.{_SEE}", RuntimeWarning)
     return xla(*operands)
   if implementation == "pallas_interpret":
@@ -155,7 +155,7 @@ _CALL = Primitive("gradcomp_kernel")
 _CALL.multiple_results = True
 
 
-def _by_platform(operands: Any, kernel: _Function, traced: Any) -> Any:
+def by_platform(operands: Any, kernel: _Function, traced: Any) -> Any:
   """Calls ``kernel`` where a program is lowered for CUDA, else what was traced."""
   leaves, structure = jax.tree.flatten(operands)
 
@@ -181,7 +181,7 @@ def _batched(
   leaves: Any, axes: Any, *, kernel: _Function, reference: ClosedJaxpr
 ) -> tuple[Any, list[int]]:
   traced = jax.jit(jax.vmap(jaxpr_as_fun(reference), axes)).trace(*leaves)
-  found = _by_platform(leaves, jax.vmap(kernel, axes), traced)
+  found = by_platform(leaves, jax.vmap(kernel, axes), traced)
   return found, [0] * len(found)
 
 

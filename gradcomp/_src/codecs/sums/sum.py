@@ -76,7 +76,7 @@ class SumFacts:
     parts: the facts of all codecs of a policy; of others none.
   """
 
-  refusals: dict[Way, str] = dataclasses.field(default_factory=dict)
+  refusals: dict[Way, str] = dataclasses.field(default_factory=dict, hash=False)
   plain: bool = False
   keeps_float64: bool = False
   exact: bool = True
