@@ -87,7 +87,7 @@ class Numbers(Sum):
     return self._plus(partial, self.codec.decode_rows(own))
 
   def add_all(self, own: jax.Array, *, keep: bool) -> Partial:
-    return self._fold(own, keep)
+    return self._fold(own, keep)._replace(scale=1.0)  # which jit made an array
 
   def fold(self, rows: jax.Array, scale: float, *, keep: bool) -> Partial:
     added = materialized(lambda rows: self._fold(rows, keep)[:3], rows)
