@@ -90,10 +90,16 @@ def test_inside_of_a_transformed_function():
     jax.jit(lambda state: call(opt_state=state))(state())
 
 
-def test_an_init_that_nobody_can_look_into():
-  hidden = optax.GradientTransformation(jax.jit(TX.init), TX.update)
-  with pytest.raises(ValueError, match=r"`optimizer.init` must make .* not inside"):
-    call(optimizer=hidden)
+def test_an_init_in_jit_is_looked_into():
+  jitted = optax.GradientTransformation(jax.jit(TX.init), TX.update)
+  jax.tree.map(np.testing.assert_array_equal, call(optimizer=jitted), call())
+
+
+def test_an_init_with_counts_of_its_own():
+  init = lambda params: TX.init(params)._replace(count=jnp.zeros([], jnp.int32))
+  counting = optax.GradientTransformation(init, TX.update)
+  with pytest.raises(ValueError, match=r"`optimizer.init` must return .* `count`"):
+    call(optimizer=counting)
 
 
 def test_a_state_whose_owners_forget():

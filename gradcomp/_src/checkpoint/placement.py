@@ -13,7 +13,7 @@ from gradcomp._src.mesh.types import placed_spec
 
 
 def mesh_to_go_on(mesh: Mesh | None, names: tuple[str, ...], workers: int) -> Mesh:
-  """Returns the mesh of M workers, by default that of ``jax.set_mesh``; or an empty."""
+  """Returns the mesh of M workers, by default the current one; it may be empty."""
   mesh = jax.sharding.get_mesh() if mesh is None else mesh
   found = math.prod(mesh.shape.get(name, 0) for name in names)
   if not mesh.empty and found != workers:

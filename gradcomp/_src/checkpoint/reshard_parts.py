@@ -207,8 +207,8 @@ class Move:
   def _known(self, plan: MessagePlan | None) -> MessagePlan:
     if plan is None:
       raise ValueError(
-        "`optimizer.init` must make gradcomp's states itself, and not inside of "
-        "another transformation like jax.jit: what rows owners keep is not known then."
+        "`optimizer.init` must return gradcomp's states as their own `init` makes "
+        "them, with the same `count`: what rows owners keep is not known otherwise."
       )
     return plan
 

@@ -53,7 +53,7 @@ def shapes_and_dtypes_return(codec: LeafCodec) -> Findings:
 
 
 def _types(codec: LeafCodec, payload: Payload) -> Findings:
-  """Yields what is wrong in a payload that is not made of words and statistics."""
+  """Yields a finding for a payload that is not made of words and statistics."""
   words = "encode to a gradcomp.codecs.Payload whose `rows` are uint32[rows, words]"
   if not isinstance(payload, Payload):
     yield codec, words, f"it encodes to {type(payload).__name__}", "`encode`"

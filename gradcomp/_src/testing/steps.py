@@ -162,21 +162,21 @@ def bytes_are_explained(
 
 
 def sent_otherwise(
-  told: int,
+  explained: int,
   transformation: optax.GradientTransformation,
   params: Any,
   *,
   workers: int,
   axis_name: str = "data",
 ) -> str | None:
-  """Describes the bytes of a compiled step, if they are not those told."""
+  """Describes the bytes of a compiled step, if they are not the explained ones."""
   if len(jax.devices()) < workers:
     return None
   report = wire_report(
     modes.lowered(transformation, params, axis_name=axis_name, workers=workers)
   )
   # Each collective's bytes are rounded up.
-  same = abs(report.bytes_sent - told) <= len(report.collectives)
+  same = abs(report.bytes_sent - explained) <= len(report.collectives)
   return None if same else f"its collectives send {report.bytes_sent}"
 
 
