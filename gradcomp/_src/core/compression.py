@@ -26,6 +26,7 @@ from gradcomp._src.core.residual_storage import check_kind, shaped
 from gradcomp._src.core.state import (
   CompressState,
   check_state,
+  measures,
   seed_words,
   step_keys,
 )
@@ -184,7 +185,7 @@ class Compression:
     if is_sum:
       check_residual_types(state.residual, updates, axes)
     if axes is not None and self.exchange.sends:
-      told = self._told() | {"inspected": state.sums is not None}
+      told = self._told() | {"inspected": measures(state) is not None}
       agreement.require_agreement("gradcomp.compress", told, updates, axes)
     made = ("codec", "feedback", "min_leaf_size")
     note(Options(tuple((name, getattr(self, name)) for name in made)))
@@ -217,9 +218,9 @@ class Compression:
       recall(plan, state.memory),
       self._owned(plan, state),
       state.count,
-      keep=self.feedback.keeps or state.sums is not None,
+      keep=self.feedback.keeps or measures(state) is not None,
       mark=self.feedback.moves,
-      watch=state.sums is not None,
+      watch=measures(state) is not None,
     )
 
   def error_share(self, across: Across, workers: Workers | None) -> float | None:

@@ -17,7 +17,7 @@ from jax.flatten_util import ravel_pytree
 from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.tiles import tile_shape
 from gradcomp._src.core.residual_storage import is_stored, read_residual
-from gradcomp._src.core.state import CompressState
+from gradcomp._src.core.state import CompressState, measures, with_measures
 from gradcomp._src.exchange.collectives import STAGE, Workers, psum
 from gradcomp._src.exchange.owners import OwnerResiduals, owned_leaves
 from gradcomp._src.exchange.plan import MessagePlan, own_axes
@@ -201,7 +201,7 @@ def _levels(samples: Sequence[jax.Array]) -> list[jax.Array]:
 
 def watched(state: CompressState, leaves: int) -> CompressState:
   """Returns a state with sums for ``leaves`` leaves, NaN until a step measures."""
-  return state._replace(sums=_filled(leaves, jnp.nan))
+  return with_measures(state, _filled(leaves, jnp.nan))
 
 
 def _filled(leaves: int, value: float) -> Sums:
@@ -217,11 +217,11 @@ def measured(
   corrected: Sequence[jax.Array],
   reduced: Reduced,
 ) -> CompressState:
-  """Returns the state after a step, with the sums of the step if it has sums.
+  """Returns the state after a step, with the sums of the step if it is inspected.
 
   ``updates`` are the gradients, and ``corrected`` the gradients plus residuals.
   """
-  if state.sums is None:
+  if measures(state) is None:
     return state
   plan, workers = step.plan, step.workers
   # Under Explicit axes gradients are addends, an Nth of a worker's gradient elsewhere.
@@ -254,7 +254,7 @@ def measured(
     found.append(_over_workers(plan, own, of_group, workers, others))
   order = np.argsort([i for numbers in groups.values() for i in numbers])
   in_order = lambda *x: jnp.concatenate(x)[order]
-  return state._replace(sums=jax.tree.map(in_order, *found))
+  return with_measures(state, jax.tree.map(in_order, *found))
 
 
 def _unknown(plan: MessagePlan) -> list[jax.Array]:

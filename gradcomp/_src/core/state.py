@@ -35,7 +35,6 @@ class CompressState(NamedTuple):
     memory: the codecs' state of each leaf, like fitted levels, or thresholds and counts
       of sent entries, by the axes that stack them, and by the numbers of leaves.
     velocity: the momentum of each worker, ``float32``, like the residual.
-    sums: measures of a step, only inside :func:`gradcomp.telemetry.inspect`.
 
   Example:
     >>> state = gradcomp.onebit_sgd(min_leaf_size=0).init({"w": jnp.ones(2048)})
@@ -49,7 +48,6 @@ class CompressState(NamedTuple):
   server_residual: OwnerResiduals | None
   memory: Memory | None = None
   velocity: Any = None
-  sums: Any = None
 
 
 class OwnedRows(NamedTuple):
@@ -141,6 +139,26 @@ class LocalStepsState(NamedTuple):
 def states_in(opt_state: Any) -> list[CompressState]:
   """Returns the states of gradcomp's transformations, in the order of their numbers."""
   return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
+
+
+# The place of the measures of an inspected step, where codec states have their axes.
+_MEASURES = ("gradcomp_measures",)
+
+
+def measures(state: CompressState) -> Any:
+  """Returns the measures of an inspected step; None in all other states."""
+  kept = {} if state.memory is None else state.memory.shared
+  return kept[_MEASURES][0] if _MEASURES in kept else None
+
+
+def with_measures(state: CompressState, found: Any) -> CompressState:
+  """Returns a state with these measures, or for None without any."""
+  memory = Memory({}, {}) if state.memory is None else state.memory
+  shared = {axes: kept for axes, kept in memory.shared.items() if axes != _MEASURES}
+  if found is not None:
+    shared[_MEASURES] = {0: found}
+  memory = Memory(shared, memory.own)
+  return state._replace(memory=memory if any(memory) else None)
 
 
 def is_state(node: Any) -> bool:

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from gradcomp._src.core.measures import Sums, watched
-from gradcomp._src.core.state import is_state, states_in
+from gradcomp._src.core.state import is_state, measures, states_in, with_measures
 from gradcomp._src.mesh.axes import bound_size, manual_axes
 from gradcomp._src.mesh.specs import sharded_axes
 from gradcomp._src.mesh.types import mesh_of, typed_spec, unreduced_axes
@@ -203,8 +203,8 @@ def inspected_update(
   state = jax.tree.map(watch, opt_state, is_leaf=is_state)
   update = optax.with_extra_args_support(optimizer).update
   updates, state = update(grads, state, params, **extra_args)
-  sums = [x.sums for x in states_in(state) if x.sums is not None]
-  without = lambda x: x._replace(sums=None) if is_state(x) else x
+  sums = [x for x in map(measures, states_in(state)) if x is not None]
+  without = lambda x: with_measures(x, None) if is_state(x) else x
   state = jax.tree.map(without, state, is_leaf=is_state)
   return updates, state, _inspection([by_state[i] for i in sorted(by_state)], sums)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcomp._src.core.measures import Sums
-from gradcomp._src.core.state import CompressState, OwnedRows
+from gradcomp._src.core.state import CompressState, OwnedRows, measures, with_measures
 from gradcomp._src.exchange.collectives import STAGE, psum
 from gradcomp._src.mesh.axes import axis_names
 from gradcomp._src.parallel.zero.shared_rows import SharedRows
@@ -34,18 +34,19 @@ class Changes(NamedTuple):
 def measured_zero(
   state: CompressState, rows: SharedRows, changes: Changes
 ) -> CompressState:
-  """Returns the state of the gradients, with sums of both directions if it has sums.
+  """Returns the state of the gradients, with sums of both directions if inspected.
 
   There are twice as many as leaves: those of gradients, and behind them those of the
   updates of parameters.
   """
-  if state.sums is None:
+  found = measures(state)
+  if found is None:
     return state
-  found, back = state.sums, _sums(rows, changes)
+  back = _sums(rows, changes)
   nan = jnp.full_like(found.union, jnp.nan)
   gradients = found._replace(owned=back.owned, union=nan)
   both = jax.tree.map(lambda *x: jnp.concatenate(x), gradients, back)
-  return state._replace(sums=both)
+  return with_measures(state, both)
 
 
 def _sums(rows: SharedRows, changes: Changes) -> Sums:
