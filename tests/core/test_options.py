@@ -22,7 +22,7 @@ OPTIONS = {
 CODECS = [
   value
   for value in vars(gradcomp.codecs).values()
-  if isinstance(value, type) and dataclasses.is_dataclass(value)
+  if dataclasses.is_dataclass(value) and hasattr(value, "bind")
 ]
 # RedSync has a feedback of its own.
 OWN = {"redsync": {"feedback"}}

@@ -279,7 +279,8 @@ def test_a_chain_and_a_policy_hold():
   policy = gradcomp.policy(rules, axis_name="data", exchange="two_shot")
   tx = optax.chain(policy, optax.sgd(0.5, momentum=0.9))
   check_transformation(tx, small(), workers=2)
-  *_, last = transformation_laws(tx, small(), workers=2, same_bits=True)
+  steps = [laws.gradients_like(small(), workers=2)]
+  *_, last = transformation_laws(tx, steps, same_bits=True)
   assert last.func.__name__ == "bytes_are_explained"
 
 

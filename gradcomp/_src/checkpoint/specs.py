@@ -62,14 +62,16 @@ def state_specs(  # noqa: C901 - a case for each type of state
   if param_specs is not None:
     check_whole_specs("param_specs", param_specs, axis_name)
   structure: Any = jax.tree.structure(param_specs, is_leaf=is_spec)
+  inner = functools.partial(state_specs, axis_name=axis_name, param_specs=param_specs)
+  alike = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
+  here = lambda axes: axes if param_specs is not None else axis_names(axis_name)
 
   def specs(node: Any) -> Any:
     if isinstance(node, CompressState):
-      replicated = jax.tree.map(lambda _: PartitionSpec(), node)
-      return replicated._replace(
+      return alike(PartitionSpec(), node)._replace(
         residual=per_worker(node.residual),
         server_residual=owned(node.server_residual),
-        memory=None if node.memory is None else Memory(*map(owned, node.memory)),
+        memory=node.memory and Memory(*map(owned, node.memory)),
         velocity=per_worker(node.velocity),
       )
     if isinstance(node, OwnedRows):
@@ -77,14 +79,9 @@ def state_specs(  # noqa: C901 - a case for each type of state
     if isinstance(node, LocalStepsState):
       return local_steps(node)
     if isinstance(node, optax.MultiStepsState):
-      return optax.MultiStepsState(
-        mini_step=PartitionSpec(),
-        gradient_step=PartitionSpec(),
-        inner_opt_state=state_specs(
-          node.inner_opt_state, axis_name=axis_name, param_specs=param_specs
-        ),
+      return alike(PartitionSpec(), node)._replace(
+        inner_opt_state=inner(node.inner_opt_state),
         acc_grads=per_worker(node.acc_grads),
-        skip_state=jax.tree.map(lambda _: PartitionSpec(), node.skip_state),
       )
     if isinstance(node, optax.ApplyIfFiniteState):
       raise ValueError(
@@ -97,47 +94,39 @@ def state_specs(  # noqa: C901 - a case for each type of state
 
   def owned(arrays: Any) -> Any:
     """Returns the specs of arrays by the axes that stack them, without Auto axes."""
-    if arrays is None:
-      return None
-    result = {}
-    for axes, tree in arrays.items():
-      inside = axes if param_specs is not None else axis_names(axis_name)
-      spec = stacked_over(axes, inside)
-      result[axes] = jax.tree.map(lambda _, spec=spec: spec, tree)
-    return result
+    return arrays and {
+      axes: alike(stacked_over(axes, here(axes)), tree) for axes, tree in arrays.items()
+    }
 
   def local_steps(node: LocalStepsState) -> Any:
     """Returns specs over the axes of local steps, which may have more names."""
     # An exchange inside of each worker, over other axes, stacks arrays over all axes.
     ((axes, own),) = node.own.by_axes.items()
     _check_numbers(node)
-    here = axes if param_specs is not None else axis_names(axis_name)
-    inside = tuple(name for name in axes if name in here) or axis_name
+    inside = tuple(name for name in axes if name in here(axes)) or axis_name
 
     def stacked(spec: PartitionSpec) -> PartitionSpec:
       known = sharded_axes(spec).issuperset(axis_names(inside))
       return spec if known else stack_spec(inside, spec)
 
-    found = state_specs(own, axis_name=axis_name, param_specs=param_specs)
     whole: Any = node
     return whole._replace(
       count=PartitionSpec(),
-      own=OwnSteps({axes: jax.tree.map(stacked, found, is_leaf=is_spec)}),
-      fragments=state_specs(node.fragments, axis_name=inside, param_specs=param_specs),
+      own=OwnSteps({axes: jax.tree.map(stacked, inner(own), is_leaf=is_spec)}),
+      fragments=inner(node.fragments, axis_name=inside),
     )
 
   def per_worker(tree: Any) -> Any:
     if like_params(tree):
       return of_params(lambda spec: stack_spec(axis_name, spec), tree)
-    return jax.tree.map(lambda _: stack_spec(axis_name, PartitionSpec()), tree)
+    return alike(stack_spec(axis_name, PartitionSpec()), tree)
 
   def of_params(function: Callable[[PartitionSpec], PartitionSpec], tree: Any) -> Any:
     """Maps parameters' specs; holes of optax.masked and optax.partition stay."""
 
     def of_leaf(leaf: Any, spec: PartitionSpec) -> Any:
-      if isinstance(leaf, optax.MaskedNode):
-        return leaf
-      return jax.tree.map(lambda _: function(spec), leaf)
+      masked = isinstance(leaf, optax.MaskedNode)
+      return leaf if masked else alike(function(spec), leaf)
 
     return jax.tree.map(of_leaf, tree, param_specs, is_leaf=is_one)
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from gradcomp._src.core.first_state import stacked_for
-from gradcomp._src.core.state import CompressState, states_in
+from gradcomp._src.core.state import is_state, states_in
 
 _SHOWN = 3  # arrays that differ
 
@@ -49,28 +49,20 @@ def check_fits(opt_state: Any, shapes: Any, workers: int) -> None:
 
 
 def _as_forgetful(shapes: Any, opt_state: Any) -> Any:
-  """Removes owner residuals and own memories from shapes where a state may lack them.
-
-  A state may lack them if workers keep no residual, and it was made without the number
-  of workers.
-  """
+  """Removes owner residuals and own memories that a state lacks without residuals."""
   states = iter(states_in(opt_state))
 
   def forgotten(node: Any) -> Any:
-    state = next(states, None) if isinstance(node, CompressState) else None
+    state = next(states, None) if is_state(node) else None
     if state is None or state.residual is not None:
       return node
-    if state.server_residual is None:
-      node = node._replace(server_residual=None)
-    if node.memory is not None:
-      if state.memory is None:
-        return node._replace(memory=None)
-      if not state.memory.own:
-        return node._replace(memory=node.memory._replace(own=state.memory.own))
-    return node
+    memory = state.memory and node.memory
+    if state.memory and memory and not state.memory.own:
+      memory = memory._replace(own=state.memory.own)
+    owned = None if state.server_residual is None else node.server_residual
+    return node._replace(server_residual=owned, memory=memory)
 
-  is_ours = lambda node: isinstance(node, CompressState)
-  return jax.tree.map(forgotten, shapes, is_leaf=is_ours)
+  return jax.tree.map(forgotten, shapes, is_leaf=is_state)
 
 
 def _differs(x: Any, like: jax.ShapeDtypeStruct) -> bool:

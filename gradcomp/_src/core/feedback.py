@@ -211,7 +211,7 @@ class MomentumFeedback(ErrorFeedback):
     """Returns ``u'``, zero in sent elements, or the old one where not finite."""
     trees = map(jax.tree.leaves, (updates, momentum, means, unsent))
     leaves = zip(*trees, chosen, counts, strict=True)
-    kept = [_kept(self.decay, *leaf) for leaf in leaves]
+    kept = [_kept(self.decay, g, u, x, count) for g, u, *x, count in leaves]
     return jax.tree.unflatten(jax.tree.structure(momentum), kept)
 
 
@@ -253,16 +253,15 @@ def _kept(
   decay: float,
   gradient: jax.Array,
   old: jax.Array,
-  mean: jax.Array,
-  unsent: jax.Array,
-  chosen: jax.Array | None,
+  exchanged: Sequence[Any],
   count: jax.Array,
 ) -> jax.Array:
   """Returns the new momentum of a leaf.
 
-  ``old`` is the old momentum, with the factor ``decay``. The other arguments are those
-  of :meth:`Feedback.keep`, for one leaf.
+  ``old`` is the old momentum, with the factor ``decay``, and ``exchanged`` are the
+  mean, the unsent part and the positions, as for :meth:`Feedback.keep`.
   """
+  mean, unsent, chosen = exchanged
 
   def finite(mean: jax.Array, unsent: jax.Array) -> jax.Array:
     # A codec that sends all elements makes the mean NaN wherever one is not finite.

@@ -67,11 +67,6 @@ class MessagePlan(NamedTuple):
   feedback: bool
 
   @property
-  def rounds(self) -> int:
-    """The number of rounds. A round needs the means of the round before it."""
-    return 1 + max((message.round for message in self.messages), default=0)
-
-  @property
   def sends(self) -> bool:
     """True if workers exchange anything."""
     return any(message.exchange.sends for message in self.messages)

@@ -42,6 +42,7 @@ class Step(NamedTuple):
     keep: whether to return the unsent parts.
     mark: whether to return the positions of the sent elements.
     watch: whether to return the sent parts.
+    instead: the exchange of all messages, in place of their own.
   """
 
   plan: MessagePlan
@@ -54,6 +55,7 @@ class Step(NamedTuple):
   keep: bool
   mark: bool
   watch: bool
+  instead: Exchange | None = None
 
 
 class Sending(NamedTuple):
@@ -80,7 +82,9 @@ class Sending(NamedTuple):
   @property
   def exchange(self) -> Exchange:
     """The exchange of the message; ``Local()`` where there is nothing to send."""
-    return Local() if self.workers is None else self.message.exchange
+    if self.workers is None:
+      return Local()
+    return self.step.instead or self.message.exchange
 
   @property
   def adds_leaves(self) -> bool:
@@ -189,7 +193,7 @@ def exchange(sending: Sending, outgoing: Outgoing) -> Received:
   """Sends this worker's part of a message, and returns the sums over all workers."""
   if sending.workers is None:
     return Local().run(outgoing)
-  return sending.message.exchange.run(outgoing, sending.workers)
+  return sending.exchange.run(outgoing, sending.workers)
 
 
 def decode(sending: Sending, outgoing: Outgoing, received: Received) -> Reduced:

@@ -1,7 +1,7 @@
 """Transport of encoded arrays: lines of words, gathered and exchanged."""
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,42 +22,38 @@ from gradcomp._src.kernels.materialize import materialized
 from gradcomp._src.parallel.options import Wire
 
 
-class Draws(NamedTuple):
-  """Random keys and dithers of several arrays; None for a codec without random numbers.
+def draws(
+  codec: Codec, key: jax.Array | None, count: int, worker: jax.Array
+) -> tuple[jax.Array | None, jax.Array | None]:
+  """Draws keys and dithers of a worker's ``count`` arrays, all different.
 
-  ``own`` is ``uint32[K, 2]``, this worker's key for each array. ``dither`` is
-  ``uint32[K, 3]``, for each array a key that all workers share, and this worker's mask,
-  see ``common.dithers``.
-  """
-
-  own: jax.Array | None = None
-  dither: jax.Array | None = None
-
-
-def draws(codec: Codec, key: jax.Array | None, count: int, worker: jax.Array) -> Draws:
-  """Draws the keys and dithers of a worker's ``count`` arrays, all different.
-
-  ``key`` is ``uint32[2]``, equal on all workers; None if the codec needs none.
+  ``key`` is ``uint32[2]``, equal on all workers. The first result is ``uint32[count,
+  2]``, this worker's key for each array. The second is ``uint32[count, 3]``, for each
+  array a key that all workers share, and this worker's mask, see ``common.dithers``.
+  Both are None for a codec that needs no key.
   """
   if not codec.needs_key:
-    return Draws()
+    return None, None
   assert key is not None
   keys = jax.vmap(lambda i: fold_key(key, i))(jnp.arange(count))
   own = jax.vmap(lambda key: fold_key(key, worker))(keys)
-  return Draws(own, jax.vmap(lambda key: dither(key, worker))(keys))
+  return own, jax.vmap(lambda key: dither(key, worker))(keys)
 
 
-def to_lines(arrays: jax.Array, codec: Codec, drawn: Draws) -> jax.Array:
-  """Encodes ``[K, ...]`` arrays to ``uint32[K, M]``."""
+def to_lines(arrays: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
+  """Encodes ``[K, ...]`` arrays to ``uint32[K, M]``; ``key`` is ``uint32[2]``."""
+  codec, worker = wire.codec, lax.axis_index(wire.axis_name)
+  drawn = draws(codec, key, arrays.shape[0], worker)
   with jax.named_scope("gradcomp_encode"):
-    payload = jax.vmap(lambda x, own, shared: _encode(codec, x, own, shared))(
-      arrays, drawn.own, drawn.dither
-    )
+    payload = jax.vmap(functools.partial(_encode, codec))(arrays, *drawn)
   # Materialized, however few rows: XLA would compute them anew for every slice or
   # reshape, word by word: ten times slower where one scale serves an array.
   rows = materialized(lambda rows: rows, payload.rows)
-  agreed = [] if payload.agreed is None else [_words(payload.agreed)]
-  return join([rows, *agreed], arrays.shape[0])
+  if payload.agreed is None:
+    return join([rows], arrays.shape[0])
+  floats = payload.agreed.dtype == jnp.float32
+  words = lax.bitcast_convert_type if floats else jnp.astype
+  return join([rows, words(payload.agreed, jnp.uint32)], arrays.shape[0])
 
 
 def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Array:
@@ -65,7 +61,7 @@ def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Ar
   like = jnp.zeros(shape, jnp.float32)  # only its shape and dtype count
   key = jax.ShapeDtypeStruct((2,), jnp.uint32)
   mask = jax.ShapeDtypeStruct((3,), jnp.uint32)
-  form = jax.eval_shape(lambda *args: _encode(codec, *args), like, key, mask)
+  form = jax.eval_shape(functools.partial(_encode, codec), like, key, mask)
   with jax.named_scope("gradcomp_decode"):
     if form.agreed is None:
       (rows,) = split(lines, [form.rows.shape])
@@ -75,7 +71,9 @@ def from_lines(lines: jax.Array, shape: tuple[int, ...], codec: Codec) -> jax.Ar
       tiles = decode(rows) if codec.facts.plain else materialized(decode, rows)
     else:
       rows, words = split(lines, [form.rows.shape, form.agreed.shape])
-      agreed = _from_words(words, form.agreed.dtype)
+      floats = form.agreed.dtype == jnp.float32
+      read = lax.bitcast_convert_type if floats else jnp.astype
+      agreed = read(words, form.agreed.dtype)
       each = jax.vmap(lambda rows, agreed: codec.payload_tiles(Payload(rows, agreed)))
       tiles = materialized(lambda rows: each(rows, agreed), rows)
     return jax.vmap(lambda tiles: from_tiles(tiles, like, codec))(tiles)
@@ -87,17 +85,13 @@ def _encode(
   return payload_of(codec, x.astype(jnp.float32), Context(own, shared))
 
 
-def _words(agreed: jax.Array) -> jax.Array:
-  """Converts floats or bytes to one ``uint32`` each."""
-  if agreed.dtype == jnp.float32:
-    return lax.bitcast_convert_type(agreed, jnp.uint32)
-  return agreed.astype(jnp.uint32)
-
-
-def _from_words(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  if dtype == jnp.float32:
-    return lax.bitcast_convert_type(words, jnp.float32)
-  return words.astype(dtype)
+def _arrived(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:
+  """Decodes parts, of which this worker's own is that of ``own``, ``[K, ...]``."""
+  arrays = from_lines(lines, own.shape[1:], wire.codec)
+  if wire.own == "coded":
+    return arrays
+  at = mine(lax.axis_index(wire.axis_name), arrays)
+  return jnp.where(at, own.astype(jnp.float32), arrays)
 
 
 def gather_encoded(
@@ -105,16 +99,11 @@ def gather_encoded(
 ) -> jax.Array:
   """Sends an array to all workers; returns all of them, ``float32[N, *x.shape]``.
 
-  ``key`` is ``uint32[2]``, or None. The collective's ``name`` has by default the number
-  of floats.
+  The collective's ``name`` has by default the number of floats.
   """
-  worker = lax.axis_index(wire.axis_name)
-  line = to_lines(x[None], wire.codec, draws(wire.codec, key, 1, worker))[0]
+  line = to_lines(x[None], wire, key)[0]
   name = as_floats(x.size, wire.axis_name) if name is None else name
-  arrays = from_lines(gather(line, wire.axis_name, name), x.shape, wire.codec)
-  if wire.own == "exact":
-    arrays = jnp.where(mine(worker, arrays), x.astype(jnp.float32), arrays)
-  return arrays
+  return _arrived(gather(line, wire.axis_name, name), wire, x[None])
 
 
 def exchange_encoded(
@@ -122,16 +111,11 @@ def exchange_encoded(
 ) -> jax.Array:
   """Sends part d of ``[N, ...]`` to worker d; returns the parts from all, ``float32``.
 
-  ``key`` is ``uint32[2]``, or None. With ``stage`` a later collective completes it, and
-  counts for both.
+  With ``stage`` a later collective completes it, and counts for both.
   """
-  worker = lax.axis_index(wire.axis_name)
-  lines = to_lines(parts, wire.codec, draws(wire.codec, key, wire.size, worker))
+  lines = to_lines(parts, wire, key)
   received = scatter(lines, wire.axis_name, None if stage else parts.size)
-  arrays = from_lines(received, parts.shape[1:], wire.codec)
-  if wire.own == "exact":
-    arrays = jnp.where(mine(worker, arrays), parts.astype(jnp.float32), arrays)
-  return arrays
+  return _arrived(received, wire, parts)
 
 
 def reduce_encoded(
@@ -141,23 +125,14 @@ def reduce_encoded(
 
   The arguments are those of :func:`exchange_encoded`; the sum is ``float32[...]``.
   """
-  return sum_in_order(
-    lambda part: part, exchange_encoded(parts, wire, key, stage=stage)
-  )
+  received = exchange_encoded(parts, wire, key, stage=stage)
+  return sum_in_order(lambda part: part, received)
 
 
 def loss_of(parts: jax.Array, wire: Wire, key: jax.Array | None) -> jax.Array:
-  """Returns the rounding errors of sent parts, ``[K, ...]``.
-
-  The arguments are those of :func:`exchange_encoded`, or an array that is gathered, as
-  ``[1, ...]``.
-  """
+  """Returns the rounding errors of sent parts, ``[K, ...]``; K is 1 for a gather."""
   # Encoded as for sending: XLA sees that, and encodes once.
-  worker = lax.axis_index(wire.axis_name)
-  lines = to_lines(parts, wire.codec, draws(wire.codec, key, parts.shape[0], worker))
-  arrived = from_lines(lines, parts.shape[1:], wire.codec)
-  if wire.own == "exact":
-    arrived = jnp.where(mine(worker, arrived), parts, arrived)
+  arrived = _arrived(to_lines(parts, wire, key), wire, parts)
   return parts - arrived
 
 
@@ -180,13 +155,13 @@ def send_along(
   key: jax.Array | None,
 ) -> jax.Array:
   """Sends an array along pairs of workers, ``float32``; zeros where none comes."""
-  worker = lax.axis_index(wire.axis_name)
-  line = to_lines(x[None], wire.codec, draws(wire.codec, key, 1, worker))
+  line = to_lines(x[None], wire, key)[0]
   name = as_floats(x.size, wire.axis_name)
-  arrived = permute(line[0], wire.axis_name, pairs, name)
+  arrived = permute(line, wire.axis_name, pairs, name)
   receivers = jnp.array([receiver for _, receiver in pairs], jnp.int32)
   value = from_lines(arrived[None], x.shape, wire.codec)[0]
-  return jnp.where(jnp.any(receivers == worker), value, 0.0)
+  receives = jnp.any(receivers == lax.axis_index(wire.axis_name))
+  return jnp.where(receives, value, 0.0)
 
 
 def split_parts(x: jax.Array, axis: int, count: int) -> jax.Array:

@@ -51,12 +51,16 @@ def law(look: str = "") -> Callable[[Callable[P, Findings]], Callable[P, None]]:
   def declared(function: Callable[P, Findings]) -> Callable[P, None]:
     @functools.wraps(function)
     def held(*args: P.args, **kwargs: P.kwargs) -> None:
-      findings = function(*args, **kwargs)
-      for subject, expected, found, *elsewhere in findings:
-        if found is not None:
-          place = elsewhere[0] if elsewhere else look
-          # In the law, so that a traceback shows its line, and the error that it saw.
-          findings.throw(BrokenLaw(function.__name__, subject, expected, found, place))
+      name, findings = function.__name__, function(*args, **kwargs)
+      try:
+        for subject, expected, found, *elsewhere in findings:
+          if found is not None:
+            place = elsewhere[0] if elsewhere else look
+            # In the law, so that a traceback shows its line, and the error that it saw.
+            findings.throw(BrokenLaw(name, subject, expected, found, place))
+      except Exception as error:
+        error.add_note(f"While trying gradcomp.testing.laws.{name}.")
+        raise
 
     returning = inspect.signature(function).replace(return_annotation=None)
     held.__signature__ = returning  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from gradcomp._src.exchange.hierarchical import Hierarchical
 from gradcomp._src.exchange.protocol import Exchange
 from gradcomp._src.exchange.ring import Ring
 from gradcomp._src.testing import laws
-from gradcomp._src.testing.leaves import ragged, tile_of
+from gradcomp._src.testing.leaves import Gradients, ragged, tile_of, workers_of
 
 SIZES = (0, 1, 2, 3, 31, 33, 127, 200)
 _COUNT_RULE = "a number of 1 or more"
@@ -117,7 +117,8 @@ def check_codec(
     )
   static_integer("workers", _COUNT_RULE, workers, least=1)
   instance_of("options", CheckOptions, options)
-  _hold(codec_laws(codec, workers=workers, exchanges=exchanges, options=options))
+  for law in codec_laws(codec, workers=workers, exchanges=exchanges, options=options):
+    law()
 
 
 def check_transformation(
@@ -166,17 +167,12 @@ def check_transformation(
     )
   static_integer("workers", _COUNT_RULE, workers, least=1)
   static_integer("steps", _COUNT_RULE, steps, least=1)
-  _hold(
-    transformation_laws(
-      transformation,
-      _params((45, 46)) if params is None else params,
-      axis_name=axis_name,
-      workers=workers,
-      places=places,
-      steps=steps,
-      same_bits=same_bits,
-    )
-  )
+  params = _params((45, 46)) if params is None else params
+  gradients = [laws.gradients_like(params, workers, seed) for seed in range(steps)]
+  for law in transformation_laws(
+    transformation, gradients, axis_name=axis_name, places=places, same_bits=same_bits
+  ):
+    law()
 
 
 def codec_laws(
@@ -228,32 +224,26 @@ def codec_laws(
       if partial.way not in refused:
         yield Law(laws.half_precision_keeps_its_range, codec, partial)
     yield Law(laws.large_numbers_keep_their_size, codec)
+  gradients = [laws.gradients_like(_params(shape), workers, seed) for seed in (0, 1)]
+  keeping = functools.partial(
+    compress, codec, axis_name="data", feedback="error", min_leaf_size=0
+  )
   for exchange in map(as_exchange, exchanges):
     if getattr(exchange, "way", None) not in refused:
-      transformation = compress(
-        codec,
-        axis_name="data",
-        exchange=exchange,
-        feedback="error",
-        min_leaf_size=0,
-      )
       yield from transformation_laws(
-        transformation, _params(shape), workers=workers, same_bits=options.same_bits
+        keeping(exchange=exchange), gradients, same_bits=options.same_bits
       )
 
 
 def transformation_laws(
   transformation: optax.GradientTransformation,
-  params: Any,
+  gradients: Gradients,
   *,
   axis_name: str = "data",
-  workers: int,
   places: Sequence[str] | None = None,
-  steps: int = 2,
   same_bits: bool,
 ) -> Iterator[Law]:
   """Yields the laws of a transformation, each bound to its arguments."""
-  gradients = [laws.gradients_like(params, workers, seed) for seed in range(steps)]
   law = functools.partial(
     Law, transformation=transformation, gradients=gradients, axis_name=axis_name
   )
@@ -262,20 +252,10 @@ def transformation_laws(
   yield law(laws.nothing_is_lost)
   for bad in (math.nan, math.inf):
     yield law(laws.non_finite_gradients_are_seen, bad=bad)
-  if len(jax.devices()) >= workers:
+  if len(jax.devices()) >= workers_of(gradients):
     if same_bits:
       yield law(laws.same_bits_in_every_mode, places=places)
     yield law(laws.bytes_are_explained)
-
-
-def _hold(tried: Iterable[Law]) -> None:
-  """Calls laws in order, and adds the name of a broken law to its error."""
-  for law in tried:
-    try:
-      law()
-    except Exception as error:
-      error.add_note(f"While trying gradcomp.testing.laws.{law.func.__name__}.")
-      raise
 
 
 def _params(shape: tuple[int, ...]) -> dict[str, jax.Array]:

@@ -56,15 +56,10 @@ def leaf_of(codec: LeafCodec, x: ArrayLike | None) -> np.ndarray:
   return gaussian(ragged(codec)) if x is None else np.asarray(x)
 
 
-def first_context(codec: Codec, leaf: Leaf) -> Context:
+def first_context(bound: Codec, leaf: Leaf, key: ArrayLike = KEY) -> Context:
   """Returns the context of a bound codec in the first step of a worker."""
-  memory = codec.init(leaf, jnp.zeros(2, jnp.uint32))
-  return Context(memory=memory, step=jnp.zeros([], jnp.int32))
-
-
-def key_of(codec: LeafCodec, key: ArrayLike) -> jax.Array | None:
-  """Returns a key for a codec that needs one; else None."""
-  return jnp.asarray(key) if codec.needs_key else None
+  memory = bound.init(leaf, jnp.zeros(2, jnp.uint32))
+  return Context(jnp.asarray(key), memory=memory, step=jnp.zeros([], jnp.int32))
 
 
 def near_the_top(shape: tuple[int, ...], dtype: DTypeLike, seed: int = 0) -> np.ndarray:

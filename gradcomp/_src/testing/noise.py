@@ -24,6 +24,8 @@ from gradcomp._src.testing.leaves import (
 )
 from gradcomp._src.testing.trial import decode, encode, trial
 
+_Z = 5.0  # standard deviations
+
 
 @law(look="how `encode_rows` rounds, or the fact `unbiased`")
 def mean_is_the_leaf(
@@ -65,16 +67,14 @@ def mean_is_the_leaf(
   leaf = np.concatenate([half, -half])[:500] if x is None else np.asarray(x)
 
   def error(x: jax.Array, target: jax.Array, key: jax.Array) -> jax.Array:
-    def one(number: jax.Array | None) -> jax.Array:
-      own = context
-      if number is not None:
-        bound = Leaf(x.shape)
-        own = context or first_context(codec.bind(bound), bound)
-        own = own._replace(dither=dither(key, number))
-      value = decode(codec, encode(codec, x, key, own), x)
+    own = context or first_context(codec.bind(Leaf(x.shape)), Leaf(x.shape))
+
+    def one(number: jax.Array) -> jax.Array:
+      given = own._replace(dither=dither(key, number)) if workers else own
+      value = decode(codec, encode(codec, x, key, given), x)
       return value.astype(jnp.float32) - target
 
-    return jax.vmap(one)(jnp.arange(workers)) if workers else one(None)[None]
+    return jax.vmap(one)(jnp.arange(max(workers, 1)))
 
   @jax.jit
   def total(x: jax.Array, target: jax.Array, keys: jax.Array) -> list[jax.Array]:
@@ -101,9 +101,6 @@ def mean_is_the_leaf(
     yield codec, f"be unbiased: its mean over {draws} keys is to be the leaf", found
 
 
-_Z = 5.0  # standard deviations
-
-
 def _keys(draws: int) -> jax.Array:
   words = np.arange(draws, dtype=np.uint32)
   return jnp.asarray(np.stack([np.full_like(words, KEY[0]), words], axis=1))
@@ -115,11 +112,12 @@ def _biases(
   """Yields the mean errors, ``[masks, *leaf]``, that are beyond their bounds."""
   if not np.isfinite(first).all():
     yield "some are not finite"
-  at = np.unravel_index(np.argmax(np.abs(first) - bound), first.shape)
-  if not np.abs(first[at]) <= bound[at]:
+  i = int(np.argmax(np.abs(first) - bound))
+  off, most, at = first.ravel()[i], bound.ravel()[i], i % leaf.size
+  if not abs(off) <= most:
     yield (
-      f"that of element {np.ravel_multi_index(at[1:], leaf.shape)}, {leaf[at[1:]]}, is "
-      f"off by {first[at]:.3g}, where chance gives at most {bound[at]:.3g}"
+      f"that of element {at}, {leaf.flat[at]}, is off by {off:.3g}, where chance gives "
+      f"at most {most:.3g}"
     )
   shrunk = first * np.sign(leaf)
   for name, mean in (("all errors", first.mean()), ("magnitudes", shrunk.mean())):

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from gradcomp._src.codecs.protocol import LeafCodec
 from gradcomp._src.codecs.rounds import encoded_alone
 from gradcomp._src.codecs.sums.records import Context, Leaf, Payload
-from gradcomp._src.testing.leaves import KEY, first_context, key_of
+from gradcomp._src.testing.leaves import KEY, first_context
 
 
 class Trial(NamedTuple):
@@ -43,11 +43,8 @@ def encode(
   """Encodes a leaf, by default with the context of a worker's first step."""
   leaf = Leaf(x.shape)
   bound = codec.bind(leaf)
-  if context is None:
-    context = first_context(bound, leaf)
-  return encoded_alone(
-    bound, x.astype(jnp.float32), context._replace(key=key_of(bound, key))
-  )
+  given = (context or first_context(bound, leaf))._replace(key=jnp.asarray(key))
+  return encoded_alone(bound, x.astype(jnp.float32), given)
 
 
 def decode(codec: LeafCodec, payload: Payload, like: jax.Array) -> jax.Array:
@@ -118,8 +115,7 @@ def _batch(codec: LeafCodec, x: jax.Array, keys: jax.Array) -> Batch:
     return Batch(jax.vmap(lambda *own: _encoded(codec, *own).rows)(x, keys), None)
 
   def one(x: jax.Array, key: jax.Array) -> Batch:
-    context = first_context(bound, leaf)
-    given = context._replace(key=key_of(bound, key), agreed=bound.agree(x))
+    given = first_context(bound, leaf, key)._replace(agreed=bound.agree(x))
     encoded = bound.encode_leaf(x.astype(jnp.float32), given, keep=True)
     return Batch(encoded.rows, encoded.unsent)
 

@@ -18,7 +18,6 @@ from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.layout import Layout, Slot
 from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
 from gradcomp._src.exchange.shares import gather_rows, own_rows, own_share
-from gradcomp._src.exchange.two_shot import ReduceScatter
 from gradcomp._src.mesh.axes import Axes
 from gradcomp._src.mesh.specs import sharded_axes, stacked_over
 from gradcomp._src.mesh.study import noted
@@ -192,7 +191,7 @@ def share_rows(
   chosen = leaf_codecs(whole, codec, min_leaf_size=min_leaf_size)
   pairs = [_paired(message, chosen, kinds) for message in plan.messages]
   messages = tuple(
-    message._replace(layout=layout, exchange=ReduceScatter())
+    message._replace(layout=layout)
     for message, (layout, _) in zip(plan.messages, pairs, strict=True)
   )
   codecs = tuple(codecs for _, codecs in pairs)

@@ -20,7 +20,7 @@ from gradcomp._src.core.state import CompressState, OwnedRows, check_type
 from gradcomp._src.core.step import take_step
 from gradcomp._src.exchange.collectives import Workers
 from gradcomp._src.exchange.step import Reduced
-from gradcomp._src.exchange.two_shot import TwoShot
+from gradcomp._src.exchange.two_shot import ReduceScatter, TwoShot
 from gradcomp._src.floats.dtypes import narrowed
 from gradcomp._src.mesh.axes import (
   AxisName,
@@ -240,6 +240,7 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
       rows = share_rows(plan, of_updates, limit, workers, seen.kinds)
       rows.check("unsent", state.unsent)
       facts = parts.step(rows.plan, workers, state.gradients)
+      facts = facts._replace(instead=ReduceScatter())
 
       def finish(reduced: Reduced) -> tuple[Reduced, Any]:
         """Runs the optimizer on the means that this worker owns; sends what changes."""
