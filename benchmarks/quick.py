@@ -25,7 +25,7 @@ RUNS = (
   "codecs.approximation",
   "study run",
   "codecs.speed",
-  "codecs.compile_time",
+  "codecs.growth",
   "models.fit_links",
   "codecs.fingerprint",
   "links.front_picture",

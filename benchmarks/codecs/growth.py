@@ -1,0 +1,218 @@
+"""Measures how tracing, compiling and memory of an update grow with a model's leaves.
+
+  python -m benchmarks.codecs.growth [--methods 'QSGD, 4 bits' ...]
+    [--models '8B, stacked' ...] [--quick] [--output FOLDER]
+
+The update is that of adamw behind an exchange over eight emulated devices, beside
+adamw alone and beside the mean of jax.lax.pmean. Arguments are shapes alone, so that
+models of any size do. Nothing runs. Models are layers of a transformer, each leaf by
+itself, or Llama-like ones, whose layers are stacked for `jax.lax.scan` or, with
+*leaves* behind their names, are not; these are traced alone. Times are CPU seconds of
+this process, because XLA compiles on several threads and the machine may have other
+things to do. Temporaries are those of one device, by the compiler's own count.
+
+With --output, writes growth.json and growth.md there. What is there already of other
+methods and models stays, unless it was read with another version of JAX.
+"""
+
+import functools
+import math
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+from benchmarks.common import cli, quiet
+from benchmarks.common.tables import table
+from gradcomp.codecs import QSGD
+
+WORKERS = 8
+_OVER: Any = {"axis_name": "data"}
+_HOSTS = ("host", "chip")  # the axes of two hosts, for an exchange within and between
+
+ALONE = "adamw alone"
+MEAN = "`jax.lax.pmean`"
+METHODS: dict[str, Callable[[], Any]] = {
+  ALONE: optax.identity,
+  MEAN: optax.identity,
+  "plain mean": lambda: gradcomp.dense(**_OVER),
+  "QSGD, 4 bits": lambda: gradcomp.qsgd(bits=4, **_OVER),
+  "QSGD, `ring`": lambda: gradcomp.qsgd(bits=4, exchange="ring", **_OVER),
+  "QSGD, `hierarchical`": lambda: gradcomp.qsgd(
+    bits=4, exchange="hierarchical", axis_name=_HOSTS
+  ),
+  "QSGD, nearest": lambda: gradcomp.qsgd(bits=4, rounding="nearest", **_OVER),
+  "QSGD, error feedback": lambda: gradcomp.qsgd(bits=4, feedback="error", **_OVER),
+  "1-bit SGD": lambda: gradcomp.onebit_sgd(**_OVER),
+  "natural": lambda: gradcomp.natural(**_OVER),
+  "APS": lambda: gradcomp.aps(**_OVER),
+  "TernGrad": lambda: gradcomp.terngrad(**_OVER),
+  "RedSync, 0.1 %": lambda: gradcomp.redsync(**_OVER),
+  "PowerSGD, rank 4": lambda: gradcomp.powersgd(rank=4, **_OVER),
+  "local steps": lambda: gradcomp.local.local_steps(
+    optax.adamw(1e-3), optax.sgd(0.7), every=30, codec=QSGD(bits=4), **_OVER
+  ),
+  "zero, 4 + 4 bits": lambda: gradcomp.parallel.zero(
+    optax.adamw(1e-3), grads=QSGD(bits=4), params=QSGD(bits=4), **_OVER
+  ),
+}
+QUICK = "plain mean"
+
+
+def layer(width: int, inner: int, kv: int, *depth: int) -> dict[str, Any]:
+  """Returns the shapes of a layer's leaves; with a depth those of a stack of layers."""
+  shapes = {
+    "q": (width, width),
+    "k": (width, kv),
+    "v": (width, kv),
+    "o": (width, width),
+    "gate": (width, inner),
+    "up": (width, inner),
+    "down": (inner, width),
+    "norm1": (width,),
+    "norm2": (width,),
+  }
+  like = lambda x: jax.ShapeDtypeStruct((*depth, *x), jnp.float32)
+  return {name: like(shape) for name, shape in shapes.items()}
+
+
+def apart(leaves: int) -> Any:
+  """Returns layers of a transformer of width 1024, cut off after so many leaves."""
+  layers = [layer(1024, 2816, 1024) for _ in range(-(-leaves // 9))]
+  return jax.tree.leaves(layers)[:leaves]
+
+
+def llama(depth: int, width: int, inner: int, *, stacked: bool) -> Any:
+  """Returns a Llama-like model, whose layers may be stacked."""
+  end = jax.ShapeDtypeStruct((128_256, width), jnp.float32)
+  if stacked:
+    return layer(width, inner, 1024, depth), end, end
+  return [layer(width, inner, 1024) for _ in range(depth)], end, end
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+  "100 leaves": lambda: apart(100),
+  "300 leaves": lambda: apart(300),
+  "8B, stacked": lambda: llama(32, 4096, 14_336, stacked=True),
+  "70B, stacked": lambda: llama(80, 8192, 28_672, stacked=True),
+  "8B, 290 leaves": lambda: llama(32, 4096, 14_336, stacked=False),
+  "70B, 722 leaves": lambda: llama(80, 8192, 28_672, stacked=False),
+}
+TRACED = ("8B, 290 leaves", "70B, 722 leaves")  # not compiled, which takes minutes
+
+
+def measure(method: str, params: Any, *, compiled: bool = True) -> dict[str, float]:
+  """Returns the CPU seconds of an update, and its temporaries in gradients.
+
+  They are those to trace it, to trace and lower it, and to compile it.
+  """
+  jax.clear_caches()
+  axes = _HOSTS if "hierarchical" in method else ("data",)
+  shape = (2, WORKERS // 2) if axes == _HOSTS else (WORKERS,)
+  mesh = jax.make_mesh(shape, axes)
+  exchange = METHODS[method]()
+  if not method.startswith(("zero", "local")):
+    exchange = optax.chain(exchange, optax.adamw(1e-3))
+  with jax.set_mesh(mesh):
+    state = jax.eval_shape(exchange.init, params)
+  specs = gradcomp.state_specs(state, axis_name=axes)
+
+  def update(gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    if method != ALONE:
+      gradient = gradcomp.defer_reduction(gradient, axis_name=axes)
+    if method == MEAN:
+      gradient = jax.lax.pmean(gradient, axes)
+    updates, state = exchange.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state
+
+  mapped = jax.shard_map(
+    update, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs)
+  )
+  place = lambda x, spec: jax.ShapeDtypeStruct(
+    x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec)
+  )
+  params = jax.tree.map(functools.partial(place, spec=P()), params)
+  state = jax.tree.map(place, state, specs)
+  clock = time.process_time
+  started = clock()
+  traced = jax.jit(mapped, donate_argnums=(1, 2)).trace(params, state, params)
+  found = {"trace": clock() - started, "leaves": len(jax.tree.leaves(params))}
+  if compiled:
+    lowered = traced.lower()
+    found["lower"] = clock() - started
+    began = clock()
+    analysis = lowered.compile().memory_analysis()
+    gradient = 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    found |= {
+      "compile": clock() - began,
+      "temporaries": analysis.temp_size_in_bytes / gradient,
+    }
+  return found
+
+
+Rows = dict[tuple[str, str], dict[str, float]]
+
+
+def markdown(found: Rows) -> str:
+  """Returns three tables, a line a method: seconds, ms of trace a leaf, temporaries."""
+  cells = [
+    lambda x: f"{x['lower']:.1f} + {x['compile']:.1f}" if "compile" in x else "",
+    lambda x: f"{1e3 * x['trace'] / x['leaves']:.1f}" if "leaves" in x else "",
+    lambda x: f"{x['temporaries']:.2f}" if "temporaries" in x else "",
+  ]
+  return "\n".join(_table(found, cell) for cell in cells)
+
+
+def _table(found: Rows, cell: Callable[[dict[str, float]], str]) -> str:
+  shown = {key: text for key, row in found.items() if (text := cell(row))}
+  models = [name for name in MODELS if any(x == name for _, x in shown)]
+  lines = []
+  for method in METHODS:
+    row = [shown.get((method, model), "") for model in models]
+    if any(row):
+      lines.append([method, *row])
+  return f"{table(['', *models], lines)}\n"
+
+
+def main() -> None:
+  options = cli.options(
+    __doc__,
+    "one method and ten leaves",
+    "folder of the two files",
+    methods=cli.Option([*METHODS], [QUICK], choices=METHODS),
+    models=cli.Option([*MODELS], ["100 leaves"], choices=MODELS),
+    only_trace=cli.Option(False, help="compile nothing"),
+  )
+  jax.config.update("jax_num_cpu_devices", WORKERS)
+  models = {name: MODELS[name] for name in options.models}
+  models |= {"100 leaves": lambda: apart(10)} if options.quick else {}
+  quiet.keep(unless=options.quick)
+  found = {}
+  for model, make in models.items():
+    for method in options.methods:
+      compiled = not options.only_trace and model not in TRACED
+      row = found[method, model] = measure(method, make(), compiled=compiled)
+      print(f"{model}, {method}: {row}", flush=True)
+  if options.output:
+    write(options.output, found)
+  print(markdown(found))
+
+
+def write(folder: pathlib.Path, found: Rows) -> None:
+  """Writes both files, with what they had of other methods and models."""
+  about = {"jax": jax.__version__, "workers": WORKERS}
+  old = cli.rows_of(folder / "growth.json", about)
+  known = {(x.pop("method"), x.pop("model")): x for x in old}
+  found = known | {key: known.get(key, {}) | row for key, row in found.items()}
+  rows = [{"method": x, "model": y, **row} for (x, y), row in found.items()]
+  cli.write(folder, "growth", {**about, "rows": rows}, markdown(found))
+
+
+if __name__ == "__main__":
+  main()
