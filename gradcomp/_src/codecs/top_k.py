@@ -38,6 +38,7 @@ from gradcomp._src.codecs.tiles import as_float32, to_tiles
 from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.materialize import unknown
 
 _SLACK_RULE = "a number from 1 to 2"
 
@@ -261,8 +262,10 @@ class TopK(SparseRows):
     every = Selected(self.thresholds(words), self.used(words))
     rows = len(matrices[0])
     result = []
-    for i, (old, rest) in enumerate(zip(given, rests, strict=True)):
-      own, kept = jax.tree.map(lambda x, i=i: x[i * rows :][:rows], (words, every))
+    starts = unknown([i * rows for i in range(len(given))], words)
+    for start, old, rest in zip(starts, given, rests, strict=True):
+      part = lambda x, at=start: jax.lax.dynamic_slice_in_dim(x, at, rows)
+      own, kept = jax.tree.map(part, (words, every))
       if self.reuses and old is not None:
         kept = kept._replace(threshold=jnp.where(old > 0, old, kept.threshold))
       result.append((own, rest, kept))

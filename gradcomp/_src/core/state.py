@@ -1,5 +1,6 @@
 """The states of transformations, and the random keys of a step."""
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from gradcomp._src.exchange.messages import OwnerResiduals
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
+from gradcomp._src.kernels.materialize import unknown
 
 
 class CompressState(NamedTuple):
@@ -246,10 +248,16 @@ def step_keys(state: CompressState, plan: MessagePlan, *, shared: bool) -> Keys:
     common = _keys(state, [users[i][0] for i in numbers])
     own = jax.vmap(fold_key, (0, None))(common, worker)
     dithers = jax.vmap(dither, (0, None))(common, worker) if shared else None
-    for k, i in enumerate(numbers):
-      alike = users[i][1].sums.alike
-      mine = common[k] if alike else own[k]
-      keys[i] = StepKey(mine, None if dithers is None else dithers[k])
+    # So leaves of one shape have equal programs, of which XLA compiles one.
+    for k, i in zip(unknown(range(len(numbers)), common), numbers, strict=True):
+      row = functools.partial(
+        lax.dynamic_index_in_dim,
+        index=k,
+        keepdims=False,
+        allow_negative_indices=False,
+      )
+      mine = row(common if users[i][1].sums.alike else own)
+      keys[i] = StepKey(mine, None if dithers is None else row(dithers))
   return Keys(keys[: len(plan.names)], keys[len(plan.names) :])
 
 

@@ -1,5 +1,7 @@
 """The exchange of one message: agrees, encodes, exchanges and decodes."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 
 from gradcomp._src.codecs.memory import Adding, refitted
 from gradcomp._src.codecs.sums.records import Memory
-from gradcomp._src.exchange.collectives import STAGE, Workers, largest, split, totals
+from gradcomp._src.exchange.collectives import STAGE, Workers, largest, totals
 from gradcomp._src.exchange.contribution import Contribution, Leaves
 from gradcomp._src.exchange.keys import Keys
 from gradcomp._src.exchange.layout import Layout
@@ -17,6 +19,7 @@ from gradcomp._src.exchange.local import Local
 from gradcomp._src.exchange.notes import FITTING, noted
 from gradcomp._src.exchange.plan import Message, MessagePlan
 from gradcomp._src.kernels.common.fixed_point import scaled
+from gradcomp._src.kernels.materialize import unknown
 from gradcomp._src.mesh.axes import axis_names, require_size
 
 
@@ -64,10 +67,15 @@ def agree(
   if not own:
     return list(wanted)
   message = jnp.concatenate([x.reshape(-1) for x in own])
-  agreed = iter(
-    split(largest(message, workers.axis_name)[None], [x.shape for x in own])
-  )
-  return [None if x is None else next(agreed)[0] for x in wanted]
+  agreed = largest(message, workers.axis_name)
+  # So leaves of one shape have equal programs, of which XLA compiles one.
+  ends = list(itertools.accumulate(x.size for x in own))
+  starts = iter(unknown([0, *ends[:-1]], agreed))
+  part = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indices=False)
+  return [
+    None if x is None else part(agreed, next(starts), x.size).reshape(x.shape)
+    for x in wanted
+  ]
 
 
 def refit(

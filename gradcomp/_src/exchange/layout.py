@@ -21,7 +21,7 @@ from gradcomp._src.codecs.sums.records import Context, Leaf
 from gradcomp._src.codecs.sums.sum import RowDecoder
 from gradcomp._src.codecs.tiles import from_tiles, tile_shape, to_tiles, view_shape
 from gradcomp._src.exchange.assign import leaf_codecs, leaf_rows
-from gradcomp._src.kernels.materialize import LARGE
+from gradcomp._src.kernels.materialize import LARGE, packed
 from gradcomp._src.mesh.axes import automatic_axes
 
 
@@ -96,8 +96,12 @@ class Layout:
     # gradient in float32 first would cost five times as much.
     encoded = encode_leaves(codecs, leaves, keys, contexts, keep=keep)
     parts: list[list[jax.Array]] = [[] for _ in self.codecs]
-    for slot, leaf in zip(self.slots, encoded, strict=True):
-      parts[slot.group].append(leaf.rows)
+    for slot, codec, leaf in zip(self.slots, codecs, encoded, strict=True):
+      # XLA would fuse encoders into the concatenation, and that into each slice of it
+      # that is sent. Scales behind the codes of a row are concatenated there already.
+      planes, rest = divmod(codec.tile_size, codec.row_words)
+      codes_alone = planes > 1 and not rest
+      parts[slot.group].append(packed(leaf.rows) if codes_alone else leaf.rows)
     return [jnp.concatenate(rows) for rows in parts], encoded
 
   def decode(self, decoders: Sequence[RowDecoder]) -> list[jax.Array]:
