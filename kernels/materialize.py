@@ -1,7 +1,7 @@
 """Forces XLA:CPU to materialize an array once, or to update one in place."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,37 @@ def _down_together(
   # Else `jax.vmap` would make a selection of the condition, through which XLA fuses.
   del size, batched
   return _down(rows), True
+
+
+def unknown(numbers: Sequence[int], like: jax.Array) -> list[jax.Array]:
+  """Returns integers, ``int32[]``, that XLA for CPU does not know.
+
+  A program that reads one as an index is then the program for another index, too, and
+  XLA compiles equal programs once. It would fuse a slice from a known index instead.
+  ``like`` is any array; the integers are typed to vary over the mesh as it does.
+
+  Example:
+    >>> unknown([3, 5], jnp.zeros(2))
+    [Array(3, dtype=int32), Array(5, dtype=int32)]
+  """
+
+  def known(like: jax.Array) -> list[jax.Array]:
+    first = like[(0,) * like.ndim]
+    bits = jax.lax.bitcast_convert_type(first, f"uint{8 * like.dtype.itemsize}")
+    zero = (bits ^ bits).astype(jnp.int32)
+    return [zero + number for number in numbers]
+
+  @jax.custom_batching.custom_vmap
+  def integers(like: jax.Array) -> list[jax.Array]:
+    return materialized(known, like)
+
+  @integers.def_vmap
+  def together(size: int, batched: list[bool], like: jax.Array) -> tuple[Any, Any]:
+    # Else an index would differ between the arrays of a batch, for all that is known.
+    del size, batched
+    return integers(like), [False] * len(numbers)
+
+  return integers(like) if like.size else list(map(jnp.int32, numbers))
 
 
 def updated_in_place(

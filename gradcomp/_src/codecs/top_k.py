@@ -40,6 +40,7 @@ from gradcomp._src.floats.dtypes import limit_of
 from gradcomp._src.kernels.common.row_view import RowView
 from gradcomp._src.kernels.common.selection import at_least, largest, trimmed
 from gradcomp._src.kernels.gpu.dispatch import Implementation
+from gradcomp._src.kernels.materialize import unknown
 
 _SLACK_RULE = "a number from 1 to 2"
 
@@ -251,9 +252,10 @@ class TopK(SparseRows):
     every = Selected(self.thresholds(words), self.used(words))
     rows = len(matrices[0])
     result = []
-    for i, (old, rest) in enumerate(zip(given, rests, strict=True)):
-      cut = lambda x, i=i: jax.lax.slice_in_dim(x, i * rows, (i + 1) * rows)
-      own, kept = jax.tree.map(cut, (words, every))
+    starts = unknown([i * rows for i in range(len(given))], words)
+    for start, old, rest in zip(starts, given, rests, strict=True):
+      part = lambda x, at=start: jax.lax.dynamic_slice_in_dim(x, at, rows)
+      own, kept = jax.tree.map(part, (words, every))
       if self.selection == "sampled" and old is not None:
         kept = kept._replace(threshold=jnp.where(old > 0, old, kept.threshold))
       result.append(Encoded(own, rest, kept))

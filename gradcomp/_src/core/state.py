@@ -17,6 +17,7 @@ from gradcomp._src.exchange.owners import OwnerResiduals
 from gradcomp._src.exchange.plan import MessagePlan
 from gradcomp._src.kernels.common.dithers import dither
 from gradcomp._src.kernels.common.threefry import fold_key, key_words
+from gradcomp._src.kernels.materialize import unknown
 
 
 class CompressState(NamedTuple):
@@ -256,17 +257,16 @@ def step_keys(
   contexts = [Context()] * len(users)
   if numbers:
     worker = 0 if plan.axis_name is None else lax.axis_index(plan.axis_name)
-    stacked = _keys(state, [users[i][0] for i in numbers])
-    # Each is cut in one equation: to index key by key takes long to trace.
-    common = jnp.unstack(stacked)
-    own = jnp.unstack(jax.vmap(fold_key, (0, None))(stacked, worker))
-    dithers = (
-      jnp.unstack(jax.vmap(dither, (0, None))(stacked, worker)) if shared else None
-    )
-    for k, i in enumerate(numbers):
-      alike = users[i][1].facts.same_draws
-      mine = common[k] if alike else own[k]
-      contexts[i] = Context(mine, None if dithers is None else dithers[k])
+    common = _keys(state, [users[i][0] for i in numbers])
+    own = jax.vmap(fold_key, (0, None))(common, worker)
+    dithers = jax.vmap(dither, (0, None))(common, worker) if shared else None
+    # So leaves of one shape have equal programs, of which XLA compiles one.
+    for k, i in zip(unknown(range(len(numbers)), common), numbers, strict=True):
+      row = lambda keys, k=k: lax.dynamic_index_in_dim(
+        keys, k, keepdims=False, allow_negative_indices=False
+      )
+      mine = row(common if users[i][1].facts.same_draws else own)
+      contexts[i] = Context(mine, None if dithers is None else row(dithers))
   rest = iter(contexts[len(plan.names) :])
   later = [[next(rest) for _ in x.layout.codecs] for x in plan.messages]
   return contexts[: len(plan.names)], later

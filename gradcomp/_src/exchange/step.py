@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._src.codecs.encoding import Adding, encode_leaves, refitted
+from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.rounds import in_rounds
 from gradcomp._src.codecs.sums.records import Context, Memory
 from gradcomp._src.exchange.collectives import STAGE, Workers, largest, totals
@@ -18,10 +20,9 @@ from gradcomp._src.exchange.one_stage import Local
 from gradcomp._src.exchange.owners import OwnerResiduals, owner_residuals
 from gradcomp._src.exchange.plan import Message, MessagePlan, own_axes
 from gradcomp._src.exchange.protocol import Exchange, Outgoing, Received, Stage
-from gradcomp._src.exchange.shares import split
 from gradcomp._src.kernels.common.fixed_point import scaled
 from gradcomp._src.kernels.common.threefry import fold_key
-from gradcomp._src.kernels.materialize import packed
+from gradcomp._src.kernels.materialize import packed, unknown
 from gradcomp._src.mesh.axes import axis_names, require_size
 from gradcomp._src.mesh.study import FITTING, note, noted
 
@@ -144,9 +145,15 @@ def agree(sending: Sending) -> list[jax.Array | None]:
   if not own or sending.workers is None:
     return wanted
   message = jnp.concatenate([x.reshape(-1) for x in own])
-  lines = largest(message, sending.workers.axis_name)[None]
-  agreed = iter(split(lines, [x.shape for x in own]))
-  return [None if x is None else next(agreed)[0] for x in wanted]
+  agreed = largest(message, sending.workers.axis_name)
+  # So leaves of one shape have equal programs, of which XLA compiles one.
+  ends = list(itertools.accumulate(x.size for x in own))
+  starts = iter(unknown([0, *ends[:-1]], agreed))
+  part = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indices=False)
+  return [
+    None if x is None else part(agreed, next(starts), x.size).reshape(x.shape)
+    for x in wanted
+  ]
 
 
 def encode(sending: Sending, agreed: Sequence[jax.Array | None]) -> Outgoing:
@@ -161,7 +168,9 @@ def encode(sending: Sending, agreed: Sequence[jax.Array | None]) -> Outgoing:
     codecs = [layout.codec_of(i) for i in coded]
     own = [leaves[i] for i in coded], [contexts[i] for i in coded]
     encoded = dict(zip(coded, encode_leaves(codecs, *own, keep=keep), strict=True))
-    parts = layout.stack({i: x.rows for i, x in encoded.items()})
+    parts = layout.stack(
+      {i: _alone(layout.codec_of(i), encoded[i].rows) for i in coded}
+    )
   # A matrix of several leaves is concatenated before it is sent, and so materialized.
   # A matrix of one large leaf is materialized here, but not with a residual, because
   # both would be held.
@@ -187,6 +196,14 @@ def encode(sending: Sending, agreed: Sequence[jax.Array | None]) -> Outgoing:
     sending.stages,
     keep,
   )
+
+
+def _alone(codec: Codec, rows: jax.Array) -> jax.Array:
+  """Materializes a leaf's rows before they are stacked, if they hold only codes."""
+  # XLA would fuse encoders into the concatenation, and that into each slice of it that
+  # is sent. Scales behind the codes of a row are concatenated there already.
+  planes, rest = divmod(codec.tile_size, codec.row_words)
+  return packed(rows) if planes > 1 and not rest else rows
 
 
 def exchange(sending: Sending, outgoing: Outgoing) -> Received:

@@ -1,0 +1,56 @@
+"""Leaves of one shape have equal encoders, of which XLA for CPU compiles one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradcomp
+
+LONG = 60  # instructions: decoders are shorter
+
+
+def long_fusions(optimizer, leaves):
+  """The distinct texts of long fusions in the update of equal leaves, without names."""
+  mesh = jax.make_mesh((2,), ("data",))
+  gradients = [jax.ShapeDtypeStruct((512, 1024), jnp.float32)] * leaves
+  with jax.set_mesh(mesh):
+    state = jax.eval_shape(optimizer.init, gradients)
+  specs = gradcomp.state_specs(state, axis_name="data")
+
+  def update(gradients, state):
+    gradients = gradcomp.defer_reduction(gradients, axis_name="data")
+    return optimizer.update(gradients, state)
+
+  mapped = jax.shard_map(
+    update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs)
+  )
+  text = jax.jit(mapped).lower(gradients, state).compile().as_text()
+  found = re.findall(r"^%fused_computation\S* \(.*?^\}", text, re.DOTALL | re.MULTILINE)
+  return {anonymous(x) for x in found if x.count("\n") > LONG and "while" not in x}
+
+
+def anonymous(computation):
+  """A computation's instructions with numbered names, without their origins."""
+  names = {}
+  number = lambda name: f"%{names.setdefault(name.group(), len(names))}"
+  body = computation.split("\n", 1)[1]
+  return re.sub(r"%[\w.-]+", number, re.sub(r", metadata=.*", "", body))
+
+
+@pytest.mark.parametrize(
+  "method",
+  [
+    lambda: gradcomp.qsgd(bits=4, axis_name="data", exchange="two_shot"),
+    lambda: gradcomp.terngrad(axis_name="data"),
+    lambda: gradcomp.onebit_sgd(axis_name="data"),
+  ],
+  ids=["qsgd", "terngrad", "onebit"],
+)
+def test_four_leaves_have_the_encoders_of_two(method):
+  few, many = (long_fusions(method(), leaves) for leaves in (2, 4))
+  assert few
+  # What all leaves share, like the sum of an owner's rows, depends on their number.
+  assert len(many) == len(few)
