@@ -6,6 +6,7 @@ names the argument, at once; whatever is taken also works.
 
 import functools
 import math
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -231,9 +232,8 @@ def test_what_is_taken_works(make, name):
       assert f"`{name}`" in str(error)
 
 
-@pytest.mark.parametrize("workers", [46_341, 65_535, 2**31, (2**16, 2**16)])
+@pytest.mark.parametrize("workers", [2**31, (2**16, 2**16)])
 def test_more_workers_than_jax_counts(workers):
-  """explain has an axis with a name, and one without."""
   tx = gradcomp.dense(axis_name=("a", "b") if isinstance(workers, tuple) else "data")
   with pytest.raises(ValueError, match=says("`workers` must be less", "2**31")):
     gradcomp.explain(tx, PARAMS, workers=workers)
@@ -241,8 +241,8 @@ def test_more_workers_than_jax_counts(workers):
 
 def test_as_many_workers_as_jax_counts():
   tx = gradcomp.dense(axis_name="data")
-  sent = gradcomp.explain(tx, PARAMS, workers=46_340).bytes_sent
-  assert sent == math.ceil(2 * 46_339 / 46_340 * 4 * 16 * 256)
+  sent = gradcomp.explain(tx, PARAMS, workers=2**31 - 1).bytes_sent
+  assert sent == math.ceil(Fraction(2 * (2**31 - 2), 2**31 - 1) * 4 * 16 * 256)
 
 
 def test_more_devices_than_jax_counts_between_layers():
