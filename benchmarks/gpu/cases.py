@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcomp._src.codecs.quantizing import bucket_words
+from gradcomp._src.codecs.sums.records import NOTHING, Context
 from gradcomp._src.kernels import float_cast
 from gradcomp._src.kernels.common.scales import tensor_norm
 from gradcomp.codecs import (
   QSGD,
   BlockTop,
-  Context,
   EightBit,
   FloatCast,
   Natural,
@@ -150,7 +150,7 @@ def _one_bit(bucket_size: int, *, keep: bool = False) -> Case:
   return Case(
     f"one_bit bucket {bucket_size}{', residual' * keep}",
     OneBit(bucket_size=bucket_size),
-    lambda codec, x: _present(codec.encode_leaf(x, Context(), keep=keep)[:2]),
+    lambda codec, x: _present(codec.encode_leaf(x, NOTHING, keep=keep)[:2]),
     lambda codec, x: (),
     # CPUs flush subnormal numbers: there they are not below zero.
     strange=_STRANGE,
@@ -168,7 +168,7 @@ def _block_top(
   return Case(
     f"block_top {name}",
     codec,
-    lambda codec, x: _present(codec.encode_leaf(x, Context(), keep=keep)[:2]),
+    lambda codec, x: _present(codec.encode_leaf(x, NOTHING, keep=keep)[:2]),
     lambda codec, x: (),
     timed=timed,
     rounds=1,
@@ -259,7 +259,7 @@ def _natural() -> Case:
   return Case(
     "float_cast natural",
     Natural(),
-    lambda codec, x, key: (codec._encode(x, key),),
+    lambda codec, x, dither: (codec.encode_rows(x, Context(dither=dither)),),
     _dither,
   )
 

@@ -103,33 +103,31 @@ def run(
     >>> float(run(operation, None, (jnp.float32(4.0),), {}, example))
     2.0
   """
-  xla = functools.partial(operation.xla, **options)
-  if implementation == "xla":
-    return xla(*operands)
+  xla = _jitted(operation.xla, **options)
   found = operation.mosaic if implementation == "mosaic" else operation.pallas
+  if implementation == "xla" or (implementation is None and isinstance(found, str)):
+    return xla(*operands)
   if isinstance(found, str):
-    if implementation is None:
-      return xla(*operands)
     raise ValueError(
       f'`implementation` must be None or "xla" here, got {implementation!r}: {found}.'
     )
   kernel = functools.partial(found, **options)
-  if implementation is None:
-    if not (wrong := self_check.failure(kernel, xla, example)):
-      reference = _jitted(operation.xla, **options).trace(*operands)
-      return by_platform(operands, kernel, reference)
-    _warn_once(f"{wrong} XLA runs the reference instead.{_SEE}", RuntimeWarning)
-    return xla(*operands)
   if implementation == "pallas_interpret":
     return kernel(*operands, interpret=True)
-  if missing := _missing(implementation):
+  if implementation is not None and (missing := _missing(implementation)):
     raise ValueError(
       f"`implementation` must be one that runs here, got {implementation!r}, which "
       f'needs {missing}; use None, which takes the fastest, or "xla".'
     )
-  if implementation == "pallas":
-    if wrong := self_check.failure(kernel, xla, example):
-      raise RuntimeError(f'{wrong} Use `implementation` None or "xla".{_SEE}')
+  if implementation != "mosaic":
+    reference = functools.partial(operation.xla, **options)
+    if wrong := self_check.failure(kernel, reference, example):
+      if implementation == "pallas":
+        raise RuntimeError(f'{wrong} Use `implementation` None or "xla".{_SEE}')
+      _warn_once(f"{wrong} XLA runs the reference instead.{_SEE}", RuntimeWarning)
+      return xla(*operands)
+  if implementation is None:
+    return by_platform(operands, kernel, xla.trace(*operands))
   return kernel(*operands)
 
 
@@ -174,7 +172,7 @@ def _types(*_: Any, kernel: _Function, reference: ClosedJaxpr) -> list[Any]:
 @_CALL.def_impl
 def _run(*leaves: Any, kernel: _Function, reference: ClosedJaxpr) -> Any:
   is_cuda = jax.lax.platform_dependent(cuda=lambda: True, default=lambda: False)
-  return (kernel if is_cuda else jaxpr_as_fun(reference))(*leaves)
+  return (kernel if is_cuda else _program(reference))(*leaves)
 
 
 def _batched(
@@ -185,8 +183,14 @@ def _batched(
   return found, [0] * len(found)
 
 
+@functools.lru_cache(maxsize=1024)
+def _program(reference: ClosedJaxpr) -> _Function:
+  """Returns a function that a program holds once, whatever number of leaves call it."""
+  return jax.jit(jaxpr_as_fun(reference))
+
+
 def _lower(ctx: Any, *leaves: Any, kernel: _Function, reference: ClosedJaxpr) -> Any:
-  return mlir.lower_fun(jaxpr_as_fun(reference))(ctx, *leaves)
+  return mlir.lower_fun(_program(reference))(ctx, *leaves)
 
 
 def _lower_kernel(ctx: Any, *leaves: Any, kernel: _Function, reference: Any) -> Any:

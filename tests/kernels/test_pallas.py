@@ -18,7 +18,7 @@ from gradcomp._src.kernels.common import fixed_point
 from gradcomp._src.kernels.common.fixed_point import exact_quotient, top_multiplier
 from gradcomp._src.kernels.common.scales import scales
 from gradcomp._src.kernels.gpu import self_check
-from gradcomp._src.kernels.quantize import qsgd
+from gradcomp._src.kernels.quantize import qsgd, reference
 from gradcomp.codecs import QSGD, EightBit, FloatCast, OneBit, Ternary
 from tests.plugins.slow_cases import slow
 from tests.support import modes
@@ -299,3 +299,23 @@ def test_other_sizes_take_the_reference_everywhere():
   text = lowered_for_cuda(lambda x: codec.encode(x, key=KEY).rows, x)
   assert TRITON not in text
   assert scales(jnp.float32(1.0)) == codec.encode(x, key=KEY).rows[0, 96:].view("f4")[0]
+
+
+def test_leaves_of_one_shape_are_traced_and_lowered_once(monkeypatch):
+  traced, encode_rows = [], reference.encode_rows
+
+  def counted(x, *operands, **options):
+    traced.append(x.shape)
+    return encode_rows(x, *operands, **options)
+
+  monkeypatch.setattr(reference, "encode_rows", counted)
+
+  def lines(*sizes):
+    codec = QSGD(bits=4, bucket_size=64)
+    encode = lambda xs: [codec.encode(x, key=KEY).rows for x in xs]
+    return len(jax.jit(encode).lower([jnp.zeros(n) for n in sizes]).as_text().split())
+
+  # Two tiles or more have a kernel, and less than one has none.
+  assert lines(1500, 1500, 1500, 1500) < 1.5 * lines(1500)
+  assert lines(100, 100, 100, 100) < 1.5 * lines(100)
+  assert traced == [(1500,), (100,)]

@@ -1,6 +1,7 @@
 """TernGrad: the codec of three values, with one scale a leaf or a bucket."""
 
 import dataclasses
+import functools
 from typing import ClassVar, Literal
 
 import jax
@@ -162,6 +163,7 @@ class Ternary(RoundsAtRandom, SharedScales):
     """Returns the scales of clipped values: ``float32[1, 1]``, or ``[rows, P]``."""
     return self._scales(as_float32(x))[0]
 
+  @functools.partial(jax.jit, static_argnums=0)  # each shape is traced once
   def _scales(self, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the scales, and the magnitude to clip to; infinity clips nothing."""
     largest = leaf_scales(flat, self._form.planes, self.bucket_size)

@@ -12,12 +12,12 @@ import numpy as np
 
 from gradcomp._src.codecs.block_top import BlockTop
 from gradcomp._src.codecs.eight_bit import EightBit
-from gradcomp._src.codecs.encoding import encode_leaf
 from gradcomp._src.codecs.float_cast import FloatCast
+from gradcomp._src.codecs.joint import encode_leaf
 from gradcomp._src.codecs.natural import Natural
 from gradcomp._src.codecs.one_bit import OneBit
 from gradcomp._src.codecs.qsgd import QSGD
-from gradcomp._src.codecs.sums.records import NOTHING
+from gradcomp._src.codecs.sums.records import Context, Encoded, Leaf
 from gradcomp._src.codecs.ternary import Ternary
 from gradcomp._src.codecs.top_k import TopK
 from gradcomp._src.kernels.gpu import self_check
@@ -134,7 +134,12 @@ def _encoder(codec: Any, implementation: Implementation) -> Callable[[Any], Any]
   """Returns the encoder of a leaf, with the residual where the kernel writes it."""
   codec = dataclasses.replace(codec, implementation=implementation)
   key = jnp.asarray(KEY) if codec.needs_key else None
-  return lambda x: encode_leaf(codec, True, x, key, NOTHING)
+
+  def encode(x: jax.Array) -> Encoded:
+    bound = codec.bind(Leaf(x.shape))
+    return encode_leaf(bound, True, x, Context(key, agreed=bound.agree(x)))
+
+  return encode
 
 
 def _milliseconds(function: Callable[[jax.Array], Any], x: jax.Array) -> float:
