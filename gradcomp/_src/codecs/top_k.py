@@ -254,7 +254,9 @@ class TopK(SparseRows):
     result = []
     starts = unknown([i * rows for i in range(len(given))], words)
     for start, old, rest in zip(starts, given, rests, strict=True):
-      part = lambda x, at=start: jax.lax.dynamic_slice_in_dim(x, at, rows)
+      part = lambda x, at=start: jax.lax.dynamic_slice_in_dim(
+        x, at, rows, allow_negative_indices=False
+      )
       own, kept = jax.tree.map(part, (words, every))
       if self.selection == "sampled" and old is not None:
         kept = kept._replace(threshold=jnp.where(old > 0, old, kept.threshold))

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._src.codecs.encoding import Adding, encode_leaves, refitted
-from gradcomp._src.codecs.protocol import Codec
 from gradcomp._src.codecs.rounds import in_rounds
 from gradcomp._src.codecs.sums.records import Context, Memory
 from gradcomp._src.exchange.collectives import STAGE, Workers, largest, totals
@@ -168,16 +167,19 @@ def encode(sending: Sending, agreed: Sequence[jax.Array | None]) -> Outgoing:
     codecs = [layout.codec_of(i) for i in coded]
     own = [leaves[i] for i in coded], [contexts[i] for i in coded]
     encoded = dict(zip(coded, encode_leaves(codecs, *own, keep=keep), strict=True))
-    parts = layout.stack(
-      {i: _alone(layout.codec_of(i), encoded[i].rows) for i in coded}
-    )
+    # XLA would fuse encoders into the concatenation, and that into each slice of it
+    # that is sent. Scales behind the codes of a row are concatenated there already.
+    rows = {
+      i: x.rows if agreed[i] is None else packed(x.rows) for i, x in encoded.items()
+    }
+    parts = layout.stack(rows)
   # A matrix of several leaves is concatenated before it is sent, and so materialized.
   # A matrix of one large leaf is materialized here, but not with a residual, because
   # both would be held.
   counts = collections.Counter(slot.group for slot in layout.slots)
-  for i, rows in parts.items():
+  for i, matrix in parts.items():
     if sending.workers is None or not (keep or counts[i] > 1):
-      parts[i] = packed(rows)
+      parts[i] = packed(matrix)
   if not sending.adds_leaves:
     others = [i for i in range(len(leaves)) if i not in encoded]
     parts |= layout.stack({i: layout.tiles(i, leaves[i]) for i in others})
@@ -196,14 +198,6 @@ def encode(sending: Sending, agreed: Sequence[jax.Array | None]) -> Outgoing:
     sending.stages,
     keep,
   )
-
-
-def _alone(codec: Codec, rows: jax.Array) -> jax.Array:
-  """Materializes a leaf's rows before they are stacked, if they hold only codes."""
-  # XLA would fuse encoders into the concatenation, and that into each slice of it that
-  # is sent. Scales behind the codes of a row are concatenated there already.
-  planes, rest = divmod(codec.tile_size, codec.row_words)
-  return packed(rows) if planes > 1 and not rest else rows
 
 
 def exchange(sending: Sending, outgoing: Outgoing) -> Received:
