@@ -119,8 +119,9 @@ def working_dtype(codec: "LeafCodec", dtype: DTypeLike) -> np.dtype:
   """Returns the dtype in which an exchange adds gradients of ``dtype``.
 
   Example:
-    >>> [str(working_dtype(gradcomp.codecs.Dense(), x)) for x in ("float16", "float64")]
-    ['float32', 'float64']
+    >>> dense = gradcomp.codecs.Dense()
+    >>> working_dtype(dense, jnp.float16), working_dtype(dense, jnp.float64)
+    (dtype('float32'), dtype('float64'))
   """
   wide = dtype == jnp.float64 and codec.facts.keeps_float64
   return np.dtype(np.float64 if wide else np.float32)
