@@ -143,7 +143,7 @@ def _missing(implementation: Implementation) -> str | None:
   return None
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _jitted(function: _Function, **options: Any) -> Any:
   """Returns one jitted function for equal options, which JAX traces once a shape."""
   return jax.jit(functools.partial(function, **options))
@@ -154,7 +154,7 @@ _CALL.multiple_results = True
 
 
 def by_platform(operands: Any, kernel: _Function, traced: Any) -> Any:
-  """Calls ``kernel`` where a program is lowered for CUDA, else what was traced."""
+  """Calls ``kernel`` where a program is lowered for CUDA, else the traced reference."""
   leaves, structure = jax.tree.flatten(operands)
 
   def flat(*leaves: Any) -> list[Any]:

@@ -28,7 +28,7 @@ class ScaledForm(abc.ABC):
     return planes_per_word(self.bits)
 
   def unit(self, scale: jax.Array) -> jax.Array:
-    """Returns the scale that travels, from that of a bucket's largest magnitude."""
+    """Returns the scale that travels, from the largest magnitude of a bucket."""
     return scale
 
   @abc.abstractmethod

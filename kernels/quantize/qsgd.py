@@ -78,7 +78,7 @@ class Form(ScaledForm):
 
   @functools.partial(jax.jit, static_argnums=0, inline=True)
   def value(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns the values of codes; that of the top level is the scale itself."""
+    """Returns the values of codes; the top level has the scale itself."""
     s = self.intervals
     if self.levels == "sign_magnitude":
       magnitude = (codes & jnp.uint32(s)).astype(jnp.int32)

@@ -179,6 +179,11 @@ BAD = {
     ["`codec`", "error feedback", "OneBit"],
   ),
   "low rank": (dict(codec=PowerSGD()), ValueError, ["`codec`", "memory", "PowerSGD"]),
+  "low rank of a high rank": (
+    dict(codec=PowerSGD(rank=300)),
+    ValueError,
+    ["`codec`", "memory", "PowerSGD"],
+  ),
   "fitted": (
     dict(codec=QSGD(levels="nonuniform")),
     ValueError,

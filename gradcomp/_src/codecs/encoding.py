@@ -20,7 +20,7 @@ def encode_leaves(
   *,
   keep: bool,
 ) -> list[Encoded]:
-  """Encodes each leaf by its codec; what a codec joins shares a program.
+  """Encodes each leaf by its codec; leaves that a codec joins share a program.
 
   With ``keep``, leaves that are encoded one by one come with the residual, if the codec
   computes it.

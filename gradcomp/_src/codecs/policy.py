@@ -149,7 +149,7 @@ def stateless(name: str, codec: Any, *, corrected: bool | None = None) -> Codec:
     rule = "work without error feedback, which nothing here keeps for it"
     if corrected is not None:
       rule = "work without error feedback where `residual` is None"
-  elif _remembers(codec):
+  elif not codec.facts.of_leaf or _remembers(codec):
     rule = "be without a memory, which nothing here carries from call to call"
   else:
     return cast(Codec, codec)

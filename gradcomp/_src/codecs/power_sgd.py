@@ -211,9 +211,9 @@ class PowerSGD(Codec):
 
   @property
   def facts(self) -> SumFacts:
-    """What is known about the sums of factors, which are float32."""
-    inner = self.inner
-    return dataclasses.replace(inner.facts.naming(inner), keeps_float64=False)
+    """The facts about the sums of factors, which are float32."""
+    facts = self.inner.facts.naming(self.inner)
+    return dataclasses.replace(facts, keeps_float64=False, of_leaf=False)
 
   @property
   def tile_size(self) -> int:
@@ -230,7 +230,7 @@ class PowerSGD(Codec):
     return self.inner.decode_rows(rows)
 
   def rounds(self, shape: tuple[int, ...]) -> tuple[Round, ...]:
-    """Returns the left factor and the right one, whose columns are rows here."""
+    """Returns the left factor and the right one, with its columns as rows."""
     del shape
     m, n = self._shape
     return Round((self.rank, m), self.inner), Round((self.rank, n), self.inner)

@@ -1,4 +1,4 @@
-"""``LeafCodec``, the protocol of what users give, and ``Codec``, the base of codecs."""
+"""``LeafCodec``, the protocol of codecs that users give, and ``Codec``, their base."""
 
 import abc
 import math
@@ -51,7 +51,7 @@ class LeafCodec(Protocol):
 
   @property
   def facts(self) -> SumFacts:
-    """What is known about the sums of payloads before the leaves are."""
+    """The facts about sums of payloads that are known before the leaves are."""
 
   def check_leaves(self, leaves: Sequence[Leaf]) -> None:
     """Raises ValueError if the codec does not suit these leaves of a tree."""
@@ -64,7 +64,7 @@ class LeafCodec(Protocol):
 
 
 class Codec(abc.ABC):
-  """The base class of codecs, each of which needs four members.
+  """The base class of codecs; each needs four members.
 
   These are ``tile_size``, ``row_words``, ``encode_rows`` and ``decode_rows``. A codec
   that is unbiased, or that needs a key, says so as well. Workers share no statistics,
@@ -127,7 +127,7 @@ class Codec(abc.ABC):
 
   @property
   def facts(self) -> SumFacts:
-    """What is known about the sums of payloads before the leaves are."""
+    """The facts about sums of payloads that are known before the leaves are."""
     return self.sums.facts
 
   def bind(self, leaf: Leaf) -> "Codec":
@@ -166,7 +166,7 @@ class Codec(abc.ABC):
     return self
 
   def agree(self, x: jax.Array) -> jax.Array | None:
-    """Returns a leaf's statistics, of which all workers take the largest; or None."""
+    """Returns a leaf's statistics, to be maximized over all workers; or None."""
     del x
     return None
 
@@ -288,7 +288,7 @@ class Codec(abc.ABC):
     return Encoded(self.encode_rows(to_tiles(as_float32(x), self), context))
 
   def joins(self, shape: tuple[int, ...]) -> tuple[Hashable, int]:
-    """Returns what leaves share that one program encodes, and their largest number.
+    """Returns the key of leaves that one program encodes, and their largest number.
 
     By default only small leaves of one shape are encoded together.
     """

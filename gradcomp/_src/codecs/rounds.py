@@ -114,7 +114,7 @@ def _mean(
   context: Context,
   average: Callable[["Codec", jax.Array], jax.Array],
 ) -> jax.Array:
-  """Returns the mean of a leaf whose rounds are averaged by ``average``."""
+  """Returns the mean of a leaf; ``average`` averages the arrays of its rounds."""
   memory = context.memory or codec.init(Leaf(x.shape), jnp.zeros(2, jnp.uint32))
   talk = codec.in_rounds([x], [memory.shared])
   arrays = next(talk)

@@ -292,7 +292,7 @@ class TopK(SparseRows):
     return EntryRow(self.tile_size, self.slots, self.quantize, self.dtype)
 
   def _given(self, context: Context) -> jax.Array | None:
-    """Returns the thresholds to try first, the sign whose turn it is, or None.
+    """Returns the thresholds to try first, the sign to send in this step, or None.
 
     Positive elements are sent in even steps, and negative ones in odd steps.
     """

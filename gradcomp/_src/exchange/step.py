@@ -167,19 +167,23 @@ def encode(sending: Sending, agreed: Sequence[jax.Array | None]) -> Outgoing:
     codecs = [layout.codec_of(i) for i in coded]
     own = [leaves[i] for i in coded], [contexts[i] for i in coded]
     encoded = dict(zip(coded, encode_leaves(codecs, *own, keep=keep), strict=True))
-    # XLA would fuse encoders into the concatenation, and that into each slice of it
-    # that is sent. Scales behind the codes of a row are concatenated there already.
+    # Of several leaves XLA would fuse encoders into the concatenation, and that into
+    # each slice of it that is sent, but for rows with scales behind their codes, which
+    # are concatenated there already. A matrix of one large leaf is materialized, but
+    # not with a residual, because both would be held.
+    counts = collections.Counter(slot.group for slot in layout.slots)
+
+    def apart(i: int) -> bool:
+      alone = counts[layout.slots[i].group] == 1
+      return not keep if alone else agreed[i] is not None
+
+    sends = sending.workers is not None
     rows = {
-      i: x.rows if agreed[i] is None else packed(x.rows) for i, x in encoded.items()
+      i: packed(x.rows) if sends and apart(i) else x.rows for i, x in encoded.items()
     }
     parts = layout.stack(rows)
-  # A matrix of several leaves is concatenated before it is sent, and so materialized.
-  # A matrix of one large leaf is materialized here, but not with a residual, because
-  # both would be held.
-  counts = collections.Counter(slot.group for slot in layout.slots)
-  for i, matrix in parts.items():
-    if sending.workers is None or not (keep or counts[i] > 1):
-      parts[i] = packed(matrix)
+    if not sends:
+      parts = {i: packed(matrix) for i, matrix in parts.items()}
   if not sending.adds_leaves:
     others = [i for i in range(len(leaves)) if i not in encoded]
     parts |= layout.stack({i: layout.tiles(i, leaves[i]) for i in others})
@@ -317,6 +321,8 @@ class Averaging:
       shared = [x.shared for x in memory]  # or it would no longer be equal on all
     for i, leaf in restored.items():
       mean[i] = leaf
+      if not self._step.keep:
+        continue
       sent[i] = leaf
       if workers is not None and workers.scale == 1:  # of a sum a worker sends an Nth
         sent[i] = leaf / workers.size

@@ -81,7 +81,7 @@ def per_device(
 
 
 class _Over(NamedTuple):
-  """The axes of a map: those of workers, the others of the shards, and its addends."""
+  """The axes of a map: of the workers, of the shards, and of its addends."""
 
   axis_name: AxisName | None
   cut: frozenset[str]

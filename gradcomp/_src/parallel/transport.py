@@ -86,7 +86,7 @@ def _encode(
 
 
 def _arrived(lines: jax.Array, wire: Wire, own: jax.Array) -> jax.Array:
-  """Decodes parts, of which this worker's own is that of ``own``, ``[K, ...]``."""
+  """Decodes parts, ``[K, ...]``, among them this worker's own, ``own``."""
   arrays = from_lines(lines, own.shape[1:], wire.codec)
   if wire.own == "coded":
     return arrays

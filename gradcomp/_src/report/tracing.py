@@ -136,7 +136,7 @@ def _same(tree: Any) -> Any:
 
 
 def _kept_of(optimizer: optax.GradientTransformation) -> dict[Any, Any]:
-  """Returns what is kept for an optimizer; nothing for one that cannot be a key."""
+  """Returns the studies of an optimizer; none for one that cannot be a key."""
   try:
     of_update = _kept.setdefault(optimizer.update, weakref.WeakKeyDictionary())
     return of_update.setdefault(optimizer.init, {})

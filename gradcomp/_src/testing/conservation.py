@@ -67,6 +67,10 @@ def nothing_is_lost(
     own = workers * np.asarray(owned[i], np.float64)
     total = sent + waiting + own
     expected = np.sum([np.asarray(x, np.float64).sum(axis=0) for x in given], axis=0)
+    if total.shape != expected.shape:
+      found = f"has the shape {total.shape}, not {expected.shape}"
+      yield "the transformation", f"keep the shape of {path}", found
+      continue
     # Every number that is rounded, at most 4 N + 8 of them an element, is below this;
     # one l2 norm a tensor makes residuals much larger than gradients.
     largest = max(np.abs(x).max(initial=0) for x in (*given, rest, own))

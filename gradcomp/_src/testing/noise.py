@@ -110,6 +110,8 @@ def _biases(
   first: np.ndarray, bound: np.ndarray, pooled: float, leaf: np.ndarray
 ) -> Iterator[str]:
   """Yields the mean errors, ``[masks, *leaf]``, that are beyond their bounds."""
+  if not first.size:
+    return
   if not np.isfinite(first).all():
     yield "some are not finite"
   i = int(np.argmax(np.abs(first) - bound))

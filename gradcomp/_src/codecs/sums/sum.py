@@ -73,6 +73,7 @@ class SumFacts:
     max_code: the largest magnitude of a code that is added as an integer; 0 for none.
       Plain leaves cannot share a message with integers in every exchange.
     needs_feedback: whether a payload is of no use without a residual.
+    of_leaf: whether payloads hold the elements of a leaf, and not arrays in its place.
     parts: the facts of all codecs of a policy; of others none.
   """
 
@@ -87,6 +88,7 @@ class SumFacts:
   of_rows: bool = True
   max_code: int = 0
   needs_feedback: bool = False
+  of_leaf: bool = True
   parts: "tuple[SumFacts, ...]" = ()
 
   @property
@@ -106,7 +108,7 @@ class SumFacts:
 
 
 class Sum(abc.ABC):
-  """A base of sums, each of which adds the payloads of one codec.
+  """A base of sums; each adds the payloads of one codec.
 
   An exchange decides who adds which rows, and when. A sum decides which numbers are
   added, and how they travel. Its methods share these arguments:
@@ -124,11 +126,11 @@ class Sum(abc.ABC):
   @property
   @abc.abstractmethod
   def facts(self) -> SumFacts:
-    """What is known about the sum before the leaves are."""
+    """The facts about the sum that are known before the leaves are."""
 
   @abc.abstractmethod
   def unpacked(self, rows: jax.Array) -> jax.Array:
-    """Returns what is added, in the shape of tiles, of ``uint32[rows, words]``."""
+    """Returns the addends in ``uint32[rows, words]``, in the shape of tiles."""
 
   @abc.abstractmethod
   def gathered(
@@ -274,7 +276,7 @@ class Sum(abc.ABC):
 
 
 def joined(facts: Sequence[SumFacts]) -> SumFacts:
-  """Returns the facts about a policy, from those of its codecs.
+  """Returns the facts about a policy, from the facts of its codecs.
 
   Of several refusals of a way the first counts.
   """

@@ -243,7 +243,7 @@ def zero(  # noqa: PLR0915 - init and update are closures over the options
       facts = facts._replace(instead=ReduceScatter())
 
       def finish(reduced: Reduced) -> tuple[Reduced, Any]:
-        """Runs the optimizer on the means that this worker owns; sends what changes."""
+        """Runs the optimizer on the means that this worker owns; sends the changes."""
         before, means = rows.owned(leaves), rows.by_axes(reduced.shares)
         moved = step_owned(seen, means, state.inner_state, rows, before, state.unsent)
         lacks, own = rows.to_all(moved.lacking)
