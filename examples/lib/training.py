@@ -175,7 +175,7 @@ def mean_here(loss: jax.Array) -> float:
   return float(np.mean([x.data for x in loss.addressable_shards], dtype=np.float64))
 
 
-def train(  # noqa: PLR0913 - a loop by itself, of parts that examples make
+def train(
   task: Task,
   step: Callable[..., Any],
   params: Any,

@@ -217,7 +217,7 @@ def shared_scales(parts, *, bits, bucket_size, norm):
   return np.max([qsgd_scales(x, **options) for x in parts], axis=0)
 
 
-def qsgd_encode(  # noqa: PLR0913 - the words of the specification
+def qsgd_encode(
   x,
   *,
   key=None,

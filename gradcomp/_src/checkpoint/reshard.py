@@ -16,7 +16,7 @@ from gradcomp._src.mesh.axes import AxisName, axis_names
 State = TypeVar("State")
 
 
-def reshard_state(
+def reshard_state(  # noqa: PLR0913 - options of users, by keyword
   optimizer: optax.GradientTransformation,
   params: Any,
   opt_state: State,

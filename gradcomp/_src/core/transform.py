@@ -20,7 +20,7 @@ from gradcomp._src.mesh.axes import AxisName, axis_names
 from gradcomp._src.mesh.shard_maps import per_device
 
 
-def compress(
+def compress(  # noqa: PLR0913 - options of users, by keyword
   codec: LeafCodec,
   *,
   axis_name: AxisName | None = None,

@@ -31,7 +31,7 @@ from gradcomp._src.parallel.transport import (
 )
 
 
-def gather(
+def gather(  # noqa: PLR0913 - options of users, by keyword
   w_shard: jax.Array,
   *,
   axis_name: AxisName,

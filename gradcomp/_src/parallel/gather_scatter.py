@@ -32,7 +32,7 @@ from gradcomp._src.parallel.transport import (
 To = Literal["varying", "invarying"]
 
 
-def all_gather(
+def all_gather(  # noqa: PLR0913 - options of users, by keyword
   x: jax.Array,
   *,
   axis_name: AxisName,
@@ -105,7 +105,7 @@ def all_gather(
   return over_real_parts(send, x)
 
 
-def psum_scatter(
+def psum_scatter(  # noqa: PLR0913 - options of users, by keyword
   x: jax.Array,
   *,
   axis_name: AxisName,

@@ -28,7 +28,7 @@ from gradcomp._src.parallel.transport import (
 Pairs = tuple[tuple[int, int], ...]
 
 
-def all_to_all(
+def all_to_all(  # noqa: PLR0913 - options of users, by keyword
   x: jax.Array,
   *,
   axis_name: AxisName,

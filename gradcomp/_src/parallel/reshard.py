@@ -49,7 +49,7 @@ def reshard(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-def reshard(
+def reshard(  # noqa: PLR0913 - options of users, by keyword
   x: jax.Array,
   spec: PartitionSpec | None = None,
   *,

@@ -121,7 +121,7 @@ def check_codec(
     law()
 
 
-def check_transformation(
+def check_transformation(  # noqa: PLR0913 - options of users, by keyword
   transformation: optax.GradientTransformation,
   params: Any = None,
   *,

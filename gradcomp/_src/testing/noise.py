@@ -28,7 +28,7 @@ _Z = 5.0  # standard deviations
 
 
 @law(look="how `encode_rows` rounds, or the fact `unbiased`")
-def mean_is_the_leaf(
+def mean_is_the_leaf(  # noqa: PLR0913 - options of users, by keyword
   codec: LeafCodec,
   x: ArrayLike | None = None,
   draws: int = 1000,

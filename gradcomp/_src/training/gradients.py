@@ -97,7 +97,7 @@ def value_and_grad(
 ) -> Callable[P, tuple[Any, Any]]: ...
 
 
-def value_and_grad(
+def value_and_grad(  # noqa: PLR0913 - options of users, by keyword
   loss_fn: Callable[..., Any],
   *,
   axis_name: AxisName | None,

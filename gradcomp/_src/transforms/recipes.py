@@ -17,7 +17,7 @@ from gradcomp._src.transforms.options import CompressOptions, checked, recipe
 
 
 @recipe(QSGD)
-def qsgd(
+def qsgd(  # noqa: PLR0913 - options of users, by keyword
   bits: int = QSGD.bits,
   *,
   bucket_size: int | None = QSGD.bucket_size,

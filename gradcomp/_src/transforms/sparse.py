@@ -142,7 +142,7 @@ def redsync(  # noqa: PLR0913 - the options of the codec and of the momentum
 
 
 @recipe(TopK)
-def topk(
+def topk(  # noqa: PLR0913 - options of users, by keyword
   density: float = TopK.density,
   *,
   selection: Selection = TopK.selection,

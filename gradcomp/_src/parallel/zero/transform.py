@@ -69,7 +69,7 @@ class ZeroState(NamedTuple):
   inner_state: Any
 
 
-def zero(  # noqa: PLR0915 - init and update are closures over the options
+def zero(  # noqa: PLR0913, PLR0915 - options of users; closures over them
   inner: optax.GradientTransformation,
   *,
   axis_name: AxisName,
