@@ -126,7 +126,9 @@ def make_train_step(
   """
   options = instance_of("options", TrainOptions, options)
   frozen = optimizer_with_note(allow_frozen(optimizer))
-  one_worker = WorkerStep(optimizer=frozen, axis_name=axis_name, options=options)
+  one_worker = WorkerStep(
+    optimizer=frozen, studied=optimizer, axis_name=axis_name, options=options
+  )
   workers: Any = 1
   if axis_name is not None:
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
