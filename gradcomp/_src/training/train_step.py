@@ -1,5 +1,6 @@
 """``make_train_step``: a data-parallel train step without plumbing."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec
@@ -248,12 +249,17 @@ def _on_mesh(
     params=given.params,
     opt_state=given.opt_state,
     model_state=given.model_state,
-  ):
+  ) as parts:
     try:
       return mapped(True)
-    except TypeError:
+    except TypeError as error:
       # An optimizer of a worker's own may have branches of which one returns a
       # constant, as optax's reduce_on_plateau has. JAX takes them only unchecked.
       if not steps_alone(given.opt_state):
         raise
+      first = error
+    parts.clear()  # the second trace adds them again
+    # An error of the loss is one of both traces, and is raised once.
+    with contextlib.suppress(TypeError):
       return mapped(False)
+    raise first
