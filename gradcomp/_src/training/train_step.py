@@ -140,14 +140,8 @@ def make_train_step(
       f"to compare itself with, got {options.compare_every}."
     )
 
-  def whole_step(
-    given: Given,
-    rng: Any = None,
-    extra_args: Mapping[str, Any] | None = None,
-    inspect: bool = False,
-  ) -> tuple[Any, ...]:
+  def whole_step(given: Given, inspect: bool) -> tuple[Any, ...]:
     flag("inspect", inspect)
-    given = given._replace(rng=rng, more_args=dict(extra_args or {}))
     if axis_name is None:
       check_model_state(given.model_state, options.model_state, options.accumulate, 1)
       *result, metrics, own = one_worker(loss_fn, given, inspect=inspect)
@@ -163,15 +157,33 @@ def make_train_step(
       metrics["bytes_sent"] = jnp.float32(sent)
     return *result, metrics
 
-  def step(params: Any, opt_state: Any, batch: Any, *extra: Any, **options: Any) -> Any:
-    result = whole_step(Given(params, opt_state, None, batch, extra), **options)
-    params, opt_state, _, metrics = result
+  # Both name the keywords, for signatures and for errors about others.
+  def step(
+    params: Any,
+    opt_state: Any,
+    batch: Any,
+    *extra: Any,
+    rng: Any = None,
+    extra_args: Mapping[str, Any] | None = None,
+    inspect: bool = False,
+  ) -> Any:
+    more = dict(extra_args or {})
+    given = Given(params, opt_state, None, batch, extra, rng, more)
+    params, opt_state, _, metrics = whole_step(given, inspect)
     return params, opt_state, metrics
 
   def step_with_state(
-    params: Any, opt_state: Any, state: Any, batch: Any, *extra: Any, **options: Any
+    params: Any,
+    opt_state: Any,
+    state: Any,
+    batch: Any,
+    *extra: Any,
+    rng: Any = None,
+    extra_args: Mapping[str, Any] | None = None,
+    inspect: bool = False,
   ) -> Any:
-    return whole_step(Given(params, opt_state, state, batch, extra), **options)
+    more = dict(extra_args or {})
+    return whole_step(Given(params, opt_state, state, batch, extra, rng, more), inspect)
 
   chosen: Any = step if options.model_state is None else step_with_state
   if not donate:
