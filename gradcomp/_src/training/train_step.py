@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradcomp._src.checkpoint.specs import check_stacked, state_specs
 from gradcomp._src.checks import flag, instance_of
@@ -233,9 +233,7 @@ def _on_mesh(
   arrays, with_arrays = arrays_of(loss_fn)
 
   def local(arrays: list[Any], given: Given) -> Stepped:
-    own_loss = with_arrays(arrays)
-    if AxisType.Explicit in mesh.axis_types:
-      own_loss = loss_with_note(own_loss)
+    own_loss = loss_with_note(with_arrays(arrays), mesh, names)
     return one_worker(own_loss, given, inspect=inspect)
 
   def mapped(check_vma: bool) -> Stepped:
