@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp._src.core import agreement
 from gradcomp.codecs import QSGD, BlockTop, Dense, TopK
 from tests.plugins.slow_cases import slow
 from tests.support.assertions import assert_same_bits
@@ -36,6 +37,42 @@ def test_one_program_sends_in_a_branch_and_nothing_elsewhere():
   assert metrics["loss"].shape == metrics["gradient_norm"].shape == (N,)
   np.testing.assert_allclose(metrics["bytes_sent"], found.bytes_sent / 3)
   assert step._cache_size() == 1
+
+
+def test_an_error_of_the_loss_is_raised_once():
+  """Not as the context of itself, for the step is traced unchecked after it."""
+  tx = local(optax.sgd(0.5), NESTEROV, Dense())
+  params, state, mesh = sharded(tx, tree(0, {"w": (8,)}))
+
+  def wrong(params, batch):
+    raise TypeError("of the user") from KeyError("its cause")
+
+  step = gradcomp.make_train_step(wrong, tx, axis_name="data", mesh=mesh)
+  with pytest.raises(TypeError, match="of the user") as caught:
+    step(params, state, jnp.ones(N))
+  chain, error = [], caught.value
+  while error := error.__cause__ or error.__context__:
+    chain.append(str(error))
+  assert "of the user" not in chain and "'its cause'" in chain
+
+
+def test_a_step_that_is_traced_again_has_one_record(monkeypatch):
+  """Its parts are those of the trace that JAX takes."""
+  records = []
+  monkeypatch.setattr(agreement, "_is_alone", lambda: False)
+  monkeypatch.setattr(agreement, "_processes", lambda mesh: (0, 1))
+  monkeypatch.setattr(agreement, "_compare", lambda parts, _: records.append(parts))
+  plateau = optax.contrib.reduce_on_plateau(patience=1)
+  for inner in (optax.sgd(0.5), optax.chain(optax.sgd(0.5), plateau)):
+    tx = local(inner, NESTEROV, Dense())
+    params, state, mesh = sharded(tx, tree(0, {"w": (8,)}))
+    records.clear()
+    step = gradcomp.make_train_step(loss_fn, tx, axis_name="data", mesh=mesh)
+    jax.eval_shape(step, params, state, jnp.ones(N))
+    (record,) = records
+    names = [part["transformation"] for part in record]
+    ours = "local.local_steps", "compress", "make_train_step"
+    assert names == [f"gradcomp.{name}" for name in ours]
 
 
 def compiled(tx, shape, axes):

@@ -1,5 +1,6 @@
 """A study is traced once, is seen by no program and no other thread, and goes again."""
 
+import functools
 import gc
 import threading
 import weakref
@@ -7,6 +8,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import gradcomp
 from gradcomp._src.checkpoint.shapes import first_state_of
@@ -48,12 +50,21 @@ def test_other_shapes_dtypes_and_workers_are_other_studies():
   assert len(sent) == len(traces) == 6
   halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
   gradcomp.explain(optimizer, halves, workers=4)
-  gradcomp.explain(optimizer, PARAMS, workers={"data": 4})
-  assert len(traces) == 8
+  gradcomp.explain(optimizer, PARAMS, workers={"data": 4})  # as without the name
+  assert len(traces) == 7
 
 
-def test_a_step_with_a_report_is_traced_twice():
-  """Once for itself, and once for the report; a later program of it, once."""
+def test_the_last_studies_are_kept():
+  optimizer, traces = counted()
+  for size in (*range(20), 19, 0):
+    gradcomp.explain(optimizer, {"w": jnp.zeros(size)}, workers=4)
+  assert len(traces) == 21
+  assert len(tracing._kept_of(optimizer)) == tracing._MOST
+
+
+@pytest.mark.parametrize("inspect", [False, True])
+def test_a_step_with_a_report_is_traced_twice(inspect):
+  """Once for itself, and once for all readers; a later program of it, once."""
   optimizer, traces = counted(lambda: gradcomp.qsgd(bits=4, axis_name="data"))
   mesh = jax.make_mesh((2,), ("data",))
   options = gradcomp.TrainOptions(report=True)
@@ -67,7 +78,9 @@ def test_a_step_with_a_report_is_traced_twice():
     )
     with jax.set_mesh(mesh):
       state = optimizer.init(PARAMS)
-    jax.eval_shape(step, PARAMS, state, jnp.ones((4, 2)))
+    abstract = functools.partial(step, inspect=inspect)
+    jax.eval_shape(abstract, PARAMS, state, jnp.ones((4, 2)))
+  gradcomp.explain(optimizer, PARAMS, workers=2)
   assert len(traces) == 3
 
 

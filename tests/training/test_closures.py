@@ -273,13 +273,18 @@ def test_an_array_that_another_axis_shards(way):
 
 
 def test_other_errors_of_a_loss_stay_what_they_are(problem):
+  """JAX raises no ValueError for closures on a mesh of this one axis."""
   _, params, x, _ = problem
+  for kind in (NotImplementedError, ValueError):
 
-  def loss_fn(params, x):
-    raise NotImplementedError("of the user")
+    def loss_fn(params, x, kind=kind):
+      raise kind("of the user")
 
-  with pytest.raises(NotImplementedError, match="of the user"):
-    jax.jit(reduced_gradient(loss_fn))(params, x)
+    with pytest.raises(kind, match="of the user") as caught:
+      jax.jit(reduced_gradient(loss_fn))(params, x)
+    notes = [x for x in caught.value.__notes__ if "closes over" in x]
+    assert len(notes) == (kind is NotImplementedError)
+    assert all(x.startswith("If the error above is about") for x in notes)
 
 
 def zeroed(inner):
@@ -291,6 +296,29 @@ def local(inner):
   codec = gradcomp.codecs.Dense()
   options = {"every": 1, "codec": codec, "axis_name": "data"}
   return gradcomp.local.local_steps(inner, optax.sgd(1.0), **options)
+
+
+def test_a_function_that_update_is_given(problem):
+  """A line search of each worker reads its rows as leaves, and not in a closure."""
+  mesh, params, x, base = problem
+  search = optax.scale_by_backtracking_linesearch(8)
+  tx = local(optax.chain(optax.sgd(1.0), search))
+
+  @functools.partial(jax.jit, static_argnames="given")
+  def step(params, state, x, base, given):
+    loss_fn = Partial(loss_of_all, base=base)
+    value, grads = gradcomp.value_and_grad(loss_fn, axis_name="data")(params, x)
+    value_fn = Partial(lambda params: loss_of_all(params, x, base))
+    if given:
+      value_fn = Partial(loss_of_all, x=x, base=base)
+    more = dict(value=value, grad=grads, value_fn=value_fn)
+    return tx.update(grads, state, params, **more)[0]["a"]
+
+  with jax.set_mesh(mesh):
+    state = tx.init(params)
+    cures = "`optimizer`", "value_fn=jax.tree_util.Partial(f, batch=batch)"
+    assert_refused(lambda: step(params, state, x, base, False), cures=cures)
+    assert np.any(step(params, state, x, base, True))
 
 
 @pytest.mark.parametrize("around", [zeroed, *slow(local)])

@@ -1,5 +1,7 @@
 """What a train step takes beside parameters and a batch, and what it reports."""
 
+import inspect
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -338,3 +340,19 @@ def test_a_loss_that_returns_something_else(returned, options, form):
   parts = ("`loss_fn`", f"return {form} with {has_aux}", "model_state=", "got")
   with pytest.raises(TypeError, match=says(*parts)):
     run(loss, dense, *args, **options)
+
+
+@pytest.mark.parametrize("model_state", [None, "mean"])
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_step_names_its_keywords(model_state, donate):
+  """In its signature, and in the error of one that is misspelled."""
+  options = gradcomp.TrainOptions(model_state=model_state)
+  step = gradcomp.make_train_step(
+    loss_fn, optax.sgd(0.5), axis_name=None, donate=donate, options=options
+  )
+  found = inspect.signature(step).parameters.values()
+  named = [x.name for x in found if x.kind is inspect.Parameter.KEYWORD_ONLY]
+  assert named == ["rng", "extra_args", "inspect"]
+  params, x = problem()
+  with pytest.raises(TypeError, match=r"\.step(_with_state)?\(\) .*'rgn'"):
+    step(params, (), x, x, rgn=jax.random.key(0))

@@ -76,17 +76,18 @@ def require_agreement(
 @contextlib.contextmanager
 def one_record(
   mesh: Any, what: str, options: Mapping[str, Any], **trees: Any
-) -> Iterator[None]:
+) -> Iterator[list[Part]]:
   """Compares all transformations that are traced in the body as one record.
 
-  The last part of the record is made of the arguments. If the body fails, the other
-  processes read the error. ValueError if another process has another record, or none.
+  It yields the parts so far, which a body that traces again clears. The last part is
+  made of the arguments. If the body fails, the other processes read the error.
+  ValueError if another process has another record, or none.
   """
   processes = () if _is_alone() else _processes(mesh)
   parts: list[Part] = []
   token = _open.set(parts)
   try:
-    yield
+    yield parts
   except Exception as error:
     _tell_failure(error, processes)
     raise

@@ -13,19 +13,22 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 OF_LOSS = (
-  "If JAX refuses here an array of the mesh that `loss_fn` closes over: make it an "
-  "argument, loss_fn(params, batch, array), and call the result of "
+  "If the error above is about an array of the mesh that `loss_fn` closes over: make "
+  "it an argument, loss_fn(params, batch, array), and call the result of "
   "gradcomp.value_and_grad with (params, batch, array), or that of "
   "gradcomp.make_train_step with (params, opt_state, batch, array); or pass "
   "jax.tree_util.Partial(loss_fn, name=array), whose arrays are arguments."
 )
 OF_OPTIMIZER = (
-  "If JAX refuses here an array of the mesh that `optimizer` closes over: make it of "
-  "numbers or NumPy's arrays, or put optax.inject_hyperparams, which keeps numbers in "
-  "the state, around the innermost transformation: "
-  "zero(optax.inject_hyperparams(optax.adam)(rate), ...)."
+  "If the error above is about an array of the mesh that `optimizer` closes over: make "
+  "it of numbers or NumPy's arrays, or put optax.inject_hyperparams, which keeps "
+  "numbers in the state, around the innermost transformation: "
+  "zero(optax.inject_hyperparams(optax.adam)(rate), ...). If a function that `update` "
+  "was given closes over it, like a batch: pass jax.tree_util.Partial, as in "
+  "update(..., value_fn=jax.tree_util.Partial(f, batch=batch)), for f(params, batch)."
 )
 
 
@@ -41,10 +44,23 @@ def arrays_of(tree: Any) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Any
   return [x for x in leaves if isinstance(x, jax.Array)], with_arrays
 
 
-def loss_with_note(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Wraps a loss: errors that JAX raises for arrays that it closes over get a note."""
-  # The second is JAX's where the map leaves other axes of the mesh Explicit.
-  return _with_note(loss_fn, OF_LOSS, NotImplementedError, ValueError)
+def loss_with_note(
+  loss_fn: Callable[..., Any], mesh: Mesh | AbstractMesh, names: Sequence[str]
+) -> Callable[..., Any]:
+  """Wraps a loss: errors that JAX raises for arrays that it closes over get a note.
+
+  ``names`` are the axes of the map. Without an Explicit axis JAX raises none.
+  """
+  explicit = {
+    name
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if kind == AxisType.Explicit
+  }
+  if not explicit:
+    return loss_fn
+  # JAX raises a ValueError where the map leaves other axes Explicit.
+  others = (ValueError,) if explicit.difference(names) else ()
+  return _with_note(loss_fn, OF_LOSS, NotImplementedError, *others)
 
 
 def optimizer_with_note(

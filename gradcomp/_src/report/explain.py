@@ -243,9 +243,11 @@ def explain(
   Nothing is computed, and no axis or device is needed: ``update`` is traced with
   shapes, as a map over the workers would trace it, and its collectives are read. That
   takes the time of tracing a step, once for an optimizer, the shapes and the workers:
-  the result is kept as long as the optimizer. A leaf shares the bytes of its message by
-  the rows that it has there. A leaf that no gradcomp transformation sees is not in the
-  table. One that two see is there twice, and ratios count it once. For
+  the last results are kept as long as the optimizer. An optimizer with attributes that
+  change is explained as it was at first: make another one instead. A leaf shares the
+  bytes of its message by the rows that it has there. A leaf that no gradcomp
+  transformation sees is not in the table. One that two see is there twice, and ratios
+  count it once. For
   :func:`gradcomp.wrappers.switch`, and wherever else a step takes one of several
   branches, the table shows the last that sends something. Without ``axis_name``, the
   table shows an exchange over the axes that gradients are unreduced over.

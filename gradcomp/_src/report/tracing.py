@@ -1,8 +1,8 @@
 """Studies of an update: the bytes of its messages, from a trace over abstract axes.
 
-The result of a study is kept while the optimizer lives, one a tree of shapes and set of
-axes. So ``explain``, ``record``, ``inspect`` and the report of a train step trace an
-update once between them.
+Results are kept while the optimizer lives, one a tree of shapes and set of axes, and
+the last of them only. So ``explain``, ``record``, ``inspect`` and the report of a train
+step trace an update once between them, where the workers are on one axis.
 """
 
 import dataclasses
@@ -80,6 +80,9 @@ class Trace(NamedTuple):
   state: Any
 
 
+# The results that are kept for an optimizer. Each holds a tree of the user's types.
+_MOST = 16
+
 # Of the functions update and init of an optimizer: the results by shapes and axes.
 _kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -107,12 +110,13 @@ def study_in(
   """
   leaves, treedef = jax.tree.flatten(jax.eval_shape(_same, params))
   like = tuple((x.shape, x.dtype) for x in leaves)
-  order = tuple(bound)
+  order = tuple(bound) if len(bound) > 1 else ()  # of one axis there is one order
   axes = UNNAMED[: len(sizes)] if len(sizes) <= len(UNNAMED) else UNNAMED[:1]
   now = dict(bound)
   kept = _kept_of(optimizer)
   while True:
-    # A study depends on this, and on nothing else that a caller can change.
+    # A study depends on this, and on nothing else that a caller of an optimizer that
+    # stays what it is can change.
     key = treedef, like, tuple(now.items()), order, axes, jnp.result_type(float)
     found = kept.get(key)
     if found is None:
@@ -122,6 +126,8 @@ def study_in(
       except UnboundAxisError as unbound:
         found = axis_names(unbound.axis_name)
       kept[key] = found
+      for old in list(kept)[:-_MOST]:
+        kept.pop(old, None)
     if isinstance(found, Trace):
       return found
     ones = (1,) * (len(found) - 1)

@@ -179,7 +179,23 @@ def inspected_update(
     raise TypeError(
       f"`optimizer` must be an optax.GradientTransformation, got {optimizer!r}."
     )
-  found = _found(optimizer, grads)
+  return measured_update(optimizer, optimizer, grads, opt_state, params, **extra_args)
+
+
+def measured_update(
+  optimizer: optax.GradientTransformation,
+  studied: optax.GradientTransformation,
+  grads: Grads,
+  opt_state: State,
+  params: Any,
+  **extra_args: Any,
+) -> tuple[Grads, State, Inspection]:
+  """Runs and measures ``optimizer.update``, and reads the messages of ``studied``.
+
+  These send the same. A wrapper that is made anew for each step is no key of a study
+  that is kept, and the optimizer inside is.
+  """
+  found = _found(studied, grads)
   states = states_in(opt_state)
   if not found or not states:
     raise ValueError(

@@ -229,11 +229,11 @@ def _addends(
   a tree.
   """
   arrays, with_arrays = arrays_of((loss_fn, args, kwargs))
-  names = axis_names(axis_name)
+  mesh, names = mesh_of(arrays), axis_names(axis_name)
 
   def local(*arrays: jax.Array) -> tuple[Any, Any]:
     loss_fn, args, kwargs = with_arrays(arrays)
-    grad_fn = form.value_and_grad(loss_with_note(loss_fn), axis_name)
+    grad_fn = form.value_and_grad(loss_with_note(loss_fn, mesh, names), axis_name)
     value, grads = grad_fn(*args, **kwargs)
     share = 1 / require_size(axis_name)
     wide = lambda g: g.astype(addend_dtype(g.dtype))
@@ -242,7 +242,7 @@ def _addends(
 
   value, stack = jax.shard_map(
     local,
-    mesh=mesh_of(arrays),
+    mesh=mesh,
     in_specs=tuple(restrict_spec(typed_spec(x), names) for x in arrays),
     out_specs=(PartitionSpec(), PartitionSpec(axis_name)),
     axis_names=set(names),

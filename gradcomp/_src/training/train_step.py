@@ -1,5 +1,6 @@
 """``make_train_step``: a data-parallel train step without plumbing."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec
@@ -7,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradcomp._src.checkpoint.specs import check_stacked, state_specs
 from gradcomp._src.checks import flag, instance_of
@@ -126,7 +127,9 @@ def make_train_step(
   """
   options = instance_of("options", TrainOptions, options)
   frozen = optimizer_with_note(allow_frozen(optimizer))
-  one_worker = WorkerStep(optimizer=frozen, axis_name=axis_name, options=options)
+  one_worker = WorkerStep(
+    optimizer=frozen, studied=optimizer, axis_name=axis_name, options=options
+  )
   workers: Any = 1
   if axis_name is not None:
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
@@ -137,14 +140,8 @@ def make_train_step(
       f"to compare itself with, got {options.compare_every}."
     )
 
-  def whole_step(
-    given: Given,
-    rng: Any = None,
-    extra_args: Mapping[str, Any] | None = None,
-    inspect: bool = False,
-  ) -> tuple[Any, ...]:
+  def whole_step(given: Given, inspect: bool) -> tuple[Any, ...]:
     flag("inspect", inspect)
-    given = given._replace(rng=rng, more_args=dict(extra_args or {}))
     if axis_name is None:
       check_model_state(given.model_state, options.model_state, options.accumulate, 1)
       *result, metrics, own = one_worker(loss_fn, given, inspect=inspect)
@@ -160,15 +157,33 @@ def make_train_step(
       metrics["bytes_sent"] = jnp.float32(sent)
     return *result, metrics
 
-  def step(params: Any, opt_state: Any, batch: Any, *extra: Any, **options: Any) -> Any:
-    result = whole_step(Given(params, opt_state, None, batch, extra), **options)
-    params, opt_state, _, metrics = result
+  # Both name the keywords, for signatures and for errors about others.
+  def step(
+    params: Any,
+    opt_state: Any,
+    batch: Any,
+    *extra: Any,
+    rng: Any = None,
+    extra_args: Mapping[str, Any] | None = None,
+    inspect: bool = False,
+  ) -> Any:
+    more = dict(extra_args or {})
+    given = Given(params, opt_state, None, batch, extra, rng, more)
+    params, opt_state, _, metrics = whole_step(given, inspect)
     return params, opt_state, metrics
 
   def step_with_state(
-    params: Any, opt_state: Any, state: Any, batch: Any, *extra: Any, **options: Any
+    params: Any,
+    opt_state: Any,
+    state: Any,
+    batch: Any,
+    *extra: Any,
+    rng: Any = None,
+    extra_args: Mapping[str, Any] | None = None,
+    inspect: bool = False,
   ) -> Any:
-    return whole_step(Given(params, opt_state, state, batch, extra), **options)
+    more = dict(extra_args or {})
+    return whole_step(Given(params, opt_state, state, batch, extra, rng, more), inspect)
 
   chosen: Any = step if options.model_state is None else step_with_state
   if not donate:
@@ -218,9 +233,7 @@ def _on_mesh(
   arrays, with_arrays = arrays_of(loss_fn)
 
   def local(arrays: list[Any], given: Given) -> Stepped:
-    own_loss = with_arrays(arrays)
-    if AxisType.Explicit in mesh.axis_types:
-      own_loss = loss_with_note(own_loss)
+    own_loss = loss_with_note(with_arrays(arrays), mesh, names)
     return one_worker(own_loss, given, inspect=inspect)
 
   def mapped(check_vma: bool) -> Stepped:
@@ -246,12 +259,17 @@ def _on_mesh(
     params=given.params,
     opt_state=given.opt_state,
     model_state=given.model_state,
-  ):
+  ) as parts:
     try:
       return mapped(True)
-    except TypeError:
+    except TypeError as error:
       # An optimizer of a worker's own may have branches of which one returns a
       # constant, as optax's reduce_on_plateau has. JAX takes them only unchecked.
       if not steps_alone(given.opt_state):
         raise
+      first = error
+    parts.clear()  # the second trace adds them again
+    # An error of the loss is one of both traces, and is raised once.
+    with contextlib.suppress(TypeError):
       return mapped(False)
+    raise first

@@ -16,7 +16,7 @@ from gradcomp._src.exchange.collectives import pmean
 from gradcomp._src.floats.dtypes import widened
 from gradcomp._src.local_steps.transform import local_params
 from gradcomp._src.mesh.axes import AxisName
-from gradcomp._src.telemetry.inspect import inspected_update
+from gradcomp._src.telemetry.inspect import measured_update
 from gradcomp._src.telemetry.replicas import Replicas, compare_replicas
 from gradcomp._src.training.gradients import defer_reduction, value_and_grad
 from gradcomp._src.training.loss_form import LossForm, check_accumulate
@@ -101,9 +101,13 @@ class Stepped(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerStep:
-  """The step of one worker; :func:`gradcomp.make_train_step` documents the options."""
+  """The step of one worker; :func:`gradcomp.make_train_step` documents the options.
+
+  ``studied`` is the user's optimizer, which sends what ``optimizer`` does.
+  """
 
   optimizer: optax.GradientTransformationExtraArgs
+  studied: optax.GradientTransformation
   axis_name: AxisName | None
   options: TrainOptions
 
@@ -149,8 +153,8 @@ class WorkerStep:
     more_args = extra_args(loss, grad, value_fn) | (given.more_args or {})
     args = grads, given.opt_state, given.params
     if inspect:
-      updates, opt_state, metrics["inspection"] = inspected_update(
-        self.optimizer, *args, **more_args
+      updates, opt_state, metrics["inspection"] = measured_update(
+        self.optimizer, self.studied, *args, **more_args
       )
     else:
       updates, opt_state = self.optimizer.update(*args, **more_args)
