@@ -154,7 +154,7 @@ def test_the_planner_bounds_its_options(option, capsys):
     (["--workers=4x2"], "argument --inside-gbit: must be given with hosts x chips"),
     (["--inside-gbit=3"], "argument --inside-gbit: must be given with hosts x chips"),
     (["--workers=0"], "argument --workers: must be"),
-    (["--workers=65535"], "`workers` must be less"),
+    (["--workers=262145"], "`workers` must be less"),
     (["--params=1e30"], "from 1 to 1e15, such as 25M or 25e6, got 1e30"),
     (["--slower=0"], "argument --slower: must be a number from 1e-06 to 1e+06, got 0"),
     (["--gbit=0"], "argument --gbit: must be a number from 1e-06 to 1e+06, got 0"),

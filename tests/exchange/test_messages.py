@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradcomp
+from gradcomp._src.exchange import hierarchical
 from gradcomp._src.exchange.plan import PlanOptions, plan_messages
-from gradcomp.codecs import QSGD, Dense
+from gradcomp.codecs import QSGD, Dense, FloatCast, TopK
 from gradcomp.exchange import AllGather, AllReduce, TwoShot
 from tests.plugins.slow_cases import slow
 from tests.support import modes
@@ -64,6 +65,43 @@ def test_dense_leaves_travel_apart_from_sums():
   assert [m.leaves for m in messages] == [(0,), (1,)]
   assert [m.exchange for m in messages] == [AllGather(), AllReduce()]
   assert messages[0].layout.codecs == (Dense(),)
+
+
+@pytest.mark.parametrize(
+  "codec", [CODEC, FloatCast(accumulate="kahan"), *slow(TopK(density=0.1))], ids=str
+)
+def test_groups_that_add_piece_by_piece_have_the_bits_of_the_whole(codec, monkeypatch):
+  """Shares of several rows, zeros behind the last, in pieces of unequal length."""
+  rng = np.random.default_rng(3)
+  shapes = {"a": (70, 71), "b": (3,), "c": (33, 40), "d": (0,)}
+  draw = lambda shape: jnp.asarray(rng.standard_normal((WORKERS, *shape)), jnp.float32)
+  steps = [{name: draw(shape) for name, shape in shapes.items()} for _ in range(2)]
+  asked = []
+
+  def run(pieces):
+    patched = lambda _, share: asked.append(share) or pieces
+    monkeypatch.setattr(hierarchical, "_pieces", patched)
+    jax.clear_caches()  # an equal update would not be traced again
+    tx = transformation(codec, "hierarchical", WORKERS, feedback="error")
+    return modes.run("vmap", tx, steps)
+
+  whole, pieces = run(1), run(3)
+  assert_same_bits(whole, pieces)
+  assert len(asked) == 2  # both were traced
+  assert asked[0] > 3
+  assert asked[0] % 3
+
+
+@pytest.mark.parametrize("elements, pieces", [(2**21 - 1, 1), (2**21, 2), (2**25, 8)])
+def test_groups_add_large_messages_piece_by_piece(elements, pieces):
+  """Each piece is a permute inside groups of two. A small leaf does not have rows."""
+  tx = transformation(CODEC, "hierarchical", WORKERS)
+  like = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (elements - 8, 8)]
+  found = gradcomp.explain(tx, like, workers=WORKERS).collectives
+  permutes = [x for x in found if x.kind == "collective-permute"]
+  assert len(permutes) == pieces + 1  # one is between groups
+  sent = sum(x.bytes_in for x in permutes[:-1])
+  assert 0 <= sent - 4 * elements / 2 < 4 * 4 * CODEC.tile_size
 
 
 @pytest.mark.parametrize("exchange", ["psum", *slow("all_gather")])

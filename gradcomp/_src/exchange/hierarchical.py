@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from gradcomp._src.bibliography import HAN_2021, Citation
 from gradcomp._src.checks import flag, static_integer
-from gradcomp._src.codecs.sums.sum import Sent, Way
+from gradcomp._src.codecs.sums.sum import Partial, Sent, Way
 from gradcomp._src.exchange.collectives import (
   STAGE,
   Workers,
@@ -27,12 +27,17 @@ from gradcomp._src.exchange.shares import (
   owned_loss,
   owned_total,
   place,
-  shares,
   split,
+  stacked,
 )
 from gradcomp._src.mesh.axes import AxisName, axis_names, require_size
+from gradcomp._src.mesh.study import Parts, note
 
 _GROUP_RULE = "a number of workers, 1 or more"
+
+# The rows inside groups go in at most so many messages, of this many elements or more:
+# fewer elements need little memory, and each message takes a latency.
+_MOST_PIECES, _PIECE_ELEMENTS = 8, 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +110,8 @@ class Hierarchical:
     groups = self.groups(workers)
     inside = _reduce_inside(own, groups)
     lines = [x.rows.reshape(groups.number, -1, x.rows.shape[1]) for x in inside]
-    rows = groups.exchange(lines, inside=False)
+    message = groups.exchange(join(lines, groups.number), inside=False)
+    rows = split(message, [x.shape[1:] for x in lines])
     scales = [workers.scale * x.scale for x in inside]
     between = finish_shares(own, rows, scales, workers)
     message = join([x.rows for x in between], 1)[0]
@@ -149,22 +155,19 @@ class Groups(NamedTuple):
   number: int
   size: int
 
-  def exchange(self, parts: Sequence[jax.Array], *, inside: bool) -> list[jax.Array]:
-    """Sends ``[K, ...]`` inside groups, or to the workers of the same place in others.
+  def exchange(self, lines: jax.Array, *, inside: bool) -> jax.Array:
+    """Sends ``[K, M]`` inside groups, or to the workers of the same place in others.
 
-    K is C or H. The results are like ``parts``, a line from each worker.
+    K is C or H. The result is like ``lines``, a line from each worker.
     """
     axes, count, size = self.workers.axis_name, self.number, self.size
-    lines = join(parts, size if inside else count)
     if isinstance(axes, tuple):
-      received = scatter(lines, axes[1 if inside else 0])
-    elif inside:
+      return scatter(lines, axes[1 if inside else 0])
+    if inside:
       members = [range(g * size, (g + 1) * size) for g in range(count)]
-      received = scatter_within(lines, axes, members)
     else:
       members = [range(c, count * size, size) for c in range(size)]
-      received = scatter_within(lines, axes, members)
-    return split(received, [x.shape[1:] for x in parts])
+    return scatter_within(lines, axes, members)
 
   def gather(self, message: jax.Array, name: str) -> jax.Array:
     """Gathers each worker's message at every worker: ``[M]`` to ``[N, M]``."""
@@ -180,20 +183,89 @@ class Groups(NamedTuple):
 def _reduce_inside(own: Outgoing, groups: Groups) -> list[Sent]:
   """Adds, over this worker's group, the rows of the H shares of its place."""
   workers, count, size = groups
-  words = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32)
-  lines = []
-  for x in own.parts:
-    part = shares(x, workers).reshape(count, size, -1, *x.shape[1:]).swapaxes(0, 1)
-    lines.append(words(part.reshape(size, -1, *x.shape[1:])))
-  received = groups.exchange(lines, inside=True)
+  share = [-(-rows // workers.size) for rows in own.layout.rows]
+  pieces = _pieces(own.layout.elements, max(share))
+  added = []
+  for k in range(pieces):
+    ends = [(n * k // pieces, n * (k + 1) // pieces) for n in share]
+    added.append(_add_piece(own, groups, share, ends))
   number = jax.lax.axis_index(workers.axis_name)
   sent = []
-  for i, (total, rows) in enumerate(zip(own.layout.sums, received, strict=True)):
-    addends = jax.lax.bitcast_convert_type(rows, own.parts[i].dtype)
-    partial = total.like_one(total.add_all(addends, keep=own.keep), size)
+  for i, total in enumerate(own.layout.sums):
+    partial = total.like_one(_joined([x[i] for x in added], count), size)
     context = own.stages[i].partial(number % size, number // size)
     sent.append(total.send(partial, context, keep=own.keep))
   return sent
+
+
+def _pieces(elements: int, share: int) -> int:
+  """Returns the number of messages that a group sends one after the other."""
+  # Else a worker would hold all lines that it sends and all that it receives, which
+  # take a gradient each. It adds a piece of each share before it sends the next one.
+  return max(1, min(_MOST_PIECES, elements // _PIECE_ELEMENTS, share))
+
+
+def _add_piece(
+  own: Outgoing,
+  groups: Groups,
+  share: Sequence[int],
+  ends: Sequence[tuple[int, int]],
+) -> list[Partial]:
+  """Adds the rows between ``ends`` of each share of this worker's place.
+
+  For each codec, a share has ``share`` rows. The sums are of ``[H * n, ...]`` rows.
+  """
+  count, size = groups.number, groups.size
+
+  def line(place: int) -> jax.Array:
+    """Returns the words for the worker of this place."""
+    cut = []
+    for rows, length, (start, stop) in zip(own.adjacent, share, ends, strict=True):
+      for group in range(count):
+        first = (group * size + place) * length
+        cut += _between(rows, first + start, first + stop)
+    words = [jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1) for x in cut]
+    return jnp.concatenate(words)
+
+  pairs = list(zip(own.adjacent, ends, strict=True))
+  shapes = [(count * (b - a), *rows[0].shape[1:]) for rows, (a, b) in pairs]
+  note(Parts(tuple(size * math.prod(shape) for shape in shapes)))
+  # XLA takes a line that is joined by itself as it is. Of lines that are cut from one
+  # array of all leaves it would hold that array, too.
+  lines = jnp.stack([line(place) for place in range(size)])
+  received = split(groups.exchange(lines, inside=True), shapes)
+  partials = []
+  for (rows, _), total, words in zip(pairs, own.layout.sums, received, strict=True):
+    addends = jax.lax.bitcast_convert_type(words, rows[0].dtype)
+    partials.append(total.add_all(addends, keep=own.keep))
+  return partials
+
+
+def _between(rows: Sequence[jax.Array], start: int, stop: int) -> list[jax.Array]:
+  """Returns the rows ``[start, stop)`` of adjacent arrays, zeros behind the last."""
+  cut, first = [], 0
+  for x in rows:
+    a, b = max(start - first, 0), min(stop - first, len(x))
+    if a < b:
+      cut.append(jax.lax.slice_in_dim(x, a, b))
+    first += len(x)
+  zeros = stop - max(start, first)
+  if zeros > 0:
+    cut.append(jnp.zeros((zeros, *rows[0].shape[1:]), rows[0].dtype))
+  return cut
+
+
+def _joined(pieces: Sequence[Partial], groups: int) -> Partial:
+  """Joins the sums of all pieces, of the share of each group one after the other."""
+  if len(pieces) == 1:
+    return pieces[0]
+
+  def joined(*parts: jax.Array) -> jax.Array:
+    each = [x.reshape(groups, len(x) // groups, *x.shape[1:]) for x in parts]
+    return stacked(jnp.concatenate(each, axis=1))
+
+  total, compensation, lost = jax.tree.map(joined, *[x[:3] for x in pieces])
+  return Partial(total, compensation, lost, pieces[0].scale)
 
 
 def _lost(inside: Sent, between: Sent, groups: Groups) -> jax.Array | None:

@@ -74,10 +74,14 @@ class Layout:
 
   def stack(self, rows: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
     """Concatenates the rows of leaves, by their numbers, to matrices, by theirs."""
+    return {i: jnp.concatenate(own) for i, own in self.adjacent(rows).items()}
+
+  def adjacent(self, rows: Mapping[int, jax.Array]) -> dict[int, list[jax.Array]]:
+    """Lists the rows of leaves, by their numbers, for matrices, by theirs."""
     parts: dict[int, list[jax.Array]] = {}
     for i in sorted(rows):
       parts.setdefault(self.slots[i].group, []).append(rows[i])
-    return {group: jnp.concatenate(own) for group, own in parts.items()}
+    return parts
 
   def tiles(self, number: int, leaf: jax.Array) -> jax.Array:
     """Splits a leaf into tiles, ``float32[rows, *tile_shape]``, filled with zeros."""

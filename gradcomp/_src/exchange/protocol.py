@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from gradcomp._src.codecs.sums.records import Context, Encoded
 from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, Way
@@ -51,9 +52,10 @@ class Outgoing(NamedTuple):
 
   Attributes:
     layout: the place of each leaf in the message.
-    parts: for each codec, the encoded rows, ``uint32[rows, words]``. Where the exchange
-      adds before it encodes, they are tiles, ``float32[rows, *tile_shape]``. The
-      leaves themselves, if they are plain and an exchange adds them as they are.
+    adjacent: for each codec, arrays of rows that follow one another. The encoded rows
+      are one array, ``uint32[rows, words]``. Where the exchange adds before it encodes,
+      each leaf has its tiles, ``float32[rows, *tile_shape]``. The leaves themselves,
+      one after the other, if they are plain and an exchange adds them as they are.
     encoded: the leaves that are encoded, by their numbers.
     agreed: the agreed statistics of each codec, one line for each row; or None.
     contexts: the contexts of the leaves.
@@ -62,12 +64,17 @@ class Outgoing(NamedTuple):
   """
 
   layout: Layout
-  parts: list[jax.Array]
+  adjacent: Sequence[Sequence[jax.Array]]
   encoded: Mapping[int, Encoded]
   agreed: list[jax.Array | None]
   contexts: Sequence[Context]
   stages: Sequence[Stage]
   keep: bool
+
+  @property
+  def parts(self) -> list[jax.Array]:
+    """The adjacent arrays, joined to one for each codec."""
+    return [x[0] if len(x) == 1 else jnp.concatenate(x) for x in self.adjacent]
 
   def leaf_rows(self, group: int) -> list[LeafRows]:
     """Returns the key and the number of rows of each leaf of a codec."""
@@ -79,9 +86,10 @@ class Outgoing(NamedTuple):
 
   def decoders(self) -> dict[int, RowDecoder]:
     """Returns the decoder of this worker's own rows, for each codec with any."""
-    sums, parts, agreed = self.layout.sums, self.parts, self.agreed
+    sums, agreed = self.layout.sums, self.agreed
     coded = sorted({self.layout.slots[i].group for i in self.encoded})
-    return {i: sums[i].gathered(parts[i][None], agreed[i], 1.0) for i in coded}
+    rows = {i: self.adjacent[i][0][None] for i in coded}
+    return {i: sums[i].gathered(rows[i], agreed[i], 1.0) for i in coded}
 
 
 class Received(NamedTuple):

@@ -184,9 +184,10 @@ def encode(sending: Sending, agreed: Sequence[jax.Array | None]) -> Outgoing:
     parts = layout.stack(rows)
     if not sends:
       parts = {i: packed(matrix) for i, matrix in parts.items()}
+  adjacent = {i: [matrix] for i, matrix in parts.items()}
   if not sending.adds_leaves:
     others = [i for i in range(len(leaves)) if i not in encoded]
-    parts |= layout.stack({i: layout.tiles(i, leaves[i]) for i in others})
+    adjacent |= layout.adjacent({i: layout.tiles(i, leaves[i]) for i in others})
   lines = {
     i: jnp.broadcast_to(stat, (slot.stop - slot.start, stat.shape[1]))
     for i, (slot, stat) in enumerate(zip(layout.slots, agreed, strict=True))
@@ -195,7 +196,7 @@ def encode(sending: Sending, agreed: Sequence[jax.Array | None]) -> Outgoing:
   stats, groups = layout.stack(lines), range(len(layout.codecs))
   return Outgoing(
     layout,
-    leaves if sending.adds_leaves else [parts[i] for i in groups],
+    [[x] for x in leaves] if sending.adds_leaves else [adjacent[i] for i in groups],
     encoded,
     [stats.get(i) for i in groups],
     contexts,
@@ -239,8 +240,8 @@ def decode(sending: Sending, outgoing: Outgoing, received: Received) -> Reduced:
 
   def chosen(i: int) -> jax.Array | None:
     group, start, stop = layout.slots[i]
-    rows = outgoing.parts[group][start:stop]
-    return layout.sums[group].sent_at(rows, layout.like[i].size)
+    (rows,) = outgoing.adjacent[group]
+    return layout.sums[group].sent_at(rows[start:stop], layout.like[i].size)
 
   def sent(i: int) -> jax.Array:
     """Decodes a leaf; one that was added to others first was sent as it is."""

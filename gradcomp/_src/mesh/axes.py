@@ -125,6 +125,8 @@ def manual_axes() -> tuple[str, ...]:
   return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+MOST_WORKERS = 2**18  # of a study: the pairs of a ring take seconds then
+
 # Of one axis; of two that a transformation names both; or of each axis by its name.
 WorkerSizes = int | tuple[int, int] | Mapping[str, int]
 
@@ -144,6 +146,11 @@ def sizes_of(workers: WorkerSizes) -> tuple[tuple[int, ...], dict[str, int]]:
   sizes = tuple(static_integer("workers", _RULE, size) for size in given)
   if min(sizes) < 1:
     raise ValueError(f"`workers` must be {_RULE}, got {workers!r}.")
+  if math.prod(sizes) > MOST_WORKERS:
+    raise ValueError(
+      f"`workers` must be less, at most {MOST_WORKERS:,} together, for a trace lists "
+      f"whom each sends to, got {workers!r}."
+    )
   return sizes, dict(zip(by_name, sizes, strict=False))
 
 

@@ -139,11 +139,22 @@ class Collective:
 
 def connected(pairs: Pairs) -> list[set[int]]:
   """Returns the sets of workers that a permutation connects."""
-  groups: dict[int, set[int]] = {}
+  near: dict[int, list[int]] = {}
   for a, b in pairs:
-    joined = groups.get(a, {a}) | groups.get(b, {b})
-    groups |= dict.fromkeys(joined, joined)
-  return list({id(group): group for group in groups.values()}.values())
+    near.setdefault(a, []).append(b)
+    near.setdefault(b, []).append(a)
+  groups: list[set[int]] = []
+  seen: set[int] = set()
+  for first in near:
+    if first in seen:
+      continue
+    group, last = {first}, [first]
+    while last:
+      last = [x for x in {y for z in last for y in near[z]} if x not in group]
+      group.update(last)
+    groups.append(group)
+    seen |= group
+  return groups
 
 
 def span(

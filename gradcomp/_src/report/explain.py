@@ -271,8 +271,8 @@ def explain(
 
   Raises:
     ValueError: ``workers`` is no number of workers, lacks an axis, does not fit the
-      groups of ``"hierarchical"``, is not that of ``opt_state``, or is ``2**31`` or
-      more. Or a leaf has more rows than 32 bits count.
+      groups of ``"hierarchical"``, is not that of ``opt_state``, or is more than
+      ``2**18``. Or a leaf has more rows than 32 bits count.
 
   Example:
     >>> optimizer = optax.chain(gradcomp.qsgd(bits=4, axis_name="data"), optax.sgd(0.1))

@@ -172,7 +172,7 @@ def make_train_step(
     params, opt_state, _, metrics = whole_step(given, inspect)
     return params, opt_state, metrics
 
-  def step_with_state(
+  def step_with_state(  # noqa: PLR0913 - options of users, by keyword
     params: Any,
     opt_state: Any,
     state: Any,
