@@ -1,5 +1,6 @@
 """Forces XLA:CPU to materialize an array once, or to update one in place."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -110,6 +111,52 @@ def unknown(numbers: Sequence[int], like: jax.Array) -> list[jax.Array]:
     return integers(like), [False] * len(numbers)
 
   return integers(like) if like.size else list(map(jnp.int32, numbers))
+
+
+def word_cutter(rows: jax.Array, axis: int) -> Callable[[int, int], jax.Array]:
+  """Returns a function that slices words, from ``start`` to ``stop`` of an axis.
+
+  A CPU materializes many words. Programs that read those of leaves of one shape are
+  then equal, and XLA compiles one. It would fuse another slice into each.
+
+  Example:
+    >>> word_cutter(jnp.arange(6, dtype=jnp.uint32), 0)(1, 3)
+    Array([1, 2], dtype=uint32)
+  """
+  zero = functools.cache(lambda: unknown([0], rows)[0])
+
+  def cut(start: int, stop: int) -> jax.Array:
+    every = rows.shape[axis]
+    if stop - start == every or rows.size // every * (stop - start) < _MANY:
+      return jax.lax.slice_in_dim(rows, start, stop, axis=axis)
+    return _cut(rows, zero() + start, stop - start, axis)
+
+  return cut
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))  # leaves of a shape: traced once
+def _cut(rows: jax.Array, start: jax.Array, count: int, axis: int) -> jax.Array:
+  @jax.custom_batching.custom_vmap
+  def part(rows: jax.Array, start: jax.Array) -> jax.Array:
+    cut = functools.partial(
+      jax.lax.dynamic_slice_in_dim,
+      start_index=start,
+      slice_size=count,
+      axis=axis,
+      allow_negative_indices=False,
+    )
+    # Fused into a decoder, a slice from an unknown start takes half as long as that.
+    return materialized(cut, rows)
+
+  @part.def_vmap
+  def together(
+    size: int, batched: list[bool], rows: jax.Array, start: jax.Array
+  ) -> tuple[jax.Array, bool]:
+    # Else `jax.vmap` would make a selection of the condition, see `packed`.
+    del size, batched
+    return _cut(rows, start, count, axis + 1), True
+
+  return part(rows, start)
 
 
 def updated_in_place(

@@ -19,7 +19,7 @@ from gradcomp._src.codecs.sums.sum import (
   SumFacts,
 )
 from gradcomp._src.kernels.common.fixed_point import scaled
-from gradcomp._src.kernels.materialize import packed
+from gradcomp._src.kernels.materialize import packed, word_cutter
 
 if TYPE_CHECKING:
   from gradcomp._src.codecs.protocol import Codec
@@ -84,9 +84,12 @@ class Tiles(Sum):
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
     del agreed
-    return lambda start, stop: self.mean(
-      jax.lax.slice_in_dim(rows, start, stop, axis=1), scale
-    )
+    cut: Callable[[int, int], jax.Array]
+    if len(rows) == 1:
+      cut = word_cutter(rows, 1)
+    else:  # materialized, the payloads of all workers would be held twice
+      cut = lambda start, stop: jax.lax.slice_in_dim(rows, start, stop, axis=1)
+    return lambda start, stop: self.mean(cut(start, stop), scale)
 
   def start(self, own: jax.Array, context: Context, *, keep: bool) -> Sent:
     return self.hop(Partial(own), context, keep=keep)
