@@ -122,7 +122,7 @@ class Codec(abc.ABC):
 
   @property
   def sums(self) -> Sum:
-    """How payloads are added: as decoded tiles, in float32."""
+    """The sum of payloads, by default of decoded tiles in float32."""
     return Tiles(self) if self.largest is None else Ranged(self, self.largest)
 
   @property
@@ -172,7 +172,7 @@ class Codec(abc.ABC):
 
   @property
   def fits(self) -> Fit | None:
-    """The fits of the shared codec state to the counts of all workers: none."""
+    """The fits of the codec state to the counts of all workers; None without any."""
     return None
 
   def used_entries(self, memory: Memory) -> jax.Array | None:
@@ -318,7 +318,7 @@ class Codec(abc.ABC):
       key: one threefry key, which a codec with random numbers needs.
 
     Returns:
-      The payload: rows, and statistics beside them if workers agree on some.
+      The payload, rows and the statistics that workers agree on, if any.
 
     Raises:
       ValueError: ``key`` is missing, and the codec needs one.
