@@ -36,8 +36,9 @@ def materialized(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _
 
     def nothing(rows: jax.Array) -> _Arrays:
       zero = first ^ first  # of the type of the words, which differ between workers
-      blank = lambda x: jnp.broadcast_to(zero.astype(x.dtype), x.shape)
-      return jax.tree.map(blank, like)
+      types = dict.fromkeys(x.dtype for x in jax.tree.leaves(like))
+      zeros = {dtype: zero.astype(dtype) for dtype in types}
+      return jax.tree.map(lambda x: jnp.broadcast_to(zeros[x.dtype], x.shape), like)
 
     return jax.lax.cond(jax.lax.population_count(first) > 32, nothing, function, rows)
 
@@ -53,7 +54,7 @@ def packed(rows: jax.Array) -> jax.Array:
   """
   # XLA would compute them in the shape of the message that they are part of, one by one
   # and ten times as slowly, and again for the loss of encoding them.
-  return rows if rows.size < _MANY else _down(rows)
+  return rows if rows.size < _MANY else _down_once(rows)
 
 
 def stored(rows: jax.Array) -> jax.Array:
@@ -64,7 +65,7 @@ def stored(rows: jax.Array) -> jax.Array:
     Array([[0, 0]], dtype=uint32)
   """
   # XLA would encode a word anew for each of its codes.
-  return rows if rows.size < _SOME else _down(rows)
+  return rows if rows.size < _SOME else _down_once(rows)
 
 
 @jax.custom_batching.custom_vmap
@@ -80,6 +81,9 @@ def _down_together(
   # Else `jax.vmap` would make a selection of the condition, through which XLA fuses.
   del size, batched
   return _down(rows), True
+
+
+_down_once = jax.jit(_down)  # leaves of a shape: traced once
 
 
 def unknown(numbers: Sequence[int], like: jax.Array) -> list[jax.Array]:
