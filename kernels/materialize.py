@@ -31,8 +31,7 @@ def materialized(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _
   like = jax.eval_shape(function, rows)
 
   def condition(rows: jax.Array) -> _Arrays:
-    first = rows[(0,) * rows.ndim]
-    first = jax.lax.bitcast_convert_type(first, f"uint{8 * rows.dtype.itemsize}")
+    first = _first_bits(rows)
 
     def nothing(rows: jax.Array) -> _Arrays:
       zero = first ^ first  # of the type of the words, which differ between workers
@@ -43,6 +42,12 @@ def materialized(function: Callable[[jax.Array], _Arrays], rows: jax.Array) -> _
     return jax.lax.cond(jax.lax.population_count(first) > 32, nothing, function, rows)
 
   return jax.lax.platform_dependent(rows, cpu=condition, default=function)
+
+
+def _first_bits(x: jax.Array) -> jax.Array:
+  """Returns the bits of the first element, as an unsigned integer."""
+  first = x[(0,) * x.ndim]
+  return jax.lax.bitcast_convert_type(first, f"uint{8 * x.dtype.itemsize}")
 
 
 def packed(rows: jax.Array) -> jax.Array:
@@ -99,8 +104,7 @@ def unknown(numbers: Sequence[int], like: jax.Array) -> list[jax.Array]:
   """
 
   def known(like: jax.Array) -> list[jax.Array]:
-    first = like[(0,) * like.ndim]
-    bits = jax.lax.bitcast_convert_type(first, f"uint{8 * like.dtype.itemsize}")
+    bits = _first_bits(like)
     zero = (bits ^ bits).astype(jnp.int32)
     return [zero + number for number in numbers]
 

@@ -1,4 +1,4 @@
-"""Whether JAX has looked for devices, for which it has no public name.
+"""Asks whether JAX has looked for devices, for which it has no public name.
 
 All that is public looks for them: that takes memory of GPUs, and comes too early for
 what must be called before, such as ``jax.distributed.initialize``.

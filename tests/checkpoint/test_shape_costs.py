@@ -1,4 +1,4 @@
-"""What tracing costs: the same for any size, and little for each further leaf."""
+"""Tests the cost of a trace: the same for any size, and little for a further leaf."""
 
 import gc
 import re

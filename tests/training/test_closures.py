@@ -31,7 +31,7 @@ def loss_of_a_global(params, x):
 
 
 class Model:
-  """What holds its arrays in attributes."""
+  """Holds its arrays in attributes, and is no tree."""
 
   def __init__(self, base):
     self.base = base

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcomp._src.codecs.sums.sum import LeafRows, RowDecoder, SumFacts
-from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles, sum_in_order
+from gradcomp._src.codecs.sums.tiles import OF_TILES, Tiles, cutter, sum_in_order
 from gradcomp._src.kernels.common import sparse
 from gradcomp._src.kernels.common.row_view import COPIED
 
@@ -89,9 +89,7 @@ class Entries(Blocks):
       few = (stop - start) * size <= COPIED
       if few and together and stop - start < rows.shape[1]:
         return every()[start:stop]
-      parts = (
-        jax.lax.slice_in_dim(x, start, stop, axis=1) for x in (positions, values)
-      )
+      parts = (cutter(x, 1)(start, stop) for x in (positions, values))
       return sum_entries(size, *parts, scale)
 
     return decode

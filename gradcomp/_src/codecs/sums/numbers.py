@@ -64,14 +64,17 @@ class Numbers(Sum):
   def gathered(
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
-    total = lambda first, stop: self._fold(_cut(rows, first, stop), False).total
+    cut = cutter(rows, 1)
+    total = lambda first, stop: self._fold(cut(first, stop), False).total
     return self._unscaled(total, agreed, scale)
 
   def gathered_loss(
     self, rows: jax.Array, agreed: jax.Array | None, own: jax.Array
   ) -> RowDecoder:
+    cut = cutter(rows, 1)
+
     def lost(first: int, stop: int) -> jax.Array:
-      kept = self._fold(_cut(rows, first, stop), True, own).lost
+      kept = self._fold(cut(first, stop), True, own).lost
       assert kept is not None
       return kept
 
@@ -193,7 +196,3 @@ class Numbers(Sum):
     planes = self.codec.tile_size // self.codec.row_words
     tiles = tiles.reshape(len(tiles), planes, self.codec.row_words)
     return self.codec.unscaled(tiles, agreed)
-
-
-def _cut(rows: jax.Array, start: int, stop: int) -> jax.Array:
-  return jax.lax.slice_in_dim(rows, start, stop, axis=1)

@@ -49,9 +49,9 @@ def sum_in_order(
   )
 
 
-def cutter(tiles: jax.Array) -> Callable[[int, int], jax.Array]:
-  """Returns a decoder that slices tiles, for tiles that are not encoded."""
-  return lambda start, stop: jax.lax.slice_in_dim(tiles, start, stop)
+def cutter(rows: jax.Array, axis: int = 0) -> Callable[[int, int], jax.Array]:
+  """Returns a function that slices an axis; of tiles, it is their decoder."""
+  return lambda start, stop: jax.lax.slice_in_dim(rows, start, stop, axis=axis)
 
 
 OF_TILES = SumFacts(
@@ -84,11 +84,8 @@ class Tiles(Sum):
     self, rows: jax.Array, agreed: jax.Array | None, scale: float
   ) -> RowDecoder:
     del agreed
-    cut: Callable[[int, int], jax.Array]
-    if len(rows) == 1:
-      cut = word_cutter(rows, 1)
-    else:  # materialized, the payloads of all workers would be held twice
-      cut = lambda start, stop: jax.lax.slice_in_dim(rows, start, stop, axis=1)
+    # Materialized, the payloads of all workers would be held twice.
+    cut = word_cutter(rows, 1) if len(rows) == 1 else cutter(rows, 1)
     return lambda start, stop: self.mean(cut(start, stop), scale)
 
   def start(self, own: jax.Array, context: Context, *, keep: bool) -> Sent:
